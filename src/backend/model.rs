@@ -1,0 +1,303 @@
+//! What the backend knows about volumes, snapshots, groups and attachments: the values that it
+//! returns and, as JSON, the rows of its catalog (docs/on-disk-format.md).
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::Error;
+
+/// A filesystem that a volume can carry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FsType {
+    Ext4,
+    Xfs,
+    Btrfs,
+}
+
+impl FsType {
+    pub const ALL: [Self; 3] = [Self::Ext4, Self::Xfs, Self::Btrfs];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ext4 => "ext4",
+            Self::Xfs => "xfs",
+            Self::Btrfs => "btrfs",
+        }
+    }
+
+    /// The smallest volume, in bytes, that mkfs makes this filesystem on.
+    pub const fn min_bytes(self) -> u64 {
+        match self {
+            Self::Ext4 => 1 << 20,
+            Self::Xfs => 300 << 20,
+            Self::Btrfs => 128 << 20,
+        }
+    }
+}
+
+impl fmt::Display for FsType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for FsType {
+    type Err = Error;
+
+    /// The empty name means ext4, the default.
+    fn from_str(name: &str) -> Result<Self, Error> {
+        match name {
+            "" | "ext4" => Ok(Self::Ext4),
+            "xfs" => Ok(Self::Xfs),
+            "btrfs" => Ok(Self::Btrfs),
+            other => Err(Error::invalid(
+                "fs_type",
+                format!("{other:?} is not supported; use ext4, xfs or btrfs"),
+            )),
+        }
+    }
+}
+
+/// The filesystem that was made on a volume's blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Format {
+    pub fs_type: FsType,
+    /// The device size in bytes that the filesystem was last grown to.
+    pub size_bytes: u64,
+    /// mkfs has begun and not yet ended: what is on the blocks is nobody's data.
+    #[serde(default)]
+    pub unfinished: bool,
+}
+
+/// What a volume was made from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    Snapshot(String),
+    Volume(String),
+}
+
+/// Where an object is in its life. What is not `Ready` is an intent: after a crash, start-up undoes
+/// a `Creating` and finishes a `Deleting`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    Creating,
+    Ready,
+    Deleting,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Volume {
+    pub id: String,
+    pub name: String,
+    pub capacity_bytes: u64,
+    pub phase: Phase,
+    /// Whether snapshots of this volume get a change record.
+    pub change_tracking: bool,
+    pub format: Option<Format>,
+    pub source: Option<Source>,
+    /// What CreateVolume was asked for, to tell a repeated call from another one with the name.
+    pub request: VolumeRequest,
+    /// The sequence number of the next snapshot, ascending within the volume.
+    pub next_sequence: u64,
+    /// The snapshot that the next cut compares with. Its data is on disk, though its snapshot may
+    /// have been deleted through the API.
+    pub baseline: Option<String>,
+    /// Why there is no baseline, when there is none.
+    pub chain_break: ChainBreak,
+}
+
+/// The parts of a CreateVolume request that a repeated call must agree with.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeRequest {
+    pub required_bytes: u64,
+    /// 0: no limit.
+    pub limit_bytes: u64,
+    /// The filesystem asked for; `None` for a raw block volume.
+    pub fs_type: Option<FsType>,
+    pub change_tracking: bool,
+    pub source: Option<Source>,
+}
+
+/// Why a chain of change records starts anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChainBreak {
+    /// The volume had no snapshot before.
+    First,
+    /// Change tracking was off for a while.
+    TrackingOff,
+    /// The data that the next cut compares with was dropped because the pool was nearly full.
+    BaselineDropped,
+}
+
+impl fmt::Display for ChainBreak {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::First => "the volume had no earlier snapshot",
+            Self::TrackingOff => "change tracking was off",
+            Self::BaselineDropped => "the hidden baseline was dropped when the pool was nearly full",
+        })
+    }
+}
+
+/// How a snapshot hangs together with the one before it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Predecessor {
+    /// The change record holds what changed since this snapshot.
+    Snapshot(String),
+    /// The chain starts here, for this reason: no delta crosses this point.
+    None(ChainBreak),
+}
+
+/// What is left of a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SnapshotPhase {
+    /// Being cut. After a crash it is undone.
+    Cutting,
+    /// Exists for the API.
+    Ready,
+    /// Deleted through the API at this time (seconds since the epoch); its record stays, so that it
+    /// can still be the base of a delta.
+    Deleted { at: u64 },
+    /// Its record is gone too; the id is remembered so that a delta from it can say why it fails.
+    Forgotten,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Snapshot {
+    pub id: String,
+    pub name: String,
+    pub volume_id: String,
+    pub phase: SnapshotPhase,
+    /// Capacity of the volume when the snapshot was cut, in bytes.
+    pub capacity_bytes: u64,
+    /// Seconds and nanoseconds since the epoch.
+    pub created_at: (u64, u32),
+    /// Ascending within the volume: the order of base and target.
+    pub sequence: u64,
+    pub group_id: Option<String>,
+    pub predecessor: Predecessor,
+    /// Which file holds the change record: `records/<id>.<generation>`; folding writes a new one.
+    pub record_generation: u64,
+    /// The copy of the backing file is on disk.
+    pub has_data: bool,
+    /// The filesystem of the volume at that moment.
+    pub format: Option<Format>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Group {
+    pub id: String,
+    pub name: String,
+    pub phase: Phase,
+    /// In the order of the volumes asked for.
+    pub snapshot_ids: Vec<String>,
+    pub volume_ids: Vec<String>,
+    pub created_at: (u64, u32),
+}
+
+/// A group snapshot with its members.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupSnapshot {
+    pub group: Group,
+    pub snapshots: Vec<Snapshot>,
+}
+
+/// CSI's access modes for one node (CSI VolumeCapability.AccessMode).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AccessMode {
+    SingleNodeWriter,
+    SingleNodeReaderOnly,
+    SingleNodeSingleWriter,
+    SingleNodeMultiWriter,
+}
+
+impl AccessMode {
+    /// Whether the volume may be published at more than one target path at a time (CSI
+    /// NodePublishVolume, tables on the second call).
+    pub const fn shares(self) -> bool {
+        matches!(self, Self::SingleNodeMultiWriter)
+    }
+
+    pub const fn read_only(self) -> bool {
+        matches!(self, Self::SingleNodeReaderOnly)
+    }
+}
+
+/// How a volume is presented (CSI VolumeCapability).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Access {
+    Block,
+    Mount {
+        fs_type: FsType,
+        /// Mount options; may carry secrets, never logged.
+        flags: Vec<String>,
+        /// Group that owns the mounted tree (CSI volume_mount_group).
+        group: Option<u32>,
+    },
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capability {
+    pub access: Access,
+    pub mode: AccessMode,
+}
+
+/// A volume in use on this node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attachment {
+    pub volume_id: String,
+    pub staging_path: PathBuf,
+    pub capability: Capability,
+    /// By target path.
+    pub published: BTreeMap<PathBuf, Publication>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Publication {
+    pub capability: Capability,
+    pub readonly: bool,
+}
+
+/// CSI VolumeCondition.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Condition {
+    pub abnormal: bool,
+    pub message: String,
+}
+
+/// How much a volume holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Usage {
+    /// A raw block volume: its size in bytes.
+    Block { total_bytes: u64 },
+    Mount {
+        total_bytes: u64,
+        used_bytes: u64,
+        available_bytes: u64,
+        total_inodes: u64,
+        used_inodes: u64,
+        free_inodes: u64,
+    },
+}
+
+/// Room in the pool, all in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Capacity {
+    /// What can be written before the pool is full.
+    pub available: u64,
+    /// The largest volume that CreateVolume accepts now (thin: overcommit included).
+    pub maximum_volume: u64,
+    pub minimum_volume: u64,
+}

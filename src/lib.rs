@@ -1,0 +1,12 @@
+//! csi-loopback: a reference CSI driver whose changed block tracking is real.
+//!
+//! The tree reads from the bottom up: [`backend`] owns blocks, files and loop devices and knows
+//! neither gRPC nor Kubernetes; [`driver`] translates CSI calls to it; [`client`] is the commands
+//! for people, which speak to a driver's socket; [`cli`] names the modes. Arrows point one way.
+
+pub mod backend;
+pub mod cli;
+pub mod client;
+pub mod driver;
+pub mod proto;
+pub mod telemetry;

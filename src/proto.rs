@@ -1,0 +1,18 @@
+//! The generated gRPC code: messages, clients and servers of every file in csi-spec/, laid out by
+//! protobuf package. It promises the wire format and no more: what a field means is written in the
+//! .proto files, and checking arguments is left to the services.
+//!
+//! Requests print whole with `{:?}`, secrets included: log their handles, never the messages.
+
+/// Package `csi`.
+pub mod csi {
+    /// Package `csi.v1`: CSI v1.12.
+    pub mod v1 {
+        // Generated; variant sizes and the like are not ours to choose.
+        #![allow(clippy::all)]
+        tonic::include_proto!("csi.v1");
+    }
+}
+
+/// Encoded `google.protobuf.FileDescriptorSet` of csi-spec/ and its imports, with comments.
+pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("csi_descriptor");

@@ -87,11 +87,7 @@ impl<'a> Reader<'a> {
             let text = format!("{}\n{}", at.leading_comments(), at.trailing_comments());
             (at.path.as_slice(), text)
         });
-        Reader {
-            file,
-            comments: comments.collect(),
-            facts: Vec::new(),
-        }
+        Reader { file, comments: comments.collect(), facts: Vec::new() }
     }
 
     /// The numbers in paths are field numbers of descriptor.proto, as in `SourceCodeInfo`.
@@ -169,10 +165,8 @@ impl<'a> Reader<'a> {
     fn add(&mut self, fact: Fact, oneof: Option<String>, path: &[i32]) {
         let comment = self.comments.get(path).map_or("", String::as_str);
         let marked = MARKERS.iter().filter(|(text, _)| comment.contains(text));
-        let notes: Vec<_> = oneof
-            .into_iter()
-            .chain(marked.map(|(_, note)| (*note).to_owned()))
-            .collect();
+        let notes: Vec<_> =
+            oneof.into_iter().chain(marked.map(|(_, note)| (*note).to_owned())).collect();
         self.facts.push(fact.with(NOTES, notes.join(",")));
     }
 }
@@ -212,10 +206,7 @@ fn field_type(field: &FieldDescriptorProto, message: &DescriptorProto) -> String
 fn plain_type(field: &FieldDescriptorProto) -> String {
     match field.r#type() {
         Type::Message | Type::Enum => bare(field.type_name()).to_owned(),
-        scalar => scalar
-            .as_str_name()
-            .trim_start_matches("TYPE_")
-            .to_lowercase(),
+        scalar => scalar.as_str_name().trim_start_matches("TYPE_").to_lowercase(),
     }
 }
 
@@ -244,11 +235,7 @@ fn every_row_of_the_csi_table_is_in_the_descriptor() {
 #[test]
 fn the_descriptor_has_nothing_the_csi_table_lacks() {
     let surplus = lacking(&descriptor(), &table());
-    assert!(
-        surplus.is_empty(),
-        "csi.proto has what the table does not:\n{}",
-        surplus.join("\n")
-    );
+    assert!(surplus.is_empty(), "csi.proto has what the table does not:\n{}", surplus.join("\n"));
 }
 
 /// Replaces one row by a wrong one: both directions must complain, of that row and of no other.

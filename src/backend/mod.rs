@@ -1,38 +1,70 @@
-//! The loopback-file block backend (skeleton: bodies follow).
+//! The loopback-file block backend: volumes, snapshots and the change records that say what differs
+//! between them. No gRPC, no Kubernetes, no async: every call blocks until its result is durable.
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`pool`] | where backing files live, and how they are cloned and compared |
+//! | `volume`, `attachment` | a volume's life, and its use on this node |
+//! | `cut`, `point_in_time`, `snapshot`, `group` | from running volumes to snapshots with records |
+//! | [`tracker`], [`extents`] | change records, and the rule that fills them |
+//! | `catalog`, `store`, `locks` | rows, files and who may change them |
+//! | `reconcile`, `upkeep`, [`check`] | after a crash, in the background, offline |
+//! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and its tools |
 
+mod attachment;
+mod catalog;
+pub mod check;
+mod command;
+mod cut;
 pub mod error;
-pub mod model;
+pub mod extents;
+mod filesystem;
+mod group;
+pub mod ids;
+mod list;
+mod locks;
+mod loop_device;
+mod model;
+mod point_in_time;
+pub mod pool;
+mod reconcile;
+mod snapshot;
+mod store;
+mod sys;
+pub mod tracker;
 pub mod units;
+mod upkeep;
+mod volume;
 
+use std::fs::{self, File};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
+use nix::fcntl::{Flock, FlockArg};
+use tracing::info;
+
+use catalog::Catalog;
+use error::Context;
+use locks::Locks;
+use store::Store;
+
 pub use error::{Error, Kind, Result};
+pub use list::Page;
 pub use model::*;
+pub use pool::{PoolChoice, PoolKind};
+pub use snapshot::SnapshotFilter;
+pub use tracker::{BlockMap, Extents, Style};
 pub use units::{BLOCK_SIZE, Block, BlockRange, Extent, MAX_VOLUME_BYTES, MIN_VOLUME_BYTES};
+pub use volume::CreateVolume;
 
-/// `--pool`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PoolChoice {
-    Auto,
-    Reflink,
-    Image,
-    Copy,
-}
-
-impl std::str::FromStr for PoolChoice {
-    type Err = Error;
-    fn from_str(s: &str) -> Result<Self> {
-        let _ = s;
-        todo!()
-    }
-}
-
+/// What a backend is opened with.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub data_dir: PathBuf,
     pub pool: PoolChoice,
-    /// Size of the image pool's `pool.img` in bytes, when it is made.
+    /// Size of an image pool's image in bytes, when it is made.
     pub pool_size: Option<u64>,
     /// How long the record of a deleted snapshot stays usable as a base.
     pub retention: Duration,
@@ -40,171 +72,184 @@ pub struct Config {
     pub overcommit: f64,
 }
 
+/// The backend of one data directory. Cheap to clone. Operations that change the same volume
+/// exclude each other with [`Error::Busy`]; lists, usage and queries never do.
 #[derive(Debug, Clone)]
-pub struct CreateVolume {
-    pub name: String,
-    pub request: VolumeRequest,
+pub struct Backend {
+    store: Arc<Store>,
 }
 
-#[derive(Debug, Clone, Default)]
-pub struct SnapshotFilter {
-    pub snapshot_id: Option<String>,
-    pub volume_id: Option<String>,
+/// The catalog's file in a pool.
+fn catalog_path(root: &Path) -> PathBuf {
+    root.join("catalog.redb")
 }
 
-/// One page of a list, in order of id.
-#[derive(Debug)]
-pub struct Page<T> {
-    pub items: Vec<T>,
-    /// Where the next page starts; `None` at the end.
-    pub next: Option<String>,
+/// Keeps other instances away from a data directory as long as the file is open.
+fn lock_instance(data_dir: &Path) -> Result<Flock<File>> {
+    let path = data_dir.join("lock");
+    let file = pool::new_file(&path)?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
+        nix::Error::EWOULDBLOCK => Error::Precondition(format!(
+            "{} is in use by another csi-loopback; stop that first",
+            data_dir.display()
+        )),
+        errno => Error::io(format!("locking {}", path.display()), errno.into()),
+    })
 }
-
-/// How blocks are reported.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Style {
-    Variable,
-    /// Extents of at most this many bytes each, all of one size: the largest power of two up to it
-    /// that divides the capacity. A power of two, at least 4096.
-    Fixed(u64),
-}
-
-/// The answer to `allocated` or `delta`: lazily read from change records. Cheap to make, `Send`.
-pub struct BlockMap {}
-
-impl BlockMap {
-    /// Capacity of the (target) snapshot in bytes.
-    pub fn capacity_bytes(&self) -> u64 {
-        todo!()
-    }
-
-    /// The extents from the block that holds `starting_offset` on, ascending, not overlapping.
-    /// `OutOfRange` past the capacity.
-    pub fn extents(self, style: Style, starting_offset: u64) -> Result<Extents> {
-        let _ = (style, starting_offset);
-        todo!()
-    }
-}
-
-/// `Iterator<Item = Result<Extent>> + Send + 'static`.
-pub struct Extents {}
-
-impl Iterator for Extents {
-    type Item = Result<Extent>;
-    fn next(&mut self) -> Option<Self::Item> {
-        todo!()
-    }
-}
-
-/// Cheap to clone; all methods block and may be called from many threads at once. Operations on
-/// one volume exclude each other with `Error::Busy`.
-#[derive(Clone)]
-pub struct Backend {}
 
 impl Backend {
+    /// Opens the data directory, or makes it, and brings what a former process left half-way to an
+    /// end. A second instance on the same directory is refused.
     pub fn open(config: Config) -> Result<Self> {
-        let _ = config;
-        todo!()
+        let data_dir = &config.data_dir;
+        let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(data_dir);
+        made.context(|| format!("making {}", data_dir.display()))?;
+        let instance_lock = lock_instance(data_dir)?;
+        let opened = pool::open(data_dir, config.pool, config.pool_size)?;
+        let store = Store {
+            catalog: Catalog::open(&catalog_path(opened.pool.root()))?,
+            max_volume_bytes: largest_file(opened.pool.root())?,
+            pool: opened.pool,
+            pool_reason: opened.reason,
+            locks: Locks::default(),
+            config,
+            _instance_lock: instance_lock,
+        };
+        info!(pool = %store.pool.kind(), reason = store.pool_reason, "opened the pool");
+        reconcile::reconcile(&store)?;
+        Ok(Self { store: Arc::new(store) })
     }
-    /// One line on which kind of pool was chosen and why.
+
+    /// The kind of the pool, and why it was chosen.
     pub fn pool_description(&self) -> String {
-        todo!()
+        format!("{} pool: {}", self.store.pool.kind(), self.store.pool_reason)
     }
-    /// Housekeeping that a timer calls about once a second: drops hidden baselines under pressure,
-    /// forgets records past their retention.
-    pub fn tend(&self) {
-        todo!()
+
+    pub fn pool_kind(&self) -> PoolKind {
+        self.store.pool.kind()
     }
-    /// Err when the catalog or the pool no longer answers (health endpoint, Probe).
+
+    /// Room in the pool, in bytes.
+    pub fn pool_room(&self) -> Result<pool::Room> {
+        self.store.pool.room()
+    }
+
+    /// Housekeeping, to be called about once a second: drops hidden baselines when the pool is nearly
+    /// full, and forgets records that are past their retention.
+    pub fn tend(&self) -> Result<()> {
+        upkeep::relieve_pressure(&self.store)?;
+        upkeep::forget_expired(&self.store)
+    }
+
+    /// Whether catalog and pool answer.
     pub fn healthy(&self) -> Result<()> {
-        todo!()
+        self.store.catalog.read()?;
+        self.store.pool.room().map(drop)
     }
-    pub fn create_volume(&self, request: CreateVolume) -> Result<Volume> {
-        let _ = request;
-        todo!()
+
+    /// Creates a volume (CSI CreateVolume). Idempotent by name; the same name with other parameters
+    /// is `AlreadyExists`. `required_bytes` 0 means the source's size, else 1 GiB.
+    pub fn create_volume(&self, request: &CreateVolume) -> Result<Volume> {
+        volume::create(&self.store, request)
     }
-    /// OK when unknown.
+
+    /// Deletes a volume; its snapshots stay. OK when unknown, `Precondition` while in use.
     pub fn delete_volume(&self, id: &str) -> Result<()> {
-        let _ = id;
-        todo!()
+        volume::delete(&self.store, id)
     }
+
     pub fn volume(&self, id: &str) -> Result<Volume> {
-        let _ = id;
-        todo!()
+        volume::get(&self.store, id)
     }
-    /// `after`: a token of an earlier page (`Error::Busy` when malformed); `max` 0 means all.
+
+    /// A page of up to `max` volumes (0: all) after a token; `Busy` for a bad token.
     pub fn volumes(&self, after: Option<&str>, max: usize) -> Result<Page<Volume>> {
-        let _ = (after, max);
-        todo!()
+        volume::list(&self.store, after, max)
     }
-    /// Grows the volume; to less than it has is OK. Returns it as it then is.
+
+    /// Grows a volume to `required_bytes`, rounded up to blocks; `limit_bytes` 0 means none. To less
+    /// than it has is OK. Returns the volume as it then is.
     pub fn expand_volume(&self, id: &str, required_bytes: u64, limit_bytes: u64) -> Result<Volume> {
-        let _ = (id, required_bytes, limit_bytes);
-        todo!()
+        volume::expand(&self.store, id, required_bytes, limit_bytes)
     }
+
+    /// Switches change tracking; switching it off breaks the chain of change records.
     pub fn set_change_tracking(&self, id: &str, on: bool) -> Result<()> {
-        let _ = (id, on);
-        todo!()
+        volume::set_change_tracking(&self.store, id, on)
     }
+
     pub fn volume_condition(&self, id: &str) -> Result<Condition> {
-        let _ = id;
-        todo!()
+        volume::condition(&self.store, id)
     }
+
+    /// Room for volumes (CSI GetCapacity).
     pub fn capacity(&self) -> Result<Capacity> {
-        todo!()
+        volume::room(&self.store)
     }
+
+    /// Cuts a snapshot (CSI CreateSnapshot): consistent, durable and with its change record when
+    /// this returns. Idempotent by name.
     pub fn create_snapshot(&self, name: &str, volume_id: &str) -> Result<Snapshot> {
-        let _ = (name, volume_id);
-        todo!()
+        snapshot::create(&self.store, name, volume_id)
     }
-    /// OK when unknown.
+
+    /// Deletes a snapshot; it stays usable as the base of a delta. OK when unknown, `Invalid` for a
+    /// member of a group.
     pub fn delete_snapshot(&self, id: &str) -> Result<()> {
-        let _ = id;
-        todo!()
+        snapshot::delete(&self.store, id)
     }
+
     pub fn snapshot(&self, id: &str) -> Result<Snapshot> {
-        let _ = id;
-        todo!()
+        self.store.catalog.read()?.live_snapshot(id)
     }
+
+    /// A page of snapshots, like [`Backend::volumes`].
     pub fn snapshots(
         &self,
         filter: &SnapshotFilter,
         after: Option<&str>,
         max: usize,
     ) -> Result<Page<Snapshot>> {
-        let _ = (filter, after, max);
-        todo!()
+        snapshot::list(&self.store, filter, after, max)
     }
+
+    /// Cuts several volumes at one moment, all or none (CSI CreateVolumeGroupSnapshot).
     pub fn create_group(&self, name: &str, volume_ids: &[String]) -> Result<GroupSnapshot> {
-        let _ = (name, volume_ids);
-        todo!()
+        group::create(&self.store, name, volume_ids)
     }
-    /// OK when unknown; `Invalid` when `snapshot_ids` are not its members.
+
+    /// Deletes a group with its members. OK when unknown; `Invalid` when `snapshot_ids`, unless
+    /// empty, are not its members.
     pub fn delete_group(&self, id: &str, snapshot_ids: &[String]) -> Result<()> {
-        let _ = (id, snapshot_ids);
-        todo!()
+        group::delete(&self.store, id, snapshot_ids)
     }
+
     pub fn group(&self, id: &str, snapshot_ids: &[String]) -> Result<GroupSnapshot> {
-        let _ = (id, snapshot_ids);
-        todo!()
+        group::get(&self.store, id, snapshot_ids)
     }
+
+    /// The blocks that hold data in a snapshot (CSI GetMetadataAllocated).
     pub fn allocated(&self, snapshot_id: &str) -> Result<BlockMap> {
-        let _ = snapshot_id;
-        todo!()
+        snapshot::allocated(&self.store, snapshot_id)
     }
+
+    /// The blocks that changed between two snapshots of a volume (CSI GetMetadataDelta). The base may
+    /// be a deleted snapshot. `Precondition` when the changes are not known.
     pub fn delta(&self, base_id: &str, target_id: &str) -> Result<BlockMap> {
-        let _ = (base_id, target_id);
-        todo!()
+        snapshot::delta(&self.store, base_id, target_id)
     }
+
+    /// Attaches and mounts a volume (CSI NodeStageVolume).
     pub fn stage(&self, volume_id: &str, path: &Path, capability: &Capability) -> Result<()> {
-        let _ = (volume_id, path, capability);
-        todo!()
+        attachment::stage(&self.store, volume_id, path, capability)
     }
-    /// OK when unknown or not staged.
+
+    /// OK when unknown, or not staged there.
     pub fn unstage(&self, volume_id: &str, path: &Path) -> Result<()> {
-        let _ = (volume_id, path);
-        todo!()
+        attachment::unstage(&self.store, volume_id, path)
     }
+
+    /// Shows a staged volume at `target` (CSI NodePublishVolume).
     pub fn publish(
         &self,
         volume_id: &str,
@@ -213,22 +258,34 @@ impl Backend {
         capability: &Capability,
         readonly: bool,
     ) -> Result<()> {
-        let _ = (volume_id, staging, target, capability, readonly);
-        todo!()
+        attachment::publish(&self.store, volume_id, staging, target, capability, readonly)
     }
-    /// OK when unknown or not published; removes the target.
+
+    /// Removes the target. OK when unknown, or not published there.
     pub fn unpublish(&self, volume_id: &str, target: &Path) -> Result<()> {
-        let _ = (volume_id, target);
-        todo!()
+        attachment::unpublish(&self.store, volume_id, target)
     }
-    /// `path`: a staging or target path of the volume.
+
+    /// How full a volume is; `path` is its staging path or a target.
     pub fn usage(&self, volume_id: &str, path: &Path) -> Result<Usage> {
-        let _ = (volume_id, path);
-        todo!()
+        attachment::usage(&self.store, volume_id, path)
     }
-    /// Grows device and filesystem to the volume's capacity; returns it in bytes.
+
+    /// Grows device and filesystem to the volume's capacity, which is returned in bytes.
     pub fn expand_on_node(&self, volume_id: &str, path: &Path) -> Result<u64> {
-        let _ = (volume_id, path);
-        todo!()
+        attachment::expand(&self.store, volume_id, path)
     }
+}
+
+/// The largest volume whose backing file the filesystem of `root` can hold, in bytes.
+fn largest_file(root: &Path) -> Result<u64> {
+    let path = root.join(".probe-size");
+    let file = pool::new_file(&path)?;
+    let mut bytes = MAX_VOLUME_BYTES;
+    while file.set_len(bytes).is_err() && bytes > MIN_VOLUME_BYTES {
+        // ext4 ends one block below 16 TiB.
+        bytes = if bytes.is_power_of_two() { bytes - BLOCK_SIZE } else { (bytes + BLOCK_SIZE) / 2 };
+    }
+    pool::remove(&path)?;
+    Ok(bytes)
 }

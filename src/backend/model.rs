@@ -125,7 +125,7 @@ pub struct VolumeRequest {
     pub source: Option<Source>,
 }
 
-/// Why a chain of change records starts anew.
+/// Why a chain of change records starts anew at a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChainBreak {
@@ -135,6 +135,10 @@ pub enum ChainBreak {
     TrackingOff,
     /// The data that the next cut compares with was dropped because the pool was nearly full.
     BaselineDropped,
+    /// The data that the next cut compares with was not found.
+    BaselineLost,
+    /// The records before this point were kept as long as asked for, and no longer.
+    Retention,
 }
 
 impl fmt::Display for ChainBreak {
@@ -142,7 +146,11 @@ impl fmt::Display for ChainBreak {
         f.write_str(match self {
             Self::First => "the volume had no earlier snapshot",
             Self::TrackingOff => "change tracking was off",
-            Self::BaselineDropped => "the hidden baseline was dropped when the pool was nearly full",
+            Self::BaselineDropped => {
+                "the hidden baseline was dropped when the pool was nearly full"
+            }
+            Self::BaselineLost => "the data of the snapshot before was not found",
+            Self::Retention => "the change records before were past their retention",
         })
     }
 }
@@ -240,7 +248,8 @@ impl AccessMode {
 pub enum Access {
     Block,
     Mount {
-        fs_type: FsType,
+        /// `None`: the one that the volume has, else ext4.
+        fs_type: Option<FsType>,
         /// Mount options; may carry secrets, never logged.
         flags: Vec<String>,
         /// Group that owns the mounted tree (CSI volume_mount_group).

@@ -1,0 +1,253 @@
+#!/usr/bin/env bash
+# hack/sanity.sh [POOL...]: runs csi-sanity against the driver, once per pool kind (reflink, image,
+# copy; all of them by default) and access type (mount, block), with everything switched on that
+# the driver advertises. Prints a line of counts per run and fails when a spec failed, when one was
+# skipped that is not listed below, or when the driver left something behind.
+#
+# CSI_LOOPBACK_BIN names the driver to test; without it, the one of this tree is built.
+# Needs root. Exits with 77 when it cannot run here; the last line of stderr says why.
+set -euo pipefail
+# shellcheck source=hack/lib.sh
+source "$(dirname "$0")/lib.sh"
+
+# Specs that do not run because of what the driver is, by the reason that csi-sanity gives. A skip
+# for any other reason is a failure: it would be a feature that the driver claims and nobody tests.
+declare -A expected_skips=(
+    # Nothing to attach: volumes are files on the node, so there is no ControllerPublishVolume.
+    ["ControllerPublishVolume not supported"]=1
+    ["ControllerUnpublishVolume not supported"]=1
+    ["Controller Publish, UnpublishVolume not supported"]=1
+    # Additions of CSI v1.13; the driver speaks v1.12.
+    ["SNAPSHOT_ACCESSIBILITY_CONSTRAINTS not supported"]=1
+    ["ControllerGetVolumeHealth not supported"]=1
+    ["ControllerListVolumeHealth not supported"]=1
+    ["NodeGetVolumeHealth not supported"]=1
+    ["NodeGetStorageHealth not supported"]=1
+)
+# Specs that csi-sanity itself has switched off, by the end of their name.
+expected_pending="pagination should detect volumes added between pages and accept tokens when the last volume from a page is deleted"
+
+GiB=$((1 << 30))
+# Thin, so the size costs nothing; the pool holds many times what a run keeps at once.
+volume_size=$((1 * GiB))
+expanded_size=$((2 * GiB))
+pool_size=$((32 * GiB))
+secret=csi-sanity-secret-that-no-log-may-show
+
+tmp=
+driver_pid=
+sanity_pid=
+
+stop() { # stop PID SECONDS: asks the process to end, then makes it. Fails if it had to be made to.
+    local pid=$1 deadline=$((SECONDS + $2)) status=0
+    kill -TERM "$pid" 2>/dev/null || true
+    while kill -0 "$pid" 2>/dev/null; do
+        if ((SECONDS >= deadline)); then
+            kill -KILL "$pid" 2>/dev/null || true
+            status=1
+            break
+        fi
+        sleep 0.1
+    done
+    wait "$pid" 2>/dev/null || status=1
+    return "$status"
+}
+
+cleanup() {
+    # A second interrupt must not stop what undoes the first.
+    trap '' INT TERM
+    [[ -z $sanity_pid ]] || stop "$sanity_pid" 5 || true
+    [[ -z $driver_pid ]] || stop "$driver_pid" 10 || true
+    sanity_pid='' driver_pid=''
+    [[ -z $tmp ]] || clear_directory "$tmp" || true
+    tmp=
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+failed_specs=0
+problems=0
+problem() { # problem POOL TEXT...
+    problems=$((problems + 1))
+    printf 'csi-sanity %s: problem: %s\n' "$1" "${*:2}"
+}
+
+# once FORMAT SPEC...: prints about a spec the first time it is named: the runs have them in common.
+declare -A named=()
+once() {
+    [[ -z ${named[$2]:-} ]] || return 0
+    named[$2]=1
+    # shellcheck disable=SC2059 # the format is the caller's
+    printf "$@"
+}
+
+# What the external components and kubelet add in a cluster, and a parameter of the driver itself.
+write_parameters() {
+    printf '%s\n' 'changeTracking: "true"' \
+        'csi.storage.k8s.io/pvc/name: sanity-claim' \
+        'csi.storage.k8s.io/pvc/namespace: sanity' \
+        'csi.storage.k8s.io/pv/name: sanity-volume' >"$tmp/volume-parameters.yaml"
+    printf '%s\n' 'changeTracking: "false"' >"$tmp/mutable-parameters.yaml"
+    printf '%s\n' 'csi.storage.k8s.io/volumesnapshot/name: sanity-snapshot' \
+        'csi.storage.k8s.io/volumesnapshot/namespace: sanity' >"$tmp/snapshot-parameters.yaml"
+    local call
+    for call in CreateVolume DeleteVolume ControllerPublishVolume ControllerUnpublishVolume \
+        ControllerValidateVolumeCapabilities NodeStageVolume NodePublishVolume CreateSnapshot \
+        DeleteSnapshot ControllerExpandVolume ControllerModifyVolume ListSnapshots GetSnapshot; do
+        printf '%sSecret:\n  token: %s\n' "$call" "$secret"
+    done >"$tmp/secrets.yaml"
+}
+
+start_driver() { # start_driver POOL
+    local pool=$1 data=$tmp/data deadline
+    mkdir "$data"
+    if [[ $pool == reflink ]]; then
+        # This kind uses the XFS that the data directory is on; few machines have one at hand.
+        truncate --size="$pool_size" "$tmp/xfs.img" &&
+            mkfs.xfs -q -m reflink=1,rmapbt=0 "$tmp/xfs.img" &&
+            mount -o loop "$tmp/xfs.img" "$data" || return 1
+    fi
+    "$driver" --mode driver --endpoint "unix://$tmp/csi.sock" --node-id sanity-node \
+        --data-dir "$data" --pool "$pool" --pool-size "$pool_size" >"$tmp/driver.log" 2>&1 &
+    driver_pid=$!
+    deadline=$((SECONDS + 60))
+    until [[ -S $tmp/csi.sock ]]; do
+        kill -0 "$driver_pid" 2>/dev/null && ((SECONDS < deadline)) || return 1
+        sleep 0.1
+    done
+}
+
+run_specs() { # run_specs POOL ACCESS_TYPE
+    local pool=$1 access=$2 report=$tmp/report-$2.json log=$tmp/sanity-$2.log status=0
+    local passed failed pending skipped spec reason
+    # In the background, so that a signal to this script is heard while it runs.
+    "$sanity" --csi.endpoint="unix://$tmp/csi.sock" \
+        --csi.mountdir="$tmp/mount" --csi.stagingdir="$tmp/staging" \
+        --csi.testvolumeaccesstype="$access" \
+        --csi.testvolumesize="$volume_size" --csi.testvolumeexpandsize="$expanded_size" \
+        --csi.testvolumeparameters="$tmp/volume-parameters.yaml" \
+        --csi.testvolumemutableparameters="$tmp/mutable-parameters.yaml" \
+        --csi.testsnapshotparameters="$tmp/snapshot-parameters.yaml" \
+        --csi.secrets="$tmp/secrets.yaml" \
+        --ginkgo.v --ginkgo.no-color --ginkgo.timeout=20m --ginkgo.json-report="$report" \
+        >"$log" 2>&1 &
+    sanity_pid=$!
+    wait "$sanity_pid" || status=$?
+    sanity_pid=
+    if ! jq -e '.[0].SpecReports | length > 0' "$report" >/dev/null 2>&1; then
+        problem "$pool" "csi-sanity ($access) ended with $status and no report"
+        tail -n 40 "$log"
+        return
+    fi
+    read -r passed failed pending skipped < <(jq -r '
+        [.[].SpecReports[] | select(.LeafNodeType == "It") | .State]
+        | [map(select(. == "passed")), map(select(. != "passed" and . != "pending" and . != "skipped")),
+           map(select(. == "pending")), map(select(. == "skipped"))]
+        | map(length) | @tsv' "$report")
+    printf 'csi-sanity %s (%s): %d passed, %d failed, %d pending, %d skipped\n' \
+        "$pool" "$access" "$passed" "$failed" "$pending" "$skipped"
+
+    failed_specs=$((failed_specs + failed))
+    if ((failed > 0)); then
+        jq -r '.[].SpecReports[] | select(.State | IN("passed", "pending", "skipped") | not)
+            | "  failed: \((.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" "))",
+              (.Failure | "    \(.Location.FileName | split("/") | last):\(.Location.LineNumber)",
+               (.Message | split("\n")[] | "    \(.)"))' "$report"
+        echo "  last lines of the driver's log:"
+        tail -n 40 "$tmp/driver.log" | sed 's/^/    /'
+    elif ((status != 0 || passed == 0)); then
+        problem "$pool" "csi-sanity ($access) ended with $status after $passed specs passed"
+    fi
+    while IFS=$'\t' read -r spec reason; do
+        if [[ -n ${expected_skips[$reason]:-} ]]; then
+            once '  skipped: %s: %s\n' "$spec" "$reason"
+        else
+            problem "$pool" "unexpected skip ($access): $spec: ${reason:-no reason given}"
+        fi
+    done < <(jq -r '.[].SpecReports[] | select(.State == "skipped")
+        | [((.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" ")), (.Failure.Message // "")] | @tsv' \
+        "$report")
+    while read -r spec; do
+        if [[ $spec == *"$expected_pending" ]]; then
+            once '  pending: %s: switched off by csi-sanity\n' "$spec"
+        else
+            problem "$pool" "unexpected pending spec ($access): $spec"
+        fi
+    done < <(jq -r '.[].SpecReports[] | select(.State == "pending")
+        | (.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" ")' "$report")
+}
+
+# The specs delete all that they create, so a driver that has ended owns no device and no mount.
+check_left_over() { # check_left_over POOL
+    local pool=$1 deadline=$((SECONDS + 10)) left not_ours='^$'
+    # The filesystem that this script made.
+    [[ $pool != reflink ]] || not_ours="^mount $tmp/data\$|^loop device .* $tmp/xfs.img\$"
+    # The kernel lets go of a loop device a moment after its last user.
+    while
+        left=$({
+            mounts_below "$tmp" | sed 's/^/mount /'
+            loops_of "$tmp" | sed 's/^/loop device /'
+        } | grep -vE "$not_ours" || true)
+        [[ -n $left ]] && ((SECONDS < deadline))
+    do
+        sleep 0.2
+    done
+    [[ -z $left ]] || problem "$pool" "left behind: ${left//$'\n'/, }"
+}
+
+run_pool() { # run_pool POOL
+    local pool=$1 access
+    tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-sanity.XXXXXX")
+    write_parameters
+    if start_driver "$pool"; then
+        for access in mount block; do
+            run_specs "$pool" "$access"
+        done
+        if ! kill -0 "$driver_pid" 2>/dev/null; then
+            problem "$pool" "the driver ended by itself"
+            tail -n 40 "$tmp/driver.log"
+        elif ! stop "$driver_pid" 20; then
+            problem "$pool" "the driver did not end cleanly on SIGTERM"
+            tail -n 40 "$tmp/driver.log"
+        fi
+        driver_pid=
+        check_left_over "$pool"
+        if grep -qF "$secret" "$tmp/driver.log"; then
+            problem "$pool" "a secret is in the driver's log"
+        fi
+    else
+        problem "$pool" "the driver did not start"
+        tail -n 40 "$tmp/driver.log"
+        [[ -z $driver_pid ]] || stop "$driver_pid" 5 || true
+        driver_pid=
+    fi
+    clear_directory "$tmp"
+    tmp=
+}
+
+cannot() {
+    echo "$*" >&2
+    exit 77
+}
+
+pools=("$@")
+((${#pools[@]})) || pools=(reflink image copy)
+for pool in "${pools[@]}"; do
+    [[ $pool =~ ^(reflink|image|copy)$ ]] || die "no such pool kind: $pool (reflink, image, copy)"
+done
+is_root || cannot "needs root, for loop devices and mounts"
+install_missing "${storage_commands[@]}" jq || cannot "needs what could not be installed"
+sanity=$(go_tool csi-sanity) || exit 77
+driver=${CSI_LOOPBACK_BIN:-}
+if [[ -z $driver ]]; then
+    (cd "$repo" && cargo build --locked --quiet) || die "the driver does not build"
+    driver=$(cd "$repo" && realpath "${CARGO_TARGET_DIR:-target}")/debug/csi-loopback
+fi
+driver=$(realpath "$driver")
+
+for pool in "${pools[@]}"; do
+    run_pool "$pool"
+done
+# A failed spec counts like a problem for the exit code.
+((problems + failed_specs == 0))

@@ -1,0 +1,277 @@
+//! The catalog: one transactional store for volumes, snapshots, groups and attachments, kept in the
+//! pool beside the files that it speaks of, so that both meet a power cut together. Rows are JSON,
+//! keyed by id; a second table leads from names to ids. Every commit is durable when it returns.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use redb::{
+    Database, ReadTransaction, ReadableDatabase, ReadableTable, StorageBackend, TableDefinition,
+    WriteTransaction,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::error::{Context, Error, Kind, Result};
+use super::model::{Attachment, Group, Snapshot, Volume};
+
+type Table = TableDefinition<'static, &'static str, &'static [u8]>;
+
+const NAMES: TableDefinition<&str, &str> = TableDefinition::new("names");
+const META: TableDefinition<&str, &str> = TableDefinition::new("meta");
+const FORMAT_VERSION: &str = "1";
+
+/// Memory for pages of the catalog, in bytes.
+const CACHE_BYTES: usize = 4 << 20;
+
+/// A row type, its table and how its names are told from those of other types.
+pub trait Row: Serialize + DeserializeOwned {
+    const TABLE: Table;
+    fn key(&self) -> &str;
+}
+
+/// A row that has a name beside its id.
+pub trait Named: Row {
+    const KIND: Kind;
+    fn name(&self) -> &str;
+}
+
+macro_rules! row {
+    ($type:ty, $table:literal, $key:ident) => {
+        impl Row for $type {
+            const TABLE: Table = TableDefinition::new($table);
+            fn key(&self) -> &str {
+                &self.$key
+            }
+        }
+    };
+    ($type:ty, $table:literal, $key:ident, $kind:expr) => {
+        row!($type, $table, $key);
+        impl Named for $type {
+            const KIND: Kind = $kind;
+            fn name(&self) -> &str {
+                &self.name
+            }
+        }
+    };
+}
+
+row!(Volume, "volumes", id, Kind::Volume);
+row!(Snapshot, "snapshots", id, Kind::Snapshot);
+row!(Group, "groups", id, Kind::GroupSnapshot);
+row!(Attachment, "attachments", volume_id);
+
+/// The file under the store. It takes room when the store grows, not when a page is first written:
+/// so a full pool refuses what would add to the catalog and still lets things be deleted.
+#[derive(Debug)]
+struct Reserved(File);
+
+impl StorageBackend for Reserved {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.0.read_exact_at(out, offset)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        let old = self.len()?;
+        self.0.set_len(len)?;
+        if len > old {
+            let reserve = nix::fcntl::posix_fallocate(&self.0, old as i64, (len - old) as i64);
+            if let Err(errno) = reserve {
+                self.0.set_len(old)?;
+                return Err(errno.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        self.0.sync_data()
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(data, offset)
+    }
+}
+
+pub struct Catalog {
+    database: Database,
+}
+
+impl fmt::Debug for Catalog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Catalog")
+    }
+}
+
+impl Catalog {
+    /// Opens the catalog at `path`, or makes it. After a crash the last commit is what is found.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)
+            .context(|| format!("opening the catalog {}", path.display()))?;
+        let database = Database::builder()
+            .set_cache_size(CACHE_BYTES)
+            .create_with_backend(Reserved(file))
+            .map_err(failed)?;
+        let catalog = Self { database };
+        catalog.prepare()?;
+        Ok(catalog)
+    }
+
+    /// Makes the tables and checks the format's version.
+    fn prepare(&self) -> Result<()> {
+        let known = self.database.begin_read().map_err(failed)?.open_table(META).is_ok();
+        if !known {
+            self.write(|tx| {
+                tx.0.open_table(Volume::TABLE).map_err(failed)?;
+                tx.0.open_table(Snapshot::TABLE).map_err(failed)?;
+                tx.0.open_table(Group::TABLE).map_err(failed)?;
+                tx.0.open_table(Attachment::TABLE).map_err(failed)?;
+                tx.0.open_table(NAMES).map_err(failed)?;
+                let mut meta = tx.0.open_table(META).map_err(failed)?;
+                meta.insert("version", FORMAT_VERSION).map_err(failed)?;
+                Ok(())
+            })?;
+        }
+        let tx = self.database.begin_read().map_err(failed)?;
+        let meta = tx.open_table(META).map_err(failed)?;
+        let version = meta.get("version").map_err(failed)?;
+        match version.as_ref().map(|version| version.value()) {
+            Some(FORMAT_VERSION) => Ok(()),
+            other => Err(Error::Damaged(format!(
+                "the catalog has format version {other:?}, this program knows {FORMAT_VERSION}"
+            ))),
+        }
+    }
+
+    /// A consistent view of all rows.
+    pub fn read(&self) -> Result<Reading> {
+        self.database.begin_read().map(Reading).map_err(failed)
+    }
+
+    /// Runs `change` in a transaction: all of it is durable on `Ok`, none of it happened on `Err`.
+    pub fn write<T>(&self, change: impl FnOnce(&Writing) -> Result<T>) -> Result<T> {
+        let tx = Writing(self.database.begin_write().map_err(failed)?);
+        let result = change(&tx);
+        match result {
+            Ok(value) => tx.0.commit().map_err(failed).map(|()| value),
+            Err(error) => {
+                tx.0.abort().map_err(failed)?;
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A read transaction.
+pub struct Reading(ReadTransaction);
+
+impl Reading {
+    pub fn get<R: Row>(&self, key: &str) -> Result<Option<R>> {
+        let table = self.0.open_table(R::TABLE).map_err(failed)?;
+        let row = table.get(key).map_err(failed)?;
+        row.map(|row| decode(key, row.value())).transpose()
+    }
+
+    pub fn by_name<R: Named>(&self, name: &str) -> Result<Option<R>> {
+        let names = self.0.open_table(NAMES).map_err(failed)?;
+        let id = names.get(name_key::<R>(name).as_str()).map_err(failed)?;
+        id.map_or(Ok(None), |id| self.get(id.value()))
+    }
+
+    /// Visits the rows after the key `after`, in order of key, until `visit` says false.
+    pub fn scan<R: Row>(
+        &self,
+        after: Option<&str>,
+        mut visit: impl FnMut(R) -> Result<bool>,
+    ) -> Result<()> {
+        use std::ops::Bound::{Excluded, Unbounded};
+        let table = self.0.open_table(R::TABLE).map_err(failed)?;
+        let from = after.map_or(Unbounded, Excluded);
+        for entry in table.range::<&str>((from, Unbounded)).map_err(failed)? {
+            let (key, row) = entry.map_err(failed)?;
+            if !visit(decode(key.value(), row.value())?)? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// All rows for which `wanted` holds.
+    pub fn select<R: Row>(&self, wanted: impl Fn(&R) -> bool) -> Result<Vec<R>> {
+        let mut rows = Vec::new();
+        self.scan(None, |row: R| {
+            if wanted(&row) {
+                rows.push(row);
+            }
+            Ok(true)
+        })?;
+        Ok(rows)
+    }
+}
+
+/// A write transaction.
+pub struct Writing(WriteTransaction);
+
+impl Writing {
+    pub fn put<R: Row>(&self, row: &R) -> Result<()> {
+        let mut table = self.0.open_table(R::TABLE).map_err(failed)?;
+        let json = serde_json::to_vec(row).map_err(|e| Error::Failed(format!("catalog: {e}")))?;
+        table.insert(row.key(), json.as_slice()).map_err(failed)?;
+        Ok(())
+    }
+
+    pub fn remove<R: Row>(&self, key: &str) -> Result<()> {
+        self.0.open_table(R::TABLE).map_err(failed)?.remove(key).map_err(failed)?;
+        Ok(())
+    }
+
+    /// Makes the row's name lead to its id.
+    pub fn name<R: Named>(&self, row: &R) -> Result<()> {
+        let mut names = self.0.open_table(NAMES).map_err(failed)?;
+        names.insert(name_key::<R>(row.name()).as_str(), row.key()).map_err(failed)?;
+        Ok(())
+    }
+
+    /// Frees the row's name for another, if it still leads to this row.
+    pub fn unname<R: Named>(&self, row: &R) -> Result<()> {
+        let key = name_key::<R>(row.name());
+        let mut names = self.0.open_table(NAMES).map_err(failed)?;
+        let ours =
+            names.get(key.as_str()).map_err(failed)?.is_some_and(|id| id.value() == row.key());
+        if ours {
+            names.remove(key.as_str()).map_err(failed)?;
+        }
+        Ok(())
+    }
+}
+
+fn name_key<R: Named>(name: &str) -> String {
+    format!("{}/{name}", R::KIND)
+}
+
+fn decode<R: Row>(key: &str, json: &[u8]) -> Result<R> {
+    serde_json::from_slice(json)
+        .map_err(|e| Error::Damaged(format!("catalog: the row of {key:?} is not readable: {e}")))
+}
+
+fn failed(error: impl Into<redb::Error>) -> Error {
+    match error.into() {
+        redb::Error::Io(source) => Error::io("catalog", source),
+        redb::Error::Corrupted(what) => {
+            Error::Damaged(format!("catalog: {what}; run `pool check`"))
+        }
+        other => Error::Failed(format!("catalog: {other}")),
+    }
+}

@@ -1,0 +1,380 @@
+//! `pool check`: verifies a pool offline against docs/on-disk-format.md, down to every bit of every
+//! change record, and says for each kind of damage what it is and what to do.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs::{self, File};
+use std::path::Path;
+
+use roaring::RoaringBitmap;
+
+use super::catalog::Catalog;
+use super::error::{Context, Error, Result};
+use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
+use super::pool::{self, Directory, Pool};
+use super::store::length;
+use super::tracker::{Bitmap, RecordReader, SEGMENT_BLOCKS};
+use super::units::BlockRange;
+
+/// The kinds of damage that are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FindingKind {
+    MissingFile,
+    TruncatedFile,
+    /// A record that fails its checksum, or cannot be what it claims to be.
+    DamagedRecord,
+    BrokenChain,
+    /// A file that no row of the catalog accounts for.
+    Orphan,
+    /// A bitmap that does not cover what the extents of the data say.
+    BitmapDisagrees,
+    /// A snapshot's data that could be changed.
+    NotImmutable,
+    /// An operation that did not end; the next start of the driver settles it.
+    Unfinished,
+}
+
+impl fmt::Display for FindingKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::MissingFile => "missing file",
+            Self::TruncatedFile => "truncated file",
+            Self::DamagedRecord => "damaged record",
+            Self::BrokenChain => "broken chain",
+            Self::Orphan => "orphan",
+            Self::BitmapDisagrees => "bitmap disagrees with the extents",
+            Self::NotImmutable => "not immutable",
+            Self::Unfinished => "unfinished operation",
+        })
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    pub kind: FindingKind,
+    /// The volume, snapshot or file at fault.
+    pub object: String,
+    pub message: String,
+}
+
+/// What a check looked at and found.
+#[derive(Debug)]
+pub struct Report {
+    /// The kind of pool and its room.
+    pub description: String,
+    pub findings: Vec<Finding>,
+    pub volumes: u64,
+    pub snapshots: u64,
+    pub records: u64,
+}
+
+struct Checker<'a> {
+    pool: &'a dyn Pool,
+    volumes: Vec<Volume>,
+    snapshots: BTreeMap<String, Snapshot>,
+    findings: Vec<Finding>,
+    records: u64,
+}
+
+/// Checks the pool of a data directory that no driver is using. An error means that it could not be
+/// checked at all; damage is in the report.
+pub fn check(data_dir: &Path) -> Result<Report> {
+    let _lock = super::lock_instance(data_dir)?;
+    let pool = pool::open_existing(data_dir)?;
+    let catalog_path = super::catalog_path(pool.root());
+    if !catalog_path.exists() {
+        return Err(Error::Damaged("the catalog is missing; restore it from a backup".to_owned()));
+    }
+    let reading = Catalog::open(&catalog_path)?.read()?;
+    let snapshots = reading.select(|_: &Snapshot| true)?;
+    let mut checker = Checker {
+        pool: pool.as_ref(),
+        volumes: reading.select(|_| true)?,
+        snapshots: snapshots.into_iter().map(|row| (row.id.clone(), row)).collect(),
+        findings: Vec::new(),
+        records: 0,
+    };
+    checker.check_volumes()?;
+    checker.check_snapshots()?;
+    checker.check_orphans()?;
+    let room = pool.room()?;
+    Ok(Report {
+        description: format!(
+            "{} pool in {}: {} of {} bytes are free",
+            pool.kind(),
+            data_dir.display(),
+            room.available,
+            room.total
+        ),
+        volumes: checker.volumes.len() as u64,
+        snapshots: checker.snapshots.len() as u64,
+        records: checker.records,
+        findings: checker.findings,
+    })
+}
+
+impl Checker<'_> {
+    fn find(&mut self, kind: FindingKind, object: &str, message: impl Into<String>) {
+        let message = message.into();
+        self.findings.push(Finding { kind, object: object.to_owned(), message });
+    }
+
+    /// Opens a file that must be there with `bytes`; a finding and `None` when it is not.
+    fn open(&mut self, path: &Path, object: &str, bytes: u64) -> Result<Option<File>> {
+        let file = match File::open(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                self.find(
+                    FindingKind::MissingFile,
+                    object,
+                    format!("{} is gone; restore from a backup", name_of(path)),
+                );
+                return Ok(None);
+            }
+            Err(e) => return Err(Error::io(format!("opening {}", name_of(path)), e)),
+        };
+        let found = length(&file)?;
+        if found < bytes {
+            self.find(
+                FindingKind::TruncatedFile,
+                object,
+                format!("{} has {found} bytes instead of {bytes}", name_of(path)),
+            );
+            return Ok(None);
+        }
+        Ok(Some(file))
+    }
+
+    fn check_volumes(&mut self) -> Result<()> {
+        for volume in self.volumes.clone() {
+            if volume.phase != Phase::Ready {
+                self.find(
+                    FindingKind::Unfinished,
+                    &volume.id,
+                    "being created or deleted; start the driver to settle it",
+                );
+                continue;
+            }
+            let path = Directory::Volumes.path(self.pool.root()).join(&volume.id);
+            self.open(&path, &volume.id, volume.capacity_bytes)?;
+            let Some(baseline) = &volume.baseline else { continue };
+            if !self.snapshots.get(baseline).is_some_and(|row| row.has_data) {
+                self.find(
+                    FindingKind::BrokenChain,
+                    &volume.id,
+                    format!("its baseline {baseline:?} is gone; the next backup is a full one"),
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn check_snapshots(&mut self) -> Result<()> {
+        for row in self.snapshots.clone().into_values() {
+            if row.phase == SnapshotPhase::Cutting {
+                self.find(
+                    FindingKind::Unfinished,
+                    &row.id,
+                    "being cut; start the driver to settle it",
+                );
+                continue;
+            }
+            let data = if row.has_data { self.check_data(&row)? } else { None };
+            if row.phase == SnapshotPhase::Forgotten {
+                continue;
+            }
+            self.check_chain(&row);
+            let Some(record) = self.check_record(&row)? else { continue };
+            self.records += 1;
+            if let Some(data) = data {
+                self.check_bitmaps(&row, &record, &data)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_data(&mut self, row: &Snapshot) -> Result<Option<File>> {
+        let path = Directory::Snapshots.path(self.pool.root()).join(&row.id);
+        let file = self.open(&path, &row.id, row.capacity_bytes)?;
+        if let Some(file) = &file
+            && !pool::is_immutable(file).unwrap_or(true)
+        {
+            self.find(
+                FindingKind::NotImmutable,
+                &row.id,
+                "its data lacks the immutable flag and may have been changed; cut a new snapshot",
+            );
+        }
+        Ok(file)
+    }
+
+    fn check_chain(&mut self, row: &Snapshot) {
+        let Predecessor::Snapshot(id) = &row.predecessor else { return };
+        let broken = match self.snapshots.get(id) {
+            None => Some(format!("its predecessor {id:?} is unknown")),
+            Some(before) if before.volume_id != row.volume_id => {
+                Some(format!("its predecessor {id:?} is of another volume"))
+            }
+            Some(before) if before.sequence >= row.sequence => {
+                Some(format!("its predecessor {id:?} is not older"))
+            }
+            Some(before) if before.phase == SnapshotPhase::Forgotten => {
+                Some(format!("its predecessor {id:?} was forgotten"))
+            }
+            Some(_) => None,
+        };
+        if let Some(message) = broken {
+            self.find(FindingKind::BrokenChain, &row.id, format!("{message}; take a full backup"));
+        }
+    }
+
+    /// Reads all of a record, every segment with its checksum.
+    fn check_record(&mut self, row: &Snapshot) -> Result<Option<RecordReader>> {
+        let name = format!("{}.{}", row.id, row.record_generation);
+        let path = Directory::Records.path(self.pool.root()).join(name);
+        let Some(file) = self.open(&path, &row.id, 0)? else { return Ok(None) };
+        match RecordReader::open(file).and_then(|record| read_all(&record).map(|()| record)) {
+            Ok(record) => {
+                self.check_header(row, &record);
+                Ok(Some(record))
+            }
+            Err(Error::Damaged(message)) => {
+                self.find(FindingKind::DamagedRecord, &row.id, message);
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn check_header(&mut self, row: &Snapshot, record: &RecordReader) {
+        let header = record.header();
+        let since = match &row.predecessor {
+            Predecessor::Snapshot(id) => Some(id),
+            Predecessor::None(_) => None,
+        };
+        let alike = header.snapshot_id == row.id
+            && header.volume_id == row.volume_id
+            && header.sequence == row.sequence
+            && header.capacity_bytes == row.capacity_bytes;
+        if !alike {
+            let message = "its record is another snapshot's; take a full backup";
+            self.find(FindingKind::DamagedRecord, &row.id, message);
+        } else if header.predecessor.as_ref() != since {
+            let message = "its record counts from another snapshot than the catalog says";
+            self.find(FindingKind::BrokenChain, &row.id, message);
+        }
+    }
+
+    /// Compares the data with the record, and with the predecessor's data where that is on disk.
+    fn check_bitmaps(&mut self, row: &Snapshot, record: &RecordReader, data: &File) -> Result<()> {
+        let predecessor = match &row.predecessor {
+            Predecessor::Snapshot(id) => self.snapshots.get(id).filter(|before| before.has_data),
+            Predecessor::None(_) => None,
+        };
+        let old = predecessor.and_then(|before| {
+            let path = Directory::Snapshots.path(self.pool.root()).join(&before.id);
+            Some((File::open(path).ok()?, before.capacity_bytes))
+        });
+        let mut allocated = Cover::new(record, Bitmap::Allocated);
+        let mut changed = Cover::new(record, Bitmap::Changed);
+        let mut missed = None;
+        let old_ref = old.as_ref().map(|(file, bytes)| (file, *bytes));
+        self.pool.compare(old_ref, (data, row.capacity_bytes), &mut |finding| {
+            let range = BlockRange::covering(finding.start..finding.end);
+            let wrong = (finding.allocated && !allocated.covers(range)?)
+                || (finding.changed && old_ref.is_some() && !changed.covers(range)?);
+            if wrong && missed.is_none() {
+                missed = Some(finding.start);
+            }
+            Ok(())
+        })?;
+        if let Some(offset) = missed {
+            self.find(
+                FindingKind::BitmapDisagrees,
+                &row.id,
+                format!(
+                    "the record lacks what the data holds at byte {offset}; take a full backup"
+                ),
+            );
+        }
+        Ok(())
+    }
+
+    /// Files that the catalog does not account for.
+    fn check_orphans(&mut self) -> Result<()> {
+        let volumes: BTreeSet<String> =
+            self.volumes.iter().map(|volume| volume.id.clone()).collect();
+        let data: BTreeSet<String> = self.snapshots.keys().cloned().collect();
+        let records: BTreeSet<String> = self
+            .snapshots
+            .values()
+            .map(|row| format!("{}.{}", row.id, row.record_generation))
+            .collect();
+        let places = [
+            (Directory::Volumes, volumes),
+            (Directory::Snapshots, data),
+            (Directory::Records, records),
+        ];
+        for (directory, known) in places {
+            let path = directory.path(self.pool.root());
+            let listing = || format!("listing {}", path.display());
+            for entry in fs::read_dir(&path).context(listing)? {
+                let name = entry.context(listing)?.file_name().to_string_lossy().into_owned();
+                if !known.contains(&name) {
+                    let place = name_of(&path);
+                    self.find(
+                        FindingKind::Orphan,
+                        &format!("{place}/{name}"),
+                        "no row of the catalog accounts for it; move it away after a look",
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Tells whether ascending ranges lie within a bitmap, with one segment in memory.
+struct Cover<'a> {
+    record: &'a RecordReader,
+    bitmap: Bitmap,
+    current: Option<(u64, Option<RoaringBitmap>)>,
+}
+
+impl<'a> Cover<'a> {
+    fn new(record: &'a RecordReader, bitmap: Bitmap) -> Self {
+        Self { record, bitmap, current: None }
+    }
+
+    fn covers(&mut self, range: BlockRange) -> Result<bool> {
+        let mut start = range.start.0;
+        while start < range.end.0 {
+            let segment = start / SEGMENT_BLOCKS;
+            let base = segment * SEGMENT_BLOCKS;
+            let end = range.end.0.min(base + SEGMENT_BLOCKS);
+            if self.current.as_ref().is_none_or(|(at, _)| *at != segment) {
+                self.current = Some((segment, self.record.segment(self.bitmap, segment)?));
+            }
+            let blocks = self.current.as_ref().and_then(|(_, blocks)| blocks.as_ref());
+            let wanted = (start - base) as u32..(end - base) as u32;
+            if !blocks.is_some_and(|blocks| blocks.contains_range(wanted)) {
+                return Ok(false);
+            }
+            start = end;
+        }
+        Ok(true)
+    }
+}
+
+fn read_all(record: &RecordReader) -> Result<()> {
+    for bitmap in [Bitmap::Allocated, Bitmap::Changed] {
+        for segment in record.segments(bitmap) {
+            record.segment(bitmap, segment)?;
+        }
+    }
+    Ok(())
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}

@@ -1,0 +1,230 @@
+//! The cut: from a volume, or several at one moment, to snapshots with change records.
+//!
+//! ```text
+//! intent (catalog) → copies → durable, immutable → records → commit (catalog) → old baselines go
+//! ```
+//!
+//! Until the commit nothing refers to the new files, and [`undo`] takes every trace of them back; so
+//! does start-up after a crash. After it only what nobody needs is left to remove.
+
+use std::fs::File;
+
+use tracing::{error, warn};
+
+use super::error::{Context, Error, Result};
+use super::model::{ChainBreak, Group, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
+use super::point_in_time::{self, Copy};
+use super::pool::{self, Directory};
+use super::store::Store;
+use super::tracker::{Bitmap, Header, RecordWriter};
+use super::units::BlockRange;
+
+/// A volume to be cut, with the row of the snapshot to be. The caller holds the volume's lock.
+struct Member {
+    volume: Volume,
+    snapshot: Snapshot,
+    source: File,
+    target: File,
+}
+
+/// Cuts one snapshot of each volume, at one moment. `rows` are in phase `Cutting` and not yet in
+/// the catalog; with a `group` they are its members. On an error no trace is left.
+pub fn cut(
+    store: &Store,
+    rows: Vec<(Volume, Snapshot)>,
+    group: Option<Group>,
+) -> Result<Vec<Snapshot>> {
+    let snapshots: Vec<Snapshot> = rows.iter().map(|(_, snapshot)| snapshot.clone()).collect();
+    store.catalog.write(|tx| {
+        snapshots.iter().try_for_each(|snapshot| tx.put(snapshot))?;
+        match &group {
+            Some(group) => tx.put(group).and_then(|()| tx.name(group)),
+            None => snapshots.iter().try_for_each(|snapshot| tx.name(snapshot)),
+        }
+    })?;
+    let cut = make(store, rows).and_then(|members| commit(store, members, group.as_ref()));
+    let result = match cut {
+        Ok((snapshots, unneeded)) => {
+            remove_data(store, &unneeded);
+            Ok(snapshots)
+        }
+        Err(cause) => {
+            if let Err(error) = undo(store, &snapshots, group.as_ref()) {
+                // The rows stay as an intent: the next call or start-up undoes them.
+                error!(%error, "a failed cut could not be undone yet");
+            }
+            Err(cause)
+        }
+    };
+    result
+}
+
+/// Everything up to the commit.
+fn make(store: &Store, rows: Vec<(Volume, Snapshot)>) -> Result<Vec<Member>> {
+    let mut members = Vec::with_capacity(rows.len());
+    for (volume, snapshot) in rows {
+        let source = store.open_volume(&volume)?;
+        let target = pool::new_file(&store.snapshot_path(&snapshot.id))?;
+        store.pool.adopt(&target)?;
+        target
+            .set_len(volume.capacity_bytes)
+            .context(|| format!("sizing snapshot {:?}", snapshot.id))?;
+        members.push(Member { volume, snapshot, source, target });
+    }
+    let copies: Vec<Copy<'_>> = members
+        .iter()
+        .map(|member| Copy {
+            volume: &member.volume,
+            source: &member.source,
+            target: &member.target,
+        })
+        .collect();
+    let moment = point_in_time::copy_all(store, &copies)?;
+    for member in &members {
+        seal(member)?;
+    }
+    pool::sync_directory(&Directory::Snapshots.path(store.pool.root()))?;
+    for member in &mut members {
+        member.snapshot.created_at = moment;
+        member.snapshot.predecessor = record(store, member)?;
+    }
+    pool::sync_directory(&Directory::Records.path(store.pool.root()))?;
+    Ok(members)
+}
+
+/// Makes a copy durable and immutable.
+fn seal(member: &Member) -> Result<()> {
+    let flushing = || format!("flushing snapshot {:?}", member.snapshot.id);
+    // Twice: an fsync in flight while the pool's filesystem shuts down can report success with
+    // nothing durable; the next one then fails.
+    member.target.sync_all().context(flushing)?;
+    member.target.sync_all().context(flushing)?;
+    pool::set_immutable(&member.target, true)
+}
+
+/// Writes the change record of a sealed copy, and says what it counts from.
+fn record(store: &Store, member: &Member) -> Result<Predecessor> {
+    let Member { volume, snapshot, target, .. } = member;
+    let baseline = baseline(store, volume)?;
+    let predecessor = match &baseline {
+        Ok((baseline, _)) => Predecessor::Snapshot(baseline.id.clone()),
+        Err(reason) => Predecessor::None(*reason),
+    };
+    let baseline = baseline.ok();
+    let header = Header::new(
+        &snapshot.id,
+        &volume.id,
+        baseline.as_ref().map(|(baseline, _)| baseline.id.as_str()),
+        snapshot.sequence,
+        snapshot.capacity_bytes,
+    );
+    let path = store.record_path(&snapshot.id, snapshot.record_generation);
+    let mut writer = RecordWriter::new(pool::new_file(&path)?, &header)?;
+    let old = baseline.as_ref().map(|(baseline, file)| (file, baseline.capacity_bytes));
+    store.pool.compare(old, (target, snapshot.capacity_bytes), &mut |finding| {
+        let range = BlockRange::covering(finding.start..finding.end);
+        if finding.allocated {
+            writer.set(Bitmap::Allocated, range)?;
+        }
+        if finding.changed && baseline.is_some() {
+            writer.set(Bitmap::Changed, range)?;
+        }
+        Ok(())
+    })?;
+    writer.finish()?;
+    Ok(predecessor)
+}
+
+/// What the next cut of a volume compares with, or why there is nothing.
+fn baseline(store: &Store, volume: &Volume) -> Result<Result<(Snapshot, File), ChainBreak>> {
+    if !volume.change_tracking {
+        return Ok(Err(ChainBreak::TrackingOff));
+    }
+    let Some(id) = &volume.baseline else { return Ok(Err(volume.chain_break)) };
+    let Some(snapshot) = store.catalog.read()?.get::<Snapshot>(id)? else {
+        error!(volume = volume.id, snapshot = id, "the baseline is not in the catalog");
+        return Ok(Err(ChainBreak::BaselineLost));
+    };
+    match store.open_snapshot(&snapshot) {
+        Ok(file) => Ok(Ok((snapshot, file))),
+        Err(Error::Damaged(what)) => {
+            error!(volume = volume.id, snapshot = id, what, "the chain of changes is broken here");
+            Ok(Err(ChainBreak::BaselineLost))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Makes the snapshots exist, and the next cut compare with them. Returns them with the former
+/// baselines whose data nobody needs any more.
+fn commit(
+    store: &Store,
+    members: Vec<Member>,
+    group: Option<&Group>,
+) -> Result<(Vec<Snapshot>, Vec<Snapshot>)> {
+    let reading = store.catalog.read()?;
+    let mut snapshots = Vec::with_capacity(members.len());
+    let mut volumes = Vec::with_capacity(members.len());
+    let mut unneeded = Vec::new();
+    for Member { mut volume, mut snapshot, .. } in members {
+        if let Some(former) = &volume.baseline
+            && let Some(mut former) = reading.get::<Snapshot>(former)?
+            && matches!(former.phase, SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten)
+        {
+            former.has_data = false;
+            unneeded.push(former);
+        }
+        snapshot.phase = SnapshotPhase::Ready;
+        snapshot.has_data = true;
+        volume.next_sequence = snapshot.sequence + 1;
+        volume.baseline = volume.change_tracking.then(|| snapshot.id.clone());
+        volume.chain_break =
+            if volume.change_tracking { ChainBreak::First } else { ChainBreak::TrackingOff };
+        snapshots.push(snapshot);
+        volumes.push(volume);
+    }
+    store.catalog.write(|tx| {
+        snapshots.iter().chain(&unneeded).try_for_each(|snapshot| tx.put(snapshot))?;
+        volumes.iter().try_for_each(|volume| tx.put(volume))?;
+        let Some(group) = group else { return Ok(()) };
+        let created_at = snapshots.first().map_or(group.created_at, |first| first.created_at);
+        tx.put(&Group { phase: Phase::Ready, created_at, ..group.clone() })
+    })?;
+    Ok((snapshots, unneeded))
+}
+
+/// Removes data that the catalog no longer refers to. What cannot be removed now is removed at the
+/// next start.
+pub fn remove_data(store: &Store, snapshots: &[Snapshot]) {
+    for snapshot in snapshots {
+        if let Err(error) = pool::remove(&store.snapshot_path(&snapshot.id)) {
+            warn!(snapshot = snapshot.id, %error, "data that nobody needs stays until the next start");
+        }
+    }
+}
+
+/// Takes back a cut that was not committed: files first, since the rows say which they are.
+pub fn undo(store: &Store, snapshots: &[Snapshot], group: Option<&Group>) -> Result<()> {
+    let reading = store.catalog.read()?;
+    let mut undone = Vec::new();
+    for snapshot in snapshots {
+        let row = reading.get::<Snapshot>(&snapshot.id)?;
+        let Some(row) = row.filter(|row| row.phase == SnapshotPhase::Cutting) else { continue };
+        pool::remove(&store.snapshot_path(&row.id))?;
+        pool::remove(&store.record_path(&row.id, row.record_generation))?;
+        undone.push(row);
+    }
+    let group = match group {
+        Some(group) => reading.get::<Group>(&group.id)?.filter(|row| row.phase == Phase::Creating),
+        None => None,
+    };
+    store.catalog.write(|tx| {
+        for row in &undone {
+            tx.unname(row)?;
+            tx.remove::<Snapshot>(&row.id)?;
+        }
+        let Some(group) = &group else { return Ok(()) };
+        tx.unname(group)?;
+        tx.remove::<Group>(&group.id)
+    })
+}

@@ -1,0 +1,219 @@
+//! Filesystems on volumes: making, recognising, mounting, growing and measuring them, and the
+//! freeze that makes a snapshot of one consistent. Nothing here knows a volume or a catalog.
+
+mod freeze;
+mod mounts;
+mod ownership;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::statvfs::{FsFlags, statvfs};
+
+use super::command;
+use super::error::{Context, Error, Result};
+use super::model::{FsType, Usage};
+
+pub use freeze::{Frozen, thaw_left_over};
+pub use mounts::{Mount, mount_at};
+pub use ownership::give_to_group;
+
+/// Makes a filesystem on a device whose content nobody needs. Nothing is discarded first: the
+/// device is either new or holds the remains of an interrupted attempt, which are overwritten.
+pub fn make(fs_type: FsType, device: &Path) -> Result<()> {
+    let mut command = match fs_type {
+        FsType::Ext4 => {
+            tool("mkfs.ext4", &["-q", "-F", "-m", "0", "-b", "4096", "-E", "nodiscard"])
+        }
+        FsType::Xfs => tool("mkfs.xfs", &["-q", "-f", "-K"]),
+        FsType::Btrfs => tool("mkfs.btrfs", &["-q", "-f", "-K"]),
+    };
+    command::run(command.arg(device))
+}
+
+fn tool(name: &str, arguments: &[&str]) -> Command {
+    let mut command = Command::new(name);
+    command.args(arguments);
+    command
+}
+
+/// The filesystem whose superblock is on `device`; `None` where it is none of ours.
+pub fn recognise(device: &File) -> Result<Option<FsType>> {
+    let has = |offset: u64, magic: &[u8]| -> Result<bool> {
+        let mut bytes = vec![0; magic.len()];
+        match device.read_exact_at(&mut bytes, offset) {
+            Ok(()) => Ok(bytes == magic),
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+            Err(e) => Err(Error::io("looking for a filesystem", e)),
+        }
+    };
+    if has(1024 + 56, &[0x53, 0xef])? {
+        Ok(Some(FsType::Ext4))
+    } else if has(0, b"XFSB")? {
+        Ok(Some(FsType::Xfs))
+    } else if has(65536 + 64, b"_BHRfS_M")? {
+        Ok(Some(FsType::Btrfs))
+    } else {
+        Ok(None)
+    }
+}
+
+/// Mounts `device` at `target`. Options are those of mount(8); they may carry secrets and appear in
+/// no message.
+pub fn mount_device(
+    device: &Path,
+    target: &Path,
+    fs_type: FsType,
+    options: &[String],
+    read_only: bool,
+) -> Result<()> {
+    let (mut flags, mut data) = parse_options(options)?;
+    if read_only {
+        flags |= MsFlags::MS_RDONLY;
+    }
+    // A restored volume has the identity of its source, which may be mounted too. (btrfs takes a
+    // temporary one by itself, from Linux 6.7 on.)
+    if fs_type == FsType::Xfs && !data.iter().any(|option| option == "nouuid") {
+        data.push("nouuid".to_owned());
+    }
+    let data = data.join(",");
+    mount(Some(device), target, Some(fs_type.name()), flags, Some(data.as_str())).context(|| {
+        format!(
+            "mounting {} ({fs_type}) at {}: check mount_flags and the kernel log",
+            device.display(),
+            target.display()
+        )
+    })
+}
+
+/// Splits mount(8) options into flags and what the filesystem gets to read.
+fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
+    let mut flags = MsFlags::empty();
+    let mut data = Vec::new();
+    for option in options.iter().flat_map(|option| option.split(',')) {
+        match option {
+            "" | "defaults" | "rw" | "async" | "suid" | "dev" | "exec" | "atime" | "diratime" => {}
+            "ro" => flags |= MsFlags::MS_RDONLY,
+            "sync" => flags |= MsFlags::MS_SYNCHRONOUS,
+            "dirsync" => flags |= MsFlags::MS_DIRSYNC,
+            "nosuid" => flags |= MsFlags::MS_NOSUID,
+            "nodev" => flags |= MsFlags::MS_NODEV,
+            "noexec" => flags |= MsFlags::MS_NOEXEC,
+            "noatime" => flags |= MsFlags::MS_NOATIME,
+            "nodiratime" => flags |= MsFlags::MS_NODIRATIME,
+            "relatime" => flags |= MsFlags::MS_RELATIME,
+            "strictatime" => flags |= MsFlags::MS_STRICTATIME,
+            "lazytime" => flags |= MsFlags::MS_LAZYTIME,
+            "bind" | "rbind" | "remount" | "move" | "loop" => {
+                return Err(Error::invalid(
+                    "mount_flags",
+                    format!("{option:?} is for the driver to decide; leave it out"),
+                ));
+            }
+            other => data.push(other.to_owned()),
+        }
+    }
+    Ok((flags, data))
+}
+
+/// Shows `source` (a directory, or a device node) at `target` too.
+pub fn bind(source: &Path, target: &Path) -> Result<()> {
+    let none: Option<&str> = None;
+    mount(Some(source), target, none, MsFlags::MS_BIND, none)
+        .context(|| format!("bind-mounting {}", target.display()))
+}
+
+/// Makes a bind mount refuse writes. Other mounts of the filesystem are not touched.
+pub fn make_read_only(target: &Path) -> Result<()> {
+    let none: Option<&str> = None;
+    // A remount drops the flags that it does not repeat.
+    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
+    mount(none, target, none, flags | mount_flags(target)?, none)
+        .context(|| format!("making {} read-only", target.display()))
+}
+
+fn mount_flags(path: &Path) -> Result<MsFlags> {
+    let present = statvfs(path).context(|| format!("looking at {}", path.display()))?.flags();
+    let pairs = [
+        (FsFlags::ST_RDONLY, MsFlags::MS_RDONLY),
+        (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
+        (FsFlags::ST_NODEV, MsFlags::MS_NODEV),
+        (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
+        (FsFlags::ST_NOATIME, MsFlags::MS_NOATIME),
+        (FsFlags::ST_NODIRATIME, MsFlags::MS_NODIRATIME),
+        (FsFlags::ST_RELATIME, MsFlags::MS_RELATIME),
+    ];
+    Ok(pairs
+        .into_iter()
+        .filter(|(flag, _)| present.contains(*flag))
+        .fold(MsFlags::empty(), |flags, (_, flag)| flags | flag))
+}
+
+/// Unmounts what is at `path`, however many mounts are stacked there. OK when nothing is.
+pub fn unmount(path: &Path) -> Result<()> {
+    loop {
+        match umount2(path, MntFlags::UMOUNT_NOFOLLOW) {
+            Ok(()) => {}
+            Err(nix::Error::EINVAL | nix::Error::ENOENT) => return Ok(()),
+            Err(nix::Error::EBUSY) => {
+                return Err(Error::Busy(format!(
+                    "{} is in use; stop what has files open there",
+                    path.display()
+                )));
+            }
+            Err(e) => return Err(e).context(|| format!("unmounting {}", path.display())),
+        }
+    }
+}
+
+/// Grows a mounted filesystem to the size of its device. Nothing happens when it is as large.
+pub fn grow(fs_type: FsType, device: &Path, mounted_at: &Path) -> Result<()> {
+    let mut command = match fs_type {
+        FsType::Ext4 => tool("resize2fs", &[]),
+        FsType::Xfs => tool("xfs_growfs", &["-d"]),
+        FsType::Btrfs => tool("btrfs", &["filesystem", "resize", "max"]),
+    };
+    command::run(command.arg(match fs_type {
+        FsType::Ext4 => device,
+        FsType::Xfs | FsType::Btrfs => mounted_at,
+    }))
+}
+
+/// What the filesystem at `path` holds.
+pub fn usage(path: &Path) -> Result<Usage> {
+    let stat = statvfs(path).context(|| format!("reading the usage of {}", path.display()))?;
+    let unit = stat.fragment_size();
+    let total = unit.saturating_mul(stat.blocks());
+    Ok(Usage::Mount {
+        total_bytes: total,
+        used_bytes: total.saturating_sub(unit.saturating_mul(stat.blocks_free())),
+        available_bytes: unit.saturating_mul(stat.blocks_available()),
+        total_inodes: stat.files(),
+        used_inodes: stat.files().saturating_sub(stat.files_free()),
+        free_inodes: stat.files_free(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mount_options_are_split_into_flags_and_data() {
+        let options = ["noatime,ro".to_owned(), "data=journal".to_owned(), "".to_owned()];
+        let (flags, data) = parse_options(&options).unwrap();
+        assert_eq!(flags, MsFlags::MS_NOATIME | MsFlags::MS_RDONLY);
+        assert_eq!(data, ["data=journal"]);
+    }
+
+    #[test]
+    fn options_that_would_turn_a_mount_into_another_are_refused() {
+        for option in ["bind", "rbind", "remount", "move", "noatime,bind"] {
+            assert!(parse_options(&[option.to_owned()]).is_err(), "{option}");
+        }
+    }
+}

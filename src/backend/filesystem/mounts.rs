@@ -1,0 +1,98 @@
+//! What is mounted where, as the kernel tells it (proc(5), mountinfo).
+
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+use super::super::error::{Context, Result};
+use super::super::loop_device::LoopDevice;
+
+/// One mount of this mount namespace.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    /// `major:minor` of the filesystem.
+    pub device: String,
+    /// The directory of the filesystem that is shown; for a device node, the node's path within
+    /// its own filesystem.
+    pub root: PathBuf,
+    pub target: PathBuf,
+    /// What was mounted: the path of a device, for a filesystem on one.
+    pub source: PathBuf,
+}
+
+impl Mount {
+    /// Whether this shows the filesystem on a loop device. (btrfs has device numbers of its own, so
+    /// the source counts too.)
+    pub fn shows(&self, device: &LoopDevice) -> bool {
+        self.device == device.device_number() || self.source == device.path()
+    }
+
+    /// Whether this is the node of a loop device, bound elsewhere.
+    pub fn is_node_of(&self, device: &LoopDevice) -> bool {
+        device.path().file_name().is_some_and(|name| self.root == Path::new("/").join(name))
+    }
+}
+
+/// The uppermost mount at `target`.
+pub fn mount_at(target: &Path) -> Result<Option<Mount>> {
+    Ok(all()?.into_iter().rfind(|mount| mount.target == target))
+}
+
+fn all() -> Result<Vec<Mount>> {
+    let text = fs::read("/proc/self/mountinfo").context(|| "reading mountinfo".to_owned())?;
+    Ok(text.split(|byte| *byte == b'\n').filter_map(parse).collect())
+}
+
+/// `36 35 98:0 /mnt1 /mnt2 rw,noatime …`
+fn parse(line: &[u8]) -> Option<Mount> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let device = String::from_utf8(fields.nth(2)?.to_vec()).ok()?;
+    let root = unescape(fields.next()?);
+    let target = unescape(fields.next()?);
+    // Optional fields end with a dash; then come type and source.
+    let source = unescape(fields.skip_while(|field| *field != b"-").nth(2)?);
+    Some(Mount { device, root, target, source })
+}
+
+/// Undoes the kernel's `\ooo` for blanks, line ends and backslashes.
+fn unescape(field: &[u8]) -> PathBuf {
+    let mut out = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&byte, tail)) = rest.split_first() {
+        let code = tail
+            .get(..3)
+            .and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        match (byte, code) {
+            (b'\\', Some(code)) => {
+                out.push(code);
+                rest = &tail[3..];
+            }
+            _ => {
+                out.push(byte);
+                rest = tail;
+            }
+        }
+    }
+    PathBuf::from(OsString::from_vec(out))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mount_point_with_blanks_is_read_as_it_is() {
+        let line = br"36 35 7:3 / /mnt/a\040b\134c rw shared:1 - ext4 /dev/loop3 rw";
+        let mount = parse(line).unwrap();
+        assert_eq!(mount.device, "7:3");
+        assert_eq!(mount.source, Path::new("/dev/loop3"));
+        assert_eq!(mount.target, Path::new(r"/mnt/a b\c"));
+    }
+
+    #[test]
+    fn a_line_that_is_cut_off_is_no_mount() {
+        assert_eq!(parse(b"36 35 7:3 /"), None);
+        assert_eq!(parse(b""), None);
+    }
+}

@@ -1,0 +1,83 @@
+//! Ids of volumes, snapshots and groups: `<prefix>-<slug>-<nonce>`. The slug is readable and leads
+//! from a name to its id without a lookup table; the nonce makes an id unique for ever, so that a
+//! name that is used again never inherits the change records of its earlier bearer.
+
+use sha2::{Digest, Sha256};
+
+use super::error::{Error, Result};
+
+/// Hexadecimal digits in a nonce (64 random bits).
+const NONCE_DIGITS: usize = 16;
+
+/// Longest name, in bytes, that becomes a slug as it is.
+const SLUG_BYTES: usize = 64;
+
+pub const VOLUME_PREFIX: &str = "vol";
+pub const SNAPSHOT_PREFIX: &str = "snap";
+pub const GROUP_PREFIX: &str = "group";
+
+/// The part of an id that stands for `name`: the name itself where it is short and safe as part of
+/// a file name, else `x` and 32 hexadecimal digits of its SHA-256.
+pub fn slug(name: &str) -> String {
+    let safe = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    if !name.is_empty() && name.len() <= SLUG_BYTES && name.bytes().all(safe) {
+        return name.to_owned();
+    }
+    let digest = Sha256::digest(name.as_bytes());
+    let mut slug = String::from("x");
+    digest[..16].iter().for_each(|byte| slug.push_str(&format!("{byte:02x}")));
+    slug
+}
+
+/// The slug in an id; `None` for what this driver never made.
+pub fn name_of(id: &str) -> Option<&str> {
+    let (head, nonce) = id.rsplit_once('-')?;
+    let (prefix, slug) = head.split_once('-')?;
+    let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    let known = [VOLUME_PREFIX, SNAPSHOT_PREFIX, GROUP_PREFIX].contains(&prefix);
+    let whole = nonce.len() == NONCE_DIGITS && nonce.bytes().all(hex);
+    (known && whole && !slug.is_empty()).then_some(slug)
+}
+
+/// A new id for `name`.
+pub fn new_id(prefix: &str, name: &str) -> Result<String> {
+    let mut nonce = [0u8; NONCE_DIGITS / 2];
+    getrandom::fill(&mut nonce)
+        .map_err(|e| Error::Failed(format!("no random bits for a new id: {e}")))?;
+    Ok(format!("{prefix}-{}-{:016x}", slug(name), u64::from_be_bytes(nonce)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_safe_name_is_readable_in_its_id_and_leads_back_to_it() {
+        let id = new_id(SNAPSHOT_PREFIX, "before-upgrade.1").unwrap();
+        assert!(id.starts_with("snap-before-upgrade.1-"));
+        assert_eq!(name_of(&id), Some("before-upgrade.1"));
+    }
+
+    #[test]
+    fn a_name_that_is_no_file_name_never_reaches_a_path() {
+        for name in ["../../etc/passwd", "a/b", "", "name with spaces", &"n".repeat(128), "ä"] {
+            let id = new_id(VOLUME_PREFIX, name).unwrap();
+            assert!(id.len() < 64 && !id.contains('/') && !id.contains(".."), "{id}");
+            assert_eq!(name_of(&id), Some(slug(name).as_str()));
+        }
+    }
+
+    #[test]
+    fn a_name_used_again_gets_another_id() {
+        assert_ne!(new_id(VOLUME_PREFIX, "a").unwrap(), new_id(VOLUME_PREFIX, "a").unwrap());
+    }
+
+    #[test]
+    fn foreign_ids_have_no_name() {
+        for id in
+            ["", "vol", "vol-", "vol--0123456789abcdef", "vol-a-0123", "disk-a-0123456789abcdef"]
+        {
+            assert_eq!(name_of(id), None, "{id}");
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! Pages of rows, in order of id. The token of a page is the last id that the caller has seen, so
+//! that it stays good whatever is created or deleted in between.
+
+use super::catalog::{Reading, Row};
+use super::error::{Error, Result};
+use super::ids;
+
+/// A part of a list.
+#[derive(Debug)]
+pub struct Page<T> {
+    pub items: Vec<T>,
+    /// Where the next page starts; `None` at the end.
+    pub next: Option<String>,
+}
+
+/// Up to `max` rows (0: all) after the token `after`. A token that this driver never gave out is
+/// `Busy`, since CSI answers it with ABORTED: start over.
+pub fn page<R: Row>(
+    reading: &Reading,
+    after: Option<&str>,
+    max: usize,
+    wanted: impl Fn(&R) -> bool,
+) -> Result<Page<R>> {
+    if let Some(token) = after
+        && ids::name_of(token).is_none()
+    {
+        return Err(Error::Busy(format!(
+            "starting_token: {token:?} is not a token of this list; start from the beginning"
+        )));
+    }
+    let mut items: Vec<R> = Vec::new();
+    let mut more = false;
+    reading.scan(after, |row: R| {
+        if !wanted(&row) {
+            return Ok(true);
+        }
+        more = max > 0 && items.len() == max;
+        if !more {
+            items.push(row);
+        }
+        Ok(!more)
+    })?;
+    let next = items.last().filter(|_| more).map(|last| last.key().to_owned());
+    Ok(Page { items, next })
+}

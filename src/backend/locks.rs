@@ -1,0 +1,72 @@
+//! Which objects an operation is changing. Two operations on one object exclude each other: the
+//! second is told at once (CSI: ABORTED) and comes again.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::error::{Error, Result};
+
+type Held = HashSet<String>;
+
+#[derive(Debug, Clone, Default)]
+pub struct Locks(Arc<Mutex<Held>>);
+
+/// Frees its keys when dropped.
+#[derive(Debug)]
+pub struct Lock {
+    locks: Locks,
+    keys: Vec<String>,
+}
+
+impl Locks {
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes all keys or none, and never waits.
+    pub fn take<'a>(&self, keys: impl IntoIterator<Item = &'a str>) -> Result<Lock> {
+        let mut held = self.held();
+        let mut lock = Lock { locks: self.clone(), keys: Vec::new() };
+        for key in keys {
+            if !held.insert(key.to_owned()) {
+                lock.keys.iter().for_each(|key| {
+                    held.remove(key);
+                });
+                lock.keys.clear();
+                return Err(Error::Busy(format!(
+                    "another operation on {key:?} is under way; try again when it has ended"
+                )));
+            }
+            lock.keys.push(key.to_owned());
+        }
+        drop(held);
+        Ok(lock)
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        if self.keys.is_empty() {
+            return;
+        }
+        let mut held = self.locks.held();
+        self.keys.iter().for_each(|key| {
+            held.remove(key);
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_operation_on_an_object_is_told_to_come_again() {
+        let locks = Locks::default();
+        let first = locks.take(["a", "b"]).unwrap();
+        assert!(matches!(locks.take(["c", "b"]), Err(Error::Busy(_))));
+        assert!(locks.take(["c"]).is_ok(), "a refused operation holds nothing");
+        drop(first);
+        assert!(locks.take(["a", "b"]).is_ok());
+    }
+}

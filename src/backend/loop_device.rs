@@ -1,0 +1,249 @@
+//! Loop devices: attaching a backing file, finding the devices of a file again after a restart, and
+//! letting go of them. Devices are told by the inode behind them, never by a name, and only devices
+//! of files that the caller names are ever touched.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use linux_raw_sys::loop_device::{LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO};
+use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+
+use super::error::{Context, Error, Result};
+use super::sys;
+use super::units::BLOCK_SIZE;
+
+const CONTROL: &str = "/dev/loop-control";
+const LOOP_MAJOR: u64 = 7;
+
+/// How often another process may take a free device from under us.
+const ATTACH_ATTEMPTS: usize = 64;
+
+/// How long a device may take to let go of its file.
+const DETACH_DEADLINE: Duration = Duration::from_secs(10);
+
+/// A loop device that had a backing file when it was looked at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoopDevice {
+    number: u32,
+    path: PathBuf,
+}
+
+/// What tells a backing file: device and inode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Identity {
+    device: (u64, u64),
+    inode: u64,
+}
+
+impl Identity {
+    fn of(file: &File) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        let device = metadata.dev();
+        let split = (nix::sys::stat::major(device), nix::sys::stat::minor(device));
+        Ok(Self { device: split, inode: metadata.ino() })
+    }
+
+    /// From the kernel's own encoding of device numbers.
+    fn of_status(info: &sys::loop_info64) -> Self {
+        let device = info.lo_device;
+        let minor = (device & 0xff) | ((device >> 12) & 0xfff_00);
+        Self { device: ((device & 0xf_ff00) >> 8, minor), inode: info.lo_inode }
+    }
+}
+
+/// Who lets go of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lifetime {
+    /// [`LoopDevice::detach`]: the device outlives this process, and with it a pod's I/O.
+    Explicit,
+    /// The kernel, as soon as nobody has the device open or mounted.
+    LastUser,
+}
+
+impl LoopDevice {
+    /// Attaches `backing` (open for reading and writing) with 4096-byte sectors and, where its
+    /// filesystem allows, direct I/O. The returned handle keeps the device open.
+    pub fn attach(backing: &File, lifetime: Lifetime) -> Result<(Self, File)> {
+        let control = File::options().read(true).write(true).open(CONTROL).context(|| {
+            format!("opening {CONTROL} (loop devices need root and the loop module)")
+        })?;
+        let flags = match lifetime {
+            Lifetime::Explicit => 0,
+            Lifetime::LastUser => LO_FLAGS_AUTOCLEAR as u32,
+        };
+        for _ in 0..ATTACH_ATTEMPTS {
+            let number = sys::loop_free_number(&control)
+                .context(|| "asking for a free loop device".to_owned())?;
+            let device = Self::numbered(number);
+            device.ensure_node()?;
+            let file = device.open(true)?;
+            match configure(&file, backing, flags) {
+                Ok(()) => return Ok((device, file)),
+                // Somebody else was faster.
+                Err(e) if e.raw_os_error() == Some(libc::EBUSY) => continue,
+                Err(e) => return Err(Error::io(format!("attaching {}", device.path.display()), e)),
+            }
+        }
+        Err(Error::Busy("no free loop device: others take them as fast as they appear".to_owned()))
+    }
+
+    /// The devices behind which `backing` stands, lowest number first.
+    pub fn find(backing: &File) -> Result<Vec<Self>> {
+        let wanted = Identity::of(backing).context(|| "reading a backing file".to_owned())?;
+        let mut found = Vec::new();
+        let entries = fs::read_dir("/sys/block").context(|| "listing /sys/block".to_owned())?;
+        for entry in entries {
+            let name = entry.context(|| "listing /sys/block".to_owned())?.file_name();
+            let number = name.to_str().and_then(|name| name.strip_prefix("loop")?.parse().ok());
+            let Some(number) = number else { continue };
+            let device = Self::numbered(number);
+            if device.has_file() && device.identity().is_some_and(|identity| identity == wanted) {
+                found.push(device);
+            }
+        }
+        found.sort_unstable_by_key(|device| device.number);
+        Ok(found)
+    }
+
+    /// The device of `backing`: the one it has, or a new one.
+    pub fn ensure(backing: &File) -> Result<Self> {
+        match Self::find(backing)?.into_iter().next() {
+            Some(device) => Ok(device),
+            None => Self::attach(backing, Lifetime::Explicit).map(|(device, _)| device),
+        }
+    }
+
+    fn numbered(number: u32) -> Self {
+        Self { number, path: PathBuf::from(format!("/dev/loop{number}")) }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// `major:minor`, as in mountinfo.
+    pub fn device_number(&self) -> String {
+        format!("{LOOP_MAJOR}:{}", self.number)
+    }
+
+    pub fn open(&self, write: bool) -> Result<File> {
+        File::options()
+            .read(true)
+            .write(write)
+            .open(&self.path)
+            .context(|| format!("opening {}", self.path.display()))
+    }
+
+    /// Size in bytes.
+    pub fn size(&self) -> Result<u64> {
+        sys::block_size_bytes(&self.open(false)?)
+            .context(|| format!("reading the size of {}", self.path.display()))
+    }
+
+    /// Takes over the size that the backing file has grown to.
+    pub fn grow(&self) -> Result<()> {
+        sys::loop_set_capacity(&self.open(true)?)
+            .context(|| format!("growing {}", self.path.display()))
+    }
+
+    /// Writes what the device's own page cache holds to the backing file.
+    pub fn flush(&self) -> Result<()> {
+        let file = self.open(true).or_else(|_| self.open(false))?;
+        file.sync_all().context(|| format!("flushing {}", self.path.display()))
+    }
+
+    pub fn is_read_only(&self) -> Result<bool> {
+        sys::block_is_read_only(&self.open(false)?)
+            .context(|| format!("reading the mode of {}", self.path.display()))
+    }
+
+    /// Makes the device refuse writes, or accept them again.
+    pub fn set_read_only(&self, read_only: bool) -> Result<()> {
+        sys::set_block_read_only(&self.open(false)?, read_only)
+            .context(|| format!("setting the mode of {}", self.path.display()))
+    }
+
+    /// A number that is the same twice only if nothing was written or discarded in between, and
+    /// nothing is under way; `None` while something is.
+    pub fn write_mark(&self) -> Result<Option<[u64; 2]>> {
+        let path = format!("/sys/block/loop{}/stat", self.number);
+        let text = fs::read_to_string(&path).context(|| format!("reading {path}"))?;
+        let inflight = format!("/sys/block/loop{}/inflight", self.number);
+        let busy = fs::read_to_string(&inflight).context(|| format!("reading {inflight}"))?;
+        let field = |text: &str, at: usize| {
+            text.split_whitespace().nth(at).and_then(|field| field.parse::<u64>().ok())
+        };
+        // Documentation/block/stat.rst: 4 is writes done, 11 is discards done; inflight: 1 is writes.
+        let (Some(writes), Some(discards), Some(under_way)) =
+            (field(&text, 4), field(&text, 11), field(&busy, 1))
+        else {
+            return Err(Error::Failed(format!("{path} is not readable")));
+        };
+        Ok((under_way == 0).then_some([writes, discards]))
+    }
+
+    /// Lets go of `backing` and waits until it is done. OK when the device no longer has it.
+    pub fn detach(&self, backing: &File) -> Result<()> {
+        let wanted = Identity::of(backing).context(|| "reading a backing file".to_owned())?;
+        let deadline = Instant::now() + DETACH_DEADLINE;
+        while self.has_file() && self.identity() == Some(wanted) {
+            match sys::loop_clear(&self.open(false)?) {
+                Ok(()) => {}
+                Err(e) if matches!(e.raw_os_error(), Some(libc::ENXIO | libc::EBUSY)) => {}
+                Err(e) => return Err(Error::io(format!("detaching {}", self.path.display()), e)),
+            }
+            if Instant::now() > deadline {
+                return Err(Error::Busy(format!(
+                    "{} is still in use; unmount it or close what has it open",
+                    self.path.display()
+                )));
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+
+    /// Detaches every device of `backing`.
+    pub fn detach_all(backing: &File) -> Result<()> {
+        Self::find(backing)?.iter().try_for_each(|device| device.detach(backing))
+    }
+
+    /// sysfs shows the directory `loop` only while the device has a backing file.
+    fn has_file(&self) -> bool {
+        Path::new(&format!("/sys/block/loop{}/loop", self.number)).exists()
+    }
+
+    fn identity(&self) -> Option<Identity> {
+        let file = self.open(false).ok()?;
+        sys::loop_status(&file).ok().map(|info| Identity::of_status(&info))
+    }
+
+    /// In a container /dev may lack the nodes that the kernel adds later.
+    fn ensure_node(&self) -> Result<()> {
+        if self.path.exists() {
+            return Ok(());
+        }
+        let device = makedev(LOOP_MAJOR, u64::from(self.number));
+        match mknod(&self.path, SFlag::S_IFBLK, Mode::from_bits_truncate(0o660), device) {
+            Ok(()) | Err(nix::Error::EEXIST) => Ok(()),
+            Err(e) => Err(e).context(|| format!("making {}", self.path.display())),
+        }
+    }
+}
+
+/// Direct I/O where possible. The sector size is always given: the kernel's own choice changes after
+/// the first clone of the backing file, and a filesystem made on 512 would not mount on 4096.
+fn configure(device: &File, backing: &File, flags: u32) -> io::Result<()> {
+    let attempt = |flags| {
+        let mut config = sys::loop_config(backing, BLOCK_SIZE as u32, flags);
+        sys::loop_configure(device, &mut config)
+    };
+    match attempt(flags | LO_FLAGS_DIRECT_IO as u32) {
+        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => attempt(flags),
+        result => result,
+    }
+}

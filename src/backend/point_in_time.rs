@@ -1,0 +1,141 @@
+//! Copies of volumes as they were at one moment, while pods write to them.
+//!
+//! First, with the volumes running, as much as possible is cloned. Then mounted filesystems are
+//! frozen, what is in flight reaches the backing files, and the rest is cloned; the freeze lasts as
+//! long as that and no longer. A raw block volume cannot be frozen: one may take part, and it is
+//! cloned while the others stand still, so that there is one moment that holds for all.
+
+use std::fs::File;
+use std::path::Path;
+use std::time::Duration;
+
+use super::error::{Context, Error, Result};
+use super::filesystem::{self, Frozen};
+use super::loop_device::LoopDevice;
+use super::model::{Access, Attachment, Volume};
+use super::pool::Pool;
+use super::store::{Store, now};
+
+/// The longest freeze where a clone is one call.
+const CLONE_DEADLINE: Duration = Duration::from_secs(30);
+
+/// The longest freeze where data is copied.
+const COPY_DEADLINE: Duration = Duration::from_secs(300);
+
+/// How often a copy of a raw block volume is tried to fit between its writes.
+const QUIET_ATTEMPTS: usize = 10;
+
+/// A volume and the file that becomes its copy. The caller holds the volume's lock.
+pub struct Copy<'a> {
+    pub volume: &'a Volume,
+    pub source: &'a File,
+    pub target: &'a File,
+}
+
+/// What has to be stopped for a copy to be consistent.
+enum Writers {
+    /// Nobody writes.
+    None,
+    /// The filesystem on this device, mounted at the staging path.
+    Filesystem(Attachment, LoopDevice),
+    /// Whoever has the raw device.
+    Raw(LoopDevice),
+}
+
+/// Makes every target equal to its source at one moment, which is returned (seconds and nanoseconds
+/// since the epoch). On an error the targets hold nothing of use.
+pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<(u64, u32)> {
+    let mut members = Vec::with_capacity(copies.len());
+    for copy in copies {
+        members.push((copy, writers(store, copy)?));
+    }
+    let raw = members.iter().filter(|(_, writers)| matches!(writers, Writers::Raw(_))).count();
+    if raw > 1 {
+        return Err(Error::Precondition(format!(
+            "source_volume_ids: {raw} raw block volumes are published writable; they cannot be \
+             frozen, so no moment would hold for more than one: unpublish the others first"
+        )));
+    }
+    // The raw one first: while it is cloned the others are frozen already.
+    members.sort_by_key(|(_, writers)| !matches!(writers, Writers::Raw(_)));
+    let pool = store.pool.as_ref();
+    for (copy, _) in &members {
+        pool.pre_clone(copy.source, copy.target)?;
+    }
+    let deadline = if pool.clones_atomically() { CLONE_DEADLINE } else { COPY_DEADLINE };
+    let frozen = Frozen::freeze(members.iter().filter_map(|(_, w)| w.mounted_at()), deadline)?;
+    let moment = now();
+    for (copy, writers) in &members {
+        clone_one(pool, copy, writers)?;
+    }
+    frozen.thaw()?;
+    Ok(moment)
+}
+
+impl Writers {
+    fn mounted_at(&self) -> Option<&Path> {
+        match self {
+            Self::Filesystem(attachment, _) => Some(&attachment.staging_path),
+            Self::None | Self::Raw(_) => None,
+        }
+    }
+
+    fn device(&self) -> Option<&LoopDevice> {
+        match self {
+            Self::None => None,
+            Self::Filesystem(_, device) | Self::Raw(device) => Some(device),
+        }
+    }
+}
+
+fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
+    let attachment = store.catalog.read()?.get::<Attachment>(&copy.volume.id)?;
+    let device = LoopDevice::find(copy.source)?.into_iter().next();
+    let (Some(attachment), Some(device)) = (attachment, device) else { return Ok(Writers::None) };
+    Ok(match attachment.capability.access {
+        Access::Block if attachment.published.values().any(|p| !p.readonly) => Writers::Raw(device),
+        Access::Block => Writers::None,
+        Access::Mount { .. } => {
+            // What is mounted there is looked at, since a freeze of another filesystem, the host's
+            // own, would be the result of taking the catalog's word for it.
+            let mount = filesystem::mount_at(&attachment.staging_path)?;
+            if mount.is_some_and(|mount| mount.shows(&device)) {
+                Writers::Filesystem(attachment, device)
+            } else {
+                Writers::None
+            }
+        }
+    })
+}
+
+fn clone_one(pool: &dyn Pool, copy: &Copy<'_>, writers: &Writers) -> Result<()> {
+    let Writers::Raw(device) = writers else {
+        settle(copy, writers.device())?;
+        return pool.clone(copy.source, copy.target);
+    };
+    if pool.clones_atomically() {
+        settle(copy, Some(device))?;
+        return pool.clone(copy.source, copy.target);
+    }
+    for _ in 0..QUIET_ATTEMPTS {
+        settle(copy, Some(device))?;
+        let Some(before) = device.write_mark()? else { continue };
+        pool.clone(copy.source, copy.target)?;
+        if device.write_mark()? == Some(before) {
+            return Ok(());
+        }
+    }
+    Err(Error::Busy(format!(
+        "raw block volume {:?} was written to during each of {QUIET_ATTEMPTS} copies; a copy pool \
+         needs a quiet moment: pause the writer, or use a pool that shares blocks",
+        copy.volume.id
+    )))
+}
+
+/// What was acknowledged to a writer reaches the backing file.
+fn settle(copy: &Copy<'_>, device: Option<&LoopDevice>) -> Result<()> {
+    if let Some(device) = device {
+        device.flush()?;
+    }
+    copy.source.sync_all().context(|| format!("flushing volume {:?}", copy.volume.id))
+}

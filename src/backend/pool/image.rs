@@ -1,0 +1,146 @@
+//! A pool on its own XFS, in an image file in the data directory. The XFS is mounted detached: no
+//! mount table shows it, so nobody defragments it, and nothing is left of it when the last user
+//! goes, be it this process (however it ends) or the last volume that is attached.
+
+use std::fs::{self, File};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tracing::info;
+
+use super::super::command;
+use super::super::error::{Context, Error, Result};
+use super::super::extents::{self, Finding};
+use super::super::loop_device::{Lifetime, LoopDevice};
+use super::super::sys;
+use super::{Pool, PoolKind, Room, filesystem_room, new_file, reflink, sync_directory};
+
+/// mkfs.xfs makes none smaller.
+const MIN_BYTES: u64 = 300 << 20;
+
+#[derive(Debug)]
+pub struct ImagePool {
+    /// The mount lives as long as this descriptor, or any file of it.
+    _mount: OwnedFd,
+    /// `/proc/self/fd/N`: the root of the mount, for this process alone.
+    root: PathBuf,
+    data_dir: PathBuf,
+}
+
+pub fn path(data_dir: &Path) -> PathBuf {
+    data_dir.join("pool.img")
+}
+
+impl ImagePool {
+    /// Mounts the image of `data_dir`; makes it first, of `size` bytes, where there is none.
+    pub fn open(data_dir: &Path, size: Option<u64>) -> Result<Self> {
+        let image = path(data_dir);
+        if !image.exists() {
+            make(data_dir, size)?;
+        }
+        let backing = File::options()
+            .read(true)
+            .write(true)
+            .open(&image)
+            .context(|| format!("opening {}", image.display()))?;
+        // A device that is still there serves volumes that stayed attached: XFS then hands out the
+        // mount that it already has.
+        let (device, handle) = match LoopDevice::find(&backing)?.into_iter().next() {
+            Some(device) => {
+                let handle = device.open(true)?;
+                (device, handle)
+            }
+            None => LoopDevice::attach(&backing, Lifetime::LastUser)?,
+        };
+        let mount = mount(&device)?;
+        drop(handle);
+        let root = PathBuf::from(format!("/proc/self/fd/{}", mount.as_raw_fd()));
+        reflink::probe(&root)?;
+        Ok(Self { _mount: mount, root, data_dir: data_dir.to_owned() })
+    }
+}
+
+fn mount(device: &LoopDevice) -> Result<OwnedFd> {
+    let source = device.path().to_string_lossy();
+    // nouuid: a copy of a pool may be looked at beside the pool.
+    sys::detached_mount(c"xfs", &source, &["nouuid"]).context(|| {
+        format!("mounting the pool image on {source} (is XFS in this kernel, and the image whole?)")
+    })
+}
+
+/// Makes the image under a temporary name; what an interrupted attempt left is overwritten.
+fn make(data_dir: &Path, size: Option<u64>) -> Result<()> {
+    let size = match size {
+        Some(size) => size,
+        None => filesystem_room(data_dir)?.available / 10 * 9,
+    };
+    let size = size - size % 4096;
+    if size < MIN_BYTES {
+        return Err(Error::invalid(
+            "pool_size",
+            format!("an image of {size} bytes is too small for XFS; at least {MIN_BYTES}"),
+        ));
+    }
+    let temporary = data_dir.join("pool.img.part");
+    if let Ok(left_over) = File::options().read(true).write(true).open(&temporary) {
+        LoopDevice::detach_all(&left_over)?;
+    }
+    let file = new_file(&temporary)?;
+    file.set_len(size).context(|| format!("sizing {}", temporary.display()))?;
+    let (device, handle) = LoopDevice::attach(&file, Lifetime::LastUser)?;
+    // rmapbt doubles to trebles the cost of a clone and can run out of metadata room.
+    command::run(
+        Command::new("mkfs.xfs")
+            .args(["-q", "-f", "-K", "-m", "reflink=1,rmapbt=0", "-L", "csi-loopback"])
+            .arg(device.path()),
+    )?;
+    handle.sync_all().context(|| format!("flushing {}", temporary.display()))?;
+    drop(handle);
+    file.sync_all().context(|| format!("flushing {}", temporary.display()))?;
+    fs::rename(&temporary, path(data_dir)).context(|| "publishing the pool image".to_owned())?;
+    info!(bytes = size, "made the pool image");
+    sync_directory(data_dir)
+}
+
+impl Pool for ImagePool {
+    fn kind(&self) -> PoolKind {
+        PoolKind::Image
+    }
+
+    fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The image is sparse: what the filesystem below it lacks is not there either.
+    fn room(&self) -> Result<Room> {
+        let inside = filesystem_room(&self.root)?;
+        let below = filesystem_room(&self.data_dir)?;
+        Ok(Room { total: inside.total, available: inside.available.min(below.available) })
+    }
+
+    fn adopt(&self, file: &File) -> Result<()> {
+        reflink::adopt(file)
+    }
+
+    fn pre_clone(&self, source: &File, target: &File) -> Result<()> {
+        reflink::pre_clone(source, target)
+    }
+
+    fn clone(&self, source: &File, target: &File) -> Result<()> {
+        reflink::clone(source, target)
+    }
+
+    fn clones_atomically(&self) -> bool {
+        true
+    }
+
+    fn compare(
+        &self,
+        old: Option<(&File, u64)>,
+        new: (&File, u64),
+        report: &mut dyn FnMut(Finding) -> Result<()>,
+    ) -> Result<()> {
+        extents::compare(old, new, report)
+    }
+}

@@ -1,0 +1,322 @@
+//! The pool: where backing files and their copies live. A pool is one small interface (make, clone,
+//! compare two immutable files, remove, room), so that a kind can be added without touching what
+//! stands above it. The files of a pool are named by id in four places:
+//!
+//! ```text
+//! catalog.redb   volumes/<volume>   snapshots/<snapshot>   records/<snapshot>.<generation>
+//! ```
+
+mod copy;
+mod image;
+mod reflink;
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use tracing::info;
+
+use super::error::{Context, Error, Result};
+use super::extents::Finding;
+use super::sys;
+
+pub use copy::CopyPool;
+pub use image::ImagePool;
+pub use reflink::ReflinkPool;
+
+const MARKER: &str = "pool.json";
+const MARKER_VERSION: u32 = 1;
+
+/// What `--pool` asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PoolChoice {
+    /// What the data directory already holds; else the first kind that works here, in the order
+    /// of [`PoolKind`].
+    Auto,
+    Kind(PoolKind),
+}
+
+/// The kinds of pool, best first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PoolKind {
+    /// The data directory is on an XFS that shares blocks between files.
+    Reflink,
+    /// Such an XFS in an image file in the data directory, mounted where nobody else sees it.
+    Image,
+    /// Any filesystem; a snapshot is a sparse copy.
+    Copy,
+}
+
+impl fmt::Display for PoolKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Reflink => "reflink",
+            Self::Image => "image",
+            Self::Copy => "copy",
+        })
+    }
+}
+
+impl FromStr for PoolChoice {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Ok(match name {
+            "auto" => Self::Auto,
+            "reflink" => Self::Kind(PoolKind::Reflink),
+            "image" => Self::Kind(PoolKind::Image),
+            "copy" => Self::Kind(PoolKind::Copy),
+            _ => {
+                return Err(Error::invalid(
+                    "pool",
+                    format!("{name:?} is not one of auto, reflink, image and copy"),
+                ));
+            }
+        })
+    }
+}
+
+/// Room in a pool, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    pub total: u64,
+    pub available: u64,
+}
+
+/// What the backend needs of a pool.
+pub trait Pool: fmt::Debug + Send + Sync {
+    fn kind(&self) -> PoolKind;
+
+    /// The directory that the files are in.
+    fn root(&self) -> &Path;
+
+    fn room(&self) -> Result<Room>;
+
+    /// Marks a new file so that no tool moves its blocks.
+    fn adopt(&self, file: &File) -> Result<()>;
+
+    /// The part of a clone that can be done while `source` is written to: afterwards
+    /// [`Pool::clone`] has less to do. `target` is new and as large as `source`.
+    fn pre_clone(&self, source: &File, target: &File) -> Result<()>;
+
+    /// Makes `target` equal to `source`. The caller has stopped the writers of `source`, or the
+    /// clone is atomic against them ([`Pool::clones_atomically`]).
+    fn clone(&self, source: &File, target: &File) -> Result<()>;
+
+    /// Whether [`Pool::clone`] is a point in time even under writers.
+    fn clones_atomically(&self) -> bool;
+
+    /// Reports each range of `new` that is allocated, or changed against `old` (nothing: against
+    /// zeros), in ascending order. Both are immutable, sizes are in bytes.
+    fn compare(
+        &self,
+        old: Option<(&File, u64)>,
+        new: (&File, u64),
+        report: &mut dyn FnMut(Finding) -> Result<()>,
+    ) -> Result<()>;
+}
+
+/// An open pool and the reason why it is of its kind.
+#[derive(Debug)]
+pub struct Opened {
+    pub pool: Box<dyn Pool>,
+    pub reason: String,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Marker {
+    version: u32,
+    kind: PoolKind,
+}
+
+/// Opens the pool of a data directory, or makes it. `image_size`: bytes of a new image; by default
+/// nine tenths of the room in the data directory.
+pub fn open(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Result<Opened> {
+    let opened = match (read_marker(data_dir)?, choice) {
+        (Some(kind), PoolChoice::Kind(asked)) if kind != asked => {
+            return Err(Error::Precondition(format!(
+                "--pool {asked}: {} already holds a pool of kind {kind}; use that or another \
+                 --data-dir",
+                data_dir.display()
+            )));
+        }
+        (Some(kind), _) => {
+            let pool = open_kind(data_dir, kind, image_size)?;
+            Opened { pool, reason: "the data directory already holds it".to_owned() }
+        }
+        (None, PoolChoice::Kind(kind)) => {
+            let pool = open_kind(data_dir, kind, image_size)?;
+            Opened { pool, reason: "asked for".to_owned() }
+        }
+        (None, PoolChoice::Auto) => first_that_works(data_dir, image_size)?,
+    };
+    write_marker(data_dir, opened.pool.kind())?;
+    for directory in [Directory::Volumes, Directory::Snapshots, Directory::Records] {
+        let path = directory.path(opened.pool.root());
+        let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&path);
+        made.context(|| format!("making {}", path.display()))?;
+    }
+    sync_directory(opened.pool.root())?;
+    Ok(opened)
+}
+
+/// Opens what is there, for a look at it: never makes or changes a pool.
+pub fn open_existing(data_dir: &Path) -> Result<Box<dyn Pool>> {
+    let Some(kind) = read_marker(data_dir)? else {
+        return Err(Error::Missing(format!(
+            "{}: no pool here ({MARKER} is missing)",
+            data_dir.display()
+        )));
+    };
+    if kind == PoolKind::Image && !image::path(data_dir).exists() {
+        return Err(Error::Damaged(format!("{} is missing", image::path(data_dir).display())));
+    }
+    open_kind(data_dir, kind, None)
+}
+
+fn open_kind(data_dir: &Path, kind: PoolKind, image_size: Option<u64>) -> Result<Box<dyn Pool>> {
+    Ok(match kind {
+        PoolKind::Reflink => Box::new(ReflinkPool::open(data_dir)?),
+        PoolKind::Image => Box::new(ImagePool::open(data_dir, image_size)?),
+        PoolKind::Copy => Box::new(CopyPool::open(data_dir)),
+    })
+}
+
+fn first_that_works(data_dir: &Path, image_size: Option<u64>) -> Result<Opened> {
+    let mut reasons = Vec::new();
+    for kind in [PoolKind::Reflink, PoolKind::Image] {
+        match open_kind(data_dir, kind, image_size) {
+            Ok(pool) => {
+                reasons.push(format!("{kind} works here"));
+                return Ok(Opened { pool, reason: reasons.join("; ") });
+            }
+            Err(error) => {
+                info!(pool = %kind, %error, "this kind of pool does not work here");
+                reasons.push(format!("{kind}: {error}"));
+            }
+        }
+    }
+    reasons.push("copy always works".to_owned());
+    Ok(Opened { pool: Box::new(CopyPool::open(data_dir)), reason: reasons.join("; ") })
+}
+
+fn read_marker(data_dir: &Path) -> Result<Option<PoolKind>> {
+    let path = data_dir.join(MARKER);
+    let json = match fs::read(&path) {
+        Ok(json) => json,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(Error::io(format!("reading {}", path.display()), e)),
+    };
+    let marker: Marker = serde_json::from_slice(&json)
+        .map_err(|e| Error::Damaged(format!("{} is not readable: {e}", path.display())))?;
+    if marker.version != MARKER_VERSION {
+        return Err(Error::Damaged(format!(
+            "{} has version {}, this program knows {MARKER_VERSION}",
+            path.display(),
+            marker.version
+        )));
+    }
+    Ok(Some(marker.kind))
+}
+
+/// Written once: a pool never changes its kind.
+fn write_marker(data_dir: &Path, kind: PoolKind) -> Result<()> {
+    if read_marker(data_dir)?.is_some() {
+        return Ok(());
+    }
+    let path = data_dir.join(MARKER);
+    let temporary = data_dir.join("pool.json.part");
+    let json = serde_json::to_vec(&Marker { version: MARKER_VERSION, kind })
+        .map_err(|e| Error::Failed(format!("encoding {MARKER}: {e}")))?;
+    let mut file = new_file(&temporary)?;
+    file.write_all(&json)
+        .and_then(|()| file.sync_all())
+        .and_then(|()| fs::rename(&temporary, &path))
+        .context(|| format!("writing {}", path.display()))?;
+    sync_directory(data_dir)
+}
+
+/// The directories of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Directory {
+    Volumes,
+    Snapshots,
+    Records,
+}
+
+impl Directory {
+    pub fn path(self, root: &Path) -> PathBuf {
+        root.join(match self {
+            Self::Volumes => "volumes",
+            Self::Snapshots => "snapshots",
+            Self::Records => "records",
+        })
+    }
+}
+
+/// A new, empty file that only root reads; what was there under this name is lost.
+pub fn new_file(path: &Path) -> Result<File> {
+    File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path)
+        .context(|| format!("making {}", path.display()))
+}
+
+/// Makes the names in a directory durable.
+pub fn sync_directory(path: &Path) -> Result<()> {
+    File::open(path)
+        .and_then(|directory| directory.sync_all())
+        .context(|| format!("flushing {}", path.display()))
+}
+
+const IMMUTABLE: u32 = linux_raw_sys::general::FS_IMMUTABLE_FL;
+
+/// Sets or clears the immutable flag, which keeps even root from writing, defragmenting or
+/// exchanging the extents of a file. Filesystems without it are accepted as they are.
+pub fn set_immutable(file: &File, on: bool) -> Result<()> {
+    let change = sys::inode_flags(file).and_then(|flags| {
+        let wanted = if on { flags | IMMUTABLE } else { flags & !IMMUTABLE };
+        if wanted == flags { Ok(()) } else { sys::set_inode_flags(file, wanted) }
+    });
+    match change.as_ref().map_err(std::io::Error::raw_os_error) {
+        Err(Some(libc::ENOTTY | libc::EOPNOTSUPP)) => Ok(()),
+        _ => change.context(|| "setting the immutable flag".to_owned()),
+    }
+}
+
+pub fn is_immutable(file: &File) -> Result<bool> {
+    let flags = sys::inode_flags(file).context(|| "reading inode flags".to_owned())?;
+    Ok(flags & IMMUTABLE != 0)
+}
+
+/// Removes a file, immutable or not, and makes that durable before its blocks can be written again:
+/// else a power cut could bring it back with another file's data in it. OK when it is gone.
+pub fn remove(path: &Path) -> Result<()> {
+    match File::open(path) {
+        Ok(file) => set_immutable(&file, false)?,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(Error::io(format!("opening {}", path.display()), e)),
+    }
+    fs::remove_file(path).context(|| format!("removing {}", path.display()))?;
+    path.parent().map_or(Ok(()), sync_directory)
+}
+
+/// Room of the filesystem that `path` is on.
+fn filesystem_room(path: &Path) -> Result<Room> {
+    let stat = nix::sys::statvfs::statvfs(path)
+        .context(|| format!("reading the room of {}", path.display()))?;
+    let unit = stat.fragment_size();
+    Ok(Room {
+        total: unit.saturating_mul(stat.blocks()),
+        available: unit.saturating_mul(stat.blocks_available()),
+    })
+}

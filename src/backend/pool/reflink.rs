@@ -1,0 +1,141 @@
+//! A pool on an XFS with reflink: a clone shares all blocks and costs time per extent, not per
+//! byte, and copy-on-write makes physical addresses tell what changed.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use linux_raw_sys::general::{FS_XFLAG_NODEFRAG, FS_XFLAG_REALTIME, FS_XFLAG_RTINHERIT};
+use nix::sys::statfs::{XFS_SUPER_MAGIC, statfs};
+
+use super::super::error::{Context, Error, Result};
+use super::super::extents::{self, Finding};
+use super::super::sys;
+use super::{Pool, PoolKind, Room, filesystem_room, new_file};
+
+/// How much one step of the first, unfrozen part of a clone takes on: the kernel stalls the
+/// writers of the file for as long as a step lasts (some 10 µs per extent).
+const STEP_EXTENTS: usize = 128;
+const STEP_BYTES: u64 = 1 << 30;
+
+#[derive(Debug)]
+pub struct ReflinkPool {
+    root: PathBuf,
+}
+
+impl ReflinkPool {
+    /// Uses the directory `root` itself; an error when its filesystem cannot share blocks.
+    pub fn open(root: &Path) -> Result<Self> {
+        probe(root)?;
+        Ok(Self { root: root.to_owned() })
+    }
+}
+
+/// Tries a clone in `root`, and refuses what would make extent maps lie.
+pub fn probe(root: &Path) -> Result<()> {
+    let stat = statfs(root).context(|| format!("looking at {}", root.display()))?;
+    if stat.filesystem_type() != XFS_SUPER_MAGIC {
+        return Err(Error::Precondition(format!("{} is not on XFS", root.display())));
+    }
+    let directory = File::open(root).context(|| format!("opening {}", root.display()))?;
+    let flags = sys::extended_flags(&directory)
+        .context(|| format!("reading the flags of {}", root.display()))?;
+    if flags & FS_XFLAG_RTINHERIT != 0 {
+        return Err(realtime(root));
+    }
+    let paths = [root.join(".probe-a"), root.join(".probe-b")];
+    let result = probe_files(root, &paths);
+    for path in &paths {
+        // Left over at worst, and overwritten by the next probe.
+        let _ = fs::remove_file(path);
+    }
+    result
+}
+
+fn probe_files(root: &Path, [a, b]: &[PathBuf; 2]) -> Result<()> {
+    use std::io::Write;
+    let mut source = new_file(a)?;
+    let target = new_file(b)?;
+    source
+        .write_all(&[1; 4096])
+        .and_then(|()| source.sync_all())
+        .context(|| format!("writing to {}", root.display()))?;
+    let flags =
+        sys::extended_flags(&source).context(|| format!("reading the flags of {}", a.display()))?;
+    if flags & FS_XFLAG_REALTIME != 0 {
+        return Err(realtime(root));
+    }
+    sys::clone_file(&target, &source).map_err(|e| {
+        Error::Precondition(format!("{} is on an XFS without reflink: {e}", root.display()))
+    })
+}
+
+/// FIEMAP names no device, so equal addresses on two devices would look like the same block.
+fn realtime(root: &Path) -> Error {
+    Error::Precondition(format!(
+        "{} puts files on an XFS realtime device, whose addresses cannot be told from those of the \
+         data device",
+        root.display()
+    ))
+}
+
+/// Marks a file so that xfs_fsr leaves its blocks where they are.
+pub fn adopt(file: &File) -> Result<()> {
+    sys::add_extended_flags(file, FS_XFLAG_NODEFRAG).context(|| "marking a pool file".to_owned())
+}
+
+/// Shares what `source` holds now, piece by piece.
+pub fn pre_clone(source: &File, target: &File) -> Result<()> {
+    let size = source.metadata().context(cloning)?.len();
+    extents::data_ranges(source, size, STEP_EXTENTS, STEP_BYTES, |range| {
+        sys::clone_range(target, source, range.start, range.end - range.start).context(cloning)
+    })
+}
+
+/// One atomic FICLONE. What is shared already is skipped by the kernel. It can fail with ENOSPC
+/// half-way; the caller then drops the target.
+pub fn clone(source: &File, target: &File) -> Result<()> {
+    sys::clone_file(target, source).context(cloning)
+}
+
+fn cloning() -> String {
+    "cloning a backing file".to_owned()
+}
+
+impl Pool for ReflinkPool {
+    fn kind(&self) -> PoolKind {
+        PoolKind::Reflink
+    }
+
+    fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn room(&self) -> Result<Room> {
+        filesystem_room(&self.root)
+    }
+
+    fn adopt(&self, file: &File) -> Result<()> {
+        adopt(file)
+    }
+
+    fn pre_clone(&self, source: &File, target: &File) -> Result<()> {
+        pre_clone(source, target)
+    }
+
+    fn clone(&self, source: &File, target: &File) -> Result<()> {
+        clone(source, target)
+    }
+
+    fn clones_atomically(&self) -> bool {
+        true
+    }
+
+    fn compare(
+        &self,
+        old: Option<(&File, u64)>,
+        new: (&File, u64),
+        report: &mut dyn FnMut(Finding) -> Result<()>,
+    ) -> Result<()> {
+        extents::compare(old, new, report)
+    }
+}

@@ -1,0 +1,145 @@
+//! Start-up after anything: what a process that died left half-way is undone or finished, so that
+//! the catalog, the files and the kernel agree again. Everything is found through the catalog's
+//! intents and by inode; nothing is ever swept.
+
+use std::fs;
+
+use tracing::{error, info, warn};
+
+use super::attachment;
+use super::cut;
+use super::error::{Context, Result};
+use super::group;
+use super::model::{Attachment, Group, Phase, Snapshot, SnapshotPhase, Source, Volume};
+use super::pool::{self, Directory};
+use super::snapshot;
+use super::store::{Store, length};
+use super::volume;
+
+/// Runs before anything else is served.
+pub fn reconcile(store: &Store) -> Result<()> {
+    thaw(store)?;
+    undo_cuts(store)?;
+    settle_volumes(store)?;
+    settle_data(store)?;
+    settle_records(store)?;
+    settle_attachments(store)?;
+    forget_gone_volumes(store)
+}
+
+/// First of all: a pod may be waiting on a filesystem that was frozen for a cut.
+fn thaw(store: &Store) -> Result<()> {
+    let reading = store.catalog.read()?;
+    let mut volume_ids: Vec<String> = reading
+        .select(|row: &Snapshot| row.phase == SnapshotPhase::Cutting)?
+        .into_iter()
+        .map(|row| row.volume_id)
+        .collect();
+    for volume in reading.select(|volume: &Volume| volume.phase == Phase::Creating)? {
+        if let Some(Source::Volume(id)) = volume.source {
+            volume_ids.push(id);
+        }
+    }
+    drop(reading);
+    for id in volume_ids {
+        if let Err(error) = attachment::thaw_left_over(store, &id) {
+            // One volume in trouble does not keep the others waiting.
+            error!(volume = id, %error, "could not see to a filesystem that may be frozen");
+        }
+    }
+    Ok(())
+}
+
+fn undo_cuts(store: &Store) -> Result<()> {
+    let reading = store.catalog.read()?;
+    let groups = reading.select(|group: &Group| group.phase == Phase::Creating)?;
+    for group in groups {
+        info!(group = group.id, "undoing an unfinished group snapshot");
+        cut::undo(store, &group::members(&reading, &group)?, Some(&group))?;
+    }
+    let reading = store.catalog.read()?;
+    let cutting = reading.select(|row: &Snapshot| row.phase == SnapshotPhase::Cutting)?;
+    cutting.iter().for_each(|row| info!(snapshot = row.id, "undoing an unfinished snapshot"));
+    cut::undo(store, &cutting, None)
+}
+
+fn settle_volumes(store: &Store) -> Result<()> {
+    for volume in store.catalog.read()?.select(|_: &Volume| true)? {
+        if volume.phase != Phase::Ready {
+            info!(volume = volume.id, phase = ?volume.phase, "removing an unfinished volume");
+            volume::drop_volume(store, volume)?;
+            continue;
+        }
+        match store.open_volume(&volume).and_then(|file| length(&file)) {
+            // An expansion ended between file and catalog: take over what is there.
+            Ok(bytes) if bytes > volume.capacity_bytes => {
+                info!(volume = volume.id, bytes, "finishing an expansion");
+                let grown = Volume { capacity_bytes: bytes, ..volume };
+                store.catalog.write(|tx| tx.put(&grown))?;
+            }
+            Ok(_) => {}
+            Err(error) => error!(volume = volume.id, %error, "a volume is damaged"),
+        }
+    }
+    Ok(())
+}
+
+/// Snapshots' data: what is not needed goes; what is needed and missing is said.
+fn settle_data(store: &Store) -> Result<()> {
+    for row in store.catalog.read()?.select(|_: &Snapshot| true)? {
+        let path = store.snapshot_path(&row.id);
+        match (row.has_data, path.exists()) {
+            (true, false) => error!(snapshot = row.id, "the data of a snapshot is gone"),
+            (false, true) => {
+                info!(snapshot = row.id, "removing data that nobody needs");
+                pool::remove(&path)?;
+            }
+            (true, true) | (false, false) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Record files of former generations, and of snapshots that are forgotten, go.
+fn settle_records(store: &Store) -> Result<()> {
+    let directory = Directory::Records.path(store.pool.root());
+    let reading = store.catalog.read()?;
+    let listing = || format!("listing {}", directory.display());
+    for entry in fs::read_dir(&directory).context(listing)? {
+        let name = entry.context(listing)?.file_name();
+        let parts = name.to_str().and_then(|name| name.rsplit_once('.'));
+        let Some((id, Ok(generation))) = parts.map(|(id, g)| (id, g.parse::<u64>())) else {
+            warn!(?name, "an unknown file among the change records; `pool check` says more");
+            continue;
+        };
+        let Some(row) = reading.get::<Snapshot>(id)? else {
+            warn!(?name, "a change record of no known snapshot; `pool check` says more");
+            continue;
+        };
+        if row.record_generation != generation || row.phase == SnapshotPhase::Forgotten {
+            info!(snapshot = id, generation, "removing a change record that was replaced");
+            pool::remove(&store.record_path(id, generation))?;
+        }
+    }
+    Ok(())
+}
+
+fn settle_attachments(store: &Store) -> Result<()> {
+    for attachment in store.catalog.read()?.select(|_: &Attachment| true)? {
+        attachment::forget_if_gone(store, &attachment)?;
+    }
+    Ok(())
+}
+
+fn forget_gone_volumes(store: &Store) -> Result<()> {
+    let mut ids: Vec<String> = store
+        .catalog
+        .read()?
+        .select(|_: &Snapshot| true)?
+        .into_iter()
+        .map(|row| row.volume_id)
+        .collect();
+    ids.sort_unstable();
+    ids.dedup();
+    ids.iter().try_for_each(|id| snapshot::collect(store, id))
+}

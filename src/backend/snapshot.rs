@@ -1,0 +1,234 @@
+//! Snapshots: creating, deleting and listing them, and the answers to `allocated` and `delta`.
+
+use std::sync::Arc;
+
+use super::catalog::Reading;
+use super::cut;
+use super::error::{Error, Kind, Result};
+use super::ids::{self, SNAPSHOT_PREFIX};
+use super::list::{self, Page};
+use super::model::{Predecessor, Snapshot, SnapshotPhase, Volume};
+use super::pool;
+use super::store::{SNAPSHOT_NAME_LOCK, Store, now};
+use super::tracker::{Bitmap, BlockMap, RecordReader};
+
+/// Which snapshots to list (CSI ListSnapshotsRequest).
+#[derive(Debug, Clone, Default)]
+pub struct SnapshotFilter {
+    pub snapshot_id: Option<String>,
+    pub volume_id: Option<String>,
+}
+
+/// How often a record that was folded away under a query is looked up anew.
+const LOOKUP_ATTEMPTS: usize = 3;
+
+/// Cuts a snapshot, or returns the one that a call with this name has cut before.
+pub fn create(store: &Store, name: &str, volume_id: &str) -> Result<Snapshot> {
+    let name_lock = format!("{SNAPSHOT_NAME_LOCK}{name}");
+    let _lock = store.locks.take([name_lock.as_str(), volume_id])?;
+    let reading = store.catalog.read()?;
+    if let Some(existing) = reading.by_name::<Snapshot>(name)? {
+        if existing.phase == SnapshotPhase::Ready {
+            return same_or_taken(existing, name, volume_id);
+        }
+        cut::undo(store, std::slice::from_ref(&existing), None)?;
+    }
+    let volume = reading.live_volume(volume_id)?;
+    drop(reading);
+    let row = new_row(&volume, name, None)?;
+    let snapshots = cut::cut(store, vec![(volume, row)], None)?;
+    snapshots.into_iter().next().ok_or_else(|| Error::Failed("the cut made no snapshot".to_owned()))
+}
+
+fn same_or_taken(existing: Snapshot, name: &str, volume_id: &str) -> Result<Snapshot> {
+    if existing.volume_id == volume_id {
+        return Ok(existing);
+    }
+    Err(Error::AlreadyExists(format!(
+        "name: a snapshot named {name:?} of volume {:?} exists; choose another name",
+        existing.volume_id
+    )))
+}
+
+/// The row of a snapshot to be cut.
+pub fn new_row(volume: &Volume, name: &str, group_id: Option<&str>) -> Result<Snapshot> {
+    Ok(Snapshot {
+        id: ids::new_id(SNAPSHOT_PREFIX, name)?,
+        name: name.to_owned(),
+        volume_id: volume.id.clone(),
+        phase: SnapshotPhase::Cutting,
+        capacity_bytes: volume.capacity_bytes,
+        created_at: now(),
+        sequence: volume.next_sequence,
+        group_id: group_id.map(str::to_owned),
+        predecessor: Predecessor::None(volume.chain_break),
+        record_generation: 0,
+        has_data: false,
+        format: volume.format,
+    })
+}
+
+/// Deletes a snapshot. Its record stays as a base; so does its data, hidden, while the next cut
+/// compares with it. OK when it does not exist.
+pub fn delete(store: &Store, id: &str) -> Result<()> {
+    let found = store.catalog.read()?.get::<Snapshot>(id)?;
+    let Some(snapshot) = found else { return Ok(()) };
+    let _lock = store.locks.take([snapshot.volume_id.as_str()])?;
+    let reading = store.catalog.read()?;
+    let found = reading.get::<Snapshot>(id)?.filter(|row| row.phase == SnapshotPhase::Ready);
+    let Some(snapshot) = found else { return Ok(()) };
+    if let Some(group) = &snapshot.group_id {
+        return Err(Error::invalid(
+            "snapshot_id",
+            format!("{id:?} belongs to group snapshot {group:?}; delete that"),
+        ));
+    }
+    let row = deleted(&reading, snapshot)?;
+    store.catalog.write(|tx| tx.unname(&row).and_then(|()| tx.put(&row)))?;
+    finish_deletion(store, &[row])
+}
+
+/// The row of a snapshot after its deletion.
+pub fn deleted(reading: &Reading, snapshot: Snapshot) -> Result<Snapshot> {
+    let volume = reading.get::<Volume>(&snapshot.volume_id)?;
+    let is_baseline =
+        volume.is_some_and(|volume| volume.baseline.as_deref() == Some(snapshot.id.as_str()));
+    Ok(Snapshot {
+        phase: SnapshotPhase::Deleted { at: now().0 },
+        has_data: is_baseline,
+        ..snapshot
+    })
+}
+
+/// Removes what the catalog no longer refers to after snapshots, or their volume, were deleted.
+pub fn finish_deletion(store: &Store, rows: &[Snapshot]) -> Result<()> {
+    let gone: Vec<Snapshot> = rows.iter().filter(|row| !row.has_data).cloned().collect();
+    cut::remove_data(store, &gone);
+    rows.iter().try_for_each(|row| collect(store, &row.volume_id))
+}
+
+/// Forgets a volume altogether once it and all of its snapshots are deleted.
+pub fn collect(store: &Store, volume_id: &str) -> Result<()> {
+    let reading = store.catalog.read()?;
+    if reading.get::<Volume>(volume_id)?.is_some() {
+        return Ok(());
+    }
+    let rows = reading.snapshots_of(volume_id)?;
+    let alive = |row: &Snapshot| matches!(row.phase, SnapshotPhase::Ready | SnapshotPhase::Cutting);
+    if rows.is_empty() || rows.iter().any(alive) {
+        return Ok(());
+    }
+    for row in &rows {
+        pool::remove(&store.snapshot_path(&row.id))?;
+        pool::remove(&store.record_path(&row.id, row.record_generation))?;
+    }
+    store.catalog.write(|tx| rows.iter().try_for_each(|row| tx.remove::<Snapshot>(&row.id)))
+}
+
+/// A page of the snapshots that exist, in order of id.
+pub fn list(
+    store: &Store,
+    filter: &SnapshotFilter,
+    after: Option<&str>,
+    max: usize,
+) -> Result<Page<Snapshot>> {
+    let reading = store.catalog.read()?;
+    if let Some(id) = &filter.snapshot_id {
+        let found = reading.get::<Snapshot>(id)?.filter(|row| matches(filter, row));
+        return Ok(Page { items: found.into_iter().collect(), next: None });
+    }
+    list::page(&reading, after, max, |row| matches(filter, row))
+}
+
+fn matches(filter: &SnapshotFilter, row: &Snapshot) -> bool {
+    row.phase == SnapshotPhase::Ready
+        && filter.volume_id.as_ref().is_none_or(|volume| *volume == row.volume_id)
+}
+
+/// The blocks that hold data in a snapshot.
+pub fn allocated(store: &Store, id: &str) -> Result<BlockMap> {
+    retried(|| {
+        let snapshot = store.catalog.read()?.live_snapshot(id)?;
+        let record = store.open_record(&snapshot)?;
+        Ok(BlockMap::new(snapshot.capacity_bytes, Bitmap::Allocated, vec![record]))
+    })
+}
+
+/// The blocks that differ between two snapshots of a volume: those that changed in any snapshot
+/// after `base_id` up to `target_id`. The base may have been deleted.
+pub fn delta(store: &Store, base_id: &str, target_id: &str) -> Result<BlockMap> {
+    retried(|| {
+        let reading = store.catalog.read()?;
+        let target = reading.live_snapshot(target_id)?;
+        let base = reading
+            .get::<Snapshot>(base_id)?
+            .filter(|base| base.phase != SnapshotPhase::Cutting)
+            .ok_or_else(|| Error::not_found(Kind::Snapshot, base_id))?;
+        let records = chain(store, &reading, &base, &target)?;
+        Ok(BlockMap::new(target.capacity_bytes, Bitmap::Changed, records))
+    })
+}
+
+/// The records after `base` up to `target`.
+fn chain(
+    store: &Store,
+    reading: &Reading,
+    base: &Snapshot,
+    target: &Snapshot,
+) -> Result<Vec<Arc<RecordReader>>> {
+    if base.volume_id != target.volume_id {
+        return Err(Error::invalid(
+            "base_snapshot_id",
+            format!(
+                "{:?} is a snapshot of volume {:?}, the target of {:?}; both must be of one volume",
+                base.id, base.volume_id, target.volume_id
+            ),
+        ));
+    }
+    if base.sequence > target.sequence {
+        return Err(Error::invalid(
+            "base_snapshot_id",
+            format!("{:?} is newer than the target {:?}; swap them", base.id, target.id),
+        ));
+    }
+    if base.phase == SnapshotPhase::Forgotten {
+        return Err(no_delta(base, target, "the base's change record was dropped"));
+    }
+    let mut records = Vec::new();
+    let mut current = target.clone();
+    while current.id != base.id {
+        let predecessor = match &current.predecessor {
+            Predecessor::Snapshot(id) => id.clone(),
+            Predecessor::None(reason) => {
+                return Err(no_delta(base, target, &format!("at {:?}, {reason}", current.id)));
+            }
+        };
+        records.push(store.open_record(&current)?);
+        current = reading.get::<Snapshot>(&predecessor)?.ok_or_else(|| {
+            Error::Damaged(format!("snapshot {predecessor:?} is missing; run `pool check`"))
+        })?;
+        if current.sequence < base.sequence {
+            return Err(no_delta(base, target, "the base was cut while change tracking was off"));
+        }
+    }
+    Ok(records)
+}
+
+fn no_delta(base: &Snapshot, target: &Snapshot, reason: &str) -> Error {
+    Error::Precondition(format!(
+        "base_snapshot_id: the changes from {:?} to {:?} are not known: {reason}; take a full backup",
+        base.id, target.id
+    ))
+}
+
+/// Folding replaces record files while queries run; a query that meets that looks again.
+fn retried<T>(mut query: impl FnMut() -> Result<T>) -> Result<T> {
+    let mut result = query();
+    for _ in 1..LOOKUP_ATTEMPTS {
+        if !matches!(result, Err(Error::Damaged(_))) {
+            break;
+        }
+        result = query();
+    }
+    result
+}

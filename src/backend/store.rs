@@ -1,0 +1,128 @@
+//! What all operations stand on: the pool, the catalog, the locks, and the names of files.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::Config;
+use super::catalog::{Catalog, Reading};
+use super::error::{Context, Error, Kind, Result};
+use super::locks::Locks;
+use super::loop_device::LoopDevice;
+use super::model::{Phase, Snapshot, SnapshotPhase, Volume};
+use super::pool::{Directory, Pool};
+use super::tracker::RecordReader;
+
+/// Names of snapshots and groups are locked apart from ids, under these prefixes.
+pub const SNAPSHOT_NAME_LOCK: &str = "name of snapshot ";
+pub const VOLUME_NAME_LOCK: &str = "name of volume ";
+pub const GROUP_NAME_LOCK: &str = "name of group snapshot ";
+
+#[derive(Debug)]
+pub struct Store {
+    pub pool: Box<dyn Pool>,
+    pub pool_reason: String,
+    pub catalog: Catalog,
+    pub locks: Locks,
+    pub config: Config,
+    /// Largest volume, in bytes, whose backing file the pool's filesystem can hold.
+    pub max_volume_bytes: u64,
+    /// Keeps a second instance away as long as it is open.
+    pub _instance_lock: nix::fcntl::Flock<File>,
+}
+
+impl Store {
+    pub fn volume_path(&self, id: &str) -> PathBuf {
+        Directory::Volumes.path(self.pool.root()).join(id)
+    }
+
+    pub fn snapshot_path(&self, id: &str) -> PathBuf {
+        Directory::Snapshots.path(self.pool.root()).join(id)
+    }
+
+    pub fn record_path(&self, id: &str, generation: u64) -> PathBuf {
+        Directory::Records.path(self.pool.root()).join(format!("{id}.{generation}"))
+    }
+
+    /// The backing file of a volume, for reading and writing.
+    pub fn open_volume(&self, volume: &Volume) -> Result<File> {
+        let path = self.volume_path(&volume.id);
+        File::options().read(true).write(true).open(&path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => Error::Damaged(format!(
+                "the backing file of volume {:?} is gone; restore the volume from a backup",
+                volume.id
+            )),
+            _ => Error::io(format!("opening the backing file of {:?}", volume.id), e),
+        })
+    }
+
+    /// The data of a snapshot, for reading.
+    pub fn open_snapshot(&self, snapshot: &Snapshot) -> Result<File> {
+        File::open(self.snapshot_path(&snapshot.id)).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => Error::Damaged(format!(
+                "the data of snapshot {:?} is gone; run `pool check`",
+                snapshot.id
+            )),
+            _ => Error::io(format!("opening the data of {:?}", snapshot.id), e),
+        })
+    }
+
+    /// The change record of a snapshot, checked to be the one that the catalog means.
+    pub fn open_record(&self, snapshot: &Snapshot) -> Result<Arc<RecordReader>> {
+        let path = self.record_path(&snapshot.id, snapshot.record_generation);
+        let file = File::open(&path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => Error::Damaged(format!(
+                "the change record of {:?} is gone; take a full backup and run `pool check`",
+                snapshot.id
+            )),
+            _ => Error::io(format!("opening the change record of {:?}", snapshot.id), e),
+        })?;
+        let record = RecordReader::open(file)?;
+        let header = record.header();
+        if header.snapshot_id != snapshot.id || header.capacity_bytes != snapshot.capacity_bytes {
+            return Err(Error::Damaged(format!(
+                "the change record of {:?} is another snapshot's; run `pool check`",
+                snapshot.id
+            )));
+        }
+        Ok(Arc::new(record))
+    }
+
+    /// The loop device of a volume, if it is attached.
+    pub fn device_of(&self, volume: &Volume) -> Result<Option<LoopDevice>> {
+        let backing = self.open_volume(volume)?;
+        Ok(LoopDevice::find(&backing)?.into_iter().next())
+    }
+}
+
+impl Reading {
+    /// A volume that exists for the API.
+    pub fn live_volume(&self, id: &str) -> Result<Volume> {
+        self.get::<Volume>(id)?
+            .filter(|volume| volume.phase == Phase::Ready)
+            .ok_or_else(|| Error::not_found(Kind::Volume, id))
+    }
+
+    /// A snapshot that exists for the API.
+    pub fn live_snapshot(&self, id: &str) -> Result<Snapshot> {
+        self.get::<Snapshot>(id)?
+            .filter(|snapshot| snapshot.phase == SnapshotPhase::Ready)
+            .ok_or_else(|| Error::not_found(Kind::Snapshot, id))
+    }
+
+    pub fn snapshots_of(&self, volume_id: &str) -> Result<Vec<Snapshot>> {
+        self.select(|snapshot: &Snapshot| snapshot.volume_id == volume_id)
+    }
+}
+
+/// Seconds and nanoseconds since the epoch.
+pub fn now() -> (u64, u32) {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    (since.as_secs(), since.subsec_nanos())
+}
+
+/// The length of an open file in bytes.
+pub fn length(file: &File) -> Result<u64> {
+    Ok(file.metadata().context(|| "reading the size of a pool file".to_owned())?.len())
+}

@@ -1,0 +1,248 @@
+//! The system calls that neither std nor nix wraps: reflink and FIEMAP, freeze, inode flags, loop
+//! devices, detached mounts. All `unsafe` code of the project is in this file; what is above it
+//! sees plain functions over files that return `io::Result`.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::raw::{c_int, c_long, c_ulong};
+
+use linux_raw_sys::general::{file_clone_range, fsxattr};
+use linux_raw_sys::ioctl as nr;
+use linux_raw_sys::loop_device::{
+    LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_GET_FREE, LOOP_GET_STATUS64, LOOP_SET_CAPACITY,
+};
+pub use linux_raw_sys::loop_device::{loop_config, loop_info64};
+
+fn check(result: c_int) -> io::Result<c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn check_fd(result: c_long) -> io::Result<OwnedFd> {
+    let fd = check(result as c_int)?;
+    // SAFETY: the kernel has just returned this descriptor and nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// An ioctl whose argument is an integer.
+fn ioctl_value(fd: impl AsFd, request: u32, value: c_ulong) -> io::Result<c_int> {
+    // SAFETY: `request` is one whose argument is not a pointer.
+    check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), c_ulong::from(request), value) })
+}
+
+/// An ioctl that reads or writes `T`.
+fn ioctl_struct<T>(fd: impl AsFd, request: u32, value: &mut T) -> io::Result<c_int> {
+    // SAFETY: every caller passes the structure that `request` is defined for, alive for the call.
+    check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), c_ulong::from(request), value as *mut T) })
+}
+
+/// Makes `target` share all blocks of `source`, atomically against writers of `source` (FICLONE).
+pub fn clone_file(target: &File, source: &File) -> io::Result<()> {
+    ioctl_value(target, nr::FICLONE, source.as_raw_fd() as c_ulong).map(drop)
+}
+
+/// Shares `length` bytes at `offset` of `source` with `target` at the same offset.
+pub fn clone_range(target: &File, source: &File, offset: u64, length: u64) -> io::Result<()> {
+    let mut range = file_clone_range {
+        src_fd: i64::from(source.as_raw_fd()),
+        src_offset: offset,
+        src_length: length,
+        dest_offset: offset,
+    };
+    ioctl_struct(target, nr::FICLONERANGE, &mut range).map(drop)
+}
+
+/// Extents asked of the kernel at a time.
+const FIEMAP_BATCH: usize = 2048;
+
+/// The kernel's `struct fiemap_extent`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FiemapExtent {
+    /// All in bytes.
+    pub logical: u64,
+    pub physical: u64,
+    pub length: u64,
+    reserved64: [u64; 2],
+    pub flags: u32,
+    reserved: [u32; 3],
+}
+
+impl FiemapExtent {
+    pub fn new(logical: u64, physical: u64, length: u64, flags: u32) -> Self {
+        Self { logical, physical, length, flags, ..Self::default() }
+    }
+}
+
+/// The kernel's `struct fiemap`, with room for a batch.
+#[repr(C)]
+struct Fiemap {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped_extents: u32,
+    extent_count: u32,
+    reserved: u32,
+    extents: [FiemapExtent; FIEMAP_BATCH],
+}
+
+/// The extents of `file` from byte `start` up to `end`, one batch, with what is dirty written out
+/// first. Empty when there is none.
+pub fn fiemap(file: &File, start: u64, end: u64) -> io::Result<Vec<FiemapExtent>> {
+    let mut map = Box::new(Fiemap {
+        start,
+        length: end.saturating_sub(start),
+        flags: nr::FIEMAP_FLAG_SYNC,
+        mapped_extents: 0,
+        extent_count: FIEMAP_BATCH as u32,
+        reserved: 0,
+        extents: [FiemapExtent::default(); FIEMAP_BATCH],
+    });
+    ioctl_struct(file, nr::FS_IOC_FIEMAP, map.as_mut())?;
+    let mapped = map.mapped_extents as usize;
+    if mapped > FIEMAP_BATCH {
+        return Err(io::Error::other("FIEMAP returned more extents than were asked for"));
+    }
+    Ok(map.extents[..mapped].to_vec())
+}
+
+/// Freezes the filesystem that `dir` is on. EBUSY when it is frozen already.
+pub fn freeze(dir: &File) -> io::Result<()> {
+    ioctl_value(dir, nr::FIFREEZE, 0).map(drop)
+}
+
+/// Thaws the filesystem that `dir` is on. EINVAL when it is not frozen.
+pub fn thaw(dir: &File) -> io::Result<()> {
+    ioctl_value(dir, nr::FITHAW, 0).map(drop)
+}
+
+/// The inode flags of chattr(1).
+pub fn inode_flags(file: &File) -> io::Result<u32> {
+    let mut flags: c_long = 0;
+    ioctl_struct(file, nr::FS_IOC_GETFLAGS, &mut flags)?;
+    Ok(flags as u32)
+}
+
+pub fn set_inode_flags(file: &File, flags: u32) -> io::Result<()> {
+    let mut flags = c_long::from(flags);
+    ioctl_struct(file, nr::FS_IOC_SETFLAGS, &mut flags).map(drop)
+}
+
+/// The extended inode flags (`FS_XFLAG_…`).
+pub fn extended_flags(file: &File) -> io::Result<u32> {
+    let mut attributes = empty_fsxattr();
+    ioctl_struct(file, nr::FS_IOC_FSGETXATTR, &mut attributes)?;
+    Ok(attributes.fsx_xflags)
+}
+
+pub fn add_extended_flags(file: &File, flags: u32) -> io::Result<()> {
+    let mut attributes = empty_fsxattr();
+    ioctl_struct(file, nr::FS_IOC_FSGETXATTR, &mut attributes)?;
+    attributes.fsx_xflags |= flags;
+    ioctl_struct(file, nr::FS_IOC_FSSETXATTR, &mut attributes).map(drop)
+}
+
+fn empty_fsxattr() -> fsxattr {
+    // SAFETY: fsxattr is a plain C structure of integers; all zeros is a value of it.
+    unsafe { std::mem::zeroed() }
+}
+
+/// The number of a free loop device; another process may take it first.
+pub fn loop_free_number(control: &File) -> io::Result<u32> {
+    ioctl_value(control, LOOP_CTL_GET_FREE, 0).map(|number| number as u32)
+}
+
+pub fn loop_config(backing: &File, block_size: u32, flags: u32) -> loop_config {
+    // SAFETY: loop_config is a plain C structure of integers; all zeros is a value of it.
+    let mut config: loop_config = unsafe { std::mem::zeroed() };
+    config.fd = backing.as_raw_fd() as u32;
+    config.block_size = block_size;
+    config.info.lo_flags = flags;
+    config
+}
+
+pub fn loop_configure(device: &File, config: &mut loop_config) -> io::Result<()> {
+    ioctl_struct(device, LOOP_CONFIGURE, config).map(drop)
+}
+
+/// ENXIO when the device has no backing file.
+pub fn loop_status(device: &File) -> io::Result<loop_info64> {
+    // SAFETY: loop_info64 is a plain C structure of integers; all zeros is a value of it.
+    let mut info: loop_info64 = unsafe { std::mem::zeroed() };
+    ioctl_struct(device, LOOP_GET_STATUS64, &mut info)?;
+    Ok(info)
+}
+
+pub fn loop_clear(device: &File) -> io::Result<()> {
+    ioctl_value(device, LOOP_CLR_FD, 0).map(drop)
+}
+
+/// Makes the device as large as its backing file has become.
+pub fn loop_set_capacity(device: &File) -> io::Result<()> {
+    ioctl_value(device, LOOP_SET_CAPACITY, 0).map(drop)
+}
+
+/// Sets whether a block device refuses writes.
+pub fn set_block_read_only(device: &File, read_only: bool) -> io::Result<()> {
+    let mut value = c_int::from(read_only);
+    ioctl_struct(device, nr::BLKROSET, &mut value).map(drop)
+}
+
+pub fn block_is_read_only(device: &File) -> io::Result<bool> {
+    let mut value: c_int = 0;
+    ioctl_struct(device, nr::BLKROGET, &mut value)?;
+    Ok(value != 0)
+}
+
+/// Size of a block device in bytes.
+pub fn block_size_bytes(device: &File) -> io::Result<u64> {
+    let mut size: u64 = 0;
+    ioctl_struct(device, nr::BLKGETSIZE64, &mut size)?;
+    Ok(size)
+}
+
+/// Mounts `source` without attaching it to any directory: no mount table shows it, and it goes when
+/// the last descriptor of it and of its files goes.
+pub fn detached_mount(fs_type: &CStr, source: &str, options: &[&str]) -> io::Result<OwnedFd> {
+    // The numbers of enum fsconfig_command and of the flags, from linux/mount.h.
+    const FSOPEN_CLOEXEC: c_int = 1;
+    const FSMOUNT_CLOEXEC: c_int = 1;
+    const SET_FLAG: c_int = 0;
+    const SET_STRING: c_int = 1;
+    const CMD_CREATE: c_int = 6;
+    const NOSUID_NODEV_NOEXEC_NOATIME: c_int = 0x2 | 0x4 | 0x8 | 0x10;
+
+    // SAFETY: the name is a C string alive for the call.
+    let context =
+        check_fd(unsafe { libc::syscall(libc::SYS_fsopen, fs_type.as_ptr(), FSOPEN_CLOEXEC) })?;
+    let configure = |command: c_int, key: Option<&CStr>, value: Option<&CStr>| {
+        let pointer = |s: Option<&CStr>| s.map_or(std::ptr::null(), CStr::as_ptr);
+        // SAFETY: both strings are alive for the call, or null where the command takes none.
+        check(unsafe {
+            libc::syscall(
+                libc::SYS_fsconfig,
+                context.as_raw_fd(),
+                command,
+                pointer(key),
+                pointer(value),
+                0,
+            )
+        } as c_int)
+    };
+    configure(SET_STRING, Some(c"source"), Some(&CString::new(source)?))?;
+    for option in options {
+        configure(SET_FLAG, Some(&CString::new(*option)?), None)?;
+    }
+    configure(CMD_CREATE, None, None)?;
+    // SAFETY: the context is a descriptor that fsopen returned.
+    check_fd(unsafe {
+        libc::syscall(
+            libc::SYS_fsmount,
+            context.as_raw_fd(),
+            FSMOUNT_CLOEXEC,
+            NOSUID_NODEV_NOEXEC_NOATIME,
+        )
+    })
+}

@@ -1,0 +1,160 @@
+//! Reads a change record, one segment at a time, believing nothing that a checksum does not cover.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use roaring::RoaringBitmap;
+
+use super::super::error::{Context, Result};
+use super::super::units::{BLOCK_SIZE, MAX_VOLUME_BYTES};
+use super::{
+    Bitmap, END_MAGIC, Header, INDEX_ENTRY_BYTES, IndexEntry, MAGIC, MAX_HEADER_BYTES,
+    MAX_INDEX_ENTRIES, MAX_SEGMENT_BYTES, SEGMENT_BLOCKS, TRAILER_BYTES, VERSION, damaged, u32_at,
+    u64_at,
+};
+
+/// An open change record. Reading does not move a file position, so it may be shared by threads.
+#[derive(Debug)]
+pub struct RecordReader {
+    file: File,
+    header: Header,
+    index: Vec<IndexEntry>,
+}
+
+impl RecordReader {
+    /// Opens a record and checks its header and index; segments are checked when they are read.
+    pub fn open(file: File) -> Result<Self> {
+        let size = file.metadata().context(reading)?.len();
+        let header = read_header(&file, size)?;
+        let index = read_index(&file, size)?;
+        let reader = Self { file, header, index };
+        reader.check_index(size)?;
+        Ok(reader)
+    }
+
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Blocks set in a bitmap.
+    pub fn blocks(&self, bitmap: Bitmap) -> u64 {
+        self.entries(bitmap).map(|entry| entry.blocks).sum()
+    }
+
+    /// The segments of a bitmap that are not empty, ascending.
+    pub fn segments(&self, bitmap: Bitmap) -> impl Iterator<Item = u64> + '_ {
+        self.entries(bitmap).map(|entry| u64::from(entry.segment))
+    }
+
+    /// The blocks of a segment, relative to its first one; `None` when none is set.
+    pub fn segment(&self, bitmap: Bitmap, segment: u64) -> Result<Option<RoaringBitmap>> {
+        let wanted = (bitmap.number(), segment);
+        let found = self
+            .index
+            .binary_search_by_key(&wanted, |entry| (entry.bitmap, u64::from(entry.segment)));
+        let Ok(position) = found else { return Ok(None) };
+        let entry = self.index[position];
+        let mut bytes = vec![0; entry.length as usize];
+        read_at(&self.file, &mut bytes, entry.offset)?;
+        // Roaring does not notice a flipped bit, so the checksum comes first.
+        if crc32c::crc32c(&bytes) != entry.checksum {
+            return Err(damaged(format_args!("bad checksum of segment {segment}")));
+        }
+        let mut rest = bytes.as_slice();
+        let blocks = RoaringBitmap::deserialize_from(&mut rest)
+            .map_err(|e| damaged(format_args!("segment {segment}: {e}")))?;
+        let limit = self.capacity_blocks() - (segment * SEGMENT_BLOCKS).min(self.capacity_blocks());
+        let beyond = blocks.max().is_some_and(|max| u64::from(max) >= limit.min(SEGMENT_BLOCKS));
+        if !rest.is_empty() || beyond || blocks.len() != entry.blocks {
+            return Err(damaged(format_args!("segment {segment} disagrees with the index")));
+        }
+        Ok(Some(blocks))
+    }
+
+    fn capacity_blocks(&self) -> u64 {
+        self.header.capacity_bytes / BLOCK_SIZE
+    }
+
+    fn entries(&self, bitmap: Bitmap) -> impl Iterator<Item = &IndexEntry> {
+        self.index.iter().filter(move |entry| entry.bitmap == bitmap.number())
+    }
+
+    fn check_index(&self, size: u64) -> Result<()> {
+        let segments = self.capacity_blocks().div_ceil(SEGMENT_BLOCKS);
+        let sorted = self.index.is_sorted_by(|a, b| (a.bitmap, a.segment) < (b.bitmap, b.segment));
+        let plausible = self.index.iter().all(|entry| {
+            entry.bitmap <= 1
+                && u64::from(entry.segment) < segments
+                && entry.length as usize <= MAX_SEGMENT_BYTES
+                && entry.offset.checked_add(u64::from(entry.length)).is_some_and(|end| end <= size)
+        });
+        if sorted && plausible { Ok(()) } else { Err(damaged("impossible index")) }
+    }
+}
+
+fn read_header(file: &File, size: u64) -> Result<Header> {
+    let mut start = [0; 16];
+    if size < (start.len() + TRAILER_BYTES) as u64 {
+        return Err(damaged("truncated"));
+    }
+    read_at(file, &mut start, 0)?;
+    if start[..8] != MAGIC {
+        return Err(damaged("not a change record"));
+    }
+    let version = u32_at(&start, 8);
+    if version != VERSION {
+        return Err(damaged(format_args!("version {version} is not known (this is {VERSION})")));
+    }
+    let length = u32_at(&start, 12) as usize;
+    if length > MAX_HEADER_BYTES || (start.len() + length + 4) as u64 > size {
+        return Err(damaged("impossible header"));
+    }
+    let mut bytes = vec![0; start.len() + length + 4];
+    read_at(file, &mut bytes, 0)?;
+    let (covered, checksum) = bytes.split_at(start.len() + length);
+    if crc32c::crc32c(covered) != u32_at(checksum, 0) {
+        return Err(damaged("bad checksum of the header"));
+    }
+    let header: Header = serde_json::from_slice(&covered[start.len()..])
+        .map_err(|e| damaged(format_args!("header: {e}")))?;
+    let capacity = header.capacity_bytes;
+    if header.block_size != BLOCK_SIZE || capacity > MAX_VOLUME_BYTES || capacity % BLOCK_SIZE != 0
+    {
+        return Err(damaged("impossible block size or capacity"));
+    }
+    Ok(header)
+}
+
+fn read_index(file: &File, size: u64) -> Result<Vec<IndexEntry>> {
+    let mut trailer = [0; TRAILER_BYTES];
+    let trailer_offset = size - TRAILER_BYTES as u64;
+    read_at(file, &mut trailer, trailer_offset)?;
+    if trailer[24..] != END_MAGIC || crc32c::crc32c(&trailer[..20]) != u32_at(&trailer, 20) {
+        return Err(damaged("truncated, or a bad checksum of the trailer"));
+    }
+    let offset = u64_at(&trailer, 0);
+    let entries = u32_at(&trailer, 8) as usize;
+    let length = entries * INDEX_ENTRY_BYTES;
+    if entries > MAX_INDEX_ENTRIES || offset.checked_add(length as u64) != Some(trailer_offset) {
+        return Err(damaged("impossible index"));
+    }
+    let mut bytes = vec![0; length];
+    read_at(file, &mut bytes, offset)?;
+    if crc32c::crc32c(&bytes) != u32_at(&trailer, 12) {
+        return Err(damaged("bad checksum of the index"));
+    }
+    let (entries, _) = bytes.as_chunks::<INDEX_ENTRY_BYTES>();
+    Ok(entries.iter().map(IndexEntry::decode).collect())
+}
+
+fn read_at(file: &File, bytes: &mut [u8], offset: u64) -> Result<()> {
+    match file.read_exact_at(bytes, offset) {
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Err(damaged("truncated")),
+        result => result.context(reading),
+    }
+}
+
+fn reading() -> String {
+    "reading a change record".to_owned()
+}

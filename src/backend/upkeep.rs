@@ -1,0 +1,161 @@
+//! What happens without being asked: hidden baselines go when the pool runs full, and the records of
+//! deleted snapshots are forgotten when their retention is over.
+
+use tracing::{info, warn};
+
+use super::cut;
+use super::error::{Error, Result};
+use super::model::{ChainBreak, Predecessor, Snapshot, SnapshotPhase, Volume};
+use super::pool::{self, Directory, Room};
+use super::store::{Store, now};
+use super::tracker::{Bitmap, BlockMap, Header, RecordWriter, Style};
+use super::units::{Block, BlockRange};
+
+/// Room kept back for the catalog, for records, and for noticing in time, in bytes.
+pub fn reserve(room: Room) -> u64 {
+    (room.total / 20).min(1 << 30)
+}
+
+/// Whether the pool is so full that a pod may soon meet ENOSPC.
+pub fn under_pressure(room: Room) -> bool {
+    room.available < reserve(room)
+}
+
+/// Drops hidden baselines, oldest first, until there is room. A delta across the gap then fails; it
+/// is never guessed.
+pub fn relieve_pressure(store: &Store) -> Result<()> {
+    if !under_pressure(store.pool.room()?) {
+        return Ok(());
+    }
+    let reading = store.catalog.read()?;
+    let mut hidden = Vec::new();
+    for volume in reading.select(|volume: &Volume| volume.baseline.is_some())? {
+        let Some(id) = &volume.baseline else { continue };
+        if let Some(snapshot) = reading.get::<Snapshot>(id)?
+            && snapshot.phase != SnapshotPhase::Ready
+        {
+            hidden.push((snapshot.created_at, volume.id));
+        }
+    }
+    drop(reading);
+    hidden.sort_unstable();
+    for (_, volume_id) in hidden {
+        if !under_pressure(store.pool.room()?) {
+            break;
+        }
+        // Whoever holds the volume now may be about to free the baseline himself.
+        let Ok(_lock) = store.locks.take([volume_id.as_str()]) else { continue };
+        let volume = store.catalog.read()?.live_volume(&volume_id)?;
+        warn!(
+            volume = volume.id,
+            baseline = volume.baseline,
+            "the pool is nearly full: dropping a hidden baseline; the next backup of this volume \
+             has to be a full one"
+        );
+        drop_baseline(store, volume, ChainBreak::BaselineDropped)?;
+    }
+    Ok(())
+}
+
+/// Makes the next cut of a volume start a new chain, and frees the data that was kept for it.
+/// The caller holds the volume's lock; `volume` is written as it is given, without its baseline.
+pub fn drop_baseline(store: &Store, mut volume: Volume, reason: ChainBreak) -> Result<()> {
+    let reading = store.catalog.read()?;
+    let baseline = match volume.baseline.take() {
+        Some(id) => reading.get::<Snapshot>(&id)?,
+        None => None,
+    };
+    volume.chain_break = reason;
+    let unneeded = baseline
+        .filter(|row| row.phase != SnapshotPhase::Ready)
+        .map(|row| Snapshot { has_data: false, ..row });
+    store.catalog.write(|tx| {
+        tx.put(&volume)?;
+        unneeded.iter().try_for_each(|row| tx.put(row))
+    })?;
+    cut::remove_data(store, unneeded.as_slice());
+    Ok(())
+}
+
+/// Forgets the records of snapshots that were deleted longer than the retention ago.
+pub fn forget_expired(store: &Store) -> Result<()> {
+    let oldest = now().0.saturating_sub(store.config.retention.as_secs());
+    let expired =
+        |row: &Snapshot| matches!(row.phase, SnapshotPhase::Deleted { at } if at < oldest);
+    let mut rows = store.catalog.read()?.select(expired)?;
+    rows.sort_unstable_by_key(|row| row.sequence);
+    for row in rows {
+        let Ok(_lock) = store.locks.take([row.volume_id.as_str()]) else { continue };
+        match forget(store, &row.id) {
+            // No room to fold: it stays usable until there is.
+            Err(Error::Exhausted(reason)) => warn!(snapshot = row.id, reason, "not forgotten yet"),
+            result => result?,
+        }
+    }
+    Ok(())
+}
+
+/// Drops the record of a deleted snapshot. Its changes are folded into its successor's, so that
+/// deltas across it stay exact; as a base it is gone. The newest of a chain stays: the next cut
+/// counts from it.
+fn forget(store: &Store, id: &str) -> Result<()> {
+    let reading = store.catalog.read()?;
+    let Some(row) = reading.get::<Snapshot>(id)? else { return Ok(()) };
+    let volume = reading.get::<Volume>(&row.volume_id)?;
+    let is_baseline = volume.is_some_and(|volume| volume.baseline.as_deref() == Some(id));
+    if is_baseline || !matches!(row.phase, SnapshotPhase::Deleted { .. }) {
+        return Ok(());
+    }
+    let follows = Predecessor::Snapshot(id.to_owned());
+    let successor =
+        reading.snapshots_of(&row.volume_id)?.into_iter().find(|next| next.predecessor == follows);
+    let folded = successor.as_ref().map(|next| fold(store, &row, next)).transpose()?;
+    let forgotten = Snapshot { phase: SnapshotPhase::Forgotten, ..row.clone() };
+    store.catalog.write(|tx| {
+        folded.iter().try_for_each(|next| tx.put(next))?;
+        tx.put(&forgotten)
+    })?;
+    info!(snapshot = id, "forgot a change record that was past its retention");
+    pool::remove(&store.record_path(id, row.record_generation))?;
+    successor
+        .map_or(Ok(()), |next| pool::remove(&store.record_path(&next.id, next.record_generation)))
+}
+
+/// Writes the successor's record anew, counting from before `row`; returns the successor's new row.
+fn fold(store: &Store, row: &Snapshot, successor: &Snapshot) -> Result<Snapshot> {
+    let predecessor = match &row.predecessor {
+        Predecessor::Snapshot(id) => Predecessor::Snapshot(id.clone()),
+        Predecessor::None(_) => Predecessor::None(ChainBreak::Retention),
+    };
+    let folded = Snapshot {
+        predecessor: predecessor.clone(),
+        record_generation: successor.record_generation + 1,
+        ..successor.clone()
+    };
+    let since = match &predecessor {
+        Predecessor::Snapshot(id) => Some(id.as_str()),
+        Predecessor::None(_) => None,
+    };
+    let newer = store.open_record(successor)?;
+    let mut changes = Vec::new();
+    if since.is_some() {
+        changes = vec![store.open_record(row)?, newer.clone()];
+    }
+    let capacity = successor.capacity_bytes;
+    let header =
+        Header::new(&successor.id, &successor.volume_id, since, successor.sequence, capacity);
+    let path = store.record_path(&successor.id, folded.record_generation);
+    let mut writer = RecordWriter::new(pool::new_file(&path)?, &header)?;
+    let parts = [(Bitmap::Allocated, vec![newer]), (Bitmap::Changed, changes)];
+    for (bitmap, records) in parts {
+        for extent in BlockMap::new(capacity, bitmap, records).extents(Style::Variable, 0)? {
+            let extent = extent?;
+            let range =
+                BlockRange::new(Block::holding(extent.offset), Block::holding(extent.end()));
+            writer.set(bitmap, range)?;
+        }
+    }
+    writer.finish()?;
+    pool::sync_directory(&Directory::Records.path(store.pool.root()))?;
+    Ok(folded)
+}

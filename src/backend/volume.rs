@@ -1,0 +1,384 @@
+//! Volumes: creating them empty or from a source, growing, modifying and deleting them.
+
+use std::fs::File;
+
+use super::cut;
+use super::error::{Context, Error, Kind, Result};
+use super::filesystem;
+use super::ids::{self, VOLUME_PREFIX};
+use super::list::{self, Page};
+use super::loop_device::LoopDevice;
+use super::model::{
+    Access, Attachment, Capacity, ChainBreak, Condition, Format, FsType, Phase, Snapshot,
+    SnapshotPhase, Source, Volume, VolumeRequest,
+};
+use super::point_in_time::{self, Copy};
+use super::pool::{self, Directory};
+use super::snapshot;
+use super::store::{Store, VOLUME_NAME_LOCK, length};
+use super::units::{BLOCK_SIZE, MIN_VOLUME_BYTES};
+use super::upkeep;
+
+/// A new volume's capacity when neither the request nor a source says one.
+const DEFAULT_BYTES: u64 = 1 << 30;
+
+/// What CreateVolume asks for.
+#[derive(Debug, Clone)]
+pub struct CreateVolume {
+    pub name: String,
+    pub request: VolumeRequest,
+}
+
+/// Creates a volume, or returns the one that a call with this name has created before.
+pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
+    let CreateVolume { name, request } = create;
+    let name_lock = format!("{VOLUME_NAME_LOCK}{name}");
+    // A volume to be cloned must not change hands meanwhile; a snapshot never changes.
+    let source_lock = match &request.source {
+        Some(Source::Volume(id)) => Some(id.as_str()),
+        Some(Source::Snapshot(_)) | None => None,
+    };
+    let _lock = store.locks.take([name_lock.as_str()].into_iter().chain(source_lock))?;
+    let existing = store.catalog.read()?.by_name::<Volume>(name)?;
+    match existing {
+        Some(existing) if existing.phase == Phase::Ready => {
+            return same_or_taken(existing, request);
+        }
+        Some(half_made) => drop_volume(store, half_made)?,
+        None => {}
+    }
+    let source = request.source.as_ref().map(|source| open_source(store, source)).transpose()?;
+    let volume = Volume {
+        id: ids::new_id(VOLUME_PREFIX, name)?,
+        name: name.clone(),
+        capacity_bytes: capacity(store, request, source.as_ref())?,
+        phase: Phase::Creating,
+        change_tracking: request.change_tracking,
+        format: source.as_ref().and_then(OpenSource::format),
+        source: request.source.clone(),
+        request: request.clone(),
+        next_sequence: 1,
+        baseline: None,
+        chain_break: ChainBreak::First,
+    };
+    store.catalog.write(|tx| tx.put(&volume).and_then(|()| tx.name(&volume)))?;
+    let ready = Volume { phase: Phase::Ready, ..volume.clone() };
+    let made = make_file(store, &volume, source.as_ref())
+        .and_then(|()| store.catalog.write(|tx| tx.put(&ready)));
+    match made {
+        Ok(()) => Ok(ready),
+        Err(cause) => {
+            if let Err(error) = drop_volume(store, volume) {
+                // The row stays as an intent: the next call or start-up undoes it.
+                tracing::error!(%error, "a volume that could not be made could not be undone yet");
+            }
+            Err(cause)
+        }
+    }
+}
+
+/// CSI CreateVolume: the same name with compatible parameters is the same volume.
+fn same_or_taken(existing: Volume, request: &VolumeRequest) -> Result<Volume> {
+    let capacity = existing.capacity_bytes;
+    let fits = request.required_bytes <= capacity
+        && (request.limit_bytes == 0 || capacity <= request.limit_bytes);
+    let alike = VolumeRequest {
+        required_bytes: existing.request.required_bytes,
+        limit_bytes: existing.request.limit_bytes,
+        ..request.clone()
+    } == existing.request;
+    // A volume that has grown since still answers the call that made it.
+    if alike && (fits || *request == existing.request) {
+        return Ok(existing);
+    }
+    Err(Error::AlreadyExists(format!(
+        "name: a volume named {:?} of {capacity} bytes exists with other parameters; choose another \
+         name",
+        existing.name
+    )))
+}
+
+/// What a volume is made from, held open so that a deletion meanwhile does not matter.
+enum OpenSource {
+    Snapshot(Snapshot, File),
+    Volume(Box<Volume>, File),
+}
+
+impl OpenSource {
+    fn format(&self) -> Option<Format> {
+        match self {
+            Self::Snapshot(snapshot, _) => snapshot.format,
+            Self::Volume(volume, _) => volume.format,
+        }
+    }
+
+    fn capacity_bytes(&self) -> u64 {
+        match self {
+            Self::Snapshot(snapshot, _) => snapshot.capacity_bytes,
+            Self::Volume(volume, _) => volume.capacity_bytes,
+        }
+    }
+}
+
+fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
+    let reading = store.catalog.read()?;
+    Ok(match source {
+        Source::Snapshot(id) => {
+            let snapshot = reading.live_snapshot(id)?;
+            let file = store.open_snapshot(&snapshot)?;
+            OpenSource::Snapshot(snapshot, file)
+        }
+        Source::Volume(id) => {
+            let volume = reading.live_volume(id)?;
+            let file = store.open_volume(&volume)?;
+            OpenSource::Volume(Box::new(volume), file)
+        }
+    })
+}
+
+/// The capacity of a new volume in bytes: whole blocks, at least its source and what its filesystem
+/// needs.
+fn capacity(store: &Store, request: &VolumeRequest, source: Option<&OpenSource>) -> Result<u64> {
+    let limit = request.limit_bytes;
+    let source_bytes = source.map_or(0, OpenSource::capacity_bytes);
+    let required = match request.required_bytes {
+        0 if source_bytes > 0 => source_bytes,
+        0 if limit > 0 => DEFAULT_BYTES.min(limit),
+        0 => DEFAULT_BYTES,
+        required => required,
+    };
+    if required < source_bytes {
+        return Err(Error::OutOfRange(format!(
+            "capacity_range: {required} bytes are less than the {source_bytes} of the source"
+        )));
+    }
+    let least = request.fs_type.map_or(MIN_VOLUME_BYTES, FsType::min_bytes);
+    let bytes = whole_blocks(store, required.max(least), limit)?;
+    let room = room(store)?;
+    if bytes > room.maximum_volume {
+        return Err(Error::Exhausted(format!(
+            "capacity_range: {bytes} bytes are more than the {} that the pool can promise now; \
+             delete volumes, grow the pool or raise --overcommit",
+            room.maximum_volume
+        )));
+    }
+    Ok(bytes)
+}
+
+/// `bytes` rounded up to whole blocks, if that is within all limits.
+fn whole_blocks(store: &Store, bytes: u64, limit: u64) -> Result<u64> {
+    let rounded = bytes.div_ceil(BLOCK_SIZE).saturating_mul(BLOCK_SIZE);
+    if rounded > store.max_volume_bytes {
+        return Err(Error::OutOfRange(format!(
+            "capacity_range: {bytes} bytes are more than the largest volume here, {} bytes",
+            store.max_volume_bytes
+        )));
+    }
+    if limit > 0 && rounded > limit {
+        return Err(Error::OutOfRange(format!(
+            "capacity_range: at least {rounded} bytes are needed (whole blocks of {BLOCK_SIZE}), \
+             which is over the limit of {limit}"
+        )));
+    }
+    Ok(rounded)
+}
+
+/// Makes the backing file of `volume`, durable.
+fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Result<()> {
+    let doing = || format!("making the backing file of volume {:?}", volume.name);
+    let path = store.volume_path(&volume.id);
+    let file = pool::new_file(&path)?;
+    store.pool.adopt(&file)?;
+    match source {
+        Some(OpenSource::Snapshot(_, source)) => store.pool.clone(source, &file)?,
+        Some(OpenSource::Volume(volume, source)) => {
+            file.set_len(volume.capacity_bytes).context(doing)?;
+            point_in_time::copy_all(store, &[Copy { volume, source, target: &file }])?;
+        }
+        None => {}
+    }
+    file.set_len(volume.capacity_bytes).context(doing)?;
+    file.sync_all().context(doing)?;
+    pool::sync_directory(&Directory::Volumes.path(store.pool.root()))
+}
+
+/// Deletes a volume; its snapshots stay. OK when it does not exist.
+pub fn delete(store: &Store, id: &str) -> Result<()> {
+    let _lock = store.locks.take([id])?;
+    let reading = store.catalog.read()?;
+    let Some(volume) = reading.get::<Volume>(id)? else { return Ok(()) };
+    if let Some(attachment) = reading.get::<Attachment>(id)? {
+        let place = attachment.published.keys().next().unwrap_or(&attachment.staging_path);
+        return Err(Error::Precondition(format!(
+            "volume_id: {id:?} is in use at {}; unpublish and unstage it first",
+            place.display()
+        )));
+    }
+    drop(reading);
+    drop_volume(store, volume)
+}
+
+/// Takes a volume away, whatever state it is in: intent, file, row. Start-up does the same for what
+/// a crash left half-way.
+pub fn drop_volume(store: &Store, volume: Volume) -> Result<()> {
+    let volume = Volume { phase: Phase::Deleting, ..volume };
+    store.catalog.write(|tx| tx.put(&volume))?;
+    let path = store.volume_path(&volume.id);
+    if let Ok(backing) = File::open(&path) {
+        LoopDevice::detach_all(&backing)?;
+    }
+    pool::remove(&path)?;
+    // The next cut will never come, so no baseline is needed for it.
+    let mut rows = store.catalog.read()?.snapshots_of(&volume.id)?;
+    rows.retain(|row| row.phase != SnapshotPhase::Ready && row.has_data);
+    rows.iter_mut().for_each(|row| row.has_data = false);
+    store.catalog.write(|tx| {
+        rows.iter().try_for_each(|row| tx.put(row))?;
+        tx.unname(&volume)?;
+        tx.remove::<Volume>(&volume.id)
+    })?;
+    cut::remove_data(store, &rows);
+    snapshot::collect(store, &volume.id)
+}
+
+pub fn list(store: &Store, after: Option<&str>, max: usize) -> Result<Page<Volume>> {
+    list::page(&store.catalog.read()?, after, max, |volume: &Volume| volume.phase == Phase::Ready)
+}
+
+/// Grows a volume, device included. To less than it has is OK and changes nothing.
+pub fn expand(store: &Store, id: &str, required_bytes: u64, limit_bytes: u64) -> Result<Volume> {
+    let _lock = store.locks.take([id])?;
+    let mut volume = store.catalog.read()?.live_volume(id)?;
+    if required_bytes <= volume.capacity_bytes {
+        return Ok(volume);
+    }
+    let bytes = whole_blocks(store, required_bytes, limit_bytes)?;
+    let more = bytes - volume.capacity_bytes;
+    let room = room(store)?;
+    if more > room.maximum_volume {
+        return Err(Error::Exhausted(format!(
+            "capacity_range: {more} more bytes are over the {} that the pool can promise now",
+            room.maximum_volume
+        )));
+    }
+    // File first: after a crash in between start-up takes over the size that it finds.
+    let file = store.open_volume(&volume)?;
+    let doing = || format!("growing volume {id:?}");
+    file.set_len(bytes).and_then(|()| file.sync_all()).context(doing)?;
+    volume.capacity_bytes = bytes;
+    store.catalog.write(|tx| tx.put(&volume))?;
+    for device in LoopDevice::find(&file)? {
+        device.grow()?;
+    }
+    Ok(volume)
+}
+
+/// Switches change tracking. Off breaks the chain of records: nothing is kept for the next cut.
+pub fn set_change_tracking(store: &Store, id: &str, on: bool) -> Result<()> {
+    let _lock = store.locks.take([id])?;
+    let reading = store.catalog.read()?;
+    let mut volume = reading.live_volume(id)?;
+    if volume.change_tracking == on {
+        return Ok(());
+    }
+    volume.change_tracking = on;
+    if on {
+        return store.catalog.write(|tx| tx.put(&volume));
+    }
+    upkeep::drop_baseline(store, volume, ChainBreak::TrackingOff)
+}
+
+/// Room for volumes. Thin ones may be larger than the pool in all, by the factor `--overcommit`.
+pub fn room(store: &Store) -> Result<Capacity> {
+    let room = store.pool.room()?;
+    let mut promised: u64 = 0;
+    store.catalog.read()?.scan(None, |volume: Volume| {
+        promised = promised.saturating_add(volume.capacity_bytes);
+        Ok(true)
+    })?;
+    let promise = (room.total as f64 * store.config.overcommit) as u64;
+    let available = room.available.saturating_sub(upkeep::reserve(room));
+    let maximum = if available == 0 { 0 } else { promise.saturating_sub(promised) };
+    Ok(Capacity {
+        available,
+        maximum_volume: maximum.min(store.max_volume_bytes) / BLOCK_SIZE * BLOCK_SIZE,
+        minimum_volume: MIN_VOLUME_BYTES,
+    })
+}
+
+/// What is wrong with a volume, if anything (CSI VolumeCondition).
+pub fn condition(store: &Store, id: &str) -> Result<Condition> {
+    let reading = store.catalog.read()?;
+    let volume = reading.live_volume(id)?;
+    let attachment = reading.get::<Attachment>(id)?;
+    let found = defect(store, &volume, attachment.as_ref())?;
+    Ok(match found {
+        Some(message) => Condition { abnormal: true, message },
+        None => Condition { abnormal: false, message: "the volume is healthy".to_owned() },
+    })
+}
+
+fn defect(
+    store: &Store,
+    volume: &Volume,
+    attachment: Option<&Attachment>,
+) -> Result<Option<String>> {
+    let backing = match store.open_volume(volume) {
+        Ok(backing) => backing,
+        Err(Error::Damaged(message)) => return Ok(Some(message)),
+        Err(error) => return Err(error),
+    };
+    let bytes = length(&backing)?;
+    if bytes < volume.capacity_bytes {
+        return Ok(Some(format!(
+            "the backing file has {bytes} bytes instead of {}; restore the volume from a backup",
+            volume.capacity_bytes
+        )));
+    }
+    if let Some(attachment) = attachment
+        && let Some(message) = attachment_defect(volume, attachment, &backing)?
+    {
+        return Ok(Some(message));
+    }
+    let room = store.pool.room()?;
+    Ok(upkeep::under_pressure(room).then(|| {
+        format!(
+            "the pool is nearly full: {} of {} bytes are left; delete data or grow the pool",
+            room.available, room.total
+        )
+    }))
+}
+
+fn attachment_defect(
+    volume: &Volume,
+    attachment: &Attachment,
+    backing: &File,
+) -> Result<Option<String>> {
+    let Some(device) = LoopDevice::find(backing)?.into_iter().next() else {
+        return Ok(Some("the volume is staged but has no loop device; stage it again".to_owned()));
+    };
+    let bytes = device.size()?;
+    if bytes > volume.capacity_bytes {
+        return Ok(Some(format!(
+            "{} has {bytes} bytes, the volume {}",
+            device.path().display(),
+            volume.capacity_bytes
+        )));
+    }
+    if matches!(attachment.capability.access, Access::Block) {
+        return Ok(None);
+    }
+    let staging = &attachment.staging_path;
+    let mounted = filesystem::mount_at(staging)?.is_some_and(|mount| mount.shows(&device));
+    Ok((!mounted).then(|| {
+        format!("the volume is staged but not mounted at {}; stage it again", staging.display())
+    }))
+}
+
+/// The volume, or `NotFound`.
+pub fn get(store: &Store, id: &str) -> Result<Volume> {
+    store.catalog.read()?.live_volume(id).map_err(|error| match error {
+        Error::NotFound { .. } => Error::not_found(Kind::Volume, id),
+        other => other,
+    })
+}

@@ -37,7 +37,7 @@ enum Command {
     #[command(flatten)]
     Mode(Mode),
     #[command(flatten)]
-    Client(client::Command),
+    Client(Box<client::Command>),
 }
 
 /// The long-running roles.
@@ -62,7 +62,7 @@ impl Cli {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Mode(Mode::Driver(args)) => driver::run(*args),
-            Command::Client(command) => client::run(command),
+            Command::Client(command) => client::run(*command),
         }
     }
 }

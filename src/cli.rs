@@ -1,1 +1,177 @@
-//! Placeholder.
+//! The command line: modes as data, and beside them the commands for people.
+//!
+//! `--mode NAME [flags]`, `--mode=NAME [flags]` and `NAME [flags]` mean the same. [`rewrite`] turns
+//! the first two into the third, and from there on a mode is a subcommand like any other, with its
+//! own flags and its own help. What selects a mode by the name of the program belongs there too.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, Subcommand};
+
+use crate::{client, driver};
+
+const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
+       csi-loopback <MODE | COMMAND> [FLAGS]";
+
+/// A CSI driver whose changed block tracking is real, and commands to look at it.
+#[derive(Debug, Parser)]
+#[command(
+    name = "csi-loopback",
+    version,
+    override_usage = USAGE,
+    subcommand_required = true,
+    arg_required_else_help = true,
+    subcommand_value_name = "MODE | COMMAND",
+    subcommand_help_heading = "Modes and commands",
+    disable_help_subcommand = true
+)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    #[command(flatten)]
+    Mode(Mode),
+    #[command(flatten)]
+    Client(Box<client::Command>),
+}
+
+/// The long-running roles.
+#[derive(Debug, Subcommand)]
+enum Mode {
+    /// Mode: the CSI driver on a unix socket.
+    Driver(Box<driver::Args>),
+}
+
+impl Cli {
+    /// Parses a whole command line. On an error, and for `--help` and `--version`, prints what is to
+    /// be said and exits.
+    pub fn parse_or_exit(arguments: impl Iterator<Item = OsString>) -> Self {
+        Self::parse_line(arguments).unwrap_or_else(|error| error.exit())
+    }
+
+    fn parse_line(arguments: impl Iterator<Item = OsString>) -> Result<Self, clap::Error> {
+        Self::try_parse_from(rewrite(arguments.collect())?)
+    }
+
+    /// Runs to the end and returns the exit code of the process.
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        match self.command {
+            Command::Mode(Mode::Driver(args)) => driver::run(*args),
+            Command::Client(command) => client::run(*command),
+        }
+    }
+}
+
+/// Puts the mode that `--mode` names first, where a subcommand stands. A line that begins with a
+/// command is left as it is: what follows are that command's own flags.
+fn rewrite(mut line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
+    let begins_with_flag = line.get(1).is_some_and(|first| text(first).starts_with('-'));
+    let flag = line.iter().take_while(|argument| *argument != "--").position(is_mode_flag);
+    let Some(at) = flag.filter(|_| begins_with_flag) else { return Ok(line) };
+    let flag = line.remove(at);
+    let mode = match text(&flag).split_once('=') {
+        Some((_, mode)) => mode.into(),
+        None if at < line.len() => line.remove(at),
+        None => return Err(unknown_mode("--mode needs the name of a mode")),
+    };
+    if !mode_names().iter().any(|name| mode == name.as_str()) {
+        return Err(unknown_mode(&format!("unknown mode {:?}", text(&mode))));
+    }
+    line.insert(1, mode);
+    Ok(line)
+}
+
+fn is_mode_flag(argument: &OsString) -> bool {
+    argument == "--mode" || text(argument).starts_with("--mode=")
+}
+
+fn text(argument: &OsString) -> &str {
+    argument.to_str().unwrap_or_default()
+}
+
+fn mode_names() -> Vec<String> {
+    let modes = Mode::augment_subcommands(clap::Command::new("modes"));
+    modes.get_subcommands().map(|mode| mode.get_name().to_owned()).collect()
+}
+
+fn unknown_mode(problem: &str) -> clap::Error {
+    let message = format!("{problem}; the modes are: {}", mode_names().join(", "));
+    Cli::command().error(ErrorKind::InvalidValue, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::parse_line(line.split_whitespace().map(OsString::from))
+    }
+
+    fn error(line: &str) -> String {
+        parse(line).expect_err(line).to_string()
+    }
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_mode_is_named_in_three_ways_that_mean_the_same() {
+        let lines = [
+            "csi-loopback driver --node-id n1 --endpoint /run/x.sock",
+            "csi-loopback --mode driver --node-id n1 --endpoint /run/x.sock",
+            "csi-loopback --mode=driver --node-id n1 --endpoint /run/x.sock",
+            "csi-loopback --node-id n1 --mode driver --endpoint /run/x.sock",
+            "csi-loopback --node-id n1 --endpoint /run/x.sock --mode=driver",
+        ];
+        for line in lines {
+            let Command::Mode(Mode::Driver(args)) = parse(line).expect(line).command else {
+                panic!("{line} is not the driver")
+            };
+            assert_eq!(args.node_id.as_str(), "n1", "{line}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_mode_is_an_error_that_lists_the_modes() {
+        for line in ["c --mode drivel", "c --mode=volume", "c --mode", "c --mode="] {
+            let message = error(line);
+            assert!(message.contains("the modes are: driver"), "{line}: {message}");
+        }
+    }
+
+    #[test]
+    fn unknown_flags_are_an_error() {
+        for line in
+            ["c --mode driver --nonsense", "c driver --nonsense", "c --nonsense", "c driver extra"]
+        {
+            assert_ne!(parse(line).expect_err(line).exit_code(), 0, "{line}");
+        }
+        assert!(error("c --mode driver --mode driver").contains("--mode"));
+    }
+
+    #[test]
+    fn the_help_of_a_mode_shows_its_own_flags() {
+        for line in ["c --mode driver --help", "c driver --help", "c --help --mode driver"] {
+            let help = error(line);
+            assert!(help.contains("--data-dir") && !help.contains("Modes and commands"), "{help}");
+        }
+        let help = error("c --help");
+        assert!(
+            help.contains("--mode <MODE>")
+                && help.contains("driver")
+                && !help.contains("--data-dir")
+        );
+    }
+
+    #[test]
+    fn the_version_is_that_of_the_package() {
+        assert!(error("csi-loopback --version").contains(env!("CARGO_PKG_VERSION")));
+    }
+}

@@ -9,4 +9,5 @@ pub mod cli;
 pub mod client;
 pub mod driver;
 pub mod proto;
+pub mod quantity;
 pub mod telemetry;

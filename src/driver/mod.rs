@@ -1,1 +1,60 @@
-//! Placeholder.
+//! The mode `driver`: the CSI services on a unix socket, a thin translation over [`crate::backend`].
+//!
+//! Each RPC is a plain function from request to response that may block; [`call`] runs it. What a
+//! client sends is checked in [`request`], what it gets is put together in [`response`], and every
+//! error becomes a status in [`status`]. No state is kept here: a restarted driver goes on from what
+//! the backend finds on disk.
+
+mod args;
+mod call;
+mod controller;
+mod controller_snapshots;
+mod group_controller;
+mod identity;
+mod node;
+mod request;
+mod response;
+mod server;
+mod snapshot_metadata;
+mod socket;
+mod status;
+mod stream;
+mod topology;
+
+use tonic::{Request, Response, Status};
+
+pub use args::Args;
+pub use server::run;
+
+use crate::backend::{Backend, Style};
+use crate::telemetry::shutdown::Shutdown;
+use call::{Calls, Describe};
+use topology::Place;
+
+/// What the services share. Cheap to clone.
+#[derive(Clone)]
+pub struct Plugin {
+    backend: Backend,
+    calls: Calls,
+    shutdown: Shutdown,
+    driver_name: String,
+    place: Place,
+    style: Style,
+}
+
+impl Plugin {
+    /// Runs a call with one answer; `method` is the name of the RPC.
+    async fn call<Q, R>(
+        &self,
+        method: &'static str,
+        request: Request<Q>,
+        run: fn(&Self, Q) -> Result<R, Status>,
+    ) -> Result<Response<R>, Status>
+    where
+        Q: Describe + Send + 'static,
+        R: Describe + Send + 'static,
+    {
+        let plugin = self.clone();
+        self.calls.unary(method, request, move |request| run(&plugin, request)).await
+    }
+}

@@ -1,1 +1,7 @@
-//! Placeholder.
+//! What every role shows of itself: logs on stderr, Prometheus metrics and health over HTTP, and the
+//! one place that turns signals into an orderly end. Knows no role and no backend.
+
+pub mod http;
+pub mod logs;
+pub mod metrics;
+pub mod shutdown;

@@ -1,0 +1,274 @@
+//! The flags of the mode, checked while they are parsed: whatever is wrong is told at the start and
+//! names the flag.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+
+use crate::backend::{BLOCK_SIZE, PoolChoice, Style};
+use crate::proto::csi::v1::BlockMetadataType;
+use crate::telemetry::http;
+use crate::{quantity, telemetry};
+
+/// The longest path that the kernel takes for a unix socket, in bytes.
+const MAX_SOCKET_PATH: usize = 107;
+/// CSI GetPluginInfo: the longest driver name, in bytes.
+const MAX_DRIVER_NAME: usize = 63;
+/// The node id is also a topology value (CSI Topology): at most so many bytes.
+const MAX_NODE_ID: usize = 63;
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Socket to serve CSI on: unix:///path, unix:/path or /path.
+    #[arg(
+        long,
+        env = "CSI_ENDPOINT",
+        default_value = "unix:///run/csi-loopback/csi.sock",
+        value_name = "SOCKET"
+    )]
+    pub endpoint: SocketPath,
+
+    /// Access mode of the socket, in octal.
+    #[arg(long, default_value = "0600", value_parser = octal_mode, value_name = "MODE")]
+    pub socket_mode: u32,
+
+    /// Group that owns the socket, by name or number; by default the driver's own.
+    #[arg(long, value_name = "GROUP")]
+    pub socket_group: Option<String>,
+
+    /// Name of the driver: that of the CSIDriver object and the provisioner field of storage classes.
+    #[arg(long, default_value = "loopback.csi.local", value_parser = driver_name, value_name = "NAME")]
+    pub driver_name: String,
+
+    /// Name of this node for CSI and for topology; by default the host name.
+    #[arg(long, env = "NODE_ID", default_value_t = NodeId::of_host(), value_name = "ID")]
+    pub node_id: NodeId,
+
+    /// Directory that holds the pool and the catalog.
+    #[arg(long, default_value = "/var/lib/csi-loopback", value_name = "DIR")]
+    pub data_dir: PathBuf,
+
+    /// Kind of pool: reflink (the data directory is on XFS with reflink), image (an XFS of its own in
+    /// a file), copy (plain files), or the first of them that works.
+    #[arg(long, default_value = "auto", value_name = "KIND", value_parser =
+        PossibleValuesParser::new(["auto", "reflink", "image", "copy"]).try_map(|kind| kind.parse::<PoolChoice>()))]
+    pub pool: PoolChoice,
+
+    /// Size of an image pool when it is made, such as 100Gi; by default chosen from the room there is.
+    #[arg(long, value_parser = quantity::parse, value_name = "SIZE")]
+    pub pool_size: Option<u64>,
+
+    /// How much larger than the pool all volumes may be together.
+    #[arg(long, default_value = "10", value_parser = overcommit, value_name = "FACTOR")]
+    pub overcommit: f64,
+
+    /// How snapshot metadata is reported: extents as they are, or cut into blocks of one size.
+    #[arg(long, value_enum, default_value_t = MetadataType::Variable, value_name = "TYPE")]
+    pub block_metadata_type: MetadataType,
+
+    /// Largest block of the type fixed: a power of two, at least 4Ki.
+    #[arg(long, default_value = "64Ki", value_parser = block_size, value_name = "SIZE")]
+    pub block_size: u64,
+
+    /// How long a deleted snapshot can still be the base of a delta.
+    #[arg(long, default_value = "90days", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub change_record_retention: Duration,
+
+    /// Serve /healthz and /metrics on host:port or :port; by default not at all.
+    #[arg(long, value_name = "ADDRESS")]
+    pub http_endpoint: Option<http::Endpoint>,
+
+    /// How long running calls may take after the first signal to stop.
+    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub drain_timeout: Duration,
+
+    #[command(flatten)]
+    pub log: telemetry::logs::Args,
+}
+
+/// `--block-metadata-type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MetadataType {
+    /// Extents of any length.
+    Variable,
+    /// Extents of one length.
+    Fixed,
+}
+
+impl MetadataType {
+    pub fn style(self, block_size: u64) -> Style {
+        match self {
+            Self::Variable => Style::Variable,
+            Self::Fixed => Style::Fixed(block_size),
+        }
+    }
+}
+
+/// The wire's word for a style.
+pub fn wire_type(style: Style) -> BlockMetadataType {
+    match style {
+        Style::Variable => BlockMetadataType::VariableLength,
+        Style::Fixed(_) => BlockMetadataType::FixedLength,
+    }
+}
+
+/// Absolute path of a unix socket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SocketPath(PathBuf);
+
+impl AsRef<Path> for SocketPath {
+    fn as_ref(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl FromStr for SocketPath {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let rest = text.strip_prefix("unix:").unwrap_or(text);
+        let path = rest.strip_prefix("//").unwrap_or(rest);
+        let names_a_file = path.starts_with('/') && !path.ends_with('/') && !path.contains("://");
+        if !names_a_file || (rest == text && text.starts_with("//")) {
+            return Err(format!("{text:?} is not unix:///path, unix:/path or /path"));
+        }
+        if path.len() > MAX_SOCKET_PATH || path.contains('\0') {
+            return Err(format!("the path of a unix socket has at most {MAX_SOCKET_PATH} bytes"));
+        }
+        Ok(Self(path.into()))
+    }
+}
+
+/// Name of a node: a label value, so that it can be a topology segment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeId(String);
+
+impl NodeId {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The host name as it is: checked like any other value when it is used.
+    fn of_host() -> Self {
+        let name = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
+        Self(name.unwrap_or_default())
+    }
+}
+
+impl std::fmt::Display for NodeId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for NodeId {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if is_label(text, MAX_NODE_ID, b"-_.") {
+            return Ok(Self(text.to_owned()));
+        }
+        Err(format!(
+            "a node id is 1 to {MAX_NODE_ID} letters, digits, '-', '_' or '.', with a letter or digit at both ends"
+        ))
+    }
+}
+
+fn driver_name(text: &str) -> Result<String, String> {
+    if is_label(text, MAX_DRIVER_NAME, b"-.") {
+        return Ok(text.to_owned());
+    }
+    Err(format!(
+        "a driver name is 1 to {MAX_DRIVER_NAME} letters, digits, '-' or '.', with a letter or digit at both ends"
+    ))
+}
+
+/// Whether `text` is made of letters, digits and `inner`, the latter not at its ends.
+fn is_label(text: &str, max: usize, inner: &[u8]) -> bool {
+    let bytes = text.as_bytes();
+    let ends = [bytes.first(), bytes.last()];
+    bytes.len() <= max
+        && ends.iter().all(|end| end.is_some_and(u8::is_ascii_alphanumeric))
+        && bytes.iter().all(|byte| byte.is_ascii_alphanumeric() || inner.contains(byte))
+}
+
+fn octal_mode(text: &str) -> Result<u32, String> {
+    let digits = text.strip_prefix("0o").unwrap_or(text);
+    let octal = digits.bytes().all(|byte| byte.is_ascii_digit());
+    match u32::from_str_radix(digits, 8) {
+        Ok(mode) if octal && mode <= 0o777 => Ok(mode),
+        _ => Err(format!("{text:?} is not an access mode in octal, such as 0660")),
+    }
+}
+
+fn overcommit(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(factor) if factor.is_finite() && factor > 0.0 => Ok(factor),
+        _ => Err(format!("{text:?} is not a number above 0")),
+    }
+}
+
+fn block_size(text: &str) -> Result<u64, String> {
+    let bytes = quantity::parse(text)?;
+    // The upper end keeps the size within the wire's int64.
+    if bytes.is_power_of_two() && (BLOCK_SIZE..=1 << 62).contains(&bytes) {
+        return Ok(bytes);
+    }
+    Err(format!("{text:?} is not a power of two of at least 4Ki"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_endpoint_is_a_unix_socket_with_an_absolute_path() {
+        for text in ["unix:///run/a.sock", "unix:/run/a.sock", "/run/a.sock"] {
+            let path: SocketPath = text.parse().unwrap();
+            assert_eq!(path.as_ref(), Path::new("/run/a.sock"), "{text}");
+        }
+        let long = format!("/{}", "x".repeat(MAX_SOCKET_PATH));
+        let bad = [
+            "",
+            "a.sock",
+            "unix://a.sock",
+            "unix:a.sock",
+            "tcp://127.0.0.1:1",
+            "unix:///",
+            "/run/",
+            "//run/a.sock",
+            "unix://",
+            "http:///x",
+            &long,
+        ];
+        for text in bad {
+            assert!(text.parse::<SocketPath>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn driver_names_and_node_ids_are_checked() {
+        for good in ["loopback.csi.local", "a", "X-1.y"] {
+            assert!(driver_name(good).is_ok() && good.parse::<NodeId>().is_ok(), "{good}");
+        }
+        let long = "x".repeat(64);
+        for bad in ["", "-a", "a.", "a/b", "a b", "é", &long] {
+            assert!(driver_name(bad).is_err() && bad.parse::<NodeId>().is_err(), "{bad}");
+        }
+        assert!("node_1".parse::<NodeId>().is_ok() && driver_name("node_1").is_err());
+    }
+
+    #[test]
+    fn numbers_of_flags_are_checked() {
+        assert_eq!(octal_mode("0660"), Ok(0o660));
+        assert_eq!(octal_mode("600"), Ok(0o600));
+        assert!(["", "8", "1777", "+600", "rw"].iter().all(|text| octal_mode(text).is_err()));
+        assert_eq!(overcommit("1.5"), Ok(1.5));
+        assert!(["0", "-1", "inf", "nan", "x"].iter().all(|text| overcommit(text).is_err()));
+        assert_eq!(block_size("1Mi"), Ok(1 << 20));
+        assert!(["0", "2Ki", "5000", "16383Pi"].iter().all(|text| block_size(text).is_err()));
+    }
+}

@@ -1,0 +1,334 @@
+//! What every call goes through: it runs on a thread where it may block, to its end even if the
+//! client goes away, is timed, counted and logged in one line, and a panic in it becomes INTERNAL.
+//!
+//! Only names, ids and paths reach the log, field by field: never a message as a whole, for those
+//! hold secrets, mount flags and parameters.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+use tokio::task::spawn_blocking;
+use tonic::{Code, Request, Response, Status};
+use tracing::Level;
+
+use super::status;
+use crate::proto::csi::v1 as csi;
+use crate::telemetry::metrics::Metrics;
+
+/// Bytes of a name, id or path that go into the log; valid ones of names and ids are shorter.
+const MAX_LOGGED: usize = 256;
+
+/// Begins calls. Cheap to clone.
+#[derive(Clone)]
+pub struct Calls {
+    metrics: Metrics,
+    running: watch::Sender<usize>,
+}
+
+impl Calls {
+    pub fn new(metrics: Metrics) -> Self {
+        Self { metrics, running: watch::Sender::new(0) }
+    }
+
+    /// Waits until no call runs, those included whose client has gone.
+    pub async fn idle(&self) {
+        // `self` holds a sender, so that the channel cannot close.
+        let _ = self.running.subscribe().wait_for(|running| *running == 0).await;
+    }
+
+    /// Runs a call with one answer.
+    pub async fn unary<Q, R>(
+        &self,
+        method: &'static str,
+        request: Request<Q>,
+        run: impl FnOnce(Q) -> Result<R, Status> + Send + 'static,
+    ) -> Result<Response<R>, Status>
+    where
+        Q: Describe + Send + 'static,
+        R: Describe + Send + 'static,
+    {
+        let request = request.into_inner();
+        let mut call = self.begin(method, &request);
+        let work = spawn_blocking(move || {
+            let result = catch_unwind(AssertUnwindSafe(|| run(request)))
+                .unwrap_or_else(|_| Err(status::panicked(method)));
+            if let Ok(response) = &result {
+                response.describe(&mut call.subject);
+            }
+            call.end(result.as_ref().err());
+            result
+        });
+        work.await.unwrap_or_else(|_| Err(status::exiting())).map(Response::new)
+    }
+
+    /// Begins a call that the caller ends.
+    pub fn begin(&self, method: &'static str, request: &impl Describe) -> Call {
+        self.running.send_modify(|running| *running += 1);
+        let mut subject = Subject::default();
+        request.describe(&mut subject);
+        let calls = self.clone();
+        Call {
+            method,
+            subject,
+            begun: Instant::now(),
+            calls,
+            messages: 0,
+            extents: 0,
+            ended: false,
+        }
+    }
+}
+
+/// A call that runs. One that is dropped before its end counts as CANCELLED.
+pub struct Call {
+    method: &'static str,
+    subject: Subject,
+    begun: Instant,
+    calls: Calls,
+    messages: u64,
+    extents: u64,
+    ended: bool,
+}
+
+impl Call {
+    pub fn method(&self) -> &'static str {
+        self.method
+    }
+
+    /// Books a message of a stream.
+    pub fn streamed(&mut self, extents: usize) {
+        self.messages += 1;
+        self.extents += extents as u64;
+        self.calls.metrics.streamed(extents as u64);
+    }
+
+    /// Logs and counts the call.
+    pub fn end(mut self, error: Option<&Status>) {
+        self.report(error.map_or(Code::Ok, Status::code), error.map(Status::message));
+    }
+
+    fn report(&mut self, code: Code, error: Option<&str>) {
+        self.ended = true;
+        let duration = self.begun.elapsed();
+        self.calls.metrics.called(self.method, status::name(code), duration);
+        self.log(code, error, duration);
+    }
+
+    fn log(&self, code: Code, error: Option<&str>, duration: Duration) {
+        macro_rules! line {
+            ($level:expr) => {
+                tracing::event!(
+                    $level,
+                    rpc = self.method,
+                    name = self.subject.name.as_deref(),
+                    volume_id = self.subject.volume_id.as_deref(),
+                    snapshot_id = self.subject.snapshot_id.as_deref(),
+                    base_snapshot_id = self.subject.base_snapshot_id.as_deref(),
+                    group_snapshot_id = self.subject.group_snapshot_id.as_deref(),
+                    path = self.subject.path.as_deref(),
+                    messages = (self.messages > 0).then_some(self.messages),
+                    extents = (self.messages > 0).then_some(self.extents),
+                    duration_ms = milliseconds(duration),
+                    code = status::name(code),
+                    error,
+                    "call"
+                )
+            };
+        }
+        match code {
+            Code::Ok => line!(Level::INFO),
+            Code::Internal | Code::DataLoss | Code::Unknown => line!(Level::ERROR),
+            _ => line!(Level::WARN),
+        }
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.report(Code::Cancelled, Some("the client went away"));
+        }
+        self.calls.running.send_modify(|running| *running -= 1);
+    }
+}
+
+/// To the microsecond.
+fn milliseconds(duration: Duration) -> f64 {
+    duration.as_micros() as f64 / 1000.0
+}
+
+/// What a call is about, as far as a log may know.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Subject {
+    name: Option<String>,
+    volume_id: Option<String>,
+    snapshot_id: Option<String>,
+    base_snapshot_id: Option<String>,
+    group_snapshot_id: Option<String>,
+    path: Option<String>,
+}
+
+/// A message that can say which of its fields the log may know.
+pub trait Describe {
+    fn describe(&self, subject: &mut Subject);
+}
+
+/// The value for the log: nothing for an absent field, and cut, for it is not checked yet.
+fn note(value: &str) -> Option<String> {
+    (!value.is_empty()).then(|| status::cut(value, MAX_LOGGED))
+}
+
+macro_rules! describe {
+    ($($message:ident { $($noted:ident: $($field:ident).+),* })*) => {$(
+        impl Describe for csi::$message {
+            #[allow(unused_variables)]
+            fn describe(&self, subject: &mut Subject) {
+                $(subject.$noted = note(&self.$($field).+);)*
+            }
+        }
+    )*};
+}
+
+describe! {
+    GetPluginInfoRequest {}
+    GetPluginInfoResponse {}
+    GetPluginCapabilitiesRequest {}
+    GetPluginCapabilitiesResponse {}
+    ProbeRequest {}
+    ProbeResponse {}
+    CreateVolumeRequest { name: name }
+    DeleteVolumeRequest { volume_id: volume_id }
+    DeleteVolumeResponse {}
+    ControllerPublishVolumeRequest { volume_id: volume_id }
+    ControllerPublishVolumeResponse {}
+    ControllerUnpublishVolumeRequest { volume_id: volume_id }
+    ControllerUnpublishVolumeResponse {}
+    ValidateVolumeCapabilitiesRequest { volume_id: volume_id }
+    ValidateVolumeCapabilitiesResponse {}
+    ListVolumesRequest {}
+    ListVolumesResponse {}
+    GetCapacityRequest {}
+    GetCapacityResponse {}
+    ControllerGetCapabilitiesRequest {}
+    ControllerGetCapabilitiesResponse {}
+    CreateSnapshotRequest { name: name, volume_id: source_volume_id }
+    DeleteSnapshotRequest { snapshot_id: snapshot_id }
+    DeleteSnapshotResponse {}
+    ListSnapshotsRequest { volume_id: source_volume_id, snapshot_id: snapshot_id }
+    ListSnapshotsResponse {}
+    GetSnapshotRequest { snapshot_id: snapshot_id }
+    GetSnapshotResponse {}
+    ControllerExpandVolumeRequest { volume_id: volume_id }
+    ControllerExpandVolumeResponse {}
+    ControllerGetVolumeRequest { volume_id: volume_id }
+    ControllerGetVolumeResponse {}
+    ControllerModifyVolumeRequest { volume_id: volume_id }
+    ControllerModifyVolumeResponse {}
+    GroupControllerGetCapabilitiesRequest {}
+    GroupControllerGetCapabilitiesResponse {}
+    DeleteVolumeGroupSnapshotRequest { group_snapshot_id: group_snapshot_id }
+    DeleteVolumeGroupSnapshotResponse {}
+    GetVolumeGroupSnapshotRequest { group_snapshot_id: group_snapshot_id }
+    GetVolumeGroupSnapshotResponse {}
+    NodeStageVolumeRequest { volume_id: volume_id, path: staging_target_path }
+    NodeStageVolumeResponse {}
+    NodeUnstageVolumeRequest { volume_id: volume_id, path: staging_target_path }
+    NodeUnstageVolumeResponse {}
+    NodePublishVolumeRequest { volume_id: volume_id, path: target_path }
+    NodePublishVolumeResponse {}
+    NodeUnpublishVolumeRequest { volume_id: volume_id, path: target_path }
+    NodeUnpublishVolumeResponse {}
+    NodeGetVolumeStatsRequest { volume_id: volume_id, path: volume_path }
+    NodeGetVolumeStatsResponse {}
+    NodeExpandVolumeRequest { volume_id: volume_id, path: volume_path }
+    NodeExpandVolumeResponse {}
+    NodeGetCapabilitiesRequest {}
+    NodeGetCapabilitiesResponse {}
+    NodeGetInfoRequest {}
+    NodeGetInfoResponse {}
+    GetMetadataAllocatedRequest { snapshot_id: snapshot_id }
+    GetMetadataDeltaRequest { base_snapshot_id: base_snapshot_id, snapshot_id: target_snapshot_id }
+}
+
+impl Describe for csi::CreateVolumeResponse {
+    fn describe(&self, subject: &mut Subject) {
+        subject.volume_id = self.volume.as_ref().and_then(|volume| note(&volume.volume_id));
+    }
+}
+
+impl Describe for csi::CreateSnapshotResponse {
+    fn describe(&self, subject: &mut Subject) {
+        subject.snapshot_id = self.snapshot.as_ref().and_then(|made| note(&made.snapshot_id));
+    }
+}
+
+impl Describe for csi::CreateVolumeGroupSnapshotRequest {
+    fn describe(&self, subject: &mut Subject) {
+        subject.name = note(&self.name);
+        subject.volume_id = note(&self.source_volume_ids.join(","));
+    }
+}
+
+impl Describe for csi::CreateVolumeGroupSnapshotResponse {
+    fn describe(&self, subject: &mut Subject) {
+        let group = self.group_snapshot.as_ref();
+        subject.group_snapshot_id = group.and_then(|group| note(&group.group_snapshot_id));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn calls() -> Calls {
+        Calls::new(Metrics::new(Vec::new()))
+    }
+
+    #[tokio::test]
+    async fn a_panic_becomes_internal_and_is_counted() {
+        let calls = calls();
+        let request = Request::new(csi::ProbeRequest {});
+        let answer = calls
+            .unary("Probe", request, |_| -> Result<csi::ProbeResponse, Status> {
+                panic!("on purpose")
+            })
+            .await;
+        assert_eq!(answer.unwrap_err().code(), Code::Internal);
+        let metrics = calls.metrics.scrape().unwrap();
+        assert!(metrics.contains(r#"count{method="Probe",code="INTERNAL"} 1"#), "{metrics}");
+    }
+
+    #[tokio::test]
+    async fn a_call_runs_to_its_end_when_the_client_goes_away() {
+        let calls = calls();
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let request = Request::new(csi::ProbeRequest {});
+        let running = calls.unary("Probe", request, move |_| {
+            wait.recv().unwrap();
+            Ok(csi::ProbeResponse { ready: Some(true) })
+        });
+        let gone = tokio::time::timeout(Duration::from_millis(20), running).await;
+        assert!(gone.is_err());
+        assert_eq!(*calls.running.borrow(), 1);
+        go.send(()).unwrap();
+        calls.idle().await;
+        let metrics = calls.metrics.scrape().unwrap();
+        assert!(metrics.contains(r#"count{method="Probe",code="OK"} 1"#), "{metrics}");
+    }
+
+    #[test]
+    fn the_log_knows_ids_and_no_secrets() {
+        let request = csi::NodeStageVolumeRequest {
+            volume_id: "v-1".into(),
+            staging_target_path: "/stage".into(),
+            secrets: [("key".to_owned(), "hunter2".to_owned())].into(),
+            ..Default::default()
+        };
+        let mut subject = Subject::default();
+        request.describe(&mut subject);
+        assert_eq!(subject.volume_id.as_deref(), Some("v-1"));
+        assert_eq!(subject.path.as_deref(), Some("/stage"));
+        assert!(!format!("{subject:?}").contains("hunter2"));
+    }
+}

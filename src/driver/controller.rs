@@ -1,0 +1,433 @@
+//! CSI Controller: volumes. Its RPCs on snapshots are in `controller_snapshots`.
+
+use tonic::{Request, Response, Status};
+
+use super::controller_snapshots as snapshots;
+use super::request::{self, Refusal};
+use super::{Plugin, response, status};
+use crate::backend::{
+    BLOCK_SIZE, Condition, CreateVolume, Error, FsType, Result as Checked, Source, Volume,
+    VolumeRequest,
+};
+use crate::proto::csi::v1 as csi;
+use csi::controller_server::Controller;
+use csi::controller_service_capability::{Rpc, Type, rpc};
+use csi::validate_volume_capabilities_response::Confirmed;
+use csi::volume_content_source::Type as ContentSource;
+
+/// The size of a volume for which none is asked, in bytes.
+const DEFAULT_BYTES: u64 = 1 << 30;
+/// Entries in a page of a list, at most: the message stays under gRPC's 4 MiB.
+pub const MAX_ENTRIES: usize = 4096;
+
+const CAPABILITIES: [rpc::Type; 12] = [
+    rpc::Type::CreateDeleteVolume,
+    rpc::Type::ListVolumes,
+    rpc::Type::GetCapacity,
+    rpc::Type::CreateDeleteSnapshot,
+    rpc::Type::ListSnapshots,
+    rpc::Type::GetSnapshot,
+    rpc::Type::CloneVolume,
+    rpc::Type::ExpandVolume,
+    rpc::Type::GetVolume,
+    rpc::Type::VolumeCondition,
+    rpc::Type::SingleNodeMultiWriter,
+    rpc::Type::ModifyVolume,
+];
+
+#[tonic::async_trait]
+impl Controller for Plugin {
+    async fn create_volume(
+        &self,
+        request: Request<csi::CreateVolumeRequest>,
+    ) -> Result<Response<csi::CreateVolumeResponse>, Status> {
+        self.call("CreateVolume", request, create_volume).await
+    }
+
+    async fn delete_volume(
+        &self,
+        request: Request<csi::DeleteVolumeRequest>,
+    ) -> Result<Response<csi::DeleteVolumeResponse>, Status> {
+        self.call("DeleteVolume", request, delete_volume).await
+    }
+
+    async fn controller_publish_volume(
+        &self,
+        request: Request<csi::ControllerPublishVolumeRequest>,
+    ) -> Result<Response<csi::ControllerPublishVolumeResponse>, Status> {
+        const METHOD: &str = "ControllerPublishVolume";
+        self.call(METHOD, request, |_, _| Err(status::unserved(METHOD))).await
+    }
+
+    async fn controller_unpublish_volume(
+        &self,
+        request: Request<csi::ControllerUnpublishVolumeRequest>,
+    ) -> Result<Response<csi::ControllerUnpublishVolumeResponse>, Status> {
+        const METHOD: &str = "ControllerUnpublishVolume";
+        self.call(METHOD, request, |_, _| Err(status::unserved(METHOD))).await
+    }
+
+    async fn validate_volume_capabilities(
+        &self,
+        request: Request<csi::ValidateVolumeCapabilitiesRequest>,
+    ) -> Result<Response<csi::ValidateVolumeCapabilitiesResponse>, Status> {
+        self.call("ValidateVolumeCapabilities", request, validate_volume_capabilities).await
+    }
+
+    async fn list_volumes(
+        &self,
+        request: Request<csi::ListVolumesRequest>,
+    ) -> Result<Response<csi::ListVolumesResponse>, Status> {
+        self.call("ListVolumes", request, list_volumes).await
+    }
+
+    async fn get_capacity(
+        &self,
+        request: Request<csi::GetCapacityRequest>,
+    ) -> Result<Response<csi::GetCapacityResponse>, Status> {
+        self.call("GetCapacity", request, get_capacity).await
+    }
+
+    async fn controller_get_capabilities(
+        &self,
+        request: Request<csi::ControllerGetCapabilitiesRequest>,
+    ) -> Result<Response<csi::ControllerGetCapabilitiesResponse>, Status> {
+        self.call("ControllerGetCapabilities", request, |_, _| Ok(capabilities())).await
+    }
+
+    async fn create_snapshot(
+        &self,
+        request: Request<csi::CreateSnapshotRequest>,
+    ) -> Result<Response<csi::CreateSnapshotResponse>, Status> {
+        self.call("CreateSnapshot", request, snapshots::create).await
+    }
+
+    async fn delete_snapshot(
+        &self,
+        request: Request<csi::DeleteSnapshotRequest>,
+    ) -> Result<Response<csi::DeleteSnapshotResponse>, Status> {
+        self.call("DeleteSnapshot", request, snapshots::delete).await
+    }
+
+    async fn list_snapshots(
+        &self,
+        request: Request<csi::ListSnapshotsRequest>,
+    ) -> Result<Response<csi::ListSnapshotsResponse>, Status> {
+        self.call("ListSnapshots", request, snapshots::list).await
+    }
+
+    async fn get_snapshot(
+        &self,
+        request: Request<csi::GetSnapshotRequest>,
+    ) -> Result<Response<csi::GetSnapshotResponse>, Status> {
+        self.call("GetSnapshot", request, snapshots::get).await
+    }
+
+    async fn controller_expand_volume(
+        &self,
+        request: Request<csi::ControllerExpandVolumeRequest>,
+    ) -> Result<Response<csi::ControllerExpandVolumeResponse>, Status> {
+        self.call("ControllerExpandVolume", request, expand_volume).await
+    }
+
+    async fn controller_get_volume(
+        &self,
+        request: Request<csi::ControllerGetVolumeRequest>,
+    ) -> Result<Response<csi::ControllerGetVolumeResponse>, Status> {
+        self.call("ControllerGetVolume", request, get_volume).await
+    }
+
+    async fn controller_modify_volume(
+        &self,
+        request: Request<csi::ControllerModifyVolumeRequest>,
+    ) -> Result<Response<csi::ControllerModifyVolumeResponse>, Status> {
+        self.call("ControllerModifyVolume", request, modify_volume).await
+    }
+}
+
+fn capabilities() -> csi::ControllerGetCapabilitiesResponse {
+    let capability = |rpc: rpc::Type| csi::ControllerServiceCapability {
+        r#type: Some(Type::Rpc(Rpc { r#type: rpc.into() })),
+    };
+    csi::ControllerGetCapabilitiesResponse { capabilities: CAPABILITIES.map(capability).to_vec() }
+}
+
+fn create_volume(
+    plugin: &Plugin,
+    asked: csi::CreateVolumeRequest,
+) -> Result<csi::CreateVolumeResponse, Status> {
+    let name = request::name(&asked.name)?.to_owned();
+    let wanted = request::capabilities(&asked.volume_capabilities).map_err(Error::from)?;
+    let fs_type = request::common_filesystem(&wanted).map_err(Error::from)?;
+    let range = request::capacity_range(asked.capacity_range.as_ref())?;
+    let fixed = request::change_tracking("parameters", &asked.parameters)?;
+    let mutable = request::change_tracking("mutable_parameters", &asked.mutable_parameters)?;
+    let source = asked.volume_content_source.as_ref().map(content_source).transpose()?;
+    plugin.place.check(asked.accessibility_requirements.as_ref())?;
+
+    let required_bytes = match range.required {
+        0 => default_bytes(range.limit, source_bytes(plugin, source.as_ref())?),
+        required => required,
+    };
+    let request = VolumeRequest {
+        required_bytes,
+        limit_bytes: range.limit,
+        fs_type,
+        change_tracking: mutable.or(fixed).unwrap_or(true),
+        source,
+    };
+    let made = plugin.backend.create_volume(CreateVolume { name, request })?;
+    Ok(csi::CreateVolumeResponse { volume: Some(response::volume(&made, &plugin.place)) })
+}
+
+fn content_source(source: &csi::VolumeContentSource) -> Checked<Source> {
+    match &source.r#type {
+        Some(ContentSource::Snapshot(source)) => {
+            let id =
+                request::id("volume_content_source.snapshot.snapshot_id", &source.snapshot_id)?;
+            Ok(Source::Snapshot(id.to_owned()))
+        }
+        Some(ContentSource::Volume(source)) => {
+            let id = request::id("volume_content_source.volume.volume_id", &source.volume_id)?;
+            Ok(Source::Volume(id.to_owned()))
+        }
+        None => Err(Error::invalid("volume_content_source", "names neither snapshot nor volume")),
+    }
+}
+
+/// The capacity of the source, in bytes.
+fn source_bytes(plugin: &Plugin, source: Option<&Source>) -> Checked<Option<u64>> {
+    Ok(match source {
+        None => None,
+        Some(Source::Snapshot(id)) => Some(plugin.backend.snapshot(id)?.capacity_bytes),
+        Some(Source::Volume(id)) => Some(plugin.backend.volume(id)?.capacity_bytes),
+    })
+}
+
+/// The size in bytes where no lower end is given: the source's; else the default or, where that is
+/// above the limit, the largest whole number of blocks within it.
+fn default_bytes(limit: u64, source: Option<u64>) -> u64 {
+    match source {
+        Some(size) => size,
+        None if limit != 0 && limit < DEFAULT_BYTES => {
+            // A limit below one block stays one that cannot be met.
+            (limit / BLOCK_SIZE * BLOCK_SIZE).max(BLOCK_SIZE)
+        }
+        None => DEFAULT_BYTES,
+    }
+}
+
+fn delete_volume(
+    plugin: &Plugin,
+    asked: csi::DeleteVolumeRequest,
+) -> Result<csi::DeleteVolumeResponse, Status> {
+    plugin.backend.delete_volume(request::id("volume_id", &asked.volume_id)?)?;
+    Ok(csi::DeleteVolumeResponse {})
+}
+
+/// CSI ValidateVolumeCapabilities: what is not supported is an answer, not an error.
+fn validate_volume_capabilities(
+    plugin: &Plugin,
+    asked: csi::ValidateVolumeCapabilitiesRequest,
+) -> Result<csi::ValidateVolumeCapabilitiesResponse, Status> {
+    let id = request::id("volume_id", &asked.volume_id)?;
+    if asked.volume_capabilities.is_empty() {
+        return Err(Error::invalid("volume_capabilities", "is required").into());
+    }
+    let volume = plugin.backend.volume(id)?;
+    Ok(match objection(&volume, &asked)? {
+        Some(message) => csi::ValidateVolumeCapabilitiesResponse { confirmed: None, message },
+        None => csi::ValidateVolumeCapabilitiesResponse {
+            confirmed: Some(Confirmed {
+                volume_context: asked.volume_context,
+                volume_capabilities: asked.volume_capabilities,
+                parameters: asked.parameters,
+                mutable_parameters: asked.mutable_parameters,
+            }),
+            message: String::new(),
+        },
+    })
+}
+
+/// Why the volume cannot be used like that, if it cannot. An error is a malformed request.
+fn objection(
+    volume: &Volume,
+    asked: &csi::ValidateVolumeCapabilitiesRequest,
+) -> Checked<Option<String>> {
+    let wanted = match request::capabilities(&asked.volume_capabilities) {
+        Err(refusal @ Refusal::Unsupported { .. }) => {
+            return Ok(Some(Error::from(refusal).to_string()));
+        }
+        other => other?,
+    };
+    if let Err(refusal) = request::common_filesystem(&wanted) {
+        return Ok(Some(Error::from(refusal).to_string()));
+    }
+    let other =
+        wanted.iter().filter(|one| !one.any_filesystem).filter_map(request::Wanted::fs_type);
+    if let Some(found) = filesystem(volume)
+        && let Some(other) = other.into_iter().find(|fs_type| *fs_type != found)
+    {
+        return Ok(Some(format!("volume_capabilities: the volume has {found}, not {other}")));
+    }
+    let checks = [
+        request::keys("volume_context", &asked.volume_context, &[]),
+        request::change_tracking("parameters", &asked.parameters).map(drop),
+        request::change_tracking("mutable_parameters", &asked.mutable_parameters).map(drop),
+    ];
+    Ok(checks.into_iter().find_map(Result::err).map(|error| error.to_string()))
+}
+
+/// The filesystem that is on a volume, or will be made on it.
+pub fn filesystem(volume: &Volume) -> Option<FsType> {
+    volume.format.map(|format| format.fs_type).or(volume.request.fs_type)
+}
+
+fn list_volumes(
+    plugin: &Plugin,
+    asked: csi::ListVolumesRequest,
+) -> Result<csi::ListVolumesResponse, Status> {
+    let page = page(request::max_entries(asked.max_entries)?);
+    let page = plugin.backend.volumes(token(&asked.starting_token), page)?;
+    let mut entries = Vec::with_capacity(page.items.len());
+    for volume in &page.items {
+        let condition = match plugin.backend.volume_condition(&volume.id) {
+            // Deleted since the page was read.
+            Err(Error::NotFound { .. }) => continue,
+            Err(error) => Condition { abnormal: true, message: error.to_string() },
+            Ok(condition) => condition,
+        };
+        entries.push(csi::list_volumes_response::Entry {
+            volume: Some(response::volume(volume, &plugin.place)),
+            status: Some(csi::list_volumes_response::VolumeStatus {
+                published_node_ids: Vec::new(),
+                volume_condition: Some(response::condition(condition)),
+            }),
+        });
+    }
+    Ok(csi::ListVolumesResponse { entries, next_token: page.next.unwrap_or_default() })
+}
+
+/// Entries of a page: CSI lets a plugin return fewer than asked for, with a token for the rest.
+pub fn page(max_entries: usize) -> usize {
+    match max_entries {
+        0 => MAX_ENTRIES,
+        asked => asked.min(MAX_ENTRIES),
+    }
+}
+
+pub fn token(starting_token: &str) -> Option<&str> {
+    (!starting_token.is_empty()).then_some(starting_token)
+}
+
+fn get_capacity(
+    plugin: &Plugin,
+    asked: csi::GetCapacityRequest,
+) -> Result<csi::GetCapacityResponse, Status> {
+    request::change_tracking("parameters", &asked.parameters)?;
+    let here = asked.accessible_topology.as_ref().is_none_or(|place| plugin.place.is_in(place));
+    if !here || !can_be_satisfied(&asked.volume_capabilities)? {
+        return Ok(csi::GetCapacityResponse {
+            available_capacity: 0,
+            maximum_volume_size: Some(0),
+            minimum_volume_size: None,
+        });
+    }
+    let room = plugin.backend.capacity()?;
+    Ok(csi::GetCapacityResponse {
+        available_capacity: response::bytes(room.available),
+        maximum_volume_size: Some(response::bytes(room.maximum_volume)),
+        minimum_volume_size: Some(response::bytes(room.minimum_volume)),
+    })
+}
+
+/// Whether a volume with these capabilities can be made. An error is a malformed request.
+fn can_be_satisfied(wanted: &[csi::VolumeCapability]) -> Checked<bool> {
+    if wanted.is_empty() {
+        return Ok(true);
+    }
+    match request::capabilities(wanted) {
+        Ok(wanted) => Ok(request::common_filesystem(&wanted).is_ok()),
+        Err(Refusal::Unsupported { .. }) => Ok(false),
+        Err(refusal) => Err(refusal.into()),
+    }
+}
+
+/// The device on the node has to follow in any case, for a filesystem and for raw blocks: only
+/// NodeExpandVolume reads the new size of the backing file into the loop device.
+fn expand_volume(
+    plugin: &Plugin,
+    asked: csi::ControllerExpandVolumeRequest,
+) -> Result<csi::ControllerExpandVolumeResponse, Status> {
+    let id = request::id("volume_id", &asked.volume_id)?;
+    if asked.capacity_range.is_none() {
+        return Err(Error::invalid("capacity_range", "is required").into());
+    }
+    let range = request::capacity_range(asked.capacity_range.as_ref())?;
+    if let Some(capability) = &asked.volume_capability {
+        request::capability("volume_capability", Some(capability)).map_err(Error::from)?;
+    }
+    let volume = plugin.backend.expand_volume(id, range.required, range.limit)?;
+    Ok(csi::ControllerExpandVolumeResponse {
+        capacity_bytes: response::bytes(volume.capacity_bytes),
+        node_expansion_required: true,
+    })
+}
+
+fn get_volume(
+    plugin: &Plugin,
+    asked: csi::ControllerGetVolumeRequest,
+) -> Result<csi::ControllerGetVolumeResponse, Status> {
+    let id = request::id("volume_id", &asked.volume_id)?;
+    let volume = plugin.backend.volume(id)?;
+    let condition = plugin.backend.volume_condition(id)?;
+    Ok(csi::ControllerGetVolumeResponse {
+        volume: Some(response::volume(&volume, &plugin.place)),
+        status: Some(csi::controller_get_volume_response::VolumeStatus {
+            published_node_ids: Vec::new(),
+            volume_condition: Some(response::condition(condition)),
+        }),
+    })
+}
+
+/// An empty map changes nothing and is accepted for a volume that exists: on the wire it cannot be
+/// told from one whose keys were all taken out.
+fn modify_volume(
+    plugin: &Plugin,
+    asked: csi::ControllerModifyVolumeRequest,
+) -> Result<csi::ControllerModifyVolumeResponse, Status> {
+    let id = request::id("volume_id", &asked.volume_id)?;
+    match request::change_tracking("mutable_parameters", &asked.mutable_parameters)? {
+        Some(on) => plugin.backend.set_change_tracking(id, on)?,
+        None => drop(plugin.backend.volume(id)?),
+    }
+    Ok(csi::ControllerModifyVolumeResponse {})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volume_without_a_size_gets_the_default_within_its_limit() {
+        assert_eq!(default_bytes(0, None), 1 << 30);
+        assert_eq!(default_bytes(2 << 30, None), 1 << 30);
+        assert_eq!(default_bytes((1 << 20) + 5000, None), (1 << 20) + 4096);
+        assert_eq!(default_bytes(100, None), 4096);
+        assert_eq!(default_bytes(0, Some(5 << 20)), 5 << 20);
+    }
+
+    #[test]
+    fn a_page_is_never_larger_than_a_message_can_be() {
+        assert_eq!((page(0), page(7), page(usize::MAX)), (MAX_ENTRIES, 7, MAX_ENTRIES));
+    }
+
+    #[test]
+    fn a_content_source_names_its_object() {
+        let none = csi::VolumeContentSource { r#type: None };
+        assert!(content_source(&none).unwrap_err().to_string().contains("volume_content_source"));
+        let empty = ContentSource::Volume(Default::default());
+        let error = content_source(&csi::VolumeContentSource { r#type: Some(empty) }).unwrap_err();
+        assert!(error.to_string().contains("volume.volume_id"));
+    }
+}

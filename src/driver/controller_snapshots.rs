@@ -1,0 +1,55 @@
+//! CSI Controller: snapshots.
+
+use tonic::Status;
+
+use super::controller::{page, token};
+use super::{Plugin, request, response};
+use crate::backend::SnapshotFilter;
+use crate::proto::csi::v1 as csi;
+
+pub fn create(
+    plugin: &Plugin,
+    asked: csi::CreateSnapshotRequest,
+) -> Result<csi::CreateSnapshotResponse, Status> {
+    let name = request::name(&asked.name)?;
+    let volume_id = request::id("source_volume_id", &asked.source_volume_id)?;
+    request::keys("parameters", &asked.parameters, &[])?;
+    let made = plugin.backend.create_snapshot(name, volume_id)?;
+    Ok(csi::CreateSnapshotResponse { snapshot: Some(response::snapshot(&made)) })
+}
+
+pub fn delete(
+    plugin: &Plugin,
+    asked: csi::DeleteSnapshotRequest,
+) -> Result<csi::DeleteSnapshotResponse, Status> {
+    plugin.backend.delete_snapshot(request::id("snapshot_id", &asked.snapshot_id)?)?;
+    Ok(csi::DeleteSnapshotResponse {})
+}
+
+pub fn list(
+    plugin: &Plugin,
+    asked: csi::ListSnapshotsRequest,
+) -> Result<csi::ListSnapshotsResponse, Status> {
+    let some = |id: &str| (!id.is_empty()).then(|| id.to_owned());
+    let filter = SnapshotFilter {
+        snapshot_id: some(request::optional_id("snapshot_id", &asked.snapshot_id)?),
+        volume_id: some(request::optional_id("source_volume_id", &asked.source_volume_id)?),
+    };
+    let max = page(request::max_entries(asked.max_entries)?);
+    let page = plugin.backend.snapshots(&filter, token(&asked.starting_token), max)?;
+    let entry = |snapshot| csi::list_snapshots_response::Entry {
+        snapshot: Some(response::snapshot(snapshot)),
+    };
+    Ok(csi::ListSnapshotsResponse {
+        entries: page.items.iter().map(entry).collect(),
+        next_token: page.next.unwrap_or_default(),
+    })
+}
+
+pub fn get(
+    plugin: &Plugin,
+    asked: csi::GetSnapshotRequest,
+) -> Result<csi::GetSnapshotResponse, Status> {
+    let found = plugin.backend.snapshot(request::id("snapshot_id", &asked.snapshot_id)?)?;
+    Ok(csi::GetSnapshotResponse { snapshot: Some(response::snapshot(&found)) })
+}

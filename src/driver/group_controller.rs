@@ -1,0 +1,111 @@
+//! CSI GroupController: snapshots of several volumes at one point in time.
+
+use tonic::{Request, Response, Status};
+
+use super::{Plugin, request, response};
+use crate::backend::{Error, Result as Checked};
+use crate::proto::csi::v1 as csi;
+use csi::group_controller_server::GroupController;
+use csi::group_controller_service_capability::{Rpc, Type, rpc};
+
+#[tonic::async_trait]
+impl GroupController for Plugin {
+    async fn group_controller_get_capabilities(
+        &self,
+        request: Request<csi::GroupControllerGetCapabilitiesRequest>,
+    ) -> Result<Response<csi::GroupControllerGetCapabilitiesResponse>, Status> {
+        self.call("GroupControllerGetCapabilities", request, |_, _| Ok(capabilities())).await
+    }
+
+    async fn create_volume_group_snapshot(
+        &self,
+        request: Request<csi::CreateVolumeGroupSnapshotRequest>,
+    ) -> Result<Response<csi::CreateVolumeGroupSnapshotResponse>, Status> {
+        self.call("CreateVolumeGroupSnapshot", request, create).await
+    }
+
+    async fn delete_volume_group_snapshot(
+        &self,
+        request: Request<csi::DeleteVolumeGroupSnapshotRequest>,
+    ) -> Result<Response<csi::DeleteVolumeGroupSnapshotResponse>, Status> {
+        self.call("DeleteVolumeGroupSnapshot", request, delete).await
+    }
+
+    async fn get_volume_group_snapshot(
+        &self,
+        request: Request<csi::GetVolumeGroupSnapshotRequest>,
+    ) -> Result<Response<csi::GetVolumeGroupSnapshotResponse>, Status> {
+        self.call("GetVolumeGroupSnapshot", request, get).await
+    }
+}
+
+fn capabilities() -> csi::GroupControllerGetCapabilitiesResponse {
+    let rpc = Rpc { r#type: rpc::Type::CreateDeleteGetVolumeGroupSnapshot.into() };
+    let capability = csi::GroupControllerServiceCapability { r#type: Some(Type::Rpc(rpc)) };
+    csi::GroupControllerGetCapabilitiesResponse { capabilities: vec![capability] }
+}
+
+fn create(
+    plugin: &Plugin,
+    asked: csi::CreateVolumeGroupSnapshotRequest,
+) -> Result<csi::CreateVolumeGroupSnapshotResponse, Status> {
+    let name = request::name(&asked.name)?;
+    let volume_ids = members(&asked.source_volume_ids)?;
+    request::keys("parameters", &asked.parameters, &[])?;
+    let made = plugin.backend.create_group(name, volume_ids)?;
+    Ok(csi::CreateVolumeGroupSnapshotResponse { group_snapshot: Some(response::group(&made)) })
+}
+
+/// The volumes of a new group: at least one, and none of them twice.
+fn members(volume_ids: &[String]) -> Checked<&[String]> {
+    const FIELD: &str = "source_volume_ids";
+    if volume_ids.is_empty() {
+        return Err(Error::invalid(FIELD, "is required"));
+    }
+    ids(FIELD, volume_ids)?;
+    let mut seen = std::collections::HashSet::new();
+    match volume_ids.iter().find(|id| !seen.insert(id.as_str())) {
+        Some(twice) => Err(Error::invalid(FIELD, format!("names {twice:?} more than once"))),
+        None => Ok(volume_ids),
+    }
+}
+
+fn ids<'a>(field: &'static str, ids: &'a [String]) -> Checked<&'a [String]> {
+    ids.iter().try_for_each(|id| request::id(field, id).map(drop))?;
+    Ok(ids)
+}
+
+fn delete(
+    plugin: &Plugin,
+    asked: csi::DeleteVolumeGroupSnapshotRequest,
+) -> Result<csi::DeleteVolumeGroupSnapshotResponse, Status> {
+    let id = request::id("group_snapshot_id", &asked.group_snapshot_id)?;
+    plugin.backend.delete_group(id, ids("snapshot_ids", &asked.snapshot_ids)?)?;
+    Ok(csi::DeleteVolumeGroupSnapshotResponse {})
+}
+
+fn get(
+    plugin: &Plugin,
+    asked: csi::GetVolumeGroupSnapshotRequest,
+) -> Result<csi::GetVolumeGroupSnapshotResponse, Status> {
+    let id = request::id("group_snapshot_id", &asked.group_snapshot_id)?;
+    let found = plugin.backend.group(id, ids("snapshot_ids", &asked.snapshot_ids)?)?;
+    Ok(csi::GetVolumeGroupSnapshotResponse { group_snapshot: Some(response::group(&found)) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_has_members_and_each_only_once() {
+        let members = |ids: &[&str]| {
+            let owned: Vec<String> = ids.iter().map(|id| (*id).to_owned()).collect();
+            members(&owned).map(drop).map_err(|error| error.to_string())
+        };
+        assert!(members(&["a", "b"]).is_ok());
+        for bad in [&[][..], &[""], &["a", "b", "a"]] {
+            assert!(members(bad).unwrap_err().starts_with("source_volume_ids"), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! CSI Identity: who the plugin is, what it serves, whether it is well.
+
+use tonic::{Request, Response, Status};
+
+use super::Plugin;
+use crate::backend::Error;
+use crate::proto::csi::v1::identity_server::Identity;
+use crate::proto::csi::v1::plugin_capability::{
+    Service, Type, VolumeExpansion, service, volume_expansion,
+};
+use crate::proto::csi::v1::{
+    GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
+    GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse,
+};
+
+const SERVICES: [service::Type; 4] = [
+    service::Type::ControllerService,
+    service::Type::VolumeAccessibilityConstraints,
+    service::Type::GroupControllerService,
+    service::Type::SnapshotMetadataService,
+];
+
+#[tonic::async_trait]
+impl Identity for Plugin {
+    async fn get_plugin_info(
+        &self,
+        request: Request<GetPluginInfoRequest>,
+    ) -> Result<Response<GetPluginInfoResponse>, Status> {
+        self.call("GetPluginInfo", request, plugin_info).await
+    }
+
+    async fn get_plugin_capabilities(
+        &self,
+        request: Request<GetPluginCapabilitiesRequest>,
+    ) -> Result<Response<GetPluginCapabilitiesResponse>, Status> {
+        self.call("GetPluginCapabilities", request, plugin_capabilities).await
+    }
+
+    async fn probe(
+        &self,
+        request: Request<ProbeRequest>,
+    ) -> Result<Response<ProbeResponse>, Status> {
+        self.call("Probe", request, probe).await
+    }
+}
+
+fn plugin_info(plugin: &Plugin, _: GetPluginInfoRequest) -> Result<GetPluginInfoResponse, Status> {
+    Ok(GetPluginInfoResponse {
+        name: plugin.driver_name.clone(),
+        vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
+        manifest: Default::default(),
+    })
+}
+
+fn plugin_capabilities(
+    _: &Plugin,
+    _: GetPluginCapabilitiesRequest,
+) -> Result<GetPluginCapabilitiesResponse, Status> {
+    let services = SERVICES.map(|service| Type::Service(Service { r#type: service.into() }));
+    let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
+    let capabilities = services
+        .into_iter()
+        .chain([Type::VolumeExpansion(online)])
+        .map(|one| PluginCapability { r#type: Some(one) })
+        .collect();
+    Ok(GetPluginCapabilitiesResponse { capabilities })
+}
+
+/// CSI Probe: FAILED_PRECONDITION says that the plugin is not well, whatever the reason.
+fn probe(plugin: &Plugin, _: ProbeRequest) -> Result<ProbeResponse, Status> {
+    let well = plugin.backend.healthy();
+    well.map_err(|error| Error::Precondition(format!("the driver is not healthy: {error}")))?;
+    Ok(ProbeResponse { ready: Some(true) })
+}

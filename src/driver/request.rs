@@ -1,0 +1,279 @@
+//! Checks of what clients send, before any of it reaches the backend. Each check returns the value in
+//! the backend's types or `Error::Invalid`, which names the field. Ids are only checked for size: one
+//! that cannot exist is simply not found. Values that may be sensitive (mount flags, parameters,
+//! secrets) are never repeated in an error; names of keys are.
+
+use std::collections::HashMap;
+use std::path::{Component, Path, PathBuf};
+
+use crate::backend::{Access, AccessMode, Capability, Error, FsType, Result};
+use crate::proto::csi::v1 as csi;
+use csi::volume_capability::AccessType;
+use csi::volume_capability::access_mode::Mode;
+
+/// CSI "Size limits": most strings have at most so many bytes.
+const MAX_STRING: usize = 128;
+/// CSI "Size limits": the mount flags have at most so many bytes together.
+const MAX_MOUNT_FLAGS: usize = 4096;
+/// Linux PATH_MAX without the terminating zero, in bytes.
+const MAX_PATH: usize = 4095;
+/// Bytes of a client's key that an error repeats.
+const MAX_SHOWN: usize = 128;
+/// Keys that Kubernetes components add by themselves.
+const KUBERNETES_PREFIXES: [&str; 2] = ["csi.storage.k8s.io/", "storage.kubernetes.io/"];
+/// Says that a volume is made for one pod (KEP-596).
+const EPHEMERAL_KEY: &str = "csi.storage.k8s.io/ephemeral";
+/// The one parameter of this driver, immutable and mutable.
+pub const CHANGE_TRACKING: &str = "changeTracking";
+
+/// A required id of something that exists.
+pub fn id<'a>(field: &'static str, value: &'a str) -> Result<&'a str> {
+    if value.is_empty() {
+        return Err(Error::invalid(field, "is required"));
+    }
+    optional_id(field, value)
+}
+
+/// An id that may be empty.
+pub fn optional_id<'a>(field: &'static str, value: &'a str) -> Result<&'a str> {
+    if value.len() > MAX_STRING {
+        return Err(Error::invalid(field, format!("has more than {MAX_STRING} bytes")));
+    }
+    Ok(value)
+}
+
+/// A required name, chosen by the client.
+pub fn name(value: &str) -> Result<&str> {
+    let value = id("name", value)?;
+    if value.chars().any(char::is_control) {
+        return Err(Error::invalid("name", "has control characters"));
+    }
+    Ok(value)
+}
+
+/// A required absolute path.
+pub fn path(field: &'static str, value: &str) -> Result<PathBuf> {
+    if value.is_empty() {
+        return Err(Error::invalid(field, "is required"));
+    }
+    if value.len() > MAX_PATH || value.contains('\0') {
+        return Err(Error::invalid(field, format!("is not a path of at most {MAX_PATH} bytes")));
+    }
+    let path = Path::new(value);
+    if !path.is_absolute() || path.components().any(|part| part == Component::ParentDir) {
+        return Err(Error::invalid(field, "is not an absolute path without \"..\""));
+    }
+    Ok(path.to_owned())
+}
+
+/// Both ends of a capacity range in bytes, 0 for an end that is not given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Range {
+    pub required: u64,
+    pub limit: u64,
+}
+
+pub fn capacity_range(range: Option<&csi::CapacityRange>) -> Result<Range> {
+    let Some(range) = range else { return Ok(Range::default()) };
+    let bytes =
+        |field, value: i64| u64::try_from(value).map_err(|_| Error::invalid(field, "is negative"));
+    let required = bytes("capacity_range.required_bytes", range.required_bytes)?;
+    let limit = bytes("capacity_range.limit_bytes", range.limit_bytes)?;
+    if limit != 0 && limit < required {
+        return Err(Error::invalid("capacity_range.limit_bytes", "is less than required_bytes"));
+    }
+    Ok(Range { required, limit })
+}
+
+/// `max_entries` of a list: 0 for no limit.
+pub fn max_entries(value: i32) -> Result<usize> {
+    usize::try_from(value).map_err(|_| Error::invalid("max_entries", "is negative"))
+}
+
+/// Why a capability is not accepted. CSI tells the two apart where a client only asks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Refusal {
+    /// The message is wrong.
+    Malformed { field: &'static str, reason: String },
+    /// The message is right, but this driver does not do that.
+    Unsupported { field: &'static str, reason: String },
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Malformed { field, reason } | Refusal::Unsupported { field, reason } => {
+                Self::Invalid { field, reason }
+            }
+        }
+    }
+}
+
+/// What a capability asks for. `fs_type` is apart because it may be left open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wanted {
+    pub capability: Capability,
+    /// The client left the filesystem to the driver; the capability then says the default.
+    pub any_filesystem: bool,
+}
+
+impl Wanted {
+    pub fn fs_type(&self) -> Option<FsType> {
+        match self.capability.access {
+            Access::Block => None,
+            Access::Mount { fs_type, .. } => Some(fs_type),
+        }
+    }
+
+    /// The capability with the filesystem that is there, where the client left it open.
+    pub fn with_filesystem(mut self, found: Option<FsType>) -> Capability {
+        if let (true, Some(found), Access::Mount { fs_type, .. }) =
+            (self.any_filesystem, found, &mut self.capability.access)
+        {
+            *fs_type = found;
+        }
+        self.capability
+    }
+}
+
+/// A required capability; `field` is where the message has it.
+pub fn capability(
+    field: &'static str,
+    capability: Option<&csi::VolumeCapability>,
+) -> Result<Wanted, Refusal> {
+    let malformed = |reason: &str| Refusal::Malformed { field, reason: reason.into() };
+    let capability = capability.ok_or_else(|| malformed("is required"))?;
+    let mode = access_mode(field, capability.access_mode.as_ref())?;
+    match &capability.access_type {
+        None => Err(malformed("access_type is required: block or mount")),
+        Some(AccessType::Block(_)) => {
+            let capability = Capability { access: Access::Block, mode };
+            Ok(Wanted { capability, any_filesystem: false })
+        }
+        Some(AccessType::Mount(wanted)) => {
+            let any_filesystem = wanted.fs_type.is_empty();
+            let capability = Capability { access: mount(field, wanted)?, mode };
+            Ok(Wanted { capability, any_filesystem })
+        }
+    }
+}
+
+fn access_mode(
+    field: &'static str,
+    mode: Option<&csi::volume_capability::AccessMode>,
+) -> Result<AccessMode, Refusal> {
+    let refused = |name: &str| Refusal::Unsupported {
+        field,
+        reason: format!("access_mode {name} is not supported: volumes are used on one node"),
+    };
+    let number = mode.map_or(0, |mode| mode.mode);
+    match Mode::try_from(number) {
+        Ok(Mode::Unknown) => {
+            Err(Refusal::Malformed { field, reason: "access_mode.mode is required".into() })
+        }
+        Ok(Mode::SingleNodeWriter) => Ok(AccessMode::SingleNodeWriter),
+        Ok(Mode::SingleNodeReaderOnly) => Ok(AccessMode::SingleNodeReaderOnly),
+        Ok(Mode::SingleNodeSingleWriter) => Ok(AccessMode::SingleNodeSingleWriter),
+        Ok(Mode::SingleNodeMultiWriter) => Ok(AccessMode::SingleNodeMultiWriter),
+        Ok(other) => Err(refused(other.as_str_name())),
+        Err(_) => Err(refused(&number.to_string())),
+    }
+}
+
+fn mount(
+    field: &'static str,
+    wanted: &csi::volume_capability::MountVolume,
+) -> Result<Access, Refusal> {
+    let malformed = |reason: &str| Refusal::Malformed { field, reason: reason.into() };
+    let fs_type = wanted.fs_type.parse().map_err(|_| Refusal::Unsupported {
+        field,
+        reason: format!(
+            "fs_type {:?} is not supported; use ext4, xfs or btrfs",
+            super::status::cut(&wanted.fs_type, MAX_SHOWN)
+        ),
+    })?;
+    let flags = &wanted.mount_flags;
+    if flags.iter().any(|flag| flag.is_empty() || flag.contains('\0')) {
+        return Err(malformed("mount_flags has an empty flag or a zero byte"));
+    }
+    if flags.iter().map(String::len).sum::<usize>() > MAX_MOUNT_FLAGS {
+        return Err(malformed("mount_flags has more than 4 KiB"));
+    }
+    let group = match wanted.volume_mount_group.as_str() {
+        "" => None,
+        // The largest number means "leave the group as it is" to the kernel.
+        text => match text.parse::<u32>() {
+            Ok(id) if id != u32::MAX && text.bytes().all(|byte| byte.is_ascii_digit()) => Some(id),
+            _ => return Err(malformed("volume_mount_group is not a group id in decimal")),
+        },
+    };
+    Ok(Access::Mount { fs_type, flags: flags.clone(), group })
+}
+
+/// The required capabilities of a volume that is to satisfy all of them.
+pub fn capabilities(wanted: &[csi::VolumeCapability]) -> Result<Vec<Wanted>, Refusal> {
+    const FIELD: &str = "volume_capabilities";
+    if wanted.is_empty() {
+        return Err(Refusal::Malformed { field: FIELD, reason: "is required".into() });
+    }
+    wanted.iter().map(|one| capability(FIELD, Some(one))).collect()
+}
+
+/// The filesystem that satisfies all of them: `None` when none is to be mounted.
+pub fn common_filesystem(wanted: &[Wanted]) -> Result<Option<FsType>, Refusal> {
+    let mut named = wanted.iter().filter(|one| !one.any_filesystem).filter_map(Wanted::fs_type);
+    let first = named.next();
+    if named.any(|other| Some(other) != first) {
+        return Err(Refusal::Unsupported {
+            field: "volume_capabilities",
+            reason: "ask for more than one fs_type; a volume has one filesystem".into(),
+        });
+    }
+    Ok(first.or_else(|| wanted.iter().find_map(Wanted::fs_type)))
+}
+
+/// Refuses every key that is not `known` and not one of those that Kubernetes adds.
+pub fn keys(field: &'static str, map: &HashMap<String, String>, known: &[&str]) -> Result<()> {
+    let expected = |key: &str| {
+        known.contains(&key) || KUBERNETES_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
+    };
+    // The first in order, so that the answer is the same each time.
+    match map.keys().filter(|key| !expected(key)).min() {
+        None => Ok(()),
+        Some(key) => {
+            let shown = super::status::cut(key, MAX_SHOWN);
+            Err(Error::invalid(field, format!("unknown key {shown:?}")))
+        }
+    }
+}
+
+/// The context of a node call: nothing of it is needed, and a pod's own volume is not served.
+pub fn volume_context(context: &HashMap<String, String>) -> Result<()> {
+    keys("volume_context", context, &[])?;
+    if context.get(EPHEMERAL_KEY).is_some_and(|value| value == "true") {
+        return Err(Error::invalid(
+            "volume_context",
+            format!(
+                "{EPHEMERAL_KEY}: inline volumes are not supported; use a PersistentVolumeClaim"
+            ),
+        ));
+    }
+    Ok(())
+}
+
+/// Whether `map` turns change tracking on or off, if it says so. Checks all of its keys.
+pub fn change_tracking(field: &'static str, map: &HashMap<String, String>) -> Result<Option<bool>> {
+    keys(field, map, &[CHANGE_TRACKING])?;
+    match map.get(CHANGE_TRACKING).map(String::as_str) {
+        None => Ok(None),
+        Some("true") => Ok(Some(true)),
+        Some("false") => Ok(Some(false)),
+        Some(_) => {
+            Err(Error::invalid(field, format!("{CHANGE_TRACKING} is neither true nor false")))
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "request_tests.rs"]
+mod tests;

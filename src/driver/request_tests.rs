@@ -1,0 +1,176 @@
+use super::*;
+use csi::volume_capability::{AccessMode as WireMode, BlockVolume, MountVolume};
+
+fn wire(mode: Mode, access: Option<AccessType>) -> csi::VolumeCapability {
+    csi::VolumeCapability { access_type: access, access_mode: Some(WireMode { mode: mode.into() }) }
+}
+
+fn mounted(mount: MountVolume) -> csi::VolumeCapability {
+    wire(Mode::SingleNodeWriter, Some(AccessType::Mount(mount)))
+}
+
+fn with_fs(fs_type: &str) -> csi::VolumeCapability {
+    mounted(MountVolume { fs_type: fs_type.into(), ..Default::default() })
+}
+
+fn map(pairs: &[(&str, &str)]) -> HashMap<String, String> {
+    pairs.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect()
+}
+
+fn message<T: std::fmt::Debug, E: Into<Error>>(result: Result<T, E>) -> String {
+    result.expect_err("is refused").into().to_string()
+}
+
+#[test]
+fn ids_and_names_are_required_and_bounded() {
+    assert_eq!(id("volume_id", "v-1").unwrap(), "v-1");
+    assert_eq!(message(id("volume_id", "")), "volume_id: is required");
+    assert!(message(id("volume_id", &"x".repeat(129))).starts_with("volume_id: "));
+    assert!(id("volume_id", &"x".repeat(128)).is_ok());
+    assert_eq!(name("pvc ä/1").unwrap(), "pvc ä/1");
+    for bad in ["", "a\nb", "a\0", "\u{7f}"] {
+        assert!(message(name(bad)).starts_with("name: "), "{bad:?}");
+    }
+}
+
+#[test]
+fn paths_are_absolute_and_do_not_climb() {
+    assert_eq!(path("target_path", "/a/b..c/d").unwrap(), Path::new("/a/b..c/d"));
+    for bad in ["", "a/b", "/a/../b", "..", "/a\0b", &format!("/{}", "x".repeat(4095))] {
+        assert!(message(path("target_path", bad)).starts_with("target_path: "), "{bad:?}");
+    }
+}
+
+#[test]
+fn capacity_ranges_are_possible_ones() {
+    let range = |required_bytes, limit_bytes| {
+        capacity_range(Some(&csi::CapacityRange { required_bytes, limit_bytes }))
+    };
+    assert_eq!(capacity_range(None).unwrap(), Range::default());
+    assert_eq!(range(5, 5).unwrap(), Range { required: 5, limit: 5 });
+    assert_eq!(range(5, 0).unwrap(), Range { required: 5, limit: 0 });
+    assert!(message(range(-1, 0)).starts_with("capacity_range.required_bytes"));
+    assert!(message(range(0, i64::MIN)).starts_with("capacity_range.limit_bytes"));
+    assert!(message(range(6, 5)).starts_with("capacity_range.limit_bytes"));
+}
+
+#[test]
+fn one_node_access_modes_are_accepted() {
+    let modes = [
+        (Mode::SingleNodeWriter, AccessMode::SingleNodeWriter),
+        (Mode::SingleNodeReaderOnly, AccessMode::SingleNodeReaderOnly),
+        (Mode::SingleNodeSingleWriter, AccessMode::SingleNodeSingleWriter),
+        (Mode::SingleNodeMultiWriter, AccessMode::SingleNodeMultiWriter),
+    ];
+    for (mode, expected) in modes {
+        let block = wire(mode, Some(AccessType::Block(BlockVolume {})));
+        let wanted = capability("volume_capability", Some(&block)).unwrap();
+        assert_eq!(wanted.capability, Capability { access: Access::Block, mode: expected });
+    }
+}
+
+#[test]
+fn what_is_malformed_and_what_is_unsupported_are_told_apart() {
+    let block = || Some(AccessType::Block(BlockVolume {}));
+    let check = |wanted: &csi::VolumeCapability| capability("volume_capability", Some(wanted));
+    let mut unset = wire(Mode::SingleNodeWriter, block());
+    unset.access_mode = None;
+    let group =
+        |text: &str| mounted(MountVolume { volume_mount_group: text.into(), ..Default::default() });
+    let flag =
+        |text: &str| mounted(MountVolume { mount_flags: vec![text.into()], ..Default::default() });
+    let malformed = [
+        unset,
+        wire(Mode::Unknown, block()),
+        wire(Mode::SingleNodeWriter, None),
+        group("users"),
+        group("-1"),
+        group("+1"),
+        group("4294967295"),
+        flag(""),
+        flag(&"x".repeat(5000)),
+    ];
+    for wanted in &malformed {
+        assert!(matches!(check(wanted), Err(Refusal::Malformed { .. })), "{wanted:?}");
+    }
+    assert!(matches!(capability("volume_capability", None), Err(Refusal::Malformed { .. })));
+    let mut future = wire(Mode::SingleNodeWriter, block());
+    future.access_mode = Some(WireMode { mode: 99 });
+    let unsupported = [
+        wire(Mode::MultiNodeReaderOnly, block()),
+        wire(Mode::MultiNodeSingleWriter, block()),
+        wire(Mode::MultiNodeMultiWriter, block()),
+        with_fs("ntfs"),
+        future,
+    ];
+    for wanted in &unsupported {
+        assert!(matches!(check(wanted), Err(Refusal::Unsupported { .. })), "{wanted:?}");
+    }
+    assert!(message(check(&unsupported[0])).contains("MULTI_NODE_READER_ONLY"));
+}
+
+#[test]
+fn an_error_does_not_repeat_mount_flags() {
+    let flags = vec!["password=hunter2".to_owned(), "\0".to_owned()];
+    let wanted = mounted(MountVolume { mount_flags: flags, ..Default::default() });
+    assert!(!message(capability("volume_capability", Some(&wanted))).contains("hunter2"));
+}
+
+#[test]
+fn an_open_filesystem_becomes_the_one_that_is_there() {
+    let parse = |wire: &csi::VolumeCapability| capability("volume_capability", Some(wire)).unwrap();
+    let fs_of = |capability: Capability| match capability.access {
+        Access::Mount { fs_type, .. } => fs_type,
+        Access::Block => panic!("not a mount"),
+    };
+    assert_eq!(fs_of(parse(&with_fs("")).with_filesystem(Some(FsType::Xfs))), FsType::Xfs);
+    assert_eq!(fs_of(parse(&with_fs("")).with_filesystem(None)), FsType::Ext4);
+    assert_eq!(fs_of(parse(&with_fs("ext4")).with_filesystem(Some(FsType::Xfs))), FsType::Ext4);
+}
+
+#[test]
+fn capabilities_agree_on_one_filesystem() {
+    let block = wire(Mode::SingleNodeWriter, Some(AccessType::Block(BlockVolume {})));
+    let common =
+        |wanted: &[csi::VolumeCapability]| common_filesystem(&capabilities(wanted).unwrap());
+    assert_eq!(common(std::slice::from_ref(&block)), Ok(None));
+    assert_eq!(common(&[block, with_fs("xfs")]), Ok(Some(FsType::Xfs)));
+    assert_eq!(common(&[with_fs(""), with_fs("xfs")]), Ok(Some(FsType::Xfs)));
+    assert_eq!(common(&[with_fs("")]), Ok(Some(FsType::Ext4)));
+    assert!(common(&[with_fs("ext4"), with_fs("xfs")]).is_err());
+    assert!(capabilities(&[]).is_err());
+}
+
+#[test]
+fn keys_of_kubernetes_pass_and_unknown_ones_are_named() {
+    let known = map(&[
+        ("csi.storage.k8s.io/pvc/name", "x"),
+        ("storage.kubernetes.io/csiProvisionerIdentity", "y"),
+        ("csi.storage.k8s.io/ephemeral", "false"),
+    ]);
+    assert!(volume_context(&known).is_ok());
+    let refused = message(keys("parameters", &map(&[("zeta", "1"), ("alpha", "s3cret")]), &[]));
+    assert_eq!(refused, "parameters: unknown key \"alpha\"");
+    let near = map(&[("csi.storage.k8s.io", "x")]);
+    assert!(keys("parameters", &near, &[]).is_err());
+    let inline = map(&[("csi.storage.k8s.io/ephemeral", "true")]);
+    assert!(message(volume_context(&inline)).starts_with("volume_context: "));
+}
+
+#[test]
+fn change_tracking_is_true_or_false() {
+    let tracking = |pairs: &[(&str, &str)]| change_tracking("parameters", &map(pairs));
+    assert_eq!(tracking(&[]).unwrap(), None);
+    assert_eq!(tracking(&[("changeTracking", "true")]).unwrap(), Some(true));
+    assert_eq!(tracking(&[("changeTracking", "false")]).unwrap(), Some(false));
+    for bad in ["", "yes", "True"] {
+        assert!(message(tracking(&[("changeTracking", bad)])).contains("changeTracking"));
+    }
+    assert!(message(tracking(&[("changetracking", "true")])).contains("unknown key"));
+}
+
+#[test]
+fn max_entries_is_not_negative() {
+    assert_eq!(max_entries(0).unwrap(), 0);
+    assert!(message(max_entries(-1)).starts_with("max_entries: "));
+}

@@ -1,0 +1,85 @@
+//! The backend's values as CSI messages.
+
+use prost_types::Timestamp;
+
+use super::topology::Place;
+use crate::backend::{Condition, GroupSnapshot, Snapshot, Source, Usage, Volume};
+use crate::proto::csi::v1 as csi;
+use csi::volume_content_source::{SnapshotSource, Type, VolumeSource};
+use csi::volume_usage::Unit;
+
+/// Bytes for the wire. Sizes end at 64 TiB; a larger number cannot become a negative one.
+pub fn bytes(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+pub fn volume(volume: &Volume, place: &Place) -> csi::Volume {
+    csi::Volume {
+        capacity_bytes: bytes(volume.capacity_bytes),
+        volume_id: volume.id.clone(),
+        volume_context: Default::default(),
+        content_source: volume.source.as_ref().map(content_source),
+        accessible_topology: vec![place.topology()],
+    }
+}
+
+fn content_source(source: &Source) -> csi::VolumeContentSource {
+    let kind = match source {
+        Source::Snapshot(id) => Type::Snapshot(SnapshotSource { snapshot_id: id.clone() }),
+        Source::Volume(id) => Type::Volume(VolumeSource { volume_id: id.clone() }),
+    };
+    csi::VolumeContentSource { r#type: Some(kind) }
+}
+
+pub fn condition(condition: Condition) -> csi::VolumeCondition {
+    csi::VolumeCondition { abnormal: condition.abnormal, message: condition.message }
+}
+
+/// A snapshot is ready as soon as it exists: its copy is complete when the cut returns.
+pub fn snapshot(snapshot: &Snapshot) -> csi::Snapshot {
+    csi::Snapshot {
+        size_bytes: bytes(snapshot.capacity_bytes),
+        snapshot_id: snapshot.id.clone(),
+        source_volume_id: snapshot.volume_id.clone(),
+        creation_time: Some(timestamp(snapshot.created_at)),
+        ready_to_use: true,
+        group_snapshot_id: snapshot.group_id.clone().unwrap_or_default(),
+    }
+}
+
+pub fn group(group: &GroupSnapshot) -> csi::VolumeGroupSnapshot {
+    csi::VolumeGroupSnapshot {
+        group_snapshot_id: group.group.id.clone(),
+        snapshots: group.snapshots.iter().map(snapshot).collect(),
+        creation_time: Some(timestamp(group.group.created_at)),
+        ready_to_use: true,
+    }
+}
+
+fn timestamp((seconds, nanoseconds): (u64, u32)) -> Timestamp {
+    // Fewer than 10^9 nanoseconds always fit.
+    Timestamp { seconds: bytes(seconds), nanos: i32::try_from(nanoseconds).unwrap_or_default() }
+}
+
+pub fn usage(usage: Usage) -> Vec<csi::VolumeUsage> {
+    let entry = |unit: Unit, total, used, available| csi::VolumeUsage {
+        unit: unit.into(),
+        total: bytes(total),
+        used: bytes(used),
+        available: bytes(available),
+    };
+    match usage {
+        Usage::Block { total_bytes } => vec![entry(Unit::Bytes, total_bytes, 0, 0)],
+        Usage::Mount {
+            total_bytes,
+            used_bytes,
+            available_bytes,
+            total_inodes,
+            used_inodes,
+            free_inodes,
+        } => vec![
+            entry(Unit::Bytes, total_bytes, used_bytes, available_bytes),
+            entry(Unit::Inodes, total_inodes, used_inodes, free_inodes),
+        ],
+    }
+}

@@ -1,0 +1,193 @@
+//! The driver from start to end: flags, backend, socket, server, drain.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::gauge::ConstGauge;
+use tokio::runtime;
+use tokio::task::spawn_blocking;
+use tokio::time::{MissedTickBehavior, interval, sleep};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::Server;
+
+use super::args::Args;
+use super::call::Calls;
+use super::topology::Place;
+use super::{Plugin, socket};
+use crate::backend::{Backend, Config};
+use crate::proto::csi::v1::controller_server::ControllerServer;
+use crate::proto::csi::v1::group_controller_server::GroupControllerServer;
+use crate::proto::csi::v1::identity_server::IdentityServer;
+use crate::proto::csi::v1::node_server::NodeServer;
+use crate::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
+use crate::telemetry::http::{self, HealthCheck};
+use crate::telemetry::logs;
+use crate::telemetry::metrics::Metrics;
+use crate::telemetry::shutdown::Shutdown;
+
+/// Threads that serve connections: they only pass messages on.
+const ASYNC_THREADS: usize = 2;
+/// Threads that calls may block, at most. They end when idle.
+const BLOCKING_THREADS: usize = 64;
+/// How long streams that were cut off have to tell their clients.
+const GRACE: Duration = Duration::from_secs(1);
+/// Time between two rounds of the backend's housekeeping.
+const TEND_EVERY: Duration = Duration::from_secs(1);
+
+/// Serves until a signal has come and the running calls are done. Volumes stay attached: pods go on,
+/// and the next driver takes over.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    logs::init(args.log.clone())?;
+    let runtime = runtime::Builder::new_multi_thread()
+        .worker_threads(ASYNC_THREADS)
+        .max_blocking_threads(BLOCKING_THREADS)
+        .enable_all()
+        .build()
+        .context("starting the threads")?;
+    let result = runtime.block_on(serve(args));
+    // A call that has not ended within its time must not keep the process alive.
+    runtime.shutdown_background();
+    result.map(|()| ExitCode::SUCCESS)
+}
+
+async fn serve(args: Args) -> anyhow::Result<()> {
+    let Args {
+        endpoint,
+        socket_mode,
+        socket_group,
+        driver_name,
+        node_id,
+        data_dir,
+        pool,
+        pool_size,
+        overcommit,
+        block_metadata_type,
+        block_size,
+        change_record_retention,
+        http_endpoint,
+        drain_timeout,
+        log: _,
+    } = args;
+    // First, so that a signal during a long start ends the process in order, too.
+    let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
+    let config =
+        Config { data_dir, pool, pool_size, retention: change_record_retention, overcommit };
+    // Before the socket is made: the backend's lock refuses a second driver.
+    let backend = spawn_blocking(move || Backend::open(config)).await??;
+    let metrics = Metrics::new(vec![Box::new(PoolRoom(backend.clone()))]);
+    let calls = Calls::new(metrics.clone());
+    let plugin = Plugin {
+        backend: backend.clone(),
+        calls: calls.clone(),
+        shutdown: shutdown.clone(),
+        place: Place::new(&driver_name, node_id.as_str()),
+        driver_name,
+        style: block_metadata_type.style(block_size),
+    };
+    if let Some(endpoint) = http_endpoint {
+        let address = http::start(&endpoint, metrics, health(&backend), shutdown.clone());
+        let address = address.await.context("--http-endpoint")?;
+        tracing::info!(%address, "serving /healthz and /metrics");
+    }
+    let path = endpoint.as_ref();
+    let (listener, _guard) = socket::listen(path, socket_mode, socket_group.as_deref())?;
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        driver = plugin.driver_name,
+        node = plugin.place.node_id(),
+        pool = backend.pool_description(),
+        socket = %path.display(),
+        "serving CSI"
+    );
+    tokio::spawn(tend(backend, shutdown.clone()));
+    let served = router(plugin)
+        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), drained(shutdown.clone()));
+    tokio::select! {
+        served = served => served.context("serving")?,
+        () = overdue(&shutdown) => tracing::warn!("closing connections that did not end in time"),
+    }
+    // Calls whose client has gone run on without a connection.
+    tokio::select! {
+        () = calls.idle() => tracing::info!("stopped"),
+        () = overdue(&shutdown) => tracing::warn!("stopped with calls that did not end in time"),
+    }
+    Ok(())
+}
+
+fn router(plugin: Plugin) -> tonic::transport::server::Router {
+    Server::builder()
+        .add_service(IdentityServer::new(plugin.clone()))
+        .add_service(ControllerServer::new(plugin.clone()))
+        .add_service(GroupControllerServer::new(plugin.clone()))
+        .add_service(SnapshotMetadataServer::new(plugin.clone()))
+        .add_service(NodeServer::new(plugin))
+}
+
+async fn drained(shutdown: Shutdown) {
+    shutdown.draining().await;
+}
+
+/// Waits until everything should have ended. It bounds hyper's graceful shutdown, which by itself
+/// waits for clients that do not read.
+async fn overdue(shutdown: &Shutdown) {
+    shutdown.ending().await;
+    sleep(GRACE).await;
+}
+
+fn health(backend: &Backend) -> HealthCheck {
+    let backend = backend.clone();
+    Arc::new(move || backend.healthy().map_err(|error| error.to_string()))
+}
+
+/// Lets the backend keep house, one round after the other, until the end begins.
+async fn tend(backend: Backend, shutdown: Shutdown) {
+    let mut rounds = interval(TEND_EVERY);
+    rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            _ = rounds.tick() => {}
+            () = shutdown.draining() => return,
+        }
+        let backend = backend.clone();
+        // A panic is in the log; the next round may do better.
+        let _ = spawn_blocking(move || backend.tend()).await;
+    }
+}
+
+/// The pool's room, read at each scrape.
+struct PoolRoom(Backend);
+
+impl std::fmt::Debug for PoolRoom {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("PoolRoom")
+    }
+}
+
+impl Collector for PoolRoom {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        // A pool that does not answer has no numbers; /healthz says why.
+        let Ok(room) = self.0.capacity() else { return Ok(()) };
+        let gauges = [
+            (
+                "pool_available_bytes",
+                "Bytes that can be written before the pool is full",
+                room.available,
+            ),
+            (
+                "pool_maximum_volume_bytes",
+                "Largest volume that can be made now",
+                room.maximum_volume,
+            ),
+        ];
+        for (name, help, bytes) in gauges {
+            let gauge = ConstGauge::new(super::response::bytes(bytes));
+            gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
+        }
+        Ok(())
+    }
+}

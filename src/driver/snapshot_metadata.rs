@@ -1,0 +1,134 @@
+//! CSI SnapshotMetadata: which ranges of a snapshot hold data, and which changed since another. A
+//! stream holds no lock: it reads finished records and runs while volumes are in use.
+
+use tonic::{Request, Response, Status};
+
+use super::call::Describe;
+use super::stream::{Batches, Limits, Messages, deadline, extents_per_message, start};
+use super::{Plugin, args, request, response, status};
+use crate::backend::{Backend, BlockMap, Error, Extents, Result as Checked};
+use crate::proto::csi::v1 as csi;
+use csi::snapshot_metadata_server::SnapshotMetadata;
+
+#[tonic::async_trait]
+impl SnapshotMetadata for Plugin {
+    type GetMetadataAllocatedStream = Messages<csi::GetMetadataAllocatedResponse>;
+    type GetMetadataDeltaStream = Messages<csi::GetMetadataDeltaResponse>;
+
+    async fn get_metadata_allocated(
+        &self,
+        request: Request<csi::GetMetadataAllocatedRequest>,
+    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
+        let message = |kind, capacity, block_metadata| csi::GetMetadataAllocatedResponse {
+            block_metadata_type: kind,
+            volume_capacity_bytes: capacity,
+            block_metadata,
+        };
+        self.metadata("GetMetadataAllocated", request, allocated, message).await
+    }
+
+    async fn get_metadata_delta(
+        &self,
+        request: Request<csi::GetMetadataDeltaRequest>,
+    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
+        let message = |kind, capacity, block_metadata| csi::GetMetadataDeltaResponse {
+            block_metadata_type: kind,
+            volume_capacity_bytes: capacity,
+            block_metadata,
+        };
+        self.metadata("GetMetadataDelta", request, delta, message).await
+    }
+}
+
+/// A block map and where in it to start.
+struct Asked {
+    map: BlockMap,
+    window: Window,
+}
+
+impl Plugin {
+    /// Opens the map that `open` finds and starts to stream it. What is wrong with the request is the
+    /// status of the call, with no message before it.
+    async fn metadata<Q, M>(
+        &self,
+        method: &'static str,
+        request: Request<Q>,
+        open: fn(&Backend, &Q) -> Checked<Asked>,
+        message: fn(i32, i64, Vec<csi::BlockMetadata>) -> M,
+    ) -> Result<Response<Messages<M>>, Status>
+    where
+        Q: Describe + Send + 'static,
+        M: Send + 'static,
+    {
+        let limits =
+            Limits { deadline: deadline(request.metadata()), shutdown: self.shutdown.clone() };
+        let asked = request.into_inner();
+        let call = self.calls.begin(method, &asked);
+        let (backend, style) = (self.backend.clone(), self.style);
+        let opening = tokio::task::spawn_blocking(move || -> Checked<(u64, Batches<Extents>)> {
+            let Asked { map, window } = open(&backend, &asked)?;
+            let capacity = map.capacity_bytes();
+            let extents = map.extents(style, window.starting_offset)?;
+            Ok((capacity, Batches::new(extents, window.extents_per_message)))
+        });
+        let opened = match opening.await {
+            Ok(opened) => opened.map_err(Status::from),
+            Err(_) => Err(status::panicked(method)),
+        };
+        match opened {
+            Ok((capacity, batches)) => {
+                let kind = args::wire_type(style).into();
+                let capacity = response::bytes(capacity);
+                let message = move |blocks| message(kind, capacity, blocks);
+                Ok(Response::new(start(batches, message, limits, call)))
+            }
+            Err(status) => {
+                call.end(Some(&status));
+                Err(status)
+            }
+        }
+    }
+}
+
+fn allocated(backend: &Backend, asked: &csi::GetMetadataAllocatedRequest) -> Checked<Asked> {
+    let id = request::id("snapshot_id", &asked.snapshot_id)?;
+    let window = window(asked.starting_offset, asked.max_results)?;
+    Ok(Asked { map: backend.allocated(id)?, window })
+}
+
+fn delta(backend: &Backend, asked: &csi::GetMetadataDeltaRequest) -> Checked<Asked> {
+    let base = request::id("base_snapshot_id", &asked.base_snapshot_id)?;
+    let target = request::id("target_snapshot_id", &asked.target_snapshot_id)?;
+    let window = window(asked.starting_offset, asked.max_results)?;
+    Ok(Asked { map: backend.delta(base, target)?, window })
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Window {
+    /// Bytes.
+    starting_offset: u64,
+    extents_per_message: usize,
+}
+
+fn window(starting_offset: i64, max_results: i32) -> Checked<Window> {
+    let max_results =
+        usize::try_from(max_results).map_err(|_| Error::invalid("max_results", "is negative"))?;
+    // CSI GetMetadataAllocated, errors: an offset outside of the snapshot is OUT_OF_RANGE, and so is
+    // one before its start.
+    let starting_offset = u64::try_from(starting_offset)
+        .map_err(|_| Error::OutOfRange("starting_offset: is negative".into()))?;
+    Ok(Window { starting_offset, extents_per_message: extents_per_message(max_results) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn negative_numbers_are_refused_each_with_its_own_code() {
+        assert!(matches!(window(-1, 0), Err(Error::OutOfRange(_))));
+        assert!(matches!(window(0, -1), Err(Error::Invalid { field: "max_results", .. })));
+        let window = window(4097, 10).unwrap();
+        assert_eq!(window, Window { starting_offset: 4097, extents_per_message: 10 });
+    }
+}

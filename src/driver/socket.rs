@@ -1,0 +1,158 @@
+//! The driver's unix socket: made with no moment at which it has the wrong owner or mode, never taken
+//! from a driver that still answers, and removed at the end only if it is still ours.
+
+use std::fs::{self, DirBuilder, Permissions};
+use std::io::ErrorKind;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt, chown};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use nix::unistd::Group;
+use tokio::net::{UnixListener, UnixSocket};
+
+/// Connections that may wait to be accepted.
+const BACKLOG: u32 = 128;
+
+/// Removes its socket when dropped, unless another process has put its own there.
+pub struct Guard {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|found| (found.dev(), found.ino()) == (self.device, self.inode));
+        if ours && let Err(error) = fs::remove_file(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "the socket could not be removed");
+        }
+    }
+}
+
+/// Listens on `path` with this mode and group. A socket that nobody listens on is replaced; one that
+/// answers is an error. To be called inside a runtime.
+pub fn listen(
+    path: &Path,
+    mode: u32,
+    group: Option<&str>,
+) -> anyhow::Result<(UnixListener, Guard)> {
+    let directory = path.parent().context("the socket needs a directory")?;
+    let shown = path.display();
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(directory)
+        .with_context(|| format!("making the directory {}", directory.display()))?;
+    let gid = group.map(group_id).transpose()?;
+    refuse_if_taken(path)?;
+
+    // Bound under a name of its own first: nobody can connect before `listen`, and by then mode and
+    // group are set. The rename then takes the place of a stale socket in one step.
+    let temporary = directory.join(format!(".{}", std::process::id()));
+    let _ = fs::remove_file(&temporary);
+    let socket = UnixSocket::new_stream()?;
+    socket
+        .bind(&temporary)
+        .with_context(|| format!("binding a socket in {}", directory.display()))?;
+    let placed = (|| {
+        chown(&temporary, None, gid).context("setting the group of the socket")?;
+        fs::set_permissions(&temporary, Permissions::from_mode(mode))?;
+        let made = fs::symlink_metadata(&temporary)?;
+        let listener = socket.listen(BACKLOG)?;
+        fs::rename(&temporary, path)?;
+        let guard = Guard { path: path.to_owned(), device: made.dev(), inode: made.ino() };
+        anyhow::Ok((listener, guard))
+    })();
+    placed
+        .inspect_err(|_| drop(fs::remove_file(&temporary)))
+        .with_context(|| format!("making the socket {shown}"))
+}
+
+fn refuse_if_taken(path: &Path) -> anyhow::Result<()> {
+    let shown = path.display();
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error).with_context(|| format!("looking at {shown}")),
+        Ok(found) if !found.file_type().is_socket() => {
+            bail!("{shown} exists and is not a socket; remove it or choose another --endpoint")
+        }
+        Ok(_) => {}
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => bail!(
+            "{shown} is in use: another process answers on it; stop it or choose another --endpoint"
+        ),
+        Err(error)
+            if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound) =>
+        {
+            Ok(())
+        }
+        Err(error) => Err(error).with_context(|| format!("finding out whether {shown} is in use")),
+    }
+}
+
+/// The id of a group that is given by name or number.
+fn group_id(group: &str) -> anyhow::Result<u32> {
+    if let Ok(id) = group.parse() {
+        return Ok(id);
+    }
+    let found =
+        Group::from_name(group).with_context(|| format!("looking up the group {group:?}"))?;
+    Ok(found.with_context(|| format!("--socket-group: there is no group {group:?}"))?.gid.as_raw())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode_of(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    #[tokio::test]
+    async fn the_socket_has_its_mode_and_goes_with_its_guard() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("made/csi.sock");
+        let (_listener, guard) = listen(&path, 0o640, None).unwrap();
+        assert_eq!(mode_of(&path), 0o640);
+        assert!(UnixStream::connect(&path).is_ok());
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        drop(guard);
+        assert!(!path.exists());
+    }
+
+    #[tokio::test]
+    async fn a_socket_that_answers_is_not_taken() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("csi.sock");
+        let _first = listen(&path, 0o600, None).unwrap();
+        let error = listen(&path, 0o600, None).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("in use"), "{error}");
+        assert!(UnixStream::connect(&path).is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_stale_socket_is_replaced_and_its_old_guard_leaves_the_new_one_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("csi.sock");
+        let (listener, stale) = listen(&path, 0o600, None).unwrap();
+        drop(listener);
+        let (_listener, _guard) = listen(&path, 0o600, None).unwrap();
+        drop(stale);
+        assert!(UnixStream::connect(&path).is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_file_that_is_no_socket_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("csi.sock");
+        fs::write(&path, "precious").unwrap();
+        assert!(listen(&path, 0o600, None).is_err());
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+        let other = directory.path().join("other.sock");
+        assert!(listen(&other, 0o600, Some("no such group")).is_err());
+        assert!(!other.exists());
+    }
+}

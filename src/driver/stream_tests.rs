@@ -1,0 +1,123 @@
+use tokio_stream::StreamExt;
+use tonic::Code;
+
+use super::*;
+use crate::backend::Error;
+use crate::driver::call::Calls;
+use crate::proto::csi::v1::GetMetadataAllocatedRequest;
+use crate::telemetry::metrics::Metrics;
+use crate::telemetry::shutdown::Phase;
+
+fn call() -> Call {
+    let calls = Calls::new(Metrics::new(Vec::new()));
+    calls.begin("GetMetadataAllocated", &GetMetadataAllocatedRequest::default())
+}
+
+fn extents(count: u64) -> impl Iterator<Item = Checked<Extent>> + Send + 'static {
+    (0..count).map(|block| Ok(Extent { offset: block * 8192, length: 4096 }))
+}
+
+/// The sizes of the messages, and the status when the stream does not end cleanly.
+async fn sizes(
+    extents: impl Iterator<Item = Checked<Extent>> + Send + 'static,
+    per_message: usize,
+    deadline: Option<Instant>,
+) -> (Vec<usize>, Option<Status>) {
+    let (_running, shutdown) = Shutdown::by_hand();
+    let limits = Limits { deadline, shutdown };
+    let batches = Batches::new(extents, per_message);
+    collect(start(batches, |batch| batch.len(), limits, call())).await
+}
+
+async fn collect(mut stream: Messages<usize>) -> (Vec<usize>, Option<Status>) {
+    let mut sizes = Vec::new();
+    while let Some(message) = stream.next().await {
+        match message {
+            Ok(size) => sizes.push(size),
+            Err(status) => return (sizes, Some(status)),
+        }
+    }
+    (sizes, None)
+}
+
+#[tokio::test]
+async fn nothing_to_report_is_one_empty_message() {
+    let (sizes, error) = sizes(extents(0), 3, None).await;
+    assert_eq!(sizes, [0]);
+    assert!(error.is_none());
+}
+
+#[tokio::test]
+async fn messages_are_full_and_no_empty_one_follows() {
+    assert_eq!(sizes(extents(7), 3, None).await.0, [3, 3, 1]);
+    assert_eq!(sizes(extents(6), 3, None).await.0, [3, 3]);
+}
+
+#[tokio::test]
+async fn a_failure_in_the_middle_is_an_error_and_not_an_end() {
+    let failing = extents(4).chain([Err(Error::Damaged("record".into()))]);
+    let (sizes, error) = sizes(failing, 2, None).await;
+    assert_eq!(sizes, [2, 2]);
+    assert_eq!(error.unwrap().code(), Code::DataLoss);
+}
+
+#[tokio::test]
+async fn a_panic_in_the_middle_is_an_error_and_not_an_end() {
+    let panicking = extents(4).chain(std::iter::from_fn(|| panic!("on purpose")));
+    let (sizes, error) = sizes(panicking, 2, None).await;
+    assert_eq!(sizes, [2, 2]);
+    assert_eq!(error.unwrap().code(), Code::Internal);
+}
+
+#[tokio::test]
+async fn a_deadline_in_the_middle_is_an_error_and_not_an_end() {
+    let slow = extents(1000).inspect(|_| std::thread::sleep(Duration::from_millis(5)));
+    let deadline = Instant::now() + Duration::from_millis(40);
+    let (_, error) = sizes(slow, 1, Some(deadline)).await;
+    assert_eq!(error.unwrap().code(), Code::DeadlineExceeded);
+}
+
+#[tokio::test]
+async fn the_end_of_the_driver_is_an_error_and_not_an_end() {
+    let (phase, shutdown) = Shutdown::by_hand();
+    let limits = Limits { deadline: None, shutdown };
+    let slow = extents(1000).inspect(|_| std::thread::sleep(Duration::from_millis(5)));
+    let stream = start(Batches::new(slow, 1), |batch| batch.len(), limits, call());
+    phase.send_replace(Phase::Draining);
+    tokio::time::sleep(Duration::from_millis(30)).await;
+    phase.send_replace(Phase::Ending);
+    assert_eq!(collect(stream).await.1.unwrap().code(), Code::Unavailable);
+}
+
+#[tokio::test]
+async fn a_lost_producer_is_an_error_and_not_an_end() {
+    let (sender, receiver) = mpsc::channel(1);
+    sender.send(Ok(Some(1))).await.unwrap();
+    drop(sender);
+    let (sizes, error) = collect(Messages(receiver)).await;
+    assert_eq!(sizes, [1]);
+    assert_eq!(error.unwrap().code(), Code::Unavailable);
+}
+
+#[test]
+fn a_full_message_stays_under_the_default_limit_of_clients() {
+    use crate::proto::csi::v1::GetMetadataAllocatedResponse;
+    use prost::Message;
+    let largest = BlockMetadata { byte_offset: 64 << 40, size_bytes: 64 << 40 };
+    let message = GetMetadataAllocatedResponse {
+        block_metadata_type: 2,
+        volume_capacity_bytes: 64 << 40,
+        block_metadata: vec![largest; extents_per_message(usize::MAX)],
+    };
+    assert!(message.encoded_len() < 4 << 20);
+    assert_eq!((extents_per_message(0), extents_per_message(5)), (DEFAULT_EXTENTS, 5));
+}
+
+#[test]
+fn timeouts_are_read_as_grpc_writes_them() {
+    assert_eq!(parse_timeout("99999999H"), Some(Duration::from_secs(99_999_999 * 3600)));
+    assert_eq!(parse_timeout("250m"), Some(Duration::from_millis(250)));
+    for bad in ["", "S", "123456789S", "1x", "-1S", "1é"] {
+        assert_eq!(parse_timeout(bad), None, "{bad}");
+    }
+}

@@ -1,0 +1,127 @@
+//! Sizes as people write them: plain bytes, or a number with a Kubernetes suffix, decimal (`k`, `M`,
+//! `G`, `T`, `P`) or binary (`Ki`, `Mi`, `Gi`, `Ti`, `Pi`). Both directions end in bytes as `u64`, and
+//! nothing wraps around: what does not fit is an error.
+
+/// Suffix and its factor in bytes. Longer suffixes come first, so that `Ki` is not read as `K`.
+const UNITS: [(&str, u64); 10] = [
+    ("Pi", 1 << 50),
+    ("Ti", 1 << 40),
+    ("Gi", 1 << 30),
+    ("Mi", 1 << 20),
+    ("Ki", 1 << 10),
+    ("P", 1_000_000_000_000_000),
+    ("T", 1_000_000_000_000),
+    ("G", 1_000_000_000),
+    ("M", 1_000_000),
+    ("k", 1_000),
+];
+
+/// Digits after the point that are accepted: enough for any size, few enough not to overflow.
+const MAX_FRACTION_DIGITS: usize = 15;
+
+/// The bytes in a quantity such as `4096`, `1.5Gi` or `500M`. A fraction of a byte rounds up, as in
+/// Kubernetes. The error says what is wrong, for a command line or a field message.
+pub fn parse(text: &str) -> Result<u64, String> {
+    let wrong = || {
+        format!(
+            "{text:?} is not a size; write bytes or a number with k, M, G, T, P, Ki, Mi, Gi, Ti or Pi, such as 10Gi"
+        )
+    };
+    let (number, factor) = UNITS
+        .iter()
+        .find_map(|(suffix, factor)| text.strip_suffix(suffix).map(|number| (number, *factor)))
+        .unwrap_or((text, 1));
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    if !is_digits(whole) || !is_digits(fraction) || fraction.len() > MAX_FRACTION_DIGITS {
+        return Err(wrong());
+    }
+    let too_large = || format!("{text:?} is too large a size");
+    let whole: u128 = whole.parse().map_err(|_| too_large())?;
+    let scale = 10_u128.pow(fraction.len() as u32);
+    let fraction: u128 = fraction.parse().map_err(|_| wrong())?;
+    let part = (fraction * u128::from(factor)).div_ceil(scale);
+    whole
+        .checked_mul(u128::from(factor))
+        .and_then(|bytes| bytes.checked_add(part))
+        .and_then(|bytes| u64::try_from(bytes).ok())
+        .ok_or_else(too_large)
+}
+
+fn is_digits(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// `bytes` for people, in the largest binary unit that is not above it, with at most two digits
+/// after the point, cut and not rounded: `4Gi`, `1.5Gi`, `512`.
+pub fn format(bytes: u64) -> String {
+    let unit = UNITS.iter().find(|(suffix, factor)| suffix.ends_with('i') && bytes >= *factor);
+    let Some((suffix, factor)) = unit else { return bytes.to_string() };
+    let whole = bytes / factor;
+    let hundredths = u128::from(bytes % factor) * 100 / u128::from(*factor);
+    match hundredths {
+        0 => format!("{whole}{suffix}"),
+        n if n % 10 == 0 => format!("{whole}.{}{suffix}", n / 10),
+        n => format!("{whole}.{n:02}{suffix}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_bytes_and_every_suffix_are_read() {
+        let cases = [
+            ("0", 0),
+            ("4096", 4096),
+            ("1k", 1000),
+            ("2M", 2_000_000),
+            ("1Ki", 1024),
+            ("1.5Gi", 3 << 29),
+            ("64Ti", 64 << 40),
+            ("0.5Ki", 512),
+            ("1.0001k", 1001),
+            ("15Pi", 15 << 50),
+            ("18446744073709551615", u64::MAX),
+        ];
+        for (text, bytes) in cases {
+            assert_eq!(parse(text), Ok(bytes), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_size_is_refused() {
+        for text in ["", "Gi", "-1", "+1", "1 Gi", "1K", "1gi", "1.", ".5Gi", "1e3", "1.1.1", "١"]
+        {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_size_that_does_not_fit_is_refused_and_does_not_wrap() {
+        for text in
+            ["18446744073709551616", "16384Pi", "99999999999999999999999999999999999999999Pi"]
+        {
+            assert!(parse(text).unwrap_err().contains("too large"), "{text}");
+        }
+        assert!(parse("0.9999999999999999999999999999Pi").is_err());
+    }
+
+    #[test]
+    fn sizes_are_shown_in_binary_units() {
+        let cases = [
+            (0, "0"),
+            (1023, "1023"),
+            (1024, "1Ki"),
+            (1536, "1.5Ki"),
+            ((1 << 30) - 1, "1023.99Mi"),
+            (1 << 30, "1Gi"),
+            ((1 << 30) + (11 << 20), "1.01Gi"),
+            (64 << 40, "64Ti"),
+            (u64::MAX, "16383.99Pi"),
+        ];
+        for (bytes, text) in cases {
+            assert_eq!(format(bytes), text);
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! Structured logs on stderr, as text for people or JSON for machines, times in UTC. Panics become
+//! log lines too, so that a reader of JSON misses none.
+
+use std::io::{IsTerminal, stderr};
+
+use clap::ValueEnum;
+use tracing_subscriber::EnvFilter;
+
+/// `--log-format`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// One line of text for each event.
+    Text,
+    /// One JSON object for each event.
+    Json,
+}
+
+/// The flags of a role that logs.
+#[derive(Debug, Clone, clap::Args)]
+// Its group would have the name `Args`, as that of the role that flattens it.
+#[group(skip)]
+pub struct Args {
+    /// How log lines are written to stderr.
+    #[arg(long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
+    pub log_format: Format,
+
+    /// What is logged: error, warn, info, debug, trace, or directives such as
+    /// info,csi_loopback::driver=debug.
+    #[arg(long, default_value = "info", value_parser = directives, value_name = "LEVEL")]
+    pub log_level: String,
+}
+
+/// Checked here so that a wrong directive is an error of the command line; kept as text because the
+/// filter itself cannot be cloned.
+fn directives(text: &str) -> Result<String, String> {
+    if text.trim().is_empty() {
+        return Err("no level given; use error, warn, info, debug or trace".into());
+    }
+    EnvFilter::try_new(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
+}
+
+/// Starts logging. To be called once, before any thread is started.
+pub fn init(args: Args) -> anyhow::Result<()> {
+    let Args { log_format, log_level } = args;
+    let events = tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::try_new(log_level)?)
+        .with_writer(stderr)
+        .with_ansi(stderr().is_terminal());
+    let started = match log_format {
+        Format::Text => events.try_init(),
+        Format::Json => events.json().flatten_event(true).try_init(),
+    };
+    started.map_err(|error| anyhow::anyhow!("starting the log: {error}"))?;
+    std::panic::set_hook(Box::new(|panic| {
+        let location = panic.location().map(ToString::to_string).unwrap_or_default();
+        let payload = panic.payload();
+        let text = payload.downcast_ref::<&str>().copied();
+        let message = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+        let message = message.unwrap_or("no message");
+        tracing::error!(location, "panic: {message}");
+    }));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::directives;
+
+    #[test]
+    fn log_levels_and_directives_are_checked_when_parsed() {
+        for good in ["info", "debug", "warn,csi_loopback::driver=trace"] {
+            assert!(directives(good).is_ok(), "{good}");
+        }
+        for bad in ["", " ", "info=loud", "a=b=c"] {
+            assert!(directives(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -9,6 +9,8 @@ mod block_map;
 mod capability;
 mod compare;
 mod connection;
+#[cfg(test)]
+mod fake_driver;
 mod format;
 mod names;
 mod pool;

@@ -88,17 +88,26 @@ impl Stop {
 }
 
 #[cfg(test)]
+impl Stop {
+    /// Without signals of the system.
+    pub fn by_hand(timeout: Duration) -> (watch::Sender<bool>, Self) {
+        let (sender, signalled) = watch::channel(false);
+        (sender, Self { signalled, deadline: Instant::now() + timeout, timeout })
+    }
+
+    /// Without signals.
+    pub fn unsignalled(timeout: Duration) -> Self {
+        Self::by_hand(timeout).1
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
-    fn stop(timeout: Duration) -> (watch::Sender<bool>, Stop) {
-        let (sender, signalled) = watch::channel(false);
-        (sender, Stop { signalled, deadline: Instant::now() + timeout, timeout })
-    }
-
     #[tokio::test]
     async fn a_step_under_way_gets_a_grace_and_the_next_is_not_begun() {
-        let (sender, stop) = stop(Duration::from_secs(600));
+        let (sender, stop) = Stop::by_hand(Duration::from_secs(600));
         let step = stop.step(async {
             sender.send_replace(true);
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -111,13 +120,13 @@ mod tests {
 
     #[tokio::test]
     async fn waiting_ends_with_a_signal_and_with_the_time() {
-        let (sender, stop) = stop(Duration::from_secs(600));
+        let (sender, stop) = Stop::by_hand(Duration::from_secs(600));
         let waiting = stop.wait(std::future::pending::<Result<()>>());
         let (outcome, _) = tokio::join!(waiting, async { sender.send_replace(true) });
         assert_eq!(outcome.unwrap_err().to_string(), "interrupted");
 
         // The sender is gone: that is no signal.
-        let (_, stop) = self::stop(Duration::from_millis(20));
+        let (_, stop) = Stop::by_hand(Duration::from_millis(20));
         let error = stop.step(std::future::pending::<Result<()>>()).await.unwrap_err();
         assert!(error.to_string().contains("--timeout"), "{error}");
         assert!(stop.check().is_err());

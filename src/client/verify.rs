@@ -29,7 +29,24 @@ const MESSAGES: usize = 4;
 pub async fn run(options: &Options, base: &str, target: &str) -> Result<ExitCode> {
     let start = Instant::now();
     let stop = Stop::listen(options.timeout)?;
-    let connection = stop.wait(Connection::open(&options.endpoint, stop.deadline())).await?;
+    let verified = verify(&options.endpoint, &stop, base, target).await?;
+    report(options.output, &verified, start.elapsed())?;
+    verified.cleaned?;
+    Ok(if verified.comparison.proven() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// A comparison that was carried through.
+struct Verified {
+    base_id: String,
+    target_id: String,
+    comparison: Comparison,
+    /// The error says what is left behind.
+    cleaned: Result<()>,
+}
+
+/// Whatever the outcome, the clean-up has been done when this returns.
+async fn verify(endpoint: &str, stop: &Stop, base: &str, target: &str) -> Result<Verified> {
+    let connection = stop.wait(Connection::open(endpoint, stop.deadline())).await?;
     let base = stop.wait(snapshot(&connection, base)).await?;
     let target = stop.wait(snapshot(&connection, target)).await?;
     let query = Query::Delta { base: base.snapshot_id.clone(), target: target.snapshot_id.clone() };
@@ -37,19 +54,18 @@ pub async fn run(options: &Options, base: &str, target: &str) -> Result<ExitCode
     let delta = stop.wait(BlockMap::open(&connection, query, Window::default())).await?;
 
     let mut scratch = Scratch::new()?;
-    let outcome = prove(&connection, &stop, &mut scratch, [&base, &target], delta).await;
+    let outcome = prove(&connection, stop, &mut scratch, [&base, &target], delta).await;
     let bounded = connection.until(tokio::time::Instant::now() + CLEAN_UP);
-    let cleaned = scratch.clean(&bounded).await;
-    let comparison = match (outcome, cleaned) {
-        (Ok(comparison), cleaned) => {
-            report(options.output, [&base, &target], &comparison, start.elapsed())?;
-            cleaned?;
-            comparison
-        }
-        (Err(error), Ok(())) => return Err(error),
-        (Err(error), Err(left)) => return Err(anyhow!("{error:#}; {left:#}")),
-    };
-    Ok(if comparison.proven() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    match (outcome, scratch.clean(&bounded).await) {
+        (Ok(comparison), cleaned) => Ok(Verified {
+            base_id: base.snapshot_id,
+            target_id: target.snapshot_id,
+            comparison,
+            cleaned,
+        }),
+        (Err(error), Ok(())) => Err(error),
+        (Err(error), Err(left)) => Err(anyhow!("{error:#}; {left:#}")),
+    }
 }
 
 async fn snapshot(connection: &Connection, reference: &str) -> Result<csi::Snapshot> {
@@ -148,17 +164,13 @@ impl Iterator for Received {
     }
 }
 
-fn report(
-    output: Output,
-    [base, target]: [&csi::Snapshot; 2],
-    comparison: &Comparison,
-    time: Duration,
-) -> Result<()> {
+fn report(output: Output, verified: &Verified, time: Duration) -> Result<()> {
+    let Verified { base_id, target_id, comparison, cleaned: _ } = verified;
     match output {
         Output::Table => Ok(format::print(&shown(comparison, time))?),
         Output::Json => format::print_json(&json!({
-            "base_snapshot_id": base.snapshot_id,
-            "target_snapshot_id": target.snapshot_id,
+            "base_snapshot_id": base_id,
+            "target_snapshot_id": target_id,
             "proven": comparison.proven(),
             "compared_bytes": comparison.bytes,
             "reported_blocks": comparison.reported,
@@ -206,6 +218,9 @@ fn shown(comparison: &Comparison, time: Duration) -> String {
 
 #[cfg(test)]
 mod tests {
+    use tonic::Code;
+
+    use super::super::fake_driver::Fake;
     use super::*;
 
     #[test]
@@ -242,5 +257,88 @@ result     proven: the base plus the delta is the target, byte for byte";
         comparison.missed_at = vec![4096, 12288];
         let text = shown(&comparison, Duration::ZERO);
         assert!(!text.contains("proven") && text.ends_with("at byte: 4096, 12288"), "{text}");
+    }
+
+    /// The images of snapshots `a` and `b` in blocks, and the delta that the driver reports.
+    fn driver(a: &[u8], b: &[u8], delta: &[(i64, i64)]) -> Fake {
+        let image = |blocks: &[u8]| blocks.iter().map(|value| [*value; 4096]).collect::<Vec<_>>();
+        Fake::new([("a", image(a).concat()), ("b", image(b).concat())], delta)
+    }
+
+    async fn check(fake: &Fake, stop: &Stop) -> Result<Verified> {
+        let server = fake.serve();
+        let verified = verify(&server.endpoint, stop, "a", "b").await;
+        fake.assert_nothing_left();
+        verified
+    }
+
+    fn minutes() -> Stop {
+        Stop::unsignalled(Duration::from_secs(120))
+    }
+
+    #[tokio::test]
+    async fn a_true_delta_is_proven_and_a_false_one_refuted() {
+        let fake = driver(&[1, 1, 1], &[1, 2, 1, 3], &[(4096, 8192), (12288, 4096)]);
+        let found = check(&fake, &minutes()).await.unwrap();
+        found.cleaned.unwrap();
+        assert!(found.comparison.proven());
+        assert_eq!((found.comparison.reported, found.comparison.differing), (3, 2));
+
+        let fake = driver(&[1, 1, 1], &[1, 2, 1, 3], &[(4096, 8192)]);
+        let found = check(&fake, &minutes()).await.unwrap().comparison;
+        assert_eq!((found.proven(), found.missed_at), (false, vec![12288]));
+    }
+
+    #[tokio::test]
+    async fn whatever_call_fails_nothing_is_left() {
+        for call in ["create_volume", "node_stage_volume", "node_publish_volume"] {
+            for nth in [1, 2] {
+                // Done, and the answer lost; and refused.
+                for code in [Code::Unavailable, Code::FailedPrecondition] {
+                    let fake = driver(&[1], &[2], &[(0, 4096)]);
+                    fake.fail(call, nth, code);
+                    let error = check(&fake, &minutes()).await.err().unwrap();
+                    assert!(format!("{error:#}").contains("injected"), "{call} {nth}: {error:#}");
+                }
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn an_undo_that_fails_at_first_is_tried_again() {
+        for call in ["node_unpublish_volume", "node_unstage_volume", "delete_volume"] {
+            let fake = driver(&[1], &[2], &[(0, 4096)]);
+            fake.fail(call, 1, Code::Aborted);
+            check(&fake, &minutes()).await.unwrap().cleaned.unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_delta_that_ends_with_an_error_proves_nothing() {
+        let fake = driver(&[1], &[2], &[(0, 4096)]);
+        fake.fail("stream", 1, Code::Internal);
+        let error = check(&fake, &minutes()).await.err().unwrap();
+        assert_eq!(error.to_string(), "INTERNAL: injected");
+    }
+
+    #[tokio::test]
+    async fn a_delta_of_another_size_proves_nothing() {
+        let fake = driver(&[1, 1], &[1, 1], &[(0, 4096)]);
+        fake.claim_capacity(4096);
+        let error = check(&fake, &minutes()).await.err().unwrap();
+        assert!(error.to_string().contains("not of the target's size"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn an_interrupt_at_any_call_leaves_nothing() {
+        for call in ["create_volume", "node_stage_volume", "node_publish_volume"] {
+            for nth in [1, 2] {
+                let (signal, stop) = Stop::by_hand(Duration::from_secs(120));
+                let fake = driver(&[1], &[2], &[(0, 4096)]);
+                fake.signal_at(call, nth, signal);
+                let error = check(&fake, &stop).await.err().unwrap();
+                assert_eq!(error.to_string(), "interrupted", "{call} {nth}");
+            }
+        }
     }
 }

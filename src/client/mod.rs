@@ -1,1 +1,202 @@
-//! Placeholder.
+//! The commands for people: `volume`, `snapshot` and `pool`. They own what a person types and
+//! reads; everything else they ask of a driver's socket over CSI, so they work with no cluster, and
+//! as far as CSI goes with other drivers too (`pool check` alone reads the disk, with no driver).
+//!
+//! Three promises: a name works wherever an id does, nothing waits longer than `--timeout`, and an
+//! answer that was cut short never looks complete.
+
+mod block_map;
+mod capability;
+mod compare;
+mod connection;
+#[cfg(test)]
+mod fake_driver;
+mod format;
+mod names;
+mod pool;
+mod print_map;
+mod scratch;
+mod snapshot;
+mod stop;
+mod verify;
+mod volume;
+
+use std::future::Future;
+use std::io;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Subcommand, ValueEnum};
+
+use connection::Connection;
+
+/// The commands for people, flattened into the binary's command line.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Create, list, grow, mount and delete volumes
+    Volume(volume::VolumeArgs),
+    /// Cut snapshots and ask which blocks are allocated or changed
+    Snapshot(snapshot::SnapshotArgs),
+    /// Look at a pool on disk
+    Pool(pool::PoolArgs),
+}
+
+/// How to reach a driver and how to print its answers.
+#[derive(Debug, Clone, Args)]
+pub struct Options {
+    /// Socket of the driver
+    #[arg(
+        long,
+        env = "CSI_ENDPOINT",
+        default_value = "unix:///run/csi-loopback/csi.sock",
+        global = true,
+        value_name = "unix://PATH"
+    )]
+    endpoint: String,
+    /// Form of the answer
+    #[arg(long, value_enum, default_value_t = Output::Table, global = true)]
+    output: Output,
+    /// Longest time that the command may take
+    #[arg(long, value_parser = parse_timeout, default_value = "10min", global = true)]
+    timeout: Duration,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people
+    Table,
+    /// For programs
+    Json,
+}
+
+/// The exit code of a process that SIGPIPE ended, which is what became of the reader of ours.
+const READER_GONE: u8 = 141;
+
+/// Runs one command on a runtime of its own. Exit codes: 0 done; 1 a finding or a mismatch; 2 a
+/// pool that cannot be checked at all.
+///
+/// # Errors
+/// What the driver or the system refused, as text for people.
+pub fn run(command: Command) -> Result<ExitCode> {
+    let outcome = match command {
+        Command::Volume(args) => on_runtime(volume::run(args)),
+        Command::Snapshot(args) => on_runtime(snapshot::run(args)),
+        Command::Pool(args) => pool::run(args),
+    };
+    match outcome {
+        Err(error) if reader_gone(&error) => Ok(ExitCode::from(READER_GONE)),
+        outcome => outcome,
+    }
+}
+
+fn on_runtime<F: Future<Output = Result<ExitCode>>>(command: F) -> Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
+    let outcome = runtime.block_on(command);
+    // A read of a device that hangs must not keep the process.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    outcome
+}
+
+/// Connects, runs `work`, and gives up on both when `--timeout` is over.
+async fn bounded<T>(
+    options: &Options,
+    work: impl AsyncFnOnce(Connection) -> Result<T>,
+) -> Result<T> {
+    let deadline = tokio::time::Instant::now() + options.timeout;
+    let all = async {
+        let connection = Connection::open(&options.endpoint, deadline).await?;
+        work(connection).await
+    };
+    match tokio::time::timeout_at(deadline, all).await {
+        Ok(outcome) => outcome,
+        Err(_) => bail!("{}", timed_out(options.timeout)),
+    }
+}
+
+fn timed_out(timeout: Duration) -> String {
+    let timeout = humantime::format_duration(timeout);
+    format!("not done within {timeout}; --timeout allows more")
+}
+
+/// More than 0 and at most a year: beyond that, sums of times overflow.
+fn parse_timeout(text: &str) -> Result<Duration, String> {
+    let timeout = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    match timeout {
+        Duration::ZERO => Err("must be more than 0".to_owned()),
+        long if long > Duration::from_secs(365 * 86_400) => Err("at most 365 days".to_owned()),
+        timeout => Ok(timeout),
+    }
+}
+
+fn reader_gone(error: &anyhow::Error) -> bool {
+    error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<io::Error>())
+        .any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(subcommand)]
+        command: Command,
+    }
+
+    fn parse(line: &str) -> Result<Command, clap::Error> {
+        Line::try_parse_from(line.split(' ')).map(|line| line.command)
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Line::command().debug_assert();
+    }
+
+    #[test]
+    fn options_are_taken_before_and_after_the_verb() {
+        for line in [
+            "x volume --endpoint unix:///a --output json list",
+            "x volume list --endpoint unix:///a --output json",
+        ] {
+            let Ok(Command::Volume(args)) = parse(line) else { panic!("{line}") };
+            assert_eq!(args.options.endpoint, "unix:///a");
+            assert_eq!(args.options.output, Output::Json);
+            assert_eq!(args.options.timeout, Duration::from_secs(600));
+        }
+    }
+
+    #[test]
+    fn what_contradicts_itself_is_refused() {
+        for line in [
+            "x volume create v --block --fs ext4",
+            "x volume create v --from-snapshot a --from-volume b",
+            "x volume create v --size banana",
+            "x volume create v --change-tracking maybe",
+            "x volume list --timeout 0s",
+            "x volume list --timeout 9999999years",
+            "x volume stage v",
+            "x volume expand v",
+            "x snapshot allocated s --starting-offset=-1x",
+            "x snapshot verify a",
+            "x pool check --endpoint unix:///a",
+        ] {
+            assert!(parse(line).is_err(), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_reader_that_went_away_is_not_a_failure_of_ours() {
+        let gone = anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe)).context("print");
+        assert!(reader_gone(&gone));
+        assert!(!reader_gone(&anyhow::anyhow!("UNAVAILABLE: broken pipe")));
+    }
+}

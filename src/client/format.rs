@@ -1,0 +1,153 @@
+//! How numbers, times and tables are written for people.
+
+use std::io::{self, Write};
+use std::time::Duration;
+
+use comfy_table::{CellAlignment, Table, presets};
+use prost_types::Timestamp;
+use serde::Serialize;
+
+use crate::quantity;
+
+/// A number of bytes, for people and exactly: `1Gi (1,073,741,824 bytes)`.
+pub fn bytes(bytes: u64) -> String {
+    format!("{} ({} bytes)", quantity::format(bytes), grouped(bytes))
+}
+
+/// A number with its digits in groups of three: `1,073,741,824`.
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// A share of the whole: `3.4 %`. What is not all and not nothing never reads as either.
+pub fn percent(part: u64, whole: u64) -> String {
+    if whole == 0 || part == 0 {
+        return "0 %".to_owned();
+    }
+    if part == whole {
+        return "100 %".to_owned();
+    }
+    #[expect(clippy::cast_precision_loss, reason = "one decimal is shown")]
+    let share = part as f64 / whole as f64 * 100.0;
+    match share {
+        small if small < 0.1 => "under 0.1 %".to_owned(),
+        large if part < whole && large > 99.9 => "over 99.9 %".to_owned(),
+        share => format!("{share:.1} %"),
+    }
+}
+
+/// How long something took: `1.234 s`, `12.3 ms`, `45 µs`.
+pub fn took(time: Duration) -> String {
+    let micros = time.as_micros();
+    match micros {
+        0..1_000 => format!("{micros} µs"),
+        1_000..1_000_000 => format!("{:.1} ms", time.as_secs_f64() * 1000.0),
+        _ => format!("{:.3} s", time.as_secs_f64()),
+    }
+}
+
+/// A point in time in UTC (RFC 3339); `None` outside the years 1970 to 9999.
+pub fn time(timestamp: Option<&Timestamp>) -> Option<String> {
+    /// The first second of the year 10000.
+    const END: u64 = 253_402_300_800;
+    let timestamp = timestamp?;
+    let seconds = u64::try_from(timestamp.seconds).ok().filter(|seconds| *seconds < END)?;
+    let nanos = u32::try_from(timestamp.nanos).ok().filter(|nanos| *nanos < 1_000_000_000)?;
+    let time = std::time::UNIX_EPOCH + Duration::new(seconds, nanos);
+    Some(humantime::format_rfc3339_millis(time).to_string())
+}
+
+/// Rows under a header, without borders; columns of the headers in `right` are right-aligned.
+pub fn table<const N: usize>(header: [&str; N], right: &[&str], rows: &[[String; N]]) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(header).add_rows(rows);
+    for (column, title) in table.column_iter_mut().zip(header) {
+        column.set_padding((0, 2));
+        if right.contains(&title) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt()
+}
+
+/// Facts in two columns.
+pub fn facts(rows: &[(&str, String)]) -> String {
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .add_rows(rows.iter().map(|(name, value)| [*name, value.as_str()]));
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.trim_fmt()
+}
+
+/// Prints one line, or several, to standard output.
+pub fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.write_all(b"\n")?;
+    out.flush()
+}
+
+/// Prints a value as one JSON document.
+pub fn print_json<T: Serialize>(value: &T) -> anyhow::Result<()> {
+    Ok(print(&serde_json::to_string_pretty(value)?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_shown_round_and_exact() {
+        assert_eq!(bytes(1 << 30), "1Gi (1,073,741,824 bytes)");
+        assert_eq!(grouped(0), "0");
+        assert_eq!(grouped(999), "999");
+        assert_eq!(grouped(1000), "1,000");
+    }
+
+    #[test]
+    fn a_share_is_all_or_nothing_only_when_it_is() {
+        assert_eq!(percent(0, 0), "0 %");
+        assert_eq!(percent(0, 7), "0 %");
+        assert_eq!(percent(1, 1 << 40), "under 0.1 %");
+        assert_eq!(percent(1, 3), "33.3 %");
+        assert_eq!(percent((1 << 40) - 1, 1 << 40), "over 99.9 %");
+        assert_eq!(percent(3, 3), "100 %");
+    }
+
+    #[test]
+    fn times_keep_three_or_four_digits() {
+        assert_eq!(took(Duration::from_micros(45)), "45 µs");
+        assert_eq!(took(Duration::from_micros(12_345)), "12.3 ms");
+        assert_eq!(took(Duration::from_millis(1234)), "1.234 s");
+    }
+
+    #[test]
+    fn a_time_is_utc_and_nonsense_is_none() {
+        let stamp = |seconds, nanos| Timestamp { seconds, nanos };
+        let moment = stamp(1_763_673_303, 250_000_000);
+        assert_eq!(time(Some(&moment)).as_deref(), Some("2025-11-20T21:15:03.250Z"));
+        assert_eq!(time(None), None);
+        for odd in [stamp(-1, 0), stamp(i64::MAX, 0), stamp(0, -1), stamp(0, i32::MAX)] {
+            assert_eq!(time(Some(&odd)), None);
+        }
+    }
+
+    #[test]
+    fn a_table_lines_up_and_has_no_trailing_space() {
+        let rows = [["a".to_owned(), "1".to_owned()], ["long".to_owned(), "1000".to_owned()]];
+        let shown = table(["NAME", "SIZE"], &["SIZE"], &rows);
+        assert_eq!(shown, "NAME  SIZE\na        1\nlong  1000");
+        assert_eq!(facts(&[("a", "1".to_owned()), ("bcd", "2".to_owned())]), "a    1\nbcd  2");
+    }
+}

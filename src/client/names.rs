@@ -1,0 +1,227 @@
+//! Names for ids: a volume or snapshot is found by the name that it was made with, which CSI does
+//! not return, but which the driver's ids carry as a slug ([`ids`]).
+
+use anyhow::{Result, bail};
+
+use super::connection::{Connection, refused};
+use crate::backend::ids;
+use crate::proto::csi::v1 as csi;
+
+/// Entries to ask for in one page of a list.
+const PAGE: i32 = 1000;
+
+/// The name to show for an id: its slug, or the id itself when another driver made it.
+pub fn name_of(id: &str) -> &str {
+    ids::name_of(id).unwrap_or(id)
+}
+
+/// The volume with this id or name. An id that is not listed is taken as it is, since undoing what
+/// is gone already must be possible.
+///
+/// # Errors
+/// No volume of that name, or several.
+pub async fn volume(connection: &Connection, reference: &str) -> Result<csi::Volume> {
+    match find_volume(connection, reference).await? {
+        Some(volume) => Ok(volume),
+        None if is_id("vol-", reference) => {
+            Ok(csi::Volume { volume_id: reference.to_owned(), ..csi::Volume::default() })
+        }
+        None => bail!("no volume named {reference:?}; `volume list` shows what there is"),
+    }
+}
+
+/// The volume with this id or name, if it is listed.
+pub async fn find_volume(connection: &Connection, reference: &str) -> Result<Option<csi::Volume>> {
+    let mut search = Search::new("volume", reference)?;
+    each_volume(connection, |entry| {
+        let volume = entry.volume.unwrap_or_default();
+        search.offer(volume.volume_id.clone(), volume);
+    })
+    .await?;
+    search.finish()
+}
+
+/// The id of the snapshot with this id or name. An id that is not listed is taken as it is: a
+/// deleted snapshot is still good as the base of a delta.
+///
+/// # Errors
+/// No snapshot of that name, or several.
+pub async fn snapshot_id(connection: &Connection, reference: &str) -> Result<String> {
+    match find_snapshot(connection, reference).await? {
+        Some(snapshot) => Ok(snapshot.snapshot_id),
+        None if is_id("snap-", reference) => Ok(reference.to_owned()),
+        None => bail!(
+            "no snapshot named {reference:?}; `snapshot list` shows what there is, and one that was \
+             deleted goes by its id"
+        ),
+    }
+}
+
+/// The snapshot with this id or name, if it is listed.
+pub async fn find_snapshot(
+    connection: &Connection,
+    reference: &str,
+) -> Result<Option<csi::Snapshot>> {
+    let mut search = Search::new("snapshot", reference)?;
+    each_snapshot(connection, "", |snapshot| {
+        search.offer(snapshot.snapshot_id.clone(), snapshot);
+    })
+    .await?;
+    search.finish()
+}
+
+/// Calls `seen` for every volume, page by page.
+pub async fn each_volume(
+    connection: &Connection,
+    mut seen: impl FnMut(csi::list_volumes_response::Entry),
+) -> Result<()> {
+    let mut starting_token = String::new();
+    loop {
+        let request = csi::ListVolumesRequest { max_entries: PAGE, starting_token };
+        let page =
+            connection.controller().list_volumes(request).await.map_err(refused)?.into_inner();
+        page.entries.into_iter().for_each(&mut seen);
+        if page.next_token.is_empty() {
+            return Ok(());
+        }
+        starting_token = page.next_token;
+    }
+}
+
+/// Calls `seen` for every snapshot, page by page; of one volume unless `volume_id` is empty.
+pub async fn each_snapshot(
+    connection: &Connection,
+    volume_id: &str,
+    mut seen: impl FnMut(csi::Snapshot),
+) -> Result<()> {
+    let mut starting_token = String::new();
+    loop {
+        let request = csi::ListSnapshotsRequest {
+            max_entries: PAGE,
+            starting_token,
+            source_volume_id: volume_id.to_owned(),
+            ..csi::ListSnapshotsRequest::default()
+        };
+        let page =
+            connection.controller().list_snapshots(request).await.map_err(refused)?.into_inner();
+        page.entries.into_iter().filter_map(|entry| entry.snapshot).for_each(&mut seen);
+        if page.next_token.is_empty() {
+            return Ok(());
+        }
+        starting_token = page.next_token;
+    }
+}
+
+fn is_id(prefix: &str, reference: &str) -> bool {
+    reference.starts_with(prefix) && ids::name_of(reference).is_some()
+}
+
+/// A search through a list. An exact id wins over names, wherever in the list it stands.
+struct Search<T> {
+    kind: &'static str,
+    reference: String,
+    slug: String,
+    exact: Option<T>,
+    named: Vec<(String, T)>,
+}
+
+impl<T> Search<T> {
+    fn new(kind: &'static str, reference: &str) -> Result<Self> {
+        if reference.is_empty() {
+            bail!("an empty {kind} name was given");
+        }
+        Ok(Self {
+            kind,
+            reference: reference.to_owned(),
+            slug: ids::slug(reference),
+            exact: None,
+            named: Vec::new(),
+        })
+    }
+
+    fn offer(&mut self, id: String, item: T) {
+        if id == self.reference {
+            self.exact = Some(item);
+        } else if ids::name_of(&id) == Some(&self.slug) {
+            self.named.push((id, item));
+        }
+    }
+
+    fn finish(mut self) -> Result<Option<T>> {
+        if self.exact.is_some() {
+            return Ok(self.exact);
+        }
+        if self.named.len() > 1 {
+            let ids: Vec<_> = self.named.iter().map(|(id, _)| id.as_str()).collect();
+            bail!(
+                "{} {}s are named {:?}, use an id: {}",
+                ids.len(),
+                self.kind,
+                self.reference,
+                ids.join(", ")
+            );
+        }
+        Ok(self.named.pop().map(|(_, item)| item))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DATA: &str = "vol-data-0123456789abcdef";
+
+    fn search(reference: &str, ids: &[&str]) -> Result<Option<String>> {
+        let mut search = Search::new("volume", reference)?;
+        for id in ids {
+            search.offer((*id).to_owned(), (*id).to_owned());
+        }
+        search.finish()
+    }
+
+    #[test]
+    fn a_name_finds_its_volume_and_no_other() {
+        let others = ["vol-data-2-0123456789abcdef", DATA, "vol-dat-0123456789abcdef", "data-1"];
+        assert_eq!(search("data", &others).unwrap().as_deref(), Some(DATA));
+        assert_eq!(search("dat a", &others).unwrap(), None);
+        assert_eq!(search("0123456789abcdef", &others).unwrap(), None);
+    }
+
+    #[test]
+    fn a_name_that_is_no_slug_is_found_by_its_hash() {
+        let name = "pvc / with spaces";
+        let id = format!("vol-{}-0123456789abcdef", ids::slug(name));
+        assert_eq!(search(name, &[DATA, &id]).unwrap(), Some(id));
+    }
+
+    #[test]
+    fn an_exact_id_wins_over_a_volume_of_that_name() {
+        let namesake = format!("vol-{DATA}-fedcba9876543210");
+        assert_eq!(search(DATA, &[&namesake, DATA]).unwrap().as_deref(), Some(DATA));
+        assert_eq!(search(DATA, &[DATA, &namesake]).unwrap().as_deref(), Some(DATA));
+        assert_eq!(search(DATA, &[&namesake]).unwrap(), Some(namesake));
+    }
+
+    #[test]
+    fn ids_of_other_drivers_are_found_exactly() {
+        assert_eq!(search("pvc-7", &["pvc-70", "pvc-7"]).unwrap().as_deref(), Some("pvc-7"));
+        assert_eq!(name_of("pvc-7"), "pvc-7");
+        assert_eq!(name_of(DATA), "data");
+    }
+
+    #[test]
+    fn namesakes_are_an_error_that_lists_them() {
+        let other = "vol-data-fedcba9876543210";
+        let error = search("data", &[DATA, other]).unwrap_err().to_string();
+        assert!(error.contains(DATA) && error.contains(other), "{error}");
+        assert!(search("", &[DATA]).is_err());
+    }
+
+    #[test]
+    fn only_what_looks_like_an_id_is_passed_on_unlisted() {
+        assert!(is_id("snap-", "snap-a-0123456789abcdef"));
+        for other in ["a", "snap-a", "vol-a-0123456789abcdef", "snap-a-0123456789ABCDEF"] {
+            assert!(!is_id("snap-", other), "{other}");
+        }
+    }
+}

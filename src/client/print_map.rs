@@ -1,0 +1,247 @@
+//! `snapshot allocated` and `snapshot delta`: extents printed as they come, so that an answer of
+//! ten million takes no more memory than one of ten, and totals at the end.
+//!
+//! A stream that breaks prints no totals: the table stops after its rows and the JSON document stays
+//! open, so that no reader takes either for whole.
+
+use std::io::{self, Write};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use serde_json::json;
+
+use super::block_map::{BlockMap, Query, Shape, Window};
+use super::connection::Connection;
+use super::{Output, format};
+use crate::backend::Extent;
+
+/// Rows of a table, unless `--limit-rows` says otherwise.
+const DEFAULT_ROWS: u64 = 20;
+
+/// Asks and prints. `limit_rows`: extents to print, 0 for all.
+pub async fn run(
+    connection: &Connection,
+    query: Query,
+    window: Window,
+    output: Output,
+    limit_rows: Option<u64>,
+) -> Result<()> {
+    let start = Instant::now();
+    let mut report = Report::new(output, &query, limit_rows);
+    let mut map = BlockMap::open(connection, query, window).await?;
+    let mut first = None;
+    let mut out = io::BufWriter::new(io::stdout().lock());
+    let ended = loop {
+        let extents = match map.next().await {
+            Ok(Some(extents)) => extents,
+            Ok(None) => break Ok(()),
+            Err(error) => break Err(error),
+        };
+        if let (None, Some(shape)) = (first, map.shape()) {
+            first = Some(start.elapsed());
+            report.begin(&mut out, shape)?;
+        }
+        for extent in extents {
+            report.row(&mut out, extent)?;
+        }
+    };
+    if ended.is_ok() {
+        let times = Times { first: first.unwrap_or_default(), whole: start.elapsed() };
+        report.end(&mut out, &map, times)?;
+    }
+    out.flush()?;
+    ended
+}
+
+/// How long the driver took.
+#[derive(Debug, Clone, Copy)]
+struct Times {
+    /// To the first message.
+    first: Duration,
+    /// To the last one, printing included.
+    whole: Duration,
+}
+
+/// An answer being written down.
+struct Report {
+    output: Output,
+    /// What its bytes are: `allocated` or `changed`.
+    what: &'static str,
+    /// The snapshots asked about, as JSON members.
+    subject: String,
+    /// Rows to print, at most.
+    limit: u64,
+    /// Characters that an offset may take.
+    width: usize,
+    extents: u64,
+    bytes: u64,
+}
+
+impl Report {
+    fn new(output: Output, query: &Query, limit_rows: Option<u64>) -> Self {
+        let default = if output == Output::Table { DEFAULT_ROWS } else { 0 };
+        let limit = match limit_rows.unwrap_or(default) {
+            0 => u64::MAX,
+            limit => limit,
+        };
+        let (what, subject) = match query {
+            Query::Allocated { snapshot } => {
+                ("allocated", format!("\"snapshot_id\":{}", json!(snapshot)))
+            }
+            Query::Delta { base, target } => (
+                "changed",
+                format!(
+                    "\"base_snapshot_id\":{},\"target_snapshot_id\":{}",
+                    json!(base),
+                    json!(target)
+                ),
+            ),
+        };
+        Self { output, what, subject, limit, width: 0, extents: 0, bytes: 0 }
+    }
+
+    /// Writes what stands before the first extent.
+    fn begin(&mut self, out: &mut impl Write, shape: Shape) -> io::Result<()> {
+        match self.output {
+            Output::Table => {
+                self.width = shape.capacity_bytes.to_string().len().max("OFFSET".len());
+                writeln!(out, "{:>1$}  {2:>1$}", "OFFSET", self.width, "LENGTH")
+            }
+            Output::Json => write!(out, "{{{},\"extents\":[", self.subject),
+        }
+    }
+
+    fn row(&mut self, out: &mut impl Write, extent: Extent) -> io::Result<()> {
+        let Extent { offset, length } = extent;
+        let first = self.extents == 0;
+        let shown = self.extents < self.limit;
+        self.extents += 1;
+        self.bytes += length;
+        if !shown {
+            return Ok(());
+        }
+        match self.output {
+            Output::Table => writeln!(out, "{offset:>0$}  {length:>0$}", self.width),
+            Output::Json => {
+                let comma = if first { "" } else { "," };
+                write!(out, "{comma}\n{{\"offset\":{offset},\"length\":{length}}}")
+            }
+        }
+    }
+
+    /// Writes the totals of an answer that came whole.
+    fn end(&self, out: &mut impl Write, map: &BlockMap, times: Times) -> Result<()> {
+        match map.shape() {
+            Some(shape) => Ok(self.totals(out, shape, times)?),
+            None => Ok(()),
+        }
+    }
+
+    fn totals(&self, out: &mut impl Write, shape: Shape, times: Times) -> io::Result<()> {
+        let Shape { block_metadata_type, capacity_bytes } = shape;
+        let style = block_metadata_type.as_str_name();
+        let left_out = self.extents.saturating_sub(self.limit);
+        match self.output {
+            Output::Table => {
+                if left_out > 0 {
+                    let count = format::grouped(left_out);
+                    writeln!(out, "… and {count} more (--limit-rows 0 prints all)")?;
+                }
+                let share = format::percent(self.bytes, capacity_bytes);
+                let (first, whole) = (format::took(times.first), format::took(times.whole));
+                let facts = format::facts(&[
+                    ("capacity", format::bytes(capacity_bytes)),
+                    (self.what, format!("{}, {share}", format::bytes(self.bytes))),
+                    ("extents", format::grouped(self.extents)),
+                    ("type", style.to_owned()),
+                    ("answered", format!("first message after {first}, all after {whole}")),
+                ]);
+                writeln!(out, "\n{facts}")
+            }
+            Output::Json => writeln!(
+                out,
+                "],\n\"extents_left_out\":{left_out},\"extent_count\":{},\"{}_bytes\":{},\
+                 \"volume_capacity_bytes\":{capacity_bytes},\"block_metadata_type\":\"{style}\",\
+                 \"first_message_seconds\":{:.6},\"seconds\":{:.6}}}",
+                self.extents,
+                self.what,
+                self.bytes,
+                times.first.as_secs_f64(),
+                times.whole.as_secs_f64()
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto::csi::v1::BlockMetadataType;
+
+    const SHAPE: Shape =
+        Shape { block_metadata_type: BlockMetadataType::VariableLength, capacity_bytes: 1 << 30 };
+    const TIMES: Times =
+        Times { first: Duration::from_micros(900), whole: Duration::from_micros(1500) };
+
+    fn delta() -> Query {
+        Query::Delta { base: "a".to_owned(), target: "b\"".to_owned() }
+    }
+
+    /// `count` extents of 4096 bytes printed; unless `whole`, the stream broke after them.
+    fn printed(output: Output, limit_rows: Option<u64>, count: u64, whole: bool) -> String {
+        let mut report = Report::new(output, &delta(), limit_rows);
+        let mut out = Vec::new();
+        report.begin(&mut out, SHAPE).unwrap();
+        for index in 0..count {
+            report.row(&mut out, Extent { offset: index * 8192, length: 4096 }).unwrap();
+        }
+        if whole {
+            report.totals(&mut out, SHAPE, TIMES).unwrap();
+        }
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn a_table_shows_rows_and_totals() {
+        let expected = "\x20   OFFSET      LENGTH
+         0        4096
+      8192        4096
+
+capacity  1Gi (1,073,741,824 bytes)
+changed   8Ki (8,192 bytes), under 0.1 %
+extents   2
+type      VARIABLE_LENGTH
+answered  first message after 900 µs, all after 1.5 ms
+";
+        assert_eq!(printed(Output::Table, None, 2, true), expected);
+    }
+
+    #[test]
+    fn a_table_says_how_many_rows_it_left_out() {
+        let shown = printed(Output::Table, None, 1023, true);
+        assert!(shown.contains("\n… and 1,003 more (--limit-rows 0 prints all)\n"), "{shown}");
+        assert!(shown.contains("extents   1,023\n"), "{shown}");
+        assert_eq!(printed(Output::Table, Some(0), 1023, true).lines().count(), 1 + 1023 + 6);
+    }
+
+    #[test]
+    fn json_is_one_document_with_every_extent() {
+        for count in [0, 1, 30] {
+            let value: serde_json::Value =
+                serde_json::from_str(&printed(Output::Json, None, count, true)).unwrap();
+            assert_eq!(value["extents"].as_array().unwrap().len() as u64, count);
+            assert_eq!(value["extent_count"], count);
+            assert_eq!(value["changed_bytes"], count * 4096);
+            assert_eq!(value["target_snapshot_id"], "b\"");
+            assert_eq!(value["first_message_seconds"], 0.0009);
+        }
+    }
+
+    #[test]
+    fn an_answer_cut_short_never_looks_complete() {
+        let table = printed(Output::Table, None, 3, false);
+        assert!(!table.contains("capacity") && !table.contains("extents"), "{table}");
+        let json = printed(Output::Json, None, 3, false);
+        assert!(serde_json::from_str::<serde_json::Value>(&json).is_err(), "{json}");
+    }
+}

@@ -6,8 +6,7 @@ use super::controller_snapshots as snapshots;
 use super::request::{self, Refusal};
 use super::{Plugin, response, status};
 use crate::backend::{
-    BLOCK_SIZE, Condition, CreateVolume, Error, FsType, Result as Checked, Source, Volume,
-    VolumeRequest,
+    Condition, CreateVolume, Error, Result as Checked, Source, Volume, VolumeRequest,
 };
 use crate::proto::csi::v1 as csi;
 use csi::controller_server::Controller;
@@ -15,8 +14,6 @@ use csi::controller_service_capability::{Rpc, Type, rpc};
 use csi::validate_volume_capabilities_response::Confirmed;
 use csi::volume_content_source::Type as ContentSource;
 
-/// The size of a volume for which none is asked, in bytes.
-const DEFAULT_BYTES: u64 = 1 << 30;
 /// Entries in a page of a list, at most: the message stays under gRPC's 4 MiB.
 pub const MAX_ENTRIES: usize = 4096;
 
@@ -165,18 +162,14 @@ fn create_volume(
     let source = asked.volume_content_source.as_ref().map(content_source).transpose()?;
     plugin.place.check(asked.accessibility_requirements.as_ref())?;
 
-    let required_bytes = match range.required {
-        0 => default_bytes(range.limit, source_bytes(plugin, source.as_ref())?),
-        required => required,
-    };
     let request = VolumeRequest {
-        required_bytes,
+        required_bytes: range.required,
         limit_bytes: range.limit,
         fs_type,
         change_tracking: mutable.or(fixed).unwrap_or(true),
         source,
     };
-    let made = plugin.backend.create_volume(CreateVolume { name, request })?;
+    let made = plugin.backend.create_volume(&CreateVolume { name, request })?;
     Ok(csi::CreateVolumeResponse { volume: Some(response::volume(&made, &plugin.place)) })
 }
 
@@ -192,28 +185,6 @@ fn content_source(source: &csi::VolumeContentSource) -> Checked<Source> {
             Ok(Source::Volume(id.to_owned()))
         }
         None => Err(Error::invalid("volume_content_source", "names neither snapshot nor volume")),
-    }
-}
-
-/// The capacity of the source, in bytes.
-fn source_bytes(plugin: &Plugin, source: Option<&Source>) -> Checked<Option<u64>> {
-    Ok(match source {
-        None => None,
-        Some(Source::Snapshot(id)) => Some(plugin.backend.snapshot(id)?.capacity_bytes),
-        Some(Source::Volume(id)) => Some(plugin.backend.volume(id)?.capacity_bytes),
-    })
-}
-
-/// The size in bytes where no lower end is given: the source's; else the default or, where that is
-/// above the limit, the largest whole number of blocks within it.
-fn default_bytes(limit: u64, source: Option<u64>) -> u64 {
-    match source {
-        Some(size) => size,
-        None if limit != 0 && limit < DEFAULT_BYTES => {
-            // A limit below one block stays one that cannot be met.
-            (limit / BLOCK_SIZE * BLOCK_SIZE).max(BLOCK_SIZE)
-        }
-        None => DEFAULT_BYTES,
     }
 }
 
@@ -263,10 +234,9 @@ fn objection(
     if let Err(refusal) = request::common_filesystem(&wanted) {
         return Ok(Some(Error::from(refusal).to_string()));
     }
-    let other =
-        wanted.iter().filter(|one| !one.any_filesystem).filter_map(request::Wanted::fs_type);
-    if let Some(found) = filesystem(volume)
-        && let Some(other) = other.into_iter().find(|fs_type| *fs_type != found)
+    let mut named = wanted.iter().filter_map(request::named_filesystem);
+    if let Some(found) = volume.format.map(|format| format.fs_type).or(volume.request.fs_type)
+        && let Some(other) = named.find(|fs_type| *fs_type != found)
     {
         return Ok(Some(format!("volume_capabilities: the volume has {found}, not {other}")));
     }
@@ -276,11 +246,6 @@ fn objection(
         request::change_tracking("mutable_parameters", &asked.mutable_parameters).map(drop),
     ];
     Ok(checks.into_iter().find_map(Result::err).map(|error| error.to_string()))
-}
-
-/// The filesystem that is on a volume, or will be made on it.
-pub fn filesystem(volume: &Volume) -> Option<FsType> {
-    volume.format.map(|format| format.fs_type).or(volume.request.fs_type)
 }
 
 fn list_volumes(
@@ -407,15 +372,6 @@ fn modify_volume(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_volume_without_a_size_gets_the_default_within_its_limit() {
-        assert_eq!(default_bytes(0, None), 1 << 30);
-        assert_eq!(default_bytes(2 << 30, None), 1 << 30);
-        assert_eq!(default_bytes((1 << 20) + 5000, None), (1 << 20) + 4096);
-        assert_eq!(default_bytes(100, None), 4096);
-        assert_eq!(default_bytes(0, Some(5 << 20)), 5 << 20);
-    }
 
     #[test]
     fn a_page_is_never_larger_than_a_message_can_be() {

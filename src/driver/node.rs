@@ -2,7 +2,6 @@
 
 use tonic::{Request, Response, Status};
 
-use super::controller::filesystem;
 use super::{Plugin, request, response};
 use crate::backend::{Capability, Condition, Error, Result as Checked, Usage};
 use crate::proto::csi::v1 as csi;
@@ -98,26 +97,15 @@ fn stage(
 ) -> Result<csi::NodeStageVolumeResponse, Status> {
     let id = request::id("volume_id", &asked.volume_id)?;
     let staging = request::path("staging_target_path", &asked.staging_target_path)?;
-    let wanted = wanted(asked.volume_capability.as_ref())?;
+    let capability = capability(asked.volume_capability.as_ref())?;
     request::volume_context(&asked.volume_context)?;
     request::keys("publish_context", &asked.publish_context, &[])?;
-    let capability = settled(plugin, id, wanted)?;
     plugin.backend.stage(id, &staging, &capability)?;
     Ok(csi::NodeStageVolumeResponse {})
 }
 
-fn wanted(capability: Option<&csi::VolumeCapability>) -> Checked<request::Wanted> {
+fn capability(capability: Option<&csi::VolumeCapability>) -> Checked<Capability> {
     request::capability("volume_capability", capability).map_err(Error::from)
-}
-
-/// The capability with the volume's own filesystem where the client names none: a volume restored
-/// from an xfs snapshot is mounted as xfs, though the default is ext4.
-fn settled(plugin: &Plugin, id: &str, wanted: request::Wanted) -> Checked<Capability> {
-    let found = match wanted.any_filesystem {
-        true => filesystem(&plugin.backend.volume(id)?),
-        false => None,
-    };
-    Ok(wanted.with_filesystem(found))
 }
 
 fn unstage(
@@ -136,7 +124,7 @@ fn publish(
 ) -> Result<csi::NodePublishVolumeResponse, Status> {
     let id = request::id("volume_id", &asked.volume_id)?;
     let target = request::path("target_path", &asked.target_path)?;
-    let wanted = wanted(asked.volume_capability.as_ref())?;
+    let capability = capability(asked.volume_capability.as_ref())?;
     request::volume_context(&asked.volume_context)?;
     request::keys("publish_context", &asked.publish_context, &[])?;
     // CSI NodePublishVolume: with STAGE_UNSTAGE_VOLUME a missing path is a missing stage.
@@ -145,7 +133,6 @@ fn publish(
         return Err(Error::Precondition(missing).into());
     }
     let staging = request::path("staging_target_path", &asked.staging_target_path)?;
-    let capability = settled(plugin, id, wanted)?;
     plugin.backend.publish(id, &staging, &target, &capability, asked.readonly)?;
     Ok(csi::NodePublishVolumeResponse {})
 }
@@ -165,10 +152,7 @@ fn stats(
     asked: csi::NodeGetVolumeStatsRequest,
 ) -> Result<csi::NodeGetVolumeStatsResponse, Status> {
     let id = request::id("volume_id", &asked.volume_id)?;
-    let path = request::path("volume_path", &asked.volume_path)?;
-    if !asked.staging_target_path.is_empty() {
-        request::path("staging_target_path", &asked.staging_target_path)?;
-    }
+    let path = request::place("volume_path", &asked.volume_path)?;
     let condition = plugin.backend.volume_condition(id)?;
     let usage = readable(plugin.backend.usage(id, &path), &condition)?;
     Ok(csi::NodeGetVolumeStatsResponse {
@@ -193,10 +177,10 @@ fn expand(
     asked: csi::NodeExpandVolumeRequest,
 ) -> Result<csi::NodeExpandVolumeResponse, Status> {
     let id = request::id("volume_id", &asked.volume_id)?;
-    let path = request::path("volume_path", &asked.volume_path)?;
+    let path = request::place("volume_path", &asked.volume_path)?;
     let range = request::capacity_range(asked.capacity_range.as_ref())?;
-    if let Some(capability) = &asked.volume_capability {
-        wanted(Some(capability))?;
+    if asked.volume_capability.is_some() {
+        capability(asked.volume_capability.as_ref())?;
     }
     let capacity = plugin.backend.volume(id)?.capacity_bytes;
     if range.required > capacity {

@@ -66,6 +66,14 @@ pub fn path(field: &'static str, value: &str) -> Result<PathBuf> {
     Ok(path.to_owned())
 }
 
+/// A required path at which something may be: whatever it looks like, what is not there is not found.
+pub fn place(field: &'static str, value: &str) -> Result<PathBuf> {
+    if value.is_empty() {
+        return Err(Error::invalid(field, "is required"));
+    }
+    Ok(PathBuf::from(value))
+}
+
 /// Both ends of a capacity range in bytes, 0 for an end that is not given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Range {
@@ -109,52 +117,18 @@ impl From<Refusal> for Error {
     }
 }
 
-/// What a capability asks for. `fs_type` is apart because it may be left open.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wanted {
-    pub capability: Capability,
-    /// The client left the filesystem to the driver; the capability then says the default.
-    pub any_filesystem: bool,
-}
-
-impl Wanted {
-    pub fn fs_type(&self) -> Option<FsType> {
-        match self.capability.access {
-            Access::Block => None,
-            Access::Mount { fs_type, .. } => Some(fs_type),
-        }
-    }
-
-    /// The capability with the filesystem that is there, where the client left it open.
-    pub fn with_filesystem(mut self, found: Option<FsType>) -> Capability {
-        if let (true, Some(found), Access::Mount { fs_type, .. }) =
-            (self.any_filesystem, found, &mut self.capability.access)
-        {
-            *fs_type = found;
-        }
-        self.capability
-    }
-}
-
 /// A required capability; `field` is where the message has it.
 pub fn capability(
     field: &'static str,
     capability: Option<&csi::VolumeCapability>,
-) -> Result<Wanted, Refusal> {
+) -> Result<Capability, Refusal> {
     let malformed = |reason: &str| Refusal::Malformed { field, reason: reason.into() };
     let capability = capability.ok_or_else(|| malformed("is required"))?;
     let mode = access_mode(field, capability.access_mode.as_ref())?;
     match &capability.access_type {
         None => Err(malformed("access_type is required: block or mount")),
-        Some(AccessType::Block(_)) => {
-            let capability = Capability { access: Access::Block, mode };
-            Ok(Wanted { capability, any_filesystem: false })
-        }
-        Some(AccessType::Mount(wanted)) => {
-            let any_filesystem = wanted.fs_type.is_empty();
-            let capability = Capability { access: mount(field, wanted)?, mode };
-            Ok(Wanted { capability, any_filesystem })
-        }
+        Some(AccessType::Block(_)) => Ok(Capability { access: Access::Block, mode }),
+        Some(AccessType::Mount(wanted)) => Ok(Capability { access: mount(field, wanted)?, mode }),
     }
 }
 
@@ -185,13 +159,17 @@ fn mount(
     wanted: &csi::volume_capability::MountVolume,
 ) -> Result<Access, Refusal> {
     let malformed = |reason: &str| Refusal::Malformed { field, reason: reason.into() };
-    let fs_type = wanted.fs_type.parse().map_err(|_| Refusal::Unsupported {
+    let unsupported = |_| Refusal::Unsupported {
         field,
         reason: format!(
             "fs_type {:?} is not supported; use ext4, xfs or btrfs",
             super::status::cut(&wanted.fs_type, MAX_SHOWN)
         ),
-    })?;
+    };
+    let fs_type = match wanted.fs_type.as_str() {
+        "" => None,
+        name => Some(name.parse().map_err(unsupported)?),
+    };
     let flags = &wanted.mount_flags;
     if flags.iter().any(|flag| flag.is_empty() || flag.contains('\0')) {
         return Err(malformed("mount_flags has an empty flag or a zero byte"));
@@ -211,7 +189,7 @@ fn mount(
 }
 
 /// The required capabilities of a volume that is to satisfy all of them.
-pub fn capabilities(wanted: &[csi::VolumeCapability]) -> Result<Vec<Wanted>, Refusal> {
+pub fn capabilities(wanted: &[csi::VolumeCapability]) -> Result<Vec<Capability>, Refusal> {
     const FIELD: &str = "volume_capabilities";
     if wanted.is_empty() {
         return Err(Refusal::Malformed { field: FIELD, reason: "is required".into() });
@@ -219,9 +197,18 @@ pub fn capabilities(wanted: &[csi::VolumeCapability]) -> Result<Vec<Wanted>, Ref
     wanted.iter().map(|one| capability(FIELD, Some(one))).collect()
 }
 
-/// The filesystem that satisfies all of them: `None` when none is to be mounted.
-pub fn common_filesystem(wanted: &[Wanted]) -> Result<Option<FsType>, Refusal> {
-    let mut named = wanted.iter().filter(|one| !one.any_filesystem).filter_map(Wanted::fs_type);
+/// The filesystem that a capability names, if it does.
+pub fn named_filesystem(capability: &Capability) -> Option<FsType> {
+    match capability.access {
+        Access::Block => None,
+        Access::Mount { fs_type, .. } => fs_type,
+    }
+}
+
+/// The filesystem that satisfies all of them, ext4 where none is named: `None` when none is to be
+/// mounted.
+pub fn common_filesystem(wanted: &[Capability]) -> Result<Option<FsType>, Refusal> {
+    let mut named = wanted.iter().filter_map(named_filesystem);
     let first = named.next();
     if named.any(|other| Some(other) != first) {
         return Err(Refusal::Unsupported {
@@ -229,7 +216,8 @@ pub fn common_filesystem(wanted: &[Wanted]) -> Result<Option<FsType>, Refusal> {
             reason: "ask for more than one fs_type; a volume has one filesystem".into(),
         });
     }
-    Ok(first.or_else(|| wanted.iter().find_map(Wanted::fs_type)))
+    let mounts = wanted.iter().any(|one| matches!(one.access, Access::Mount { .. }));
+    Ok(first.or_else(|| mounts.then_some(FsType::Ext4)))
 }
 
 /// Refuses every key that is not `known` and not one of those that Kubernetes adds.

@@ -154,8 +154,10 @@ async fn tend(backend: Backend, shutdown: Shutdown) {
             () = shutdown.draining() => return,
         }
         let backend = backend.clone();
-        // A panic is in the log; the next round may do better.
-        let _ = spawn_blocking(move || backend.tend()).await;
+        // A panic is in the log already; the next round may do better.
+        if let Ok(Err(error)) = spawn_blocking(move || backend.tend()).await {
+            tracing::error!(%error, "housekeeping failed");
+        }
     }
 }
 

@@ -43,7 +43,7 @@ pub fn cut(
         }
     })?;
     let cut = make(store, rows).and_then(|members| commit(store, members, group.as_ref()));
-    let result = match cut {
+    match cut {
         Ok((snapshots, unneeded)) => {
             remove_data(store, &unneeded);
             Ok(snapshots)
@@ -55,8 +55,7 @@ pub fn cut(
             }
             Err(cause)
         }
-    };
-    result
+    }
 }
 
 /// Everything up to the commit.

@@ -50,7 +50,7 @@ impl Identity {
     /// From the kernel's own encoding of device numbers.
     fn of_status(info: &sys::loop_info64) -> Self {
         let device = info.lo_device;
-        let minor = (device & 0xff) | ((device >> 12) & 0xfff_00);
+        let minor = (device & 0xff) | ((device >> 12) & 0xf_ff00);
         Self { device: ((device & 0xf_ff00) >> 8, minor), inode: info.lo_inode }
     }
 }

@@ -65,7 +65,7 @@ fn one_node_access_modes_are_accepted() {
     for (mode, expected) in modes {
         let block = wire(mode, Some(AccessType::Block(BlockVolume {})));
         let wanted = capability("volume_capability", Some(&block)).unwrap();
-        assert_eq!(wanted.capability, Capability { access: Access::Block, mode: expected });
+        assert_eq!(wanted, Capability { access: Access::Block, mode: expected });
     }
 }
 

@@ -119,7 +119,9 @@ fn read_header(file: &File, size: u64) -> Result<Header> {
     let header: Header = serde_json::from_slice(&covered[start.len()..])
         .map_err(|e| damaged(format_args!("header: {e}")))?;
     let capacity = header.capacity_bytes;
-    if header.block_size != BLOCK_SIZE || capacity > MAX_VOLUME_BYTES || capacity % BLOCK_SIZE != 0
+    if header.block_size != BLOCK_SIZE
+        || capacity > MAX_VOLUME_BYTES
+        || !capacity.is_multiple_of(BLOCK_SIZE)
     {
         return Err(damaged("impossible block size or capacity"));
     }

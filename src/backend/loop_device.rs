@@ -82,7 +82,11 @@ impl LoopDevice {
             device.ensure_node()?;
             let file = device.open(true)?;
             match configure(&file, backing, flags) {
-                Ok(()) => return Ok((device, file)),
+                Ok(()) => {
+                    // A former user may have left it read-only: the kernel keeps that.
+                    device.set_read_only(false)?;
+                    return Ok((device, file));
+                }
                 // Somebody else was faster.
                 Err(e) if e.raw_os_error() == Some(libc::EBUSY) => continue,
                 Err(e) => return Err(Error::io(format!("attaching {}", device.path.display()), e)),
@@ -191,6 +195,10 @@ impl LoopDevice {
         let wanted = Identity::of(backing).context(|| "reading a backing file".to_owned())?;
         let deadline = Instant::now() + DETACH_DEADLINE;
         while self.has_file() && self.identity() == Some(wanted) {
+            // The next user of the device would find it read-only.
+            if self.is_read_only()? {
+                self.set_read_only(false)?;
+            }
             match sys::loop_clear(&self.open(false)?) {
                 Ok(()) => {}
                 Err(e) if matches!(e.raw_os_error(), Some(libc::ENXIO | libc::EBUSY)) => {}

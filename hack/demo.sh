@@ -88,10 +88,11 @@ take_down() {
 
 quietly() { "$@" >/dev/null 2>&1 || true; }
 
-cleanup() {
-    local status=$? dir=$tmp left
+cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
+    local status=$1 dir=$tmp left
     # A second interrupt must not stop what undoes the first.
     trap '' INT TERM HUP PIPE
+    trap - EXIT
     set +e
     # A verification that is under way takes its own volumes away.
     [[ -z $child_pid ]] || stop "$child_pid" 70
@@ -106,7 +107,8 @@ cleanup() {
         tail -n 20 "$dir/driver.log" | sed 's/^/    /'
     fi
     # Whatever a driver that died has left.
-    clear_directory "$dir" || true
+    clear_directory "$dir"
+    unset TMPDIR
     left=$(in_use "$dir")
     [[ ! -e $dir ]] || left+=$'\n'"directory $dir"
     if [[ -n $left ]]; then
@@ -117,11 +119,13 @@ cleanup() {
     exit "$status"
 }
 
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-trap 'exit 129' HUP
-trap 'exit 141' PIPE
+# Signals call the clean-up themselves: an interrupt that also made a command fail, and so has begun
+# the trap of the exit already, would end that trap with an `exit` before its first command.
+trap 'cleanup $?' EXIT
+trap 'cleanup 130' INT
+trap 'cleanup 143' TERM
+trap 'cleanup 129' HUP
+trap 'cleanup 141' PIPE
 
 find_driver() {
     driver=${CSI_LOOPBACK_BIN:-}

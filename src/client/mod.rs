@@ -42,6 +42,9 @@ pub enum Command {
     Pool(pool::PoolArgs),
 }
 
+/// Where `--help` shows what all commands have in common.
+const HEADING: &str = "Driver and output";
+
 /// How to reach a driver and how to print its answers.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
@@ -51,14 +54,15 @@ pub struct Options {
         env = "CSI_ENDPOINT",
         default_value = "unix:///run/csi-loopback/csi.sock",
         global = true,
+        help_heading = HEADING,
         value_name = "unix://PATH"
     )]
     endpoint: String,
     /// Form of the answer
-    #[arg(long, value_enum, default_value_t = Output::Table, global = true)]
+    #[arg(long, value_enum, default_value_t = Output::Table, global = true, help_heading = HEADING)]
     output: Output,
     /// Longest time that the command may take
-    #[arg(long, value_parser = parse_timeout, default_value = "10min", global = true)]
+    #[arg(long, value_parser = parse_timeout, default_value = "10min", global = true, help_heading = HEADING)]
     timeout: Duration,
 }
 

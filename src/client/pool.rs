@@ -37,7 +37,7 @@ pub fn run(args: PoolArgs) -> Result<ExitCode> {
     let report = match check::check(&data_dir) {
         Ok(report) => report,
         Err(error) => {
-            eprintln!("error: {} cannot be checked: {error}", data_dir.display());
+            eprintln!("csi-loopback: {} cannot be checked: {error}", data_dir.display());
             return Ok(ExitCode::from(UNCHECKED));
         }
     };

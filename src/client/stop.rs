@@ -131,4 +131,12 @@ mod tests {
         assert!(error.to_string().contains("--timeout"), "{error}");
         assert!(stop.check().is_err());
     }
+
+    #[tokio::test]
+    async fn a_signal_stops_the_work_and_not_the_process() {
+        let stop = Stop::listen(Duration::from_secs(600)).unwrap();
+        nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
+        let error = stop.wait(std::future::pending::<Result<()>>()).await.unwrap_err();
+        assert_eq!(error.to_string(), "interrupted");
+    }
 }

@@ -165,7 +165,8 @@ list_mounts() {
 
 # mounts_below DIR: mount points below DIR, innermost first.
 mounts_below() {
-    list_mounts | awk -v dir="$1/" 'index($1, dir) == 1 { print $1 }' | tac
+    list_mounts | awk -v dir="$1/" 'index($1, dir) == 1 { at[n++] = $1 }
+        END { while (n > 0) print at[--n] }'
 }
 
 # processes_of DIR: processes that were started with DIR as TMPDIR, and this shell is not among them.

@@ -53,18 +53,22 @@ stop() { # stop PID SECONDS: asks the process to end, then makes it. Fails if it
     return "$status"
 }
 
-cleanup() {
+cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     # A second interrupt must not stop what undoes the first.
     trap '' INT TERM
+    trap - EXIT
+    set +e
     [[ -z $sanity_pid ]] || stop "$sanity_pid" 5 || true
     [[ -z $driver_pid ]] || stop "$driver_pid" 10 || true
     sanity_pid='' driver_pid=''
     [[ -z $tmp ]] || clear_directory "$tmp" || true
-    tmp=
+    exit "$1"
 }
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+# Each trap does it by itself: an `exit` from a signal's trap could end that of the exit before its
+# first command.
+trap 'cleanup $?' EXIT
+trap 'cleanup 130' INT
+trap 'cleanup 143' TERM
 
 failed_specs=0
 problems=0

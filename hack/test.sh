@@ -30,9 +30,11 @@ export TMPDIR
 list_loops | sort >"$logs/loops-before"
 list_mounts | sort >"$logs/mounts-before"
 
-cleanup() {
+cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     # A second interrupt must not stop what undoes the first.
     trap '' INT TERM
+    trap - EXIT
+    set +e
     if [[ -n $step_pid ]]; then
         # To `timeout`, which passes it on to all that it started.
         kill -TERM "$step_pid" 2>/dev/null || true
@@ -43,10 +45,13 @@ cleanup() {
         kill -KILL "$pid" 2>/dev/null || true
     done < <(processes_of "$TMPDIR")
     clear_directory "$TMPDIR" || true
+    exit "$1"
 }
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+# Each trap does it by itself: an `exit` from a signal's trap could end that of the exit before its
+# first command.
+trap 'cleanup $?' EXIT
+trap 'cleanup 130' INT
+trap 'cleanup 143' TERM
 
 fail() { # fail COUNT WHAT
     failed=$((failed + $1))

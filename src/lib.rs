@@ -8,6 +8,7 @@ pub mod backend;
 pub mod cli;
 pub mod client;
 pub mod driver;
+pub mod grpc;
 pub mod proto;
 pub mod quantity;
 pub mod telemetry;

@@ -4,18 +4,19 @@
 
 use std::error::Error as _;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, anyhow};
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tokio::time::Instant;
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint, Uri};
-use tonic::{Code, Request, Status};
+use tonic::{Request, Status};
 
+use crate::grpc::{SocketPath, code_name};
 use crate::proto::csi::v1::controller_client::ControllerClient;
 use crate::proto::csi::v1::node_client::NodeClient;
 use crate::proto::csi::v1::snapshot_metadata_client::SnapshotMetadataClient;
@@ -34,8 +35,8 @@ impl Connection {
     ///
     /// # Errors
     /// An endpoint that is no unix socket; a socket that cannot be connected to, with what to do.
-    pub async fn open(endpoint: &str, deadline: Instant) -> Result<Self> {
-        let path = socket_path(endpoint)?;
+    pub async fn open(endpoint: &SocketPath, deadline: Instant) -> Result<Self> {
+        let path = endpoint.as_ref().to_owned();
         let socket = path.clone();
         // The host is never looked up; it becomes :authority, where h2 refuses a socket path.
         let channel = Endpoint::from_static("http://localhost")
@@ -83,20 +84,6 @@ impl Interceptor for Deadline {
     }
 }
 
-fn socket_path(endpoint: &str) -> Result<PathBuf> {
-    let path = match endpoint.strip_prefix("unix:") {
-        Some(rest) => rest.strip_prefix("//").unwrap_or(rest),
-        None if endpoint.contains("://") => {
-            bail!("--endpoint {endpoint:?}: only unix sockets are supported: unix:///path")
-        }
-        None => endpoint,
-    };
-    if path.is_empty() {
-        bail!("--endpoint {endpoint:?} names no socket; write unix:///path");
-    }
-    Ok(PathBuf::from(path))
-}
-
 fn unreachable_socket(path: &Path, error: &tonic::transport::Error) -> anyhow::Error {
     let mut cause: &dyn std::error::Error = error;
     let io = loop {
@@ -135,49 +122,15 @@ pub fn refused(status: Status) -> anyhow::Error {
     }
 }
 
-/// The name that gRPC's documents give a code.
-const fn code_name(code: Code) -> &'static str {
-    match code {
-        Code::Ok => "OK",
-        Code::Cancelled => "CANCELLED",
-        Code::Unknown => "UNKNOWN",
-        Code::InvalidArgument => "INVALID_ARGUMENT",
-        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
-        Code::NotFound => "NOT_FOUND",
-        Code::AlreadyExists => "ALREADY_EXISTS",
-        Code::PermissionDenied => "PERMISSION_DENIED",
-        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
-        Code::FailedPrecondition => "FAILED_PRECONDITION",
-        Code::Aborted => "ABORTED",
-        Code::OutOfRange => "OUT_OF_RANGE",
-        Code::Unimplemented => "UNIMPLEMENTED",
-        Code::Internal => "INTERNAL",
-        Code::Unavailable => "UNAVAILABLE",
-        Code::DataLoss => "DATA_LOSS",
-        Code::Unauthenticated => "UNAUTHENTICATED",
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn every_common_form_of_endpoint_names_its_socket() {
-        for endpoint in ["unix:///run/csi.sock", "unix:/run/csi.sock", "/run/csi.sock"] {
-            assert_eq!(socket_path(endpoint).unwrap(), Path::new("/run/csi.sock"));
-        }
-        assert_eq!(socket_path("csi.sock").unwrap(), Path::new("csi.sock"));
-        for endpoint in ["", "unix://", "tcp://localhost:1"] {
-            assert!(socket_path(endpoint).is_err(), "{endpoint:?}");
-        }
-    }
-
-    #[test]
     fn a_status_prints_its_code_and_message() {
         let error = refused(Status::not_found("volume \"v\" does not exist"));
         assert_eq!(error.to_string(), "NOT_FOUND: volume \"v\" does not exist");
-        let error = refused(Status::new(Code::Internal, ""));
+        let error = refused(Status::new(tonic::Code::Internal, ""));
         assert_eq!(error.to_string(), "INTERNAL: the driver gave no reason");
     }
 
@@ -186,7 +139,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let soon = Instant::now() + Duration::from_secs(10);
         let path = dir.path().join("csi.sock");
-        let endpoint = format!("unix://{}", path.display());
+        let endpoint: SocketPath = path.to_str().unwrap().parse().unwrap();
 
         let error = Connection::open(&endpoint, soon).await.unwrap_err().to_string();
         assert!(error.starts_with("no socket at") && error.contains("--mode driver"), "{error}");

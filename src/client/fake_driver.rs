@@ -14,6 +14,7 @@ use tokio_stream::{Stream, iter};
 use tonic::transport::Server;
 use tonic::{Code, Request, Response, Status};
 
+use crate::grpc::SocketPath;
 use crate::proto::csi::v1 as csi;
 use csi::controller_server::{Controller, ControllerServer};
 use csi::node_server::{Node, NodeServer};
@@ -46,7 +47,7 @@ struct State {
 
 /// Serves until it is dropped.
 pub struct Served {
-    pub endpoint: String,
+    pub endpoint: SocketPath,
     task: tokio::task::JoinHandle<()>,
     _directory: tempfile::TempDir,
 }
@@ -93,7 +94,7 @@ impl Fake {
         let task = tokio::spawn(async move {
             server.serve_with_incoming(incoming).await.unwrap();
         });
-        let endpoint = format!("unix://{}", socket.display());
+        let endpoint = socket.to_str().unwrap().parse().unwrap();
         Served { endpoint, task, _directory: directory }
     }
 

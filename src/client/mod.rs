@@ -26,6 +26,7 @@ use std::io;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use crate::grpc::SocketPath;
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -57,7 +58,7 @@ pub struct Options {
         help_heading = HEADING,
         value_name = "unix://PATH"
     )]
-    endpoint: String,
+    endpoint: SocketPath,
     /// Form of the answer
     #[arg(long, value_enum, default_value_t = Output::Table, global = true, help_heading = HEADING)]
     output: Output,
@@ -172,7 +173,7 @@ mod tests {
             "x volume list --endpoint unix:///a --output json",
         ] {
             let Ok(Command::Volume(args)) = parse(line) else { panic!("{line}") };
-            assert_eq!(args.options.endpoint, "unix:///a");
+            assert_eq!(args.options.endpoint.to_string(), "unix:///a");
             assert_eq!(args.options.output, Output::Json);
             assert_eq!(args.options.timeout, Duration::from_secs(600));
         }

@@ -17,6 +17,7 @@ use super::scratch::Scratch;
 use super::stop::Stop;
 use super::{Options, Output, format, names};
 use crate::backend::{BLOCK_SIZE, Extent};
+use crate::grpc::SocketPath;
 use crate::proto::csi::v1 as csi;
 use crate::quantity;
 
@@ -45,7 +46,7 @@ struct Verified {
 }
 
 /// Whatever the outcome, the clean-up has been done when this returns.
-async fn verify(endpoint: &str, stop: &Stop, base: &str, target: &str) -> Result<Verified> {
+async fn verify(endpoint: &SocketPath, stop: &Stop, base: &str, target: &str) -> Result<Verified> {
     let connection = stop.wait(Connection::open(endpoint, stop.deadline())).await?;
     let base = stop.wait(snapshot(&connection, base)).await?;
     let target = stop.wait(snapshot(&connection, target)).await?;

@@ -1,7 +1,7 @@
 //! The flags of the mode, checked while they are parsed: whatever is wrong is told at the start and
 //! names the flag.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -9,12 +9,11 @@ use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 use crate::backend::{BLOCK_SIZE, PoolChoice, Style};
+use crate::grpc::SocketPath;
 use crate::proto::csi::v1::BlockMetadataType;
 use crate::telemetry::http;
 use crate::{quantity, telemetry};
 
-/// The longest path that the kernel takes for a unix socket, in bytes.
-const MAX_SOCKET_PATH: usize = 107;
 /// CSI GetPluginInfo: the longest driver name, in bytes.
 const MAX_DRIVER_NAME: usize = 63;
 /// The node id is also a topology value (CSI Topology): at most so many bytes.
@@ -115,33 +114,6 @@ pub fn wire_type(style: Style) -> BlockMetadataType {
     }
 }
 
-/// Absolute path of a unix socket.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SocketPath(PathBuf);
-
-impl AsRef<Path> for SocketPath {
-    fn as_ref(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl FromStr for SocketPath {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let rest = text.strip_prefix("unix:").unwrap_or(text);
-        let path = rest.strip_prefix("//").unwrap_or(rest);
-        let names_a_file = path.starts_with('/') && !path.ends_with('/') && !path.contains("://");
-        if !names_a_file || (rest == text && text.starts_with("//")) {
-            return Err(format!("{text:?} is not unix:///path, unix:/path or /path"));
-        }
-        if path.len() > MAX_SOCKET_PATH || path.contains('\0') {
-            return Err(format!("the path of a unix socket has at most {MAX_SOCKET_PATH} bytes"));
-        }
-        Ok(Self(path.into()))
-    }
-}
-
 /// Name of a node: a label value, so that it can be a topology segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeId(String);
@@ -223,31 +195,6 @@ fn block_size(text: &str) -> Result<u64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_endpoint_is_a_unix_socket_with_an_absolute_path() {
-        for text in ["unix:///run/a.sock", "unix:/run/a.sock", "/run/a.sock"] {
-            let path: SocketPath = text.parse().unwrap();
-            assert_eq!(path.as_ref(), Path::new("/run/a.sock"), "{text}");
-        }
-        let long = format!("/{}", "x".repeat(MAX_SOCKET_PATH));
-        let bad = [
-            "",
-            "a.sock",
-            "unix://a.sock",
-            "unix:a.sock",
-            "tcp://127.0.0.1:1",
-            "unix:///",
-            "/run/",
-            "//run/a.sock",
-            "unix://",
-            "http:///x",
-            &long,
-        ];
-        for text in bad {
-            assert!(text.parse::<SocketPath>().is_err(), "{text}");
-        }
-    }
 
     #[test]
     fn driver_names_and_node_ids_are_checked() {

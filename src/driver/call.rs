@@ -13,6 +13,7 @@ use tonic::{Code, Request, Response, Status};
 use tracing::Level;
 
 use super::status;
+use crate::grpc::code_name;
 use crate::proto::csi::v1 as csi;
 use crate::telemetry::metrics::Metrics;
 
@@ -111,7 +112,7 @@ impl Call {
     fn report(&mut self, code: Code, error: Option<&str>) {
         self.ended = true;
         let duration = self.begun.elapsed();
-        self.calls.metrics.called(self.method, status::name(code), duration);
+        self.calls.metrics.called(self.method, code_name(code), duration);
         self.log(code, error, duration);
     }
 
@@ -130,7 +131,7 @@ impl Call {
                     messages = (self.messages > 0).then_some(self.messages),
                     extents = (self.messages > 0).then_some(self.extents),
                     duration_ms = milliseconds(duration),
-                    code = status::name(code),
+                    code = code_name(code),
                     error,
                     "call"
                 )

@@ -232,3 +232,178 @@ impl Buffer {
 fn copying() -> String {
     "copying a backing file".to_owned()
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const BLOCKS: u64 = 3 * CHUNK / BLOCK_SIZE;
+
+    /// Something that happens to a volume; positions and lengths are in blocks.
+    #[derive(Debug, Clone)]
+    enum Change {
+        Write(u64, u64, u8),
+        WriteZeros(u64, u64),
+        Punch(u64, u64),
+        Grow(u64),
+    }
+
+    fn changes() -> impl Strategy<Value = Vec<Change>> {
+        let place = || {
+            let near_a_chunk = (1..3 * CHUNK / BLOCK_SIZE).prop_map(|n| n / 256 * 256 + n % 3);
+            (prop_oneof![0..BLOCKS, near_a_chunk], prop_oneof![1..4u64, 1..600u64])
+        };
+        let change = prop_oneof![
+            4 => (place(), 1..4u8).prop_map(|((at, count), fill)| Change::Write(at, count, fill)),
+            1 => place().prop_map(|(at, count)| Change::WriteZeros(at, count)),
+            2 => place().prop_map(|(at, count)| Change::Punch(at, count)),
+            1 => (1..300u64).prop_map(Change::Grow),
+        ];
+        prop::collection::vec(change, 0..12)
+    }
+
+    /// A volume's file, and what it has to hold: `None` is a hole.
+    struct Model {
+        file: File,
+        blocks: Vec<Option<u8>>,
+    }
+
+    impl Model {
+        fn new() -> Self {
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(BLOCKS * BLOCK_SIZE).unwrap();
+            Self { file, blocks: vec![None; BLOCKS as usize] }
+        }
+
+        fn apply(&mut self, change: &Change) {
+            let size = self.blocks.len() as u64;
+            let (at, count, fill) = match *change {
+                Change::Write(at, count, fill) => (at, count, Some(fill)),
+                Change::WriteZeros(at, count) => (at, count, Some(0)),
+                Change::Punch(at, count) => (at, count, None),
+                Change::Grow(by) => {
+                    self.file.set_len((size + by) * BLOCK_SIZE).unwrap();
+                    self.blocks.resize((size + by) as usize, None);
+                    return;
+                }
+            };
+            let end = size.min(at + count);
+            let length = (end - at) * BLOCK_SIZE;
+            match fill {
+                Some(fill) => {
+                    let bytes = vec![fill; length as usize];
+                    self.file.write_all_at(&bytes, at * BLOCK_SIZE).unwrap();
+                }
+                None => {
+                    let mode =
+                        FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+                    fallocate(&self.file, mode, (at * BLOCK_SIZE) as i64, length as i64).unwrap();
+                }
+            }
+            self.blocks[at as usize..end as usize].fill(fill);
+        }
+
+        fn size(&self) -> u64 {
+            self.blocks.len() as u64 * BLOCK_SIZE
+        }
+
+        fn byte(&self, block: usize) -> u8 {
+            self.blocks.get(block).copied().flatten().unwrap_or(0)
+        }
+    }
+
+    /// What a file holds, read as it is and by its map: each block's byte, and whether it is data.
+    fn content(file: &File) -> (Vec<u8>, Vec<bool>) {
+        let size = file.metadata().unwrap().len();
+        let mut bytes = vec![0; size as usize];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        let blocks = bytes
+            .chunks(BLOCK_SIZE as usize)
+            .map(|block| {
+                assert!(block.iter().all(|byte| *byte == block[0]));
+                block[0]
+            })
+            .collect();
+        let mut ranges = DataRanges::new(file);
+        let data =
+            (0..size / BLOCK_SIZE).map(|block| ranges.at(block * BLOCK_SIZE, size).unwrap().0);
+        (blocks, data.collect())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
+
+        #[test]
+        fn copies_are_equal_and_comparisons_exact(
+            history in prop::collection::vec(changes(), 1..4),
+            reused in prop::option::of(changes()),
+        ) {
+            let mut volume = Model::new();
+            let mut before: Option<(File, Vec<u8>)> = None;
+            for changes in &history {
+                changes.iter().for_each(|change| volume.apply(change));
+                // As in a cut: once while the volume is written to, and once when it stands still.
+                let mut target = Model::new();
+                reused.iter().flatten().for_each(|change| target.apply(change));
+                let target = target.file;
+                target.set_len(volume.size()).unwrap();
+                make_equal(&volume.file, &target).unwrap();
+                changes.iter().rev().for_each(|change| volume.apply(change));
+                make_equal(&volume.file, &target).unwrap();
+
+                let (bytes, data) = content(&target);
+                let wanted: Vec<u8> = (0..volume.blocks.len()).map(|b| volume.byte(b)).collect();
+                prop_assert!(bytes == wanted);
+                for (block, is_data) in data.iter().enumerate() {
+                    prop_assert!(!is_data || volume.blocks[block].is_some(), "no hole at {}", block);
+                }
+
+                let old = before.as_ref().map(|(file, bytes)| (file, bytes.len() as u64 * BLOCK_SIZE));
+                let mut found = Vec::new();
+                compare(old, (&target, volume.size()), &mut |finding| {
+                    found.push(finding);
+                    Ok(())
+                })
+                .unwrap();
+                let mut allocated = vec![false; bytes.len()];
+                let mut changed = vec![false; bytes.len()];
+                let mut last = 0;
+                for finding in found {
+                    prop_assert!(last <= finding.start && finding.start < finding.end);
+                    last = finding.end;
+                    let at = (finding.start / BLOCK_SIZE) as usize;
+                    prop_assert_eq!(finding.end, (at as u64 + 1) * BLOCK_SIZE);
+                    (allocated[at], changed[at]) = (finding.allocated, finding.changed);
+                }
+                prop_assert_eq!(&allocated, &data);
+                for block in 0..bytes.len() {
+                    let was = before.as_ref().and_then(|(_, old)| old.get(block).copied());
+                    let differs = was.unwrap_or(0) != bytes[block];
+                    prop_assert_eq!(changed[block], differs, "block {}", block);
+                }
+                before = Some((target, bytes));
+            }
+        }
+    }
+
+    #[test]
+    fn a_second_copy_writes_only_what_has_changed_since() {
+        let mut volume = Model::new();
+        volume.apply(&Change::Write(0, BLOCKS, 1));
+        let target = Model::new().file;
+        make_equal(&volume.file, &target).unwrap();
+        volume.apply(&Change::Write(300, 1, 2));
+        let (file, end) = (target.try_clone().unwrap(), volume.size());
+        // What is equal is not written: had it been, the old bytes here would be gone.
+        let mut walk = Walk::new(Some(&file), &volume.file, end);
+        let mut steps = 0;
+        while walk.next_step().unwrap().is_some() {
+            steps += 1;
+        }
+        assert_eq!(steps, end / CHUNK);
+        make_equal(&volume.file, &target).unwrap();
+        assert_eq!(content(&target).0[299..302], [1, 2, 1]);
+    }
+}

@@ -9,6 +9,8 @@
 
 mod block_map;
 mod reader;
+#[cfg(test)]
+mod tests;
 mod writer;
 
 use serde::{Deserialize, Serialize};

@@ -1,0 +1,96 @@
+//! What every side of a gRPC socket agrees on: where it is, and how a code is written.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use tonic::Code;
+
+/// The longest path that the kernel takes for a unix socket, in bytes.
+const MAX_SOCKET_PATH: usize = 107;
+
+/// Absolute path of a unix socket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SocketPath(PathBuf);
+
+impl AsRef<Path> for SocketPath {
+    fn as_ref(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl FromStr for SocketPath {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let rest = text.strip_prefix("unix:").unwrap_or(text);
+        let path = rest.strip_prefix("//").unwrap_or(rest);
+        let names_a_file = path.starts_with('/') && !path.ends_with('/') && !path.contains("://");
+        if !names_a_file || (rest == text && text.starts_with("//")) {
+            return Err(format!("{text:?} is not unix:///path, unix:/path or /path"));
+        }
+        if path.len() > MAX_SOCKET_PATH || path.contains('\0') {
+            return Err(format!("the path of a unix socket has at most {MAX_SOCKET_PATH} bytes"));
+        }
+        Ok(Self(path.into()))
+    }
+}
+
+impl fmt::Display for SocketPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "unix://{}", self.0.display())
+    }
+}
+
+/// The name of a code as gRPC writes it.
+pub const fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "CANCELLED",
+        Code::Unknown => "UNKNOWN",
+        Code::InvalidArgument => "INVALID_ARGUMENT",
+        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
+        Code::NotFound => "NOT_FOUND",
+        Code::AlreadyExists => "ALREADY_EXISTS",
+        Code::PermissionDenied => "PERMISSION_DENIED",
+        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+        Code::FailedPrecondition => "FAILED_PRECONDITION",
+        Code::Aborted => "ABORTED",
+        Code::OutOfRange => "OUT_OF_RANGE",
+        Code::Unimplemented => "UNIMPLEMENTED",
+        Code::Internal => "INTERNAL",
+        Code::Unavailable => "UNAVAILABLE",
+        Code::DataLoss => "DATA_LOSS",
+        Code::Unauthenticated => "UNAUTHENTICATED",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_endpoint_is_a_unix_socket_with_an_absolute_path() {
+        for text in ["unix:///run/a.sock", "unix:/run/a.sock", "/run/a.sock"] {
+            let path: SocketPath = text.parse().unwrap();
+            assert_eq!(path.as_ref(), Path::new("/run/a.sock"), "{text}");
+        }
+        let long = format!("/{}", "x".repeat(MAX_SOCKET_PATH));
+        let bad = [
+            "",
+            "a.sock",
+            "unix://a.sock",
+            "unix:a.sock",
+            "tcp://127.0.0.1:1",
+            "unix:///",
+            "/run/",
+            "//run/a.sock",
+            "unix://",
+            "http:///x",
+            &long,
+        ];
+        for text in bad {
+            assert!(text.parse::<SocketPath>().is_err(), "{text}");
+        }
+    }
+}

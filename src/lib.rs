@@ -4,6 +4,11 @@
 //! neither gRPC nor Kubernetes; [`driver`] translates CSI calls to it; [`client`] is the commands
 //! for people, which speak to a driver's socket; [`cli`] names the modes. Arrows point one way.
 
+// What is sent in may be hostile, so nothing may panic on it; a test says by panicking what failed.
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
+// All of it is in backend/sys.rs, behind plain functions.
+#![deny(unsafe_code)]
+
 pub mod backend;
 pub mod cli;
 pub mod client;

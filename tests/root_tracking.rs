@@ -424,3 +424,68 @@ fn a_filesystem_is_consistent_in_a_snapshot_that_was_cut_under_load() {
         }
     });
 }
+
+#[test]
+fn no_tool_can_move_or_change_the_blocks_of_a_snapshot() {
+    with_pool("no_tool_can_move_or_change_the_blocks_of_a_snapshot", ALL_KINDS[0], |pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        write_direct(&device, 0, &pattern(1, BLOCK as usize));
+        let a = pool.snapshot("a", &volume);
+        let flags = |file: &std::path::Path| {
+            let output = std::process::Command::new("xfs_io")
+                .args(["-r", "-c", "lsattr", path(file)])
+                .output()
+                .unwrap();
+            String::from_utf8(output.stdout).unwrap().split_once(' ').unwrap().0.to_owned()
+        };
+        let volume_flags = flags(&pool.data_dir().join("volumes").join(&volume.id));
+        assert!(volume_flags.contains('f') && !volume_flags.contains('i'), "{volume_flags}");
+        let file = pool.data_dir().join("snapshots").join(&a.id);
+        let snapshot_flags = flags(&file);
+        assert!(snapshot_flags.contains('f') && snapshot_flags.contains('i'), "{snapshot_flags}");
+        assert!(std::fs::File::options().write(true).open(&file).is_err());
+        assert!(std::fs::remove_file(&file).is_err());
+    });
+}
+
+#[test]
+fn a_device_has_4096_byte_sectors_and_direct_io_before_and_after_a_snapshot() {
+    for_each_pool("a_device_has_4096_byte_sectors_and_direct_io", |pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        for round in 0..2 {
+            let attached = pool.attach(&volume.id);
+            // The device's number, from that of the bound node.
+            use std::os::unix::fs::MetadataExt;
+            let rdev = std::fs::metadata(&attached.target).unwrap().rdev();
+            let sys = format!("/sys/block/loop{}", nix::sys::stat::minor(rdev));
+            let value = |name: &str| std::fs::read_to_string(format!("{sys}/{name}")).unwrap();
+            assert_eq!(value("queue/logical_block_size").trim(), "4096", "round {round}");
+            assert_eq!(value("loop/dio").trim(), "1", "round {round}");
+            pool.snapshot(&format!("s{round}"), &volume);
+            pool.detach(&attached);
+        }
+    });
+}
+
+#[test]
+fn nobody_sees_the_mount_of_an_image_pool() {
+    with_pool("nobody_sees_the_mount_of_an_image_pool", ALL_KINDS[1], |pool| {
+        let image = pool.data_dir().join("pool.img");
+        let devices = |image: &std::path::Path| {
+            let output =
+                std::process::Command::new("losetup").args(["-j", path(image)]).output().unwrap();
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let device = devices(&image).split(':').next().unwrap().to_owned();
+        assert!(device.starts_with("/dev/loop"), "{device}");
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        assert!(!mounts.contains(&format!(" {device} ")), "{mounts}");
+        pool.stop();
+        let gone = (0..100).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            devices(&image).is_empty()
+        });
+        assert!(gone, "the image is still attached: {}", devices(&image));
+    });
+}

@@ -7,7 +7,9 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use tracing::debug;
 
 use super::error::{Context, Error, Result};
 use super::filesystem::{self, Frozen};
@@ -63,12 +65,14 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<(u64, u32)> {
         pool.pre_clone(copy.source, copy.target)?;
     }
     let deadline = if pool.clones_atomically() { CLONE_DEADLINE } else { COPY_DEADLINE };
+    let begun = Instant::now();
     let frozen = Frozen::freeze(members.iter().filter_map(|(_, w)| w.mounted_at()), deadline)?;
     let moment = now();
     for (copy, writers) in &members {
         clone_one(pool, copy, writers)?;
     }
     frozen.thaw()?;
+    debug!(volumes = members.len(), frozen_ms = begun.elapsed().as_millis(), "copied");
     Ok(moment)
 }
 

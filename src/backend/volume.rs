@@ -358,9 +358,9 @@ fn attachment_defect(
         return Ok(Some("the volume is staged but has no loop device; stage it again".to_owned()));
     };
     let bytes = device.size()?;
-    if bytes > volume.capacity_bytes {
+    if bytes != volume.capacity_bytes {
         return Ok(Some(format!(
-            "{} has {bytes} bytes, the volume {}",
+            "{} has {bytes} bytes, the volume {}; expand or stage it again",
             device.path().display(),
             volume.capacity_bytes
         )));

@@ -228,7 +228,7 @@ fn a_record_past_its_retention_is_folded_into_the_next_and_refused_as_a_base() {
         };
         assert_eq!(delta(&pool, 0, 4).unwrap(), [2, 4, 6, 8]);
         std::thread::sleep(std::time::Duration::from_millis(1100));
-        pool.backend().tend().unwrap();
+        pool.backend().forget_expired().unwrap();
         for restarted in [false, true] {
             assert!(matches!(delta(&pool, 0, 4), Err(Error::Precondition(_))), "{restarted}");
             assert!(matches!(delta(&pool, 2, 4), Err(Error::Precondition(_))), "{restarted}");
@@ -251,7 +251,7 @@ fn the_newest_deleted_snapshot_stays_a_base_whatever_its_age() {
     let a = pool.snapshot("a", &volume);
     pool.backend().delete_snapshot(&a.id).unwrap();
     std::thread::sleep(std::time::Duration::from_millis(1100));
-    pool.backend().tend().unwrap();
+    pool.backend().forget_expired().unwrap();
     write_direct(&device, 0, &pattern(1, BLOCK as usize));
     let b = pool.snapshot("b", &volume);
     assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), [0]);
@@ -272,7 +272,7 @@ fn hidden_baselines_go_before_the_pool_is_full_and_the_gap_is_refused() {
     fill(0, 80);
     let a = pool.snapshot("a", &volume);
     pool.backend().delete_snapshot(&a.id).unwrap();
-    pool.backend().tend().unwrap();
+    pool.backend().relieve_pressure().unwrap();
     // Every block is written anew: now the baseline holds 320 MiB that nobody can see.
     fill(0, 80);
     let mut next = 80;
@@ -283,7 +283,7 @@ fn hidden_baselines_go_before_the_pool_is_full_and_the_gap_is_refused() {
         next += 1;
     }
     let full = pool.backend().pool_room().unwrap().available;
-    pool.backend().tend().unwrap();
+    pool.backend().relieve_pressure().unwrap();
     let relieved = pool.backend().pool_room().unwrap().available;
     assert!(relieved > full + 300 * MIB, "{full} {relieved}");
     let b = pool.snapshot("b", &volume);

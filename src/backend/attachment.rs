@@ -75,6 +75,11 @@ fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Resul
         return Ok(());
     };
     let fs_type = ensure_format(store, &mut volume, &backing, &device, *fs_type)?;
+    let grows = !mode.read_only() && needs_growth(&volume).is_some();
+    if grows && !filesystem::grows_online(fs_type) && filesystem::mounts_of(&device)?.is_empty() {
+        filesystem::grow_unmounted(fs_type, device.path())?;
+        grown(store, &mut volume)?;
+    }
     fs::create_dir_all(path).context(|| format!("making {}", path.display()))?;
     match filesystem::mount_at(path)? {
         Some(mount) if mount.shows(&device) => {}
@@ -151,6 +156,19 @@ fn holds_data(backing: &File) -> Result<bool> {
     }
 }
 
+/// The filesystem of a volume that is smaller than the volume.
+fn needs_growth(volume: &Volume) -> Option<FsType> {
+    let format = volume.format?;
+    (format.size_bytes < volume.capacity_bytes).then_some(format.fs_type)
+}
+
+/// Notes that a volume's filesystem is as large as the volume.
+fn grown(store: &Store, volume: &mut Volume) -> Result<()> {
+    let size_bytes = volume.capacity_bytes;
+    volume.format = volume.format.map(|format| Format { size_bytes, ..format });
+    store.catalog.write(|tx| tx.put(&*volume))
+}
+
 /// Grows the mounted filesystem to the volume's capacity, where it has not been done.
 fn grow_filesystem(
     store: &Store,
@@ -158,13 +176,15 @@ fn grow_filesystem(
     device: &LoopDevice,
     mounted_at: &Path,
 ) -> Result<()> {
-    let Some(format) = volume.format.filter(|format| format.size_bytes < volume.capacity_bytes)
-    else {
-        return Ok(());
-    };
-    filesystem::grow(format.fs_type, device.path(), mounted_at)?;
-    volume.format = Some(Format { size_bytes: volume.capacity_bytes, ..format });
-    store.catalog.write(|tx| tx.put(&*volume))
+    let Some(fs_type) = needs_growth(volume) else { return Ok(()) };
+    if !filesystem::grows_online(fs_type) {
+        return Err(Error::Precondition(format!(
+            "volume_path: growing a mounted {fs_type} needs CAP_SYS_RESOURCE, which this process \
+             lacks; grant it, or unstage and stage the volume, which grows it too"
+        )));
+    }
+    filesystem::grow(fs_type, device.path(), mounted_at)?;
+    grown(store, volume)
 }
 
 /// Unmounts and detaches a volume. OK when it is not staged at `path`.
@@ -357,9 +377,7 @@ pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
     let reading = store.catalog.read()?;
     let attachment = reading.get::<Attachment>(volume_id)?;
     let Some(attachment) = attachment.filter(|a| a.published.contains_key(target)) else {
-        // After a reboot nothing is mounted there; the empty target may still be.
-        let _ = fs::remove_dir(target);
-        return Ok(());
+        return remove_left_over(target);
     };
     let backing = File::open(store.volume_path(volume_id)).ok();
     let device = match &backing {
@@ -372,6 +390,21 @@ pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
             filesystem::unmount(target)?;
             forget_target(store, attachment, target)
         }
+    }
+}
+
+/// After a reboot nothing is known of a target, and nothing is mounted there: only the empty
+/// directory or file is left. What is not empty is not touched.
+fn remove_left_over(target: &Path) -> Result<()> {
+    let removed = match fs::symlink_metadata(target) {
+        Ok(present) if present.is_dir() => fs::remove_dir(target),
+        Ok(present) if present.is_file() && present.len() == 0 => fs::remove_file(target),
+        Ok(_) | Err(_) => Ok(()),
+    };
+    let other = [libc::ENOTEMPTY, libc::EBUSY, libc::ENOENT];
+    match removed {
+        Err(e) if e.raw_os_error().is_some_and(|code| other.contains(&code)) => Ok(()),
+        result => result.context(|| format!("removing {}", target.display())),
     }
 }
 

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 use redb::{
@@ -118,6 +118,7 @@ impl Catalog {
             .write(true)
             .create(true)
             .truncate(false)
+            .mode(0o600)
             .open(path)
             .context(|| format!("opening the catalog {}", path.display()))?;
         let database = Database::builder()

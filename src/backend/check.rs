@@ -4,8 +4,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::{self, File};
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use roaring::RoaringBitmap;
 
 use super::catalog::Catalog;
@@ -79,17 +83,18 @@ struct Checker<'a> {
 /// Checks the pool of a data directory that no driver is using. An error means that it could not be
 /// checked at all; damage is in the report.
 pub fn check(data_dir: &Path) -> Result<Report> {
-    let _lock = super::lock_instance(data_dir)?;
-    let pool = pool::open_existing(data_dir)?;
-    let catalog_path = super::catalog_path(pool.root());
-    if !catalog_path.exists() {
-        return Err(Error::Damaged("the catalog is missing; restore it from a backup".to_owned()));
+    if !data_dir.is_dir() {
+        return Err(Error::Missing(format!("{}: no such directory", data_dir.display())));
     }
-    let reading = Catalog::open(&catalog_path)?.read()?;
-    let snapshots = reading.select(|_: &Snapshot| true)?;
+    // A directory that is no pool is left as it is: it gets no lock file.
+    let early =
+        data_dir.join("lock").exists().then(|| super::lock_instance(data_dir)).transpose()?;
+    let pool = pool::open_existing(data_dir)?;
+    let _lock = early.map_or_else(|| super::lock_instance(data_dir), Ok)?;
+    let (volumes, snapshots) = read_catalog(&super::catalog_path(pool.root()))?;
     let mut checker = Checker {
         pool: pool.as_ref(),
-        volumes: reading.select(|_| true)?,
+        volumes,
         snapshots: snapshots.into_iter().map(|row| (row.id.clone(), row)).collect(),
         findings: Vec::new(),
         records: 0,
@@ -111,6 +116,39 @@ pub fn check(data_dir: &Path) -> Result<Report> {
         records: checker.records,
         findings: checker.findings,
     })
+}
+
+/// The rows of the catalog, of which every checksum was looked at: without that a flipped bit passes
+/// for what was written. It is done on a copy in memory, so that nothing is repaired or changed.
+fn read_catalog(path: &Path) -> Result<(Vec<Volume>, Vec<Snapshot>)> {
+    let bytes = match fs::read(path) {
+        Ok(bytes) if !bytes.is_empty() => bytes,
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            return Err(Error::io("reading the catalog", e));
+        }
+        Ok(_) | Err(_) => return Err(damaged_catalog("missing or empty")),
+    };
+    let mut copy = memfd_create("catalog", MFdFlags::MFD_CLOEXEC)
+        .map(File::from)
+        .context(|| "making a copy of the catalog".to_owned())?;
+    copy.write_all(&bytes).context(|| "copying the catalog".to_owned())?;
+    let path = format!("/proc/self/fd/{}", copy.as_raw_fd());
+    // The store below panics at some of what cannot be.
+    let read = catch_unwind(AssertUnwindSafe(|| {
+        let whole = redb::Database::open(&path).and_then(|mut store| store.check_integrity());
+        match whole {
+            Ok(true) => {}
+            Ok(false) => return Err(damaged_catalog("its checksums do not match")),
+            Err(error) => return Err(damaged_catalog(error)),
+        }
+        let reading = Catalog::open(Path::new(&path))?.read()?;
+        Ok((reading.select(|_| true)?, reading.select(|_| true)?))
+    }));
+    read.unwrap_or_else(|_| Err(damaged_catalog("it contradicts itself")))
+}
+
+fn damaged_catalog(what: impl fmt::Display) -> Error {
+    Error::Damaged(format!("the catalog is damaged: {what}; restore it from a backup"))
 }
 
 impl Checker<'_> {
@@ -183,10 +221,12 @@ impl Checker<'_> {
             if row.phase == SnapshotPhase::Forgotten {
                 continue;
             }
-            self.check_chain(&row);
+            let chained = self.check_chain(&row);
             let Some(record) = self.check_record(&row)? else { continue };
             self.records += 1;
-            if let Some(data) = data {
+            let meant = self.check_header(&row, &record);
+            // A record that counts from elsewhere disagrees with the data as a matter of course.
+            if let Some(data) = data.filter(|_| chained && meant) {
                 self.check_bitmaps(&row, &record, &data)?;
             }
         }
@@ -208,8 +248,9 @@ impl Checker<'_> {
         Ok(file)
     }
 
-    fn check_chain(&mut self, row: &Snapshot) {
-        let Predecessor::Snapshot(id) = &row.predecessor else { return };
+    /// Whether the predecessor is one.
+    fn check_chain(&mut self, row: &Snapshot) -> bool {
+        let Predecessor::Snapshot(id) = &row.predecessor else { return true };
         let broken = match self.snapshots.get(id) {
             None => Some(format!("its predecessor {id:?} is unknown")),
             Some(before) if before.volume_id != row.volume_id => {
@@ -223,9 +264,10 @@ impl Checker<'_> {
             }
             Some(_) => None,
         };
-        if let Some(message) = broken {
+        if let Some(message) = &broken {
             self.find(FindingKind::BrokenChain, &row.id, format!("{message}; take a full backup"));
         }
+        broken.is_none()
     }
 
     /// Reads all of a record, every segment with its checksum.
@@ -234,10 +276,7 @@ impl Checker<'_> {
         let path = Directory::Records.path(self.pool.root()).join(name);
         let Some(file) = self.open(&path, &row.id, 0)? else { return Ok(None) };
         match RecordReader::open(file).and_then(|record| read_all(&record).map(|()| record)) {
-            Ok(record) => {
-                self.check_header(row, &record);
-                Ok(Some(record))
-            }
+            Ok(record) => Ok(Some(record)),
             Err(Error::Damaged(message)) => {
                 self.find(FindingKind::DamagedRecord, &row.id, message);
                 Ok(None)
@@ -246,7 +285,8 @@ impl Checker<'_> {
         }
     }
 
-    fn check_header(&mut self, row: &Snapshot, record: &RecordReader) {
+    /// Whether the record is the one that the catalog means.
+    fn check_header(&mut self, row: &Snapshot, record: &RecordReader) -> bool {
         let header = record.header();
         let since = match &row.predecessor {
             Predecessor::Snapshot(id) => Some(id),
@@ -262,7 +302,10 @@ impl Checker<'_> {
         } else if header.predecessor.as_ref() != since {
             let message = "its record counts from another snapshot than the catalog says";
             self.find(FindingKind::BrokenChain, &row.id, message);
+        } else {
+            return true;
         }
+        false
     }
 
     /// Compares the data with the record, and with the predecessor's data where that is on disk.
@@ -273,7 +316,10 @@ impl Checker<'_> {
         };
         let old = predecessor.and_then(|before| {
             let path = Directory::Snapshots.path(self.pool.root()).join(&before.id);
-            Some((File::open(path).ok()?, before.capacity_bytes))
+            let file = File::open(path).ok()?;
+            // One that was cut off has its own finding, and says nothing about this snapshot.
+            let whole = length(&file).is_ok_and(|bytes| bytes >= before.capacity_bytes);
+            whole.then_some((file, before.capacity_bytes))
         });
         let mut allocated = Cover::new(record, Bitmap::Allocated);
         let mut changed = Cover::new(record, Bitmap::Changed);
@@ -318,10 +364,19 @@ impl Checker<'_> {
         for (directory, known) in places {
             let path = directory.path(self.pool.root());
             let listing = || format!("listing {}", path.display());
-            for entry in fs::read_dir(&path).context(listing)? {
+            let place = name_of(&path);
+            let entries = match fs::read_dir(&path) {
+                Ok(entries) => entries,
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                    let message = "the directory is gone; restore from a backup";
+                    self.find(FindingKind::MissingFile, &place, message);
+                    continue;
+                }
+                Err(e) => return Err(Error::io(listing(), e)),
+            };
+            for entry in entries {
                 let name = entry.context(listing)?.file_name().to_string_lossy().into_owned();
                 if !known.contains(&name) {
-                    let place = name_of(&path);
                     self.find(
                         FindingKind::Orphan,
                         &format!("{place}/{name}"),

@@ -13,8 +13,13 @@ const DEADLINE: Duration = Duration::from_secs(300);
 /// What is kept of a tool's output, in bytes.
 const OUTPUT_BYTES: u64 = 4096;
 
-/// Runs a tool to its end. An error carries the last part of what it said.
+/// Runs a tool to its end. An error carries the first part of what it said.
 pub fn run(command: &mut Command) -> Result<()> {
+    run_with(command, &[0])
+}
+
+/// Runs a tool whose exit codes `good` all mean success.
+pub fn run_with(command: &mut Command, good: &[i32]) -> Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     let mut child = command
         .stdin(Stdio::null())
@@ -48,5 +53,9 @@ pub fn run(command: &mut Command) -> Result<()> {
         pause = (pause * 2).min(Duration::from_millis(50));
     };
     let said = reader.join().unwrap_or_default();
-    if status.success() { Ok(()) } else { Err(Error::Failed(format!("{name} {status}: {said}"))) }
+    if status.code().is_some_and(|code| good.contains(&code)) {
+        Ok(())
+    } else {
+        Err(Error::Failed(format!("{name} {status}: {said}")))
+    }
 }

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 use linux_raw_sys::loop_device::{LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
+use tracing::warn;
+
 use super::error::{Context, Error, Result};
 use super::sys;
 use super::units::BLOCK_SIZE;
@@ -226,6 +228,7 @@ impl LoopDevice {
     }
 
     fn identity(&self) -> Option<Identity> {
+        self.ensure_node().ok()?;
         let file = self.open(false).ok()?;
         sys::loop_status(&file).ok().map(|info| Identity::of_status(&info))
     }
@@ -251,7 +254,12 @@ fn configure(device: &File, backing: &File, flags: u32) -> io::Result<()> {
         sys::loop_configure(device, &mut config)
     };
     match attempt(flags | LO_FLAGS_DIRECT_IO as u32) {
-        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => attempt(flags),
-        result => result,
+        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => attempt(flags)?,
+        result => result?,
     }
+    // The kernel may turn it off without a word.
+    if sys::loop_status(device)?.lo_flags & LO_FLAGS_DIRECT_IO as u32 == 0 {
+        warn!("no direct I/O on this filesystem: data is cached twice");
+    }
+    Ok(())
 }

@@ -134,10 +134,15 @@ impl Backend {
         self.store.pool.room()
     }
 
-    /// Housekeeping, to be called about once a second: drops hidden baselines when the pool is nearly
-    /// full, and forgets records that are past their retention.
-    pub fn tend(&self) -> Result<()> {
-        upkeep::relieve_pressure(&self.store)?;
+    /// Drops hidden baselines when the pool is nearly full. Cheap when it is not: to be called about
+    /// once a second, before a pod meets ENOSPC.
+    pub fn relieve_pressure(&self) -> Result<()> {
+        upkeep::relieve_pressure(&self.store)
+    }
+
+    /// Forgets the change records of deleted snapshots that are past their retention. Looks at every
+    /// snapshot: to be called about once a minute.
+    pub fn forget_expired(&self) -> Result<()> {
         upkeep::forget_expired(&self.store)
     }
 

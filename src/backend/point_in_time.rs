@@ -6,7 +6,7 @@
 //! cloned while the others stand still, so that there is one moment that holds for all.
 
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use tracing::debug;
@@ -38,8 +38,8 @@ pub struct Copy<'a> {
 enum Writers {
     /// Nobody writes.
     None,
-    /// The filesystem on this device, mounted at the staging path.
-    Filesystem(Attachment, LoopDevice),
+    /// The filesystem on this device, mounted here.
+    Filesystem(PathBuf, LoopDevice),
     /// Whoever has the raw device.
     Raw(LoopDevice),
 }
@@ -79,7 +79,7 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<(u64, u32)> {
 impl Writers {
     fn mounted_at(&self) -> Option<&Path> {
         match self {
-            Self::Filesystem(attachment, _) => Some(&attachment.staging_path),
+            Self::Filesystem(mounted_at, _) => Some(mounted_at),
             Self::None | Self::Raw(_) => None,
         }
     }
@@ -100,13 +100,11 @@ fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
         Access::Block if attachment.published.values().any(|p| !p.readonly) => Writers::Raw(device),
         Access::Block => Writers::None,
         Access::Mount { .. } => {
-            // What is mounted there is looked at, since a freeze of another filesystem, the host's
-            // own, would be the result of taking the catalog's word for it.
-            let mount = filesystem::mount_at(&attachment.staging_path)?;
-            if mount.is_some_and(|mount| mount.shows(&device)) {
-                Writers::Filesystem(attachment, device)
-            } else {
-                Writers::None
+            // The kernel is asked where it is mounted: by the catalog's word another filesystem, the
+            // host's own, might be frozen.
+            match filesystem::mounts_of(&device)?.into_iter().next() {
+                Some(mounted_at) => Writers::Filesystem(mounted_at, device),
+                None => Writers::Raw(device),
             }
         }
     })

@@ -143,3 +143,7 @@ fn forget_gone_volumes(store: &Store) -> Result<()> {
     ids.dedup();
     ids.iter().try_for_each(|id| snapshot::collect(store, id))
 }
+
+#[cfg(test)]
+#[path = "reconcile_tests.rs"]
+mod tests;

@@ -27,25 +27,20 @@ pub fn relieve_pressure(store: &Store) -> Result<()> {
     if !under_pressure(store.pool.room()?) {
         return Ok(());
     }
-    let reading = store.catalog.read()?;
     let mut hidden = Vec::new();
-    for volume in reading.select(|volume: &Volume| volume.baseline.is_some())? {
-        let Some(id) = &volume.baseline else { continue };
-        if let Some(snapshot) = reading.get::<Snapshot>(id)?
-            && snapshot.phase != SnapshotPhase::Ready
-        {
-            hidden.push((snapshot.created_at, volume.id));
+    for volume in store.catalog.read()?.select(|volume: &Volume| volume.baseline.is_some())? {
+        if let Some((since, _)) = hidden_baseline(store, &volume.id)? {
+            hidden.push((since, volume.id));
         }
     }
-    drop(reading);
     hidden.sort_unstable();
     for (_, volume_id) in hidden {
         if !under_pressure(store.pool.room()?) {
             break;
         }
-        // Whoever holds the volume now may be about to free the baseline himself.
+        // Whoever holds the volume now may be about to free the baseline himself, or has done so.
         let Ok(_lock) = store.locks.take([volume_id.as_str()]) else { continue };
-        let volume = store.catalog.read()?.live_volume(&volume_id)?;
+        let Some((_, volume)) = hidden_baseline(store, &volume_id)? else { continue };
         warn!(
             volume = volume.id,
             baseline = volume.baseline,
@@ -55,6 +50,15 @@ pub fn relieve_pressure(store: &Store) -> Result<()> {
         drop_baseline(store, volume, ChainBreak::BaselineDropped)?;
     }
     Ok(())
+}
+
+/// When the baseline of a volume was cut, if only the next cut still needs its data.
+fn hidden_baseline(store: &Store, volume_id: &str) -> Result<Option<((u64, u32), Volume)>> {
+    let reading = store.catalog.read()?;
+    let Some(volume) = reading.get::<Volume>(volume_id)? else { return Ok(None) };
+    let Some(baseline) = &volume.baseline else { return Ok(None) };
+    let hidden = reading.get::<Snapshot>(baseline)?.filter(|row| row.phase != SnapshotPhase::Ready);
+    Ok(hidden.map(|row| (row.created_at, volume)))
 }
 
 /// Makes the next cut of a volume start a new chain, and frees the data that was kept for it.

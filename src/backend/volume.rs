@@ -125,7 +125,10 @@ fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
     Ok(match source {
         Source::Snapshot(id) => {
             let snapshot = reading.live_snapshot(id)?;
-            let file = store.open_snapshot(&snapshot)?;
+            let file = store.open_snapshot(&snapshot).or_else(|error| {
+                // Deleted since it was looked up?
+                store.catalog.read()?.live_snapshot(id).and(Err(error))
+            })?;
             OpenSource::Snapshot(snapshot, file)
         }
         Source::Volume(id) => {

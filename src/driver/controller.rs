@@ -318,8 +318,7 @@ fn can_be_satisfied(wanted: &[csi::VolumeCapability]) -> Checked<bool> {
     }
 }
 
-/// The device on the node has to follow in any case, for a filesystem and for raw blocks: only
-/// NodeExpandVolume reads the new size of the backing file into the loop device.
+/// The device grows with its backing file; the filesystem on it has to follow on the node.
 fn expand_volume(
     plugin: &Plugin,
     asked: csi::ControllerExpandVolumeRequest,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
@@ -19,7 +20,7 @@ use super::args::Args;
 use super::call::Calls;
 use super::topology::Place;
 use super::{Plugin, socket};
-use crate::backend::{Backend, Config};
+use crate::backend::{self, Backend, Config};
 use crate::proto::csi::v1::controller_server::ControllerServer;
 use crate::proto::csi::v1::group_controller_server::GroupControllerServer;
 use crate::proto::csi::v1::identity_server::IdentityServer;
@@ -36,8 +37,10 @@ const ASYNC_THREADS: usize = 2;
 const BLOCKING_THREADS: usize = 64;
 /// How long streams that were cut off have to tell their clients.
 const GRACE: Duration = Duration::from_secs(1);
-/// Time between two rounds of the backend's housekeeping.
-const TEND_EVERY: Duration = Duration::from_secs(1);
+/// Time between two looks at the room in the pool.
+const RELIEVE_EVERY: Duration = Duration::from_secs(1);
+/// Time between two looks for records that are past their retention.
+const FORGET_EVERY: Duration = Duration::from_secs(60);
 
 /// Serves until a signal has come and the running calls are done. Volumes stay attached: pods go on,
 /// and the next driver takes over.
@@ -49,10 +52,20 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         .enable_all()
         .build()
         .context("starting the threads")?;
+    raise_file_limit();
     let result = runtime.block_on(serve(args));
     // A call that has not ended within its time must not keep the process alive.
     runtime.shutdown_background();
     result.map(|()| ExitCode::SUCCESS)
+}
+
+/// A delta over a long chain of snapshots holds a file open for each of them.
+fn raise_file_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "could not raise the limit of open files");
+    }
 }
 
 async fn serve(args: Args) -> anyhow::Result<()> {
@@ -104,7 +117,11 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         socket = %path.display(),
         "serving CSI"
     );
-    tokio::spawn(tend(backend, shutdown.clone()));
+    let housekeeping: [(Duration, Round); 2] =
+        [(RELIEVE_EVERY, Backend::relieve_pressure), (FORGET_EVERY, Backend::forget_expired)];
+    for (every, round) in housekeeping {
+        tokio::spawn(tend(backend.clone(), every, round, shutdown.clone()));
+    }
     let served = router(plugin)
         .serve_with_incoming_shutdown(UnixListenerStream::new(listener), drained(shutdown.clone()));
     tokio::select! {
@@ -144,9 +161,12 @@ fn health(backend: &Backend) -> HealthCheck {
     Arc::new(move || backend.healthy().map_err(|error| error.to_string()))
 }
 
+/// A round of the backend's housekeeping.
+type Round = fn(&Backend) -> backend::Result<()>;
+
 /// Lets the backend keep house, one round after the other, until the end begins.
-async fn tend(backend: Backend, shutdown: Shutdown) {
-    let mut rounds = interval(TEND_EVERY);
+async fn tend(backend: Backend, every: Duration, round: Round, shutdown: Shutdown) {
+    let mut rounds = interval(every);
     rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
@@ -155,7 +175,7 @@ async fn tend(backend: Backend, shutdown: Shutdown) {
         }
         let backend = backend.clone();
         // A panic is in the log already; the next round may do better.
-        if let Ok(Err(error)) = spawn_blocking(move || backend.tend()).await {
+        if let Ok(Err(error)) = spawn_blocking(move || round(&backend)).await {
             tracing::error!(%error, "housekeeping failed");
         }
     }

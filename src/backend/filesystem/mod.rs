@@ -19,7 +19,7 @@ use super::error::{Context, Error, Result};
 use super::model::{FsType, Usage};
 
 pub use freeze::{Frozen, thaw_left_over};
-pub use mounts::{Mount, mount_at};
+pub use mounts::{Mount, mount_at, mounts_of};
 pub use ownership::give_to_group;
 
 /// Makes a filesystem on a device whose content nobody needs. Nothing is discarded first: the
@@ -181,6 +181,32 @@ pub fn grow(fs_type: FsType, device: &Path, mounted_at: &Path) -> Result<()> {
         FsType::Ext4 => device,
         FsType::Xfs | FsType::Btrfs => mounted_at,
     }))
+}
+
+/// Whether this process may grow a mounted filesystem of this type: for ext4 the kernel asks for
+/// CAP_SYS_RESOURCE, which containers often lack.
+pub fn grows_online(fs_type: FsType) -> bool {
+    const SYS_RESOURCE: u64 = 1 << 24;
+    if fs_type != FsType::Ext4 {
+        return true;
+    }
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    effective
+        .and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok())
+        .is_some_and(|capabilities| capabilities & SYS_RESOURCE != 0)
+}
+
+/// Grows an ext4 that is not mounted to the size of its device. The tool insists on a check first,
+/// which also replays the journal.
+pub fn grow_unmounted(fs_type: FsType, device: &Path) -> Result<()> {
+    if fs_type != FsType::Ext4 {
+        return Err(Error::Failed(format!("{fs_type} grows only while it is mounted")));
+    }
+    let mut check = tool("e2fsck", &["-f", "-p"]);
+    // 1: errors were corrected.
+    command::run_with(check.arg(device), &[0, 1])?;
+    command::run(tool("resize2fs", &[]).arg(device))
 }
 
 /// What the filesystem at `path` holds.

@@ -39,6 +39,12 @@ pub fn mount_at(target: &Path) -> Result<Option<Mount>> {
     Ok(all()?.into_iter().rfind(|mount| mount.target == target))
 }
 
+/// Where a loop device's filesystem is mounted, in the order in which it was.
+pub fn mounts_of(device: &LoopDevice) -> Result<Vec<PathBuf>> {
+    let shown = all()?.into_iter().filter(|mount| mount.shows(device));
+    Ok(shown.map(|mount| mount.target).collect())
+}
+
 fn all() -> Result<Vec<Mount>> {
     let text = fs::read("/proc/self/mountinfo").context(|| "reading mountinfo".to_owned())?;
     Ok(text.split(|byte| *byte == b'\n').filter_map(parse).collect())

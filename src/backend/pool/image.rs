@@ -63,8 +63,9 @@ impl ImagePool {
 
 fn mount(device: &LoopDevice) -> Result<OwnedFd> {
     let source = device.path().to_string_lossy();
-    // nouuid: a copy of a pool may be looked at beside the pool.
-    sys::detached_mount(c"xfs", &source, &["nouuid"]).context(|| {
+    // nouuid: a copy of a pool may be looked at beside the pool. discard: what is deleted in the pool
+    // becomes free below it.
+    sys::detached_mount(c"xfs", &source, &["nouuid", "discard"]).context(|| {
         format!("mounting the pool image on {source} (is XFS in this kernel, and the image whole?)")
     })
 }

@@ -165,7 +165,7 @@ pub fn open(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Res
     Ok(opened)
 }
 
-/// Opens what is there, for a look at it: never makes or changes a pool.
+/// Opens what is there: never makes a pool.
 pub fn open_existing(data_dir: &Path) -> Result<Box<dyn Pool>> {
     let Some(kind) = read_marker(data_dir)? else {
         return Err(Error::Missing(format!(
@@ -301,11 +301,13 @@ pub fn is_immutable(file: &File) -> Result<bool> {
 /// Removes a file, immutable or not, and makes that durable before its blocks can be written again:
 /// else a power cut could bring it back with another file's data in it. OK when it is gone.
 pub fn remove(path: &Path) -> Result<()> {
-    match File::open(path) {
-        Ok(file) => set_immutable(&file, false)?,
+    // Open until the end: as long as it is, its blocks are not free.
+    let file = match File::open(path) {
+        Ok(file) => file,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         Err(e) => return Err(Error::io(format!("opening {}", path.display()), e)),
-    }
+    };
+    set_immutable(&file, false)?;
     fs::remove_file(path).context(|| format!("removing {}", path.display()))?;
     path.parent().map_or(Ok(()), sync_directory)
 }

@@ -1,6 +1,9 @@
 //! What happens without being asked: hidden baselines go when the pool runs full, and the records of
 //! deleted snapshots are forgotten when their retention is over.
 
+use std::thread;
+use std::time::Duration;
+
 use tracing::{info, warn};
 
 use super::cut;
@@ -10,6 +13,10 @@ use super::pool::{self, Directory, Room};
 use super::store::{Store, now};
 use super::tracker::{Bitmap, BlockMap, Header, RecordWriter, Style};
 use super::units::{Block, BlockRange};
+
+/// How often, and at what distance, room is looked for after a removal.
+const FREEING_LOOKS: u32 = 20;
+const FREEING_PAUSE: Duration = Duration::from_millis(25);
 
 /// Room kept back for the catalog, for records, and for noticing in time, in bytes.
 pub fn reserve(room: Room) -> u64 {
@@ -35,7 +42,7 @@ pub fn relieve_pressure(store: &Store) -> Result<()> {
     }
     hidden.sort_unstable();
     for (_, volume_id) in hidden {
-        if !under_pressure(store.pool.room()?) {
+        if relieved(store)? {
             break;
         }
         // Whoever holds the volume now may be about to free the baseline himself, or has done so.
@@ -49,7 +56,19 @@ pub fn relieve_pressure(store: &Store) -> Result<()> {
         );
         drop_baseline(store, volume, ChainBreak::BaselineDropped)?;
     }
-    Ok(())
+    relieved(store).map(drop)
+}
+
+/// Whether there is room again. XFS frees the blocks of a removed file in the background, so it is
+/// given a moment: else one baseline more would be dropped than has to be.
+fn relieved(store: &Store) -> Result<bool> {
+    for _ in 0..FREEING_LOOKS {
+        if !under_pressure(store.pool.room()?) {
+            return Ok(true);
+        }
+        thread::sleep(FREEING_PAUSE);
+    }
+    Ok(false)
 }
 
 /// When the baseline of a volume was cut, if only the next cut still needs its data.

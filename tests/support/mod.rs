@@ -3,6 +3,8 @@
 //! the test has made. `NO_TEST_CLEAN_UP=1` leaves everything in place for a look.
 #![allow(dead_code)] // Each test binary uses its own part.
 
+pub mod driver;
+
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};

@@ -40,6 +40,9 @@ pub fn relieve_pressure(store: &Store) -> Result<()> {
             hidden.push((since, volume.id));
         }
     }
+    if hidden.is_empty() {
+        return Ok(());
+    }
     hidden.sort_unstable();
     for (_, volume_id) in hidden {
         if relieved(store)? {

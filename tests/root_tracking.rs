@@ -489,3 +489,49 @@ fn nobody_sees_the_mount_of_an_image_pool() {
         assert!(gone, "the image is still attached: {}", devices(&image));
     });
 }
+
+#[test]
+fn retention_goes_on_past_what_it_has_forgotten() {
+    if !have_root("retention_goes_on_past_what_it_has_forgotten") {
+        return;
+    }
+    let mut pool = Pool::with(ALL_KINDS[1], |config| config.retention = std::time::Duration::ZERO);
+    let volume = pool.volume("v", 64 * MIB);
+    let device = pool.attach(&volume.id).target;
+    let snapshots: Vec<_> = (0..4)
+        .map(|number| {
+            write_direct(&device, number * 2 * BLOCK, &pattern(number, BLOCK as usize));
+            pool.snapshot(&format!("s{number}"), &volume)
+        })
+        .collect();
+    // The newer one first: it is forgotten, and still names the older one as its predecessor.
+    for number in [2, 1] {
+        pool.backend().delete_snapshot(&snapshots[number].id).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(1100));
+        pool.backend().forget_expired().unwrap();
+        let refused = pool.backend().delta(&snapshots[number].id, &snapshots[3].id);
+        assert!(matches!(refused, Err(Error::Precondition(_))), "{number}");
+        let delta = pool.backend().delta(&snapshots[0].id, &snapshots[3].id).unwrap();
+        assert_eq!(blocks(delta), [2, 4, 6]);
+    }
+}
+
+#[test]
+fn a_pool_that_has_lost_its_image_or_its_catalog_is_not_taken_for_a_new_one() {
+    if !have_root("a_pool_that_has_lost_its_image_or_its_catalog") {
+        return;
+    }
+    for (kind, lost) in [(ALL_KINDS[1], "pool.img"), (ALL_KINDS[2], "catalog.redb")] {
+        let mut pool = Pool::new(kind);
+        pool.volume("v", 64 * MIB);
+        pool.stop();
+        let (file, aside) = (pool.data_dir().join(lost), pool.scratch().join(lost));
+        std::fs::rename(&file, &aside).unwrap();
+        let refused = pool.try_start().unwrap_err();
+        assert!(matches!(refused, Error::Damaged(_)), "{refused}");
+        assert!(refused.to_string().contains("missing"), "{refused}");
+        std::fs::rename(&aside, &file).unwrap();
+        pool.start();
+        assert_eq!(pool.backend().volumes(None, 0).unwrap().items.len(), 1);
+    }
+}

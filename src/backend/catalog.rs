@@ -7,7 +7,11 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
 use redb::{
     Database, ReadTransaction, ReadableDatabase, ReadableTable, StorageBackend, TableDefinition,
     WriteTransaction,
@@ -64,44 +68,80 @@ row!(Snapshot, "snapshots", id, Kind::Snapshot);
 row!(Group, "groups", id, Kind::GroupSnapshot);
 row!(Attachment, "attachments", volume_id);
 
-/// The file under the store. It takes room when the store grows, not when a page is first written:
-/// so a full pool refuses what would add to the catalog and still lets things be deleted.
-#[derive(Debug)]
-struct Reserved(File);
+/// The file under the store. It takes room when the store grows, not when a page is first written,
+/// and the room to double once more ahead of that. Where that is not to be had nothing new is given
+/// a name: what there is for growth is left to deletions, which need some too. (Were the store to
+/// meet ENOSPC itself it would refuse everything until it is opened again.)
+#[derive(Debug, Clone)]
+struct Reserved {
+    file: Arc<File>,
+    /// Whether the room to double is there.
+    ahead: Arc<AtomicBool>,
+}
+
+impl Reserved {
+    fn new(file: File) -> Self {
+        let reserved = Self { file: Arc::new(file), ahead: Arc::default() };
+        reserved.reserve_ahead();
+        reserved
+    }
+
+    fn reserve_ahead(&self) {
+        let doubled = self.file.metadata().map_or(0, |metadata| 2 * metadata.len());
+        let mode = FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        let full = doubled > 0
+            && matches!(
+                fallocate(&self.file, mode, 0, doubled as i64),
+                Err(Errno::ENOSPC | Errno::EDQUOT)
+            );
+        self.ahead.store(!full, Ordering::Relaxed);
+    }
+
+    fn has_room(&self) -> bool {
+        if !self.ahead.load(Ordering::Relaxed) {
+            self.reserve_ahead();
+        }
+        self.ahead.load(Ordering::Relaxed)
+    }
+}
 
 impl StorageBackend for Reserved {
     fn len(&self) -> io::Result<u64> {
-        Ok(self.0.metadata()?.len())
+        Ok(self.file.metadata()?.len())
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        self.0.read_exact_at(out, offset)
+        self.file.read_exact_at(out, offset)
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
         let old = self.len()?;
-        self.0.set_len(len)?;
-        if len > old {
-            let reserve = nix::fcntl::posix_fallocate(&self.0, old as i64, (len - old) as i64);
+        // Asked for what is there already, a full XFS would say ENOSPC.
+        let reserved = self.ahead.load(Ordering::Relaxed) && len <= 2 * old;
+        self.file.set_len(len)?;
+        if len > old && !reserved {
+            let reserve = nix::fcntl::posix_fallocate(&self.file, old as i64, (len - old) as i64);
             if let Err(errno) = reserve {
-                self.0.set_len(old)?;
+                self.file.set_len(old)?;
                 return Err(errno.into());
             }
         }
+        self.reserve_ahead();
         Ok(())
     }
 
     fn sync_data(&self) -> io::Result<()> {
-        self.0.sync_data()
+        self.file.sync_data()
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.0.write_all_at(data, offset)
+        self.file.write_all_at(data, offset)
     }
 }
 
 pub struct Catalog {
     database: Database,
+    file: Reserved,
 }
 
 impl fmt::Debug for Catalog {
@@ -121,11 +161,12 @@ impl Catalog {
             .mode(0o600)
             .open(path)
             .context(|| format!("opening the catalog {}", path.display()))?;
+        let file = Reserved::new(file);
         let database = Database::builder()
             .set_cache_size(CACHE_BYTES)
-            .create_with_backend(Reserved(file))
+            .create_with_backend(file.clone())
             .map_err(failed)?;
-        let catalog = Self { database };
+        let catalog = Self { database, file };
         catalog.prepare()?;
         Ok(catalog)
     }
@@ -135,12 +176,12 @@ impl Catalog {
         let known = self.database.begin_read().map_err(failed)?.open_table(META).is_ok();
         if !known {
             self.write(|tx| {
-                tx.0.open_table(Volume::TABLE).map_err(failed)?;
-                tx.0.open_table(Snapshot::TABLE).map_err(failed)?;
-                tx.0.open_table(Group::TABLE).map_err(failed)?;
-                tx.0.open_table(Attachment::TABLE).map_err(failed)?;
-                tx.0.open_table(NAMES).map_err(failed)?;
-                let mut meta = tx.0.open_table(META).map_err(failed)?;
+                tx.inner.open_table(Volume::TABLE).map_err(failed)?;
+                tx.inner.open_table(Snapshot::TABLE).map_err(failed)?;
+                tx.inner.open_table(Group::TABLE).map_err(failed)?;
+                tx.inner.open_table(Attachment::TABLE).map_err(failed)?;
+                tx.inner.open_table(NAMES).map_err(failed)?;
+                let mut meta = tx.inner.open_table(META).map_err(failed)?;
                 meta.insert("version", FORMAT_VERSION).map_err(failed)?;
                 Ok(())
             })?;
@@ -163,12 +204,14 @@ impl Catalog {
 
     /// Runs `change` in a transaction: all of it is durable on `Ok`, none of it happened on `Err`.
     pub fn write<T>(&self, change: impl FnOnce(&Writing) -> Result<T>) -> Result<T> {
-        let tx = Writing(self.database.begin_write().map_err(failed)?);
+        let has_room = self.file.has_room();
+        let tx = Writing { inner: self.database.begin_write().map_err(failed)?, has_room };
         let result = change(&tx);
         match result {
-            Ok(value) => tx.0.commit().map_err(failed).map(|()| value),
+            Ok(value) => tx.inner.commit().map_err(failed).map(|()| value),
             Err(error) => {
-                tx.0.abort().map_err(failed)?;
+                // After an I/O error this fails too; the first one is what has to be told.
+                let _ = tx.inner.abort();
                 Err(error)
             }
         }
@@ -223,24 +266,30 @@ impl Reading {
 }
 
 /// A write transaction.
-pub struct Writing(WriteTransaction);
+pub struct Writing {
+    inner: WriteTransaction,
+    has_room: bool,
+}
 
 impl Writing {
     pub fn put<R: Row>(&self, row: &R) -> Result<()> {
-        let mut table = self.0.open_table(R::TABLE).map_err(failed)?;
+        let mut table = self.inner.open_table(R::TABLE).map_err(failed)?;
         let json = serde_json::to_vec(row).map_err(|e| Error::Failed(format!("catalog: {e}")))?;
         table.insert(row.key(), json.as_slice()).map_err(failed)?;
         Ok(())
     }
 
     pub fn remove<R: Row>(&self, key: &str) -> Result<()> {
-        self.0.open_table(R::TABLE).map_err(failed)?.remove(key).map_err(failed)?;
+        self.inner.open_table(R::TABLE).map_err(failed)?.remove(key).map_err(failed)?;
         Ok(())
     }
 
-    /// Makes the row's name lead to its id.
+    /// Makes the row's name lead to its id. `Exhausted` when the catalog has no room to grow.
     pub fn name<R: Named>(&self, row: &R) -> Result<()> {
-        let mut names = self.0.open_table(NAMES).map_err(failed)?;
+        if !self.has_room {
+            return Err(Error::io("catalog", Errno::ENOSPC.into()));
+        }
+        let mut names = self.inner.open_table(NAMES).map_err(failed)?;
         names.insert(name_key::<R>(row.name()).as_str(), row.key()).map_err(failed)?;
         Ok(())
     }
@@ -248,7 +297,7 @@ impl Writing {
     /// Frees the row's name for another, if it still leads to this row.
     pub fn unname<R: Named>(&self, row: &R) -> Result<()> {
         let key = name_key::<R>(row.name());
-        let mut names = self.0.open_table(NAMES).map_err(failed)?;
+        let mut names = self.inner.open_table(NAMES).map_err(failed)?;
         let ours =
             names.get(key.as_str()).map_err(failed)?.is_some_and(|id| id.value() == row.key());
         if ours {

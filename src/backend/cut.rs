@@ -97,8 +97,8 @@ fn seal(member: &Member) -> Result<()> {
     // Twice: an fsync in flight while the pool's filesystem shuts down can report success with
     // nothing durable; the next one then fails.
     member.target.sync_all().context(flushing)?;
-    member.target.sync_all().context(flushing)?;
-    pool::set_immutable(&member.target, true)
+    pool::set_immutable(&member.target, true)?;
+    member.target.sync_all().context(flushing)
 }
 
 /// Writes the change record of a sealed copy, and says what it counts from.
@@ -208,10 +208,14 @@ pub fn undo(store: &Store, snapshots: &[Snapshot], group: Option<&Group>) -> Res
     let mut undone = Vec::new();
     for snapshot in snapshots {
         let row = reading.get::<Snapshot>(&snapshot.id)?;
-        let Some(row) = row.filter(|row| row.phase == SnapshotPhase::Cutting) else { continue };
+        undone.extend(row.filter(|row| row.phase == SnapshotPhase::Cutting));
+    }
+    // A commit that failed may yet have reached the disk. Once this one has, it cannot have; and if
+    // this one fails, nothing is removed.
+    store.catalog.write(|tx| undone.iter().try_for_each(|row| tx.put(row)))?;
+    for row in &undone {
         pool::remove(&store.snapshot_path(&row.id))?;
         pool::remove(&store.record_path(&row.id, row.record_generation))?;
-        undone.push(row);
     }
     let group = match group {
         Some(group) => reading.get::<Group>(&group.id)?.filter(|row| row.phase == Phase::Creating),

@@ -100,27 +100,54 @@ impl LoopDevice {
     /// The devices behind which `backing` stands, lowest number first.
     pub fn find(backing: &File) -> Result<Vec<Self>> {
         let wanted = Identity::of(backing).context(|| "reading a backing file".to_owned())?;
-        let mut found = Vec::new();
-        let entries = fs::read_dir("/sys/block").context(|| "listing /sys/block".to_owned())?;
-        for entry in entries {
-            let name = entry.context(|| "listing /sys/block".to_owned())?.file_name();
-            let number = name.to_str().and_then(|name| name.strip_prefix("loop")?.parse().ok());
-            let Some(number) = number else { continue };
-            let device = Self::numbered(number);
-            if device.has_file() && device.identity().is_some_and(|identity| identity == wanted) {
-                found.push(device);
-            }
-        }
-        found.sort_unstable_by_key(|device| device.number);
-        Ok(found)
+        let mut devices = Self::all()?;
+        devices.retain(|device| device.has_file() && device.identity() == Some(wanted));
+        Ok(devices)
     }
 
     /// The device of `backing`: the one it has, or a new one.
     pub fn ensure(backing: &File) -> Result<Self> {
         match Self::find(backing)?.into_iter().next() {
-            Some(device) => Ok(device),
+            Some(device) => device.keep().map(|()| device),
             None => Self::attach(backing, Lifetime::Explicit).map(|(device, _)| device),
         }
+    }
+
+    /// A detach that met a busy device leaves it to go with its last user: not while it is wanted.
+    fn keep(&self) -> Result<()> {
+        let doing = || format!("keeping {}", self.path.display());
+        let file = self.open(true)?;
+        let mut info = sys::loop_status(&file).context(doing)?;
+        if info.lo_flags & LO_FLAGS_AUTOCLEAR as u32 == 0 {
+            return Ok(());
+        }
+        info.lo_flags &= !(LO_FLAGS_AUTOCLEAR as u32);
+        sys::loop_set_status(&file, &mut info).context(doing)
+    }
+
+    /// The device whose backing file is deleted and had this name, which must be unique for ever.
+    pub fn find_deleted(name: &str) -> Result<Option<Self>> {
+        let ending = format!("/{name} (deleted)");
+        for device in Self::all()? {
+            let path = format!("/sys/block/loop{}/loop/backing_file", device.number);
+            if fs::read_to_string(path).is_ok_and(|file| file.trim_end().ends_with(&ending)) {
+                return Ok(Some(device));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The devices that there are, with a backing file or without.
+    fn all() -> Result<Vec<Self>> {
+        let mut devices = Vec::new();
+        let entries = fs::read_dir("/sys/block").context(|| "listing /sys/block".to_owned())?;
+        for entry in entries {
+            let name = entry.context(|| "listing /sys/block".to_owned())?.file_name();
+            let number = name.to_str().and_then(|name| name.strip_prefix("loop")?.parse().ok());
+            devices.extend(number.map(Self::numbered));
+        }
+        devices.sort_unstable_by_key(|device| device.number);
+        Ok(devices)
     }
 
     fn numbered(number: u32) -> Self {
@@ -176,10 +203,20 @@ impl LoopDevice {
     /// A number that is the same twice only if nothing was written or discarded in between, and
     /// nothing is under way; `None` while something is.
     pub fn write_mark(&self) -> Result<Option<[u64; 2]>> {
-        let path = format!("/sys/block/loop{}/stat", self.number);
-        let text = fs::read_to_string(&path).context(|| format!("reading {path}"))?;
-        let inflight = format!("/sys/block/loop{}/inflight", self.number);
-        let busy = fs::read_to_string(&inflight).context(|| format!("reading {inflight}"))?;
+        let read = |name: &str| {
+            let path = format!("/sys/block/loop{}/{name}", self.number);
+            fs::read_to_string(&path).context(|| format!("reading {path}"))
+        };
+        if read("queue/iostats")?.trim() == "0" {
+            return Err(Error::Precondition(format!(
+                "{} does not count its writes (queue/iostats is 0), which a copy of a raw volume \
+                 rests on; switch it on",
+                self.path.display()
+            )));
+        }
+        // In this order: what was under way at the first look has ended and is counted at the second.
+        let busy = read("inflight")?;
+        let text = read("stat")?;
         let field = |text: &str, at: usize| {
             text.split_whitespace().nth(at).and_then(|field| field.parse::<u64>().ok())
         };
@@ -187,16 +224,31 @@ impl LoopDevice {
         let (Some(writes), Some(discards), Some(under_way)) =
             (field(&text, 4), field(&text, 11), field(&busy, 1))
         else {
-            return Err(Error::Failed(format!("{path} is not readable")));
+            return Err(Error::Failed(format!(
+                "the counters of {} are not readable",
+                self.path.display()
+            )));
         };
         Ok((under_way == 0).then_some([writes, discards]))
     }
 
-    /// Lets go of `backing` and waits until it is done. OK when the device no longer has it.
-    pub fn detach(&self, backing: &File) -> Result<()> {
-        let wanted = Identity::of(backing).context(|| "reading a backing file".to_owned())?;
+    /// Lets go of the backing file that the device has now, and waits until it is done.
+    pub fn release(&self) -> Result<()> {
+        match self.identity() {
+            Some(identity) => self.detach(identity),
+            None => Ok(()),
+        }
+    }
+
+    /// Detaches every device of `backing`.
+    pub fn detach_all(backing: &File) -> Result<()> {
+        Self::find(backing)?.iter().try_for_each(Self::release)
+    }
+
+    /// OK when the device no longer has that file.
+    fn detach(&self, backing: Identity) -> Result<()> {
         let deadline = Instant::now() + DETACH_DEADLINE;
-        while self.has_file() && self.identity() == Some(wanted) {
+        while self.has_file() && self.identity() == Some(backing) {
             // The next user of the device would find it read-only.
             if self.is_read_only()? {
                 self.set_read_only(false)?;
@@ -215,11 +267,6 @@ impl LoopDevice {
             thread::sleep(Duration::from_millis(2));
         }
         Ok(())
-    }
-
-    /// Detaches every device of `backing`.
-    pub fn detach_all(backing: &File) -> Result<()> {
-        Self::find(backing)?.iter().try_for_each(|device| device.detach(backing))
     }
 
     /// sysfs shows the directory `loop` only while the device has a backing file.

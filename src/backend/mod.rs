@@ -19,6 +19,7 @@ mod cut;
 pub mod error;
 pub mod extents;
 mod filesystem;
+mod format;
 mod group;
 pub mod ids;
 mod list;
@@ -48,6 +49,7 @@ use tracing::info;
 use catalog::Catalog;
 use error::Context;
 use locks::Locks;
+use pool::Directory;
 use store::Store;
 
 pub use error::{Error, Kind, Result};
@@ -106,6 +108,7 @@ impl Backend {
         made.context(|| format!("making {}", data_dir.display()))?;
         let instance_lock = lock_instance(data_dir)?;
         let opened = pool::open(data_dir, config.pool, config.pool_size)?;
+        check_catalog(opened.pool.root())?;
         let store = Store {
             catalog: Catalog::open(&catalog_path(opened.pool.root()))?,
             max_volume_bytes: largest_file(opened.pool.root())?,
@@ -280,6 +283,26 @@ impl Backend {
     pub fn expand_on_node(&self, volume_id: &str, path: &Path) -> Result<u64> {
         attachment::expand(&self.store, volume_id, path)
     }
+}
+
+/// A pool that has lost its catalog is not a new one.
+fn check_catalog(root: &Path) -> Result<()> {
+    let catalog = catalog_path(root);
+    if catalog.metadata().is_ok_and(|metadata| metadata.len() > 0) {
+        return Ok(());
+    }
+    for directory in [Directory::Volumes, Directory::Snapshots] {
+        let path = directory.path(root);
+        let mut files = fs::read_dir(&path).context(|| format!("listing {}", path.display()))?;
+        if files.next().is_some() {
+            return Err(Error::Damaged(
+                "the catalog is missing though the pool holds volumes or snapshots; restore \
+                 catalog.redb from a backup"
+                    .to_owned(),
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The largest volume whose backing file the filesystem of `root` can hold, in bytes.

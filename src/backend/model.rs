@@ -263,6 +263,32 @@ pub struct Capability {
     pub mode: AccessMode,
 }
 
+impl Capability {
+    /// Whether nothing may be written, by access mode or by mount option.
+    pub fn is_read_only(&self) -> bool {
+        let option = match &self.access {
+            Access::Block => false,
+            Access::Mount { flags, .. } => {
+                flags.iter().flat_map(|flags| flags.split(',')).any(|flag| flag == "ro")
+            }
+        };
+        option || self.mode.read_only()
+    }
+
+    /// The same use of the volume. The group does not count: each pod brings its own, and it is
+    /// applied to the files and not to the mount.
+    pub fn is_like(&self, other: &Self) -> bool {
+        let same_access = match (&self.access, &other.access) {
+            (
+                Access::Mount { fs_type, flags, group: _ },
+                Access::Mount { fs_type: other_type, flags: other_flags, group: _ },
+            ) => fs_type == other_type && flags == other_flags,
+            (access, other) => access == other,
+        };
+        same_access && self.mode == other.mode
+    }
+}
+
 /// A volume in use on this node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attachment {
@@ -277,6 +303,12 @@ pub struct Attachment {
 pub struct Publication {
     pub capability: Capability,
     pub readonly: bool,
+}
+
+impl Publication {
+    pub fn is_read_only(&self) -> bool {
+        self.readonly || self.capability.is_read_only()
+    }
 }
 
 /// CSI VolumeCondition.

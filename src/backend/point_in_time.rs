@@ -6,7 +6,7 @@
 //! cloned while the others stand still, so that there is one moment that holds for all.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::io;
 use std::time::{Duration, Instant};
 
 use tracing::debug;
@@ -38,8 +38,8 @@ pub struct Copy<'a> {
 enum Writers {
     /// Nobody writes.
     None,
-    /// The filesystem on this device, mounted here.
-    Filesystem(PathBuf, LoopDevice),
+    /// The filesystem on this device, opened where it is mounted.
+    Filesystem(File, LoopDevice),
     /// Whoever has the raw device.
     Raw(LoopDevice),
 }
@@ -65,8 +65,11 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<(u64, u32)> {
         pool.pre_clone(copy.source, copy.target)?;
     }
     let deadline = if pool.clones_atomically() { CLONE_DEADLINE } else { COPY_DEADLINE };
+    let mounted: io::Result<Vec<File>> =
+        members.iter().filter_map(|(_, w)| w.mounted()).map(File::try_clone).collect();
+    let mounted = mounted.context(|| "opening filesystems to freeze".to_owned())?;
     let begun = Instant::now();
-    let frozen = Frozen::freeze(members.iter().filter_map(|(_, w)| w.mounted_at()), deadline)?;
+    let frozen = Frozen::freeze(mounted, deadline)?;
     let moment = now();
     for (copy, writers) in &members {
         clone_one(pool, copy, writers)?;
@@ -77,9 +80,9 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<(u64, u32)> {
 }
 
 impl Writers {
-    fn mounted_at(&self) -> Option<&Path> {
+    fn mounted(&self) -> Option<&File> {
         match self {
-            Self::Filesystem(mounted_at, _) => Some(mounted_at),
+            Self::Filesystem(mounted, _) => Some(mounted),
             Self::None | Self::Raw(_) => None,
         }
     }
@@ -97,13 +100,15 @@ fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
     let device = LoopDevice::find(copy.source)?.into_iter().next();
     let (Some(attachment), Some(device)) = (attachment, device) else { return Ok(Writers::None) };
     Ok(match attachment.capability.access {
-        Access::Block if attachment.published.values().any(|p| !p.readonly) => Writers::Raw(device),
+        Access::Block if attachment.published.values().any(|p| !p.is_read_only()) => {
+            Writers::Raw(device)
+        }
         Access::Block => Writers::None,
         Access::Mount { .. } => {
             // The kernel is asked where it is mounted: by the catalog's word another filesystem, the
             // host's own, might be frozen.
-            match filesystem::mounts_of(&device)?.into_iter().next() {
-                Some(mounted_at) => Writers::Filesystem(mounted_at, device),
+            match filesystem::open_mounted(&device)? {
+                Some(mounted) => Writers::Filesystem(mounted, device),
                 None => Writers::Raw(device),
             }
         }

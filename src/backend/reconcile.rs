@@ -55,19 +55,32 @@ fn undo_cuts(store: &Store) -> Result<()> {
     let groups = reading.select(|group: &Group| group.phase == Phase::Creating)?;
     for group in groups {
         info!(group = group.id, "undoing an unfinished group snapshot");
-        cut::undo(store, &group::members(&reading, &group)?, Some(&group))?;
+        let undone = cut::undo(store, &group::members(&reading, &group)?, Some(&group));
+        told(undone, &group.id);
     }
     let reading = store.catalog.read()?;
     let cutting = reading.select(|row: &Snapshot| row.phase == SnapshotPhase::Cutting)?;
-    cutting.iter().for_each(|row| info!(snapshot = row.id, "undoing an unfinished snapshot"));
-    cut::undo(store, &cutting, None)
+    for row in &cutting {
+        info!(snapshot = row.id, "undoing an unfinished snapshot");
+        told(cut::undo(store, std::slice::from_ref(row), None), &row.id);
+    }
+    Ok(())
+}
+
+/// One object in trouble does not keep a driver from serving the others: the row that says what is
+/// to be done stays, and the next start tries again.
+fn told(result: Result<()>, object: &str) {
+    if let Err(error) = result {
+        error!(object, %error, "not settled yet; the next start tries again");
+    }
 }
 
 fn settle_volumes(store: &Store) -> Result<()> {
     for volume in store.catalog.read()?.select(|_: &Volume| true)? {
         if volume.phase != Phase::Ready {
             info!(volume = volume.id, phase = ?volume.phase, "removing an unfinished volume");
-            volume::drop_volume(store, volume)?;
+            let id = volume.id.clone();
+            told(volume::drop_volume(store, volume), &id);
             continue;
         }
         match store.open_volume(&volume).and_then(|file| length(&file)) {
@@ -92,7 +105,7 @@ fn settle_data(store: &Store) -> Result<()> {
             (true, false) => error!(snapshot = row.id, "the data of a snapshot is gone"),
             (false, true) => {
                 info!(snapshot = row.id, "removing data that nobody needs");
-                pool::remove(&path)?;
+                told(pool::remove(&path), &row.id);
             }
             (true, true) | (false, false) => {}
         }
@@ -118,7 +131,7 @@ fn settle_records(store: &Store) -> Result<()> {
         };
         if row.record_generation != generation || row.phase == SnapshotPhase::Forgotten {
             info!(snapshot = id, generation, "removing a change record that was replaced");
-            pool::remove(&store.record_path(id, generation))?;
+            told(pool::remove(&store.record_path(id, generation)), id);
         }
     }
     Ok(())
@@ -126,7 +139,7 @@ fn settle_records(store: &Store) -> Result<()> {
 
 fn settle_attachments(store: &Store) -> Result<()> {
     for attachment in store.catalog.read()?.select(|_: &Attachment| true)? {
-        attachment::forget_if_gone(store, &attachment)?;
+        told(attachment::forget_if_gone(store, &attachment), &attachment.volume_id);
     }
     Ok(())
 }
@@ -141,7 +154,8 @@ fn forget_gone_volumes(store: &Store) -> Result<()> {
         .collect();
     ids.sort_unstable();
     ids.dedup();
-    ids.iter().try_for_each(|id| snapshot::collect(store, id))
+    ids.iter().for_each(|id| told(snapshot::collect(store, id), id));
+    Ok(())
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
+use super::super::catalog::Catalog;
 use super::super::loop_device::Lifetime;
 use super::super::model::{
     Access, AccessMode, Capability, ChainBreak, Format, FsType, Predecessor, Publication,
@@ -170,7 +171,7 @@ impl Drop for Pool {
     fn drop(&mut self) {
         for path in &self.staged {
             // A test that failed may have left it frozen.
-            let _ = filesystem::thaw_left_over(path);
+            let _ = File::open(path).and_then(|directory| sys::thaw(&directory));
         }
         if self.backend.is_none() {
             self.backend = Backend::open(self.config.clone()).ok();
@@ -202,6 +203,10 @@ fn write_record(path: &Path, row: &Snapshot, since: Option<&str>, first: u64, ch
         writer.set(Bitmap::Changed, range).unwrap();
     }
     writer.finish().unwrap();
+}
+
+fn unmount(path: &Path) -> nix::Result<()> {
+    nix::mount::umount(path)
 }
 
 fn raw() -> Capability {
@@ -302,10 +307,9 @@ fn root_a_volume_that_was_being_deleted_is_deleted() {
                 }
                 // It was attached, and its device stayed.
                 let backing = pool.store().open_volume(&volume).unwrap();
-                let (device, handle) = LoopDevice::attach(&backing, Lifetime::Explicit).unwrap();
-                drop(handle);
+                drop(LoopDevice::attach(&backing, Lifetime::Explicit).unwrap());
                 if !with_file {
-                    device.detach(&backing).unwrap();
+                    LoopDevice::detach_all(&backing).unwrap();
                     pool::remove(&pool.store().volume_path(&volume.id)).unwrap();
                 }
                 let latest = pool.backend().volume(&volume.id).unwrap();
@@ -544,25 +548,25 @@ fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
             };
             // Staged: the device was there, and not yet the mount.
             if !is_raw {
-                filesystem::unmount(&path).unwrap();
+                unmount(&path).unwrap();
             }
             pool.recover();
             pool.stage(&volume, &capability);
             // Published: the row was there, and not yet the target; or it was gone again.
             publish(pool);
             for _ in 0..2 {
-                filesystem::unmount(&target).unwrap();
+                unmount(&target).unwrap();
                 pool.recover();
                 publish(pool);
             }
             if is_raw { fs::remove_file(&target) } else { fs::remove_dir(&target) }.unwrap_err();
-            filesystem::unmount(&target).unwrap();
+            unmount(&target).unwrap();
             if is_raw { fs::remove_file(&target) } else { fs::remove_dir(&target) }.unwrap();
             pool.recover();
             pool.backend().unpublish(&volume.id, &target).unwrap();
             // Unstaged: the mount was gone, and not yet the device; or that too.
             if !is_raw {
-                filesystem::unmount(&path).unwrap();
+                unmount(&path).unwrap();
             }
             pool.recover();
             assert!(matches!(
@@ -573,7 +577,7 @@ fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
             pool.backend().unstage(&volume.id, &path).unwrap();
             assert!(LoopDevice::find(&backing).unwrap().is_empty());
             pool.stage(&volume, &capability);
-            filesystem::unmount(&path).unwrap();
+            unmount(&path).unwrap();
             LoopDevice::detach_all(&backing).unwrap();
             pool.recover();
             pool.backend().unstage(&volume.id, &path).unwrap();
@@ -723,7 +727,7 @@ fn root_an_image_that_was_being_made_is_made_again() {
     let part = data_dir.join("pool.img.part");
     let file = pool::new_file(&part).unwrap();
     file.set_len(64 * MIB).unwrap();
-    let (device, handle) = LoopDevice::attach(&file, Lifetime::Explicit).unwrap();
+    let (_, handle) = LoopDevice::attach(&file, Lifetime::Explicit).unwrap();
     handle.write_all_at(&[0xaa; 65536], 0).unwrap();
     drop(handle);
     fs::write(data_dir.join("pool.json.part"), "{").unwrap();
@@ -736,7 +740,7 @@ fn root_an_image_that_was_being_made_is_made_again() {
     };
     let opened = Backend::open(config.clone());
     if opened.is_err() {
-        device.detach(&file).unwrap();
+        LoopDevice::detach_all(&file).unwrap();
     }
     let room = opened.unwrap().pool_room().unwrap();
     assert!(room.total > 800 * MIB, "{room:?}");
@@ -753,5 +757,115 @@ fn root_an_image_that_was_being_made_is_made_again() {
         drop(Backend::open(Config { pool, ..config.clone() }).unwrap());
         assert_eq!(image(), made);
         assert_eq!(check::check(&data_dir).unwrap().findings, []);
+    }
+}
+
+/// A filesystem that is soon full.
+struct Small {
+    directory: TempDir,
+}
+
+impl Small {
+    fn mount(kind: &str, bytes: u64) -> Self {
+        let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+        let small = Self { directory };
+        let image = small.directory.path().join("image");
+        File::create(&image).unwrap().set_len(bytes).unwrap();
+        fs::create_dir(small.path()).unwrap();
+        let run = |command: &mut Command| assert!(command.status().unwrap().success());
+        run(Command::new(format!("mkfs.{kind}")).arg("-q").arg(&image));
+        run(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(small.path()));
+        small
+    }
+
+    fn path(&self) -> PathBuf {
+        self.directory.path().join("mounted")
+    }
+
+    /// Writes to `name` until there is no room for another byte.
+    fn fill(&self, name: &str) {
+        let file = pool::new_file(&self.path().join(name)).unwrap();
+        let mut at = 0;
+        for size in [1 << 20, 4096, 1] {
+            let chunk = vec![1; size];
+            while file.write_all_at(&chunk, at).and_then(|()| file.sync_data()).is_ok() {
+                at += size as u64;
+            }
+        }
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.path()).status();
+    }
+}
+
+#[test]
+fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
+    if !nix::unistd::geteuid().is_root() {
+        println!("SKIPPED: root_a_catalog_without_room_goes_on: needs root");
+        return;
+    }
+    for (kind, bytes) in [("ext4", 16 * MIB), ("xfs", 320 * MIB)] {
+        println!("on {kind}");
+        let small = Small::mount(kind, bytes);
+        let path = small.path().join("catalog.redb");
+        let catalog = Catalog::open(&path).unwrap();
+        let row = |number: u64| Volume {
+            id: format!("vol-{number:04}"),
+            name: format!("volume-{number:04}-{}", "n".repeat(100)),
+            capacity_bytes: number,
+            phase: Phase::Ready,
+            change_tracking: true,
+            format: None,
+            // Large, for the sake of time.
+            source: Some(Source::Snapshot("s".repeat(3000))),
+            request: VolumeRequest::default(),
+            next_sequence: 1,
+            baseline: None,
+            chain_break: ChainBreak::First,
+        };
+        let add = |number: u64| {
+            catalog.write(|tx| tx.put(&row(number)).and_then(|()| tx.name(&row(number))))
+        };
+        let remove = |number: u64| {
+            catalog.write(|tx| {
+                tx.unname(&row(number)).and_then(|()| tx.remove::<Volume>(&row(number).id))
+            })
+        };
+        (0..20).for_each(|number| add(number).unwrap());
+        small.fill("filler");
+        let mut count = 20;
+        let refused = loop {
+            match add(count) {
+                Ok(()) => count += 1,
+                Err(error) => break error,
+            }
+            assert!(count < 2000);
+        };
+        println!("refused after {count}: {refused:?}");
+        assert!(matches!(refused, Error::Exhausted(_)), "{refused}");
+        for _ in 0..5 {
+            let refused = add(count);
+            assert!(matches!(refused, Err(Error::Exhausted(_))), "{refused:?}");
+        }
+        let rows = catalog.read().unwrap().select(|_: &Volume| true).unwrap();
+        assert_eq!(rows.len() as u64, count);
+        // Rows that are there can be changed, and all of them can go.
+        for number in 0..count {
+            catalog
+                .write(|tx| tx.put(&Volume { baseline: Some("b".into()), ..row(number) }))
+                .unwrap();
+        }
+        for number in 0..count / 2 {
+            remove(number).unwrap();
+        }
+        fs::remove_file(small.path().join("filler")).unwrap();
+        add(0).unwrap();
+        drop(catalog);
+        let catalog = Catalog::open(&path).unwrap();
+        let rows = catalog.read().unwrap().select(|_: &Volume| true).unwrap();
+        assert_eq!(rows.len() as u64, count - count / 2 + 1);
     }
 }

@@ -10,7 +10,7 @@ use super::catalog::{Catalog, Reading};
 use super::error::{Context, Error, Kind, Result};
 use super::locks::Locks;
 use super::loop_device::LoopDevice;
-use super::model::{Phase, Snapshot, SnapshotPhase, Volume};
+use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{Directory, Pool};
 use super::tracker::RecordReader;
 
@@ -80,7 +80,14 @@ impl Store {
         })?;
         let record = RecordReader::open(file)?;
         let header = record.header();
-        if header.snapshot_id != snapshot.id || header.capacity_bytes != snapshot.capacity_bytes {
+        let since = match &snapshot.predecessor {
+            Predecessor::Snapshot(id) => Some(id),
+            Predecessor::None(_) => None,
+        };
+        if header.snapshot_id != snapshot.id
+            || header.capacity_bytes != snapshot.capacity_bytes
+            || header.predecessor.as_ref() != since
+        {
             return Err(Error::Damaged(format!(
                 "the change record of {:?} is another snapshot's; run `pool check`",
                 snapshot.id

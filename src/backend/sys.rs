@@ -13,6 +13,7 @@ use linux_raw_sys::general::{file_clone_range, fsxattr};
 use linux_raw_sys::ioctl as nr;
 use linux_raw_sys::loop_device::{
     LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_GET_FREE, LOOP_GET_STATUS64, LOOP_SET_CAPACITY,
+    LOOP_SET_STATUS64,
 };
 pub use linux_raw_sys::loop_device::{loop_config, loop_info64};
 
@@ -175,6 +176,11 @@ pub fn loop_status(device: &File) -> io::Result<loop_info64> {
     Ok(info)
 }
 
+/// Sets the flags that LOOP_SET_STATUS64 may change (autoclear among them).
+pub fn loop_set_status(device: &File, info: &mut loop_info64) -> io::Result<()> {
+    ioctl_struct(device, LOOP_SET_STATUS64, info).map(drop)
+}
+
 pub fn loop_clear(device: &File) -> io::Result<()> {
     ioctl_value(device, LOOP_CLR_FD, 0).map(drop)
 }
@@ -201,6 +207,26 @@ pub fn block_size_bytes(device: &File) -> io::Result<u64> {
     let mut size: u64 = 0;
     ioctl_struct(device, nr::BLKGETSIZE64, &mut size)?;
     Ok(size)
+}
+
+/// Which mount an open file was reached through, as mountinfo numbers them.
+pub fn mount_id(file: &File) -> io::Result<u64> {
+    // SAFETY: statx is a plain C structure of integers; all zeros is a value of it.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: the path is an empty C string and `stat` is alive for the call.
+    check(unsafe {
+        libc::statx(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            libc::STATX_MNT_ID,
+            &raw mut stat,
+        )
+    })?;
+    if stat.stx_mask & libc::STATX_MNT_ID == 0 {
+        return Err(io::ErrorKind::Unsupported.into());
+    }
+    Ok(stat.stx_mnt_id)
 }
 
 /// Mounts `source` without attaching it to any directory: no mount table shows it, and it goes when

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tracing::{info, warn};
 
 use super::cut;
-use super::error::{Error, Result};
+use super::error::Result;
 use super::model::{ChainBreak, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Directory, Room};
 use super::store::{Store, now};
@@ -15,7 +15,7 @@ use super::tracker::{Bitmap, BlockMap, Header, RecordWriter, Style};
 use super::units::{Block, BlockRange};
 
 /// How often, and at what distance, room is looked for after a removal.
-const FREEING_LOOKS: u32 = 20;
+const FREEING_LOOKS: u32 = 100;
 const FREEING_PAUSE: Duration = Duration::from_millis(25);
 
 /// Room kept back for the catalog, for records, and for noticing in time, in bytes.
@@ -113,9 +113,9 @@ pub fn forget_expired(store: &Store) -> Result<()> {
     for row in rows {
         let Ok(_lock) = store.locks.take([row.volume_id.as_str()]) else { continue };
         match forget(store, &row.id) {
-            // No room to fold: it stays usable until there is.
-            Err(Error::Exhausted(reason)) => warn!(snapshot = row.id, reason, "not forgotten yet"),
-            result => result?,
+            Ok(()) => {}
+            // One that cannot be folded, for want of room or worse, does not keep the others.
+            Err(error) => warn!(snapshot = row.id, %error, "not forgotten yet"),
         }
     }
     Ok(())
@@ -133,8 +133,10 @@ fn forget(store: &Store, id: &str) -> Result<()> {
         return Ok(());
     }
     let follows = Predecessor::Snapshot(id.to_owned());
-    let successor =
-        reading.snapshots_of(&row.volume_id)?.into_iter().find(|next| next.predecessor == follows);
+    let successor = reading
+        .snapshots_of(&row.volume_id)?
+        .into_iter()
+        .find(|next| next.predecessor == follows && next.phase != SnapshotPhase::Forgotten);
     let folded = successor.as_ref().map(|next| fold(store, &row, next)).transpose()?;
     let forgotten = Snapshot { phase: SnapshotPhase::Forgotten, ..row.clone() };
     store.catalog.write(|tx| {

@@ -143,13 +143,18 @@ impl Pool {
         self.directory.path()
     }
 
-    /// Where the pool's files can be reached from this process.
+    /// Closes the backend; what is attached stays so.
     pub fn stop(&mut self) {
         self.backend = None;
     }
 
     pub fn start(&mut self) {
-        self.backend = Some(Backend::open(self.config.clone()).unwrap());
+        self.try_start().unwrap();
+    }
+
+    pub fn try_start(&mut self) -> csi_loopback::backend::Result<()> {
+        self.backend = Some(Backend::open(self.config.clone())?);
+        Ok(())
     }
 
     /// Closes the backend and opens it again, as a driver that is restarted.

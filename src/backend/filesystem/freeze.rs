@@ -2,7 +2,6 @@
 //! its deadline, whichever comes first; after a crash start-up ends it ([`thaw_left_over`]).
 
 use std::fs::File;
-use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -26,14 +25,17 @@ struct State {
 }
 
 impl State {
-    /// Thaws what is frozen; the last error, if any, after all were tried.
-    fn thaw(&mut self) -> Result<()> {
-        let mut result = Ok(());
+    /// Thaws what is frozen, and says whether all of it still was; the last error, if any, after all
+    /// were tried.
+    fn thaw(&mut self) -> Result<bool> {
+        let mut result = Ok(true);
         for directory in self.frozen.drain(..) {
             match sys::thaw(&directory) {
                 Ok(()) => {}
-                // Somebody else was faster: it runs, which is what was wanted here.
-                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
+                // Somebody else was faster.
+                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
+                    result = result.map(|_| false);
+                }
                 Err(e) => result = Err(Error::io("thawing a filesystem", e)),
             }
         }
@@ -46,8 +48,12 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Frozen {
-    /// Freezes the filesystems mounted at `paths`, all or none, for at most `deadline`.
-    pub fn freeze<'a>(paths: impl Iterator<Item = &'a Path>, deadline: Duration) -> Result<Self> {
+    /// Freezes the filesystems that these directories are on, all or none, for at most `deadline`.
+    pub fn freeze(directories: Vec<File>, deadline: Duration) -> Result<Self> {
+        // What there is to write is written before anybody stands still.
+        for directory in &directories {
+            nix::unistd::syncfs(directory).context(|| "syncing a filesystem".to_owned())?;
+        }
         let state = Arc::new(Mutex::new(State::default()));
         let (end, watched) = mpsc::channel();
         let frozen = Self { state: Arc::clone(&state), _end: end };
@@ -63,39 +69,32 @@ impl Frozen {
                 }
             })
             .context(|| "starting the freeze watchdog".to_owned())?;
-        for path in paths {
-            frozen.add(path)?;
-        }
+        directories.into_iter().try_for_each(|directory| frozen.add(directory))?;
         Ok(frozen)
     }
 
-    fn add(&self, path: &Path) -> Result<()> {
-        let directory =
-            File::open(path).context(|| format!("opening {} to freeze it", path.display()))?;
-        // Most of what the freeze would have to write is written before it stops anybody.
-        nix::unistd::syncfs(&directory).context(|| format!("syncing {}", path.display()))?;
+    fn add(&self, directory: File) -> Result<()> {
         match sys::freeze(&directory) {
             Ok(()) => {}
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
-                return Err(Error::Busy(format!(
-                    "the filesystem at {} was frozen by somebody else; thaw it (fsfreeze -u)",
-                    path.display()
-                )));
+                return Err(Error::Busy(
+                    "the filesystem was frozen by somebody else; thaw it (fsfreeze -u)".to_owned(),
+                ));
             }
-            Err(e) => return Err(Error::io(format!("freezing {}", path.display()), e)),
+            Err(e) => return Err(Error::io("freezing a filesystem", e)),
         }
         let mut state = lock(&self.state);
         state.frozen.push(directory);
-        if state.expired { state.thaw() } else { Ok(()) }
+        if state.expired { state.thaw().map(drop) } else { Ok(()) }
     }
 
     /// Ends the freeze. An error when it had ended before: what was copied is then not consistent.
     pub fn thaw(self) -> Result<()> {
         let mut state = lock(&self.state);
-        state.thaw()?;
-        if state.expired {
+        let lasted = state.thaw()?;
+        if state.expired || !lasted {
             return Err(Error::Busy(
-                "the filesystem could not be kept frozen long enough; try again when it is less busy"
+                "the filesystem did not stay frozen long enough; try again when it is less busy"
                     .to_owned(),
             ));
         }
@@ -111,12 +110,11 @@ impl Drop for Frozen {
     }
 }
 
-/// Thaws a filesystem that a cut left frozen when its process died. OK when it is not frozen.
-pub fn thaw_left_over(path: &Path) -> Result<bool> {
-    let Ok(directory) = File::open(path) else { return Ok(false) };
-    match sys::thaw(&directory) {
+/// Thaws a filesystem that a cut left frozen when its process died. False when it was not frozen.
+pub fn thaw_left_over(directory: &File) -> Result<bool> {
+    match sys::thaw(directory) {
         Ok(()) => Ok(true),
         Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => Ok(false),
-        Err(e) => Err(Error::io(format!("thawing {}", path.display()), e)),
+        Err(e) => Err(Error::io("thawing a filesystem", e)),
     }
 }

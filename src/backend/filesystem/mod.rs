@@ -19,7 +19,7 @@ use super::error::{Context, Error, Result};
 use super::model::{FsType, Usage};
 
 pub use freeze::{Frozen, thaw_left_over};
-pub use mounts::{Mount, mount_at, mounts_of};
+pub use mounts::{Mount, is_mounted, mount_at, open_mounted};
 pub use ownership::give_to_group;
 
 /// Makes a filesystem on a device whose content nobody needs. Nothing is discarded first: the
@@ -153,12 +153,12 @@ fn mount_flags(path: &Path) -> Result<MsFlags> {
         .fold(MsFlags::empty(), |flags, (_, flag)| flags | flag))
 }
 
-/// Unmounts what is at `path`, however many mounts are stacked there. OK when nothing is.
-pub fn unmount(path: &Path) -> Result<()> {
-    loop {
+/// Unmounts what is at `path` for as long as it is `ours`, however many times it is mounted there.
+/// What somebody else has mounted stays.
+pub fn unmount(path: &Path, ours: impl Fn(&Mount) -> bool) -> Result<()> {
+    while mount_at(path)?.is_some_and(|mount| ours(&mount)) {
         match umount2(path, MntFlags::UMOUNT_NOFOLLOW) {
             Ok(()) => {}
-            Err(nix::Error::EINVAL | nix::Error::ENOENT) => return Ok(()),
             Err(nix::Error::EBUSY) => {
                 return Err(Error::Busy(format!(
                     "{} is in use; stop what has files open there",
@@ -168,6 +168,7 @@ pub fn unmount(path: &Path) -> Result<()> {
             Err(e) => return Err(e).context(|| format!("unmounting {}", path.display())),
         }
     }
+    Ok(())
 }
 
 /// Grows a mounted filesystem to the size of its device. Nothing happens when it is as large.

@@ -1,16 +1,18 @@
 //! What is mounted where, as the kernel tells it (proc(5), mountinfo).
 
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-use super::super::error::{Context, Result};
+use super::super::error::{Context, Error, Result};
 use super::super::loop_device::LoopDevice;
+use super::super::sys;
 
 /// One mount of this mount namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
+    pub id: u64,
     /// `major:minor` of the filesystem.
     pub device: String,
     /// The directory of the filesystem that is shown; for a device node, the node's path within
@@ -34,15 +36,48 @@ impl Mount {
     }
 }
 
+/// `path` as mountinfo writes it: its directory without symbolic links. `None` when that is not there.
+fn resolved(path: &Path) -> Result<Option<PathBuf>> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Ok(Some(path.to_owned()));
+    };
+    match parent.canonicalize() {
+        Ok(parent) => Ok(Some(parent.join(name))),
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) => Ok(None),
+        Err(e) => Err(Error::io(format!("looking for {}", path.display()), e)),
+    }
+}
+
 /// The uppermost mount at `target`.
 pub fn mount_at(target: &Path) -> Result<Option<Mount>> {
+    let Some(target) = resolved(target)? else { return Ok(None) };
     Ok(all()?.into_iter().rfind(|mount| mount.target == target))
 }
 
-/// Where a loop device's filesystem is mounted, in the order in which it was.
-pub fn mounts_of(device: &LoopDevice) -> Result<Vec<PathBuf>> {
-    let shown = all()?.into_iter().filter(|mount| mount.shows(device));
-    Ok(shown.map(|mount| mount.target).collect())
+/// Whether the filesystem of a loop device is mounted anywhere.
+pub fn is_mounted(device: &LoopDevice) -> Result<bool> {
+    Ok(all()?.iter().any(|mount| mount.shows(device)))
+}
+
+/// The root of the filesystem on a loop device, opened where it is mounted; `None` when it is not.
+/// A path may lead elsewhere since something was mounted over it, so what was opened is checked.
+pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
+    let mut mounts = all()?;
+    mounts.retain(|mount| mount.shows(device));
+    for mount in &mounts {
+        if let Ok(file) = File::open(&mount.target)
+            && sys::mount_id(&file).is_ok_and(|id| id == mount.id)
+        {
+            return Ok(Some(file));
+        }
+    }
+    match mounts.first() {
+        None => Ok(None),
+        Some(mount) => Err(Error::Precondition(format!(
+            "the filesystem mounted at {} cannot be reached; unmount what lies over it",
+            mount.target.display()
+        ))),
+    }
 }
 
 fn all() -> Result<Vec<Mount>> {
@@ -53,12 +88,13 @@ fn all() -> Result<Vec<Mount>> {
 /// `36 35 98:0 /mnt1 /mnt2 rw,noatime …`
 fn parse(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
-    let device = String::from_utf8(fields.nth(2)?.to_vec()).ok()?;
+    let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+    let device = String::from_utf8(fields.nth(1)?.to_vec()).ok()?;
     let root = unescape(fields.next()?);
     let target = unescape(fields.next()?);
     // Optional fields end with a dash; then come type and source.
     let source = unescape(fields.skip_while(|field| *field != b"-").nth(2)?);
-    Some(Mount { device, root, target, source })
+    Some(Mount { id, device, root, target, source })
 }
 
 /// Undoes the kernel's `\ooo` for blanks, line ends and backslashes.
@@ -91,7 +127,7 @@ mod tests {
     fn a_mount_point_with_blanks_is_read_as_it_is() {
         let line = br"36 35 7:3 / /mnt/a\040b\134c rw shared:1 - ext4 /dev/loop3 rw";
         let mount = parse(line).unwrap();
-        assert_eq!(mount.device, "7:3");
+        assert_eq!((mount.id, mount.device.as_str()), (36, "7:3"));
         assert_eq!(mount.source, Path::new("/dev/loop3"));
         assert_eq!(mount.target, Path::new(r"/mnt/a b\c"));
     }

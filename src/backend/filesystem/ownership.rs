@@ -1,9 +1,21 @@
 //! Gives a mounted tree to a group, as kubelet does for fsGroup (CSI volume_mount_group).
+//!
+//! A pod may be writing to the tree meanwhile, and may be hostile: so nothing is touched by its path.
+//! Every entry is opened relative to its directory, without following symbolic links, and changed
+//! through that descriptor; another filesystem is never entered.
 
-use std::fs::{self, Metadata};
+use std::ffi::{CStr, CString};
+use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, lchown};
-use std::path::Path;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use nix::dir::Dir;
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, OFlag, openat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
+use nix::unistd::{Gid, fchownat};
 
 use super::super::error::{Context, Result};
 
@@ -13,40 +25,78 @@ const FILE_BITS: u32 = 0o660;
 
 /// Makes `group` own everything below `root` and gives it the owner's rights, with setgid on
 /// directories so that new files follow. Does nothing when the root is already so: the tree was
-/// done before. Symbolic links are not followed.
+/// done before.
 pub fn give_to_group(root: &Path, group: u32) -> Result<()> {
-    let metadata =
-        fs::symlink_metadata(root).context(|| format!("looking at {}", root.display()))?;
-    if metadata.gid() == group && metadata.mode() & DIRECTORY_BITS == DIRECTORY_BITS {
-        return Ok(());
-    }
-    // The root comes last: while it is not done, nothing is.
-    give_children(root, group)
-        .and_then(|()| give(root, &metadata, group))
+    give_tree(root, group)
         .context(|| format!("giving {} to group {group} (volume_mount_group)", root.display()))
 }
 
-fn give_children(directory: &Path, group: u32) -> io::Result<()> {
-    let mut pending = vec![directory.to_owned()];
-    while let Some(directory) = pending.pop() {
-        for entry in fs::read_dir(&directory)? {
-            let path = entry?.path();
-            let metadata = fs::symlink_metadata(&path)?;
-            give(&path, &metadata, group)?;
-            if metadata.is_dir() {
-                pending.push(path);
-            }
+fn give_tree(root: &Path, group: u32) -> io::Result<()> {
+    let top: OwnedFd = File::open(root)?.into();
+    let stat = fstat(&top)?;
+    if stat.st_gid == group && stat.st_mode & DIRECTORY_BITS == DIRECTORY_BITS {
+        return Ok(());
+    }
+    let group = Gid::from_raw(group);
+    // One directory per level is open at a time.
+    let mut levels = vec![Level::open(&top)?];
+    while let Some(level) = levels.last_mut() {
+        let Some(name) = level.names.pop() else {
+            levels.pop();
+            continue;
+        };
+        let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        let entry = match openat(&level.directory, name.as_c_str(), flags, Mode::empty()) {
+            Ok(entry) => entry,
+            Err(Errno::ENOENT) => continue,
+            Err(e) => return Err(e.into()),
+        };
+        let found = fstat(&entry)?;
+        if found.st_dev != stat.st_dev {
+            continue;
+        }
+        give(&entry, &found, group)?;
+        if kind(&found) == SFlag::S_IFDIR {
+            levels.push(Level::open(&entry)?);
         }
     }
-    Ok(())
+    // The root comes last: while it is not done, nothing is.
+    give(&top, &stat, group)
 }
 
-fn give(path: &Path, metadata: &Metadata, group: u32) -> io::Result<()> {
-    lchown(path, None, Some(group))?;
-    let bits = match metadata.file_type() {
-        kind if kind.is_symlink() => return Ok(()),
-        kind if kind.is_dir() => DIRECTORY_BITS,
+/// A directory and the names in it that are still to be visited.
+struct Level {
+    directory: Dir,
+    names: Vec<CString>,
+}
+
+impl Level {
+    fn open(directory: &OwnedFd) -> io::Result<Self> {
+        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        let mut directory = Dir::openat(directory, ".", flags, Mode::empty())?;
+        let mut names = Vec::new();
+        for entry in directory.iter() {
+            let name: &CStr = entry.as_ref().map_err(|errno| io::Error::from(*errno))?.file_name();
+            if name != c"." && name != c".." {
+                names.push(name.to_owned());
+            }
+        }
+        Ok(Self { directory, names })
+    }
+}
+
+fn kind(stat: &FileStat) -> SFlag {
+    SFlag::from_bits_truncate(stat.st_mode & SFlag::S_IFMT.bits())
+}
+
+fn give(entry: &OwnedFd, stat: &FileStat, group: Gid) -> io::Result<()> {
+    fchownat(entry, "", None, Some(group), AtFlags::AT_EMPTY_PATH)?;
+    let bits = match kind(stat) {
+        SFlag::S_IFLNK => return Ok(()),
+        SFlag::S_IFDIR => DIRECTORY_BITS,
         _ => FILE_BITS,
     };
-    fs::set_permissions(path, fs::Permissions::from_mode(metadata.mode() | bits))
+    // The way to chmod what was opened by O_PATH: leads to that very file, whatever its name is now.
+    let path = PathBuf::from(format!("/proc/self/fd/{}", entry.as_raw_fd()));
+    fs::set_permissions(path, fs::Permissions::from_mode((stat.st_mode & 0o7777) | bits))
 }

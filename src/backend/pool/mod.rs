@@ -146,6 +146,7 @@ pub fn open(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Res
             )));
         }
         (Some(kind), _) => {
+            check_image(data_dir, kind)?;
             let pool = open_kind(data_dir, kind, image_size)?;
             Opened { pool, reason: "the data directory already holds it".to_owned() }
         }
@@ -173,10 +174,20 @@ pub fn open_existing(data_dir: &Path) -> Result<Box<dyn Pool>> {
             data_dir.display()
         )));
     };
-    if kind == PoolKind::Image && !image::path(data_dir).exists() {
-        return Err(Error::Damaged(format!("{} is missing", image::path(data_dir).display())));
-    }
+    check_image(data_dir, kind)?;
     open_kind(data_dir, kind, None)
+}
+
+/// A pool that has lost its image is not a new one.
+fn check_image(data_dir: &Path, kind: PoolKind) -> Result<()> {
+    let image = image::path(data_dir);
+    if kind != PoolKind::Image || image.exists() {
+        return Ok(());
+    }
+    Err(Error::Damaged(format!(
+        "{} is missing: bring it back, or remove {MARKER} to begin with an empty pool",
+        image.display()
+    )))
 }
 
 fn open_kind(data_dir: &Path, kind: PoolKind, image_size: Option<u64>) -> Result<Box<dyn Pool>> {

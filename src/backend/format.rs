@@ -1,0 +1,130 @@
+//! The filesystem on a volume: making it where there is none, never over data, and growing it after
+//! its volume.
+
+use std::fs::File;
+use std::io;
+
+use nix::unistd::{Whence, lseek};
+
+use super::error::{Error, Result};
+use super::filesystem;
+use super::loop_device::LoopDevice;
+use super::model::{Format, FsType, Volume};
+use super::store::Store;
+
+/// Makes sure that a volume to be mounted holds the filesystem that is `wanted` (or any), and says
+/// which it is.
+pub fn ensure(
+    store: &Store,
+    volume: &mut Volume,
+    backing: &File,
+    device: &LoopDevice,
+    wanted: Option<FsType>,
+) -> Result<FsType> {
+    let present = match volume.format {
+        Some(Format { unfinished: true, .. }) => None,
+        Some(format) => Some(format.fs_type),
+        None => recognise(store, volume, backing, device)?,
+    };
+    let fs_type = wanted.or(present).or(volume.request.fs_type).unwrap_or(FsType::Ext4);
+    match present {
+        Some(present) if present == fs_type => Ok(fs_type),
+        Some(present) => Err(Error::Precondition(format!(
+            "fs_type: {:?} holds {present}, not {fs_type}",
+            volume.id
+        ))),
+        None => make(store, volume, device, fs_type).map(|()| fs_type),
+    }
+}
+
+/// What is on a volume that was not formatted here: by its source, or through the raw device.
+fn recognise(
+    store: &Store,
+    volume: &mut Volume,
+    backing: &File,
+    device: &LoopDevice,
+) -> Result<Option<FsType>> {
+    let found = filesystem::recognise(&device.open(false)?)?;
+    match found {
+        // How far it has grown is not known.
+        Some(fs_type) => note(store, volume, Format { fs_type, size_bytes: 0, unfinished: false })?,
+        None if holds_data(backing)? => {
+            return Err(Error::Precondition(format!(
+                "volume_capability: {:?} holds data that is no filesystem known here; use it as a \
+                 block volume",
+                volume.id
+            )));
+        }
+        None => {}
+    }
+    Ok(found)
+}
+
+fn make(store: &Store, volume: &mut Volume, device: &LoopDevice, fs_type: FsType) -> Result<()> {
+    let size_bytes = volume.capacity_bytes;
+    note(store, volume, Format { fs_type, size_bytes, unfinished: true })?;
+    filesystem::make(fs_type, device.path())?;
+    device.flush()?;
+    note(store, volume, Format { fs_type, size_bytes, unfinished: false })
+}
+
+fn note(store: &Store, volume: &mut Volume, format: Format) -> Result<()> {
+    volume.format = Some(format);
+    store.catalog.write(|tx| tx.put(&*volume))
+}
+
+fn holds_data(backing: &File) -> Result<bool> {
+    match lseek(backing, 0, Whence::SeekData) {
+        Ok(_) => Ok(true),
+        Err(nix::Error::ENXIO) => Ok(false),
+        Err(e) => Err(Error::io("looking for data", io::Error::from(e))),
+    }
+}
+
+/// Forgets what is known of a volume's content: whoever has the raw device may write anything.
+pub fn forget(store: &Store, volume: &mut Volume) -> Result<()> {
+    if volume.format.is_none() {
+        return Ok(());
+    }
+    volume.format = None;
+    store.catalog.write(|tx| tx.put(&*volume))
+}
+
+/// The filesystem of a volume that is smaller than the volume.
+fn to_grow(volume: &Volume) -> Option<Format> {
+    volume.format.filter(|format| format.size_bytes < volume.capacity_bytes)
+}
+
+/// Before the mount: grows what this process may not grow once it is mounted.
+pub fn grow_unmounted(store: &Store, volume: &mut Volume, device: &LoopDevice) -> Result<()> {
+    let Some(format) = to_grow(volume).filter(|format| !filesystem::grows_online(format.fs_type))
+    else {
+        return Ok(());
+    };
+    filesystem::grow_unmounted(format.fs_type, device.path())?;
+    grown(store, volume, format)
+}
+
+/// Grows the mounted filesystem to the volume's capacity, where it has not been done.
+pub fn grow(
+    store: &Store,
+    volume: &mut Volume,
+    device: &LoopDevice,
+    mounted_at: &std::path::Path,
+) -> Result<()> {
+    let Some(format) = to_grow(volume) else { return Ok(()) };
+    let fs_type = format.fs_type;
+    if !filesystem::grows_online(fs_type) {
+        return Err(Error::Precondition(format!(
+            "volume_path: growing a mounted {fs_type} needs CAP_SYS_RESOURCE, which this process \
+             lacks; grant it, or unstage and stage the volume, which grows it too"
+        )));
+    }
+    filesystem::grow(fs_type, device.path(), mounted_at)?;
+    grown(store, volume, format)
+}
+
+fn grown(store: &Store, volume: &mut Volume, format: Format) -> Result<()> {
+    let size_bytes = volume.capacity_bytes;
+    note(store, volume, Format { size_bytes, ..format })
+}

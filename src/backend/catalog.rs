@@ -68,6 +68,9 @@ row!(Snapshot, "snapshots", id, Kind::Snapshot);
 row!(Group, "groups", id, Kind::GroupSnapshot);
 row!(Attachment, "attachments", volume_id);
 
+/// Room that a small catalog holds, in bytes. Constant, so that it does not come and go.
+const LEAST_BYTES: u64 = 4 << 20;
+
 /// The file under the store. It takes room when the store grows, not when a page is first written,
 /// and the room to double once more ahead of that. Where that is not to be had nothing new is given
 /// a name: what there is for growth is left to deletions, which need some too. (Were the store to
@@ -75,7 +78,7 @@ row!(Attachment, "attachments", volume_id);
 #[derive(Debug, Clone)]
 struct Reserved {
     file: Arc<File>,
-    /// Whether the room to double is there.
+    /// Whether the room that [`Self::held`] says is there.
     ahead: Arc<AtomicBool>,
 }
 
@@ -86,14 +89,17 @@ impl Reserved {
         reserved
     }
 
+    /// How much room is held for a store of `len` bytes.
+    fn held(len: u64) -> u64 {
+        LEAST_BYTES.max(2 * len)
+    }
+
     fn reserve_ahead(&self) {
-        let doubled = self.file.metadata().map_or(0, |metadata| 2 * metadata.len());
+        let held = self.file.metadata().map_or(0, |metadata| Self::held(metadata.len()));
         let mode = FallocateFlags::FALLOC_FL_KEEP_SIZE;
-        let full = doubled > 0
-            && matches!(
-                fallocate(&self.file, mode, 0, doubled as i64),
-                Err(Errno::ENOSPC | Errno::EDQUOT)
-            );
+        let taken = fallocate(&self.file, mode, 0, held as i64);
+        // A filesystem that cannot reserve is taken as it is.
+        let full = matches!(taken, Err(Errno::ENOSPC | Errno::EDQUOT));
         self.ahead.store(!full, Ordering::Relaxed);
     }
 
@@ -117,7 +123,7 @@ impl StorageBackend for Reserved {
     fn set_len(&self, len: u64) -> io::Result<()> {
         let old = self.len()?;
         // Asked for what is there already, a full XFS would say ENOSPC.
-        let reserved = self.ahead.load(Ordering::Relaxed) && len <= 2 * old;
+        let reserved = self.ahead.load(Ordering::Relaxed) && len <= Self::held(old);
         self.file.set_len(len)?;
         if len > old && !reserved {
             let reserve = nix::fcntl::posix_fallocate(&self.file, old as i64, (len - old) as i64);

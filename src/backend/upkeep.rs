@@ -1,22 +1,14 @@
 //! What happens without being asked: hidden baselines go when the pool runs full, and the records of
 //! deleted snapshots are forgotten when their retention is over.
 
-use std::thread;
-use std::time::Duration;
-
 use tracing::{info, warn};
 
-use super::cut;
 use super::error::Result;
 use super::model::{ChainBreak, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Directory, Room};
 use super::store::{Store, now};
 use super::tracker::{Bitmap, BlockMap, Header, RecordWriter, Style};
 use super::units::{Block, BlockRange};
-
-/// How often, and at what distance, room is looked for after a removal.
-const FREEING_LOOKS: u32 = 100;
-const FREEING_PAUSE: Duration = Duration::from_millis(25);
 
 /// Room kept back for the catalog, for records, and for noticing in time, in bytes.
 pub fn reserve(room: Room) -> u64 {
@@ -40,12 +32,9 @@ pub fn relieve_pressure(store: &Store) -> Result<()> {
             hidden.push((since, volume.id));
         }
     }
-    if hidden.is_empty() {
-        return Ok(());
-    }
     hidden.sort_unstable();
     for (_, volume_id) in hidden {
-        if relieved(store)? {
+        if !under_pressure(store.pool.room()?) {
             break;
         }
         // Whoever holds the volume now may be about to free the baseline himself, or has done so.
@@ -59,19 +48,7 @@ pub fn relieve_pressure(store: &Store) -> Result<()> {
         );
         drop_baseline(store, volume, ChainBreak::BaselineDropped)?;
     }
-    relieved(store).map(drop)
-}
-
-/// Whether there is room again. XFS frees the blocks of a removed file in the background, so it is
-/// given a moment: else one baseline more would be dropped than has to be.
-fn relieved(store: &Store) -> Result<bool> {
-    for _ in 0..FREEING_LOOKS {
-        if !under_pressure(store.pool.room()?) {
-            return Ok(true);
-        }
-        thread::sleep(FREEING_PAUSE);
-    }
-    Ok(false)
+    Ok(())
 }
 
 /// When the baseline of a volume was cut, if only the next cut still needs its data.
@@ -99,8 +76,8 @@ pub fn drop_baseline(store: &Store, mut volume: Volume, reason: ChainBreak) -> R
         tx.put(&volume)?;
         unneeded.iter().try_for_each(|row| tx.put(row))
     })?;
-    cut::remove_data(store, unneeded.as_slice());
-    Ok(())
+    // At once: whether one more has to go is decided by the room that this one has made.
+    unneeded.map_or(Ok(()), |row| pool::remove_and_free(&store.snapshot_path(&row.id)))
 }
 
 /// Forgets the records of snapshots that were deleted longer than the retention ago.

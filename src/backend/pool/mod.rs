@@ -13,6 +13,7 @@ mod reflink;
 use std::fmt;
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -310,17 +311,36 @@ pub fn is_immutable(file: &File) -> Result<bool> {
 }
 
 /// Removes a file, immutable or not, and makes that durable before its blocks can be written again:
-/// else a power cut could bring it back with another file's data in it. OK when it is gone.
+/// else a power cut could bring it back with another file's data in it. OK when it is gone. The
+/// filesystem frees the blocks in its own time.
 pub fn remove(path: &Path) -> Result<()> {
-    // Open until the end: as long as it is, its blocks are not free.
+    unlink(path).map(drop)
+}
+
+/// Like [`remove`], with the blocks free when this returns, however long that takes.
+pub fn remove_and_free(path: &Path) -> Result<()> {
+    match unlink(path)? {
+        Some(file) => {
+            // The name is gone for good by now, so nobody can meet the empty file.
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            let emptied = File::options().write(true).open(path).and_then(|file| file.set_len(0));
+            emptied.context(|| "freeing a removed file".to_owned())
+        }
+        None => Ok(()),
+    }
+}
+
+/// The removed file, still open: as long as it is, its blocks are not free.
+fn unlink(path: &Path) -> Result<Option<File>> {
     let file = match File::open(path) {
         Ok(file) => file,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(Error::io(format!("opening {}", path.display()), e)),
     };
     set_immutable(&file, false)?;
     fs::remove_file(path).context(|| format!("removing {}", path.display()))?;
-    path.parent().map_or(Ok(()), sync_directory)
+    path.parent().map_or(Ok(()), sync_directory)?;
+    Ok(Some(file))
 }
 
 /// Room of the filesystem that `path` is on.

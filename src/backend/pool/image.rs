@@ -3,7 +3,7 @@
 //! goes, be it this process (however it ends) or the last volume that is attached.
 
 use std::fs::{self, File};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -11,54 +11,45 @@ use tracing::info;
 
 use super::super::command;
 use super::super::error::{Context, Error, Result};
-use super::super::extents::{self, Finding};
 use super::super::loop_device::{Lifetime, LoopDevice};
 use super::super::sys;
-use super::{Pool, PoolKind, Room, filesystem_room, new_file, reflink, sync_directory};
+use super::{ReflinkPool, filesystem_room, new_file, sync_directory};
 
 /// mkfs.xfs makes none smaller.
 const MIN_BYTES: u64 = 300 << 20;
-
-#[derive(Debug)]
-pub struct ImagePool {
-    /// The mount lives as long as this descriptor, or any file of it.
-    _mount: OwnedFd,
-    /// `/proc/self/fd/N`: the root of the mount, for this process alone.
-    root: PathBuf,
-    data_dir: PathBuf,
-}
 
 pub fn path(data_dir: &Path) -> PathBuf {
     data_dir.join("pool.img")
 }
 
-impl ImagePool {
-    /// Mounts the image of `data_dir`; makes it first, of `size` bytes, where there is none.
-    pub fn open(data_dir: &Path, size: Option<u64>) -> Result<Self> {
-        let image = path(data_dir);
-        if !image.exists() {
-            make(data_dir, size)?;
-        }
-        let backing = File::options()
-            .read(true)
-            .write(true)
-            .open(&image)
-            .context(|| format!("opening {}", image.display()))?;
-        // A device that is still there serves volumes that stayed attached: XFS then hands out the
-        // mount that it already has.
-        let (device, handle) = match LoopDevice::find(&backing)?.into_iter().next() {
-            Some(device) => {
-                let handle = device.open(true)?;
-                (device, handle)
-            }
-            None => LoopDevice::attach(&backing, Lifetime::LastUser)?,
-        };
-        let mount = mount(&device)?;
-        drop(handle);
-        let root = PathBuf::from(format!("/proc/self/fd/{}", mount.as_raw_fd()));
-        reflink::probe(&root)?;
-        Ok(Self { _mount: mount, root, data_dir: data_dir.to_owned() })
+/// Mounts the image of `data_dir`; makes it first, of `size` bytes, where there is none.
+pub fn open(data_dir: &Path, size: Option<u64>) -> Result<ReflinkPool> {
+    let image = path(data_dir);
+    if !image.exists() {
+        make(data_dir, size)?;
     }
+    let backing = File::options()
+        .read(true)
+        .write(true)
+        .open(&image)
+        .context(|| format!("opening {}", image.display()))?;
+    let (device, handle) = attach(&backing)?;
+    let mount = mount(&device)?;
+    drop(handle);
+    ReflinkPool::on_image(mount, data_dir)
+}
+
+/// The device of the image, held open. One that is still there serves volumes that stayed attached:
+/// XFS then hands out the mount that it already has.
+fn attach(backing: &File) -> Result<(LoopDevice, File)> {
+    if let Some(device) = LoopDevice::find(backing)?.into_iter().next() {
+        let handle = device.open(true)?;
+        // It may have gone with its last user before it was opened; now it cannot.
+        if LoopDevice::find(backing)?.contains(&device) {
+            return Ok((device, handle));
+        }
+    }
+    LoopDevice::attach(backing, Lifetime::LastUser)
 }
 
 fn mount(device: &LoopDevice) -> Result<OwnedFd> {
@@ -102,46 +93,4 @@ fn make(data_dir: &Path, size: Option<u64>) -> Result<()> {
     fs::rename(&temporary, path(data_dir)).context(|| "publishing the pool image".to_owned())?;
     info!(bytes = size, "made the pool image");
     sync_directory(data_dir)
-}
-
-impl Pool for ImagePool {
-    fn kind(&self) -> PoolKind {
-        PoolKind::Image
-    }
-
-    fn root(&self) -> &Path {
-        &self.root
-    }
-
-    /// The image is sparse: what the filesystem below it lacks is not there either.
-    fn room(&self) -> Result<Room> {
-        let inside = filesystem_room(&self.root)?;
-        let below = filesystem_room(&self.data_dir)?;
-        Ok(Room { total: inside.total, available: inside.available.min(below.available) })
-    }
-
-    fn adopt(&self, file: &File) -> Result<()> {
-        reflink::adopt(file)
-    }
-
-    fn pre_clone(&self, source: &File, target: &File) -> Result<()> {
-        reflink::pre_clone(source, target)
-    }
-
-    fn clone(&self, source: &File, target: &File) -> Result<()> {
-        reflink::clone(source, target)
-    }
-
-    fn clones_atomically(&self) -> bool {
-        true
-    }
-
-    fn compare(
-        &self,
-        old: Option<(&File, u64)>,
-        new: (&File, u64),
-        report: &mut dyn FnMut(Finding) -> Result<()>,
-    ) -> Result<()> {
-        extents::compare(old, new, report)
-    }
 }

@@ -26,7 +26,6 @@ use super::extents::Finding;
 use super::sys;
 
 pub use copy::CopyPool;
-pub use image::ImagePool;
 pub use reflink::ReflinkPool;
 
 const MARKER: &str = "pool.json";
@@ -194,7 +193,7 @@ fn check_image(data_dir: &Path, kind: PoolKind) -> Result<()> {
 fn open_kind(data_dir: &Path, kind: PoolKind, image_size: Option<u64>) -> Result<Box<dyn Pool>> {
     Ok(match kind {
         PoolKind::Reflink => Box::new(ReflinkPool::open(data_dir)?),
-        PoolKind::Image => Box::new(ImagePool::open(data_dir, image_size)?),
+        PoolKind::Image => Box::new(image::open(data_dir, image_size)?),
         PoolKind::Copy => Box::new(CopyPool::open(data_dir)),
     })
 }

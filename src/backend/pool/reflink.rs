@@ -1,7 +1,9 @@
 //! A pool on an XFS with reflink: a clone shares all blocks and costs time per extent, not per
-//! byte, and copy-on-write makes physical addresses tell what changed.
+//! byte, and copy-on-write makes physical addresses tell what changed. The XFS is the one that the
+//! data directory is on, or one of the pool's own in an image ([`super::image`]).
 
 use std::fs::{self, File};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use linux_raw_sys::general::{FS_XFLAG_NODEFRAG, FS_XFLAG_REALTIME, FS_XFLAG_RTINHERIT};
@@ -20,18 +22,37 @@ const STEP_BYTES: u64 = 1 << 30;
 #[derive(Debug)]
 pub struct ReflinkPool {
     root: PathBuf,
+    image: Option<Image>,
+}
+
+/// What a pool in an image has beside its files.
+#[derive(Debug)]
+struct Image {
+    /// The mount lives as long as this descriptor, or any file of it.
+    _mount: OwnedFd,
+    /// The directory that the image is in.
+    below: PathBuf,
 }
 
 impl ReflinkPool {
     /// Uses the directory `root` itself; an error when its filesystem cannot share blocks.
     pub fn open(root: &Path) -> Result<Self> {
         probe(root)?;
-        Ok(Self { root: root.to_owned() })
+        Ok(Self { root: root.to_owned(), image: None })
+    }
+
+    /// Uses a detached mount, whose image is in the directory `below`.
+    pub fn on_image(mount: OwnedFd, below: &Path) -> Result<Self> {
+        // The root of the mount, for this process alone.
+        let root = PathBuf::from(format!("/proc/self/fd/{}", mount.as_raw_fd()));
+        probe(&root)?;
+        let image = Image { _mount: mount, below: below.to_owned() };
+        Ok(Self { root, image: Some(image) })
     }
 }
 
 /// Tries a clone in `root`, and refuses what would make extent maps lie.
-pub fn probe(root: &Path) -> Result<()> {
+fn probe(root: &Path) -> Result<()> {
     let stat = statfs(root).context(|| format!("looking at {}", root.display()))?;
     if stat.filesystem_type() != XFS_SUPER_MAGIC {
         return Err(Error::Precondition(format!("{} is not on XFS", root.display())));
@@ -78,52 +99,45 @@ fn realtime(root: &Path) -> Error {
     ))
 }
 
-/// Marks a file so that xfs_fsr leaves its blocks where they are.
-pub fn adopt(file: &File) -> Result<()> {
-    sys::add_extended_flags(file, FS_XFLAG_NODEFRAG).context(|| "marking a pool file".to_owned())
-}
-
-/// Shares what `source` holds now, piece by piece.
-pub fn pre_clone(source: &File, target: &File) -> Result<()> {
-    let size = source.metadata().context(cloning)?.len();
-    extents::data_ranges(source, size, STEP_EXTENTS, STEP_BYTES, |range| {
-        sys::clone_range(target, source, range.start, range.end - range.start).context(cloning)
-    })
-}
-
-/// One atomic FICLONE. What is shared already is skipped by the kernel. It can fail with ENOSPC
-/// half-way; the caller then drops the target.
-pub fn clone(source: &File, target: &File) -> Result<()> {
-    sys::clone_file(target, source).context(cloning)
-}
-
 fn cloning() -> String {
     "cloning a backing file".to_owned()
 }
 
 impl Pool for ReflinkPool {
     fn kind(&self) -> PoolKind {
-        PoolKind::Reflink
+        if self.image.is_some() { PoolKind::Image } else { PoolKind::Reflink }
     }
 
     fn root(&self) -> &Path {
         &self.root
     }
 
+    /// An image is sparse: what the filesystem below it lacks is not there either.
     fn room(&self) -> Result<Room> {
-        filesystem_room(&self.root)
+        let room = filesystem_room(&self.root)?;
+        let Some(image) = &self.image else { return Ok(room) };
+        let below = filesystem_room(&image.below)?;
+        Ok(Room { available: room.available.min(below.available), ..room })
     }
 
+    /// xfs_fsr leaves such a file's blocks where they are.
     fn adopt(&self, file: &File) -> Result<()> {
-        adopt(file)
+        sys::add_extended_flags(file, FS_XFLAG_NODEFRAG)
+            .context(|| "marking a pool file".to_owned())
     }
 
+    /// Shares what `source` holds now, piece by piece.
     fn pre_clone(&self, source: &File, target: &File) -> Result<()> {
-        pre_clone(source, target)
+        let size = source.metadata().context(cloning)?.len();
+        extents::data_ranges(source, size, STEP_EXTENTS, STEP_BYTES, |range| {
+            sys::clone_range(target, source, range.start, range.end - range.start).context(cloning)
+        })
     }
 
+    /// One atomic FICLONE; the kernel skips what is shared already. It can fail with ENOSPC half-way,
+    /// and the caller then drops the target.
     fn clone(&self, source: &File, target: &File) -> Result<()> {
-        clone(source, target)
+        sys::clone_file(target, source).context(cloning)
     }
 
     fn clones_atomically(&self) -> bool {

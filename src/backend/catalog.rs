@@ -3,7 +3,7 @@
 //! keyed by id; a second table leads from names to ids. Every commit is durable when it returns.
 
 use std::fmt;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
@@ -21,6 +21,7 @@ use serde::de::DeserializeOwned;
 
 use super::error::{Context, Error, Kind, Result};
 use super::model::{Attachment, Group, Snapshot, Volume};
+use super::pool::sync_directory;
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
 
@@ -159,11 +160,23 @@ impl fmt::Debug for Catalog {
 impl Catalog {
     /// Opens the catalog at `path`, or makes it. After a crash the last commit is what is found.
     pub fn open(path: &Path) -> Result<Self> {
+        let making = || format!("making the catalog {}", path.display());
+        if !path.try_exists().context(making)? {
+            // Under another name: the store does not open what a crash leaves of its own making.
+            let part = path.with_extension("part");
+            drop(Self::open_file(&part, true)?);
+            fs::rename(&part, path).context(making)?;
+            path.parent().map_or(Ok(()), sync_directory)?;
+        }
+        Self::open_file(path, false)
+    }
+
+    fn open_file(path: &Path, anew: bool) -> Result<Self> {
         let file = File::options()
             .read(true)
             .write(true)
-            .create(true)
-            .truncate(false)
+            .create(anew)
+            .truncate(anew)
             .mode(0o600)
             .open(path)
             .context(|| format!("opening the catalog {}", path.display()))?;

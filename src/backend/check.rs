@@ -141,7 +141,8 @@ fn read_catalog(path: &Path) -> Result<(Vec<Volume>, Vec<Snapshot>)> {
             Ok(false) => return Err(damaged_catalog("its checksums do not match")),
             Err(error) => return Err(damaged_catalog(error)),
         }
-        let reading = Catalog::open(Path::new(&path))?.read()?;
+        let catalog = Catalog::open(Path::new(&path))?;
+        let reading = catalog.read()?;
         Ok((reading.select(|_| true)?, reading.select(|_| true)?))
     }));
     read.unwrap_or_else(|_| Err(damaged_catalog("it contradicts itself")))

@@ -308,7 +308,11 @@ fn check_catalog(root: &Path) -> Result<()> {
 /// The largest volume whose backing file the filesystem of `root` can hold, in bytes.
 fn largest_file(root: &Path) -> Result<u64> {
     let path = root.join(".probe-size");
-    let file = pool::new_file(&path)?;
+    let file = match pool::new_file(&path) {
+        // A full pool has to be opened too; growing a file too far then says so itself.
+        Err(Error::Exhausted(_)) => return Ok(MAX_VOLUME_BYTES),
+        file => file?,
+    };
     let mut bytes = MAX_VOLUME_BYTES;
     while file.set_len(bytes).is_err() && bytes > MIN_VOLUME_BYTES {
         // ext4 ends one block below 16 TiB.

@@ -531,6 +531,32 @@ fn root_an_attachment_without_its_device_is_forgotten() {
     });
 }
 
+/// A pod may go on with a volume whose file was removed under it; it is taken out of use as any other.
+#[test]
+fn root_an_attachment_whose_file_is_gone_is_not_forgotten() {
+    for_each_pool("root_an_attachment_whose_file_is_gone_is_not_forgotten", |pool| {
+        let volume = pool.volume("v");
+        let staged = pool.stage(&volume, &mounted(FsType::Ext4));
+        let backing = pool.store().open_volume(&volume).unwrap();
+        fs::remove_file(pool.store().volume_path(&volume.id)).unwrap();
+        pool.restart();
+        let refused = pool.backend().delete_volume(&volume.id);
+        let unstaged = pool.backend().unstage(&volume.id, &staged);
+        let left = filesystem::mount_at(&staged).unwrap();
+        if left.is_some() {
+            unmount(&staged).unwrap();
+        }
+        let devices = LoopDevice::find(&backing).unwrap();
+        LoopDevice::detach_all(&backing).unwrap();
+        drop(backing);
+        assert!(matches!(refused, Err(Error::Precondition(_))), "{refused:?}");
+        assert!(unstaged.is_ok() && left.is_none(), "{unstaged:?} {left:?}");
+        assert!(devices.is_empty(), "{devices:?}");
+        pool.backend().delete_volume(&volume.id).unwrap();
+        pool.recover();
+    });
+}
+
 #[test]
 fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
     for_each_pool("root_staging_and_publishing_go_on", |pool| {
@@ -759,6 +785,35 @@ fn root_an_image_that_was_being_made_is_made_again() {
         drop(Backend::open(Config { pool, ..config.clone() }).unwrap());
         assert_eq!(image(), made);
         assert_eq!(check::check(&data_dir).unwrap().findings, []);
+    }
+}
+
+#[test]
+fn root_a_catalog_that_was_being_made_is_made_again() {
+    for_each_pool("root_a_catalog_that_was_being_made_is_made_again", |pool| {
+        let path = pool.store().pool.root().join("catalog.redb");
+        fs::remove_file(&path).unwrap();
+        // The store had sized its file and not yet written what tells it.
+        fs::write(path.with_extension("part"), vec![0; 327_680]).unwrap();
+        pool.recover();
+        pool.volume("v");
+    });
+}
+
+#[test]
+fn root_a_catalog_that_was_lost_is_not_replaced_by_an_empty_one() {
+    for content in [None, Some(""), Some("text")] {
+        for_each_pool("root_a_catalog_that_was_lost_is_not_replaced", |pool| {
+            pool.volume("v");
+            let path = pool.store().pool.root().join("catalog.redb");
+            fs::remove_file(&path).unwrap();
+            content.iter().for_each(|content| fs::write(&path, content).unwrap());
+            pool.backend = None;
+            let refused = Backend::open(pool.config.clone()).map(drop);
+            assert!(refused.is_err(), "{content:?}");
+            let report = check::check(&pool.config.data_dir).map(drop);
+            assert!(matches!(report, Err(Error::Damaged(_))), "{content:?}: {report:?}");
+        });
     }
 }
 

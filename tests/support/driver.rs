@@ -354,9 +354,8 @@ impl Driver {
             return;
         };
         let mut in_use = self.in_use();
-        if !in_use.contains(&made) {
-            in_use.push(made);
-        }
+        in_use.retain(|other| *other != made);
+        in_use.push(made);
     }
 
     /// Notes that somebody else stages and publishes the volume at its usual places.

@@ -224,8 +224,8 @@ impl Drop for Pool {
         if self.backend.is_none() {
             self.backend = Backend::open(self.config.clone()).ok();
         }
-        let Some(backend) = &self.backend else { return };
         for attached in self.attached.drain(..) {
+            let Some(backend) = &self.backend else { break };
             let _ = backend.unpublish(&attached.volume_id, &attached.target);
             let _ = backend.unstage(&attached.volume_id, &attached.staging);
         }

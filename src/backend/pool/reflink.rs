@@ -12,7 +12,7 @@ use nix::sys::statfs::{XFS_SUPER_MAGIC, statfs};
 use super::super::error::{Context, Error, Result};
 use super::super::extents::{self, Finding};
 use super::super::sys;
-use super::{Pool, PoolKind, Room, filesystem_room, new_file};
+use super::{Directory, Pool, PoolKind, Room, filesystem_room, new_file};
 
 /// How much one step of the first, unfrozen part of a clone takes on: the kernel stalls the
 /// writers of the file for as long as a step lasts (some 10 µs per extent).
@@ -69,7 +69,11 @@ fn probe(root: &Path) -> Result<()> {
         // Left over at worst, and overwritten by the next probe.
         let _ = fs::remove_file(path);
     }
-    result
+    match result {
+        // A pool that has no room was probed when it was made, and has to be opened to make some.
+        Err(Error::Exhausted(_)) if Directory::Volumes.path(root).exists() => Ok(()),
+        result => result,
+    }
 }
 
 fn probe_files(root: &Path, [a, b]: &[PathBuf; 2]) -> Result<()> {
@@ -85,8 +89,9 @@ fn probe_files(root: &Path, [a, b]: &[PathBuf; 2]) -> Result<()> {
     if flags & FS_XFLAG_REALTIME != 0 {
         return Err(realtime(root));
     }
-    sys::clone_file(&target, &source).map_err(|e| {
-        Error::Precondition(format!("{} is on an XFS without reflink: {e}", root.display()))
+    sys::clone_file(&target, &source).map_err(|e| match e.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT) => Error::io(cloning(), e),
+        _ => Error::Precondition(format!("{} is on an XFS without reflink: {e}", root.display())),
     })
 }
 

@@ -19,6 +19,10 @@ const CONTAINER: u64 = 1 << 16;
 /// Half-open ranges of blocks: ascending, none empty, none that touch.
 type Set = Vec<Range<u64>>;
 
+fn one(range: Range<u64>) -> Set {
+    Set::from([range])
+}
+
 fn normalised(mut ranges: Set) -> Set {
     ranges.sort_by_key(|range| range.start);
     let mut out = Set::new();
@@ -117,10 +121,13 @@ fn variable(capacity: u64, bitmap: Bitmap, records: &[Arc<RecordReader>], from: 
         .collect()
 }
 
+/// Each segment that is there, with its blocks.
+type Segments = Vec<(u64, Vec<u32>)>;
+
 /// All that a record holds, with every checksum looked at.
-fn contents(file: &File) -> Result<(Header, [Vec<(u64, Vec<u32>)>; 2])> {
+fn contents(file: &File) -> Result<(Header, [Segments; 2])> {
     let record = RecordReader::open(file.try_clone().unwrap())?;
-    let all = |bitmap| -> Result<Vec<(u64, Vec<u32>)>> {
+    let all = |bitmap| -> Result<Segments> {
         record
             .segments(bitmap)
             .map(|segment| {
@@ -147,7 +154,7 @@ fn file_of(bytes: &[u8]) -> File {
 /// A record with two segments in one bitmap and one in the other.
 fn small_record() -> File {
     let border = SEGMENT_BLOCKS;
-    write(2 * border, &vec![0..3, 9..10, border - 2..border + 2], &vec![border + 1..border + 9])
+    write(2 * border, &vec![0..3, 9..10, border - 2..border + 2], &one(border + 1..border + 9))
 }
 
 proptest! {
@@ -208,7 +215,7 @@ proptest! {
         // The rule, said plainly: the largest power of two up to the size that divides the capacity.
         let unit = (12..46)
             .map(|bits| 1u64 << bits)
-            .filter(|unit| *unit == BLOCK_SIZE || (*unit <= size && bytes % unit == 0))
+            .filter(|unit| *unit == BLOCK_SIZE || (*unit <= size && bytes.is_multiple_of(*unit)))
             .max()
             .unwrap();
         let records: Vec<_> =
@@ -473,13 +480,13 @@ fn ranges_out_of_order_are_refused_and_not_lost() {
 
 #[test]
 fn the_largest_volume_full_of_data_is_one_extent() {
-    let file = write(MAX_BLOCKS, &vec![0..MAX_BLOCKS], &Set::new());
+    let file = write(MAX_BLOCKS, &one(0..MAX_BLOCKS), &Set::new());
     assert!(file.metadata().unwrap().len() < 4 << 20);
     let records = [read(&file)];
-    assert_eq!(variable(MAX_BLOCKS, Bitmap::Allocated, &records, 0), vec![0..MAX_BLOCKS]);
+    assert_eq!(variable(MAX_BLOCKS, Bitmap::Allocated, &records, 0), one(0..MAX_BLOCKS));
     let last = MAX_VOLUME_BYTES - 1;
     let end = variable(MAX_BLOCKS, Bitmap::Allocated, &records, last);
-    assert_eq!(end, vec![MAX_BLOCKS - 1..MAX_BLOCKS]);
+    assert_eq!(end, one(MAX_BLOCKS - 1..MAX_BLOCKS));
     assert!(variable(MAX_BLOCKS, Bitmap::Allocated, &records, MAX_VOLUME_BYTES).is_empty());
     let map = BlockMap::new(MAX_VOLUME_BYTES, Bitmap::Allocated, records.to_vec());
     let units = map.extents(Style::Fixed(1 << 30), 0).unwrap();

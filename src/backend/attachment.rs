@@ -302,11 +302,17 @@ fn show_device(device: &LoopDevice, target: &Path) -> Result<()> {
 /// Takes a volume away from `target`, and the target with it. OK when it is not published there.
 pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
     let _lock = store.locks.take([volume_id])?;
-    let attachment = store.catalog.read()?.get::<Attachment>(volume_id)?;
+    let reading = store.catalog.read()?;
+    let attachment = reading.get::<Attachment>(volume_id)?;
     let Some(attachment) = attachment.filter(|a| a.published.contains_key(target)) else {
-        // After a reboot nothing is mounted there; the empty target may still be.
-        return remove_target(target);
+        // After a reboot nothing is mounted there; the empty target may still be. What an unknown
+        // volume never was at is nobody's to remove.
+        return match reading.get::<Volume>(volume_id)? {
+            Some(_) => remove_target(target),
+            None => Ok(()),
+        };
     };
+    drop(reading);
     let device = device_of(store, volume_id)?;
     hide(store, device.as_ref(), attachment, target)
 }

@@ -234,30 +234,9 @@ impl LoopDevice {
 
     /// Lets go of the backing file that the device has now, and waits until it is done.
     pub fn release(&self) -> Result<()> {
-        match self.identity() {
-            Some(identity) => self.detach(identity),
-            None => Ok(()),
-        }
-    }
-
-    /// Detaches every device of `backing`.
-    pub fn detach_all(backing: &File) -> Result<()> {
-        Self::find(backing)?.iter().try_for_each(Self::release)
-    }
-
-    /// OK when the device no longer has that file.
-    fn detach(&self, backing: Identity) -> Result<()> {
+        let Some(backing) = self.identity() else { return Ok(()) };
         let deadline = Instant::now() + DETACH_DEADLINE;
-        while self.has_file() && self.identity() == Some(backing) {
-            // The next user of the device would find it read-only.
-            if self.is_read_only()? {
-                self.set_read_only(false)?;
-            }
-            match sys::loop_clear(&self.open(false)?) {
-                Ok(()) => {}
-                Err(e) if matches!(e.raw_os_error(), Some(libc::ENXIO | libc::EBUSY)) => {}
-                Err(e) => return Err(Error::io(format!("detaching {}", self.path.display()), e)),
-            }
+        while self.detach(backing)? {
             if Instant::now() > deadline {
                 return Err(Error::Busy(format!(
                     "{} is still in use; unmount it or close what has it open",
@@ -267,6 +246,42 @@ impl LoopDevice {
             thread::sleep(Duration::from_millis(2));
         }
         Ok(())
+    }
+
+    /// Detaches every device of `backing`.
+    pub fn detach_all(backing: &File) -> Result<()> {
+        Self::find(backing)?.iter().try_for_each(Self::release)
+    }
+
+    /// Asks the kernel to let go of `backing`; false once the device no longer has it. The file is
+    /// looked at and let go of through one descriptor: as long as that is open the device cannot
+    /// pass to somebody else, whose file would be let go of in its stead.
+    fn detach(&self, backing: Identity) -> Result<bool> {
+        if !self.has_file() {
+            return Ok(false);
+        }
+        let doing = || format!("detaching {}", self.path.display());
+        let gone = |e: &io::Error| matches!(e.raw_os_error(), Some(libc::ENXIO | libc::EBUSY));
+        let file = match File::open(&self.path) {
+            Ok(file) => file,
+            Err(e) if gone(&e) => return Ok(true),
+            Err(e) => return Err(Error::io(doing(), e)),
+        };
+        match sys::loop_status(&file) {
+            Ok(info) if Identity::of_status(&info) == backing => {}
+            Ok(_) => return Ok(false),
+            Err(e) if gone(&e) => return Ok(false),
+            Err(e) => return Err(Error::io(doing(), e)),
+        }
+        // The next user of the device would find it read-only.
+        if sys::block_is_read_only(&file).context(doing)? {
+            sys::set_block_read_only(&file, false).context(doing)?;
+        }
+        match sys::loop_clear(&file) {
+            Ok(()) => Ok(true),
+            Err(e) if gone(&e) => Ok(true),
+            Err(e) => Err(Error::io(doing(), e)),
+        }
     }
 
     /// sysfs shows the directory `loop` only while the device has a backing file.

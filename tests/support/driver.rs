@@ -613,16 +613,18 @@ pub fn mounts_at(target: &Path) -> Vec<Mount> {
     mounts().into_iter().filter(|mount| mount.target == target).collect()
 }
 
-/// The loop devices whose backing file's name has `word` in it, be it deleted or not.
-pub fn loops_named(word: &str) -> Vec<String> {
+/// The loop devices whose backing file has this name, be it deleted or not.
+pub fn loops_named(name: &str) -> Vec<String> {
     let listed = Command::new("losetup").args(["-a", "-n", "-O", "NAME,BACK-FILE"]).output();
     let listed = listed.map(|output| output.stdout).unwrap_or_default();
     let devices = String::from_utf8_lossy(&listed);
     let of_file = |line: &str| {
-        let (name, file) = line.split_once(char::is_whitespace)?;
-        file.contains(word).then(|| name.to_owned())
+        let (device, file) = line.split_once(char::is_whitespace)?;
+        let file = file.trim().trim_end_matches(" (deleted)");
+        (file.rsplit_once('/')?.1 == name).then(|| device.to_owned())
     };
-    if word.is_empty() { Vec::new() } else { devices.lines().filter_map(of_file).collect() }
+    // A hostile id is the name of no file.
+    if name.is_empty() { Vec::new() } else { devices.lines().filter_map(of_file).collect() }
 }
 
 /// Holds a filesystem frozen, so that whoever writes to it waits, until it is dropped.

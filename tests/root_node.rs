@@ -8,7 +8,6 @@ use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use csi_loopback::proto::csi::v1 as csi;
 use nix::sys::statvfs::statvfs;
@@ -21,6 +20,27 @@ use csi::volume_usage::Unit;
 
 /// Filesystems with the smallest size, in MiB, that they are made in.
 const FILESYSTEMS: [(&str, u64); 4] = [("", 32), ("ext4", 32), ("xfs", 300), ("btrfs", 128)];
+
+/// Everything of a second publish: whether it is at the same target, and with the same arguments.
+fn second_publish(driver: &Driver, mode: Mode, same_target: bool, same: bool) -> Result<(), Code> {
+    let name = format!("{mode:?}-{same_target}-{same}");
+    let volume = driver.volume(&name, 32 * MIB, mounted(""));
+    let wanted = mounted_as("", mode);
+    let target = driver.publish(&volume, &wanted);
+    let second = if same_target { target.clone() } else { target.with_extension("2") };
+    let answer = driver.call(csi::NodePublishVolumeRequest {
+        readonly: !same,
+        ..driver.publishing(&volume, &second, &wanted)
+    });
+    // Whatever the answer, who was there first is still there, once, and as it was.
+    let mounts = mounts_at(&target);
+    assert_eq!(mounts.len(), 1, "{name}");
+    assert_eq!(mounts[0].has("ro"), mode == Mode::SingleNodeReaderOnly, "{name}");
+    assert_eq!(mounts_at(&second).len(), usize::from(same_target || answer.is_ok()), "{name}");
+    driver.unpublish(&volume, &second);
+    driver.take_down(&volume);
+    answer.map(drop).map_err(|status| status.code())
+}
 
 #[test]
 fn a_volume_is_mounted_with_the_filesystem_that_it_was_made_for() {
@@ -239,27 +259,6 @@ fn a_path_that_is_itself_a_symbolic_link_is_refused() {
         driver.refused(publish, Code::FailedPrecondition, "target_path");
         assert!(mounts_at(&real).is_empty() && link.is_symlink());
     });
-}
-
-/// Everything of a second publish: whether it is at the same target, and with the same arguments.
-fn second_publish(driver: &Driver, mode: Mode, same_target: bool, same: bool) -> Result<(), Code> {
-    let name = format!("{mode:?}-{same_target}-{same}");
-    let volume = driver.volume(&name, 32 * MIB, mounted(""));
-    let wanted = mounted_as("", mode);
-    let target = driver.publish(&volume, &wanted);
-    let second = if same_target { target.clone() } else { target.with_extension("2") };
-    let answer = driver.call(csi::NodePublishVolumeRequest {
-        readonly: !same,
-        ..driver.publishing(&volume, &second, &wanted)
-    });
-    // Whatever the answer, who was there first is still there, once, and as it was.
-    let mounts = mounts_at(&target);
-    assert_eq!(mounts.len(), 1, "{name}");
-    assert_eq!(mounts[0].has("ro"), mode == Mode::SingleNodeReaderOnly, "{name}");
-    assert_eq!(mounts_at(&second).len(), usize::from(same_target || answer.is_ok()), "{name}");
-    driver.unpublish(&volume, &second);
-    driver.take_down(&volume);
-    answer.map(drop).map_err(|status| status.code())
 }
 
 #[test]
@@ -546,129 +545,6 @@ fn stats_tell_bytes_and_inodes_or_the_size_of_a_device() {
     });
 }
 
-/// Grows a volume from `from` to `to` MiB while a file is written, and looks at it from all sides.
-fn grows_online(driver: &Driver, fs_type: &str, from: u64, to: u64) {
-    let wanted = mounted(fs_type);
-    let volume = driver.volume(&format!("v-{fs_type}"), from * MIB, wanted.clone());
-    let target = driver.publish(&volume, &wanted);
-    fs::write(target.join("before"), pattern(1, 4 << 20)).unwrap();
-    let size = || {
-        let stat = statvfs(&target).unwrap();
-        stat.blocks() * stat.fragment_size()
-    };
-    let before = size();
-    let stop = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let writer = scope.spawn(|| {
-            let mut written = File::create(target.join("during")).unwrap();
-            let mut chunks = 0;
-            while !stop.load(Ordering::Relaxed) || chunks < 10 {
-                written.write_all(&pattern(7, 10_000)).unwrap();
-                written.sync_data().unwrap();
-                chunks += 1;
-            }
-            chunks
-        });
-        let grown = driver.call(expand(&volume, to * MIB));
-        let on_node = driver.call(expand_on_node(&volume, &target));
-        let again = driver.call(expand_on_node(&volume, &driver.staging(&volume)));
-        stop.store(true, Ordering::Relaxed);
-        let chunks = writer.join().unwrap();
-        let grown = grown.unwrap();
-        assert_eq!(grown.capacity_bytes as u64, to * MIB);
-        assert!(grown.node_expansion_required);
-        assert_eq!(on_node.unwrap().capacity_bytes as u64, to * MIB, "{fs_type}");
-        assert_eq!(again.unwrap().capacity_bytes as u64, to * MIB, "{fs_type}");
-        assert!(fs::read(target.join("during")).unwrap() == pattern(7, 10_000).repeat(chunks));
-    });
-    assert!(size() >= before + (to - from) * MIB * 9 / 10, "{fs_type}: {before} {}", size());
-    assert!(fs::read(target.join("before")).unwrap() == pattern(1, 4 << 20));
-    let total = driver.ok(stats(&volume, path(&target))).usage[0].total as u64;
-    assert_eq!(total, size());
-    driver.take_down(&volume);
-    let target = driver.publish(&volume, &wanted);
-    assert!(fs::read(target.join("before")).unwrap() == pattern(1, 4 << 20));
-    driver.take_down(&volume);
-}
-
-#[test]
-fn a_mounted_xfs_or_btrfs_grows_under_its_pod() {
-    with_driver("a_mounted_xfs_or_btrfs_grows_under_its_pod", |driver| {
-        grows_online(driver, "xfs", 300, 600);
-        grows_online(driver, "btrfs", 128, 300);
-    });
-}
-
-#[test]
-fn a_mounted_ext4_grows_under_its_pod() {
-    const TEST: &str = "a_mounted_ext4_grows_under_its_pod";
-    if !ext4_grows_online() {
-        // Without the capability the next test holds what happens instead.
-        return println!("report: ext4 does not grow online here: no CAP_SYS_RESOURCE");
-    }
-    with_driver(TEST, |driver| grows_online(driver, "ext4", 32, 200));
-}
-
-#[test]
-fn growth_that_the_node_missed_is_made_up_for_when_the_volume_is_staged() {
-    with_driver("growth_that_the_node_missed_is_made_up_for_when_the_volume_is_staged", |driver| {
-        for (fs_type, mib) in [("ext4", 32), ("xfs", 300), ("btrfs", 128)] {
-            let wanted = mounted(fs_type);
-            let volume = driver.volume(fs_type, mib * MIB, wanted.clone());
-            let target = driver.publish(&volume, &wanted);
-            fs::write(target.join("file"), pattern(1, 1 << 20)).unwrap();
-            let before = statvfs(&target).unwrap().blocks();
-            driver.ok(expand(&volume, 2 * mib * MIB));
-            if fs_type == "ext4" && !ext4_grows_online() {
-                let request = expand_on_node(&volume, &target);
-                driver.refused(request, Code::FailedPrecondition, "CAP_SYS_RESOURCE");
-            }
-            driver.take_down(&volume);
-            let target = driver.publish(&volume, &wanted);
-            let after = statvfs(&target).unwrap().blocks();
-            assert!(after >= before * 19 / 10, "{fs_type}: {before} {after}");
-            assert!(fs::read(target.join("file")).unwrap() == pattern(1, 1 << 20));
-            driver.take_down(&volume);
-        }
-    });
-}
-
-#[test]
-fn a_raw_device_grows_under_its_pod() {
-    for_each_driver("a_raw_device_grows_under_its_pod", |driver| {
-        let volume = driver.volume("v", MIB, block());
-        let device = driver.publish(&volume, &block());
-        let content = pattern(1, MIB as usize);
-        write_direct(&device, 0, &content);
-        assert_eq!(driver.ok(expand(&volume, 3 * MIB)).capacity_bytes as u64, 3 * MIB);
-        let on_node = driver.ok(expand_on_node(&volume, &device));
-        assert_eq!(on_node.capacity_bytes as u64, 3 * MIB);
-        let grown = read_all(&device);
-        assert_eq!(grown.len() as u64, 3 * MIB);
-        assert!(grown.starts_with(&content) && grown[MIB as usize..].iter().all(|byte| *byte == 0));
-        write_direct(&device, 2 * MIB, &content);
-        driver.take_down(&volume);
-        let kept = driver.with_device(&volume, read_all);
-        assert!(kept[..MIB as usize] == content && kept[2 * MIB as usize..] == content);
-    });
-}
-
-#[test]
-fn growth_on_the_node_needs_growth_by_the_controller_first() {
-    with_driver("growth_on_the_node_needs_growth_by_the_controller_first", |driver| {
-        let volume = driver.volume("v", MIB, block());
-        let device = driver.publish(&volume, &block());
-        let request = |required| csi::NodeExpandVolumeRequest {
-            capacity_range: Some(range(required, 0)),
-            ..expand_on_node(&volume, &device)
-        };
-        driver.refused(request(2 << 20), Code::OutOfRange, "capacity_range");
-        driver.refused(request(-1), Code::InvalidArgument, "capacity_range");
-        assert_eq!(driver.ok(request(1)).capacity_bytes as u64, MIB);
-        assert_eq!(read_all(&device).len() as u64, MIB);
-    });
-}
-
 #[test]
 fn a_device_that_holds_foreign_data_is_never_formatted() {
     with_driver("a_device_that_holds_foreign_data_is_never_formatted", |driver| {
@@ -706,87 +582,6 @@ fn a_volume_is_shown_either_as_a_filesystem_or_as_a_device() {
             driver.refused(request, Code::FailedPrecondition, "volume_capability");
             assert!(!driver.target(&volume).exists());
             driver.unstage(&volume);
-        }
-    });
-}
-
-#[test]
-fn a_killed_driver_leaves_io_running_and_its_successor_takes_over() {
-    for_each_driver("a_killed_driver_leaves_io_running_and_its_successor_takes_over", |driver| {
-        let (volume, raw) =
-            (driver.volume("f", 64 * MIB, mounted("")), driver.volume("r", MIB, block()));
-        let target = driver.publish(&volume, &mounted(""));
-        let device = driver.publish(&raw, &block());
-        let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
-        let snapshot = std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while !stop.load(Ordering::Relaxed) {
-                    let number = written.load(Ordering::Relaxed) + 1;
-                    let mut file = File::create(target.join("counter")).unwrap();
-                    file.write_all(&number.to_le_bytes()).unwrap();
-                    file.sync_all().unwrap();
-                    write_direct(&device, number % 8 * BLOCK, &pattern(number, BLOCK as usize));
-                    written.store(number, Ordering::Relaxed);
-                }
-            });
-            let goes_on = || {
-                let before = written.load(Ordering::Relaxed);
-                wait_for("the pod writes on", || written.load(Ordering::Relaxed) > before + 1);
-            };
-            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                goes_on();
-                driver.kill();
-                goes_on();
-                driver.start_again();
-                goes_on();
-                let snapshot = driver.snapshot("a", &volume);
-                goes_on();
-                snapshot
-            }));
-            stop.store(true, Ordering::Relaxed);
-            result
-        })
-        .unwrap();
-        // The successor holds the same mounts and devices.
-        driver.stage(&volume, &mounted(""));
-        driver.ok(driver.publishing(&volume, &target, &mounted("")));
-        assert_eq!(mounts_at(&target).len(), 1);
-        driver.refused(delete_volume(&raw), Code::FailedPrecondition, "unpublish");
-        assert!(!driver.ok(allocated(&snapshot)).extents().is_empty());
-        let last = written.load(Ordering::Relaxed);
-        assert_eq!(fs::read(target.join("counter")).unwrap(), last.to_le_bytes());
-        for id in [&volume, &raw] {
-            driver.take_down(id);
-            driver.ok(delete_volume(id));
-        }
-    });
-}
-
-#[test]
-fn a_driver_killed_at_any_moment_of_a_node_call_converges_when_it_is_repeated() {
-    const TEST: &str = "a_driver_killed_at_any_moment_of_a_node_call_converges_when_it_is_repeated";
-    with_driver(TEST, |driver| {
-        for round in 0..12u64 {
-            let volume = driver.volume(&format!("v{round}"), 32 * MIB, mounted(""));
-            let target = driver.target(&volume);
-            let steps = |driver: &Driver| -> Result<(), tonic::Status> {
-                driver.call(driver.staging_of(&volume, &mounted("")))?;
-                driver.call(driver.publishing(&volume, &target, &mounted("")))?;
-                driver.call(unpublishing(&volume, path(&target)))?;
-                driver.call(unstaging(&volume, path(&driver.staging(&volume)))).map(drop)
-            };
-            std::thread::scope(|scope| {
-                scope.spawn(|| steps(driver));
-                std::thread::sleep(std::time::Duration::from_millis(4 * round));
-                driver.signal(nix::sys::signal::Signal::SIGKILL);
-            });
-            driver.wait();
-            driver.start_again();
-            let target = driver.publish(&volume, &mounted(""));
-            assert_eq!(mounts_at(&target).len(), 1);
-            fs::write(target.join("file"), "x").unwrap();
-            driver.take_down(&volume);
-            driver.ok(delete_volume(&volume));
         }
     });
 }

@@ -4,6 +4,8 @@
 #![allow(dead_code)] // Each test binary uses its own part.
 
 pub mod driver;
+pub mod kernel;
+pub mod requests;
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};

@@ -1,0 +1,84 @@
+//! What the kernel says of mounts and loop devices, and ways to disturb it.
+
+use std::fs::{self};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::driver::PATIENCE;
+use super::{path, run};
+
+/// A mount of this machine.
+#[derive(Debug, Clone)]
+pub struct Mount {
+    pub target: PathBuf,
+    /// Options of this mount alone, such as `rw` and `noatime`.
+    pub options: Vec<String>,
+    pub fs_type: String,
+}
+
+impl Mount {
+    pub fn has(&self, option: &str) -> bool {
+        self.options.iter().any(|one| one == option)
+    }
+}
+
+pub fn mounts() -> Vec<Mount> {
+    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let parse = |line: &str| {
+        let (head, tail) = line.split_once(" - ")?;
+        let head: Vec<&str> = head.split(' ').collect();
+        Some(Mount {
+            target: PathBuf::from(head.get(4)?.replace("\\040", " ")),
+            options: head.get(5)?.split(',').map(str::to_owned).collect(),
+            fs_type: tail.split(' ').next()?.to_owned(),
+        })
+    };
+    text.lines().filter_map(parse).collect()
+}
+
+/// The mounts at `target`, lowest first.
+pub fn mounts_at(target: &Path) -> Vec<Mount> {
+    mounts().into_iter().filter(|mount| mount.target == target).collect()
+}
+
+/// The loop devices whose backing file has this name, be it deleted or not.
+pub fn loops_named(name: &str) -> Vec<String> {
+    let listed = Command::new("losetup").args(["-a", "-n", "-O", "NAME,BACK-FILE"]).output();
+    let listed = listed.map(|output| output.stdout).unwrap_or_default();
+    let devices = String::from_utf8_lossy(&listed);
+    let of_file = |line: &str| {
+        let (device, file) = line.split_once(char::is_whitespace)?;
+        let file = file.trim().trim_end_matches(" (deleted)");
+        (file.rsplit_once('/')?.1 == name).then(|| device.to_owned())
+    };
+    // A hostile id is the name of no file.
+    if name.is_empty() { Vec::new() } else { devices.lines().filter_map(of_file).collect() }
+}
+
+/// Holds a filesystem frozen, so that whoever writes to it waits, until it is dropped.
+pub struct Freeze(PathBuf);
+
+impl Freeze {
+    pub fn new(mounted_at: &Path) -> Self {
+        run("fsfreeze", &["-f", path(mounted_at)]);
+        Self(mounted_at.to_owned())
+    }
+}
+
+impl Drop for Freeze {
+    fn drop(&mut self) {
+        let _ = Command::new("fsfreeze").arg("-u").arg(&self.0).status();
+    }
+}
+
+/// Waits until `done` says so.
+#[track_caller]
+pub fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < until, "waited in vain: {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}

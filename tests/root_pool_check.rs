@@ -466,6 +466,30 @@ fn a_check_writes_nothing_to_the_pool() {
     });
 }
 
+/// The store itself does not notice a changed row after an orderly end.
+#[test]
+fn a_damaged_catalog_is_not_served() {
+    with_pool("a_damaged_catalog_is_not_served", PoolKind::Copy, |pool| {
+        let volume = pool.volume("v", MIB);
+        pool.stop();
+        let catalog = pool.data_dir().join("catalog.redb");
+        let whole = fs::read(&catalog).unwrap();
+        let row = format!("\"id\":\"{}\"", volume.id);
+        let rows = whole.windows(row.len()).enumerate();
+        let found = rows.filter(|(_, bytes)| *bytes == row.as_bytes()).map(|(at, _)| at);
+        let mut damaged = whole.clone();
+        found.for_each(|at| damaged[at + 8] ^= 1);
+        assert_ne!(damaged, whole);
+        fs::write(&catalog, &damaged).unwrap();
+        let refused = pool.try_start().unwrap_err();
+        assert!(matches!(refused, Error::Damaged(_)), "{refused}");
+        assert_eq!(fs::read(&catalog).unwrap(), damaged, "what is damaged stays as evidence");
+        fs::write(&catalog, &whole).unwrap();
+        pool.start();
+        assert_eq!(pool.backend().volume(&volume.id).unwrap(), volume);
+    });
+}
+
 #[test]
 fn a_damaged_catalog_is_told_and_never_a_panic() {
     with_pool("a_damaged_catalog_is_told_and_never_a_panic", PoolKind::Copy, |pool| {

@@ -4,15 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::{self, File};
-use std::io::Write;
-use std::os::fd::AsRawFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use roaring::RoaringBitmap;
 
-use super::catalog::Catalog;
+use super::catalog;
 use super::error::{Context, Error, Result};
 use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Directory, Pool};
@@ -91,7 +87,9 @@ pub fn check(data_dir: &Path) -> Result<Report> {
         data_dir.join("lock").exists().then(|| super::lock_instance(data_dir)).transpose()?;
     let pool = pool::open_existing(data_dir)?;
     let _lock = early.map_or_else(|| super::lock_instance(data_dir), Ok)?;
-    let (volumes, snapshots) = read_catalog(&super::catalog_path(pool.root()))?;
+    let (volumes, snapshots) = catalog::read_verified(&super::catalog_path(pool.root()), |rows| {
+        Ok((rows.select(|_: &Volume| true)?, rows.select(|_: &Snapshot| true)?))
+    })?;
     let mut checker = Checker {
         pool: pool.as_ref(),
         volumes,
@@ -116,40 +114,6 @@ pub fn check(data_dir: &Path) -> Result<Report> {
         records: checker.records,
         findings: checker.findings,
     })
-}
-
-/// The rows of the catalog, of which every checksum was looked at: without that a flipped bit passes
-/// for what was written. It is done on a copy in memory, so that nothing is repaired or changed.
-fn read_catalog(path: &Path) -> Result<(Vec<Volume>, Vec<Snapshot>)> {
-    let bytes = match fs::read(path) {
-        Ok(bytes) if !bytes.is_empty() => bytes,
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Error::io("reading the catalog", e));
-        }
-        Ok(_) | Err(_) => return Err(damaged_catalog("missing or empty")),
-    };
-    let mut copy = memfd_create("catalog", MFdFlags::MFD_CLOEXEC)
-        .map(File::from)
-        .context(|| "making a copy of the catalog".to_owned())?;
-    copy.write_all(&bytes).context(|| "copying the catalog".to_owned())?;
-    let path = format!("/proc/self/fd/{}", copy.as_raw_fd());
-    // The store below panics at some of what cannot be.
-    let read = catch_unwind(AssertUnwindSafe(|| {
-        let whole = redb::Database::open(&path).and_then(|mut store| store.check_integrity());
-        match whole {
-            Ok(true) => {}
-            Ok(false) => return Err(damaged_catalog("its checksums do not match")),
-            Err(error) => return Err(damaged_catalog(error)),
-        }
-        let catalog = Catalog::open(Path::new(&path))?;
-        let reading = catalog.read()?;
-        Ok((reading.select(|_| true)?, reading.select(|_| true)?))
-    }));
-    read.unwrap_or_else(|_| Err(damaged_catalog("it contradicts itself")))
-}
-
-fn damaged_catalog(what: impl fmt::Display) -> Error {
-    Error::Damaged(format!("the catalog is damaged: {what}; restore it from a backup"))
 }
 
 impl Checker<'_> {

@@ -285,11 +285,11 @@ impl Backend {
     }
 }
 
-/// A pool that has lost its catalog is not a new one.
+/// A pool that has lost its catalog is not a new one, and one with a damaged catalog is not served.
 fn check_catalog(root: &Path) -> Result<()> {
     let catalog = catalog_path(root);
     if catalog.metadata().is_ok_and(|metadata| metadata.len() > 0) {
-        return Ok(());
+        return catalog::read_verified(&catalog, |_| Ok(()));
     }
     for directory in [Directory::Volumes, Directory::Snapshots] {
         let path = directory.path(root);

@@ -233,6 +233,16 @@ done
 
 # --- The demo and csi-sanity ----------------------------------------------------------------------
 
+# interrupted_demo SECONDS DRIVER: interrupts the demo, which then has to say that it left nothing. (It may
+# have come to its end before.)
+interrupted_demo() {
+    local output
+    output=$(CSI_LOOPBACK_BIN=$2 timeout --signal=INT --kill-after=100 "$1" hack/demo.sh 2>&1) || true
+    printf '%s\n' "$output"
+    grep -q 'no mount, loop device, process or file is left' <<<"$output"
+}
+export -f interrupted_demo
+
 # sanity: runs csi-sanity against every pool kind and adds up its counts. Each line that reports no
 # counts reports a problem, and is one failure more.
 sanity() {
@@ -268,6 +278,11 @@ else
         skip 1 "hack/demo.sh" "$why_no_root_tests"
     elif [[ -x hack/demo.sh ]]; then
         step "hack/demo.sh" hack/demo.sh
+        for seconds in 1 4 7 10; do
+            # shellcheck disable=SC2016 # $1 and $2 are for the inner shell
+            step "hack/demo.sh, interrupted after $seconds s" \
+                bash -c 'interrupted_demo "$1" "$2"' _ "$seconds" "$driver"
+        done
     fi
     sanity
 fi

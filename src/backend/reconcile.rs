@@ -159,5 +159,4 @@ fn forget_gone_volumes(store: &Store) -> Result<()> {
 }
 
 #[cfg(test)]
-#[path = "reconcile_tests.rs"]
 mod tests;

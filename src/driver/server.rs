@@ -10,6 +10,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
+use tokio::net::UnixListener;
 use tokio::runtime;
 use tokio::task::spawn_blocking;
 use tokio::time::{MissedTickBehavior, interval, sleep};
@@ -117,21 +118,27 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         socket = %path.display(),
         "serving CSI"
     );
-    let housekeeping: [(Duration, Round); 2] =
-        [(RELIEVE_EVERY, Backend::relieve_pressure), (FORGET_EVERY, Backend::forget_expired)];
-    for (every, round) in housekeeping {
-        tokio::spawn(tend(backend.clone(), every, round, shutdown.clone()));
-    }
+    keep_house(&backend, &shutdown);
+    until_told(plugin, listener, &calls, &shutdown).await
+}
+
+/// Serves until a signal has come and the running calls are done, or out of time.
+async fn until_told(
+    plugin: Plugin,
+    listener: UnixListener,
+    calls: &Calls,
+    shutdown: &Shutdown,
+) -> anyhow::Result<()> {
     let served = router(plugin)
         .serve_with_incoming_shutdown(UnixListenerStream::new(listener), drained(shutdown.clone()));
     tokio::select! {
         served = served => served.context("serving")?,
-        () = overdue(&shutdown) => tracing::warn!("closing connections that did not end in time"),
+        () = overdue(shutdown) => tracing::warn!("closing connections that did not end in time"),
     }
     // Calls whose client has gone run on without a connection.
     tokio::select! {
         () = calls.idle() => tracing::info!("stopped"),
-        () = overdue(&shutdown) => tracing::warn!("stopped with calls that did not end in time"),
+        () = overdue(shutdown) => tracing::warn!("stopped with calls that did not end in time"),
     }
     Ok(())
 }
@@ -163,6 +170,15 @@ fn health(backend: &Backend) -> HealthCheck {
 
 /// A round of the backend's housekeeping.
 type Round = fn(&Backend) -> backend::Result<()>;
+
+/// Starts the backend's housekeeping.
+fn keep_house(backend: &Backend, shutdown: &Shutdown) {
+    let rounds: [(Duration, Round); 2] =
+        [(RELIEVE_EVERY, Backend::relieve_pressure), (FORGET_EVERY, Backend::forget_expired)];
+    for (every, round) in rounds {
+        tokio::spawn(tend(backend.clone(), every, round, shutdown.clone()));
+    }
+}
 
 /// Lets the backend keep house, one round after the other, until the end begins.
 async fn tend(backend: Backend, every: Duration, round: Round, shutdown: Shutdown) {

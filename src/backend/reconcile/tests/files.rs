@@ -1,0 +1,259 @@
+//! Volumes, snapshots, groups and records that were being made or removed.
+
+use super::*;
+
+#[test]
+fn root_a_volume_that_was_being_created_is_undone() {
+    for_each_pool("root_a_volume_that_was_being_created_is_undone", |pool| {
+        let source = pool.volume("source");
+        let base = pool.snapshot("base", &source);
+        let sources = [
+            None,
+            Some(Source::Snapshot(base.id.clone())),
+            Some(Source::Volume(source.id.clone())),
+        ];
+        for (number, source) in sources.into_iter().enumerate() {
+            for with_file in [false, true] {
+                let name = format!("v-{number}-{with_file}");
+                let mut request = pool.request(&name);
+                request.request.source.clone_from(&source);
+                let made = pool.backend().create_volume(&request).unwrap();
+                // Back to before its last step.
+                pool.put(&Volume { phase: Phase::Creating, ..made.clone() });
+                let path = pool.store().volume_path(&made.id);
+                if with_file {
+                    File::options().write(true).open(&path).unwrap().set_len(MIB).unwrap();
+                } else {
+                    pool::remove(&path).unwrap();
+                }
+                pool.recover();
+                assert!(matches!(pool.backend().volume(&made.id), Err(Error::NotFound { .. })));
+                assert!(!pool.store().volume_path(&made.id).exists());
+                let again = pool.backend().create_volume(&request).unwrap();
+                assert_ne!(again.id, made.id);
+                assert_eq!(pool.backend().create_volume(&request).unwrap(), again);
+            }
+        }
+        pool.recover();
+    });
+}
+
+/// The same without a restart: the undoing itself had failed.
+#[test]
+fn root_a_call_undoes_what_an_earlier_one_left() {
+    for_each_pool("root_a_call_undoes_what_an_earlier_one_left", |pool| {
+        let half_made = pool.volume("v");
+        pool.put(&Volume { phase: Phase::Creating, ..half_made.clone() });
+        let volume = pool.volume("v");
+        assert_ne!(volume.id, half_made.id);
+        assert!(!pool.store().volume_path(&half_made.id).exists());
+        for progress in PROGRESS {
+            let row = pool.put_cutting("s", &volume, None);
+            pool.put_files(&row, progress);
+            let made = pool.snapshot("s", &volume);
+            pool.gone(&row);
+            pool.backend().delete_snapshot(&made.id).unwrap();
+        }
+        let (group, members) = put_group(pool, "g", std::slice::from_ref(&volume));
+        members.iter().for_each(|row| pool.put_files(row, Progress::Record));
+        let made = pool.backend().create_group("g", std::slice::from_ref(&volume.id)).unwrap();
+        assert_ne!(made.group.id, group.id);
+        members.iter().for_each(|row| pool.gone(row));
+        pool.recover();
+    });
+}
+
+#[test]
+fn root_a_volume_that_was_being_deleted_is_deleted() {
+    for_each_pool("root_a_volume_that_was_being_deleted_is_deleted", |pool| {
+        for with_file in [true, false] {
+            for baseline_deleted in [true, false] {
+                let volume = pool.volume("v");
+                pool.write(&volume, 0, 1);
+                let a = pool.snapshot(&format!("a-{with_file}-{baseline_deleted}"), &volume);
+                pool.write(&volume, 1, 1);
+                let b = pool.snapshot(&format!("b-{with_file}-{baseline_deleted}"), &volume);
+                if baseline_deleted {
+                    pool.backend().delete_snapshot(&b.id).unwrap();
+                    assert!(pool.store().snapshot_path(&b.id).exists(), "the hidden baseline");
+                }
+                // It was attached, and its device stayed.
+                let backing = pool.store().open_volume(&volume).unwrap();
+                drop(LoopDevice::attach(&backing, Lifetime::Explicit).unwrap());
+                if !with_file {
+                    LoopDevice::detach_all(&backing).unwrap();
+                    pool::remove(&pool.store().volume_path(&volume.id)).unwrap();
+                }
+                let latest = pool.backend().volume(&volume.id).unwrap();
+                pool.put(&Volume { phase: Phase::Deleting, ..latest });
+                pool.recover();
+                assert!(LoopDevice::find(&backing).unwrap().is_empty());
+                let backend = pool.backend();
+                assert!(matches!(backend.volume(&volume.id), Err(Error::NotFound { .. })));
+                backend.delete_volume(&volume.id).unwrap();
+                assert_eq!(backend.snapshot(&a.id).unwrap().id, a.id);
+                assert_eq!(pool.store().snapshot_path(&b.id).exists(), !baseline_deleted);
+                if !baseline_deleted {
+                    assert_eq!(pool.delta(&a, &b), [1]);
+                    backend.delete_snapshot(&b.id).unwrap();
+                }
+                backend.delete_snapshot(&a.id).unwrap();
+                pool.gone(&a);
+                pool.gone(&b);
+            }
+        }
+    });
+}
+
+#[test]
+fn root_a_snapshot_that_was_being_cut_is_undone() {
+    for_each_pool("root_a_snapshot_that_was_being_cut_is_undone", |pool| {
+        let volume = pool.volume("v");
+        pool.write(&volume, 0, 1);
+        let mut before = pool.snapshot("base", &volume);
+        for (number, progress) in PROGRESS.into_iter().enumerate() {
+            let block = number as u64 + 1;
+            pool.write(&volume, block, 1);
+            let name = format!("s{number}");
+            let row = pool.put_cutting(&name, &volume, None);
+            pool.put_files(&row, progress);
+            pool.recover();
+            pool.gone(&row);
+            let made = pool.snapshot(&name, &volume);
+            assert_ne!(made.id, row.id);
+            assert_eq!(pool.delta(&before, &made), [block], "{progress:?}");
+            before = made;
+        }
+    });
+}
+
+#[test]
+fn root_a_group_that_was_being_cut_leaves_no_member() {
+    for_each_pool("root_a_group_that_was_being_cut_leaves_no_member", |pool| {
+        let volumes = [pool.volume("v"), pool.volume("w")];
+        let ids: Vec<String> = volumes.iter().map(|volume| volume.id.clone()).collect();
+        let before = pool.snapshot("base", &volumes[1]);
+        for (number, progress) in PROGRESS.into_iter().enumerate() {
+            pool.write(&volumes[1], number as u64, 1);
+            let (group, members) = put_group(pool, &format!("g{number}"), &volumes);
+            pool.put_files(&members[0], Progress::Record);
+            pool.put_files(&members[1], progress);
+            pool.recover();
+            members.iter().for_each(|row| pool.gone(row));
+            let backend = pool.backend();
+            assert!(matches!(backend.group(&group.id, &[]), Err(Error::NotFound { .. })));
+            let made = backend.create_group(&group.name, &ids).unwrap();
+            assert_ne!(made.group.id, group.id);
+            let all: Vec<u64> = (0..=number as u64).collect();
+            assert_eq!(pool.delta(&before, &made.snapshots[1]), all);
+        }
+    });
+}
+
+#[test]
+fn root_data_that_nobody_needs_goes_and_what_is_needed_stays() {
+    for_each_pool("root_data_that_nobody_needs_goes_and_what_is_needed_stays", |pool| {
+        let volume = pool.volume("v");
+        pool.write(&volume, 0, 1);
+        let a = pool.snapshot("a", &volume);
+        pool.backend().delete_snapshot(&a.id).unwrap();
+        pool.write(&volume, 1, 1);
+        let b = pool.snapshot("b", &volume);
+        // The commit was the last thing that happened: the old baseline is still on disk.
+        let left = pool.store().snapshot_path(&a.id);
+        assert!(!left.exists());
+        let file = pool::new_file(&left).unwrap();
+        file.set_len(a.capacity_bytes).unwrap();
+        pool::set_immutable(&file, true).unwrap();
+        // So it is after a deletion through the API, and this one is the baseline: it stays.
+        pool.backend().delete_snapshot(&b.id).unwrap();
+        drop(file);
+        pool.recover();
+        assert!(!pool.store().snapshot_path(&a.id).exists());
+        assert!(pool.store().snapshot_path(&b.id).exists());
+        pool.write(&volume, 2, 1);
+        let c = pool.snapshot("c", &volume);
+        assert_eq!(pool.delta(&b, &c), [2]);
+        assert_eq!(pool.delta(&a, &c), [1, 2]);
+    });
+}
+
+#[test]
+fn root_a_baseline_that_is_lost_breaks_the_chain_and_is_never_guessed() {
+    for_each_pool("root_a_baseline_that_is_lost_breaks_the_chain", |pool| {
+        let volume = pool.volume("v");
+        let a = pool.snapshot("a", &volume);
+        pool::remove(&pool.store().snapshot_path(&a.id)).unwrap();
+        pool.restart();
+        pool.write(&volume, 1, 1);
+        let b = pool.snapshot("b", &volume);
+        assert_eq!(b.predecessor, Predecessor::None(ChainBreak::BaselineLost));
+        let refused = pool.backend().delta(&a.id, &b.id).unwrap_err();
+        assert!(matches!(refused, Error::Precondition(_)), "{refused}");
+        let c = pool.snapshot("c", &volume);
+        assert!(pool.delta(&b, &c).is_empty());
+    });
+}
+
+#[test]
+fn root_only_the_record_of_the_right_generation_stays() {
+    for_each_pool("root_only_the_record_of_the_right_generation_stays", |pool| {
+        let volume = pool.volume("v");
+        let snapshots = [0, 1, 2].map(|number| {
+            pool.write(&volume, number, 1);
+            pool.snapshot(&format!("s{number}"), &volume)
+        });
+        let [a, b, c] = &snapshots;
+        pool.backend().delete_snapshot(&b.id).unwrap();
+        // A fold of b into c had written its file and not yet committed it.
+        let newer = pool.store().record_path(&c.id, 1);
+        write_record(&newer, c, Some(&a.id), 3, &[1, 2]);
+        pool.recover();
+        assert!(!pool.store().record_path(&c.id, 1).exists());
+        assert_eq!(pool.delta(a, c), [1, 2]);
+        assert_eq!(pool.delta(b, c), [2]);
+        // The fold was committed and the old files were not yet gone.
+        write_record(&pool.store().record_path(&c.id, 1), c, Some(&a.id), 3, &[1, 2]);
+        let row =
+            |id: &str| pool.store().catalog.read().unwrap().get::<Snapshot>(id).unwrap().unwrap();
+        let predecessor = Predecessor::Snapshot(a.id.clone());
+        pool.put(&Snapshot { predecessor, record_generation: 1, ..row(&c.id) });
+        pool.put(&Snapshot { phase: SnapshotPhase::Forgotten, ..row(&b.id) });
+        pool.recover();
+        let store = pool.store();
+        assert!(store.record_path(&c.id, 1).exists() && !store.record_path(&c.id, 0).exists());
+        assert!(!store.record_path(&b.id, 0).exists());
+        assert_eq!(pool.delta(a, c), [1, 2]);
+        let refused = pool.backend().delta(&b.id, &c.id).unwrap_err();
+        assert!(matches!(refused, Error::Precondition(_)), "{refused}");
+    });
+}
+
+#[test]
+fn root_an_expansion_that_was_cut_short_is_finished() {
+    for_each_pool("root_an_expansion_that_was_cut_short_is_finished", |pool| {
+        for (name, attach, in_catalog) in
+            [("a", false, false), ("b", true, false), ("c", true, true)]
+        {
+            let volume = pool.volume(name);
+            let staged = attach.then(|| pool.stage(&volume, &raw()));
+            let file = pool.store().open_volume(&volume).unwrap();
+            file.set_len(8 * MIB).unwrap();
+            if in_catalog {
+                pool.put(&Volume { capacity_bytes: 8 * MIB, ..volume.clone() });
+            }
+            drop(file);
+            pool.recover();
+            assert_eq!(pool.backend().volume(&volume.id).unwrap().capacity_bytes, 8 * MIB);
+            let again = pool.backend().expand_volume(&volume.id, 8 * MIB, 0).unwrap();
+            assert_eq!(again.capacity_bytes, 8 * MIB);
+            assert_eq!(pool.snapshot(name, &volume).capacity_bytes, 8 * MIB);
+            if let Some(staged) = staged {
+                // ControllerExpandVolume is followed by NodeExpandVolume.
+                pool.backend().expand_on_node(&volume.id, &staged).unwrap();
+                assert_eq!(pool.device(&volume).unwrap().size().unwrap(), 8 * MIB, "{name}");
+                pool.backend().unstage(&volume.id, &staged).unwrap();
+            }
+        }
+    });
+}

@@ -1,0 +1,425 @@
+//! Volumes in use, filesystems and pools that were being made, and what is lost or damaged.
+
+use super::*;
+
+#[test]
+fn root_an_attachment_without_its_device_is_forgotten() {
+    for_each_pool("root_an_attachment_without_its_device_is_forgotten", |pool| {
+        for (name, capability) in [("raw", raw()), ("ext4", mounted(FsType::Ext4))] {
+            let volume = pool.volume(name);
+            let target = pool.directory.path().join(format!("target-{name}"));
+            // As after a reboot, and as when the crash came before anything was attached.
+            let publication = Publication { capability: capability.clone(), readonly: false };
+            pool.put(&Attachment {
+                volume_id: volume.id.clone(),
+                staging_path: pool.directory.path().join("elsewhere"),
+                capability: capability.clone(),
+                published: [(target.clone(), publication)].into(),
+            });
+            pool.recover();
+            let backend = pool.backend().clone();
+            backend.unpublish(&volume.id, &target).unwrap();
+            let path = pool.stage(&volume, &capability);
+            assert!(pool.device(&volume).is_some());
+            backend.unstage(&volume.id, &path).unwrap();
+            assert!(pool.device(&volume).is_none());
+            backend.delete_volume(&volume.id).unwrap();
+        }
+    });
+}
+
+/// A pod may go on with a volume whose file was removed under it; it is taken out of use as any other.
+#[test]
+fn root_an_attachment_whose_file_is_gone_is_not_forgotten() {
+    for_each_pool("root_an_attachment_whose_file_is_gone_is_not_forgotten", |pool| {
+        let volume = pool.volume("v");
+        let staged = pool.stage(&volume, &mounted(FsType::Ext4));
+        let backing = pool.store().open_volume(&volume).unwrap();
+        fs::remove_file(pool.store().volume_path(&volume.id)).unwrap();
+        pool.restart();
+        let refused = pool.backend().delete_volume(&volume.id);
+        let unstaged = pool.backend().unstage(&volume.id, &staged);
+        let left = filesystem::mount_at(&staged).unwrap();
+        if left.is_some() {
+            unmount(&staged).unwrap();
+        }
+        let devices = LoopDevice::find(&backing).unwrap();
+        LoopDevice::detach_all(&backing).unwrap();
+        drop(backing);
+        assert!(matches!(refused, Err(Error::Precondition(_))), "{refused:?}");
+        assert!(unstaged.is_ok() && left.is_none(), "{unstaged:?} {left:?}");
+        assert!(devices.is_empty(), "{devices:?}");
+        pool.backend().delete_volume(&volume.id).unwrap();
+        pool.recover();
+    });
+}
+
+#[test]
+fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
+    for_each_pool("root_staging_and_publishing_go_on", |pool| {
+        for (name, capability) in [("raw", raw()), ("ext4", mounted(FsType::Ext4))] {
+            let is_raw = capability == raw();
+            let volume = pool.volume(name);
+            let backing = pool.store().open_volume(&volume).unwrap();
+            let path = pool.stage(&volume, &capability);
+            let target = pool.directory.path().join(format!("target-{name}"));
+            let publish = |pool: &Pool| {
+                let backend = pool.backend();
+                backend.publish(&volume.id, &path, &target, &capability, false).unwrap();
+                assert!(filesystem::mount_at(&target).unwrap().is_some());
+                assert!(backend.usage(&volume.id, &target).is_ok());
+            };
+            // Staged: the device was there, and not yet the mount.
+            if !is_raw {
+                unmount(&path).unwrap();
+            }
+            pool.recover();
+            pool.stage(&volume, &capability);
+            // Published: the row was there, and not yet the target; or it was gone again.
+            publish(pool);
+            for _ in 0..2 {
+                unmount(&target).unwrap();
+                pool.recover();
+                publish(pool);
+            }
+            if is_raw { fs::remove_file(&target) } else { fs::remove_dir(&target) }.unwrap_err();
+            unmount(&target).unwrap();
+            if is_raw { fs::remove_file(&target) } else { fs::remove_dir(&target) }.unwrap();
+            pool.recover();
+            pool.backend().unpublish(&volume.id, &target).unwrap();
+            // Unstaged: the mount was gone, and not yet the device; or that too.
+            if !is_raw {
+                unmount(&path).unwrap();
+            }
+            pool.recover();
+            assert!(matches!(
+                pool.backend().delete_volume(&volume.id),
+                Err(Error::Precondition(_))
+            ));
+            pool.backend().unstage(&volume.id, &path).unwrap();
+            pool.backend().unstage(&volume.id, &path).unwrap();
+            assert!(LoopDevice::find(&backing).unwrap().is_empty());
+            pool.stage(&volume, &capability);
+            if !is_raw {
+                unmount(&path).unwrap();
+            }
+            LoopDevice::detach_all(&backing).unwrap();
+            pool.recover();
+            pool.backend().unstage(&volume.id, &path).unwrap();
+            pool.backend().delete_volume(&volume.id).unwrap();
+        }
+    });
+}
+
+#[test]
+fn root_a_filesystem_that_a_cut_left_frozen_is_thawed() {
+    for_each_pool("root_a_filesystem_that_a_cut_left_frozen_is_thawed", |pool| {
+        let mut request = pool.request("v");
+        request.request.required_bytes = 32 * MIB;
+        let volume = pool.backend().create_volume(&request).unwrap();
+        let staged = pool.stage(&volume, &mounted(FsType::Ext4));
+        let directory = File::open(&staged).unwrap();
+        let frozen = || match sys::thaw(&directory) {
+            Ok(()) => true,
+            Err(e) => {
+                assert_eq!(e.raw_os_error(), Some(libc::EINVAL));
+                false
+            }
+        };
+        // By the cut of a snapshot, of a group, and by the clone of a volume in use.
+        sys::freeze(&directory).unwrap();
+        assert!(frozen(), "the test sees what it looks for");
+        for what in ["snapshot", "group", "clone"] {
+            match what {
+                "snapshot" => drop(pool.put_cutting(what, &volume, None)),
+                "group" => drop(put_group(pool, what, std::slice::from_ref(&volume))),
+                _ => {
+                    let mut request = pool.request(what);
+                    request.request.source = Some(Source::Volume(volume.id.clone()));
+                    request.request.required_bytes = 0;
+                    let clone = pool.backend().create_volume(&request).unwrap();
+                    pool.put(&Volume { phase: Phase::Creating, ..clone });
+                }
+            }
+            sys::freeze(&directory).unwrap();
+            pool.restart();
+            assert!(!frozen(), "{what}");
+            fs::write(staged.join("file"), what).unwrap();
+            pool.recover();
+        }
+        let made = pool.snapshot("snapshot", &volume);
+        assert!(pool.delta(&made, &made).is_empty());
+        // What somebody else froze stays frozen.
+        sys::freeze(&directory).unwrap();
+        pool.restart();
+        assert!(frozen());
+        drop(directory);
+        pool.backend().unstage(&volume.id, &staged).unwrap();
+    });
+}
+
+#[test]
+fn root_a_filesystem_that_was_being_made_is_made_again() {
+    for_each_pool("root_a_filesystem_that_was_being_made_is_made_again", |pool| {
+        let volume = pool.volume("v");
+        let capability = mounted(FsType::Ext4);
+        // Some of it is written, its superblock too.
+        let staged = pool.stage(&volume, &capability);
+        pool.backend().unstage(&volume.id, &staged).unwrap();
+        let latest = pool.backend().volume(&volume.id).unwrap();
+        let format = latest.format.map(|format| Format { unfinished: true, ..format });
+        assert!(format.is_some());
+        let file = pool.store().open_volume(&volume).unwrap();
+        file.write_all_at(&[0xaa; 65536], 2 * BLOCK).unwrap();
+        drop(file);
+        pool.put(&Volume { format, ..latest });
+        pool.recover();
+        for _ in 0..2 {
+            pool.stage(&volume, &capability);
+            fs::write(staged.join("file"), "content").unwrap();
+            let format = pool.backend().volume(&volume.id).unwrap().format.unwrap();
+            assert!(!format.unfinished);
+        }
+        pool.restart();
+        // Once it is whole it is never made again.
+        pool.backend().unstage(&volume.id, &staged).unwrap();
+        pool.stage(&volume, &capability);
+        assert_eq!(fs::read(staged.join("file")).unwrap(), b"content");
+        pool.backend().unstage(&volume.id, &staged).unwrap();
+    });
+}
+
+#[test]
+fn root_a_volume_whose_last_snapshot_is_gone_is_forgotten_altogether() {
+    for_each_pool("root_a_volume_whose_last_snapshot_is_gone_is_forgotten", |pool| {
+        let volume = pool.volume("v");
+        let a = pool.snapshot("a", &volume);
+        let b = pool.snapshot("b", &volume);
+        pool.backend().delete_volume(&volume.id).unwrap();
+        let row = |row: &Snapshot| {
+            let phase = SnapshotPhase::Deleted { at: 1 };
+            Snapshot { phase, has_data: false, ..row.clone() }
+        };
+        // Both were deleted; the files of one are gone already.
+        pool.put(&row(&a));
+        pool.put(&row(&b));
+        pool::remove(&pool.store().snapshot_path(&a.id)).unwrap();
+        pool::remove(&pool.store().record_path(&a.id, 0)).unwrap();
+        pool.recover();
+        pool.gone(&a);
+        pool.gone(&b);
+    });
+}
+
+/// One volume in trouble does not keep the driver from starting, nor the others from being served.
+#[test]
+fn root_what_is_damaged_does_not_stop_a_start() {
+    for_each_pool("root_what_is_damaged_does_not_stop_a_start", |pool| {
+        let broken = pool.volume("broken");
+        let whole = pool.volume("whole");
+        let a = pool.snapshot("a", &broken);
+        let b = pool.snapshot("b", &whole);
+        pool.put_cutting("half", &broken, None);
+        pool::remove(&pool.store().snapshot_path(&a.id)).unwrap();
+        fs::write(pool.store().record_path(&b.id, 0), "CBT").unwrap();
+        fs::remove_file(pool.store().volume_path(&broken.id)).unwrap();
+        pool.restart();
+        let backend = pool.backend();
+        assert!(backend.volume_condition(&broken.id).unwrap().abnormal);
+        assert!(!backend.volume_condition(&whole.id).unwrap().abnormal);
+        let refused = backend.stage(&broken.id, &pool.directory.path().join("s"), &raw());
+        assert!(matches!(refused, Err(Error::Damaged(_))), "{refused:?}");
+        assert!(matches!(backend.allocated(&b.id), Err(Error::Damaged(_))));
+        pool.snapshot("c", &whole);
+        backend.delete_volume(&broken.id).unwrap();
+        backend.delete_snapshot(&a.id).unwrap();
+        backend.delete_volume(&whole.id).unwrap();
+        let report = check::check(&pool.config.data_dir).unwrap_err();
+        assert!(matches!(report, Error::Precondition(_)), "{report}");
+    });
+}
+
+#[test]
+fn root_an_image_that_was_being_made_is_made_again() {
+    if !nix::unistd::geteuid().is_root() {
+        println!("SKIPPED: root_an_image_that_was_being_made_is_made_again: needs root");
+        return;
+    }
+    let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+    let data_dir = directory.path().join("data");
+    fs::create_dir(&data_dir).unwrap();
+    // mkfs was under way, and its device outlived the one who had attached it.
+    let part = data_dir.join("pool.img.part");
+    let file = pool::new_file(&part).unwrap();
+    file.set_len(64 * MIB).unwrap();
+    let (_, handle) = LoopDevice::attach(&file, Lifetime::Explicit).unwrap();
+    handle.write_all_at(&[0xaa; 65536], 0).unwrap();
+    drop(handle);
+    fs::write(data_dir.join("pool.json.part"), "{").unwrap();
+    let config = Config {
+        data_dir: data_dir.clone(),
+        pool: PoolChoice::Kind(PoolKind::Image),
+        pool_size: Some(1 << 30),
+        retention: Duration::from_secs(3600),
+        overcommit: 1.0,
+    };
+    let opened = Backend::open(config.clone());
+    if opened.is_err() {
+        LoopDevice::detach_all(&file).unwrap();
+    }
+    let room = opened.unwrap().pool_room().unwrap();
+    assert!(room.total > 800 * MIB, "{room:?}");
+    assert!(!part.exists());
+    assert_eq!(check::check(&data_dir).unwrap().findings, []);
+    // The image was made and the marker not: it is not made again.
+    let image = || {
+        use std::os::unix::fs::MetadataExt;
+        fs::metadata(data_dir.join("pool.img")).unwrap().ino()
+    };
+    let made = image();
+    fs::remove_file(data_dir.join("pool.json")).unwrap();
+    for pool in [PoolChoice::Kind(PoolKind::Image), PoolChoice::Auto] {
+        drop(Backend::open(Config { pool, ..config.clone() }).unwrap());
+        assert_eq!(image(), made);
+        assert_eq!(check::check(&data_dir).unwrap().findings, []);
+    }
+}
+
+#[test]
+fn root_a_catalog_that_was_being_made_is_made_again() {
+    for_each_pool("root_a_catalog_that_was_being_made_is_made_again", |pool| {
+        let path = pool.store().pool.root().join("catalog.redb");
+        fs::remove_file(&path).unwrap();
+        // The store had sized its file and not yet written what tells it.
+        fs::write(path.with_extension("part"), vec![0; 327_680]).unwrap();
+        pool.recover();
+        pool.volume("v");
+    });
+}
+
+#[test]
+fn root_a_catalog_that_was_lost_is_not_replaced_by_an_empty_one() {
+    for content in [None, Some(""), Some("text")] {
+        for_each_pool("root_a_catalog_that_was_lost_is_not_replaced", |pool| {
+            pool.volume("v");
+            let path = pool.store().pool.root().join("catalog.redb");
+            fs::remove_file(&path).unwrap();
+            content.iter().for_each(|content| fs::write(&path, content).unwrap());
+            pool.backend = None;
+            let refused = Backend::open(pool.config.clone()).map(drop);
+            assert!(refused.is_err(), "{content:?}");
+            let report = check::check(&pool.config.data_dir).map(drop);
+            assert!(matches!(report, Err(Error::Damaged(_))), "{content:?}: {report:?}");
+        });
+    }
+}
+
+/// A filesystem that is soon full.
+struct Small {
+    directory: TempDir,
+}
+
+impl Small {
+    fn mount(kind: &str, bytes: u64) -> Self {
+        let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+        let small = Self { directory };
+        let image = small.directory.path().join("image");
+        File::create(&image).unwrap().set_len(bytes).unwrap();
+        fs::create_dir(small.path()).unwrap();
+        let run = |command: &mut Command| assert!(command.status().unwrap().success());
+        run(Command::new(format!("mkfs.{kind}")).arg("-q").arg(&image));
+        run(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(small.path()));
+        small
+    }
+
+    fn path(&self) -> PathBuf {
+        self.directory.path().join("mounted")
+    }
+
+    /// Writes to `name` until there is no room for another byte.
+    fn fill(&self, name: &str) {
+        let file = pool::new_file(&self.path().join(name)).unwrap();
+        let mut at = 0;
+        for size in [1 << 20, 4096, 1] {
+            let chunk = vec![1; size];
+            while file.write_all_at(&chunk, at).and_then(|()| file.sync_data()).is_ok() {
+                at += size as u64;
+            }
+        }
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.path()).status();
+    }
+}
+
+#[test]
+fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
+    if !nix::unistd::geteuid().is_root() {
+        println!("SKIPPED: root_a_catalog_without_room_goes_on: needs root");
+        return;
+    }
+    for (kind, bytes) in [("ext4", 16 * MIB), ("xfs", 320 * MIB)] {
+        println!("on {kind}");
+        let small = Small::mount(kind, bytes);
+        let path = small.path().join("catalog.redb");
+        let catalog = Catalog::open(&path).unwrap();
+        let row = |number: u64| Volume {
+            id: format!("vol-{number:04}"),
+            name: format!("volume-{number:04}-{}", "n".repeat(100)),
+            capacity_bytes: number,
+            phase: Phase::Ready,
+            change_tracking: true,
+            format: None,
+            // Large, for the sake of time.
+            source: Some(Source::Snapshot("s".repeat(3000))),
+            request: VolumeRequest::default(),
+            next_sequence: 1,
+            baseline: None,
+            chain_break: ChainBreak::First,
+        };
+        let add = |number: u64| {
+            catalog.write(|tx| tx.put(&row(number)).and_then(|()| tx.name(&row(number))))
+        };
+        let remove = |number: u64| {
+            catalog.write(|tx| {
+                tx.unname(&row(number)).and_then(|()| tx.remove::<Volume>(&row(number).id))
+            })
+        };
+        (0..20).for_each(|number| add(number).unwrap());
+        small.fill("filler");
+        let mut count = 20;
+        let refused = loop {
+            match add(count) {
+                Ok(()) => count += 1,
+                Err(error) => break error,
+            }
+            assert!(count < 2000);
+        };
+        println!("refused after {count}: {refused:?}");
+        assert!(matches!(refused, Error::Exhausted(_)), "{refused}");
+        for _ in 0..5 {
+            let refused = add(count);
+            assert!(matches!(refused, Err(Error::Exhausted(_))), "{refused:?}");
+        }
+        let rows = catalog.read().unwrap().select(|_: &Volume| true).unwrap();
+        assert_eq!(rows.len() as u64, count);
+        // Rows that are there can be changed, and all of them can go.
+        for number in 0..count {
+            catalog
+                .write(|tx| tx.put(&Volume { baseline: Some("b".into()), ..row(number) }))
+                .unwrap();
+        }
+        for number in 0..count / 2 {
+            remove(number).unwrap();
+        }
+        fs::remove_file(small.path().join("filler")).unwrap();
+        add(0).unwrap();
+        drop(catalog);
+        let catalog = Catalog::open(&path).unwrap();
+        let rows = catalog.read().unwrap().select(|_: &Volume| true).unwrap();
+        assert_eq!(rows.len() as u64, count - count / 2 + 1);
+    }
+}

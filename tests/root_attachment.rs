@@ -209,6 +209,22 @@ fn data_written_raw_is_never_formatted_over() {
 }
 
 #[test]
+fn a_device_that_was_taken_away_does_not_keep_its_target() {
+    image_pool("a_device_that_was_taken_away_does_not_keep_its_target", |pool| {
+        let volume = pool.volume("v", MIB);
+        let attached = pool.attach(&volume.id);
+        let rdev = fs::metadata(&attached.target).unwrap().rdev();
+        run("losetup", &["-d", &format!("/dev/loop{}", nix::sys::stat::minor(rdev))]);
+        pool.detach(&attached);
+        assert!(!is_mounted(&attached.target) && !attached.target.exists());
+        // And all begins anew.
+        let attached = pool.attach(&volume.id);
+        write_direct(&attached.target, 0, &pattern(1, BLOCK as usize));
+        pool.detach(&attached);
+    });
+}
+
+#[test]
 fn what_is_in_a_devices_page_cache_is_in_the_snapshot() {
     for_each_pool("what_is_in_a_devices_page_cache_is_in_the_snapshot", |pool| {
         use std::os::unix::fs::FileExt;

@@ -323,12 +323,17 @@ fn hide(
     mut attachment: Attachment,
     target: &Path,
 ) -> Result<()> {
-    if let Some(device) = device {
-        filesystem::unmount(target, |mount| is_of(mount, device))?;
-        let last = attachment.published.keys().all(|other| other == target);
-        if last && matches!(attachment.capability.access, Access::Block) && device.is_read_only()? {
-            device.set_read_only(false)?;
+    match device {
+        Some(device) => {
+            filesystem::unmount(target, |mount| is_of(mount, device))?;
+            let last = attachment.published.keys().all(|other| other == target);
+            let raw = matches!(attachment.capability.access, Access::Block);
+            if last && raw && device.is_read_only()? {
+                device.set_read_only(false)?;
+            }
         }
+        // It was taken away from under its node, which is of no use to anybody now.
+        None => filesystem::unmount(target, Mount::is_loop_node)?,
     }
     remove_target(target)?;
     attachment.published.remove(target);

@@ -30,6 +30,12 @@ impl Mount {
         self.device == device.device_number() || self.source == device.path()
     }
 
+    /// Whether this is the node of any loop device, bound elsewhere.
+    pub fn is_loop_node(&self) -> bool {
+        let name = self.root.file_name().and_then(|name| name.to_str());
+        name.and_then(|name| name.strip_prefix("loop")).is_some_and(|n| n.parse::<u32>().is_ok())
+    }
+
     /// Whether this is the node of a loop device, bound elsewhere.
     pub fn is_node_of(&self, device: &LoopDevice) -> bool {
         device.path().file_name().is_some_and(|name| self.root == Path::new("/").join(name))

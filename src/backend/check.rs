@@ -158,7 +158,7 @@ impl Checker<'_> {
                 );
                 continue;
             }
-            let path = Directory::Volumes.path(self.pool.root()).join(&volume.id);
+            let path = self.pool.volume_path(&volume.id);
             self.open(&path, &volume.id, volume.capacity_bytes)?;
             let Some(baseline) = &volume.baseline else { continue };
             if !self.snapshots.get(baseline).is_some_and(|row| row.has_data) {
@@ -199,7 +199,7 @@ impl Checker<'_> {
     }
 
     fn check_data(&mut self, row: &Snapshot) -> Result<Option<File>> {
-        let path = Directory::Snapshots.path(self.pool.root()).join(&row.id);
+        let path = self.pool.snapshot_path(&row.id);
         let file = self.open(&path, &row.id, row.capacity_bytes)?;
         if let Some(file) = &file
             && !pool::is_immutable(file).unwrap_or(true)
@@ -237,8 +237,7 @@ impl Checker<'_> {
 
     /// Reads all of a record, every segment with its checksum.
     fn check_record(&mut self, row: &Snapshot) -> Result<Option<RecordReader>> {
-        let name = format!("{}.{}", row.id, row.record_generation);
-        let path = Directory::Records.path(self.pool.root()).join(name);
+        let path = self.pool.record_path(&row.id, row.record_generation);
         let Some(file) = self.open(&path, &row.id, 0)? else { return Ok(None) };
         match RecordReader::open(file).and_then(|record| read_all(&record).map(|()| record)) {
             Ok(record) => Ok(Some(record)),
@@ -280,7 +279,7 @@ impl Checker<'_> {
             Predecessor::None(_) => None,
         };
         let old = predecessor.and_then(|before| {
-            let path = Directory::Snapshots.path(self.pool.root()).join(&before.id);
+            let path = self.pool.snapshot_path(&before.id);
             let file = File::open(path).ok()?;
             // One that was cut off has its own finding, and says nothing about this snapshot.
             let whole = length(&file).is_ok_and(|bytes| bytes >= before.capacity_bytes);

@@ -60,7 +60,7 @@ impl Identity {
 /// Who lets go of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
-    /// [`LoopDevice::detach`]: the device outlives this process, and with it a pod's I/O.
+    /// [`LoopDevice::release`]: the device outlives this process, and with it a pod's I/O.
     Explicit,
     /// The kernel, as soon as nobody has the device open or mounted.
     LastUser,

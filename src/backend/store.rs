@@ -11,7 +11,7 @@ use super::error::{Context, Error, Kind, Result};
 use super::locks::Locks;
 use super::loop_device::LoopDevice;
 use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
-use super::pool::{Directory, Pool};
+use super::pool::Pool;
 use super::tracker::RecordReader;
 
 /// Names of snapshots and groups are locked apart from ids, under these prefixes.
@@ -34,15 +34,15 @@ pub struct Store {
 
 impl Store {
     pub fn volume_path(&self, id: &str) -> PathBuf {
-        Directory::Volumes.path(self.pool.root()).join(id)
+        self.pool.volume_path(id)
     }
 
     pub fn snapshot_path(&self, id: &str) -> PathBuf {
-        Directory::Snapshots.path(self.pool.root()).join(id)
+        self.pool.snapshot_path(id)
     }
 
     pub fn record_path(&self, id: &str, generation: u64) -> PathBuf {
-        Directory::Records.path(self.pool.root()).join(format!("{id}.{generation}"))
+        self.pool.record_path(id, generation)
     }
 
     /// The backing file of a volume, for reading and writing.

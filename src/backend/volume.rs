@@ -3,7 +3,7 @@
 use std::fs::File;
 
 use super::cut;
-use super::error::{Context, Error, Kind, Result};
+use super::error::{Context, Error, Result};
 use super::filesystem;
 use super::ids::{self, VOLUME_PREFIX};
 use super::list::{self, Page};
@@ -380,8 +380,5 @@ fn attachment_defect(
 
 /// The volume, or `NotFound`.
 pub fn get(store: &Store, id: &str) -> Result<Volume> {
-    store.catalog.read()?.live_volume(id).map_err(|error| match error {
-        Error::NotFound { .. } => Error::not_found(Kind::Volume, id),
-        other => other,
-    })
+    store.catalog.read()?.live_volume(id)
 }

@@ -7,6 +7,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use prost_types::Timestamp;
 use serde::Serialize;
 
+use super::Output;
 use crate::quantity;
 
 /// A number of bytes, for people and exactly: `1Gi (1,073,741,824 bytes)`.
@@ -101,6 +102,18 @@ pub fn print(text: &str) -> io::Result<()> {
 /// Prints a value as one JSON document.
 pub fn print_json<T: Serialize>(value: &T) -> anyhow::Result<()> {
     Ok(print(&serde_json::to_string_pretty(value)?)?)
+}
+
+/// Prints a list, as JSON or as the table that `shown` makes of it.
+pub fn print_rows<T: Serialize>(
+    output: Output,
+    rows: &[T],
+    shown: impl FnOnce(&[T]) -> String,
+) -> anyhow::Result<()> {
+    match output {
+        Output::Json => print_json(&rows),
+        Output::Table => Ok(print(&shown(rows))?),
+    }
 }
 
 #[cfg(test)]

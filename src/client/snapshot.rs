@@ -148,10 +148,7 @@ async fn list(connection: &Connection, volume: Option<String>, output: Output) -
     let mut rows = Vec::new();
     names::each_snapshot(connection, &volume_id, |snapshot| rows.push(Row::from(snapshot))).await?;
     rows.sort_by(|a, b| (&a.volume_id, &a.created, &a.id).cmp(&(&b.volume_id, &b.created, &b.id)));
-    match output {
-        Output::Json => format::print_json(&rows),
-        Output::Table => Ok(format::print(&shown(&rows))?),
-    }
+    format::print_rows(output, &rows, shown)
 }
 
 fn shown(rows: &[Row]) -> String {

@@ -201,10 +201,7 @@ async fn list(connection: &Connection, output: Output) -> Result<()> {
     })
     .await?;
     rows.sort_by(|a, b| (&a.name, &a.id).cmp(&(&b.name, &b.id)));
-    match output {
-        Output::Json => format::print_json(&rows),
-        Output::Table => Ok(format::print(&shown(&rows))?),
-    }
+    format::print_rows(output, &rows, shown)
 }
 
 fn shown(rows: &[Row]) -> String {

@@ -121,6 +121,21 @@ pub trait Pool: fmt::Debug + Send + Sync {
     ) -> Result<()>;
 }
 
+/// Where the files of a pool are, by id.
+impl dyn Pool + '_ {
+    pub fn volume_path(&self, id: &str) -> PathBuf {
+        Directory::Volumes.path(self.root()).join(id)
+    }
+
+    pub fn snapshot_path(&self, id: &str) -> PathBuf {
+        Directory::Snapshots.path(self.root()).join(id)
+    }
+
+    pub fn record_path(&self, id: &str, generation: u64) -> PathBuf {
+        Directory::Records.path(self.root()).join(format!("{id}.{generation}"))
+    }
+}
+
 /// An open pool and the reason why it is of its kind.
 #[derive(Debug)]
 pub struct Opened {

@@ -209,6 +209,26 @@ fn data_written_raw_is_never_formatted_over() {
 }
 
 #[test]
+fn unstaging_lets_go_of_the_loop_device_and_deleting_of_the_rest() {
+    for_each_pool("unstaging_lets_go_of_the_loop_device_and_deleting_of_the_rest", |pool| {
+        let capabilities = [raw(), mounted(FsType::Ext4)];
+        for (number, capability) in capabilities.iter().enumerate() {
+            let volume = filesystem(pool, &format!("v{number}"));
+            let backend = pool.backend();
+            let staging = pool.scratch().join(format!("stage-{number}"));
+            for _ in 0..2 {
+                backend.stage(&volume.id, &staging, capability).unwrap();
+                assert_eq!(kernel::loops_named(&volume.id).len(), 1);
+                backend.unstage(&volume.id, &staging).unwrap();
+                assert!(kernel::loops_named(&volume.id).is_empty());
+                assert!(!is_mounted(&staging));
+            }
+            backend.delete_volume(&volume.id).unwrap();
+        }
+    });
+}
+
+#[test]
 fn a_device_that_was_taken_away_does_not_keep_its_target() {
     image_pool("a_device_that_was_taken_away_does_not_keep_its_target", |pool| {
         let volume = pool.volume("v", MIB);

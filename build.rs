@@ -8,11 +8,26 @@ use prost::Message;
 
 const PROTOS: [&str; 1] = ["csi.proto"];
 
+/// Answers of which there can be millions a second: servers give them already encoded.
+const RAW_ANSWERS: [&str; 2] =
+    [".csi.v1.GetMetadataAllocatedResponse", ".csi.v1.GetMetadataDeltaResponse"];
+
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=csi-spec");
     let descriptors = protox::compile(PROTOS, ["csi-spec"])?;
     let out = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(out.join("csi_descriptor.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().compile_fds(descriptors)?;
+    tonic_prost_build::configure().build_server(false).compile_fds(descriptors.clone())?;
+    // By themselves, since only they differ in the type of those answers.
+    let servers = out.join("servers");
+    fs::create_dir_all(&servers)?;
+    let configuration = tonic_prost_build::configure()
+        .build_client(false)
+        .out_dir(servers)
+        .extern_path(".csi.v1", "crate::proto::csi::v1");
+    RAW_ANSWERS
+        .iter()
+        .fold(configuration, |all, answer| all.extern_path(answer, "crate::grpc::RawMessage"))
+        .compile_fds(descriptors)?;
     Ok(())
 }

@@ -1,9 +1,13 @@
-//! What every side of a gRPC socket agrees on: where it is, and how a code is written.
+//! What every side of a gRPC socket agrees on: where it is, how a code is written, and a message that
+//! passes through as the bytes that it is.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use prost::DecodeError;
+use prost::bytes::{Buf, BufMut, Bytes};
+use prost::encoding::{DecodeContext, WireType};
 use tonic::Code;
 
 /// The longest path that the kernel takes for a unix socket, in bytes.
@@ -39,6 +43,47 @@ impl FromStr for SocketPath {
 impl fmt::Display for SocketPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "unix://{}", self.0.display())
+    }
+}
+
+/// A message of any type, encoded. Sending it is one copy, receiving it none.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RawMessage(pub Bytes);
+
+impl RawMessage {
+    /// The same message, encoded.
+    pub fn of(message: &impl prost::Message) -> Self {
+        Self(message.encode_to_vec().into())
+    }
+}
+
+impl prost::Message for RawMessage {
+    fn encode_raw(&self, buf: &mut impl BufMut) {
+        buf.put_slice(&self.0);
+    }
+
+    fn encoded_len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    fn decode(mut buf: impl Buf) -> Result<Self, DecodeError> {
+        Ok(Self(buf.copy_to_bytes(buf.remaining())))
+    }
+
+    /// Only `decode` takes such a message in: it has no fields that it could be put together from.
+    #[allow(deprecated)] // There is no other way to make this error.
+    fn merge_field(
+        &mut self,
+        _: u32,
+        _: WireType,
+        _: &mut impl Buf,
+        _: DecodeContext,
+    ) -> Result<(), DecodeError> {
+        Err(DecodeError::new("a raw message cannot be a part of another"))
     }
 }
 

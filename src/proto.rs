@@ -11,6 +11,7 @@ pub mod csi {
         // Generated; variant sizes and the like are not ours to choose.
         #![allow(clippy::all)]
         tonic::include_proto!("csi.v1");
+        include!(concat!(env!("OUT_DIR"), "/servers/csi.v1.rs"));
     }
 }
 

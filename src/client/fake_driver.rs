@@ -14,7 +14,7 @@ use tokio_stream::{Stream, iter};
 use tonic::transport::Server;
 use tonic::{Code, Request, Response, Status};
 
-use crate::grpc::SocketPath;
+use crate::grpc::{RawMessage, SocketPath};
 use crate::proto::csi::v1 as csi;
 use csi::controller_server::{Controller, ControllerServer};
 use csi::node_server::{Node, NodeServer};
@@ -324,8 +324,8 @@ service! { Node, [
 
 #[tonic::async_trait]
 impl SnapshotMetadata for Fake {
-    type GetMetadataAllocatedStream = Messages<csi::GetMetadataAllocatedResponse>;
-    type GetMetadataDeltaStream = Messages<csi::GetMetadataDeltaResponse>;
+    type GetMetadataAllocatedStream = Messages<RawMessage>;
+    type GetMetadataDeltaStream = Messages<RawMessage>;
 
     async fn get_metadata_allocated(
         &self,
@@ -349,7 +349,7 @@ impl SnapshotMetadata for Fake {
                 volume_capacity_bytes: capacity,
                 block_metadata: vec![*block],
             };
-            state.delta.iter().map(|block| Ok(message(block))).collect()
+            state.delta.iter().map(|block| Ok(RawMessage::of(&message(block)))).collect()
         };
         if let Err(status) = self.call("stream", |_| ()) {
             messages.push(Err(status));

@@ -97,9 +97,9 @@ impl Call {
         self.method
     }
 
-    /// Books a message of a stream.
-    pub fn streamed(&mut self, extents: usize) {
-        self.messages += 1;
+    /// Books messages of a stream.
+    pub fn streamed(&mut self, messages: usize, extents: usize) {
+        self.messages += messages as u64;
         self.extents += extents as u64;
         self.calls.metrics.streamed(extents as u64);
     }

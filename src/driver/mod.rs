@@ -9,6 +9,7 @@ mod args;
 mod call;
 mod controller;
 mod controller_snapshots;
+mod frame;
 mod group_controller;
 mod identity;
 mod node;

@@ -4,39 +4,30 @@
 use tonic::{Request, Response, Status};
 
 use super::call::Describe;
+use super::frame::Head;
 use super::stream::{Batches, Limits, Messages, deadline, extents_per_message, start};
-use super::{Plugin, args, request, response, status};
+use super::{Plugin, args, request, status};
 use crate::backend::{Backend, BlockMap, Error, Extents, Result as Checked};
 use crate::proto::csi::v1 as csi;
 use csi::snapshot_metadata_server::SnapshotMetadata;
 
 #[tonic::async_trait]
 impl SnapshotMetadata for Plugin {
-    type GetMetadataAllocatedStream = Messages<csi::GetMetadataAllocatedResponse>;
-    type GetMetadataDeltaStream = Messages<csi::GetMetadataDeltaResponse>;
+    type GetMetadataAllocatedStream = Messages;
+    type GetMetadataDeltaStream = Messages;
 
     async fn get_metadata_allocated(
         &self,
         request: Request<csi::GetMetadataAllocatedRequest>,
-    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let message = |kind, capacity, block_metadata| csi::GetMetadataAllocatedResponse {
-            block_metadata_type: kind,
-            volume_capacity_bytes: capacity,
-            block_metadata,
-        };
-        self.metadata("GetMetadataAllocated", request, allocated, message).await
+    ) -> Result<Response<Messages>, Status> {
+        self.metadata("GetMetadataAllocated", request, allocated).await
     }
 
     async fn get_metadata_delta(
         &self,
         request: Request<csi::GetMetadataDeltaRequest>,
-    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let message = |kind, capacity, block_metadata| csi::GetMetadataDeltaResponse {
-            block_metadata_type: kind,
-            volume_capacity_bytes: capacity,
-            block_metadata,
-        };
-        self.metadata("GetMetadataDelta", request, delta, message).await
+    ) -> Result<Response<Messages>, Status> {
+        self.metadata("GetMetadataDelta", request, delta).await
     }
 }
 
@@ -49,39 +40,32 @@ struct Asked {
 impl Plugin {
     /// Opens the map that `open` finds and starts to stream it. What is wrong with the request is the
     /// status of the call, with no message before it.
-    async fn metadata<Q, M>(
+    async fn metadata<Q>(
         &self,
         method: &'static str,
         request: Request<Q>,
         open: fn(&Backend, &Q) -> Checked<Asked>,
-        message: fn(i32, i64, Vec<csi::BlockMetadata>) -> M,
-    ) -> Result<Response<Messages<M>>, Status>
+    ) -> Result<Response<Messages>, Status>
     where
         Q: Describe + Send + 'static,
-        M: Send + 'static,
     {
         let limits =
             Limits { deadline: deadline(request.metadata()), shutdown: self.shutdown.clone() };
         let asked = request.into_inner();
         let call = self.calls.begin(method, &asked);
         let (backend, style) = (self.backend.clone(), self.style);
-        let opening = tokio::task::spawn_blocking(move || -> Checked<(u64, Batches<Extents>)> {
+        let opening = tokio::task::spawn_blocking(move || -> Checked<Batches<Extents>> {
             let Asked { map, window } = open(&backend, &asked)?;
-            let capacity = map.capacity_bytes();
+            let head = Head::new(args::wire_type(style), map.capacity_bytes());
             let extents = map.extents(style, window.starting_offset)?;
-            Ok((capacity, Batches::new(extents, window.extents_per_message)))
+            Ok(Batches::new(extents, head, window.extents_per_message))
         });
         let opened = match opening.await {
             Ok(opened) => opened.map_err(Status::from),
             Err(_) => Err(status::panicked(method)),
         };
         match opened {
-            Ok((capacity, batches)) => {
-                let kind = args::wire_type(style).into();
-                let capacity = response::bytes(capacity);
-                let message = move |blocks| message(kind, capacity, blocks);
-                Ok(Response::new(start(batches, message, limits, call)))
-            }
+            Ok(batches) => Ok(Response::new(start(batches, limits, call))),
             Err(status) => {
                 call.end(Some(&status));
                 Err(status)

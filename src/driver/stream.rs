@@ -1,4 +1,4 @@
-//! A stream of block metadata: extents are read on demand, one message ahead of the client, and no
+//! A stream of block metadata: extents are read on demand, some messages ahead of the client, and no
 //! thread waits while a client is slow.
 //!
 //! A clean end means that everything was sent. So the end is said explicitly between the producer and
@@ -6,7 +6,8 @@
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{self, Duration};
+use std::vec;
 
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
@@ -16,15 +17,21 @@ use tonic::Status;
 use tonic::metadata::MetadataMap;
 
 use super::call::Call;
-use super::{response, status};
+use super::frame::{Frame, Head};
+use super::status;
 use crate::backend::{Extent, Result as Checked};
-use crate::proto::csi::v1::BlockMetadata;
+use crate::grpc::RawMessage;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Extents in a message when the client does not say.
 const DEFAULT_EXTENTS: usize = 4096;
 /// Extents in a message, at most: of up to 24 bytes each, they stay under gRPC's default of 4 MiB.
 const MAX_EXTENTS: usize = 128 << 10;
+/// Bytes of messages that are made in one go: enough that handing them over costs nothing beside
+/// making them, little enough that a stream's memory is nothing to speak of.
+const STEP_BYTES: usize = 256 << 10;
+/// How long messages that are ready wait for others, at most.
+const STEP_TIME: Duration = Duration::from_millis(5);
 
 /// Extents per message for `max_results`, which is not negative.
 pub fn extents_per_message(max_results: usize) -> usize {
@@ -37,45 +44,95 @@ pub fn extents_per_message(max_results: usize) -> usize {
 /// Cuts extents into messages.
 pub struct Batches<I> {
     extents: I,
+    head: Head,
     per_message: usize,
     begun: bool,
 }
 
-impl<I: Iterator<Item = Checked<Extent>>> Batches<I> {
-    pub fn new(extents: I, per_message: usize) -> Self {
-        Self { extents, per_message, begun: false }
-    }
+/// Messages that were made in one go.
+#[derive(Default)]
+struct Step {
+    messages: Vec<RawMessage>,
+    extents: usize,
+    /// What follows them: nothing yet, the end of the answer, or a failure.
+    end: Option<Result<(), Status>>,
+}
 
-    /// The extents of the next message, `None` at the end. The first message is there even when there
-    /// is nothing to report: it tells type and capacity. Blocks.
-    fn next(&mut self) -> Result<Option<Vec<BlockMetadata>>, Status> {
-        let mut batch = Vec::new();
-        for extent in self.extents.by_ref().take(self.per_message) {
-            let Extent { offset, length } = extent?;
-            batch.push(BlockMetadata {
-                byte_offset: response::bytes(offset),
-                size_bytes: response::bytes(length),
-            });
-        }
-        let first = !std::mem::replace(&mut self.begun, true);
-        Ok((first || !batch.is_empty()).then_some(batch))
+impl Step {
+    fn ending(end: Result<(), Status>) -> Self {
+        Self { end: Some(end), ..Self::default() }
     }
 }
 
-/// What the producer says: a message, the end, or a failure, after which comes nothing.
-type Step<M> = Result<Option<M>, Status>;
+impl<I: Iterator<Item = Checked<Extent>>> Batches<I> {
+    pub fn new(extents: I, head: Head, per_message: usize) -> Self {
+        Self { extents, head, per_message, begun: false }
+    }
+
+    /// The next messages. The first step is one message, which the client waits for; it is there even
+    /// when there is nothing to report, for it tells type and capacity. Blocks.
+    fn step(&mut self) -> Step {
+        let begun = time::Instant::now();
+        let first = !std::mem::replace(&mut self.begun, true);
+        let (mut step, mut bytes) = (Step::default(), 0);
+        loop {
+            let (frame, end) = self.frame();
+            step.end = end;
+            if frame.extents() > 0 || (first && !matches!(step.end, Some(Err(_)))) {
+                step.extents += frame.extents();
+                let message = frame.finish();
+                bytes += message.0.len();
+                step.messages.push(message);
+            }
+            if first || step.end.is_some() || bytes >= STEP_BYTES || begun.elapsed() >= STEP_TIME {
+                return step;
+            }
+        }
+    }
+
+    /// The next message, and what follows it when that is known.
+    fn frame(&mut self) -> (Frame, Option<Result<(), Status>>) {
+        let mut frame = self.head.begin(self.per_message);
+        while frame.extents() < self.per_message {
+            match self.extents.next() {
+                Some(Ok(extent)) => frame.push(extent),
+                Some(Err(error)) => return (frame, Some(Err(error.into()))),
+                None => return (frame, Some(Ok(()))),
+            }
+        }
+        (frame, None)
+    }
+}
 
 /// The response stream of a metadata RPC.
-pub struct Messages<M>(mpsc::Receiver<Step<M>>);
+pub struct Messages {
+    steps: mpsc::Receiver<Step>,
+    ready: vec::IntoIter<RawMessage>,
+    end: Option<Result<(), Status>>,
+}
 
-impl<M> Stream for Messages<M> {
-    type Item = Result<M, Status>;
+impl Messages {
+    fn new(steps: mpsc::Receiver<Step>) -> Self {
+        Self { steps, ready: vec::IntoIter::default(), end: None }
+    }
+}
+
+impl Stream for Messages {
+    type Item = Result<RawMessage, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        Poll::Ready(match ready!(self.0.poll_recv(context)) {
-            Some(step) => step.transpose(),
-            None => Some(Err(status::exiting())),
-        })
+        loop {
+            if let Some(message) = self.ready.next() {
+                return Poll::Ready(Some(Ok(message)));
+            }
+            if let Some(end) = self.end.take() {
+                return Poll::Ready(end.err().map(Err));
+            }
+            match ready!(self.steps.poll_recv(context)) {
+                Some(step) => (self.ready, self.end) = (step.messages.into_iter(), step.end),
+                None => return Poll::Ready(Some(Err(status::exiting()))),
+            }
+        }
     }
 }
 
@@ -101,72 +158,65 @@ impl Limits {
     }
 }
 
-/// Starts to send `batches`, each made into a message by `message`.
-pub fn start<I, M>(
-    batches: Batches<I>,
-    message: impl Fn(Vec<BlockMetadata>) -> M + Send + 'static,
-    limits: Limits,
-    mut call: Call,
-) -> Messages<M>
+/// Starts to send `batches`.
+pub fn start<I>(batches: Batches<I>, limits: Limits, mut call: Call) -> Messages
 where
     I: Iterator<Item = Checked<Extent>> + Send + 'static,
-    M: Send + 'static,
 {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(async move {
         let last = tokio::select! {
             biased;
-            status = limits.reached() => Err(status),
-            end = produce(batches, message, &sender, &mut call) => match end {
-                End::Complete => Ok(None),
-                End::Failed(status) => Err(status),
-                // Dropping the call says so in the log.
-                End::ClientGone => return,
+            status = limits.reached() => Step::ending(Err(status)),
+            last = produce(batches, &sender, &mut call) => match last {
+                Some(last) => last,
+                // The client has gone. Dropping the call says so in the log.
+                None => return,
             },
         };
-        let error = last.as_ref().err().cloned();
-        if sender.send(last).await.is_ok() {
+        let error = last.end.clone().and_then(Result::err);
+        if hand_over(last, &sender, &mut call).await {
             call.end(error.as_ref());
         }
     });
-    Messages(receiver)
+    Messages::new(receiver)
 }
 
-enum End {
-    Complete,
-    Failed(Status),
-    ClientGone,
-}
-
-async fn produce<I, M>(
+/// Sends all steps but the last, which it returns unless the client has gone.
+async fn produce<I>(
     mut batches: Batches<I>,
-    message: impl Fn(Vec<BlockMetadata>) -> M,
-    sender: &mpsc::Sender<Step<M>>,
+    sender: &mpsc::Sender<Step>,
     call: &mut Call,
-) -> End
+) -> Option<Step>
 where
     I: Iterator<Item = Checked<Extent>> + Send + 'static,
 {
     loop {
-        let step = spawn_blocking(move || {
-            let next = batches.next();
-            (batches, next)
+        let work = spawn_blocking(move || {
+            let step = batches.step();
+            (batches, step)
         });
-        let batch = match step.await {
-            Err(_) => return End::Failed(status::panicked(call.method())),
-            Ok((_, Err(status))) => return End::Failed(status),
-            Ok((_, Ok(None))) => return End::Complete,
-            Ok((rest, Ok(Some(batch)))) => {
-                batches = rest;
-                batch
-            }
+        let Ok((rest, step)) = work.await else {
+            return Some(Step::ending(Err(status::panicked(call.method()))));
         };
-        let extents = batch.len();
-        if sender.send(Ok(Some(message(batch)))).await.is_err() {
-            return End::ClientGone;
+        if step.end.is_some() {
+            return Some(step);
         }
-        call.streamed(extents);
+        batches = rest;
+        if !hand_over(step, sender, call).await {
+            return None;
+        }
     }
+}
+
+/// Whether the client was still there to take the step.
+async fn hand_over(step: Step, sender: &mpsc::Sender<Step>, call: &mut Call) -> bool {
+    let (messages, extents) = (step.messages.len(), step.extents);
+    let taken = sender.send(step).await.is_ok();
+    if taken {
+        call.streamed(messages, extents);
+    }
+    taken
 }
 
 /// When the client's `grpc-timeout` passes. The server applies it by itself up to the start of a

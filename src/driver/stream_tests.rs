@@ -1,10 +1,13 @@
+use prost::Message;
 use tokio_stream::StreamExt;
 use tonic::Code;
 
 use super::*;
 use crate::backend::Error;
 use crate::driver::call::Calls;
-use crate::proto::csi::v1::GetMetadataAllocatedRequest;
+use crate::proto::csi::v1::{
+    BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
+};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::shutdown::Phase;
 
@@ -25,15 +28,24 @@ async fn sizes(
 ) -> (Vec<usize>, Option<Status>) {
     let (_running, shutdown) = Shutdown::by_hand();
     let limits = Limits { deadline, shutdown };
-    let batches = Batches::new(extents, per_message);
-    collect(start(batches, |batch| batch.len(), limits, call())).await
+    collect(start(batches(extents, per_message), limits, call())).await
 }
 
-async fn collect(mut stream: Messages<usize>) -> (Vec<usize>, Option<Status>) {
+fn batches<I: Iterator<Item = Checked<Extent>>>(extents: I, per_message: usize) -> Batches<I> {
+    Batches::new(extents, Head::new(BlockMetadataType::VariableLength, 1 << 30), per_message)
+}
+
+fn size(message: RawMessage) -> usize {
+    let message = GetMetadataAllocatedResponse::decode(message.0).unwrap();
+    assert_eq!(message.volume_capacity_bytes, 1 << 30);
+    message.block_metadata.len()
+}
+
+async fn collect(mut stream: Messages) -> (Vec<usize>, Option<Status>) {
     let mut sizes = Vec::new();
     while let Some(message) = stream.next().await {
         match message {
-            Ok(size) => sizes.push(size),
+            Ok(message) => sizes.push(size(message)),
             Err(status) => return (sizes, Some(status)),
         }
     }
@@ -53,6 +65,25 @@ async fn messages_are_full_and_no_empty_one_follows() {
     assert_eq!(sizes(extents(6), 3, None).await.0, [3, 3]);
 }
 
+#[test]
+fn the_first_message_is_not_kept_waiting_and_the_others_come_in_handfuls() {
+    let mut batches = batches(extents(1 << 20), 256);
+    let first = batches.step();
+    assert_eq!((first.messages.len(), first.extents), (1, 256));
+    let next = batches.step();
+    assert!(next.messages.len() > 1 && next.extents == next.messages.len() * 256);
+    let bytes: usize = next.messages.iter().map(|message| message.0.len()).sum();
+    assert!(bytes < STEP_BYTES + (256 << 5), "{bytes} bytes at once");
+}
+
+#[test]
+fn extents_that_come_slowly_do_not_hold_each_other_up() {
+    let slow = extents(1000).inspect(|_| std::thread::sleep(STEP_TIME));
+    let mut batches = batches(slow, 1);
+    batches.step();
+    assert_eq!(batches.step().extents, 1);
+}
+
 #[tokio::test]
 async fn a_failure_in_the_middle_is_an_error_and_not_an_end() {
     let failing = extents(4).chain([Err(Error::Damaged("record".into()))]);
@@ -65,7 +96,7 @@ async fn a_failure_in_the_middle_is_an_error_and_not_an_end() {
 async fn a_panic_in_the_middle_is_an_error_and_not_an_end() {
     let panicking = extents(4).chain(std::iter::from_fn(|| panic!("on purpose")));
     let (sizes, error) = sizes(panicking, 2, None).await;
-    assert_eq!(sizes, [2, 2]);
+    assert_eq!(sizes, [2]);
     assert_eq!(error.unwrap().code(), Code::Internal);
 }
 
@@ -82,7 +113,7 @@ async fn the_end_of_the_driver_is_an_error_and_not_an_end() {
     let (phase, shutdown) = Shutdown::by_hand();
     let limits = Limits { deadline: None, shutdown };
     let slow = extents(1000).inspect(|_| std::thread::sleep(Duration::from_millis(5)));
-    let stream = start(Batches::new(slow, 1), |batch| batch.len(), limits, call());
+    let stream = start(batches(slow, 1), limits, call());
     phase.send_replace(Phase::Draining);
     tokio::time::sleep(Duration::from_millis(30)).await;
     phase.send_replace(Phase::Ending);
@@ -92,17 +123,16 @@ async fn the_end_of_the_driver_is_an_error_and_not_an_end() {
 #[tokio::test]
 async fn a_lost_producer_is_an_error_and_not_an_end() {
     let (sender, receiver) = mpsc::channel(1);
-    sender.send(Ok(Some(1))).await.unwrap();
+    let message = batches(extents(1), 3).step().messages.remove(0);
+    sender.send(Step { messages: vec![message], extents: 1, end: None }).await.unwrap();
     drop(sender);
-    let (sizes, error) = collect(Messages(receiver)).await;
+    let (sizes, error) = collect(Messages::new(receiver)).await;
     assert_eq!(sizes, [1]);
     assert_eq!(error.unwrap().code(), Code::Unavailable);
 }
 
 #[test]
 fn a_full_message_stays_under_the_default_limit_of_clients() {
-    use crate::proto::csi::v1::GetMetadataAllocatedResponse;
-    use prost::Message;
     let largest = BlockMetadata { byte_offset: 64 << 40, size_bytes: 64 << 40 };
     let message = GetMetadataAllocatedResponse {
         block_metadata_type: 2,

@@ -110,6 +110,11 @@ pub const fn code_name(code: Code) -> &'static str {
     }
 }
 
+/// The code with a name as gRPC writes it.
+pub fn code_named(name: &str) -> Option<Code> {
+    (0..=16).map(Code::from).find(|code| code_name(*code) == name)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
+use super::fault::Rule;
 use crate::backend::{BLOCK_SIZE, PoolChoice, Style};
 use crate::grpc::SocketPath;
 use crate::proto::csi::v1::BlockMetadataType;
@@ -83,6 +84,15 @@ pub struct Args {
     /// How long running calls may take after the first signal to stop.
     #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub drain_timeout: Duration,
+
+    /// Allow --fault. Never where real data is backed up.
+    #[arg(long)]
+    pub enable_faults: bool,
+
+    /// Spoil answers on purpose, such as stream-abort,after=1000 (docs/driver.md has all kinds); may
+    /// be repeated.
+    #[arg(long, value_name = "RULE", requires = "enable_faults")]
+    pub fault: Vec<Rule>,
 
     #[command(flatten)]
     pub log: telemetry::logs::Args,

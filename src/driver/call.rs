@@ -66,12 +66,10 @@ impl Calls {
     /// Begins a call that the caller ends.
     pub fn begin(&self, method: &'static str, request: &impl Describe) -> Call {
         self.running.send_modify(|running| *running += 1);
-        let mut subject = Subject::default();
-        request.describe(&mut subject);
         let calls = self.clone();
         Call {
             method,
-            subject,
+            subject: Subject::of(request),
             begun: Instant::now(),
             calls,
             messages: 0,
@@ -168,6 +166,27 @@ pub struct Subject {
     base_snapshot_id: Option<String>,
     group_snapshot_id: Option<String>,
     path: Option<String>,
+}
+
+impl Subject {
+    pub fn of(message: &impl Describe) -> Self {
+        let mut subject = Self::default();
+        message.describe(&mut subject);
+        subject
+    }
+
+    /// Whether one of its names, ids or paths contains `text`.
+    pub fn mentions(&self, text: &str) -> bool {
+        let Self { name, volume_id, snapshot_id, base_snapshot_id, group_snapshot_id, path } = self;
+        [name, volume_id, snapshot_id, base_snapshot_id, group_snapshot_id, path]
+            .iter()
+            .any(|noted| noted.as_deref().is_some_and(|noted| noted.contains(text)))
+    }
+
+    /// The snapshots that a metadata call reads.
+    pub fn snapshot_ids(&self) -> impl Iterator<Item = &str> {
+        [&self.base_snapshot_id, &self.snapshot_id].into_iter().filter_map(|id| id.as_deref())
+    }
 }
 
 /// A message that can say which of its fields the log may know.
@@ -326,8 +345,7 @@ mod tests {
             secrets: [("key".to_owned(), "hunter2".to_owned())].into(),
             ..Default::default()
         };
-        let mut subject = Subject::default();
-        request.describe(&mut subject);
+        let subject = Subject::of(&request);
         assert_eq!(subject.volume_id.as_deref(), Some("v-1"));
         assert_eq!(subject.path.as_deref(), Some("/stage"));
         assert!(!format!("{subject:?}").contains("hunter2"));

@@ -161,6 +161,9 @@ fn create_volume(
     let mutable = request::change_tracking("mutable_parameters", &asked.mutable_parameters)?;
     let source = asked.volume_content_source.as_ref().map(content_source).transpose()?;
     plugin.place.check(asked.accessibility_requirements.as_ref())?;
+    if let Some(Source::Snapshot(id)) = &source {
+        plugin.faults.check_ready(&plugin.backend, [id.as_str()])?;
+    }
 
     let request = VolumeRequest {
         required_bytes: range.required,

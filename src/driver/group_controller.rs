@@ -53,7 +53,9 @@ fn create(
     let volume_ids = members(&asked.source_volume_ids)?;
     request::keys("parameters", &asked.parameters, &[])?;
     let made = plugin.backend.create_group(name, volume_ids)?;
-    Ok(csi::CreateVolumeGroupSnapshotResponse { group_snapshot: Some(response::group(&made)) })
+    Ok(csi::CreateVolumeGroupSnapshotResponse {
+        group_snapshot: Some(response::group(&made, &plugin.faults)),
+    })
 }
 
 /// The volumes of a new group: at least one, and none of them twice.
@@ -90,7 +92,9 @@ fn get(
 ) -> Result<csi::GetVolumeGroupSnapshotResponse, Status> {
     let id = request::id("group_snapshot_id", &asked.group_snapshot_id)?;
     let found = plugin.backend.group(id, ids("snapshot_ids", &asked.snapshot_ids)?)?;
-    Ok(csi::GetVolumeGroupSnapshotResponse { group_snapshot: Some(response::group(&found)) })
+    Ok(csi::GetVolumeGroupSnapshotResponse {
+        group_snapshot: Some(response::group(&found, &plugin.faults)),
+    })
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ mod args;
 mod call;
 mod controller;
 mod controller_snapshots;
+mod fault;
 mod frame;
 mod group_controller;
 mod identity;
@@ -29,7 +30,8 @@ pub use server::run;
 
 use crate::backend::{Backend, Style};
 use crate::telemetry::shutdown::Shutdown;
-use call::{Calls, Describe};
+use call::{Calls, Describe, Subject};
+use fault::Faults;
 use topology::Place;
 
 /// What the services share. Cheap to clone.
@@ -37,6 +39,7 @@ use topology::Place;
 pub struct Plugin {
     backend: Backend,
     calls: Calls,
+    faults: Faults,
     shutdown: Shutdown,
     driver_name: String,
     place: Place,
@@ -56,6 +59,12 @@ impl Plugin {
         R: Describe + Send + 'static,
     {
         let plugin = self.clone();
-        self.calls.unary(method, request, move |request| run(&plugin, request)).await
+        let work = move |request| {
+            if plugin.faults.any() {
+                plugin.faults.before(method, &Subject::of(&request))?;
+            }
+            run(&plugin, request)
+        };
+        self.calls.unary(method, request, work).await
     }
 }

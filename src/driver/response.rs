@@ -2,6 +2,7 @@
 
 use prost_types::Timestamp;
 
+use super::fault::Faults;
 use super::topology::Place;
 use crate::backend::{Condition, GroupSnapshot, Snapshot, Source, Usage, Volume};
 use crate::proto::csi::v1 as csi;
@@ -35,24 +36,27 @@ pub fn condition(condition: Condition) -> csi::VolumeCondition {
     csi::VolumeCondition { abnormal: condition.abnormal, message: condition.message }
 }
 
-/// A snapshot is ready as soon as it exists: its copy is complete when the cut returns.
-pub fn snapshot(snapshot: &Snapshot) -> csi::Snapshot {
+/// A snapshot is ready as soon as it exists, for its copy is complete when the cut returns; unless a
+/// fault says otherwise.
+pub fn snapshot(snapshot: &Snapshot, faults: &Faults) -> csi::Snapshot {
     csi::Snapshot {
         size_bytes: bytes(snapshot.capacity_bytes),
         snapshot_id: snapshot.id.clone(),
         source_volume_id: snapshot.volume_id.clone(),
         creation_time: Some(timestamp(snapshot.created_at)),
-        ready_to_use: true,
+        ready_to_use: faults.ready(snapshot),
         group_snapshot_id: snapshot.group_id.clone().unwrap_or_default(),
     }
 }
 
-pub fn group(group: &GroupSnapshot) -> csi::VolumeGroupSnapshot {
+/// A group is ready when all of its snapshots are.
+pub fn group(group: &GroupSnapshot, faults: &Faults) -> csi::VolumeGroupSnapshot {
+    let snapshots: Vec<_> = group.snapshots.iter().map(|member| snapshot(member, faults)).collect();
     csi::VolumeGroupSnapshot {
         group_snapshot_id: group.group.id.clone(),
-        snapshots: group.snapshots.iter().map(snapshot).collect(),
+        ready_to_use: snapshots.iter().all(|snapshot| snapshot.ready_to_use),
+        snapshots,
         creation_time: Some(timestamp(group.group.created_at)),
-        ready_to_use: true,
     }
 }
 

@@ -19,6 +19,7 @@ use tonic::transport::Server;
 
 use super::args::Args;
 use super::call::Calls;
+use super::fault::Faults;
 use super::topology::Place;
 use super::{Plugin, socket};
 use crate::backend::{self, Backend, Config};
@@ -85,6 +86,8 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         change_record_retention,
         http_endpoint,
         drain_timeout,
+        enable_faults: _,
+        fault,
         log: _,
     } = args;
     // First, so that a signal during a long start ends the process in order, too.
@@ -98,6 +101,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let plugin = Plugin {
         backend: backend.clone(),
         calls: calls.clone(),
+        faults: Faults::new(fault),
         shutdown: shutdown.clone(),
         place: Place::new(&driver_name, node_id.as_str()),
         driver_name,

@@ -3,7 +3,8 @@
 
 use tonic::{Request, Response, Status};
 
-use super::call::Describe;
+use super::call::{Call, Describe, Subject};
+use super::fault::Stream;
 use super::frame::Head;
 use super::stream::{Batches, Limits, Messages, deadline, extents_per_message, start};
 use super::{Plugin, args, request, status};
@@ -53,22 +54,43 @@ impl Plugin {
             Limits { deadline: deadline(request.metadata()), shutdown: self.shutdown.clone() };
         let asked = request.into_inner();
         let call = self.calls.begin(method, &asked);
-        let (backend, style) = (self.backend.clone(), self.style);
-        let opening = tokio::task::spawn_blocking(move || -> Checked<Batches<Extents>> {
-            let Asked { map, window } = open(&backend, &asked)?;
+        let plugin = self.clone();
+        let opening = tokio::task::spawn_blocking(move || -> Result<Opened, Status> {
+            let (backend, style) = (&plugin.backend, plugin.style);
+            let Asked { map, window } = open(backend, &asked)?;
+            let subject = Subject::of(&asked);
+            plugin.faults.check_ready(backend, subject.snapshot_ids())?;
+            plugin.faults.before(method, &subject)?;
             let head = Head::new(args::wire_type(style), map.capacity_bytes());
             let extents = map.extents(style, window.starting_offset)?;
-            Ok(Batches::new(extents, head, window.extents_per_message))
+            let stream = plugin.faults.stream(method, &subject, extents);
+            Ok(Opened { stream, head, per_message: window.extents_per_message })
         });
-        let opened = match opening.await {
-            Ok(opened) => opened.map_err(Status::from),
-            Err(_) => Err(status::panicked(method)),
-        };
+        let opened = opening.await.unwrap_or_else(|_| Err(status::panicked(method)));
         match opened {
-            Ok(batches) => Ok(Response::new(start(batches, limits, call))),
+            Ok(opened) => Ok(Response::new(opened.start(limits, call))),
             Err(status) => {
                 call.end(Some(&status));
                 Err(status)
+            }
+        }
+    }
+}
+
+/// An answer that can begin.
+struct Opened {
+    stream: Stream<Extents>,
+    head: Head,
+    per_message: usize,
+}
+
+impl Opened {
+    fn start(self, limits: Limits, call: Call) -> Messages {
+        let Self { stream, head, per_message } = self;
+        match stream {
+            Stream::Whole(extents) => start(Batches::new(extents, head, per_message), limits, call),
+            Stream::Spoilt(extents) => {
+                start(Batches::new(extents, head, per_message), limits, call)
             }
         }
     }

@@ -19,7 +19,7 @@ use tonic::metadata::MetadataMap;
 use super::call::Call;
 use super::frame::{Frame, Head};
 use super::status;
-use crate::backend::{Extent, Result as Checked};
+use crate::backend::Extent;
 use crate::grpc::RawMessage;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -29,7 +29,9 @@ const DEFAULT_EXTENTS: usize = 4096;
 const MAX_EXTENTS: usize = 128 << 10;
 /// Bytes of messages that are made in one go: enough that handing them over costs nothing beside
 /// making them, little enough that a stream's memory is nothing to speak of.
-const STEP_BYTES: usize = 256 << 10;
+const STEP_BYTES: usize = 64 << 10;
+/// What a message takes beside its bytes.
+const MESSAGE_BYTES: usize = 64;
 /// How long messages that are ready wait for others, at most.
 const STEP_TIME: Duration = Duration::from_millis(5);
 
@@ -64,7 +66,11 @@ impl Step {
     }
 }
 
-impl<I: Iterator<Item = Checked<Extent>>> Batches<I> {
+impl<I, E> Batches<I>
+where
+    I: Iterator<Item = Result<Extent, E>>,
+    E: Into<Status>,
+{
     pub fn new(extents: I, head: Head, per_message: usize) -> Self {
         Self { extents, head, per_message, begun: false }
     }
@@ -81,7 +87,7 @@ impl<I: Iterator<Item = Checked<Extent>>> Batches<I> {
             if frame.extents() > 0 || (first && !matches!(step.end, Some(Err(_)))) {
                 step.extents += frame.extents();
                 let message = frame.finish();
-                bytes += message.0.len();
+                bytes += message.0.len() + MESSAGE_BYTES;
                 step.messages.push(message);
             }
             if first || step.end.is_some() || bytes >= STEP_BYTES || begun.elapsed() >= STEP_TIME {
@@ -159,9 +165,10 @@ impl Limits {
 }
 
 /// Starts to send `batches`.
-pub fn start<I>(batches: Batches<I>, limits: Limits, mut call: Call) -> Messages
+pub fn start<I, E>(batches: Batches<I>, limits: Limits, mut call: Call) -> Messages
 where
-    I: Iterator<Item = Checked<Extent>> + Send + 'static,
+    I: Iterator<Item = Result<Extent, E>> + Send + 'static,
+    E: Into<Status>,
 {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(async move {
@@ -183,13 +190,14 @@ where
 }
 
 /// Sends all steps but the last, which it returns unless the client has gone.
-async fn produce<I>(
+async fn produce<I, E>(
     mut batches: Batches<I>,
     sender: &mpsc::Sender<Step>,
     call: &mut Call,
 ) -> Option<Step>
 where
-    I: Iterator<Item = Checked<Extent>> + Send + 'static,
+    I: Iterator<Item = Result<Extent, E>> + Send + 'static,
+    E: Into<Status>,
 {
     loop {
         let work = spawn_blocking(move || {

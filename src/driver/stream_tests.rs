@@ -3,7 +3,7 @@ use tokio_stream::StreamExt;
 use tonic::Code;
 
 use super::*;
-use crate::backend::Error;
+use crate::backend::{Error, Result as Checked};
 use crate::driver::call::Calls;
 use crate::proto::csi::v1::{
     BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,

@@ -12,6 +12,9 @@ use crate::proto::csi::v1::BlockMetadataType;
 /// Bytes that one extent takes at most: two keys, two lengths, two numbers below 2^63.
 const LARGEST: usize = 2 + 2 * (1 + 9);
 
+/// Bytes that one extent of a large volume takes.
+const USUAL: usize = 14;
+
 const EXTENT_KEY: u8 = key(3, WireType::LengthDelimited);
 const OFFSET_KEY: u8 = key(1, WireType::Varint);
 const SIZE_KEY: u8 = key(2, WireType::Varint);
@@ -37,9 +40,9 @@ impl Head {
         Self(head)
     }
 
-    /// An empty message with room for so many extents of a usual size.
+    /// An empty message, with room for so many extents, or for some thousand: it grows.
     pub fn begin(&self, extents: usize) -> Frame {
-        let mut bytes = Vec::with_capacity(self.0.len() + extents.min(4096) * LARGEST);
+        let mut bytes = Vec::with_capacity(self.0.len() + extents.min(4096) * USUAL);
         bytes.extend_from_slice(&self.0);
         Frame { bytes, extents: 0 }
     }

@@ -59,8 +59,9 @@ impl FromStr for Rule {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (name, rest) = text.split_once(',').unwrap_or((text, ""));
-        let mut keys = Keys::read(rest)?;
+        let mut parts = text.split(',');
+        let name = parts.next().unwrap_or_default();
+        let mut keys = Keys::read(parts)?;
         let kind = match name {
             "stream-abort" => Kind::StreamAbort {
                 after: keys.number("after")?.unwrap_or(0),
@@ -97,8 +98,7 @@ impl FromStr for Rule {
 struct Keys<'a>(Vec<(&'a str, &'a str)>);
 
 impl<'a> Keys<'a> {
-    fn read(text: &'a str) -> Result<Self, String> {
-        let pairs = text.split(',').filter(|_| !text.is_empty());
+    fn read(pairs: impl Iterator<Item = &'a str>) -> Result<Self, String> {
         let pair = |pair: &'a str| match pair.split_once('=') {
             Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key, value)),
             _ => Err(format!("{pair:?} is not KEY=VALUE")),

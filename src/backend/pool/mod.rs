@@ -165,11 +165,7 @@ pub fn open(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Res
             let pool = open_kind(data_dir, kind, image_size)?;
             Opened { pool, reason: "the data directory already holds it".to_owned() }
         }
-        (None, PoolChoice::Kind(kind)) => {
-            let pool = open_kind(data_dir, kind, image_size)?;
-            Opened { pool, reason: "asked for".to_owned() }
-        }
-        (None, PoolChoice::Auto) => first_that_works(data_dir, image_size)?,
+        (None, choice) => open_new(data_dir, choice, image_size)?,
     };
     write_marker(data_dir, opened.pool.kind())?;
     for directory in [Directory::Volumes, Directory::Snapshots, Directory::Records] {
@@ -203,6 +199,32 @@ fn check_image(data_dir: &Path, kind: PoolKind) -> Result<()> {
         "{} is missing: bring it back, or remove {MARKER} to begin with an empty pool",
         image.display()
     )))
+}
+
+/// A pool that has lost its marker is not a new one, and its kind is not guessed: what a snapshot cut
+/// compares depends on it. (An image without a marker may be of a first start that was cut off.)
+fn open_new(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Result<Opened> {
+    let lost = || {
+        Error::Damaged(format!(
+            "{MARKER} is missing though {} holds a pool; write it again as docs/on-disk-format.md \
+             says, with the kind that it had",
+            data_dir.display()
+        ))
+    };
+    if super::catalog_path(data_dir).exists() {
+        return Err(lost());
+    }
+    let opened = match choice {
+        PoolChoice::Kind(kind) => {
+            let pool = open_kind(data_dir, kind, image_size)?;
+            Opened { pool, reason: "asked for".to_owned() }
+        }
+        PoolChoice::Auto => first_that_works(data_dir, image_size)?,
+    };
+    if opened.pool.kind() != PoolKind::Image && image::path(data_dir).exists() {
+        return Err(lost());
+    }
+    Ok(opened)
 }
 
 fn open_kind(data_dir: &Path, kind: PoolKind, image_size: Option<u64>) -> Result<Box<dyn Pool>> {

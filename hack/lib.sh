@@ -15,6 +15,7 @@ cache=${XDG_CACHE_HOME:-$HOME/.cache}/csi-loopback
 
 # The version is part of the path in the cache: raising it here builds the new one.
 cargo_deny_version=0.20.2
+cargo_fuzz_version=0.13.2
 
 is_root() { ((EUID == 0)); }
 
@@ -115,24 +116,28 @@ go_tool() {
     printf '%s\n' "$target/$name"
 }
 
-# cargo_deny: prints the path of cargo-deny, built once. On failure the last line of stderr is the
-# reason.
-cargo_deny() {
-    local root=$cache/cargo-deny-$cargo_deny_version log
-    if [[ ! -x $root/bin/cargo-deny ]]; then
-        echo "building cargo-deny $cargo_deny_version (once per version, about four minutes)" >&2
+# cargo_tool NAME VERSION: prints the path of a tool of cargo's, built once per version. On failure
+# the last line of stderr is the reason.
+cargo_tool() {
+    local root=$cache/$1-$2 log
+    if [[ ! -x $root/bin/$1 ]]; then
+        echo "building $1 $2 (once per version, some minutes)" >&2
         log=$(mktemp)
-        # Not the clone's target directory: cargo install would fill it with cargo-deny.
-        if ! (cd / && env -u CARGO_TARGET_DIR cargo install cargo-deny \
-            --version "=$cargo_deny_version" --locked --quiet --root "$root") >"$log" 2>&1; then
-            echo "does not build: $(tail -n 1 "$log")" >&2
+        # Not the clone's target directory: cargo install would fill it with the tool.
+        if ! (cd / && env -u CARGO_TARGET_DIR cargo install "$1" \
+            --version "=$2" --locked --quiet --root "$root") >"$log" 2>&1; then
+            echo "$1 does not build: $(tail -n 1 "$log")" >&2
             rm -f "$log"
             return 1
         fi
         rm -f "$log"
     fi
-    printf '%s\n' "$root/bin/cargo-deny"
+    printf '%s\n' "$root/bin/$1"
 }
+
+cargo_deny() { cargo_tool cargo-deny "$cargo_deny_version"; }
+
+cargo_fuzz() { cargo_tool cargo-fuzz "$cargo_fuzz_version"; }
 
 # list_loops: every loop device as "/dev/loopN MAJOR:MINOR MAJOR:MINOR_OF_THE_FILE'S_FILESYSTEM FILE".
 list_loops() {

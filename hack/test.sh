@@ -7,6 +7,7 @@
 # CI=true it counts as failed instead. The full output of each step stays in target/test-logs.
 #
 # TEST_TIMEOUT  seconds that a single step may take (3600)
+# FUZZ_SECONDS  seconds for each fuzz target (10)
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -230,6 +231,25 @@ for entry in "${tests[@]}"; do
         run_tests "$name" "${timed[@]}" "$binary" "${report[@]}" --test-threads=1 "${filter[@]}"
     fi
 done
+
+# --- Fuzzing --------------------------------------------------------------------------------------
+
+# fuzz: runs every fuzz target for a while. Each is a test.
+fuzz() {
+    local bad
+    run "fuzz" hack/fuzz.sh "${FUZZ_SECONDS:-10}"
+    if ((status == 77)); then
+        skip 1 "fuzz" "$(tail -n 1 "$log")"
+        return
+    fi
+    passed=$((passed + $(grep -c '^ok ' "$log" || true)))
+    bad=$(grep -c '^FAILED ' "$log" || true)
+    ((bad > 0 || status == 0)) || bad=1
+    ((bad == 0)) || fail "$bad" "fuzz: $bad targets"
+    tell "fuzz" "" 200
+    ((status != 0)) || sed -n 's/^ok /             &/p' "$log"
+}
+fuzz
 
 # --- The demo and csi-sanity ----------------------------------------------------------------------
 

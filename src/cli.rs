@@ -69,7 +69,7 @@ impl Cli {
 
 /// Puts the mode that `--mode` names first, where a subcommand stands. A line that begins with a
 /// command is left as it is: what follows are that command's own flags.
-fn rewrite(mut line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
+pub(crate) fn rewrite(mut line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
     let begins_with_flag = line.get(1).is_some_and(|first| text(first).starts_with('-'));
     let flag = line.iter().take_while(|argument| *argument != "--").position(is_mode_flag);
     let Some(at) = flag.filter(|_| begins_with_flag) else { return Ok(line) };

@@ -13,6 +13,8 @@ pub mod backend;
 pub mod cli;
 pub mod client;
 pub mod driver;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 pub mod grpc;
 pub mod proto;
 pub mod quantity;

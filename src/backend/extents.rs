@@ -74,6 +74,8 @@ pub struct ExtentReader<'a> {
     batch: std::vec::IntoIter<FiemapExtent>,
     /// Where the next extent may start.
     position: u64,
+    /// Where the extents begin that lie without a gap before `position`.
+    run_start: u64,
     /// The first byte that is not of interest.
     limit: u64,
     last_seen: bool,
@@ -88,8 +90,9 @@ impl<'a> ExtentReader<'a> {
         Self::with(Box::new(fetch), limit)
     }
 
-    fn with(fetch: Fetch<'a>, limit: u64) -> Self {
-        Self { fetch, batch: Vec::new().into_iter(), position: 0, limit, last_seen: false }
+    pub(crate) fn with(fetch: Fetch<'a>, limit: u64) -> Self {
+        let batch = Vec::new().into_iter();
+        Self { fetch, batch, position: 0, run_start: 0, limit, last_seen: false }
     }
 
     /// The next extent, cut to what lies at or after the last one's end and below the limit.
@@ -108,8 +111,22 @@ impl<'a> ExtentReader<'a> {
             if last.logical.saturating_add(last.length) <= before {
                 return Err(damaged(last, "makes no progress"));
             }
+            self.check_order(&batch)?;
             self.batch = batch.into_iter();
         }
+    }
+
+    /// A batch may begin with the extents that the last one ended in the middle of. Whatever else goes
+    /// back would say that there is data where a hole was reported.
+    fn check_order(&self, batch: &[FiemapExtent]) -> Result<()> {
+        let mut end = self.run_start;
+        for extent in batch {
+            if extent.logical < end {
+                return Err(damaged(extent, "overlaps the one before, or is out of order"));
+            }
+            end = extent.logical.saturating_add(extent.length);
+        }
+        Ok(())
     }
 
     /// `None` for an extent that lies outside the range of interest.
@@ -122,11 +139,15 @@ impl<'a> ExtentReader<'a> {
         if extent.physical.checked_add(extent.length).is_none() {
             return Err(damaged(&extent, "overflows its device"));
         }
-        // A batch may begin with the extent that the last one ended in the middle of.
+        // What follows lies behind all that is of interest.
+        self.last_seen |= end >= self.limit;
         let start = extent.logical.max(self.position);
         let end = end.min(self.limit);
         if start >= end {
             return Ok(None);
+        }
+        if start > self.position {
+            self.run_start = start;
         }
         self.position = end;
         let skipped = start - extent.logical;
@@ -206,7 +227,7 @@ pub fn compare(
     }
 }
 
-fn compare_maps(
+pub(crate) fn compare_maps(
     old: Option<ExtentReader<'_>>,
     new: ExtentReader<'_>,
     size: u64,
@@ -390,5 +411,31 @@ mod tests {
         let mut stuck = ExtentReader::with(Box::new(|_| Ok(vec![extent(0, 0, 10, 0)])), 100);
         assert!(stuck.next_extent().unwrap().is_some());
         assert!(matches!(stuck.next_extent(), Err(Error::Damaged(_))));
+    }
+
+    #[test]
+    fn extents_that_overlap_or_go_back_are_an_error() {
+        let maps = [
+            vec![vec![extent(50, 0, 50, 0), extent(0, 1000, 10, 0)]],
+            vec![vec![extent(0, 0, 50, 0), extent(40, 1000, 50, 0)]],
+            vec![vec![extent(50, 0, 50, 0)], vec![extent(40, 1000, 100, 0)]],
+        ];
+        for map in maps {
+            let mut batches = map.clone().into_iter();
+            let fetch = move |_| Ok(batches.next().unwrap_or_default());
+            let mut reader = ExtentReader::with(Box::new(fetch), 1000);
+            let mut read = || -> Result<()> {
+                while reader.next_extent()?.is_some() {}
+                Ok(())
+            };
+            assert!(matches!(read(), Err(Error::Damaged(_))), "{map:?}");
+        }
+    }
+
+    #[test]
+    fn extents_behind_the_range_of_interest_are_its_end() {
+        let fetch = |_| Ok(vec![extent(200, 0, 10, 0)]);
+        let mut reader = ExtentReader::with(Box::new(fetch), 100);
+        assert!(reader.next_extent().unwrap().is_none());
     }
 }

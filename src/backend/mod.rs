@@ -12,7 +12,7 @@
 //! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and its tools |
 
 mod attachment;
-mod catalog;
+pub(crate) mod catalog;
 pub mod check;
 mod command;
 mod cut;
@@ -22,7 +22,7 @@ mod filesystem;
 mod format;
 mod group;
 pub mod ids;
-mod list;
+pub(crate) mod list;
 mod locks;
 mod loop_device;
 mod model;
@@ -31,7 +31,7 @@ pub mod pool;
 mod reconcile;
 mod snapshot;
 mod store;
-mod sys;
+pub(crate) mod sys;
 pub mod tracker;
 pub mod units;
 mod upkeep;

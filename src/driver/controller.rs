@@ -4,6 +4,7 @@ use tonic::{Request, Response, Status};
 
 use super::controller_snapshots as snapshots;
 use super::request::{self, Refusal};
+use super::topology::Place;
 use super::{Plugin, response, status};
 use crate::backend::{
     Condition, CreateVolume, Error, Result as Checked, Source, Volume, VolumeRequest,
@@ -153,17 +154,26 @@ fn create_volume(
     plugin: &Plugin,
     asked: csi::CreateVolumeRequest,
 ) -> Result<csi::CreateVolumeResponse, Status> {
+    let wanted = wanted_volume(&plugin.place, &asked)?;
+    if let Some(Source::Snapshot(id)) = &wanted.request.source {
+        plugin.faults.check_ready(&plugin.backend, [id.as_str()])?;
+    }
+    let made = plugin.backend.create_volume(&wanted)?;
+    Ok(csi::CreateVolumeResponse { volume: Some(response::volume(&made, &plugin.place)) })
+}
+
+pub(crate) fn wanted_volume(
+    place: &Place,
+    asked: &csi::CreateVolumeRequest,
+) -> Checked<CreateVolume> {
     let name = request::name(&asked.name)?.to_owned();
-    let wanted = request::capabilities(&asked.volume_capabilities).map_err(Error::from)?;
-    let fs_type = request::common_filesystem(&wanted).map_err(Error::from)?;
+    let wanted = request::capabilities(&asked.volume_capabilities)?;
+    let fs_type = request::common_filesystem(&wanted)?;
     let range = request::capacity_range(asked.capacity_range.as_ref())?;
     let fixed = request::change_tracking("parameters", &asked.parameters)?;
     let mutable = request::change_tracking("mutable_parameters", &asked.mutable_parameters)?;
     let source = asked.volume_content_source.as_ref().map(content_source).transpose()?;
-    plugin.place.check(asked.accessibility_requirements.as_ref())?;
-    if let Some(Source::Snapshot(id)) = &source {
-        plugin.faults.check_ready(&plugin.backend, [id.as_str()])?;
-    }
+    place.check(asked.accessibility_requirements.as_ref())?;
 
     let request = VolumeRequest {
         required_bytes: range.required,
@@ -172,8 +182,7 @@ fn create_volume(
         change_tracking: mutable.or(fixed).unwrap_or(true),
         source,
     };
-    let made = plugin.backend.create_volume(&CreateVolume { name, request })?;
-    Ok(csi::CreateVolumeResponse { volume: Some(response::volume(&made, &plugin.place)) })
+    Ok(CreateVolume { name, request })
 }
 
 fn content_source(source: &csi::VolumeContentSource) -> Checked<Source> {

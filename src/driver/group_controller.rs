@@ -59,7 +59,7 @@ fn create(
 }
 
 /// The volumes of a new group: at least one, and none of them twice.
-fn members(volume_ids: &[String]) -> Checked<&[String]> {
+pub(crate) fn members(volume_ids: &[String]) -> Checked<&[String]> {
     const FIELD: &str = "source_volume_ids";
     if volume_ids.is_empty() {
         return Err(Error::invalid(FIELD, "is required"));

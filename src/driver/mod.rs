@@ -6,22 +6,22 @@
 //! the backend finds on disk.
 
 mod args;
-mod call;
-mod controller;
+pub(crate) mod call;
+pub(crate) mod controller;
 mod controller_snapshots;
 mod fault;
 mod frame;
-mod group_controller;
+pub(crate) mod group_controller;
 mod identity;
 mod node;
-mod request;
+pub(crate) mod request;
 mod response;
 mod server;
-mod snapshot_metadata;
+pub(crate) mod snapshot_metadata;
 mod socket;
 mod status;
-mod stream;
-mod topology;
+pub(crate) mod stream;
+pub(crate) mod topology;
 
 use tonic::{Request, Response, Status};
 

@@ -110,13 +110,13 @@ fn delta(backend: &Backend, asked: &csi::GetMetadataDeltaRequest) -> Checked<Ask
 }
 
 #[derive(Debug, PartialEq, Eq)]
-struct Window {
+pub(crate) struct Window {
     /// Bytes.
-    starting_offset: u64,
-    extents_per_message: usize,
+    pub starting_offset: u64,
+    pub extents_per_message: usize,
 }
 
-fn window(starting_offset: i64, max_results: i32) -> Checked<Window> {
+pub(crate) fn window(starting_offset: i64, max_results: i32) -> Checked<Window> {
     let max_results =
         usize::try_from(max_results).map_err(|_| Error::invalid("max_results", "is negative"))?;
     // CSI GetMetadataAllocated, errors: an offset outside of the snapshot is OUT_OF_RANGE, and so is

@@ -235,7 +235,7 @@ pub fn deadline(metadata: &MetadataMap) -> Option<Instant> {
 }
 
 /// gRPC over HTTP/2, "Timeout": at most 8 digits and a unit.
-fn parse_timeout(text: &str) -> Option<Duration> {
+pub(crate) fn parse_timeout(text: &str) -> Option<Duration> {
     let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# hack/fuzz.sh [SECONDS] [TARGET...]: runs each fuzz target of fuzz/ (or those named) for so many
+# seconds (20), one after the other, from the seeds in fuzz/seeds and from what former runs have found.
+#
+# One line per target, "ok TARGET: …" or "FAILED TARGET: …", the latter with the input that made it
+# fail and how to run it again. Exit code 77: cargo-fuzz cannot be had here, the last line says why.
+# All files are in the target directory: target/fuzz/corpus and target/fuzz/artifacts.
+set -euo pipefail
+# shellcheck source=hack/lib.sh
+source "$(dirname "$0")/lib.sh"
+cd "$repo"
+
+seconds=${1:-20}
+[[ $seconds =~ ^[1-9][0-9]*$ ]] || die "$seconds is not a number of seconds"
+shift || true
+
+command -v c++ >/dev/null || install_missing g++ || {
+    echo "no C++ compiler, which libFuzzer is built with"
+    exit 77
+}
+reason=$(mktemp)
+trap 'rm -f "$reason"' EXIT
+if ! tool=$(cargo_fuzz 2>"$reason"); then
+    tail -n 1 "$reason"
+    exit 77
+fi
+
+work=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")/fuzz
+export CARGO_TARGET_DIR=$work
+# The fuzzer's flags are those of nightly compilers. No sanitizer: there is no unsafe code in what is
+# fuzzed, and they halve the number of inputs.
+RUSTC_BOOTSTRAP=1 "$tool" fuzz build --sanitizer none >&2
+
+targets=("$@")
+if ((${#targets[@]} == 0)); then
+    mapfile -t targets < <(sed -n 's/^path = "fuzz_targets\/\(.*\)\.rs"$/\1/p' fuzz/Cargo.toml)
+fi
+
+# Bounded: 1 GiB of memory and 20 s for an input, inputs of 8 KiB.
+limits=(-rss_limit_mb=1024 -timeout=20 -max_len=8192)
+failed=0
+for target in "${targets[@]}"; do
+    binary=$(find "$work" -path "*/release/$target" -type f -executable | head -n 1)
+    [[ -n $binary ]] || die "there is no target $target"
+    corpus=$work/corpus/$target artifacts=$work/artifacts/$target/
+    mkdir -p "$corpus" "$artifacts"
+    log=$artifacts/log
+    # What is new goes into the first directory.
+    if "$binary" "$corpus" "fuzz/seeds/$target" "${limits[@]}" -max_total_time="$seconds" \
+        -artifact_prefix="$artifacts" -print_final_stats=1 >"$log" 2>&1; then
+        inputs=$(sed -n 's/^stat::number_of_executed_units: //p' "$log")
+        echo "ok $target: $inputs inputs in $seconds s"
+    else
+        failed=1
+        input=$(sed -n "s|.*Test unit written to ||p" "$log" | tail -n 1)
+        echo "FAILED $target: ${input:-$log}"
+        grep -a -A 3 'panicked at\|ERROR: libFuzzer' "$log" | head -n 12 | sed 's/^/    /'
+        [[ -z $input ]] || echo "    run it again: $binary $input"
+    fi
+done
+exit "$failed"

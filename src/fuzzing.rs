@@ -1,0 +1,64 @@
+//! What the fuzz targets in fuzz/ reach of what is private: readers of what may be damaged, parsers of
+//! what may be hostile. Only with the feature `fuzzing`; nothing here does anything of its own.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use crate::backend::extents::{self, ExtentReader, Finding};
+use crate::backend::{Capability, CreateVolume, Result};
+use crate::driver::topology::Place;
+use crate::driver::{controller, group_controller, request, snapshot_metadata, stream};
+use crate::proto::csi::v1 as csi;
+
+pub use crate::backend::catalog::{Catalog, Reading, read_verified};
+pub use crate::backend::list::page;
+pub use crate::backend::sys::FiemapExtent;
+pub use crate::driver::call::{Describe, Subject};
+pub use crate::driver::controller::{page as page_size, token};
+pub use crate::driver::request::{
+    capacity_range, change_tracking, id, keys, max_entries, name, path, place, volume_context,
+};
+
+/// What the kernel would answer to FIEMAP: (first byte asked for) → a batch of extents.
+pub type Fetch<'a> = Box<dyn FnMut(u64) -> Result<Vec<FiemapExtent>> + 'a>;
+
+/// What is found in `new`, of `size` bytes, against `old`, of which the first `old_size` bytes count.
+pub fn compare_extents(
+    old: Option<(Fetch<'_>, u64)>,
+    new: (Fetch<'_>, u64),
+) -> Result<Vec<Finding>> {
+    let (fetch, size) = new;
+    let old = old.map(|(fetch, old_size)| ExtentReader::with(fetch, old_size.min(size)));
+    let mut findings = Vec::new();
+    extents::compare_maps(old, ExtentReader::with(fetch, size), size, &mut |finding| {
+        findings.push(finding);
+        Ok(())
+    })?;
+    Ok(findings)
+}
+
+pub fn rewrite(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
+    crate::cli::rewrite(line)
+}
+
+pub fn parse_timeout(text: &str) -> Option<Duration> {
+    stream::parse_timeout(text)
+}
+
+/// Where in an answer to start (bytes), and extents per message.
+pub fn window(starting_offset: i64, max_results: i32) -> Result<(u64, usize)> {
+    let window = snapshot_metadata::window(starting_offset, max_results)?;
+    Ok((window.starting_offset, window.extents_per_message))
+}
+
+pub fn wanted_volume(asked: &csi::CreateVolumeRequest) -> Result<CreateVolume> {
+    controller::wanted_volume(&Place::new("driver.example", "node"), asked)
+}
+
+pub fn capability(wanted: Option<&csi::VolumeCapability>) -> Result<Capability> {
+    Ok(request::capability("volume_capability", wanted)?)
+}
+
+pub fn group_members(volume_ids: &[String]) -> Result<&[String]> {
+    group_controller::members(volume_ids)
+}

@@ -44,7 +44,7 @@ for target in "${targets[@]}"; do
     [[ -n $binary ]] || die "there is no target $target"
     corpus=$work/corpus/$target artifacts=$work/artifacts/$target/
     mkdir -p "$corpus" "$artifacts"
-    log=$artifacts/log
+    log=${artifacts}log
     # What is new goes into the first directory.
     if "$binary" "$corpus" "fuzz/seeds/$target" "${limits[@]}" -max_total_time="$seconds" \
         -artifact_prefix="$artifacts" -print_final_stats=1 >"$log" 2>&1; then
@@ -54,7 +54,7 @@ for target in "${targets[@]}"; do
         failed=1
         input=$(sed -n "s|.*Test unit written to ||p" "$log" | tail -n 1)
         echo "FAILED $target: ${input:-$log}"
-        grep -a -A 3 'panicked at\|ERROR: libFuzzer' "$log" | head -n 12 | sed 's/^/    /'
+        grep -a -A 3 'panicked at\|ERROR: libFuzzer' "$log" | head -n 12 | sed 's/^/    /' || true
         [[ -z $input ]] || echo "    run it again: $binary $input"
     fi
 done

@@ -9,8 +9,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -21,6 +21,7 @@ use redb::{
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tracing::warn;
 
 use super::error::{Context, Error, Kind, Result};
 use super::model::{Attachment, Group, Snapshot, Volume};
@@ -84,11 +85,13 @@ struct Reserved {
     file: Arc<File>,
     /// Whether the room that [`Self::held`] says is there.
     ahead: Arc<AtomicBool>,
+    /// An operation has failed: the store above then refuses everything until it is opened again.
+    failed: Arc<AtomicBool>,
 }
 
 impl Reserved {
-    fn new(file: File) -> Self {
-        let reserved = Self { file: Arc::new(file), ahead: Arc::default() };
+    fn new(file: Arc<File>) -> Self {
+        let reserved = Self { file, ahead: Arc::default(), failed: Arc::default() };
         reserved.reserve_ahead();
         reserved
     }
@@ -107,25 +110,26 @@ impl Reserved {
         self.ahead.store(!full, Ordering::Relaxed);
     }
 
-    fn has_room(&self) -> bool {
-        if !self.ahead.load(Ordering::Relaxed) {
-            self.reserve_ahead();
+    /// Does something with the file, unless anything has failed before: whoever still has this store
+    /// when it was opened again must not write.
+    fn unless_failed<T>(&self, operate: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
+        if self.failed.load(Ordering::Acquire) {
+            return Err(io::Error::other("there was an I/O error before"));
         }
-        self.ahead.load(Ordering::Relaxed)
-    }
-}
-
-impl StorageBackend for Reserved {
-    fn len(&self) -> io::Result<u64> {
-        Ok(self.file.metadata()?.len())
+        operate(&self.file).inspect_err(|_| self.failed.store(true, Ordering::Release))
     }
 
-    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        self.file.read_exact_at(out, offset)
+    /// Writes all of the file again and waits until it is on disk: after a flush that failed, pages
+    /// that are on no disk pass for clean ones.
+    fn rewrite(&self) -> io::Result<()> {
+        let mut bytes = vec![0; self.file.metadata()?.len() as usize];
+        self.file.read_exact_at(&mut bytes, 0)?;
+        self.file.write_all_at(&bytes, 0)?;
+        self.file.sync_all()
     }
 
-    fn set_len(&self, len: u64) -> io::Result<()> {
-        let old = self.len()?;
+    fn resize(&self, len: u64) -> io::Result<()> {
+        let old = self.file.metadata()?.len();
         // Asked for what is there already, a full XFS would say ENOSPC.
         let reserved = self.ahead.load(Ordering::Relaxed) && len <= Self::held(old);
         self.file.set_len(len)?;
@@ -140,18 +144,60 @@ impl StorageBackend for Reserved {
         Ok(())
     }
 
+    fn has_room(&self) -> bool {
+        if !self.ahead.load(Ordering::Relaxed) {
+            self.reserve_ahead();
+        }
+        self.ahead.load(Ordering::Relaxed)
+    }
+}
+
+impl StorageBackend for Reserved {
+    fn len(&self) -> io::Result<u64> {
+        self.unless_failed(|file| Ok(file.metadata()?.len()))
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.unless_failed(|file| file.read_exact_at(out, offset))
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.unless_failed(|_| self.resize(len))
+    }
+
     fn sync_data(&self) -> io::Result<()> {
-        self.file.sync_data()
+        self.unless_failed(File::sync_data)
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(data, offset)
+        self.unless_failed(|file| file.write_all_at(data, offset))
     }
 }
 
 pub struct Catalog {
+    /// Held for reading while a transaction is written, and for writing while the store is opened
+    /// anew.
+    store: RwLock<Opened>,
+}
+
+struct Opened {
     database: Database,
     file: Reserved,
+}
+
+impl Opened {
+    fn new(file: Arc<File>) -> Result<Self> {
+        let file = Reserved::new(file);
+        let database = Database::builder()
+            .set_cache_size(CACHE_BYTES)
+            .create_with_backend(file.clone())
+            .map_err(failed)?;
+        Ok(Self { database, file })
+    }
+
+    fn has_failed(&self) -> bool {
+        self.file.failed.load(Ordering::Acquire)
+    }
 }
 
 impl fmt::Debug for Catalog {
@@ -183,19 +229,34 @@ impl Catalog {
             .mode(0o600)
             .open(path)
             .context(|| format!("opening the catalog {}", path.display()))?;
-        let file = Reserved::new(file);
-        let database = Database::builder()
-            .set_cache_size(CACHE_BYTES)
-            .create_with_backend(file.clone())
-            .map_err(failed)?;
-        let catalog = Self { database, file };
+        let catalog = Self { store: RwLock::new(Opened::new(Arc::new(file))?) };
         catalog.prepare()?;
         Ok(catalog)
     }
 
+    /// The store, opened again if it has met an I/O error since. What was committed before is there,
+    /// what was being committed then may be. Readers of the former store go on with what they have in
+    /// memory, or get an error: it reads and writes nothing any more.
+    fn store(&self) -> Result<RwLockReadGuard<'_, Opened>> {
+        let store = self.store.read().unwrap_or_else(PoisonError::into_inner);
+        if !store.has_failed() {
+            return Ok(store);
+        }
+        drop(store);
+        let mut store = self.store.write().unwrap_or_else(PoisonError::into_inner);
+        if store.has_failed() {
+            let again = || "opening the catalog again after an I/O error".to_owned();
+            store.file.rewrite().context(again)?;
+            *store = Opened::new(store.file.file.clone())?;
+            warn!("the catalog met an I/O error; it was opened again");
+        }
+        drop(store);
+        Ok(self.store.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Makes the tables and checks the format's version.
     fn prepare(&self) -> Result<()> {
-        let known = self.database.begin_read().map_err(failed)?.open_table(META).is_ok();
+        let known = self.read()?.0.open_table(META).is_ok();
         if !known {
             self.write(|tx| {
                 tx.inner.open_table(Volume::TABLE).map_err(failed)?;
@@ -208,8 +269,8 @@ impl Catalog {
                 Ok(())
             })?;
         }
-        let tx = self.database.begin_read().map_err(failed)?;
-        let meta = tx.open_table(META).map_err(failed)?;
+        let tx = self.read()?;
+        let meta = tx.0.open_table(META).map_err(failed)?;
         let version = meta.get("version").map_err(failed)?;
         match version.as_ref().map(|version| version.value()) {
             Some(FORMAT_VERSION) => Ok(()),
@@ -221,13 +282,14 @@ impl Catalog {
 
     /// A consistent view of all rows.
     pub fn read(&self) -> Result<Reading> {
-        self.database.begin_read().map(Reading).map_err(failed)
+        self.store()?.database.begin_read().map(Reading).map_err(failed)
     }
 
     /// Runs `change` in a transaction: all of it is durable on `Ok`, none of it happened on `Err`.
     pub fn write<T>(&self, change: impl FnOnce(&Writing) -> Result<T>) -> Result<T> {
-        let has_room = self.file.has_room();
-        let tx = Writing { inner: self.database.begin_write().map_err(failed)?, has_room };
+        let store = self.store()?;
+        let has_room = store.file.has_room();
+        let tx = Writing { inner: store.database.begin_write().map_err(failed)?, has_room };
         let result = change(&tx);
         match result {
             Ok(value) => tx.inner.commit().map_err(failed).map(|()| value),
@@ -382,3 +444,6 @@ fn failed(error: impl Into<redb::Error>) -> Error {
         other => Error::Failed(format!("catalog: {other}")),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,6 +4,7 @@
 #![allow(dead_code)] // Each test binary uses its own part.
 
 pub mod driver;
+pub mod full;
 pub mod kernel;
 pub mod requests;
 
@@ -143,6 +144,10 @@ impl Pool {
     /// A private directory beside the pool.
     pub fn scratch(&self) -> &Path {
         self.directory.path()
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.backend.is_some()
     }
 
     /// Closes the backend; what is attached stays so.

@@ -1,0 +1,57 @@
+use super::*;
+use crate::backend::model::{ChainBreak, Phase, VolumeRequest};
+
+fn volume(id: &str) -> Volume {
+    Volume {
+        id: id.to_owned(),
+        name: id.to_owned(),
+        capacity_bytes: 1 << 20,
+        phase: Phase::Ready,
+        change_tracking: true,
+        format: None,
+        source: None,
+        request: VolumeRequest::default(),
+        next_sequence: 1,
+        baseline: None,
+        chain_break: ChainBreak::First,
+    }
+}
+
+fn ids(catalog: &Catalog) -> Vec<String> {
+    let rows = catalog.read().unwrap().select(|_: &Volume| true).unwrap();
+    rows.into_iter().map(|row| row.id).collect()
+}
+
+/// From now on every operation on the file fails, until it is opened again.
+fn fail(catalog: &Catalog) {
+    catalog.store.read().unwrap().file.failed.store(true, Ordering::Release);
+}
+
+#[test]
+fn a_catalog_that_met_an_io_error_goes_on_with_what_was_committed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("catalog.redb");
+    let catalog = Catalog::open(&path).unwrap();
+    catalog.write(|tx| tx.put(&volume("a"))).unwrap();
+    for round in 0..3 {
+        let reading = catalog.read().unwrap();
+        let failing = catalog.write(|tx| {
+            tx.put(&volume("lost"))?;
+            fail(&catalog);
+            Ok(())
+        });
+        assert!(failing.is_err());
+        assert!(!ids(&catalog).contains(&"lost".to_owned()));
+        catalog.write(|tx| tx.put(&volume(&format!("b{round}")))).unwrap();
+        assert_eq!(ids(&catalog).len(), round + 2);
+        // A reader from before sees what it saw, or an error.
+        if let Ok(rows) = reading.select(|_: &Volume| true) {
+            assert_eq!(rows.len(), round + 1);
+        }
+        drop(reading);
+        assert_eq!(ids(&catalog).len(), round + 2);
+    }
+    drop(catalog);
+    read_verified(&path, |_| Ok(())).unwrap();
+    assert_eq!(ids(&Catalog::open(&path).unwrap()), ["a", "b0", "b1", "b2"]);
+}

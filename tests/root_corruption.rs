@@ -3,7 +3,7 @@
 //!
 //! Out of scope is what docs/limitations.md says: the data of volumes and snapshots has no checksum.
 //!
-//! CORRUPTION_CASES  damaged pools per kind of pool (60; a third of that for image pools)
+//! CORRUPTION_CASES  damaged pools per kind of pool (90; a third of that for image pools)
 //! ORACLE_SEED       where the random numbers begin (1)
 
 mod support;
@@ -230,9 +230,10 @@ impl Damage {
         // The parts of an image that name what is in it.
         let whole = if image { length.min(64 << 10) } else { length };
         let directory = file.parent().and_then(Path::to_str).unwrap_or_default().to_owned();
-        let first = if has_checksum { 0 } else { 2 };
-        match first + random.below(8 - first) {
-            0 => Self::Flip { file, bit: random.below(whole * 8) },
+        // Flips are the rule, but data has no checksum that would tell.
+        let kinds = if has_checksum { 0..12 } else { 2..8 };
+        match kinds.start + random.below(kinds.end - kinds.start) {
+            0 | 8.. => Self::Flip { file, bit: random.below(whole * 8) },
             1 => Self::ZeroSector { file, at: random.below(whole.div_ceil(512)) * 512 },
             2 => Self::Truncate { file, to: random.below(length) },
             3 if !directory.is_empty() => Self::Swap(file, any(random, &directory)),
@@ -347,7 +348,7 @@ fn damaged_pools(test: &str, kind: PoolKind, share: u64) {
     let mut random = Random(number("ORACLE_SEED", 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut tally = Tally::default();
     let begun = Instant::now();
-    for case in 0..number("CORRUPTION_CASES", 60) / share {
+    for case in 0..number("CORRUPTION_CASES", 90) / share {
         let damaged = template.config.data_dir.with_file_name(format!("case-{case}"));
         copy(&template.config.data_dir, &damaged);
         let damage = Damage::random(&mut random, &damaged);

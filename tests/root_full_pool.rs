@@ -3,40 +3,11 @@
 
 mod support;
 
-use std::fs::File;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use csi_loopback::backend::{Backend, CreateVolume, Error, PoolKind, Source, VolumeRequest, check};
+use support::full::*;
 use support::*;
-
-/// What a pod does that writes until it cannot: chunks, then single blocks. Returns the first block
-/// that was not written.
-fn fill(device: &Path, from: u64) -> u64 {
-    let file = File::options().write(true).custom_flags(libc::O_DIRECT).open(device).unwrap();
-    let data = pattern(from, (MIB + BLOCK) as usize);
-    let start = data.as_ptr().align_offset(BLOCK as usize);
-    let mut block = from;
-    for size in [MIB, 16 * BLOCK, BLOCK] {
-        let chunk = &data[start..start + size as usize];
-        while file.write_all_at(chunk, block * BLOCK).is_ok() {
-            block += size / BLOCK;
-        }
-    }
-    block
-}
-
-/// The refusal is of the kind that a caller may wait out, and says what would help.
-fn exhausted<T: std::fmt::Debug>(result: Result<T, Error>, what: &str) {
-    match result {
-        Err(Error::Exhausted(message)) => {
-            assert!(message.contains("pool"), "{what}: {message}");
-        }
-        other => panic!("{what}: {other:?}"),
-    }
-}
 
 fn create(backend: &Backend, name: &str, source: Option<Source>) -> Result<String, Error> {
     let request = VolumeRequest { required_bytes: 0, source, ..request() };
@@ -255,24 +226,4 @@ fn a_copy_that_does_not_fit_leaves_nothing() {
     let read = pool.read_snapshot(&a);
     assert_eq!(read[..content.len()], content);
     drop(pool);
-}
-
-/// An ext4 of its own for a copy pool.
-struct Small(std::path::PathBuf);
-
-impl Small {
-    fn mount(directory: &Path, bytes: u64) -> Self {
-        let (image, at) = (directory.join("small.img"), directory.join("small"));
-        File::create(&image).unwrap().set_len(bytes).unwrap();
-        std::fs::create_dir(&at).unwrap();
-        run("mkfs.ext4", &["-q", "-m", "0", path(&image)]);
-        run("mount", &["-o", "loop", path(&image), path(&at)]);
-        Self(at)
-    }
-}
-
-impl Drop for Small {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.0).status();
-    }
 }

@@ -16,6 +16,7 @@ use super::loop_device::LoopDevice;
 use super::model::{Access, Attachment, Capability, Publication, Usage, Volume};
 use super::pool;
 use super::store::Store;
+use super::upkeep;
 
 /// Attaches a volume and, unless it is used raw, mounts its filesystem at `path`, making it first
 /// where there is none.
@@ -25,7 +26,8 @@ pub fn stage(store: &Store, volume_id: &str, path: &Path, capability: &Capabilit
     let volume = reading.live_volume(volume_id)?;
     if let Some(attachment) = reading.get::<Attachment>(volume_id)? {
         let attachment = same_stage(attachment, path, capability)?;
-        return bring_up(store, volume, &attachment);
+        let staged = bring_up(store, volume, &attachment);
+        return staged.map_err(|error| upkeep::or_exhausted(store, error));
     }
     let attachment = Attachment {
         volume_id: volume_id.to_owned(),
@@ -40,7 +42,7 @@ pub fn stage(store: &Store, volume_id: &str, path: &Path, capability: &Capabilit
         // next stage or unstage what to look for.
         let _ = take_down(store, &attachment);
     }
-    staged
+    staged.map_err(|error| upkeep::or_exhausted(store, error))
 }
 
 /// An earlier stage of the volume, if it is the same one.

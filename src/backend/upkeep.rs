@@ -3,7 +3,7 @@
 
 use tracing::{info, warn};
 
-use super::error::Result;
+use super::error::{Error, Result};
 use super::model::{ChainBreak, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Directory, Room};
 use super::store::{Store, now};
@@ -18,6 +18,18 @@ pub fn reserve(room: Room) -> u64 {
 /// Whether the pool is so full that a pod may soon meet ENOSPC.
 pub fn under_pressure(room: Room) -> bool {
     room.available < reserve(room)
+}
+
+/// What a device or a tool failed with, told apart: a loop device without room behind it looks like a
+/// broken disk.
+pub fn or_exhausted(store: &Store, error: Error) -> Error {
+    let of_device = matches!(error, Error::Io { .. } | Error::Failed(_));
+    match store.pool.room() {
+        Ok(room) if of_device && under_pressure(room) => Error::Exhausted(format!(
+            "{error}: the pool is nearly full; delete volumes or snapshots, or grow the pool"
+        )),
+        _ => error,
+    }
 }
 
 /// Drops hidden baselines, oldest first, until there is room. A delta across the gap then fails; it

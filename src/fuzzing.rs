@@ -15,6 +15,7 @@ pub use crate::backend::list::page;
 pub use crate::backend::sys::FiemapExtent;
 pub use crate::driver::call::{Describe, Subject};
 pub use crate::driver::controller::{page as page_size, token};
+pub use crate::driver::fault::Rule;
 pub use crate::driver::request::{
     capacity_range, change_tracking, id, keys, max_entries, name, path, place, volume_context,
 };

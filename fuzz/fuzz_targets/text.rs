@@ -1,5 +1,5 @@
 //! Text from clients and people: ids and names, tokens of lists, sizes, timeouts, sockets, paths, the
-//! command line. Each is refused, or is what its rules promise.
+//! command line, rules for faults. Each is refused, or is what its rules promise.
 #![no_main]
 
 use std::ffi::OsString;
@@ -51,6 +51,9 @@ fn checked_fields(text: &str) {
         let path: &std::path::Path = socket.as_ref();
         assert!(path.is_absolute() && path.as_os_str().len() <= 107);
         assert_eq!(socket.to_string().parse(), Ok(socket));
+    }
+    if let Ok(rule) = text.parse::<fuzzing::Rule>() {
+        assert!(text.starts_with(rule.kind.name()));
     }
     if let Ok(fs_type) = text.parse::<FsType>() {
         assert!(text.is_empty() || fs_type.name() == text);

@@ -9,7 +9,7 @@ mod args;
 pub(crate) mod call;
 pub(crate) mod controller;
 mod controller_snapshots;
-mod fault;
+pub(crate) mod fault;
 mod frame;
 pub(crate) mod group_controller;
 mod identity;

@@ -50,8 +50,9 @@ pub fn listen(
 
     // Bound under a name of its own first: nobody can connect before `listen`, and by then mode and
     // group are set. The rename then takes the place of a stale socket in one step.
+    // Its name is no longer than a process number: a socket's path has little room.
+    remove_left_over(directory);
     let temporary = directory.join(format!(".{}", std::process::id()));
-    let _ = fs::remove_file(&temporary);
     let socket = UnixSocket::new_stream()?;
     socket
         .bind(&temporary)
@@ -68,6 +69,21 @@ pub fn listen(
     placed
         .inspect_err(|_| drop(fs::remove_file(&temporary)))
         .with_context(|| format!("making the socket {shown}"))
+}
+
+/// Removes what drivers that were killed had bound and not yet named: sockets called after a process
+/// that is gone, or after this one.
+fn remove_left_over(directory: &Path) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let process = name.to_str().and_then(|name| name.strip_prefix('.')?.parse::<u32>().ok());
+        let is_gone = process.is_some_and(|process| {
+            process == std::process::id() || !Path::new(&format!("/proc/{process}")).exists()
+        });
+        if is_gone && entry.file_type().is_ok_and(|found| found.is_socket()) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
 }
 
 fn refuse_if_taken(path: &Path) -> anyhow::Result<()> {
@@ -142,6 +158,20 @@ mod tests {
         let (_listener, _guard) = listen(&path, 0o600, None).unwrap();
         drop(stale);
         assert!(UnixStream::connect(&path).is_ok());
+    }
+
+    #[tokio::test]
+    async fn what_a_killed_driver_had_bound_and_not_named_goes_with_the_next_start() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        // More than any process number (proc(5), pid_max).
+        let of_the_dead = UnixListener::bind(at(".4194305")).unwrap();
+        let of_the_living = UnixListener::bind(at(".1")).unwrap();
+        fs::write(at(".4194306"), "no socket").unwrap();
+        let (_listener, _guard) = listen(&at("csi.sock"), 0o600, None).unwrap();
+        drop((of_the_dead, of_the_living));
+        let there = [".4194305", ".1", ".4194306", "csi.sock"].map(|name| at(name).exists());
+        assert_eq!(there, [false, true, true, true]);
     }
 
     #[tokio::test]

@@ -75,8 +75,15 @@ pub fn delete(store: &Store, id: &str) -> Result<()> {
     let Some(snapshot) = found else { return Ok(()) };
     let _lock = store.locks.take([snapshot.volume_id.as_str()])?;
     let reading = store.catalog.read()?;
-    let found = reading.get::<Snapshot>(id)?.filter(|row| row.phase == SnapshotPhase::Ready);
-    let Some(snapshot) = found else { return Ok(()) };
+    let Some(snapshot) = reading.get::<Snapshot>(id)? else { return Ok(()) };
+    match snapshot.phase {
+        SnapshotPhase::Ready => {}
+        SnapshotPhase::Cutting => return Ok(()),
+        // A deletion that met an error may have left what nobody needs any more.
+        SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten => {
+            return finish_deletion(store, &[snapshot]);
+        }
+    }
     if let Some(group) = &snapshot.group_id {
         return Err(Error::invalid(
             "snapshot_id",

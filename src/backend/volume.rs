@@ -209,7 +209,10 @@ fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Res
 pub fn delete(store: &Store, id: &str) -> Result<()> {
     let _lock = store.locks.take([id])?;
     let reading = store.catalog.read()?;
-    let Some(volume) = reading.get::<Volume>(id)? else { return Ok(()) };
+    let Some(volume) = reading.get::<Volume>(id)? else {
+        // A deletion that met an error may have left what nobody needs any more.
+        return snapshot::collect(store, id);
+    };
     if let Some(attachment) = reading.get::<Attachment>(id)? {
         let place = attachment.published.keys().next().unwrap_or(&attachment.staging_path);
         return Err(Error::Precondition(format!(

@@ -163,6 +163,7 @@ else
 fi
 if cargo_component clippy clippy; then
     step "cargo clippy" cargo clippy --all-targets --locked -- -D warnings
+    step "cargo clippy, all features" cargo clippy --all-targets --all-features --locked -- -D warnings
 else
     skip 1 "cargo clippy" "clippy is not installed, nor could it be"
 fi
@@ -185,14 +186,16 @@ step "build tests" bash -c \
     'exec cargo test --locked --no-run --message-format=json-render-diagnostics >"$1"' \
     _ "$logs/artifacts.json"
 
-# "NAME PATH" per test binary. Those that need root are integration tests called root_*; elsewhere
-# it is the tests with root_ in their names.
+# test_binaries ARTIFACTS: "NAME PATH" per test binary. Those that need root are integration tests called
+# root_*; elsewhere it is the tests with root_ in their names.
+test_binaries() {
+    jq -r 'select(.reason == "compiler-artifact" and .profile.test and .executable != null)
+        | (if .target.kind[0] == "test" then "tests/" else "unit tests of " end) + .target.name
+          + "\t" + .executable' "$1"
+}
 tests=()
 if ((status == 0)); then
-    mapfile -t tests < <(jq -r '
-        select(.reason == "compiler-artifact" and .profile.test and .executable != null)
-        | (if .target.kind[0] == "test" then "tests/" else "unit tests of " end) + .target.name
-          + "\t" + .executable' "$logs/artifacts.json")
+    mapfile -t tests < <(test_binaries "$logs/artifacts.json")
     # Cargo sets this for the tests that it runs.
     export CARGO_MANIFEST_DIR=$repo
 fi
@@ -218,18 +221,23 @@ for entry in "${tests[@]}"; do
     run_tests "$name" "${timed[@]}" "$binary" "${report[@]}" --skip root_
 done
 run_tests "doc tests" cargo test --locked --doc --quiet
-# One at a time: they share the machine's loop devices and load, and some measure time.
-for entry in "${tests[@]}"; do
-    name=${entry%%$'\t'*} binary=${entry#*$'\t'} filter=(root_)
+# root_tests NAME BINARY: the tests of a binary that need root. One at a time: they share the machine's
+# loop devices and load, and some measure time.
+root_tests() {
+    local name=$1 binary=$2 filter=(root_) count
     [[ $name != tests/root_* ]] || filter=()
     count=$(count_tests "$binary" "${filter[@]}")
-    ((count)) || continue
+    ((count)) || return 0
     [[ $name == tests/root_* ]] || name+=" (root_)"
     if [[ -n $why_no_root_tests ]]; then
         skip "$count" "$name, $count tests" "$why_no_root_tests"
     else
         run_tests "$name" "${timed[@]}" "$binary" "${report[@]}" --test-threads=1 "${filter[@]}"
     fi
+}
+
+for entry in "${tests[@]}"; do
+    root_tests "${entry%%$'\t'*}" "${entry#*$'\t'}"
 done
 
 # --- Fuzzing --------------------------------------------------------------------------------------
@@ -306,6 +314,26 @@ else
     fi
     sanity
 fi
+
+# --- Death and errors at every step -----------------------------------------------------------------
+
+if [[ -n $driver ]]; then
+    # shellcheck disable=SC2016 # $1 is for the inner shell
+    step "the driver has no fail points" bash -c '! grep --text --fixed-strings fail-points "$1"' _ "$driver"
+fi
+# The last of all builds: from here on the driver in the target directory is another one.
+driver=
+# shellcheck disable=SC2016 # $1 is for the inner shell
+step "build with fail points" bash -c \
+    'exec cargo test --locked --features failpoints --test root_crash --no-run --message-format=json-render-diagnostics >"$1"' \
+    _ "$logs/artifacts-failpoints.json"
+tests=()
+if ((status == 0)); then
+    mapfile -t tests < <(test_binaries "$logs/artifacts-failpoints.json")
+fi
+for entry in "${tests[@]}"; do
+    root_tests "${entry%%$'\t'*}" "${entry#*$'\t'}"
+done
 
 # --- What was left behind -------------------------------------------------------------------------
 

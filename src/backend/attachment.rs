@@ -10,6 +10,7 @@ use std::io;
 use std::path::Path;
 
 use super::error::{Context, Error, Result};
+use super::fail_point::reach;
 use super::filesystem::{self, Mount};
 use super::format;
 use super::loop_device::LoopDevice;
@@ -79,6 +80,7 @@ fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Resul
         format::grow_unmounted(store, &mut volume, &device)?;
     }
     fs::create_dir_all(path).context(|| format!("making {}", path.display()))?;
+    reach("stage.directory_made")?;
     if !shown_at(path, &device)? {
         check_directory("staging_target_path", path)?;
         filesystem::mount_device(device.path(), path, fs_type, flags, read_only)?;
@@ -285,6 +287,7 @@ fn show(
     }
     if !shown {
         fs::create_dir_all(target).context(|| format!("making {}", target.display()))?;
+        reach("publish.directory_made")?;
         filesystem::bind(staging, target)?;
     }
     // Also where it was mounted before: a crash may have come between the two.
@@ -294,6 +297,7 @@ fn show(
 fn show_device(device: &LoopDevice, target: &Path) -> Result<()> {
     if let Some(parent) = target.parent() {
         fs::create_dir_all(parent).context(|| format!("making {}", parent.display()))?;
+        reach("publish.parent_made")?;
     }
     if present(target)?.is_none() {
         pool::new_file(target)?;
@@ -338,6 +342,7 @@ fn hide(
         None => filesystem::unmount(target, Mount::is_loop_node)?,
     }
     remove_target(target)?;
+    reach("publish.target_removed")?;
     attachment.published.remove(target);
     store.catalog.write(|tx| tx.put(&attachment))
 }

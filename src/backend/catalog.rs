@@ -24,6 +24,7 @@ use serde::de::DeserializeOwned;
 use tracing::warn;
 
 use super::error::{Context, Error, Kind, Result};
+use super::fail_point::{meet, reach};
 use super::model::{Attachment, Group, Snapshot, Volume};
 use super::pool::sync_directory;
 
@@ -141,7 +142,7 @@ impl Reserved {
             }
         }
         self.reserve_ahead();
-        Ok(())
+        meet("page.sized")
     }
 
     fn has_room(&self) -> bool {
@@ -166,11 +167,13 @@ impl StorageBackend for Reserved {
     }
 
     fn sync_data(&self) -> io::Result<()> {
-        self.unless_failed(File::sync_data)
+        self.unless_failed(|file| file.sync_data().and_then(|()| meet("page.flushed")))
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.unless_failed(|file| file.write_all_at(data, offset))
+        self.unless_failed(|file| {
+            file.write_all_at(data, offset).and_then(|()| meet("page.written"))
+        })
     }
 }
 
@@ -214,7 +217,9 @@ impl Catalog {
             // Under another name: the store does not open what a crash leaves of its own making.
             let part = path.with_extension("part");
             drop(Self::open_file(&part, true)?);
+            reach("catalog.made")?;
             fs::rename(&part, path).context(making)?;
+            reach("catalog.named")?;
             path.parent().map_or(Ok(()), sync_directory)?;
         }
         Self::open_file(path, false)
@@ -290,9 +295,13 @@ impl Catalog {
         let store = self.store()?;
         let has_room = store.file.has_room();
         let tx = Writing { inner: store.database.begin_write().map_err(failed)?, has_room };
-        let result = change(&tx);
+        let result = change(&tx).and_then(|value| reach("catalog.changed").map(|()| value));
         match result {
-            Ok(value) => tx.inner.commit().map_err(failed).map(|()| value),
+            Ok(value) => {
+                tx.inner.commit().map_err(failed)?;
+                reach("catalog.committed")?;
+                Ok(value)
+            }
             Err(error) => {
                 // After an I/O error this fails too; the first one is what has to be told.
                 let _ = tx.inner.abort();

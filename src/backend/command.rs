@@ -1,11 +1,12 @@
 //! Runs the tools that make, check and grow filesystems: bounded in time and in output.
 
 use std::io::Read;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::error::{Error, Result};
+use super::fail_point::reach;
 
 /// mkfs of 64 TiB takes seconds; more than this is a hang.
 const DEADLINE: Duration = Duration::from_secs(300);
@@ -37,25 +38,32 @@ pub fn run_with(command: &mut Command, good: &[i32]) -> Result<()> {
         }
         String::from_utf8_lossy(&text).trim().to_owned()
     });
-    let deadline = Instant::now() + DEADLINE;
-    let mut pause = Duration::from_millis(1);
-    let status = loop {
-        let waited = child.try_wait().map_err(|e| Error::Failed(format!("{name}: {e}")))?;
-        if let Some(status) = waited {
-            break status;
-        }
-        if Instant::now() > deadline {
-            let _ = child.kill();
-            let _ = child.wait();
-            return Err(Error::Failed(format!("{name} took longer than {DEADLINE:?}")));
-        }
-        thread::sleep(pause);
-        pause = (pause * 2).min(Duration::from_millis(50));
-    };
+    let status = ended(&mut child, &name).inspect_err(|_| {
+        // Nobody would wait for it any more.
+        let _ = child.kill();
+        let _ = child.wait();
+    })?;
     let said = reader.join().unwrap_or_default();
     if status.code().is_some_and(|code| good.contains(&code)) {
         Ok(())
     } else {
         Err(Error::Failed(format!("{name} {status}: {said}")))
+    }
+}
+
+fn ended(child: &mut Child, name: &str) -> Result<ExitStatus> {
+    reach("tool.started")?;
+    let deadline = Instant::now() + DEADLINE;
+    let mut pause = Duration::from_millis(1);
+    loop {
+        let waited = child.try_wait().map_err(|e| Error::Failed(format!("{name}: {e}")))?;
+        if let Some(status) = waited {
+            return Ok(status);
+        }
+        if Instant::now() > deadline {
+            return Err(Error::Failed(format!("{name} took longer than {DEADLINE:?}")));
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(50));
     }
 }

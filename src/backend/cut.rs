@@ -12,6 +12,7 @@ use std::fs::File;
 use tracing::{error, warn};
 
 use super::error::{Context, Error, Result};
+use super::fail_point::reach;
 use super::model::{ChainBreak, Group, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::point_in_time::{self, Copy};
 use super::pool::{self, Directory};
@@ -68,6 +69,7 @@ fn make(store: &Store, rows: Vec<(Volume, Snapshot)>) -> Result<Vec<Member>> {
         target
             .set_len(volume.capacity_bytes)
             .context(|| format!("sizing snapshot {:?}", snapshot.id))?;
+        reach("cut.sized")?;
         members.push(Member { volume, snapshot, source, target });
     }
     let copies: Vec<Copy<'_>> = members
@@ -97,8 +99,10 @@ fn seal(member: &Member) -> Result<()> {
     // Twice: an fsync in flight while the pool's filesystem shuts down can report success with
     // nothing durable; the next one then fails.
     member.target.sync_all().context(flushing)?;
+    reach("cut.flushed")?;
     pool::set_immutable(&member.target, true)?;
-    member.target.sync_all().context(flushing)
+    member.target.sync_all().context(flushing)?;
+    reach("cut.sealed")
 }
 
 /// Writes the change record of a sealed copy, and says what it counts from.

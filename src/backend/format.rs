@@ -7,6 +7,7 @@ use std::io;
 use nix::unistd::{Whence, lseek};
 
 use super::error::{Error, Result};
+use super::fail_point::reach;
 use super::filesystem;
 use super::loop_device::LoopDevice;
 use super::model::{Format, FsType, Volume};
@@ -64,7 +65,9 @@ fn make(store: &Store, volume: &mut Volume, device: &LoopDevice, fs_type: FsType
     let size_bytes = volume.capacity_bytes;
     note(store, volume, Format { fs_type, size_bytes, unfinished: true })?;
     filesystem::make(fs_type, device.path())?;
+    reach("format.made")?;
     device.flush()?;
+    reach("format.flushed")?;
     note(store, volume, Format { fs_type, size_bytes, unfinished: false })
 }
 
@@ -125,6 +128,7 @@ pub fn grow(
 }
 
 fn grown(store: &Store, volume: &mut Volume, format: Format) -> Result<()> {
+    reach("format.grown")?;
     let size_bytes = volume.capacity_bytes;
     note(store, volume, Format { size_bytes, ..format })
 }

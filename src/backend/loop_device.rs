@@ -15,6 +15,7 @@ use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use tracing::warn;
 
 use super::error::{Context, Error, Result};
+use super::fail_point::reach;
 use super::sys;
 use super::units::BLOCK_SIZE;
 
@@ -85,6 +86,7 @@ impl LoopDevice {
             let file = device.open(true)?;
             match configure(&file, backing, flags) {
                 Ok(()) => {
+                    reach("loop.attached")?;
                     // A former user may have left it read-only: the kernel keeps that.
                     device.set_read_only(false)?;
                     return Ok((device, file));
@@ -122,7 +124,8 @@ impl LoopDevice {
             return Ok(());
         }
         info.lo_flags &= !(LO_FLAGS_AUTOCLEAR as u32);
-        sys::loop_set_status(&file, &mut info).context(doing)
+        sys::loop_set_status(&file, &mut info).context(doing)?;
+        reach("loop.kept")
     }
 
     /// The device whose backing file is deleted and had this name, which must be unique for ever.
@@ -180,7 +183,8 @@ impl LoopDevice {
     /// Takes over the size that the backing file has grown to.
     pub fn grow(&self) -> Result<()> {
         sys::loop_set_capacity(&self.open(true)?)
-            .context(|| format!("growing {}", self.path.display()))
+            .context(|| format!("growing {}", self.path.display()))?;
+        reach("loop.grown")
     }
 
     /// Writes what the device's own page cache holds to the backing file.
@@ -197,7 +201,8 @@ impl LoopDevice {
     /// Makes the device refuse writes, or accept them again.
     pub fn set_read_only(&self, read_only: bool) -> Result<()> {
         sys::set_block_read_only(&self.open(false)?, read_only)
-            .context(|| format!("setting the mode of {}", self.path.display()))
+            .context(|| format!("setting the mode of {}", self.path.display()))?;
+        reach("loop.mode_set")
     }
 
     /// A number that is the same twice only if nothing was written or discarded in between, and
@@ -276,9 +281,10 @@ impl LoopDevice {
         // The next user of the device would find it read-only.
         if sys::block_is_read_only(&file).context(doing)? {
             sys::set_block_read_only(&file, false).context(doing)?;
+            reach("loop.mode_reset")?;
         }
         match sys::loop_clear(&file) {
-            Ok(()) => Ok(true),
+            Ok(()) => reach("loop.let_go").map(|()| true),
             Err(e) if gone(&e) => Ok(true),
             Err(e) => Err(Error::io(doing(), e)),
         }

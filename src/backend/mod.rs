@@ -10,6 +10,7 @@
 //! | `catalog`, `store`, `locks` | rows, files and who may change them |
 //! | `reconcile`, `upkeep`, [`check`] | after a crash, in the background, offline |
 //! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and its tools |
+//! | [`fail_point`] | places where tests end or fail an operation; nothing in what ships |
 
 mod attachment;
 pub(crate) mod catalog;
@@ -18,6 +19,7 @@ mod command;
 mod cut;
 pub mod error;
 pub mod extents;
+pub mod fail_point;
 mod filesystem;
 mod format;
 mod group;

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use tracing::debug;
 
 use super::error::{Context, Error, Result};
+use super::fail_point::reach;
 use super::filesystem::{self, Frozen};
 use super::loop_device::LoopDevice;
 use super::model::{Access, Attachment, Volume};
@@ -63,6 +64,7 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<(u64, u32)> {
     let pool = store.pool.as_ref();
     for (copy, _) in &members {
         pool.pre_clone(copy.source, copy.target)?;
+        reach("copy.begun")?;
     }
     let deadline = if pool.clones_atomically() { CLONE_DEADLINE } else { COPY_DEADLINE };
     let mounted: io::Result<Vec<File>> =
@@ -73,6 +75,7 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<(u64, u32)> {
     let moment = now();
     for (copy, writers) in &members {
         clone_one(pool, copy, writers)?;
+        reach("copy.made")?;
     }
     frozen.thaw()?;
     debug!(volumes = members.len(), frozen_ms = begun.elapsed().as_millis(), "copied");
@@ -144,5 +147,6 @@ fn settle(copy: &Copy<'_>, device: Option<&LoopDevice>) -> Result<()> {
     if let Some(device) = device {
         device.flush()?;
     }
-    copy.source.sync_all().context(|| format!("flushing volume {:?}", copy.volume.id))
+    copy.source.sync_all().context(|| format!("flushing volume {:?}", copy.volume.id))?;
+    reach("copy.settled")
 }

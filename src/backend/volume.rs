@@ -4,6 +4,7 @@ use std::fs::File;
 
 use super::cut;
 use super::error::{Context, Error, Result};
+use super::fail_point::reach;
 use super::filesystem;
 use super::ids::{self, VOLUME_PREFIX};
 use super::list::{self, Page};
@@ -193,7 +194,10 @@ fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Res
     let file = pool::new_file(&path)?;
     store.pool.adopt(&file)?;
     match source {
-        Some(OpenSource::Snapshot(_, source)) => store.pool.clone(source, &file)?,
+        Some(OpenSource::Snapshot(_, source)) => {
+            store.pool.clone(source, &file)?;
+            reach("volume.cloned")?;
+        }
         Some(OpenSource::Volume(volume, source)) => {
             file.set_len(volume.capacity_bytes).context(doing)?;
             point_in_time::copy_all(store, &[Copy { volume, source, target: &file }])?;
@@ -201,7 +205,9 @@ fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Res
         None => {}
     }
     file.set_len(volume.capacity_bytes).context(doing)?;
+    reach("volume.sized")?;
     file.sync_all().context(doing)?;
+    reach("volume.flushed")?;
     pool::sync_directory(&Directory::Volumes.path(store.pool.root()))
 }
 
@@ -270,7 +276,10 @@ pub fn expand(store: &Store, id: &str, required_bytes: u64, limit_bytes: u64) ->
     // File first: after a crash in between start-up takes over the size that it finds.
     let file = store.open_volume(&volume)?;
     let doing = || format!("growing volume {id:?}");
-    file.set_len(bytes).and_then(|()| file.sync_all()).context(doing)?;
+    file.set_len(bytes).context(doing)?;
+    reach("volume.grown")?;
+    file.sync_all().context(doing)?;
+    reach("volume.growth_flushed")?;
     volume.capacity_bytes = bytes;
     store.catalog.write(|tx| tx.put(&volume))?;
     for device in LoopDevice::find(&file)? {

@@ -94,6 +94,11 @@ pub struct Args {
     #[arg(long, value_name = "RULE", requires = "enable_faults")]
     pub fault: Vec<Rule>,
 
+    /// Directory with a plan of where to be killed or to fail (backend::fail_point).
+    #[cfg(feature = "failpoints")]
+    #[arg(long, value_name = "DIR")]
+    pub fail_points: Option<PathBuf>,
+
     #[command(flatten)]
     pub log: telemetry::logs::Args,
 }

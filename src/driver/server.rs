@@ -88,8 +88,12 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         drain_timeout,
         enable_faults: _,
         fault,
+        #[cfg(feature = "failpoints")]
+        fail_points,
         log: _,
     } = args;
+    #[cfg(feature = "failpoints")]
+    fail_points.into_iter().for_each(backend::fail_point::watch);
     // First, so that a signal during a long start ends the process in order, too.
     let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
     let config =

@@ -11,6 +11,8 @@ use anyhow::{Context, bail};
 use nix::unistd::Group;
 use tokio::net::{UnixListener, UnixSocket};
 
+use crate::backend::fail_point::meet;
+
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 128;
 
@@ -58,12 +60,14 @@ pub fn listen(
         .bind(&temporary)
         .with_context(|| format!("binding a socket in {}", directory.display()))?;
     let placed = (|| {
+        meet("socket.bound")?;
         chown(&temporary, None, gid).context("setting the group of the socket")?;
         fs::set_permissions(&temporary, Permissions::from_mode(mode))?;
         let made = fs::symlink_metadata(&temporary)?;
         let listener = socket.listen(BACKLOG)?;
         fs::rename(&temporary, path)?;
         let guard = Guard { path: path.to_owned(), device: made.dev(), inode: made.ino() };
+        meet("socket.named")?;
         anyhow::Ok((listener, guard))
     })();
     placed

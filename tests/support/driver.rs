@@ -161,10 +161,14 @@ impl Driver {
 
     /// Starts the driver on the same directory and waits until it serves.
     pub fn start_again(&mut self) {
+        self.try_start().unwrap_or_else(|error| panic!("{error}\n{}", self.log()));
+    }
+
+    /// Like [`Driver::start_again`]; an error when the driver ended before it served.
+    pub fn try_start(&mut self) -> Result<(), String> {
         let flags = self.flags.clone();
-        let child = self.spawn(&flags).unwrap();
-        self.child = Some(child);
-        self.wait_until_served().unwrap_or_else(|error| panic!("{error}\n{}", self.log()));
+        self.child = Some(self.spawn(&flags).unwrap());
+        self.wait_until_served()
     }
 
     fn spawn(&self, flags: &[String]) -> std::io::Result<Child> {
@@ -222,6 +226,11 @@ impl Driver {
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{arguments:?}: {said}");
         serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// Whether it was started, and its end was not waited for.
+    pub fn is_running(&self) -> bool {
+        self.child.is_some()
     }
 
     pub fn pid(&self) -> Pid {

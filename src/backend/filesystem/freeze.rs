@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::super::error::{Context, Error, Result};
+use super::super::fail_point::{meet, reach};
 use super::super::sys;
 
 /// Mounted filesystems that are frozen while this lives.
@@ -30,7 +31,7 @@ impl State {
     fn thaw(&mut self) -> Result<bool> {
         let mut result = Ok(true);
         for directory in self.frozen.drain(..) {
-            match sys::thaw(&directory) {
+            match sys::thaw(&directory).and_then(|()| meet("freeze.thawed")) {
                 Ok(()) => {}
                 // Somebody else was faster.
                 Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
@@ -53,6 +54,7 @@ impl Frozen {
         // What there is to write is written before anybody stands still.
         for directory in &directories {
             nix::unistd::syncfs(directory).context(|| "syncing a filesystem".to_owned())?;
+            reach("freeze.synced")?;
         }
         let state = Arc::new(Mutex::new(State::default()));
         let (end, watched) = mpsc::channel();
@@ -85,6 +87,7 @@ impl Frozen {
         }
         let mut state = lock(&self.state);
         state.frozen.push(directory);
+        reach("freeze.frozen")?;
         if state.expired { state.thaw().map(drop) } else { Ok(()) }
     }
 
@@ -113,7 +116,7 @@ impl Drop for Frozen {
 /// Thaws a filesystem that a cut left frozen when its process died. False when it was not frozen.
 pub fn thaw_left_over(directory: &File) -> Result<bool> {
     match sys::thaw(directory) {
-        Ok(()) => Ok(true),
+        Ok(()) => reach("freeze.left_over_thawed").map(|()| true),
         Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => Ok(false),
         Err(e) => Err(Error::io("thawing a filesystem", e)),
     }

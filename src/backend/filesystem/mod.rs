@@ -16,6 +16,7 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 
 use super::command;
 use super::error::{Context, Error, Result};
+use super::fail_point::reach;
 use super::model::{FsType, Usage};
 
 pub use freeze::{Frozen, thaw_left_over};
@@ -81,13 +82,16 @@ pub fn mount_device(
         data.push("nouuid".to_owned());
     }
     let data = data.join(",");
-    mount(Some(device), target, Some(fs_type.name()), flags, Some(data.as_str())).context(|| {
-        format!(
-            "mounting {} ({fs_type}) at {}: check mount_flags and the kernel log",
-            device.display(),
-            target.display()
-        )
-    })
+    mount(Some(device), target, Some(fs_type.name()), flags, Some(data.as_str())).context(
+        || {
+            format!(
+                "mounting {} ({fs_type}) at {}: check mount_flags and the kernel log",
+                device.display(),
+                target.display()
+            )
+        },
+    )?;
+    reach("filesystem.mounted")
 }
 
 /// Splits mount(8) options into flags and what the filesystem gets to read.
@@ -124,7 +128,8 @@ fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
 pub fn bind(source: &Path, target: &Path) -> Result<()> {
     let none: Option<&str> = None;
     mount(Some(source), target, none, MsFlags::MS_BIND, none)
-        .context(|| format!("bind-mounting {}", target.display()))
+        .context(|| format!("bind-mounting {}", target.display()))?;
+    reach("filesystem.bound")
 }
 
 /// Makes a bind mount refuse writes. Other mounts of the filesystem are not touched.
@@ -133,7 +138,8 @@ pub fn make_read_only(target: &Path) -> Result<()> {
     // A remount drops the flags that it does not repeat.
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
     mount(none, target, none, flags | mount_flags(target)?, none)
-        .context(|| format!("making {} read-only", target.display()))
+        .context(|| format!("making {} read-only", target.display()))?;
+    reach("filesystem.made_read_only")
 }
 
 fn mount_flags(path: &Path) -> Result<MsFlags> {
@@ -158,7 +164,7 @@ fn mount_flags(path: &Path) -> Result<MsFlags> {
 pub fn unmount(path: &Path, ours: impl Fn(&Mount) -> bool) -> Result<()> {
     while mount_at(path)?.is_some_and(|mount| ours(&mount)) {
         match umount2(path, MntFlags::UMOUNT_NOFOLLOW) {
-            Ok(()) => {}
+            Ok(()) => reach("filesystem.unmounted")?,
             Err(nix::Error::EBUSY) => {
                 return Err(Error::Busy(format!(
                     "{} is in use; stop what has files open there",

@@ -18,6 +18,7 @@ use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
 use nix::unistd::{Gid, fchownat};
 
 use super::super::error::{Context, Result};
+use super::super::fail_point::meet;
 
 const SETGID: u32 = 0o2000;
 const DIRECTORY_BITS: u32 = SETGID | 0o770;
@@ -91,6 +92,7 @@ fn kind(stat: &FileStat) -> SFlag {
 
 fn give(entry: &OwnedFd, stat: &FileStat, group: Gid) -> io::Result<()> {
     fchownat(entry, "", None, Some(group), AtFlags::AT_EMPTY_PATH)?;
+    meet("ownership.group_set")?;
     let bits = match kind(stat) {
         SFlag::S_IFLNK => return Ok(()),
         SFlag::S_IFDIR => DIRECTORY_BITS,
@@ -98,5 +100,6 @@ fn give(entry: &OwnedFd, stat: &FileStat, group: Gid) -> io::Result<()> {
     };
     // The way to chmod what was opened by O_PATH: leads to that very file, whatever its name is now.
     let path = PathBuf::from(format!("/proc/self/fd/{}", entry.as_raw_fd()));
-    fs::set_permissions(path, fs::Permissions::from_mode((stat.st_mode & 0o7777) | bits))
+    fs::set_permissions(path, fs::Permissions::from_mode((stat.st_mode & 0o7777) | bits))?;
+    meet("ownership.mode_set")
 }

@@ -11,6 +11,7 @@ use nix::unistd::{Whence, lseek};
 
 use super::super::error::{Context, Error, Result};
 use super::super::extents::Finding;
+use super::super::fail_point::reach;
 use super::super::units::BLOCK_SIZE;
 use super::{Pool, PoolKind, Room, filesystem_room};
 
@@ -75,17 +76,18 @@ fn make_equal(source: &File, target: &File) -> Result<()> {
     let mut walk = Walk::new(Some(target), source, size);
     let (mut old, mut new) = (Buffer::new(), Buffer::new());
     while let Some(step) = walk.next_step()? {
-        if !step.in_new {
+        if step.in_new {
+            let wanted = new.read(source, step.start, step.end)?;
+            if step.in_old && old.read(target, step.start, step.end)? == wanted {
+                continue;
+            }
+            target.write_all_at(wanted, step.start).context(copying)?;
+        } else {
             let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             let (start, length) = (step.start as i64, (step.end - step.start) as i64);
             fallocate(target, mode, start, length).context(copying)?;
-            continue;
         }
-        let wanted = new.read(source, step.start, step.end)?;
-        let differs = !step.in_old || old.read(target, step.start, step.end)? != wanted;
-        if differs {
-            target.write_all_at(wanted, step.start).context(copying)?;
-        }
+        reach("copy.part_made")?;
     }
     Ok(())
 }

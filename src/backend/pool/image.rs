@@ -11,6 +11,7 @@ use tracing::info;
 
 use super::super::command;
 use super::super::error::{Context, Error, Result};
+use super::super::fail_point::reach;
 use super::super::loop_device::{Lifetime, LoopDevice};
 use super::super::sys;
 use super::{ReflinkPool, filesystem_room, new_file, sync_directory};
@@ -35,6 +36,7 @@ pub fn open(data_dir: &Path, size: Option<u64>) -> Result<ReflinkPool> {
         .context(|| format!("opening {}", image.display()))?;
     let (device, handle) = attach(&backing)?;
     let mount = mount(&device)?;
+    reach("image.mounted")?;
     drop(handle);
     ReflinkPool::on_image(mount, data_dir)
 }
@@ -80,6 +82,7 @@ fn make(data_dir: &Path, size: Option<u64>) -> Result<()> {
     }
     let file = new_file(&temporary)?;
     file.set_len(size).context(|| format!("sizing {}", temporary.display()))?;
+    reach("image.sized")?;
     let (device, handle) = LoopDevice::attach(&file, Lifetime::LastUser)?;
     // rmapbt doubles to trebles the cost of a clone and can run out of metadata room.
     command::run(
@@ -87,10 +90,13 @@ fn make(data_dir: &Path, size: Option<u64>) -> Result<()> {
             .args(["-q", "-f", "-K", "-m", "reflink=1,rmapbt=0", "-L", "csi-loopback"])
             .arg(device.path()),
     )?;
+    reach("image.formatted")?;
     handle.sync_all().context(|| format!("flushing {}", temporary.display()))?;
     drop(handle);
     file.sync_all().context(|| format!("flushing {}", temporary.display()))?;
+    reach("image.flushed")?;
     fs::rename(&temporary, path(data_dir)).context(|| "publishing the pool image".to_owned())?;
+    reach("image.named")?;
     info!(bytes = size, "made the pool image");
     sync_directory(data_dir)
 }

@@ -23,6 +23,7 @@ use tracing::info;
 
 use super::error::{Context, Error, Result};
 use super::extents::Finding;
+use super::fail_point::reach;
 use super::sys;
 
 pub use copy::CopyPool;
@@ -172,6 +173,7 @@ pub fn open(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Res
         let path = directory.path(opened.pool.root());
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&path);
         made.context(|| format!("making {}", path.display()))?;
+        reach("pool.directory_made")?;
     }
     sync_directory(opened.pool.root())?;
     Ok(opened)
@@ -282,10 +284,11 @@ fn write_marker(data_dir: &Path, kind: PoolKind) -> Result<()> {
     let json = serde_json::to_vec(&Marker { version: MARKER_VERSION, kind })
         .map_err(|e| Error::Failed(format!("encoding {MARKER}: {e}")))?;
     let mut file = new_file(&temporary)?;
-    file.write_all(&json)
-        .and_then(|()| file.sync_all())
-        .and_then(|()| fs::rename(&temporary, &path))
-        .context(|| format!("writing {}", path.display()))?;
+    let writing = || format!("writing {}", path.display());
+    file.write_all(&json).and_then(|()| file.sync_all()).context(writing)?;
+    reach("pool.marker_written")?;
+    fs::rename(&temporary, &path).context(writing)?;
+    reach("pool.marker_named")?;
     sync_directory(data_dir)
 }
 
@@ -309,21 +312,23 @@ impl Directory {
 
 /// A new, empty file that only root reads; what was there under this name is lost.
 pub fn new_file(path: &Path) -> Result<File> {
-    File::options()
+    let file = File::options()
         .read(true)
         .write(true)
         .create(true)
         .truncate(true)
         .mode(0o600)
         .open(path)
-        .context(|| format!("making {}", path.display()))
+        .context(|| format!("making {}", path.display()))?;
+    reach("file.made").map(|()| file)
 }
 
 /// Makes the names in a directory durable.
 pub fn sync_directory(path: &Path) -> Result<()> {
     File::open(path)
         .and_then(|directory| directory.sync_all())
-        .context(|| format!("flushing {}", path.display()))
+        .context(|| format!("flushing {}", path.display()))?;
+    reach("directory.flushed")
 }
 
 const IMMUTABLE: u32 = linux_raw_sys::general::FS_IMMUTABLE_FL;
@@ -338,7 +343,8 @@ pub fn set_immutable(file: &File, on: bool) -> Result<()> {
     match change.as_ref().map_err(std::io::Error::raw_os_error) {
         Err(Some(libc::ENOTTY | libc::EOPNOTSUPP)) => Ok(()),
         _ => change.context(|| "setting the immutable flag".to_owned()),
-    }
+    }?;
+    reach("file.flag_set")
 }
 
 pub fn is_immutable(file: &File) -> Result<bool> {
@@ -360,7 +366,8 @@ pub fn remove_and_free(path: &Path) -> Result<()> {
             // The name is gone for good by now, so nobody can meet the empty file.
             let path = format!("/proc/self/fd/{}", file.as_raw_fd());
             let emptied = File::options().write(true).open(path).and_then(|file| file.set_len(0));
-            emptied.context(|| "freeing a removed file".to_owned())
+            emptied.context(|| "freeing a removed file".to_owned())?;
+            reach("file.emptied")
         }
         None => Ok(()),
     }
@@ -375,6 +382,7 @@ fn unlink(path: &Path) -> Result<Option<File>> {
     };
     set_immutable(&file, false)?;
     fs::remove_file(path).context(|| format!("removing {}", path.display()))?;
+    reach("file.removed")?;
     path.parent().map_or(Ok(()), sync_directory)?;
     Ok(Some(file))
 }

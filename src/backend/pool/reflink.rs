@@ -11,6 +11,7 @@ use nix::sys::statfs::{XFS_SUPER_MAGIC, statfs};
 
 use super::super::error::{Context, Error, Result};
 use super::super::extents::{self, Finding};
+use super::super::fail_point::reach;
 use super::super::sys;
 use super::{Directory, Pool, PoolKind, Room, filesystem_room, new_file};
 
@@ -135,7 +136,9 @@ impl Pool for ReflinkPool {
     fn pre_clone(&self, source: &File, target: &File) -> Result<()> {
         let size = source.metadata().context(cloning)?.len();
         extents::data_ranges(source, size, STEP_EXTENTS, STEP_BYTES, |range| {
-            sys::clone_range(target, source, range.start, range.end - range.start).context(cloning)
+            sys::clone_range(target, source, range.start, range.end - range.start)
+                .context(cloning)?;
+            reach("copy.part_shared")
         })
     }
 

@@ -6,6 +6,7 @@ use std::io::{self, BufWriter, Write};
 use roaring::RoaringBitmap;
 
 use super::super::error::{Context, Error, Result};
+use super::super::fail_point::reach;
 use super::super::units::BlockRange;
 use super::{
     Bitmap, END_MAGIC, Header, INDEX_ENTRY_BYTES, IndexEntry, MAGIC, SEGMENT_BLOCKS, VERSION,
@@ -121,7 +122,10 @@ impl RecordWriter {
         bytes.extend(trailer);
         self.output.append(&bytes).context(writing)?;
         let file = self.output.file.into_inner().map_err(io::IntoInnerError::into_error);
-        file.and_then(|file| file.sync_all()).context(writing)?;
+        let file = file.context(writing)?;
+        reach("record.written")?;
+        file.sync_all().context(writing)?;
+        reach("record.flushed")?;
         Ok(Written { allocated_blocks: self.allocated.total, changed_blocks: self.changed.total })
     }
 }

@@ -148,8 +148,8 @@ fn for_each_scenario(
 
 /// The points of a call that are its own.
 fn own(met: &[String], scenario: &dyn Scenario) -> usize {
-    let after = scenario.begins_after();
-    after.map_or(0, |name| met.iter().rposition(|point| point == name).map_or(0, |at| at + 1))
+    let last = |name: &str| met.iter().rposition(|point| point == name).expect(name);
+    scenario.begins_after().map_or(0, |name| last(name) + 1)
 }
 
 /// A full pool is the pool's own only where that is an image.
@@ -220,16 +220,14 @@ fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
         play.scene.driver.kill();
         let idle = play.watch_start(STEPS);
         play.scene.driver.start_again();
-        let settles_from = match everything() {
-            true => 1,
-            false => idle.iter().position(|point| point == "socket.bound").unwrap() + 1,
-        };
+        let settles_from = idle.iter().position(|point| point == "socket.bound").unwrap() + 1;
         let mut deaths = 0;
         for at in (own(&met, play.scenario)..met.len()).filter(|at| sampled(*at, 5)) {
             println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
             let expected = is_exact(kind).then_some(&met[..=at]);
             let Some(waiting) = play.die_at(at + 1, STEPS, expected) else { continue };
-            deaths += play.die_while_starting(settles_from);
+            let from = if everything() && deaths == 0 { 1 } else { settles_from };
+            deaths += play.die_while_starting(from);
             play.converge(waiting);
         }
         play.end();

@@ -342,7 +342,6 @@ fn hide(
         None => filesystem::unmount(target, Mount::is_loop_node)?,
     }
     remove_target(target)?;
-    reach("publish.target_removed")?;
     attachment.published.remove(target);
     store.catalog.write(|tx| tx.put(&attachment))
 }
@@ -358,7 +357,10 @@ fn remove_target(target: &Path) -> Result<()> {
     let harmless = [libc::ENOTEMPTY, libc::EBUSY, libc::ENOENT];
     match removed {
         Err(e) if e.raw_os_error().is_some_and(|code| harmless.contains(&code)) => Ok(()),
-        result => result.context(|| format!("removing {}", target.display())),
+        result => {
+            result.context(|| format!("removing {}", target.display()))?;
+            reach("publish.target_removed")
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use tracing::warn;
 
 use super::error::{Context, Error, Result};
-use super::fail_point::reach;
+use super::fail_point::{meet, reach};
 use super::sys;
 use super::units::BLOCK_SIZE;
 
@@ -86,7 +86,6 @@ impl LoopDevice {
             let file = device.open(true)?;
             match configure(&file, backing, flags) {
                 Ok(()) => {
-                    reach("loop.attached")?;
                     // A former user may have left it read-only: the kernel keeps that.
                     device.set_read_only(false)?;
                     return Ok((device, file));
@@ -325,6 +324,7 @@ fn configure(device: &File, backing: &File, flags: u32) -> io::Result<()> {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => attempt(flags)?,
         result => result?,
     }
+    meet("loop.attached")?;
     // The kernel may turn it off without a word.
     if sys::loop_status(device)?.lo_flags & LO_FLAGS_DIRECT_IO as u32 == 0 {
         warn!("no direct I/O on this filesystem: data is cached twice");

@@ -212,13 +212,13 @@ impl Scene {
 
     /// Begins with an empty data directory: the points that its start meets, up to the death at the
     /// N-th (0: none).
-    pub fn make_pool(&mut self, fault: Fault, at: usize) -> Vec<String> {
+    pub fn make_pool(&mut self, at: usize, names: &str) -> Vec<String> {
         if self.driver.is_running() {
             self.driver.kill();
         }
         let _ = Command::new("chattr").args(["-R", "-i"]).arg(self.driver.data_dir()).output();
         fs::remove_dir_all(self.driver.data_dir()).unwrap();
-        self.plan(fault, at, STEPS);
+        self.plan(Fault::Kill, at, names);
         let started = self.start_anew(|| {});
         let met = self.met();
         if at > 0 {
@@ -368,10 +368,17 @@ impl<'a> Play<'a> {
         waiting
     }
 
-    /// A killed driver starts again, and the same call does what it promises.
-    pub fn converge(&mut self, waiting: Waiting) {
+    /// A killed driver starts again, and the same call does what it promises. With a `check`, the start
+    /// alone has to have settled everything.
+    pub fn converge(&mut self, waiting: Waiting, check: bool) {
         self.scene.driver.start_again();
         waiting.0.iter().for_each(PodWrite::has_to_end);
+        // Where the start is the call, its work goes on after it has served.
+        if check && self.scenario.begins_after().is_none() {
+            self.scene.driver.kill();
+            self.scene.check_stopped_pool();
+            self.scene.driver.start_again();
+        }
         let repeated = self.scenario.call(&mut self.scene);
         repeated.unwrap_or_else(|status| panic!("repeated after the death: {status:?}"));
         self.settled();

@@ -439,12 +439,14 @@ impl Driver {
         target
     }
 
+    /// Patiently: a tool that another thread of the test starts holds what this one has just closed,
+    /// until it runs.
     pub fn unpublish(&self, volume_id: &str, target: &Path) {
-        self.ok(unpublishing(volume_id, path(target)));
+        self.call_patiently(unpublishing(volume_id, path(target))).unwrap();
     }
 
     pub fn unstage(&self, volume_id: &str) {
-        self.ok(unstaging(volume_id, path(&self.staging(volume_id))));
+        self.call_patiently(unstaging(volume_id, path(&self.staging(volume_id)))).unwrap();
     }
 
     /// Undoes [`Driver::publish`].

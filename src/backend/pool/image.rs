@@ -36,7 +36,6 @@ pub fn open(data_dir: &Path, size: Option<u64>) -> Result<ReflinkPool> {
         .context(|| format!("opening {}", image.display()))?;
     let (device, handle) = attach(&backing)?;
     let mount = mount(&device)?;
-    reach("image.mounted")?;
     drop(handle);
     ReflinkPool::on_image(mount, data_dir)
 }
@@ -58,9 +57,10 @@ fn mount(device: &LoopDevice) -> Result<OwnedFd> {
     let source = device.path().to_string_lossy();
     // nouuid: a copy of a pool may be looked at beside the pool. discard: what is deleted in the pool
     // becomes free below it.
-    sys::detached_mount(c"xfs", &source, &["nouuid", "discard"]).context(|| {
+    let mounted = sys::detached_mount(c"xfs", &source, &["nouuid", "discard"]).context(|| {
         format!("mounting the pool image on {source} (is XFS in this kernel, and the image whole?)")
-    })
+    })?;
+    reach("image.mounted").map(|()| mounted)
 }
 
 /// Makes the image under a temporary name; what an interrupted attempt left is overwritten.

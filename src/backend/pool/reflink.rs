@@ -129,7 +129,8 @@ impl Pool for ReflinkPool {
     /// xfs_fsr leaves such a file's blocks where they are.
     fn adopt(&self, file: &File) -> Result<()> {
         sys::add_extended_flags(file, FS_XFLAG_NODEFRAG)
-            .context(|| "marking a pool file".to_owned())
+            .context(|| "marking a pool file".to_owned())?;
+        reach("file.adopted")
     }
 
     /// Shares what `source` holds now, piece by piece.

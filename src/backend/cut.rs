@@ -8,13 +8,15 @@
 //! does start-up after a crash. After it only what nobody needs is left to remove.
 
 use std::fs::File;
+use std::time::Duration;
 
-use tracing::{error, warn};
+use tracing::{debug, error, warn};
 
 use super::error::{Context, Error, Result};
+use super::extents::Finding;
 use super::fail_point::reach;
 use super::model::{ChainBreak, Group, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
-use super::point_in_time::{self, Copy};
+use super::point_in_time::{self, Copy, Durations, timed};
 use super::pool::{self, Directory};
 use super::store::Store;
 use super::tracker::{Bitmap, Header, RecordWriter};
@@ -26,6 +28,41 @@ struct Member {
     snapshot: Snapshot,
     source: File,
     target: File,
+}
+
+/// Where the time of a cut went, each step for all members together. What is not in it, the catalog's
+/// transactions and opening files, does not grow with the volume.
+#[derive(Debug, Default)]
+struct Steps {
+    copies: Durations,
+    /// Data and directory made durable and immutable.
+    seal: Duration,
+    /// The extent maps (or contents) compared.
+    compare: Duration,
+    /// The records written and made durable.
+    record: Duration,
+    commit: Duration,
+}
+
+impl Steps {
+    /// One line for each cut.
+    fn log(&self, snapshots: &[Snapshot]) {
+        let Self { copies, seal, compare, record, commit } = self;
+        let us = |duration: &Duration| duration.as_micros() as u64;
+        debug!(
+            snapshot = snapshots.first().map(|first| first.id.as_str()),
+            members = snapshots.len(),
+            pre_clone_us = us(&copies.pre_clone),
+            frozen_us = us(&copies.frozen),
+            settle_us = us(&copies.settle),
+            clone_us = us(&copies.clone),
+            seal_us = us(seal),
+            compare_us = us(compare),
+            record_us = us(record),
+            commit_us = us(commit),
+            "cut"
+        );
+    }
 }
 
 /// Cuts one snapshot of each volume, at one moment. `rows` are in phase `Cutting` and not yet in
@@ -43,9 +80,12 @@ pub fn cut(
             None => snapshots.iter().try_for_each(|snapshot| tx.name(snapshot)),
         }
     })?;
-    let cut = make(store, rows).and_then(|members| commit(store, members, group.as_ref()));
+    let mut steps = Steps::default();
+    let cut = make(store, rows, &mut steps)
+        .and_then(|members| timed(&mut steps.commit, || commit(store, members, group.as_ref())));
     match cut {
         Ok((snapshots, unneeded)) => {
+            steps.log(&snapshots);
             remove_data(store, &unneeded);
             Ok(snapshots)
         }
@@ -60,7 +100,7 @@ pub fn cut(
 }
 
 /// Everything up to the commit.
-fn make(store: &Store, rows: Vec<(Volume, Snapshot)>) -> Result<Vec<Member>> {
+fn make(store: &Store, rows: Vec<(Volume, Snapshot)>, steps: &mut Steps) -> Result<Vec<Member>> {
     let mut members = Vec::with_capacity(rows.len());
     for (volume, snapshot) in rows {
         let source = store.open_volume(&volume)?;
@@ -80,16 +120,17 @@ fn make(store: &Store, rows: Vec<(Volume, Snapshot)>) -> Result<Vec<Member>> {
             target: &member.target,
         })
         .collect();
-    let moment = point_in_time::copy_all(store, &copies)?;
-    for member in &members {
-        seal(member)?;
-    }
-    pool::sync_directory(&Directory::Snapshots.path(store.pool.root()))?;
+    let (moment, took) = point_in_time::copy_all(store, &copies)?;
+    steps.copies = took;
+    timed(&mut steps.seal, || {
+        members.iter().try_for_each(seal)?;
+        pool::sync_directory(&Directory::Snapshots.path(store.pool.root()))
+    })?;
     for member in &mut members {
         member.snapshot.created_at = moment;
-        member.snapshot.predecessor = record(store, member)?;
+        member.snapshot.predecessor = record(store, member, steps)?;
     }
-    pool::sync_directory(&Directory::Records.path(store.pool.root()))?;
+    timed(&mut steps.record, || pool::sync_directory(&Directory::Records.path(store.pool.root())))?;
     Ok(members)
 }
 
@@ -106,7 +147,7 @@ fn seal(member: &Member) -> Result<()> {
 }
 
 /// Writes the change record of a sealed copy, and says what it counts from.
-fn record(store: &Store, member: &Member) -> Result<Predecessor> {
+fn record(store: &Store, member: &Member, steps: &mut Steps) -> Result<Predecessor> {
     let Member { volume, snapshot, target, .. } = member;
     let baseline = baseline(store, volume)?;
     let predecessor = match &baseline {
@@ -124,7 +165,7 @@ fn record(store: &Store, member: &Member) -> Result<Predecessor> {
     let path = store.record_path(&snapshot.id, snapshot.record_generation);
     let mut writer = RecordWriter::new(pool::new_file(&path)?, &header)?;
     let old = baseline.as_ref().map(|(baseline, file)| (file, baseline.capacity_bytes));
-    store.pool.compare(old, (target, snapshot.capacity_bytes), &mut |finding| {
+    let mut report = |finding: Finding| {
         let range = BlockRange::covering(finding.start..finding.end);
         if finding.allocated {
             writer.set(Bitmap::Allocated, range)?;
@@ -133,8 +174,11 @@ fn record(store: &Store, member: &Member) -> Result<Predecessor> {
             writer.set(Bitmap::Changed, range)?;
         }
         Ok(())
+    };
+    timed(&mut steps.compare, || {
+        store.pool.compare(old, (target, snapshot.capacity_bytes), &mut report)
     })?;
-    writer.finish()?;
+    timed(&mut steps.record, || writer.finish())?;
     Ok(predecessor)
 }
 

@@ -9,8 +9,6 @@ use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
-use tracing::debug;
-
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::filesystem::{self, Frozen};
@@ -35,6 +33,28 @@ pub struct Copy<'a> {
     pub target: &'a File,
 }
 
+/// Where the time of the copies went, each step for all volumes together.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Durations {
+    /// What was cloned while the volumes ran.
+    pub pre_clone: Duration,
+    /// From the first filesystem that stood still to the last that ran again (with none: as long as the
+    /// next two take).
+    pub frozen: Duration,
+    /// What was in flight reached the backing files.
+    pub settle: Duration,
+    /// The rest was cloned.
+    pub clone: Duration,
+}
+
+/// Runs a step and adds what it took to `to`.
+pub fn timed<T>(to: &mut Duration, step: impl FnOnce() -> T) -> T {
+    let begun = Instant::now();
+    let result = step();
+    *to += begun.elapsed();
+    result
+}
+
 /// What has to be stopped for a copy to be consistent.
 enum Writers {
     /// Nobody writes.
@@ -47,7 +67,8 @@ enum Writers {
 
 /// Makes every target equal to its source at one moment, which is returned (seconds and nanoseconds
 /// since the epoch). On an error the targets hold nothing of use.
-pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<(u64, u32)> {
+pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<((u64, u32), Durations)> {
+    let mut took = Durations::default();
     let mut members = Vec::with_capacity(copies.len());
     for copy in copies {
         members.push((copy, writers(store, copy)?));
@@ -63,23 +84,21 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<(u64, u32)> {
     members.sort_by_key(|(_, writers)| !matches!(writers, Writers::Raw(_)));
     let pool = store.pool.as_ref();
     for (copy, _) in &members {
-        pool.pre_clone(copy.source, copy.target)?;
+        timed(&mut took.pre_clone, || pool.pre_clone(copy.source, copy.target))?;
         reach("copy.begun")?;
     }
     let deadline = if pool.clones_atomically() { CLONE_DEADLINE } else { COPY_DEADLINE };
     let mounted: io::Result<Vec<File>> =
         members.iter().filter_map(|(_, w)| w.mounted()).map(File::try_clone).collect();
     let mounted = mounted.context(|| "opening filesystems to freeze".to_owned())?;
-    let begun = Instant::now();
     let frozen = Frozen::freeze(mounted, deadline)?;
     let moment = now();
     for (copy, writers) in &members {
-        clone_one(pool, copy, writers)?;
+        clone_one(pool, copy, writers, &mut took)?;
         reach("copy.made")?;
     }
-    frozen.thaw()?;
-    debug!(volumes = members.len(), frozen_ms = begun.elapsed().as_millis(), "copied");
-    Ok(moment)
+    took.frozen = frozen.thaw()?;
+    Ok((moment, took))
 }
 
 impl Writers {
@@ -118,19 +137,24 @@ fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
     })
 }
 
-fn clone_one(pool: &dyn Pool, copy: &Copy<'_>, writers: &Writers) -> Result<()> {
+fn clone_one(
+    pool: &dyn Pool,
+    copy: &Copy<'_>,
+    writers: &Writers,
+    took: &mut Durations,
+) -> Result<()> {
     let Writers::Raw(device) = writers else {
-        settle(copy, writers.device())?;
-        return pool.clone(copy.source, copy.target);
+        timed(&mut took.settle, || settle(copy, writers.device()))?;
+        return timed(&mut took.clone, || pool.clone(copy.source, copy.target));
     };
     if pool.clones_atomically() {
-        settle(copy, Some(device))?;
-        return pool.clone(copy.source, copy.target);
+        timed(&mut took.settle, || settle(copy, Some(device)))?;
+        return timed(&mut took.clone, || pool.clone(copy.source, copy.target));
     }
     for _ in 0..QUIET_ATTEMPTS {
-        settle(copy, Some(device))?;
+        timed(&mut took.settle, || settle(copy, Some(device)))?;
         let Some(before) = device.write_mark()? else { continue };
-        pool.clone(copy.source, copy.target)?;
+        timed(&mut took.clone, || pool.clone(copy.source, copy.target))?;
         if device.write_mark()? == Some(before) {
             return Ok(());
         }

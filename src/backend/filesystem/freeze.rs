@@ -5,7 +5,7 @@ use std::fs::File;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::{meet, reach};
@@ -15,6 +15,7 @@ use super::super::sys;
 #[derive(Debug)]
 pub struct Frozen {
     state: Arc<Mutex<State>>,
+    since: Instant,
     /// Dropped to end the watchdog.
     _end: Sender<()>,
 }
@@ -58,7 +59,7 @@ impl Frozen {
         }
         let state = Arc::new(Mutex::new(State::default()));
         let (end, watched) = mpsc::channel();
-        let frozen = Self { state: Arc::clone(&state), _end: end };
+        let frozen = Self { state: Arc::clone(&state), since: Instant::now(), _end: end };
         thread::Builder::new()
             .name("freeze-watchdog".to_owned())
             .spawn(move || {
@@ -91,8 +92,9 @@ impl Frozen {
         if state.expired { state.thaw().map(drop) } else { Ok(()) }
     }
 
-    /// Ends the freeze. An error when it had ended before: what was copied is then not consistent.
-    pub fn thaw(self) -> Result<()> {
+    /// Ends the freeze and says how long it lasted. An error when it had ended before: what was copied
+    /// is then not consistent.
+    pub fn thaw(self) -> Result<Duration> {
         let mut state = lock(&self.state);
         let lasted = state.thaw()?;
         if state.expired || !lasted {
@@ -101,7 +103,7 @@ impl Frozen {
                     .to_owned(),
             ));
         }
-        Ok(())
+        Ok(self.since.elapsed())
     }
 }
 

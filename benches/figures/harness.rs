@@ -1,0 +1,291 @@
+//! The driver as it is shipped, on a pool of its own: an XFS in a sparse image in TMPDIR, behind a
+//! loop device with direct I/O. The pool is mounted where the bench sees it, so that a volume can be
+//! filled without its device and a record looked at. All goes when a [`Driver`] is dropped.
+
+use std::cell::RefCell;
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use csi_loopback::proto::csi::v1 as csi;
+use hyper_util::rt::TokioIo;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+use tonic::transport::{Channel, Endpoint, Uri};
+
+use crate::calls::{Capability, InUse};
+use crate::kernel::{self, CpuClock};
+use crate::stats::Samples;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_csi-loopback");
+
+/// Within this time a driver has to serve, or to end.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Runs a program, which has to succeed, and returns what it says.
+pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
+    let output = Command::new(program).args(arguments).output();
+    let output = output.with_context(|| format!("running {program}"))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {arguments:?}: {said}");
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().unwrap_or_default()
+}
+
+/// A directory with a mounted XFS in it.
+pub struct Pool {
+    directory: TempDir,
+}
+
+impl Pool {
+    /// `size` bytes, none of which are taken until they are written.
+    pub fn new(size: u64) -> Result<Self> {
+        let pool = Self { directory: TempDir::with_prefix("figures-")? };
+        let image = pool.directory().join("xfs.img");
+        File::create(&image)?.set_len(size)?;
+        run("mkfs.xfs", &["-q", "-m", "reflink=1,rmapbt=0", text(&image)])?;
+        fs::create_dir(pool.path())?;
+        let attach = ["--find", "--show", "--direct-io=on", text(&image)];
+        let device = run("losetup", &attach)?;
+        let mounted = run("mount", &["-t", "xfs", &device, text(&pool.path())]);
+        // In use it goes with its last user, else at once.
+        run("losetup", &["--detach", &device])?;
+        mounted.map(|_| pool)
+    }
+
+    /// For what is not in the pool.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.directory().join("xfs")
+    }
+
+    pub fn data_dir(&self) -> PathBuf {
+        self.path().join("data")
+    }
+
+    /// The backing file of a volume.
+    pub fn volume(&self, id: &str) -> PathBuf {
+        self.data_dir().join("volumes").join(id)
+    }
+
+    pub fn snapshot(&self, id: &str) -> PathBuf {
+        self.data_dir().join("snapshots").join(id)
+    }
+
+    /// The change record of a snapshot, as it is first written.
+    pub fn record(&self, id: &str) -> PathBuf {
+        self.data_dir().join("records").join(format!("{id}.0"))
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        for _ in 0..50 {
+            if Command::new("umount")
+                .arg(self.path())
+                .stderr(Stdio::null())
+                .status()
+                .is_ok_and(|s| s.success())
+            {
+                break;
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// What the driver spent.
+#[derive(Debug, Clone, Default)]
+pub struct Cost {
+    /// Wall time in seconds.
+    pub times: Samples,
+    /// The driver's processor time per run, in seconds.
+    pub cpu: f64,
+    /// The most memory that the driver had resident meanwhile, in bytes.
+    pub peak: u64,
+}
+
+/// The driver's own account of a cut, in seconds by step.
+pub type Cut = std::collections::BTreeMap<String, f64>;
+
+pub struct Driver {
+    pub pool: Pool,
+    pub runtime: Runtime,
+    child: Option<Child>,
+    channel: Option<Channel>,
+    pub(crate) in_use: RefCell<Vec<InUse>>,
+}
+
+impl Driver {
+    /// On a new pool of `size` bytes.
+    pub fn start(size: u64) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let pool = Pool::new(size)?;
+        let mut driver =
+            Self { pool, runtime, child: None, channel: None, in_use: RefCell::default() };
+        driver.start_again()?;
+        Ok(driver)
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.pool.directory().join("csi.sock")
+    }
+
+    fn log_path(&self) -> PathBuf {
+        self.pool.directory().join("driver.log")
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.as_ref().map(Child::id).unwrap_or_default()
+    }
+
+    pub fn start_again(&mut self) -> Result<()> {
+        let log = File::options().create(true).append(true).open(self.log_path())?;
+        let mut command = Command::new(BINARY);
+        command
+            .args(["--mode", "driver", "--pool", "reflink", "--node-id", "bench"])
+            // Sparse volumes of terabytes.
+            .args(["--overcommit", "1000000", "--log-format", "json"])
+            .args(["--log-level", "info,csi_loopback::backend::cut=debug"])
+            .arg(format!("--endpoint=unix://{}", self.socket().display()))
+            .arg(format!("--data-dir={}", self.pool.data_dir().display()))
+            .env_remove("CSI_ENDPOINT")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log);
+        let mut child = command.spawn().with_context(|| format!("starting {BINARY}"))?;
+        let until = Instant::now() + PATIENCE;
+        while UnixStream::connect(self.socket()).is_err() {
+            if child.try_wait()?.is_some() || Instant::now() > until {
+                let _ = child.kill();
+                bail!("the driver does not serve: {}", self.log());
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        self.child = Some(child);
+        self.channel = Some(connect(&self.runtime, self.socket()));
+        Ok(())
+    }
+
+    pub fn stop(&mut self) -> Result<()> {
+        self.channel = None;
+        let Some(mut child) = self.child.take() else { return Ok(()) };
+        kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM)?;
+        let until = Instant::now() + PATIENCE;
+        while child.try_wait()?.is_none() {
+            if Instant::now() > until {
+                child.kill()?;
+                child.wait()?;
+                bail!("the driver did not end");
+            }
+            // Not a plain sleep: the client's end of the connection has to answer the driver's farewell,
+            // or the driver waits for it.
+            self.runtime.block_on(tokio::time::sleep(Duration::from_millis(5)));
+        }
+        Ok(())
+    }
+
+    pub fn channel(&self) -> Result<Channel> {
+        self.channel.clone().context("the driver does not run")
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.log_path()).unwrap_or_default()
+    }
+
+    /// The driver's account of its newest cut.
+    pub fn last_cut(&self) -> Result<Cut> {
+        let log = self.log();
+        let parse = |line: &str| serde_json::from_str::<serde_json::Value>(line).ok();
+        let mut lines = log.lines().rev().filter(|line| line.contains("\"cut\"")).filter_map(parse);
+        let line =
+            lines.find(|line| line["message"] == "cut").context("the driver logged no cut")?;
+        let fields = line.as_object().context("a log line is no object")?.iter();
+        let step = |(name, value): (&String, &serde_json::Value)| {
+            Some((name.strip_suffix("_us")?.to_owned(), value.as_f64()? / 1e6))
+        };
+        Ok(fields.filter_map(step).collect())
+    }
+
+    pub fn cpu(&self) -> Result<CpuClock> {
+        CpuClock::of(self.pid())
+    }
+
+    /// Runs something `warm` times unmeasured and then `runs` times; it gets the number of its run and
+    /// says how long what counts took.
+    pub fn measure(
+        &self,
+        warm: usize,
+        runs: usize,
+        mut run: impl FnMut(usize) -> Result<Duration>,
+    ) -> Result<Cost> {
+        for number in 0..warm {
+            run(number)?;
+        }
+        kernel::reset_peak(self.pid())?;
+        let clock = self.cpu()?;
+        let before = clock.now();
+        let times = (warm..warm + runs).map(run).collect::<Result<Vec<Duration>>>()?;
+        let cpu = (clock.now() - before).as_secs_f64() / runs as f64;
+        let peak = kernel::memory(self.pid(), "status", "VmHWM")?;
+        Ok(Cost { times: times.into_iter().collect(), cpu, peak })
+    }
+
+    /// Creates a volume that nobody uses yet.
+    pub fn volume(&self, name: &str, bytes: u64, wanted: Capability) -> Result<String> {
+        let request = csi::CreateVolumeRequest {
+            name: name.to_owned(),
+            capacity_range: Some(csi::CapacityRange {
+                required_bytes: bytes as i64,
+                limit_bytes: 0,
+            }),
+            volume_capabilities: vec![wanted.into()],
+            ..Default::default()
+        };
+        Ok(self.call(request)?.volume.context("no volume in the answer")?.volume_id)
+    }
+
+    pub fn snapshot(&self, name: &str, volume_id: &str) -> Result<String> {
+        let request = csi::CreateSnapshotRequest {
+            name: name.to_owned(),
+            source_volume_id: volume_id.to_owned(),
+            ..Default::default()
+        };
+        Ok(self.call(request)?.snapshot.context("no snapshot in the answer")?.snapshot_id)
+    }
+}
+
+/// A channel to a unix socket, with windows that do not hold up a stream.
+pub fn connect(runtime: &Runtime, socket: PathBuf) -> Channel {
+    let _inside = runtime.enter();
+    Endpoint::from_static("http://localhost")
+        .initial_stream_window_size(4 << 20)
+        .initial_connection_window_size(8 << 20)
+        .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+            let socket = socket.clone();
+            async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
+        }))
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        if self.child.is_some() {
+            self.release();
+        }
+        if let Err(error) = self.stop() {
+            eprintln!("stopping the driver: {error:#}");
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! csi-driver-host-path, when there is one: CSI_HOSTPATH_BIN names its binary. It keeps whole copies of
+//! preallocated files, and its SnapshotMetadata reads all of both, so it needs time and room.
+
+use std::cell::RefCell;
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use csi_loopback::proto::csi::v1 as csi;
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+use tonic::transport::Channel;
+
+use crate::calls::{self, Answer, Capability, Rpc};
+use crate::harness::{connect, run, text};
+use crate::kernel::{self, CpuClock};
+
+/// What it took on another day and another machine's load: to be read beside a ratio, never as one.
+pub const DELTA_ELSEWHERE: &str = "last measured elsewhere: 8 to 28 s, 7 to 9 s of CPU";
+pub const CUT_ELSEWHERE: &str = "last measured elsewhere: 27 to 48 s and 10 GiB of disk";
+
+pub fn missing(reason: &anyhow::Error) -> String {
+    format!("csi-driver-host-path: not available ({reason:#})")
+}
+
+pub struct HostPath {
+    child: Child,
+    channel: Channel,
+    runtime: Runtime,
+    volumes: RefCell<Vec<String>>,
+    directory: TempDir,
+}
+
+pub struct Volume {
+    pub id: String,
+    /// What its loop device stands on.
+    pub file: PathBuf,
+}
+
+impl HostPath {
+    /// In a directory of its own in TMPDIR, which must have `room` bytes.
+    pub fn start(room: u64) -> Result<Self> {
+        let binary = std::env::var_os("CSI_HOSTPATH_BIN").context("CSI_HOSTPATH_BIN is not set")?;
+        let directory = TempDir::with_prefix("host-path-")?;
+        let free = kernel::free_bytes(directory.path())?;
+        ensure!(free > room + (2 << 30), "it needs {room} bytes in TMPDIR, which has {free}");
+        let socket = directory.path().join("csi.sock");
+        let log = File::create(directory.path().join("driver.log"))?;
+        let mut child = Command::new(&binary)
+            .arg(format!("--endpoint=unix://{}", socket.display()))
+            .arg(format!("--statedir={}", directory.path().join("state").display()))
+            .args(["--drivername=hostpath.csi.k8s.io", "--nodeid=bench"])
+            .arg("--enable-snapshot-metadata=true")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .with_context(|| format!("starting {binary:?}"))?;
+        let until = Instant::now() + Duration::from_secs(20);
+        while UnixStream::connect(&socket).is_err() {
+            if child.try_wait()?.is_some() || Instant::now() > until {
+                let _ = child.kill();
+                let _ = child.wait();
+                let said = fs::read_to_string(directory.path().join("driver.log"));
+                bail!("it does not serve: {}", said.unwrap_or_default().trim());
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let channel = connect(&runtime, socket);
+        Ok(Self { child, channel, runtime, volumes: RefCell::default(), directory })
+    }
+
+    fn call<R: Rpc>(&self, request: R) -> Result<R::Answer> {
+        Ok(self.runtime.block_on(request.send(self.channel.clone()))?)
+    }
+
+    pub fn state_dir(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub fn cpu(&self) -> Result<CpuClock> {
+        CpuClock::of(self.child.id())
+    }
+
+    /// A raw block volume.
+    pub fn volume(&self, name: &str, bytes: u64) -> Result<Volume> {
+        let answer = self.call(csi::CreateVolumeRequest {
+            name: name.to_owned(),
+            capacity_range: Some(csi::CapacityRange {
+                required_bytes: bytes as i64,
+                limit_bytes: 0,
+            }),
+            volume_capabilities: vec![Capability::Block.into()],
+            ..Default::default()
+        })?;
+        let id = answer.volume.context("no volume in the answer")?.volume_id;
+        self.volumes.borrow_mut().push(id.clone());
+        let file = self.directory.path().join("state").join(&id);
+        Ok(Volume { id, file })
+    }
+
+    pub fn snapshot(&self, name: &str, volume_id: &str) -> Result<String> {
+        let answer = self.call(csi::CreateSnapshotRequest {
+            name: name.to_owned(),
+            source_volume_id: volume_id.to_owned(),
+            ..Default::default()
+        })?;
+        Ok(answer.snapshot.context("no snapshot in the answer")?.snapshot_id)
+    }
+
+    /// Its delta, with no more than it sends by itself in a message.
+    pub fn ask(&self, base: &str, target: &str) -> Result<Answer> {
+        self.runtime.block_on(calls::ask(self.channel.clone(), Some(base), target, 0))
+    }
+}
+
+impl Drop for HostPath {
+    fn drop(&mut self) {
+        for id in self.volumes.borrow_mut().drain(..) {
+            // Its loop device, should it not let go of it by itself: told by the file of this run.
+            let request = csi::DeleteVolumeRequest { volume_id: id.clone(), ..Default::default() };
+            let _ = self.runtime.block_on(request.send(self.channel.clone()));
+            let file = self.directory.path().join("state").join(&id);
+            let left = run("losetup", &["--noheadings", "--output", "NAME", "-j", text(&file)]);
+            for device in left.unwrap_or_default().lines() {
+                let _ = run("losetup", &["--detach", device.trim()]);
+            }
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

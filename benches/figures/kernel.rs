@@ -1,0 +1,137 @@
+//! What Linux does and tells that the standard library has no call for.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+
+/// Makes `target` share all blocks of `source`: one plain FICLONE.
+pub fn clone_file(target: &File, source: &File) -> io::Result<()> {
+    const FICLONE: libc::c_ulong = 0x4004_9409;
+    // SAFETY: the argument of this request is a descriptor, not a pointer.
+    match unsafe { libc::ioctl(target.as_raw_fd(), FICLONE, source.as_raw_fd()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The processor time that a process has taken, of all of its threads, those that ended included:
+/// what /proc/PID/stat gives as utime and stime, in nanoseconds instead of ticks of 10 ms.
+#[derive(Debug, Clone, Copy)]
+pub struct CpuClock(libc::clockid_t);
+
+impl CpuClock {
+    pub fn of(pid: u32) -> Result<Self> {
+        let mut clock = 0;
+        // SAFETY: `clock` is alive for the call.
+        let failed = unsafe { libc::clock_getcpuclockid(pid as libc::pid_t, &raw mut clock) };
+        anyhow::ensure!(failed == 0, "no clock of process {pid}");
+        Ok(Self(clock))
+    }
+
+    /// Of this process.
+    pub fn own() -> Self {
+        Self(libc::CLOCK_PROCESS_CPUTIME_ID)
+    }
+
+    pub fn now(self) -> Duration {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `time` is alive for the call.
+        unsafe { libc::clock_gettime(self.0, &raw mut time) };
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+}
+
+/// A line such as "VmHWM:  1234 kB" of a file in /proc/PID, in bytes.
+pub fn memory(pid: u32, file: &str, name: &str) -> Result<u64> {
+    let path = format!("/proc/{pid}/{file}");
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    let number = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    Ok(number.with_context(|| format!("{path} has no {name}"))? << 10)
+}
+
+/// The most that was resident from here on is what VmHWM then tells.
+pub fn reset_peak(pid: u32) -> Result<()> {
+    fs::write(format!("/proc/{pid}/clear_refs"), "5").context("resetting the peak of memory")
+}
+
+/// Free room of the filesystem that holds `path`, in bytes, once everything has reached it.
+pub fn free_bytes(path: &Path) -> Result<u64> {
+    let directory = File::open(path)?;
+    nix::unistd::syncfs(&directory)?;
+    let room = nix::sys::statvfs::fstatvfs(&directory)?;
+    Ok(room.blocks_free() * room.fragment_size())
+}
+
+/// Takes a file out of the page cache.
+pub fn uncache(path: &Path) -> Result<()> {
+    let file = File::open(path)?;
+    file.sync_all()?;
+    Ok(posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?)
+}
+
+/// Opens for writing past the page cache: whole, aligned blocks only.
+pub fn open_direct(path: &Path) -> Result<File> {
+    let mut options = File::options();
+    let file = options.read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
+    file.with_context(|| format!("opening {} directly", path.display()))
+}
+
+/// 4 KiB where the kernel wants them for direct I/O.
+#[repr(C, align(4096))]
+#[derive(Clone, Copy)]
+pub struct Page(pub [u8; 4096]);
+
+/// Data that neither is zero nor repeats within a piece.
+pub fn pages(count: usize, random: &mut Random) -> Vec<Page> {
+    let mut page = Page([0; 4096]);
+    let mut pages = Vec::with_capacity(count);
+    for _ in 0..count {
+        for word in page.0.chunks_exact_mut(8) {
+            word.copy_from_slice(&random.next().to_le_bytes());
+        }
+        pages.push(page);
+    }
+    pages
+}
+
+/// Writes aligned pages at a byte offset.
+pub fn write_pages(file: &File, pages: &[Page], offset: u64) -> io::Result<()> {
+    // SAFETY: a Page is 4096 bytes without padding, and any byte is a value of u8.
+    let bytes =
+        unsafe { std::slice::from_raw_parts(pages.as_ptr().cast::<u8>(), pages.len() * 4096) };
+    file.write_all_at(bytes, offset)
+}
+
+/// Numbers that look random and are the same in every run (splitmix64).
+#[derive(Debug, Clone)]
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+
+    /// So many different numbers below `limit`, ascending.
+    pub fn distinct(&mut self, count: usize, limit: u64) -> Vec<u64> {
+        let mut numbers = std::collections::BTreeSet::new();
+        while numbers.len() < count {
+            numbers.insert(self.below(limit));
+        }
+        numbers.into_iter().collect()
+    }
+}

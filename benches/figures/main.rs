@@ -1,0 +1,123 @@
+//! hack/bench.sh: the figures of docs/performance.md, measured side by side in one run. The driver is
+//! the binary that is shipped; the bench speaks to its socket, and reads what it spends from /proc.
+//!
+//! `figures [--quick] [--output DIR] [ROW…]`; without rows, all of them. Needs root. The exit code says
+//! whether every row ran: what a row must reach is told, and decides nothing.
+
+mod calls;
+mod harness;
+mod host_path;
+mod kernel;
+mod peers;
+mod plot;
+mod raw;
+mod records;
+mod report;
+mod rows;
+mod stats;
+mod writer;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::Result;
+use report::Report;
+
+/// What a row is told.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Tiny sizes, to see that everything runs.
+    pub quick: bool,
+}
+
+impl Options {
+    /// The full size, or that of the quick version.
+    pub fn pick<T>(self, full: T, quick: T) -> T {
+        if self.quick { quick } else { full }
+    }
+}
+
+/// Measures one row, or several that share what they are measured on.
+type Measure = fn(Options, &mut Report) -> Result<()>;
+
+const ROWS: [(&str, Measure); 9] = [
+    ("idle", rows::memory::idle),
+    ("delta", rows::ten::delta),
+    ("snapshot", rows::ten::snapshot),
+    ("large", rows::large::measure),
+    ("sizes", rows::sizes::measure),
+    ("stream", rows::stream::measure),
+    ("memory", rows::memory::streaming),
+    ("extents", rows::extents::measure),
+    ("fio", rows::fio::measure),
+];
+
+struct Arguments {
+    options: Options,
+    output: PathBuf,
+    rows: Vec<String>,
+}
+
+fn arguments() -> Result<Arguments, String> {
+    let mut parsed = Arguments {
+        options: Options { quick: false },
+        output: PathBuf::from("target/bench"),
+        rows: Vec::new(),
+    };
+    let mut given = std::env::args().skip(1);
+    while let Some(argument) = given.next() {
+        match argument.as_str() {
+            // Cargo says so to every bench.
+            "--bench" => {}
+            "--quick" => parsed.options.quick = true,
+            "--output" => parsed.output = given.next().ok_or("--output: which directory?")?.into(),
+            row if ROWS.iter().any(|(name, _)| *name == row) => parsed.rows.push(argument),
+            other => {
+                let names = ROWS.map(|(name, _)| name).join(", ");
+                return Err(format!("{other:?} is not a row; there are {names}"));
+            }
+        }
+    }
+    Ok(parsed)
+}
+
+fn main() -> ExitCode {
+    let Arguments { options, output, rows } = match arguments() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            eprintln!("figures: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    let begun = Instant::now();
+    let mut report =
+        Report { machine: report::machine(), quick: options.quick, ..Report::default() };
+    let mut failed = Vec::new();
+    for (name, measure) in ROWS {
+        if !rows.is_empty() && !rows.iter().any(|row| row == name) {
+            continue;
+        }
+        let begun = Instant::now();
+        println!("{name}");
+        if let Err(error) = measure(options, &mut report) {
+            eprintln!("{name}: {error:#}");
+            failed.push(name);
+        }
+        println!("  ({:.1} s)", begun.elapsed().as_secs_f64());
+    }
+    report.note(format!("the run took {:.0} s", begun.elapsed().as_secs_f64()));
+    println!("\n{}", report.table());
+    if let Err(error) = report.write(&output) {
+        eprintln!("figures: writing to {}: {error:#}", output.display());
+        return ExitCode::FAILURE;
+    }
+    println!("table.md, figures.json and figures.svg are in {}", output.display());
+    match failed.as_slice() {
+        [] => ExitCode::SUCCESS,
+        failed => {
+            eprintln!("figures: these rows could not be measured: {}", failed.join(", "));
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Change records with more extents than can be written to a disk in the time of a bench. The product's
+//! own writer makes the record of a real snapshot of a sparse volume anew, while the driver is stopped.
+
+use std::fs::{self, File};
+
+use anyhow::{Context, Result};
+use csi_loopback::backend::tracker::{Bitmap, RecordReader, RecordWriter};
+use csi_loopback::backend::{Block, BlockRange};
+
+use crate::calls::Capability;
+use crate::harness::Driver;
+use crate::kernel::Random;
+
+/// Extents as fragmented as they come: 1 to 3 blocks long, 1 to 4 blocks apart.
+#[derive(Debug, Clone)]
+pub struct Pattern {
+    random: Random,
+    next: u64,
+    left: u64,
+}
+
+impl Pattern {
+    pub fn new(extents: u64) -> Self {
+        Self { random: Random(11), next: 0, left: extents }
+    }
+
+    /// A volume that holds so many extents, in bytes.
+    pub fn capacity(extents: u64) -> u64 {
+        // On average 4.5 blocks each.
+        (extents * 5 * 4096).next_multiple_of(1 << 30)
+    }
+
+    /// Offset and length in bytes.
+    pub fn bytes(self) -> impl Iterator<Item = (u64, u64)> {
+        self.map(|(start, end)| (start * 4096, (end - start) * 4096))
+    }
+}
+
+impl Iterator for Pattern {
+    /// First block, and the one after the last.
+    type Item = (u64, u64);
+
+    fn next(&mut self) -> Option<(u64, u64)> {
+        self.left = self.left.checked_sub(1)?;
+        let random = self.random.next();
+        let start = self.next + 1 + random % 4;
+        self.next = start + 1 + (random >> 32) % 3;
+        Some((start, self.next))
+    }
+}
+
+/// A driver with two snapshots of a sparse volume, base and target, whose delta has so many extents.
+pub fn driver_with_delta(extents: u64) -> Result<(Driver, String, String)> {
+    let mut driver = Driver::start(64 << 30)?;
+    let volume = driver.volume("sparse", Pattern::capacity(extents), Capability::Block)?;
+    let base = driver.snapshot("base", &volume)?;
+    let target = driver.snapshot("target", &volume)?;
+    driver.stop()?;
+    let path = driver.pool.record(&target);
+    let header = RecordReader::open(File::open(&path)?)?.header().clone();
+    let made = path.with_extension("part");
+    let mut writer = RecordWriter::new(File::create_new(&made)?, &header)?;
+    for (start, end) in Pattern::new(extents) {
+        writer.set(Bitmap::Changed, BlockRange::new(Block(start), Block(end)))?;
+    }
+    writer.finish().context("writing a record")?;
+    fs::rename(&made, &path)?;
+    driver.start_again()?;
+    Ok((driver, base, target))
+}

@@ -1,0 +1,168 @@
+//! CreateSnapshot against the number of extents: where its time goes, and how long a writer stands
+//! still, beside what one plain FICLONE of the same file costs.
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+use crate::calls::Capability;
+use crate::harness::{Cost, Cut, Driver};
+use crate::report::{Report, Row};
+use crate::stats::{Samples, digits, grouped, time};
+use crate::{Options, kernel, writer};
+
+/// Of the volume: sparse, so that extents are single blocks.
+const SIZE: u64 = 64 << 30;
+
+/// The driver's steps that grow with the extents, with the names that they have in the table.
+const STEPS: [(&str, &str); 3] =
+    [("pre_clone", "pre-clone"), ("clone", "final FICLONE"), ("compare", "FIEMAP compare")];
+
+pub fn measure(options: Options, report: &mut Report) -> Result<()> {
+    // Extents, rounds, and whether the writer's stall has a target.
+    let sizes: &[(usize, usize)] = options.pick(
+        &[(1_000, 7), (10_000, 7), (100_000, 5), (500_000, 3), (1_000_000, 2)],
+        &[(1_000, 1), (5_000, 1)],
+    );
+    let mut charts = Charts::default();
+    for (extents, rounds) in sizes {
+        one(report, *extents, *rounds, &mut charts)?;
+    }
+    report.line("cut", "CreateSnapshot, nobody writes", charts.whole);
+    for ((_, name), points) in STEPS.iter().zip(charts.steps) {
+        report.line("cut", *name, points);
+    }
+    report.line("cut", "all the rest", charts.rest);
+    report.line("cut", "one plain FICLONE", charts.plain);
+    report.line("stall", "CreateSnapshot", charts.stall);
+    report.line("stall", "one plain FICLONE", charts.plain_stall);
+    Ok(())
+}
+
+#[derive(Default)]
+struct Charts {
+    whole: Vec<(f64, f64)>,
+    steps: [Vec<(f64, f64)>; 3],
+    rest: Vec<(f64, f64)>,
+    plain: Vec<(f64, f64)>,
+    stall: Vec<(f64, f64)>,
+    plain_stall: Vec<(f64, f64)>,
+}
+
+/// What the rounds of one number of extents gave.
+#[derive(Default)]
+struct Rounds {
+    cuts: Vec<Cut>,
+    plain: Vec<Duration>,
+    plain_stalls: Vec<Duration>,
+    stalls: Vec<Duration>,
+    busy_cuts: Vec<Duration>,
+    writes: Vec<f64>,
+}
+
+fn one(report: &mut Report, extents: usize, rounds: usize, charts: &mut Charts) -> Result<()> {
+    let driver = Driver::start(64 << 30)?;
+    let volume = driver.volume("extents", SIZE, Capability::Block)?;
+    let blocks = writer::scattered(extents, SIZE / 4096, 41);
+    let file = driver.pool.volume(&volume);
+    writer::scatter(&file, &blocks)?;
+    let device = driver.publish(&volume, Capability::Block)?;
+
+    let mut found = Rounds::default();
+    // Nobody writes: where the time goes. Between two cuts a hundredth of the blocks change.
+    let few: Vec<u64> = blocks.iter().copied().step_by(100).collect();
+    let cost = driver.measure(1, rounds, |run| {
+        writer::change(&device, &few, run as u64)?;
+        let begun = Instant::now();
+        driver.snapshot(&format!("quiet-{run}"), &volume)?;
+        let took = begun.elapsed();
+        if run > 0 {
+            found.cuts.push(driver.last_cut()?);
+        }
+        Ok(took)
+    })?;
+    for round in 0..rounds {
+        found.plain.push(plain_clone(&driver, &file)?);
+        // A writer that never rests, beside both in turn.
+        let plain = writer::beside(&device, &blocks, round as u64, || plain_clone(&driver, &file))?;
+        found.plain_stalls.push(plain.longest);
+        let cut = writer::beside(&device, &blocks, round as u64 + 100, || {
+            let begun = Instant::now();
+            driver.snapshot(&format!("busy-{round}"), &volume)?;
+            Ok(begun.elapsed())
+        })?;
+        found.stalls.push(cut.longest);
+        found.busy_cuts.push(cut.result);
+        found.writes.push(cut.writes as f64);
+    }
+    tell(report, extents, &cost, found, charts);
+    Ok(())
+}
+
+/// One FICLONE of the backing file into a new file of the pool, which then goes.
+fn plain_clone(driver: &Driver, file: &Path) -> Result<Duration> {
+    let path = driver.pool.path().join("plain-clone");
+    let (source, target) = (File::open(file)?, File::create(&path)?);
+    let begun = Instant::now();
+    kernel::clone_file(&target, &source)?;
+    let took = begun.elapsed();
+    drop(target);
+    fs::remove_file(&path)?;
+    // What is freed in the background is not to be met by what comes next.
+    kernel::free_bytes(&driver.pool.path())?;
+    Ok(took)
+}
+
+fn tell(report: &mut Report, extents: usize, cost: &Cost, found: Rounds, charts: &mut Charts) {
+    let x = extents as f64;
+    let count = grouped(extents as i64);
+    let median =
+        |values: &dyn Fn(&Cut) -> f64| found.cuts.iter().map(values).collect::<Samples>().median();
+    let whole = cost.times.median();
+    let mut shares = Vec::new();
+    let mut sum = 0.0;
+    for ((step, name), points) in STEPS.iter().zip(&mut charts.steps) {
+        let took = median(&|cut| cut.get(*step).copied().unwrap_or_default());
+        points.push((x, took));
+        shares.push(format!("{name} {} ({} %)", time(took), (took / whole * 100.0).round()));
+        sum += took;
+    }
+    let rest = (whole - sum).max(0.0);
+    shares.push(format!("all the rest {}", time(rest)));
+    charts.whole.push((x, whole));
+    charts.rest.push((x, rest));
+    let plain: Samples = found.plain.into_iter().collect();
+    charts.plain.push((x, plain.median()));
+    let others = ["settle", "seal", "record", "commit"].map(|step| {
+        format!("{step} {}", time(median(&|cut| cut.get(step).copied().unwrap_or_default())))
+    });
+    report.note(format!("extents: of the rest at {count} extents: {}", others.join(", ")));
+    let row = Row::times("extents", format!("CreateSnapshot, {count} extents"), cost);
+    let peer = format!("{}; one plain FICLONE {}", shares.join(", "), plain.times());
+    report.row(row.against(peer, None));
+
+    let stalls: Samples = found.stalls.into_iter().collect();
+    let plain_stalls: Samples = found.plain_stalls.into_iter().collect();
+    charts.stall.push((x, stalls.median()));
+    charts.plain_stall.push((x, plain_stalls.median()));
+    let busy: Samples = found.busy_cuts.into_iter().collect();
+    let writes: Samples = found.writes.into_iter().collect();
+    let ratio = plain_stalls.median() / stalls.median();
+    let what = format!("longest stall of a 4 KiB writer during the cut, {count} extents");
+    let row = Row::samples("extents", what, &stalls, "seconds", time).against(
+        format!(
+            "during one plain FICLONE: {}; the cut took {} with {} writes meanwhile",
+            plain_stalls.times(),
+            time(busy.median()),
+            digits(writes.median())
+        ),
+        ratio,
+    );
+    report.row(match extents {
+        100_000 => row.must("a tenth of a plain FICLONE's", ratio >= 10.0),
+        500_000 => row.must("a twelfth of a plain FICLONE's", ratio >= 12.0),
+        _ => row,
+    });
+}

@@ -1,0 +1,9 @@
+//! The rows of the table, each in the file of its name.
+
+pub mod extents;
+pub mod fio;
+pub mod large;
+pub mod memory;
+pub mod sizes;
+pub mod stream;
+pub mod ten;

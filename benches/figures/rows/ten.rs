@@ -1,0 +1,254 @@
+//! A 10 GiB volume, written whole: its delta against reading it, and CreateSnapshot against copying it.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+
+use crate::calls::Capability;
+use crate::harness::{Cost, Driver};
+use crate::host_path::{self, HostPath};
+use crate::kernel::{self, Random};
+use crate::report::{Report, Row};
+use crate::stats::{Samples, bytes, time};
+use crate::{Options, peers, writer};
+
+const THOUSAND: &str = "at least 1,000 times faster than host-path";
+const FIVE_HUNDRED: &str = "at least 500 times faster than host-path";
+
+/// What 10 GiB and its 0.1 % are in the quick version.
+fn size(options: Options) -> u64 {
+    options.pick(10 << 30, 256 << 20)
+}
+
+fn changed(options: Options) -> usize {
+    (size(options) / 4096 / 1000) as usize
+}
+
+/// A driver with such a volume, which holds data everywhere.
+fn filled(options: Options) -> Result<(Driver, String)> {
+    let driver = Driver::start(64 << 30)?;
+    let volume = driver.volume("ten", size(options), Capability::Block)?;
+    writer::fill(&driver.pool.volume(&volume), size(options))?;
+    Ok((driver, volume))
+}
+
+pub fn delta(options: Options, report: &mut Report) -> Result<()> {
+    let (driver, volume) = filled(options)?;
+    let blocks = Random(3).distinct(changed(options), size(options) / 4096);
+    let base = driver.snapshot("base", &volume)?;
+    writer::change(&driver.pool.volume(&volume), &blocks, 4)?;
+    let target = driver.snapshot("target", &volume)?;
+    let files = [driver.pool.snapshot(&base), driver.pool.snapshot(&target)];
+
+    let cost = driver.measure(5, options.pick(100, 5), |_| {
+        let answer = driver.ask(Some(&base), &target)?;
+        ensure!(answer.blocks() == blocks, "the delta is not what was written");
+        Ok(answer.whole)
+    })?;
+    let what =
+        format!("delta, {}, {} blocks changed at random", bytes(size(options)), blocks.len());
+    let runs = (0..cost.times.count()).map(|run| run as f64);
+    report.line(
+        "delta",
+        "csi-loopback",
+        runs.map(|run| (run % 3.0 + 1.0, cost.times.median())).take(3).collect(),
+    );
+
+    let steps = [
+        ("content comparison, 1 MiB reads, cold", 1 << 20, false),
+        ("what host-path does (4 KiB reads), cold", 4096, true),
+    ];
+    for (name, step, stands_in) in steps {
+        let mut times = Vec::new();
+        let mut cpu = Duration::ZERO;
+        for _ in 0..options.pick(3, 1) {
+            peers::make_cold([&files[0], &files[1]])?;
+            let compared = peers::compare(&files[0], &files[1], step, u64::MAX)?;
+            ensure!(compared.blocks == blocks, "the comparison found something else");
+            times.push(compared.time);
+            cpu += compared.cpu;
+        }
+        cpu /= times.len() as u32;
+        let samples: Samples = times.iter().copied().collect();
+        let ratio = samples.median() / cost.times.median();
+        let row = Row::times("delta", what.clone(), &cost).against(
+            format!("{name}: {}, {} of CPU", samples.times(), time(cpu.as_secs_f64())),
+            ratio,
+        );
+        let runs = (1..).map(f64::from).zip(times.iter().map(Duration::as_secs_f64));
+        report.line("delta", name, runs.collect());
+        report.row(if stands_in { row.must(THOUSAND, ratio >= 1000.0) } else { row });
+    }
+    warm(report, &files[0], &files[1])?;
+    drop(driver);
+    delta_of_host_path(options, report, Row::times("delta", what, &cost), &cost, &blocks)
+}
+
+/// What the page cache is worth to the comparison: told, and not in the table.
+fn warm(report: &mut Report, base: &std::path::Path, target: &std::path::Path) -> Result<()> {
+    const PART: u64 = 1 << 30;
+    peers::compare(base, target, 1 << 20, PART)?;
+    let parts = [("1 MiB", 1 << 20), ("4 KiB", 4096)];
+    for (name, step) in parts {
+        let compared = peers::compare(base, target, step, PART)?;
+        let size = base.metadata()?.len().min(PART);
+        report.note(format!(
+            "delta: with the first {} of both files in the page cache, the comparison with {name} reads \
+             takes {} for that part",
+            bytes(size),
+            time(compared.time.as_secs_f64())
+        ));
+    }
+    Ok(())
+}
+
+fn delta_of_host_path(
+    options: Options,
+    report: &mut Report,
+    row: Row,
+    cost: &Cost,
+    blocks: &[u64],
+) -> Result<()> {
+    let driver = match HostPath::start(3 * size(options)) {
+        Ok(driver) => driver,
+        Err(reason) => {
+            let peer = format!("{}; {}", host_path::missing(&reason), host_path::DELTA_ELSEWHERE);
+            report.row(row.against(peer, None).must(THOUSAND, None));
+            return Ok(());
+        }
+    };
+    let volume = driver.volume("ten", size(options))?;
+    writer::fill(&volume.file, size(options))?;
+    let base = driver.snapshot("base", &volume.id)?;
+    writer::change(&volume.file, blocks, 4)?;
+    let target = driver.snapshot("target", &volume.id)?;
+    let clock = driver.cpu()?;
+    let before = clock.now();
+    let times = (0..options.pick(3, 1)).map(|_| {
+        let answer = driver.ask(&base, &target)?;
+        ensure!(answer.blocks() == blocks, "the delta of host-path is not what was written");
+        Ok(answer.whole)
+    });
+    let times: Samples = times.collect::<Result<Vec<Duration>>>()?.into_iter().collect();
+    let cpu = (clock.now() - before).as_secs_f64() / times.count() as f64;
+    let ratio = times.median() / cost.times.median();
+    let peer = format!("csi-driver-host-path: {}, {} of CPU", times.times(), time(cpu));
+    report.row(row.against(peer, ratio).must(THOUSAND, ratio >= 1000.0));
+    Ok(())
+}
+
+pub fn snapshot(options: Options, report: &mut Report) -> Result<()> {
+    let (driver, volume) = filled(options)?;
+    let file = driver.pool.volume(&volume);
+    let runs = options.pick(11, 3);
+    let cost = driver.measure(2, runs, |run| {
+        let blocks = Random(run as u64).distinct(16, size(options) / 4096);
+        writer::change(&file, &blocks, run as u64)?;
+        let begun = Instant::now();
+        driver.snapshot(&format!("cut-{run}"), &volume)?;
+        Ok(begun.elapsed())
+    })?;
+    let what = format!("CreateSnapshot, {}, few extents", bytes(size(options)));
+
+    let copy = driver.pool.path().join("copy");
+    let mut times = Vec::new();
+    for _ in 0..options.pick(2, 1) {
+        kernel::uncache(&file)?;
+        times.push(peers::copy(&file, &copy)?);
+        std::fs::remove_file(&copy)?;
+    }
+    let times: Samples = times.into_iter().collect();
+    let ratio = times.median() / cost.times.median();
+    let peer = format!(
+        "what host-path does (cp, nothing shared), cold: {}, {} of disk",
+        times.times(),
+        bytes(size(options))
+    );
+    let row = Row::times("snapshot", what.clone(), &cost);
+    report.row(row.against(peer, ratio).must(FIVE_HUNDRED, ratio >= 500.0));
+    room(report, &driver, &volume)?;
+    drop(driver);
+    snapshot_of_host_path(options, report, Row::times("snapshot", what, &cost), &cost)?;
+    freeze(options, report)
+}
+
+/// What a snapshot takes from the pool while nothing has changed.
+fn room(report: &mut Report, driver: &Driver, volume: &str) -> Result<()> {
+    use std::os::unix::fs::MetadataExt;
+    // The catalog takes its room ahead of need, some cuts before.
+    let before = kernel::free_bytes(&driver.pool.path())?;
+    let id = driver.snapshot("idle", volume)?;
+    let taken = before.saturating_sub(kernel::free_bytes(&driver.pool.path())?);
+    let file = driver.pool.snapshot(&id).metadata()?;
+    let shown = bytes(file.blocks() * 512);
+    let row = Row::said("snapshot", "disk used by a snapshot until blocks change", bytes(taken))
+        .against(format!("data in the snapshot (st_blocks, shared): {shown}"), None);
+    report.row(row.must("none but metadata: under 1 MiB", taken < 1 << 20));
+    Ok(())
+}
+
+fn snapshot_of_host_path(
+    options: Options,
+    report: &mut Report,
+    row: Row,
+    cost: &Cost,
+) -> Result<()> {
+    let driver = match HostPath::start(2 * size(options)) {
+        Ok(driver) => driver,
+        Err(reason) => {
+            let peer = format!("{}; {}", host_path::missing(&reason), host_path::CUT_ELSEWHERE);
+            report.row(row.against(peer, None).must(FIVE_HUNDRED, None));
+            return Ok(());
+        }
+    };
+    let volume = driver.volume("ten", size(options))?;
+    writer::fill(&volume.file, size(options))?;
+    let before = kernel::free_bytes(driver.state_dir())?;
+    let begun = Instant::now();
+    driver.snapshot("cut", &volume.id)?;
+    let times: Samples = [begun.elapsed()].into_iter().collect();
+    let taken = before.saturating_sub(kernel::free_bytes(driver.state_dir())?);
+    let ratio = times.median() / cost.times.median();
+    let peer = format!("csi-driver-host-path: {}, {} of disk", times.times(), bytes(taken));
+    report.row(row.against(peer, ratio).must(FIVE_HUNDRED, ratio >= 500.0));
+    Ok(())
+}
+
+/// How long a mounted filesystem stands still, and what a writer in it notices.
+fn freeze(options: Options, report: &mut Report) -> Result<()> {
+    let driver = Driver::start(64 << 30)?;
+    let volume = driver.volume("ext4", size(options), Capability::Ext4)?;
+    let file = driver.publish(&volume, Capability::Ext4)?.join("file");
+    std::fs::File::create_new(&file)?;
+    let pages: u64 = options.pick(16 << 10, 1 << 10);
+    writer::fill(&file, pages * 4096)?;
+    let blocks: Vec<u64> = (0..pages).collect();
+    let idle = writer::beside(&file, &blocks, 1, || {
+        std::thread::sleep(Duration::from_millis(500));
+        Ok(())
+    })?;
+    let (mut frozen, mut stalls) = (Vec::new(), Vec::new());
+    let cost = driver.measure(1, options.pick(9, 2), |run| {
+        let cut = writer::beside(&file, &blocks, run as u64 + 2, || {
+            let begun = Instant::now();
+            driver.snapshot(&format!("cut-{run}"), &volume)?;
+            Ok(begun.elapsed())
+        })?;
+        let steps = driver.last_cut()?;
+        if run > 0 {
+            frozen.extend(steps.get("frozen").copied());
+            stalls.push(cut.longest);
+        }
+        Ok(cut.result)
+    })?;
+    let what = "CreateSnapshot of a mounted ext4, a writer in it";
+    report.row(Row::times("snapshot", what, &cost));
+    let frozen: Samples = frozen.into_iter().collect();
+    report.row(Row::samples("snapshot", "of that, frozen", &frozen, "seconds", time));
+    let stalls: Samples = stalls.into_iter().collect();
+    report.row(
+        Row::samples("snapshot", "longest stall of that 4 KiB writer", &stalls, "seconds", time)
+            .against(format!("with no cut, in 0.5 s: {}", time(idle.longest.as_secs_f64())), None),
+    );
+    Ok(())
+}

@@ -192,7 +192,7 @@ impl Driver {
             }
             // Not a plain sleep: the client's end of the connection has to answer the driver's farewell,
             // or the driver waits for it.
-            self.runtime.block_on(tokio::time::sleep(Duration::from_millis(5)));
+            self.runtime.block_on(async { tokio::time::sleep(Duration::from_millis(5)).await });
         }
         Ok(())
     }

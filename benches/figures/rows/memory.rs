@@ -19,32 +19,34 @@ use crate::stats::{bytes, grouped, millions, time};
 const MIB: u64 = 1 << 20;
 
 /// How long a driver is left alone before it counts as idle.
-const SETTLED: Duration = Duration::from_secs(2);
+fn settled(options: Options) -> Duration {
+    Duration::from_millis(options.pick(2000, 200))
+}
 
 pub fn idle(options: Options, report: &mut Report) -> Result<()> {
     let mut driver = Driver::start(16 << 30)?;
-    told(report, &driver, "idle, new pool")?;
+    told(options, report, &driver, "idle, new pool")?;
     let volumes = options.pick(100, 10);
     for number in 0..volumes {
         let volume = driver.volume(&format!("v{number}"), 1 << 30, Capability::Block)?;
         driver.snapshot(&format!("s{number}"), &volume)?;
     }
     let with = format!("with {volumes} volumes and snapshots");
-    told(report, &driver, &format!("idle, after making a pool {with}"))?;
+    told(options, report, &driver, &format!("idle, after making a pool {with}"))?;
     driver.stop()?;
     driver.start_again()?;
-    told(report, &driver, &format!("idle, started on a pool {with}"))
+    told(options, report, &driver, &format!("idle, started on a pool {with}"))
 }
 
-fn told(report: &mut Report, driver: &Driver, what: &str) -> Result<()> {
-    thread::sleep(SETTLED);
+fn told(options: Options, report: &mut Report, driver: &Driver, what: &str) -> Result<()> {
+    thread::sleep(settled(options));
     let resident = kernel::memory(driver.pid(), "smaps_rollup", "Rss")?;
     let proportional = kernel::memory(driver.pid(), "smaps_rollup", "Pss")?;
     let own = kernel::memory(driver.pid(), "smaps_rollup", "Anonymous")?;
     let clock = driver.cpu()?;
     let before = clock.now();
-    thread::sleep(SETTLED);
-    let cpu = (clock.now() - before).as_secs_f64() / SETTLED.as_secs_f64();
+    thread::sleep(settled(options));
+    let cpu = (clock.now() - before).as_secs_f64() / settled(options).as_secs_f64();
     let peak = kernel::memory(driver.pid(), "status", "VmHWM")?;
     let measured = format!(
         "RSS {}, PSS {}, of that {} its own",
@@ -61,7 +63,7 @@ fn told(report: &mut Report, driver: &Driver, what: &str) -> Result<()> {
 pub fn streaming(options: Options, report: &mut Report) -> Result<()> {
     let extents: u64 = options.pick(100_000_000, 1_000_000);
     let (driver, base, target) = records::driver_with_delta(extents)?;
-    thread::sleep(SETTLED);
+    thread::sleep(settled(options));
     let pid = driver.pid();
     let idle = kernel::memory(pid, "status", "VmRSS")?;
     kernel::reset_peak(pid)?;

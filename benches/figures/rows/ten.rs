@@ -227,7 +227,7 @@ fn freeze(options: Options, report: &mut Report) -> Result<()> {
         std::thread::sleep(Duration::from_millis(500));
         Ok(())
     })?;
-    let (mut frozen, mut stalls) = (Vec::new(), Vec::new());
+    let (mut frozen, mut settle, mut clone, mut stalls) = (vec![], vec![], vec![], vec![]);
     let cost = driver.measure(1, options.pick(9, 2), |run| {
         let cut = writer::beside(&file, &blocks, run as u64 + 2, || {
             let begun = Instant::now();
@@ -236,7 +236,11 @@ fn freeze(options: Options, report: &mut Report) -> Result<()> {
         })?;
         let steps = driver.last_cut()?;
         if run > 0 {
-            frozen.extend(steps.get("frozen").copied());
+            for (name, found) in
+                [("frozen", &mut frozen), ("settle", &mut settle), ("clone", &mut clone)]
+            {
+                found.extend(steps.get(name).copied());
+            }
             stalls.push(cut.longest);
         }
         Ok(cut.result)
@@ -244,7 +248,15 @@ fn freeze(options: Options, report: &mut Report) -> Result<()> {
     let what = "CreateSnapshot of a mounted ext4, a writer in it";
     report.row(Row::times("snapshot", what, &cost));
     let frozen: Samples = frozen.into_iter().collect();
-    report.row(Row::samples("snapshot", "of that, frozen", &frozen, "seconds", time));
+    let settle: Samples = settle.into_iter().collect();
+    let clone: Samples = clone.into_iter().collect();
+    let parts = format!(
+        "of it, flushing to the backing file {}, final FICLONE {}",
+        time(settle.median()),
+        time(clone.median())
+    );
+    let row = Row::samples("snapshot", "of that, frozen", &frozen, "seconds", time);
+    report.row(row.against(parts, None));
     let stalls: Samples = stalls.into_iter().collect();
     report.row(
         Row::samples("snapshot", "longest stall of that 4 KiB writer", &stalls, "seconds", time)

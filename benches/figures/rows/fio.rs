@@ -88,7 +88,7 @@ impl Job {
         if !options.quick {
             self.run(ours)?;
         }
-        for round in 0..options.pick(7, 1) {
+        for round in 0..options.pick(5, 1) {
             // Who comes first changes with the round.
             let (a, b) = match round % 2 {
                 0 => (self.run(ours)?, self.run(plain)?),

@@ -95,6 +95,11 @@ impl Axis {
         }
     }
 
+    /// Whether a value has a place: nothing lies at 0 of a logarithm.
+    fn has(self, value: f64) -> bool {
+        matches!(self, Self::Linear(..)) || value > 0.0
+    }
+
     /// Where a value lies, on the axis's own scale.
     fn place(self, value: f64) -> f64 {
         match self {
@@ -114,7 +119,8 @@ impl Axis {
 
     /// The ends of the axis on its scale, and where it is marked.
     fn range(self, values: &[f64]) -> (f64, f64, Vec<f64>) {
-        let places = || values.iter().map(|value| self.place(*value));
+        let places =
+            || values.iter().filter(|value| self.has(**value)).map(|value| self.place(*value));
         let (low, high) = (places().fold(f64::MAX, f64::min), places().fold(f64::MIN, f64::max));
         let (low, high, step) = match self {
             Self::LogBytes(_) => (low.floor(), high.ceil(), 2.0),
@@ -172,6 +178,7 @@ fn draw(svg: &mut String, chart: &Chart, series: &[&Series]) {
         let places: Vec<(f64, f64)> = line
             .points
             .iter()
+            .filter(|(x, y)| chart.x.has(*x) && chart.y.has(*y))
             .map(|(x, y)| (x_at(chart.x.place(*x)), y_at(chart.y.place(*y))))
             .collect();
         let path: Vec<String> = places.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();

@@ -59,6 +59,7 @@ pub use list::Page;
 pub use model::*;
 pub use pool::{PoolChoice, PoolKind};
 pub use snapshot::SnapshotFilter;
+pub use sys::bound_arenas;
 pub use tracker::{BlockMap, Extents, Style};
 pub use units::{BLOCK_SIZE, Block, BlockRange, Extent, MAX_VOLUME_BYTES, MIN_VOLUME_BYTES};
 pub use volume::CreateVolume;

@@ -48,6 +48,7 @@ const FORGET_EVERY: Duration = Duration::from_secs(60);
 /// and the next driver takes over.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     logs::init(args.log.clone())?;
+    backend::bound_arenas();
     let runtime = runtime::Builder::new_multi_thread()
         .worker_threads(ASYNC_THREADS)
         .max_blocking_threads(BLOCKING_THREADS)

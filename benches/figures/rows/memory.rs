@@ -83,7 +83,7 @@ pub fn streaming(options: Options, report: &mut Report) -> Result<()> {
     // Flat: the second half needs no more than the first has shown.
     let (early, late) = samples.split_at(samples.len() / 2);
     let most = |samples: &[(f64, f64)]| samples.iter().map(|(_, y)| *y).fold(0.0, f64::max);
-    let growth = most(late) - most(early);
+    let growth = (most(late) - most(early)).max(0.0);
     let what = format!("memory while streaming {} extents", grouped(extents as i64));
     let measured = format!(
         "peak {} above idle ({}); second half {} MiB above the first",

@@ -99,12 +99,12 @@ pub struct Pool {
     directory: TempDir,
 }
 
-/// A volume that is staged and published raw.
+/// A volume that is staged and published.
 #[derive(Debug, Clone)]
 pub struct Attached {
     pub volume_id: String,
     pub staging: PathBuf,
-    /// The device node.
+    /// The device node, or the directory.
     pub target: PathBuf,
 }
 
@@ -184,6 +184,11 @@ impl Pool {
 
     /// Stages and publishes a volume as a raw device.
     pub fn attach(&mut self, volume_id: &str) -> Attached {
+        self.attach_as(volume_id, &raw())
+    }
+
+    /// Stages and publishes a volume.
+    pub fn attach_as(&mut self, volume_id: &str, capability: &Capability) -> Attached {
         let attached = Attached {
             volume_id: volume_id.to_owned(),
             staging: self.scratch().join(format!("stage-{volume_id}")),
@@ -191,11 +196,8 @@ impl Pool {
         };
         self.attached.push(attached.clone());
         let backend = self.backend();
-        let capability = raw();
-        backend.stage(volume_id, &attached.staging, &capability).unwrap();
-        backend
-            .publish(volume_id, &attached.staging, &attached.target, &capability, false)
-            .unwrap();
+        backend.stage(volume_id, &attached.staging, capability).unwrap();
+        backend.publish(volume_id, &attached.staging, &attached.target, capability, false).unwrap();
         attached
     }
 

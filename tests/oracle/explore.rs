@@ -1,0 +1,291 @@
+//! Runs many sequences of operations. One that fails is cut down: halves, quarters, … and at last single
+//! operations are left out as long as it still fails, then what they are done with is made simpler.
+
+use std::cell::{Cell, RefCell};
+use std::ops::AddAssign;
+use std::sync::Once;
+use std::time::Instant;
+use std::{fmt, panic};
+
+use proptest::strategy::{BoxedStrategy, NewTree, Strategy, ValueTree};
+use proptest::test_runner::{Config, RngSeed, TestError, TestRunner};
+
+use super::operation::{Mix, Operation, operation};
+
+/// Milliseconds that cutting down may take; what is reported is the shortest found by then.
+const SHRINK_MILLISECONDS: u32 = 150_000;
+
+/// What runs have covered.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Counts {
+    pub operations: u64,
+    pub snapshots: u64,
+    pub groups: u64,
+    pub deleted: u64,
+    pub deltas: u64,
+    pub windows: u64,
+    pub refused: u64,
+    pub clones: u64,
+    pub restores: u64,
+    pub restarts: u64,
+    /// Deltas between neighbours where no block was rewritten with what it held.
+    pub exact: Precision,
+    /// All others between neighbours.
+    pub other: Precision,
+}
+
+/// Blocks.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Precision {
+    pub reported: u64,
+    pub differing: u64,
+}
+
+impl AddAssign for Precision {
+    fn add_assign(&mut self, more: Self) {
+        self.reported += more.reported;
+        self.differing += more.differing;
+    }
+}
+
+impl AddAssign for Counts {
+    fn add_assign(&mut self, more: Self) {
+        self.operations += more.operations;
+        self.snapshots += more.snapshots;
+        self.groups += more.groups;
+        self.deleted += more.deleted;
+        self.deltas += more.deltas;
+        self.windows += more.windows;
+        self.refused += more.refused;
+        self.clones += more.clones;
+        self.restores += more.restores;
+        self.restarts += more.restarts;
+        self.exact += more.exact;
+        self.other += more.other;
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { reported, differing } = self;
+        let ratio = *reported as f64 / (*differing).max(1) as f64;
+        write!(f, "{ratio:.4} ({reported} reported / {differing} differing)")
+    }
+}
+
+impl fmt::Display for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} operations, {} snapshots ({} in groups, {} deleted), {} deltas, {} rightly refused, \
+             {} cut off and resumed, {} clones, {} restores, {} restarts; 0 blocks missed; ",
+            self.operations,
+            self.snapshots,
+            self.groups,
+            self.deleted,
+            self.deltas,
+            self.refused,
+            self.windows,
+            self.clones,
+            self.restores,
+            self.restarts,
+        )?;
+        if self.exact.differing > 0 {
+            write!(f, "precision {} where nothing was rewritten, else ", self.exact)?;
+        } else {
+            write!(f, "precision ")?;
+        }
+        write!(f, "{}", self.other)
+    }
+}
+
+/// What is to be run.
+pub struct Plan<'a> {
+    /// What it is run on, for the report.
+    pub on: &'a str,
+    pub cases: u64,
+    /// Operations in a sequence.
+    pub length: usize,
+    pub mix: Mix,
+}
+
+/// A number from the environment.
+pub fn setting(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text:?}")))
+}
+
+/// Runs sequences one after the other, each by `run`, which panics when a law is broken.
+pub fn explore(plan: &Plan<'_>, run: impl Fn(&[Operation]) -> Counts) -> Counts {
+    let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
+    let first = setting("ORACLE_SEED").unwrap_or(now % 1_000_000_000);
+    let cases = setting("ORACLE_CASES").unwrap_or(plan.cases);
+    let total = RefCell::new(Counts::default());
+    let started = Instant::now();
+    for seed in first..first + cases {
+        explore_one(plan, seed, |operations| {
+            let counts = run(operations);
+            *total.borrow_mut() += counts;
+        });
+    }
+    let (total, seconds) = (total.into_inner(), started.elapsed().as_secs());
+    println!("report: {}: {cases} cases from seed {first}, {seconds} s: {total}", plan.on);
+    total
+}
+
+thread_local! {
+    /// Whether panics of this thread go unsaid: those of the attempts after the first failure.
+    static SILENT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Lets [`SILENT`] work.
+fn silence_panics_on_demand() {
+    static DONE: Once = Once::new();
+    DONE.call_once(|| {
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !SILENT.get() {
+                before(info);
+            }
+        }));
+    });
+}
+
+fn explore_one(plan: &Plan<'_>, seed: u64, run: impl Fn(&[Operation])) {
+    let mut runner = TestRunner::new(Config {
+        cases: 1,
+        failure_persistence: None,
+        max_shrink_iters: 10_000,
+        max_shrink_time: SHRINK_MILLISECONDS,
+        rng_seed: RngSeed::Fixed(seed),
+        ..Config::default()
+    });
+    silence_panics_on_demand();
+    let attempts = Cell::new(0);
+    let sequences = Sequences { operation: operation(plan.mix), length: plan.length };
+    let result = runner.run(&sequences, |operations| {
+        attempts.set(attempts.get() + 1);
+        let failed = panic::catch_unwind(panic::AssertUnwindSafe(|| run(&operations)));
+        SILENT.set(SILENT.get() || failed.is_err());
+        failed.unwrap_or_else(|why| panic::resume_unwind(why));
+        Ok(())
+    });
+    SILENT.set(false);
+    match result {
+        Ok(()) => {}
+        Err(TestError::Abort(why)) => panic!("{why}"),
+        Err(TestError::Fail(why, operations)) => {
+            println!(
+                "report: {}: a law is broken; {} operations do it, of {}, found in {} runs:",
+                plan.on,
+                operations.len(),
+                plan.length,
+                attempts.get(),
+            );
+            operations.iter().for_each(|operation| println!("    {operation:?}"));
+            println!("replay with: ORACLE_SEED={seed} ORACLE_CASES=1 and the name of the test");
+            panic!("{}: {why}", plan.on);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Sequences {
+    operation: BoxedStrategy<Operation>,
+    length: usize,
+}
+
+impl Strategy for Sequences {
+    type Tree = Sequence;
+    type Value = Vec<Operation>;
+
+    fn new_tree(&self, runner: &mut TestRunner) -> NewTree<Self> {
+        let trees = (0..self.length).map(|_| self.operation.new_tree(runner));
+        let trees = trees.collect::<Result<Vec<_>, _>>()?;
+        let kept = (0..self.length).collect();
+        let (size, end) = (self.length / 2, self.length);
+        Ok(Sequence { trees, kept, removed: None, size, end, at_first: end, next: 0 })
+    }
+}
+
+type Tree = <BoxedStrategy<Operation> as Strategy>::Tree;
+
+/// A sequence that is being cut down. Proptest's own vectors leave out one element after the other,
+/// which takes hours where every attempt takes seconds.
+struct Sequence {
+    trees: Vec<Tree>,
+    /// The operations that are left, by index.
+    kept: Vec<usize>,
+    /// What the last attempt left out, and from where; `None` when it was not of that kind.
+    removed: Option<(usize, Vec<usize>)>,
+    /// So many are left out at once. 0: no more, each is made simpler by itself.
+    size: usize,
+    /// Before this one comes what is left out next: the last ones first, as nothing needs them.
+    end: usize,
+    /// How many were kept when leaving out so many at once began.
+    at_first: usize,
+    /// The operation that is being made simpler, counted among those kept.
+    next: usize,
+}
+
+impl Sequence {
+    /// The next attempt, if there is any.
+    fn attempt(&mut self) -> bool {
+        while self.size > 0 {
+            self.end = self.end.min(self.kept.len());
+            if self.end > 0 {
+                let start = self.end.saturating_sub(self.size);
+                self.removed = Some((start, self.kept.drain(start..self.end).collect()));
+                self.end = start;
+                return true;
+            }
+            // Without some, others may no longer be needed either.
+            let again = self.size == 1 && self.kept.len() < self.at_first;
+            if !again {
+                self.size = (self.size / 2).min(self.kept.len() / 2);
+            }
+            self.end = self.kept.len();
+            self.at_first = self.end;
+        }
+        while self.next < self.kept.len() {
+            if self.trees[self.kept[self.next]].simplify() {
+                return true;
+            }
+            self.next += 1;
+        }
+        false
+    }
+}
+
+impl ValueTree for Sequence {
+    type Value = Vec<Operation>;
+
+    fn current(&self) -> Vec<Operation> {
+        self.kept.iter().map(|index| self.trees[*index].current()).collect()
+    }
+
+    fn simplify(&mut self) -> bool {
+        // It failed without what was left out last: that stays out.
+        self.removed = None;
+        self.attempt()
+    }
+
+    fn complicate(&mut self) -> bool {
+        match self.removed.take() {
+            Some((start, operations)) => {
+                self.kept.splice(start..start, operations);
+                // What was put back is known to fail: go on from there, if there is anything left.
+                self.attempt();
+                true
+            }
+            None if self.next < self.kept.len() => {
+                if !self.trees[self.kept[self.next]].complicate() {
+                    self.next += 1;
+                    return self.attempt();
+                }
+                true
+            }
+            None => false,
+        }
+    }
+}

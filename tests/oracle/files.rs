@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::{FallocateFlags, fallocate};
 
-use super::operation::{Erase, Fill, How, Pick, Place, Shape};
-use crate::support::{BLOCK, path, pattern, run, write_direct};
+use super::operation::{Erase, How, Pick, Place, Shape, Write};
+use crate::support::{path, run, write_direct};
 
 /// A volume has up to so many files, each of up to so many bytes.
 const FILES: usize = 6;
@@ -35,39 +35,23 @@ impl Files {
     }
 
     /// `number` tells this write from all others.
-    #[expect(clippy::too_many_arguments, reason = "they are the fields of one operation")]
-    pub fn write(
-        &mut self,
-        mounted: &Path,
-        file: Pick,
-        place: Place,
-        how: How,
-        fill: Fill,
-        sync: bool,
-        number: u64,
-    ) {
+    pub fn write(&mut self, mounted: &Path, file: Pick, write: Write, number: u64) {
         let file = file.of(FILES);
-        let unit = if how == How::Direct { BLOCK } else { 1 };
-        let range = place.within(LARGEST, unit);
-        let length = (range.end - range.start) as usize;
-        let mirror = self.0.entry(file).or_default();
-        if mirror.len() < range.end as usize {
-            mirror.resize(range.end as usize, 0);
-        }
+        let range = write.within(LARGEST);
         let inside = range.start as usize..range.end as usize;
-        let bytes = match fill {
-            Fill::Fresh => pattern(number, length),
-            Fill::Same => mirror[inside.clone()].to_vec(),
-            Fill::Zeros => vec![0; length],
-        };
+        let mirror = self.0.entry(file).or_default();
+        if mirror.len() < inside.end {
+            mirror.resize(inside.end, 0);
+        }
+        let bytes = write.bytes(&mirror[inside.clone()], number);
         mirror[inside].copy_from_slice(&bytes);
         let opened = open(mounted, file);
-        match how {
+        match write.how {
             How::Direct => write_direct(&at(mounted, file), range.start, &bytes),
             How::Buffered => opened.write_all_at(&bytes, range.start).unwrap(),
             How::Mapped => write_mapped(&opened, range.start, &bytes),
         }
-        if sync {
+        if write.sync {
             opened.sync_all().unwrap();
         }
     }

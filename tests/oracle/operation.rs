@@ -7,7 +7,7 @@ use std::ops::Range;
 use csi_loopback::backend::Style;
 use proptest::prelude::*;
 
-use crate::support::{BLOCK, MIB};
+use crate::support::{BLOCK, MIB, pattern};
 
 /// A choice among however many there are.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -71,6 +71,32 @@ pub enum Fill {
     Same,
     /// Zeros, which are data as well.
     Zeros,
+}
+
+/// What is written, where and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Write {
+    pub place: Place,
+    pub how: How,
+    pub fill: Fill,
+    /// Whether it is flushed at once.
+    pub sync: bool,
+}
+
+impl Write {
+    /// The range in something of `size` bytes.
+    pub fn within(self, size: u64) -> Range<u64> {
+        self.place.within(size, if self.how == How::Direct { BLOCK } else { 1 })
+    }
+
+    /// What to write over `there`; `number` tells it from all that was written before.
+    pub fn bytes(self, there: &[u8], number: u64) -> Vec<u8> {
+        match self.fill {
+            Fill::Fresh => pattern(number, there.len()),
+            Fill::Same => there.to_vec(),
+            Fill::Zeros => vec![0; there.len()],
+        }
+    }
 }
 
 /// Ways to make a range read zeros.
@@ -139,7 +165,7 @@ pub struct Look {
 /// `volume` is a choice among the volumes, `file` among a mounted volume's files.
 #[derive(Debug, Clone, Copy)]
 pub enum Operation {
-    Write { volume: Pick, file: Pick, place: Place, how: How, fill: Fill, sync: bool },
+    Write { volume: Pick, file: Pick, write: Write },
     Erase { volume: Pick, file: Pick, place: Place, how: Erase },
     Reshape { volume: Pick, file: Pick, place: Place, shape: Shape },
     Expand { volume: Pick, blocks: u16 },
@@ -204,16 +230,17 @@ fn write() -> impl Strategy<Value = Operation> {
         3 => Just(Fill::Same),
         1 => Just(Fill::Zeros),
     ];
-    (pick(), pick(), place(), how, fill, any::<bool>()).prop_map(
-        |(volume, file, place, how, fill, sync)| Operation::Write {
-            volume,
-            file,
-            place,
-            how,
-            fill,
-            sync,
-        },
-    )
+    let write = (place(), how, fill, any::<bool>()).prop_map(|(place, how, fill, sync)| Write {
+        place,
+        how,
+        fill,
+        sync,
+    });
+    (pick(), pick(), write).prop_map(|(volume, file, write)| Operation::Write {
+        volume,
+        file,
+        write,
+    })
 }
 
 fn erase() -> impl Strategy<Value = Operation> {

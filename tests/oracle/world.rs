@@ -6,10 +6,10 @@ use super::explore::{Counts, Precision};
 use super::files::Files;
 use super::laws::Answers;
 use super::model::{Blocks, Content, Cut, Image, Inside, Volume, blocks_of};
-use super::operation::{Ending, Erase, Fill, From, How, Look, Operation, Pick, Place};
+use super::operation::{Ending, Erase, From, How, Look, Operation, Pick, Place, Write};
 use super::subject::{Question, Subject};
 use crate::support::driver::ext4_grows_online;
-use crate::support::{BLOCK, MIB, discard, pattern, read_all, write_direct, zero};
+use crate::support::{BLOCK, MIB, discard, read_all, write_direct, zero};
 
 /// Volumes that exist at once, apart from those made for a look.
 const MOST_VOLUMES: usize = 3;
@@ -111,8 +111,8 @@ impl World {
         self.counts.operations += 1;
         let count = self.volumes.len();
         match operation {
-            Operation::Write { volume, file, place, how, fill, sync } => {
-                self.write(volume.of(count), file, place, how, fill, sync);
+            Operation::Write { volume, file, write } => {
+                self.write(volume.of(count), file, write);
             }
             Operation::Erase { volume, file, place, how } => {
                 self.erase(volume.of(count), file, place, how);
@@ -147,26 +147,19 @@ impl World {
         }
     }
 
-    fn write(&mut self, volume: usize, file: Pick, place: Place, how: How, fill: Fill, sync: bool) {
+    fn write(&mut self, volume: usize, file: Pick, write: Write) {
         let number = self.number();
         let Volume { at, inside, touched, .. } = &mut self.volumes[volume];
         let image = match inside {
             Inside::Raw(image) => image,
-            Inside::Mounted(files) => {
-                return files.write(at, file, place, how, fill, sync, number);
-            }
+            Inside::Mounted(files) => return files.write(at, file, write, number),
         };
-        let unit = if how == How::Direct { BLOCK } else { 1 };
-        let range = place.within(image.bytes().len() as u64, unit);
-        let inside = range.start as usize..range.end as usize;
-        let bytes = match fill {
-            Fill::Fresh => pattern(number, inside.len()),
-            Fill::Same => image.bytes()[inside].to_vec(),
-            Fill::Zeros => vec![0; inside.len()],
-        };
-        match how {
+        let range = write.within(image.bytes().len() as u64);
+        let there = &image.bytes()[range.start as usize..range.end as usize];
+        let bytes = write.bytes(there, number);
+        match write.how {
             How::Direct => write_direct(at, range.start, &bytes),
-            How::Buffered | How::Mapped => write_cached(at, range.start, &bytes, sync),
+            How::Buffered | How::Mapped => write_cached(at, range.start, &bytes, write.sync),
         }
         image.write(range.start, &bytes);
         touched.extend(blocks_of(&range));

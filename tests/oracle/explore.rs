@@ -115,8 +115,8 @@ pub fn setting(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text:?}")))
 }
 
-/// Runs sequences one after the other, each by `run`, which panics when a law is broken.
-pub fn explore(plan: &Plan<'_>, run: impl Fn(&[Operation]) -> Counts) -> Counts {
+/// Runs sequences one after the other, each with its seed by `run`, which panics when a law is broken.
+pub fn explore(plan: &Plan<'_>, run: impl Fn(u64, &[Operation]) -> Counts) -> Counts {
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
     let first = setting("ORACLE_SEED").unwrap_or(now % 1_000_000_000);
     let cases = setting("ORACLE_CASES").unwrap_or(plan.cases);
@@ -124,7 +124,7 @@ pub fn explore(plan: &Plan<'_>, run: impl Fn(&[Operation]) -> Counts) -> Counts 
     let started = Instant::now();
     for seed in first..first + cases {
         explore_one(plan, seed, |operations| {
-            let counts = run(operations);
+            let counts = run(seed, operations);
             *total.borrow_mut() += counts;
         });
     }

@@ -166,6 +166,8 @@ pub struct Cut {
     pub id: String,
     pub group: Option<String>,
     pub deleted: bool,
+    /// Whether its record may have gone since, so that it is no base any more.
+    pub perhaps_forgotten: bool,
     /// Between cuts of one chain changes are known, across chains they are not.
     pub chain: u32,
     pub content: Content,

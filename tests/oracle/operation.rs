@@ -165,18 +165,60 @@ pub struct Look {
 /// `volume` is a choice among the volumes, `file` among a mounted volume's files.
 #[derive(Debug, Clone, Copy)]
 pub enum Operation {
-    Write { volume: Pick, file: Pick, write: Write },
-    Erase { volume: Pick, file: Pick, place: Place, how: Erase },
-    Reshape { volume: Pick, file: Pick, place: Place, shape: Shape },
-    Expand { volume: Pick, blocks: u16 },
-    Snapshot { volume: Pick },
-    Group { volumes: Pick },
-    DeleteSnapshot { volume: Pick, which: Which },
-    Ask { volume: Pick, snapshots: [Pick; 3], look: Look },
-    Derive { volume: Pick, from: From },
-    DeleteVolume { volume: Pick, before_its_snapshots: bool },
-    Track { volume: Pick, on: bool },
-    Restart { ending: Ending, style: Style },
+    Write {
+        volume: Pick,
+        file: Pick,
+        write: Write,
+    },
+    Erase {
+        volume: Pick,
+        file: Pick,
+        place: Place,
+        how: Erase,
+    },
+    Reshape {
+        volume: Pick,
+        file: Pick,
+        place: Place,
+        shape: Shape,
+    },
+    Expand {
+        volume: Pick,
+        blocks: u16,
+    },
+    Snapshot {
+        volume: Pick,
+    },
+    Group {
+        volumes: Pick,
+    },
+    DeleteSnapshot {
+        volume: Pick,
+        which: Which,
+    },
+    Ask {
+        volume: Pick,
+        snapshots: [Pick; 3],
+        look: Look,
+    },
+    Derive {
+        volume: Pick,
+        from: From,
+    },
+    DeleteVolume {
+        volume: Pick,
+        before_its_snapshots: bool,
+    },
+    Track {
+        volume: Pick,
+        on: bool,
+    },
+    Restart {
+        ending: Ending,
+        style: Style,
+    },
+    /// Records of deleted snapshots that are past their retention go.
+    Forget,
 }
 
 /// How often each kind of operation comes up, out of about 1000.
@@ -313,6 +355,7 @@ pub fn operation(mix: Mix) -> BoxedStrategy<Operation> {
         }),
         2 => tracking(),
         mix.restart => restart(),
+        3 => Just(Operation::Forget),
     ]
     .boxed()
 }

@@ -151,6 +151,9 @@ impl Subject for Socket {
         })
     }
 
+    /// It does so by itself, long after this run.
+    fn forget(&mut self) {}
+
     fn finish(&mut self) {
         assert!(self.driver.stop().success());
         check_pool(&self.driver.data_dir());

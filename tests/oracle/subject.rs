@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use csi_loopback::backend::{
     Capability, Error, FsType, PoolKind, Source, Style, VolumeRequest, check,
@@ -78,6 +79,8 @@ pub trait Subject {
     /// The style that an answer comes in when this one is wanted.
     fn style(&self, wanted: Style) -> Style;
     fn ask(&self, question: &Question, window: Window, wanted: Style) -> Result<Answer, Refused>;
+    /// Forgets records of deleted snapshots, if it can be made to.
+    fn forget(&mut self);
     /// Stops it and checks its pool.
     fn finish(&mut self);
 }
@@ -96,7 +99,8 @@ pub struct InProcess {
 
 impl InProcess {
     pub fn new(kind: PoolKind) -> Self {
-        Self { pool: Pool::new(kind), attached: BTreeMap::new() }
+        let pool = Pool::with(kind, |config| config.retention = Duration::ZERO);
+        Self { pool, attached: BTreeMap::new() }
     }
 }
 
@@ -197,6 +201,10 @@ impl Subject for InProcess {
         let extents = extents.take(wanted).map(|extent| extent.unwrap());
         let extents: Vec<_> = extents.map(|extent| (extent.offset, extent.length)).collect();
         Ok(Answer { capacity, messages: extents.chunks(page).map(<[_]>::to_vec).collect() })
+    }
+
+    fn forget(&mut self) {
+        self.pool.backend().forget_expired().unwrap();
     }
 
     fn finish(&mut self) {

@@ -144,6 +144,7 @@ impl World {
             }
             Operation::Track { volume, on } => self.track(volume.of(count), on),
             Operation::Restart { ending, style } => self.restart(ending, style),
+            Operation::Forget => self.forget(),
         }
     }
 
@@ -213,6 +214,13 @@ impl World {
         self.check_newest(style);
     }
 
+    fn forget(&mut self) {
+        self.subject.forget();
+        // Which of them are old enough by now, the clock knows.
+        let cuts = self.volumes.iter_mut().flat_map(|volume| &mut volume.cuts);
+        cuts.for_each(|cut| cut.perhaps_forgotten |= cut.deleted);
+    }
+
     fn check_newest(&mut self, style: Style) {
         for volume in 0..self.volumes.len() {
             if let Some(newest) = self.volumes[volume].cuts.len().checked_sub(1) {
@@ -270,7 +278,16 @@ impl World {
         if !volume.tracking {
             volume.chain += 1;
         }
-        volume.cuts.push(Cut { id, group, deleted: false, chain, content, touched, files });
+        volume.cuts.push(Cut {
+            id,
+            group,
+            deleted: false,
+            perhaps_forgotten: false,
+            chain,
+            content,
+            touched,
+            files,
+        });
         volume.touched.clear();
         self.counts.snapshots += 1;
         self.check_new(volume_index);

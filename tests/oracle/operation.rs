@@ -355,7 +355,7 @@ pub fn operation(mix: Mix) -> BoxedStrategy<Operation> {
         }),
         2 => tracking(),
         mix.restart => restart(),
-        3 => Just(Operation::Forget),
+        2 => Just(Operation::Forget),
     ]
     .boxed()
 }

@@ -1,5 +1,8 @@
 //! A run: every operation is done to the subject and to the mirror at once, and the laws are checked.
 
+use std::thread;
+use std::time::{Duration, SystemTime};
+
 use csi_loopback::backend::{FsType, Source, Style};
 
 use super::explore::{Counts, Precision};
@@ -16,6 +19,9 @@ const MOST_VOLUMES: usize = 3;
 /// A raw volume is made with this size, in bytes, and grows by half at most.
 const RAW_BYTES: u64 = 16 * MIB;
 
+/// Up to so many, operations may wait for a second to end.
+const PATIENT_OPERATIONS: u64 = 200;
+
 pub struct World {
     subject: Box<dyn Subject>,
     /// What all volumes are used for: raw, or with a filesystem.
@@ -25,10 +31,17 @@ pub struct World {
     /// So many things have got a name, or a content.
     numbers: u64,
     counts: Counts,
+    /// When a snapshot was last deleted, in seconds.
+    last_deletion: u64,
     /// Whether each snapshot of a raw volume is read as soon as it is cut, too.
     reads_back: bool,
     /// What really differs between each snapshot and the one before, where they are read.
     differing: Vec<Blocks>,
+}
+
+/// Seconds of the clock.
+fn seconds() -> u64 {
+    SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs()
 }
 
 fn size_of_new(fs_type: Option<FsType>) -> u64 {
@@ -68,6 +81,7 @@ impl World {
             answers: Answers::default(),
             numbers: 0,
             counts: Counts::default(),
+            last_deletion: 0,
             reads_back: false,
             differing: Vec::new(),
         };
@@ -215,6 +229,11 @@ impl World {
     }
 
     fn forget(&mut self) {
+        // Deletions count by the second. Long runs do not wait for the next one; short ones do, so that
+        // a sequence that is being cut down goes on to fail.
+        while self.counts.operations < PATIENT_OPERATIONS && seconds() <= self.last_deletion {
+            thread::sleep(Duration::from_millis(10));
+        }
         self.subject.forget();
         // Which of them are old enough by now, the clock knows.
         let cuts = self.volumes.iter_mut().flat_map(|volume| &mut volume.cuts);
@@ -369,6 +388,7 @@ impl World {
     fn delete_snapshot(&mut self, volume: usize, cut: usize) {
         let cut = &mut self.volumes[volume].cuts[cut];
         self.counts.deleted += 1;
+        self.last_deletion = seconds();
         let Some(group) = cut.group.clone() else {
             self.subject.delete_snapshot(&cut.id);
             cut.deleted = true;
@@ -382,36 +402,30 @@ impl World {
     /// A clone of a volume, or a volume from its newest snapshot.
     fn derive(&mut self, from_volume: usize, from: From) {
         let volume = &self.volumes[from_volume];
-        let newest = volume.cuts.iter().rfind(|cut| !cut.deleted);
-        let (source, capacity, inside) = match (newest, from) {
-            (Some(cut), From::Snapshot) => {
-                self.counts.restores += 1;
-                (Source::Snapshot(cut.id.clone()), cut.content.capacity(), cut.files.clone())
-            }
-            _ => {
-                self.counts.clones += 1;
-                let files = match &volume.inside {
-                    Inside::Raw(_) => None,
-                    Inside::Mounted(files) => Some(files.clone()),
-                };
-                (Source::Volume(volume.id.clone()), volume.capacity, files)
-            }
+        let newest = volume.cuts.iter().rfind(|cut| !cut.deleted && from == From::Snapshot);
+        let (files, content) = match (newest, &volume.inside) {
+            (Some(cut), _) => (cut.files.clone(), Some(cut.content.clone())),
+            (None, Inside::Mounted(files)) => (Some(files.clone()), None),
+            (None, Inside::Raw(image)) => (None, Some(image.content().clone())),
         };
-        let expected = match (&source, &volume.inside) {
-            (Source::Volume(_), Inside::Raw(image)) => Some(image.content().clone()),
-            (Source::Snapshot(_), Inside::Raw(_)) => newest.map(|cut| cut.content.clone()),
-            (_, Inside::Mounted(_)) => None,
+        let capacity = newest.map_or(volume.capacity, |cut| cut.content.capacity());
+        let source = match newest {
+            Some(cut) => Source::Snapshot(cut.id.clone()),
+            None => Source::Volume(volume.id.clone()),
         };
+        match source {
+            Source::Snapshot(_) => self.counts.restores += 1,
+            Source::Volume(_) => self.counts.clones += 1,
+        }
         let name = self.name();
         let id = self.subject.copy(&name, source, self.fs_type);
-        let inside = match (inside, expected) {
-            (Some(files), _) => Inside::Mounted(files),
-            (None, Some(expected)) => {
+        let inside = match files {
+            Some(files) => Inside::Mounted(files),
+            None => {
                 let bytes = read_all(&self.subject.attach(&id, None));
                 self.subject.detach(&id);
-                Inside::Raw(Image::of(bytes, &expected))
+                Inside::Raw(Image::of(bytes, &content.expect("what a raw volume holds is known")))
             }
-            (None, None) => unreachable!("a raw volume has a content, a mounted one files"),
         };
         self.adopt(id, capacity, inside);
         if self.volumes.len() > MOST_VOLUMES {

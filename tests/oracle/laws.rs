@@ -22,6 +22,8 @@ pub struct Told {
     pub blocks: Blocks,
     /// They come in groups of so many bytes.
     unit: u64,
+    /// Bytes of the (target) snapshot.
+    capacity: u64,
 }
 
 impl Told {
@@ -114,7 +116,7 @@ impl Answers {
             }
             None => {}
         }
-        Ok(Told { blocks, unit })
+        Ok(Told { blocks, unit, capacity: answer.capacity })
     }
 
     /// Everything that is known of a snapshot alone.
@@ -129,6 +131,7 @@ impl Answers {
             return;
         }
         let told = answer.unwrap();
+        assert_eq!(told.capacity, cut.content.capacity(), "{question:?}");
         told.covers(&cut.content.non_zero(), &question);
         // A copy pool may lie on ext4, which fills small reserved ranges with zeros that are data.
         if let Some(data) = cut.content.data()
@@ -161,6 +164,7 @@ impl Answers {
             return None;
         }
         let told = answer.unwrap_or_else(|refused| panic!("{question:?}: {refused:?}"));
+        assert_eq!(told.capacity, new.content.capacity(), "{question:?}");
         told.covers(&new.content.differing_from(&old.content), &question);
         let between = volume.cuts[base + 1..=target].iter().map(|cut| cut.touched.as_ref());
         let touched: Option<Vec<&Blocks>> = between.collect();
@@ -194,13 +198,12 @@ impl Answers {
     pub fn check_window(&mut self, subject: &dyn Subject, question: &Question, look: Look) {
         let Ok(whole) = self.ask(subject, question, look.style) else { return };
         let style = subject.style(look.style);
-        let capacity = self.capacity(subject, question, look.style);
-        let from = u64::from(look.from) % (capacity + 1);
+        let from = u64::from(look.from) % (whole.capacity + 1);
         let begin = from - from % whole.unit;
         let expected: Blocks = whole.blocks.range(begin / BLOCK..).copied().collect();
         let window = Window { from, page: look.page.into(), messages: None };
         let rest = subject.ask(question, window, look.style).unwrap();
-        let blocks = blocks_in(&rest.extents(), capacity, style);
+        let blocks = blocks_in(&rest.extents(), whole.capacity, style);
         assert_eq!(blocks, expected, "{question:?} from {from}, {look:?}");
         check_pages(&rest, window.page);
 
@@ -211,11 +214,6 @@ impl Answers {
         extents.extend(subject.ask(question, window, look.style).unwrap().extents());
         let message = format!("{question:?} from {from}, resumed at {resumed}, {look:?}");
         assert_eq!(extents, rest.extents(), "{message}");
-    }
-
-    fn capacity(&self, subject: &dyn Subject, question: &Question, wanted: Style) -> u64 {
-        let nothing = Window { messages: Some(1), ..Window::WHOLE };
-        subject.ask(question, nothing, wanted).unwrap().capacity
     }
 }
 

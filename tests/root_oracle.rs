@@ -23,7 +23,7 @@ use support::{ALL_KINDS, have_root};
 /// Operations in a sequence on raw volumes.
 const LENGTH: usize = 1000;
 
-const RAW: Mix = Mix { reshape: 1, snapshot: 16, ask: 30, derive: 3, restart: 3 };
+const RAW: Mix = Mix { reshape: 1, snapshot: 12, ask: 20, derive: 2, restart: 3 };
 const AGREEMENT: Mix = Mix { snapshot: 60, ..RAW };
 const FILES: Mix = Mix { reshape: 150, snapshot: 40, ask: 40, derive: 15, restart: 6 };
 const SOCKET: Mix = Mix { reshape: 1, snapshot: 40, ask: 60, derive: 3, restart: 20 };

@@ -96,6 +96,22 @@ impl Driver {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let xfs = (kind == PoolKind::Reflink).then(|| Xfs::mount(directory.path(), 16 * GIB));
         let place = xfs.as_ref().map_or(directory.path(), Xfs::path).to_owned();
+        Self::assemble(kind, flags, place, xfs, directory)
+    }
+
+    /// With its data directory in `place`, where there may be one already.
+    pub fn in_place(kind: PoolKind, place: &Path, flags: &[&str]) -> Self {
+        let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+        Self::assemble(kind, flags, place.to_owned(), None, directory)
+    }
+
+    fn assemble(
+        kind: PoolKind,
+        flags: &[&str],
+        place: PathBuf,
+        xfs: Option<Xfs>,
+        directory: TempDir,
+    ) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()

@@ -6,6 +6,7 @@
 pub mod driver;
 pub mod full;
 pub mod kernel;
+pub mod random;
 pub mod requests;
 
 use std::fs::{self, File};

@@ -49,7 +49,12 @@ impl Disk {
                     "mkfs.xfs",
                     &["-q", "-s", "size=4096", "-m", "reflink=1,rmapbt=0", path(&image)],
                 ),
-                _ => run("mkfs.ext4", &["-q", "-F", "-b", "4096", path(&image)]),
+                // A small journal is soon replayed; nothing is initialized in the background.
+                _ => {
+                    let now = "lazy_itable_init=0,lazy_journal_init=0";
+                    let options = ["-q", "-F", "-b", "4096", "-J", "size=4", "-E", now];
+                    run("mkfs.ext4", &[&options[..], &[path(&image)]].concat());
+                }
             }
         }
         self.open(name)

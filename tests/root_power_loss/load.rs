@@ -98,18 +98,22 @@ impl Load {
         let root = pool_root(driver.kind(), &driver.data_dir(), &process);
         let (raw_gate, gate, quiet, stop) = Default::default();
         let load = Self { driver, ledger, device, mounted_at, raw_gate, gate, quiet, stop, root };
-        load.scatter();
+        load.fill();
         load
     }
 
-    /// Many extents, so that a cut takes long enough for the power to fail in the middle of it.
-    fn scatter(&self) {
+    /// Enough that a cut takes so long that the power can fail in the middle of it: a clone takes its
+    /// time for every extent, a copy for every byte.
+    fn fill(&self) {
+        let fresh = pattern(1, RAW_BYTES as usize);
+        if self.driver.kind() == PoolKind::Copy {
+            return write_direct(&self.device, 0, &fresh);
+        }
         let file =
             File::options().write(true).custom_flags(libc::O_DIRECT).open(&self.device).unwrap();
-        let data = pattern(1, 2 * BLOCK as usize);
-        let start = data.as_ptr().align_offset(BLOCK as usize);
+        let start = fresh.as_ptr().align_offset(BLOCK as usize);
         for block in (0..RAW_BYTES / BLOCK).step_by(2) {
-            file.write_all_at(&data[start..start + BLOCK as usize], block * BLOCK).unwrap();
+            file.write_all_at(&fresh[start..start + BLOCK as usize], block * BLOCK).unwrap();
         }
     }
 

@@ -80,9 +80,7 @@ impl Disk {
             PoolKind::Reflink | PoolKind::Copy => {
                 let at = path_of(self.directory.path());
                 fs::create_dir_all(&at).unwrap();
-                // A copy has the identity of what it was copied from.
-                let nouuid = if self.kind == PoolKind::Reflink { ",nouuid" } else { "" };
-                run("mount", &["-o", &format!("loop{nouuid}"), path(&image), path(&at)]);
+                mount(self.kind, &image, &at);
                 at
             }
         };
@@ -93,6 +91,20 @@ impl Disk {
     pub fn photo(&self, number: usize) -> PathBuf {
         self.outer.path().join(format!("photo-{number}"))
     }
+}
+
+fn mount(kind: PoolKind, image: &Path, at: &Path) {
+    // Direct, or everything would be cached, and written, twice.
+    let attach = ["--find", "--show", "--direct-io=on", "--sector-size=4096", path(image)];
+    let attached = Command::new("losetup").args(attach).output().unwrap();
+    assert!(attached.status.success(), "{attached:?}");
+    let device = String::from_utf8(attached.stdout).unwrap();
+    // A copy has the identity of what it was copied from.
+    let options: &[&str] = if kind == PoolKind::Reflink { &["-o", "nouuid"] } else { &[] };
+    let mounted = Command::new("mount").args(options).args([device.trim(), path(at)]).status();
+    // From now on it goes with its mount.
+    run("losetup", &["--detach", device.trim()]);
+    assert!(mounted.unwrap().success(), "{} does not mount", image.display());
 }
 
 fn is_attached(image: &Path) -> bool {

@@ -1,5 +1,5 @@
-//! What goes on while the power may fail at any moment: writers on a raw volume and on a mounted one,
-//! and two operators who cut, delete, restore, clone and grow.
+//! A driver while the power may fail at any moment: writers on a raw volume and on a mounted one, and
+//! the calls that operators make, each with its entry in the books.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -26,17 +26,12 @@ const RAW_BYTES: u64 = 16 * MIB;
 const MOST_BYTES: u64 = 24 * MIB;
 const MOUNTED_BYTES: u64 = 24 * MIB;
 
-/// Snapshots of one volume that exist at a time.
-const MOST_SNAPSHOTS: usize = 4;
-/// Volumes without a writer that exist at a time.
-const MOST_STILL: usize = 4;
-
 /// Holds up writers, so that nothing but one call is under way. Each works under a read lock.
 #[derive(Debug, Default)]
-struct Gate(RwLock<()>);
+pub struct Gate(RwLock<()>);
 
 impl Gate {
-    fn pass(&self) -> RwLockReadGuard<'_, ()> {
+    pub fn pass(&self) -> RwLockReadGuard<'_, ()> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -66,7 +61,7 @@ pub struct Load {
     /// Before the writer of the raw volume.
     raw_gate: Gate,
     /// Before the others.
-    gate: Gate,
+    pub gate: Gate,
     quiet: AtomicBool,
     stop: AtomicBool,
     /// The directory of the pool's files, as this process can reach it.
@@ -124,7 +119,7 @@ impl Load {
         ledger.close()
     }
 
-    fn running(&self) -> bool {
+    pub fn running(&self) -> bool {
         !self.stop.load(Ordering::Relaxed)
     }
 
@@ -170,43 +165,13 @@ impl Load {
         }
     }
 
-    /// Makes, cuts, grows and deletes volumes that nobody writes to, until the end.
-    pub fn operate_aside(&self, seed: u64) {
-        let mut random = Random::new(seed);
-        let mut names = Names::new("aside");
-        while self.running() {
-            let pass = self.gate.pass();
-            self.step_aside(&mut random, &mut names);
-            drop(pass);
-            thread::sleep(Duration::from_millis(random.below(20)));
-        }
-    }
-
-    fn step_aside(&self, random: &mut Random, names: &mut Names) {
-        let still = self.still();
-        let volume = random.pick(&still).cloned();
-        match (random.below(10), volume) {
-            (0..4, Some(volume)) if self.usable(&volume).len() < MOST_SNAPSHOTS => {
-                self.cut(&names.next(), &[&volume], false);
-            }
-            (4..6, Some(volume)) => self.expand(&volume, random.below(64) * BLOCK),
-            (6..8, Some(volume)) => {
-                self.delete_volume(&volume);
-                let left = self.usable(&volume);
-                if random.one_in(2) {
-                    left.iter().for_each(|name| self.delete_snapshot(name));
-                }
-            }
-            _ if still.len() < MOST_STILL => self.restore_any(random, names),
-            _ => self.delete_orphaned(random),
-        }
-    }
-
-    /// The volumes that nobody writes to.
-    fn still(&self) -> Vec<String> {
+    /// The volumes, with names that begin so, to which nobody writes.
+    pub fn still(&self, stem: &str) -> Vec<String> {
         let books = self.ledger.books();
-        let usable = books.volumes.iter().filter(|volume| volume.life.is_usable());
-        let still = usable.filter(|volume| volume.content.is_some());
+        let still = books.volumes.iter().filter(|volume| {
+            let usable = volume.life.is_usable() && volume.content.is_some();
+            usable && volume.name.starts_with(stem)
+        });
         still.map(|volume| volume.name.clone()).collect()
     }
 
@@ -220,54 +185,42 @@ impl Load {
         usable.map(|snapshot| snapshot.name.clone()).collect()
     }
 
-    /// Deletes a snapshot whose volume is gone.
-    fn delete_orphaned(&self, random: &mut Random) {
+    /// The snapshots of volumes, with names that begin so, that are gone.
+    pub fn orphaned(&self, stem: &str) -> Vec<String> {
         let books = self.ledger.books();
-        let orphaned = |snapshot: &&crate::ledger::Snapshot| {
+        let orphaned = books.snapshots.iter().filter(|snapshot| {
             let volume = books.volume(&snapshot.volume).unwrap();
-            snapshot.life.is_usable() && !volume.life.is_usable()
+            let gone = volume.name.starts_with(stem) && !volume.life.is_usable();
+            gone && snapshot.life.is_usable()
+        });
+        orphaned.map(|snapshot| snapshot.name.clone()).collect()
+    }
+
+    pub fn make_empty(&self, name: &str, bytes: u64) {
+        self.ledger.make_volume(name, || Some((self.driver.volume(name, bytes, block()), bytes)));
+        self.ledger.hold_volume(name, vec![print_of_zeros(); (bytes / BLOCK) as usize]);
+    }
+
+    pub fn restore(&self, name: &str, snapshot: &str) {
+        self.make_from(name, Source::Snapshot(snapshot));
+        let books = self.ledger.books();
+        let (made, from) = (books.volume(name).unwrap(), books.snapshot(snapshot).unwrap());
+        assert!(made.id.is_empty() || made.content == from.content, "{name} is not {snapshot}");
+    }
+
+    /// A volume from a source of this name. Nothing is made where another operator deletes it.
+    pub fn make_from(&self, name: &str, source: Source<'_>) {
+        let _quiet = matches!(source, Source::Volume(RAW)).then(|| self.quiet_for_copies());
+        let books = self.ledger.books();
+        let id = match source {
+            Source::Volume(volume) => books.volume(volume).unwrap().id.clone(),
+            Source::Snapshot(snapshot) => books.snapshot(snapshot).unwrap().id.clone(),
         };
-        let names: Vec<String> =
-            books.snapshots.iter().filter(orphaned).map(|s| s.name.clone()).collect();
         drop(books);
-        if let Some(name) = random.pick(&names) {
-            self.delete_snapshot(name);
-        }
-    }
-
-    fn restore_any(&self, random: &mut Random, names: &mut Names) {
-        let volumes = [RAW, MOUNTED];
-        let from = self.usable(random.pick(&volumes).unwrap());
-        match random.pick(&from).filter(|_| !random.one_in(3)) {
-            Some(snapshot) => self.restore(&names.next(), snapshot),
-            None => {
-                let (name, bytes) = (names.next(), (1 + random.below(4)) * MIB);
-                self.ledger.make_volume(&name, || {
-                    Some((self.driver.volume(&name, bytes, block()), bytes))
-                });
-                self.ledger.hold_volume(&name, vec![print_of_zeros(); (bytes / BLOCK) as usize]);
-            }
-        }
-    }
-
-    fn restore(&self, name: &str, snapshot: &str) {
-        let id = self.ledger.books().snapshot(snapshot).unwrap().id.clone();
-        if self.make_from(name, Source::Snapshot(&id)) {
-            let books = self.ledger.books();
-            let (made, from) = (books.volume(name).unwrap(), books.snapshot(snapshot).unwrap());
-            assert!(made.content == from.content, "{name} is not what {snapshot} is");
-        }
-    }
-
-    /// A copy of a volume that is written to.
-    pub fn clone_volume(&self, name: &str, volume: &str) {
-        let _quiet = (volume == RAW).then(|| self.quiet_for_copies()).flatten();
-        let id = self.ledger.books().volume(volume).unwrap().id.clone();
-        self.make_from(name, Source::Volume(&id));
-    }
-
-    /// False where the source has gone meanwhile.
-    fn make_from(&self, name: &str, source: Source<'_>) -> bool {
+        let source = match source {
+            Source::Volume(_) => Source::Volume(&id),
+            Source::Snapshot(_) => Source::Snapshot(&id),
+        };
         let request = csi::CreateVolumeRequest {
             volume_content_source: Some(source.into()),
             ..create(name, 0, block())
@@ -281,7 +234,6 @@ impl Load {
             let id = self.ledger.books().volume(name).unwrap().id.clone();
             self.ledger.hold_volume(name, prints(&self.root.join("volumes").join(id)));
         }
-        made
     }
 
     /// A pool that copies wants raw volumes to be quiet meanwhile.
@@ -367,58 +319,6 @@ impl Load {
         let gates = [self.gate.close(), self.raw_gate.close()];
         self.quiet.store(true, Ordering::Relaxed);
         Quiet { load: self, _gates: gates }
-    }
-
-    /// Deletes a snapshot where there are as many as there may be.
-    pub fn make_room(&self, random: &mut Random) {
-        for volume in [RAW, MOUNTED] {
-            let usable = self.usable(volume);
-            if usable.len() >= MOST_SNAPSHOTS {
-                self.delete_one(random, &usable);
-            }
-        }
-    }
-
-    /// One step of the operator who is photographed.
-    pub fn step(&self, random: &mut Random, names: &mut Names) {
-        let volume = if random.one_in(3) { MOUNTED } else { RAW };
-        let usable = self.usable(volume);
-        match random.below(20) {
-            _ if usable.len() >= MOST_SNAPSHOTS => self.delete_one(random, &usable),
-            0..8 => self.cut(&names.next(), &[volume], false),
-            8..10 => match self.oldest_group() {
-                Some(member) if random.one_in(2) => self.delete_snapshot(&member),
-                _ => self.cut(&names.next(), &[RAW, MOUNTED], true),
-            },
-            10..15 if !usable.is_empty() => self.delete_one(random, &usable),
-            15..17 => self.expand(volume, random.below(256) * BLOCK),
-            17..19 if self.still().len() < MOST_STILL => self.clone_volume(&names.next(), volume),
-            _ => {}
-        }
-    }
-
-    /// The newest more often: it is the one whose data has to stay until the next cut.
-    fn delete_one(&self, random: &mut Random, usable: &[String]) {
-        let newest = usable.last().filter(|_| random.one_in(2));
-        let name = newest.or_else(|| random.pick(usable)).unwrap();
-        self.delete_snapshot(name);
-    }
-}
-
-/// Names that are given once.
-pub struct Names {
-    stem: &'static str,
-    given: u64,
-}
-
-impl Names {
-    pub fn new(stem: &'static str) -> Self {
-        Self { stem, given: 0 }
-    }
-
-    pub fn next(&mut self) -> String {
-        self.given += 1;
-        format!("{}{}", self.stem, self.given)
     }
 }
 

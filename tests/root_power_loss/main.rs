@@ -16,6 +16,7 @@ mod support;
 mod disk;
 mod ledger;
 mod load;
+mod operator;
 mod verify;
 
 use std::fs;
@@ -29,7 +30,8 @@ use std::time::{Duration, Instant};
 use csi_loopback::backend::PoolKind;
 use disk::{Disk, Place};
 use ledger::{Books, Certainty, Moment};
-use load::{Load, MOUNTED, Names, RAW, Stop};
+use load::{Load, MOUNTED, RAW, Stop};
+use operator::Operator;
 use support::driver::*;
 use support::random::Random;
 use support::*;
@@ -64,8 +66,7 @@ struct Photographer<'a> {
     disk: &'a Disk,
     image: &'a Path,
     load: &'a Load,
-    random: Random,
-    names: Names,
+    operator: Operator<'a>,
     /// How long a cut takes, about.
     cut_takes: Duration,
 }
@@ -76,8 +77,8 @@ impl Photographer<'_> {
         let path = self.disk.photo(number);
         let moment = match when {
             When::DuringACut => self.during_a_cut(&path),
-            When::AfterAnAnswer => self.after_an_answer(&path),
-            When::Any => self.any_time(&path),
+            When::AfterAnAnswer => self.after_an_answer(number / 3, &path),
+            When::Any => self.any_time(number / 3, &path),
         };
         Photo { path, moment, when, number }
     }
@@ -87,10 +88,11 @@ impl Photographer<'_> {
         let until = Instant::now() + PATIENCE;
         loop {
             assert!(Instant::now() < until, "no copy falls into a cut of {:?}", self.cut_takes);
-            self.load.make_room(&mut self.random);
-            let volume = if self.random.one_in(4) { MOUNTED } else { RAW };
-            let name = self.names.next();
-            let wait = Duration::from_nanos(self.random.below(self.cut_takes.as_nanos() as u64));
+            self.operator.make_room();
+            let volume = if self.operator.random.one_in(4) { MOUNTED } else { RAW };
+            let name = self.operator.name();
+            let wait =
+                Duration::from_nanos(self.operator.random.below(self.cut_takes.as_nanos() as u64));
             let moment = thread::scope(|scope| {
                 scope.spawn(|| self.load.cut(&name, &[volume], false));
                 thread::sleep(wait);
@@ -106,21 +108,21 @@ impl Photographer<'_> {
         }
     }
 
-    fn after_an_answer(&mut self, to: &Path) -> Moment {
+    fn after_an_answer(&mut self, turn: usize, to: &Path) -> Moment {
         let _quiet = self.load.quiet();
-        self.load.step(&mut self.random, &mut self.names);
+        self.operator.step(turn);
         copy(self.load, self.image, to)
     }
 
-    fn any_time(&mut self, to: &Path) -> Moment {
-        let wait = Duration::from_micros(self.random.below(60_000));
+    fn any_time(&mut self, turn: usize, to: &Path) -> Moment {
+        let wait = Duration::from_micros(self.operator.random.below(60_000));
         let (load, image) = (self.load, self.image);
         thread::scope(|scope| {
             let photo = scope.spawn(move || {
                 thread::sleep(wait);
                 copy(load, image, to)
             });
-            load.step(&mut self.random, &mut self.names);
+            self.operator.step(turn);
             photo.join().unwrap()
         })
     }
@@ -146,15 +148,14 @@ fn take_photos(disk: &Disk, numbers: Range<usize>, seed: u64) -> (Vec<Photo>, Bo
         disk,
         image: &place.image,
         load: &load,
-        random: Random::new(seeds[0]),
-        names: Names::new("n"),
+        operator: Operator::new(&load, "photographed", seeds[0]),
         cut_takes: begun.elapsed(),
     };
     let photos = thread::scope(|scope| {
         let _stop = Stop(&load);
         scope.spawn(|| load.write_raw(seeds[1]));
         scope.spawn(|| load.write_files(seeds[2]));
-        scope.spawn(|| load.operate_aside(seeds[3]));
+        scope.spawn(|| Operator::new(&load, "aside", seeds[3]).work());
         numbers.map(|number| photographer.shoot(number)).collect()
     });
     (photos, load.end())

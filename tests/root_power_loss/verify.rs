@@ -127,8 +127,7 @@ impl<'a> Look<'a> {
         let path = self.root.join("volumes").join(&row.id);
         assert_eq!(path.metadata().unwrap().len(), size, "the backing file of {name}");
         let Some(content) = &volume.content else { return };
-        let differing = differing(content, &prints(&path));
-        assert!(differing.is_empty(), "{name} has other content in blocks {differing:?}");
+        assert_same(name, content, &prints(&path));
     }
 
     fn check_snapshots(&mut self) {
@@ -143,8 +142,7 @@ impl<'a> Look<'a> {
             let (Some(row), Some(content)) = (row, &snapshot.content) else { continue };
             let found = prints(&self.root.join("snapshots").join(&row.id));
             assert_eq!(found.len(), content.len(), "the size of {}", row.name);
-            let differing = differing(content, &found);
-            assert!(differing.is_empty(), "{} has other content in {differing:?}", row.name);
+            assert_same(&row.name, content, &found);
             self.check_allocated(row, content);
             self.counts.snapshots += 1;
         }
@@ -233,4 +231,11 @@ impl<'a> Look<'a> {
             self.check_delta(last, &next.id, &content);
         }
     }
+}
+
+fn assert_same(name: &str, content: &[Print], found: &[Print]) {
+    let differing = differing(content, found);
+    let first = &differing[..differing.len().min(8)];
+    let count = differing.len();
+    assert!(count == 0, "{name} has other content in {count} blocks, {first:?} and so on");
 }

@@ -1,6 +1,7 @@
 //! The answers to `allocated` and `delta`: the union of bitmaps, walked lazily. Cost follows the
 //! number of extents, memory is bounded by one segment, and starting anywhere reads nothing before.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use roaring::RoaringBitmap;
@@ -8,7 +9,14 @@ use roaring::bitmap::IntoIter;
 
 use super::super::error::{Error, Result};
 use super::super::units::{BLOCK_SIZE, Block, BlockRange, Extent};
+use super::reader::{Stored, Window};
+use super::stored::Cursor;
 use super::{Bitmap, RecordReader, SEGMENT_BLOCKS};
+
+/// How much of a record is read at a time, in bytes, if its segments are not larger.
+const WINDOW_BYTES: usize = 64 << 10;
+/// The same for all records of an answer together.
+const ALL_WINDOWS_BYTES: usize = 1 << 20;
 
 /// How blocks are reported (CSI `BlockMetadataType`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,8 +122,19 @@ struct Runs {
     first: Block,
     /// The segments that any of the records has, last first.
     segments: Vec<u64>,
-    current: Option<(u64, IntoIter)>,
+    /// The first block of the segment that is being walked, and how.
+    current: Option<(u64, Walk)>,
+    /// For each record, what was read of it last.
+    windows: Vec<Window>,
     pending: Option<BlockRange>,
+}
+
+/// How a segment is walked.
+enum Walk {
+    /// It is in one record only: as it lies there.
+    Stored { record: usize, stored: Stored, cursor: Cursor },
+    /// The union of several.
+    Union(IntoIter),
 }
 
 impl Runs {
@@ -128,38 +147,50 @@ impl Runs {
             .collect();
         segments.sort_unstable_by(|a, b| b.cmp(a));
         segments.dedup();
-        Self { map, first, segments, current: None, pending: None }
+        let ahead = (ALL_WINDOWS_BYTES / map.records.len().max(1)).min(WINDOW_BYTES);
+        let windows = map.records.iter().map(|_| Window::reading_ahead(ahead)).collect();
+        Self { map, first, segments, current: None, windows, pending: None }
     }
 
     /// The next run within a segment.
     fn next_in_segment(&mut self) -> Result<Option<BlockRange>> {
         loop {
-            if let Some((base, blocks)) = &mut self.current {
-                if let Some(run) = blocks.next_range() {
-                    let start = Block(*base + u64::from(*run.start()));
-                    let end = Block(*base + u64::from(*run.end()) + 1);
+            if let Some((base, walk)) = &mut self.current {
+                if let Some(run) = walk.next(&self.windows)? {
+                    let start = Block(*base + u64::from(run.start));
+                    let end = Block(*base + u64::from(run.end));
                     return Ok(Some(BlockRange::new(start, end)));
                 }
                 self.current = None;
             }
             let Some(segment) = self.segments.pop() else { return Ok(None) };
             let base = segment * SEGMENT_BLOCKS;
-            let mut blocks = self.union(segment)?.into_iter();
-            if self.first.0 > base {
-                blocks.advance_to((self.first.0 - base) as u32);
-            }
-            self.current = Some((base, blocks));
+            // At most 2^24: segments before the first block are not there.
+            let first = self.first.0.saturating_sub(base) as u32;
+            self.current = Some((base, self.walk(segment, first)?));
         }
     }
 
-    fn union(&self, segment: u64) -> Result<RoaringBitmap> {
-        let mut union = RoaringBitmap::new();
-        for record in &self.map.records {
-            if let Some(blocks) = record.segment(self.map.bitmap, segment)? {
-                union |= blocks;
-            }
+    /// Begins to walk a segment that at least one of the records has.
+    fn walk(&mut self, segment: u64, first: u32) -> Result<Walk> {
+        let mut found = Vec::new();
+        for (record, (reader, window)) in self.map.records.iter().zip(&mut self.windows).enumerate()
+        {
+            let stored = reader.stored(self.map.bitmap, segment, window)?;
+            found.extend(stored.map(|stored| (record, stored)));
         }
-        Ok(union)
+        if let [(record, stored)] = found.as_slice() {
+            let (record, stored) = (*record, stored.clone());
+            let cursor = Cursor::new(self.windows[record].bytes(&stored), first)?;
+            return Ok(Walk::Stored { record, stored, cursor });
+        }
+        let mut union = RoaringBitmap::new();
+        for (record, stored) in &found {
+            union |= self.windows[*record].bitmap(stored)?;
+        }
+        let mut blocks = union.into_iter();
+        blocks.advance_to(first);
+        Ok(Walk::Union(blocks))
     }
 
     fn advance(&mut self) -> Result<Option<BlockRange>> {
@@ -179,6 +210,23 @@ impl Runs {
             run.end = next.end;
         }
         Ok(Some(run))
+    }
+}
+
+impl Walk {
+    #[inline]
+    fn next(&mut self, windows: &[Window]) -> Result<Option<Range<u32>>> {
+        match self {
+            Self::Stored { record, stored, cursor } => {
+                let run = cursor.next(windows[*record].bytes(stored))?;
+                let right = match &run {
+                    Some(run) => run.end <= stored.limit,
+                    None => cursor.found() == stored.blocks,
+                };
+                if right { Ok(run) } else { Err(stored.disagrees()) }
+            }
+            Self::Union(blocks) => Ok(blocks.next_range().map(|run| *run.start()..*run.end() + 1)),
+        }
     }
 }
 

@@ -9,6 +9,7 @@
 
 mod block_map;
 mod reader;
+mod stored;
 #[cfg(test)]
 mod tests;
 mod writer;

@@ -2,11 +2,12 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use roaring::RoaringBitmap;
 
-use super::super::error::{Context, Result};
+use super::super::error::{Context, Error, Result};
 use super::super::units::{BLOCK_SIZE, MAX_VOLUME_BYTES};
 use super::{
     Bitmap, END_MAGIC, Header, INDEX_ENTRY_BYTES, IndexEntry, MAGIC, MAX_HEADER_BYTES,
@@ -49,27 +50,34 @@ impl RecordReader {
 
     /// The blocks of a segment, relative to its first one; `None` when none is set.
     pub fn segment(&self, bitmap: Bitmap, segment: u64) -> Result<Option<RoaringBitmap>> {
+        let mut window = Window::default();
+        let stored = self.stored(bitmap, segment, &mut window)?;
+        stored.map(|stored| window.bitmap(&stored)).transpose()
+    }
+
+    /// A segment as it lies in the file, its checksum looked at, in `window`; `None` when none of its
+    /// blocks is set.
+    pub(super) fn stored(
+        &self,
+        bitmap: Bitmap,
+        segment: u64,
+        window: &mut Window,
+    ) -> Result<Option<Stored>> {
         let wanted = (bitmap.number(), segment);
         let found = self
             .index
             .binary_search_by_key(&wanted, |entry| (entry.bitmap, u64::from(entry.segment)));
         let Ok(position) = found else { return Ok(None) };
         let entry = self.index[position];
-        let mut bytes = vec![0; entry.length as usize];
-        read_at(&self.file, &mut bytes, entry.offset)?;
+        let range = window.read(&self.file, entry.offset, entry.length as usize)?;
         // Roaring does not notice a flipped bit, so the checksum comes first.
-        if crc32c::crc32c(&bytes) != entry.checksum {
+        if crc32c::crc32c(&window.bytes[range.clone()]) != entry.checksum {
             return Err(damaged(format_args!("bad checksum of segment {segment}")));
         }
-        let mut rest = bytes.as_slice();
-        let blocks = RoaringBitmap::deserialize_from(&mut rest)
-            .map_err(|e| damaged(format_args!("segment {segment}: {e}")))?;
-        let limit = self.capacity_blocks() - (segment * SEGMENT_BLOCKS).min(self.capacity_blocks());
-        let beyond = blocks.max().is_some_and(|max| u64::from(max) >= limit.min(SEGMENT_BLOCKS));
-        if !rest.is_empty() || beyond || blocks.len() != entry.blocks {
-            return Err(damaged(format_args!("segment {segment} disagrees with the index")));
-        }
-        Ok(Some(blocks))
+        let left = self.capacity_blocks().saturating_sub(segment * SEGMENT_BLOCKS);
+        // At most 2^24.
+        let limit = left.min(SEGMENT_BLOCKS) as u32;
+        Ok(Some(Stored { segment, range, blocks: entry.blocks, limit }))
     }
 
     fn capacity_blocks(&self) -> u64 {
@@ -90,6 +98,72 @@ impl RecordReader {
                 && entry.offset.checked_add(u64::from(entry.length)).is_some_and(|end| end <= size)
         });
         if sorted && plausible { Ok(()) } else { Err(damaged("impossible index")) }
+    }
+}
+
+/// A segment that was read.
+#[derive(Debug, Clone)]
+pub(super) struct Stored {
+    segment: u64,
+    /// Where it is in its window.
+    range: Range<usize>,
+    /// How many blocks it has.
+    pub blocks: u64,
+    /// All of them are before this one.
+    pub limit: u32,
+}
+
+/// A part of a record in memory. Neighbouring segments of few blocks are read in one go.
+#[derive(Debug, Default)]
+pub(super) struct Window {
+    start: u64,
+    bytes: Vec<u8>,
+    /// Bytes to be read at least, if there are as many.
+    ahead: usize,
+}
+
+impl Window {
+    pub fn reading_ahead(ahead: usize) -> Self {
+        Self { ahead, ..Self::default() }
+    }
+
+    pub fn bytes(&self, stored: &Stored) -> &[u8] {
+        &self.bytes[stored.range.clone()]
+    }
+
+    /// The blocks of a segment.
+    pub fn bitmap(&self, stored: &Stored) -> Result<RoaringBitmap> {
+        let mut rest = self.bytes(stored);
+        let blocks = RoaringBitmap::deserialize_from(&mut rest)
+            .map_err(|e| damaged(format_args!("segment {}: {e}", stored.segment)))?;
+        let beyond = blocks.max().is_some_and(|max| max >= stored.limit);
+        if !rest.is_empty() || beyond || blocks.len() != stored.blocks {
+            return Err(stored.disagrees());
+        }
+        Ok(blocks)
+    }
+
+    /// Where these bytes of the file are in the window.
+    fn read(&mut self, file: &File, offset: u64, length: usize) -> Result<Range<usize>> {
+        let within = offset.checked_sub(self.start).map(|from| from as usize);
+        if let Some(from) = within
+            && from.checked_add(length).is_some_and(|end| end <= self.bytes.len())
+        {
+            return Ok(from..from + length);
+        }
+        let left = file.metadata().context(reading)?.len().saturating_sub(offset);
+        let wanted = usize::try_from(left).unwrap_or(usize::MAX).min(self.ahead).max(length);
+        self.start = offset;
+        self.bytes.resize(wanted, 0);
+        read_at(file, &mut self.bytes, offset)?;
+        Ok(0..length)
+    }
+}
+
+impl Stored {
+    /// What it holds is not what the index says.
+    pub fn disagrees(&self) -> Error {
+        damaged(format_args!("segment {} disagrees with the index", self.segment))
     }
 }
 

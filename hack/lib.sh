@@ -46,6 +46,10 @@ storage_commands=(
     xfs_io
 )
 
+# What tests put load on filesystems with; without them these tests are skipped.
+# shellcheck disable=SC2034 # used by the scripts that source this file
+load_commands=(fio stress-ng)
+
 # install_missing COMMAND...: sees to it that every command exists. Nothing is fetched when all do.
 # Fails when one is still missing: the caller knows whether that is a skip or the end.
 install_missing() {

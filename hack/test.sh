@@ -147,6 +147,9 @@ if ! is_root; then
     why_no_root_tests="needs root, for loop devices and mounts"
 elif ! install_missing "${storage_commands[@]}"; then
     why_no_root_tests="needs filesystem tools that could not be installed"
+else
+    # Who lacks them says so.
+    install_missing "${load_commands[@]}" || true
 fi
 
 # --- Format, lints, licences ----------------------------------------------------------------------

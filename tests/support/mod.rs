@@ -3,9 +3,13 @@
 //! the test has made. `NO_TEST_CLEAN_UP=1` leaves everything in place for a look.
 #![allow(dead_code)] // Each test binary uses its own part.
 
+pub mod delta;
 pub mod driver;
+pub mod exerciser;
+pub mod fsck;
 pub mod full;
 pub mod kernel;
+pub mod load;
 pub mod random;
 pub mod requests;
 

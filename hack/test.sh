@@ -11,132 +11,13 @@
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
+# shellcheck source=hack/steps.sh
+source "$repo/hack/steps.sh"
 cd "$repo"
 
-limit=${TEST_TIMEOUT:-3600}
 target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
-logs=$target/test-logs
-rm -rf "$logs"
-mkdir -p "$logs"
-
-passed=0
-failed=0
-skipped=0
-failures=()
-step_pid=
-# Of its own, so that whatever is left in it was left by a test; short, because a socket's path has
-# room for 107 bytes.
-TMPDIR=$(mktemp -d /tmp/csi-loopback-test.XXXXXX)
-export TMPDIR
-list_loops | sort >"$logs/loops-before"
-list_mounts | sort >"$logs/mounts-before"
-
-cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
-    # A second interrupt must not stop what undoes the first.
-    trap '' INT TERM
-    trap - EXIT
-    set +e
-    if [[ -n $step_pid ]]; then
-        # To `timeout`, which passes it on to all that it started.
-        kill -TERM "$step_pid" 2>/dev/null || true
-        wait "$step_pid" 2>/dev/null || true
-    fi
-    local pid
-    while read -r pid _; do
-        kill -KILL "$pid" 2>/dev/null || true
-    done < <(processes_of "$TMPDIR")
-    clear_directory "$TMPDIR" || true
-    exit "$1"
-}
-# Each trap does it by itself: an `exit` from a signal's trap could end that of the exit before its
-# first command.
-trap 'cleanup $?' EXIT
-trap 'cleanup 130' INT
-trap 'cleanup 143' TERM
-
-fail() { # fail COUNT WHAT
-    failed=$((failed + $1))
-    failures+=("$2")
-}
-
-skip() { # skip COUNT WHAT WHY
-    if [[ ${CI:-} == true ]]; then
-        printf 'FAILED             %s: %s (CI=true allows no skip)\n' "$2" "$3"
-        fail "$1" "$2: $3"
-    else
-        printf 'SKIPPED            %s: %s\n' "$2" "$3"
-        skipped=$((skipped + $1))
-    fi
-}
-
-# run NAME COMMAND...: runs it with its output in the log of that name; sets log, status and took.
-run() {
-    local started=${EPOCHREALTIME/./} ms
-    log=$logs/${1//[^A-Za-z0-9_-]/-}.log
-    shift
-    status=0
-    # In the background, so that a signal to this script is heard while it runs.
-    timeout --kill-after=60 "$limit" "$@" >"$log" 2>&1 &
-    step_pid=$!
-    wait "$step_pid" || status=$?
-    step_pid=
-    ms=$(((${EPOCHREALTIME/./} - started) / 1000))
-    printf -v took '%4d.%d s' $((ms / 1000)) $((ms % 1000 / 100))
-    ((status != 124)) || echo "timed out after $limit s" >>"$log"
-}
-
-tell() { # tell NAME DETAIL: the line of the step that was just run, and why it failed if it did
-    if ((status == 0)); then
-        printf 'ok       %s  %s%s\n' "$took" "$1" "$2"
-    else
-        printf 'FAILED   %s  %s%s (exit %d, %s)\n' "$took" "$1" "$2" "$status" "$log"
-        tail -n "${3:-80}" "$log" | sed 's/^/    /'
-    fi
-}
-
-step() { # step NAME COMMAND...: counts as one, passed or failed
-    run "$@"
-    tell "$1" ""
-    if ((status == 0)); then passed=$((passed + 1)); else fail 1 "$1"; fi
-}
-
-# run_tests NAME COMMAND...: runs a test binary and adds up what it reports. A test that finds the
-# machine lacking something prints a line "SKIPPED: what: why", and is then counted as skipped; what
-# it prints behind "report: " is shown.
-run_tests() {
-    local name=$1 ok=0 bad=0 ignored=0 lacking line
-    run "$@"
-    while read -r line; do
-        [[ $line =~ ([0-9]+)\ passed\;\ ([0-9]+)\ failed\;\ ([0-9]+)\ ignored ]] || continue
-        ok=$((ok + BASH_REMATCH[1]))
-        bad=$((bad + BASH_REMATCH[2]))
-        ignored=$((ignored + BASH_REMATCH[3]))
-    done < <(grep '^test result:' "$log")
-    mapfile -t lacking < <(sed -n 's/^SKIPPED: //p' "$log")
-    ok=$((ok - ${#lacking[@]}))
-    passed=$((passed + ok))
-    skipped=$((skipped + ignored))
-    if ((bad > 0)); then
-        fail "$bad" "$name: $bad failed"
-    elif ((status != 0)); then
-        fail 1 "$name: exit $status"
-    fi
-    tell "$name" ": $ok passed, $bad failed, $((ignored + ${#lacking[@]})) skipped" 200
-    sed -n 's/^report: /             report: /p; s/^test \(.*\) \.\.\. ignored/             ignored: \1/p' "$log"
-    for line in "${lacking[@]}"; do
-        skip 1 "${line%%: *}" "${line#*: }"
-    done
-}
-
-finish() {
-    if ((${#failures[@]})); then
-        printf '\nFailed:\n'
-        printf '  %s\n' "${failures[@]}"
-    fi
-    printf '\n%d s in all\n' "$SECONDS"
-    printf '%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
-    ((failed == 0))
-}
+rm -rf "$target/test-logs"
+begin "${TEST_TIMEOUT:-3600}" "$target/test-logs"
 
 # --- What is needed -------------------------------------------------------------------------------
 
@@ -340,38 +221,7 @@ done
 
 # --- What was left behind -------------------------------------------------------------------------
 
-# The kernel lets go of a loop device a moment after its last user.
-for _ in {1..50}; do
-    # By itself, or the end of a pipe would find its own beginning.
-    processes=$(processes_of "$TMPDIR")
-    left=$(
-        mounts_below "$TMPDIR" | sed 's/^/mount /'
-        loops_of "$TMPDIR" | sed 's/^/loop device /'
-        [[ -z $processes ]] || printf 'process %s\n' "${processes//$'\n'/$'\nprocess '}"
-        find "$TMPDIR" -xdev -mindepth 1 -maxdepth 2 | sed 's/^/file /; 20q'
-    ) || true
-    # Not below the directory of this run, so perhaps another's who works on this machine.
-    elsewhere=$(
-        list_loops | sort | comm -13 "$logs/loops-before" - | grep -vF " $TMPDIR/" | sed 's/^/loop device /'
-        list_mounts | sort | comm -13 "$logs/mounts-before" - | grep -vF "$TMPDIR/" | sed 's/^/mount /'
-    ) || true
-    [[ -n $left$elsewhere ]] || break
-    sleep 0.2
-done
-if [[ ${CI:-} == true && -n $elsewhere ]]; then
-    left+=${left:+$'\n'}$elsewhere
-elif [[ -n $elsewhere ]]; then
-    printf 'note: new since the start, and not known to be of this run:\n'
-    printf '%s\n' "$elsewhere" | sed 's/^/    /'
-fi
-if [[ -z $left ]]; then
-    printf 'ok                 nothing left behind\n'
-    passed=$((passed + 1))
-else
-    printf 'FAILED             left behind:\n'
-    printf '%s\n' "$left" | sed 's/^/    /'
-    fail 1 "left behind: loop devices, mounts, processes or files"
-fi
+check_left_behind
 
 printf '\nSlowest tests:\n'
 sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p' "$logs"/*.log |

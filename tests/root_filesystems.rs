@@ -128,7 +128,7 @@ struct Busy<'a> {
 impl<'a> Busy<'a> {
     fn new(driver: &'a Driver, fs_types: &[&'static str]) -> Self {
         let members = fs_types.iter().map(|fs_type| Member::new(driver, fs_type)).collect();
-        let random = Random::new(getrandom::u64().unwrap());
+        let random = Random::new(Random::new_seed());
         Self { driver, members, random, counts: Counts::default(), names: 0 }
     }
 

@@ -3,7 +3,7 @@
 //! filesystem's own check as it is, mounts, and holds one moment of the writer's file; and every
 //! snapshot plus the delta to another is that other, byte by byte, also when the base is deleted.
 //!
-//! `FILESYSTEMS_SECONDS` sets how long each filesystem on each kind of pool is under load (default 3).
+//! `FILESYSTEMS_SECONDS` sets how long each filesystem on each kind of pool is under load (2).
 
 mod support;
 
@@ -29,12 +29,12 @@ use csi::volume_capability::access_mode::Mode;
 /// Snapshots in one piece of load; more time means more such pieces.
 const MOST_CUTS: usize = 5;
 const PIECE: Duration = Duration::from_secs(6);
-/// Between two cuts.
-const LONGEST_PAUSE: u64 = 1000;
+/// Milliseconds between two cuts.
+const LONGEST_PAUSE: u64 = 600;
 
 fn seconds() -> u64 {
     let asked = std::env::var("FILESYSTEMS_SECONDS").ok();
-    asked.map_or(3, |text| text.parse().expect("FILESYSTEMS_SECONDS is a number"))
+    asked.map_or(2, |text| text.parse().expect("FILESYSTEMS_SECONDS is a number"))
 }
 
 /// In the place of a filesystem's name: a raw block volume.
@@ -273,6 +273,7 @@ impl<'a> Busy<'a> {
         pairs.push((0, last));
         pairs.push((self.random.below(last as u64) as usize, last));
         pairs.retain(|(_, target)| !all[*target].1);
+        pairs.sort_unstable();
         pairs.dedup();
         for &(base, target) in &pairs {
             let what = format!("delta from {} to {}", all[base].0.snapshot, all[target].0.snapshot);

@@ -185,8 +185,8 @@ end() {
     fi
     finish
 }
-trap 'end || true; cleanup 130' INT
-trap 'end || true; cleanup 143' TERM
+trap 'echo interrupted; end || true; cleanup 130' INT
+trap 'echo interrupted; end || true; cleanup 143' TERM
 
 label=
 round=0

@@ -10,7 +10,7 @@ mod support;
 use std::fs::{self, File};
 use std::ops::RangeInclusive;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -79,6 +79,8 @@ impl Member {
 /// Snapshots of all members at one moment.
 struct Cut {
     parts: Vec<Part>,
+    /// Of several members.
+    group: Option<String>,
     /// How far the writer was, before and after.
     steps: RangeInclusive<usize>,
     deleted: bool,
@@ -89,9 +91,6 @@ struct Part {
     snapshot: String,
     restored: String,
 }
-
-/// The last snapshot of the piece of load before, with a volume of its own.
-type Kept = Vec<Part>;
 
 /// What was seen, for the report.
 #[derive(Default)]
@@ -139,23 +138,21 @@ impl<'a> Busy<'a> {
 
     /// Load, cuts and checks, until that time has been spent under load.
     fn run(mut self, load: Duration) -> Counts {
-        let mut kept = Kept::new();
+        let mut kept = None;
         let pieces = load.as_secs_f64() / PIECE.as_secs_f64();
         let pieces = pieces.ceil().max(1.0) as u32;
         for _ in 0..pieces {
             let history = History::default();
-            let cuts = self.piece(load / pieces, &history);
-            let before = std::mem::take(&mut kept);
-            kept = self.compare_all(&before, &cuts);
-            for cut in &cuts {
-                self.check_cut(cut, &history);
-            }
-            self.remove(before);
-            self.remove(cuts.into_iter().flat_map(|cut| cut.parts).collect());
+            let mut all: Vec<Cut> = kept.take().into_iter().collect();
+            let old = all.len();
+            all.extend(self.piece(load / pieces, &history));
+            kept = Some(self.compare_all(&mut all));
+            all[old..].iter().for_each(|cut| self.check_cut(cut, &history));
+            all.iter().for_each(|cut| self.remove(cut));
         }
         for member in &self.members {
             self.driver.take_down(&member.volume);
-            self.with_raw(&member.volume, |device| fsck::check(member.fs_type, device));
+            self.driver.with_device(&member.volume, |device| fsck::check(member.fs_type, device));
         }
         self.counts
     }
@@ -194,8 +191,9 @@ impl<'a> Busy<'a> {
             let last = cuts.len() >= 3 && (Instant::now() >= until || cuts.len() == MOST_CUTS);
             // If it is the newest, the next cut counts from its hidden copy.
             let number = self.random.below(cuts.len() as u64) as usize;
-            if !last && self.random.one_in(2) {
+            if !last && !cuts[number].deleted && self.random.one_in(2) {
                 self.delete(&mut cuts[number]);
+                self.counts.deleted += 1;
             }
         }
         cuts
@@ -204,16 +202,17 @@ impl<'a> Busy<'a> {
     fn cut(&mut self, progress: impl Fn() -> usize) -> Cut {
         let name = self.name("cut");
         let first = progress();
-        let snapshots = match &*self.members {
+        let (snapshots, group) = match &*self.members {
             // Nothing holds up who writes to a raw volume; a copy pool waits for it to pause.
             [raw] if raw.fs_type == RAW => {
                 let cut = self.driver.call_patiently(cut(&name, &raw.volume));
-                vec![cut.unwrap().snapshot.unwrap()]
+                (vec![cut.unwrap().snapshot.unwrap()], None)
             }
-            [one] => vec![self.driver.ok(cut(&name, &one.volume)).snapshot.unwrap()],
+            [one] => (vec![self.driver.ok(cut(&name, &one.volume)).snapshot.unwrap()], None),
             several => {
                 let ids: Vec<&str> = several.iter().map(|one| &*one.volume).collect();
-                self.driver.ok(cut_group(&name, &ids)).group_snapshot.unwrap().snapshots
+                let group = self.driver.ok(cut_group(&name, &ids)).group_snapshot.unwrap();
+                (group.snapshots, Some(group.group_snapshot_id))
             }
         };
         let steps = first..=progress();
@@ -226,58 +225,77 @@ impl<'a> Busy<'a> {
             let restored = self.driver.copy(&name, Source::Snapshot(&snapshot), block());
             Part { snapshot, restored }
         };
-        Cut { parts: self.members.iter().map(of).collect(), steps, deleted: false }
+        Cut { parts: self.members.iter().map(of).collect(), group, steps, deleted: false }
     }
 
-    /// Deletes a snapshot; one of a group goes with its group alone.
-    fn delete(&mut self, cut: &mut Cut) {
-        if let [only] = &*cut.parts
-            && !cut.deleted
-        {
-            self.driver.ok(delete_snapshot(&only.snapshot));
-            cut.deleted = true;
-            self.counts.deleted += 1;
+    fn delete(&self, cut: &mut Cut) {
+        let mut ids = cut.parts.iter().map(|part| part.snapshot.clone());
+        if let Some(group_snapshot_id) = cut.group.clone() {
+            self.driver.ok(csi::DeleteVolumeGroupSnapshotRequest {
+                group_snapshot_id,
+                snapshot_ids: ids.collect(),
+                ..Default::default()
+            });
+        } else {
+            self.driver.ok(delete_snapshot(&ids.next().unwrap()));
         }
+        cut.deleted = true;
     }
 
-    /// Compares every snapshot with what its map and its deltas say, and keeps the last.
-    fn compare_all(&mut self, before: &[Part], cuts: &[Cut]) -> Kept {
-        let mut kept = Vec::new();
-        for number in 0..self.members.len() {
-            let cuts: Vec<(&Part, bool)> =
-                cuts.iter().map(|cut| (&cut.parts[number], cut.deleted)).collect();
-            let before = before.get(number).map(|part| (part, false));
-            let all: Vec<(&Part, bool)> = before.into_iter().chain(cuts).collect();
-            self.compare_member(number, &all);
-            let (last, _) = all[all.len() - 1];
-            let name = self.name("kept");
-            let restored = self.driver.copy(&name, Source::Volume(&last.restored), block());
-            kept.push(Part { snapshot: last.snapshot.clone(), restored });
+    /// Compares every snapshot with what its map and its deltas say; all but the last are deleted. The
+    /// last is returned once more, with volumes of its own.
+    fn compare_all(&mut self, all: &mut [Cut]) -> Cut {
+        let members = 0..self.members.len();
+        for member in members.clone() {
+            self.compare_member(member, all);
         }
-        kept
-    }
-
-    /// `all`: with what is deleted already, which is good as a base alone. The last is not.
-    fn compare_member(&mut self, number: usize, all: &[(&Part, bool)]) {
-        let size = self.members[number].size();
-        let open = |(part, _): &(&Part, bool)| {
-            let device = self.driver.publish(&part.restored, &block());
-            File::open(device).unwrap()
-        };
-        let devices: Vec<File> = all.iter().map(open).collect();
+        // A base is as good when it is gone.
         let last = all.len() - 1;
-        let extents = |base: usize, target: usize| {
-            self.driver.ok(delta(&all[base].0.snapshot, &all[target].0.snapshot)).extents()
+        let deltas = |all: &[Cut]| -> Vec<Vec<(u64, u64)>> {
+            let bases = all[..last].iter();
+            let one = |base, member| self.delta(base, &all[last], member);
+            bases.flat_map(|base| members.clone().map(move |member| one(base, member))).collect()
         };
+        let before = deltas(all);
+        all[..last].iter_mut().filter(|cut| !cut.deleted).for_each(|cut| self.delete(cut));
+        assert!(deltas(all) == before, "a deleted base changes the delta");
+        let again = |part: &Part| {
+            let (name, source) =
+                (format!("{}-again", part.snapshot), Source::Volume(&part.restored));
+            let restored = self.driver.copy(&name, source, block());
+            Part { snapshot: part.snapshot.clone(), restored }
+        };
+        let Cut { parts, group, steps, deleted } = &all[last];
+        let parts = parts.iter().map(again).collect();
+        Cut { parts, group: group.clone(), steps: steps.clone(), deleted: *deleted }
+    }
+
+    fn delta(&self, base: &Cut, target: &Cut, member: usize) -> Vec<(u64, u64)> {
+        let [base, target] = [base, target].map(|cut| &*cut.parts[member].snapshot);
+        self.driver.ok(delta(base, target)).extents()
+    }
+
+    /// Neighbours, and others up to the last. What is deleted already is good as a base alone.
+    fn pairs(&mut self, all: &[Cut]) -> Vec<(usize, usize)> {
+        let last = all.len() - 1;
         let mut pairs: Vec<(usize, usize)> = (0..last).map(|base| (base, base + 1)).collect();
         pairs.push((0, last));
         pairs.push((self.random.below(last as u64) as usize, last));
-        pairs.retain(|(_, target)| !all[*target].1);
+        pairs.retain(|(_, target)| !all[*target].deleted);
         pairs.sort_unstable();
         pairs.dedup();
-        for &(base, target) in &pairs {
-            let what = format!("delta from {} to {}", all[base].0.snapshot, all[target].0.snapshot);
-            let extents = extents(base, target);
+        pairs
+    }
+
+    fn compare_member(&mut self, member: usize, all: &[Cut]) {
+        let size = self.members[member].size();
+        let part = |number: usize| &all[number].parts[member];
+        let open =
+            |number| File::open(self.driver.publish(&part(number).restored, &block())).unwrap();
+        let devices: Vec<File> = (0..all.len()).map(open).collect();
+        for (base, target) in self.pairs(all) {
+            let what = format!("delta from {} to {}", part(base).snapshot, part(target).snapshot);
+            let extents = self.delta(&all[base], &all[target], member);
             let (from, to) = (Some(&devices[base]), &devices[target]);
             let differing = apply_and_compare(&what, from, to, &extents, size);
             self.counts.pairs += 1;
@@ -285,27 +303,14 @@ impl<'a> Busy<'a> {
             self.counts.reported += extents.iter().map(|(_, length)| length / BLOCK).sum::<u64>();
             self.counts.differing += differing;
         }
-        for (number, (part, _)) in all.iter().enumerate().filter(|(_, (_, deleted))| !deleted) {
-            let what = format!("what {} has allocated", part.snapshot);
-            let extents = self.driver.ok(allocated(&part.snapshot)).extents();
+        for number in (0..all.len()).filter(|number| !all[*number].deleted) {
+            let snapshot = &part(number).snapshot;
+            let extents = self.driver.ok(allocated(snapshot)).extents();
+            let what = format!("what {snapshot} has allocated");
             apply_and_compare(&what, None, &devices[number], &extents, size);
         }
-        // A base is as good when it is gone.
-        let again: Vec<_> = (0..last).map(|base| (base, extents(base, last))).collect();
-        if self.members.len() == 1 {
-            for (part, _) in all[..last].iter().filter(|(_, deleted)| !deleted) {
-                self.driver.ok(delete_snapshot(&part.snapshot));
-            }
-        }
-        for (base, before) in again {
-            assert_eq!(extents(base, last), before, "{}", all[base].0.snapshot);
-        }
         drop(devices);
-        all.iter().for_each(|(part, _)| self.driver.take_down(&part.restored));
-    }
-
-    fn with_raw(&self, volume: &str, work: impl FnOnce(&Path)) {
-        self.driver.with_device(volume, work);
+        (0..all.len()).for_each(|number| self.driver.take_down(&part(number).restored));
     }
 
     /// The filesystems' own opinion of a cut, and the writer's.
@@ -318,7 +323,7 @@ impl<'a> Busy<'a> {
             .collect();
         let mut files = Vec::new();
         for (member, restored) in &parts {
-            self.with_raw(restored, |device| fsck::check_as_cut(member.fs_type, device));
+            self.driver.with_device(restored, |device| fsck::check_as_cut(member.fs_type, device));
             let target = self.driver.publish(restored, &read_only(member.fs_type));
             assert!(read_tree(&target) > 0);
             files.push(target.join("exercised"));
@@ -326,12 +331,12 @@ impl<'a> Busy<'a> {
         history.holds(&files, cut.steps.clone());
         for (member, restored) in &parts {
             self.driver.take_down(restored);
-            self.with_raw(restored, |device| fsck::check(member.fs_type, device));
+            self.driver.with_device(restored, |device| fsck::check(member.fs_type, device));
         }
     }
 
-    fn remove(&self, parts: Vec<Part>) {
-        for part in parts {
+    fn remove(&self, cut: &Cut) {
+        for part in &cut.parts {
             self.driver.ok(delete_volume(&part.restored));
         }
     }
@@ -344,7 +349,7 @@ impl Busy<'_> {
         let target = self.members[0].target.clone();
         let tools = Load::on_device(&target, COUNTER, pause, self.driver.scratch());
         let (stop, counted) = (AtomicBool::new(false), AtomicUsize::new(0));
-        let cuts = thread::scope(|scope| {
+        let mut cuts = thread::scope(|scope| {
             let _stop = SetOnDrop(&stop);
             scope.spawn(|| {
                 let device = File::options().write(true).open(&target).unwrap();
@@ -359,10 +364,9 @@ impl Busy<'_> {
             self.cut_for(load, || counted.load(Ordering::SeqCst))
         });
         tools.stop();
-        let kept = self.compare_all(&[], &cuts);
-        self.remove(kept);
+        self.compare_all(&mut cuts);
         for cut in cuts {
-            self.with_raw(&cut.parts[0].restored, |device| {
+            self.driver.with_device(&cut.parts[0].restored, |device| {
                 let mut found = [0; 8];
                 File::open(device).unwrap().read_exact_at(&mut found, COUNTER).unwrap();
                 let (found, steps) = (u64::from_ne_bytes(found) as usize, &cut.steps);

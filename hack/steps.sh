@@ -132,6 +132,21 @@ count_tests_of() {
     done
 }
 
+# count_fuzz NAME: adds up the fuzz targets that were just run, each of which is a test.
+count_fuzz() {
+    local bad
+    if ((status == 77)); then
+        skip 1 "$1" "$(tail -n 1 "$log")"
+        return
+    fi
+    passed=$((passed + $(grep -c '^ok ' "$log" || true)))
+    bad=$(grep -c '^FAILED ' "$log" || true)
+    ((bad > 0 || status == 0)) || bad=1
+    ((bad == 0)) || fail "$bad" "$1: $bad targets"
+    tell "$1" "" 200
+    ((status != 0)) || sed -n 's/^ok /             &/p' "$log"
+}
+
 # left_behind: sets left to what this run has left behind, line by line, and elsewhere to what is new
 # since the start and not below TMPDIR, so perhaps another's who works on this machine.
 left_behind() {

@@ -37,6 +37,7 @@ fi
 
 if cargo_component rustfmt fmt; then
     step "cargo fmt" cargo fmt --check
+    step "cargo fmt, fuzz targets" cargo fmt --check --manifest-path fuzz/Cargo.toml
 else
     skip 1 "cargo fmt" "rustfmt is not installed, nor could it be"
 fi
@@ -183,6 +184,13 @@ else
         done
     fi
     sanity
+fi
+
+# That every row of the bench still runs: its figures are nothing to pass or fail.
+if [[ -n $why_no_root_tests ]]; then
+    skip 1 "hack/bench.sh" "$why_no_root_tests"
+else
+    step "hack/bench.sh" hack/bench.sh --quick --output "$logs/bench"
 fi
 
 # --- Death and errors at every step -----------------------------------------------------------------

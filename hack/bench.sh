@@ -7,9 +7,9 @@
 # --quick   tiny sizes and a debug build, in under 40 s: a check that everything still runs. Its figures
 #           mean nothing
 #
-# CSI_HOSTPATH_BIN  a built csi-driver-host-path (with its version set: go build -ldflags
-#                   "-X main.version=VERSION" ./cmd/hostpathplugin), to be measured beside it. It needs
-#                   30 GiB more room. Without it, a program that does the same reads stands in
+# CSI_HOSTPATH_BIN  csi-driver-host-path, to be measured beside it (30 GiB more room). By default it is
+#                   built from its module; where that cannot be had the table says why, and a program
+#                   that does the same reads stands in
 # TMPDIR            where the pools are made: up to 25 GB, on the disk that is to be measured
 #
 # Needs root, for loop devices and mounts. The full run takes up to 15 minutes and wants the machine for
@@ -37,6 +37,21 @@ output=$(realpath --canonicalize-missing "$output")
 
 is_root || die "needs root, for loop devices and mounts"
 install_missing fio jq losetup mkfs.ext4 mkfs.xfs mount chattr || die "needs what could not be installed"
+
+# The released peer. It refuses to serve unless its version is set.
+host_path_version=v1.18.0
+if [[ $profile != dev && -z ${CSI_HOSTPATH_BIN:-} ]]; then
+    reason=$(mktemp)
+    if found=$(go_command hostpathplugin github.com/kubernetes-csi/csi-driver-host-path \
+        "$host_path_version" ./cmd/hostpathplugin "-X main.version=$host_path_version" 2>"$reason"); then
+        export CSI_HOSTPATH_BIN=$found
+    else
+        CSI_HOSTPATH_MISSING=$(tail -n 1 "$reason")
+        export CSI_HOSTPATH_MISSING
+        echo "$CSI_HOSTPATH_MISSING" >&2
+    fi
+    rm -f "$reason"
+fi
 
 build=(cargo bench --locked --bench figures --no-run)
 [[ $profile != dev ]] || build=(cargo build --locked --bench figures)

@@ -120,6 +120,39 @@ go_tool() {
     printf '%s\n' "$target/$name"
 }
 
+# go_command NAME MODULE VERSION PACKAGE [LDFLAGS]: builds a command from its module as published, with
+# that module's own replacements, which `go install` refuses, and prints the path of the binary. On
+# failure the last line of stderr is the reason.
+go_command() {
+    local name=$1 module=$2 version=$3 package=$4 ldflags=${5:-} target=$cache/tools/$1-$3 build source
+    if [[ ! -x $target/$name ]]; then
+        if ! command -v go >/dev/null; then
+            echo "Go is not installed" >&2
+            return 1
+        fi
+        mkdir -p "$cache/tools"
+        build=$(mktemp -d "$cache/tools/.build.XXXXXX")
+        if ! source=$(cd "$build" && go mod download -json "$module@$version" 2>&1); then
+            echo "$module $version cannot be had: $(jq -r .Error <<<"$source" | tail -n 1 | xargs)" >&2
+            rm -rf "$build"
+            return 1
+        fi
+        cp -r "$(jq -r .Dir <<<"$source")" "$build/source"
+        chmod -R u+w "$build/source"
+        echo "building $name (once per version, some minutes)" >&2
+        if ! (cd "$build/source" && CGO_ENABLED=0 go build -mod=mod -trimpath -ldflags "$ldflags" \
+            -o "$build/$name" "$package") >"$build/log" 2>&1; then
+            echo "$name does not build: $(tail -n 1 "$build/log")" >&2
+            rm -rf "$build"
+            return 1
+        fi
+        mkdir -p "$target"
+        mv -f "$build/$name" "$target/$name"
+        rm -rf "$build"
+    fi
+    printf '%s\n' "$target/$name"
+}
+
 # cargo_tool NAME VERSION: prints the path of a tool of cargo's, built once per version. On failure
 # the last line of stderr is the reason.
 cargo_tool() {

@@ -82,7 +82,7 @@ impl Files {
 impl Drop for Files {
     fn drop(&mut self) {
         if self.mounted {
-            let _ = Command::new("umount").arg(&self.root).status();
+            support::kernel::unmount(&self.root);
         }
     }
 }

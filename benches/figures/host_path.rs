@@ -1,5 +1,6 @@
-//! csi-driver-host-path, when there is one: CSI_HOSTPATH_BIN names its binary. It keeps whole copies of
-//! preallocated files, and its SnapshotMetadata reads all of both, so it needs time and room.
+//! csi-driver-host-path, when there is one: CSI_HOSTPATH_BIN names its binary, CSI_HOSTPATH_MISSING says
+//! why there is none. It keeps whole copies of preallocated files, and its SnapshotMetadata reads all
+//! of both, so it needs time and room.
 
 use std::cell::RefCell;
 use std::fs::{self, File};
@@ -44,7 +45,10 @@ pub struct Volume {
 impl HostPath {
     /// In a directory of its own in TMPDIR, which must have `room` bytes.
     pub fn start(room: u64) -> Result<Self> {
-        let binary = std::env::var_os("CSI_HOSTPATH_BIN").context("CSI_HOSTPATH_BIN is not set")?;
+        let Some(binary) = std::env::var_os("CSI_HOSTPATH_BIN") else {
+            let reason = std::env::var("CSI_HOSTPATH_MISSING");
+            bail!(reason.unwrap_or_else(|_| "CSI_HOSTPATH_BIN is not set".to_owned()));
+        };
         let directory = TempDir::with_prefix("host-path-")?;
         let free = kernel::free_bytes(directory.path())?;
         ensure!(free > room + (2 << 30), "it needs {room} bytes in TMPDIR, which has {free}");

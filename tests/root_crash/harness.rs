@@ -14,6 +14,7 @@ use std::thread;
 use std::time::Duration;
 
 use csi_loopback::backend::PoolKind;
+use csi_loopback::proto::csi::v1 as csi;
 use tempfile::TempDir;
 use tonic::{Code, Status};
 
@@ -111,7 +112,11 @@ impl Scene {
     }
 
     /// From now on the points count whose names are `names`; 0 is no point, and only notes them.
-    pub fn plan(&self, fault: Fault, at: usize, names: &str) {
+    pub fn plan(&mut self, fault: Fault, at: usize, names: &str) {
+        if self.driver.is_running() {
+            // Its socket is there a moment before the last point of its start: an answer comes after.
+            self.driver.ok(csi::ProbeRequest {});
+        }
         let what = if fault == Fault::Kill { "kill" } else { "error" };
         let _ = fs::remove_file(self.points.path().join("met"));
         let temporary = self.points.path().join("plan.part");

@@ -40,7 +40,7 @@ const STEPS: [&str; 31] = [
 ];
 
 /// Functions that need no point, and why.
-const EXCEPT: [(&str, &str); 9] = [
+const EXCEPT: [(&str, &str); 10] = [
     ("append", "into a buffer; the point comes when that is written"),
     ("clone", "the point is the caller's, who knows what is cloned"),
     ("ensure_node", "a node in /dev that belongs to nobody"),
@@ -49,6 +49,7 @@ const EXCEPT: [(&str, &str); 9] = [
     ("meet", "the points themselves"),
     ("probe", "files that the next start makes again"),
     ("probe_files", "files that the next start makes again"),
+    ("rewrite", "what is there already, once more"),
     ("reserve_ahead", "room and no content, taken again at the next start"),
 ];
 

@@ -13,7 +13,11 @@ use csi_loopback::backend::{FsType, PoolKind};
 use tempfile::TempDir;
 
 use crate::cache::Cache;
-use crate::support::{GIB, MIB, Xfs, kernel::wait_for, path, run};
+use crate::support::{
+    GIB, MIB, Xfs,
+    kernel::{unmount, wait_for},
+    path, run,
+};
 
 /// Size of the image of a pool, in bytes.
 pub const POOL_BYTES: u64 = 1536 * MIB;
@@ -185,7 +189,7 @@ impl Place<'_> {
 
     fn unmount(&mut self) {
         if std::mem::take(&mut self.mounted) {
-            let _ = Command::new("umount").arg(&self.at).status();
+            unmount(&self.at);
             let _ = fs::remove_dir(&self.at);
         }
         if let Some(cache) = self.cache.take() {

@@ -3,10 +3,10 @@
 use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use csi_loopback::backend::Error;
 
+use super::kernel::unmount;
 use super::{BLOCK, MIB, path, pattern, run};
 
 /// What a pod does that writes until it cannot: chunks, then single blocks. Returns the first block
@@ -52,6 +52,6 @@ impl Small {
 
 impl Drop for Small {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.0).status();
+        unmount(&self.0);
     }
 }

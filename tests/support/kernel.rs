@@ -75,6 +75,22 @@ impl Drop for Freeze {
 
 /// Waits until `done` says so.
 #[track_caller]
+/// Takes a mount away, at the end of a test. For a moment after the last user the kernel still holds a
+/// filesystem that a loop device stood on.
+pub fn unmount(at: &Path) {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let output = Command::new("umount").arg(at).output();
+        let busy = output.is_ok_and(|output| {
+            !output.status.success() && String::from_utf8_lossy(&output.stderr).contains("busy")
+        });
+        if !busy || Instant::now() > until {
+            return;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
 pub fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let until = Instant::now() + PATIENCE;
     while !done() {

@@ -85,7 +85,7 @@ impl Drop for Xfs {
     fn drop(&mut self) {
         if !keep() {
             // The loop device goes with the mount.
-            let _ = Command::new("umount").arg(&self.mounted_at).status();
+            kernel::unmount(&self.mounted_at);
         }
     }
 }

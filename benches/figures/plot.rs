@@ -65,11 +65,11 @@ const CHARTS: [Chart; 6] = [
 const COLOURS: [&str; 7] =
     ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf"];
 
-const WIDTH: f64 = 560.0;
+const WIDTH: f64 = 680.0;
 const HEIGHT: f64 = 330.0;
 /// Room for titles and numbers around a chart: left, right, top, bottom.
 const LEFT: f64 = 74.0;
-const RIGHT: f64 = 150.0;
+const RIGHT: f64 = 270.0;
 const TOP: f64 = 34.0;
 const BOTTOM: f64 = 46.0;
 

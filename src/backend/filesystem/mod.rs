@@ -10,6 +10,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::statvfs::{FsFlags, statvfs};
@@ -159,12 +161,19 @@ fn mount_flags(path: &Path) -> Result<MsFlags> {
         .fold(MsFlags::empty(), |flags, (_, flag)| flags | flag))
 }
 
+/// How long a mount may be in use before it is told: a tool that another call is just starting has, until
+/// it runs, all files open that this process had.
+const BUSY_PATIENCE: Duration = Duration::from_millis(200);
+const BUSY_PAUSE: Duration = Duration::from_millis(5);
+
 /// Unmounts what is at `path` for as long as it is `ours`, however many times it is mounted there.
 /// What somebody else has mounted stays.
 pub fn unmount(path: &Path, ours: impl Fn(&Mount) -> bool) -> Result<()> {
+    let patience = Instant::now() + BUSY_PATIENCE;
     while mount_at(path)?.is_some_and(|mount| ours(&mount)) {
         match umount2(path, MntFlags::UMOUNT_NOFOLLOW) {
             Ok(()) => reach("filesystem.unmounted")?,
+            Err(nix::Error::EBUSY) if Instant::now() < patience => sleep(BUSY_PAUSE),
             Err(nix::Error::EBUSY) => {
                 return Err(Error::Busy(format!(
                     "{} is in use; stop what has files open there",

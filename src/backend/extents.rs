@@ -47,6 +47,16 @@ enum Content {
     Opaque,
 }
 
+impl Content {
+    /// What stands so many bytes further on, if it goes on like this.
+    fn after(self, bytes: u64) -> Self {
+        match self {
+            Self::Written(physical) => Self::Written(physical.wrapping_add(bytes)),
+            Self::Zero | Self::Opaque => self,
+        }
+    }
+}
+
 /// A range of a file, in bytes, with one kind of content. Never empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Piece {
@@ -74,8 +84,10 @@ pub struct ExtentReader<'a> {
     batch: std::vec::IntoIter<FiemapExtent>,
     /// Where the next extent may start.
     position: u64,
-    /// Where the extents begin that lie without a gap before `position`.
+    /// Where that begins which goes on without a gap up to `position`.
     run_start: u64,
+    /// What would stand at `position` if it went on.
+    going_on: Option<Content>,
     /// The first byte that is not of interest.
     limit: u64,
     last_seen: bool,
@@ -92,7 +104,7 @@ impl<'a> ExtentReader<'a> {
 
     pub(crate) fn with(fetch: Fetch<'a>, limit: u64) -> Self {
         let batch = Vec::new().into_iter();
-        Self { fetch, batch, position: 0, run_start: 0, limit, last_seen: false }
+        Self { fetch, batch, position: 0, run_start: 0, going_on: None, limit, last_seen: false }
     }
 
     /// The next extent, cut to what lies at or after the last one's end and below the limit.
@@ -116,8 +128,8 @@ impl<'a> ExtentReader<'a> {
         }
     }
 
-    /// A batch may begin with the extents that the last one ended in the middle of. Whatever else goes
-    /// back would say that there is data where a hole was reported.
+    /// A batch may begin with the extent that the last one ended in the middle of. Whatever else goes
+    /// back would say something else of what was reported.
     fn check_order(&self, batch: &[FiemapExtent]) -> Result<()> {
         let mut end = self.run_start;
         for extent in batch {
@@ -142,15 +154,20 @@ impl<'a> ExtentReader<'a> {
         // What follows lies behind all that is of interest.
         self.last_seen |= end >= self.limit;
         let start = extent.logical.max(self.position);
+        let skipped = start - extent.logical;
+        let goes_on = self.going_on == Some(content(&extent).after(skipped));
+        if skipped > 0 && !goes_on {
+            return Err(damaged(&extent, "contradicts the one before"));
+        }
         let end = end.min(self.limit);
         if start >= end {
             return Ok(None);
         }
-        if start > self.position {
+        if start > self.position || !goes_on {
             self.run_start = start;
         }
         self.position = end;
-        let skipped = start - extent.logical;
+        self.going_on = Some(content(&extent).after(end - extent.logical));
         let physical = extent.physical + skipped;
         Ok(Some(FiemapExtent::new(start, physical, end - start, extent.flags)))
     }
@@ -419,6 +436,13 @@ mod tests {
             vec![vec![extent(50, 0, 50, 0), extent(0, 1000, 10, 0)]],
             vec![vec![extent(0, 0, 50, 0), extent(40, 1000, 50, 0)]],
             vec![vec![extent(50, 0, 50, 0)], vec![extent(40, 1000, 100, 0)]],
+            // A later batch says otherwise of what was reported: of the last extent, of one before.
+            vec![vec![extent(0, 0, 50, FIEMAP_EXTENT_UNWRITTEN)], vec![extent(0, 0, 60, 0)]],
+            vec![vec![extent(0, 1000, 50, 0)], vec![extent(0, 2000, 60, 0)]],
+            vec![
+                vec![extent(0, 0, 50, FIEMAP_EXTENT_UNWRITTEN), extent(50, 1050, 50, 0)],
+                vec![extent(40, 1040, 70, 0)],
+            ],
         ];
         for map in maps {
             let mut batches = map.clone().into_iter();

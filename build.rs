@@ -6,11 +6,15 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message;
 
-const PROTOS: [&str; 1] = ["csi.proto"];
+const PROTOS: [&str; 2] = ["csi.proto", "snapshotmetadata.proto"];
 
 /// Answers of which there can be millions a second: servers give them already encoded.
-const RAW_ANSWERS: [&str; 2] =
-    [".csi.v1.GetMetadataAllocatedResponse", ".csi.v1.GetMetadataDeltaResponse"];
+const RAW_ANSWERS: [&str; 4] = [
+    ".csi.v1.GetMetadataAllocatedResponse",
+    ".csi.v1.GetMetadataDeltaResponse",
+    ".snapshotmetadata.GetMetadataAllocatedResponse",
+    ".snapshotmetadata.GetMetadataDeltaResponse",
+];
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=csi-spec");
@@ -24,7 +28,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let configuration = tonic_prost_build::configure()
         .build_client(false)
         .out_dir(servers)
-        .extern_path(".csi.v1", "crate::proto::csi::v1");
+        .extern_path(".csi.v1", "crate::proto::csi::v1")
+        .extern_path(".snapshotmetadata", "crate::proto::snapshotmetadata");
     RAW_ANSWERS
         .iter()
         .fold(configuration, |all, answer| all.extern_path(answer, "crate::grpc::RawMessage"))

@@ -16,6 +16,7 @@ pub mod driver;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod grpc;
+pub mod kubernetes;
 pub mod proto;
 pub mod quantity;
 pub mod telemetry;

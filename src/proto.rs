@@ -15,5 +15,12 @@ pub mod csi {
     }
 }
 
+/// Package `snapshotmetadata`: the Kubernetes SnapshotMetadata API (KEP-3314).
+pub mod snapshotmetadata {
+    #![allow(clippy::all)]
+    tonic::include_proto!("snapshotmetadata");
+    include!(concat!(env!("OUT_DIR"), "/servers/snapshotmetadata.rs"));
+}
+
 /// Encoded `google.protobuf.FileDescriptorSet` of csi-spec/ and its imports, with comments.
 pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("csi_descriptor");

@@ -1,0 +1,130 @@
+//! A client of the API server that keeps to a rate and gives up in time.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use kube::client::ClientBuilder;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use tokio::time::{Instant, sleep_until};
+use tower::{Layer, Service};
+
+/// How long connecting may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Calls to the API server: so many a second, and so many at once after a pause. The flags
+/// --kube-api-qps and --kube-api-burst mean the same.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rate {
+    /// Calls a second, above 0.
+    pub per_second: f64,
+    /// Calls, at least 1.
+    pub burst: u32,
+}
+
+/// A client for the cluster of `kubeconfig`, or of the pod that this process runs in.
+///
+/// # Errors
+/// No usable configuration; what is wrong with it.
+pub async fn connect(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Client> {
+    let mut config = match kubeconfig {
+        Some(path) => {
+            let kubeconfig = Kubeconfig::read_from(path)
+                .with_context(|| format!("--kubeconfig {}", path.display()))?;
+            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
+                .await
+                .with_context(|| format!("--kubeconfig {}", path.display()))?
+        }
+        None => Config::incluster().context(
+            "not in a pod of a cluster (no ServiceAccount is mounted); --kubeconfig names one",
+        )?,
+    };
+    config.connect_timeout = Some(CONNECT_TIMEOUT);
+    let builder = ClientBuilder::try_from(config).context("setting up the API server's client")?;
+    Ok(builder.with_layer(&Throttle::new(rate)).build())
+}
+
+/// Lets calls through at a rate; those that come too fast wait.
+#[derive(Debug, Clone)]
+struct Throttle {
+    rate: Rate,
+    /// When the bucket, were it emptied call by call, would be full again.
+    full_at: Arc<Mutex<Instant>>,
+}
+
+impl Throttle {
+    fn new(rate: Rate) -> Self {
+        Self { rate, full_at: Arc::new(Mutex::new(Instant::now())) }
+    }
+
+    /// Books one call; returns when it may be made.
+    fn book(&self, now: Instant) -> Instant {
+        let each = Duration::from_secs_f64(1.0 / self.rate.per_second);
+        let ahead = each * self.rate.burst.saturating_sub(1);
+        let mut full_at = self.full_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = (*full_at).max(now);
+        *full_at = slot + each;
+        slot.checked_sub(ahead).map_or(now, |at| at.max(now))
+    }
+}
+
+impl<S> Layer<S> for Throttle {
+    type Service = Throttled<S>;
+
+    fn layer(&self, inner: S) -> Throttled<S> {
+        Throttled { inner, throttle: self.clone() }
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Throttled<S> {
+    inner: S,
+    throttle: Throttle,
+}
+
+impl<S, R> Service<R> for Throttled<S>
+where
+    S: Service<R>,
+    S::Future: Send + 'static,
+    S::Response: 'static,
+    S::Error: 'static,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future =
+        std::pin::Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send + 'static>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: R) -> Self::Future {
+        let slot = self.throttle.book(Instant::now());
+        // Nothing is sent before the future is polled.
+        let call = self.inner.call(request);
+        Box::pin(async move {
+            sleep_until(slot).await;
+            call.await
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_burst_goes_through_at_once_and_then_the_rate_holds() {
+        let throttle = Throttle::new(Rate { per_second: 10.0, burst: 3 });
+        let now = Instant::now();
+        let waits: Vec<_> = (0..5).map(|_| (throttle.book(now) - now).as_millis()).collect();
+        assert_eq!(waits, [0, 0, 0, 100, 200]);
+        // After a pause the burst is there again, and no more than that.
+        let later = now + Duration::from_secs(60);
+        let waits: Vec<_> = (0..4).map(|_| (throttle.book(later) - later).as_millis()).collect();
+        assert_eq!(waits, [0, 0, 0, 100]);
+    }
+}

@@ -1,0 +1,177 @@
+//! The snapshot objects of Kubernetes, `snapshot.storage.k8s.io/v1`: the fields that this project reads or, in
+//! tests, writes. The controllers of external-snapshotter own them. Every status may be absent: an object has
+//! none until its controller has looked at it.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+use kube::core::ClusterResourceScope;
+use kube::{CustomResource, Resource};
+use serde::{Deserialize, Serialize};
+
+pub const GROUP: &str = "snapshot.storage.k8s.io";
+const VERSION: &str = "v1";
+
+/// Annotation of the class that is taken where a VolumeSnapshot names none.
+pub const DEFAULT_CLASS: &str = "snapshot.storage.kubernetes.io/is-default-class";
+
+/// A user's wish for a snapshot, and how far it has come.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, CustomResource)]
+#[kube(
+    group = "snapshot.storage.k8s.io",
+    version = "v1",
+    kind = "VolumeSnapshot",
+    namespaced,
+    status = "VolumeSnapshotStatus",
+    schema = "disabled",
+    derive = "Default"
+)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeSnapshotSpec {
+    pub source: VolumeSnapshotSource,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub volume_snapshot_class_name: Option<String>,
+}
+
+/// Exactly one of them is set.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeSnapshotSource {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub persistent_volume_claim_name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub volume_snapshot_content_name: Option<String>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeSnapshotStatus {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bound_volume_snapshot_content_name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub creation_time: Option<Time>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ready_to_use: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<VolumeSnapshotError>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct VolumeSnapshotError {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub time: Option<Time>,
+}
+
+/// A snapshot of the storage, as Kubernetes knows it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, CustomResource)]
+#[kube(
+    group = "snapshot.storage.k8s.io",
+    version = "v1",
+    kind = "VolumeSnapshotContent",
+    status = "VolumeSnapshotContentStatus",
+    schema = "disabled",
+    derive = "Default"
+)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeSnapshotContentSpec {
+    /// The VolumeSnapshot that it belongs to; without a uid until they are bound.
+    pub volume_snapshot_ref: ObjectReference,
+    /// Name of the CSI driver.
+    pub driver: String,
+    /// `Delete` or `Retain`.
+    pub deletion_policy: String,
+    pub source: VolumeSnapshotContentSource,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub volume_snapshot_class_name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source_volume_mode: Option<String>,
+}
+
+/// Exactly one of them is set: a volume to cut a snapshot of, or a snapshot that was there before.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeSnapshotContentSource {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub volume_handle: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub snapshot_handle: Option<String>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeSnapshotContentStatus {
+    /// The snapshot's id in CSI.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub snapshot_handle: Option<String>,
+    /// When the snapshot was cut: nanoseconds since 1970.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub creation_time: Option<i64>,
+    /// Bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub restore_size: Option<i64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ready_to_use: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<VolumeSnapshotError>,
+}
+
+/// How snapshots are made, and with which secrets. It has no spec.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeSnapshotClass {
+    pub api_version: String,
+    pub kind: String,
+    pub metadata: ObjectMeta,
+    /// Name of the CSI driver.
+    pub driver: String,
+    /// `Delete` or `Retain`.
+    pub deletion_policy: String,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub parameters: BTreeMap<String, String>,
+}
+
+impl VolumeSnapshotClass {
+    pub fn new(name: &str, driver: &str) -> Self {
+        Self {
+            api_version: format!("{GROUP}/{VERSION}"),
+            kind: "VolumeSnapshotClass".into(),
+            metadata: ObjectMeta { name: Some(name.into()), ..ObjectMeta::default() },
+            driver: driver.into(),
+            deletion_policy: "Delete".into(),
+            parameters: BTreeMap::new(),
+        }
+    }
+}
+
+impl Resource for VolumeSnapshotClass {
+    type DynamicType = ();
+    type Scope = ClusterResourceScope;
+
+    fn kind((): &()) -> Cow<'_, str> {
+        "VolumeSnapshotClass".into()
+    }
+
+    fn group((): &()) -> Cow<'_, str> {
+        GROUP.into()
+    }
+
+    fn version((): &()) -> Cow<'_, str> {
+        VERSION.into()
+    }
+
+    fn plural((): &()) -> Cow<'_, str> {
+        "volumesnapshotclasses".into()
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
+}

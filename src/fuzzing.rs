@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::backend::extents::{self, ExtentReader, Finding};
 use crate::backend::{Capability, CreateVolume, Result};
 use crate::driver::topology::Place;
-use crate::driver::{controller, group_controller, request, snapshot_metadata, stream};
+use crate::driver::{controller, group_controller, request, snapshot_metadata};
 use crate::proto::csi::v1 as csi;
 
 pub use crate::backend::catalog::{Catalog, Reading, read_verified};
@@ -43,7 +43,7 @@ pub fn rewrite(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
 }
 
 pub fn parse_timeout(text: &str) -> Option<Duration> {
-    stream::parse_timeout(text)
+    crate::grpc::parse_timeout(text)
 }
 
 /// Where in an answer to start (bytes), and extents per message.

@@ -4,11 +4,14 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use prost::DecodeError;
 use prost::bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType};
+use tokio::time::Instant;
 use tonic::Code;
+use tonic::metadata::MetadataMap;
 
 /// The longest path that the kernel takes for a unix socket, in bytes.
 const MAX_SOCKET_PATH: usize = 107;
@@ -87,6 +90,44 @@ impl prost::Message for RawMessage {
     }
 }
 
+/// Bytes of a status message, at most: it travels in an HTTP/2 header, which has a limit, and may
+/// hold what a client sent.
+pub const MAX_MESSAGE: usize = 1024;
+
+/// `text`, or its start when it has more than `max` bytes.
+pub fn cut(text: &str, max: usize) -> String {
+    if text.len() <= max {
+        return text.to_owned();
+    }
+    let end = (0..=max).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    format!("{}…", &text[..end])
+}
+
+/// When the client's `grpc-timeout` passes. The server applies it by itself up to the start of a
+/// response, not to the stream that follows.
+pub fn deadline(metadata: &MetadataMap) -> Option<Instant> {
+    let timeout = parse_timeout(metadata.get("grpc-timeout")?.to_str().ok()?)?;
+    Instant::now().checked_add(timeout)
+}
+
+/// gRPC over HTTP/2, "Timeout": at most 8 digits and a unit.
+pub(crate) fn parse_timeout(text: &str) -> Option<Duration> {
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let number: u64 = digits.parse().ok()?;
+    Some(match unit {
+        "H" => Duration::from_secs(number * 3600),
+        "M" => Duration::from_secs(number * 60),
+        "S" => Duration::from_secs(number),
+        "m" => Duration::from_millis(number),
+        "u" => Duration::from_micros(number),
+        "n" => Duration::from_nanos(number),
+        _ => return None,
+    })
+}
+
 /// The name of a code as gRPC writes it.
 pub const fn code_name(code: Code) -> &'static str {
     match code {
@@ -141,6 +182,15 @@ mod tests {
         ];
         for text in bad {
             assert!(text.parse::<SocketPath>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn timeouts_are_read_as_grpc_writes_them() {
+        assert_eq!(parse_timeout("99999999H"), Some(Duration::from_secs(99_999_999 * 3600)));
+        assert_eq!(parse_timeout("250m"), Some(Duration::from_millis(250)));
+        for bad in ["", "S", "123456789S", "1x", "-1S", "1é"] {
+            assert_eq!(parse_timeout(bad), None, "{bad}");
         }
     }
 }

@@ -13,7 +13,7 @@ use tonic::{Code, Request, Response, Status};
 use tracing::Level;
 
 use super::status;
-use crate::grpc::code_name;
+use crate::grpc::{code_name, cut};
 use crate::proto::csi::v1 as csi;
 use crate::telemetry::metrics::Metrics;
 
@@ -196,7 +196,7 @@ pub trait Describe {
 
 /// The value for the log: nothing for an absent field, and cut, for it is not checked yet.
 fn note(value: &str) -> Option<String> {
-    (!value.is_empty()).then(|| status::cut(value, MAX_LOGGED))
+    (!value.is_empty()).then(|| cut(value, MAX_LOGGED))
 }
 
 macro_rules! describe {

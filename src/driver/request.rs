@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
 use crate::backend::{Access, AccessMode, Capability, Error, FsType, Result};
+use crate::grpc::cut;
 use crate::proto::csi::v1 as csi;
 use csi::volume_capability::AccessType;
 use csi::volume_capability::access_mode::Mode;
@@ -163,7 +164,7 @@ fn mount(
         field,
         reason: format!(
             "fs_type {:?} is not supported; use ext4, xfs or btrfs",
-            super::status::cut(&wanted.fs_type, MAX_SHOWN)
+            cut(&wanted.fs_type, MAX_SHOWN)
         ),
     };
     let fs_type = match wanted.fs_type.as_str() {
@@ -229,7 +230,7 @@ pub fn keys(field: &'static str, map: &HashMap<String, String>, known: &[&str]) 
     match map.keys().filter(|key| !expected(key)).min() {
         None => Ok(()),
         Some(key) => {
-            let shown = super::status::cut(key, MAX_SHOWN);
+            let shown = cut(key, MAX_SHOWN);
             Err(Error::invalid(field, format!("unknown key {shown:?}")))
         }
     }

@@ -113,8 +113,14 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         style: block_metadata_type.style(block_size),
     };
     if let Some(endpoint) = http_endpoint {
-        let address = http::start(&endpoint, metrics, health(&backend), shutdown.clone());
-        let address = address.await.context("--http-endpoint")?;
+        let scrape: http::Scrape = Arc::new(move || metrics.scrape());
+        let pages = http::Pages {
+            health_path: "/healthz",
+            health: health(&backend),
+            metrics: Some(("/metrics".into(), scrape)),
+        };
+        let address = http::start(&endpoint, pages, shutdown.clone()).await;
+        let address = address.context("--http-endpoint")?;
         tracing::info!(%address, "serving /healthz and /metrics");
     }
     let path = endpoint.as_ref();

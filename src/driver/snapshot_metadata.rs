@@ -6,9 +6,10 @@ use tonic::{Request, Response, Status};
 use super::call::{Call, Describe, Subject};
 use super::fault::Stream;
 use super::frame::Head;
-use super::stream::{Batches, Limits, Messages, deadline, extents_per_message, start};
+use super::stream::{Batches, Limits, Messages, extents_per_message, start};
 use super::{Plugin, args, request, status};
 use crate::backend::{Backend, BlockMap, Error, Extents, Result as Checked};
+use crate::grpc::deadline;
 use crate::proto::csi::v1 as csi;
 use csi::snapshot_metadata_server::SnapshotMetadata;
 

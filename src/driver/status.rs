@@ -3,10 +3,7 @@
 use tonic::{Code, Status};
 
 use crate::backend::Error;
-
-/// Bytes of a status message, at most: it travels in an HTTP/2 header, which has a limit, and may
-/// hold what a client sent.
-const MAX_MESSAGE: usize = 1024;
+use crate::grpc::{MAX_MESSAGE, cut};
 
 impl From<Error> for Status {
     fn from(error: Error) -> Self {
@@ -27,15 +24,6 @@ fn code(error: &Error) -> Code {
         Error::Damaged(_) => Code::DataLoss,
         Error::Io { .. } | Error::Failed(_) => Code::Internal,
     }
-}
-
-/// `text`, or its start when it has more than `max` bytes.
-pub fn cut(text: &str, max: usize) -> String {
-    if text.len() <= max {
-        return text.to_owned();
-    }
-    let end = (0..=max).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
-    format!("{}…", &text[..end])
 }
 
 pub fn panicked(method: &str) -> Status {

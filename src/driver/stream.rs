@@ -14,7 +14,6 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::Stream;
 use tonic::Status;
-use tonic::metadata::MetadataMap;
 
 use super::call::Call;
 use super::frame::{Frame, Head};
@@ -225,31 +224,6 @@ async fn hand_over(step: Step, sender: &mpsc::Sender<Step>, call: &mut Call) -> 
         call.streamed(messages, extents);
     }
     taken
-}
-
-/// When the client's `grpc-timeout` passes. The server applies it by itself up to the start of a
-/// response, not to the stream that follows.
-pub fn deadline(metadata: &MetadataMap) -> Option<Instant> {
-    let timeout = parse_timeout(metadata.get("grpc-timeout")?.to_str().ok()?)?;
-    Instant::now().checked_add(timeout)
-}
-
-/// gRPC over HTTP/2, "Timeout": at most 8 digits and a unit.
-pub(crate) fn parse_timeout(text: &str) -> Option<Duration> {
-    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
-    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        return None;
-    }
-    let number: u64 = digits.parse().ok()?;
-    Some(match unit {
-        "H" => Duration::from_secs(number * 3600),
-        "M" => Duration::from_secs(number * 60),
-        "S" => Duration::from_secs(number),
-        "m" => Duration::from_millis(number),
-        "u" => Duration::from_micros(number),
-        "n" => Duration::from_nanos(number),
-        _ => return None,
-    })
 }
 
 #[cfg(test)]

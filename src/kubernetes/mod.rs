@@ -1,6 +1,8 @@
 //! What the roles know of a Kubernetes API server: a client with limits, the types of objects that belong
 //! to others (VolumeSnapshot) or to this project (SnapshotMetadataService). Knows no role.
 
+pub mod cache;
 pub mod client;
 pub mod metadata_service;
+pub mod review;
 pub mod snapshot;

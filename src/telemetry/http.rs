@@ -1,6 +1,7 @@
-//! `--http-endpoint`: `/healthz` for a liveness probe and `/metrics` for Prometheus. Plain HTTP, off
-//! by default, nothing secret on it.
+//! `--http-endpoint`: health for a probe and metrics for Prometheus, at the paths that the role has always
+//! had. Plain HTTP, nothing secret on it.
 
+use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::str::FromStr;
@@ -15,7 +16,6 @@ use tokio::net::TcpListener;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
-use super::metrics::Metrics;
 use super::shutdown::Shutdown;
 
 /// How long a health check may take before it counts as failed.
@@ -62,19 +62,31 @@ impl Endpoint {
     }
 }
 
+/// The text of a scrape. May block.
+pub type Scrape = Arc<dyn Fn() -> Result<String, fmt::Error> + Send + Sync>;
+
+/// What is served, and where.
+pub struct Pages {
+    pub health_path: &'static str,
+    pub health: HealthCheck,
+    /// The path, and what stands there.
+    pub metrics: Option<(String, Scrape)>,
+}
+
 /// Listens at `endpoint` and serves until the process ends; returns the address, which has the port
 /// that was chosen when the endpoint's was 0.
 pub async fn start(
     endpoint: &Endpoint,
-    metrics: Metrics,
-    health: HealthCheck,
+    pages: Pages,
     shutdown: Shutdown,
 ) -> io::Result<SocketAddr> {
     let listener = endpoint.listen().await?;
     let address = listener.local_addr()?;
-    let routes = Router::new()
-        .route("/healthz", get(move || healthz(health.clone())))
-        .route("/metrics", get(move || scrape(metrics.clone())));
+    let Pages { health_path, health, metrics } = pages;
+    let mut routes = Router::new().route(health_path, get(move || healthz(health.clone())));
+    if let Some((path, scrape)) = metrics {
+        routes = routes.route(&path, get(move || scraped(scrape.clone())));
+    }
     tokio::spawn(async move {
         let ended = async move { shutdown.ending().await };
         if let Err(error) = axum::serve(listener, routes).with_graceful_shutdown(ended).await {
@@ -97,9 +109,9 @@ fn unhealthy(reason: &str) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response()
 }
 
-async fn scrape(metrics: Metrics) -> Response {
+async fn scraped(scrape: Scrape) -> Response {
     const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    match spawn_blocking(move || metrics.scrape()).await {
+    match spawn_blocking(move || scrape()).await {
         Ok(Ok(body)) => ([(header::CONTENT_TYPE, OPEN_METRICS)], body).into_response(),
         _ => (StatusCode::INTERNAL_SERVER_ERROR, "collecting metrics failed\n").into_response(),
     }
@@ -137,18 +149,22 @@ mod tests {
         answer
     }
 
+    fn pages(health: HealthCheck) -> Pages {
+        let scrape: Scrape = Arc::new(|| Ok("# EOF\n".into()));
+        Pages { health_path: "/healthz", health, metrics: Some(("/metrics".into(), scrape)) }
+    }
+
     #[tokio::test]
     async fn health_answers_200_or_503_with_the_reason() {
         let (end, shutdown) = Shutdown::by_hand();
         let endpoint = "127.0.0.1:0".parse().unwrap();
-        let good: HealthCheck = Arc::new(|| Ok(()));
-        let address =
-            start(&endpoint, Metrics::new(Vec::new()), good, shutdown.clone()).await.unwrap();
+        let good = pages(Arc::new(|| Ok(())));
+        let address = start(&endpoint, good, shutdown.clone()).await.unwrap();
         assert!(fetch(address, "/healthz").await.starts_with("HTTP/1.1 200"));
         assert!(fetch(address, "/metrics").await.contains("# EOF"));
         assert!(fetch(address, "/other").await.starts_with("HTTP/1.1 404"));
-        let bad: HealthCheck = Arc::new(|| Err("the pool is gone".into()));
-        let address = start(&endpoint, Metrics::new(Vec::new()), bad, shutdown).await.unwrap();
+        let bad = pages(Arc::new(|| Err("the pool is gone".into())));
+        let address = start(&endpoint, bad, shutdown).await.unwrap();
         let answer = fetch(address, "/healthz").await;
         assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("the pool is gone"));
         drop(end);

@@ -1,0 +1,269 @@
+//! Objects of one kind as a watch tells them, so that a look-up costs no call to the API server. Where the
+//! watch does not run (the API server is away, or the role allows no watch) every look-up asks the API
+//! server: an answer is never older than what a working watch last told.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fmt::Debug;
+use std::hash::Hash;
+use std::pin::pin;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
+
+use kube::api::ListParams;
+use kube::runtime::watcher::{self, Event};
+use kube::{Api, Client, Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+use tokio::time::{sleep, timeout};
+use tokio_stream::StreamExt;
+
+use crate::telemetry::shutdown::Shutdown;
+
+/// How long one call to the API server may take.
+pub const CALL_TIMEOUT: Duration = Duration::from_secs(15);
+/// Objects in one page of a list.
+const PAGE: u32 = 500;
+/// Pauses after a watch that broke: the first, and the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// What this module can hold.
+pub trait Object:
+    Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static
+{
+}
+
+impl<K> Object for K where
+    K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static
+{
+}
+
+/// Namespace (empty for cluster-scoped objects) and name.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key {
+    pub namespace: String,
+    pub name: String,
+}
+
+/// A value by which objects are also found.
+pub type Index<K> = fn(&K) -> Option<&str>;
+
+/// Gives access to a namespace.
+type Of<K> = Arc<dyn Fn(&str) -> Api<K> + Send + Sync>;
+
+/// Cheap to clone.
+pub struct Cache<K> {
+    state: Arc<RwLock<State<K>>>,
+    index: Index<K>,
+    of: Of<K>,
+    all: Api<K>,
+}
+
+impl<K: Clone> Clone for Cache<K> {
+    fn clone(&self) -> Self {
+        let Self { state, index, of, all } = self;
+        Self { state: state.clone(), index: *index, of: of.clone(), all: all.clone() }
+    }
+}
+
+#[derive(Debug)]
+struct State<K> {
+    live: bool,
+    objects: HashMap<Key, Arc<K>>,
+    indexed: HashMap<String, BTreeSet<Key>>,
+}
+
+impl<K: Object> Cache<K> {
+    /// Starts to watch what `all` selects; `of` gives access to a namespace.
+    pub fn start(
+        all: Api<K>,
+        of: impl Fn(&str) -> Api<K> + Send + Sync + 'static,
+        select: watcher::Config,
+        index: Index<K>,
+        shutdown: Shutdown,
+    ) -> Self {
+        let state = State { live: false, objects: HashMap::new(), indexed: HashMap::new() };
+        let cache = Self { state: Arc::new(RwLock::new(state)), index, of: Arc::new(of), all };
+        tokio::spawn(cache.clone().follow(select, shutdown));
+        cache
+    }
+
+    /// The object, as the watch or else the API server tells it.
+    pub async fn get(&self, key: &Key) -> kube::Result<Option<Arc<K>>> {
+        let known = {
+            let state = self.read();
+            if state.live { state.objects.get(key).cloned() } else { None }
+        };
+        match known {
+            Some(object) => Ok(Some(object)),
+            // It may be newer than what the watch has told.
+            None => self.fetch(key).await,
+        }
+    }
+
+    /// The object, as the API server tells it now.
+    pub async fn fetch(&self, key: &Key) -> kube::Result<Option<Arc<K>>> {
+        let api = (self.of)(&key.namespace);
+        Ok(in_time(api.get_opt(&key.name)).await?.map(Arc::new))
+    }
+
+    /// The objects with this value of the index.
+    pub async fn with(&self, value: &str) -> kube::Result<Vec<Arc<K>>> {
+        {
+            let state = self.read();
+            if state.live {
+                let keys = state.indexed.get(value).into_iter().flatten();
+                return Ok(keys.filter_map(|key| state.objects.get(key).cloned()).collect());
+            }
+        }
+        let mut found = Vec::new();
+        let mut page = ListParams::default().limit(PAGE);
+        loop {
+            let list = in_time(self.all.list(&page)).await?;
+            let matching = list.items.into_iter().filter(|one| (self.index)(one) == Some(value));
+            found.extend(matching.map(Arc::new));
+            match list.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => page.continue_token = Some(token),
+                None => return Ok(found),
+            }
+        }
+    }
+
+    /// Whether the watch runs.
+    pub fn is_live(&self) -> bool {
+        self.read().live
+    }
+
+    async fn follow(self, select: watcher::Config, shutdown: Shutdown) {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            tokio::select! {
+                error = self.watch(&select, &mut pause) => {
+                    self.write().live = false;
+                    tracing::warn!(kind = %K::kind(&()), %error, "the watch broke; asking the API server instead");
+                }
+                () = shutdown.ending() => return,
+            }
+            tokio::select! {
+                () = sleep(pause) => pause = (pause * 2).min(LONGEST_PAUSE),
+                () = shutdown.ending() => return,
+            }
+        }
+    }
+
+    /// Takes in what one watch tells, until it breaks.
+    async fn watch(&self, select: &watcher::Config, pause: &mut Duration) -> watcher::Error {
+        let mut events = pin!(watcher::watcher(self.all.clone(), select.clone()));
+        let mut listed = Vec::new();
+        loop {
+            match events.next().await {
+                Some(Ok(Event::Init)) => listed.clear(),
+                Some(Ok(Event::InitApply(object))) => listed.push(object),
+                Some(Ok(Event::InitDone)) => {
+                    self.replace(std::mem::take(&mut listed));
+                    *pause = FIRST_PAUSE;
+                }
+                Some(Ok(Event::Apply(object))) => self.put(object),
+                Some(Ok(Event::Delete(object))) => self.remove(&key(&object)),
+                Some(Err(error)) => return error,
+                None => return watcher::Error::NoResourceVersion,
+            }
+        }
+    }
+
+    fn replace(&self, objects: Vec<K>) {
+        let mut state = self.write();
+        state.objects.clear();
+        state.indexed.clear();
+        for object in objects {
+            state.put(object, self.index);
+        }
+        state.live = true;
+    }
+
+    fn put(&self, object: K) {
+        self.write().put(object, self.index);
+    }
+
+    fn remove(&self, key: &Key) {
+        self.write().remove(key, self.index);
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, State<K>> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, State<K>> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<K: Object> State<K> {
+    fn put(&mut self, mut object: K, index: Index<K>) {
+        // Nobody reads them, and they are larger than the rest.
+        object.managed_fields_mut().clear();
+        let key = key(&object);
+        self.remove(&key, index);
+        if let Some(value) = index(&object) {
+            self.indexed.entry(value.to_owned()).or_default().insert(key.clone());
+        }
+        self.objects.insert(key, Arc::new(object));
+    }
+
+    fn remove(&mut self, key: &Key, index: Index<K>) {
+        let Some(object) = self.objects.remove(key) else { return };
+        let Some(value) = index(&object) else { return };
+        if let Some(keys) = self.indexed.get_mut(value) {
+            keys.remove(key);
+            if keys.is_empty() {
+                self.indexed.remove(value);
+            }
+        }
+    }
+}
+
+/// Everything in the cluster, for a kind that has namespaces.
+pub fn of_all_namespaces<K>(client: &Client, index: Index<K>, shutdown: Shutdown) -> Cache<K>
+where
+    K: Object + Resource<Scope = kube::core::NamespaceResourceScope>,
+{
+    let one = client.clone();
+    let of = move |namespace: &str| Api::namespaced(one.clone(), namespace);
+    Cache::start(Api::all(client.clone()), of, watcher::Config::default(), index, shutdown)
+}
+
+/// What `select` says of a kind that has no namespaces.
+pub fn of_cluster<K>(
+    client: &Client,
+    select: watcher::Config,
+    index: Index<K>,
+    shutdown: Shutdown,
+) -> Cache<K>
+where
+    K: Object + Resource<Scope = kube::core::ClusterResourceScope>,
+{
+    let all: Api<K> = Api::all(client.clone());
+    let one = all.clone();
+    Cache::start(all, move |_| one.clone(), select, index, shutdown)
+}
+
+impl Key {
+    pub fn cluster(name: &str) -> Self {
+        Self::new("", name)
+    }
+
+    pub fn new(namespace: &str, name: &str) -> Self {
+        Self { namespace: namespace.to_owned(), name: name.to_owned() }
+    }
+}
+
+fn key(object: &impl ResourceExt) -> Key {
+    Key { namespace: object.namespace().unwrap_or_default(), name: object.name_any() }
+}
+
+/// A call to the API server that does not wait for ever.
+pub async fn in_time<T>(call: impl Future<Output = kube::Result<T>>) -> kube::Result<T> {
+    match timeout(CALL_TIMEOUT, call).await {
+        Ok(answer) => answer,
+        Err(_) => Err(kube::Error::Service("the API server did not answer in time".into())),
+    }
+}

@@ -1,0 +1,201 @@
+//! Who is it, and may they? TokenReview and SubjectAccessReview, with what was granted kept for a short, chosen
+//! time: within it a revoked token or permission may still pass, after it never. What was refused is
+//! asked anew each time. Tokens are kept as hashes only.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
+use k8s_openapi::api::authorization::v1::{
+    ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
+};
+use kube::api::PostParams;
+use kube::{Api, Client};
+use moka::future::Cache;
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+
+use super::cache::in_time;
+
+/// Tokens and decisions that are remembered, at most.
+const REMEMBERED: u64 = 10_000;
+
+/// Why there is no user, or no permission.
+#[derive(Debug)]
+pub enum Denied {
+    /// The answer is no. The text says why, as far as the API server did.
+    Refused(String),
+    /// There is no answer.
+    Unknown(Arc<kube::Error>),
+}
+
+/// Cheap to clone.
+#[derive(Clone)]
+pub struct Reviewer {
+    client: Client,
+    /// How long what was granted may be remembered.
+    ttl: Duration,
+    users: Cache<[u8; 32], Grant>,
+    permissions: Cache<[u8; 32], ()>,
+}
+
+/// A token that was good.
+#[derive(Clone)]
+struct Grant {
+    user: Arc<UserInfo>,
+    /// When the token ends by its own word.
+    expires: Option<SystemTime>,
+}
+
+/// What somebody wants to do.
+#[derive(Debug, Clone, Copy)]
+pub struct Action<'a> {
+    pub verb: &'a str,
+    pub group: &'a str,
+    pub resource: &'a str,
+    pub namespace: &'a str,
+}
+
+impl Reviewer {
+    pub fn new(client: Client, ttl: Duration) -> Self {
+        Self { client, ttl, users: remembered(ttl), permissions: remembered(ttl) }
+    }
+
+    /// The user that a token stands for, for this audience.
+    pub async fn authenticate(&self, token: &str, audience: &str) -> Result<Arc<UserInfo>, Denied> {
+        if self.ttl.is_zero() {
+            return Ok(self.review_token(token, audience).await?.user);
+        }
+        let key = digest(&[audience, token]);
+        for _ in 0..2 {
+            let review = self.review_token(token, audience);
+            let grant =
+                self.users.try_get_with(key, review).await.map_err(|denied| match &*denied {
+                    Denied::Refused(reason) => Denied::Refused(reason.clone()),
+                    Denied::Unknown(error) => Denied::Unknown(error.clone()),
+                })?;
+            if grant.expires.is_none_or(|at| SystemTime::now() < at) {
+                return Ok(grant.user);
+            }
+            self.users.invalidate(&key).await;
+        }
+        Err(Denied::Refused("the token has expired".into()))
+    }
+
+    async fn review_token(&self, token: &str, audience: &str) -> Result<Grant, Denied> {
+        let spec = TokenReviewSpec {
+            token: Some(token.to_owned()),
+            audiences: Some(vec![audience.to_owned()]),
+        };
+        let review = TokenReview { spec, ..TokenReview::default() };
+        let api: Api<TokenReview> = Api::all(self.client.clone());
+        let answer = in_time(api.create(&PostParams::default(), &review)).await.map_err(unknown)?;
+        let status = answer.status.unwrap_or_default();
+        if status.authenticated != Some(true) {
+            return Err(Denied::Refused(
+                "it is not valid, has expired, or is for another audience".into(),
+            ));
+        }
+        // An API server or authenticator that knows no audiences says so by leaving them out; the token
+        // may then be one for the API server itself.
+        if !status.audiences.unwrap_or_default().iter().any(|one| one == audience) {
+            return Err(Denied::Refused("it is for another audience".into()));
+        }
+        let user = Arc::new(status.user.unwrap_or_default());
+        Ok(Grant { user, expires: expiry(token) })
+    }
+
+    /// Whether the user may do it.
+    pub async fn authorize(&self, user: &UserInfo, action: Action<'_>) -> Result<(), Denied> {
+        if self.ttl.is_zero() {
+            return self.review_access(user, action).await;
+        }
+        let identity =
+            serde_json::to_string(user).map_err(|error| unknown(kube::Error::SerdeError(error)))?;
+        let Action { verb, group, resource, namespace } = action;
+        let key = digest(&[&identity, verb, group, resource, namespace]);
+        let review = self.review_access(user, action);
+        self.permissions.try_get_with(key, review).await.map_err(|denied| match &*denied {
+            Denied::Refused(reason) => Denied::Refused(reason.clone()),
+            Denied::Unknown(error) => Denied::Unknown(error.clone()),
+        })
+    }
+
+    async fn review_access(&self, user: &UserInfo, action: Action<'_>) -> Result<(), Denied> {
+        let attributes = ResourceAttributes {
+            verb: Some(action.verb.to_owned()),
+            group: Some(action.group.to_owned()),
+            resource: Some(action.resource.to_owned()),
+            namespace: Some(action.namespace.to_owned()),
+            ..ResourceAttributes::default()
+        };
+        let spec = SubjectAccessReviewSpec {
+            user: user.username.clone(),
+            uid: user.uid.clone(),
+            groups: user.groups.clone(),
+            extra: user.extra.clone(),
+            resource_attributes: Some(attributes),
+            ..SubjectAccessReviewSpec::default()
+        };
+        let review = SubjectAccessReview { spec, ..SubjectAccessReview::default() };
+        let api: Api<SubjectAccessReview> = Api::all(self.client.clone());
+        let answer = in_time(api.create(&PostParams::default(), &review)).await.map_err(unknown)?;
+        let status = answer.status.unwrap_or_default();
+        if status.allowed && status.denied != Some(true) {
+            return Ok(());
+        }
+        Err(Denied::Refused(status.reason.unwrap_or_default()))
+    }
+}
+
+fn unknown(error: kube::Error) -> Denied {
+    Denied::Unknown(Arc::new(error))
+}
+
+fn remembered<V: Clone + Send + Sync + 'static>(ttl: Duration) -> Cache<[u8; 32], V> {
+    Cache::builder().max_capacity(REMEMBERED).time_to_live(ttl).build()
+}
+
+/// One value for these texts in this order, and for no others.
+fn digest(parts: &[&str]) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part.as_bytes());
+    }
+    hash.finalize().into()
+}
+
+/// When a token ends, as it says itself: its signature was checked by the API server.
+fn expiry(token: &str) -> Option<SystemTime> {
+    #[derive(Deserialize)]
+    struct Claims {
+        exp: u64,
+    }
+    let payload = URL_SAFE_NO_PAD.decode(token.split('.').nth(1)?).ok()?;
+    let claims: Claims = serde_json::from_slice(&payload).ok()?;
+    UNIX_EPOCH.checked_add(Duration::from_secs(claims.exp))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_token_is_read_from_its_claims() {
+        // {"aud":["a"],"exp":1763673303}
+        let token = "eyJhbGciOiJub25lIn0.eyJhdWQiOlsiYSJdLCJleHAiOjE3NjM2NzMzMDN9.c2ln";
+        assert_eq!(expiry(token), Some(UNIX_EPOCH + Duration::from_secs(1_763_673_303)));
+        for opaque in ["", "opaque", "a.b", "a.!!.c", "..", "x.eyJhIjoxfQ.y"] {
+            assert_eq!(expiry(opaque), None, "{opaque}");
+        }
+    }
+
+    #[test]
+    fn parts_of_a_key_cannot_be_moved_into_each_other() {
+        assert_ne!(digest(&["ab", "c"]), digest(&["a", "bc"]));
+        assert_ne!(digest(&["a", ""]), digest(&["a"]));
+    }
+}

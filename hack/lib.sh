@@ -31,6 +31,8 @@ declare -A package_of=(
     [findmnt]=util-linux
     [fsfreeze]=util-linux
     [fstrim]=util-linux
+    [setpriv]=util-linux
+    [setsid]=util-linux
     [losetup]=mount
     [mkfs.btrfs]=btrfs-progs
     [mkfs.ext4]=e2fsprogs
@@ -90,67 +92,102 @@ cargo_component() {
         cargo "$2" --version >/dev/null 2>&1
 }
 
-# go_tool NAME: builds the tool of hack/tools/NAME at the versions of its go.mod and go.sum and
-# prints the path of the binary. On failure the last line of stderr is the reason. Any failure
-# counts as "cannot be had": the versions are pinned, so what fails is Go itself or the download.
-go_tool() {
-    local name=$1 source=$repo/hack/tools/$1 key target build
-    key=$(cat "$source/go.mod" "$source/go.sum" | sha256sum | cut -c1-16)
-    target=$cache/tools/$name-$key
-    if [[ ! -x $target/$name ]]; then
+# go_cached TARGET WHAT TIME BUILDER ARGUMENT...: prints the directory TARGET of the cache, which
+# `BUILDER ARGUMENT... DIRECTORY` fills if it is not there yet. On failure the last line of stderr is the
+# reason. Any failure counts as "cannot be had": the versions are pinned, so what fails is Go itself or
+# the download.
+go_cached() {
+    local target=$cache/tools/$1 what=$2 time=$3 build
+    shift 3
+    if [[ ! -d $target ]]; then
         if ! command -v go >/dev/null; then
             echo "Go is not installed" >&2
             return 1
         fi
         mkdir -p "$cache/tools"
-        # Built aside and renamed: a run that is interrupted, or one beside it, never meets half a
-        # binary.
+        # What runs that were killed have left there.
+        find "$cache/tools" -maxdepth 1 -name '.build.*' -mmin +1440 -exec rm -rf {} +
+        # Built aside and renamed: a run that is interrupted, or one beside it, never meets half of it.
         build=$(mktemp -d "$cache/tools/.build.XXXXXX")
-        echo "building $name (once per version, about a minute)" >&2
-        if ! (cd "$source" && CGO_ENABLED=0 go build -mod=readonly -trimpath -o "$build/" tool) \
-            >"$build/log" 2>&1; then
-            echo "$name does not build: $(tail -n 1 "$build/log")" >&2
+        mkdir "$build/out"
+        echo "building $what (once per version, $time)" >&2
+        if ! "$@" "$build/out" >"$build/log" 2>&1; then
+            echo "$what cannot be had: $(tail -n 1 "$build/log" | sed 's|^\s*||')" >&2
             rm -rf "$build"
             return 1
         fi
-        mkdir -p "$target"
-        mv -f "$build/$name" "$target/$name"
+        # It fails when another run was faster, whose directory is as good.
+        mv -T "$build/out" "$target" 2>/dev/null || [[ -d $target ]]
         rm -rf "$build"
     fi
-    printf '%s\n' "$target/$name"
+    printf '%s\n' "$target"
 }
 
-# go_command NAME MODULE VERSION PACKAGE [LDFLAGS]: builds a command from its module as published, with
-# that module's own replacements, which `go install` refuses, and prints the path of the binary. On
-# failure the last line of stderr is the reason.
-go_command() {
-    local name=$1 module=$2 version=$3 package=$4 ldflags=${5:-} target=$cache/tools/$1-$3 build source
-    if [[ ! -x $target/$name ]]; then
-        if ! command -v go >/dev/null; then
-            echo "Go is not installed" >&2
+# go_key NAME: a name in the cache for the tools of hack/tools/NAME, which changes with what they are built from.
+go_key() {
+    local source=$repo/hack/tools/$1
+    printf '%s-%s\n' "$1" "$(cd "$source" && find . -name '*.go' -o -name 'go.*' | sort |
+        xargs sha256sum | sha256sum | cut -c1-16)"
+}
+
+# go_build NAME DIRECTORY [LDFLAGS]: the tools of hack/tools/NAME, at the versions of its go.mod and go.sum.
+go_build() {
+    (cd "$repo/hack/tools/$1" && CGO_ENABLED=0 go build -mod=readonly -trimpath -buildvcs=false \
+        -ldflags "-s -w ${3:-}" -o "$2/" tool)
+}
+
+# go_tool NAME: prints the path of the tool that hack/tools/NAME is about.
+go_tool() {
+    local directory
+    directory=$(go_cached "$(go_key "$1")" "$1" "about a minute" go_build "$1") || return 1
+    printf '%s\n' "$directory/$1"
+}
+
+# build_kubernetes DIRECTORY: see kubernetes_tools.
+build_kubernetes() {
+    local source=$repo/hack/tools/kubernetes version module
+    version=$(cd "$source" && go list -m -f '{{.Version}}' k8s.io/kubernetes) || return 1
+    # Without it the API server says that it is of no version.
+    go_build kubernetes "$1" "-X k8s.io/component-base/version.gitVersion=$version" || return 1
+    mv "$1/server" "$1/etcd" || return 1
+    for module in external-snapshotter/client/v8 external-snapshot-metadata/client; do
+        mkdir -p "$1/crds/${module%%/*}" &&
+            install -m 644 -t "$1/crds/${module%%/*}" "$(cd "$source" &&
+                go list -m -f '{{.Dir}}' "github.com/kubernetes-csi/$module")"/config/crd/*.io_*.yaml ||
             return 1
-        fi
-        mkdir -p "$cache/tools"
-        build=$(mktemp -d "$cache/tools/.build.XXXXXX")
-        if ! source=$(cd "$build" && go mod download -json "$module@$version" 2>&1); then
-            echo "$module $version cannot be had: $(jq -r .Error <<<"$source" | tail -n 1 | xargs)" >&2
-            rm -rf "$build"
-            return 1
-        fi
-        cp -r "$(jq -r .Dir <<<"$source")" "$build/source"
-        chmod -R u+w "$build/source"
-        echo "building $name (once per version, some minutes)" >&2
-        if ! (cd "$build/source" && CGO_ENABLED=0 go build -mod=mod -trimpath -ldflags "$ldflags" \
-            -o "$build/$name" "$package") >"$build/log" 2>&1; then
-            echo "$name does not build: $(tail -n 1 "$build/log")" >&2
-            rm -rf "$build"
-            return 1
-        fi
-        mkdir -p "$target"
-        mv -f "$build/$name" "$target/$name"
-        rm -rf "$build"
+    done
+}
+
+# kubernetes_tools: prints a directory with what hack/tools/kubernetes builds: kube-apiserver, etcd,
+# kubectl, snapshot-controller, csi-snapshotter, csi-snapshot-metadata, snapshot-metadata-lister,
+# snapshot-metadata-verifier, and below crds/ the custom resource definitions that they are about. Where
+# CSI_LOOPBACK_KUBERNETES names one, it is that. Fails like go_cached.
+kubernetes_tools() {
+    if [[ -n ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
+        printf '%s\n' "$CSI_LOOPBACK_KUBERNETES"
+    else
+        go_cached "$(go_key kubernetes)" "the Kubernetes tools" "about five minutes" build_kubernetes
     fi
-    printf '%s\n' "$target/$name"
+}
+
+# go_command NAME MODULE VERSION PACKAGE [LDFLAGS]: prints the path of a command that is built from its
+# module as published, with that module's own replacements, which `go install` refuses. Fails like go_cached.
+go_command() {
+    local directory
+    directory=$(go_cached "$1-$3" "$1 $3" "some minutes" \
+        build_command "$1" "$2" "$3" "$4" "${5:-}") || return 1
+    printf '%s\n' "$directory/$1"
+}
+
+build_command() { # build_command NAME MODULE VERSION PACKAGE LDFLAGS DIRECTORY
+    local source directory=$6
+    if ! source=$(cd "$directory" && go mod download -json "$2@$3" 2>/dev/null); then
+        jq -r .Error <<<"$source"
+        return 1
+    fi
+    cp -r "$(jq -r .Dir <<<"$source")" "$directory/.source" && chmod -R u+w "$directory/.source" &&
+        (cd "$directory/.source" && CGO_ENABLED=0 go build -mod=mod -trimpath -ldflags "$5" \
+            -o "$directory/$1" "$4") && rm -rf "$directory/.source"
 }
 
 # cargo_tool NAME VERSION: prints the path of a tool of cargo's, built once per version. On failure

@@ -1,0 +1,43 @@
+// Command snapshot-metadata-verifier copies what a VolumeSnapshot is said to hold, or to have changed since an
+// earlier one, from one device to another and fails when the two then differ, as the released command
+// of that name does.
+package main
+
+import (
+	"errors"
+	"flag"
+	"os"
+
+	"csi-loopback/hack/tools/kubernetes/arguments"
+
+	"github.com/kubernetes-csi/external-snapshot-metadata/pkg/iterator"
+)
+
+func main() {
+	var common arguments.Common
+	var source, target string
+	common.Register(flag.CommandLine)
+	arguments.Text(flag.CommandLine, &source, "source-device-path", "src", "",
+		"device with the snapshot's content")
+	arguments.Text(flag.CommandLine, &target, "target-device-path", "tgt", "",
+		"device with the earlier snapshot's content, or with zeros; it is written to")
+	flag.Parse()
+	arguments.Exit(verify(&common, source, target))
+}
+
+func verify(common *arguments.Common, source, target string) error {
+	if source == "" || target == "" {
+		return errors.New("-src and -tgt name the two devices")
+	}
+	from, err := os.Open(source)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	to, err := os.OpenFile(target, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer to.Close()
+	return common.Run(&iterator.VerifierEmitter{SourceDevice: from, TargetDevice: to})
+}

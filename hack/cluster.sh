@@ -9,7 +9,8 @@
 #   kubeconfig  the administrator's
 #   tools/      kube-apiserver, etcd, kubectl, csi-snapshotter, … (hack/lib.sh, kubernetes_tools)
 #   pki/        ca.crt, ca.key, sa.key, which signs ServiceAccounts' tokens, and the rest
-#   *.log       one for each part
+#   *.log       one for each part; requests.log has every request to the API server, one JSON object a line
+#               (audit.k8s.io/v1 Event, of level Metadata: without bodies)
 #
 # KUBEBUILDER_ASSETS        where kube-apiserver, etcd and kubectl are, instead of those built here
 # CSI_LOOPBACK_KUBERNETES   where the tools are (built if it is not set, which takes minutes once)
@@ -189,8 +190,17 @@ start_api_server() {
         --proxy-client-cert-file="$pki/front-proxy.crt" --proxy-client-key-file="$pki/front-proxy.key"
         # No Service's address leads anywhere on this machine; endpoints do.
         --enable-aggregator-routing=true
+        --audit-policy-file="$dir/audit.yaml" --audit-log-path="$dir/requests.log"
         --profiling=false
     )
+    # Each request once, when it is answered.
+    cat >"$dir/audit.yaml" <<END
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived, ResponseStarted]
+rules:
+- level: Metadata
+END
     rm -f "$dir/kube-apiserver.log"
     start kube-apiserver "${flags[@]}"
     write_kubeconfig "$port"

@@ -33,6 +33,22 @@ else
     install_missing "${load_commands[@]}" || true
 fi
 
+# Where programs of Kubernetes are that tests run; without them the tests say what is missing.
+if [[ -z $why_no_root_tests ]]; then
+    # shellcheck disable=SC2016 # $1 is for the inner shell
+    run "Kubernetes tools" bash -euc 'source "$1"; kubernetes_tools' _ "$repo/hack/lib.sh"
+    if ((status == 0)); then
+        CSI_LOOPBACK_KUBERNETES=$(tail -n 1 "$log")
+        export CSI_LOOPBACK_KUBERNETES
+        tell "Kubernetes tools" ""
+        passed=$((passed + 1))
+    else
+        skip 1 "Kubernetes tools" "$(tail -n 1 "$log")"
+    fi
+else
+    skip 1 "Kubernetes tools" "$why_no_root_tests"
+fi
+
 # --- Format, lints, licences ----------------------------------------------------------------------
 
 if cargo_component rustfmt fmt; then
@@ -218,6 +234,7 @@ done
 check_left_behind
 
 printf '\nSlowest tests:\n'
-sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p' "$logs"/*.log |
+sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p; s/^took \([0-9.]* s\): /\1  /p' \
+    "$logs"/*.log |
     sort -rn | head -n 10 | sed 's/^/  /'
 finish

@@ -32,13 +32,19 @@ pub const BLOCK: u64 = 4096;
 
 pub const ALL_KINDS: [PoolKind; 3] = [PoolKind::Reflink, PoolKind::Image, PoolKind::Copy];
 
+/// Why the machine cannot run a test that needs root, if it cannot.
+pub fn why_no_root() -> Option<&'static str> {
+    let root = nix::unistd::geteuid().is_root();
+    (!root).then_some("needs root, for loop devices and mounts")
+}
+
 /// Whether the machine can run a test that needs root; says so when not.
 pub fn have_root(test: &str) -> bool {
-    let root = nix::unistd::geteuid().is_root();
-    if !root {
-        println!("SKIPPED: {test}: needs root, for loop devices and mounts");
+    let lacking = why_no_root();
+    if let Some(why) = lacking {
+        println!("SKIPPED: {test}: {why}");
     }
-    root
+    lacking.is_none()
 }
 
 /// Runs a test against a fresh pool of each kind.
@@ -90,7 +96,7 @@ impl Drop for Xfs {
     }
 }
 
-fn keep() -> bool {
+pub fn keep() -> bool {
     std::env::var_os("NO_TEST_CLEAN_UP").is_some()
 }
 

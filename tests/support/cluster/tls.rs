@@ -1,0 +1,72 @@
+//! An authority and certificates of it, as files.
+
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair, KeyUsagePurpose, SanType,
+};
+
+/// An authority for certificates of servers.
+pub struct Authority {
+    issuer: CertifiedIssuer<'static, KeyPair>,
+}
+
+/// A certificate and its key (PEM).
+#[derive(Debug, Clone)]
+pub struct Certificate {
+    pub file: PathBuf,
+    pub key: PathBuf,
+}
+
+impl Authority {
+    pub fn new(name: &str) -> Self {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        Self { issuer }
+    }
+
+    /// Its own certificate, which clients trust.
+    pub fn pem(&self) -> String {
+        self.issuer.pem()
+    }
+
+    /// A certificate for `localhost` and 127.0.0.1, in `directory`; one that is there is replaced by
+    /// rename, as kubelet does it.
+    pub fn certify(&self, directory: &Path, name: &str) -> Certificate {
+        self.certify_for(directory, name, Duration::from_secs(24 * 3600))
+    }
+
+    /// The same, which is good for so long.
+    pub fn certify_for(&self, directory: &Path, name: &str, validity: Duration) -> Certificate {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.subject_alt_names = vec![
+            SanType::DnsName("localhost".try_into().unwrap()),
+            SanType::IpAddress(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+        ];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let now = std::time::SystemTime::now();
+        params.not_before = (now - Duration::from_secs(3600)).into();
+        params.not_after = (now + validity).into();
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let files = Certificate {
+            file: directory.join(format!("{name}.crt")),
+            key: directory.join(format!("{name}.key")),
+        };
+        for (file, content) in [(&files.file, certificate.pem()), (&files.key, key.serialize_pem())]
+        {
+            let aside = file.with_extension("new");
+            fs::write(&aside, content).unwrap();
+            fs::rename(&aside, file).unwrap();
+        }
+        files
+    }
+}

@@ -4,8 +4,10 @@
 use std::process::ExitCode;
 
 use csi_loopback::cli::Cli;
+use csi_loopback::kubernetes::tls;
 
 fn main() -> ExitCode {
+    tls::install_provider();
     match Cli::parse_or_exit(std::env::args_os()).run() {
         Ok(code) => code,
         Err(error) => {

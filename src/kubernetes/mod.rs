@@ -1,8 +1,9 @@
 //! What the roles know of a Kubernetes API server: a client with limits, the types of objects that belong
-//! to others (VolumeSnapshot) or to this project (SnapshotMetadataService). Knows no role.
+//! to others (VolumeSnapshot) or to this project (SnapshotMetadataService), TLS. Knows no role.
 
 pub mod cache;
 pub mod client;
 pub mod metadata_service;
 pub mod review;
 pub mod snapshot;
+pub mod tls;

@@ -1,0 +1,192 @@
+//! Connections that are through with their handshake. Handshakes run beside each other and none waits for
+//! another: a client that says nothing costs a place for ten seconds and holds up nobody.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use nix::libc;
+use rustls::ServerConfig;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tokio_stream::Stream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::{Connected, TcpConnectInfo};
+
+use crate::telemetry::shutdown::Shutdown;
+
+/// How long a handshake may take.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Handshakes at once; while there are so many, further clients wait in the kernel's queue.
+const MAX_HANDSHAKES: usize = 256;
+/// Connections at once, those in their handshake among them.
+const MAX_CONNECTIONS: usize = 4_096;
+/// Time to the next attempt when the machine has no room for a connection.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A connection on which TLS is spoken.
+#[derive(Debug)]
+pub struct Connection {
+    stream: TlsStream<TcpStream>,
+    info: TcpConnectInfo,
+    /// Its place among [`MAX_CONNECTIONS`].
+    _place: OwnedSemaphorePermit,
+}
+
+/// Accepts from `listener` until draining begins, in a task of its own; what comes out has ended its
+/// handshake. A handshake that fails is its client's matter and ends nothing.
+pub fn incoming(
+    listener: TcpListener,
+    config: Arc<ServerConfig>,
+    shutdown: Shutdown,
+) -> impl Stream<Item = io::Result<Connection>> + Send + Unpin + use<> {
+    let (ready, connections) = mpsc::channel(1);
+    let acceptor = Acceptor {
+        listener,
+        tls: config.into(),
+        handshakes: Arc::new(Semaphore::new(MAX_HANDSHAKES)),
+        connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
+        ready,
+    };
+    tokio::spawn(async move {
+        let gone = acceptor.ready.clone();
+        tokio::select! {
+            () = acceptor.accept_all() => {}
+            () = shutdown.draining() => {}
+            () = gone.closed() => {}
+        }
+    });
+    ReceiverStream::new(connections)
+}
+
+struct Acceptor {
+    listener: TcpListener,
+    tls: TlsAcceptor,
+    handshakes: Arc<Semaphore>,
+    connections: Arc<Semaphore>,
+    ready: mpsc::Sender<io::Result<Connection>>,
+}
+
+impl Acceptor {
+    async fn accept_all(&self) {
+        loop {
+            // Nobody closes them.
+            let Ok(place) = self.connections.clone().acquire_owned().await else { return };
+            let Ok(turn) = self.handshakes.clone().acquire_owned().await else { return };
+            match self.listener.accept().await {
+                Ok((stream, _)) => {
+                    tokio::spawn(hand_over(
+                        self.tls.clone(),
+                        stream,
+                        place,
+                        turn,
+                        self.ready.clone(),
+                    ));
+                }
+                Err(error) if is_of_one_client(&error) => {
+                    tracing::debug!(%error, "a client went before it was accepted");
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "no room for another connection; trying again");
+                    sleep(PAUSE).await;
+                }
+            }
+        }
+    }
+}
+
+/// What accept(2) reports of the connection that it would have returned.
+fn is_of_one_client(error: &io::Error) -> bool {
+    let of_the_network = [
+        libc::ENETDOWN,
+        libc::EPROTO,
+        libc::ENOPROTOOPT,
+        libc::EHOSTDOWN,
+        libc::ENONET,
+        libc::EHOSTUNREACH,
+        libc::EOPNOTSUPP,
+        libc::ENETUNREACH,
+        libc::ECONNABORTED,
+        libc::EPERM,
+        libc::EINTR,
+    ];
+    error.raw_os_error().is_some_and(|code| of_the_network.contains(&code))
+}
+
+async fn hand_over(
+    tls: TlsAcceptor,
+    stream: TcpStream,
+    place: OwnedSemaphorePermit,
+    turn: OwnedSemaphorePermit,
+    ready: mpsc::Sender<io::Result<Connection>>,
+) {
+    let peer = stream.peer_addr().ok();
+    let info = TcpConnectInfo { local_addr: stream.local_addr().ok(), remote_addr: peer };
+    // Frames are written whole: there is nothing to wait for. An error means that the client is gone.
+    let _ = stream.set_nodelay(true);
+    let stream = tokio::select! {
+        () = ready.closed() => return,
+        done = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)) => match done {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) => return tracing::debug!(?peer, %error, "the handshake failed"),
+            Err(_) => return tracing::debug!(?peer, "the handshake took too long"),
+        },
+    };
+    drop(turn);
+    // An error means that nobody serves any more.
+    let _ = ready.send(Ok(Connection { stream, info, _place: place })).await;
+}
+
+impl Connected for Connection {
+    type ConnectInfo = TcpConnectInfo;
+
+    fn connect_info(&self) -> TcpConnectInfo {
+        self.info.clone()
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}

@@ -1,0 +1,86 @@
+//! TLS of what listens in a cluster: which certificate a new connection gets ([`Certificates`]), which versions,
+//! suites and curves are spoken ([`Args`]), and connections that are through with their handshake
+//! ([`incoming`]). Certificates come from files, which are looked at again and again, or from an authority of
+//! the program's own. The one provider of cryptography is ring. Clients are not asked for certificates:
+//! callers show who they are by tokens.
+
+mod args;
+mod certificates;
+mod files;
+mod incoming;
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use rustls::server::NoServerSessionStorage;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+pub use args::{Args, CipherSuites, Curves, MinVersion};
+pub use certificates::Certificates;
+pub use files::FilesWatcher;
+pub use incoming::{Connection, incoming};
+
+/// HTTP/2, which gRPC is spoken over (RFC 9113, section 3.2).
+const ALPN_H2: &[u8] = b"h2";
+
+/// Makes ring the provider of the process. First thing in `main`: whoever needs TLS later finds it.
+pub fn install_provider() {
+    // An error means that there is one already, and it is ring: no other is compiled in.
+    let _ = ring::default_provider().install_default();
+}
+
+/// What a server speaks: the versions, suites and curves of `args`, HTTP/2, and whatever certificate
+/// `certificates` has when a connection begins.
+///
+/// # Errors
+/// The flags leave nothing that could be spoken.
+pub fn server_config(args: &Args, certificates: Certificates) -> anyhow::Result<Arc<ServerConfig>> {
+    args.warn_of_what_is_left_out();
+    let mut config = ServerConfig::builder_with_provider(Arc::new(args.provider()))
+        .with_protocol_versions(&args.versions())
+        .context("--tls-min-version, --tls-cipher-suites and --tls-curve-preferences together")?
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::new(certificates));
+    config.alpn_protocols = vec![ALPN_H2.to_vec()];
+    // A resumed session would go on with a certificate that has been replaced since.
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    Ok(Arc::new(config))
+}
+
+/// What a client speaks that trusts the authorities of `ca_pem` and nobody else, as caCert of a
+/// SnapshotMetadataService asks for.
+///
+/// # Errors
+/// `ca_pem` has no certificate, or one that cannot be an authority's.
+pub fn client_config(ca_pem: &[u8]) -> anyhow::Result<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    for certificate in chain(ca_pem)? {
+        roots.add(certificate).context("a certificate that is to be trusted")?;
+    }
+    let mut config = ClientConfig::builder_with_provider(Arc::new(provider()))
+        .with_safe_default_protocol_versions()
+        .context("TLS versions")?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![ALPN_H2.to_vec()];
+    Ok(config)
+}
+
+fn provider() -> CryptoProvider {
+    ring::default_provider()
+}
+
+/// The certificates of a PEM text: at least one.
+fn chain(pem: &[u8]) -> anyhow::Result<Vec<CertificateDer<'static>>> {
+    let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
+    let chain = chain.map_err(|error| anyhow::anyhow!("not PEM: {error}"))?;
+    anyhow::ensure!(!chain.is_empty(), "no certificate in PEM (BEGIN CERTIFICATE)");
+    Ok(chain)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,258 @@
+//! Real handshakes over loopback TCP.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use rcgen::{CertificateParams, KeyPair};
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ProtocolVersion};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_stream::StreamExt;
+
+use super::*;
+use crate::telemetry::shutdown::{Phase, Shutdown};
+
+/// A certificate for localhost that is its own authority, and its key, in PEM.
+struct Leaf {
+    cert: String,
+    key: String,
+}
+
+fn leaf() -> Leaf {
+    let key = KeyPair::generate().unwrap();
+    let cert = CertificateParams::new(["localhost".to_owned()]).unwrap().self_signed(&key).unwrap();
+    Leaf { cert: cert.pem(), key: key.serialize_pem() }
+}
+
+impl Leaf {
+    fn write(&self, dir: &Path) {
+        fs::write(dir.join("tls.crt"), &self.cert).unwrap();
+        fs::write(dir.join("tls.key"), &self.key).unwrap();
+    }
+
+    fn client(&self) -> ClientConfig {
+        client_config(self.cert.as_bytes()).unwrap()
+    }
+}
+
+fn args(line: &str) -> Args {
+    let command = <Args as clap::Args>::augment_args(clap::Command::new("x"));
+    let matches = command.try_get_matches_from(line.split_whitespace()).unwrap();
+    <Args as clap::FromArgMatches>::from_arg_matches(&matches).unwrap()
+}
+
+/// Echoes what each connection sends.
+struct Server {
+    address: std::net::SocketAddr,
+    certificates: Certificates,
+    phase: watch::Sender<Phase>,
+    served: JoinHandle<()>,
+    dir: TempDir,
+}
+
+impl Server {
+    async fn start(leaf: &Leaf, line: &str) -> Self {
+        let dir = TempDir::new().unwrap();
+        leaf.write(dir.path());
+        let (cert, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
+        let (certificates, watcher) = Certificates::from_files(&cert, &key).unwrap();
+        let (phase, shutdown) = Shutdown::by_hand();
+        tokio::spawn(watcher.watch(shutdown.clone()));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let config = server_config(&args(line), certificates.clone()).unwrap();
+        let mut connections = incoming(listener, config, shutdown);
+        let served = tokio::spawn(async move {
+            while let Some(connection) = connections.next().await {
+                let (mut reader, mut writer) = tokio::io::split(connection.unwrap());
+                tokio::spawn(async move { tokio::io::copy(&mut reader, &mut writer).await });
+            }
+        });
+        Self { address, certificates, phase, served, dir }
+    }
+
+    async fn connect(&self, config: ClientConfig) -> std::io::Result<TlsStream<TcpStream>> {
+        let stream = TcpStream::connect(self.address).await?;
+        let name = ServerName::try_from("localhost").unwrap();
+        let mut stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
+        echo(&mut stream).await?;
+        Ok(stream)
+    }
+
+    async fn served_becomes(&self, leaf: &Leaf) {
+        for _ in 0..100 {
+            if self.connect(leaf.client()).await.is_ok() {
+                return;
+            }
+            sleep(Duration::from_millis(100)).await;
+        }
+        panic!("the certificate was not taken over");
+    }
+}
+
+/// In TLS 1.3 a client learns of a refusal when it reads.
+async fn echo(stream: &mut TlsStream<TcpStream>) -> std::io::Result<()> {
+    stream.write_all(b"x").await?;
+    let mut answer = [0];
+    stream.read_exact(&mut answer).await?;
+    assert_eq!(&answer, b"x");
+    Ok(())
+}
+
+fn only(version: &'static rustls::SupportedProtocolVersion, leaf: &Leaf) -> ClientConfig {
+    let mut roots = RootCertStore::empty();
+    roots.add(chain(leaf.cert.as_bytes()).unwrap().remove(0)).unwrap();
+    let mut config = ClientConfig::builder_with_provider(Arc::new(provider()))
+        .with_protocol_versions(&[version])
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![ALPN_H2.to_vec()];
+    config
+}
+
+#[tokio::test]
+async fn a_changed_certificate_is_served_and_open_connections_go_on() {
+    let (first, second, third) = (leaf(), leaf(), leaf());
+    let server = Server::start(&first, "x").await;
+    let mut open = server.connect(first.client()).await.unwrap();
+    assert_eq!(open.get_ref().1.alpn_protocol(), Some(ALPN_H2));
+    // In place.
+    second.write(server.dir.path());
+    server.served_becomes(&second).await;
+    assert!(server.connect(first.client()).await.is_err(), "the first one is still served");
+    // As kubelet does it: both files are links through one link that is replaced by rename.
+    let dir = server.dir.path();
+    fs::create_dir(dir.join("..1")).unwrap();
+    third.write(&dir.join("..1"));
+    std::os::unix::fs::symlink("..1", dir.join("..data_tmp")).unwrap();
+    fs::rename(dir.join("..data_tmp"), dir.join("..data")).unwrap();
+    for name in ["tls.crt", "tls.key"] {
+        std::os::unix::fs::symlink(format!("..data/{name}"), dir.join("link")).unwrap();
+        fs::rename(dir.join("link"), dir.join(name)).unwrap();
+    }
+    server.served_becomes(&third).await;
+    echo(&mut open).await.unwrap();
+    assert_eq!(server.certificates.reload_failures(), 0);
+}
+
+#[tokio::test]
+async fn a_key_of_another_certificate_is_kept_out() {
+    let (first, second) = (leaf(), leaf());
+    let server = Server::start(&first, "x").await;
+    fs::write(server.dir.path().join("tls.crt"), &second.cert).unwrap();
+    for _ in 0..100 {
+        server.connect(first.client()).await.unwrap();
+        if server.certificates.reload_failures() > 0 {
+            break;
+        }
+        sleep(Duration::from_millis(100)).await;
+    }
+    // Once for one change, however often it is looked at.
+    sleep(Duration::from_millis(2_200)).await;
+    assert_eq!(server.certificates.reload_failures(), 1);
+    server.connect(first.client()).await.unwrap();
+    second.write(server.dir.path());
+    server.served_becomes(&second).await;
+}
+
+#[tokio::test]
+async fn versions_below_the_least_are_refused() {
+    let leaf = leaf();
+    let server = Server::start(&leaf, "x --tls-min-version VersionTLS13").await;
+    assert!(server.connect(only(&rustls::version::TLS12, &leaf)).await.is_err());
+    let stream = server.connect(leaf.client()).await.unwrap();
+    assert_eq!(stream.get_ref().1.protocol_version(), Some(ProtocolVersion::TLSv1_3));
+    let server = Server::start(&leaf, "x").await;
+    let stream = server.connect(only(&rustls::version::TLS12, &leaf)).await.unwrap();
+    assert_eq!(stream.get_ref().1.protocol_version(), Some(ProtocolVersion::TLSv1_2));
+}
+
+#[tokio::test]
+async fn the_chosen_suite_and_curve_are_spoken() {
+    let leaf = leaf();
+    let suite = "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256";
+    let line = format!("x --tls-cipher-suites {suite} --tls-curve-preferences CurveP384");
+    let server = Server::start(&leaf, &line).await;
+    let stream = server.connect(only(&rustls::version::TLS12, &leaf)).await.unwrap();
+    let session = stream.get_ref().1;
+    assert_eq!(session.negotiated_cipher_suite().unwrap().suite().as_str(), Some(suite));
+    let group = session.negotiated_key_exchange_group().unwrap().name();
+    assert_eq!(group, rustls::NamedGroup::secp384r1);
+    // A suite of RSA cannot be spoken with a certificate of ECDSA.
+    let line = "x --tls-cipher-suites TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256";
+    let server = Server::start(&leaf, line).await;
+    assert!(server.connect(only(&rustls::version::TLS12, &leaf)).await.is_err());
+    server.connect(leaf.client()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_client_that_says_nothing_holds_up_no_other() {
+    let leaf = leaf();
+    let server = Server::start(&leaf, "x").await;
+    let mut silent = Vec::new();
+    for _ in 0..40 {
+        silent.push(TcpStream::connect(server.address).await.unwrap());
+    }
+    let mut noise = TcpStream::connect(server.address).await.unwrap();
+    noise.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    timeout(Duration::from_secs(5), server.connect(leaf.client())).await.unwrap().unwrap();
+    // It is let go in time.
+    let mut answer = Vec::new();
+    let gone = timeout(Duration::from_secs(20), silent[0].read_to_end(&mut answer)).await;
+    gone.expect("a silent client is kept for ever").unwrap();
+}
+
+#[tokio::test]
+async fn accepting_ends_when_draining_begins() {
+    let leaf = leaf();
+    let server = Server::start(&leaf, "x").await;
+    let mut open = server.connect(leaf.client()).await.unwrap();
+    server.phase.send_replace(Phase::Draining);
+    timeout(Duration::from_secs(5), server.served).await.expect("still accepting").unwrap();
+    assert!(TcpStream::connect(server.address).await.is_err());
+    echo(&mut open).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_client_trusts_only_the_authorities_that_it_was_given() {
+    let (ours, other) = (leaf(), leaf());
+    let server = Server::start(&ours, "x").await;
+    assert!(server.connect(other.client()).await.is_err());
+    let both = format!("{}{}", other.cert, ours.cert);
+    server.connect(client_config(both.as_bytes()).unwrap()).await.unwrap();
+    for bad in ["", "no pem", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"] {
+        assert!(client_config(bad.as_bytes()).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn a_wrong_file_at_the_start_is_told_with_its_flag() {
+    let dir = TempDir::new().unwrap();
+    let (cert, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
+    let error = || format!("{:#}", Certificates::from_files(&cert, &key).err().expect("taken"));
+    let (one, two) = (leaf(), leaf());
+    assert!(error().contains("--tls-cert"), "{}", error());
+    fs::write(&cert, &one.cert).unwrap();
+    assert!(error().contains("--tls-key"), "{}", error());
+    let garbage = "-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n";
+    for (chain, secret) in [
+        (&one.cert, &two.key),
+        (&one.cert, &one.cert),
+        (&one.key, &one.key),
+        (&one.cert, &garbage.to_owned()),
+        (&one.cert, &"x".repeat(2 << 20)),
+    ] {
+        fs::write(&cert, chain).unwrap();
+        fs::write(&key, secret).unwrap();
+        assert!(error().contains("--tls-key") && !error().contains("c2VjcmV0"), "{}", error());
+    }
+}

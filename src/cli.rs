@@ -2,15 +2,18 @@
 //!
 //! `--mode NAME [flags]`, `--mode=NAME [flags]` and `NAME [flags]` mean the same. [`rewrite`] turns
 //! the first two into the third, and from there on a mode is a subcommand like any other, with its
-//! own flags and its own help. What selects a mode by the name of the program belongs there too.
+//! own flags and its own help. It is also where the name of the program selects a mode, for those whose callers
+//! dictate the command line, and where such a line is brought into the form that this program has.
 
 use std::ffi::OsString;
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::{client, driver};
+use crate::telemetry::klog;
+use crate::{client, driver, sidecar};
 
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
        csi-loopback <MODE | COMMAND> [FLAGS]";
@@ -45,6 +48,8 @@ enum Command {
 enum Mode {
     /// Mode: the CSI driver on a unix socket.
     Driver(Box<driver::Args>),
+    /// Mode: the Kubernetes SnapshotMetadata API over TLS, in front of a CSI driver.
+    Sidecar(Box<sidecar::Args>),
 }
 
 impl Cli {
@@ -62,14 +67,50 @@ impl Cli {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Mode(Mode::Driver(args)) => driver::run(*args),
+            Command::Mode(Mode::Sidecar(args)) => sidecar::run(*args),
             Command::Client(command) => client::run(*command),
         }
     }
 }
 
-/// Puts the mode that `--mode` names first, where a subcommand stands. A line that begins with a
-/// command is left as it is: what follows are that command's own flags.
-pub(crate) fn rewrite(mut line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
+/// Programs that this one can stand in for, and their modes.
+const NAMES: [(&str, &str); 1] = [("csi-snapshot-metadata", SIDECAR)];
+/// Whose flags are also taken as Go programs write them: its predecessor was one.
+const SIDECAR: &str = "sidecar";
+
+/// Puts the mode first, where a subcommand stands: the one that the program's name selects, or that `--mode`
+/// names. A line that begins with a command is left as it is: what follows are that command's own flags.
+pub(crate) fn rewrite(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
+    let mut line = by_name(line).or_else(mode_first)?;
+    if line.get(1).is_some_and(|mode| mode == SIDECAR) {
+        let flags = line.split_off(2);
+        // What is no text is no flag, and is left to be refused.
+        let texts: Option<Vec<String>> =
+            flags.iter().map(|flag| flag.to_str().map(str::to_owned)).collect();
+        match texts {
+            Some(texts) => {
+                line.extend(klog::double_dashes(texts.into_iter()).into_iter().map(OsString::from))
+            }
+            None => line.extend(flags),
+        }
+    }
+    Ok(line)
+}
+
+/// The line with the mode that the program's name selects, or else the line as it is.
+fn by_name(mut line: Vec<OsString>) -> Result<Vec<OsString>, Vec<OsString>> {
+    let program = line.first().and_then(|path| Path::new(path).file_name());
+    let mode = NAMES.iter().find(|(name, _)| program.is_some_and(|program| program == *name));
+    match mode {
+        Some((_, mode)) => {
+            line.insert(1, (*mode).into());
+            Ok(line)
+        }
+        None => Err(line),
+    }
+}
+
+fn mode_first(mut line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
     let begins_with_flag = line.get(1).is_some_and(|first| text(first).starts_with('-'));
     let flag = line.iter().take_while(|argument| *argument != "--").position(is_mode_flag);
     let Some(at) = flag.filter(|_| begins_with_flag) else { return Ok(line) };

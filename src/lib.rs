@@ -1,8 +1,9 @@
 //! csi-loopback: a reference CSI driver whose changed block tracking is real.
 //!
 //! The tree reads from the bottom up: [`backend`] owns blocks, files and loop devices and knows
-//! neither gRPC nor Kubernetes; [`driver`] translates CSI calls to it; [`client`] is the commands
-//! for people, which speak to a driver's socket; [`cli`] names the modes. Arrows point one way.
+//! neither gRPC nor Kubernetes; [`driver`] translates CSI calls to it; [`sidecar`] lets backup applications of a
+//! cluster ask a driver, and stands on [`kubernetes`]; [`client`] is the commands for people, which speak to
+//! either; [`cli`] names the modes. Arrows point one way.
 
 // What is sent in may be hostile, so nothing may panic on it; a test says by panicking what failed.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
@@ -19,4 +20,5 @@ pub mod grpc;
 pub mod kubernetes;
 pub mod proto;
 pub mod quantity;
+pub mod sidecar;
 pub mod telemetry;

@@ -15,6 +15,9 @@ pub enum Format {
     Json,
 }
 
+/// What is logged when nothing else is asked for.
+pub const DEFAULT_LEVEL: &str = "info";
+
 /// The flags of a role that logs.
 #[derive(Debug, Clone, clap::Args)]
 // Its group would have the name `Args`, as that of the role that flattens it.
@@ -26,7 +29,7 @@ pub struct Args {
 
     /// What is logged: error, warn, info, debug, trace, or directives such as
     /// info,csi_loopback::driver=debug.
-    #[arg(long, default_value = "info", value_parser = directives, value_name = "LEVEL")]
+    #[arg(long, default_value = DEFAULT_LEVEL, value_parser = directives, value_name = "LEVEL")]
     pub log_level: String,
 }
 

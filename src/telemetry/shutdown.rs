@@ -51,6 +51,11 @@ impl Shutdown {
         (sender, Self(receiver))
     }
 
+    /// Whether nothing new may begin.
+    pub fn is_draining(&self) -> bool {
+        *self.0.borrow() >= Phase::Draining
+    }
+
     /// Waits until nothing new may begin.
     pub async fn draining(&self) {
         self.reached(Phase::Draining).await;

@@ -1,0 +1,152 @@
+//! The flags of the mode: those of the released external-snapshot-metadata sidecar, under the same names and with
+//! the same defaults, and some more.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use tonic::Code;
+
+use super::resolve::BaseReference;
+use crate::grpc::SocketPath;
+use crate::kubernetes::client::Rate;
+use crate::kubernetes::tls;
+use crate::telemetry::{http, klog, logs};
+
+#[derive(Debug, clap::Args)]
+// `-version` of the released sidecar is `--version` here.
+#[command(version)]
+pub struct Args {
+    /// Socket of the CSI driver: unix:///path, unix:/path or /path.
+    #[arg(long, default_value = "/run/csi/socket", value_name = "SOCKET")]
+    pub csi_address: SocketPath,
+
+    /// How long a call to the CSI driver with one answer may take.
+    #[arg(long, default_value = "1m", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub timeout: Duration,
+
+    /// TCP port to serve the SnapshotMetadata API on, on every address; 0 for any that is free.
+    #[arg(long, default_value_t = 50051, value_name = "PORT")]
+    pub port: u16,
+
+    #[command(flatten)]
+    pub tls: tls::Args,
+
+    /// Audience that a client's token must have; by default that of the SnapshotMetadataService.
+    #[arg(long, value_parser = not_empty, value_name = "AUDIENCE")]
+    pub audience: Option<String>,
+
+    /// SnapshotMetadataService that names the audience; by default the one named after the driver.
+    #[arg(long, value_parser = not_empty, value_name = "NAME")]
+    pub service_name: Option<String>,
+
+    /// What base_snapshot_id of a delta request may be: a CSI handle (id), the name of a VolumeSnapshot
+    /// (name), or a name that exists and else a handle (either).
+    #[arg(long, value_enum, default_value_t = BaseReference::Either, value_name = "KIND")]
+    pub base_reference: BaseReference,
+
+    /// Code for users who may not get VolumeSnapshots in the namespace.
+    #[arg(long, value_enum, default_value_t = DeniedAs::PermissionDenied, value_name = "CODE")]
+    pub denied_as: DeniedAs,
+
+    /// Longest time that one answer may take, in minutes.
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=525_600), value_name = "MINUTES")]
+    pub max_streaming_duration_min: u64,
+
+    /// Answers at once, at most; more are turned away with RESOURCE_EXHAUSTED.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096), value_name = "N")]
+    pub max_streams: u32,
+
+    /// How long a token or permission that was granted is taken as granted: so late at most a revocation is
+    /// noticed. 0s asks the API server for each call.
+    #[arg(long, default_value = "10s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub review_cache_ttl: Duration,
+
+    /// How long running answers may take after the first signal to stop.
+    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub drain_timeout: Duration,
+
+    /// Kubeconfig file; by default the ServiceAccount of the pod is used.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+
+    /// Calls to the API server a second; 0 for the default, below 0 for no limit.
+    #[arg(long, default_value_t = DEFAULT_QPS, allow_negative_numbers = true, value_name = "N")]
+    pub kube_api_qps: f64,
+
+    /// Calls to the API server at once, after a pause.
+    #[arg(long, default_value_t = 10, value_name = "N")]
+    pub kube_api_burst: u32,
+
+    /// Serve /health and metrics on host:port or :port.
+    #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
+    pub http_endpoint: http::Endpoint,
+
+    /// Path of the metrics.
+    #[arg(long, default_value = "/metrics", value_parser = absolute, value_name = "PATH")]
+    pub metrics_path: String,
+
+    /// Serve no metrics; /health stays.
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
+        action = clap::ArgAction::Set, value_parser = klog::boolean, value_name = "BOOL")]
+    pub disable_metrics: bool,
+
+    #[command(flatten)]
+    pub log: logs::Args,
+
+    #[command(flatten)]
+    pub klog: klog::Args,
+}
+
+/// Of the released sidecar.
+const DEFAULT_QPS: f64 = 5.0;
+/// Where there is no limit.
+const UNLIMITED: Rate = Rate { per_second: 1e6, burst: 1_000_000 };
+
+impl Args {
+    pub fn rate(&self) -> Rate {
+        let burst = self.kube_api_burst.max(1);
+        match self.kube_api_qps {
+            qps if qps < 0.0 => UNLIMITED,
+            qps if qps > 0.0 && qps.is_finite() => Rate { per_second: qps.clamp(1e-3, 1e6), burst },
+            _ => Rate { per_second: DEFAULT_QPS, burst },
+        }
+    }
+}
+
+/// `--denied-as`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DeniedAs {
+    /// As the released sidecar.
+    PermissionDenied,
+    /// As the proposal's text.
+    Unauthenticated,
+}
+
+impl DeniedAs {
+    pub fn code(self) -> Code {
+        match self {
+            Self::PermissionDenied => Code::PermissionDenied,
+            Self::Unauthenticated => Code::Unauthenticated,
+        }
+    }
+}
+
+fn not_empty(text: &str) -> Result<String, String> {
+    if text.trim().is_empty() {
+        return Err("is empty; leave the flag away for the default".into());
+    }
+    Ok(text.to_owned())
+}
+
+fn absolute(text: &str) -> Result<String, String> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
+    if text.len() > 1
+        && text.starts_with('/')
+        && text.bytes().all(plain)
+        && text != super::HEALTH_PATH
+    {
+        return Ok(text.to_owned());
+    }
+    Err(format!("{text:?} is not a path such as /metrics"))
+}

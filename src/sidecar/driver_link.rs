@@ -1,0 +1,217 @@
+//! The driver on its socket: whether it is there, what it is called and whether it has CSI's SnapshotMetadata service;
+//! and the calls, whose answers stay encoded. A driver that ends and comes back is found again.
+
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tonic::client::Grpc;
+use tonic::codec::Streaming;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Code, Request, Response, Status};
+use tonic_prost::ProstCodec;
+
+use super::refusal::{Reason, Refusal};
+use crate::grpc::{RawMessage, SocketPath, code_name};
+use crate::proto::csi::v1 as csi;
+use crate::telemetry::shutdown::Shutdown;
+use csi::identity_client::IdentityClient;
+use csi::plugin_capability::service::Type;
+
+/// Bytes of one answer that may be under way to a client that does not read.
+const STREAM_WINDOW: u32 = 256 << 10;
+/// HTTP/2's largest window.
+const LARGEST_WINDOW: u32 = (1 << 31) - 1;
+/// A driver's message may be so large, in bytes. What gRPC clients take by default is 4 MiB.
+const MAX_MESSAGE: usize = 32 << 20;
+/// Time between two looks at a driver that is there, and at one that is not.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+
+const ALLOCATED: &str = "/csi.v1.SnapshotMetadata/GetMetadataAllocated";
+const DELTA: &str = "/csi.v1.SnapshotMetadata/GetMetadataDelta";
+
+/// What is known of the driver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Driver {
+    /// It does not answer, or not as it should. Why.
+    Away(String),
+    Ready {
+        name: String,
+        /// Whether it has the SnapshotMetadata service.
+        capable: bool,
+    },
+}
+
+/// Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct DriverLink {
+    channel: Channel,
+    state: watch::Receiver<Driver>,
+}
+
+impl DriverLink {
+    /// Starts to look for the driver. `streams`: answers at once, at most; each has room of its own, so that one
+    /// that nobody reads holds up no other. `timeout` is for calls with one answer.
+    pub fn start(
+        socket: &SocketPath,
+        streams: usize,
+        timeout: Duration,
+        shutdown: Shutdown,
+    ) -> Self {
+        let path = socket.as_ref().to_owned();
+        let all = u32::try_from(streams + 1).unwrap_or(u32::MAX).saturating_mul(STREAM_WINDOW);
+        // The host is never looked up; it becomes :authority, where h2 refuses a socket path.
+        let channel = Endpoint::from_static("http://localhost")
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(all.min(LARGEST_WINDOW))
+            .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+                let path = path.clone();
+                async move { UnixStream::connect(path).await.map(TokioIo::new) }
+            }));
+        let (sender, state) = watch::channel(Driver::Away("it was not asked yet".into()));
+        let link = Self { channel, state };
+        tokio::spawn(look(link.clone(), sender, timeout, shutdown));
+        link
+    }
+
+    pub fn state(&self) -> watch::Receiver<Driver> {
+        self.state.clone()
+    }
+
+    /// The driver's name, once it answers.
+    pub fn name(&self) -> Result<String, Refusal> {
+        match &*self.state.borrow() {
+            Driver::Ready { name, .. } => Ok(name.clone()),
+            Driver::Away(why) => {
+                let message = format!("the CSI driver is not ready: {why}; try again");
+                Err(Refusal::new(Reason::DriverNotReady, message))
+            }
+        }
+    }
+
+    /// The driver's name, once it answers and can do what the sidecar is for.
+    pub fn capable(&self) -> Result<String, Refusal> {
+        let name = self.name()?;
+        match &*self.state.borrow() {
+            Driver::Ready { capable: false, .. } => Err(Refusal::new(
+                Reason::NoMetadataService,
+                format!(
+                    "the CSI driver {name} does not have the SnapshotMetadata service (CSI v1.10 or later)"
+                ),
+            )),
+            _ => Ok(name),
+        }
+    }
+
+    pub async fn allocated(
+        &self,
+        request: Request<csi::GetMetadataAllocatedRequest>,
+    ) -> Result<Response<Streaming<RawMessage>>, Status> {
+        self.stream(request, ALLOCATED).await
+    }
+
+    pub async fn delta(
+        &self,
+        request: Request<csi::GetMetadataDeltaRequest>,
+    ) -> Result<Response<Streaming<RawMessage>>, Status> {
+        self.stream(request, DELTA).await
+    }
+
+    async fn stream<Q: prost::Message + Send + Sync + 'static>(
+        &self,
+        request: Request<Q>,
+        path: &'static str,
+    ) -> Result<Response<Streaming<RawMessage>>, Status> {
+        let mut grpc = Grpc::new(self.channel.clone()).max_decoding_message_size(MAX_MESSAGE);
+        grpc.ready().await.map_err(|error| Status::from_error(Box::new(error)))?;
+        let codec = ProstCodec::<Q, RawMessage>::default();
+        grpc.server_streaming(request, PathAndQuery::from_static(path), codec).await
+    }
+
+    async fn ask(&self, timeout: Duration) -> Result<Driver, Status> {
+        fn bounded<T>(message: T, timeout: Duration) -> Request<T> {
+            let mut request = Request::new(message);
+            request.set_timeout(timeout);
+            request
+        }
+        let mut identity = IdentityClient::new(self.channel.clone());
+        let probe = identity.probe(bounded(csi::ProbeRequest {}, timeout)).await?.into_inner();
+        // CSI Probe: a driver that does not say is ready.
+        if probe.ready == Some(false) {
+            return Ok(Driver::Away("it answers Probe with \"not ready\"".into()));
+        }
+        let about =
+            identity.get_plugin_info(bounded(csi::GetPluginInfoRequest {}, timeout)).await?;
+        let asked = bounded(csi::GetPluginCapabilitiesRequest {}, timeout);
+        let capabilities = identity.get_plugin_capabilities(asked).await?.into_inner().capabilities;
+        let capable = capabilities.iter().any(|capability| {
+            matches!(&capability.r#type, Some(csi::plugin_capability::Type::Service(service))
+                if service.r#type() == Type::SnapshotMetadataService)
+        });
+        let name = about.into_inner().name;
+        if name.is_empty() {
+            return Ok(Driver::Away("it has no name".into()));
+        }
+        Ok(Driver::Ready { name, capable })
+    }
+}
+
+/// Looks at the driver again and again, and tells what has changed.
+async fn look(
+    link: DriverLink,
+    state: watch::Sender<Driver>,
+    timeout: Duration,
+    shutdown: Shutdown,
+) {
+    let mut first_name: Option<String> = None;
+    loop {
+        let asked = tokio::time::timeout(timeout, link.ask(timeout)).await;
+        let found = match asked {
+            Ok(Ok(driver)) => driver,
+            Ok(Err(status)) if status.code() == Code::Unavailable => {
+                Driver::Away("nobody answers on its socket".into())
+            }
+            Ok(Err(status)) => Driver::Away(format!("it answers {}", code_name(status.code()))),
+            Err(_) => Driver::Away("it does not answer in time".into()),
+        };
+        let found = match (found, &first_name) {
+            // Audience, service object and snapshots were all looked up for the other one.
+            (Driver::Ready { name, .. }, Some(first)) if name != *first => Driver::Away(format!(
+                "its name has changed from {first} to {name}, and the sidecar has to be started again"
+            )),
+            (found, _) => found,
+        };
+        if let (Driver::Ready { name, .. }, None) = (&found, &first_name) {
+            first_name = Some(name.clone());
+        }
+        tell(&state, found);
+        let pause =
+            if matches!(*state.borrow(), Driver::Ready { .. }) { LOOK_EVERY } else { LOOK_AGAIN };
+        tokio::select! {
+            () = sleep(pause) => {}
+            () = shutdown.ending() => return,
+        }
+    }
+}
+
+fn tell(state: &watch::Sender<Driver>, found: Driver) {
+    let changed = state.send_if_modified(|known| {
+        let changed = *known != found;
+        *known = found.clone();
+        changed
+    });
+    match &found {
+        Driver::Ready { name, capable: true } if changed => {
+            tracing::info!(driver = %name, "the driver is ready")
+        }
+        Driver::Ready { name, capable: false } if changed => {
+            tracing::error!(driver = %name, "the driver has no SnapshotMetadata service; every call is UNIMPLEMENTED");
+        }
+        Driver::Away(why) if changed => tracing::warn!(%why, "the driver is not ready"),
+        _ => {}
+    }
+}

@@ -1,0 +1,25 @@
+//! The mode `sidecar`: the front door of a CSI driver for backup applications (KEP-3314). It sits in the driver's pod,
+//! serves the Kubernetes SnapshotMetadata API over TLS, finds out who asks and whether they may, turns names of
+//! Kubernetes into handles of the driver, and relays the driver's answer as it is.
+//!
+//! It keeps no state but what watches and reviews remember for a while: any number of replicas may run.
+
+mod access;
+mod args;
+mod call;
+mod driver_link;
+mod identity;
+mod metrics;
+mod refusal;
+mod relay;
+mod request;
+mod resolve;
+mod secrets;
+mod server;
+mod service;
+
+pub use args::Args;
+pub use server::run;
+
+/// As the released sidecar has it.
+const HEALTH_PATH: &str = "/health";

@@ -1,0 +1,245 @@
+//! What a client asks, checked before anything else is done with it. Names become parts of paths at the
+//! API server, so that they are held to what Kubernetes allows.
+
+use std::fmt;
+
+use super::refusal::{Reason, Refusal};
+use crate::proto::snapshotmetadata as api;
+
+/// Kubernetes: the longest name of a namespace, and of other objects (RFC 1123 label, subdomain).
+const MAX_LABEL: usize = 63;
+const MAX_SUBDOMAIN: usize = 253;
+/// Bytes of a CSI handle. CSI says 128; there are drivers that do not keep to it.
+const MAX_HANDLE: usize = 1024;
+/// Bytes of a token: more than any ServiceAccount's.
+const MAX_TOKEN: usize = 16 << 10;
+
+/// A token, which is never shown.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Token(String);
+
+impl Token {
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token")
+    }
+}
+
+/// A request of either kind: `base` makes it one for a delta.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Asked {
+    pub token: Token,
+    pub namespace: String,
+    /// Name of the VolumeSnapshot.
+    pub target: String,
+    /// Handle of the base, or name of its VolumeSnapshot.
+    pub base: Option<String>,
+    /// Bytes.
+    pub starting_offset: i64,
+    pub max_results: i32,
+}
+
+impl Asked {
+    pub fn allocated(request: api::GetMetadataAllocatedRequest) -> Result<Self, Refusal> {
+        let api::GetMetadataAllocatedRequest {
+            security_token,
+            namespace,
+            snapshot_name,
+            starting_offset,
+            max_results,
+        } = request;
+        let token = token(security_token)?;
+        namespaced(&namespace)?;
+        name("snapshot_name", &snapshot_name)?;
+        window(starting_offset, max_results)?;
+        let target = snapshot_name;
+        Ok(Self { token, namespace, target, base: None, starting_offset, max_results })
+    }
+
+    pub fn delta(request: api::GetMetadataDeltaRequest) -> Result<Self, Refusal> {
+        let api::GetMetadataDeltaRequest {
+            security_token,
+            namespace,
+            base_snapshot_id,
+            target_snapshot_name,
+            starting_offset,
+            max_results,
+        } = request;
+        let token = token(security_token)?;
+        namespaced(&namespace)?;
+        base(&base_snapshot_id)?;
+        name("target_snapshot_name", &target_snapshot_name)?;
+        window(starting_offset, max_results)?;
+        let (target, base) = (target_snapshot_name, Some(base_snapshot_id));
+        Ok(Self { token, namespace, target, base, starting_offset, max_results })
+    }
+}
+
+fn token(text: String) -> Result<Token, Refusal> {
+    required("security_token", &text)?;
+    if text.len() > MAX_TOKEN || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(invalid("security_token", "is not a token of a ServiceAccount"));
+    }
+    Ok(Token(text))
+}
+
+fn namespaced(text: &str) -> Result<(), Refusal> {
+    required("namespace", text)?;
+    if text.contains('.') || !is_subdomain(text, MAX_LABEL) {
+        return Err(invalid("namespace", "is not the name of a namespace"));
+    }
+    Ok(())
+}
+
+fn name(field: &str, text: &str) -> Result<(), Refusal> {
+    required(field, text)?;
+    if !is_object_name(text) {
+        return Err(invalid(field, "is not the name of a VolumeSnapshot"));
+    }
+    Ok(())
+}
+
+fn base(text: &str) -> Result<(), Refusal> {
+    required("base_snapshot_id", text)?;
+    if text.len() > MAX_HANDLE || text.chars().any(char::is_control) {
+        let problem = format!("is not a handle or name of at most {MAX_HANDLE} bytes");
+        return Err(invalid("base_snapshot_id", &problem));
+    }
+    Ok(())
+}
+
+/// The drivers check it too; but one of them answers a negative number by spinning for ever.
+fn window(starting_offset: i64, max_results: i32) -> Result<(), Refusal> {
+    if max_results < 0 {
+        return Err(invalid("max_results", "is negative; 0 leaves it to the driver"));
+    }
+    if starting_offset < 0 {
+        let message = "starting_offset: is negative; it counts bytes from the start of the volume";
+        return Err(Refusal::new(Reason::OutOfRange, message));
+    }
+    Ok(())
+}
+
+/// Whether an object of Kubernetes can have this name.
+pub fn is_object_name(text: &str) -> bool {
+    is_subdomain(text, MAX_SUBDOMAIN)
+}
+
+fn is_subdomain(text: &str, max: usize) -> bool {
+    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+    let label = |label: &str| {
+        let bytes = label.as_bytes();
+        bytes.first().is_some_and(|byte| plain(*byte))
+            && bytes.last().is_some_and(|byte| plain(*byte))
+            && bytes.iter().all(|byte| plain(*byte) || *byte == b'-')
+    };
+    text.len() <= max && text.split('.').all(label)
+}
+
+fn required(field: &str, text: &str) -> Result<(), Refusal> {
+    if text.is_empty() {
+        return Err(Refusal::new(Reason::MissingArgument, format!("{field}: is required")));
+    }
+    Ok(())
+}
+
+fn invalid(field: &str, problem: &str) -> Refusal {
+    Refusal::new(Reason::InvalidArgument, format!("{field}: {problem}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn delta() -> api::GetMetadataDeltaRequest {
+        api::GetMetadataDeltaRequest {
+            security_token: "a.b.c".into(),
+            namespace: "shop".into(),
+            base_snapshot_id: "snap-1".into(),
+            target_snapshot_name: "db-2.daily".into(),
+            starting_offset: 0,
+            max_results: 0,
+        }
+    }
+
+    #[track_caller]
+    fn refused(
+        change: impl FnOnce(&mut api::GetMetadataDeltaRequest),
+        reason: Reason,
+        field: &str,
+    ) {
+        let mut request = delta();
+        change(&mut request);
+        let refusal = Asked::delta(request).unwrap_err();
+        assert_eq!(refusal.reason, reason, "{refusal:?}");
+        assert!(refusal.message().starts_with(&format!("{field}: ")), "{refusal:?}");
+    }
+
+    #[test]
+    fn each_argument_that_is_missing_is_named() {
+        refused(|it| it.security_token.clear(), Reason::MissingArgument, "security_token");
+        refused(|it| it.namespace.clear(), Reason::MissingArgument, "namespace");
+        refused(|it| it.base_snapshot_id.clear(), Reason::MissingArgument, "base_snapshot_id");
+        refused(
+            |it| it.target_snapshot_name.clear(),
+            Reason::MissingArgument,
+            "target_snapshot_name",
+        );
+        let empty = api::GetMetadataAllocatedRequest {
+            security_token: "t".into(),
+            namespace: "n".into(),
+            ..Default::default()
+        };
+        let refusal = Asked::allocated(empty).unwrap_err();
+        assert!(refusal.message().starts_with("snapshot_name: "), "{refusal:?}");
+    }
+
+    #[test]
+    fn what_cannot_be_a_name_never_reaches_the_api_server() {
+        let long = "x".repeat(254);
+        for bad in
+            ["..", "a/b", "a/../b", "A", "a_b", "-a", "a-", "a..b", "é", "a?b", "a%2fb", &long]
+        {
+            refused(
+                |it| it.target_snapshot_name = bad.into(),
+                Reason::InvalidArgument,
+                "target_snapshot_name",
+            );
+            refused(|it| it.namespace = bad.into(), Reason::InvalidArgument, "namespace");
+        }
+        refused(|it| it.namespace = "a.b".into(), Reason::InvalidArgument, "namespace");
+        refused(
+            |it| it.base_snapshot_id = "a\nb".into(),
+            Reason::InvalidArgument,
+            "base_snapshot_id",
+        );
+        refused(
+            |it| it.base_snapshot_id = "x".repeat(1025),
+            Reason::InvalidArgument,
+            "base_snapshot_id",
+        );
+        refused(|it| it.security_token = "a b".into(), Reason::InvalidArgument, "security_token");
+        refused(
+            |it| it.security_token = "x".repeat(16385),
+            Reason::InvalidArgument,
+            "security_token",
+        );
+    }
+
+    #[test]
+    fn numbers_that_are_negative_are_refused_each_with_its_own_code() {
+        refused(|it| it.max_results = -1, Reason::InvalidArgument, "max_results");
+        refused(|it| it.starting_offset = -1, Reason::OutOfRange, "starting_offset");
+    }
+
+    #[test]
+    fn a_token_never_shows() {
+        let asked = Asked::delta(delta()).unwrap();
+        assert!(!format!("{asked:?}").contains("a.b.c"));
+    }
+}

@@ -1,0 +1,254 @@
+//! From names of Kubernetes to handles of the driver, with every check that belongs in between (KEP-3314, "The
+//! External Snapshot Metadata Sidecar"). Whose data a handle stands for is decided here: a base that belongs to
+//! another namespace is refused.
+
+use std::sync::Arc;
+
+use clap::ValueEnum;
+use kube::ResourceExt;
+
+use super::refusal::{Reason, Refusal};
+use super::request::is_object_name;
+use crate::kubernetes::cache::{Cache, Key};
+use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
+
+/// `--base-reference`: what base_snapshot_id may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BaseReference {
+    /// A CSI handle, as in the released API.
+    Id,
+    /// The name of a VolumeSnapshot, as in the proposal.
+    Name,
+    /// A name that exists, else a handle.
+    Either,
+}
+
+/// A VolumeSnapshot that is bound to a content of this driver.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    pub object: Arc<VolumeSnapshot>,
+    pub content: Arc<VolumeSnapshotContent>,
+    /// The snapshot's id in CSI.
+    pub handle: String,
+}
+
+impl Snapshot {
+    /// Namespace and name, for people.
+    pub fn shown(&self) -> String {
+        shown(&Key::new(&self.object.namespace().unwrap_or_default(), &self.object.name_any()))
+    }
+}
+
+/// Which of a delta's snapshots is looked for: a base may be on its way out, a target may not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Base,
+    Target,
+}
+
+/// Cheap to clone.
+#[derive(Clone)]
+pub struct Resolver {
+    pub snapshots: Cache<VolumeSnapshot>,
+    /// Indexed by handle.
+    pub contents: Cache<VolumeSnapshotContent>,
+    pub base_reference: BaseReference,
+}
+
+impl Resolver {
+    /// The snapshot that a request is about.
+    pub async fn target(
+        &self,
+        driver: &str,
+        namespace: &str,
+        name: &str,
+    ) -> Result<Snapshot, Refusal> {
+        let key = Key::new(namespace, name);
+        match self.object(&key).await? {
+            Some(object) => self.bound(driver, &key, object, Part::Target).await,
+            None => Err(missing(&key)),
+        }
+    }
+
+    /// The handle of the base, which `reference` names, once it is known to fit `target`.
+    pub async fn base(
+        &self,
+        driver: &str,
+        reference: &str,
+        target: &Snapshot,
+    ) -> Result<String, Refusal> {
+        let namespace = target.object.namespace().unwrap_or_default();
+        if self.base_reference != BaseReference::Id && is_object_name(reference) {
+            let key = Key::new(&namespace, reference);
+            if let Some(object) = self.object(&key).await? {
+                let base = self.bound(driver, &key, object, Part::Base).await?;
+                fits(&base.content, &target.content)?;
+                return Ok(base.handle);
+            }
+        }
+        if self.base_reference == BaseReference::Name {
+            return Err(missing(&Key::new(&namespace, reference)));
+        }
+        self.owned(driver, reference, &namespace, target).await?;
+        Ok(reference.to_owned())
+    }
+
+    /// Whether a handle may be used in `namespace`: no content has it (its VolumeSnapshot was deleted, and the
+    /// driver holds it to the target's volume), or one of a VolumeSnapshot there.
+    async fn owned(
+        &self,
+        driver: &str,
+        handle: &str,
+        namespace: &str,
+        target: &Snapshot,
+    ) -> Result<(), Refusal> {
+        let contents = self.contents.with(handle).await;
+        let contents =
+            contents.map_err(|error| Refusal::api("read VolumeSnapshotContents", &error))?;
+        let of_driver = contents.iter().filter(|content| content.spec.driver == driver);
+        let own = |content: &&Arc<VolumeSnapshotContent>| {
+            content.spec.volume_snapshot_ref.namespace.as_deref() == Some(namespace)
+        };
+        let (own, foreign): (Vec<_>, Vec<_>) = of_driver.partition(own);
+        match (own.first(), foreign.first()) {
+            (Some(content), _) => fits(content, &target.content),
+            (None, None) => Ok(()),
+            (None, Some(_)) => Err(Refusal::new(
+                Reason::ForeignBase,
+                format!(
+                    "base_snapshot_id: is a snapshot that belongs to another namespace than {namespace}; \
+                     use one of a VolumeSnapshot of this namespace"
+                ),
+            )),
+        }
+    }
+
+    async fn object(&self, key: &Key) -> Result<Option<Arc<VolumeSnapshot>>, Refusal> {
+        let failed = |error| Refusal::api("read VolumeSnapshots", &error);
+        let known = self.snapshots.get(key).await.map_err(failed)?;
+        match known {
+            // It may be ready by now.
+            Some(object) if bound_to(&object).is_none() => {
+                self.snapshots.fetch(key).await.map_err(failed)
+            }
+            known => Ok(known),
+        }
+    }
+
+    async fn content(&self, name: &str) -> Result<Option<Arc<VolumeSnapshotContent>>, Refusal> {
+        let failed = |error| Refusal::api("read VolumeSnapshotContents", &error);
+        let key = Key::cluster(name);
+        let known = self.contents.get(&key).await.map_err(failed)?;
+        match known {
+            Some(content) if ready_handle(&content).is_none() => {
+                self.contents.fetch(&key).await.map_err(failed)
+            }
+            known => Ok(known),
+        }
+    }
+
+    /// Follows a VolumeSnapshot to its content and handle.
+    async fn bound(
+        &self,
+        driver: &str,
+        key: &Key,
+        object: Arc<VolumeSnapshot>,
+        part: Part,
+    ) -> Result<Snapshot, Refusal> {
+        if part == Part::Target && object.metadata.deletion_timestamp.is_some() {
+            return Err(deleting("VolumeSnapshot", &shown(key)));
+        }
+        let Some(content_name) = bound_to(&object) else {
+            let message =
+                format!("VolumeSnapshot {} is not ready to use yet; try again", shown(key));
+            return Err(Refusal::new(Reason::SnapshotNotReady, message));
+        };
+        let Some(content) = self.content(content_name).await? else {
+            let message = format!(
+                "VolumeSnapshotContent {content_name}, to which VolumeSnapshot {} is bound, does not exist",
+                shown(key)
+            );
+            return Err(Refusal::new(Reason::ContentMissing, message));
+        };
+        if !belongs(&content, &object) {
+            let message = format!(
+                "VolumeSnapshotContent {content_name} is not bound to VolumeSnapshot {}; try again",
+                shown(key)
+            );
+            return Err(Refusal::new(Reason::SnapshotNotReady, message));
+        }
+        if content.spec.driver != driver {
+            let message =
+                format!("VolumeSnapshot {} is not one of the driver {driver}", shown(key));
+            return Err(Refusal::new(Reason::OtherDriver, message));
+        }
+        if part == Part::Target && content.metadata.deletion_timestamp.is_some() {
+            return Err(deleting("VolumeSnapshotContent", content_name));
+        }
+        let Some(handle) = ready_handle(&content).map(str::to_owned) else {
+            let message =
+                format!("VolumeSnapshotContent {content_name} is not ready to use yet; try again");
+            return Err(Refusal::new(Reason::SnapshotNotReady, message));
+        };
+        Ok(Snapshot { object, content, handle })
+    }
+}
+
+/// The content that a VolumeSnapshot is bound to, once it is ready to use.
+fn bound_to(object: &VolumeSnapshot) -> Option<&str> {
+    let status = object.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
+    status.bound_volume_snapshot_content_name.as_deref().filter(|name| is_object_name(name))
+}
+
+/// The handle of a content, once it is ready to use.
+fn ready_handle(content: &VolumeSnapshotContent) -> Option<&str> {
+    let status = content.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
+    status.snapshot_handle.as_deref().filter(|handle| !handle.is_empty())
+}
+
+/// The index of contents.
+pub fn handle(content: &VolumeSnapshotContent) -> Option<&str> {
+    let made = content.status.as_ref().and_then(|status| status.snapshot_handle.as_deref());
+    made.or(content.spec.source.snapshot_handle.as_deref())
+}
+
+/// Whether the content refers back to the VolumeSnapshot: a reference in one direction proves nothing.
+fn belongs(content: &VolumeSnapshotContent, object: &VolumeSnapshot) -> bool {
+    let back = &content.spec.volume_snapshot_ref;
+    let same_uid = match back.uid.as_deref() {
+        None | Some("") => true,
+        uid => uid == object.metadata.uid.as_deref(),
+    };
+    same_uid && back.name == object.metadata.name && back.namespace == object.metadata.namespace
+}
+
+/// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest.
+fn fits(base: &VolumeSnapshotContent, target: &VolumeSnapshotContent) -> Result<(), Refusal> {
+    let volumes =
+        base.spec.source.volume_handle.as_ref().zip(target.spec.source.volume_handle.as_ref());
+    if volumes.is_some_and(|(base, target)| base != target) {
+        let message = "base_snapshot_id: is a snapshot of another volume than the target";
+        return Err(Refusal::new(Reason::OtherVolume, message));
+    }
+    let cut_at =
+        |content: &VolumeSnapshotContent| content.status.as_ref().and_then(|it| it.creation_time);
+    if cut_at(base).zip(cut_at(target)).is_some_and(|(base, target)| base > target) {
+        let message =
+            "base_snapshot_id: is newer than the target; the earlier snapshot is the base";
+        return Err(Refusal::new(Reason::BaseNewer, message));
+    }
+    Ok(())
+}
+
+fn missing(key: &Key) -> Refusal {
+    let message = format!("VolumeSnapshot {} does not exist", shown(key));
+    Refusal::new(Reason::SnapshotMissing, message)
+}
+
+fn deleting(kind: &str, name: &str) -> Refusal {
+    Refusal::new(Reason::SnapshotDeleting, format!("{kind} {name} is being deleted"))
+}
+
+fn shown(key: &Key) -> String {
+    format!("{}/{}", key.namespace, key.name)
+}

@@ -1,0 +1,253 @@
+//! The secrets of a driver's snapshot calls: which Secret a class names (CSI's Kubernetes parameters
+//! `csi.storage.k8s.io/snapshotter-secret-name` and `-namespace`), and its content, which is shown to nobody but
+//! the driver.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Secret;
+use kube::{Api, Client, ResourceExt};
+
+use super::refusal::{Reason, Refusal};
+use super::resolve::Snapshot;
+use crate::kubernetes::cache::{Cache, Key, in_time};
+use crate::kubernetes::snapshot::{DEFAULT_CLASS, VolumeSnapshotClass};
+
+const NAME_KEY: &str = "csi.storage.k8s.io/snapshotter-secret-name";
+const NAMESPACE_KEY: &str = "csi.storage.k8s.io/snapshotter-secret-namespace";
+/// Where the snapshot-controller notes the same Secret on a content, for the time when the class is gone.
+const NOTED_NAME: &str = "snapshot.storage.kubernetes.io/deletion-secret-name";
+const NOTED_NAMESPACE: &str = "snapshot.storage.kubernetes.io/deletion-secret-namespace";
+
+/// What a text shows in the place of a secret.
+const HIDDEN: &str = "[hidden]";
+/// Values that are shorter say nothing and would hide half of any text.
+const SHORTEST_HIDDEN: usize = 4;
+
+/// Names and values; never shown.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Secrets(HashMap<String, String>);
+
+impl Secrets {
+    /// For the driver's request, and nothing else.
+    pub fn reveal(&self) -> HashMap<String, String> {
+        self.0.clone()
+    }
+
+    /// `text` without any of the values, should a driver repeat them.
+    pub fn hide(&self, text: &str) -> String {
+        let values = self.0.values().filter(|value| value.len() >= SHORTEST_HIDDEN);
+        values.fold(text.to_owned(), |text, value| text.replace(value.as_str(), HIDDEN))
+    }
+}
+
+impl fmt::Debug for Secrets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} secrets", self.0.len())
+    }
+}
+
+/// Namespace and name of a Secret.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SecretRef {
+    pub namespace: String,
+    pub name: String,
+}
+
+/// Finds the secrets for a snapshot. Cheap to clone.
+#[derive(Clone)]
+pub struct SecretFinder {
+    pub client: Client,
+    pub classes: Cache<VolumeSnapshotClass>,
+}
+
+impl SecretFinder {
+    /// The secrets for calls about `snapshot`; none where its class names none, or where there is no class.
+    pub async fn secrets(&self, snapshot: &Snapshot) -> Result<Secrets, Refusal> {
+        let wanted = match self.class(snapshot).await {
+            Ok(Some(class)) => of_class(&class, snapshot)?,
+            // The released sidecar's ClusterRole does not let it read classes.
+            Err(refusal) if refusal.reason == Reason::SidecarNotAllowed => noted(snapshot),
+            Ok(None) => noted(snapshot),
+            Err(refusal) => return Err(refusal),
+        };
+        match wanted {
+            Some(at) => self.read(&at).await,
+            None => Ok(Secrets::default()),
+        }
+    }
+
+    async fn class(
+        &self,
+        snapshot: &Snapshot,
+    ) -> Result<Option<Arc<VolumeSnapshotClass>>, Refusal> {
+        let failed = |error| Refusal::api("read VolumeSnapshotClasses", &error);
+        let own = snapshot.content.spec.volume_snapshot_class_name.as_deref();
+        let asked = snapshot.object.spec.volume_snapshot_class_name.as_deref();
+        if let Some(name) = own.or(asked).filter(|name| !name.is_empty()) {
+            return self.classes.get(&Key::cluster(name)).await.map_err(failed);
+        }
+        let of_driver = self.classes.with(&snapshot.content.spec.driver).await.map_err(failed)?;
+        let is_default = |class: &VolumeSnapshotClass| {
+            class.annotations().get(DEFAULT_CLASS).is_some_and(|it| it == "true")
+        };
+        let mut defaults = of_driver.into_iter().filter(|class| is_default(class));
+        match (defaults.next(), defaults.next()) {
+            (Some(one), None) => Ok(Some(one)),
+            (None, _) => Ok(None),
+            (Some(one), Some(other)) => Err(Refusal::new(
+                Reason::SecretMissing,
+                format!(
+                    "VolumeSnapshot {} names no class, and the driver has several default ones, {} and {}: \
+                     one of them has to lose the annotation {DEFAULT_CLASS}",
+                    snapshot.shown(),
+                    one.name_any(),
+                    other.name_any()
+                ),
+            )),
+        }
+    }
+
+    async fn read(&self, at: &SecretRef) -> Result<Secrets, Refusal> {
+        let SecretRef { namespace, name } = at;
+        let api: Api<Secret> = Api::namespaced(self.client.clone(), namespace);
+        let doing =
+            format!("read the Secret {namespace}/{name}, which the VolumeSnapshotClass names");
+        let secret =
+            in_time(api.get_opt(name)).await.map_err(|error| Refusal::api(&doing, &error))?;
+        let Some(secret) = secret else {
+            let message = format!(
+                "the Secret {namespace}/{name}, which the VolumeSnapshotClass names, does not exist; create it"
+            );
+            return Err(Refusal::new(Reason::SecretMissing, message));
+        };
+        let entries = secret.data.unwrap_or_default().into_iter();
+        let texts =
+            entries.map(|(key, value)| String::from_utf8(value.0).map(|value| (key, value)));
+        texts.collect::<Result<_, _>>().map(Secrets).map_err(|_| {
+            let message =
+                format!("the Secret {namespace}/{name} has a value that is no text (UTF-8)");
+            Refusal::new(Reason::SecretMissing, message)
+        })
+    }
+}
+
+/// The Secret that the parameters of a class name.
+fn of_class(
+    class: &VolumeSnapshotClass,
+    snapshot: &Snapshot,
+) -> Result<Option<SecretRef>, Refusal> {
+    let parameter =
+        |key| class.parameters.get(key).map(String::as_str).filter(|text| !text.is_empty());
+    let wrong = |problem: &str| {
+        let message = format!("VolumeSnapshotClass {}: {problem}", class.name_any());
+        Refusal::new(Reason::SecretMissing, message)
+    };
+    match (parameter(NAME_KEY), parameter(NAMESPACE_KEY)) {
+        (None, None) => Ok(None),
+        (Some(name), Some(namespace)) => {
+            let content = snapshot.content.name_any();
+            let own = snapshot.object.namespace().unwrap_or_default();
+            let mut words =
+                vec![("volumesnapshotcontent.name", content), ("volumesnapshot.namespace", own)];
+            let namespace = fill(namespace, &words);
+            words.push(("volumesnapshot.name", snapshot.object.name_any()));
+            let name = fill(name, &words);
+            let valid =
+                |text: &Option<String>| text.as_deref().is_some_and(super::request::is_object_name);
+            if !valid(&name) {
+                return Err(wrong(&format!("{NAME_KEY} does not make the name of a Secret")));
+            }
+            if !valid(&namespace) {
+                return Err(wrong(&format!(
+                    "{NAMESPACE_KEY} does not make the name of a namespace"
+                )));
+            }
+            Ok(name.zip(namespace).map(|(name, namespace)| SecretRef { namespace, name }))
+        }
+        _ => Err(wrong(&format!("{NAME_KEY} and {NAMESPACE_KEY} are both needed, or none"))),
+    }
+}
+
+/// `template` with each `${word}` replaced; nothing when it has one that is not known.
+fn fill(template: &str, words: &[(&str, String)]) -> Option<String> {
+    let mut filled = String::new();
+    let mut rest = template;
+    while let Some((before, after)) = rest.split_once("${") {
+        let (word, after) = after.split_once('}')?;
+        let (_, value) = words.iter().find(|(known, _)| *known == word)?;
+        filled.push_str(before);
+        filled.push_str(value);
+        rest = after;
+    }
+    filled.push_str(rest);
+    Some(filled)
+}
+
+/// The Secret that is noted on the content.
+fn noted(snapshot: &Snapshot) -> Option<SecretRef> {
+    let note = |key| {
+        snapshot.content.annotations().get(key).filter(|text| super::request::is_object_name(text))
+    };
+    let (name, namespace) = (note(NOTED_NAME)?, note(NOTED_NAMESPACE)?);
+    Some(SecretRef { namespace: namespace.clone(), name: name.clone() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
+
+    fn snapshot() -> Snapshot {
+        let mut object = VolumeSnapshot::new("db-1", Default::default());
+        object.metadata.namespace = Some("shop".into());
+        let content = VolumeSnapshotContent::new("content-7", Default::default());
+        Snapshot { object: object.into(), content: content.into(), handle: "h".into() }
+    }
+
+    fn wanted(parameters: &[(&str, &str)]) -> Result<Option<SecretRef>, Refusal> {
+        let mut class = VolumeSnapshotClass::new("fast", "driver");
+        class.parameters =
+            parameters.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
+        of_class(&class, &snapshot())
+    }
+
+    #[test]
+    fn a_class_names_its_secret_by_templates() {
+        assert_eq!(wanted(&[("other", "x")]), Ok(None));
+        let found = wanted(&[
+            (NAME_KEY, "${volumesnapshot.name}-of-${volumesnapshotcontent.name}"),
+            (NAMESPACE_KEY, "${volumesnapshot.namespace}"),
+        ]);
+        let expected = SecretRef { namespace: "shop".into(), name: "db-1-of-content-7".into() };
+        assert_eq!(found, Ok(Some(expected)));
+    }
+
+    #[test]
+    fn a_class_that_names_half_or_nonsense_is_refused() {
+        for parameters in [
+            &[(NAME_KEY, "a")][..],
+            &[(NAMESPACE_KEY, "a")],
+            &[(NAME_KEY, "${pvc.name}"), (NAMESPACE_KEY, "a")],
+            &[(NAME_KEY, "a"), (NAMESPACE_KEY, "${volumesnapshot.name}")],
+            &[(NAME_KEY, "a/b"), (NAMESPACE_KEY, "a")],
+            &[(NAME_KEY, "${volumesnapshot.name"), (NAMESPACE_KEY, "a")],
+        ] {
+            assert_eq!(
+                wanted(parameters).unwrap_err().reason,
+                Reason::SecretMissing,
+                "{parameters:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_text_loses_every_value_of_a_secret() {
+        let entries = [("user", "backup-user"), ("key", "hunter2"), ("x", "abc")];
+        let secrets = Secrets(entries.map(|(key, value)| (key.into(), value.into())).into());
+        let said = secrets.hide("login of backup-user with hunter2 failed (abc)");
+        assert_eq!(said, "login of [hidden] with [hidden] failed (abc)");
+        assert_eq!(format!("{secrets:?}"), "3 secrets");
+    }
+}

@@ -1,0 +1,237 @@
+//! The sidecar from start to end: flags, API server, driver, certificate, servers, drain.
+
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use kube::Client;
+use kube::runtime::watcher;
+use tokio::net::TcpListener;
+use tokio::runtime;
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tonic::transport::Server;
+use tonic_health::ServingStatus;
+use tonic_health::server::HealthReporter;
+
+use super::access::{Audience, Gate};
+use super::args::Args;
+use super::call::Calls;
+use super::driver_link::{Driver, DriverLink};
+use super::metrics::Metrics;
+use super::resolve::{self, Resolver};
+use super::secrets::SecretFinder;
+use super::service::Sidecar;
+use super::{HEALTH_PATH, identity};
+use crate::kubernetes::review::Reviewer;
+use crate::kubernetes::{cache, client, tls};
+use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
+use crate::telemetry::http::{self, Pages};
+use crate::telemetry::logs;
+use crate::telemetry::shutdown::Shutdown;
+
+/// Threads that pass messages on.
+const ASYNC_THREADS: usize = 2;
+/// Calls of one connection at once, and of all that are being checked or answered.
+const CALLS_PER_CONNECTION: u32 = 1024;
+const CALLS: usize = 8192;
+/// Bytes of a request, at most.
+const MAX_REQUEST: usize = 64 << 10;
+/// Bytes of a request's headers, at most.
+const MAX_HEADERS: u32 = 16 << 10;
+/// A client that says nothing for so long is asked whether it is there, and has so long to answer.
+const KEEPALIVE_EVERY: Duration = Duration::from_secs(60);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long answers that were cut off have to tell their clients.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// Serves until a signal has come and the running answers are done.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let mut log = args.log.clone();
+    args.klog.apply(&mut log);
+    logs::init(log)?;
+    let runtime = runtime::Builder::new_multi_thread()
+        .worker_threads(ASYNC_THREADS)
+        .enable_all()
+        .build()
+        .context("starting the threads")?;
+    let result = runtime.block_on(serve(args));
+    // An answer that has not ended within its time must not keep the process alive.
+    runtime.shutdown_background();
+    result.map(|()| ExitCode::SUCCESS)
+}
+
+async fn serve(args: Args) -> anyhow::Result<()> {
+    let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
+    let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
+    let streams = args.max_streams as usize;
+    let driver = DriverLink::start(&args.csi_address, streams, args.timeout, shutdown.clone());
+    let identity = identity::start(&args, &shutdown)?;
+    let metrics = Metrics::new(|registry| identity.register(registry));
+    let (gate_sender, gate) = watch::channel(None);
+    let sidecar = sidecar(&args, &kubernetes, &driver, gate, &metrics, &shutdown);
+    let (health, health_service) = tonic_health::server::health_reporter();
+    health.set_service_status("", ServingStatus::NotServing).await;
+    serve_http(&args, &driver, &metrics, &shutdown).await?;
+    let listener = listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
+    let address = listener.local_addr()?;
+    let tls = tls::server_config(&args.tls, identity.certificates.clone())?;
+    let incoming = tls::incoming(listener, tls, shutdown.clone());
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, "serving the SnapshotMetadata API");
+    let attend =
+        Attend { args, kubernetes, gate: gate_sender, health, metrics, shutdown: shutdown.clone() };
+    tokio::spawn(attend.driver(driver));
+    let served = Server::builder()
+        .max_concurrent_streams(Some(CALLS_PER_CONNECTION))
+        .http2_keepalive_interval(Some(KEEPALIVE_EVERY))
+        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .http2_max_header_list_size(Some(MAX_HEADERS))
+        .add_service(health_service)
+        .add_service(SnapshotMetadataServer::new(sidecar).max_decoding_message_size(MAX_REQUEST))
+        .serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
+    tokio::select! {
+        served = served => served.context("serving")?,
+        () = overdue(&shutdown) => tracing::warn!("closing connections that did not end in time"),
+    }
+    tracing::info!("stopped");
+    Ok(())
+}
+
+fn sidecar(
+    args: &Args,
+    kubernetes: &Client,
+    driver: &DriverLink,
+    gate: watch::Receiver<Option<Gate>>,
+    metrics: &Metrics,
+    shutdown: &Shutdown,
+) -> Sidecar {
+    let classes = cache::of_cluster(
+        kubernetes,
+        watcher::Config::default(),
+        |class: &crate::kubernetes::snapshot::VolumeSnapshotClass| Some(&class.driver),
+        shutdown.clone(),
+    );
+    Sidecar {
+        driver: driver.clone(),
+        gate,
+        resolver: Resolver {
+            snapshots: cache::of_all_namespaces(kubernetes, |_| None, shutdown.clone()),
+            contents: cache::of_cluster(
+                kubernetes,
+                watcher::Config::default(),
+                resolve::handle,
+                shutdown.clone(),
+            ),
+            base_reference: args.base_reference,
+        },
+        secrets: SecretFinder { client: kubernetes.clone(), classes },
+        metrics: metrics.clone(),
+        calls: Calls::new(CALLS),
+        streams: Calls::new(args.max_streams as usize),
+        longest: Duration::from_secs(args.max_streaming_duration_min * 60),
+        denied_as: args.denied_as.code(),
+        shutdown: shutdown.clone(),
+    }
+}
+
+/// On every address, IPv4 ones included.
+async fn listen(port: u16) -> std::io::Result<TcpListener> {
+    match TcpListener::bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))).await {
+        Ok(listener) => Ok(listener),
+        // A machine without IPv6 has no such address.
+        Err(_) => TcpListener::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port))).await,
+    }
+}
+
+async fn serve_http(
+    args: &Args,
+    driver: &DriverLink,
+    metrics: &Metrics,
+    shutdown: &Shutdown,
+) -> anyhow::Result<()> {
+    let (metrics, state, ending) = (metrics.clone(), driver.state(), shutdown.clone());
+    let pages = Pages {
+        health_path: HEALTH_PATH,
+        health: Arc::new(move || match &*state.borrow() {
+            Driver::Ready { .. } if ending.is_draining() => Err("the sidecar is exiting".into()),
+            Driver::Ready { .. } => Ok(()),
+            Driver::Away(why) => Err(format!("the CSI driver is not ready: {why}")),
+        }),
+        metrics: (!args.disable_metrics).then(|| {
+            (args.metrics_path.clone(), Arc::new(move || metrics.scrape()) as http::Scrape)
+        }),
+    };
+    let address = http::start(&args.http_endpoint, pages, shutdown.clone()).await;
+    let address = address.context("--http-endpoint")?;
+    tracing::info!(%address, "serving {HEALTH_PATH} and metrics");
+    Ok(())
+}
+
+/// What follows the driver: health, the audience's source, the object that advertises the service.
+struct Attend {
+    args: Args,
+    kubernetes: Client,
+    gate: watch::Sender<Option<Gate>>,
+    health: HealthReporter,
+    metrics: Metrics,
+    shutdown: Shutdown,
+}
+
+impl Attend {
+    async fn driver(self, driver: DriverLink) {
+        let mut state = driver.state();
+        loop {
+            let now = state.borrow_and_update().clone();
+            let status = match &now {
+                Driver::Ready { name, capable } => {
+                    self.metrics.driver(name, *capable);
+                    if self.gate.borrow().is_none() {
+                        self.begin(name);
+                    }
+                    ServingStatus::Serving
+                }
+                Driver::Away(_) => {
+                    self.metrics.driver_away();
+                    ServingStatus::NotServing
+                }
+            };
+            self.health.set_service_status("", status).await;
+            tokio::select! {
+                changed = state.changed() => if changed.is_err() { return },
+                () = self.shutdown.draining() => {
+                    self.health.set_service_status("", ServingStatus::NotServing).await;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// What can begin once the driver's name is known.
+    fn begin(&self, driver: &str) {
+        let audience = match &self.args.audience {
+            Some(audience) => Audience::Fixed(audience.clone()),
+            None => {
+                let name = self.args.service_name.clone().unwrap_or_else(|| driver.to_owned());
+                let select = watcher::Config::default().fields(&format!("metadata.name={name}"));
+                let services =
+                    cache::of_cluster(&self.kubernetes, select, |_| None, self.shutdown.clone());
+                Audience::Of { services: Box::new(services), name }
+            }
+        };
+        let reviewer = Reviewer::new(self.kubernetes.clone(), self.args.review_cache_ttl);
+        self.gate.send_replace(Some(Gate { audience, reviewer }));
+    }
+}
+
+async fn drained(shutdown: Shutdown) {
+    shutdown.draining().await;
+}
+
+/// Waits until everything should have ended: hyper's graceful shutdown by itself waits for clients that do
+/// not read.
+async fn overdue(shutdown: &Shutdown) {
+    shutdown.ending().await;
+    sleep(GRACE).await;
+}

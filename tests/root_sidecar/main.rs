@@ -7,7 +7,10 @@ mod cluster;
 mod support;
 
 mod answers;
+mod refusals;
+mod released;
 mod rig;
+mod safety;
 
 use std::process::ExitCode;
 
@@ -24,5 +27,26 @@ fn main() -> ExitCode {
             an_empty_volume_and_no_change_still_tell_style_and_capacity
             an_answer_starts_where_it_is_asked_to_and_comes_in_the_portions_asked_for
             a_base_may_be_deleted_or_on_its_way_out;
+        refusals:
+            a_missing_or_impossible_argument_is_named
+            only_a_good_token_for_this_audience_is_let_in
+            a_user_without_the_right_to_the_namespace_is_denied
+            a_snapshot_that_cannot_be_asked_about_says_why
+            a_content_without_status_or_handle_is_not_ready
+            another_drivers_snapshot_is_refused
+            a_base_has_to_be_of_the_same_volume_and_not_newer
+            a_base_of_another_namespace_is_refused
+            a_broken_chain_asks_for_a_full_backup
+            a_revoked_token_or_right_is_refused_within_the_stated_time
+            an_empty_or_missing_audience_lets_nobody_in
+            an_api_server_that_is_away_is_unavailable_and_comes_back
+            the_released_cluster_role_is_enough
+            a_sidecar_without_rights_of_its_own_says_which_one_it_lacks;
+        released:
+            the_released_verifier_finds_full_and_delta_true_in_both_styles
+            the_released_lister_prints_what_there_is
+            the_released_command_line_starts_this_sidecar;
+        safety:
+            tokens_and_secrets_are_never_shown;
     })
 }

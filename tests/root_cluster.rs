@@ -6,17 +6,17 @@ mod cluster;
 mod support;
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use cluster::Cluster;
-use cluster::access::{Account, backup_rules, rule, sidecar_rules};
-use cluster::programs::{Process, Served, said};
+use cluster::access::{backup_rules, rule, sidecar_rules};
+use cluster::programs::{Process, Served, json_extents, said, table_extents};
 use cluster::proxy::Way;
-use cluster::storage::Ready;
+use cluster::rig::Rig;
 use cluster::tls::Authority;
-use csi_loopback::backend::PoolKind;
+use csi_loopback::kubernetes::snapshot::VolumeSnapshot;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
 use kube::{Api, Client};
 use serde_json::Value;
@@ -24,13 +24,16 @@ use support::driver::{Driver, PATIENCE, all_snapshots, block, wait_for};
 use support::{BLOCK, MIB, pattern, write_direct};
 
 const AUDIENCE: &str = "backup";
-const NAME: &str = "loopback.csi.local";
 
 fn main() -> ExitCode {
     cluster::suite::run(&[
         (
             "a_snapshot_becomes_ready_with_the_handle_that_the_driver_gave",
             a_snapshot_becomes_ready_with_the_handle_that_the_driver_gave,
+        ),
+        (
+            "a_class_with_a_secret_makes_snapshots_with_it_alone",
+            a_class_with_a_secret_makes_snapshots_with_it_alone,
         ),
         (
             "a_token_is_good_for_its_audience_and_in_its_time_alone",
@@ -51,41 +54,6 @@ fn main() -> ExitCode {
     ])
 }
 
-/// A driver with csi-snapshotter beside it, and a volume of it as a claim.
-struct Rig<'a> {
-    cluster: &'a Cluster,
-    namespace: String,
-    class: String,
-    volume: String,
-    _snapshotter: Process,
-    driver: Driver,
-}
-
-impl<'a> Rig<'a> {
-    fn new(cluster: &'a Cluster) -> Self {
-        let driver = Driver::start(PoolKind::Image);
-        let snapshotter = cluster.snapshotter(&driver.socket());
-        let namespace = cluster.namespace("apps");
-        let volume = driver.volume("data", 16 * MIB, block());
-        cluster.claim(&namespace, "data", NAME, &volume, 16 * MIB);
-        let class = cluster.snapshot_class(NAME, &[]);
-        Self { cluster, namespace, class, volume, _snapshotter: snapshotter, driver }
-    }
-
-    /// Writes these blocks of the volume.
-    fn write(&self, seed: u64, blocks: &[u64]) {
-        self.driver.with_device(&self.volume, |device| {
-            for block in blocks {
-                write_direct(device, block * BLOCK, &pattern(seed + block, BLOCK as usize));
-            }
-        });
-    }
-
-    fn snapshot(&self, name: &str) -> Ready {
-        self.cluster.snapshot(&self.namespace, name, "data", &self.class)
-    }
-}
-
 fn a_snapshot_becomes_ready_with_the_handle_that_the_driver_gave(cluster: &Cluster) {
     let rig = Rig::new(cluster);
     rig.write(1, &[0, 7]);
@@ -95,12 +63,32 @@ fn a_snapshot_becomes_ready_with_the_handle_that_the_driver_gave(cluster: &Clust
     };
     assert_eq!(ids(&rig.driver), [snapshot.handle.as_str()]);
 
-    let adopted =
-        cluster.adopt_snapshot(&rig.namespace, "adopted", NAME, &snapshot.handle, Some(&rig.class));
+    let adopted = cluster.adopt_snapshot(
+        &rig.namespace,
+        "adopted",
+        &rig.driver_name,
+        &snapshot.handle,
+        Some(&rig.class),
+    );
     assert_eq!(adopted.handle, snapshot.handle);
 
     cluster.delete_snapshot(&snapshot);
     assert_eq!(ids(&rig.driver), [""; 0]);
+}
+
+fn a_class_with_a_secret_makes_snapshots_with_it_alone(cluster: &Cluster) {
+    let rig = Rig::new(cluster);
+    let namespace = rig.namespace.as_str();
+    let class = cluster.snapshot_class_with_secret(&rig.driver_name, namespace, "credentials");
+    cluster.ask_for_snapshot(namespace, "secret", "data", &class);
+    let snapshots = cluster.api_in::<VolumeSnapshot>(namespace);
+    let error = cluster.wait_for("an error in the snapshot's status", || {
+        cluster.get(&snapshots, "secret").unwrap().status?.error?.message
+    });
+    assert!(error.contains("credentials"), "{error}");
+    assert_eq!(all_snapshots(&rig.driver).len(), 0);
+    cluster.secret(namespace, "credentials", &[("key", "value")]);
+    cluster.wait_until_ready(namespace, "secret");
 }
 
 fn a_token_is_good_for_its_audience_and_in_its_time_alone(cluster: &Cluster) {
@@ -152,21 +140,15 @@ fn code<T>(answer: kube::Result<T>) -> Result<(), u16> {
     }
 }
 
-/// Starts the released sidecar with just the rights that it needs, and a client's account with its own.
-fn released(rig: &Rig<'_>) -> (Served, Account, PathBuf) {
-    let cluster = rig.cluster;
+/// Starts the released sidecar with just the rights that it needs.
+fn released(rig: &Rig<'_>) -> Served {
     let authority = Authority::new("backup authority");
     let certificate = authority.certify(rig.driver.scratch(), "sidecar");
-    let sidecar = cluster.account(&rig.namespace, "sidecar");
-    cluster.grant(&sidecar, &sidecar_rules());
-    let kubeconfig = cluster.kubeconfig_of(&sidecar);
-    let served =
-        cluster.released_sidecar(&rig.driver.socket(), &kubeconfig, &certificate, &["-v=5"]);
-    cluster.metadata_service(NAME, &served.address(), AUDIENCE, &authority.pem());
-    let backup = cluster.account(&rig.namespace, "backup");
-    cluster.grant(&backup, &backup_rules());
-    let kubeconfig = cluster.kubeconfig_of(&backup);
-    (served, backup, kubeconfig)
+    let (_, kubeconfig) = rig.account("sidecar", &sidecar_rules());
+    let cluster = rig.cluster;
+    let served = cluster.released_sidecar(&rig.driver.socket(), &kubeconfig, &certificate, &[]);
+    cluster.metadata_service(&rig.driver_name, &served.address(), AUDIENCE, &authority.pem());
+    served
 }
 
 fn the_released_sidecar_serves_the_released_clients(cluster: &Cluster) {
@@ -175,22 +157,23 @@ fn the_released_sidecar_serves_the_released_clients(cluster: &Cluster) {
     let first = rig.snapshot("first");
     rig.write(2, &[8, 100]);
     let second = rig.snapshot("second");
-    let (_served, backup, kubeconfig) = released(&rig);
+    let _served = released(&rig);
+    let (backup, kubeconfig) = rig.account("backup", &backup_rules());
     let namespace = rig.namespace.as_str();
 
     let table = said(cluster.lister(&kubeconfig, &["-n", namespace, "-s", "first"]));
-    assert_eq!(rows(&table), [(0, BLOCK), (7 * BLOCK, 2 * BLOCK)], "{table}");
+    assert_eq!(table_extents(&table), [(0, BLOCK), (7 * BLOCK, 2 * BLOCK)], "{table}");
     let changed = [(8 * BLOCK, BLOCK), (100 * BLOCK, BLOCK)];
     for base in [["-p", "first"], ["-P", &first.handle]] {
         let arguments = [&["-n", namespace, "-s", "second", "-o", "json"], &base[..]].concat();
         let json: Value =
             serde_json::from_str(&said(cluster.lister(&kubeconfig, &arguments))).unwrap();
-        assert_eq!(extents(&json), changed, "{json}");
+        assert_eq!(json_extents(&json), changed, "{json}");
     }
     let limited =
         ["-n", namespace, "-s", "second", "-max-results", "1", "-starting-offset", "28672"];
     let table = said(cluster.lister(&kubeconfig, &limited));
-    assert_eq!(rows(&table), [(7 * BLOCK, 2 * BLOCK), (100 * BLOCK, BLOCK)], "{table}");
+    assert_eq!(table_extents(&table), [(7 * BLOCK, 2 * BLOCK), (100 * BLOCK, BLOCK)], "{table}");
 
     // An account that is named and one that is taken from the kubeconfig are the same.
     let named = ["-service-account", "backup", "-service-account-namespace", namespace];
@@ -227,25 +210,6 @@ fn verify(rig: &Rig<'_>, kubeconfig: &Path, base: &[&str], handle: &str) {
     write_direct(Path::new(target), 50 * BLOCK, &pattern(3, BLOCK as usize));
     let output = rig.cluster.verifier(kubeconfig, &[&arguments, base].concat());
     assert!(String::from_utf8_lossy(&output.stderr).contains("do not match"), "{output:?}");
-}
-
-/// Offset and size of each row of the lister's table.
-fn rows(table: &str) -> Vec<(u64, u64)> {
-    let rows = table.lines().skip(2);
-    rows.map(|row| {
-        let numbers: Vec<&str> = row.split_whitespace().collect();
-        (numbers[3].parse().unwrap(), numbers[4].parse().unwrap())
-    })
-    .collect()
-}
-
-/// The same of its JSON, which leaves out an offset of zero.
-fn extents(json: &Value) -> Vec<(u64, u64)> {
-    let messages = json.as_array().unwrap().iter();
-    messages
-        .flat_map(|message| message["block_metadata"].as_array().unwrap())
-        .map(|one| (one["byte_offset"].as_u64().unwrap_or(0), one["size_bytes"].as_u64().unwrap()))
-        .collect()
 }
 
 fn a_way_that_is_cut_lets_nothing_through(cluster: &Cluster) {

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde_json::Value;
 
 use super::Cluster;
 use super::tls::Certificate;
@@ -130,6 +131,25 @@ pub fn said(output: Output) -> String {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}: {errors}", output.status);
     String::from_utf8(output.stdout).unwrap()
+}
+
+/// Offset and size of each row of the lister's table.
+pub fn table_extents(table: &str) -> Vec<(u64, u64)> {
+    let rows = table.lines().skip(2);
+    rows.map(|row| {
+        let numbers: Vec<&str> = row.split_whitespace().collect();
+        (numbers[3].parse().unwrap(), numbers[4].parse().unwrap())
+    })
+    .collect()
+}
+
+/// The same of its JSON, which leaves out an offset of zero.
+pub fn json_extents(json: &Value) -> Vec<(u64, u64)> {
+    let messages = json.as_array().unwrap().iter();
+    messages
+        .flat_map(|message| message["block_metadata"].as_array().unwrap())
+        .map(|one| (one["byte_offset"].as_u64().unwrap_or(0), one["size_bytes"].as_u64().unwrap()))
+        .collect()
 }
 
 /// A port of 127.0.0.1 that nobody listens on, below those that the kernel gives to who asks for any.

@@ -64,7 +64,7 @@ start() {
 
 give_up() { # give_up NAME WHAT: ends with the last lines of a part's log
     echo "the last lines of $dir/$1.log:" >&2
-    tail -n 5 "$dir/$1.log" >&2 || true
+    tail -n 20 "$dir/$1.log" >&2 || true
     die "$1 $2; see $dir/$1.log"
 }
 

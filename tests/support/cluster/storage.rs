@@ -1,5 +1,8 @@
 //! Volumes of a driver as Kubernetes knows them, and their snapshots.
 
+use std::thread;
+use std::time::{Duration, Instant};
+
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
 use csi_loopback::kubernetes::snapshot::{
     VolumeSnapshot, VolumeSnapshotClass, VolumeSnapshotContent,
@@ -9,6 +12,7 @@ use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, Secret
 use serde_json::json;
 
 use super::Cluster;
+use crate::support::driver::PATIENCE;
 
 /// A VolumeSnapshot that can be used.
 #[derive(Debug, Clone)]
@@ -108,8 +112,8 @@ impl Cluster {
         let snapshots = self.api_in::<VolumeSnapshot>(namespace);
         let contents = self.api::<VolumeSnapshotContent>();
         let mut said = String::new();
-        let until = std::time::Instant::now() + crate::support::driver::PATIENCE;
-        while std::time::Instant::now() < until {
+        let until = Instant::now() + PATIENCE;
+        while Instant::now() < until {
             let status = self.get(&snapshots, name).and_then(|snapshot| snapshot.status);
             said = format!("{status:?}");
             let status = status.filter(|status| status.ready_to_use == Some(true));
@@ -120,8 +124,9 @@ impl Cluster {
                 let (namespace, name) = (namespace.to_owned(), name.to_owned());
                 return Ready { namespace, name, content, handle };
             }
-            std::thread::sleep(std::time::Duration::from_millis(20));
+            thread::sleep(Duration::from_millis(20));
         }
+        println!("--- snapshot-controller ---\n{}", self.log("snapshot-controller"));
         panic!("VolumeSnapshot {name} does not become ready: {said}");
     }
 

@@ -56,7 +56,7 @@ fn main() -> ExitCode {
 
 fn a_snapshot_becomes_ready_with_the_handle_that_the_driver_gave(cluster: &Cluster) {
     let rig = Rig::new(cluster);
-    rig.write(1, &[0, 7]);
+    rig.write(1, [0, 7]);
     let snapshot = rig.snapshot("first");
     let ids = |driver: &Driver| -> Vec<String> {
         all_snapshots(driver).into_iter().map(|snapshot| snapshot.snapshot_id).collect()
@@ -153,9 +153,9 @@ fn released(rig: &Rig<'_>) -> Served {
 
 fn the_released_sidecar_serves_the_released_clients(cluster: &Cluster) {
     let rig = Rig::new(cluster);
-    rig.write(1, &[0, 7, 8]);
+    rig.write(1, [0, 7, 8]);
     let first = rig.snapshot("first");
-    rig.write(2, &[8, 100]);
+    rig.write(2, [8, 100]);
     let second = rig.snapshot("second");
     let _served = released(&rig);
     let (backup, kubeconfig) = rig.account("backup", &backup_rules());

@@ -2,15 +2,17 @@
 //! taken from the driver only as the client takes them, so that flow control reaches from end to end. An
 //! end is passed on as clean only when the driver has said that it is.
 
-use std::pin::{Pin, pin};
-use std::task::{Context, Poll, ready};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
 
-use prost::bytes::{Buf, Bytes};
+use prost::bytes::Buf;
 use prost::encoding::{WireType, decode_key, decode_varint};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep_until};
 use tokio_stream::Stream;
 use tonic::codec::Streaming;
-use tonic::{Code, Response, Status};
+use tonic::{Code, Status};
 
 use super::call::{Call, Running};
 use super::refusal::{Reason, Refusal};
@@ -27,92 +29,119 @@ pub struct Limits {
     pub shutdown: Shutdown,
 }
 
-/// The response stream of both calls.
+impl Limits {
+    /// Waits for the first of them.
+    async fn reached(self) -> Refusal {
+        tokio::select! {
+            () = sleep_until(self.deadline) => too_long(),
+            () = self.shutdown.ending() => exiting(),
+        }
+    }
+}
+
+/// The response stream of both calls. Its limits hold also while the client does not read and so nobody asks for
+/// the next message: then the driver's side is given up, and the client is told when it reads on.
 pub struct Relay {
+    state: Arc<Mutex<State>>,
+    // Dropped with the stream, which ends the one that minds the limits.
+    _done: oneshot::Sender<()>,
+}
+
+enum State {
+    Open(Box<Open>),
+    /// Over; what is left to be told, if anything.
+    Over(Option<Status>),
+}
+
+struct Open {
     from: Streaming<RawMessage>,
-    /// The driver's word was in the headers: it has none to add.
-    said: bool,
-    deadline: Pin<Box<Sleep>>,
-    ending: Pin<Box<dyn Future<Output = ()> + Send>>,
     secrets: Secrets,
-    call: Option<Call>,
+    call: Call,
+    reader: Option<Waker>,
     _stream: Running,
 }
 
 impl Relay {
     pub fn new(
-        answer: Response<Streaming<RawMessage>>,
+        from: Streaming<RawMessage>,
         secrets: Secrets,
         limits: Limits,
         mut call: Call,
         stream: Running,
     ) -> Self {
         call.relaying();
-        let shutdown = limits.shutdown;
-        Self {
-            said: answer.metadata().contains_key("grpc-status"),
-            from: answer.into_inner(),
-            deadline: Box::pin(sleep_until(limits.deadline)),
-            ending: Box::pin(async move { shutdown.ending().await }),
-            secrets,
-            call: Some(call),
-            _stream: stream,
-        }
+        let open = Open { from, secrets, call, reader: None, _stream: stream };
+        let state = Arc::new(Mutex::new(State::Open(Box::new(open))));
+        let (done, ended) = oneshot::channel();
+        let minded = state.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = ended => {}
+                refusal = limits.reached() => cut_off(&minded, &refusal),
+            }
+        });
+        Self { state, _done: done }
     }
+}
 
-    /// The next message, `None` after an end that the driver has declared.
-    fn poll_driver(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Refusal>> {
-        match ready!(Pin::new(&mut self.from).poll_next(context)) {
-            Some(Ok(message)) => Poll::Ready(Ok(Some(message.0))),
-            Some(Err(status)) => Poll::Ready(Err(of_driver(&status, &self.secrets))),
-            None if self.said => Poll::Ready(Ok(None)),
-            None => match ready!(pin!(self.from.trailers()).poll(context)) {
-                Ok(Some(_)) => Poll::Ready(Ok(None)),
-                Ok(None) | Err(_) => Poll::Ready(Err(broke_off())),
-            },
-        }
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Ends an answer that is still open; this lets go of the driver.
+fn cut_off(state: &Mutex<State>, refusal: &Refusal) {
+    let mut state = lock(state);
+    let reader = match &mut *state {
+        State::Open(open) => open.reader.take(),
+        State::Over(_) => return,
+    };
+    state.end(Some(refusal));
+    drop(state);
+    if let Some(reader) = reader {
+        reader.wake();
     }
+}
 
-    fn poll_limits(&mut self, context: &mut Context<'_>) -> Poll<Refusal> {
-        if self.deadline.as_mut().poll(context).is_ready() {
-            return Poll::Ready(too_long());
+impl State {
+    fn end(&mut self, refusal: Option<&Refusal>) {
+        if let Self::Open(open) = self {
+            let status = match refusal {
+                Some(refusal) => Some(open.call.refused(refusal)),
+                None => {
+                    open.call.succeeded();
+                    None
+                }
+            };
+            *self = Self::Over(status);
         }
-        if self.ending.as_mut().poll(context).is_ready() {
-            return Poll::Ready(exiting());
-        }
-        Poll::Pending
     }
 }
 
 impl Stream for Relay {
     type Item = Result<RawMessage, Status>;
 
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let relay = &mut *self;
-        if relay.call.is_none() {
-            return Poll::Ready(None);
-        }
-        // First, so that a driver that is always ready cannot outrun them.
-        let next = match relay.poll_limits(context) {
-            Poll::Ready(refusal) => Err(refusal),
-            Poll::Pending => ready!(relay.poll_driver(context)),
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let mut state = lock(&self.state);
+        let end = match &mut *state {
+            State::Over(status) => return Poll::Ready(status.take().map(Err)),
+            State::Open(open) => match Pin::new(&mut open.from).poll_next(context) {
+                Poll::Pending => {
+                    open.reader = Some(context.waker().clone());
+                    return Poll::Pending;
+                }
+                Poll::Ready(Some(Ok(message))) => {
+                    open.call.relayed(extents(&message.0), message.0.len() as u64);
+                    return Poll::Ready(Some(Ok(message)));
+                }
+                Poll::Ready(Some(Err(status))) => Some(of_driver(&status, &open.secrets)),
+                // An end without the driver's word is an error of the stream.
+                Poll::Ready(None) => None,
+            },
         };
-        let Some(call) = relay.call.as_mut() else { return Poll::Ready(None) };
-        match next {
-            Ok(Some(message)) => {
-                call.relayed(extents(&message), message.len() as u64);
-                Poll::Ready(Some(Ok(RawMessage(message))))
-            }
-            Ok(None) => {
-                call.succeeded();
-                relay.call = None;
-                Poll::Ready(None)
-            }
-            Err(refusal) => {
-                let status = call.refused(&refusal);
-                relay.call = None;
-                Poll::Ready(Some(Err(status)))
-            }
+        state.end(end.as_ref());
+        match &mut *state {
+            State::Over(status) => Poll::Ready(status.take().map(Err)),
+            State::Open(_) => Poll::Ready(None),
         }
     }
 }
@@ -121,8 +150,8 @@ impl Stream for Relay {
 /// and sidecar is nothing that the client could do about, except to go on from where it was.
 pub fn of_driver(status: &Status, secrets: &Secrets) -> Refusal {
     use std::error::Error as _;
-    // Only what comes from the connection has a source.
-    if status.source().is_some() {
+    // Only what comes from the connection has a source, and only what is no gRPC begins so.
+    if status.source().is_some() || status.message().starts_with("protocol error: ") {
         return broke_off();
     }
     if status.message().starts_with("Error, decoded message length too large") {

@@ -77,7 +77,7 @@ impl Sidecar {
         match opened {
             Ok((answer, secrets, stream)) => {
                 let limits = Limits { deadline, shutdown: self.shutdown.clone() };
-                Ok(Response::new(Relay::new(answer, secrets, limits, call, stream)))
+                Ok(Response::new(Relay::new(answer.into_inner(), secrets, limits, call, stream)))
             }
             Err(refusal) => Err(call.refused(&refusal)),
         }
@@ -141,6 +141,12 @@ impl Sidecar {
             None => None,
         };
         let secrets = self.secrets.secrets(&target).await?;
+        tracing::debug!(
+            snapshot_id = target.handle,
+            base_snapshot_id = base,
+            ?secrets,
+            "asking the driver"
+        );
         Ok(Cleared { target, base, secrets, stream })
     }
 }

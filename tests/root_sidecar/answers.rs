@@ -106,6 +106,10 @@ pub fn a_base_may_be_deleted_or_on_its_way_out(cluster: &Cluster) {
         cluster.api_in::<csi_loopback::kubernetes::snapshot::VolumeSnapshot>(&rig.namespace);
     let hold = serde_json::json!({ "metadata": { "finalizers": ["example.com/hold"] } });
     cluster.merge(&snapshots, "first", &hold);
+    // Else its content would be gone before it.
+    let contents = cluster.api::<csi_loopback::kubernetes::snapshot::VolumeSnapshotContent>();
+    let retain = serde_json::json!({ "spec": { "deletionPolicy": "Retain" } });
+    cluster.merge(&contents, &first.content, &retain);
     cluster.delete(&snapshots, "first");
     // As a base it is good, as a target it is gone.
     assert_eq!(rig.extents(rig.delta("first", "second")), blocks(&[5]));

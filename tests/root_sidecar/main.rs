@@ -7,7 +7,10 @@ mod cluster;
 mod support;
 
 mod answers;
+mod fake_driver;
+mod provoked;
 mod refusals;
+mod relay;
 mod released;
 mod rig;
 mod safety;
@@ -32,7 +35,7 @@ fn main() -> ExitCode {
             only_a_good_token_for_this_audience_is_let_in
             a_user_without_the_right_to_the_namespace_is_denied
             a_snapshot_that_cannot_be_asked_about_says_why
-            a_content_without_status_or_handle_is_not_ready
+            a_content_that_is_not_ready_says_so
             another_drivers_snapshot_is_refused
             a_base_has_to_be_of_the_same_volume_and_not_newer
             a_base_of_another_namespace_is_refused
@@ -46,6 +49,24 @@ fn main() -> ExitCode {
             the_released_verifier_finds_full_and_delta_true_in_both_styles
             the_released_lister_prints_what_there_is
             the_released_command_line_starts_this_sidecar;
+        relay:
+            a_driver_that_ends_in_mid_stream_is_an_error_and_the_answer_can_be_gone_on_with
+            a_client_that_stops_reading_costs_little_memory
+            the_clients_deadline_reaches_the_driver
+            a_client_that_goes_away_ends_the_drivers_work
+            streams_beyond_the_limit_are_turned_away
+            many_streams_share_fairly
+            a_client_that_does_not_read_holds_up_nobody_else
+            a_sidecar_that_is_told_to_end_lets_answers_finish_and_cuts_off_the_rest
+            a_new_certificate_serves_new_connections_and_drops_no_stream
+            a_driver_that_comes_late_or_comes_back_is_found
+            requests_cost_the_api_server_nothing_once_they_are_known;
+        provoked:
+            a_driver_without_the_service_is_unimplemented
+            secrets_reach_the_driver_and_nobody_else
+            an_unknown_error_is_internal
+            an_end_that_the_driver_did_not_declare_is_an_error
+            an_answer_without_a_message_is_passed_on;
         safety:
             tokens_and_secrets_are_never_shown;
     })

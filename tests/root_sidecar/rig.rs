@@ -2,6 +2,7 @@
 //! server that the tests share. Each rig has a driver with a name of its own.
 
 use std::net::TcpStream;
+use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -19,36 +20,47 @@ use tonic::{Code, Status};
 use crate::cluster::Cluster;
 use crate::cluster::access::{Account, sidecar_rules};
 use crate::cluster::programs::{Process, Served, free_port};
-use crate::cluster::storage::Ready;
+use crate::cluster::rig;
 use crate::cluster::tls::{Authority, Certificate};
-use crate::support::driver::{Driver, PATIENCE, block};
-use crate::support::{BLOCK, MIB, path, pattern, write_direct};
+use crate::support::driver::PATIENCE;
+use crate::support::path;
 use api::snapshot_metadata_client::SnapshotMetadataClient;
 
 pub const AUDIENCE: &str = "backup";
-pub const CAPACITY: u64 = 16 * MIB;
+pub const CAPACITY: u64 = rig::SIZE;
 
 /// Offset and size in bytes.
 pub type Extents = Vec<(u64, u64)>;
 
 pub struct Rig<'a> {
-    pub cluster: &'a Cluster,
-    pub driver_name: String,
-    pub namespace: String,
-    pub class: String,
-    pub volume: String,
     pub authority: Authority,
     pub certificate: Certificate,
     /// The sidecar's account.
     pub own: Account,
     pub backup: Account,
+    // Dropped in this order.
     pub sidecar: Served,
-    _snapshotter: Process,
-    pub driver: Driver,
+    base: rig::Rig<'a>,
+}
+
+/// A rig with a sidecar is a rig.
+impl<'a> Deref for Rig<'a> {
+    type Target = rig::Rig<'a>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.base
+    }
+}
+
+impl DerefMut for Rig<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.base
+    }
 }
 
 /// What a rig can have otherwise.
 pub struct Options<'o> {
+    pub pool: PoolKind,
     pub driver: &'o [&'o str],
     pub sidecar: &'o [&'o str],
     pub rules: Vec<PolicyRule>,
@@ -60,7 +72,14 @@ pub struct Options<'o> {
 
 impl Default for Options<'_> {
     fn default() -> Self {
-        Self { driver: &[], sidecar: &[], rules: sidecar_rules(), service: true, server: None }
+        Self {
+            pool: PoolKind::Image,
+            driver: &[],
+            sidecar: &[],
+            rules: sidecar_rules(),
+            service: true,
+            server: None,
+        }
     }
 }
 
@@ -70,67 +89,40 @@ impl<'a> Rig<'a> {
     }
 
     pub fn with(cluster: &'a Cluster, options: Options<'_>) -> Self {
-        let driver_name = format!("{}.csi.local", cluster.unique("driver"));
-        let flags = [&["--driver-name", &driver_name][..], options.driver].concat();
-        let driver = Driver::with(PoolKind::Image, &flags);
-        let snapshotter = cluster.snapshotter(&driver.socket());
-        let namespace = cluster.namespace("apps");
-        let volume = driver.volume("data", CAPACITY, block());
-        cluster.claim(&namespace, "data", &driver_name, &volume, CAPACITY);
-        let class = cluster.snapshot_class(&driver_name, &[]);
+        let base = rig::Rig::with(cluster, options.pool, options.driver);
         let authority = Authority::new("backup authority");
-        let certificate = authority.certify(driver.scratch(), "sidecar");
-        let own = cluster.account(&namespace, "sidecar");
+        let certificate = authority.certify(base.driver.scratch(), "sidecar");
+        let own = cluster.account(&base.namespace, "sidecar");
         cluster.grant(&own, &options.rules);
         let server = options.server.clone().unwrap_or_else(|| cluster.server());
         let kubeconfig = cluster.kubeconfig_at(&server, &own);
-        let sidecar = start(cluster, &driver, &kubeconfig, &certificate, options.sidecar);
+        let sidecar =
+            start(cluster, &base.driver.socket(), &kubeconfig, &certificate, options.sidecar);
         if options.service {
-            cluster.metadata_service(&driver_name, &sidecar.address(), AUDIENCE, &authority.pem());
+            cluster.metadata_service(
+                &base.driver_name,
+                &sidecar.address(),
+                AUDIENCE,
+                &authority.pem(),
+            );
         }
-        let backup = cluster.account(&namespace, "backup");
+        let backup = cluster.account(&base.namespace, "backup");
         let readable =
             crate::cluster::access::rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
-        cluster.grant_in(&namespace, &backup, &[readable]);
-        Self {
-            cluster,
-            driver_name,
-            namespace,
-            class,
-            volume,
-            authority,
-            certificate,
-            own,
-            backup,
-            sidecar,
-            _snapshotter: snapshotter,
-            driver,
-        }
+        cluster.grant_in(&base.namespace, &backup, &[readable]);
+        Self { authority, certificate, own, backup, sidecar, base }
     }
 
     /// A second one beside the first.
     pub fn another_sidecar(&self, flags: &[&str]) -> Served {
         let kubeconfig = self.cluster.kubeconfig_of(&self.own);
-        start(self.cluster, &self.driver, &kubeconfig, &self.certificate, flags)
+        start(self.cluster, &self.driver.socket(), &kubeconfig, &self.certificate, flags)
     }
 
     /// Ends the sidecar and starts it with other flags, at another port.
     pub fn restart_sidecar(&mut self, flags: &[&str]) {
         self.sidecar.process.stop();
         self.sidecar = self.another_sidecar(flags);
-    }
-
-    /// Writes these blocks of the volume.
-    pub fn write(&self, seed: u64, blocks: impl IntoIterator<Item = u64>) {
-        self.driver.with_device(&self.volume, |device| {
-            for block in blocks {
-                write_direct(device, block * BLOCK, &pattern(seed + block, BLOCK as usize));
-            }
-        });
-    }
-
-    pub fn snapshot(&self, name: &str) -> Ready {
-        self.cluster.snapshot(&self.namespace, name, "data", &self.class)
     }
 
     /// A token of the backup application, for the sidecar.
@@ -196,12 +188,12 @@ impl<'a> Rig<'a> {
 
 fn start(
     cluster: &Cluster,
-    driver: &Driver,
+    socket: &Path,
     kubeconfig: &Path,
     certificate: &Certificate,
     flags: &[&str],
 ) -> Served {
-    let mut served = spawn(cluster, driver, kubeconfig, certificate, flags);
+    let mut served = spawn(cluster, socket, kubeconfig, certificate, flags);
     let http_port = served.http_port;
     served.process.wait_for("the sidecar is ready", |_| {
         http_at(http_port, "/health").filter(|answer| answer.starts_with("HTTP/1.1 200"))
@@ -212,7 +204,7 @@ fn start(
 /// Starts a sidecar and does not wait for it.
 pub fn spawn(
     cluster: &Cluster,
-    driver: &Driver,
+    socket: &Path,
     kubeconfig: &Path,
     certificate: &Certificate,
     flags: &[&str],
@@ -220,7 +212,7 @@ pub fn spawn(
     let (port, http_port) = (free_port(), free_port());
     let mut command = Command::new(env!("CARGO_BIN_EXE_csi-loopback"));
     command
-        .args(["--mode", "sidecar", "--csi-address", path(&driver.socket())])
+        .args(["--mode", "sidecar", "--csi-address", path(socket)])
         .args(["--kubeconfig", path(kubeconfig)])
         .args(["--port", &port.to_string()])
         .args(["--http-endpoint", &format!("127.0.0.1:{http_port}")]);

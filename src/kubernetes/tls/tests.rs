@@ -238,7 +238,7 @@ async fn a_client_trusts_only_the_authorities_that_it_was_given() {
 fn a_wrong_file_at_the_start_is_told_with_its_flag() {
     let dir = TempDir::new().unwrap();
     let (cert, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
-    let error = || format!("{:#}", Certificates::from_files(&cert, &key).err().expect("taken"));
+    let error = || format!("{:#}", Certificates::from_files(&cert, &key).expect_err("taken"));
     let (one, two) = (leaf(), leaf());
     assert!(error().contains("--tls-cert"), "{}", error());
     fs::write(&cert, &one.cert).unwrap();

@@ -51,7 +51,7 @@ impl<'a> Rig<'a> {
     }
 
     /// Writes these blocks of the volume, with other content for each seed.
-    pub fn write(&self, seed: u64, blocks: &[u64]) {
+    pub fn write(&self, seed: u64, blocks: impl IntoIterator<Item = u64>) {
         self.driver.with_device(&self.volume, |device| {
             for block in blocks {
                 write_direct(device, block * BLOCK, &pattern(seed + block, BLOCK as usize));

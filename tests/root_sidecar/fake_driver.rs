@@ -1,0 +1,129 @@
+//! A driver that behaves as none of ours would, for what cannot be provoked otherwise. It speaks HTTP/2 by hand, so
+//! that it can leave out what a library always sends.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use csi::plugin_capability::service::Type as Service;
+use csi_loopback::proto::csi::v1 as csi;
+use h2::server::SendResponse;
+use http::{HeaderMap, Request, Response};
+use prost::Message;
+use tokio::net::UnixListener;
+use tonic::Code;
+
+/// How a metadata call goes.
+#[derive(Debug, Clone)]
+pub enum Script {
+    /// One message, then this status.
+    Ends(Code, String),
+    /// One message, and an end without a status.
+    EndsWithoutWord,
+    /// No message, and OK in the headers, as Go's servers do it.
+    Nothing,
+}
+
+pub struct Fake {
+    pub socket: PathBuf,
+    /// The metadata requests that came, as they were.
+    pub seen: Arc<Mutex<Vec<Bytes>>>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Fake {
+    /// To be called inside a runtime.
+    pub fn start(directory: &Path, name: &str, capable: bool, script: Script) -> Self {
+        let socket = directory.join(format!("{name}.sock"));
+        let listener = UnixListener::bind(&socket).unwrap();
+        let seen = Arc::<Mutex<Vec<Bytes>>>::default();
+        let (name, noted) = (name.to_owned(), seen.clone());
+        let task = tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
+                tokio::spawn(async move {
+                    let mut connection = h2::server::handshake(stream).await.unwrap();
+                    while let Some(Ok((request, respond))) = connection.accept().await {
+                        let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
+                        tokio::spawn(answer(request, respond, name, capable, script, noted));
+                    }
+                });
+            }
+        });
+        Self { socket, seen, task }
+    }
+}
+
+async fn answer(
+    request: Request<h2::RecvStream>,
+    respond: SendResponse<Bytes>,
+    name: String,
+    capable: bool,
+    script: Script,
+    seen: Arc<Mutex<Vec<Bytes>>>,
+) {
+    let path = request.uri().path().to_owned();
+    let mut body = BytesMut::new();
+    let mut incoming = request.into_body();
+    while let Some(Ok(chunk)) = incoming.data().await {
+        let _ = incoming.flow_control().release_capacity(chunk.len());
+        body.extend_from_slice(&chunk);
+    }
+    let capability =
+        csi::plugin_capability::Service { r#type: Service::SnapshotMetadataService.into() };
+    let capability =
+        csi::PluginCapability { r#type: Some(csi::plugin_capability::Type::Service(capability)) };
+    let ok = Script::Ends(Code::Ok, String::new());
+    match path.rsplit('/').next().unwrap_or_default() {
+        "Probe" => send(respond, csi::ProbeResponse { ready: Some(true) }.encode_to_vec(), ok),
+        "GetPluginInfo" => {
+            let info = csi::GetPluginInfoResponse { name, ..Default::default() };
+            send(respond, info.encode_to_vec(), ok);
+        }
+        "GetPluginCapabilities" => {
+            let capabilities = if capable { vec![capability] } else { Vec::new() };
+            let all = csi::GetPluginCapabilitiesResponse { capabilities };
+            send(respond, all.encode_to_vec(), ok);
+        }
+        _ => {
+            seen.lock().unwrap().push(body.split_off(5).freeze());
+            let message = csi::GetMetadataAllocatedResponse {
+                block_metadata_type: 2,
+                volume_capacity_bytes: 1 << 30,
+                block_metadata: vec![csi::BlockMetadata { byte_offset: 0, size_bytes: 4096 }],
+            };
+            send(respond, message.encode_to_vec(), script);
+        }
+    }
+}
+
+fn send(mut respond: SendResponse<Bytes>, message: Vec<u8>, script: Script) {
+    let head = Response::builder().header("content-type", "application/grpc");
+    if matches!(script, Script::Nothing) {
+        let head = head.header("grpc-status", "0").body(()).unwrap();
+        respond.send_response(head, true).unwrap();
+        return;
+    }
+    let mut stream = respond.send_response(head.body(()).unwrap(), false).unwrap();
+    let mut frame = BytesMut::new();
+    frame.put_u8(0);
+    frame.put_u32(message.len() as u32);
+    frame.extend_from_slice(&message);
+    let Script::Ends(code, words) = script else {
+        stream.send_data(frame.freeze(), true).unwrap();
+        return;
+    };
+    stream.send_data(frame.freeze(), false).unwrap();
+    let mut trailers = HeaderMap::new();
+    trailers.insert("grpc-status", (code as i32).to_string().parse().unwrap());
+    if !words.is_empty() {
+        trailers.insert("grpc-message", words.parse().unwrap());
+    }
+    stream.send_trailers(trailers).unwrap();
+}

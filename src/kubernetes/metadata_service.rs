@@ -1,6 +1,9 @@
 //! SnapshotMetadataService (KEP-3314, "Snapshot Metadata Service Custom Resource"): tells backup applications
 //! where a driver's sidecar listens, whom to trust there and which audience a token must have.
 
+use std::fmt;
+use std::str::FromStr;
+
 use k8s_openapi::ByteString;
 use kube::CustomResource;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -47,4 +50,91 @@ pub struct SnapshotMetadataServiceSpec {
 /// Bytes in base64, which the API server decodes before it measures them.
 fn certificates(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "string", "format": "byte", "minLength": 1, "maxLength": 524_288 })
+}
+
+/// Where a service listens, as `spec.address` has it: a DNS name or an IP address, and a port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Address {
+    host: String,
+    port: u16,
+}
+
+impl Address {
+    /// The name that a client expects in the certificate: without the brackets of an IPv6 address.
+    pub fn host(&self) -> &str {
+        self.host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&self.host)
+    }
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is not host:port, such as csi-loopback.backup.svc:50051");
+        let (host, port) = text.rsplit_once(':').ok_or_else(wrong)?;
+        let port = port.parse().ok().filter(|port| *port != 0).ok_or_else(wrong)?;
+        let address = Self { host: host.to_owned(), port };
+        let bracketed = address.host() != host;
+        let good = match address.host().parse::<std::net::IpAddr>() {
+            Ok(ip) => ip.is_ipv6() == bracketed,
+            Err(_) => !bracketed && is_dns_name(host),
+        };
+        if good { Ok(address) } else { Err(wrong()) }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
+/// RFC 1123: labels of letters, digits and '-', which is at no end of one.
+fn is_dns_name(name: &str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    let label = |label: &str| {
+        (1..=63).contains(&label.len())
+            && label.bytes().all(plain)
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+    };
+    name.len() <= 253 && name.split('.').all(label)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_a_host_and_a_port() {
+        for (text, host) in [
+            ("csi-loopback.backup.svc:50051", "csi-loopback.backup.svc"),
+            ("10.0.0.1:1", "10.0.0.1"),
+            ("[fd00::1]:65535", "fd00::1"),
+        ] {
+            let address: Address = text.parse().unwrap();
+            assert_eq!((address.host(), address.to_string().as_str()), (host, text));
+        }
+        let long = format!("{}:1", "a".repeat(64));
+        for bad in [
+            "",
+            "a",
+            "a:",
+            ":1",
+            "a:0",
+            "a:65536",
+            "fd00::1:80",
+            "[]:1",
+            "[a]:1",
+            "[10.0.0.1]:1",
+            "https://a:1",
+            "a/b:1",
+            "a b:1",
+            "-a:1",
+            "a..b:1",
+            &long,
+        ] {
+            assert!(bad.parse::<Address>().is_err(), "{bad}");
+        }
+    }
 }

@@ -34,6 +34,10 @@ impl Pair {
             .context("certificate and private key")?;
         Ok(Self { key: Arc::new(key), not_after })
     }
+
+    pub fn not_after(&self) -> SystemTime {
+        self.not_after
+    }
 }
 
 fn not_after(certificate: &[u8]) -> anyhow::Result<SystemTime> {

@@ -85,8 +85,11 @@ fn digest(parts: &[&[u8]]) -> [u8; 32] {
     digest.finalize().into()
 }
 
-/// The content of a file that `flag` names.
-pub(crate) fn read(flag: &str, path: &Path) -> anyhow::Result<Vec<u8>> {
+/// The content of a file that `flag` names, of at most 1 MiB.
+///
+/// # Errors
+/// It cannot be read or is longer; with the flag's name.
+pub fn read(flag: &str, path: &Path) -> anyhow::Result<Vec<u8>> {
     let read = || -> std::io::Result<Vec<u8>> {
         let mut content = Vec::new();
         File::open(path)?.take(MAX_FILE + 1).read_to_end(&mut content)?;

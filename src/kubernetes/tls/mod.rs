@@ -5,6 +5,7 @@
 //! callers show who they are by tokens.
 
 mod args;
+pub mod authority;
 mod certificates;
 mod files;
 mod incoming;
@@ -20,7 +21,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 pub use args::{Args, CipherSuites, Curves, MinVersion};
 pub use certificates::Certificates;
-pub use files::FilesWatcher;
+pub use files::{FilesWatcher, read as read_file};
 pub use incoming::{Connection, incoming};
 
 /// HTTP/2, which gRPC is spoken over (RFC 9113, section 3.2).

@@ -7,10 +7,11 @@ use std::time::Duration;
 use clap::ValueEnum;
 use tonic::Code;
 
+use super::publish;
 use super::resolve::BaseReference;
 use crate::grpc::SocketPath;
 use crate::kubernetes::client::Rate;
-use crate::kubernetes::tls;
+use crate::kubernetes::tls::{self, authority};
 use crate::telemetry::{http, klog, logs};
 
 #[derive(Debug, clap::Args)]
@@ -90,6 +91,12 @@ pub struct Args {
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
         action = clap::ArgAction::Set, value_parser = klog::boolean, value_name = "BOOL")]
     pub disable_metrics: bool,
+
+    #[command(flatten)]
+    pub authority: authority::Args,
+
+    #[command(flatten)]
+    pub publish: publish::Args,
 
     #[command(flatten)]
     pub log: logs::Args,

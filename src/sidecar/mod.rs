@@ -10,6 +10,7 @@ mod call;
 mod driver_link;
 mod identity;
 mod metrics;
+mod publish;
 mod refusal;
 mod relay;
 mod request;

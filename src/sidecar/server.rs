@@ -24,8 +24,9 @@ use super::metrics::Metrics;
 use super::resolve::{self, Resolver};
 use super::secrets::SecretFinder;
 use super::service::Sidecar;
-use super::{HEALTH_PATH, identity};
+use super::{HEALTH_PATH, identity, publish};
 use crate::kubernetes::review::Reviewer;
+use crate::kubernetes::tls::authority::Bundles;
 use crate::kubernetes::{cache, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::telemetry::http::{self, Pages};
@@ -68,7 +69,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let streams = args.max_streams as usize;
     let driver = DriverLink::start(&args.csi_address, streams, args.timeout, shutdown.clone());
-    let identity = identity::start(&args, &shutdown)?;
+    let mut identity = identity::start(&args, &kubernetes, &shutdown).await?;
     let metrics = Metrics::new(|registry| identity.register(registry));
     let (gate_sender, gate) = watch::channel(None);
     let sidecar = sidecar(&args, &kubernetes, &driver, gate, &metrics, &shutdown);
@@ -82,7 +83,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, "serving the SnapshotMetadata API");
     let attend =
         Attend { args, kubernetes, gate: gate_sender, health, metrics, shutdown: shutdown.clone() };
-    tokio::spawn(attend.driver(driver));
+    tokio::spawn(attend.driver(driver, identity.bundles.take()));
     let served = Server::builder()
         .max_concurrent_streams(Some(CALLS_PER_CONNECTION))
         .http2_keepalive_interval(Some(KEEPALIVE_EVERY))
@@ -180,7 +181,7 @@ struct Attend {
 }
 
 impl Attend {
-    async fn driver(self, driver: DriverLink) {
+    async fn driver(self, driver: DriverLink, mut bundles: Option<Bundles>) {
         let mut state = driver.state();
         loop {
             let now = state.borrow_and_update().clone();
@@ -188,7 +189,7 @@ impl Attend {
                 Driver::Ready { name, capable } => {
                     self.metrics.driver(name, *capable);
                     if self.gate.borrow().is_none() {
-                        self.begin(name);
+                        self.begin(name, bundles.take());
                     }
                     ServingStatus::Serving
                 }
@@ -209,9 +210,11 @@ impl Attend {
     }
 
     /// What can begin once the driver's name is known.
-    fn begin(&self, driver: &str) {
-        let audience = match &self.args.audience {
-            Some(audience) => Audience::Fixed(audience.clone()),
+    fn begin(&self, driver: &str, bundles: Option<Bundles>) {
+        // Who makes the object knows what it says.
+        let own = bundles.is_some().then(|| driver.to_owned());
+        let audience = match self.args.audience.clone().or(own) {
+            Some(audience) => Audience::Fixed(audience),
             None => {
                 let name = self.args.service_name.clone().unwrap_or_else(|| driver.to_owned());
                 let select = watcher::Config::default().fields(&format!("metadata.name={name}"));
@@ -220,6 +223,16 @@ impl Attend {
                 Audience::Of { services: Box::new(services), name }
             }
         };
+        let publish = &self.args.publish;
+        if let (Some(bundles), Some(address), Audience::Fixed(audience)) =
+            (bundles, publish.service_address.clone(), &audience)
+        {
+            let (driver, audience) = (driver.to_owned(), audience.clone());
+            let service = publish::Service { driver, address, audience };
+            let kept =
+                publish::keep(self.kubernetes.clone(), service, bundles, self.shutdown.clone());
+            tokio::spawn(kept);
+        }
         let reviewer = Reviewer::new(self.kubernetes.clone(), self.args.review_cache_ttl);
         self.gate.send_replace(Some(Gate { audience, reviewer }));
     }

@@ -14,7 +14,7 @@ pub const DRIVER_LABEL: &str = "cbt.storage.k8s.io/driver";
 
 // Each column of the table has a type.
 #[allow(clippy::duplicated_attributes)]
-/// Where and how a CSI driver's SnapshotMetadata service is reached. The object has the driver's name.
+/// What a client has to know to call the service.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema, CustomResource)]
 #[kube(
     group = "cbt.storage.k8s.io",
@@ -22,6 +22,7 @@ pub const DRIVER_LABEL: &str = "cbt.storage.k8s.io/driver";
     kind = "SnapshotMetadataService",
     plural = "snapshotmetadataservices",
     shortname = "sms",
+    doc = "Where and how a CSI driver's SnapshotMetadata service is reached. The object has the driver's name.",
     annotation(
         "api-approved.kubernetes.io",
         "https://github.com/kubernetes-csi/external-snapshot-metadata/pull/2"
@@ -35,8 +36,9 @@ pub struct SnapshotMetadataServiceSpec {
     /// The audience that a client's token must have, which it passes in the "security_token" field of each call.
     #[schemars(length(min = 1, max = 1024))]
     pub audience: String,
-    /// Where the service listens: host:port, with no scheme.
-    #[schemars(length(min = 3, max = 261), regex(pattern = r"^[^/\s]+:[0-9]{1,5}$"))]
+    /// Where the service listens: host:port, with no scheme, as in name.namespace.svc:6443; an IPv6 address in
+    /// brackets.
+    #[schemars(schema_with = "address")]
     pub address: String,
     /// Certificates (PEM) of the authorities that the service's certificate may come from.
     #[serde(rename = "caCert")]
@@ -47,7 +49,27 @@ pub struct SnapshotMetadataServiceSpec {
     pub require_base_snapshot_for_delta: Option<bool>,
 }
 
-/// Bytes in base64, which the API server decodes before it measures them.
+/// A rule and no `pattern`: what a pattern refuses is told by the pattern alone.
+fn address(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "string",
+        // A name of 253, a colon, five digits; brackets.
+        "minLength": 3,
+        "maxLength": 261,
+        "x-kubernetes-validations": [{
+            "rule": format!("self.matches(r'{ADDRESS}')"),
+            "message": "must be host:port with no scheme and a port from 1 to 65535, such as name.namespace.svc:6443",
+        }],
+    })
+}
+
+/// A host or an IPv6 address in brackets, and a port (RE2).
+const ADDRESS: &str = concat!(
+    r"^([^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]):",
+    r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])$"
+);
+
+/// In base64, in which they are measured too: 384 KiB of certificates at most.
 fn certificates(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "string", "format": "byte", "minLength": 1, "maxLength": 524_288 })
 }

@@ -1,0 +1,37 @@
+//! Writes the custom resource definitions of this project into a directory, made from the Rust types, so that
+//! the two cannot disagree: `hack/crds.sh`, and tests/deploy_crds.rs, which tells when it was forgotten.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::{env, fs, io};
+
+use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::CustomResourceExt;
+
+const HEAD: &str = "# Generated from src/kubernetes by hack/crds.sh; changes made here are lost.\n";
+
+/// The definitions. A new type is added here.
+fn definitions() -> Vec<CustomResourceDefinition> {
+    vec![SnapshotMetadataService::crd()]
+}
+
+/// The files: their names, as those of Kubernetes are named, and what is in them.
+pub fn files() -> BTreeMap<String, String> {
+    definitions()
+        .into_iter()
+        .map(|definition| {
+            let name = format!("{}_{}.yaml", definition.spec.group, definition.spec.names.plural);
+            let yaml = serde_saphyr::to_string(&definition).expect("a definition is plain data");
+            (name, format!("{HEAD}{yaml}"))
+        })
+        .collect()
+}
+
+fn main() -> io::Result<()> {
+    let directory = env::args().nth(1).ok_or_else(|| io::Error::other("usage: crds DIRECTORY"))?;
+    for (name, text) in files() {
+        fs::write(Path::new(&directory).join(name), text)?;
+    }
+    Ok(())
+}

@@ -30,13 +30,13 @@ fn check_fd(result: c_long) -> io::Result<OwnedFd> {
 /// An ioctl whose argument is an integer.
 fn ioctl_value(fd: impl AsFd, request: u32, value: c_ulong) -> io::Result<c_int> {
     // SAFETY: `request` is one whose argument is not a pointer.
-    check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), c_ulong::from(request), value) })
+    check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request as libc::Ioctl, value) })
 }
 
 /// An ioctl that reads or writes `T`.
 fn ioctl_struct<T>(fd: impl AsFd, request: u32, value: &mut T) -> io::Result<c_int> {
     // SAFETY: every caller passes the structure that `request` is defined for, alive for the call.
-    check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), c_ulong::from(request), value as *mut T) })
+    check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request as libc::Ioctl, value as *mut T) })
 }
 
 /// Lets all threads allocate from two arenas of the C library. By default glibc gives each thread that

@@ -146,6 +146,7 @@ pub fn make_read_only(target: &Path) -> Result<()> {
 
 fn mount_flags(path: &Path) -> Result<MsFlags> {
     let present = statvfs(path).context(|| format!("looking at {}", path.display()))?.flags();
+    // Not relatime, of which musl does not know: the kernel adds it itself wherever no other word is said.
     let pairs = [
         (FsFlags::ST_RDONLY, MsFlags::MS_RDONLY),
         (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
@@ -153,7 +154,6 @@ fn mount_flags(path: &Path) -> Result<MsFlags> {
         (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
         (FsFlags::ST_NOATIME, MsFlags::MS_NOATIME),
         (FsFlags::ST_NODIRATIME, MsFlags::MS_NODIRATIME),
-        (FsFlags::ST_RELATIME, MsFlags::MS_RELATIME),
     ];
     Ok(pairs
         .into_iter()

@@ -7,13 +7,16 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use linux_raw_sys::general::{FS_XFLAG_NODEFRAG, FS_XFLAG_REALTIME, FS_XFLAG_RTINHERIT};
-use nix::sys::statfs::{XFS_SUPER_MAGIC, statfs};
+use nix::sys::statfs::{FsType, statfs};
 
 use super::super::error::{Context, Error, Result};
 use super::super::extents::{self, Finding};
 use super::super::fail_point::reach;
 use super::super::sys;
 use super::{Directory, Pool, PoolKind, Room, filesystem_room, new_file};
+
+/// statfs(2). nix has it for glibc only.
+const XFS_SUPER_MAGIC: FsType = FsType(0x5846_5342);
 
 /// How much one step of the first, unfrozen part of a clone takes on: the kernel stalls the
 /// writers of the file for as long as a step lasts (some 10 µs per extent).

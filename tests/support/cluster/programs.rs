@@ -171,9 +171,14 @@ impl Cluster {
     /// Starts csi-snapshotter for the driver that listens on the socket, as administrator. Two for drivers
     /// of the same name would take each other's snapshots.
     pub fn snapshotter(&self, socket: &Path) -> Process {
+        self.snapshotter_as(&self.kubeconfig(), socket)
+    }
+
+    /// The same as the user of the kubeconfig.
+    pub fn snapshotter_as(&self, kubeconfig: &Path, socket: &Path) -> Process {
         let mut command = Command::new(self.tool("csi-snapshotter"));
         command
-            .args(["-kubeconfig", path(&self.kubeconfig()), "-csi-address", path(socket)])
+            .args(["-kubeconfig", path(kubeconfig), "-csi-address", path(socket)])
             .args(["-retry-interval-start=200ms", "-retry-interval-max=2s"])
             .args(["-kube-api-qps=100", "-kube-api-burst=200"]);
         self.spawn("csi-snapshotter", command)

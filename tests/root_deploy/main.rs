@@ -1,0 +1,188 @@
+//! deploy/ as the API server takes it: every manifest applies, twice with nothing changed; the definition of
+//! SnapshotMetadataService takes what it should and nothing else; and who runs there has the rights that its
+//! calls need and no more.
+
+#[path = "../support/cluster/mod.rs"]
+mod cluster;
+#[allow(dead_code)] // What asks a sidecar.
+#[path = "../root_sidecar/rig.rs"]
+mod rig;
+#[path = "../support/mod.rs"]
+mod support;
+
+mod pods;
+mod rights;
+mod whole;
+
+use std::path::{Path, PathBuf};
+use std::process::{ExitCode, Output};
+
+use cluster::Cluster;
+use cluster::access::Account;
+use cluster::programs::said;
+use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
+use kube::Api;
+use kube::api::{Patch, PatchParams};
+use serde_json::{Value, json};
+use support::path;
+
+/// Where it is installed, and the name of the driver.
+const NAMESPACE: &str = "csi-loopback";
+const DRIVER: &str = "loopback.csi.local";
+
+/// Directories for `kubectl apply -k`.
+const DIRECTORIES: [&str; 4] = ["base", "overlays/kind", "examples/volume", "examples/backup-app"];
+
+fn main() -> ExitCode {
+    cluster::suite::run(&[
+        ("every_manifest_applies_and_a_second_time_changes_nothing", every_manifest_applies),
+        ("the_definition_takes_good_services_and_refuses_others", the_definition_decides),
+        ("each_account_has_the_rights_of_this_list_and_no_more", rights::exact_rights),
+        (
+            "what_would_give_the_sidecar_more_rights_is_refused_to_it",
+            rights::refused_to_the_sidecar,
+        ),
+        (
+            "the_sidecar_writes_its_own_service_and_secret_and_an_apply_keeps_them",
+            rights::its_own_objects,
+        ),
+        (
+            "the_rights_of_deploy_suffice_for_snapshots_and_their_metadata",
+            whole::the_rights_suffice,
+        ),
+        ("a_snapshotter_secret_is_for_those_who_need_it", rights::snapshotter_secret),
+        ("all_but_the_driver_run_confined", pods::confined),
+        ("only_the_sidecar_of_the_drivers_pod_has_a_token", pods::one_token),
+        ("no_image_names_a_registry", pods::plain_images),
+        ("the_arguments_of_the_manifests_are_known_to_the_binary", pods::known_arguments),
+    ])
+}
+
+fn deploy(directory: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy").join(directory)
+}
+
+fn apply(cluster: &Cluster, directory: &Path) -> Output {
+    cluster.kubectl(&["apply", "--server-side", "--validate=strict", "-k", path(directory)])
+}
+
+fn apply_base(cluster: &Cluster) {
+    said(apply(cluster, &deploy("base")));
+}
+
+/// The objects of a directory, as the API server has them.
+fn objects(cluster: &Cluster, directory: &str) -> Vec<Value> {
+    let list = said(cluster.kubectl(&["get", "-o", "json", "-k", path(&deploy(directory))]));
+    let mut list: Value = serde_json::from_str(&list).unwrap();
+    serde_json::from_value(list["items"].take()).unwrap()
+}
+
+fn account(namespace: &str, name: &str) -> Account {
+    Account { namespace: namespace.to_owned(), name: name.to_owned() }
+}
+
+fn sidecar() -> Account {
+    account(NAMESPACE, "csi-loopback-metadata")
+}
+
+fn every_manifest_applies(cluster: &Cluster) {
+    for directory in DIRECTORIES {
+        let applied = || {
+            said(apply(cluster, &deploy(directory)));
+            let mut found = objects(cluster, directory);
+            for object in &mut found {
+                // It counts writes, also those that change nothing but who owns a field.
+                object["metadata"].as_object_mut().unwrap().remove("resourceVersion");
+            }
+            found
+        };
+        let first = applied();
+        assert!(!first.is_empty(), "{directory}");
+        assert_eq!(applied(), first, "{directory}");
+    }
+}
+
+// --- The definition -------------------------------------------------------------------------------
+
+fn service(name: &str, change: impl FnOnce(&mut Value)) -> Value {
+    let mut object = json!({
+        "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
+        "metadata": { "name": name },
+        "spec": { "address": "metadata.csi.svc:6443", "audience": "backup", "caCert": "YQ==" },
+    });
+    change(&mut object["spec"]);
+    object
+}
+
+/// What the API server says to a SnapshotMetadataService; nothing is kept.
+fn verdict(cluster: &Cluster, change: impl FnOnce(&mut Value)) -> Result<(), String> {
+    let object = service("d.example", change);
+    let api: Api<kube::api::DynamicObject> = Api::all_with(
+        cluster.client(),
+        &kube::api::ApiResource::erase::<SnapshotMetadataService>(&()),
+    );
+    let params = PatchParams { dry_run: true, ..PatchParams::apply("test").validation_strict() };
+    let answer = cluster.block_on(api.patch("d.example", &params, &Patch::Apply(&object)));
+    answer.map(|_| ()).map_err(|error| error.to_string())
+}
+
+fn the_definition_decides(cluster: &Cluster) {
+    let long_host = "h".repeat(253);
+    for address in [
+        // As in the examples of the released sidecar.
+        "external-snapshot-metadata.csi-driver:6443",
+        "csi-snapshot-metadata.default:6443",
+        "host:1",
+        "10.0.0.1:65535",
+        "[fd00::1]:6443",
+        &format!("{long_host}:60000"),
+    ] {
+        assert_eq!(verdict(cluster, |spec| spec["address"] = json!(address)), Ok(()), "{address}");
+    }
+    for address in [
+        "",
+        "host",
+        "host:",
+        ":6443",
+        "host:0",
+        "host:65536",
+        "host:99999",
+        "host:06443",
+        "host:six",
+        "https://host:6443",
+        "host:6443/path",
+        "ho st:6443",
+        "fd00::1:6443",
+        "[]:1",
+        "host:6443\n",
+        &format!("{long_host}hhhh:60000"),
+    ] {
+        let refused = verdict(cluster, |spec| spec["address"] = json!(address));
+        assert!(refused.is_err_and(|why| why.contains("spec.address")), "{address:?}");
+    }
+    let told = verdict(cluster, |spec| spec["address"] = json!("https://host:6443")).unwrap_err();
+    assert!(told.contains("must be host:port with no scheme"), "{told}");
+
+    for (field, good, bad) in [
+        ("audience", json!("x".repeat(1024)), json!("")),
+        ("audience", json!("d1f84679-cf5b-42f0-bad7-5567e86e268b"), json!("x".repeat(1025))),
+        ("caCert", json!("dGhpcyBpcyB0ZXh0IGNhIGNlcnQK"), json!("")),
+        ("caCert", json!("A".repeat(400_000)), json!("A".repeat(524_292))),
+        ("caCert", json!("YQ=="), json!("no base64!")),
+        ("requireBaseSnapshotForDelta", json!(false), json!("no")),
+    ] {
+        assert_eq!(verdict(cluster, |spec| spec[field] = good.clone()), Ok(()), "{field}");
+        let refused = verdict(cluster, |spec| spec[field] = bad.clone());
+        assert!(refused.is_err_and(|why| why.contains(field)), "{field}: {bad}");
+    }
+    for field in ["address", "audience", "caCert"] {
+        let refused = verdict(cluster, |spec| drop(spec.as_object_mut().unwrap().remove(field)));
+        assert!(refused.is_err_and(|why| why.contains(field)), "{field}");
+    }
+    assert!(verdict(cluster, |spec| spec["adress"] = json!("a misspelt field")).is_err());
+
+    let definition = said(cluster.kubectl(&["get", "crd", "snapshotmetadataservices.cbt.storage.k8s.io",
+        "-o", "jsonpath={.spec.scope} {.spec.names.shortNames[*]} {.metadata.annotations.api-approved\\.kubernetes\\.io}"]));
+    let approved = "https://github.com/kubernetes-csi/external-snapshot-metadata/pull/2";
+    assert_eq!(definition, format!("Cluster sms {approved}"));
+}

@@ -1,0 +1,139 @@
+//! How the containers run, as the API server has them.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use crate::cluster::Cluster;
+use crate::cluster::programs::said;
+use crate::{DIRECTORIES, apply, deploy, objects};
+
+/// (object, container, pod's spec) of everything that runs, as the API server has it, of all directories.
+fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
+    let mut found = Vec::new();
+    for directory in DIRECTORIES {
+        said(apply(cluster, &deploy(directory)));
+        for object in objects(cluster, directory) {
+            let spec = match object["kind"].as_str().unwrap() {
+                "Pod" => &object["spec"],
+                "StatefulSet" => &object["spec"]["template"]["spec"],
+                _ => continue,
+            };
+            for container in spec["containers"].as_array().unwrap() {
+                let what =
+                    format!("{directory}: {} {}", object["metadata"]["name"], container["name"]);
+                found.push((what, container.clone(), spec.clone()));
+            }
+        }
+    }
+    // Seven of the base, twice, and those of the examples.
+    assert!(found.len() >= 17, "{}", found.len());
+    found
+}
+
+pub fn confined(cluster: &Cluster) {
+    let mut privileged = BTreeSet::new();
+    for (what, container, pod) in containers(cluster) {
+        let name = container["name"].as_str().unwrap();
+        let own = &container["securityContext"];
+        // What a container does not say its pod says.
+        let either = |field: &str| match &own[field] {
+            Value::Null => pod["securityContext"][field].clone(),
+            said => said.clone(),
+        };
+        if name == "writer" {
+            // An application like any other.
+            continue;
+        }
+        assert_eq!(own["readOnlyRootFilesystem"], json!(true), "{what}");
+        if own["privileged"] == json!(true) {
+            privileged.insert(name.to_owned());
+            continue;
+        }
+        assert_eq!(own["allowPrivilegeEscalation"], json!(false), "{what}");
+        assert_eq!(own["capabilities"], json!({ "drop": ["ALL"] }), "{what}");
+        assert_eq!(either("seccompProfile"), json!({ "type": "RuntimeDefault" }), "{what}");
+        let is_root = either("runAsUser") == json!(0);
+        assert_eq!(is_root, name == "node-driver-registrar", "{what}");
+        if !is_root {
+            assert_eq!(either("runAsNonRoot"), json!(true), "{what}");
+            // With the group that the driver gives to its socket.
+            assert_eq!(either("runAsGroup"), json!(65532), "{what}");
+        }
+        for mount in container["volumeMounts"].as_array().unwrap() {
+            let read_only = mount["readOnly"] == json!(true) || mount["name"] == "registration";
+            assert!(read_only, "{what}: {mount}");
+        }
+    }
+    assert_eq!(privileged, ["driver".to_owned()].into());
+}
+
+pub fn one_token(cluster: &Cluster) {
+    for (what, container, pod) in containers(cluster) {
+        if pod["serviceAccountName"] != json!("csi-loopback-metadata") {
+            continue;
+        }
+        assert_eq!(pod["automountServiceAccountToken"], json!(false), "{what}");
+        let volumes = pod["volumes"].as_array().unwrap();
+        let has_token = container["volumeMounts"].as_array().unwrap().iter().any(|mount| {
+            let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
+            volume["projected"]["sources"].to_string().contains("serviceAccountToken")
+                || !volume["secret"].is_null()
+        });
+        assert_eq!(has_token, container["name"] == "metadata", "{what}");
+    }
+}
+
+pub fn plain_images(cluster: &Cluster) {
+    for (what, container, _) in containers(cluster) {
+        let image = container["image"].as_str().unwrap();
+        let (name, tag) = image.split_once(':').unwrap_or((image, ""));
+        assert!(!image.contains('/') && !name.contains('.') && !tag.is_empty(), "{what}: {image}");
+        if name == "csi-loopback" {
+            assert_eq!(tag, env!("CARGO_PKG_VERSION"), "{what}");
+        }
+    }
+}
+
+/// Flags that the manifests give and the binary does not know yet. One that it has learnt has to go from here.
+const AWAITED: [&str; 6] = [
+    "--manage-service",
+    "--namespace",
+    "--self-signed",
+    "--self-signed-secret",
+    "--service-address",
+    "--token-file",
+];
+
+/// `--help` behind them is reached only where all of them are known.
+pub fn known_arguments(cluster: &Cluster) {
+    let help = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_csi-loopback"));
+        command.args(arguments).arg("--help").output().unwrap()
+    };
+    let mut seen = 0;
+    for (what, container, _) in containers(cluster) {
+        let arguments = container["args"].as_array().cloned().unwrap_or_default();
+        if !container["image"].as_str().unwrap().starts_with("csi-loopback:")
+            || arguments.is_empty()
+        {
+            continue;
+        }
+        let arguments = arguments.iter().map(|argument| argument.as_str().unwrap());
+        let (awaited, known): (Vec<_>, Vec<_>) =
+            arguments.partition(|flag| AWAITED.contains(&flag.split('=').next().unwrap()));
+        let output = help(&known);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{what}: {text}");
+        for flag in awaited {
+            assert!(
+                !help(&[&known[..], &[flag]].concat()).status.success(),
+                "{what}: {flag} is there"
+            );
+        }
+        seen += 1;
+    }
+    // Driver and sidecar, twice; a full and an incremental backup.
+    assert_eq!(seen, 6);
+}

@@ -1,14 +1,15 @@
-//! The stream that answers `allocated` and `delta`: frames of extents, held to what CSI promises of
-//! them, so that whoever reads the extents need not doubt them.
+//! The answer to `allocated` and `delta`: messages of extents, held to what CSI promises of them, so that
+//! whoever reads the extents need not doubt them. Where the messages come from is the [`Source`]'s: a driver's
+//! socket ([`Driver`]), or a driver's sidecar (`cluster`), which may be asked again after an interruption.
 
 use anyhow::{Result, bail};
-use tonic::Streaming;
+use tonic::{Response, Status, Streaming};
 
 use super::connection::{Connection, refused};
 use crate::backend::Extent;
 use crate::proto::csi::v1 as csi;
 
-/// A question about blocks. Snapshots go by id.
+/// A question about blocks. Snapshots go by id at a driver, by name in a cluster.
 #[derive(Debug, Clone)]
 pub enum Query {
     Allocated { snapshot: String },
@@ -24,14 +25,6 @@ pub struct Window {
     pub max_results: i32,
 }
 
-/// An answer on its way. It has ended well only when [`BlockMap::next`] has returned `None`.
-pub struct BlockMap {
-    answer: Answer,
-    shape: Option<Shape>,
-    /// The first byte after the last extent so far.
-    end: u64,
-}
-
 /// What all messages of an answer have in common.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
@@ -40,19 +33,103 @@ pub struct Shape {
     pub capacity_bytes: u64,
 }
 
-enum Answer {
-    Allocated(Streaming<csi::GetMetadataAllocatedResponse>),
-    Delta(Streaming<csi::GetMetadataDeltaResponse>),
+/// Where the messages of an answer come from.
+pub trait Source {
+    /// What comes next. `None` only when the answer is whole: the other side has said so.
+    ///
+    /// # Errors
+    /// The answer broke, and will not go on.
+    async fn next(&mut self, progress: Progress) -> Result<Option<Part>>;
 }
 
-/// A message of either answer.
-struct Message {
-    block_metadata_type: csi::BlockMetadataType,
-    volume_capacity_bytes: i64,
-    block_metadata: Vec<csi::BlockMetadata>,
+/// How much of an answer has come.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Progress {
+    pub shape: Option<Shape>,
+    /// The first byte after the last extent; 0 before the first.
+    pub end: u64,
 }
 
-impl BlockMap {
+/// What a source has to give.
+pub enum Part {
+    Message(Message),
+    /// The answer begins anew, at the last progress or somewhat before: what has come is not wanted again.
+    Anew,
+}
+
+/// An answer on its way. It has ended well only when [`BlockMap::next`] has returned `None`.
+pub struct BlockMap<S> {
+    source: S,
+    checks: Checks,
+}
+
+impl<S: Source> BlockMap<S> {
+    pub fn new(source: S) -> Self {
+        Self { source, checks: Checks::default() }
+    }
+
+    /// The extents of the next message, ascending and not overlapping; `None` at the end.
+    ///
+    /// # Errors
+    /// The stream broke, or is not what CSI promises. Nothing that came before is then complete.
+    pub async fn next(&mut self) -> Result<Option<Vec<Extent>>> {
+        loop {
+            match self.source.next(self.checks.progress).await? {
+                Some(Part::Message(message)) => return self.checks.accept(&message).map(Some),
+                Some(Part::Anew) => self.checks.begin_anew(),
+                None if self.checks.progress.shape.is_none() => {
+                    bail!("the driver answered without a message, so without the volume's capacity")
+                }
+                None => return Ok(None),
+            }
+        }
+    }
+
+    /// Known once the first message has come.
+    pub fn shape(&self) -> Option<Shape> {
+        self.checks.progress.shape
+    }
+}
+
+/// What an answer is held to.
+#[derive(Debug, Default)]
+struct Checks {
+    progress: Progress,
+    /// Where the stream under way has come to: the first byte after its last extent.
+    end: u64,
+    /// Where the stream under way has to go on: what it says of before has been said.
+    seam: u64,
+}
+
+impl Checks {
+    fn begin_anew(&mut self) {
+        self.end = 0;
+        self.seam = self.progress.end;
+    }
+
+    /// The extents of a message that are new.
+    fn accept(&mut self, message: &Message) -> Result<Vec<Extent>> {
+        let shape = shape(message)?;
+        if *self.progress.shape.get_or_insert(shape) != shape {
+            bail!("the driver changed the block metadata type or the capacity in mid-stream");
+        }
+        let mut extents = Vec::with_capacity(message.block_metadata.len());
+        for block in &message.block_metadata {
+            let extent = checked(block, shape, &mut self.end)?;
+            if extent.end() > self.seam {
+                let offset = extent.offset.max(self.seam);
+                extents.push(Extent { offset, length: extent.end() - offset });
+                self.progress.end = extent.end();
+            }
+        }
+        Ok(extents)
+    }
+}
+
+/// A driver's answer over its socket.
+pub struct Driver(Answer<csi::GetMetadataAllocatedResponse, csi::GetMetadataDeltaResponse>);
+
+impl BlockMap<Driver> {
     /// Asks the driver.
     ///
     /// # Errors
@@ -68,10 +145,7 @@ impl BlockMap {
                     max_results,
                     ..csi::GetMetadataAllocatedRequest::default()
                 };
-                client
-                    .get_metadata_allocated(request)
-                    .await
-                    .map(|r| Answer::Allocated(r.into_inner()))
+                client.get_metadata_allocated(request).await.map(Answer::allocated)
             }
             Query::Delta { base, target } => {
                 let request = csi::GetMetadataDeltaRequest {
@@ -81,57 +155,99 @@ impl BlockMap {
                     max_results,
                     ..csi::GetMetadataDeltaRequest::default()
                 };
-                client.get_metadata_delta(request).await.map(|r| Answer::Delta(r.into_inner()))
+                client.get_metadata_delta(request).await.map(Answer::delta)
             }
         };
-        Ok(Self { answer: answer.map_err(refused)?, shape: None, end: 0 })
+        Ok(Self::new(Driver(answer.map_err(refused)?)))
+    }
+}
+
+impl Source for Driver {
+    async fn next(&mut self, _: Progress) -> Result<Option<Part>> {
+        let message = self.0.message().await.map_err(refused)?;
+        Ok(message.map(Part::Message))
+    }
+}
+
+/// One stream of messages, of either kind.
+pub enum Answer<A, D> {
+    Allocated(Messages<A>),
+    Delta(Messages<D>),
+}
+
+impl<A: Into<Message>, D: Into<Message>> Answer<A, D> {
+    pub fn allocated(response: Response<Streaming<A>>) -> Self {
+        Self::Allocated(Messages::new(response))
     }
 
-    /// The extents of the next message, ascending and not overlapping; `None` at the end.
+    pub fn delta(response: Response<Streaming<D>>) -> Self {
+        Self::Delta(Messages::new(response))
+    }
+
+    /// The next message; `None` when the other side has said that there is none.
     ///
     /// # Errors
-    /// The stream broke, or is not what CSI promises. Nothing that came before is then complete.
-    pub async fn next(&mut self) -> Result<Option<Vec<Extent>>> {
-        let Some(message) = self.answer.message().await? else {
-            if self.shape.is_none() {
-                bail!("the driver answered without a message, so without the volume's capacity");
-            }
-            return Ok(None);
-        };
-        let shape = shape(&message)?;
-        if *self.shape.get_or_insert(shape) != shape {
-            bail!("the driver changed the block metadata type or the capacity in mid-stream");
+    /// The status with which the stream ended. One without a cause is the other side's own.
+    pub async fn message(&mut self) -> Result<Option<Message>, Status> {
+        match self {
+            Self::Allocated(messages) => messages.next().await,
+            Self::Delta(messages) => messages.next().await,
         }
-        let extents = message.block_metadata.iter();
-        extents.map(|block| checked(block, shape, &mut self.end)).collect::<Result<_>>().map(Some)
-    }
-
-    /// Known once the first message has come.
-    pub fn shape(&self) -> Option<Shape> {
-        self.shape
     }
 }
 
-impl Answer {
-    async fn message(&mut self) -> Result<Option<Message>> {
-        Ok(match self {
-            Self::Allocated(stream) => {
-                stream.message().await.map_err(refused)?.map(|response| Message {
-                    block_metadata_type: response.block_metadata_type(),
-                    volume_capacity_bytes: response.volume_capacity_bytes,
-                    block_metadata: response.block_metadata,
-                })
-            }
-            Self::Delta(stream) => {
-                stream.message().await.map_err(refused)?.map(|response| Message {
-                    block_metadata_type: response.block_metadata_type(),
-                    volume_capacity_bytes: response.volume_capacity_bytes,
-                    block_metadata: response.block_metadata,
-                })
-            }
-        })
+/// A stream that ends well only with a status.
+pub struct Messages<T> {
+    stream: Streaming<T>,
+    /// The status came at once, as it does without messages.
+    ended: bool,
+}
+
+/// Where gRPC puts the code with which a stream has ended.
+const GRPC_STATUS: &str = "grpc-status";
+
+impl<T: Into<Message>> Messages<T> {
+    fn new(response: Response<Streaming<T>>) -> Self {
+        let ended = response.metadata().contains_key(GRPC_STATUS);
+        Self { stream: response.into_inner(), ended }
+    }
+
+    async fn next(&mut self) -> Result<Option<Message>, Status> {
+        if let Some(message) = self.stream.message().await? {
+            return Ok(Some(message.into()));
+        }
+        // A stream that just stops, as one through a proxy may, looks like a clean end to tonic.
+        let trailers = self.stream.trailers().await?;
+        if self.ended || trailers.is_some_and(|trailers| trailers.contains_key(GRPC_STATUS)) {
+            return Ok(None);
+        }
+        Err(Status::unavailable("the stream ended without a status, so its answer is not whole"))
     }
 }
+
+/// A message of any answer.
+pub struct Message {
+    pub block_metadata_type: csi::BlockMetadataType,
+    pub volume_capacity_bytes: i64,
+    pub block_metadata: Vec<csi::BlockMetadata>,
+}
+
+/// The responses of CSI's own API.
+macro_rules! message_of {
+    ($($response:ty),*) => {$(
+        impl From<$response> for Message {
+            fn from(response: $response) -> Self {
+                Self {
+                    block_metadata_type: response.block_metadata_type(),
+                    volume_capacity_bytes: response.volume_capacity_bytes,
+                    block_metadata: response.block_metadata,
+                }
+            }
+        }
+    )*};
+}
+
+message_of!(csi::GetMetadataAllocatedResponse, csi::GetMetadataDeltaResponse);
 
 fn shape(message: &Message) -> Result<Shape> {
     let block_metadata_type = message.block_metadata_type;
@@ -175,14 +291,17 @@ mod tests {
         capacity_bytes: 1 << 20,
     };
 
+    fn message(blocks: &[(i64, i64)]) -> Message {
+        let block = |&(byte_offset, size_bytes)| csi::BlockMetadata { byte_offset, size_bytes };
+        Message {
+            block_metadata_type: SHAPE.block_metadata_type,
+            volume_capacity_bytes: 1 << 20,
+            block_metadata: blocks.iter().map(block).collect(),
+        }
+    }
+
     fn check(blocks: &[(i64, i64)]) -> Result<Vec<Extent>> {
-        let mut end = 0;
-        blocks
-            .iter()
-            .map(|&(byte_offset, size_bytes)| {
-                checked(&csi::BlockMetadata { byte_offset, size_bytes }, SHAPE, &mut end)
-            })
-            .collect()
+        Checks::default().accept(&message(blocks))
     }
 
     #[test]
@@ -211,12 +330,90 @@ mod tests {
         let message = |block_metadata_type, volume_capacity_bytes| Message {
             block_metadata_type,
             volume_capacity_bytes,
-            block_metadata: Vec::new(),
+            ..message(&[])
         };
         let variable = csi::BlockMetadataType::VariableLength;
         assert_eq!(shape(&message(variable, 1 << 20)).unwrap(), SHAPE);
         assert!(shape(&message(csi::BlockMetadataType::Unknown, 1 << 20)).is_err());
         assert!(shape(&message(variable, 0)).is_err());
         assert!(shape(&message(variable, -1)).is_err());
+    }
+
+    #[test]
+    fn what_was_said_before_the_seam_is_cut_off() {
+        let extent = |offset, length| Extent { offset, length };
+        let mut checks = Checks::default();
+        checks.accept(&message(&[(4096, 4096), (16384, 8192)])).unwrap();
+        checks.begin_anew();
+        // Rounded down, with an extent that reaches over the seam at 24576.
+        let again = checks.accept(&message(&[(4096, 4096), (16384, 12288), (32768, 4096)]));
+        assert_eq!(again.unwrap(), [extent(24576, 4096), extent(32768, 4096)]);
+        assert_eq!(checks.progress.end, 36864);
+        // Within the new stream the order holds as in any other.
+        assert!(checks.accept(&message(&[(16384, 4096)])).is_err());
+    }
+
+    #[test]
+    fn an_answer_that_begins_anew_keeps_its_shape() {
+        let mut checks = Checks::default();
+        checks.accept(&message(&[(0, 4096)])).unwrap();
+        checks.begin_anew();
+        let grown = Message { volume_capacity_bytes: 1 << 21, ..message(&[]) };
+        assert!(checks.accept(&grown).is_err());
+        let fixed = csi::BlockMetadataType::FixedLength;
+        assert!(checks.accept(&Message { block_metadata_type: fixed, ..message(&[]) }).is_err());
+        assert!(checks.accept(&message(&[])).unwrap().is_empty());
+    }
+
+    /// A server that answers with one message and an end of the stream, with or without a status.
+    async fn lone_message(status: bool) -> Result<Vec<Option<Vec<Extent>>>> {
+        let directory = tempfile::tempdir()?;
+        let socket = directory.path().join("csi.sock");
+        let listener = tokio::net::UnixListener::bind(&socket)?;
+        let server = tokio::spawn(async move {
+            let mut connection =
+                h2::server::handshake(listener.accept().await.unwrap().0).await.unwrap();
+            while let Some(Ok((_, mut respond))) = connection.accept().await {
+                let head = http_response();
+                let mut body = respond.send_response(head, false).unwrap();
+                body.send_data(framed(), !status).unwrap();
+                if status {
+                    let trailers = [(GRPC_STATUS.parse().unwrap(), "0".parse().unwrap())];
+                    body.send_trailers(trailers.into_iter().collect()).unwrap();
+                }
+            }
+        });
+        let soon = tokio::time::Instant::now() + std::time::Duration::from_secs(60);
+        let endpoint = socket.to_str().unwrap().parse().unwrap();
+        let connection = Connection::open(&endpoint, soon).await?;
+        let query = Query::Allocated { snapshot: "s".to_owned() };
+        let mut map = BlockMap::open(&connection, query, Window::default()).await?;
+        let first = map.next().await?;
+        let second = map.next().await;
+        server.abort();
+        Ok(vec![first, second?])
+    }
+
+    fn http_response() -> tonic::codegen::http::Response<()> {
+        let builder = tonic::codegen::http::Response::builder();
+        builder.header("content-type", "application/grpc").body(()).unwrap()
+    }
+
+    fn framed() -> prost::bytes::Bytes {
+        let message = prost::Message::encode_to_vec(&csi::GetMetadataAllocatedResponse {
+            block_metadata_type: csi::BlockMetadataType::VariableLength.into(),
+            volume_capacity_bytes: 1 << 20,
+            block_metadata: vec![csi::BlockMetadata { byte_offset: 0, size_bytes: 4096 }],
+        });
+        let length = u32::try_from(message.len()).unwrap().to_be_bytes();
+        [&[0][..], &length, &message].concat().into()
+    }
+
+    #[tokio::test]
+    async fn a_stream_that_just_stops_is_not_a_whole_answer() {
+        let whole = lone_message(true).await.unwrap();
+        assert_eq!(whole, [Some(vec![Extent { offset: 0, length: 4096 }]), None]);
+        let error = lone_message(false).await.unwrap_err().to_string();
+        assert!(error.starts_with("UNAVAILABLE: the stream ended without a status"), "{error}");
     }
 }

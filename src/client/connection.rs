@@ -73,7 +73,7 @@ impl Connection {
 
 /// Tells the driver when the command gives up, so that it does not work on for nobody.
 #[derive(Debug, Clone, Copy)]
-pub struct Deadline(Instant);
+pub struct Deadline(pub Instant);
 
 impl Interceptor for Deadline {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {

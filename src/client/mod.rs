@@ -1,12 +1,14 @@
 //! The commands for people: `volume`, `snapshot` and `pool`. They own what a person types and
 //! reads; everything else they ask of a driver's socket over CSI, so they work with no cluster, and
-//! as far as CSI goes with other drivers too (`pool check` alone reads the disk, with no driver).
+//! as far as CSI goes with other drivers too (`pool check` alone reads the disk, with no driver). Which
+//! blocks a snapshot holds they also ask through Kubernetes, as a backup application does ([`cluster`]).
 //!
 //! Three promises: a name works wherever an id does, nothing waits longer than `--timeout`, and an
 //! answer that was cut short never looks complete.
 
 mod block_map;
 mod capability;
+mod cluster;
 mod compare;
 mod connection;
 #[cfg(test)]
@@ -27,10 +29,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use crate::grpc::SocketPath;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand, ValueEnum};
 
 use connection::Connection;
+use tokio::time::Instant;
 
 /// The commands for people, flattened into the binary's command line.
 #[derive(Debug, Subcommand)]
@@ -46,25 +49,35 @@ pub enum Command {
 /// Where `--help` shows what all commands have in common.
 const HEADING: &str = "Driver and output";
 
+const ENDPOINT_VARIABLE: &str = "CSI_ENDPOINT";
+const DEFAULT_ENDPOINT: &str = "unix:///run/csi-loopback/csi.sock";
+
 /// How to reach a driver and how to print its answers.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
-    /// Socket of the driver
-    #[arg(
-        long,
-        env = "CSI_ENDPOINT",
-        default_value = "unix:///run/csi-loopback/csi.sock",
-        global = true,
-        help_heading = HEADING,
-        value_name = "unix://PATH"
-    )]
-    endpoint: SocketPath,
+    /// Socket of the driver [env: CSI_ENDPOINT] [default: unix:///run/csi-loopback/csi.sock]
+    #[arg(long, global = true, help_heading = HEADING, value_name = "unix://PATH")]
+    endpoint: Option<SocketPath>,
     /// Form of the answer
     #[arg(long, value_enum, default_value_t = Output::Table, global = true, help_heading = HEADING)]
     output: Output,
     /// Longest time that the command may take
     #[arg(long, value_parser = parse_timeout, default_value = "10min", global = true, help_heading = HEADING)]
     timeout: Duration,
+}
+
+impl Options {
+    /// The driver's socket: as the flag says, else the environment, else where a driver listens by itself.
+    ///
+    /// # Errors
+    /// The environment says something else than a socket.
+    fn endpoint(&self) -> Result<SocketPath> {
+        if let Some(endpoint) = &self.endpoint {
+            return Ok(endpoint.clone());
+        }
+        let text = std::env::var(ENDPOINT_VARIABLE).unwrap_or_else(|_| DEFAULT_ENDPOINT.to_owned());
+        text.parse().map_err(|error: String| anyhow!("{ENDPOINT_VARIABLE}: {error}"))
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -111,12 +124,15 @@ async fn bounded<T>(
     options: &Options,
     work: impl AsyncFnOnce(Connection) -> Result<T>,
 ) -> Result<T> {
-    let deadline = tokio::time::Instant::now() + options.timeout;
-    let all = async {
-        let connection = Connection::open(&options.endpoint, deadline).await?;
-        work(connection).await
-    };
-    match tokio::time::timeout_at(deadline, all).await {
+    let endpoint = options.endpoint()?;
+    in_time(options, async |deadline| work(Connection::open(&endpoint, deadline).await?).await)
+        .await
+}
+
+/// Runs `work`, which is told the deadline, and gives up on it when `--timeout` is over.
+async fn in_time<T>(options: &Options, work: impl AsyncFnOnce(Instant) -> Result<T>) -> Result<T> {
+    let deadline = Instant::now() + options.timeout;
+    match tokio::time::timeout_at(deadline, work(deadline)).await {
         Ok(outcome) => outcome,
         Err(_) => bail!("{}", timed_out(options.timeout)),
     }
@@ -173,7 +189,7 @@ mod tests {
             "x volume list --endpoint unix:///a --output json",
         ] {
             let Ok(Command::Volume(args)) = parse(line) else { panic!("{line}") };
-            assert_eq!(args.options.endpoint.to_string(), "unix:///a");
+            assert_eq!(args.options.endpoint().unwrap().to_string(), "unix:///a");
             assert_eq!(args.options.output, Output::Json);
             assert_eq!(args.options.timeout, Duration::from_secs(600));
         }

@@ -10,25 +10,25 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use serde_json::json;
 
-use super::block_map::{BlockMap, Query, Shape, Window};
-use super::connection::Connection;
+use super::block_map::{BlockMap, Query, Shape, Source};
 use super::{Output, format};
 use crate::backend::Extent;
 
 /// Rows of a table, unless `--limit-rows` says otherwise.
 const DEFAULT_ROWS: u64 = 20;
 
-/// Asks and prints. `limit_rows`: extents to print, 0 for all.
-pub async fn run(
-    connection: &Connection,
+/// Asks and prints. `namespace`: of the snapshots, where they go by name. `limit_rows`: extents to print, 0
+/// for all.
+pub async fn run<S: Source>(
     query: Query,
-    window: Window,
+    namespace: Option<&str>,
     output: Output,
     limit_rows: Option<u64>,
+    open: impl AsyncFnOnce(Query) -> Result<BlockMap<S>>,
 ) -> Result<()> {
     let start = Instant::now();
-    let mut report = Report::new(output, &query, limit_rows);
-    let mut map = BlockMap::open(connection, query, window).await?;
+    let mut report = Report::new(output, &query, namespace, limit_rows);
+    let mut map = open(query).await?;
     let mut first = None;
     let mut out = io::BufWriter::new(io::stdout().lock());
     let ended = loop {
@@ -47,7 +47,9 @@ pub async fn run(
     };
     if ended.is_ok() {
         let times = Times { first: first.unwrap_or_default(), whole: start.elapsed() };
-        report.end(&mut out, &map, times)?;
+        if let Some(shape) = map.shape() {
+            report.totals(&mut out, shape, times)?;
+        }
     }
     out.flush()?;
     ended
@@ -78,25 +80,29 @@ struct Report {
 }
 
 impl Report {
-    fn new(output: Output, query: &Query, limit_rows: Option<u64>) -> Self {
+    fn new(
+        output: Output,
+        query: &Query,
+        namespace: Option<&str>,
+        limit_rows: Option<u64>,
+    ) -> Self {
         let default = if output == Output::Table { DEFAULT_ROWS } else { 0 };
         let limit = match limit_rows.unwrap_or(default) {
             0 => u64::MAX,
             limit => limit,
         };
-        let (what, subject) = match query {
-            Query::Allocated { snapshot } => {
-                ("allocated", format!("\"snapshot_id\":{}", json!(snapshot)))
+        let (what, snapshots) = match query {
+            Query::Allocated { snapshot } => ("allocated", vec![("snapshot", snapshot)]),
+            Query::Delta { base, target } => {
+                ("changed", vec![("base_snapshot", base), ("target_snapshot", target)])
             }
-            Query::Delta { base, target } => (
-                "changed",
-                format!(
-                    "\"base_snapshot_id\":{},\"target_snapshot_id\":{}",
-                    json!(base),
-                    json!(target)
-                ),
-            ),
         };
+        let id = if namespace.is_some() { "" } else { "_id" };
+        let snapshots =
+            snapshots.iter().map(|(what, which)| format!("\"{what}{id}\":{}", json!(which)));
+        let namespace =
+            namespace.iter().map(|namespace| format!("\"namespace\":{}", json!(namespace)));
+        let subject = namespace.chain(snapshots).collect::<Vec<_>>().join(",");
         Self { output, what, subject, limit, width: 0, extents: 0, bytes: 0 }
     }
 
@@ -130,13 +136,6 @@ impl Report {
     }
 
     /// Writes the totals of an answer that came whole.
-    fn end(&self, out: &mut impl Write, map: &BlockMap, times: Times) -> Result<()> {
-        match map.shape() {
-            Some(shape) => Ok(self.totals(out, shape, times)?),
-            None => Ok(()),
-        }
-    }
-
     fn totals(&self, out: &mut impl Write, shape: Shape, times: Times) -> io::Result<()> {
         let Shape { block_metadata_type, capacity_bytes } = shape;
         let style = block_metadata_type.as_str_name();
@@ -189,7 +188,7 @@ mod tests {
 
     /// `count` extents of 4096 bytes printed; unless `whole`, the stream broke after them.
     fn printed(output: Output, limit_rows: Option<u64>, count: u64, whole: bool) -> String {
-        let mut report = Report::new(output, &delta(), limit_rows);
+        let mut report = Report::new(output, &delta(), None, limit_rows);
         let mut out = Vec::new();
         report.begin(&mut out, SHAPE).unwrap();
         for index in 0..count {

@@ -7,7 +7,8 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 use serde_json::json;
 
-use super::block_map::{Query, Window};
+use super::block_map::{BlockMap, Query, Window};
+use super::cluster::{self, ClusterArgs};
 use super::connection::{Connection, refused};
 use super::{Options, Output, bounded, format, names, print_map, verify};
 use crate::proto::csi::v1 as csi;
@@ -44,19 +45,24 @@ enum SnapshotCommand {
     },
     /// Print the extents that hold data
     Allocated {
-        /// Name or id
+        /// Name or id; with --namespace, name of a VolumeSnapshot
         snapshot: String,
         #[command(flatten)]
         window: WindowArgs,
+        #[command(flatten)]
+        cluster: Box<ClusterArgs>,
     },
     /// Print the extents that changed from one snapshot to a later one
     Delta {
-        /// The earlier snapshot, by name or id; a deleted one by id
+        /// The earlier snapshot, by name or id; a deleted one by id. With --namespace, name of a
+        /// VolumeSnapshot, or the CSI handle of one that may be gone
         base: String,
-        /// The later snapshot, by name or id
+        /// The later snapshot, by name or id; with --namespace, name of a VolumeSnapshot
         target: String,
         #[command(flatten)]
         window: WindowArgs,
+        #[command(flatten)]
+        cluster: Box<ClusterArgs>,
     },
     /// Prove by bytes that a snapshot plus its delta is the later snapshot (on the driver's node)
     Verify {
@@ -87,6 +93,10 @@ pub async fn run(args: SnapshotArgs) -> Result<ExitCode> {
     if let SnapshotCommand::Verify { base, target } = command {
         return verify::run(&options, &base, &target).await;
     }
+    let command = match in_cluster(&options, command).await? {
+        Some(command) => command,
+        None => return Ok(ExitCode::SUCCESS),
+    };
     bounded(&options, async move |connection| {
         let connection = &connection;
         match command {
@@ -95,14 +105,14 @@ pub async fn run(args: SnapshotArgs) -> Result<ExitCode> {
             }
             SnapshotCommand::List { volume } => list(connection, volume, output).await,
             SnapshotCommand::Delete { snapshot } => delete(connection, &snapshot, output).await,
-            SnapshotCommand::Allocated { snapshot, window } => {
+            SnapshotCommand::Allocated { snapshot, window, cluster: _ } => {
                 let snapshot = names::snapshot_id(connection, &snapshot).await?;
-                ask(connection, Query::Allocated { snapshot }, window, output).await
+                ask(connection, Query::Allocated { snapshot }, &window, output).await
             }
-            SnapshotCommand::Delta { base, target, window } => {
+            SnapshotCommand::Delta { base, target, window, cluster: _ } => {
                 let base = names::snapshot_id(connection, &base).await?;
                 let target = names::snapshot_id(connection, &target).await?;
-                ask(connection, Query::Delta { base, target }, window, output).await
+                ask(connection, Query::Delta { base, target }, &window, output).await
             }
             SnapshotCommand::Verify { .. } => Ok(()),
         }
@@ -111,15 +121,40 @@ pub async fn run(args: SnapshotArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Answers what is asked of a cluster; gives back what is asked of a driver.
+async fn in_cluster(
+    options: &Options,
+    command: SnapshotCommand,
+) -> Result<Option<SnapshotCommand>> {
+    let (query, window, cluster) = match command {
+        SnapshotCommand::Allocated { snapshot, window, cluster } if cluster.asked() => {
+            (Query::Allocated { snapshot }, window, cluster)
+        }
+        SnapshotCommand::Delta { base, target, window, cluster } if cluster.asked() => {
+            (Query::Delta { base, target }, window, cluster)
+        }
+        other => return Ok(Some(other)),
+    };
+    cluster::ask(options, *cluster, query, window.window(), window.limit_rows).await?;
+    Ok(None)
+}
+
+impl WindowArgs {
+    fn window(&self) -> Window {
+        Window { starting_offset: self.starting_offset, max_results: self.max_results }
+    }
+}
+
 async fn ask(
     connection: &Connection,
     query: Query,
-    args: WindowArgs,
+    args: &WindowArgs,
     output: Output,
 ) -> Result<()> {
-    let WindowArgs { starting_offset, max_results, limit_rows } = args;
-    let window = Window { starting_offset, max_results };
-    print_map::run(connection, query, window, output, limit_rows).await
+    print_map::run(query, None, output, args.limit_rows, async |query| {
+        BlockMap::open(connection, query, args.window()).await
+    })
+    .await
 }
 
 async fn create(connection: &Connection, name: String, volume: &str, output: Output) -> Result<()> {

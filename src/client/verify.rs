@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde_json::json;
 use tokio::sync::mpsc;
 
-use super::block_map::{BlockMap, Query, Window};
+use super::block_map::{BlockMap, Driver, Query, Window};
 use super::compare::{Comparison, Side, compare};
 use super::connection::Connection;
 use super::scratch::Scratch;
@@ -30,7 +30,7 @@ const MESSAGES: usize = 4;
 pub async fn run(options: &Options, base: &str, target: &str) -> Result<ExitCode> {
     let start = Instant::now();
     let stop = Stop::listen(options.timeout)?;
-    let verified = verify(&options.endpoint, &stop, base, target).await?;
+    let verified = verify(&options.endpoint()?, &stop, base, target).await?;
     report(options.output, &verified, start.elapsed())?;
     verified.cleaned?;
     Ok(if verified.comparison.proven() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -80,7 +80,7 @@ async fn prove(
     stop: &Stop,
     scratch: &mut Scratch,
     [base, target]: [&csi::Snapshot; 2],
-    mut delta: BlockMap,
+    mut delta: BlockMap<Driver>,
 ) -> Result<Comparison> {
     let sizes = [u64::try_from(base.size_bytes)?, u64::try_from(target.size_bytes)?];
     if sizes[0] > sizes[1] {
@@ -118,7 +118,7 @@ enum Part {
 }
 
 /// Passes the delta on as fast as it is used. A receiver that is gone has an error of its own.
-async fn send(delta: &mut BlockMap, stop: &Stop, sender: mpsc::Sender<Part>) -> Result<()> {
+async fn send(delta: &mut BlockMap<Driver>, stop: &Stop, sender: mpsc::Sender<Part>) -> Result<()> {
     loop {
         let part = match stop.wait(delta.next()).await? {
             Some(extents) => Part::Extents(extents),

@@ -30,18 +30,38 @@ pub struct Rate {
 /// # Errors
 /// No usable configuration; what is wrong with it.
 pub async fn connect(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Client> {
-    let mut config = match kubeconfig {
-        Some(path) => {
-            let kubeconfig = Kubeconfig::read_from(path)
-                .with_context(|| format!("--kubeconfig {}", path.display()))?;
-            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
-                .await
-                .with_context(|| format!("--kubeconfig {}", path.display()))?
-        }
+    let config = match kubeconfig {
+        Some(path) => read(path).await?,
         None => Config::incluster().context(
             "not in a pod of a cluster (no ServiceAccount is mounted); --kubeconfig names one",
         )?,
     };
+    build(config, rate)
+}
+
+/// A client for a command that a person types: for the cluster of `kubeconfig`, else that of the variable
+/// KUBECONFIG, of ~/.kube/config, or of the pod, as kubectl takes it.
+///
+/// # Errors
+/// No usable configuration; what is wrong with it.
+pub async fn connect_as_user(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Client> {
+    let config = match kubeconfig {
+        Some(path) => read(path).await?,
+        None => {
+            Config::infer().await.context("no cluster is configured; --kubeconfig names one")?
+        }
+    };
+    build(config, rate)
+}
+
+async fn read(path: &Path) -> anyhow::Result<Config> {
+    let named = || format!("--kubeconfig {}", path.display());
+    let kubeconfig = Kubeconfig::read_from(path).with_context(named)?;
+    let options = KubeConfigOptions::default();
+    Config::from_custom_kubeconfig(kubeconfig, &options).await.with_context(named)
+}
+
+fn build(mut config: Config, rate: Rate) -> anyhow::Result<Client> {
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     let builder = ClientBuilder::try_from(config).context("setting up the API server's client")?;
     Ok(builder.with_layer(&Throttle::new(rate)).build())

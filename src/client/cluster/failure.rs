@@ -1,0 +1,177 @@
+//! Why an attempt came to nothing, told with the next step, and whether another one may help.
+
+use anyhow::anyhow;
+use tonic::{Code, Status};
+
+use super::super::connection::refused;
+
+/// An attempt that failed.
+#[derive(Debug)]
+pub struct Failure {
+    pub error: anyhow::Error,
+    pub retry: Retry,
+}
+
+/// When another attempt may help.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Retry {
+    /// It is a matter of time.
+    Always,
+    /// Where a first message has come, it has worked before and may again; else it is set up wrongly.
+    OnceBegun,
+    /// Once after extents have come: a token may have expired since.
+    AfterProgress,
+    Never,
+}
+
+impl Failure {
+    pub fn new(retry: Retry, error: anyhow::Error) -> Self {
+        Self { error, retry }
+    }
+
+    pub fn never(error: anyhow::Error) -> Self {
+        Self::new(Retry::Never, error)
+    }
+
+    /// What the API server answered, or why it did not, when asked for `what`.
+    pub fn api(what: &str, error: kube::Error) -> Self {
+        let kube::Error::Api(status) = error else {
+            let error = anyhow::Error::from(error).context(what.to_owned());
+            return Self::new(Retry::OnceBegun, error);
+        };
+        let message = &status.message;
+        match status.code {
+            401 => Self::never(anyhow!(
+                "{what}: the API server does not accept the kubeconfig's credentials: {message}"
+            )),
+            403 => Self::never(anyhow!("{what}: {message}; RBAC has to allow it")),
+            404 => Self::never(anyhow!("{what}: {message}")),
+            408 | 429 | 500.. => Self::new(Retry::OnceBegun, anyhow!("{what}: {message}")),
+            _ => Self::never(anyhow!("{what}: {message}")),
+        }
+    }
+
+    /// What ended a call to the sidecar of a driver.
+    pub fn stream(status: Status, subject: &Subject<'_>) -> Self {
+        // The sidecar's own statuses have no cause; this is one of the connection.
+        if std::error::Error::source(&status).is_some() {
+            let address = subject.address;
+            let error = refused(status).context(format!("the connection to {address} broke"));
+            return Self::new(Retry::Always, error);
+        }
+        let retry = match status.code() {
+            Code::Unavailable => Retry::Always,
+            Code::Unauthenticated => Retry::AfterProgress,
+            _ => Retry::Never,
+        };
+        let step = next_step(status.code(), subject);
+        let error = refused(status);
+        match step {
+            Some(step) => Self::new(retry, anyhow!("{error:#}; {step}")),
+            None => Self::new(retry, error),
+        }
+    }
+}
+
+/// What a call was about.
+#[derive(Debug, Clone, Copy)]
+pub struct Subject<'a> {
+    pub namespace: &'a str,
+    pub driver: &'a str,
+    pub audience: &'a str,
+    /// Whose token it is.
+    pub account: &'a str,
+    pub address: &'a str,
+}
+
+/// What a person can do about it, where the message cannot know.
+fn next_step(code: Code, subject: &Subject<'_>) -> Option<String> {
+    let Subject { namespace, driver, audience, account, .. } = subject;
+    Some(match code {
+        Code::FailedPrecondition => "no delta can be told: take a full backup \
+            (snapshot allocated)"
+            .to_owned(),
+        Code::PermissionDenied => format!(
+            "{account} needs a Role in namespace {namespace:?} with the verb `get` on \
+             `volumesnapshots` of snapshot.storage.k8s.io"
+        ),
+        Code::Unauthenticated => {
+            format!("the token of {account} must be valid and made for the audience {audience:?}")
+        }
+        Code::NotFound => {
+            format!("`kubectl get volumesnapshots -n {namespace}` shows what there is")
+        }
+        Code::Unimplemented => format!("the driver {driver} does not tell which blocks changed"),
+        Code::ResourceExhausted => "too much is asked at once: ask again later".to_owned(),
+        Code::DeadlineExceeded => "the sidecar limits how long one answer may take: go on with \
+            --starting-offset at the end of the last extent"
+            .to_owned(),
+        Code::OutOfRange => "--starting-offset must lie within the volume".to_owned(),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SUBJECT: Subject<'_> = Subject {
+        namespace: "shop",
+        driver: "d.example",
+        audience: "aud",
+        account: "ServiceAccount shop/backup",
+        address: "sidecar:1",
+    };
+
+    #[test]
+    fn a_refusal_is_told_with_code_and_next_step() {
+        let told =
+            |code| format!("{:#}", Failure::stream(Status::new(code, "why"), &SUBJECT).error);
+        let step = [
+            (Code::FailedPrecondition, "FAILED_PRECONDITION: why", "full backup"),
+            (Code::PermissionDenied, "PERMISSION_DENIED: why", "`get` on `volumesnapshots`"),
+            (Code::PermissionDenied, "PERMISSION_DENIED: why", "ServiceAccount shop/backup needs"),
+            (Code::Unauthenticated, "UNAUTHENTICATED: why", "audience \"aud\""),
+            (Code::NotFound, "NOT_FOUND: why", "-n shop"),
+            (Code::Unimplemented, "UNIMPLEMENTED: why", "d.example"),
+            (Code::ResourceExhausted, "RESOURCE_EXHAUSTED: why", "later"),
+            (Code::DeadlineExceeded, "DEADLINE_EXCEEDED: why", "--starting-offset"),
+            (Code::OutOfRange, "OUT_OF_RANGE: why", "--starting-offset"),
+        ];
+        for (code, begin, step) in step {
+            let told = told(code);
+            assert!(told.starts_with(begin) && told.contains(step), "{told}");
+        }
+        assert_eq!(told(Code::InvalidArgument), "INVALID_ARGUMENT: why");
+    }
+
+    #[test]
+    fn only_what_time_or_a_new_token_can_mend_is_tried_again() {
+        for code in (1..=16).map(Code::from) {
+            let retry = Failure::stream(Status::new(code, "why"), &SUBJECT).retry;
+            let expected = match code {
+                Code::Unavailable => Retry::Always,
+                Code::Unauthenticated => Retry::AfterProgress,
+                _ => Retry::Never,
+            };
+            assert_eq!(retry, expected, "{code:?}");
+        }
+    }
+
+    #[test]
+    fn the_api_servers_refusals_are_final_and_its_absence_is_not() {
+        let api = |code| {
+            let status = kube::core::Status { code, message: "m".into(), ..Default::default() };
+            Failure::api("reading", kube::Error::Api(Box::new(status)))
+        };
+        for code in [400, 401, 403, 404, 422] {
+            assert_eq!(api(code).retry, Retry::Never, "{code}");
+        }
+        for code in [408, 429, 500, 503] {
+            assert_eq!(api(code).retry, Retry::OnceBegun, "{code}");
+        }
+        assert!(api(403).error.to_string().contains("RBAC"));
+        let gone = kube::Error::Service("refused".into());
+        assert_eq!(Failure::api("reading", gone).retry, Retry::OnceBegun);
+    }
+}

@@ -1,0 +1,345 @@
+//! A cluster for tests of the client: an API server that knows some objects and grants tokens, and sidecars
+//! over real TLS whose answers break where a test says. It needs no process and no file.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use kube::client::Body;
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rustls_pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio_rustls::TlsAcceptor;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt, iter, once};
+use tonic::codegen::http;
+use tonic::transport::Server;
+use tonic::{Code, Request, Response, Status};
+
+use crate::grpc::RawMessage;
+use crate::proto::snapshotmetadata as k8s;
+use k8s::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
+
+/// The host that certificates are for.
+pub const HOST: &str = "localhost";
+pub const DRIVER: &str = "d.example";
+pub const CAPACITY: i64 = 1 << 20;
+
+/// What a stream of the sidecar sends, and how it ends.
+#[derive(Clone)]
+pub struct Script {
+    pub capacity: i64,
+    pub style: k8s::BlockMetadataType,
+    /// Messages of offsets and lengths.
+    pub messages: Vec<Vec<(i64, i64)>>,
+    pub end: End,
+}
+
+#[derive(Clone, Copy)]
+pub enum End {
+    Whole,
+    Code(Code),
+    /// The connection is cut.
+    Break,
+}
+
+/// What a call to the sidecar asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Asked {
+    pub token: String,
+    pub base: String,
+    pub snapshot: String,
+    pub offset: i64,
+}
+
+#[derive(Clone)]
+pub struct Cluster(Arc<Mutex<State>>);
+
+struct State {
+    /// Objects by path; a list ends with its selector.
+    objects: BTreeMap<String, Value>,
+    /// What the next calls to the API server fail with, by the beginning of the path.
+    failures: Vec<(String, u16)>,
+    /// Every call to the API server: method and path.
+    calls: Vec<String>,
+    tokens: u32,
+    scripts: Vec<Script>,
+    asked: Vec<Asked>,
+    servers: Vec<JoinHandle<()>>,
+}
+
+impl Script {
+    pub fn new(messages: &[&[(i64, i64)]], end: End) -> Self {
+        Self {
+            capacity: CAPACITY,
+            style: k8s::BlockMetadataType::VariableLength,
+            messages: messages.iter().map(|message| message.to_vec()).collect(),
+            end,
+        }
+    }
+}
+
+impl Cluster {
+    /// VolumeSnapshots `a` and `b` in the namespace `shop`, of [`DRIVER`], and a sidecar for it that answers
+    /// each call with the next script.
+    pub async fn new(scripts: Vec<Script>) -> Self {
+        let cluster = Self(Arc::new(Mutex::new(State {
+            objects: BTreeMap::new(),
+            failures: Vec::new(),
+            calls: Vec::new(),
+            tokens: 0,
+            scripts,
+            asked: Vec::new(),
+            servers: Vec::new(),
+        })));
+        for name in ["a", "b"] {
+            let content = format!("content-{name}");
+            let status = json!({ "boundVolumeSnapshotContentName": content });
+            cluster
+                .put(&snapshot_path(name), json!({ "spec": { "source": {} }, "status": status }));
+            let spec = json!({
+                "driver": DRIVER, "volumeSnapshotRef": {}, "deletionPolicy": "Delete", "source": {},
+            });
+            let status = json!({ "snapshotHandle": format!("handle-{name}") });
+            cluster.put(&content_path(name), json!({ "spec": spec, "status": status }));
+        }
+        let (address, ca) = cluster.start_sidecar().await;
+        cluster.put(&service_path(DRIVER), service(&address, &ca));
+        cluster
+    }
+
+    pub fn put(&self, path: &str, object: Value) {
+        let name = path.rsplit('/').next();
+        let mut whole = json!({ "metadata": { "name": name, "namespace": "shop" } });
+        whole.as_object_mut().unwrap().extend(object.as_object().unwrap().clone());
+        self.state().objects.insert(path.to_owned(), whole);
+    }
+
+    pub fn remove(&self, path: &str) {
+        self.state().objects.remove(path).unwrap();
+    }
+
+    /// The next call of this path fails with this HTTP status.
+    pub fn fail(&self, path: &str, code: u16) {
+        self.state().failures.push((path.to_owned(), code));
+    }
+
+    pub fn asked(&self) -> Vec<Asked> {
+        self.state().asked.clone()
+    }
+
+    pub fn calls(&self) -> Vec<String> {
+        self.state().calls.clone()
+    }
+
+    /// Another sidecar of an authority of its own; where it listens, and its authority.
+    pub async fn start_sidecar(&self) -> (String, String) {
+        let (acceptor, ca) = certificates();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = format!("{HOST}:{}", listener.local_addr().unwrap().port());
+        let cluster = self.clone();
+        let accepting = tokio::spawn(async move {
+            while let Ok((socket, _)) = listener.accept().await {
+                let (acceptor, cluster) = (acceptor.clone(), cluster.clone());
+                tokio::spawn(async move {
+                    let Ok(mut tls) = acceptor.accept(socket).await else { return };
+                    let (ours, mut theirs) = tokio::io::duplex(1 << 16);
+                    let (cut, mut cuts) = tokio::sync::mpsc::channel(1);
+                    let sidecar = SnapshotMetadataServer::new(Sidecar { cluster, cut });
+                    let incoming =
+                        once(Ok::<_, std::io::Error>(ours)).chain(tokio_stream::pending());
+                    let serving =
+                        Server::builder().add_service(sidecar).serve_with_incoming(incoming);
+                    tokio::select! {
+                        _ = tokio::io::copy_bidirectional(&mut tls, &mut theirs) => {}
+                        _ = serving => {}
+                        Some(()) = cuts.recv() => {}
+                    }
+                });
+            }
+        });
+        self.state().servers.push(accepting);
+        (address, ca)
+    }
+
+    /// A client of the API server.
+    pub fn client(&self) -> kube::Client {
+        let cluster = self.clone();
+        let service = tower::service_fn(move |request: http::Request<Body>| {
+            let answer = cluster.answer(&request);
+            async move { Ok::<_, std::io::Error>(answer) }
+        });
+        kube::Client::new(service, "shop")
+    }
+
+    fn answer(&self, request: &http::Request<Body>) -> http::Response<Body> {
+        let uri = request.uri().to_string();
+        let path = uri.split('?').next().unwrap().to_owned();
+        let mut state = self.state();
+        state.calls.push(format!("{} {uri}", request.method()));
+        if let Some(at) = state.failures.iter().position(|(begin, _)| *begin == path) {
+            let (_, code) = state.failures.remove(at);
+            return failure(code, &format!("{path} fails"));
+        }
+        if path.ends_with("/token") {
+            state.tokens += 1;
+            let token = format!("token-{}", state.tokens);
+            let status = json!({ "token": token, "expirationTimestamp": "2030-01-01T00:00:00Z" });
+            return respond(
+                201,
+                &json!({ "metadata": {}, "spec": { "audiences": [] }, "status": status }),
+            );
+        }
+        match state.objects.get(&path) {
+            Some(object) => respond(200, object),
+            None => failure(404, &format!("{path} not found")),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap()
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        self.servers.iter().for_each(JoinHandle::abort);
+    }
+}
+
+pub fn snapshot_path(name: &str) -> String {
+    format!("/apis/snapshot.storage.k8s.io/v1/namespaces/shop/volumesnapshots/{name}")
+}
+
+pub fn content_path(name: &str) -> String {
+    format!("/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents/content-{name}")
+}
+
+/// Of all of them, if the name is empty.
+pub fn service_path(name: &str) -> String {
+    let path = format!("/apis/cbt.storage.k8s.io/v1beta1/snapshotmetadataservices/{name}");
+    path.trim_end_matches('/').to_owned()
+}
+
+pub const REVIEW_PATH: &str = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
+
+/// A SnapshotMetadataService.
+pub fn service(address: &str, ca: &str) -> Value {
+    let ca = k8s_openapi::ByteString(ca.as_bytes().to_vec());
+    json!({ "spec": { "address": address, "audience": "aud", "caCert": ca } })
+}
+
+fn respond(code: u16, body: &Value) -> http::Response<Body> {
+    let body = Body::from(serde_json::to_vec(body).unwrap());
+    http::Response::builder().status(code).body(body).unwrap()
+}
+
+fn failure(code: u16, message: &str) -> http::Response<Body> {
+    respond(code, &json!({ "status": "Failure", "code": code, "message": message, "reason": "" }))
+}
+
+/// A certificate for [`HOST`] of a new authority, which is returned as PEM.
+fn certificates() -> (TlsAcceptor, String) {
+    let authority_key = KeyPair::generate().unwrap();
+    let mut authority = CertificateParams::new(Vec::new()).unwrap();
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let ca = authority.self_signed(&authority_key).unwrap().pem();
+    let issuer = Issuer::new(authority, authority_key);
+    let key = KeyPair::generate().unwrap();
+    let leaf =
+        CertificateParams::new(vec![HOST.to_owned()]).unwrap().signed_by(&key, &issuer).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
+    let mut config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![leaf.der().clone()], key)
+        .unwrap();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    (TlsAcceptor::from(Arc::new(config)), ca)
+}
+
+/// What serves one connection.
+struct Sidecar {
+    cluster: Cluster,
+    cut: tokio::sync::mpsc::Sender<()>,
+}
+
+type Messages = Pin<Box<dyn Stream<Item = Result<RawMessage, Status>> + Send>>;
+
+impl Sidecar {
+    fn play(&self, asked: Asked) -> Result<Response<Messages>, Status> {
+        let mut state = self.cluster.state();
+        state.asked.push(asked);
+        assert!(!state.scripts.is_empty(), "no script is left for {:?}", state.asked.last());
+        let Script { capacity, style, messages, end } = state.scripts.remove(0);
+        let message = move |blocks: Vec<(i64, i64)>| {
+            let block = |(byte_offset, size_bytes)| k8s::BlockMetadata { byte_offset, size_bytes };
+            Ok(RawMessage::of(&k8s::GetMetadataDeltaResponse {
+                block_metadata_type: style.into(),
+                volume_capacity_bytes: capacity,
+                block_metadata: blocks.into_iter().map(block).collect(),
+            }))
+        };
+        let messages: Vec<_> = messages.into_iter().map(message).collect();
+        Ok(Response::new(match end {
+            End::Whole => Box::pin(iter(messages)),
+            End::Code(code) if messages.is_empty() => return Err(Status::new(code, "scripted")),
+            End::Code(code) => {
+                Box::pin(iter(messages).chain(once(Err(Status::new(code, "scripted")))))
+            }
+            End::Break => {
+                let (sender, receiver) = tokio::sync::mpsc::channel(1);
+                let cut = self.cut.clone();
+                tokio::spawn(async move {
+                    for message in messages {
+                        let _ = sender.send(message).await;
+                    }
+                    // What was sent is to arrive.
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    let _ = cut.send(()).await;
+                    sender.closed().await;
+                });
+                Box::pin(ReceiverStream::new(receiver))
+            }
+        }))
+    }
+}
+
+#[tonic::async_trait]
+impl SnapshotMetadata for Sidecar {
+    type GetMetadataAllocatedStream = Messages;
+    type GetMetadataDeltaStream = Messages;
+
+    async fn get_metadata_allocated(
+        &self,
+        request: Request<k8s::GetMetadataAllocatedRequest>,
+    ) -> Result<Response<Messages>, Status> {
+        let request = request.into_inner();
+        assert_eq!(request.namespace, "shop");
+        self.play(Asked {
+            token: request.security_token,
+            base: String::new(),
+            snapshot: request.snapshot_name,
+            offset: request.starting_offset,
+        })
+    }
+
+    async fn get_metadata_delta(
+        &self,
+        request: Request<k8s::GetMetadataDeltaRequest>,
+    ) -> Result<Response<Messages>, Status> {
+        let request = request.into_inner();
+        assert_eq!(request.namespace, "shop");
+        self.play(Asked {
+            token: request.security_token,
+            base: request.base_snapshot_id,
+            snapshot: request.target_snapshot_name,
+            offset: request.starting_offset,
+        })
+    }
+}

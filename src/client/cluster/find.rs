@@ -1,0 +1,193 @@
+//! From the name of a VolumeSnapshot to the service that knows its blocks: VolumeSnapshot,
+//! VolumeSnapshotContent, driver, SnapshotMetadataService.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use anyhow::anyhow;
+use kube::api::ListParams;
+use kube::{Api, Client};
+use serde::de::DeserializeOwned;
+
+use super::failure::{Failure, Retry};
+use super::is_object_name;
+use crate::kubernetes::metadata_service::{
+    DRIVER_LABEL, SnapshotMetadataService, SnapshotMetadataServiceSpec,
+};
+use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
+
+/// How long one call of the API server may take.
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Looks things up in a cluster.
+pub struct Finder {
+    client: Client,
+    namespace: String,
+    address: Option<String>,
+}
+
+/// Where a driver's sidecar is.
+#[derive(Debug)]
+pub struct Service {
+    /// To connect to: host:port.
+    pub address: String,
+    /// What the certificate must be for.
+    pub host: String,
+    pub audience: String,
+    /// Certificates (PEM) of those whom to trust there.
+    pub ca: Vec<u8>,
+}
+
+impl Finder {
+    /// `address` is connected to instead of the one that a SnapshotMetadataService names.
+    pub fn new(client: Client, namespace: &str, address: Option<String>) -> Self {
+        Self { client, namespace: namespace.to_owned(), address }
+    }
+
+    pub fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    /// The CSI driver that holds a snapshot.
+    pub async fn driver(&self, snapshot: &str) -> Result<String, Failure> {
+        if !is_object_name(snapshot) {
+            return Err(Failure::never(anyhow!(
+                "{snapshot:?} cannot be the name of a VolumeSnapshot: with --namespace snapshots go by \
+                 that, not by id"
+            )));
+        }
+        let what = format!("VolumeSnapshot {}/{snapshot}", self.namespace);
+        let found = get(&self.snapshots(), &what, snapshot).await?;
+        let Some(content) = content_of(&found) else {
+            let status = found.status.unwrap_or_default();
+            let error = status.error.and_then(|error| error.message).unwrap_or_default();
+            let because = if error.is_empty() { error } else { format!(": {error}") };
+            return Err(Failure::new(
+                Retry::Always,
+                anyhow!("{what} is not bound to a VolumeSnapshotContent yet{because}"),
+            ));
+        };
+        Ok(self.content(&content).await?.spec.driver)
+    }
+
+    /// How to name the base of a delta. Where there is a VolumeSnapshot of that name and it has a CSI
+    /// handle, by that, which every sidecar understands; else as it is given, for the sidecar to judge.
+    pub async fn base(&self, base: &str) -> Result<String, Failure> {
+        if !is_object_name(base) {
+            return Ok(base.to_owned());
+        }
+        let what = format!("VolumeSnapshot {}/{base}", self.namespace);
+        let found = call(&what, self.snapshots().get_opt(base)).await?;
+        let Some(content) = found.as_ref().and_then(content_of) else { return Ok(base.to_owned()) };
+        let handle = self.content(&content).await?.status.and_then(|status| status.snapshot_handle);
+        Ok(handle.unwrap_or_else(|| base.to_owned()))
+    }
+
+    /// The SnapshotMetadataService of a driver: the one with its name, else the one with its label.
+    pub async fn service(&self, driver: &str) -> Result<Service, Failure> {
+        let api: Api<SnapshotMetadataService> = Api::all(self.client.clone());
+        let what = format!("SnapshotMetadataService of driver {driver}");
+        let spec = match call(&what, api.get_opt(driver)).await? {
+            Some(found) => found.spec,
+            None => {
+                let labelled = ListParams::default().labels(&format!("{DRIVER_LABEL}={driver}"));
+                only(driver, call(&what, api.list(&labelled)).await?.items)?
+            }
+        };
+        let host = host_of(&spec.address).ok_or_else(|| {
+            Failure::never(anyhow!("{what}: its address {:?} is not host:port", spec.address))
+        })?;
+        Ok(Service {
+            host: host.to_owned(),
+            address: self.address.clone().unwrap_or(spec.address),
+            audience: spec.audience,
+            ca: spec.ca_cert.0,
+        })
+    }
+
+    fn snapshots(&self) -> Api<VolumeSnapshot> {
+        Api::namespaced(self.client.clone(), &self.namespace)
+    }
+
+    async fn content(&self, name: &str) -> Result<VolumeSnapshotContent, Failure> {
+        let what = format!("VolumeSnapshotContent {name}");
+        get(&Api::all(self.client.clone()), &what, name).await
+    }
+}
+
+fn content_of(snapshot: &VolumeSnapshot) -> Option<String> {
+    let status = snapshot.status.as_ref()?;
+    status.bound_volume_snapshot_content_name.clone().filter(|name| !name.is_empty())
+}
+
+fn only(
+    driver: &str,
+    mut found: Vec<SnapshotMetadataService>,
+) -> Result<SnapshotMetadataServiceSpec, Failure> {
+    match (found.pop(), found.as_slice()) {
+        (Some(one), []) => Ok(one.spec),
+        (None, _) => Err(Failure::never(anyhow!(
+            "no SnapshotMetadataService is named {driver} or labelled {DRIVER_LABEL}={driver}: the \
+             driver's sidecar is not set up for backup applications"
+        ))),
+        (Some(last), others) => {
+            let all = others.iter().chain([&last]);
+            let names: Vec<_> = all.filter_map(|one| one.metadata.name.as_deref()).collect();
+            Err(Failure::never(anyhow!(
+                "several SnapshotMetadataServices are labelled {DRIVER_LABEL}={driver}, and none has the \
+                 driver's name: {}",
+                names.join(", ")
+            )))
+        }
+    }
+}
+
+/// The host of host:port; an IPv6 address without its brackets.
+fn host_of(address: &str) -> Option<&str> {
+    let (host, port) = address.rsplit_once(':')?;
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let host = bare.unwrap_or(host);
+    (port.parse::<u16>().is_ok() && !host.is_empty()).then_some(host)
+}
+
+async fn get<K: Clone + DeserializeOwned + Debug>(
+    api: &Api<K>,
+    what: &str,
+    name: &str,
+) -> Result<K, Failure> {
+    call(what, api.get(name)).await
+}
+
+/// One call of the API server, which does not take for ever.
+pub async fn call<T>(
+    what: &str,
+    work: impl Future<Output = Result<T, kube::Error>>,
+) -> Result<T, Failure> {
+    match tokio::time::timeout(CALL_TIMEOUT, work).await {
+        Ok(outcome) => outcome.map_err(|error| Failure::api(what, error)),
+        Err(_) => Err(Failure::new(
+            Retry::OnceBegun,
+            anyhow!("{what}: no answer from the API server within {} s", CALL_TIMEOUT.as_secs()),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_in_the_certificate_is_the_host_of_the_address() {
+        for (address, host) in [
+            ("sidecar.csi.svc:6443", Some("sidecar.csi.svc")),
+            ("10.0.0.1:1", Some("10.0.0.1")),
+            ("[fd00::1]:6443", Some("fd00::1")),
+            ("sidecar", None),
+            ("sidecar:", None),
+            (":6443", None),
+            ("sidecar:70000", None),
+        ] {
+            assert_eq!(host_of(address), host, "{address}");
+        }
+    }
+}

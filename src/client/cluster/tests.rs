@@ -1,0 +1,346 @@
+//! The Kubernetes way end to end, against [`fake_sidecar`]: what is asked, what goes on after which
+//! interruption, and what is told of the rest.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use serde_json::json;
+use tokio::time::Instant;
+use tonic::Code;
+
+use super::super::block_map::{BlockMap, Query, Window};
+use super::fake_sidecar::{
+    Asked, CAPACITY, Cluster, DRIVER, End, REVIEW_PATH, Script, content_path, service,
+    service_path, snapshot_path,
+};
+use super::find::Finder;
+use super::resume::Resuming;
+use super::token::Tokens;
+use super::{Limits, is_object_name, token_expiry};
+use crate::backend::Extent;
+use crate::proto::snapshotmetadata::BlockMetadataType;
+
+const K: i64 = 4096;
+
+fn allocated() -> Query {
+    Query::Allocated { snapshot: "b".to_owned() }
+}
+
+fn delta(base: &str) -> Query {
+    Query::Delta { base: base.to_owned(), target: "b".to_owned() }
+}
+
+fn source(cluster: &Cluster, query: Query, offset: i64, timeout: Duration) -> Resuming {
+    let account = Some(("shop".to_owned(), "backup".to_owned()));
+    let tokens = Tokens::requested(cluster.client(), account, Duration::from_secs(600));
+    let finder = Finder::new(cluster.client(), "shop", None);
+    let limits = Limits { deadline: Instant::now() + timeout, timeout };
+    Resuming::new(finder, tokens, query, Window { starting_offset: offset, max_results: 0 }, limits)
+}
+
+/// The extents of a whole answer, in units of 4 KiB.
+async fn read(source: Resuming) -> Result<Vec<(i64, i64)>> {
+    let mut map = BlockMap::new(source);
+    let mut all = Vec::new();
+    while let Some(extents) = map.next().await? {
+        let units = |extent: Extent| (extent.offset as i64 / K, extent.length as i64 / K);
+        all.extend(extents.into_iter().map(units));
+    }
+    Ok(all)
+}
+
+/// What the cluster answers with these scripts, and which offsets were asked for, in units of 4 KiB.
+async fn played(scripts: Vec<Script>) -> (Result<Vec<(i64, i64)>>, Vec<i64>) {
+    let cluster = Cluster::new(scripts).await;
+    let answer = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
+    (answer, cluster.asked().iter().map(|asked| asked.offset / K).collect())
+}
+
+/// Messages of extents in units of 4 KiB.
+fn script(messages: &[&[(i64, i64)]], end: End) -> Script {
+    let bytes = |message: &&[(i64, i64)]| message.iter().map(|(o, l)| (o * K, l * K)).collect();
+    Script { messages: messages.iter().map(bytes).collect(), ..Script::new(&[], end) }
+}
+
+fn told(outcome: Result<Vec<(i64, i64)>>) -> String {
+    format!("{:#}", outcome.expect_err("an error"))
+}
+
+const UNAVAILABLE: End = End::Code(Code::Unavailable);
+
+#[tokio::test]
+async fn an_answer_that_is_not_interrupted_is_asked_for_once() {
+    let cluster = Cluster::new(vec![script(&[&[(0, 1), (4, 2)], &[(9, 1)]], End::Whole)]).await;
+    let answer = read(source(&cluster, delta("a"), 2 * K, Duration::from_secs(60))).await.unwrap();
+    assert_eq!(answer, [(0, 1), (4, 2), (9, 1)]);
+    let asked = Asked {
+        token: "token-1".to_owned(),
+        base: "handle-a".to_owned(),
+        snapshot: "b".to_owned(),
+        offset: 2 * K,
+    };
+    assert_eq!(cluster.asked(), [asked]);
+    let token = "POST /api/v1/namespaces/shop/serviceaccounts/backup/token?";
+    assert_eq!(cluster.calls().iter().filter(|call| *call == token).count(), 1);
+}
+
+#[tokio::test]
+async fn an_interrupted_answer_goes_on_where_it_broke() {
+    for end in [UNAVAILABLE, End::Break] {
+        let (answer, offsets) = played(vec![
+            script(&[], end),
+            script(&[&[]], end),
+            script(&[&[(0, 1), (4, 2)]], end),
+            script(&[], end),
+            script(&[&[], &[(9, 1)]], end),
+            script(&[&[(12, 1)]], End::Whole),
+        ])
+        .await;
+        assert_eq!(answer.unwrap(), [(0, 1), (4, 2), (9, 1), (12, 1)]);
+        assert_eq!(offsets, [0, 0, 0, 6, 6, 10]);
+    }
+}
+
+#[tokio::test]
+async fn what_an_offset_rounded_down_repeats_is_cut_off() {
+    for style in [BlockMetadataType::FixedLength, BlockMetadataType::VariableLength] {
+        let (answer, offsets) = played(vec![
+            Script { style, ..script(&[&[(0, 1), (4, 1), (5, 1)]], UNAVAILABLE) },
+            // All over again from 0; then an extent over the seam.
+            Script { style, ..script(&[&[(0, 1), (4, 1)], &[(5, 1), (6, 1)]], UNAVAILABLE) },
+            Script { style, ..script(&[&[(4, 6)], &[(20, 1)]], End::Whole) },
+        ])
+        .await;
+        assert_eq!(answer.unwrap(), [(0, 1), (4, 1), (5, 1), (6, 1), (7, 3), (20, 1)]);
+        assert_eq!(offsets, [0, 6, 7]);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_broke_after_the_last_byte_of_the_volume_is_whole() {
+    let last = CAPACITY / K - 1;
+    let (answer, offsets) = played(vec![script(&[&[(last, 1)]], End::Break)]).await;
+    assert_eq!(answer.unwrap(), [(last, 1)]);
+    assert_eq!(offsets, [0]);
+    let (answer, _) = played(vec![script(&[&[(last, 1)]], End::Code(Code::Internal))]).await;
+    assert!(told(answer).starts_with("INTERNAL"));
+}
+
+#[tokio::test]
+async fn a_rest_without_messages_is_whole_once_the_shape_is_known() {
+    let (answer, _) =
+        played(vec![script(&[&[(0, 1)]], UNAVAILABLE), script(&[], End::Whole)]).await;
+    assert_eq!(answer.unwrap(), [(0, 1)]);
+    let (answer, _) = played(vec![script(&[], End::Whole)]).await;
+    assert!(told(answer).contains("without a message"));
+}
+
+#[tokio::test]
+async fn a_shape_that_changes_between_attempts_is_an_error() {
+    let first = script(&[&[(0, 1)]], UNAVAILABLE);
+    let second = script(&[&[(4, 1)]], End::Whole);
+    let fixed = Script { style: BlockMetadataType::FixedLength, ..second.clone() };
+    let grown = Script { capacity: 2 * CAPACITY, ..second };
+    for other in [fixed, grown] {
+        let (answer, _) = played(vec![first.clone(), other]).await;
+        assert!(told(answer).contains("changed the block metadata type or the capacity"));
+    }
+}
+
+#[tokio::test]
+async fn a_token_that_expired_is_renewed_and_one_that_is_refused_is_not() {
+    let expired = End::Code(Code::Unauthenticated);
+    let cluster = Cluster::new(vec![
+        script(&[&[(0, 1)]], expired),
+        script(&[&[(1, 1)]], UNAVAILABLE),
+        script(&[], expired),
+        script(&[&[(2, 1)]], End::Whole),
+    ])
+    .await;
+    let answer = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await.unwrap();
+    assert_eq!(answer, [(0, 1), (1, 1), (2, 1)]);
+    let tokens: Vec<_> = cluster.asked().into_iter().map(|asked| asked.token).collect();
+    assert_eq!(tokens, ["token-1", "token-2", "token-3", "token-4"]);
+
+    // At once, and twice in a row, another token would not help either.
+    let (answer, offsets) = played(vec![script(&[], expired)]).await;
+    let told_at_once = told(answer);
+    assert!(told_at_once.starts_with("UNAUTHENTICATED: scripted; the token of ServiceAccount"));
+    assert!(!told_at_once.contains("token-1"), "{told_at_once}");
+    assert_eq!(offsets, [0]);
+    let (answer, offsets) = played(vec![script(&[&[(0, 1)]], expired), script(&[], expired)]).await;
+    assert!(told(answer).starts_with("UNAUTHENTICATED"));
+    assert_eq!(offsets, [0, 1]);
+}
+
+#[tokio::test]
+async fn other_codes_end_the_answer_at_once() {
+    for code in (1..=16).map(Code::from) {
+        if matches!(code, Code::Unavailable | Code::Unauthenticated) {
+            continue;
+        }
+        let (answer, offsets) = played(vec![script(&[&[(0, 1)]], End::Code(code))]).await;
+        let told = told(answer);
+        assert!(told.starts_with(&format!("{}: scripted", crate::grpc::code_name(code))), "{told}");
+        assert_eq!(offsets, [0], "{code:?}");
+    }
+}
+
+#[tokio::test]
+async fn attempts_end_with_the_time_and_tell_the_last_reason() {
+    let cluster = Cluster::new(vec![script(&[], UNAVAILABLE); 9]).await;
+    let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(1))).await;
+    let told = told(outcome);
+    assert!(told.contains("--timeout allows more; UNAVAILABLE: scripted"), "{told}");
+    // The pauses grow.
+    assert!(cluster.asked().len() < 6, "{:?}", cluster.asked());
+}
+
+#[tokio::test]
+async fn a_sidecar_that_moved_and_changed_its_authority_is_found_again() {
+    let cluster =
+        Cluster::new(vec![script(&[&[(0, 1)]], UNAVAILABLE), script(&[&[(1, 1)]], End::Whole)])
+            .await;
+    let mut map = BlockMap::new(source(&cluster, allocated(), 0, Duration::from_secs(60)));
+    assert_eq!(map.next().await.unwrap().unwrap().len(), 1);
+    let (address, ca) = cluster.start_sidecar().await;
+    let old = service(&address, &Cluster::new(Vec::new()).await.start_sidecar().await.1);
+    cluster.put(&service_path(DRIVER), old);
+    let moved = cluster.clone();
+    tokio::spawn(async move {
+        // First the address; the authority is there a moment later. The API server stumbles, too.
+        tokio::time::sleep(Duration::from_millis(250)).await;
+        moved.fail(&service_path(DRIVER), 503);
+        moved.put(&service_path(DRIVER), service(&address, &ca));
+    });
+    assert_eq!(map.next().await.unwrap().unwrap()[0].offset, 4096);
+    assert!(map.next().await.unwrap().is_none());
+}
+
+#[tokio::test]
+async fn only_the_authorities_of_the_service_are_trusted() {
+    let cluster = Cluster::new(Vec::new()).await;
+    let (address, ca) = cluster.start_sidecar().await;
+    let (_, other) = cluster.start_sidecar().await;
+    // Another's authority; a name that the certificate is not for; no certificate at all.
+    let port = address.rsplit(':').next().unwrap();
+    for (address, ca, why) in [
+        (&address, &*other, "TLS with"),
+        (&format!("127.0.0.1:{port}"), &*ca, "TLS with"),
+        (&address, "nothing", "caCert"),
+    ] {
+        cluster.put(&service_path(DRIVER), service(address, ca));
+        let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
+        let told = told(outcome);
+        assert!(told.contains(why), "{told}");
+    }
+}
+
+#[tokio::test]
+async fn another_address_is_connected_to_under_the_name_of_the_service() {
+    let cluster = Cluster::new(vec![script(&[&[(0, 1)]], End::Whole)]).await;
+    let (address, ca) = cluster.start_sidecar().await;
+    let port = address.rsplit(':').next().unwrap();
+    cluster.put(&service_path(DRIVER), service("localhost:1", &ca));
+    let account = Some(("shop".to_owned(), "backup".to_owned()));
+    let tokens = Tokens::requested(cluster.client(), account, Duration::from_secs(600));
+    let finder = Finder::new(cluster.client(), "shop", Some(format!("127.0.0.1:{port}")));
+    let timeout = Duration::from_secs(60);
+    let limits = Limits { deadline: Instant::now() + timeout, timeout };
+    let source = Resuming::new(finder, tokens, allocated(), Window::default(), limits);
+    assert_eq!(read(source).await.unwrap(), [(0, 1)]);
+}
+
+#[tokio::test]
+async fn a_base_is_sent_by_its_handle_and_one_that_is_gone_as_it_is() {
+    for (base, sent) in [("a", "handle-a"), ("gone", "gone"), ("Handle/7", "Handle/7")] {
+        let cluster = Cluster::new(vec![script(&[&[]], End::Whole)]).await;
+        read(source(&cluster, delta(base), 0, Duration::from_secs(60))).await.unwrap();
+        assert_eq!(cluster.asked()[0].base, sent, "{base}");
+    }
+}
+
+#[tokio::test]
+async fn a_service_is_found_by_label_when_none_has_the_drivers_name() {
+    let cluster = Cluster::new(vec![script(&[&[(0, 1)]], End::Whole)]).await;
+    let (address, ca) = cluster.start_sidecar().await;
+    cluster.remove(&service_path(DRIVER));
+    let listed = |names: &[&str]| {
+        let item = |name: &&str| json!({ "metadata": { "name": name }, "spec": service(&address, &ca)["spec"] });
+        json!({ "metadata": {}, "items": names.iter().map(item).collect::<Vec<_>>() })
+    };
+    for (names, why) in [(&[][..], "no SnapshotMetadataService"), (&["one", "two"], "one, two")] {
+        cluster.put(&service_path(""), listed(names));
+        let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
+        let told = told(outcome);
+        assert!(told.contains(why), "{told}");
+    }
+    cluster.put(&service_path(""), listed(&["other-name"]));
+    let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
+    assert_eq!(outcome.unwrap(), [(0, 1)]);
+    let selector = "labelSelector=cbt.storage.k8s.io%2Fdriver%3Dd.example";
+    assert!(cluster.calls().iter().any(|call| call.contains(selector)), "{:?}", cluster.calls());
+}
+
+#[tokio::test]
+async fn what_the_api_server_refuses_is_told_at_once() {
+    let cluster = Cluster::new(Vec::new()).await;
+    let token = "/api/v1/namespaces/shop/serviceaccounts/backup/token";
+    for (path, what) in [
+        (&snapshot_path("b"), "VolumeSnapshot shop/b"),
+        (&content_path("b"), "VolumeSnapshotContent content-b"),
+        (&service_path(DRIVER), "SnapshotMetadataService of driver d.example"),
+        (&token.to_owned(), "token of ServiceAccount shop/backup"),
+    ] {
+        for code in [403, 503] {
+            cluster.fail(path, code);
+            let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
+            let told = told(outcome);
+            assert!(told.starts_with(what) && told.contains("fails"), "{told}");
+            assert_eq!(told.contains("RBAC"), code == 403, "{told}");
+        }
+    }
+    assert!(cluster.asked().is_empty());
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_not_bound_yet_is_waited_for() {
+    let cluster = Cluster::new(vec![script(&[&[(0, 1)]], End::Whole)]).await;
+    let unbound = json!({ "spec": { "source": {} } });
+    cluster.put(&snapshot_path("b"), unbound);
+    let binding = cluster.clone();
+    tokio::spawn(async move {
+        tokio::time::sleep(Duration::from_millis(150)).await;
+        let status = json!({ "boundVolumeSnapshotContentName": "content-b" });
+        binding.put(&snapshot_path("b"), json!({ "spec": { "source": {} }, "status": status }));
+    });
+    let outcome = read(source(&cluster, allocated(), 0, Duration::from_secs(60))).await;
+    assert_eq!(outcome.unwrap(), [(0, 1)]);
+}
+
+#[tokio::test]
+async fn without_an_account_the_callers_own_is_asked_as() {
+    let user = |name: &str| json!({ "status": { "userInfo": { "username": name } } });
+    let cluster = Cluster::new(Vec::new()).await;
+    let own = || Tokens::requested(cluster.client(), None, Duration::from_secs(600));
+    cluster.put(REVIEW_PATH, user("system:serviceaccount:ops:velero"));
+    let Ok(token) = own().take("aud").await else { panic!("no token") };
+    assert_eq!((&*token.secret, &*token.account), ("token-1", "ServiceAccount ops/velero"));
+    cluster.put(REVIEW_PATH, user("admin"));
+    let Err(failure) = own().take("aud").await else { panic!("a token for admin") };
+    assert!(failure.error.to_string().contains("--service-account"), "{:#}", failure.error);
+}
+
+#[test]
+fn names_and_times_that_kubernetes_would_refuse_are_refused_here() {
+    for name in ["a", "a-1.b", "0"] {
+        assert!(is_object_name(name), "{name}");
+    }
+    for name in ["", "A", "a/b", "..", "-a", "a.", "a b", &"a".repeat(254)] {
+        assert!(!is_object_name(name), "{name}");
+    }
+    assert!(token_expiry("10min").is_ok());
+    for time in ["9min", "1000years", "soon"] {
+        assert!(token_expiry(time).is_err(), "{time}");
+    }
+}

@@ -9,70 +9,12 @@
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
+# shellcheck source=hack/stage.sh
+source "$(dirname "$0")/stage.sh"
 
 # What is copied into the volume, in bytes, at most.
 tree_bytes=$((100 << 20))
 volume=demo
-
-tmp=
-driver=
-driver_pid=
-child_pid=
-bold='' dim='' plain=''
-if [[ -t 1 ]]; then
-    bold=$'\e[1m' dim=$'\e[2m' plain=$'\e[0m'
-fi
-
-say() { printf '%s==> %s%s\n' "$bold" "$*" "$plain"; }
-
-# run COMMAND...: in the background, so that a signal to this script is heard while it runs, and in a
-# session of its own, so that an interrupt from the terminal reaches this script alone, which then
-# ends what is running in the right order.
-run() {
-    local status=0
-    setsid "$@" &
-    child_pid=$!
-    wait "$child_pid" || status=$?
-    child_pid=
-    return "$status"
-}
-
-# show ARGUMENT...: a command of the binary, told before it is run.
-show() {
-    printf '%s    $ csi-loopback %s%s\n' "$dim" "${*//"$tmp"/\$tmp}" "$plain"
-    run "$driver" "$@"
-}
-
-stop() { # stop PID SECONDS: asks the process and those that it started to end, then makes it
-    local deadline=$((SECONDS + $2))
-    # Until it has a session of its own, it has no group of its own.
-    kill -TERM -- "-$1" 2>/dev/null || kill -TERM "$1" 2>/dev/null || return 0
-    while kill -0 "$1" 2>/dev/null; do
-        if ((SECONDS >= deadline)); then
-            kill -KILL "$1" 2>/dev/null || true
-            break
-        fi
-        sleep 0.1
-    done
-    wait "$1" 2>/dev/null || true
-}
-
-# in_use DIR: processes, mounts and loop devices of this run, a line each, that are still there once
-# the kernel has let go, which for a loop device is a moment after its last user.
-in_use() {
-    local left processes
-    for _ in {1..50}; do
-        processes=$(processes_of "$1")
-        left=$(
-            [[ -z $processes ]] || printf 'process %s\n' "${processes//$'\n'/$'\nprocess '}"
-            mounts_below "$1" | sed 's/^/mount /'
-            loops_of "$1" | sed 's/^/loop device /'
-        )
-        [[ -n $left ]] || return 0
-        sleep 0.1
-    done
-    printf '%s\n' "$left"
-}
 
 # take_down HOW: takes away what the demo made, as its user would. Each call does nothing where nothing is to be
 # done, so it may be repeated, and begun wherever the demo ended.
@@ -84,73 +26,6 @@ take_down() {
         "$how" "$driver" snapshot delete "$snapshot" --timeout 30s
     done
     "$how" "$driver" volume delete "$volume" --timeout 30s
-}
-
-quietly() { "$@" >/dev/null 2>&1 || true; }
-
-cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
-    local status=$1 dir=$tmp left
-    # A second interrupt must not stop what undoes the first.
-    trap '' INT TERM HUP PIPE
-    trap - EXIT
-    set +e
-    # A verification that is under way takes its own volumes away.
-    [[ -z $child_pid ]] || stop "$child_pid" 70
-    [[ -n $dir ]] || exit "$status"
-    say "interrupted or failed: cleaning up"
-    if [[ -n $driver_pid ]] && kill -0 "$driver_pid" 2>/dev/null; then
-        take_down quietly
-        stop "$driver_pid" 30
-    fi
-    if ((status != 0 && status < 128)) && [[ -s $dir/driver.log ]]; then
-        echo "    last lines of the driver's log:"
-        tail -n 20 "$dir/driver.log" | sed 's/^/    /'
-    fi
-    # Whatever a driver that died has left.
-    clear_directory "$dir"
-    unset TMPDIR
-    left=$(in_use "$dir")
-    [[ ! -e $dir ]] || left+=$'\n'"directory $dir"
-    if [[ -n $left ]]; then
-        printf 'left behind:\n%s\n' "$left" >&2
-    else
-        say "cleaned up: no mount, loop device, process or file is left"
-    fi
-    exit "$status"
-}
-
-# Signals call the clean-up themselves: an interrupt that also made a command fail, and so has begun
-# the trap of the exit already, would end that trap with an `exit` before its first command.
-trap 'cleanup $?' EXIT
-trap 'cleanup 130' INT
-trap 'cleanup 143' TERM
-trap 'cleanup 129' HUP
-trap 'cleanup 141' PIPE
-
-find_driver() {
-    driver=${CSI_LOOPBACK_BIN:-}
-    if [[ -z $driver ]]; then
-        command -v cargo >/dev/null || die "needs Rust: no cargo in PATH"
-        install_missing gcc || die "needs a C compiler"
-        say "building csi-loopback"
-        run env --chdir="$repo" cargo build --locked || die "it does not build"
-        driver=$(cd "$repo" && realpath "${CARGO_TARGET_DIR:-target}")/debug/csi-loopback
-    fi
-    driver=$(realpath "$driver")
-    [[ -x $driver ]] || die "no binary at $driver"
-}
-
-start_driver() {
-    local deadline=$((SECONDS + 60))
-    # A session of its own, as in run: the clean-up still needs the driver.
-    setsid "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto \
-        >"$tmp/driver.log" 2>&1 </dev/null &
-    driver_pid=$!
-    until "$driver" volume list --timeout 5s >/dev/null 2>&1; do
-        kill -0 "$driver_pid" 2>/dev/null || die "the driver did not start"
-        ((SECONDS < deadline)) || die "the driver did not answer within a minute"
-        sleep 0.1
-    done
 }
 
 # Copies real files into the volume; sets files, to what was copied, and copied, in bytes.
@@ -194,12 +69,7 @@ change_tree() {
 is_root || die "needs root, for loop devices and mounts: sudo $0"
 install_missing "${storage_commands[@]}" setsid || die "needs what could not be installed"
 find_driver
-
-tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-loopback-demo.XXXXXX")
-# All that is started from here on keeps its files below, and is known by it.
-export TMPDIR=$tmp
-export CSI_ENDPOINT=unix://$tmp/csi.sock
-cd "$tmp"
+begin_demo
 
 say "starting the driver, with its pool in \$tmp ($tmp)"
 start_driver
@@ -236,11 +106,4 @@ show snapshot verify A B
 
 say "taking everything down"
 take_down run
-stop "$driver_pid" 30
-driver_pid=
-left=$(in_use "$tmp")
-[[ -z $left ]] || die "still in use: $left"
-clear_directory "$tmp"
-[[ ! -e $tmp ]] || die "still there: $tmp"
-tmp=
-say "done: no mount, loop device, process or file is left"
+end_demo

@@ -238,7 +238,11 @@ fn respond(code: u16, body: &Value) -> http::Response<Body> {
 }
 
 fn failure(code: u16, message: &str) -> http::Response<Body> {
-    respond(code, &json!({ "status": "Failure", "code": code, "message": message, "reason": "" }))
+    let reason = if code == 404 { "NotFound" } else { "" };
+    respond(
+        code,
+        &json!({ "status": "Failure", "code": code, "message": message, "reason": reason }),
+    )
 }
 
 /// A certificate for [`HOST`] of a new authority, which is returned as PEM.

@@ -17,6 +17,7 @@ use super::super::block_map::{Answer, Message, Query, Window};
 use super::super::connection::Deadline;
 use super::failure::{Failure, Retry, Subject};
 use super::find::Service;
+use crate::kubernetes::tls;
 use crate::proto::csi::v1 as csi;
 use crate::proto::snapshotmetadata as k8s;
 use k8s::snapshot_metadata_client::SnapshotMetadataClient;
@@ -128,10 +129,9 @@ async fn handshake(service: &Service) -> Result<TlsStream<TcpStream>, Failure> {
     let name = ServerName::try_from(host.clone())
         .with_context(|| format!("{host:?} is not a host's name"))
         .map_err(Failure::never)?;
-    let mut config = tls::client_config(ca)
+    let config = tls::client_config(ca)
         .context("the caCert of the SnapshotMetadataService")
         .map_err(|error| Failure::new(Retry::OnceBegun, error))?;
-    config.alpn_protocols = vec![b"h2".to_vec()];
     let unreachable = |error: std::io::Error| {
         // A certificate that is not trusted is no matter of time, unless it is being renewed.
         let refused = error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>());
@@ -149,29 +149,4 @@ async fn handshake(service: &Service) -> Result<TlsStream<TcpStream>, Failure> {
     let socket = TcpStream::connect(address).await.map_err(unreachable)?;
     let connector = TlsConnector::from(Arc::new(config));
     connector.connect(name, socket).await.map_err(unreachable)
-}
-
-mod tls {
-    use std::sync::Arc;
-
-    use anyhow::{Context, Result, bail};
-    use rustls::{ClientConfig, RootCertStore};
-    use rustls_pki_types::CertificateDer;
-    use rustls_pki_types::pem::PemObject;
-
-    /// Trusts the certificates of a bundle (PEM), and nobody else.
-    pub fn client_config(ca_pem: &[u8]) -> Result<ClientConfig> {
-        let mut roots = RootCertStore::empty();
-        for certificate in CertificateDer::pem_slice_iter(ca_pem) {
-            roots.add(certificate.context("not PEM")?).context("not a certificate")?;
-        }
-        if roots.is_empty() {
-            bail!("there is no certificate in it");
-        }
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        Ok(ClientConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()?
-            .with_root_certificates(roots)
-            .with_no_client_auth())
-    }
 }

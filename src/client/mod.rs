@@ -209,8 +209,28 @@ mod tests {
             "x snapshot allocated s --starting-offset=-1x",
             "x snapshot verify a",
             "x pool check --endpoint unix:///a",
+            "x snapshot allocated s --kubeconfig k",
+            "x snapshot allocated s --token-file f",
+            "x snapshot allocated s --address h:1",
+            "x snapshot allocated s --namespace a/b",
+            "x snapshot allocated s --namespace n --token-expiry 1min",
+            "x snapshot allocated s --namespace n --service-account-namespace m",
+            "x snapshot delta a b --namespace n --service-account s --token-file f",
+            "x snapshot delta a b --namespace n --token-file f --token-expiry 20min",
+            "x snapshot list --namespace n",
         ] {
             assert!(parse(line).is_err(), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_driver_and_a_cluster_are_not_asked_at_once() {
+        for line in [
+            "x snapshot allocated s --namespace n --endpoint unix:///a",
+            "x snapshot --endpoint unix:///a delta a b --namespace n",
+        ] {
+            let error = run(parse(line).unwrap()).unwrap_err().to_string();
+            assert!(error.contains("--endpoint") && error.contains("--namespace"), "{error}");
         }
     }
 

@@ -237,6 +237,14 @@ answered  first message after 900 µs, all after 1.5 ms
     }
 
     #[test]
+    fn json_tells_names_from_ids() {
+        let subject = |namespace| Report::new(Output::Json, &delta(), namespace, None).subject;
+        assert_eq!(subject(None), r#""base_snapshot_id":"a","target_snapshot_id":"b\"""#);
+        let named = r#""namespace":"n","base_snapshot":"a","target_snapshot":"b\"""#;
+        assert_eq!(subject(Some("n")), named);
+    }
+
+    #[test]
     fn an_answer_cut_short_never_looks_complete() {
         let table = printed(Output::Table, None, 3, false);
         assert!(!table.contains("capacity") && !table.contains("extents"), "{table}");

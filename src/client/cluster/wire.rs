@@ -136,15 +136,17 @@ async fn handshake(service: &Service) -> Result<TlsStream<TcpStream>, Failure> {
         // A certificate that is not trusted is no matter of time, unless it is being renewed.
         let refused = error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>());
         let retry = if refused { Retry::OnceBegun } else { Retry::Always };
-        let who = if refused {
+        let what = if refused {
             format!(
-                "TLS with {address}, whose certificate must be for {host:?} and from the caCert of \
-                     its SnapshotMetadataService"
+                "TLS with {address}, whose certificate must be for {host:?} and from the caCert of its \
+                 SnapshotMetadataService"
             )
         } else {
-            format!("cannot connect to {address}")
+            format!(
+                "cannot connect to {address} (from outside of the cluster: port-forward, --address)"
+            )
         };
-        Failure::new(retry, anyhow::Error::from(error).context(who))
+        Failure::new(retry, anyhow::Error::from(error).context(what))
     };
     let socket = TcpStream::connect(address).await.map_err(unreachable)?;
     let connector = TlsConnector::from(Arc::new(config));

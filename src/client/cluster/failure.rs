@@ -19,7 +19,8 @@ pub enum Retry {
     Always,
     /// Where a first message has come, it has worked before and may again; else it is set up wrongly.
     OnceBegun,
-    /// Once after extents have come: a token may have expired since.
+    /// Once after extents have come: a token may have expired since, or the time be over that the sidecar
+    /// allows one stream.
     AfterProgress,
     Never,
 }
@@ -61,7 +62,7 @@ impl Failure {
         }
         let retry = match status.code() {
             Code::Unavailable => Retry::Always,
-            Code::Unauthenticated => Retry::AfterProgress,
+            Code::Unauthenticated | Code::DeadlineExceeded => Retry::AfterProgress,
             _ => Retry::Never,
         };
         let step = next_step(status.code(), subject);
@@ -102,10 +103,9 @@ fn next_step(code: Code, subject: &Subject<'_>) -> Option<String> {
             format!("`kubectl get volumesnapshots -n {namespace}` shows what there is")
         }
         Code::Unimplemented => format!("the driver {driver} does not tell which blocks changed"),
-        Code::ResourceExhausted => "too much is asked at once: ask again later".to_owned(),
-        Code::DeadlineExceeded => "the sidecar limits how long one answer may take: go on with \
-            --starting-offset at the end of the last extent"
-            .to_owned(),
+        Code::DeadlineExceeded => {
+            "in the time that the sidecar allows, not one extent came".to_owned()
+        }
         Code::OutOfRange => "--starting-offset must lie within the volume".to_owned(),
         _ => return None,
     })
@@ -134,8 +134,7 @@ mod tests {
             (Code::Unauthenticated, "UNAUTHENTICATED: why", "audience \"aud\""),
             (Code::NotFound, "NOT_FOUND: why", "-n shop"),
             (Code::Unimplemented, "UNIMPLEMENTED: why", "d.example"),
-            (Code::ResourceExhausted, "RESOURCE_EXHAUSTED: why", "later"),
-            (Code::DeadlineExceeded, "DEADLINE_EXCEEDED: why", "--starting-offset"),
+            (Code::DeadlineExceeded, "DEADLINE_EXCEEDED: why", "not one extent"),
             (Code::OutOfRange, "OUT_OF_RANGE: why", "--starting-offset"),
         ];
         for (code, begin, step) in step {
@@ -151,7 +150,7 @@ mod tests {
             let retry = Failure::stream(Status::new(code, "why"), &SUBJECT).retry;
             let expected = match code {
                 Code::Unavailable => Retry::Always,
-                Code::Unauthenticated => Retry::AfterProgress,
+                Code::Unauthenticated | Code::DeadlineExceeded => Retry::AfterProgress,
                 _ => Retry::Never,
             };
             assert_eq!(retry, expected, "{code:?}");

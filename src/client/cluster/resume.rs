@@ -1,6 +1,6 @@
-//! An answer that outlives its interruptions. Whenever the sidecar says UNAVAILABLE, or the connection
-//! breaks, or a token has expired, everything is looked up and asked anew, from the end of the last whole extent on,
-//! with growing pauses and until `--timeout`. Anything else ends the answer.
+//! An answer that outlives its interruptions. Whenever the sidecar says UNAVAILABLE, or the connection breaks,
+//! or the time of a token or of a stream is over, everything is looked up and asked anew, from the end of the
+//! last extent on, with growing pauses and until `--timeout`. Anything else ends the answer.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub struct Resuming {
     pause: Duration,
     /// Progress at the last failure.
     failed_at: Option<u64>,
-    /// Progress when a token was last refused.
+    /// Progress at the last failure after which only progress allows another attempt.
     refused_at: u64,
 }
 

@@ -174,9 +174,24 @@ async fn a_token_that_expired_is_renewed_and_one_that_is_refused_is_not() {
 }
 
 #[tokio::test]
+async fn an_answer_that_takes_longer_than_a_sidecar_allows_comes_in_parts() {
+    let too_long = End::Code(Code::DeadlineExceeded);
+    let (answer, offsets) = played(vec![
+        script(&[&[(0, 1)]], too_long),
+        script(&[&[(1, 1)]], too_long),
+        script(&[&[(2, 1)]], End::Whole),
+    ])
+    .await;
+    assert_eq!(answer.unwrap(), [(0, 1), (1, 1), (2, 1)]);
+    assert_eq!(offsets, [0, 1, 2]);
+    let (answer, _) = played(vec![script(&[&[(0, 1)]], too_long), script(&[], too_long)]).await;
+    assert!(told(answer).starts_with("DEADLINE_EXCEEDED"));
+}
+
+#[tokio::test]
 async fn other_codes_end_the_answer_at_once() {
     for code in (1..=16).map(Code::from) {
-        if matches!(code, Code::Unavailable | Code::Unauthenticated) {
+        if matches!(code, Code::Unavailable | Code::Unauthenticated | Code::DeadlineExceeded) {
             continue;
         }
         let (answer, offsets) = played(vec![script(&[&[(0, 1)]], End::Code(code))]).await;

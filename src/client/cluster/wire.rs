@@ -30,6 +30,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const PING_INTERVAL: Duration = Duration::from_secs(310);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// The longest message, in bytes: more than the sidecar passes on.
+const LONGEST_MESSAGE: usize = 33 << 20;
+
 /// An answer of the sidecar.
 pub type Sidecar = Answer<k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse>;
 
@@ -66,7 +69,8 @@ pub async fn open(
     deadline: Instant,
 ) -> Result<Sidecar, Failure> {
     let channel = connect(service).await?;
-    let mut client = SnapshotMetadataClient::with_interceptor(channel, Deadline(deadline));
+    let mut client = SnapshotMetadataClient::with_interceptor(channel, Deadline(deadline))
+        .max_decoding_message_size(LONGEST_MESSAGE);
     let Window { starting_offset, max_results } = window;
     let namespace = subject.namespace.to_owned();
     let answer = match query {

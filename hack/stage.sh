@@ -145,6 +145,7 @@ find_driver() {
         command -v cargo >/dev/null || die "needs Rust: no cargo in PATH"
         install_missing gcc || die "needs a C compiler"
         say "building csi-loopback"
+        # shellcheck disable=SC2154 # lib.sh sets it
         run env --chdir="$repo" cargo build --locked || die "it does not build"
         driver=$(cd "$repo" && realpath "${CARGO_TARGET_DIR:-target}")/debug/csi-loopback
     fi
@@ -169,7 +170,7 @@ begin_demo() {
     tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-loopback-demo.XXXXXX")
     export TMPDIR=$tmp
     export CSI_ENDPOINT=unix://$tmp/csi.sock
-    cd "$tmp"
+    cd "$tmp" || exit
 }
 
 # end_demo: ends what is running and fails for what is left.

@@ -304,7 +304,7 @@ impl Sidecar {
                         let _ = sender.send(message).await;
                     }
                     // What was sent is to arrive.
-                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    tokio::time::sleep(Duration::from_millis(300)).await;
                     let _ = cut.send(()).await;
                     sender.closed().await;
                 });

@@ -53,7 +53,7 @@ pub fn the_rights_suffice(cluster: &Cluster) {
     let audience = audience(cluster);
     let own = cluster.kubeconfig_of(&sidecar());
     let flags = ["--audience", audience.as_str()];
-    let mut served = spawn(cluster, &driver, &own, &certificate, &flags);
+    let mut served = spawn(cluster, &driver.socket(), &own, &certificate, &flags);
     served.process.wait_for("the sidecar is ready", |_| {
         std::net::TcpStream::connect(("127.0.0.1", served.http_port)).ok()
     });

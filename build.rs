@@ -1,6 +1,6 @@
 //! Turns csi-spec/*.proto into Rust, with no protoc on the machine: protox parses, tonic generates.
 //! The descriptor set, comments included, goes beside the code: reflection serves it and
-//! tests/csi_wire.rs checks it.
+//! tests/wire.rs checks it.
 
 use std::{env, error::Error, fs, path::PathBuf};
 

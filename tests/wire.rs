@@ -1,6 +1,6 @@
-//! csi-spec/csi.proto is CSI v1.12 on the wire: no more, no less. The table of facts in tests/data
-//! and the compiled descriptor are both brought into the same form, one `Fact` for each line, and
-//! the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret` and
+//! csi-spec/csi.proto is CSI v1.12 on the wire, csi-spec/snapshotmetadata.proto the released Kubernetes
+//! SnapshotMetadata API: no more, no less. The tables of facts in tests/data and the compiled descriptor are
+//! both brought into the same form, one `Fact` for each line, and the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret` and
 //! `alpha` from the markers in its comments.
 
 use std::{
@@ -16,9 +16,12 @@ use prost_types::{
     field_descriptor_proto::{Label, Type},
 };
 
-const TABLE: &str = include_str!("data/csi-v1.12.tsv");
+/// Packages and what is known of them.
+const TABLES: [(&str, &str); 2] = [
+    ("csi.v1", include_str!("data/csi-v1.12.tsv")),
+    ("snapshotmetadata", include_str!("data/snapshotmetadata-v1.tsv")),
+];
 const HEADER: &str = "kind\tin\tname\tnumber\ttype\tnotes";
-const PACKAGE: &str = "csi.v1";
 
 /// Marker in a comment of csi.proto, and the note of the table that it stands for.
 const MARKERS: [(&str, &str); 2] = [("Secret: never logged.", "secret"), ("Alpha.", "alpha")];
@@ -54,22 +57,25 @@ impl fmt::Display for Fact {
 }
 
 fn table() -> BTreeSet<Fact> {
-    let mut lines = TABLE.lines();
-    assert_eq!(lines.next(), Some(HEADER), "columns of the table");
     let mut facts = BTreeSet::new();
-    for (line, number) in lines.zip(2..) {
-        let columns: Vec<_> = line.split('\t').map(str::to_owned).collect();
-        let fact = Fact(columns.try_into().unwrap_or_else(|columns: Vec<_>| {
-            panic!("line {number} has {} columns: {line}", columns.len())
-        }));
-        assert!(facts.insert(fact), "line {number} is a repetition: {line}");
+    for (package, table) in TABLES {
+        let mut lines = table.lines();
+        assert_eq!(lines.next(), Some(HEADER), "columns of the table of {package}");
+        for (line, number) in lines.zip(2..) {
+            let columns: Vec<_> = line.split('\t').map(str::to_owned).collect();
+            let fact = Fact(columns.try_into().unwrap_or_else(|columns: Vec<_>| {
+                panic!("{package}: line {number} has {} columns: {line}", columns.len())
+            }));
+            assert!(facts.insert(fact), "{package}: line {number} is a repetition: {line}");
+        }
     }
     facts
 }
 
 fn descriptor() -> BTreeSet<Fact> {
     let set = FileDescriptorSet::decode(FILE_DESCRIPTOR_SET).expect("a descriptor set");
-    let files = set.file.iter().filter(|file| file.package() == PACKAGE);
+    let known = |package| TABLES.iter().any(|(known, _)| *known == package);
+    let files = set.file.iter().filter(|file| known(file.package()));
     files.flat_map(|file| Reader::new(file).facts()).collect()
 }
 
@@ -97,10 +103,10 @@ impl<'a> Reader<'a> {
         assert_eq!(file.syntax(), "proto3", "syntax of {}", file.name());
         self.extensions(&file.extension);
         for (message, i) in file.message_type.iter().zip(0..) {
-            self.message(PACKAGE, message, &[4, i]);
+            self.message(file.package(), message, &[4, i]);
         }
         for (declared, i) in file.enum_type.iter().zip(0..) {
-            self.enumeration(PACKAGE, declared, &[5, i]);
+            self.enumeration(file.package(), declared, &[5, i]);
         }
         for (service, i) in file.service.iter().zip(0..) {
             self.service(service, &[6, i]);
@@ -141,7 +147,7 @@ impl<'a> Reader<'a> {
     }
 
     fn service(&mut self, service: &ServiceDescriptorProto, path: &[i32]) {
-        let name = format!("{PACKAGE}.{}", service.name());
+        let name = format!("{}.{}", self.file.package(), service.name());
         self.add(Fact::new("service", &name, ""), None, path);
         for (method, i) in service.method.iter().zip(0..) {
             let side =
@@ -223,19 +229,19 @@ fn lacking(these: &BTreeSet<Fact>, those: &BTreeSet<Fact>) -> Vec<String> {
 }
 
 #[test]
-fn every_row_of_the_csi_table_is_in_the_descriptor() {
+fn every_row_of_the_tables_is_in_the_descriptor() {
     let missing = lacking(&table(), &descriptor());
     assert!(
         missing.is_empty(),
-        "rows of the table that csi.proto does not keep:\n{}",
+        "rows of a table that its .proto does not keep:\n{}",
         missing.join("\n")
     );
 }
 
 #[test]
-fn the_descriptor_has_nothing_the_csi_table_lacks() {
+fn the_descriptor_has_nothing_the_tables_lack() {
     let surplus = lacking(&descriptor(), &table());
-    assert!(surplus.is_empty(), "csi.proto has what the table does not:\n{}", surplus.join("\n"));
+    assert!(surplus.is_empty(), "a .proto has what its table does not:\n{}", surplus.join("\n"));
 }
 
 /// Replaces one row by a wrong one: both directions must complain, of that row and of no other.

@@ -57,7 +57,7 @@ const SIDECAR: &[&str] = &[
     "snapshot.storage.k8s.io/volumesnapshots get list watch",
 ];
 
-const SIDECAR_AT_HOME: &[&str] = &["/secrets[csi-loopback-metadata-tls] get update patch"];
+const SIDECAR_AT_HOME: &[&str] = &["/secrets[csi-loopback-metadata-tls] get update"];
 
 const CONTROLLER: &[&str] = &[
     "/events create patch update",
@@ -137,6 +137,7 @@ pub fn refused_to_the_sidecar(cluster: &Cluster) {
     let table = [
         (true, NAMESPACE, "get", "", "secrets", own),
         (true, NAMESPACE, "update", "", "secrets", own),
+        (false, NAMESPACE, "patch", "", "secrets", own),
         (false, NAMESPACE, "delete", "", "secrets", own),
         (false, NAMESPACE, "get", "", "secrets", "another"),
         (false, NAMESPACE, "list", "", "secrets", ""),

@@ -199,6 +199,11 @@ else
                 bash -c 'interrupted_demo "$1" "$2"' _ "$seconds" "$driver"
         done
     fi
+    if [[ -z ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
+        skip 1 "hack/demo-sidecar.sh" "needs root and the Kubernetes tools"
+    else
+        step "hack/demo-sidecar.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-sidecar.sh
+    fi
     sanity
 fi
 

@@ -237,6 +237,13 @@ mod tests {
         assert_eq!(extents(&[0xff; 20]), 0);
     }
 
+    proptest::proptest! {
+        #[test]
+        fn whatever_a_driver_sends_can_be_counted(bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..200)) {
+            proptest::prop_assert!(extents(&bytes) <= bytes.len() as u64);
+        }
+    }
+
     #[test]
     fn a_drivers_error_is_passed_on_and_unknown_is_internal() {
         let none = Secrets::default();

@@ -7,6 +7,7 @@ mod cluster;
 mod support;
 
 mod answers;
+mod commands;
 mod fake_driver;
 mod provoked;
 mod refusals;
@@ -61,6 +62,9 @@ fn main() -> ExitCode {
             a_new_certificate_serves_new_connections_and_drops_no_stream
             a_driver_that_comes_late_or_comes_back_is_found
             requests_cost_the_api_server_nothing_once_they_are_known;
+        commands:
+            the_commands_find_the_service_by_the_names_of_snapshots
+            the_commands_go_on_when_sidecar_and_driver_are_killed;
         provoked:
             a_driver_without_the_service_is_unimplemented
             secrets_reach_the_driver_and_nobody_else

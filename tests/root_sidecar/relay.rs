@@ -20,13 +20,13 @@ use crate::support::{BLOCK, MIB};
 use api::snapshot_metadata_client::SnapshotMetadataClient;
 
 /// Extents of the volume `large`: every second block.
-fn extent(number: u64) -> (u64, u64) {
+pub fn extent(number: u64) -> (u64, u64) {
     (number * 2 * BLOCK, BLOCK)
 }
 
 /// A rig with snapshots `first` and `second` of a large, empty volume, whose delta is `extents` long: the record of
 /// the second is made anew by the product's own writer while the driver is stopped.
-fn with_long_delta<'a>(cluster: &'a Cluster, extents: u64, sidecar: &[&str]) -> Rig<'a> {
+pub fn with_long_delta<'a>(cluster: &'a Cluster, extents: u64, sidecar: &[&str]) -> Rig<'a> {
     let options = Options { pool: PoolKind::Reflink, sidecar, ..Options::default() };
     let mut rig = Rig::with(cluster, options);
     let bytes = (extents * 2 * BLOCK).next_multiple_of(1 << 30);

@@ -1,7 +1,8 @@
 //! All of it at work: driver, csi-snapshotter, sidecar and backup application, each with the rights that
-//! deploy/ gives it and with nothing else.
+//! deploy/ gives it and with nothing else; the sidecar makes its certificate and its SnapshotMetadataService itself.
 
 use csi_loopback::backend::PoolKind;
+use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
 use csi_loopback::proto::snapshotmetadata as api;
 
 use crate::cluster::Cluster;
@@ -52,15 +53,32 @@ pub fn the_rights_suffice(cluster: &Cluster) {
     let certificate = authority.certify(driver.scratch(), "sidecar");
     let audience = audience(cluster);
     let own = cluster.kubeconfig_of(&sidecar());
-    let flags = ["--audience", audience.as_str()];
+    let flags = [
+        "--audience",
+        audience.as_str(),
+        "--self-signed",
+        "--self-signed-secret",
+        "csi-loopback-metadata-tls",
+        "--namespace",
+        NAMESPACE,
+        "--manage-service",
+        "--service-address",
+        "localhost:6443",
+    ];
     let mut served = spawn(cluster, &driver.socket(), &own, &certificate, &flags);
     served.process.wait_for("the sidecar is ready", |_| {
         std::net::TcpStream::connect(("127.0.0.1", served.http_port)).ok()
     });
+    // Whom to trust, the sidecar says itself.
+    let services = cluster.api::<SnapshotMetadataService>();
+    let authority = served.process.wait_for("the SnapshotMetadataService", |_| {
+        let service = cluster.get(&services, DRIVER)?;
+        String::from_utf8(service.spec.ca_cert.0).ok().filter(|pem| pem.contains("BEGIN"))
+    });
     let backup = account("backup-app", "backup-app");
     let security_token = cluster.token(&backup, Some(&audience));
     let ask = |asked: crate::rig::Asked| {
-        let answer = collect(client_at(cluster, &served, &authority.pem()), asked);
+        let answer = collect(client_at(cluster, &served, &authority), asked);
         match cluster.block_on(answer) {
             Ok(answer) => answer.extents(),
             Err(status) => panic!("{status:?}\n{}", served.process.log()),

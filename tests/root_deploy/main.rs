@@ -70,6 +70,14 @@ fn apply_base(cluster: &Cluster) {
     said(apply(cluster, &deploy("base")));
 }
 
+/// The same, with nothing that a sidecar has written.
+fn apply_base_anew(cluster: &Cluster) {
+    let secret = "secret/csi-loopback-metadata-tls";
+    said(cluster.kubectl(&["delete", "--ignore-not-found", "-n", NAMESPACE, secret]));
+    said(cluster.kubectl(&["delete", "--ignore-not-found", "snapshotmetadataservice", DRIVER]));
+    apply_base(cluster);
+}
+
 /// The objects of a directory, as the API server has them.
 fn objects(cluster: &Cluster, directory: &str) -> Vec<Value> {
     let list = said(cluster.kubectl(&["get", "-o", "json", "-k", path(&deploy(directory))]));

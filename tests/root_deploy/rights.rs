@@ -13,7 +13,9 @@ use crate::cluster::Cluster;
 use crate::cluster::access::Account;
 use crate::cluster::programs::said;
 use crate::support::path;
-use crate::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, service, sidecar};
+use crate::{
+    DRIVER, NAMESPACE, account, apply, apply_base, apply_base_anew, deploy, service, sidecar,
+};
 
 /// What the account may do in the namespace (SelfSubjectRulesReview): "GROUP/RESOURCE[NAME] VERB", where the
 /// group of Kubernetes itself is empty.
@@ -176,7 +178,7 @@ pub fn refused_to_the_sidecar(cluster: &Cluster) {
 }
 
 pub fn its_own_objects(cluster: &Cluster) {
-    apply_base(cluster);
+    apply_base_anew(cluster);
     let client = cluster.client_as(&sidecar());
     let write = |name: &str, client: &Client| {
         let api: Api<SnapshotMetadataService> = Api::all(client.clone());
@@ -198,7 +200,6 @@ pub fn its_own_objects(cluster: &Cluster) {
     apply_base(cluster);
     let data = cluster.block_on(secrets.get(name)).unwrap().data.unwrap();
     assert_eq!(data["tls.crt"].0, b"kept");
-    cluster.delete(&cluster.api::<SnapshotMetadataService>(), DRIVER);
 }
 
 pub fn snapshotter_secret(cluster: &Cluster) {

@@ -11,7 +11,7 @@ use crate::cluster::tls::Authority;
 use crate::rig::{CAPACITY, client_at, collect, spawn};
 use crate::support::driver::{Driver, block};
 use crate::support::{BLOCK, pattern, write_direct};
-use crate::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, sidecar};
+use crate::{DRIVER, NAMESPACE, account, apply, apply_base_anew, deploy, objects, sidecar};
 
 /// Where examples/backup-app may read snapshots, and the class of the base.
 const DEMO: &str = "backup-demo";
@@ -31,7 +31,7 @@ fn audience(cluster: &Cluster) -> String {
 }
 
 pub fn the_rights_suffice(cluster: &Cluster) {
-    apply_base(cluster);
+    apply_base_anew(cluster);
     said(apply(cluster, &deploy("examples/backup-app")));
     let driver = Driver::with(PoolKind::Image, &["--driver-name", DRIVER]);
     let volume = driver.volume("data", CAPACITY, block());

@@ -5,17 +5,16 @@
 mod cluster;
 mod support;
 
-use std::fs;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
-use cluster::Cluster;
 use cluster::access::{backup_rules, rule, sidecar_rules};
 use cluster::programs::{Process, Served, json_extents, said, table_extents};
 use cluster::proxy::Way;
 use cluster::rig::Rig;
 use cluster::tls::Authority;
+use cluster::{Cluster, processes_of};
 use csi_loopback::kubernetes::snapshot::VolumeSnapshot;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
 use kube::{Api, Client};
@@ -259,7 +258,7 @@ fn requests_are_told_by_their_user(cluster: &Cluster) {
 fn a_cluster_that_ends_leaves_nothing(_: &Cluster) {
     let other = Cluster::start().unwrap_or_else(|why| panic!("{why:?}"));
     let directory = other.directory();
-    let parts = processes_with(&directory);
+    let parts = command_lines(&directory);
     for part in ["etcd", "kube-apiserver", "snapshot-controller", "cluster.sh"] {
         assert!(parts.iter().any(|line| line.contains(part)), "no {part} in {parts:?}");
     }
@@ -267,22 +266,12 @@ fn a_cluster_that_ends_leaves_nothing(_: &Cluster) {
     drop(other);
     assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
     assert!(!directory.exists());
-    wait_for("the end of all parts", || processes_with(&directory).is_empty());
+    wait_for("the end of all parts", || command_lines(&directory).is_empty());
 }
 
-/// Command lines of processes that work in the directory or name it.
-fn processes_with(directory: &Path) -> Vec<String> {
-    let name = support::path(directory);
-    let processes = fs::read_dir("/proc").unwrap().flatten();
-    processes
-        .filter_map(|entry| {
-            let line = fs::read(entry.path().join("cmdline")).ok()?;
-            let line = String::from_utf8_lossy(&line).replace('\0', " ");
-            let works_there =
-                fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd == directory);
-            (works_there || line.contains(name)).then_some(line)
-        })
-        .collect()
+/// Of the processes that work in the directory or name it.
+fn command_lines(directory: &Path) -> Vec<String> {
+    processes_of(directory).into_iter().map(|(_, line)| line).collect()
 }
 
 fn a_cluster_without_its_tools_says_why(cluster: &Cluster) {

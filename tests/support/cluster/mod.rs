@@ -33,6 +33,8 @@ use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::core::v1::Namespace;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Api, Client, Resource};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -259,3 +261,43 @@ pub trait Object:
 }
 
 impl<K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize> Object for K {}
+
+/// Pids and command lines of processes that work in the directory or name it.
+pub fn processes_of(directory: &Path) -> Vec<(Pid, String)> {
+    let name = path(directory);
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    processes
+        .filter_map(|entry| {
+            let pid = entry.file_name().to_str()?.parse().ok()?;
+            let line = fs::read(entry.path().join("cmdline")).ok()?;
+            let line = String::from_utf8_lossy(&line).replace('\0', " ");
+            let works_there =
+                fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd == directory);
+            (works_there || line.contains(name)).then_some((Pid::from_raw(pid), line))
+        })
+        .collect()
+}
+
+/// A part of the cluster that stands still until this is dropped.
+pub struct Paused(Vec<Pid>);
+
+impl Drop for Paused {
+    fn drop(&mut self) {
+        for pid in &self.0 {
+            let _ = kill(*pid, Signal::SIGCONT);
+        }
+    }
+}
+
+impl Cluster {
+    /// Makes a part (`snapshot-controller`, …) stand still.
+    pub fn pause(&self, part: &str) -> Paused {
+        let all = processes_of(&self.directory()).into_iter();
+        let tool = format!("tools/{part} ");
+        let pids: Vec<_> =
+            all.filter(|(_, line)| line.contains(&tool)).map(|(pid, _)| pid).collect();
+        assert!(!pids.is_empty(), "no {part} runs");
+        pids.iter().for_each(|pid| kill(*pid, Signal::SIGSTOP).unwrap());
+        Paused(pids)
+    }
+}

@@ -10,7 +10,7 @@ mod call;
 mod driver_link;
 mod identity;
 mod metrics;
-mod publish;
+pub mod publish;
 mod refusal;
 mod relay;
 mod request;

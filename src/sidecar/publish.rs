@@ -19,6 +19,8 @@ use crate::kubernetes::tls;
 use crate::kubernetes::tls::authority::Bundles;
 use crate::telemetry::shutdown::Shutdown;
 
+/// Field of the spec that not every CRD has.
+const OPTIONAL_FIELD: &str = "requireBaseSnapshotForDelta";
 /// As whom the fields are written (server-side apply).
 const MANAGER: &str = "csi-loopback-sidecar";
 /// The object is looked at as often even where the watch says nothing.
@@ -126,7 +128,8 @@ async fn follow(file: PathBuf, pem: watch::Sender<String>) {
 pub async fn keep(client: Client, service: Service, bundles: Bundles, shutdown: Shutdown) {
     let services: Api<SnapshotMetadataService> = Api::all(client);
     let seen = watch_object(services.clone(), &service.driver);
-    let publisher = Publisher { services, service, bundles, complaint: None };
+    let publisher =
+        Publisher { services, service, bundles, complaint: None, crd_lacks_field: false };
     tokio::select! {
         () = publisher.keep(seen) => {}
         () = shutdown.draining() => {}
@@ -142,6 +145,8 @@ struct Publisher {
     bundles: Bundles,
     /// What was told last of what went wrong.
     complaint: Option<String>,
+    /// Whether the CRD is one without [`OPTIONAL_FIELD`].
+    crd_lacks_field: bool,
 }
 
 impl Publisher {
@@ -201,7 +206,8 @@ impl Publisher {
     async fn publish(&mut self) -> anyhow::Result<bool> {
         let pem = self.bundles.pem.borrow_and_update().clone();
         let name = self.service.driver.clone();
-        let found = in_time(self.services.get_opt(&name)).await.context("reading")?;
+        let found = in_time(self.services.get_opt(&name)).await;
+        let found = found.map_err(|error| told(error, "reading"))?;
         if let Some(found) = &found {
             let published = String::from_utf8_lossy(&found.spec.ca_cert.0).into_owned();
             self.bundles.published.send_replace(published);
@@ -212,23 +218,46 @@ impl Publisher {
         {
             return Ok(false);
         }
-        let apply = PatchParams::apply(MANAGER).force();
-        let wanted = Patch::Apply(self.service.wanted(&pem));
-        match in_time(self.services.patch(&name, &apply, &wanted)).await {
-            Ok(_) => {}
-            Err(error) if is_missing(&error) => return Err(error.context(
-                "the CustomResourceDefinition snapshotmetadataservices.cbt.storage.k8s.io (v1beta1) is not installed",
-            )),
-            Err(error) => return Err(error.context("writing")),
-        }
+        self.apply(&pem).await.map_err(|error| told(error, "writing"))?;
         tracing::info!(name, address = %self.service.address, "SnapshotMetadataService written");
         self.bundles.published.send_replace(pem);
         Ok(true)
     }
+
+    /// Server-side apply refuses a field that the CRD lacks, as the released one does; other writes drop it.
+    async fn apply(&mut self, pem: &str) -> anyhow::Result<()> {
+        let params = PatchParams::apply(MANAGER).force();
+        let (services, name) = (self.services.clone(), self.service.driver.clone());
+        let write = async |wanted: Value| {
+            in_time(services.patch(&name, &params, &Patch::Apply(wanted))).await
+        };
+        let mut wanted = self.service.wanted(pem);
+        if !self.crd_lacks_field {
+            match write(wanted.clone()).await {
+                Err(error) if is_field_unknown(&error) => self.crd_lacks_field = true,
+                written => return written.map(drop),
+            }
+        }
+        if let Some(spec) = wanted["spec"].as_object_mut() {
+            spec.remove(OPTIONAL_FIELD);
+        }
+        write(wanted).await.map(drop)
+    }
 }
 
-fn is_missing(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(kube::Error::Api(status)) if status.code == 404)
+fn is_field_unknown(error: &anyhow::Error) -> bool {
+    let unknown = |text: &str| text.contains(OPTIONAL_FIELD) && text.contains("not declared");
+    matches!(error.downcast_ref(), Some(kube::Error::Api(status)) if unknown(&status.message))
+}
+
+/// Says what to do where the API server knows no such objects.
+fn told(error: anyhow::Error, doing: &'static str) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(kube::Error::Api(status)) if status.code == 404 => error.context(
+            "install the CustomResourceDefinition snapshotmetadataservices.cbt.storage.k8s.io (v1beta1)",
+        ),
+        _ => error.context(doing),
+    }
 }
 
 async fn in_time<T>(call: impl Future<Output = kube::Result<T>>) -> anyhow::Result<T> {
@@ -236,7 +265,7 @@ async fn in_time<T>(call: impl Future<Output = kube::Result<T>>) -> anyhow::Resu
 }
 
 impl Service {
-    /// As server-side apply takes it. A CRD without requireBaseSnapshotForDelta drops that field.
+    /// As server-side apply takes it.
     fn wanted(&self, pem: &str) -> Value {
         json!({
             "apiVersion": "cbt.storage.k8s.io/v1beta1",
@@ -246,7 +275,7 @@ impl Service {
                 "address": self.address.to_string(),
                 "audience": self.audience,
                 "caCert": k8s_openapi::ByteString(pem.as_bytes().to_vec()),
-                "requireBaseSnapshotForDelta": false,
+                OPTIONAL_FIELD: false,
             },
         })
     }

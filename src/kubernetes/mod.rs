@@ -4,6 +4,7 @@
 pub mod cache;
 pub mod client;
 pub mod metadata_service;
+pub mod name;
 pub mod review;
 pub mod snapshot;
 pub mod tls;

@@ -4,11 +4,9 @@
 use std::fmt;
 
 use super::refusal::{Reason, Refusal};
+use crate::kubernetes::name;
 use crate::proto::snapshotmetadata as api;
 
-/// Kubernetes: the longest name of a namespace, and of other objects (RFC 1123 label, subdomain).
-const MAX_LABEL: usize = 63;
-const MAX_SUBDOMAIN: usize = 253;
 /// Bytes of a CSI handle. CSI says 128; there are drivers that do not keep to it.
 const MAX_HANDLE: usize = 1024;
 /// Bytes of a token: more than any ServiceAccount's.
@@ -55,7 +53,7 @@ impl Asked {
         } = request;
         let token = token(security_token)?;
         namespaced(&namespace)?;
-        name("snapshot_name", &snapshot_name)?;
+        snapshot("snapshot_name", &snapshot_name)?;
         window(starting_offset, max_results)?;
         let target = snapshot_name;
         Ok(Self { token, namespace, target, base: None, starting_offset, max_results })
@@ -73,7 +71,7 @@ impl Asked {
         let token = token(security_token)?;
         namespaced(&namespace)?;
         base(&base_snapshot_id)?;
-        name("target_snapshot_name", &target_snapshot_name)?;
+        snapshot("target_snapshot_name", &target_snapshot_name)?;
         window(starting_offset, max_results)?;
         let (target, base) = (target_snapshot_name, Some(base_snapshot_id));
         Ok(Self { token, namespace, target, base, starting_offset, max_results })
@@ -90,15 +88,15 @@ fn token(text: String) -> Result<Token, Refusal> {
 
 fn namespaced(text: &str) -> Result<(), Refusal> {
     required("namespace", text)?;
-    if text.contains('.') || !is_subdomain(text, MAX_LABEL) {
+    if !name::is_namespace(text) {
         return Err(invalid("namespace", "is not the name of a namespace"));
     }
     Ok(())
 }
 
-fn name(field: &str, text: &str) -> Result<(), Refusal> {
+fn snapshot(field: &str, text: &str) -> Result<(), Refusal> {
     required(field, text)?;
-    if !is_object_name(text) {
+    if !name::is_object(text) {
         return Err(invalid(field, "is not the name of a VolumeSnapshot"));
     }
     Ok(())
@@ -123,22 +121,6 @@ fn window(starting_offset: i64, max_results: i32) -> Result<(), Refusal> {
         return Err(Refusal::new(Reason::OutOfRange, message));
     }
     Ok(())
-}
-
-/// Whether an object of Kubernetes can have this name.
-pub fn is_object_name(text: &str) -> bool {
-    is_subdomain(text, MAX_SUBDOMAIN)
-}
-
-fn is_subdomain(text: &str, max: usize) -> bool {
-    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-    let label = |label: &str| {
-        let bytes = label.as_bytes();
-        bytes.first().is_some_and(|byte| plain(*byte))
-            && bytes.last().is_some_and(|byte| plain(*byte))
-            && bytes.iter().all(|byte| plain(*byte) || *byte == b'-')
-    };
-    text.len() <= max && text.split('.').all(label)
 }
 
 fn required(field: &str, text: &str) -> Result<(), Refusal> {

@@ -8,8 +8,8 @@ use clap::ValueEnum;
 use kube::ResourceExt;
 
 use super::refusal::{Reason, Refusal};
-use super::request::is_object_name;
 use crate::kubernetes::cache::{Cache, Key};
+use crate::kubernetes::name;
 use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 
 /// `--base-reference`: what base_snapshot_id may be.
@@ -78,7 +78,7 @@ impl Resolver {
         target: &Snapshot,
     ) -> Result<String, Refusal> {
         let namespace = target.object.namespace().unwrap_or_default();
-        if self.base_reference != BaseReference::Id && is_object_name(reference) {
+        if self.base_reference != BaseReference::Id && name::is_object(reference) {
             let key = Key::new(&namespace, reference);
             if let Some(object) = self.object(&key).await? {
                 let base = self.bound(driver, &key, object, Part::Base).await?;
@@ -197,7 +197,7 @@ impl Resolver {
 /// The content that a VolumeSnapshot is bound to, once it is ready to use.
 fn bound_to(object: &VolumeSnapshot) -> Option<&str> {
     let status = object.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
-    status.bound_volume_snapshot_content_name.as_deref().filter(|name| is_object_name(name))
+    status.bound_volume_snapshot_content_name.as_deref().filter(|name| name::is_object(name))
 }
 
 /// The handle of a content, once it is ready to use.

@@ -12,6 +12,7 @@ use kube::{Api, Client, ResourceExt};
 use super::refusal::{Reason, Refusal};
 use super::resolve::Snapshot;
 use crate::kubernetes::cache::{Cache, Key, in_time};
+use crate::kubernetes::name;
 use crate::kubernetes::snapshot::{DEFAULT_CLASS, VolumeSnapshotClass};
 
 const NAME_KEY: &str = "csi.storage.k8s.io/snapshotter-secret-name";
@@ -154,8 +155,7 @@ fn of_class(
             let namespace = fill(namespace, &words);
             words.push(("volumesnapshot.name", snapshot.object.name_any()));
             let name = fill(name, &words);
-            let valid =
-                |text: &Option<String>| text.as_deref().is_some_and(super::request::is_object_name);
+            let valid = |text: &Option<String>| text.as_deref().is_some_and(name::is_object);
             if !valid(&name) {
                 return Err(wrong(&format!("{NAME_KEY} does not make the name of a Secret")));
             }
@@ -187,9 +187,7 @@ fn fill(template: &str, words: &[(&str, String)]) -> Option<String> {
 
 /// The Secret that is noted on the content.
 fn noted(snapshot: &Snapshot) -> Option<SecretRef> {
-    let note = |key| {
-        snapshot.content.annotations().get(key).filter(|text| super::request::is_object_name(text))
-    };
+    let note = |key| snapshot.content.annotations().get(key).filter(|text| name::is_object(text));
     let (name, namespace) = (note(NOTED_NAME)?, note(NOTED_NAMESPACE)?);
     Some(SecretRef { namespace: namespace.clone(), name: name.clone() })
 }

@@ -10,10 +10,10 @@ use kube::{Api, Client};
 use serde::de::DeserializeOwned;
 
 use super::failure::{Failure, Retry};
-use super::is_object_name;
 use crate::kubernetes::metadata_service::{
     DRIVER_LABEL, SnapshotMetadataService, SnapshotMetadataServiceSpec,
 };
+use crate::kubernetes::name;
 use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 
 /// How long one call of the API server may take.
@@ -50,7 +50,7 @@ impl Finder {
 
     /// The CSI driver that holds a snapshot.
     pub async fn driver(&self, snapshot: &str) -> Result<String, Failure> {
-        if !is_object_name(snapshot) {
+        if !name::is_object(snapshot) {
             return Err(Failure::never(anyhow!(
                 "{snapshot:?} cannot be the name of a VolumeSnapshot: with --namespace snapshots go by \
                  that, not by id"
@@ -73,7 +73,7 @@ impl Finder {
     /// How to name the base of a delta. Where there is a VolumeSnapshot of that name and it has a CSI
     /// handle, by that, which every sidecar understands; else as it is given, for the sidecar to judge.
     pub async fn base(&self, base: &str) -> Result<String, Failure> {
-        if !is_object_name(base) {
+        if !name::is_object(base) {
             return Ok(base.to_owned());
         }
         let what = format!("VolumeSnapshot {}/{base}", self.namespace);

@@ -26,6 +26,7 @@ use tokio::time::Instant;
 use super::block_map::{BlockMap, Query, Window};
 use super::{Options, in_time, print_map};
 use crate::kubernetes::client::{self, Rate};
+use crate::kubernetes::name;
 use find::Finder;
 use resume::Resuming;
 use token::Tokens;
@@ -40,16 +41,16 @@ const RATE: Rate = Rate { per_second: 20.0, burst: 20 };
 #[derive(Debug, Args)]
 pub struct ClusterArgs {
     /// Ask through Kubernetes: the namespace of the VolumeSnapshots, which then go by name
-    #[arg(long, value_parser = object_name, help_heading = HEADING)]
+    #[arg(long, value_parser = name::object, help_heading = HEADING)]
     namespace: Option<String>,
     /// The cluster, as for kubectl [env: KUBECONFIG] [default: ~/.kube/config, else that of the pod]
     #[arg(long, requires = "namespace", value_name = "PATH", help_heading = HEADING)]
     kubeconfig: Option<PathBuf>,
     /// ServiceAccount to ask as, for which a token is requested [default: the caller, if it is one]
-    #[arg(long, requires = "namespace", conflicts_with = "token_file", value_parser = object_name, value_name = "NAME", help_heading = HEADING)]
+    #[arg(long, requires = "namespace", conflicts_with = "token_file", value_parser = name::object, value_name = "NAME", help_heading = HEADING)]
     service_account: Option<String>,
     /// Namespace of the ServiceAccount [default: that of the VolumeSnapshots]
-    #[arg(long, requires = "service_account", value_parser = object_name, value_name = "NAMESPACE", help_heading = HEADING)]
+    #[arg(long, requires = "service_account", value_parser = name::object, value_name = "NAMESPACE", help_heading = HEADING)]
     service_account_namespace: Option<String>,
     /// How long a requested token is good for, from 10min on
     #[arg(long, requires = "namespace", conflicts_with = "token_file", value_parser = token_expiry, default_value = "10min", help_heading = HEADING)]
@@ -120,24 +121,6 @@ struct Limits {
     deadline: Instant,
     /// The same as the user said it.
     timeout: Duration,
-}
-
-/// A name that an object can have, so that it names nothing else in a URL.
-fn object_name(text: &str) -> Result<String, String> {
-    if is_object_name(text) {
-        return Ok(text.to_owned());
-    }
-    Err("not a name in Kubernetes: up to 253 of a-z, 0-9, '-' and '.'".to_owned())
-}
-
-fn is_object_name(text: &str) -> bool {
-    let of_names = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-    let inner = |byte: u8| of_names(byte) || byte == b'-' || byte == b'.';
-    let bytes = text.as_bytes();
-    (1..=253).contains(&bytes.len())
-        && bytes.iter().all(|byte| inner(*byte))
-        && bytes.first().is_some_and(|byte| of_names(*byte))
-        && bytes.last().is_some_and(|byte| of_names(*byte))
 }
 
 /// From ten minutes on, the least that the API server grants, to 2^32 seconds, the most.

@@ -17,6 +17,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use self::state::{Action, Ca, Found, State, Timing};
 use super::Certificates;
+use crate::kubernetes::name;
 use crate::telemetry::shutdown::Shutdown;
 
 /// A certificate lasts no longer than this, and is replaced when two thirds of it are over.
@@ -48,7 +49,7 @@ pub struct Args {
     pub self_signed: bool,
 
     /// Secret that holds the authority; made if it is not there or has no data.
-    #[arg(long, requires = "self_signed", default_value = "csi-loopback-sidecar-ca", value_parser = object_name, value_name = "NAME")]
+    #[arg(long, requires = "self_signed", default_value = "csi-loopback-sidecar-ca", value_parser = name::object, value_name = "NAME")]
     pub self_signed_secret: String,
 
     /// How long an authority is good for, from 20s to ten years. The next one is made when four tenths of it are left
@@ -57,7 +58,7 @@ pub struct Args {
     pub self_signed_validity: Duration,
 
     /// Namespace of the Secret; by default that of the pod.
-    #[arg(long, env = "POD_NAMESPACE", value_parser = object_name, value_name = "NAME")]
+    #[arg(long, env = "POD_NAMESPACE", value_parser = name::object, value_name = "NAME")]
     pub namespace: Option<String>,
 }
 
@@ -68,21 +69,6 @@ fn validity(text: &str) -> Result<Duration, String> {
         return Ok(time);
     }
     Err(format!("{text:?} is not within 20s and 3650days"))
-}
-
-/// RFC 1123, as names of objects are.
-fn object_name(text: &str) -> Result<String, String> {
-    let plain =
-        |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte);
-    let ends = |edge: char| edge.is_ascii_lowercase() || edge.is_ascii_digit();
-    if text.len() <= 253
-        && text.bytes().all(plain)
-        && text.starts_with(ends)
-        && text.ends_with(ends)
-    {
-        return Ok(text.to_owned());
-    }
-    Err(format!("{text:?} is not the name of an object: lower-case letters, digits, '-' and '.'"))
 }
 
 impl Args {

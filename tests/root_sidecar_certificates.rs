@@ -57,6 +57,7 @@ fn main() -> ExitCode {
         ("an_api_server_that_is_away_is_waited_for", an_api_server_that_is_away_is_waited_for),
         ("authorities_from_a_file_follow_it", authorities_from_a_file_follow_it),
         ("a_crd_that_comes_later_is_waited_for", a_crd_that_comes_later_is_waited_for),
+        ("a_crd_without_the_newest_field_is_enough", a_crd_without_the_newest_field_is_enough),
     ])
 }
 
@@ -382,24 +383,50 @@ fn authorities_from_a_file_follow_it(cluster: &Cluster) {
 
 /// The last one: while it runs there is no such object at all.
 fn a_crd_that_comes_later_is_waited_for(cluster: &Cluster) {
-    let name = "snapshotmetadataservices.cbt.storage.k8s.io";
-    let crd = said(cluster.kubectl(&["get", "crd", name, "-o", "json"]));
+    let (crd, namespace, client) = without_crd(cluster);
+    let driver = "crd.example";
+    let _replica = start(cluster, &client, self_signed(&namespace, "1h"), driver);
+    std::thread::sleep(Duration::from_secs(3));
+    install(cluster, &crd);
+    cluster.wait_for("the service", || ca_cert(cluster, driver));
+}
+
+/// As the released one: without requireBaseSnapshotForDelta, at which server-side apply fails where it is unknown.
+fn a_crd_without_the_newest_field_is_enough(cluster: &Cluster) {
+    let (crd, namespace, client) = without_crd(cluster);
+    let mut older = crd.clone();
+    let schema = &mut older["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+    let fields = schema["properties"]["spec"]["properties"].as_object_mut().unwrap();
+    assert!(fields.remove("requireBaseSnapshotForDelta").is_some());
+    install(cluster, &older);
+    let driver = "older.example";
+    {
+        let _replica = start(cluster, &client, self_signed(&namespace, "1h"), driver);
+        cluster.wait_for("the service", || ca_cert(cluster, driver));
+    }
+    install(cluster, &crd);
+}
+
+const CRD: &str = "snapshotmetadataservices.cbt.storage.k8s.io";
+
+/// Takes the definition away; returns it, and a namespace and client of a sidecar's account.
+fn without_crd(cluster: &Cluster) -> (serde_json::Value, String, kube::Client) {
+    let crd = said(cluster.kubectl(&["get", "crd", CRD, "-o", "json"]));
     let mut crd: serde_json::Value = serde_json::from_str(&crd).unwrap();
-    let metadata = &crd["metadata"];
-    crd["metadata"] = json!({ "name": name, "annotations": metadata["annotations"] });
-    let file = cluster.write("crd", &crd.to_string());
-    said(cluster.kubectl(&["delete", "crd", name]));
+    crd["metadata"] = json!({ "name": CRD, "annotations": crd["metadata"]["annotations"] });
+    said(cluster.kubectl(&["delete", "crd", CRD]));
     let namespace = cluster.namespace("crd");
     let account = cluster.account(&namespace, "sidecar");
     cluster.grant_in(&namespace, &account, &[rule("", &["secrets"], &["get", "update", "create"])]);
     let verbs = ["get", "list", "watch", "create", "patch"];
     let rules = [rule("cbt.storage.k8s.io", &["snapshotmetadataservices"], &verbs)];
     cluster.grant(&account, &rules);
-    let driver = "crd.example";
     let client = cluster.client_as(&account);
-    let _replica = start(cluster, &client, self_signed(&namespace, "1h"), driver);
-    std::thread::sleep(Duration::from_secs(3));
+    (crd, namespace, client)
+}
+
+fn install(cluster: &Cluster, crd: &serde_json::Value) {
+    let file = cluster.write("crd", &crd.to_string());
     said(cluster.kubectl(&["apply", "-f", support::path(&file)]));
-    said(cluster.kubectl(&["wait", "--for=condition=Established", &format!("crd/{name}")]));
-    cluster.wait_for("the service", || ca_cert(cluster, driver));
+    said(cluster.kubectl(&["wait", "--for=condition=Established", &format!("crd/{CRD}")]));
 }

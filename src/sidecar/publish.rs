@@ -331,7 +331,7 @@ mod tests {
             ("x --self-signed-secret s", "--self-signed"),
             ("x --self-signed --service-address a:1 --self-signed-validity 1s", "3650days"),
             ("x --self-signed --service-address a:1 --self-signed-validity 11years", "3650days"),
-            ("x --self-signed --service-address a:1 --self-signed-secret A_b", "lower-case"),
+            ("x --self-signed --service-address a:1 --self-signed-secret A_b", "a-z"),
             ("x --service-address https://a:1", "host:port"),
         ] {
             let error = parse(bad).unwrap_err().to_string();

@@ -7,7 +7,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
+use k8s_openapi::api::authentication::v1::{
+    TokenReview, TokenReviewSpec, TokenReviewStatus, UserInfo,
+};
 use k8s_openapi::api::authorization::v1::{
     ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
 };
@@ -92,18 +94,7 @@ impl Reviewer {
         let review = TokenReview { spec, ..TokenReview::default() };
         let api: Api<TokenReview> = Api::all(self.client.clone());
         let answer = in_time(api.create(&PostParams::default(), &review)).await.map_err(unknown)?;
-        let status = answer.status.unwrap_or_default();
-        if status.authenticated != Some(true) {
-            return Err(Denied::Refused(
-                "it is not valid, has expired, or is for another audience".into(),
-            ));
-        }
-        // An API server or authenticator that knows no audiences says so by leaving them out; the token
-        // may then be one for the API server itself.
-        if !status.audiences.unwrap_or_default().iter().any(|one| one == audience) {
-            return Err(Denied::Refused("it is for another audience".into()));
-        }
-        let user = Arc::new(status.user.unwrap_or_default());
+        let user = Arc::new(granted(answer.status.unwrap_or_default(), audience)?);
         Ok(Grant { user, expires: expiry(token) })
     }
 
@@ -150,6 +141,20 @@ impl Reviewer {
     }
 }
 
+/// The user, if the API server vouches for the token and for the audience.
+fn granted(status: TokenReviewStatus, audience: &str) -> Result<UserInfo, Denied> {
+    if status.authenticated != Some(true) {
+        let reason = "it is not valid, has expired, or is for another audience";
+        return Err(Denied::Refused(reason.into()));
+    }
+    // An authenticator that knows no audiences leaves them out; the token may then be one for the API server
+    // itself.
+    if !status.audiences.unwrap_or_default().iter().any(|one| one == audience) {
+        return Err(Denied::Refused("it is for another audience".into()));
+    }
+    Ok(status.user.unwrap_or_default())
+}
+
 fn unknown(error: kube::Error) -> Denied {
     Denied::Unknown(Arc::new(error))
 }
@@ -191,6 +196,21 @@ mod tests {
         for opaque in ["", "opaque", "a.b", "a.!!.c", "..", "x.eyJhIjoxfQ.y"] {
             assert_eq!(expiry(opaque), None, "{opaque}");
         }
+    }
+
+    #[test]
+    fn a_review_that_does_not_name_the_audience_lets_nobody_in() {
+        let status = |authenticated, audiences: &[&str]| TokenReviewStatus {
+            authenticated,
+            audiences: Some(audiences.iter().map(|one| (*one).to_owned()).collect()),
+            ..TokenReviewStatus::default()
+        };
+        assert!(granted(status(Some(true), &["backup"]), "backup").is_ok());
+        assert!(granted(status(Some(true), &["other", "backup"]), "backup").is_ok());
+        assert!(granted(status(Some(true), &["other"]), "backup").is_err());
+        assert!(granted(status(Some(true), &[]), "backup").is_err());
+        assert!(granted(status(Some(false), &["backup"]), "backup").is_err());
+        assert!(granted(TokenReviewStatus::default(), "backup").is_err());
     }
 
     #[test]

@@ -42,6 +42,7 @@ fn main() -> ExitCode {
             a_base_of_another_namespace_is_refused
             a_broken_chain_asks_for_a_full_backup
             a_revoked_token_or_right_is_refused_within_the_stated_time
+            a_token_is_refused_from_its_own_end_on
             an_empty_or_missing_audience_lets_nobody_in
             an_api_server_that_is_away_is_unavailable_and_comes_back
             the_released_cluster_role_is_enough

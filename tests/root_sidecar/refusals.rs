@@ -1,6 +1,6 @@
 //! What is refused, with its code and the next step; docs/sidecar.md has the table.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 use csi_loopback::proto::snapshotmetadata as api;
@@ -201,6 +201,20 @@ pub fn a_revoked_token_or_right_is_refused_within_the_stated_time(cluster: &Clus
         rig.ask(asked.clone()).err().filter(|status| status.code() == Code::Unauthenticated)
     });
     assert!(refused.message().contains("security_token"), "{refused:?}");
+}
+
+pub fn a_token_is_refused_from_its_own_end_on(cluster: &Cluster) {
+    let mut rig = Rig::new(cluster);
+    rig.restart_sidecar(&["--review-cache-ttl", "60s"]);
+    rig.snapshot("first");
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+    let mut asked = rig.allocated("first");
+    asked.security_token =
+        cluster.resigned(&asked.security_token, |claims| claims["exp"] = (now + 4).into());
+    assert_eq!(rig.extents(asked.clone()), []);
+    // What was granted is remembered for longer than that.
+    std::thread::sleep(Duration::from_secs(5));
+    rig.refused(asked, Code::Unauthenticated, "security_token");
 }
 
 pub fn an_empty_or_missing_audience_lets_nobody_in(cluster: &Cluster) {

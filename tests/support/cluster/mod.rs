@@ -1,7 +1,7 @@
 //! A real API server, run by hack/cluster.sh, and what tests need of it: objects, accounts and tokens
 //! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
-//! connection that can be cut (`proxy`), certificates (`tls`), a driver to begin with (`rig`), and how a
-//! test binary runs with one cluster for all of its tests (`suite`).
+//! connection that can be cut (`proxy`), certificates (`tls`), a driver to begin with (`rig`), our sidecar and who
+//! asks one (`sidecar`), and how a test binary runs with one cluster for all of its tests (`suite`).
 //!
 //! A test binary takes it in beside the rest of the support:
 //!
@@ -16,6 +16,7 @@ pub mod access;
 pub mod programs;
 pub mod proxy;
 pub mod rig;
+pub mod sidecar;
 pub mod storage;
 pub mod suite;
 pub mod tls;

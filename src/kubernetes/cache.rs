@@ -87,13 +87,15 @@ impl<K: Object> Cache<K> {
         cache
     }
 
+    /// What the watch says of it: the object, or that there is none. Nothing where it does not run.
+    pub fn told(&self, key: &Key) -> Option<Option<Arc<K>>> {
+        let state = self.read();
+        state.live.then(|| state.objects.get(key).cloned())
+    }
+
     /// The object, as the watch or else the API server tells it.
     pub async fn get(&self, key: &Key) -> kube::Result<Option<Arc<K>>> {
-        let known = {
-            let state = self.read();
-            if state.live { state.objects.get(key).cloned() } else { None }
-        };
-        match known {
+        match self.told(key).flatten() {
             Some(object) => Ok(Some(object)),
             // It may be newer than what the watch has told.
             None => self.fetch(key).await,

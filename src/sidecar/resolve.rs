@@ -80,7 +80,11 @@ impl Resolver {
         let namespace = target.object.namespace().unwrap_or_default();
         if self.base_reference != BaseReference::Id && name::is_object(reference) {
             let key = Key::new(&namespace, reference);
-            if let Some(object) = self.object(&key).await? {
+            let object = match self.is_known_handle(driver, &key).await {
+                true => None,
+                false => self.object(&key).await?,
+            };
+            if let Some(object) = object {
                 let base = self.bound(driver, &key, object, Part::Base).await?;
                 fits(&base.content, &target.content)?;
                 return Ok(base.handle);
@@ -91,6 +95,19 @@ impl Resolver {
         }
         self.owned(driver, reference, &namespace, target).await?;
         Ok(reference.to_owned())
+    }
+
+    /// Whether a content of the driver has such a handle and, as far as working watches tell, no VolumeSnapshot such a
+    /// name. Without this every request with a handle would ask the API server for a name that is newer.
+    async fn is_known_handle(&self, driver: &str, key: &Key) -> bool {
+        self.base_reference == BaseReference::Either
+            && matches!(self.snapshots.told(key), Some(None))
+            && self.contents.is_live()
+            && self
+                .contents
+                .with(&key.name)
+                .await
+                .is_ok_and(|contents| contents.iter().any(|content| content.spec.driver == driver))
     }
 
     /// Whether a handle may be used in `namespace`: no content has it (its VolumeSnapshot was deleted, and the

@@ -334,15 +334,19 @@ pub fn a_driver_that_comes_late_or_comes_back_is_found(cluster: &Cluster) {
 pub fn requests_cost_the_api_server_nothing_once_they_are_known(cluster: &Cluster) {
     let mut rig = Rig::new(cluster);
     rig.restart_sidecar(&["--review-cache-ttl", "60s"]);
-    rig.snapshot("first");
+    let first = rig.snapshot("first");
     rig.snapshot("second");
-    let asked = [Asked::from(rig.allocated("first")), Asked::from(rig.delta("first", "second"))];
+    let asked = [
+        Asked::from(rig.allocated("first")),
+        Asked::from(rig.delta("first", "second")),
+        Asked::from(rig.delta(&first.handle, "second")),
+    ];
     let all = |times: usize| {
         for asked in std::iter::repeat_n(&asked, times).flatten() {
             rig.ask(asked.clone()).unwrap();
         }
     };
-    // Both tokens are new.
+    // All tokens are new.
     all(1);
     wait_for("the log of the reviews", || cluster.requests_by(&rig.own.user()) > 0);
     std::thread::sleep(Duration::from_millis(500));

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use csi::controller_client::ControllerClient;
+use csi::identity_client::IdentityClient;
 use csi::node_client::NodeClient;
 use csi::snapshot_metadata_client::SnapshotMetadataClient;
 use csi::volume_capability::access_mode::Mode;
@@ -63,6 +64,7 @@ macro_rules! rpcs {
 }
 
 rpcs! {
+    IdentityClient get_plugin_info(GetPluginInfoRequest) -> GetPluginInfoResponse;
     ControllerClient create_volume(CreateVolumeRequest) -> CreateVolumeResponse;
     ControllerClient delete_volume(DeleteVolumeRequest) -> DeleteVolumeResponse;
     ControllerClient create_snapshot(CreateSnapshotRequest) -> CreateSnapshotResponse;

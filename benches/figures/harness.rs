@@ -21,6 +21,7 @@ use tonic::transport::{Channel, Endpoint, Uri};
 
 use crate::calls::{Capability, InUse};
 use crate::kernel::{self, CpuClock};
+use crate::raw::WINDOWS;
 use crate::stats::Samples;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_csi-loopback");
@@ -267,16 +268,20 @@ impl Driver {
     }
 }
 
-/// A channel to a unix socket, with windows that do not hold up a stream.
+/// A channel to a unix socket.
 pub fn connect(runtime: &Runtime, socket: PathBuf) -> Channel {
     let _inside = runtime.enter();
+    endpoint().connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+        let socket = socket.clone();
+        async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
+    }))
+}
+
+/// The other end of a channel, with windows that do not hold up a stream.
+pub fn endpoint() -> Endpoint {
     Endpoint::from_static("http://localhost")
-        .initial_stream_window_size(4 << 20)
-        .initial_connection_window_size(8 << 20)
-        .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-            let socket = socket.clone();
-            async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
-        }))
+        .initial_stream_window_size(WINDOWS.0)
+        .initial_connection_window_size(WINDOWS.1)
 }
 
 impl Drop for Driver {

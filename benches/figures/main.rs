@@ -5,6 +5,8 @@
 //! whether every row ran: what a row must reach is told, and decides nothing.
 
 mod calls;
+#[path = "../../tests/support/cluster/mod.rs"]
+mod cluster;
 mod harness;
 mod host_path;
 mod kernel;
@@ -15,6 +17,9 @@ mod records;
 mod report;
 mod rows;
 mod stats;
+// What the cluster stands on.
+#[path = "../../tests/support/mod.rs"]
+mod support;
 mod writer;
 
 use std::path::PathBuf;
@@ -41,7 +46,7 @@ impl Options {
 /// Measures one row, or several that share what they are measured on.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 9] = [
+const ROWS: [(&str, Measure); 10] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -49,6 +54,7 @@ const ROWS: [(&str, Measure); 9] = [
     ("sizes", rows::sizes::measure),
     ("stream", rows::stream::measure),
     ("memory", rows::memory::streaming),
+    ("sidecar", rows::sidecar::measure),
     ("extents", rows::extents::measure),
     ("fio", rows::fio::measure),
 ];

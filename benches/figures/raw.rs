@@ -8,56 +8,73 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use csi_loopback::proto::csi::v1 as csi;
 use prost::Message;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tonic::codegen::{Bytes, http};
 
 /// What came.
 #[derive(Debug, Default)]
 pub struct Taken {
-    pub first: Duration,
     pub whole: Duration,
     pub frames: Vec<Bytes>,
 }
 
-/// Asks for a delta and takes the answer.
+/// The call of a CSI driver.
+pub const DELTA: &str = "/csi.v1.SnapshotMetadata/GetMetadataDelta";
+
+/// Windows of a stream and of a connection, in bytes, that hold up nobody.
+pub const WINDOWS: (u32, u32) = (4 << 20, 8 << 20);
+
+/// Asks a driver for a delta and takes the answer.
 pub async fn take(socket: &Path, base: &str, target: &str, max: i32) -> Result<Taken> {
     let stream = UnixStream::connect(socket).await?;
-    let (mut sending, connection) = h2::client::Builder::new()
-        .initial_window_size(4 << 20)
-        .initial_connection_window_size(8 << 20)
-        .handshake::<_, Bytes>(stream)
-        .await?;
-    let connection = tokio::spawn(connection);
-    let request = http::Request::post("http://localhost/csi.v1.SnapshotMetadata/GetMetadataDelta")
-        .header("content-type", "application/grpc")
-        .header("te", "trailers")
-        .body(())?;
     let message = csi::GetMetadataDeltaRequest {
         base_snapshot_id: base.to_owned(),
         target_snapshot_id: target.to_owned(),
         max_results: max,
         ..Default::default()
     };
-    let mut taken = Taken::default();
+    let mut frames = Vec::new();
+    let taken = take_from(stream, DELTA, &message, |frame| frames.push(frame)).await?;
+    Ok(Taken { frames, ..taken })
+}
+
+/// Sends one message over a connection and gives each frame of the answer to `each`.
+pub async fn take_from(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    call: &str,
+    message: &impl Message,
+    mut each: impl FnMut(Bytes),
+) -> Result<Taken> {
+    let (mut sending, connection) = h2::client::Builder::new()
+        .initial_window_size(WINDOWS.0)
+        .initial_connection_window_size(WINDOWS.1)
+        .handshake::<_, Bytes>(stream)
+        .await?;
+    let connection = tokio::spawn(connection);
+    let request = http::Request::post(format!("http://localhost{call}"))
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(())?;
     let begun = Instant::now();
     let (answer, mut body) = sending.send_request(request, false)?;
-    body.send_data(framed(&message), true)?;
-    let mut answer = answer.await?.into_body();
+    body.send_data(framed(message), true)?;
+    let answer = answer.await?;
+    let refused = answer.headers().get("grpc-message").cloned();
+    let mut answer = answer.into_body();
     while let Some(frame) = answer.data().await {
         let frame = frame?;
-        if taken.frames.is_empty() {
-            taken.first = begun.elapsed();
-        }
         answer.flow_control().release_capacity(frame.len())?;
-        taken.frames.push(frame);
+        each(frame);
     }
+    ensure!(refused.is_none(), "the call was refused: {refused:?}");
     let trailers = answer.trailers().await?.context("the stream ended without trailers")?;
-    taken.whole = begun.elapsed();
+    let whole = begun.elapsed();
     let status = trailers.get("grpc-status").and_then(|status| status.to_str().ok());
     ensure!(status == Some("0"), "the stream ended with status {status:?}");
     drop(sending);
     connection.abort();
-    Ok(taken)
+    Ok(Taken { whole, frames: Vec::new() })
 }
 
 /// A message with gRPC's head of five bytes.

@@ -20,9 +20,9 @@ pub struct Row {
     /// What `measured` says in words: seconds, or what `unit` says.
     pub samples: Samples,
     pub unit: &'static str,
-    /// Of the driver, per run, in seconds.
+    /// Of the driver, in the rows of the sidecar of that, per run, in seconds.
     pub cpu_seconds: Option<f64>,
-    /// Of the driver, in bytes.
+    /// Of the same, in bytes.
     pub peak_bytes: Option<u64>,
     /// What it is compared with, and what that took.
     pub peer: Option<String>,
@@ -118,8 +118,8 @@ impl Row {
 const HEADS: [&str; 8] = [
     "what",
     "measured: median (min … max, runs)",
-    "driver CPU",
-    "driver peak memory",
+    "CPU",
+    "peak memory",
     "beside it, in the same run",
     "ratio",
     "must reach",
@@ -149,7 +149,7 @@ impl Report {
     pub fn row(&mut self, row: Row) {
         let [what, measured, cpu, _, peer, ratio, _, reached] = row.cells();
         println!(
-            "  {what}: {measured}; driver CPU {cpu}; beside it {peer}; ratio {ratio}; reached: {reached}"
+            "  {what}: {measured}; CPU {cpu}; beside it {peer}; ratio {ratio}; reached: {reached}"
         );
         self.rows.push(row);
     }

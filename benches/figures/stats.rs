@@ -42,6 +42,12 @@ impl Samples {
         self.0.last().copied().unwrap_or_default()
     }
 
+    /// So many of a hundred are not above it.
+    pub fn percentile(&self, of_a_hundred: usize) -> f64 {
+        let at = (self.0.len() * of_a_hundred).div_ceil(100).saturating_sub(1);
+        self.0.get(at).copied().unwrap_or_default()
+    }
+
     pub fn iter(&self) -> impl Iterator<Item = f64> {
         self.0.iter().copied()
     }

@@ -1,0 +1,136 @@
+//! A driver with a long delta and an empty one, known to Kubernetes, and sidecars in front of it.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use csi_loopback::proto::csi::v1 as csi;
+use csi_loopback::proto::snapshotmetadata as api;
+
+use crate::calls::Capability;
+use crate::cluster::Cluster;
+use crate::cluster::access::{Account, rule, sidecar_rules};
+use crate::cluster::programs::{Process, Served};
+use crate::cluster::sidecar::{self, AUDIENCE};
+use crate::cluster::tls::{Authority, Certificate};
+use crate::harness::Driver;
+
+/// Longer than any row.
+const VALIDITY: Duration = Duration::from_secs(3600);
+
+/// Which sidecar.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whose {
+    Ours,
+    Released,
+}
+
+pub struct Rig<'a> {
+    pub cluster: &'a Cluster,
+    pub driver: &'a Driver,
+    pub namespace: String,
+    authority: Authority,
+    certificate: Certificate,
+    /// Who asks.
+    backup: Account,
+    /// Handles of the snapshots of the long delta.
+    pub base: String,
+    pub target: String,
+    _snapshotter: Process,
+}
+
+impl<'a> Rig<'a> {
+    /// VolumeSnapshots `base` and `target` for the snapshots of these handles, and `still` and `same`, between which
+    /// nothing has changed.
+    pub fn new(cluster: &'a Cluster, driver: &'a Driver, base: &str, target: &str) -> Result<Self> {
+        let driver_name = driver.call(csi::GetPluginInfoRequest {})?.name;
+        let volume = driver.volume("quiet", 1 << 30, Capability::Block)?;
+        let (still, same) = (driver.snapshot("still", &volume)?, driver.snapshot("same", &volume)?);
+        let snapshotter = cluster.snapshotter(&driver.socket());
+        let namespace = cluster.namespace("bench");
+        // Without a class the released sidecar refuses.
+        let class = cluster.snapshot_class(&driver_name, &[]);
+        let all = [("base", base), ("target", target), ("still", &still), ("same", &same)];
+        for (name, handle) in all {
+            cluster.adopt_snapshot(&namespace, name, &driver_name, handle, Some(&class));
+        }
+        let authority = Authority::new("bench authority");
+        let certificate = authority.certify(cluster.scratch(), "sidecar");
+        // Sidecars look there for the audience.
+        cluster.metadata_service(&driver_name, "localhost:1", AUDIENCE, &authority.pem());
+        let backup = cluster.account(&namespace, "backup");
+        let readable = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
+        cluster.grant_in(&namespace, &backup, &[readable]);
+        Ok(Self {
+            cluster,
+            driver,
+            namespace,
+            authority,
+            certificate,
+            backup,
+            base: base.to_owned(),
+            target: target.to_owned(),
+            _snapshotter: snapshotter,
+        })
+    }
+
+    /// A sidecar with an account of its own, and the account.
+    pub fn sidecar(&self, whose: Whose, flags: &[&str]) -> Result<Sidecar> {
+        let name = self.cluster.unique("sidecar");
+        let account = self.cluster.account(&self.namespace, &name);
+        self.cluster.grant(&account, &sidecar_rules());
+        let kubeconfig = self.cluster.kubeconfig_of(&account);
+        let socket = self.driver.socket();
+        let served = match whose {
+            Whose::Ours => {
+                sidecar::start(self.cluster, &socket, &kubeconfig, &self.certificate, flags)
+            }
+            Whose::Released => {
+                self.cluster.released_sidecar(&socket, &kubeconfig, &self.certificate, flags)
+            }
+        };
+        Ok(Sidecar { served, account })
+    }
+
+    /// Goes on with what clients have to do for a while, such as to close connections: a sidecar that is told to
+    /// end waits for that.
+    pub fn settle(&self, long: Duration) {
+        self.driver.runtime.block_on(async { tokio::time::sleep(long).await });
+    }
+
+    /// What clients of a sidecar trust.
+    pub fn trusted(&self) -> String {
+        self.authority.pem()
+    }
+
+    /// A new token of the backup application.
+    pub fn token(&self) -> String {
+        self.cluster.token_for(&self.backup, Some(AUDIENCE), VALIDITY)
+    }
+
+    /// The handle of a VolumeSnapshot.
+    pub fn handle(&self, name: &str) -> Result<String> {
+        let ready = self.cluster.wait_until_ready(&self.namespace, name);
+        Some(ready.handle).filter(|handle| !handle.is_empty()).context("no handle")
+    }
+
+    pub fn delta(&self, token: &str, base: &str, target: &str) -> api::GetMetadataDeltaRequest {
+        api::GetMetadataDeltaRequest {
+            security_token: token.to_owned(),
+            namespace: self.namespace.clone(),
+            base_snapshot_id: base.to_owned(),
+            target_snapshot_name: target.to_owned(),
+            ..Default::default()
+        }
+    }
+}
+
+pub struct Sidecar {
+    pub served: Served,
+    pub account: Account,
+}
+
+impl Sidecar {
+    pub fn pid(&self) -> u32 {
+        self.served.process.pid().as_raw() as u32
+    }
+}

@@ -1,6 +1,7 @@
 //! A client of the API server that keeps to a rate and gives up in time.
 
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -10,7 +11,7 @@ use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use tokio::time::{Instant, sleep_until};
-use tower::{Layer, Service};
+use tower::{BoxError, Layer, Service};
 
 /// How long connecting may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -67,7 +68,16 @@ fn build(mut config: Config, rate: Rate) -> anyhow::Result<Client> {
     Ok(builder.with_layer(&Throttle::new(rate)).build())
 }
 
-/// Lets calls through at a rate; those that come too fast wait.
+/// How long a call may wait for its turn. Those that would wait longer are turned away and take nobody's turn: so
+/// a flood is over when it is over.
+const LONGEST_WAIT: Duration = Duration::from_secs(10);
+
+/// A call that would have had to wait too long for its turn.
+#[derive(Debug, thiserror::Error)]
+#[error("too many calls to the API server wait for their turn; the rate is --kube-api-qps")]
+pub struct Crowded;
+
+/// Lets calls through at a rate; those that come too fast wait, or are turned away.
 #[derive(Debug, Clone)]
 struct Throttle {
     rate: Rate,
@@ -81,13 +91,17 @@ impl Throttle {
     }
 
     /// Books one call; returns when it may be made.
-    fn book(&self, now: Instant) -> Instant {
+    fn book(&self, now: Instant) -> Result<Instant, Crowded> {
         let each = Duration::from_secs_f64(1.0 / self.rate.per_second);
         let ahead = each * self.rate.burst.saturating_sub(1);
         let mut full_at = self.full_at.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = (*full_at).max(now);
+        let at = slot.checked_sub(ahead).map_or(now, |at| at.max(now));
+        if at - now > LONGEST_WAIT {
+            return Err(Crowded);
+        }
         *full_at = slot + each;
-        slot.checked_sub(ahead).map_or(now, |at| at.max(now))
+        Ok(at)
     }
 }
 
@@ -110,26 +124,37 @@ where
     S: Service<R>,
     S::Future: Send + 'static,
     S::Response: 'static,
-    S::Error: 'static,
+    S::Error: Into<BoxError> + 'static,
 {
     type Response = S::Response;
-    type Error = S::Error;
-    type Future =
-        std::pin::Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send + 'static>>;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<S::Response, BoxError>> + Send + 'static>>;
 
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.inner.poll_ready(context).map_err(Into::into)
     }
 
     fn call(&mut self, request: R) -> Self::Future {
-        let slot = self.throttle.book(Instant::now());
+        let turn = self.throttle.book(Instant::now());
         // Nothing is sent before the future is polled.
         let call = self.inner.call(request);
         Box::pin(async move {
-            sleep_until(slot).await;
-            call.await
+            sleep_until(turn?).await;
+            call.await.map_err(Into::into)
         })
     }
+}
+
+/// Whether a call was turned away by this process's own rate.
+pub fn is_crowded(error: &kube::Error) -> bool {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if error.is::<Crowded>() {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
 }
 
 #[cfg(test)]
@@ -140,11 +165,23 @@ mod tests {
     async fn a_burst_goes_through_at_once_and_then_the_rate_holds() {
         let throttle = Throttle::new(Rate { per_second: 10.0, burst: 3 });
         let now = Instant::now();
-        let waits: Vec<_> = (0..5).map(|_| (throttle.book(now) - now).as_millis()).collect();
+        let waits: Vec<_> =
+            (0..5).map(|_| (throttle.book(now).unwrap() - now).as_millis()).collect();
         assert_eq!(waits, [0, 0, 0, 100, 200]);
         // After a pause the burst is there again, and no more than that.
         let later = now + Duration::from_secs(60);
-        let waits: Vec<_> = (0..4).map(|_| (throttle.book(later) - later).as_millis()).collect();
+        let waits: Vec<_> =
+            (0..4).map(|_| (throttle.book(later).unwrap() - later).as_millis()).collect();
         assert_eq!(waits, [0, 0, 0, 100]);
+    }
+
+    #[tokio::test]
+    async fn a_flood_takes_nobodys_turn_but_its_own() {
+        let throttle = Throttle::new(Rate { per_second: 10.0, burst: 1 });
+        let now = Instant::now();
+        let booked = (0..10_000).filter(|_| throttle.book(now).is_ok()).count();
+        assert_eq!(booked, 101, "as many as fit into the longest wait");
+        let later = now + LONGEST_WAIT + Duration::from_secs(1);
+        assert_eq!(throttle.book(later).unwrap(), later);
     }
 }

@@ -4,6 +4,7 @@
 use tonic::{Code, Status};
 
 use crate::grpc::{MAX_MESSAGE, cut};
+use crate::kubernetes::client;
 
 /// Each is a row of the table and a value of the label `reason` in the metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -149,6 +150,12 @@ impl Refusal {
             kube::Error::Api(status) => Self::new(
                 Reason::ApiServer,
                 format!("could not {doing}: the API server answered {}; try again", status.code),
+            ),
+            error if client::is_crowded(error) => Self::new(
+                Reason::ApiServer,
+                format!(
+                    "could not {doing}: too many wait to ask the API server; try again later, or raise --kube-api-qps"
+                ),
             ),
             _ => Self::new(
                 Reason::ApiServer,

@@ -45,6 +45,7 @@ fn main() -> ExitCode {
             a_token_is_refused_from_its_own_end_on
             an_empty_or_missing_audience_lets_nobody_in
             an_api_server_that_is_away_is_unavailable_and_comes_back
+            a_flood_of_bad_tokens_is_over_when_it_is_over
             the_released_cluster_role_is_enough
             a_sidecar_without_rights_of_its_own_says_which_one_it_lacks;
         released:

@@ -8,7 +8,7 @@ use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, RoleBinding};
 use serde_json::json;
 use tonic::Code;
 
-use super::rig::{AUDIENCE, CAPACITY, Options, Rig};
+use super::rig::{AUDIENCE, CAPACITY, Options, Rig, collect};
 use crate::cluster::Cluster;
 use crate::cluster::access::rule;
 use crate::cluster::proxy::Way;
@@ -255,6 +255,28 @@ pub fn an_api_server_that_is_away_is_unavailable_and_comes_back(cluster: &Cluste
     cluster.turn(&proxy, Way::Open);
     cluster.wait_for("the API server is back", || rig.ask(asked()).ok());
     assert!(rig.sidecar.process.log().contains("the watch broke"));
+}
+
+pub fn a_flood_of_bad_tokens_is_over_when_it_is_over(cluster: &Cluster) {
+    let mut rig = Rig::new(cluster);
+    rig.restart_sidecar(&["--kube-api-qps", "5", "--kube-api-burst", "5", "--audience", AUDIENCE]);
+    rig.snapshot("first");
+    let client = rig.client();
+    let asked = rig.allocated("first");
+    let codes = cluster.block_on(async {
+        let mut all = tokio::task::JoinSet::new();
+        for number in 0..500 {
+            let mut bad = asked.clone();
+            bad.security_token = format!("bad-{number}");
+            all.spawn(collect(client.clone(), bad.into()));
+        }
+        all.join_all().await.into_iter().map(|one| one.unwrap_err().code()).collect::<Vec<_>>()
+    });
+    assert!(codes.contains(&Code::Unauthenticated) && codes.contains(&Code::Unavailable));
+    // Whoever comes then is not behind all of them.
+    let begun = Instant::now();
+    rig.extents(asked);
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
 }
 
 pub fn the_released_cluster_role_is_enough(cluster: &Cluster) {

@@ -52,7 +52,7 @@ pub struct Args {
     #[arg(long, requires = "self_signed", default_value = "csi-loopback-sidecar-ca", value_parser = name::object, value_name = "NAME")]
     pub self_signed_secret: String,
 
-    /// How long an authority is good for, from 20s to ten years. The next one is made when four tenths of it are left
+    /// How long an authority is good for, from 20s to ten years. The next one is made when six tenths of it are left
     /// and signs when clients had two tenths to learn of it.
     #[arg(long, requires = "self_signed", default_value = "365days", value_parser = validity, value_name = "TIME")]
     pub self_signed_validity: Duration,

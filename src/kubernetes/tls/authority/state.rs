@@ -106,14 +106,16 @@ impl Timing {
         self.overlap() + self.stale() * 2
     }
 
-    /// An authority with less than this to live gets a successor: more than all steps take.
+    /// An authority with less than this to live gets a successor. Announcing, confirming and publishing may take half an
+    /// overlap each, and as long again where writes meet; then it is published for two, and there is room for what follows.
     fn announce_before_end(self) -> Duration {
-        self.overlap() * 4
+        self.overlap() * 6
     }
 
-    /// With less than this to live it is replaced whatever clients know: an expired one helps nobody.
+    /// With less than this to live it is replaced whatever clients know: an expired one helps nobody. One replica has to
+    /// write it, perhaps twice, and the others have to hear of it.
     fn switch_before_end(self) -> Duration {
-        self.stale()
+        self.stale() * 3
     }
 }
 

@@ -28,9 +28,9 @@ fn each_transition_has_its_time() {
         ("nothing is there", 0, Found::Nothing, false, Action::Create),
         ("it is damaged", 0, Found::Corrupt(String::new()), false, Action::Create),
         ("it is another's", 0, Found::Foreign(String::new()), false, Action::Refuse),
-        ("young", 599, held(None, None), false, Action::Keep),
-        ("four overlaps are left", 600, held(None, None), false, Action::Announce),
-        ("the next one is not out", 800, held(Some(None), None), false, Action::Keep),
+        ("young", 399, held(None, None), false, Action::Keep),
+        ("six overlaps are left", 400, held(None, None), false, Action::Announce),
+        ("the next one is not out", 849, held(Some(None), None), false, Action::Keep),
         ("the next one is out", 610, held(Some(None), None), true, Action::Confirm),
         ("out, too short", 809, held(Some(Some(610)), None), true, Action::Keep),
         ("out for long enough", 810, held(Some(Some(610)), None), true, Action::Switch),
@@ -41,10 +41,10 @@ fn each_transition_has_its_time() {
             true,
             Action::Keep,
         ),
-        ("the end is near", 950, held(Some(None), None), false, Action::Switch),
+        ("the end is near", 850, held(Some(None), None), false, Action::Switch),
         ("it has ended", 2000, held(None, None), false, Action::Announce),
-        ("the previous one stays", 799, held(None, Some(800)), false, Action::Announce),
-        ("the previous one has had its time", 800, held(None, Some(800)), false, Action::Retire),
+        ("the previous one stays", 399, held(None, Some(400)), false, Action::Keep),
+        ("the previous one has had its time", 400, held(None, Some(400)), false, Action::Retire),
     ];
     for (when, seconds, found, published, action) in cases {
         assert_eq!(step(at(seconds), &found, TIMING, published), action, "{when}");

@@ -4,15 +4,17 @@
 # (target/bench). Leaves nothing else behind, also when it is interrupted.
 #
 # ROW       idle delta snapshot large sizes stream memory sidecar extents fio; without any, all of them
-# --quick   tiny sizes and a debug build, in under 40 s: a check that everything still runs. Its figures
-#           mean nothing
+# --quick   tiny sizes and a debug build, in about a minute: a check that everything still runs. Its
+#           figures mean nothing
 #
 # CSI_HOSTPATH_BIN  csi-driver-host-path, to be measured beside it (30 GiB more room). By default it is
 #                   built from its module; where that cannot be had the table says why, and a program
 #                   that does the same reads stands in
+# CSI_LOOPBACK_KUBERNETES  where the tools for the row sidecar are: API server, released sidecar, … By default
+#                   they are built; where they cannot be had the row says why
 # TMPDIR            where the pools are made: up to 25 GB, on the disk that is to be measured
 #
-# Needs root, for loop devices and mounts. The full run takes up to 15 minutes and wants the machine for
+# Needs root, for loop devices and mounts. The full run takes up to 20 minutes and wants the machine for
 # itself. The exit code says whether every row ran; whether the figures are good is for the reader.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
@@ -20,13 +22,13 @@ source "$(dirname "$0")/lib.sh"
 
 profile=bench
 output=
-arguments=()
+arguments=() rows=()
 while (($#)); do
     case $1 in
         --quick) profile=dev arguments+=("$1") ;;
         --output) output=${2:?--output: which directory?}; shift ;;
         --help | -h) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
-        *) arguments+=("$1") ;;
+        *) rows+=("$1") ;;
     esac
     shift
 done
@@ -51,6 +53,11 @@ if [[ $profile != dev && -z ${CSI_HOSTPATH_BIN:-} ]]; then
         echo "$CSI_HOSTPATH_MISSING" >&2
     fi
     rm -f "$reason"
+fi
+
+# Before the row needs them, so that it can be seen what takes so long. The row says why they are not there.
+if [[ ${#rows[@]} == 0 || " ${rows[*]} " == *" sidecar "* ]]; then
+    kubernetes_tools >/dev/null || true
 fi
 
 build=(cargo bench --locked --bench figures --no-run)
@@ -85,7 +92,7 @@ trap 'cleanup 143' TERM
 # In the background, so that a signal to this script is heard while it runs, and in a session of its
 # own, so that an interrupt from the terminal reaches this script alone.
 status=0
-TMPDIR=$tmp setsid "$binary" --output "$output" "${arguments[@]}" &
+TMPDIR=$tmp setsid "$binary" --output "$output" "${arguments[@]}" "${rows[@]}" &
 bench_pid=$!
 wait "$bench_pid" || status=$?
 bench_pid=

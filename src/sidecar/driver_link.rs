@@ -23,6 +23,8 @@ use csi::plugin_capability::service::Type;
 
 /// Bytes of one answer that may be under way to a client that does not read.
 const STREAM_WINDOW: u32 = 256 << 10;
+/// Bytes of a frame from the driver, at most. HTTP/2's default, 16 KiB, costs a tenth more processor time.
+const FRAME: u32 = 64 << 10;
 /// HTTP/2's largest window.
 const LARGEST_WINDOW: u32 = (1 << 31) - 1;
 /// A driver's message may be so large, in bytes. What gRPC clients take by default is 4 MiB.
@@ -68,6 +70,7 @@ impl DriverLink {
         let channel = Endpoint::from_static("http://localhost")
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(all.min(LARGEST_WINDOW))
+            .max_frame_size(FRAME)
             .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
                 let path = path.clone();
                 async move { UnixStream::connect(path).await.map(TokioIo::new) }

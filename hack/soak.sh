@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # hack/soak.sh [MINUTES]: runs the long versions of the tests that look for a missed change: the oracle,
-# real filesystems under load, crashes at every fail point, power loss and the fuzz targets, in rounds,
-# each with fresh seeds and larger settings, until the time (60 minutes, building included) is up.
+# real filesystems under load, crashes at every fail point, power loss and the fuzz targets, and those of the
+# sidecar, in rounds, each with fresh seeds and larger settings, until the time (60 minutes, building included) is
+# up.
 # A step that the rest of the time is too short for is made smaller or left out.
 #
 # One line per step and one per round; at the end the line "N passed, N failed, N skipped". Logs and
 # whatever a test keeps of a failure (images after a power cut, inputs of fuzz targets) stay in
 # target/soak/TIME, which is printed, when something failed, and go when nothing did.
 #
-# SOAK_STEPS  which steps to run ("oracle filesystems crash power-loss fuzz")
+# SOAK_STEPS  which steps to run ("oracle filesystems crash power-loss fuzz sidecar")
 #
 # Needs root. Interrupt it at any time: it takes away what it has made.
 set -euo pipefail
@@ -20,17 +21,17 @@ cd "$repo"
 
 minutes=${1:-60}
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || die "not a number of minutes: $minutes"
-steps=${SOAK_STEPS:-oracle filesystems crash power-loss fuzz}
+steps=${SOAK_STEPS:-oracle filesystems crash power-loss fuzz sidecar}
 
 # What each step is given: in the first round, at least, at most. Cases, seconds, images; crashes come
 # as they are.
-declare -A size=([oracle]=20 [filesystems]=12 [crash]=1 [power-loss]=100 [fuzz]=30)
-declare -A least=([oracle]=2 [filesystems]=3 [crash]=1 [power-loss]=20 [fuzz]=5)
-declare -A most=([oracle]=2000 [filesystems]=600 [crash]=1 [power-loss]=2000 [fuzz]=1200)
+declare -A size=([oracle]=20 [filesystems]=12 [crash]=1 [power-loss]=100 [fuzz]=30 [sidecar]=1)
+declare -A least=([oracle]=2 [filesystems]=3 [crash]=1 [power-loss]=20 [fuzz]=5 [sidecar]=1)
+declare -A most=([oracle]=2000 [filesystems]=600 [crash]=1 [power-loss]=2000 [fuzz]=1200 [sidecar]=1)
 # What it takes, in milliseconds: at least, and for each unit. A guess until it has been run; then
 # measured, with what it takes at least in it.
-declare -A fixed=([oracle]=5000 [filesystems]=60000 [crash]=300000 [power-loss]=20000 [fuzz]=5000)
-declare -A each=([oracle]=6000 [filesystems]=15000 [crash]=0 [power-loss]=2000 [fuzz]=9000)
+declare -A fixed=([oracle]=5000 [filesystems]=60000 [crash]=300000 [power-loss]=20000 [fuzz]=5000 [sidecar]=240000)
+declare -A each=([oracle]=6000 [filesystems]=15000 [crash]=0 [power-loss]=2000 [fuzz]=9000 [sidecar]=0)
 for name in $steps; do
     [[ -n ${size[$name]:-} ]] || die "no such step: $name; there are ${!size[*]}"
 done
@@ -43,7 +44,7 @@ target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
 kept=$target/soak/$(date --utc +%Y%m%dT%H%M%SZ)
 begin 3600 "$kept"
 # The tests of this run only: not those of other settings.
-unset "${!ORACLE_@}" "${!FILESYSTEMS_@}" "${!CRASH_@}" "${!POWER_LOSS_@}" "${!FUZZ_@}"
+unset "${!ORACLE_@}" "${!FILESYSTEMS_@}" "${!CRASH_@}" "${!POWER_LOSS_@}" "${!FUZZ_@}" "${!SIDECAR_@}"
 
 # left_ms: what is left of the time.
 left_ms() { echo $((minutes * 60000 - SECONDS * 1000)); }
@@ -79,6 +80,7 @@ start() {
         oracle) tests oracle --test root_oracle -- "ORACLE_SEED=$seed" "ORACLE_CASES=$2" ;;
         filesystems) tests filesystems --test root_filesystems -- "FILESYSTEMS_SECONDS=$2" ;;
         crash) tests crash --features failpoints --test root_crash -- CRASH_POOLS=all ;;
+        sidecar) tests sidecar --test root_sidecar -- SIDECAR_STALL_SECONDS=60 ;;
         power-loss)
             tests power-loss --test root_power_loss -- "POWER_LOSS_IMAGES=$2" \
                 "POWER_LOSS_KEEP=$kept/images-$round"
@@ -162,6 +164,7 @@ prepare() {
         filesystems) step "build $1" cargo test --locked --no-run --test root_filesystems ;;
         crash) step "build $1" cargo test --locked --no-run --features failpoints --test root_crash ;;
         power-loss) step "build $1" cargo test --locked --no-run --test root_power_loss ;;
+        sidecar) step "build $1" cargo test --locked --no-run --test root_sidecar ;;
         fuzz)
             run "build $1" hack/fuzz.sh 1
             count_fuzz "build $1"

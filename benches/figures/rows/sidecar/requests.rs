@@ -73,7 +73,7 @@ pub fn measure(options: Options, report: &mut Report, rig: &Rig<'_>) -> Result<(
     let peer_times = one_by_one(rig, &released, &requests[0], options.pick(300, 20))?;
     drop(released);
     let throttled = rig.sidecar(Whose::Released, &[])?;
-    let limited = ask(rig, &throttled, &requests[..1], 4, options.pick(20 * second, second))?;
+    let limited = ask(rig, &throttled, &requests[..1], 4, options.pick(20 * second, quick))?;
     drop(throttled);
     let unlimited_peer = format!("released sidecar without limits: {}", peer.told());
     let limited_peer = format!("released sidecar at its default limits: {}", limited.told());

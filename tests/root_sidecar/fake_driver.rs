@@ -22,6 +22,8 @@ pub enum Script {
     EndsWithoutWord,
     /// No message, and OK in the headers, as Go's servers do it.
     Nothing,
+    /// One message of so many bytes.
+    Large(usize),
 }
 
 pub struct Fake {
@@ -98,7 +100,10 @@ async fn answer(
                 volume_capacity_bytes: 1 << 30,
                 block_metadata: vec![csi::BlockMetadata { byte_offset: 0, size_bytes: 4096 }],
             };
-            send(respond, message.encode_to_vec(), script);
+            match script {
+                Script::Large(bytes) => send(respond, vec![0; bytes], ok),
+                script => send(respond, message.encode_to_vec(), script),
+            }
         }
     }
 }

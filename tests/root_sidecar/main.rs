@@ -72,7 +72,9 @@ fn main() -> ExitCode {
             secrets_reach_the_driver_and_nobody_else
             an_unknown_error_is_internal
             an_end_that_the_driver_did_not_declare_is_an_error
-            an_answer_without_a_message_is_passed_on;
+            an_answer_without_a_message_is_passed_on
+            a_message_that_is_too_large_says_what_to_do
+            a_secret_that_is_missing_is_named;
         safety:
             tokens_and_secrets_are_never_shown;
     })

@@ -132,3 +132,20 @@ pub fn an_answer_without_a_message_is_passed_on(cluster: &Cluster) {
     let stage = Stage::new(cluster, true, Script::Nothing);
     assert_eq!(stage.ask().unwrap(), Answer::default());
 }
+
+pub fn a_message_that_is_too_large_says_what_to_do(cluster: &Cluster) {
+    let stage = Stage::new(cluster, true, Script::Large(33 << 20));
+    let refused = stage.ask().unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused:?}");
+    assert!(refused.message().contains("max_results"), "{refused:?}");
+}
+
+pub fn a_secret_that_is_missing_is_named(cluster: &Cluster) {
+    let stage = Stage::new(cluster, true, Script::Nothing);
+    assert_eq!(stage.ask().unwrap(), Answer::default());
+    let secrets = cluster.api_in::<k8s_openapi::api::core::v1::Secret>(&stage.namespace);
+    cluster.delete(&secrets, "snapshotter");
+    let refused = stage.ask().unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
+    assert!(refused.message().contains(&format!("{}/snapshotter", stage.namespace)), "{refused:?}");
+}

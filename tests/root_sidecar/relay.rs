@@ -12,9 +12,11 @@ use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status, Streaming};
+use tonic_health::pb::health_check_response::ServingStatus;
 
 use super::rig::{self, Asked, Options, Rig, client_at, collect};
 use crate::cluster::Cluster;
+use crate::cluster::sidecar::channel;
 use crate::support::driver::{PATIENCE, block, wait_for};
 use crate::support::{BLOCK, MIB};
 use api::snapshot_metadata_client::SnapshotMetadataClient;
@@ -302,6 +304,16 @@ pub fn a_new_certificate_serves_new_connections_and_drops_no_stream(cluster: &Cl
     assert_eq!(rig.metric("csi_loopback_sidecar_certificate_reload_failures_total "), 0.0);
 }
 
+/// What the gRPC health service says of the whole server.
+fn health(rig: &Rig<'_>) -> i32 {
+    use tonic_health::pb::HealthCheckRequest;
+    use tonic_health::pb::health_client::HealthClient;
+    let channel = rig.cluster.block_on(async { channel(rig.sidecar.port, &rig.authority.pem()) });
+    let asked = HealthCheckRequest::default();
+    let answer = rig.cluster.block_on(HealthClient::new(channel).check(asked)).unwrap();
+    answer.into_inner().status
+}
+
 pub fn a_driver_that_comes_late_or_comes_back_is_found(cluster: &Cluster) {
     let mut rig = Rig::new(cluster);
     rig.snapshot("first");
@@ -320,14 +332,18 @@ pub fn a_driver_that_comes_late_or_comes_back_is_found(cluster: &Cluster) {
     });
     assert!(rig.http("/health").starts_with("HTTP/1.1 503"));
     rig.refused(rig.allocated("first"), Code::Unavailable, "driver is not ready");
+    let (serving, not_serving) = (ServingStatus::Serving as i32, ServingStatus::NotServing as i32);
+    assert_eq!(health(&rig), not_serving);
     rig.driver.start_again();
     wait_for("it is ready", || rig.http("/health").starts_with("HTTP/1.1 200"));
     assert_eq!(rig.extents(rig.allocated("first")), []);
     rig.driver.kill();
     wait_for("it notices", || rig.http("/health").starts_with("HTTP/1.1 503"));
     assert_eq!(rig.metric("csi_loopback_sidecar_driver_ready "), 0.0);
+    assert_eq!(health(&rig), not_serving);
     rig.driver.start_again();
     wait_for("it is ready again", || rig.http("/health").starts_with("HTTP/1.1 200"));
+    wait_for("gRPC's health says so, too", || health(&rig) == serving);
     assert_eq!(rig.extents(rig.allocated("first")), []);
 }
 

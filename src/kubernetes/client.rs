@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 use tower::{BoxError, Layer, Service};
 
 /// How long connecting may take.
@@ -71,6 +71,8 @@ fn build(mut config: Config, rate: Rate) -> anyhow::Result<Client> {
 /// How long a call may wait for its turn. Those that would wait longer are turned away and take nobody's turn: so
 /// a flood is over when it is over.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
+/// How long it takes to be turned away: who tries again at once is not to cost more than who waits.
+const TURNED_AWAY_AFTER: Duration = Duration::from_secs(1);
 
 /// A call that would have had to wait too long for its turn.
 #[derive(Debug, thiserror::Error)]
@@ -139,7 +141,13 @@ where
         // Nothing is sent before the future is polled.
         let call = self.inner.call(request);
         Box::pin(async move {
-            sleep_until(turn?).await;
+            match turn {
+                Ok(turn) => sleep_until(turn).await,
+                Err(crowded) => {
+                    sleep(TURNED_AWAY_AFTER).await;
+                    return Err(crowded.into());
+                }
+            }
             call.await.map_err(Into::into)
         })
     }

@@ -13,9 +13,10 @@ use kube::api::ListParams;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 use tokio_stream::StreamExt;
 
+use super::client::within;
 use crate::telemetry::shutdown::Shutdown;
 
 /// How long one call to the API server may take.
@@ -264,8 +265,5 @@ fn key(object: &impl ResourceExt) -> Key {
 
 /// A call to the API server that does not wait for ever.
 pub async fn in_time<T>(call: impl Future<Output = kube::Result<T>>) -> kube::Result<T> {
-    match timeout(CALL_TIMEOUT, call).await {
-        Ok(answer) => answer,
-        Err(_) => Err(kube::Error::Service("the API server did not answer in time".into())),
-    }
+    within(CALL_TIMEOUT, call).await
 }

@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tower::{BoxError, Layer, Service};
 
 /// How long connecting may take.
@@ -150,6 +150,22 @@ where
             }
             call.await.map_err(Into::into)
         })
+    }
+}
+
+/// A call to the API server that does not wait for ever.
+pub async fn within<T>(
+    limit: Duration,
+    call: impl Future<Output = kube::Result<T>>,
+) -> kube::Result<T> {
+    match timeout(limit, call).await {
+        Ok(answer) => answer,
+        Err(_) => {
+            let limit = limit.as_secs();
+            Err(kube::Error::Service(
+                format!("the API server did not answer within {limit} s").into(),
+            ))
+        }
     }
 }
 

@@ -25,7 +25,7 @@ use super::cache::in_time;
 const REMEMBERED: u64 = 10_000;
 
 /// Why there is no user, or no permission.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub enum Denied {
     /// The answer is no. The text says why, as far as the API server did.
     Refused(String),
@@ -73,11 +73,11 @@ impl Reviewer {
         let key = digest(&[audience, token]);
         for _ in 0..2 {
             let review = self.review_token(token, audience);
-            let grant =
-                self.users.try_get_with(key, review).await.map_err(|denied| match &*denied {
-                    Denied::Refused(reason) => Denied::Refused(reason.clone()),
-                    Denied::Unknown(error) => Denied::Unknown(error.clone()),
-                })?;
+            let grant = self
+                .users
+                .try_get_with(key, review)
+                .await
+                .map_err(|denied| Denied::clone(&denied))?;
             if grant.expires.is_none_or(|at| SystemTime::now() < at) {
                 return Ok(grant.user);
             }
@@ -108,10 +108,7 @@ impl Reviewer {
         let Action { verb, group, resource, namespace } = action;
         let key = digest(&[&identity, verb, group, resource, namespace]);
         let review = self.review_access(user, action);
-        self.permissions.try_get_with(key, review).await.map_err(|denied| match &*denied {
-            Denied::Refused(reason) => Denied::Refused(reason.clone()),
-            Denied::Unknown(error) => Denied::Unknown(error.clone()),
-        })
+        self.permissions.try_get_with(key, review).await.map_err(|denied| Denied::clone(&denied))
     }
 
     async fn review_access(&self, user: &UserInfo, action: Action<'_>) -> Result<(), Denied> {

@@ -11,9 +11,10 @@ use kube::runtime::watcher::watch_object;
 use kube::{Api, Client};
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{MissedTickBehavior, interval, sleep};
 use tokio_stream::{Stream, StreamExt};
 
+use crate::kubernetes::client::within;
 use crate::kubernetes::metadata_service::{Address, DRIVER_LABEL, SnapshotMetadataService};
 use crate::kubernetes::tls;
 use crate::kubernetes::tls::authority::Bundles;
@@ -206,7 +207,7 @@ impl Publisher {
     async fn publish(&mut self) -> anyhow::Result<bool> {
         let pem = self.bundles.pem.borrow_and_update().clone();
         let name = self.service.driver.clone();
-        let found = in_time(self.services.get_opt(&name)).await;
+        let found = within(CALL, self.services.get_opt(&name)).await;
         let found = found.map_err(|error| told(error, "reading"))?;
         if let Some(found) = &found {
             let published = String::from_utf8_lossy(&found.spec.ca_cert.0).into_owned();
@@ -225,11 +226,11 @@ impl Publisher {
     }
 
     /// Server-side apply refuses a field that the CRD lacks, as the released one does; other writes drop it.
-    async fn apply(&mut self, pem: &str) -> anyhow::Result<()> {
+    async fn apply(&mut self, pem: &str) -> kube::Result<()> {
         let params = PatchParams::apply(MANAGER).force();
         let (services, name) = (self.services.clone(), self.service.driver.clone());
         let write = async |wanted: Value| {
-            in_time(services.patch(&name, &params, &Patch::Apply(wanted))).await
+            within(CALL, services.patch(&name, &params, &Patch::Apply(wanted))).await
         };
         let mut wanted = self.service.wanted(pem);
         if !self.crd_lacks_field {
@@ -245,23 +246,21 @@ impl Publisher {
     }
 }
 
-fn is_field_unknown(error: &anyhow::Error) -> bool {
+fn is_field_unknown(error: &kube::Error) -> bool {
     let unknown = |text: &str| text.contains(OPTIONAL_FIELD) && text.contains("not declared");
-    matches!(error.downcast_ref(), Some(kube::Error::Api(status)) if unknown(&status.message))
+    matches!(error, kube::Error::Api(status) if unknown(&status.message))
 }
 
 /// Says what to do where the API server knows no such objects.
-fn told(error: anyhow::Error, doing: &'static str) -> anyhow::Error {
-    match error.downcast_ref() {
-        Some(kube::Error::Api(status)) if status.code == 404 => error.context(
+fn told(error: kube::Error, doing: &'static str) -> anyhow::Error {
+    let is_unknown = matches!(&error, kube::Error::Api(status) if status.code == 404);
+    let error = anyhow::Error::from(error);
+    match is_unknown {
+        true => error.context(
             "install the CustomResourceDefinition snapshotmetadataservices.cbt.storage.k8s.io (v1beta1)",
         ),
-        _ => error.context(doing),
+        false => error.context(doing),
     }
-}
-
-async fn in_time<T>(call: impl Future<Output = kube::Result<T>>) -> anyhow::Result<T> {
-    Ok(timeout(CALL, call).await.context("the API server did not answer within 10 s")??)
 }
 
 impl Service {

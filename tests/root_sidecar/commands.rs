@@ -9,7 +9,8 @@ use super::relay::{extent, with_long_delta};
 use super::rig::{AUDIENCE, Rig};
 use crate::cluster::Cluster;
 use crate::cluster::access::backup_rules;
-use crate::cluster::programs::{Process, said};
+use crate::cluster::programs::said;
+use crate::cluster::sidecar::spawn_at;
 use crate::support::driver::wait_for;
 use crate::support::{BLOCK, path};
 
@@ -91,14 +92,9 @@ pub fn the_commands_go_on_when_sidecar_and_driver_are_killed(cluster: &Cluster) 
 }
 
 fn restart_at_its_place(rig: &mut Rig<'_>) {
-    let kubeconfig = rig.cluster.kubeconfig_of(&rig.own);
-    let mut command = Command::new(env!("CARGO_BIN_EXE_csi-loopback"));
-    command
-        .args(["--mode", "sidecar", "--csi-address", path(&rig.driver.socket())])
-        .args(["--kubeconfig", path(&kubeconfig), "--port", &rig.sidecar.port.to_string()])
-        .args(["--http-endpoint", &format!("127.0.0.1:{}", rig.sidecar.http_port)])
-        .args(["--tls-cert", path(&rig.certificate.file), "--tls-key", path(&rig.certificate.key)]);
-    let process = Process::spawn(&rig.cluster.unique("sidecar"), command, rig.cluster.scratch());
     rig.sidecar.process.stop();
-    rig.sidecar.process = process;
+    let (ports, kubeconfig) =
+        ((rig.sidecar.port, rig.sidecar.http_port), rig.cluster.kubeconfig_of(&rig.own));
+    let socket = rig.driver.socket();
+    rig.sidecar = spawn_at(ports, rig.cluster, &socket, &kubeconfig, &rig.certificate, &[]);
 }

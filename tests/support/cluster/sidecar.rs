@@ -51,7 +51,19 @@ pub fn spawn(
     certificate: &Certificate,
     flags: &[&str],
 ) -> Served {
-    let (port, http_port) = (free_port(), free_port());
+    let ports = (free_port(), free_port());
+    spawn_at(ports, cluster, socket, kubeconfig, certificate, flags)
+}
+
+/// The same at these ports: of the service, and of health and metrics.
+pub fn spawn_at(
+    (port, http_port): (u16, u16),
+    cluster: &Cluster,
+    socket: &Path,
+    kubeconfig: &Path,
+    certificate: &Certificate,
+    flags: &[&str],
+) -> Served {
     let mut command = Command::new(env!("CARGO_BIN_EXE_csi-loopback"));
     command
         .args(["--mode", "sidecar", "--csi-address", path(socket)])

@@ -13,10 +13,11 @@ use k8s_openapi::api::core::v1::Secret;
 use kube::api::PostParams;
 use kube::{Api, Client};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 use self::state::{Action, Ca, Found, State, Timing};
 use super::Certificates;
+use crate::kubernetes::client::within;
 use crate::kubernetes::name;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -219,7 +220,7 @@ impl Keeper {
     async fn round(&mut self) -> anyhow::Result<()> {
         for _ in 0..CONFLICTS {
             let heard = Instant::now();
-            let before = in_time(self.secrets.get_opt(&self.name)).await?;
+            let before = within(CALL, self.secrets.get_opt(&self.name)).await?;
             let found = secret::found(before.as_ref());
             let action = self.due(&found)?;
             let timing = self.timing;
@@ -276,12 +277,12 @@ impl Keeper {
         let secret = secret::holding(state, &self.name, before);
         let post = PostParams::default();
         let written = match before {
-            Some(_) => in_time(self.secrets.replace(&self.name, &post, &secret)).await,
-            None => in_time(self.secrets.create(&post, &secret)).await,
+            Some(_) => within(CALL, self.secrets.replace(&self.name, &post, &secret)).await,
+            None => within(CALL, self.secrets.create(&post, &secret)).await,
         };
         match written {
             Ok(_) => Ok(true),
-            Err(CallError::Api(kube::Error::Api(status)))
+            Err(kube::Error::Api(status))
                 if status.code == 409 || (status.code == 404 && before.is_some()) =>
             {
                 Ok(false)
@@ -323,16 +324,4 @@ impl Keeper {
         };
         Ok((certificates, now + validity * 2 / 3))
     }
-}
-
-#[derive(Debug, thiserror::Error)]
-enum CallError {
-    #[error(transparent)]
-    Api(#[from] kube::Error),
-    #[error("the API server did not answer within 10 s")]
-    Slow,
-}
-
-async fn in_time<T>(call: impl Future<Output = kube::Result<T>>) -> Result<T, CallError> {
-    Ok(timeout(CALL, call).await.map_err(|_| CallError::Slow)??)
 }

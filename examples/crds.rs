@@ -6,6 +6,9 @@ use std::path::Path;
 use std::{env, fs, io};
 
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
+use csi_loopback::kubernetes::session::{
+    SnapshotServiceConfiguration, SnapshotSessionData, SnapshotSessionRequest,
+};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
 
@@ -13,7 +16,12 @@ const HEAD: &str = "# Generated from src/kubernetes by hack/crds.sh; changes mad
 
 /// The definitions. A new type is added here.
 fn definitions() -> Vec<CustomResourceDefinition> {
-    vec![SnapshotMetadataService::crd()]
+    vec![
+        SnapshotMetadataService::crd(),
+        SnapshotServiceConfiguration::crd(),
+        SnapshotSessionData::crd(),
+        SnapshotSessionRequest::crd(),
+    ]
 }
 
 /// The files: their names, as those of Kubernetes are named, and what is in them.

@@ -50,7 +50,7 @@ pub struct SnapshotMetadataServiceSpec {
 }
 
 /// A rule and no `pattern`: what a pattern refuses is told by the pattern alone.
-fn address(_: &mut SchemaGenerator) -> Schema {
+pub(super) fn address(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "string",
         // A name of 253, a colon, five digits; brackets.
@@ -70,7 +70,7 @@ const ADDRESS: &str = concat!(
 );
 
 /// In base64, in which they are measured too: 384 KiB of certificates at most.
-fn certificates(_: &mut SchemaGenerator) -> Schema {
+pub(super) fn certificates(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "string", "format": "byte", "minLength": 1, "maxLength": 524_288 })
 }
 

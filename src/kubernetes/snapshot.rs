@@ -11,6 +11,8 @@ use kube::core::ClusterResourceScope;
 use kube::{CustomResource, Resource};
 use serde::{Deserialize, Serialize};
 
+use super::name;
+
 pub const GROUP: &str = "snapshot.storage.k8s.io";
 const VERSION: &str = "v1";
 
@@ -132,6 +134,32 @@ pub struct VolumeSnapshotClass {
     pub deletion_policy: String,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub parameters: BTreeMap<String, String>,
+}
+
+impl VolumeSnapshot {
+    /// The content that it is bound to, once it is ready to use.
+    pub fn ready_content(&self) -> Option<&str> {
+        let status = self.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
+        status.bound_volume_snapshot_content_name.as_deref().filter(|name| name::is_object(name))
+    }
+}
+
+impl VolumeSnapshotContent {
+    /// The snapshot's id in CSI, once it is ready to use.
+    pub fn ready_handle(&self) -> Option<&str> {
+        let status = self.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
+        status.snapshot_handle.as_deref().filter(|handle| !handle.is_empty())
+    }
+
+    /// Whether it refers back to the VolumeSnapshot: a reference in one direction proves nothing.
+    pub fn belongs_to(&self, object: &VolumeSnapshot) -> bool {
+        let back = &self.spec.volume_snapshot_ref;
+        let same_uid = match back.uid.as_deref() {
+            None | Some("") => true,
+            uid => uid == object.metadata.uid.as_deref(),
+        };
+        same_uid && back.name == object.metadata.name && back.namespace == object.metadata.namespace
+    }
 }
 
 impl VolumeSnapshotClass {

@@ -145,7 +145,7 @@ impl Resolver {
         let known = self.snapshots.get(key).await.map_err(failed)?;
         match known {
             // It may be ready by now.
-            Some(object) if bound_to(&object).is_none() => {
+            Some(object) if object.ready_content().is_none() => {
                 self.snapshots.fetch(key).await.map_err(failed)
             }
             known => Ok(known),
@@ -157,7 +157,7 @@ impl Resolver {
         let key = Key::cluster(name);
         let known = self.contents.get(&key).await.map_err(failed)?;
         match known {
-            Some(content) if ready_handle(&content).is_none() => {
+            Some(content) if content.ready_handle().is_none() => {
                 self.contents.fetch(&key).await.map_err(failed)
             }
             known => Ok(known),
@@ -175,7 +175,7 @@ impl Resolver {
         if part == Part::Target && object.metadata.deletion_timestamp.is_some() {
             return Err(deleting("VolumeSnapshot", &shown(key)));
         }
-        let Some(content_name) = bound_to(&object) else {
+        let Some(content_name) = object.ready_content() else {
             let message =
                 format!("VolumeSnapshot {} is not ready to use yet; try again", shown(key));
             return Err(Refusal::new(Reason::SnapshotNotReady, message));
@@ -187,7 +187,7 @@ impl Resolver {
             );
             return Err(Refusal::new(Reason::ContentMissing, message));
         };
-        if !belongs(&content, &object) {
+        if !content.belongs_to(&object) {
             let message = format!(
                 "VolumeSnapshotContent {content_name} is not bound to VolumeSnapshot {}; try again",
                 shown(key)
@@ -202,7 +202,7 @@ impl Resolver {
         if part == Part::Target && content.metadata.deletion_timestamp.is_some() {
             return Err(deleting("VolumeSnapshotContent", content_name));
         }
-        let Some(handle) = ready_handle(&content).map(str::to_owned) else {
+        let Some(handle) = content.ready_handle().map(str::to_owned) else {
             let message =
                 format!("VolumeSnapshotContent {content_name} is not ready to use yet; try again");
             return Err(Refusal::new(Reason::SnapshotNotReady, message));
@@ -211,32 +211,10 @@ impl Resolver {
     }
 }
 
-/// The content that a VolumeSnapshot is bound to, once it is ready to use.
-fn bound_to(object: &VolumeSnapshot) -> Option<&str> {
-    let status = object.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
-    status.bound_volume_snapshot_content_name.as_deref().filter(|name| name::is_object(name))
-}
-
-/// The handle of a content, once it is ready to use.
-fn ready_handle(content: &VolumeSnapshotContent) -> Option<&str> {
-    let status = content.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
-    status.snapshot_handle.as_deref().filter(|handle| !handle.is_empty())
-}
-
 /// The index of contents.
 pub fn handle(content: &VolumeSnapshotContent) -> Option<&str> {
     let made = content.status.as_ref().and_then(|status| status.snapshot_handle.as_deref());
     made.or(content.spec.source.snapshot_handle.as_deref())
-}
-
-/// Whether the content refers back to the VolumeSnapshot: a reference in one direction proves nothing.
-fn belongs(content: &VolumeSnapshotContent, object: &VolumeSnapshot) -> bool {
-    let back = &content.spec.volume_snapshot_ref;
-    let same_uid = match back.uid.as_deref() {
-        None | Some("") => true,
-        uid => uid == object.metadata.uid.as_deref(),
-    };
-    same_uid && back.name == object.metadata.name && back.namespace == object.metadata.namespace
 }
 
 /// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest.

@@ -13,7 +13,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::telemetry::klog;
-use crate::{client, driver, sidecar};
+use crate::{client, driver, session_manager, sidecar};
 
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
        csi-loopback <MODE | COMMAND> [FLAGS]";
@@ -50,6 +50,8 @@ enum Mode {
     Driver(Box<driver::Args>),
     /// Mode: the Kubernetes SnapshotMetadata API over TLS, in front of a CSI driver.
     Sidecar(Box<sidecar::Args>),
+    /// Mode: the webhook and the controller of snapshot sessions, for all CSI drivers of a cluster.
+    SessionManager(Box<session_manager::Args>),
 }
 
 impl Cli {
@@ -68,6 +70,7 @@ impl Cli {
         match self.command {
             Command::Mode(Mode::Driver(args)) => driver::run(*args),
             Command::Mode(Mode::Sidecar(args)) => sidecar::run(*args),
+            Command::Mode(Mode::SessionManager(args)) => session_manager::run(*args),
             Command::Client(command) => client::run(*command),
         }
     }

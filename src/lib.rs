@@ -20,5 +20,6 @@ pub mod grpc;
 pub mod kubernetes;
 pub mod proto;
 pub mod quantity;
+pub mod session_manager;
 pub mod sidecar;
 pub mod telemetry;

@@ -131,6 +131,12 @@ impl<K: Object> Cache<K> {
         }
     }
 
+    /// All objects. Nothing where the watch does not run.
+    pub fn all(&self) -> Option<Vec<Arc<K>>> {
+        let state = self.read();
+        state.live.then(|| state.objects.values().cloned().collect())
+    }
+
     /// Whether the watch runs.
     pub fn is_live(&self) -> bool {
         self.read().live

@@ -73,7 +73,11 @@ fn validity(text: &str) -> Result<Duration, String> {
 }
 
 impl Args {
-    fn namespace(&self) -> anyhow::Result<String> {
+    /// The namespace of the program.
+    ///
+    /// # Errors
+    /// It is not given, and this is no pod.
+    pub fn namespace(&self) -> anyhow::Result<String> {
         if let Some(namespace) = &self.namespace {
             return Ok(namespace.clone());
         }

@@ -1,0 +1,273 @@
+//! Who of several replicas leads: whoever holds a Lease (coordination.k8s.io/v1). A lease of another counts as
+//! abandoned when this process has seen it unchanged for its whole duration by its own clock: two machines' clocks are never
+//! compared. Each write names the version that it was decided on, so that of two who take it at once one fails. Who cannot
+//! renew stops leading before anybody else may begin.
+
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::Timestamp;
+use kube::api::PostParams;
+use kube::{Api, ResourceExt};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout_at};
+
+use super::client::within;
+use crate::telemetry::shutdown::Shutdown;
+
+/// How long giving the lease back may take.
+const RELEASE: Duration = Duration::from_secs(3);
+
+/// What replicas of the same program agree on, and who this one is.
+#[derive(Clone)]
+pub struct Election {
+    pub leases: Api<Lease>,
+    /// Name of the Lease.
+    pub name: String,
+    /// Of this process, unlike that of any other.
+    pub identity: String,
+    /// How long a lease lasts that nobody renews; at least a second.
+    pub duration: Duration,
+}
+
+impl Election {
+    /// Takes part until draining begins, in a task of its own. Tells whether this process leads.
+    pub fn start(self, shutdown: Shutdown) -> watch::Receiver<bool> {
+        let (leads, told) = watch::channel(false);
+        tokio::spawn(async move {
+            let mut candidate =
+                Candidate { election: self, leads, renewed: None, seen: None, complaint: None };
+            tokio::select! {
+                () = candidate.run() => {}
+                () = shutdown.draining() => {}
+            }
+            candidate.retire().await;
+        });
+        told
+    }
+
+    /// The leader renews and the others look as often.
+    fn period(&self) -> Duration {
+        self.duration / 6
+    }
+
+    /// Who has not renewed for so long leads no more. What is left of the duration is for work that was under way.
+    fn deadline(&self) -> Duration {
+        self.duration * 2 / 3
+    }
+}
+
+struct Candidate {
+    election: Election,
+    leads: watch::Sender<bool>,
+    /// When the last successful renewal was begun, while leading.
+    renewed: Option<Instant>,
+    /// The lease's version that was seen last, and when it was seen first.
+    seen: Option<(String, Instant)>,
+    /// What was told last of what went wrong.
+    complaint: Option<String>,
+}
+
+impl Candidate {
+    async fn run(&mut self) {
+        loop {
+            let until = self.renewed.map_or_else(
+                || Instant::now() + self.election.deadline(),
+                |renewed| renewed + self.election.deadline(),
+            );
+            match timeout_at(until, self.round()).await {
+                Ok(Ok(())) => {
+                    if self.complaint.take().is_some() {
+                        tracing::info!("Lease {} is in order again", self.election.name);
+                    }
+                }
+                Ok(Err(error)) => self.complain(error.to_string()),
+                Err(_) => self.complain("the API server did not answer in time".into()),
+            }
+            let overdue = |renewed: Instant| renewed.elapsed() >= self.election.deadline();
+            if self.renewed.is_some_and(overdue) {
+                self.follow("the lease could not be renewed");
+            }
+            sleep(self.election.period()).await;
+        }
+    }
+
+    /// Looks at the lease and renews or takes it where that is right.
+    async fn round(&mut self) -> kube::Result<()> {
+        let begun = Instant::now();
+        let found = self.election.leases.get_opt(&self.election.name).await?;
+        let Some(mut lease) = found else {
+            let mut lease = Lease::default();
+            lease.metadata.name = Some(self.election.name.clone());
+            lease.spec = Some(self.claim(None));
+            self.election.leases.create(&PostParams::default(), &lease).await?;
+            self.lead(begun);
+            return Ok(());
+        };
+        if !self.is_to_be_written(&lease) {
+            self.follow("another holds the lease");
+            return Ok(());
+        }
+        lease.spec = Some(self.claim(lease.spec.as_ref()));
+        let params = PostParams::default();
+        match self.election.leases.replace(&self.election.name, &params, &lease).await {
+            Ok(_) => self.lead(begun),
+            // Another was faster.
+            Err(kube::Error::Api(status)) if status.code == 409 => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// Whether it is this process's, nobody's, or abandoned.
+    fn is_to_be_written(&mut self, lease: &Lease) -> bool {
+        let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.as_deref());
+        let holder = holder.unwrap_or_default();
+        if holder.is_empty() || holder == self.election.identity {
+            return true;
+        }
+        let version = lease.resource_version().unwrap_or_default();
+        let now = Instant::now();
+        let since = match &self.seen {
+            Some((seen, since)) if *seen == version => *since,
+            _ => {
+                self.seen = Some((version, now));
+                now
+            }
+        };
+        let seconds = lease.spec.as_ref().and_then(|spec| spec.lease_duration_seconds);
+        let theirs = seconds.and_then(|seconds| u64::try_from(seconds).ok());
+        let lasts = theirs.map_or(self.election.duration, Duration::from_secs);
+        now - since >= lasts.max(self.election.duration)
+    }
+
+    /// The lease as it is to be while this process leads.
+    fn claim(&self, before: Option<&LeaseSpec>) -> LeaseSpec {
+        let now = MicroTime(Timestamp::now());
+        let identity = &self.election.identity;
+        let held = before.filter(|spec| spec.holder_identity.as_ref() == Some(identity));
+        let transitions = before.and_then(|spec| spec.lease_transitions).unwrap_or(0);
+        LeaseSpec {
+            holder_identity: Some(identity.clone()),
+            lease_duration_seconds: i32::try_from(self.election.duration.as_secs().max(1)).ok(),
+            acquire_time: held
+                .and_then(|spec| spec.acquire_time.clone())
+                .or_else(|| Some(now.clone())),
+            renew_time: Some(now),
+            lease_transitions: Some(transitions + i32::from(held.is_none())),
+            ..before.cloned().unwrap_or_default()
+        }
+    }
+
+    fn lead(&mut self, since: Instant) {
+        self.renewed = Some(since);
+        self.seen = None;
+        if !self.leads.send_replace(true) {
+            tracing::info!(identity = self.election.identity, "leading");
+        }
+    }
+
+    fn follow(&mut self, why: &str) {
+        self.renewed = None;
+        if self.leads.send_replace(false) {
+            tracing::warn!(identity = self.election.identity, why, "leading no more");
+        }
+    }
+
+    /// Says it once.
+    fn complain(&mut self, error: String) {
+        if self.complaint.as_ref() != Some(&error) {
+            tracing::warn!(error, "Lease {} cannot be read or written", self.election.name);
+            self.complaint = Some(error);
+        }
+    }
+
+    /// Stops leading, and then gives the lease back so that another need not wait.
+    async fn retire(&mut self) {
+        let led = self.renewed.take().is_some();
+        self.leads.send_replace(false);
+        if !led {
+            return;
+        }
+        let released = within(RELEASE, async {
+            let mut lease = self.election.leases.get(&self.election.name).await?;
+            let Some(spec) = &mut lease.spec else { return Ok(()) };
+            if spec.holder_identity.as_ref() == Some(&self.election.identity) {
+                spec.holder_identity = None;
+                let params = PostParams::default();
+                self.election.leases.replace(&self.election.name, &params, &lease).await?;
+            }
+            Ok(())
+        });
+        if let Err(error) = released.await {
+            tracing::debug!(%error, "the lease was not given back; it ends by itself");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn candidate() -> Candidate {
+        // Never called.
+        let service = tower::service_fn(|_: http::Request<kube::client::Body>| async {
+            Err::<http::Response<kube::client::Body>, _>(std::io::Error::other("not connected"))
+        });
+        let client = kube::Client::new(service, "x");
+        let election = Election {
+            leases: Api::namespaced(client, "x"),
+            name: "lease".into(),
+            identity: "me".into(),
+            duration: Duration::from_secs(15),
+        };
+        let leads = watch::channel(false).0;
+        Candidate { election, leads, renewed: None, seen: None, complaint: None }
+    }
+
+    fn lease(holder: &str, version: &str) -> Lease {
+        let mut lease = Lease::default();
+        lease.metadata.resource_version = Some(version.into());
+        lease.spec = Some(LeaseSpec {
+            holder_identity: Some(holder.into()),
+            lease_duration_seconds: Some(15),
+            // Whatever the other's clock says.
+            renew_time: Some(MicroTime(Timestamp::UNIX_EPOCH)),
+            lease_transitions: Some(4),
+            ..LeaseSpec::default()
+        });
+        lease
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn anothers_lease_is_taken_only_when_it_was_seen_unchanged_for_its_duration() {
+        let mut candidate = candidate();
+        assert!(!candidate.is_to_be_written(&lease("other", "1")), "it may be renewed any moment");
+        sleep(Duration::from_secs(14)).await;
+        assert!(!candidate.is_to_be_written(&lease("other", "1")));
+        assert!(!candidate.is_to_be_written(&lease("other", "2")), "it was renewed");
+        sleep(Duration::from_secs(14)).await;
+        assert!(!candidate.is_to_be_written(&lease("other", "2")));
+        sleep(Duration::from_secs(1)).await;
+        assert!(candidate.is_to_be_written(&lease("other", "2")));
+    }
+
+    #[tokio::test]
+    async fn a_lease_of_nobody_or_ones_own_is_taken_at_once() {
+        let mut candidate = candidate();
+        assert!(candidate.is_to_be_written(&lease("", "1")));
+        assert!(candidate.is_to_be_written(&lease("me", "1")));
+        assert!(candidate.is_to_be_written(&Lease::default()));
+        let claim = candidate.claim(lease("other", "1").spec.as_ref());
+        assert_eq!(
+            (claim.holder_identity.as_deref(), claim.lease_transitions),
+            (Some("me"), Some(5))
+        );
+        let renewed = candidate.claim(Some(&claim));
+        assert_eq!(
+            (renewed.acquire_time, renewed.lease_transitions),
+            (claim.acquire_time, Some(5))
+        );
+    }
+}

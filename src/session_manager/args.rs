@@ -1,0 +1,145 @@
+//! The flags of the mode.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::kubernetes::client::Rate;
+use crate::kubernetes::metadata_service::Address;
+use crate::kubernetes::name;
+use crate::kubernetes::tls::{self, authority};
+use crate::telemetry::{http, logs};
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Kubeconfig file; by default the ServiceAccount of the pod is used.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+
+    /// TCP port to serve the webhook on, on every address; 0 for any that is free.
+    #[arg(long, default_value_t = 9443, value_name = "PORT")]
+    pub port: u16,
+
+    #[command(flatten)]
+    pub tls: tls::Args,
+
+    #[command(flatten)]
+    pub authority: authority::Args,
+
+    /// Where the API server reaches the webhook, as host:port: the name of a Service. The certificate of
+    /// --self-signed is for this host.
+    #[arg(long, value_name = "ADDRESS")]
+    pub service_address: Option<Address>,
+
+    /// ValidatingWebhookConfiguration whose caBundle is kept with --self-signed.
+    #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
+    pub webhook_configuration: String,
+
+    /// ConfigMap with the lifetimes of sessions: defaultLifetime and maximumLifetime, such as 90m.
+    #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
+    pub config_map: String,
+
+    /// Lease by which one of several replicas leads.
+    #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
+    pub lease: String,
+
+    /// How long a lease lasts that nobody renews: so late at most another replica takes over.
+    #[arg(long, default_value = "15s", value_parser = lease_duration, value_name = "TIME")]
+    pub lease_duration: Duration,
+
+    /// Name of this replica, unlike that of any other; by default a random one.
+    #[arg(long, env = "POD_NAME", value_parser = name::object, value_name = "NAME")]
+    pub identity: Option<String>,
+
+    /// How long the snapshots of a request have to become ready before it is Failed.
+    #[arg(long, default_value = "10m", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub ready_timeout: Duration,
+
+    /// Each request is looked at as often even where no watch says anything.
+    #[arg(long, default_value = "60s", value_parser = resync, value_name = "TIME")]
+    pub resync: Duration,
+
+    /// Calls to the API server a second, for requests and for the webhook each.
+    #[arg(long, default_value_t = 50.0, value_parser = qps, value_name = "N")]
+    pub kube_api_qps: f64,
+
+    /// Calls to the API server at once, after a pause.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
+    pub kube_api_burst: u32,
+
+    /// Serve /health and /metrics on host:port or :port.
+    #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
+    pub http_endpoint: http::Endpoint,
+
+    /// How long calls that run may take after the first signal to stop.
+    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub drain_timeout: Duration,
+
+    /// Delete every session of the cluster and exit: for uninstalling. The other flags do nothing then, except
+    /// --kubeconfig and those of the log.
+    #[arg(long)]
+    pub clean_up: bool,
+
+    #[command(flatten)]
+    pub log: logs::Args,
+}
+
+/// Of the objects that belong to a deployment.
+const NAME: &str = "csi-loopback-session-manager";
+
+impl Args {
+    pub fn rate(&self) -> Rate {
+        Rate { per_second: self.kube_api_qps, burst: self.kube_api_burst }
+    }
+}
+
+fn qps(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(qps) if (1e-3..=1e6).contains(&qps) => Ok(qps),
+        _ => Err("is not a number of calls from 0.001 to 1000000".into()),
+    }
+}
+
+fn lease_duration(text: &str) -> Result<Duration, String> {
+    within(text, Duration::from_secs(1), Duration::from_secs(3600), "from 1s to 1h")
+}
+
+fn resync(text: &str) -> Result<Duration, String> {
+    within(text, Duration::from_secs(1), Duration::from_secs(24 * 3600), "from 1s to 24h")
+}
+
+fn within(text: &str, least: Duration, most: Duration, range: &str) -> Result<Duration, String> {
+    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    if (least..=most).contains(&time) { Ok(time) } else { Err(format!("{text:?} is not {range}")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args as _, Command, FromArgMatches};
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Args, clap::Error> {
+        let command = Args::augment_args(Command::new("x"));
+        command.clone().debug_assert();
+        Args::from_arg_matches(&command.try_get_matches_from(line.split_whitespace())?)
+    }
+
+    #[test]
+    fn flags_out_of_their_range_are_errors_of_the_command_line() {
+        parse("x --self-signed --service-address a:1 --namespace n").unwrap();
+        parse("x --clean-up").unwrap();
+        for (bad, named) in [
+            ("x --self-signed", "--service-address"),
+            ("x --lease-duration 0s", "1s"),
+            ("x --resync 0s", "1s"),
+            ("x --kube-api-qps 0", "0.001"),
+            ("x --kube-api-qps NaN", "0.001"),
+            ("x --kube-api-burst 0", "1.."),
+            ("x --config-map A_b", "a-z"),
+            ("x --service-address https://a", "host:port"),
+        ] {
+            let error = parse(bad).unwrap_err().to_string();
+            assert!(error.contains(named), "{bad}: {error}");
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Why a session is not, or not yet, or no longer, to be had. Each is a row of the table of docs/session-manager.md, a reason of the
+//! request's condition and of its event, and a label of the metrics; a test holds code and page together.
+
+use std::fmt;
+
+/// What follows from a cause.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// It may pass: the request stays Pending.
+    Wait,
+    /// It will not: the request is Failed.
+    Fail,
+}
+
+/// What stands in the way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Cause {
+    SnapshotMissing,
+    SnapshotDeleting,
+    SnapshotNotReady,
+    ContentMissing,
+    SeveralDrivers,
+    NoConfiguration,
+    SeveralConfigurations,
+    ConfigurationMisnamed,
+    NamespaceMissing,
+    DataRefused,
+    ManagerNotAllowed,
+    NotReadyInTime,
+}
+
+impl Cause {
+    #[cfg(test)]
+    pub const ALL: [Self; 12] = [
+        Self::SnapshotMissing,
+        Self::SnapshotDeleting,
+        Self::SnapshotNotReady,
+        Self::ContentMissing,
+        Self::SeveralDrivers,
+        Self::NoConfiguration,
+        Self::SeveralConfigurations,
+        Self::ConfigurationMisnamed,
+        Self::NamespaceMissing,
+        Self::DataRefused,
+        Self::ManagerNotAllowed,
+        Self::NotReadyInTime,
+    ];
+
+    pub const fn verdict(self) -> Verdict {
+        match self {
+            Self::SnapshotNotReady | Self::ManagerNotAllowed => Verdict::Wait,
+            _ => Verdict::Fail,
+        }
+    }
+
+    /// As conditions, events and metrics have it.
+    pub const fn reason(self) -> &'static str {
+        match self {
+            Self::SnapshotMissing => "SnapshotMissing",
+            Self::SnapshotDeleting => "SnapshotDeleting",
+            Self::SnapshotNotReady => "SnapshotNotReady",
+            Self::ContentMissing => "ContentMissing",
+            Self::SeveralDrivers => "SeveralDrivers",
+            Self::NoConfiguration => "NoConfiguration",
+            Self::SeveralConfigurations => "SeveralConfigurations",
+            Self::ConfigurationMisnamed => "ConfigurationMisnamed",
+            Self::NamespaceMissing => "NamespaceMissing",
+            Self::DataRefused => "DataRefused",
+            Self::ManagerNotAllowed => "ManagerNotAllowed",
+            Self::NotReadyInTime => "NotReadyInTime",
+        }
+    }
+}
+
+/// A cause, and words for the one who asked: what is wrong and what to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Obstacle {
+    pub cause: Cause,
+    pub message: String,
+}
+
+impl Obstacle {
+    pub fn new(cause: Cause, message: impl Into<String>) -> Self {
+        Self { cause, message: message.into() }
+    }
+}
+
+impl fmt::Display for Obstacle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.cause.reason(), self.message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_of_the_documentation_has_each_cause_with_what_follows() {
+        let page = include_str!("../../docs/session-manager.md");
+        let rows: Vec<Vec<&str>> = page
+            .lines()
+            .filter(|line| line.starts_with("| `"))
+            .map(|line| line.split('|').map(str::trim).collect())
+            .collect();
+        for cause in Cause::ALL {
+            let label = format!("`{}`", cause.reason());
+            let row = rows.iter().find(|row| row[1] == label);
+            let row =
+                row.unwrap_or_else(|| panic!("{label} has no row in docs/session-manager.md"));
+            let state = match cause.verdict() {
+                Verdict::Wait => "Pending",
+                Verdict::Fail => "Failed",
+            };
+            assert_eq!(row[2], state, "{label}");
+        }
+    }
+}

@@ -16,6 +16,8 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::client::within;
 use crate::telemetry::shutdown::Shutdown;
 
+/// Time between two looks, at most: a lease that is given back is not left lying.
+const LONGEST_PERIOD: Duration = Duration::from_secs(2);
 /// How long giving the lease back may take.
 const RELEASE: Duration = Duration::from_secs(3);
 
@@ -49,7 +51,7 @@ impl Election {
 
     /// The leader renews and the others look as often.
     fn period(&self) -> Duration {
-        self.duration / 6
+        LONGEST_PERIOD.min(self.duration / 6)
     }
 
     /// Who has not renewed for so long leads no more. What is left of the duration is for work that was under way.

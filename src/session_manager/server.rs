@@ -129,9 +129,11 @@ async fn lead(mut leads: watch::Receiver<bool>, context: Arc<Context>, shutdown:
         tokio::select! {
             changed = leads.changed() => if changed.is_err() { return },
             () = work => tracing::error!("the watch of requests has ended; beginning anew"),
-            () = shutdown.draining() => return,
+            () = shutdown.draining() => break,
         }
     }
+    // Until the lease is given back.
+    while leads.changed().await.is_ok() {}
 }
 
 async fn serve_http(

@@ -4,7 +4,11 @@
 use std::io::{IsTerminal, stderr};
 
 use clap::ValueEnum;
-use tracing_subscriber::EnvFilter;
+use tracing::{Level, Metadata};
+use tracing_subscriber::filter::{FilterExt, filter_fn};
+use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, fmt};
 
 /// `--log-format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -28,7 +32,7 @@ pub struct Args {
     pub log_format: Format,
 
     /// What is logged: error, warn, info, debug, trace, or directives such as
-    /// info,csi_loopback::driver=debug.
+    /// info,csi_loopback::driver=debug. Of libraries nothing below info.
     #[arg(long, default_value = DEFAULT_LEVEL, value_parser = directives, value_name = "LEVEL")]
     pub log_level: String,
 }
@@ -42,17 +46,22 @@ fn directives(text: &str) -> Result<String, String> {
     EnvFilter::try_new(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
 }
 
+/// What libraries say below info may hold anything that passes through them: addresses with the names of objects in
+/// them, one of which may be a token. So that is shown at no level.
+fn may_be_shown(event: &Metadata<'_>) -> bool {
+    *event.level() <= Level::INFO || event.target().starts_with(env!("CARGO_CRATE_NAME"))
+}
+
 /// Starts logging. To be called once, before any thread is started.
 pub fn init(args: Args) -> anyhow::Result<()> {
     let Args { log_format, log_level } = args;
-    let events = tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::try_new(log_level)?)
-        .with_writer(stderr)
-        .with_ansi(stderr().is_terminal());
-    let started = match log_format {
-        Format::Text => events.try_init(),
-        Format::Json => events.json().flatten_event(true).try_init(),
+    let filter = EnvFilter::try_new(log_level)?.and(filter_fn(may_be_shown));
+    let lines = fmt::layer().with_writer(stderr).with_ansi(stderr().is_terminal());
+    let lines = match log_format {
+        Format::Text => lines.with_filter(filter).boxed(),
+        Format::Json => lines.json().flatten_event(true).with_filter(filter).boxed(),
     };
+    let started = tracing_subscriber::registry().with(lines).try_init();
     started.map_err(|error| anyhow::anyhow!("starting the log: {error}"))?;
     std::panic::set_hook(Box::new(|panic| {
         let location = panic.location().map(ToString::to_string).unwrap_or_default();

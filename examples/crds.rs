@@ -11,6 +11,7 @@ use csi_loopback::kubernetes::session::{
 };
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
+use serde_json::Value;
 
 const HEAD: &str = "# Generated from src/kubernetes by hack/crds.sh; changes made here are lost.\n";
 
@@ -24,13 +25,37 @@ fn definitions() -> Vec<CustomResourceDefinition> {
     ]
 }
 
+/// Without `nullable`, which is made of each `Option`: a field that is not required may be absent, and where somebody writes
+/// null the API server drops it.
+fn plain(definition: &CustomResourceDefinition) -> CustomResourceDefinition {
+    fn visit(schema: &mut Value) {
+        match schema {
+            Value::Object(fields) => {
+                if fields.get("nullable") == Some(&Value::Bool(true)) {
+                    fields.remove("nullable");
+                    if let Some(Value::Array(values)) = fields.get_mut("enum") {
+                        values.retain(|value| !value.is_null());
+                    }
+                }
+                fields.values_mut().for_each(visit);
+            }
+            Value::Array(items) => items.iter_mut().for_each(visit),
+            _ => {}
+        }
+    }
+    let mut definition = serde_json::to_value(definition).expect("a definition is plain data");
+    visit(&mut definition);
+    serde_json::from_value(definition).expect("it is still a definition")
+}
+
 /// The files: their names, as those of Kubernetes are named, and what is in them.
 pub fn files() -> BTreeMap<String, String> {
     definitions()
         .into_iter()
         .map(|definition| {
             let name = format!("{}_{}.yaml", definition.spec.group, definition.spec.names.plural);
-            let yaml = serde_saphyr::to_string(&definition).expect("a definition is plain data");
+            let yaml =
+                serde_saphyr::to_string(&plain(&definition)).expect("a definition is plain data");
             (name, format!("{HEAD}{yaml}"))
         })
         .collect()

@@ -38,6 +38,8 @@ pub const FINALIZER: &str = "cbt.storage.k8s.io/session-data";
         "api-approved.kubernetes.io",
         "unapproved, KEP-3314's session design leaves its objects open"
     ),
+    // Its own rules are not asked where it is gone.
+    validation = Rule::new("!has(oldSelf.status) || has(self.status)").message("status: cannot be taken away"),
     printcolumn(name = "State", type_ = "string", json_path = ".status.state"),
     printcolumn(name = "Driver", type_ = "string", json_path = ".status.driver"),
     printcolumn(name = "Expires", type_ = "string", json_path = ".status.expirationTime"),
@@ -62,7 +64,8 @@ pub struct SnapshotSessionRequestSpec {
 #[x_kube(
     validation = Rule::new("!has(oldSelf.state) || oldSelf.state == 'Pending' || (has(self.state) && self.state == oldSelf.state)")
         .message("Ready and Failed are final"),
-    validation = Rule::new("!has(oldSelf.state) || oldSelf.state != 'Ready' || (has(self.sessionToken) && self.sessionToken == oldSelf.sessionToken)")
+    // Else a second one could be made while the first is in use already. A session that fails loses it.
+    validation = Rule::new("!has(oldSelf.sessionToken) || (has(self.sessionToken) ? self.sessionToken == oldSelf.sessionToken : has(self.state) && self.state == 'Failed')")
         .message("the token of a session cannot be changed"),
     validation = Rule::new("!has(self.state) || self.state != 'Ready' || (has(self.address) && has(self.caCert) && has(self.sessionToken) && has(self.driver) && has(self.expirationTime))")
         .message("Ready needs address, caCert, sessionToken, driver and expirationTime"),

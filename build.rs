@@ -6,14 +6,16 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message;
 
-const PROTOS: [&str; 2] = ["csi.proto", "snapshotmetadata.proto"];
+const PROTOS: [&str; 3] = ["csi.proto", "snapshotmetadata.proto", "snapshotsession.proto"];
 
 /// Answers of which there can be millions a second: servers give them already encoded.
-const RAW_ANSWERS: [&str; 4] = [
+const RAW_ANSWERS: [&str; 6] = [
     ".csi.v1.GetMetadataAllocatedResponse",
     ".csi.v1.GetMetadataDeltaResponse",
     ".snapshotmetadata.GetMetadataAllocatedResponse",
     ".snapshotmetadata.GetMetadataDeltaResponse",
+    ".snapshotsession.GetAllocatedResponse",
+    ".snapshotsession.GetDeltaResponse",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -29,7 +31,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         .build_client(false)
         .out_dir(servers)
         .extern_path(".csi.v1", "crate::proto::csi::v1")
-        .extern_path(".snapshotmetadata", "crate::proto::snapshotmetadata");
+        .extern_path(".snapshotmetadata", "crate::proto::snapshotmetadata")
+        .extern_path(".snapshotsession", "crate::proto::snapshotsession");
     RAW_ANSWERS
         .iter()
         .fold(configuration, |all, answer| all.extern_path(answer, "crate::grpc::RawMessage"))

@@ -1,5 +1,5 @@
-//! What every side of a gRPC socket agrees on: where it is, how a code is written, and a message that
-//! passes through as the bytes that it is.
+//! What every side of a gRPC socket agrees on: where it is, how a code is written, what a log shows of a token, and a
+//! message that passes through as the bytes that it is.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,6 +9,7 @@ use std::time::Duration;
 use prost::DecodeError;
 use prost::bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType};
+use sha2::{Digest, Sha256};
 use tokio::time::Instant;
 use tonic::Code;
 use tonic::metadata::MetadataMap;
@@ -90,6 +91,9 @@ impl prost::Message for RawMessage {
     }
 }
 
+/// Digits of a fingerprint.
+const FINGERPRINT: usize = 16;
+
 /// Bytes of a status message, at most: it travels in an HTTP/2 header, which has a limit, and may
 /// hold what a client sent.
 pub const MAX_MESSAGE: usize = 1024;
@@ -126,6 +130,19 @@ pub(crate) fn parse_timeout(text: &str) -> Option<Duration> {
         "n" => Duration::from_nanos(number),
         _ => return None,
     })
+}
+
+/// What a log may show of a secret, so that its uses can be told apart: the first 16 hexadecimal digits of its SHA-256. It
+/// does not lead back to a secret that cannot be guessed, and is none itself.
+pub fn fingerprint(secret: &str) -> String {
+    let digest = Sha256::digest(secret.as_bytes());
+    digest.iter().take(FINGERPRINT / 2).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Whether `text` looks as what [`fingerprint`] returns.
+pub fn is_fingerprint(text: &str) -> bool {
+    text.len() == FINGERPRINT
+        && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }
 
 /// The name of a code as gRPC writes it.
@@ -182,6 +199,18 @@ mod tests {
         ];
         for text in bad {
             assert!(text.parse::<SocketPath>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_fingerprint_is_the_start_of_the_digest_and_tells_itself() {
+        // SHA-256 of "abc", FIPS 180-2, appendix B.1.
+        assert_eq!(fingerprint("abc"), "ba7816bf8f01cfea");
+        assert!(is_fingerprint(&fingerprint("")));
+        for other in
+            ["", "ba7816bf8f01cfe", "ba7816bf8f01cfeaa", "BA7816BF8F01CFEA", "ba7816bf8f01cfeg"]
+        {
+            assert!(!is_fingerprint(other), "{other}");
         }
     }
 

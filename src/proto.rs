@@ -22,5 +22,12 @@ pub mod snapshotmetadata {
     include!(concat!(env!("OUT_DIR"), "/servers/snapshotmetadata.rs"));
 }
 
+/// Package `snapshotsession`: the SnapshotMetadata API with session tokens (KEP-3314, session design).
+pub mod snapshotsession {
+    #![allow(clippy::all)]
+    tonic::include_proto!("snapshotsession");
+    include!(concat!(env!("OUT_DIR"), "/servers/snapshotsession.rs"));
+}
+
 /// Encoded `google.protobuf.FileDescriptorSet` of csi-spec/ and its imports, with comments.
 pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("csi_descriptor");

@@ -1,5 +1,5 @@
 //! csi-spec/csi.proto is CSI v1.12 on the wire, csi-spec/snapshotmetadata.proto the released Kubernetes
-//! SnapshotMetadata API: no more, no less. The tables of facts in tests/data and the compiled descriptor are
+//! SnapshotMetadata API, csi-spec/snapshotsession.proto the one of the proposal with session tokens: no more, no less. The tables of facts in tests/data and the compiled descriptor are
 //! both brought into the same form, one `Fact` for each line, and the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret` and
 //! `alpha` from the markers in its comments.
 
@@ -17,9 +17,10 @@ use prost_types::{
 };
 
 /// Packages and what is known of them.
-const TABLES: [(&str, &str); 2] = [
+const TABLES: [(&str, &str); 3] = [
     ("csi.v1", include_str!("data/csi-v1.12.tsv")),
     ("snapshotmetadata", include_str!("data/snapshotmetadata-v1.tsv")),
+    ("snapshotsession", include_str!("data/snapshotsession-v1alpha2.tsv")),
 ];
 const HEADER: &str = "kind\tin\tname\tnumber\ttype\tnotes";
 

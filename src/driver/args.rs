@@ -11,7 +11,6 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use super::fault::Rule;
 use crate::backend::{BLOCK_SIZE, PoolChoice, Style};
 use crate::grpc::SocketPath;
-use crate::proto::csi::v1::BlockMetadataType;
 use crate::telemetry::http;
 use crate::{quantity, telemetry};
 
@@ -118,14 +117,6 @@ impl MetadataType {
             Self::Variable => Style::Variable,
             Self::Fixed => Style::Fixed(block_size),
         }
-    }
-}
-
-/// The wire's word for a style.
-pub fn wire_type(style: Style) -> BlockMetadataType {
-    match style {
-        Style::Variable => BlockMetadataType::VariableLength,
-        Style::Fixed(_) => BlockMetadataType::FixedLength,
     }
 }
 

@@ -13,8 +13,9 @@ use tonic::{Code, Request, Response, Status};
 use tracing::Level;
 
 use super::status;
-use crate::grpc::{code_name, cut};
+use crate::grpc::{code_name, cut, fingerprint, is_fingerprint};
 use crate::proto::csi::v1 as csi;
+use crate::proto::snapshotsession as session;
 use crate::telemetry::metrics::Metrics;
 
 /// Bytes of a name, id or path that go into the log; valid ones of names and ids are shorter.
@@ -126,6 +127,7 @@ impl Call {
                     base_snapshot_id = self.subject.base_snapshot_id.as_deref(),
                     group_snapshot_id = self.subject.group_snapshot_id.as_deref(),
                     path = self.subject.path.as_deref(),
+                    session = self.subject.session.as_deref(),
                     messages = (self.messages > 0).then_some(self.messages),
                     extents = (self.messages > 0).then_some(self.extents),
                     duration_ms = milliseconds(duration),
@@ -166,6 +168,8 @@ pub struct Subject {
     base_snapshot_id: Option<String>,
     group_snapshot_id: Option<String>,
     path: Option<String>,
+    /// A fingerprint: the token itself is a secret.
+    session: Option<String>,
 }
 
 impl Subject {
@@ -177,7 +181,15 @@ impl Subject {
 
     /// Whether one of its names, ids or paths contains `text`.
     pub fn mentions(&self, text: &str) -> bool {
-        let Self { name, volume_id, snapshot_id, base_snapshot_id, group_snapshot_id, path } = self;
+        let Self {
+            name,
+            volume_id,
+            snapshot_id,
+            base_snapshot_id,
+            group_snapshot_id,
+            path,
+            session: _,
+        } = self;
         [name, volume_id, snapshot_id, base_snapshot_id, group_snapshot_id, path]
             .iter()
             .any(|noted| noted.as_deref().is_some_and(|noted| noted.contains(text)))
@@ -197,6 +209,15 @@ pub trait Describe {
 /// The value for the log: nothing for an absent field, and cut, for it is not checked yet.
 fn note(value: &str) -> Option<String> {
     (!value.is_empty()).then(|| cut(value, MAX_LOGGED))
+}
+
+/// What the log may know of a session. The sidecar of this project sends a fingerprint, and its log has the same.
+fn note_session(token: &str) -> Option<String> {
+    match token {
+        "" => None,
+        token if is_fingerprint(token) => Some(token.to_owned()),
+        token => Some(fingerprint(token)),
+    }
 }
 
 macro_rules! describe {
@@ -271,6 +292,23 @@ describe! {
     GetMetadataDeltaRequest { base_snapshot_id: base_snapshot_id, snapshot_id: target_snapshot_id }
 }
 
+impl Describe for session::GetAllocatedRequest {
+    fn describe(&self, subject: &mut Subject) {
+        subject.session = note_session(&self.session_token);
+        subject.volume_id = note(&self.volume_id);
+        subject.snapshot_id = note(&self.snapshot);
+    }
+}
+
+impl Describe for session::GetDeltaRequest {
+    fn describe(&self, subject: &mut Subject) {
+        subject.session = note_session(&self.session_token);
+        subject.volume_id = note(&self.volume_id);
+        subject.snapshot_id = note(&self.target_snapshot);
+        subject.base_snapshot_id = note(&self.base_snapshot);
+    }
+}
+
 impl Describe for csi::CreateVolumeResponse {
     fn describe(&self, subject: &mut Subject) {
         subject.volume_id = self.volume.as_ref().and_then(|volume| note(&volume.volume_id));
@@ -335,6 +373,18 @@ mod tests {
         calls.idle().await;
         let metrics = calls.metrics.scrape().unwrap();
         assert!(metrics.contains(r#"count{method="Probe",code="OK"} 1"#), "{metrics}");
+    }
+
+    #[test]
+    fn of_a_sessions_token_the_log_knows_a_fingerprint() {
+        let of = |token: &str| {
+            let asked =
+                session::GetDeltaRequest { session_token: token.into(), ..Default::default() };
+            Subject::of(&asked).session
+        };
+        assert_eq!(of(""), None);
+        assert_eq!(of("abc").as_deref(), Some("ba7816bf8f01cfea"));
+        assert_eq!(of("ba7816bf8f01cfea").as_deref(), Some("ba7816bf8f01cfea"));
     }
 
     #[test]

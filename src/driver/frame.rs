@@ -1,13 +1,12 @@
 //! Extents straight into the bytes of a response message. GetMetadataAllocatedResponse and
 //! GetMetadataDeltaResponse are alike on the wire (CSI: block_metadata_type 1, volume_capacity_bytes 2,
-//! block_metadata 3), so this serves both. Millions of extents a second pass through here, which is
+//! block_metadata 3), and so are those of the session API but for the numbers of the type: this serves all four. Millions of extents a second pass through here, which is
 //! why no message is built first.
 
 use prost::encoding::{WireType, encode_key, encode_varint};
 
 use crate::backend::Extent;
 use crate::grpc::RawMessage;
-use crate::proto::csi::v1::BlockMetadataType;
 
 /// Bytes that one extent takes at most: two keys, two lengths, two numbers below 2^63.
 const LARGEST: usize = 2 + 2 * (1 + 9);
@@ -28,9 +27,10 @@ const fn key(field: u8, wire_type: WireType) -> u8 {
 pub struct Head(Vec<u8>);
 
 impl Head {
-    pub fn new(kind: BlockMetadataType, capacity_bytes: u64) -> Self {
+    /// `kind` is the number that the API has for the type of the blocks.
+    pub fn new(kind: i32, capacity_bytes: u64) -> Self {
         let mut head = Vec::new();
-        for (field, value) in [(1, kind as u64), (2, capacity_bytes)] {
+        for (field, value) in [(1, u64::from(kind.unsigned_abs())), (2, capacity_bytes)] {
             // Zero is told by absence.
             if value > 0 {
                 encode_key(field, WireType::Varint, &mut head);
@@ -100,25 +100,30 @@ mod tests {
 
     use super::*;
     use crate::proto::csi::v1 as csi;
+    use crate::proto::snapshotsession as session;
 
     proptest! {
         #[test]
-        fn a_frame_is_the_message_that_both_answers_would_be(
+        fn a_frame_is_the_message_that_each_answer_would_be(
             capacity in 0..=i64::MAX as u64,
             extents in prop::collection::vec((0..=i64::MAX as u64, 0..=i64::MAX as u64), 0..50),
         ) {
+            let frame = |kind| {
+                let mut frame = Head::new(kind, capacity).begin(extents.len());
+                for &(offset, length) in &extents {
+                    frame.push(Extent { offset, length });
+                }
+                frame
+            };
             let kind = csi::BlockMetadataType::FixedLength;
-            let mut frame = Head::new(kind, capacity).begin(extents.len());
-            for &(offset, length) in &extents {
-                frame.push(Extent { offset, length });
-            }
-            prop_assert_eq!(frame.extents(), extents.len());
+            let csi_frame = frame(kind.into());
+            prop_assert_eq!(csi_frame.extents(), extents.len());
             let block = |&(offset, length): &(u64, u64)| csi::BlockMetadata {
                 byte_offset: offset as i64,
                 size_bytes: length as i64,
             };
             let blocks: Vec<_> = extents.iter().map(block).collect();
-            let bytes = frame.finish();
+            let bytes = csi_frame.finish();
             prop_assert_eq!(&bytes, &RawMessage::of(&csi::GetMetadataDeltaResponse {
                 block_metadata_type: kind.into(),
                 volume_capacity_bytes: capacity as i64,
@@ -130,6 +135,23 @@ mod tests {
                 block_metadata: blocks,
             }));
             prop_assert_eq!(bytes.encode_to_vec(), bytes.0.to_vec());
+            for kind in [session::BlockMetadataType::FixedLength, session::BlockMetadataType::VariableLength] {
+                let block = |&(offset, length): &(u64, u64)| {
+                    session::BlockMetadata { byte_offset: offset, size_bytes: length }
+                };
+                let blocks: Vec<_> = extents.iter().map(block).collect();
+                let bytes = frame(kind.into()).finish();
+                prop_assert_eq!(&bytes, &RawMessage::of(&session::GetAllocatedResponse {
+                    block_metadata_type: kind.into(),
+                    volume_size_bytes: capacity,
+                    block_metadata: blocks.clone(),
+                }));
+                prop_assert_eq!(&bytes, &RawMessage::of(&session::GetDeltaResponse {
+                    block_metadata_type: kind.into(),
+                    volume_size_bytes: capacity,
+                    block_metadata: blocks,
+                }));
+            }
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The mode `driver`: the CSI services on a unix socket, a thin translation over [`crate::backend`].
+//! The mode `driver`: the CSI services and that of snapshot sessions on a unix socket, a thin translation over
+//! [`crate::backend`].
 //!
 //! Each RPC is a plain function from request to response that may block; [`call`] runs it. What a
 //! client sends is checked in [`request`], what it gets is put together in [`response`], and every
@@ -17,6 +18,7 @@ mod node;
 pub(crate) mod request;
 mod response;
 mod server;
+mod session;
 pub(crate) mod snapshot_metadata;
 mod socket;
 mod status;

@@ -28,6 +28,7 @@ use crate::proto::csi::v1::group_controller_server::GroupControllerServer;
 use crate::proto::csi::v1::identity_server::IdentityServer;
 use crate::proto::csi::v1::node_server::NodeServer;
 use crate::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
+use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 use crate::telemetry::http::{self, HealthCheck};
 use crate::telemetry::logs;
 use crate::telemetry::metrics::Metrics;
@@ -164,6 +165,7 @@ fn router(plugin: Plugin) -> tonic::transport::server::Router {
         .add_service(ControllerServer::new(plugin.clone()))
         .add_service(GroupControllerServer::new(plugin.clone()))
         .add_service(SnapshotMetadataServer::new(plugin.clone()))
+        .add_service(SessionServer::new(plugin.clone()))
         .add_service(NodeServer::new(plugin))
 }
 

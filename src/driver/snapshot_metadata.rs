@@ -7,8 +7,8 @@ use super::call::{Call, Describe, Subject};
 use super::fault::Stream;
 use super::frame::Head;
 use super::stream::{Batches, Limits, Messages, extents_per_message, start};
-use super::{Plugin, args, request, status};
-use crate::backend::{Backend, BlockMap, Error, Extents, Result as Checked};
+use super::{Plugin, request, status};
+use crate::backend::{Backend, BlockMap, Error, Extents, Result as Checked, Style};
 use crate::grpc::deadline;
 use crate::proto::csi::v1 as csi;
 use csi::snapshot_metadata_server::SnapshotMetadata;
@@ -22,31 +22,32 @@ impl SnapshotMetadata for Plugin {
         &self,
         request: Request<csi::GetMetadataAllocatedRequest>,
     ) -> Result<Response<Messages>, Status> {
-        self.metadata("GetMetadataAllocated", request, allocated).await
+        self.metadata("GetMetadataAllocated", request, allocated, number).await
     }
 
     async fn get_metadata_delta(
         &self,
         request: Request<csi::GetMetadataDeltaRequest>,
     ) -> Result<Response<Messages>, Status> {
-        self.metadata("GetMetadataDelta", request, delta).await
+        self.metadata("GetMetadataDelta", request, delta, number).await
     }
 }
 
 /// A block map and where in it to start.
-struct Asked {
-    map: BlockMap,
-    window: Window,
+pub(super) struct Asked {
+    pub map: BlockMap,
+    pub window: Window,
 }
 
 impl Plugin {
-    /// Opens the map that `open` finds and starts to stream it. What is wrong with the request is the
-    /// status of the call, with no message before it.
-    async fn metadata<Q>(
+    /// Opens the map that `open` finds and starts to stream it; `number` is what the API has for a style. What is
+    /// wrong with the request is the status of the call, with no message before it.
+    pub(super) async fn metadata<Q>(
         &self,
         method: &'static str,
         request: Request<Q>,
         open: fn(&Backend, &Q) -> Checked<Asked>,
+        number: fn(Style) -> i32,
     ) -> Result<Response<Messages>, Status>
     where
         Q: Describe + Send + 'static,
@@ -62,8 +63,8 @@ impl Plugin {
             let subject = Subject::of(&asked);
             plugin.faults.check_ready(backend, subject.snapshot_ids())?;
             plugin.faults.before(method, &subject)?;
-            let head = Head::new(args::wire_type(style), map.capacity_bytes());
-            let extents = map.extents(style, window.starting_offset)?;
+            let head = Head::new(number(style), map.capacity_bytes());
+            let extents = window.extents(map, style)?;
             let stream = plugin.faults.stream(method, &subject, extents);
             Ok(Opened { stream, head, per_message: window.extents_per_message })
         });
@@ -97,6 +98,13 @@ impl Opened {
     }
 }
 
+fn number(style: Style) -> i32 {
+    match style {
+        Style::Variable => csi::BlockMetadataType::VariableLength.into(),
+        Style::Fixed(_) => csi::BlockMetadataType::FixedLength.into(),
+    }
+}
+
 fn allocated(backend: &Backend, asked: &csi::GetMetadataAllocatedRequest) -> Checked<Asked> {
     let id = request::id("snapshot_id", &asked.snapshot_id)?;
     let window = window(asked.starting_offset, asked.max_results)?;
@@ -115,6 +123,17 @@ pub(crate) struct Window {
     /// Bytes.
     pub starting_offset: u64,
     pub extents_per_message: usize,
+    /// What the request calls the offset.
+    pub field: &'static str,
+}
+
+impl Window {
+    fn extents(&self, map: BlockMap, style: Style) -> Checked<Extents> {
+        map.extents(style, self.starting_offset).map_err(|error| match error {
+            Error::OutOfRange(problem) => Error::OutOfRange(format!("{}: {problem}", self.field)),
+            other => other,
+        })
+    }
 }
 
 pub(crate) fn window(starting_offset: i64, max_results: i32) -> Checked<Window> {
@@ -122,9 +141,11 @@ pub(crate) fn window(starting_offset: i64, max_results: i32) -> Checked<Window> 
         usize::try_from(max_results).map_err(|_| Error::invalid("max_results", "is negative"))?;
     // CSI GetMetadataAllocated, errors: an offset outside of the snapshot is OUT_OF_RANGE, and so is
     // one before its start.
+    let field = "starting_offset";
     let starting_offset = u64::try_from(starting_offset)
-        .map_err(|_| Error::OutOfRange("starting_offset: is negative".into()))?;
-    Ok(Window { starting_offset, extents_per_message: extents_per_message(max_results) })
+        .map_err(|_| Error::OutOfRange(format!("{field}: is negative")))?;
+    let extents_per_message = extents_per_message(max_results);
+    Ok(Window { starting_offset, extents_per_message, field })
 }
 
 #[cfg(test)]
@@ -136,6 +157,6 @@ mod tests {
         assert!(matches!(window(-1, 0), Err(Error::OutOfRange(_))));
         assert!(matches!(window(0, -1), Err(Error::Invalid { field: "max_results", .. })));
         let window = window(4097, 10).unwrap();
-        assert_eq!(window, Window { starting_offset: 4097, extents_per_message: 10 });
+        assert_eq!((window.starting_offset, window.extents_per_message), (4097, 10));
     }
 }

@@ -32,7 +32,7 @@ async fn sizes(
 }
 
 fn batches<I: Iterator<Item = Checked<Extent>>>(extents: I, per_message: usize) -> Batches<I> {
-    Batches::new(extents, Head::new(BlockMetadataType::VariableLength, 1 << 30), per_message)
+    Batches::new(extents, Head::new(BlockMetadataType::VariableLength.into(), 1 << 30), per_message)
 }
 
 fn size(message: RawMessage) -> usize {

@@ -8,6 +8,8 @@ use csi::snapshot_metadata_client::SnapshotMetadataClient;
 use csi::volume_capability::access_mode::Mode;
 use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use csi_loopback::proto::csi::v1 as csi;
+use csi_loopback::proto::snapshotsession as session;
+use session::snapshot_metadata_client::SnapshotMetadataClient as SessionClient;
 use std::any::Any;
 use std::path::Path;
 use tonic::Status;
@@ -197,7 +199,19 @@ pub fn delta(base: &str, target: &str) -> csi::GetMetadataDeltaRequest {
     }
 }
 
-/// A whole answer of a metadata RPC.
+pub fn session_allocated(snapshot: &str) -> session::GetAllocatedRequest {
+    session::GetAllocatedRequest { snapshot: snapshot.to_owned(), ..Default::default() }
+}
+
+pub fn session_delta(base: &str, target: &str) -> session::GetDeltaRequest {
+    session::GetDeltaRequest {
+        base_snapshot: base.to_owned(),
+        target_snapshot: target.to_owned(),
+        ..Default::default()
+    }
+}
+
+/// A whole answer of a metadata RPC, of whichever API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Metadata {
     pub kind: csi::BlockMetadataType,
@@ -215,33 +229,41 @@ impl Metadata {
 }
 
 macro_rules! metadata {
-    ($($method:ident($request:ident) -> $message:ident)*) => {$(
-        impl Rpc for csi::$request {
+    ($($api:ident $client:ident $capacity:ident: $($method:ident($request:ident))*;)*) => {$($(
+        impl Rpc for $api::$request {
             type Answer = Metadata;
 
             async fn send(self, channel: Channel) -> Result<Metadata, Status> {
-                let mut stream =
-                    SnapshotMetadataClient::new(channel).$method(self).await?.into_inner();
+                let mut stream = $client::new(channel).$method(self).await?.into_inner();
                 let (mut messages, mut largest, mut heads) = (Vec::new(), 0, Vec::new());
                 while let Some(message) = stream.message().await? {
                     largest = largest.max(prost::Message::encoded_len(&message));
-                    heads.push((message.block_metadata_type(), message.volume_capacity_bytes));
-                    let extent = |one: &csi::BlockMetadata| {
+                    // A number that the API does not know must not pass for its first one.
+                    let kind = $api::BlockMetadataType::try_from(message.block_metadata_type);
+                    let kind = kind.expect("a type that the API knows").as_str_name();
+                    heads.push((kind, message.$capacity));
+                    let extent = |one: &$api::BlockMetadata| {
                         (one.byte_offset as u64, one.size_bytes as u64)
                     };
                     messages.push(message.block_metadata.iter().map(extent).collect());
                 }
                 heads.dedup();
                 assert_eq!(heads.len(), 1, "type and capacity are the same in every message");
-                Ok(Metadata { kind: heads[0].0, capacity: heads[0].1 as u64, messages, largest })
+                let (kind, capacity) = (heads[0].0, heads[0].1 as u64);
+                let kind = csi::BlockMetadataType::from_str_name(kind).unwrap();
+                Ok(Metadata { kind, capacity, messages, largest })
             }
         }
-    )*};
+    )*)*};
 }
 
 metadata! {
-    get_metadata_allocated(GetMetadataAllocatedRequest) -> GetMetadataAllocatedResponse
-    get_metadata_delta(GetMetadataDeltaRequest) -> GetMetadataDeltaResponse
+    csi SnapshotMetadataClient volume_capacity_bytes:
+        get_metadata_allocated(GetMetadataAllocatedRequest)
+        get_metadata_delta(GetMetadataDeltaRequest);
+    session SessionClient volume_size_bytes:
+        get_allocated(GetAllocatedRequest)
+        get_delta(GetDeltaRequest);
 }
 
 /// A request that knows its RPC.

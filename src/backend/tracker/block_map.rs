@@ -53,7 +53,7 @@ impl BlockMap {
         let capacity = self.capacity_bytes;
         if starting_offset > capacity {
             return Err(Error::OutOfRange(format!(
-                "starting_offset: {starting_offset} is past the end of the snapshot ({capacity} bytes)"
+                "{starting_offset} is past the end of the snapshot ({capacity} bytes)"
             )));
         }
         let granularity = match style {

@@ -7,8 +7,9 @@
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use serde_json::json;
+use tokio::sync::mpsc;
 
 use super::block_map::{BlockMap, Query, Shape, Source};
 use super::{Output, format};
@@ -16,6 +17,9 @@ use crate::backend::Extent;
 
 /// Rows of a table, unless `--limit-rows` says otherwise.
 const DEFAULT_ROWS: u64 = 20;
+
+/// Messages of an answer to hold while others are being printed.
+const MESSAGES: usize = 4;
 
 /// Asks and prints. `namespace`: of the snapshots, where they go by name. `limit_rows`: extents to print, 0
 /// for all.
@@ -27,32 +31,73 @@ pub async fn run<S: Source>(
     open: impl AsyncFnOnce(Query) -> Result<BlockMap<S>>,
 ) -> Result<()> {
     let start = Instant::now();
-    let mut report = Report::new(output, &query, namespace, limit_rows);
+    let report = Report::new(output, &query, namespace, limit_rows);
     let mut map = open(query).await?;
-    let mut first = None;
-    let mut out = io::BufWriter::new(io::stdout().lock());
-    let ended = loop {
-        let extents = match map.next().await {
-            Ok(Some(extents)) => extents,
-            Ok(None) => break Ok(()),
-            Err(error) => break Err(error),
+    let (sender, receiver) = mpsc::channel(MESSAGES);
+    // On a thread of its own: whoever does not read what is printed keeps nobody from minding time and signals.
+    let printing = tokio::task::spawn_blocking(move || {
+        print(report, receiver, io::BufWriter::new(io::stdout().lock()), start)
+    });
+    let sent = send(&mut map, sender).await;
+    printing.await.context("the printing panicked")??;
+    sent
+}
+
+/// A part of an answer on its way to the printer.
+enum Part {
+    Extents {
+        shape: Shape,
+        extents: Vec<Extent>,
+        at: Instant,
+    },
+    /// Said, not implied: a channel that just closes is an answer that broke.
+    End,
+}
+
+/// Passes the answer on. A printer that is gone has an error of its own.
+async fn send<S: Source>(map: &mut BlockMap<S>, sender: mpsc::Sender<Part>) -> Result<()> {
+    loop {
+        let extents = map.next().await?;
+        let at = Instant::now();
+        let part = match (extents, map.shape()) {
+            (Some(extents), Some(shape)) => Part::Extents { shape, extents, at },
+            _ => Part::End,
         };
-        if let (None, Some(shape)) = (first, map.shape()) {
-            first = Some(start.elapsed());
-            report.begin(&mut out, shape)?;
-        }
-        for extent in extents {
-            report.row(&mut out, extent)?;
-        }
-    };
-    if ended.is_ok() {
-        let times = Times { first: first.unwrap_or_default(), whole: start.elapsed() };
-        if let Some(shape) = map.shape() {
-            report.totals(&mut out, shape, times)?;
+        let last = matches!(part, Part::End);
+        if sender.send(part).await.is_err() || last {
+            return Ok(());
         }
     }
-    out.flush()?;
-    ended
+}
+
+/// Prints what comes.
+fn print(
+    mut report: Report,
+    mut parts: mpsc::Receiver<Part>,
+    mut out: impl Write,
+    start: Instant,
+) -> io::Result<()> {
+    let mut begun = None;
+    while let Some(part) = parts.blocking_recv() {
+        match part {
+            Part::Extents { shape, extents, at } => {
+                if begun.is_none() {
+                    begun = Some((shape, at - start));
+                    report.begin(&mut out, shape)?;
+                }
+                for extent in extents {
+                    report.row(&mut out, extent)?;
+                }
+            }
+            Part::End => {
+                if let Some((shape, first)) = begun {
+                    report.totals(&mut out, shape, Times { first, whole: start.elapsed() })?;
+                }
+                break;
+            }
+        }
+    }
+    out.flush()
 }
 
 /// How long the driver took.
@@ -184,6 +229,25 @@ mod tests {
 
     fn delta() -> Query {
         Query::Delta { base: "a".to_owned(), target: "b\"".to_owned() }
+    }
+
+    #[test]
+    fn only_an_end_that_was_said_is_followed_by_totals() {
+        for said in [false, true] {
+            let (sender, receiver) = mpsc::channel(2);
+            let start = Instant::now();
+            let extents = vec![Extent { offset: 0, length: 4096 }];
+            sender.try_send(Part::Extents { shape: SHAPE, extents, at: start }).ok().unwrap();
+            if said {
+                sender.try_send(Part::End).ok().unwrap();
+            }
+            drop(sender);
+            let mut out = Vec::new();
+            let report = Report::new(Output::Json, &delta(), None, None);
+            print(report, receiver, &mut out, start).unwrap();
+            assert!(!out.is_empty());
+            assert_eq!(serde_json::from_slice::<serde_json::Value>(&out).is_ok(), said);
+        }
     }
 
     /// `count` extents of 4096 bytes printed; unless `whole`, the stream broke after them.

@@ -50,7 +50,7 @@ storage_commands=(
 
 # What tests put load on filesystems with; without them these tests are skipped.
 # shellcheck disable=SC2034 # used by the scripts that source this file
-load_commands=(fio stress-ng)
+load_commands=(fio stress-ng faketime)
 
 # install_missing COMMAND...: sees to it that every command exists. Nothing is fetched when all do.
 # Fails when one is still missing: the caller knows whether that is a skip or the end.

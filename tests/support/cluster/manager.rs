@@ -1,6 +1,6 @@
 //! A session manager of this project as a process.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use k8s_openapi::api::rbac::v1::PolicyRule;
@@ -47,12 +47,11 @@ pub struct Start<'s> {
     pub ahead: Option<&'s str>,
 }
 
-/// Where Debian puts libfaketime.
-const FAKETIME: &str = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1";
-
-/// Whether a process can have a clock of its own here.
-pub fn can_move_clocks() -> bool {
-    Path::new(FAKETIME).exists()
+/// libfaketime, where Debian puts it: with it a process can have a clock of its own.
+pub fn faketime() -> Option<PathBuf> {
+    let of_machines = std::fs::read_dir("/usr/lib").ok()?.flatten();
+    let mut files = of_machines.map(|of| of.path().join("faketime/libfaketimeMT.so.1"));
+    files.find(|file| file.exists())
 }
 
 /// Starts one and does not wait for it.
@@ -70,7 +69,7 @@ pub fn spawn(cluster: &Cluster, start: &Start<'_>) -> Served {
     if let Some(ahead) = start.ahead {
         // Only the time of day: timers go on as they are.
         command
-            .env("LD_PRELOAD", FAKETIME)
+            .env("LD_PRELOAD", faketime().expect("libfaketime"))
             .env("FAKETIME", ahead)
             .env("FAKETIME_DONT_FAKE_MONOTONIC", "1")
             .env("DONT_FAKE_MONOTONIC", "1");

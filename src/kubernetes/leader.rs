@@ -107,7 +107,7 @@ impl Candidate {
             self.lead(begun);
             return Ok(());
         };
-        if !self.is_to_be_written(&lease) {
+        if !self.is_to_be_written(&lease, begun) {
             self.follow("another holds the lease");
             return Ok(());
         }
@@ -123,14 +123,13 @@ impl Candidate {
     }
 
     /// Whether it is this process's, nobody's, or abandoned.
-    fn is_to_be_written(&mut self, lease: &Lease) -> bool {
+    fn is_to_be_written(&mut self, lease: &Lease, now: Instant) -> bool {
         let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.as_deref());
         let holder = holder.unwrap_or_default();
         if holder.is_empty() || holder == self.election.identity {
             return true;
         }
         let version = lease.resource_version().unwrap_or_default();
-        let now = Instant::now();
         let since = match &self.seen {
             Some((seen, since)) if *seen == version => *since,
             _ => {
@@ -242,25 +241,27 @@ mod tests {
         lease
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn anothers_lease_is_taken_only_when_it_was_seen_unchanged_for_its_duration() {
         let mut candidate = candidate();
-        assert!(!candidate.is_to_be_written(&lease("other", "1")), "it may be renewed any moment");
-        sleep(Duration::from_secs(14)).await;
-        assert!(!candidate.is_to_be_written(&lease("other", "1")));
-        assert!(!candidate.is_to_be_written(&lease("other", "2")), "it was renewed");
-        sleep(Duration::from_secs(14)).await;
-        assert!(!candidate.is_to_be_written(&lease("other", "2")));
-        sleep(Duration::from_secs(1)).await;
-        assert!(candidate.is_to_be_written(&lease("other", "2")));
+        let begun = Instant::now();
+        let mut at = |seconds, version| {
+            let now = begun + Duration::from_secs(seconds);
+            candidate.is_to_be_written(&lease("other", version), now)
+        };
+        assert!(!at(0, "1"), "it may be renewed any moment");
+        assert!(!at(14, "1"));
+        assert!(!at(15, "2"), "it was renewed");
+        assert!(!at(29, "2"));
+        assert!(at(30, "2"));
     }
 
     #[tokio::test]
     async fn a_lease_of_nobody_or_ones_own_is_taken_at_once() {
-        let mut candidate = candidate();
-        assert!(candidate.is_to_be_written(&lease("", "1")));
-        assert!(candidate.is_to_be_written(&lease("me", "1")));
-        assert!(candidate.is_to_be_written(&Lease::default()));
+        let (mut candidate, now) = (candidate(), Instant::now());
+        assert!(candidate.is_to_be_written(&lease("", "1"), now));
+        assert!(candidate.is_to_be_written(&lease("me", "1"), now));
+        assert!(candidate.is_to_be_written(&Lease::default(), now));
         let claim = candidate.claim(lease("other", "1").spec.as_ref());
         assert_eq!(
             (claim.holder_identity.as_deref(), claim.lease_transitions),

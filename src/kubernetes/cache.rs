@@ -2,6 +2,7 @@
 //! watch does not run (the API server is away, or the role allows no watch) every look-up asks the API
 //! server: an answer is never older than what a working watch last told.
 
+use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 use std::fmt::Debug;
 use std::hash::Hash;
@@ -46,7 +47,7 @@ pub struct Key {
 }
 
 /// A value by which objects are also found.
-pub type Index<K> = fn(&K) -> Option<&str>;
+pub type Index<K> = fn(&K) -> Option<Cow<'_, str>>;
 
 /// Gives access to a namespace.
 type Of<K> = Arc<dyn Fn(&str) -> Api<K> + Send + Sync>;
@@ -109,20 +110,24 @@ impl<K: Object> Cache<K> {
         Ok(in_time(api.get_opt(&key.name)).await?.map(Arc::new))
     }
 
+    /// The objects with this value of the index, as the watch tells. Nothing where it does not run.
+    pub fn told_with(&self, value: &str) -> Option<Vec<Arc<K>>> {
+        let state = self.read();
+        let keys = state.indexed.get(value).into_iter().flatten();
+        state.live.then(|| keys.filter_map(|key| state.objects.get(key).cloned()).collect())
+    }
+
     /// The objects with this value of the index.
     pub async fn with(&self, value: &str) -> kube::Result<Vec<Arc<K>>> {
-        {
-            let state = self.read();
-            if state.live {
-                let keys = state.indexed.get(value).into_iter().flatten();
-                return Ok(keys.filter_map(|key| state.objects.get(key).cloned()).collect());
-            }
+        if let Some(told) = self.told_with(value) {
+            return Ok(told);
         }
         let mut found = Vec::new();
         let mut page = ListParams::default().limit(PAGE);
         loop {
             let list = in_time(self.all.list(&page)).await?;
-            let matching = list.items.into_iter().filter(|one| (self.index)(one) == Some(value));
+            let matching =
+                list.items.into_iter().filter(|one| (self.index)(one).as_deref() == Some(value));
             found.extend(matching.map(Arc::new));
             match list.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) => page.continue_token = Some(token),
@@ -213,7 +218,7 @@ impl<K: Object> State<K> {
         let key = key(&object);
         self.remove(&key, index);
         if let Some(value) = index(&object) {
-            self.indexed.entry(value.to_owned()).or_default().insert(key.clone());
+            self.indexed.entry(value.into_owned()).or_default().insert(key.clone());
         }
         self.objects.insert(key, Arc::new(object));
     }
@@ -221,10 +226,10 @@ impl<K: Object> State<K> {
     fn remove(&mut self, key: &Key, index: Index<K>) {
         let Some(object) = self.objects.remove(key) else { return };
         let Some(value) = index(&object) else { return };
-        if let Some(keys) = self.indexed.get_mut(value) {
+        if let Some(keys) = self.indexed.get_mut(&*value) {
             keys.remove(key);
             if keys.is_empty() {
-                self.indexed.remove(value);
+                self.indexed.remove(&*value);
             }
         }
     }

@@ -1,6 +1,7 @@
 //! From the names in a request to what a session needs: the driver, the snapshots' handles, and where the driver's service is (KEP-3314,
 //! "The Snapshot Session Manager"). Nobody is told that something is missing before the API server was asked for it.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -34,8 +35,8 @@ pub struct Resolver {
 }
 
 /// The index of configurations.
-pub fn driver_label(configuration: &SnapshotServiceConfiguration) -> Option<&str> {
-    configuration.labels().get(DRIVER_LABEL).map(String::as_str)
+pub fn driver_label(configuration: &SnapshotServiceConfiguration) -> Option<Cow<'_, str>> {
+    configuration.labels().get(DRIVER_LABEL).map(Into::into)
 }
 
 impl Resolver {

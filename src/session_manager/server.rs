@@ -101,7 +101,7 @@ fn context(
         resolver,
         data: cache::of_all_namespaces(
             kubernetes,
-            |data: &SnapshotSessionData| Some(&data.spec.request.uid),
+            |data: &SnapshotSessionData| Some((&data.spec.request.uid).into()),
             shutdown.clone(),
         ),
         lifetimes: Lifetimes::start(kubernetes, namespace, &args.config_map, shutdown.clone()),

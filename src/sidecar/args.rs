@@ -33,6 +33,16 @@ pub struct Args {
     #[command(flatten)]
     pub tls: tls::Args,
 
+    /// Serve the SnapshotMetadata API with session tokens.
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
+        action = clap::ArgAction::Set, value_parser = klog::boolean, value_name = "BOOL")]
+    pub session_api: bool,
+
+    /// Serve the released SnapshotMetadata API.
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = true,
+        action = clap::ArgAction::Set, value_parser = klog::boolean, value_name = "BOOL")]
+    pub metadata_api: bool,
+
     /// Audience that a client's token must have; by default that of the SnapshotMetadataService.
     #[arg(long, value_parser = not_empty, value_name = "AUDIENCE")]
     pub audience: Option<String>,
@@ -111,6 +121,15 @@ const DEFAULT_QPS: f64 = 5.0;
 const UNLIMITED: Rate = Rate { per_second: 1e6, burst: 1_000_000 };
 
 impl Args {
+    /// # Errors
+    /// Flags that leave nothing to do.
+    pub fn check(&self) -> anyhow::Result<()> {
+        if !self.metadata_api && !self.session_api {
+            anyhow::bail!("--metadata-api=false leaves nothing to serve without --session-api");
+        }
+        Ok(())
+    }
+
     pub fn rate(&self) -> Rate {
         let burst = self.kube_api_burst.max(1);
         match self.kube_api_qps {

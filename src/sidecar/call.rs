@@ -1,5 +1,5 @@
-//! One call from its first byte to its last: counted, and logged in one line. The line holds names, the user and
-//! numbers, never a token, a secret or a message as a whole.
+//! One call from its first byte to its last: counted, and logged in one line. The line holds names, the user or a
+//! fingerprint of the session, and numbers, never a token, a secret or a message as a whole.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,7 +9,6 @@ use tonic::{Code, Status};
 
 use super::metrics::{Metrics, Operation};
 use super::refusal::{Reason, Refusal};
-use super::request::Asked;
 use crate::grpc::{code_name, cut};
 
 /// Bytes of a name that go into the log.
@@ -25,6 +24,7 @@ pub struct Call {
     target: String,
     base: Option<String>,
     user: Option<String>,
+    session: Option<String>,
     messages: u64,
     extents: u64,
     bytes: u64,
@@ -50,6 +50,7 @@ impl Call {
             target: String::new(),
             base: None,
             user: None,
+            session: None,
             messages: 0,
             extents: 0,
             bytes: 0,
@@ -60,10 +61,18 @@ impl Call {
     }
 
     /// Notes what it is about, once that was checked.
-    pub fn about(&mut self, asked: &Asked) {
-        self.namespace = asked.namespace.clone();
-        self.target = asked.target.clone();
-        self.base = asked.base.as_deref().map(|base| cut(base, MAX_LOGGED));
+    pub fn about(&mut self, target: &str, base: Option<&str>) {
+        self.target = target.to_owned();
+        self.base = base.map(|base| cut(base, MAX_LOGGED));
+    }
+
+    pub fn within(&mut self, namespace: &str) {
+        self.namespace = namespace.to_owned();
+    }
+
+    /// Notes the session, by its fingerprint.
+    pub fn of(&mut self, session: String) {
+        self.session = Some(session);
     }
 
     pub fn by(&mut self, user: Option<&str>) {
@@ -121,6 +130,7 @@ impl Call {
                     snapshot = self.target,
                     base = self.base,
                     user = self.user,
+                    session = self.session,
                     messages = self.messages,
                     extents = self.extents,
                     bytes = self.bytes,

@@ -1,6 +1,9 @@
-//! The driver on its socket: whether it is there, what it is called and whether it has CSI's SnapshotMetadata service;
-//! and the calls, whose answers stay encoded. A driver that ends and comes back is found again.
+//! The driver on its socket: whether it is there, what it is called and whether it has CSI's SnapshotMetadata service and
+//! that of sessions; and the calls, whose answers stay encoded. A driver that ends and comes back is found again.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
@@ -17,6 +20,7 @@ use tonic_prost::ProstCodec;
 use super::refusal::{Reason, Refusal};
 use crate::grpc::{RawMessage, SocketPath, code_name};
 use crate::proto::csi::v1 as csi;
+use crate::proto::snapshotsession as session;
 use crate::telemetry::shutdown::Shutdown;
 use csi::identity_client::IdentityClient;
 use csi::plugin_capability::service::Type;
@@ -35,6 +39,21 @@ const LOOK_AGAIN: Duration = Duration::from_millis(500);
 
 const ALLOCATED: &str = "/csi.v1.SnapshotMetadata/GetMetadataAllocated";
 const DELTA: &str = "/csi.v1.SnapshotMetadata/GetMetadataDelta";
+const SESSION_ALLOCATED: &str = "/snapshotsession.SnapshotMetadata/GetAllocated";
+const SESSION_DELTA: &str = "/snapshotsession.SnapshotMetadata/GetDelta";
+
+/// A driver's answer: messages as bytes.
+pub type Answer = Streaming<RawMessage>;
+
+/// What the driver is asked about: handles, and from where on.
+#[derive(Debug, Clone)]
+pub struct Question {
+    pub target: String,
+    pub base: Option<String>,
+    /// Bytes.
+    pub starting_offset: i64,
+    pub max_results: i32,
+}
 
 /// What is known of the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,6 +72,8 @@ pub enum Driver {
 pub struct DriverLink {
     channel: Channel,
     state: watch::Receiver<Driver>,
+    /// Whether the driver at the other end of the connection has said that it lacks the session API.
+    lacks_sessions: Arc<AtomicBool>,
 }
 
 impl DriverLink {
@@ -66,6 +87,8 @@ impl DriverLink {
     ) -> Self {
         let path = socket.as_ref().to_owned();
         let all = u32::try_from(streams + 1).unwrap_or(u32::MAX).saturating_mul(STREAM_WINDOW);
+        let lacks_sessions = Arc::<AtomicBool>::default();
+        let lacked = lacks_sessions.clone();
         // The host is never looked up; it becomes :authority, where h2 refuses a socket path.
         let channel = Endpoint::from_static("http://localhost")
             .initial_stream_window_size(STREAM_WINDOW)
@@ -73,10 +96,12 @@ impl DriverLink {
             .max_frame_size(FRAME)
             .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
                 let path = path.clone();
+                // Who answers now may be another version.
+                lacked.store(false, Ordering::Relaxed);
                 async move { UnixStream::connect(path).await.map(TokioIo::new) }
             }));
         let (sender, state) = watch::channel(Driver::Away("it was not asked yet".into()));
-        let link = Self { channel, state };
+        let link = Self { channel, state, lacks_sessions };
         tokio::spawn(look(link.clone(), sender, timeout, shutdown));
         link
     }
@@ -110,37 +135,98 @@ impl DriverLink {
         }
     }
 
-    pub async fn allocated(
+    /// The answer of CSI's SnapshotMetadata, for which the driver has `left`.
+    pub async fn ask(
         &self,
-        request: Request<csi::GetMetadataAllocatedRequest>,
-    ) -> Result<Response<Streaming<RawMessage>>, Status> {
-        self.stream(request, ALLOCATED).await
+        question: Question,
+        secrets: HashMap<String, String>,
+        left: Duration,
+    ) -> Result<Answer, Status> {
+        let Question { target, base, starting_offset, max_results } = question;
+        let Some(base_snapshot_id) = base else {
+            let snapshot_id = target;
+            let request = csi::GetMetadataAllocatedRequest {
+                snapshot_id,
+                starting_offset,
+                max_results,
+                secrets,
+            };
+            return self.stream(bounded(request, left), ALLOCATED).await;
+        };
+        let request = csi::GetMetadataDeltaRequest {
+            base_snapshot_id,
+            target_snapshot_id: target,
+            starting_offset,
+            max_results,
+            secrets,
+        };
+        self.stream(bounded(request, left), DELTA).await
     }
 
-    pub async fn delta(
+    /// The answer of the driver's own session API, if it has that. `session_token` and `volume_id` are what the
+    /// driver is told of them.
+    pub async fn ask_session(
         &self,
-        request: Request<csi::GetMetadataDeltaRequest>,
-    ) -> Result<Response<Streaming<RawMessage>>, Status> {
-        self.stream(request, DELTA).await
+        question: Question,
+        session_token: String,
+        volume_id: String,
+        left: Duration,
+    ) -> Result<Option<Answer>, Status> {
+        if self.lacks_sessions.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let Question { target, base, starting_offset, max_results } = question;
+        let (starting_offset, max_results) =
+            (starting_offset.unsigned_abs(), max_results.unsigned_abs());
+        let answer = match base {
+            None => {
+                let request = session::GetAllocatedRequest {
+                    session_token,
+                    volume_id,
+                    snapshot: target,
+                    starting_offset,
+                    max_results,
+                };
+                self.stream(bounded(request, left), SESSION_ALLOCATED).await
+            }
+            Some(base_snapshot) => {
+                let request = session::GetDeltaRequest {
+                    session_token,
+                    volume_id,
+                    base_snapshot,
+                    target_snapshot: target,
+                    starting_byte_offset: starting_offset,
+                    max_results,
+                };
+                self.stream(bounded(request, left), SESSION_DELTA).await
+            }
+        };
+        match answer {
+            Err(status) if status.code() == Code::Unimplemented => {
+                if !self.lacks_sessions.swap(true, Ordering::Relaxed) {
+                    tracing::info!(
+                        "the driver lacks the session API; it is asked through CSI's instead"
+                    );
+                }
+                Ok(None)
+            }
+            answer => answer.map(Some),
+        }
     }
 
     async fn stream<Q: prost::Message + Send + Sync + 'static>(
         &self,
         request: Request<Q>,
         path: &'static str,
-    ) -> Result<Response<Streaming<RawMessage>>, Status> {
+    ) -> Result<Answer, Status> {
         let mut grpc = Grpc::new(self.channel.clone()).max_decoding_message_size(MAX_MESSAGE);
         grpc.ready().await.map_err(|error| Status::from_error(Box::new(error)))?;
         let codec = ProstCodec::<Q, RawMessage>::default();
-        grpc.server_streaming(request, PathAndQuery::from_static(path), codec).await
+        let answer = grpc.server_streaming(request, PathAndQuery::from_static(path), codec).await;
+        answer.map(Response::into_inner)
     }
 
-    async fn ask(&self, timeout: Duration) -> Result<Driver, Status> {
-        fn bounded<T>(message: T, timeout: Duration) -> Request<T> {
-            let mut request = Request::new(message);
-            request.set_timeout(timeout);
-            request
-        }
+    async fn identify(&self, timeout: Duration) -> Result<Driver, Status> {
         let mut identity = IdentityClient::new(self.channel.clone());
         let probe = identity.probe(bounded(csi::ProbeRequest {}, timeout)).await?.into_inner();
         // CSI Probe: a driver that does not say is ready.
@@ -163,6 +249,12 @@ impl DriverLink {
     }
 }
 
+fn bounded<T>(message: T, timeout: Duration) -> Request<T> {
+    let mut request = Request::new(message);
+    request.set_timeout(timeout);
+    request
+}
+
 /// Looks at the driver again and again, and tells what has changed.
 async fn look(
     link: DriverLink,
@@ -172,7 +264,7 @@ async fn look(
 ) {
     let mut first_name: Option<String> = None;
     loop {
-        let asked = tokio::time::timeout(timeout, link.ask(timeout)).await;
+        let asked = tokio::time::timeout(timeout, link.identify(timeout)).await;
         let found = match asked {
             Ok(Ok(driver)) => driver,
             Ok(Err(status)) if status.code() == Code::Unavailable => {

@@ -26,6 +26,8 @@ const BUCKETS: [f64; 17] = [
 pub enum Operation {
     Allocated,
     Delta,
+    SessionAllocated,
+    SessionDelta,
 }
 
 impl Operation {
@@ -34,14 +36,18 @@ impl Operation {
         match self {
             Self::Allocated => "GetMetadataAllocated",
             Self::Delta => "GetMetadataDelta",
+            Self::SessionAllocated => "GetAllocated",
+            Self::SessionDelta => "GetDelta",
         }
     }
 
-    /// In the released sidecar's metrics.
+    /// In the released sidecar's metrics, which know the first two.
     const fn label(self) -> &'static str {
         match self {
             Self::Allocated => "MetadataAllocated",
             Self::Delta => "MetadataDelta",
+            Self::SessionAllocated => "SessionAllocated",
+            Self::SessionDelta => "SessionDelta",
         }
     }
 }

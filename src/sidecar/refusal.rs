@@ -33,13 +33,18 @@ pub enum Reason {
     Exiting,
     DriverBrokeOff,
     MessageTooLarge,
+    SessionInvalid,
+    NotInSession,
+    SnapshotReplaced,
+    OtherVolumeId,
+    NoStyle,
     /// The driver's own error: its code.
     Driver(Code),
 }
 
 impl Reason {
     #[cfg(test)]
-    const ALL: [Self; 24] = [
+    const ALL: [Self; 29] = [
         Self::MissingArgument,
         Self::InvalidArgument,
         Self::OutOfRange,
@@ -64,6 +69,11 @@ impl Reason {
         Self::Exiting,
         Self::DriverBrokeOff,
         Self::MessageTooLarge,
+        Self::SessionInvalid,
+        Self::NotInSession,
+        Self::SnapshotReplaced,
+        Self::OtherVolumeId,
+        Self::NoStyle,
     ];
 
     pub fn code(self) -> Code {
@@ -74,10 +84,15 @@ impl Reason {
             | Self::OtherVolume
             | Self::BaseNewer => Code::InvalidArgument,
             Self::OutOfRange => Code::OutOfRange,
-            Self::Unauthenticated => Code::Unauthenticated,
+            Self::Unauthenticated | Self::SessionInvalid => Code::Unauthenticated,
             Self::NotAllowed | Self::ForeignBase => Code::PermissionDenied,
             Self::NoMetadataService => Code::Unimplemented,
-            Self::SnapshotMissing | Self::ContentMissing | Self::SnapshotDeleting => Code::NotFound,
+            Self::SnapshotMissing
+            | Self::ContentMissing
+            | Self::SnapshotDeleting
+            | Self::NotInSession
+            | Self::SnapshotReplaced
+            | Self::OtherVolumeId => Code::NotFound,
             Self::NoAudience
             | Self::DriverNotReady
             | Self::SnapshotNotReady
@@ -85,7 +100,7 @@ impl Reason {
             | Self::ApiServer
             | Self::Exiting
             | Self::DriverBrokeOff => Code::Unavailable,
-            Self::SidecarNotAllowed => Code::Internal,
+            Self::SidecarNotAllowed | Self::NoStyle => Code::Internal,
             Self::TooMany | Self::MessageTooLarge => Code::ResourceExhausted,
             Self::TooLong => Code::DeadlineExceeded,
             Self::Driver(code) => code,
@@ -119,6 +134,11 @@ impl Reason {
             Self::Exiting => "exiting",
             Self::DriverBrokeOff => "driver_broke_off",
             Self::MessageTooLarge => "message_too_large",
+            Self::SessionInvalid => "session_invalid",
+            Self::NotInSession => "not_in_session",
+            Self::SnapshotReplaced => "snapshot_replaced",
+            Self::OtherVolumeId => "other_volume_id",
+            Self::NoStyle => "no_style",
             Self::Driver(_) => "driver",
         }
     }

@@ -11,10 +11,10 @@ use prost::encoding::{WireType, decode_key, decode_varint};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::Stream;
-use tonic::codec::Streaming;
 use tonic::{Code, Status};
 
 use super::call::{Call, Running};
+use super::driver_link::Answer;
 use super::refusal::{Reason, Refusal};
 use super::secrets::Secrets;
 use crate::grpc::RawMessage;
@@ -39,7 +39,7 @@ impl Limits {
     }
 }
 
-/// The response stream of both calls. Its limits hold also while the client does not read and so nobody asks for
+/// The response stream of all calls. Its limits hold also while the client does not read and so nobody asks for
 /// the next message: then the driver's side is given up, and the client is told when it reads on.
 pub struct Relay {
     state: Arc<Mutex<State>>,
@@ -54,23 +54,41 @@ enum State {
 }
 
 struct Open {
-    from: Streaming<RawMessage>,
+    from: Answer,
+    rewrite: Option<Rewrite>,
     secrets: Secrets,
     call: Call,
     reader: Option<Waker>,
     _stream: Running,
 }
 
+/// Makes a message of another API of the driver's.
+pub type Rewrite = fn(RawMessage) -> Result<RawMessage, Refusal>;
+
+/// A driver's answer that has begun, and what goes with it.
+pub struct Opened {
+    pub answer: Answer,
+    /// For each message, where it is not the client's API that was asked.
+    pub rewrite: Option<Rewrite>,
+    /// Which the driver was given.
+    pub secrets: Secrets,
+    pub stream: Running,
+}
+
+impl Open {
+    fn rewritten(&self, message: RawMessage) -> Result<RawMessage, Refusal> {
+        match self.rewrite {
+            None => Ok(message),
+            Some(rewrite) => rewrite(message),
+        }
+    }
+}
+
 impl Relay {
-    pub fn new(
-        from: Streaming<RawMessage>,
-        secrets: Secrets,
-        limits: Limits,
-        mut call: Call,
-        stream: Running,
-    ) -> Self {
+    pub fn new(opened: Opened, limits: Limits, mut call: Call) -> Self {
         call.relaying();
-        let open = Open { from, secrets, call, reader: None, _stream: stream };
+        let Opened { answer: from, rewrite, secrets, stream } = opened;
+        let open = Open { from, rewrite, secrets, call, reader: None, _stream: stream };
         let state = Arc::new(Mutex::new(State::Open(Box::new(open))));
         let (done, ended) = oneshot::channel();
         let minded = state.clone();
@@ -129,10 +147,13 @@ impl Stream for Relay {
                     open.reader = Some(context.waker().clone());
                     return Poll::Pending;
                 }
-                Poll::Ready(Some(Ok(message))) => {
-                    open.call.relayed(extents(&message.0), message.0.len() as u64);
-                    return Poll::Ready(Some(Ok(message)));
-                }
+                Poll::Ready(Some(Ok(message))) => match open.rewritten(message) {
+                    Ok(message) => {
+                        open.call.relayed(extents(&message.0), message.0.len() as u64);
+                        return Poll::Ready(Some(Ok(message)));
+                    }
+                    Err(refusal) => Some(refusal),
+                },
                 Poll::Ready(Some(Err(status))) => Some(of_driver(&status, &open.secrets)),
                 // An end without the driver's word is an error of the stream.
                 Poll::Ready(None) => None,

@@ -8,7 +8,7 @@ use crate::kubernetes::name;
 use crate::proto::snapshotmetadata as api;
 
 /// Bytes of a CSI handle. CSI says 128; there are drivers that do not keep to it.
-const MAX_HANDLE: usize = 1024;
+pub const MAX_HANDLE: usize = 1024;
 /// Bytes of a token: more than any ServiceAccount's.
 const MAX_TOKEN: usize = 16 << 10;
 
@@ -19,6 +19,12 @@ pub struct Token(String);
 impl Token {
     pub fn reveal(&self) -> &str {
         &self.0
+    }
+}
+
+impl From<String> for Token {
+    fn from(text: String) -> Self {
+        Self(text)
     }
 }
 
@@ -94,7 +100,7 @@ fn namespaced(text: &str) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn snapshot(field: &str, text: &str) -> Result<(), Refusal> {
+pub fn snapshot(field: &str, text: &str) -> Result<(), Refusal> {
     required(field, text)?;
     if !name::is_object(text) {
         return Err(invalid(field, "is not the name of a VolumeSnapshot"));
@@ -123,14 +129,14 @@ fn window(starting_offset: i64, max_results: i32) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn required(field: &str, text: &str) -> Result<(), Refusal> {
+pub fn required(field: &str, text: &str) -> Result<(), Refusal> {
     if text.is_empty() {
         return Err(Refusal::new(Reason::MissingArgument, format!("{field}: is required")));
     }
     Ok(())
 }
 
-fn invalid(field: &str, problem: &str) -> Refusal {
+pub fn invalid(field: &str, problem: &str) -> Refusal {
     Refusal::new(Reason::InvalidArgument, format!("{field}: {problem}"))
 }
 

@@ -2,6 +2,7 @@
 //! External Snapshot Metadata Sidecar"). Whose data a handle stands for is decided here: a base that belongs to
 //! another namespace is refused.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use clap::ValueEnum;
@@ -10,7 +11,11 @@ use kube::ResourceExt;
 use super::refusal::{Reason, Refusal};
 use crate::kubernetes::cache::{Cache, Key};
 use crate::kubernetes::name;
+use crate::kubernetes::session::SessionSnapshot;
 use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
+
+/// What the released API calls the base.
+const BASE_ID: &str = "base_snapshot_id";
 
 /// `--base-reference`: what base_snapshot_id may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -41,7 +46,7 @@ impl Snapshot {
 
 /// Which of a delta's snapshots is looked for: a base may be on its way out, a target may not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+pub enum Part {
     Base,
     Target,
 }
@@ -86,7 +91,7 @@ impl Resolver {
             };
             if let Some(object) = object {
                 let base = self.bound(driver, &key, object, Part::Base).await?;
-                fits(&base.content, &target.content)?;
+                fits(BASE_ID, &base.content, &target.content)?;
                 return Ok(base.handle);
             }
         }
@@ -95,6 +100,35 @@ impl Resolver {
         }
         self.owned(driver, reference, &namespace, target).await?;
         Ok(reference.to_owned())
+    }
+
+    /// A snapshot of a session: the VolumeSnapshot has to be the one that it was when the session began, and to lead to
+    /// the same handle.
+    pub async fn member(
+        &self,
+        driver: &str,
+        member: &SessionSnapshot,
+        part: Part,
+    ) -> Result<Snapshot, Refusal> {
+        let key = Key::new(&member.namespace, &member.name);
+        let same = |object: &VolumeSnapshot| object.metadata.uid.as_deref() == Some(&member.uid);
+        let object = match self.object(&key).await? {
+            // The watch may not have told of this one yet.
+            Some(other) if !same(&other) => {
+                let fetched = self.snapshots.fetch(&key).await;
+                fetched.map_err(|error| Refusal::api("read VolumeSnapshots", &error))?
+            }
+            found => found,
+        };
+        let object = object.ok_or_else(|| missing(&key))?;
+        if !same(&object) {
+            return Err(replaced(&key));
+        }
+        let snapshot = self.bound(driver, &key, object, part).await?;
+        if snapshot.handle != member.handle {
+            return Err(replaced(&key));
+        }
+        Ok(snapshot)
     }
 
     /// Whether a content of the driver has such a handle and, as far as working watches tell, no VolumeSnapshot such a
@@ -128,12 +162,12 @@ impl Resolver {
         };
         let (own, foreign): (Vec<_>, Vec<_>) = of_driver.partition(own);
         match (own.first(), foreign.first()) {
-            (Some(content), _) => fits(content, &target.content),
+            (Some(content), _) => fits(BASE_ID, content, &target.content),
             (None, None) => Ok(()),
             (None, Some(_)) => Err(Refusal::new(
                 Reason::ForeignBase,
                 format!(
-                    "base_snapshot_id: is a snapshot that belongs to another namespace than {namespace}; \
+                    "{BASE_ID}: is a snapshot that belongs to another namespace than {namespace}; \
                      use one of a VolumeSnapshot of this namespace"
                 ),
             )),
@@ -212,24 +246,29 @@ impl Resolver {
 }
 
 /// The index of contents.
-pub fn handle(content: &VolumeSnapshotContent) -> Option<&str> {
+pub fn handle(content: &VolumeSnapshotContent) -> Option<Cow<'_, str>> {
     let made = content.status.as_ref().and_then(|status| status.snapshot_handle.as_deref());
-    made.or(content.spec.source.snapshot_handle.as_deref())
+    made.or(content.spec.source.snapshot_handle.as_deref()).map(Cow::from)
 }
 
-/// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest.
-fn fits(base: &VolumeSnapshotContent, target: &VolumeSnapshotContent) -> Result<(), Refusal> {
+/// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest. `field` is what the
+/// request calls the base.
+pub fn fits(
+    field: &str,
+    base: &VolumeSnapshotContent,
+    target: &VolumeSnapshotContent,
+) -> Result<(), Refusal> {
     let volumes =
         base.spec.source.volume_handle.as_ref().zip(target.spec.source.volume_handle.as_ref());
     if volumes.is_some_and(|(base, target)| base != target) {
-        let message = "base_snapshot_id: is a snapshot of another volume than the target";
+        let message = format!("{field}: is a snapshot of another volume than the target");
         return Err(Refusal::new(Reason::OtherVolume, message));
     }
     let cut_at =
         |content: &VolumeSnapshotContent| content.status.as_ref().and_then(|it| it.creation_time);
     if cut_at(base).zip(cut_at(target)).is_some_and(|(base, target)| base > target) {
         let message =
-            "base_snapshot_id: is newer than the target; the earlier snapshot is the base";
+            format!("{field}: is newer than the target; the earlier snapshot is the base");
         return Err(Refusal::new(Reason::BaseNewer, message));
     }
     Ok(())
@@ -238,6 +277,14 @@ fn fits(base: &VolumeSnapshotContent, target: &VolumeSnapshotContent) -> Result<
 fn missing(key: &Key) -> Refusal {
     let message = format!("VolumeSnapshot {} does not exist", shown(key));
     Refusal::new(Reason::SnapshotMissing, message)
+}
+
+fn replaced(key: &Key) -> Refusal {
+    let message = format!(
+        "VolumeSnapshot {} is not the one that it was when the session began; make another session",
+        shown(key)
+    );
+    Refusal::new(Reason::SnapshotReplaced, message)
 }
 
 fn deleting(kind: &str, name: &str) -> Refusal {

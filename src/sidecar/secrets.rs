@@ -31,6 +31,10 @@ const SHORTEST_HIDDEN: usize = 4;
 pub struct Secrets(HashMap<String, String>);
 
 impl Secrets {
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// For the driver's request, and nothing else.
     pub fn reveal(&self) -> HashMap<String, String> {
         self.0.clone()

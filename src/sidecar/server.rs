@@ -21,14 +21,17 @@ use super::args::Args;
 use super::call::Calls;
 use super::driver_link::{Driver, DriverLink};
 use super::metrics::Metrics;
+use super::released::Released;
 use super::resolve::{self, Resolver};
 use super::secrets::SecretFinder;
 use super::service::Sidecar;
+use super::session::{Sessions, Tokens};
 use super::{HEALTH_PATH, identity, publish};
 use crate::kubernetes::review::Reviewer;
 use crate::kubernetes::tls::authority::Bundles;
 use crate::kubernetes::{cache, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
+use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 use crate::telemetry::http::{self, Pages};
 use crate::telemetry::logs;
 use crate::telemetry::shutdown::Shutdown;
@@ -66,13 +69,20 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 async fn serve(args: Args) -> anyhow::Result<()> {
     let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
+    args.check()?;
+    let namespace = args.session_api.then(|| args.authority.namespace()).transpose()?;
     let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let streams = args.max_streams as usize;
     let driver = DriverLink::start(&args.csi_address, streams, args.timeout, shutdown.clone());
     let mut identity = identity::start(&args, &kubernetes, &shutdown).await?;
     let metrics = Metrics::new(|registry| identity.register(registry));
     let (gate_sender, gate) = watch::channel(None);
-    let sidecar = sidecar(&args, &kubernetes, &driver, gate, &metrics, &shutdown);
+    let sidecar = sidecar(&args, &kubernetes, &driver, &metrics, &shutdown);
+    let sessions = match &namespace {
+        Some(namespace) => Some(sessions(&args, &kubernetes, namespace, &sidecar).await?),
+        None => None,
+    };
+    let released = args.metadata_api.then_some(Released { sidecar, gate });
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
     serve_http(&args, &driver, &metrics, &shutdown).await?;
@@ -84,14 +94,20 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let attend =
         Attend { args, kubernetes, gate: gate_sender, health, metrics, shutdown: shutdown.clone() };
     tokio::spawn(attend.driver(driver, identity.bundles.take()));
-    let served = Server::builder()
-        .max_concurrent_streams(Some(CALLS_PER_CONNECTION))
-        .http2_keepalive_interval(Some(KEEPALIVE_EVERY))
-        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-        .http2_max_header_list_size(Some(MAX_HEADERS))
-        .add_service(health_service)
-        .add_service(SnapshotMetadataServer::new(sidecar).max_decoding_message_size(MAX_REQUEST))
-        .serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
+    let served =
+        Server::builder()
+            .max_concurrent_streams(Some(CALLS_PER_CONNECTION))
+            .http2_keepalive_interval(Some(KEEPALIVE_EVERY))
+            .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+            .http2_max_header_list_size(Some(MAX_HEADERS))
+            .add_service(health_service)
+            .add_optional_service(released.map(|released| {
+                SnapshotMetadataServer::new(released).max_decoding_message_size(MAX_REQUEST)
+            }))
+            .add_optional_service(sessions.map(|sessions| {
+                SessionServer::new(sessions).max_decoding_message_size(MAX_REQUEST)
+            }))
+            .serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
         served = served => served.context("serving")?,
         () = overdue(&shutdown) => tracing::warn!("closing connections that did not end in time"),
@@ -104,19 +120,17 @@ fn sidecar(
     args: &Args,
     kubernetes: &Client,
     driver: &DriverLink,
-    gate: watch::Receiver<Option<Gate>>,
     metrics: &Metrics,
     shutdown: &Shutdown,
 ) -> Sidecar {
     let classes = cache::of_cluster(
         kubernetes,
         watcher::Config::default(),
-        |class: &crate::kubernetes::snapshot::VolumeSnapshotClass| Some(&class.driver),
+        |class: &crate::kubernetes::snapshot::VolumeSnapshotClass| Some((&class.driver).into()),
         shutdown.clone(),
     );
     Sidecar {
         driver: driver.clone(),
-        gate,
         resolver: Resolver {
             snapshots: cache::of_all_namespaces(kubernetes, |_| None, shutdown.clone()),
             contents: cache::of_cluster(
@@ -135,6 +149,18 @@ fn sidecar(
         denied_as: args.denied_as.code(),
         shutdown: shutdown.clone(),
     }
+}
+
+/// The session API, whose look-ups of unknown tokens have a client with a rate of their own.
+async fn sessions(
+    args: &Args,
+    kubernetes: &Client,
+    namespace: &str,
+    sidecar: &Sidecar,
+) -> anyhow::Result<Sessions> {
+    let asking = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
+    let tokens = Tokens::start(kubernetes, asking, namespace, sidecar.shutdown.clone());
+    Ok(Sessions { sidecar: sidecar.clone(), tokens })
 }
 
 /// On every address, IPv4 ones included.
@@ -215,6 +241,8 @@ impl Attend {
         let own = bundles.is_some().then(|| driver.to_owned());
         let audience = match self.args.audience.clone().or(own) {
             Some(audience) => Audience::Fixed(audience),
+            // Only the released API asks for it.
+            None if !self.args.metadata_api => return,
             None => {
                 let name = self.args.service_name.clone().unwrap_or_else(|| driver.to_owned());
                 let select = watcher::Config::default().fields(&format!("metadata.name={name}"));

@@ -24,11 +24,13 @@ pub enum Script {
     Nothing,
     /// One message of so many bytes.
     Large(usize),
+    /// One message that is these bytes.
+    Bytes(Vec<u8>),
 }
 
 pub struct Fake {
     pub socket: PathBuf,
-    /// The metadata requests that came, as they were.
+    /// The metadata requests that came, as they were; none of sessions, of which it knows nothing.
     pub seen: Arc<Mutex<Vec<Bytes>>>,
     task: tokio::task::JoinHandle<()>,
 }
@@ -93,6 +95,7 @@ async fn answer(
             let all = csi::GetPluginCapabilitiesResponse { capabilities };
             send(respond, all.encode_to_vec(), ok);
         }
+        "GetAllocated" | "GetDelta" => unimplemented(respond),
         _ => {
             seen.lock().unwrap().push(body.split_off(5).freeze());
             let message = csi::GetMetadataAllocatedResponse {
@@ -102,10 +105,18 @@ async fn answer(
             };
             match script {
                 Script::Large(bytes) => send(respond, vec![0; bytes], ok),
+                Script::Bytes(bytes) => send(respond, bytes, ok),
                 script => send(respond, message.encode_to_vec(), script),
             }
         }
     }
+}
+
+/// As servers answer for what they do not have: in the headers.
+fn unimplemented(mut respond: SendResponse<Bytes>) {
+    let head = Response::builder().header("content-type", "application/grpc");
+    let head = head.header("grpc-status", (Code::Unimplemented as i32).to_string());
+    respond.send_response(head.body(()).unwrap(), true).unwrap();
 }
 
 fn send(mut respond: SendResponse<Bytes>, message: Vec<u8>, script: Script) {

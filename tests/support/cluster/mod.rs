@@ -1,7 +1,8 @@
 //! A real API server, run by hack/cluster.sh, and what tests need of it: objects, accounts and tokens
 //! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
 //! connection that can be cut (`proxy`), certificates (`tls`), a driver to begin with (`rig`), our sidecar and who
-//! asks one (`sidecar`), our session manager (`manager`), and how a test binary runs with one cluster for all of its tests (`suite`).
+//! asks one (`sidecar`), our session manager (`manager`), snapshot sessions made by hand (`session`), and how a test binary runs
+//! with one cluster for all of its tests (`suite`).
 //!
 //! A test binary takes it in beside the rest of the support:
 //!
@@ -17,6 +18,7 @@ pub mod manager;
 pub mod programs;
 pub mod proxy;
 pub mod rig;
+pub mod session;
 pub mod sidecar;
 pub mod storage;
 pub mod suite;

@@ -1,0 +1,123 @@
+//! Against a driver that is made for it: what no real one of ours does.
+
+use std::time::Duration;
+
+use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
+use csi_loopback::proto::csi::v1 as csi;
+use prost::Message;
+use serde_json::json;
+use tonic::{Code, Status};
+
+use super::fake_driver::{Fake, Script};
+use crate::cluster::Cluster;
+use crate::cluster::access::sidecar_rules;
+use crate::cluster::programs::Served;
+use crate::cluster::session::{HOUR, allocated, session_rules};
+use crate::cluster::sidecar::{http, start};
+use crate::cluster::tls::Authority;
+use crate::support::driver::wait_for;
+use crate::support::requests::Metadata;
+
+const SECRET: &str = "hunter2-hunter2-hunter2";
+
+/// A fake driver, a snapshot that Kubernetes believes it has, a session for that, and our sidecar.
+struct Stage<'a> {
+    cluster: &'a Cluster,
+    authority: Authority,
+    token: String,
+    sidecar: Served,
+    driver: Fake,
+}
+
+impl<'a> Stage<'a> {
+    fn new(cluster: &'a Cluster, secret: bool, script: Script) -> Self {
+        let name = cluster.unique("fake");
+        let driver =
+            cluster.block_on(async { Fake::start(cluster.scratch(), &name, true, script) });
+        let namespace = cluster.namespace("apps");
+        let class = match secret {
+            true => {
+                cluster.secret(&namespace, "snapshotter", &[("password", SECRET)]);
+                cluster.snapshot_class_with_secret(&name, &namespace, "snapshotter")
+            }
+            false => cluster.snapshot_class(&name, &[]),
+        };
+        // The content's status is written by hand: no csi-snapshotter knows the driver.
+        let content = cluster.unique("content");
+        let spec = json!({
+            "driver": name,
+            "deletionPolicy": "Retain",
+            "source": { "snapshotHandle": "handle-1" },
+            "sourceVolumeMode": "Block",
+            "volumeSnapshotClassName": class,
+            "volumeSnapshotRef": { "namespace": namespace, "name": "first" },
+        });
+        let contents = cluster.api::<VolumeSnapshotContent>();
+        cluster.create(&contents, json!({ "metadata": { "name": content }, "spec": spec }));
+        let spec = json!({
+            "source": { "volumeSnapshotContentName": content },
+            "volumeSnapshotClassName": class,
+        });
+        let snapshots = cluster.api_in::<VolumeSnapshot>(&namespace);
+        cluster.create(&snapshots, json!({ "metadata": { "name": "first" }, "spec": spec }));
+        let status = json!({ "readyToUse": true, "snapshotHandle": "handle-1" });
+        cluster.merge_status(&contents, &content, &status);
+        let first = cluster.wait_until_ready(&namespace, "first");
+        let token = cluster.session(&namespace, &name, &[&first], HOUR);
+        let authority = Authority::new("authority");
+        let certificate = authority.certify(cluster.scratch(), &name);
+        let own = cluster.account(&namespace, "sidecar");
+        cluster.grant(&own, &sidecar_rules());
+        cluster.grant_in(&namespace, &own, &session_rules(&["get", "list", "watch"]));
+        let kubeconfig = cluster.kubeconfig_of(&own);
+        let flags = [
+            "--session-api",
+            "--metadata-api=false",
+            "--namespace",
+            &namespace,
+            "--log-level",
+            "trace",
+        ];
+        let sidecar = start(cluster, &driver.socket, &kubeconfig, &certificate, &flags);
+        Self { cluster, authority, token, sidecar, driver }
+    }
+
+    fn ask(&self) -> Result<Metadata, Status> {
+        let asked = allocated(&self.token, "first");
+        self.cluster.ask_session(&self.sidecar, &self.authority.pem(), asked)
+    }
+}
+
+pub fn secrets_reach_the_driver_and_nobody_else(cluster: &Cluster) {
+    let repeated = format!("login with {SECRET} failed");
+    let stage = Stage::new(cluster, true, Script::Ends(Code::PermissionDenied, repeated));
+    let refused = stage.ask().unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert_eq!(refused.message(), "login with [hidden] failed");
+    // CSI's service: the session API has no field for them.
+    let seen = stage.driver.seen.lock().unwrap().clone();
+    let asked = csi::GetMetadataAllocatedRequest::decode(seen[0].clone()).unwrap();
+    assert_eq!(asked.snapshot_id, "handle-1");
+    assert_eq!(asked.secrets.get("password").map(String::as_str), Some(SECRET));
+    wait_for("the log of the call", || stage.sidecar.process.log().contains("PERMISSION_DENIED"));
+    let shown = stage.sidecar.process.log() + &http(&stage.sidecar, "/metrics");
+    assert!(!shown.contains(SECRET), "a secret is shown");
+    assert!(shown.contains("TRACE"), "the log is at its most verbose");
+}
+
+pub fn a_message_without_a_style_ends_the_answer(cluster: &Cluster) {
+    let without = csi::GetMetadataAllocatedResponse {
+        block_metadata_type: 0,
+        volume_capacity_bytes: 1 << 30,
+        block_metadata: vec![csi::BlockMetadata { byte_offset: 0, size_bytes: 4096 }],
+    };
+    for bytes in [without.encode_to_vec(), vec![0xff; 64]] {
+        let stage = Stage::new(cluster, false, Script::Bytes(bytes));
+        let refused = stage.ask().unwrap_err();
+        assert_eq!(refused.code(), Code::Internal, "{refused:?}");
+        assert!(refused.message().contains("block_metadata_type"), "{refused:?}");
+        std::thread::sleep(Duration::from_millis(50));
+        let counted = "requests_refused_total{reason=\"no_style\"} 1";
+        assert!(http(&stage.sidecar, "/metrics").contains(counted));
+    }
+}

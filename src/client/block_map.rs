@@ -113,9 +113,9 @@ impl Checks {
         if *self.progress.shape.get_or_insert(shape) != shape {
             bail!("the driver changed the block metadata type or the capacity in mid-stream");
         }
-        let mut extents = Vec::with_capacity(message.block_metadata.len());
-        for block in &message.block_metadata {
-            let extent = checked(block, shape, &mut self.end)?;
+        let mut extents = Vec::with_capacity(message.blocks.len());
+        for block in &message.blocks {
+            let extent = checked(*block, shape, &mut self.end)?;
             if extent.end() > self.seam {
                 let offset = extent.offset.max(self.seam);
                 extents.push(Extent { offset, length: extent.end() - offset });
@@ -207,61 +207,73 @@ fn truncated(status: Status) -> Status {
     status
 }
 
-/// A message of any answer.
+/// A message of any answer, as it came. Its numbers hold those of every API: some are int64, some uint64.
 pub struct Message {
     pub block_metadata_type: csi::BlockMetadataType,
-    pub volume_capacity_bytes: i64,
-    pub block_metadata: Vec<csi::BlockMetadata>,
+    pub capacity_bytes: i128,
+    /// Offsets and lengths, in bytes.
+    pub blocks: Vec<(i128, i128)>,
 }
 
-/// The responses of CSI's own API.
+/// The responses of an API. `$style`: from the number of a block metadata type to CSI's; `$capacity`: the field.
 macro_rules! message_of {
-    ($($response:ty),*) => {$(
-        impl From<$response> for Message {
+    ($capacity:ident, $style:expr; $($response:ty),*) => {$(
+        impl From<$response> for $crate::client::block_map::Message {
             fn from(response: $response) -> Self {
+                let blocks = response.block_metadata.into_iter();
                 Self {
-                    block_metadata_type: response.block_metadata_type(),
-                    volume_capacity_bytes: response.volume_capacity_bytes,
-                    block_metadata: response.block_metadata,
+                    block_metadata_type: $style(response.block_metadata_type),
+                    capacity_bytes: response.$capacity.into(),
+                    blocks: blocks
+                        .map(|block| (block.byte_offset.into(), block.size_bytes.into()))
+                        .collect(),
                 }
             }
         }
     )*};
 }
+pub(super) use message_of;
 
-message_of!(csi::GetMetadataAllocatedResponse, csi::GetMetadataDeltaResponse);
+/// The type of that number; `Unknown` where there is none.
+pub fn csi_style(number: i32) -> csi::BlockMetadataType {
+    number.try_into().unwrap_or(csi::BlockMetadataType::Unknown)
+}
+
+message_of!(volume_capacity_bytes, csi_style; csi::GetMetadataAllocatedResponse, csi::GetMetadataDeltaResponse);
 
 fn shape(message: &Message) -> Result<Shape> {
     let block_metadata_type = message.block_metadata_type;
     if block_metadata_type == csi::BlockMetadataType::Unknown {
         bail!("the driver does not say how its block metadata is cut (block_metadata_type)");
     }
-    match u64::try_from(message.volume_capacity_bytes) {
+    match u64::try_from(message.capacity_bytes) {
         Ok(capacity_bytes) if capacity_bytes > 0 => {
             Ok(Shape { block_metadata_type, capacity_bytes })
         }
-        _ => bail!("the driver reports a capacity of {} bytes", message.volume_capacity_bytes),
+        _ => bail!("the driver reports a capacity of {} bytes", message.capacity_bytes),
     }
 }
 
 /// The extent of a block, which starts at or after `end` and moves it.
-fn checked(block: &csi::BlockMetadata, shape: Shape, end: &mut u64) -> Result<Extent> {
-    let csi::BlockMetadata { byte_offset, size_bytes } = *block;
-    let (Ok(offset), Ok(length)) = (u64::try_from(byte_offset), u64::try_from(size_bytes)) else {
-        bail!("the driver reports a negative extent: {byte_offset}, {size_bytes} bytes");
-    };
-    let extent = Extent { offset, length };
-    if length == 0 || offset < *end {
+fn checked((offset, length): (i128, i128), shape: Shape, end: &mut u64) -> Result<Extent> {
+    if offset < 0 || length < 0 {
+        bail!("the driver reports a negative extent: {offset}, {length} bytes");
+    }
+    if length == 0 || offset < (*end).into() {
         bail!(
             "the driver reports an extent that is empty or out of order: {offset}, {length} bytes"
         );
     }
-    // Two positive i64 never overflow an u64.
-    if extent.end() > shape.capacity_bytes {
+    // No sum of two numbers of 64 bits overflows one of 128.
+    let (Ok(offset), Ok(length), true) = (
+        u64::try_from(offset),
+        u64::try_from(length),
+        offset + length <= shape.capacity_bytes.into(),
+    ) else {
         bail!("the driver reports an extent past the end of the volume: {offset}, {length} bytes");
-    }
-    *end = extent.end();
-    Ok(extent)
+    };
+    *end = offset + length;
+    Ok(Extent { offset, length })
 }
 
 #[cfg(test)]
@@ -273,16 +285,15 @@ mod tests {
         capacity_bytes: 1 << 20,
     };
 
-    fn message(blocks: &[(i64, i64)]) -> Message {
-        let block = |&(byte_offset, size_bytes)| csi::BlockMetadata { byte_offset, size_bytes };
+    fn message(blocks: &[(i128, i128)]) -> Message {
         Message {
             block_metadata_type: SHAPE.block_metadata_type,
-            volume_capacity_bytes: 1 << 20,
-            block_metadata: blocks.iter().map(block).collect(),
+            capacity_bytes: 1 << 20,
+            blocks: blocks.to_vec(),
         }
     }
 
-    fn check(blocks: &[(i64, i64)]) -> Result<Vec<Extent>> {
+    fn check(blocks: &[(i128, i128)]) -> Result<Vec<Extent>> {
         Checks::default().accept(&message(blocks))
     }
 
@@ -301,7 +312,8 @@ mod tests {
             &[(4096, 4096), (0, 4096)],
             &[(0, 8192), (4096, 4096)],
             &[((1 << 20) - 4096, 8192)],
-            &[(i64::MAX, i64::MAX)],
+            &[(i64::MAX.into(), i64::MAX.into())],
+            &[(u64::MAX.into(), u64::MAX.into())],
         ] {
             assert!(check(blocks).is_err(), "{blocks:?}");
         }
@@ -309,9 +321,9 @@ mod tests {
 
     #[test]
     fn a_message_without_type_or_capacity_is_an_error() {
-        let message = |block_metadata_type, volume_capacity_bytes| Message {
+        let message = |block_metadata_type, capacity_bytes| Message {
             block_metadata_type,
-            volume_capacity_bytes,
+            capacity_bytes,
             ..message(&[])
         };
         let variable = csi::BlockMetadataType::VariableLength;
@@ -340,7 +352,7 @@ mod tests {
         let mut checks = Checks::default();
         checks.accept(&message(&[(0, 4096)])).unwrap();
         checks.begin_anew();
-        let grown = Message { volume_capacity_bytes: 1 << 21, ..message(&[]) };
+        let grown = Message { capacity_bytes: 1 << 21, ..message(&[]) };
         assert!(checks.accept(&grown).is_err());
         let fixed = csi::BlockMetadataType::FixedLength;
         assert!(checks.accept(&Message { block_metadata_type: fixed, ..message(&[]) }).is_err());

@@ -218,6 +218,11 @@ mod tests {
             "x snapshot delta a b --namespace n --service-account s --token-file f",
             "x snapshot delta a b --namespace n --token-file f --token-expiry 20min",
             "x snapshot list --namespace n",
+            "x snapshot allocated s --api session",
+            "x snapshot allocated s --namespace n --api sessions",
+            "x snapshot allocated s --namespace n --api session --lifetime 1ms",
+            "x snapshot allocated s --namespace n --api session --lifetime 4000days",
+            "x snapshot allocated s --namespace n --api session --lifetime 1h --session r",
         ] {
             assert!(parse(line).is_err(), "{line}");
         }
@@ -231,6 +236,21 @@ mod tests {
         ] {
             let error = run(parse(line).unwrap()).unwrap_err().to_string();
             assert!(error.contains("--endpoint") && error.contains("--namespace"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_flag_of_the_other_api_is_refused_by_name() {
+        for (flags, flag) in [
+            ("--api session --service-account a", "--service-account "),
+            ("--api session --token-file f", "--token-file "),
+            ("--api session --token-expiry 20min", "--token-expiry "),
+            ("--lifetime 1h", "--lifetime "),
+            ("--api metadata --session r", "--session "),
+        ] {
+            let line = format!("x snapshot allocated s --namespace n {flags}");
+            let error = run(parse(&line).unwrap()).unwrap_err().to_string();
+            assert!(error.starts_with(flag) && error.contains("--api"), "{error}");
         }
     }
 

@@ -60,8 +60,10 @@ impl Failure {
             let error = refused(status).context(format!("the connection to {address} broke"));
             return Self::new(Retry::Always, error);
         }
+        let replaceable = !matches!(subject.entry, Entry::Session { ours: false, .. });
         let retry = match status.code() {
             Code::Unavailable => Retry::Always,
+            Code::Unauthenticated if !replaceable => Retry::Never,
             Code::Unauthenticated | Code::DeadlineExceeded => Retry::AfterProgress,
             _ => Retry::Never,
         };
@@ -79,29 +81,57 @@ impl Failure {
 pub struct Subject<'a> {
     pub namespace: &'a str,
     pub driver: &'a str,
-    pub audience: &'a str,
-    /// Whose token it is.
-    pub account: &'a str,
     pub address: &'a str,
+    pub entry: Entry<'a>,
+}
+
+/// What lets a call in.
+#[derive(Debug, Clone, Copy)]
+pub enum Entry<'a> {
+    /// A token of this account, for this audience.
+    Account { account: &'a str, audience: &'a str },
+    /// The session of this SnapshotSessionRequest, which another may take the place of if it is `ours`.
+    Session { request: &'a str, ours: bool },
 }
 
 /// What a person can do about it, where the message cannot know.
 fn next_step(code: Code, subject: &Subject<'_>) -> Option<String> {
-    let Subject { namespace, driver, audience, account, .. } = subject;
+    let Subject { namespace, driver, entry, .. } = subject;
+    let there_is = format!("`kubectl get volumesnapshots -n {namespace}` shows what there is");
+    Some(match (code, entry) {
+        (Code::PermissionDenied, Entry::Account { account, .. }) => format!(
+            "{account} needs a Role in namespace {namespace:?} with the verb `get` on \
+             `volumesnapshots` of snapshot.storage.k8s.io"
+        ),
+        (Code::Unauthenticated, Entry::Account { account, audience }) => {
+            format!("the token of {account} must be valid and made for the audience {audience:?}")
+        }
+        (Code::Unauthenticated, Entry::Session { request, ours: false }) => format!(
+            "the session of SnapshotSessionRequest {namespace}/{request} has ended: make another \
+             one, or leave --session out"
+        ),
+        (Code::Unauthenticated, Entry::Session { .. }) => {
+            "the session has ended: begin anew (--lifetime asks for a longer one)".to_owned()
+        }
+        (Code::NotFound, Entry::Account { .. }) => there_is,
+        (Code::NotFound, Entry::Session { request, .. }) => format!(
+            "{there_is}; SnapshotSessionRequest {namespace}/{request} must name it, and another one \
+             made later under the same name is not part of the session"
+        ),
+        (Code::InvalidArgument, Entry::Session { .. }) => {
+            "base and target go by name, are of one volume, and the base is the earlier one"
+                .to_owned()
+        }
+        (code, _) => return step_at_any(code, driver),
+    })
+}
+
+/// The same, where it does not matter what lets a call in.
+fn step_at_any(code: Code, driver: &str) -> Option<String> {
     Some(match code {
         Code::FailedPrecondition => "no delta can be told: take a full backup \
             (snapshot allocated)"
             .to_owned(),
-        Code::PermissionDenied => format!(
-            "{account} needs a Role in namespace {namespace:?} with the verb `get` on \
-             `volumesnapshots` of snapshot.storage.k8s.io"
-        ),
-        Code::Unauthenticated => {
-            format!("the token of {account} must be valid and made for the audience {audience:?}")
-        }
-        Code::NotFound => {
-            format!("`kubectl get volumesnapshots -n {namespace}` shows what there is")
-        }
         Code::Unimplemented => format!("the driver {driver} does not tell which blocks changed"),
         Code::DeadlineExceeded => {
             "in the time that the sidecar allows, not one extent came".to_owned()
@@ -118,10 +148,13 @@ mod tests {
     const SUBJECT: Subject<'_> = Subject {
         namespace: "shop",
         driver: "d.example",
-        audience: "aud",
-        account: "ServiceAccount shop/backup",
         address: "sidecar:1",
+        entry: Entry::Account { account: "ServiceAccount shop/backup", audience: "aud" },
     };
+
+    const fn session(ours: bool) -> Subject<'static> {
+        Subject { entry: Entry::Session { request: "mine", ours }, ..SUBJECT }
+    }
 
     #[test]
     fn a_refusal_is_told_with_code_and_next_step() {
@@ -142,6 +175,26 @@ mod tests {
             assert!(told.starts_with(begin) && told.contains(step), "{told}");
         }
         assert_eq!(told(Code::InvalidArgument), "INVALID_ARGUMENT: why");
+    }
+
+    #[test]
+    fn a_refusal_in_a_session_is_told_with_code_and_next_step() {
+        let step = [
+            (Code::Unauthenticated, true, "UNAUTHENTICATED: why", "--lifetime"),
+            (Code::Unauthenticated, false, "UNAUTHENTICATED: why", "shop/mine has ended"),
+            (Code::NotFound, true, "NOT_FOUND: why", "shop/mine must name it"),
+            (Code::InvalidArgument, true, "INVALID_ARGUMENT: why", "go by name"),
+            (Code::OutOfRange, true, "OUT_OF_RANGE: why", "--starting-offset"),
+            (Code::FailedPrecondition, true, "FAILED_PRECONDITION: why", "full backup"),
+        ];
+        for (code, ours, begin, step) in step {
+            let failure = Failure::stream(Status::new(code, "why"), &session(ours));
+            let told = format!("{:#}", failure.error);
+            assert!(told.starts_with(begin) && told.contains(step), "{told}");
+            let again = code == Code::Unauthenticated && ours;
+            let retry = if again { Retry::AfterProgress } else { Retry::Never };
+            assert_eq!(failure.retry, retry, "{told}");
+        }
     }
 
     #[test]

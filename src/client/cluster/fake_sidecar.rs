@@ -20,8 +20,9 @@ use tonic::transport::Server;
 use tonic::{Code, Request, Response, Status};
 
 use crate::grpc::RawMessage;
-use crate::proto::snapshotmetadata as k8s;
+use crate::proto::{snapshotmetadata as k8s, snapshotsession as sessions};
 use k8s::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
+use sessions::snapshot_metadata_server as session_server;
 
 /// The host that certificates are for.
 pub const HOST: &str = "localhost";
@@ -55,6 +56,17 @@ pub struct Asked {
     pub offset: i64,
 }
 
+/// What becomes of the next SnapshotSessionRequest, some moments after it was made.
+#[derive(Clone)]
+pub enum Fate {
+    /// Ready, with this token.
+    Ready(&'static str),
+    /// This status.
+    Status(Value),
+    /// Nobody looks at it.
+    Ignored,
+}
+
 #[derive(Clone)]
 pub struct Cluster(Arc<Mutex<State>>);
 
@@ -66,6 +78,12 @@ struct State {
     /// Every call to the API server: method and path.
     calls: Vec<String>,
     tokens: u32,
+    fates: Vec<Fate>,
+    /// How long the making of a request takes, and whether the next one's answer is lost.
+    delay: Duration,
+    lose_answer: bool,
+    /// What a session of the first sidecar is told of it.
+    place: (String, String),
     scripts: Vec<Script>,
     asked: Vec<Asked>,
     servers: Vec<JoinHandle<()>>,
@@ -91,6 +109,10 @@ impl Cluster {
             failures: Vec::new(),
             calls: Vec::new(),
             tokens: 0,
+            fates: Vec::new(),
+            delay: Duration::ZERO,
+            lose_answer: false,
+            place: Default::default(),
             scripts,
             asked: Vec::new(),
             servers: Vec::new(),
@@ -108,7 +130,104 @@ impl Cluster {
         }
         let (address, ca) = cluster.start_sidecar().await;
         cluster.put(&service_path(DRIVER), service(&address, &ca));
+        cluster.state().place = (address, ca);
         cluster
+    }
+
+    /// With a session manager, which does this to requests, one after the other.
+    pub async fn with_sessions(scripts: Vec<Script>, fates: &[Fate]) -> Self {
+        let cluster = Self::new(scripts).await;
+        cluster.state().fates = fates.to_vec();
+        cluster
+    }
+
+    /// The status of a session that is ready.
+    pub fn ready(&self, token: &str) -> Value {
+        let (address, ca) = self.state().place.clone();
+        let ca = k8s_openapi::ByteString(ca.into_bytes());
+        json!({
+            "state": "Ready", "address": address, "caCert": ca, "sessionToken": token,
+            "driver": DRIVER, "expirationTime": "2030-01-01T00:00:00Z",
+        })
+    }
+
+    /// The SnapshotSessionRequests that there are, by path.
+    pub fn requests(&self) -> BTreeMap<String, Value> {
+        let state = self.state();
+        let all = state.objects.iter().filter(|(path, _)| path.starts_with(&request_path("")));
+        all.map(|(path, object)| (path.clone(), object.clone())).collect()
+    }
+
+    /// Makes a request's status what it is to be.
+    pub fn set_status(&self, path: &str, status: &Value) {
+        let mut state = self.state();
+        let Some(object) = state.objects.get_mut(path) else { return };
+        object["status"] = status.clone();
+        object["metadata"]["resourceVersion"] = json!("2");
+    }
+
+    /// From now on requests are made so long after they were asked for.
+    pub fn delay(&self, delay: Duration) {
+        self.state().delay = delay;
+    }
+
+    /// The next request is made, and its maker told that it is not.
+    pub fn lose_next_answer(&self) {
+        self.state().lose_answer = true;
+    }
+
+    async fn create_request(&self, body: &[u8]) -> http::Response<Body> {
+        let delay = self.state().delay;
+        tokio::time::sleep(delay).await;
+        let answer = self.created(body);
+        match std::mem::take(&mut self.state().lose_answer) {
+            true => failure(504, "the answer is lost"),
+            false => answer,
+        }
+    }
+
+    fn created(&self, body: &[u8]) -> http::Response<Body> {
+        let mut request: Value = serde_json::from_slice(body).unwrap();
+        let path = request_path(request["metadata"]["name"].as_str().unwrap());
+        let mut state = self.state();
+        if state.objects.contains_key(&path) {
+            return failure(409, &format!("{path} exists"));
+        }
+        request["metadata"]["resourceVersion"] = json!("1");
+        state.objects.insert(path.clone(), request.clone());
+        let fate = state.fates.remove(0);
+        drop(state);
+        let status = match fate {
+            Fate::Ready(token) => self.ready(token),
+            Fate::Status(status) => status,
+            Fate::Ignored => return respond(201, &request),
+        };
+        let cluster = self.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(Duration::from_millis(30)).await;
+            cluster.set_status(&path, &status);
+        });
+        respond(201, &request)
+    }
+
+    /// One event: the request in another version than that one.
+    async fn watched(&self, uri: &str) -> http::Response<Body> {
+        let find = |name: &str| {
+            let (_, value) = uri.split_once(name).unwrap();
+            value.split('&').next().unwrap().to_owned()
+        };
+        let path = request_path(&find("metadata.name%3D"));
+        let version = find("resourceVersion=");
+        loop {
+            let object = self.state().objects.get(&path).cloned();
+            let kind = if object.is_some() { "MODIFIED" } else { "DELETED" };
+            let object =
+                object.unwrap_or_else(|| json!({ "metadata": {}, "spec": { "snapshots": [] } }));
+            if object["metadata"]["resourceVersion"] != version.as_str() {
+                return respond(200, &json!({ "type": kind, "object": object }));
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     }
 
     pub fn put(&self, path: &str, object: Value) {
@@ -148,11 +267,13 @@ impl Cluster {
                     let Ok(mut tls) = acceptor.accept(socket).await else { return };
                     let (ours, mut theirs) = tokio::io::duplex(1 << 16);
                     let (cut, mut cuts) = tokio::sync::mpsc::channel(1);
-                    let sidecar = SnapshotMetadataServer::new(Sidecar { cluster, cut });
+                    let sidecar = Sidecar { cluster, cut };
                     let incoming =
                         once(Ok::<_, std::io::Error>(ours)).chain(tokio_stream::pending());
-                    let serving =
-                        Server::builder().add_service(sidecar).serve_with_incoming(incoming);
+                    let serving = Server::builder()
+                        .add_service(SnapshotMetadataServer::new(sidecar.clone()))
+                        .add_service(session_server::SnapshotMetadataServer::new(sidecar))
+                        .serve_with_incoming(incoming);
                     tokio::select! {
                         _ = tokio::io::copy_bidirectional(&mut tls, &mut theirs) => {}
                         _ = serving => {}
@@ -169,20 +290,32 @@ impl Cluster {
     pub fn client(&self) -> kube::Client {
         let cluster = self.clone();
         let service = tower::service_fn(move |request: http::Request<Body>| {
-            let answer = cluster.answer(&request);
-            async move { Ok::<_, std::io::Error>(answer) }
+            let cluster = cluster.clone();
+            // As in a server: whether or not the caller waits for the answer.
+            let answer = tokio::spawn(async move { cluster.answer(request).await });
+            async move { answer.await.map_err(std::io::Error::other) }
         });
         kube::Client::new(service, "shop")
     }
 
-    fn answer(&self, request: &http::Request<Body>) -> http::Response<Body> {
-        let uri = request.uri().to_string();
+    async fn answer(&self, request: http::Request<Body>) -> http::Response<Body> {
+        let (uri, method) = (request.uri().to_string(), request.method().clone());
         let path = uri.split('?').next().unwrap().to_owned();
-        let mut state = self.state();
-        state.calls.push(format!("{} {uri}", request.method()));
-        if let Some(at) = state.failures.iter().position(|(begin, _)| *begin == path) {
-            let (_, code) = state.failures.remove(at);
+        let watch = uri.contains("watch=true");
+        self.state().calls.push(format!("{method} {uri}"));
+        if let Some(code) = self.failure(&path) {
             return failure(code, &format!("{path} fails"));
+        }
+        if watch {
+            return self.watched(&uri).await;
+        }
+        if method == http::Method::POST && path == request_path("") {
+            let body = request.into_body().collect_bytes().await.unwrap();
+            return self.create_request(&body).await;
+        }
+        let mut state = self.state();
+        if method == http::Method::DELETE && state.objects.contains_key(&path) {
+            return respond(200, &state.objects.remove(&path).unwrap());
         }
         if path.ends_with("/token") {
             state.tokens += 1;
@@ -197,6 +330,13 @@ impl Cluster {
             Some(object) => respond(200, object),
             None => failure(404, &format!("{path} not found")),
         }
+    }
+
+    /// What a call of this path is to fail with.
+    fn failure(&self, path: &str) -> Option<u16> {
+        let mut state = self.state();
+        let at = state.failures.iter().position(|(begin, _)| *begin == path)?;
+        Some(state.failures.remove(at).1)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -221,6 +361,13 @@ pub fn content_path(name: &str) -> String {
 /// Of all of them, if the name is empty.
 pub fn service_path(name: &str) -> String {
     let path = format!("/apis/cbt.storage.k8s.io/v1beta1/snapshotmetadataservices/{name}");
+    path.trim_end_matches('/').to_owned()
+}
+
+/// Of all of them, if the name is empty.
+pub fn request_path(name: &str) -> String {
+    let path =
+        format!("/apis/cbt.storage.k8s.io/v1alpha2/namespaces/shop/snapshotsessionrequests/{name}");
     path.trim_end_matches('/').to_owned()
 }
 
@@ -268,6 +415,7 @@ fn certificates() -> (TlsAcceptor, String) {
 }
 
 /// What serves one connection.
+#[derive(Clone)]
 struct Sidecar {
     cluster: Cluster,
     cut: tokio::sync::mpsc::Sender<()>,
@@ -276,14 +424,18 @@ struct Sidecar {
 type Messages = Pin<Box<dyn Stream<Item = Result<RawMessage, Status>> + Send>>;
 
 impl Sidecar {
-    fn play(&self, asked: Asked) -> Result<Response<Messages>, Status> {
+    fn play(
+        &self,
+        asked: Asked,
+        encode: fn(k8s::GetMetadataDeltaResponse) -> RawMessage,
+    ) -> Result<Response<Messages>, Status> {
         let mut state = self.cluster.state();
         state.asked.push(asked);
         assert!(!state.scripts.is_empty(), "no script is left for {:?}", state.asked.last());
         let Script { capacity, style, messages, end } = state.scripts.remove(0);
         let message = move |blocks: Vec<(i64, i64)>| {
             let block = |(byte_offset, size_bytes)| k8s::BlockMetadata { byte_offset, size_bytes };
-            Ok(RawMessage::of(&k8s::GetMetadataDeltaResponse {
+            Ok(encode(k8s::GetMetadataDeltaResponse {
                 block_metadata_type: style.into(),
                 volume_capacity_bytes: capacity,
                 block_metadata: blocks.into_iter().map(block).collect(),
@@ -325,12 +477,13 @@ impl SnapshotMetadata for Sidecar {
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
         assert_eq!(request.namespace, "shop");
-        self.play(Asked {
+        let asked = Asked {
             token: request.security_token,
             base: String::new(),
             snapshot: request.snapshot_name,
             offset: request.starting_offset,
-        })
+        };
+        self.play(asked, |message| RawMessage::of(&message))
     }
 
     async fn get_metadata_delta(
@@ -339,11 +492,59 @@ impl SnapshotMetadata for Sidecar {
     ) -> Result<Response<Messages>, Status> {
         let request = request.into_inner();
         assert_eq!(request.namespace, "shop");
-        self.play(Asked {
+        let asked = Asked {
             token: request.security_token,
             base: request.base_snapshot_id,
             snapshot: request.target_snapshot_name,
             offset: request.starting_offset,
-        })
+        };
+        self.play(asked, |message| RawMessage::of(&message))
+    }
+}
+
+/// The same message as the API of sessions has it, whose answers to both calls are alike.
+fn of_session(message: k8s::GetMetadataDeltaResponse) -> RawMessage {
+    let block = |block: k8s::BlockMetadata| sessions::BlockMetadata {
+        byte_offset: block.byte_offset as u64,
+        size_bytes: block.size_bytes as u64,
+    };
+    RawMessage::of(&sessions::GetDeltaResponse {
+        block_metadata_type: message.block_metadata_type - 1,
+        volume_size_bytes: message.volume_capacity_bytes as u64,
+        block_metadata: message.block_metadata.into_iter().map(block).collect(),
+    })
+}
+
+#[tonic::async_trait]
+impl session_server::SnapshotMetadata for Sidecar {
+    type GetAllocatedStream = Messages;
+    type GetDeltaStream = Messages;
+
+    async fn get_allocated(
+        &self,
+        request: Request<sessions::GetAllocatedRequest>,
+    ) -> Result<Response<Messages>, Status> {
+        let request = request.into_inner();
+        let asked = Asked {
+            token: request.session_token,
+            base: String::new(),
+            snapshot: request.snapshot,
+            offset: request.starting_offset as i64,
+        };
+        self.play(asked, of_session)
+    }
+
+    async fn get_delta(
+        &self,
+        request: Request<sessions::GetDeltaRequest>,
+    ) -> Result<Response<Messages>, Status> {
+        let request = request.into_inner();
+        let asked = Asked {
+            token: request.session_token,
+            base: request.base_snapshot,
+            snapshot: request.target_snapshot,
+            offset: request.starting_byte_offset as i64,
+        };
+        self.play(asked, of_session)
     }
 }

@@ -10,6 +10,7 @@ use kube::{Api, Client};
 use serde::de::DeserializeOwned;
 
 use super::failure::{Failure, Retry};
+use super::wire::Place;
 use crate::kubernetes::metadata_service::{
     DRIVER_LABEL, SnapshotMetadataService, SnapshotMetadataServiceSpec,
 };
@@ -26,16 +27,11 @@ pub struct Finder {
     address: Option<String>,
 }
 
-/// Where a driver's sidecar is.
+/// A driver's sidecar, and the audience that tokens for it have.
 #[derive(Debug)]
 pub struct Service {
-    /// To connect to: host:port.
-    pub address: String,
-    /// What the certificate must be for.
-    pub host: String,
+    pub place: Place,
     pub audience: String,
-    /// Certificates (PEM) of those whom to trust there.
-    pub ca: Vec<u8>,
 }
 
 impl Finder {
@@ -94,15 +90,8 @@ impl Finder {
                 only(driver, call(&what, api.list(&labelled)).await?.items)?
             }
         };
-        let host = host_of(&spec.address).ok_or_else(|| {
-            Failure::never(anyhow!("{what}: its address {:?} is not host:port", spec.address))
-        })?;
-        Ok(Service {
-            host: host.to_owned(),
-            address: self.address.clone().unwrap_or(spec.address),
-            audience: spec.audience,
-            ca: spec.ca_cert.0,
-        })
+        let place = Place::told(&what, spec.address, self.address.as_deref(), spec.ca_cert.0)?;
+        Ok(Service { place, audience: spec.audience })
     }
 
     fn snapshots(&self) -> Api<VolumeSnapshot> {
@@ -142,14 +131,6 @@ fn only(
     }
 }
 
-/// The host of host:port; an IPv6 address without its brackets.
-fn host_of(address: &str) -> Option<&str> {
-    let (host, port) = address.rsplit_once(':')?;
-    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-    let host = bare.unwrap_or(host);
-    (port.parse::<u16>().is_ok() && !host.is_empty()).then_some(host)
-}
-
 async fn get<K: Clone + DeserializeOwned + Debug>(
     api: &Api<K>,
     what: &str,
@@ -169,25 +150,5 @@ pub async fn call<T>(
             Retry::OnceBegun,
             anyhow!("{what}: no answer from the API server within {} s", CALL_TIMEOUT.as_secs()),
         )),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_name_in_the_certificate_is_the_host_of_the_address() {
-        for (address, host) in [
-            ("sidecar.csi.svc:6443", Some("sidecar.csi.svc")),
-            ("10.0.0.1:1", Some("10.0.0.1")),
-            ("[fd00::1]:6443", Some("fd00::1")),
-            ("sidecar", None),
-            ("sidecar:", None),
-            (":6443", None),
-            ("sidecar:70000", None),
-        ] {
-            assert_eq!(host_of(address), host, "{address}");
-        }
     }
 }

@@ -1,18 +1,25 @@
-//! The Kubernetes way to `snapshot allocated` and `snapshot delta`: what a backup application does. From the
-//! name of a VolumeSnapshot it finds the driver and the SnapshotMetadataService of that driver, takes a
-//! ServiceAccount's token for its audience, and asks the driver's sidecar over TLS (KEP-3314).
+//! The Kubernetes way to `snapshot allocated` and `snapshot delta`: what a backup application does (KEP-3314). Either,
+//! as it is released ([`metadata`]): from the name of a VolumeSnapshot it finds the driver and the
+//! SnapshotMetadataService of that driver, takes a ServiceAccount's token for its audience, and asks the driver's sidecar
+//! over TLS. Or, as in the session design ([`session`]): it makes a SnapshotSessionRequest and is told all of this, with the
+//! token of a session, which it ends.
 //!
 //! An answer that is interrupted goes on where it broke, until `--timeout`: see [`resume`]. A token is
 //! written nowhere but into a request.
 
 mod failure;
 mod find;
+mod metadata;
+mod request;
 mod resume;
+mod session;
 mod token;
 mod wire;
 
 #[cfg(test)]
 mod fake_sidecar;
+#[cfg(test)]
+mod session_tests;
 #[cfg(test)]
 mod tests;
 
@@ -20,15 +27,20 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use tokio::time::Instant;
 
 use super::block_map::{BlockMap, Query, Window};
+use super::stop::Stop;
 use super::{Options, in_time, print_map};
 use crate::kubernetes::client::{self, Rate};
 use crate::kubernetes::name;
+use crate::kubernetes::session::SnapshotSessionRequestSpec;
 use find::Finder;
+use metadata::Metadata;
+use request::{Requests, Which};
 use resume::Resuming;
+use session::{Portion, Session};
 use token::Tokens;
 
 /// Where `--help` shows these flags.
@@ -36,6 +48,12 @@ const HEADING: &str = "Through Kubernetes";
 
 /// For a handful of calls: it never waits.
 const RATE: Rate = Rate { per_second: 20.0, burst: 20 };
+
+/// How long a token is good for by default: the least that the API server grants.
+const TOKEN_EXPIRY: Duration = Duration::from_secs(600);
+
+/// The longest session that can be asked for, in seconds: ten years.
+const MAX_LIFETIME: i64 = 315_360_000;
 
 /// How to ask through Kubernetes. All of it follows from `--namespace`.
 #[derive(Debug, Args)]
@@ -46,27 +64,66 @@ pub struct ClusterArgs {
     /// The cluster, as for kubectl [env: KUBECONFIG] [default: ~/.kube/config, else that of the pod]
     #[arg(long, requires = "namespace", value_name = "PATH", help_heading = HEADING)]
     kubeconfig: Option<PathBuf>,
-    /// ServiceAccount to ask as, for which a token is requested [default: the caller, if it is one]
+    /// Which API of the driver's sidecar to ask
+    #[arg(long, requires = "namespace", value_enum, default_value_t = Api::Metadata, help_heading = HEADING)]
+    api: Api,
+    /// With --api metadata: ServiceAccount to ask as, for which a token is requested [default: the caller, if it is one]
     #[arg(long, requires = "namespace", conflicts_with = "token_file", value_parser = name::object, value_name = "NAME", help_heading = HEADING)]
     service_account: Option<String>,
-    /// Namespace of the ServiceAccount [default: that of the VolumeSnapshots]
+    /// With --api metadata: namespace of the ServiceAccount [default: that of the VolumeSnapshots]
     #[arg(long, requires = "service_account", value_parser = name::object, value_name = "NAMESPACE", help_heading = HEADING)]
     service_account_namespace: Option<String>,
-    /// How long a requested token is good for, from 10min on
-    #[arg(long, requires = "namespace", conflicts_with = "token_file", value_parser = token_expiry, default_value = "10min", help_heading = HEADING)]
-    token_expiry: Duration,
-    /// File with the token to ask with, as a projected volume has it; read again for every attempt
+    /// With --api metadata: how long a requested token is good for, from 10min on [default: 10min]
+    #[arg(long, requires = "namespace", conflicts_with = "token_file", value_parser = token_expiry, help_heading = HEADING)]
+    token_expiry: Option<Duration>,
+    /// With --api metadata: file with the token to ask with, as a projected volume has it; read again for every attempt
     #[arg(long, requires = "namespace", value_name = "PATH", help_heading = HEADING)]
     token_file: Option<PathBuf>,
-    /// Connect to this address instead of the one that the SnapshotMetadataService names (port-forward)
+    /// With --api session: how long the session is wanted [default: the session manager's]
+    #[arg(long, requires = "namespace", conflicts_with = "session", value_parser = lifetime, help_heading = HEADING)]
+    lifetime: Option<i64>,
+    /// With --api session: a SnapshotSessionRequest that is there already; it is left as it is
+    #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = HEADING)]
+    session: Option<String>,
+    /// Connect to this address instead of the one that the cluster names (port-forward)
     #[arg(long, requires = "namespace", value_name = "HOST:PORT", help_heading = HEADING)]
     address: Option<String>,
+}
+
+/// An API of a driver's sidecar.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Api {
+    /// The released one, with a ServiceAccount's token. The base may also be a CSI handle
+    Metadata,
+    /// That of snapshot sessions: makes a SnapshotSessionRequest, waits until it is Ready, and deletes it at the end.
+    /// The base goes by name, too, not by handle
+    Session,
 }
 
 impl ClusterArgs {
     /// Whether it is a cluster that is asked.
     pub fn asked(&self) -> bool {
         self.namespace.is_some()
+    }
+
+    /// # Errors
+    /// A flag that says nothing to the API that is asked.
+    fn check(&self) -> Result<()> {
+        let flags = [
+            ("--service-account", self.service_account.is_some(), Api::Metadata),
+            ("--token-expiry", self.token_expiry.is_some(), Api::Metadata),
+            ("--token-file", self.token_file.is_some(), Api::Metadata),
+            ("--lifetime", self.lifetime.is_some(), Api::Session),
+            ("--session", self.session.is_some(), Api::Session),
+        ];
+        match flags.iter().find(|(_, given, api)| *given && *api != self.api) {
+            Some((flag, _, Api::Metadata)) => bail!(
+                "{flag} goes with --api metadata: a session has a token of its own, which the session manager \
+                 gives to the caller"
+            ),
+            Some((flag, _, Api::Session)) => bail!("{flag} goes with --api session"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -81,38 +138,84 @@ pub async fn ask(
     window: Window,
     limit_rows: Option<u64>,
 ) -> Result<()> {
-    let ClusterArgs {
-        namespace,
-        kubeconfig,
-        service_account,
-        service_account_namespace,
-        token_expiry,
-        token_file,
-        address,
-    } = args;
-    let Some(namespace) = namespace else { bail!("--namespace is missing") };
+    args.check()?;
+    let Some(namespace) = args.namespace.clone() else { bail!("--namespace is missing") };
     if options.endpoint.is_some() {
         bail!("--endpoint asks a driver and --namespace asks through Kubernetes: give one of them");
     }
+    let listing = Listing { namespace: &namespace, query, window, limit_rows };
+    match args.api {
+        Api::Metadata => ask_metadata(options, args, listing).await,
+        Api::Session => ask_session(options, args, listing).await,
+    }
+}
+
+/// What to list.
+struct Listing<'a> {
+    namespace: &'a str,
+    query: Query,
+    window: Window,
+    limit_rows: Option<u64>,
+}
+
+async fn ask_metadata(options: &Options, args: ClusterArgs, listing: Listing<'_>) -> Result<()> {
+    let Listing { namespace, query, window, limit_rows } = listing;
     let open = async |query, deadline| {
-        let client = client::connect_as_user(kubeconfig.as_deref(), RATE).await?;
-        let tokens = match token_file {
+        let client = client::connect_as_user(args.kubeconfig.as_deref(), RATE).await?;
+        let tokens = match args.token_file {
             Some(path) => Tokens::file(path),
             None => {
-                let home = service_account_namespace.unwrap_or_else(|| namespace.clone());
-                let account = service_account.map(|name| (home, name));
-                Tokens::requested(client.clone(), account, token_expiry)
+                let home = args.service_account_namespace.unwrap_or_else(|| namespace.to_owned());
+                let account = args.service_account.map(|name| (home, name));
+                let expiry = args.token_expiry.unwrap_or(TOKEN_EXPIRY);
+                Tokens::requested(client.clone(), account, expiry)
             }
         };
-        let finder = Finder::new(client, &namespace, address);
+        let finder = Finder::new(client, namespace, args.address);
         let limits = Limits { deadline, timeout: options.timeout };
-        Ok(BlockMap::new(Resuming::new(finder, tokens, query, window, limits)))
+        let metadata = Metadata::new(finder, tokens, query, window, deadline);
+        Ok(BlockMap::new(Resuming::new(metadata, limits)))
     };
     in_time(options, async |deadline| {
         let open = async |query| open(query, deadline).await;
-        print_map::run(query, Some(&namespace), options.output, limit_rows, open).await
+        print_map::run(query, Some(namespace), options.output, limit_rows, open).await
     })
     .await
+}
+
+async fn ask_session(options: &Options, args: ClusterArgs, listing: Listing<'_>) -> Result<()> {
+    let Listing { namespace, query, window, limit_rows } = listing;
+    let portion = Portion::try_from(window)?;
+    let snapshots = session::snapshots(&query)?;
+    let which = match args.session {
+        Some(name) => Which::Given(name),
+        None => {
+            Which::Ours(SnapshotSessionRequestSpec { snapshots, lifetime_seconds: args.lifetime })
+        }
+    };
+    let stop = Stop::listen(options.timeout)?;
+    let client = client::connect_as_user(args.kubeconfig.as_deref(), RATE).await?;
+    let limits = Limits { deadline: stop.deadline(), timeout: options.timeout };
+    let requests = Requests::new(client, namespace, which, args.address, limits);
+    within(&stop, requests, async |requests: &mut Requests| {
+        let session = Session::new(requests, query.clone(), portion);
+        let open = async |_| Ok(BlockMap::new(Resuming::new(session, limits)));
+        print_map::run(query, Some(namespace), options.output, limit_rows, open).await
+    })
+    .await
+}
+
+/// Does `work`, cut off by a stop, and ends the session in any case.
+async fn within<T>(
+    stop: &Stop,
+    mut requests: Requests,
+    work: impl AsyncFnOnce(&mut Requests) -> Result<T>,
+) -> Result<T> {
+    let outcome = stop.wait(work(&mut requests)).await;
+    if let Err(left) = requests.end().await {
+        eprintln!("csi-loopback: {left:#}");
+    }
+    outcome
 }
 
 /// How long to go on.
@@ -130,4 +233,13 @@ fn token_expiry(text: &str) -> Result<Duration, String> {
         return Err("at least 10min, and at most 2^32 seconds".to_owned());
     }
     Ok(expiry)
+}
+
+/// In whole seconds, as the definition of SnapshotSessionRequest allows them.
+fn lifetime(text: &str) -> Result<i64, String> {
+    let lifetime = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    match i64::try_from(lifetime.as_secs()) {
+        Ok(seconds @ 1..=MAX_LIFETIME) if lifetime.subsec_nanos() == 0 => Ok(seconds),
+        _ => Err("in whole seconds, at least 1s, and at most 3650days".to_owned()),
+    }
 }

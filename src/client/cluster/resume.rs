@@ -1,33 +1,46 @@
 //! An answer that outlives its interruptions. Whenever the sidecar says UNAVAILABLE, or the connection breaks,
-//! or the time of a token or of a stream is over, everything is looked up and asked anew, from the end of the
-//! last extent on, with growing pauses and until `--timeout`. Anything else ends the answer.
+//! or the time of a token or of a stream is over, it is asked anew, from the end of the last extent on, with growing
+//! pauses and until `--timeout`. Anything else ends the answer.
 
 use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 use tokio::time::{Instant, sleep};
+use tonic::Status;
 
-use super::super::block_map::{Part, Progress, Query, Source, Window};
+use super::super::block_map::{Answer, Message, Part, Progress, Source};
 use super::Limits;
-use super::failure::{Failure, Retry, Subject};
-use super::find::{Finder, Service};
-use super::token::{Token, Tokens};
-use super::wire::{self, Sidecar};
+use super::failure::{Failure, Retry};
 
 /// The pauses before another attempt: the first, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
-/// The answer of a driver's sidecar, as long as it takes.
-pub struct Resuming {
-    finder: Finder,
-    tokens: Tokens,
-    query: Query,
-    window: Window,
+/// An API that knows blocks: how it is asked, each time.
+pub trait BlockApi {
+    type Allocated: Into<Message>;
+    type Delta: Into<Message>;
+    /// What is needed to tell of the end of an answer.
+    type Call;
+
+    /// Asks for what lies from this byte on; for all that is wanted, if it is 0.
+    ///
+    /// # Errors
+    /// Why there is no answer, and whether another attempt may help.
+    async fn ask(
+        &mut self,
+        from: u64,
+    ) -> Result<(Self::Call, Answer<Self::Allocated, Self::Delta>), Failure>;
+
+    /// What it means that an answer ended so.
+    fn ended(&mut self, call: &Self::Call, status: Status) -> Failure;
+}
+
+/// The answer of an API, as long as it takes.
+pub struct Resuming<A: BlockApi> {
+    api: A,
     limits: Limits,
-    /// What stays the same for all attempts, once known.
-    driver: Option<String>,
-    under_way: Option<Attempt>,
+    under_way: Option<(A::Call, Answer<A::Allocated, A::Delta>)>,
     pause: Duration,
     /// Progress at the last failure.
     failed_at: Option<u64>,
@@ -35,66 +48,9 @@ pub struct Resuming {
     refused_at: u64,
 }
 
-/// A stream, and what is needed to tell of its end.
-struct Attempt {
-    sidecar: Sidecar,
-    driver: String,
-    service: Service,
-    account: String,
-}
-
-impl Resuming {
-    pub fn new(
-        finder: Finder,
-        tokens: Tokens,
-        query: Query,
-        window: Window,
-        limits: Limits,
-    ) -> Self {
-        Self {
-            finder,
-            tokens,
-            query,
-            window,
-            limits,
-            driver: None,
-            under_way: None,
-            pause: FIRST_PAUSE,
-            failed_at: None,
-            refused_at: 0,
-        }
-    }
-
-    /// Looks everything up and asks for what is missing.
-    async fn attempt(&mut self, progress: Progress) -> Result<Attempt, Failure> {
-        let driver = self.driver().await?;
-        let service = self.finder.service(&driver).await?;
-        let Token { secret, account } = self.tokens.take(&service.audience).await?;
-        let subject = subject(&self.finder, &driver, &service, &account);
-        let mut window = self.window;
-        if let (1.., Ok(end)) = (progress.end, i64::try_from(progress.end)) {
-            window.starting_offset = end;
-        }
-        let query = self.query.clone();
-        let opened = wire::open(&service, secret, query, window, &subject, self.limits.deadline);
-        Ok(Attempt { sidecar: opened.await?, driver, service, account })
-    }
-
-    /// The driver; and the base by its handle from here on. Neither can change.
-    async fn driver(&mut self) -> Result<String, Failure> {
-        if let Some(driver) = &self.driver {
-            return Ok(driver.clone());
-        }
-        let driver = match &mut self.query {
-            Query::Allocated { snapshot } => self.finder.driver(snapshot).await?,
-            Query::Delta { base, target } => {
-                let driver = self.finder.driver(target).await?;
-                *base = self.finder.base(base).await?;
-                driver
-            }
-        };
-        self.driver = Some(driver.clone());
-        Ok(driver)
+impl<A: BlockApi> Resuming<A> {
+    pub fn new(api: A, limits: Limits) -> Self {
+        Self { api, limits, under_way: None, pause: FIRST_PAUSE, failed_at: None, refused_at: 0 }
     }
 
     /// Waits until another attempt is due.
@@ -130,23 +86,20 @@ impl Resuming {
     }
 }
 
-impl Source for Resuming {
+impl<A: BlockApi> Source for Resuming<A> {
     async fn next(&mut self, progress: Progress) -> Result<Option<Part>> {
         loop {
             let failure = match &mut self.under_way {
-                None => match self.attempt(progress).await {
-                    Ok(attempt) => {
-                        self.under_way = Some(attempt);
+                None => match self.api.ask(progress.end).await {
+                    Ok(asked) => {
+                        self.under_way = Some(asked);
                         return Ok(Some(Part::Anew));
                     }
                     Err(failure) => failure,
                 },
-                Some(attempt) => match attempt.sidecar.message().await {
+                Some((call, answer)) => match answer.message().await {
                     Ok(message) => return Ok(message.map(Part::Message)),
-                    Err(status) => {
-                        let Attempt { driver, service, account, .. } = attempt;
-                        Failure::stream(status, &subject(&self.finder, driver, service, account))
-                    }
+                    Err(status) => self.api.ended(call, status),
                 },
             };
             self.under_way = None;
@@ -159,14 +112,4 @@ impl Source for Resuming {
             self.wait(failure, progress).await?;
         }
     }
-}
-
-fn subject<'a>(
-    finder: &'a Finder,
-    driver: &'a str,
-    service: &'a Service,
-    account: &'a str,
-) -> Subject<'a> {
-    let Service { address, audience, .. } = service;
-    Subject { namespace: finder.namespace(), driver, audience, account, address }
 }

@@ -8,38 +8,40 @@ use serde_json::json;
 use tokio::time::Instant;
 use tonic::Code;
 
-use super::super::block_map::{BlockMap, Query, Window};
+use super::super::block_map::{BlockMap, Query, Source, Window};
 use super::fake_sidecar::{
     Asked, CAPACITY, Cluster, DRIVER, End, REVIEW_PATH, Script, content_path, service,
     service_path, snapshot_path,
 };
 use super::find::Finder;
+use super::metadata::Metadata;
 use super::resume::Resuming;
 use super::token::Tokens;
 use super::{Limits, token_expiry};
 use crate::backend::Extent;
 use crate::proto::snapshotmetadata::BlockMetadataType;
 
-const K: i64 = 4096;
+pub const K: i64 = 4096;
 
-fn allocated() -> Query {
+pub fn allocated() -> Query {
     Query::Allocated { snapshot: "b".to_owned() }
 }
 
-fn delta(base: &str) -> Query {
+pub fn delta(base: &str) -> Query {
     Query::Delta { base: base.to_owned(), target: "b".to_owned() }
 }
 
-fn source(cluster: &Cluster, query: Query, offset: i64, timeout: Duration) -> Resuming {
+fn source(cluster: &Cluster, query: Query, offset: i64, timeout: Duration) -> Resuming<Metadata> {
     let account = Some(("shop".to_owned(), "backup".to_owned()));
     let tokens = Tokens::requested(cluster.client(), account, Duration::from_secs(600));
     let finder = Finder::new(cluster.client(), "shop", None);
     let limits = Limits { deadline: Instant::now() + timeout, timeout };
-    Resuming::new(finder, tokens, query, Window { starting_offset: offset, max_results: 0 }, limits)
+    let window = Window { starting_offset: offset, max_results: 0 };
+    Resuming::new(Metadata::new(finder, tokens, query, window, limits.deadline), limits)
 }
 
 /// The extents of a whole answer, in units of 4 KiB.
-async fn read(source: Resuming) -> Result<Vec<(i64, i64)>> {
+pub async fn read(source: impl Source) -> Result<Vec<(i64, i64)>> {
     let mut map = BlockMap::new(source);
     let mut all = Vec::new();
     while let Some(extents) = map.next().await? {
@@ -57,12 +59,12 @@ async fn played(scripts: Vec<Script>) -> (Result<Vec<(i64, i64)>>, Vec<i64>) {
 }
 
 /// Messages of extents in units of 4 KiB.
-fn script(messages: &[&[(i64, i64)]], end: End) -> Script {
+pub fn script(messages: &[&[(i64, i64)]], end: End) -> Script {
     let bytes = |message: &&[(i64, i64)]| message.iter().map(|(o, l)| (o * K, l * K)).collect();
     Script { messages: messages.iter().map(bytes).collect(), ..Script::new(&[], end) }
 }
 
-fn told(outcome: Result<Vec<(i64, i64)>>) -> String {
+pub fn told(outcome: Result<Vec<(i64, i64)>>) -> String {
     format!("{:#}", outcome.expect_err("an error"))
 }
 
@@ -262,7 +264,8 @@ async fn another_address_is_connected_to_under_the_name_of_the_service() {
     let finder = Finder::new(cluster.client(), "shop", Some(format!("127.0.0.1:{port}")));
     let timeout = Duration::from_secs(60);
     let limits = Limits { deadline: Instant::now() + timeout, timeout };
-    let source = Resuming::new(finder, tokens, allocated(), Window::default(), limits);
+    let metadata = Metadata::new(finder, tokens, allocated(), Window::default(), limits.deadline);
+    let source = Resuming::new(metadata, limits);
     assert_eq!(read(source).await.unwrap(), [(0, 1)]);
 }
 

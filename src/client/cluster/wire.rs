@@ -1,5 +1,4 @@
-//! One call to a driver's sidecar: TLS that trusts the SnapshotMetadataService's certificates alone, and the
-//! Kubernetes SnapshotMetadata API over it.
+//! The connection to a driver's sidecar: TLS that trusts the certificates alone that an object of the cluster names.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -8,19 +7,13 @@ use anyhow::{Context, anyhow};
 use hyper_util::rt::TokioIo;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
-use super::super::block_map::{Answer, Message, Query, Window};
-use super::super::connection::Deadline;
-use super::failure::{Failure, Retry, Subject};
-use super::find::Service;
+use super::failure::{Failure, Retry};
 use crate::kubernetes::tls;
-use crate::proto::csi::v1 as csi;
-use crate::proto::snapshotmetadata as k8s;
-use k8s::snapshot_metadata_client::SnapshotMetadataClient;
 
 /// How long connecting may take, the TLS handshake included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -31,85 +24,56 @@ const PING_INTERVAL: Duration = Duration::from_secs(310);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The longest message, in bytes: more than the sidecar passes on.
-const LONGEST_MESSAGE: usize = 33 << 20;
+pub const LONGEST_MESSAGE: usize = 33 << 20;
 
-/// An answer of the sidecar.
-pub type Sidecar = Answer<k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse>;
-
-/// The responses of the Kubernetes API, whose numbers are CSI's.
-macro_rules! message_of {
-    ($($response:ty),*) => {$(
-        impl From<$response> for Message {
-            fn from(response: $response) -> Self {
-                let block_metadata_type = response.block_metadata_type.try_into();
-                let block = |block: k8s::BlockMetadata| csi::BlockMetadata {
-                    byte_offset: block.byte_offset,
-                    size_bytes: block.size_bytes,
-                };
-                Self {
-                    block_metadata_type: block_metadata_type
-                        .unwrap_or(csi::BlockMetadataType::Unknown),
-                    volume_capacity_bytes: response.volume_capacity_bytes,
-                    block_metadata: response.block_metadata.into_iter().map(block).collect(),
-                }
-            }
-        }
-    )*};
+/// Where a driver's sidecar is.
+#[derive(Debug)]
+pub struct Place {
+    /// To connect to: host:port.
+    pub address: String,
+    /// What the certificate must be for.
+    host: String,
+    /// Certificates (PEM) of those whom to trust there.
+    ca: Vec<u8>,
+    /// The object that says so, for messages.
+    object: String,
 }
 
-message_of!(k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse);
+impl Place {
+    /// As `object` says, but connected to at `instead`, if there is one.
+    pub fn told(
+        object: &str,
+        address: String,
+        instead: Option<&str>,
+        ca: Vec<u8>,
+    ) -> Result<Self, Failure> {
+        let host = host_of(&address).ok_or_else(|| {
+            Failure::never(anyhow!("{object}: its address {address:?} is not host:port"))
+        })?;
+        let (host, object) = (host.to_owned(), object.to_owned());
+        Ok(Self { host, address: instead.map_or(address, str::to_owned), ca, object })
+    }
+}
 
-/// Asks the sidecar, over a connection of its own.
-pub async fn open(
-    service: &Service,
-    token: String,
-    query: Query,
-    window: Window,
-    subject: &Subject<'_>,
-    deadline: Instant,
-) -> Result<Sidecar, Failure> {
-    let channel = connect(service).await?;
-    let mut client = SnapshotMetadataClient::with_interceptor(channel, Deadline(deadline))
-        .max_decoding_message_size(LONGEST_MESSAGE);
-    let Window { starting_offset, max_results } = window;
-    let namespace = subject.namespace.to_owned();
-    let answer = match query {
-        Query::Allocated { snapshot } => {
-            let request = k8s::GetMetadataAllocatedRequest {
-                security_token: token,
-                namespace,
-                snapshot_name: snapshot,
-                starting_offset,
-                max_results,
-            };
-            client.get_metadata_allocated(request).await.map(Sidecar::allocated)
-        }
-        Query::Delta { base, target } => {
-            let request = k8s::GetMetadataDeltaRequest {
-                security_token: token,
-                namespace,
-                base_snapshot_id: base,
-                target_snapshot_name: target,
-                starting_offset,
-                max_results,
-            };
-            client.get_metadata_delta(request).await.map(Sidecar::delta)
-        }
-    };
-    answer.map_err(|status| Failure::stream(status, subject))
+/// The host of host:port; an IPv6 address without its brackets.
+fn host_of(address: &str) -> Option<&str> {
+    let (host, port) = address.rsplit_once(':')?;
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let host = bare.unwrap_or(host);
+    (port.parse::<u16>().is_ok() && !host.is_empty()).then_some(host)
 }
 
 /// A channel over one connection: when that breaks, so does the answer, and whoever asks again begins with
-/// the SnapshotMetadataService, which may have changed.
-async fn connect(service: &Service) -> Result<Channel, Failure> {
-    let address = &service.address;
+/// the object that names the place, which may have changed.
+pub async fn connect(place: &Place) -> Result<Channel, Failure> {
+    let address = &place.address;
     let unusable =
         |error: anyhow::Error| Failure::never(error.context(format!("address {address:?}")));
     let endpoint = Endpoint::from_shared(format!("https://{address}"))
         .map_err(|error| unusable(error.into()))?
         .http2_keep_alive_interval(PING_INTERVAL)
         .keep_alive_timeout(PING_TIMEOUT);
-    let stream = match timeout(CONNECT_TIMEOUT, handshake(service)).await {
+    let stream = match timeout(CONNECT_TIMEOUT, handshake(place)).await {
         Ok(stream) => stream?,
         Err(_) => {
             let seconds = CONNECT_TIMEOUT.as_secs();
@@ -128,13 +92,13 @@ async fn connect(service: &Service) -> Result<Channel, Failure> {
     })
 }
 
-async fn handshake(service: &Service) -> Result<TlsStream<TcpStream>, Failure> {
-    let Service { address, host, ca, .. } = service;
+async fn handshake(place: &Place) -> Result<TlsStream<TcpStream>, Failure> {
+    let Place { address, host, ca, object } = place;
     let name = ServerName::try_from(host.clone())
         .with_context(|| format!("{host:?} is not a host's name"))
         .map_err(Failure::never)?;
     let config = tls::client_config(ca)
-        .context("the caCert of the SnapshotMetadataService")
+        .with_context(|| format!("the caCert of {object}"))
         .map_err(|error| Failure::new(Retry::OnceBegun, error))?;
     let unreachable = |error: std::io::Error| {
         // A certificate that is not trusted is no matter of time, unless it is being renewed.
@@ -142,8 +106,7 @@ async fn handshake(service: &Service) -> Result<TlsStream<TcpStream>, Failure> {
         let retry = if refused { Retry::OnceBegun } else { Retry::Always };
         let what = if refused {
             format!(
-                "TLS with {address}, whose certificate must be for {host:?} and from the caCert of its \
-                 SnapshotMetadataService"
+                "TLS with {address}, whose certificate must be for {host:?} and from the caCert of {object}"
             )
         } else {
             format!(
@@ -155,4 +118,24 @@ async fn handshake(service: &Service) -> Result<TlsStream<TcpStream>, Failure> {
     let socket = TcpStream::connect(address).await.map_err(unreachable)?;
     let connector = TlsConnector::from(Arc::new(config));
     connector.connect(name, socket).await.map_err(unreachable)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_in_the_certificate_is_the_host_of_the_address() {
+        for (address, host) in [
+            ("sidecar.csi.svc:6443", Some("sidecar.csi.svc")),
+            ("10.0.0.1:1", Some("10.0.0.1")),
+            ("[fd00::1]:6443", Some("fd00::1")),
+            ("sidecar", None),
+            ("sidecar:", None),
+            (":6443", None),
+            ("sidecar:70000", None),
+        ] {
+            assert_eq!(host_of(address), host, "{address}");
+        }
+    }
 }

@@ -1,0 +1,137 @@
+//! The Kubernetes SnapshotMetadata API as it is released: with the token of a ServiceAccount, over and over if need be.
+
+use tokio::time::Instant;
+use tonic::Status;
+
+use super::super::block_map::{Answer, Query, Window, csi_style, message_of};
+use super::super::connection::Deadline;
+use super::failure::{Entry, Failure, Subject};
+use super::find::{Finder, Service};
+use super::resume::BlockApi;
+use super::token::{Token, Tokens};
+use super::wire::{self, LONGEST_MESSAGE};
+use crate::proto::snapshotmetadata as k8s;
+use k8s::snapshot_metadata_client::SnapshotMetadataClient;
+
+// Its types have CSI's numbers.
+message_of!(volume_capacity_bytes, csi_style; k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse);
+
+/// A question to the sidecar of the driver that holds the snapshot.
+pub struct Metadata {
+    finder: Finder,
+    tokens: Tokens,
+    query: Query,
+    window: Window,
+    deadline: Instant,
+    /// What stays the same for all attempts, once known.
+    driver: Option<String>,
+}
+
+/// A call, and what is needed to tell of its end.
+pub struct Call {
+    driver: String,
+    service: Service,
+    account: String,
+}
+
+impl Metadata {
+    pub fn new(
+        finder: Finder,
+        tokens: Tokens,
+        query: Query,
+        window: Window,
+        deadline: Instant,
+    ) -> Self {
+        Self { finder, tokens, query, window, deadline, driver: None }
+    }
+
+    /// The driver; and the base by its handle from here on. Neither can change.
+    async fn driver(&mut self) -> Result<String, Failure> {
+        if let Some(driver) = &self.driver {
+            return Ok(driver.clone());
+        }
+        let driver = match &mut self.query {
+            Query::Allocated { snapshot } => self.finder.driver(snapshot).await?,
+            Query::Delta { base, target } => {
+                let driver = self.finder.driver(target).await?;
+                *base = self.finder.base(base).await?;
+                driver
+            }
+        };
+        self.driver = Some(driver.clone());
+        Ok(driver)
+    }
+
+    /// Asks the sidecar, over a connection of its own.
+    async fn open(
+        &mut self,
+        call: &Call,
+        token: String,
+        window: Window,
+    ) -> Result<Answer<k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse>, Failure>
+    {
+        let channel = wire::connect(&call.service.place).await?;
+        let mut client = SnapshotMetadataClient::with_interceptor(channel, Deadline(self.deadline))
+            .max_decoding_message_size(LONGEST_MESSAGE);
+        let Window { starting_offset, max_results } = window;
+        let namespace = self.finder.namespace().to_owned();
+        let answer = match self.query.clone() {
+            Query::Allocated { snapshot } => {
+                let request = k8s::GetMetadataAllocatedRequest {
+                    security_token: token,
+                    namespace,
+                    snapshot_name: snapshot,
+                    starting_offset,
+                    max_results,
+                };
+                client.get_metadata_allocated(request).await.map(Answer::allocated)
+            }
+            Query::Delta { base, target } => {
+                let request = k8s::GetMetadataDeltaRequest {
+                    security_token: token,
+                    namespace,
+                    base_snapshot_id: base,
+                    target_snapshot_name: target,
+                    starting_offset,
+                    max_results,
+                };
+                client.get_metadata_delta(request).await.map(Answer::delta)
+            }
+        };
+        answer.map_err(|status| self.ended(call, status))
+    }
+}
+
+impl BlockApi for Metadata {
+    type Allocated = k8s::GetMetadataAllocatedResponse;
+    type Delta = k8s::GetMetadataDeltaResponse;
+    type Call = Call;
+
+    /// Looks everything up and asks for what is missing.
+    async fn ask(
+        &mut self,
+        from: u64,
+    ) -> Result<(Call, Answer<Self::Allocated, Self::Delta>), Failure> {
+        let driver = self.driver().await?;
+        let service = self.finder.service(&driver).await?;
+        let Token { secret, account } = self.tokens.take(&service.audience).await?;
+        let mut window = self.window;
+        if let (1.., Ok(end)) = (from, i64::try_from(from)) {
+            window.starting_offset = end;
+        }
+        let call = Call { driver, service, account };
+        let answer = self.open(&call, secret, window).await?;
+        Ok((call, answer))
+    }
+
+    fn ended(&mut self, call: &Call, status: Status) -> Failure {
+        let Call { driver, service: Service { place, audience }, account } = call;
+        let subject = Subject {
+            namespace: self.finder.namespace(),
+            driver,
+            address: &place.address,
+            entry: Entry::Account { account, audience },
+        };
+        Failure::stream(status, &subject)
+    }
+}

@@ -307,6 +307,9 @@ impl Cluster {
             return failure(code, &format!("{path} fails"));
         }
         if watch {
+            if let Some(code) = self.failure(WATCH) {
+                return failure(code, "no watch");
+            }
             return self.watched(&uri).await;
         }
         if method == http::Method::POST && path == request_path("") {
@@ -370,6 +373,9 @@ pub fn request_path(name: &str) -> String {
         format!("/apis/cbt.storage.k8s.io/v1alpha2/namespaces/shop/snapshotsessionrequests/{name}");
     path.trim_end_matches('/').to_owned()
 }
+
+/// Stands for the path of every watch.
+pub const WATCH: &str = "watch";
 
 pub const REVIEW_PATH: &str = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
 

@@ -7,7 +7,7 @@ use super::super::block_map::{Answer, Query, Window, csi_style, message_of};
 use super::super::connection::Deadline;
 use super::failure::{Entry, Failure, Subject};
 use super::find::{Finder, Service};
-use super::resume::BlockApi;
+use super::resume::{Asked, BlockApi};
 use super::token::{Token, Tokens};
 use super::wire::{self, LONGEST_MESSAGE};
 use crate::proto::snapshotmetadata as k8s;
@@ -108,10 +108,7 @@ impl BlockApi for Metadata {
     type Call = Call;
 
     /// Looks everything up and asks for what is missing.
-    async fn ask(
-        &mut self,
-        from: u64,
-    ) -> Result<(Call, Answer<Self::Allocated, Self::Delta>), Failure> {
+    async fn ask(&mut self, from: u64) -> Result<Asked<Self>, Failure> {
         let driver = self.driver().await?;
         let service = self.finder.service(&driver).await?;
         let Token { secret, account } = self.tokens.take(&service.audience).await?;

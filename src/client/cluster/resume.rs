@@ -17,7 +17,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// An API that knows blocks: how it is asked, each time.
-pub trait BlockApi {
+pub trait BlockApi: Sized {
     type Allocated: Into<Message>;
     type Delta: Into<Message>;
     /// What is needed to tell of the end of an answer.
@@ -27,20 +27,21 @@ pub trait BlockApi {
     ///
     /// # Errors
     /// Why there is no answer, and whether another attempt may help.
-    async fn ask(
-        &mut self,
-        from: u64,
-    ) -> Result<(Self::Call, Answer<Self::Allocated, Self::Delta>), Failure>;
+    async fn ask(&mut self, from: u64) -> Result<Asked<Self>, Failure>;
 
     /// What it means that an answer ended so.
     fn ended(&mut self, call: &Self::Call, status: Status) -> Failure;
 }
 
+/// A call, and its answer on its way.
+pub type Asked<A> =
+    (<A as BlockApi>::Call, Answer<<A as BlockApi>::Allocated, <A as BlockApi>::Delta>);
+
 /// The answer of an API, as long as it takes.
 pub struct Resuming<A: BlockApi> {
     api: A,
     limits: Limits,
-    under_way: Option<(A::Call, Answer<A::Allocated, A::Delta>)>,
+    under_way: Option<Asked<A>>,
     pause: Duration,
     /// Progress at the last failure.
     failed_at: Option<u64>,

@@ -10,7 +10,7 @@ use super::super::block_map::{Answer, Query, Window, message_of};
 use super::super::connection::Deadline;
 use super::failure::{Entry, Failure, Subject};
 use super::request::{Granted, Requests};
-use super::resume::BlockApi;
+use super::resume::{Asked, BlockApi};
 use super::wire::{self, LONGEST_MESSAGE};
 use crate::kubernetes::name;
 use crate::proto::csi::v1::BlockMetadataType;
@@ -101,10 +101,7 @@ impl BlockApi for Session<'_> {
     type Delta = api::GetDeltaResponse;
     type Call = Arc<Granted>;
 
-    async fn ask(
-        &mut self,
-        from: u64,
-    ) -> Result<(Self::Call, Answer<Self::Allocated, Self::Delta>), Failure> {
+    async fn ask(&mut self, from: u64) -> Result<Asked<Self>, Failure> {
         let granted = self.session().await?;
         let channel = wire::connect(&granted.place).await?;
         let deadline = Deadline(self.requests.limits().deadline);

@@ -11,7 +11,7 @@ use tonic::Code;
 
 use super::super::block_map::{Query, Window};
 use super::super::stop::Stop;
-use super::fake_sidecar::{Asked, Cluster, End, Fate, Script, request_path};
+use super::fake_sidecar::{Asked, Cluster, End, Fate, Script, WATCH, request_path};
 use super::request::{NAME_PREFIX, Requests, Which};
 use super::resume::Resuming;
 use super::session::{Portion, Session, snapshots};
@@ -184,13 +184,7 @@ async fn a_session_that_failed_or_is_not_whole_is_told_and_taken_away() {
 async fn who_may_not_watch_looks_again_and_again() {
     let cluster =
         Cluster::with_sessions(vec![script(&[&[(0, 1)]], End::Whole)], &[Fate::Ready("t")]).await;
-    let making = cluster.clone();
-    tokio::spawn(async move {
-        while making.requests().is_empty() {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        making.fail(&request_path(""), 403);
-    });
+    cluster.fail(WATCH, 403);
     assert_eq!(asked(&cluster, allocated()).await.unwrap(), [(0, 1)]);
     assert_eq!(count(&cluster, &format!("GET {}/{NAME_PREFIX}", request_path(""))), 1);
 }
@@ -254,6 +248,7 @@ async fn a_request_whose_answer_is_late_or_lost_is_deleted_all_the_same() {
     let cut = tokio::time::timeout(Duration::from_millis(50), late.open()).await;
     assert!(cut.is_err() && cluster.requests().is_empty());
     late.end().await.unwrap();
+    tokio::time::sleep(Duration::from_millis(300)).await;
     assert_eq!((count(&cluster, "POST"), count(&cluster, "DELETE")), (1, 1));
     assert!(cluster.requests().is_empty());
 

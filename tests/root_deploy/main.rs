@@ -1,6 +1,6 @@
 //! deploy/ as the API server takes it: every manifest applies, twice with nothing changed; the definition of
-//! SnapshotMetadataService takes what it should and nothing else; and who runs there has the rights that its
-//! calls need and no more.
+//! SnapshotMetadataService takes what it should and nothing else (those of snapshot sessions: tests/root_session_definitions.rs);
+//! and who runs there has the rights that its calls need and no more.
 
 #[path = "../support/cluster/mod.rs"]
 mod cluster;
@@ -12,6 +12,7 @@ mod support;
 
 mod pods;
 mod rights;
+mod sessions;
 mod whole;
 
 use std::path::{Path, PathBuf};
@@ -31,7 +32,14 @@ const NAMESPACE: &str = "csi-loopback";
 const DRIVER: &str = "loopback.csi.local";
 
 /// Directories for `kubectl apply -k`.
-const DIRECTORIES: [&str; 4] = ["base", "overlays/kind", "examples/volume", "examples/backup-app"];
+const DIRECTORIES: [&str; 6] = [
+    "base",
+    "overlays/kind",
+    "session-manager",
+    "examples/volume",
+    "examples/backup-app",
+    "examples/backup-app-session",
+];
 
 fn main() -> ExitCode {
     cluster::suite::run(&[
@@ -51,6 +59,19 @@ fn main() -> ExitCode {
             whole::the_rights_suffice,
         ),
         ("a_snapshotter_secret_is_for_those_who_need_it", rights::snapshotter_secret),
+        (
+            "what_would_give_manager_driver_or_application_more_of_sessions_is_refused_to_them",
+            sessions::refused,
+        ),
+        ("the_api_server_answers_each_account_so_in_fact", sessions::refused_in_fact),
+        ("the_built_in_roles_reach_no_session", sessions::built_in_roles),
+        ("a_configuration_labelled_as_another_drivers_is_refused", sessions::mislabelled),
+        (
+            "without_a_manager_no_session_is_made_and_all_can_be_cleaned_up",
+            sessions::without_a_manager,
+        ),
+        ("the_managers_pods_are_admitted_as_restricted", sessions::restricted),
+        ("what_the_manager_has_written_survives_an_apply", sessions::applied_again),
         ("all_but_the_driver_run_confined", pods::confined),
         ("only_the_sidecar_of_the_drivers_pod_has_a_token", pods::one_token),
         ("no_image_names_a_registry", pods::plain_images),

@@ -17,7 +17,7 @@ fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
         for object in objects(cluster, directory) {
             let spec = match object["kind"].as_str().unwrap() {
                 "Pod" => &object["spec"],
-                "StatefulSet" => &object["spec"]["template"]["spec"],
+                "StatefulSet" | "Deployment" => &object["spec"]["template"]["spec"],
                 _ => continue,
             };
             for container in spec["containers"].as_array().unwrap() {
@@ -27,8 +27,8 @@ fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
             }
         }
     }
-    // Seven of the base, twice, and those of the examples.
-    assert!(found.len() >= 17, "{}", found.len());
+    // Seven of the base, twice, the session manager's, and those of the examples.
+    assert!(found.len() >= 20, "{}", found.len());
     found
 }
 
@@ -61,7 +61,7 @@ pub fn confined(cluster: &Cluster) {
             // With the group that the driver gives to its socket.
             assert_eq!(either("runAsGroup"), json!(65532), "{what}");
         }
-        for mount in container["volumeMounts"].as_array().unwrap() {
+        for mount in container["volumeMounts"].as_array().into_iter().flatten() {
             let read_only = mount["readOnly"] == json!(true) || mount["name"] == "registration";
             assert!(read_only, "{what}: {mount}");
         }
@@ -116,6 +116,6 @@ pub fn known_arguments(cluster: &Cluster) {
         assert!(output.status.success(), "{what}: {text}");
         seen += 1;
     }
-    // Driver and sidecar, twice; a full and an incremental backup.
-    assert_eq!(seen, 6);
+    // Driver and sidecar, twice; the session manager; a full and an incremental backup, twice.
+    assert_eq!(seen, 9);
 }

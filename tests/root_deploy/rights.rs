@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use crate::cluster::Cluster;
 use crate::cluster::access::Account;
 use crate::cluster::programs::said;
+use crate::sessions::{MANAGERS, apply_sessions, manager, session_backup};
 use crate::support::path;
 use crate::{
     DRIVER, NAMESPACE, account, apply, apply_base, apply_base_anew, deploy, service, sidecar,
@@ -54,12 +55,35 @@ const SIDECAR: &[&str] = &[
     "authorization.k8s.io/subjectaccessreviews create",
     "cbt.storage.k8s.io/snapshotmetadataservices get list watch",
     "cbt.storage.k8s.io/snapshotmetadataservices[loopback.csi.local] create patch",
+    "cbt.storage.k8s.io/snapshotserviceconfigurations get list watch",
+    "cbt.storage.k8s.io/snapshotserviceconfigurations[loopback.csi.local] create patch",
     "snapshot.storage.k8s.io/volumesnapshotclasses get list watch",
     "snapshot.storage.k8s.io/volumesnapshotcontents get list watch",
     "snapshot.storage.k8s.io/volumesnapshots get list watch",
 ];
 
-const SIDECAR_AT_HOME: &[&str] = &["/secrets[csi-loopback-metadata-tls] get update"];
+const SIDECAR_AT_HOME: &[&str] = &[
+    "/secrets[csi-loopback-metadata-tls] get update",
+    "cbt.storage.k8s.io/snapshotsessiondata get list watch delete",
+];
+
+const MANAGER: &[&str] = &[
+    "admissionregistration.k8s.io/validatingwebhookconfigurations[csi-loopback-session-manager] get list watch patch",
+    "authorization.k8s.io/subjectaccessreviews create",
+    "cbt.storage.k8s.io/snapshotserviceconfigurations get list watch",
+    "cbt.storage.k8s.io/snapshotsessiondata get list watch create delete",
+    "cbt.storage.k8s.io/snapshotsessionrequests get list watch patch delete",
+    "cbt.storage.k8s.io/snapshotsessionrequests/status patch",
+    "events.k8s.io/events create patch",
+    "snapshot.storage.k8s.io/volumesnapshotcontents get list watch",
+    "snapshot.storage.k8s.io/volumesnapshots get list watch",
+];
+
+const MANAGER_AT_HOME: &[&str] = &[
+    "/configmaps[csi-loopback-session-manager] get list watch",
+    "/secrets[csi-loopback-session-manager-tls] get update",
+    "coordination.k8s.io/leases[csi-loopback-session-manager] get update",
+];
 
 const CONTROLLER: &[&str] = &[
     "/events create patch update",
@@ -83,8 +107,16 @@ const BACKUP: &[&str] = &[
 
 const BACKUP_OF_DEMO: &[&str] = &["snapshot.storage.k8s.io/volumesnapshots get"];
 
+const SESSION_BACKUP: &[&str] = &["cbt.storage.k8s.io/snapshotserviceconfigurations get list"];
+
+const SESSION_BACKUP_OF_DEMO: &[&str] = &[
+    "cbt.storage.k8s.io/snapshotsessionrequests create get list watch delete",
+    "snapshot.storage.k8s.io/volumesnapshots get",
+];
+
 pub fn exact_rights(cluster: &Cluster) {
     apply_base(cluster);
+    apply_sessions(cluster);
     said(apply(cluster, &deploy("examples/backup-app")));
     // What everybody has.
     let anybody = cluster.account(&cluster.namespace("deploy"), "anybody");
@@ -99,6 +131,12 @@ pub fn exact_rights(cluster: &Cluster) {
         (&backup, "backup-demo", BACKUP, BACKUP_OF_DEMO),
         (&backup, "backup-app", BACKUP, &[][..]),
         (&backup, NAMESPACE, BACKUP, &[][..]),
+        (&manager(), MANAGERS, MANAGER, MANAGER_AT_HOME),
+        (&manager(), NAMESPACE, MANAGER, &[][..]),
+        (&manager(), "backup-demo", MANAGER, &[][..]),
+        (&session_backup(), "backup-demo", SESSION_BACKUP, SESSION_BACKUP_OF_DEMO),
+        (&session_backup(), "backup-app-session", SESSION_BACKUP, &[][..]),
+        (&session_backup(), NAMESPACE, SESSION_BACKUP, &[][..]),
     ] {
         let expected = &expand(everywhere) | &expand(there);
         let what = format!("{} in {namespace}", who.user());
@@ -110,7 +148,23 @@ pub fn exact_rights(cluster: &Cluster) {
     }
 }
 
-/// Whether the account may do so (SubjectAccessReview); `resource` as in "secrets", "pods/exec".
+/// Whether somebody may do so: namespace, verb, group, resource as in "secrets" or "pods/exec", name.
+pub type Right<'a> = (bool, &'a str, &'a str, &'a str, &'a str, &'a str);
+
+/// That the account has these rights and lacks the others. The first one is one that it has.
+pub fn holds(cluster: &Cluster, who: &Account, table: &[Right]) {
+    let (_, namespace, verb, group, resource, name) = table[0];
+    cluster.wait_for(&format!("the rights of {}", who.user()), || {
+        may(cluster, who, namespace, verb, group, resource, name).then_some(())
+    });
+    for (allowed, namespace, verb, group, resource, name) in table {
+        let found = may(cluster, who, namespace, verb, group, resource, name);
+        let what = format!("{}: {verb} {group}/{resource} {name:?} in {namespace:?}", who.user());
+        assert_eq!(found, *allowed, "{what}");
+    }
+}
+
+/// Whether the account may do so (SubjectAccessReview).
 fn may(
     cluster: &Cluster,
     who: &Account,
@@ -136,7 +190,7 @@ pub fn refused_to_the_sidecar(cluster: &Cluster) {
     apply_base(cluster);
     let services = "cbt.storage.k8s.io";
     let own = "csi-loopback-metadata-tls";
-    let table = [
+    let table: &[Right] = &[
         (true, NAMESPACE, "get", "", "secrets", own),
         (true, NAMESPACE, "update", "", "secrets", own),
         (false, NAMESPACE, "patch", "", "secrets", own),
@@ -167,14 +221,7 @@ pub fn refused_to_the_sidecar(cluster: &Cluster) {
         (false, "", "impersonate", "", "users", "admin"),
         (false, "", "bind", "rbac.authorization.k8s.io", "clusterroles", "cluster-admin"),
     ];
-    let who = sidecar();
-    cluster.wait_for("the sidecar's rights", || {
-        may(cluster, &who, NAMESPACE, "get", "", "secrets", own).then_some(())
-    });
-    for (allowed, namespace, verb, group, resource, name) in table {
-        let found = may(cluster, &who, namespace, verb, group, resource, name);
-        assert_eq!(found, allowed, "{verb} {group}/{resource} {name:?} in {namespace:?}");
-    }
+    holds(cluster, &sidecar(), table);
 }
 
 pub fn its_own_objects(cluster: &Cluster) {

@@ -4,18 +4,11 @@
 use std::io::{IsTerminal, stderr};
 
 use clap::ValueEnum;
-<<<<<<< HEAD
 use tracing::{Level, Metadata};
 use tracing_subscriber::filter::{FilterExt, filter_fn};
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
-=======
-use tracing_subscriber::filter::{FilterExt, filter_fn};
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, Layer, fmt, registry};
->>>>>>> 097e63a (The sidecar serves the session API: tokens looked up in its namespace, the driver's own answer or CSI's rewritten)
 
 /// `--log-format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -25,9 +18,6 @@ pub enum Format {
     /// One JSON object for each event.
     Json,
 }
-
-/// Its events are not shown.
-const HIDDEN: &str = "kube_client";
 
 /// What is logged when nothing else is asked for.
 pub const DEFAULT_LEVEL: &str = "info";
@@ -56,38 +46,22 @@ fn directives(text: &str) -> Result<String, String> {
     EnvFilter::try_new(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
 }
 
-<<<<<<< HEAD
 /// What libraries say below info may hold anything that passes through them: addresses with the names of objects in
-/// them, one of which may be a token. So that is shown at no level.
+/// them, one of which may be a token. So that is shown at no level; and nothing at all of the API server's client: what
+/// fails there is told by who has asked.
 fn may_be_shown(event: &Metadata<'_>) -> bool {
-    *event.level() <= Level::INFO || event.target().starts_with(env!("CARGO_CRATE_NAME"))
-=======
-/// What has no place in a log at any level: the client of the API server shows URLs and whole answers, and there are
-/// objects whose names are secrets (SnapshotSessionData), as there are Secrets. What fails there is told by who has asked.
-fn is_shown(target: &str) -> bool {
-    target != HIDDEN && !target.starts_with(&format!("{HIDDEN}::"))
->>>>>>> 097e63a (The sidecar serves the session API: tokens looked up in its namespace, the driver's own answer or CSI's rewritten)
+    let of = |name: &str| event.target().split("::").next() == Some(name);
+    of(env!("CARGO_CRATE_NAME")) || (*event.level() <= Level::INFO && !of("kube_client"))
 }
 
 /// Starts logging. To be called once, before any thread is started.
 pub fn init(args: Args) -> anyhow::Result<()> {
     let Args { log_format, log_level } = args;
-<<<<<<< HEAD
     let filter = EnvFilter::try_new(log_level)?.and(filter_fn(may_be_shown));
     let lines = fmt::layer().with_writer(stderr).with_ansi(stderr().is_terminal());
     let lines = match log_format {
         Format::Text => lines.with_filter(filter).boxed(),
         Format::Json => lines.json().flatten_event(true).with_filter(filter).boxed(),
-=======
-    let filter = EnvFilter::try_new(log_level)?.and(filter_fn(|event| is_shown(event.target())));
-    let events = fmt::layer().with_writer(stderr).with_ansi(stderr().is_terminal());
-    let started = match log_format {
-        Format::Text => registry().with(events.with_filter(filter)).try_init(),
-        Format::Json => {
-            let events = events.json().flatten_event(true);
-            registry().with(events.with_filter(filter)).try_init()
-        }
->>>>>>> 097e63a (The sidecar serves the session API: tokens looked up in its namespace, the driver's own answer or CSI's rewritten)
     };
     let started = tracing_subscriber::registry().with(lines).try_init();
     started.map_err(|error| anyhow::anyhow!("starting the log: {error}"))?;

@@ -16,6 +16,7 @@ use cluster::access::{Account, rule};
 use cluster::programs::said;
 use cluster::proxy::Way;
 use csi_loopback::kubernetes::metadata_service::{DRIVER_LABEL, SnapshotMetadataService};
+use csi_loopback::kubernetes::publish::keep;
 use csi_loopback::kubernetes::tls;
 use csi_loopback::kubernetes::tls::authority;
 use csi_loopback::sidecar::publish::{self, Service};
@@ -109,10 +110,10 @@ async fn replica(client: Client, flags: Flags, driver: String) -> anyhow::Result
     let names = vec![service.address.host().to_owned()];
     let (certificates, bundles) =
         authority::start(client.clone(), &flags.authority, names, true, shutdown.clone()).await?;
-    tokio::spawn(publish::keep(client, service, bundles, shutdown.clone()));
+    tokio::spawn(keep(client, service, bundles.place(), shutdown.clone()));
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let port = listener.local_addr()?.port();
-    let config = tls::server_config(&flags.tls, certificates)?;
+    let config = tls::server_config(&flags.tls, certificates, tls::GRPC)?;
     let mut connections = tls::incoming(listener, config, shutdown);
     tokio::spawn(async move {
         while let Some(connection) = connections.next().await {
@@ -362,7 +363,7 @@ fn authorities_from_a_file_follow_it(cluster: &Cluster) {
     cluster.block_on(async {
         let bundles =
             publish::bundles_of_files(&flags.publish, &flags.tls, shutdown.clone()).unwrap();
-        tokio::spawn(publish::keep(client, service, bundles, shutdown));
+        tokio::spawn(keep(client, service, bundles.place(), shutdown));
     });
     let becomes = |pem: &str| {
         cluster.wait_for("the authorities", || {

@@ -6,6 +6,7 @@ pub mod client;
 pub mod leader;
 pub mod metadata_service;
 pub mod name;
+pub mod publish;
 pub mod review;
 pub mod session;
 pub mod snapshot;

@@ -5,8 +5,7 @@ use kube::Client;
 use prometheus_client::registry::Registry;
 
 use super::{Args, publish};
-use crate::kubernetes::tls::Certificates;
-use crate::kubernetes::tls::authority::{self, Bundles};
+use crate::kubernetes::tls::{Bundles, Certificates, authority};
 use crate::telemetry::shutdown::Shutdown;
 
 /// The certificate that new connections get, and what clients are told of its authority.

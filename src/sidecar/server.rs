@@ -27,8 +27,10 @@ use super::secrets::SecretFinder;
 use super::service::Sidecar;
 use super::session::{Sessions, Tokens};
 use super::{HEALTH_PATH, identity, publish};
+use crate::kubernetes::metadata_service::Address;
+use crate::kubernetes::publish::{Publication, keep};
 use crate::kubernetes::review::Reviewer;
-use crate::kubernetes::tls::authority::Bundles;
+use crate::kubernetes::tls::{Bundles, Place};
 use crate::kubernetes::{cache, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
@@ -88,11 +90,18 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     serve_http(&args, &driver, &metrics, &shutdown).await?;
     let listener = listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
-    let tls = tls::server_config(&args.tls, identity.certificates.clone())?;
+    let tls = tls::server_config(&args.tls, identity.certificates.clone(), tls::GRPC)?;
     let incoming = tls::incoming(listener, tls, shutdown.clone());
     tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, "serving the SnapshotMetadata API");
-    let attend =
-        Attend { args, kubernetes, gate: gate_sender, health, metrics, shutdown: shutdown.clone() };
+    let attend = Attend {
+        args,
+        namespace,
+        kubernetes,
+        gate: gate_sender,
+        health,
+        metrics,
+        shutdown: shutdown.clone(),
+    };
     tokio::spawn(attend.driver(driver, identity.bundles.take()));
     let served =
         Server::builder()
@@ -199,6 +208,8 @@ async fn serve_http(
 /// What follows the driver: health, the audience's source, the object that advertises the service.
 struct Attend {
     args: Args,
+    /// Of the driver and of this sidecar; nothing without --session-api.
+    namespace: Option<String>,
     kubernetes: Client,
     gate: watch::Sender<Option<Gate>>,
     health: HealthReporter,
@@ -237,6 +248,9 @@ impl Attend {
 
     /// What can begin once the driver's name is known.
     fn begin(&self, driver: &str, bundles: Option<Bundles>) {
+        if let (Some(bundles), Some(address)) = (&bundles, &self.args.publish.service_address) {
+            self.advertise(driver, address, bundles);
+        }
         // Who makes the object knows what it says.
         let own = bundles.is_some().then(|| driver.to_owned());
         let audience = match self.args.audience.clone().or(own) {
@@ -251,18 +265,28 @@ impl Attend {
                 Audience::Of { services: Box::new(services), name }
             }
         };
-        let publish = &self.args.publish;
-        if let (Some(bundles), Some(address), Audience::Fixed(audience)) =
-            (bundles, publish.service_address.clone(), &audience)
-        {
-            let (driver, audience) = (driver.to_owned(), audience.clone());
-            let service = publish::Service { driver, address, audience };
-            let kept =
-                publish::keep(self.kubernetes.clone(), service, bundles, self.shutdown.clone());
-            tokio::spawn(kept);
-        }
         let reviewer = Reviewer::new(self.kubernetes.clone(), self.args.review_cache_ttl);
         self.gate.send_replace(Some(Gate { audience, reviewer }));
+    }
+
+    /// Begins to keep the objects by which clients find what is served.
+    fn advertise(&self, driver: &str, address: &Address, bundles: &Bundles) {
+        let (driver, address) = (driver.to_owned(), address.clone());
+        // All places are there before any is used.
+        let released = self.args.metadata_api.then(|| bundles.place());
+        let sessions = self.namespace.clone().map(|namespace| (namespace, bundles.place()));
+        if let Some((namespace, place)) = sessions {
+            let (driver, address) = (driver.clone(), address.clone());
+            self.keep(publish::Configuration { driver, address, namespace }, place);
+        }
+        if let Some(place) = released {
+            let audience = self.args.audience.clone().unwrap_or_else(|| driver.clone());
+            self.keep(publish::Service { driver, address, audience }, place);
+        }
+    }
+
+    fn keep(&self, publication: impl Publication, place: Place) {
+        tokio::spawn(keep(self.kubernetes.clone(), publication, place, self.shutdown.clone()));
     }
 }
 

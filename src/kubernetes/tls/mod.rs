@@ -6,6 +6,7 @@
 
 mod args;
 pub mod authority;
+mod bundles;
 mod certificates;
 mod files;
 mod incoming;
@@ -20,12 +21,18 @@ use rustls::server::NoServerSessionStorage;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 pub use args::{Args, CipherSuites, Curves, MinVersion};
+pub use bundles::{Bundles, Place};
 pub use certificates::Certificates;
 pub use files::{FilesWatcher, read as read_file};
 pub use incoming::{Connection, incoming};
 
-/// HTTP/2, which gRPC is spoken over (RFC 9113, section 3.2).
+/// HTTP/2 (RFC 9113, section 3.2).
 const ALPN_H2: &[u8] = b"h2";
+
+/// What a server lets clients choose from (ALPN), the most liked first: gRPC is HTTP/2 alone.
+pub const GRPC: &[&[u8]] = &[ALPN_H2];
+/// The same for HTTPS.
+pub const HTTPS: &[&[u8]] = &[ALPN_H2, b"http/1.1"];
 
 /// Makes ring the provider of the process. First thing in `main`: whoever needs TLS later finds it.
 pub fn install_provider() {
@@ -33,19 +40,23 @@ pub fn install_provider() {
     let _ = ring::default_provider().install_default();
 }
 
-/// What a server speaks: the versions, suites and curves of `args`, HTTP/2, and whatever certificate
-/// `certificates` has when a connection begins.
+/// What a server speaks: the versions, suites and curves of `args`, the protocols of `alpn` ([`GRPC`], [`HTTPS`]), and whatever
+/// certificate `certificates` has when a connection begins.
 ///
 /// # Errors
 /// The flags leave nothing that could be spoken.
-pub fn server_config(args: &Args, certificates: Certificates) -> anyhow::Result<Arc<ServerConfig>> {
+pub fn server_config(
+    args: &Args,
+    certificates: Certificates,
+    alpn: &[&[u8]],
+) -> anyhow::Result<Arc<ServerConfig>> {
     args.warn_of_what_is_left_out();
     let mut config = ServerConfig::builder_with_provider(Arc::new(args.provider()))
         .with_protocol_versions(&args.versions())
         .context("--tls-min-version, --tls-cipher-suites and --tls-curve-preferences together")?
         .with_no_client_auth()
         .with_cert_resolver(Arc::new(certificates));
-    config.alpn_protocols = vec![ALPN_H2.to_vec()];
+    config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
     // A resumed session would go on with a certificate that has been replaced since.
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;

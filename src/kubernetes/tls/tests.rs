@@ -68,7 +68,7 @@ impl Server {
         tokio::spawn(watcher.watch(shutdown.clone()));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let config = server_config(&args(line), certificates.clone()).unwrap();
+        let config = server_config(&args(line), certificates.clone(), GRPC).unwrap();
         let mut connections = incoming(listener, config, shutdown);
         let served = tokio::spawn(async move {
             while let Some(connection) = connections.next().await {

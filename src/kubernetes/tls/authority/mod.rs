@@ -17,6 +17,7 @@ use tokio::time::{Instant, sleep};
 
 use self::state::{Action, Ca, Found, State, Timing};
 use super::Certificates;
+use super::bundles::{Bundles, Published};
 use crate::kubernetes::client::within;
 use crate::kubernetes::name;
 use crate::telemetry::shutdown::Shutdown;
@@ -87,18 +88,9 @@ impl Args {
     }
 }
 
-/// What clients are to trust: who keeps authorities tells who publishes them, and is told what clients find.
-#[derive(Debug)]
-pub struct Bundles {
-    /// Certificates in PEM. Empty: not known well enough to be published now.
-    pub pem: watch::Receiver<String>,
-    /// What is published, in PEM, as far as the publisher knows.
-    pub published: watch::Sender<String>,
-}
-
 /// Begins to keep the authority in the Secret, and waits for the first certificate, which is for `names`: DNS names
-/// and IP addresses. `managed` says that somebody publishes what [`Bundles`] has and reports it; if not,
-/// publishing is done with writing the Secret.
+/// and IP addresses. `managed` says that somebody publishes what [`Bundles`] has, in each [`Place`](super::Place) of them, and
+/// tells it; if not, publishing is done with writing the Secret.
 ///
 /// # Errors
 /// The Secret is another's, or there is no certificate within two minutes; why.
@@ -111,14 +103,14 @@ pub async fn start(
 ) -> anyhow::Result<(Certificates, Bundles)> {
     let namespace = args.namespace()?;
     let (pem_sender, pem) = watch::channel(String::new());
-    let (published, published_now) = watch::channel(String::new());
+    let (bundles, published) = Bundles::new(pem);
     let mut keeper = Keeper {
         secrets: Api::namespaced(client, &namespace),
         place: format!("Secret {namespace}/{}", args.self_signed_secret),
         name: args.self_signed_secret.clone(),
         timing: Timing { validity: args.self_signed_validity },
         names,
-        published: managed.then_some(published_now),
+        published: managed.then_some(published),
         pem: pem_sender,
         served: None,
         complaint: None,
@@ -147,7 +139,7 @@ pub async fn start(
             () = shutdown.ending() => {}
         }
     });
-    Ok((certificates, Bundles { pem, published }))
+    Ok((certificates, bundles))
 }
 
 /// The Secret is another's.
@@ -168,7 +160,7 @@ struct Keeper {
     timing: Timing,
     names: Vec<String>,
     /// What clients find; nothing where the Secret is what they find.
-    published: Option<watch::Receiver<String>>,
+    published: Option<Published>,
     pem: watch::Sender<String>,
     served: Option<Served>,
     /// What was told last of what went wrong.
@@ -273,7 +265,7 @@ impl Keeper {
     fn is_published(&self, found: &Found) -> bool {
         let Found::Held(State { next: Some(next), .. }) = found else { return false };
         let Some(published) = &self.published else { return true };
-        published.borrow().contains(next.ca.cert.trim_end())
+        published.everywhere(&next.ca.cert)
     }
 
     /// Returns false when another was faster: there is one of that name by now, a later one, or none any more.

@@ -3,6 +3,7 @@
 
 pub mod cache;
 pub mod client;
+pub mod https;
 pub mod leader;
 pub mod metadata_service;
 pub mod name;

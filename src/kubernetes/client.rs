@@ -169,6 +169,40 @@ pub async fn within<T>(
     }
 }
 
+/// Why a call to the API server failed, for a caller of this program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// Whether this program's own account lacks the right: trying again helps nobody.
+    pub is_own_right: bool,
+    pub message: String,
+}
+
+/// Says why a call failed; `doing` is what it was for, `who` the role. What the API server says may hold what was sent to
+/// it, so that only its kind of failure is told.
+pub fn failure(who: &str, doing: &str, error: &kube::Error) -> Failure {
+    match error {
+        kube::Error::Api(status) if matches!(status.code, 401 | 403) => Failure {
+            is_own_right: true,
+            message: format!(
+                "the {who}'s own ServiceAccount may not {doing} ({}); its ClusterRole has to allow it",
+                status.code
+            ),
+        },
+        kube::Error::Api(status) => passing(format!(
+            "could not {doing}: the API server answered {}; try again",
+            status.code
+        )),
+        error if is_crowded(error) => passing(format!(
+            "could not {doing}: too many wait to ask the API server; try again later, or raise --kube-api-qps"
+        )),
+        _ => passing(format!("could not {doing}: the API server cannot be reached; try again")),
+    }
+}
+
+fn passing(message: String) -> Failure {
+    Failure { is_own_right: false, message }
+}
+
 /// Whether a call was turned away by this process's own rate.
 pub fn is_crowded(error: &kube::Error) -> bool {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);

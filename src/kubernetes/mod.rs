@@ -1,6 +1,7 @@
 //! What the roles know of a Kubernetes API server: a client with limits, the types of objects that belong
 //! to others (VolumeSnapshot) or to this project (SnapshotMetadataService, the objects of sessions), TLS. Knows no role.
 
+pub mod admission;
 pub mod cache;
 pub mod client;
 pub mod https;

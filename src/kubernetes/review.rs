@@ -58,6 +58,8 @@ pub struct Action<'a> {
     pub group: &'a str,
     pub resource: &'a str,
     pub namespace: &'a str,
+    /// Of one object; none for all of them.
+    pub name: Option<&'a str>,
 }
 
 impl Reviewer {
@@ -105,8 +107,10 @@ impl Reviewer {
         }
         let identity =
             serde_json::to_string(user).map_err(|error| unknown(kube::Error::SerdeError(error)))?;
-        let Action { verb, group, resource, namespace } = action;
-        let key = digest(&[&identity, verb, group, resource, namespace]);
+        let Action { verb, group, resource, namespace, name } = action;
+        // No object has an empty name.
+        let name = name.unwrap_or_default();
+        let key = digest(&[&identity, verb, group, resource, namespace, name]);
         let review = self.review_access(user, action);
         self.permissions.try_get_with(key, review).await.map_err(|denied| Denied::clone(&denied))
     }
@@ -117,6 +121,7 @@ impl Reviewer {
             group: Some(action.group.to_owned()),
             resource: Some(action.resource.to_owned()),
             namespace: Some(action.namespace.to_owned()),
+            name: action.name.map(str::to_owned),
             ..ResourceAttributes::default()
         };
         let spec = SubjectAccessReviewSpec {

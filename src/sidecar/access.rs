@@ -66,7 +66,13 @@ impl Gate {
 
     pub async fn authorize(&self, user: &UserInfo, asked: &Asked) -> Result<(), Refusal> {
         let namespace = asked.namespace.as_str();
-        let action = Action { verb: "get", group: GROUP, resource: "volumesnapshots", namespace };
+        let action = Action {
+            verb: "get",
+            group: GROUP,
+            resource: "volumesnapshots",
+            namespace,
+            name: None,
+        };
         match self.reviewer.authorize(user, action).await {
             Ok(()) => Ok(()),
             Err(Denied::Refused(_)) => Err(Refusal::new(

@@ -156,32 +156,12 @@ impl Refusal {
         Self { reason, message: message.into() }
     }
 
-    /// A call to the API server that failed; `doing` is what it was for. What the API server says may hold
-    /// what was sent to it, so that only its kind of failure is told.
+    /// A call to the API server that failed; `doing` is what it was for.
     pub fn api(doing: &str, error: &kube::Error) -> Self {
-        match error {
-            kube::Error::Api(status) if matches!(status.code, 401 | 403) => Self::new(
-                Reason::SidecarNotAllowed,
-                format!(
-                    "the sidecar's own ServiceAccount may not {doing} ({}); its ClusterRole has to allow it",
-                    status.code
-                ),
-            ),
-            kube::Error::Api(status) => Self::new(
-                Reason::ApiServer,
-                format!("could not {doing}: the API server answered {}; try again", status.code),
-            ),
-            error if client::is_crowded(error) => Self::new(
-                Reason::ApiServer,
-                format!(
-                    "could not {doing}: too many wait to ask the API server; try again later, or raise --kube-api-qps"
-                ),
-            ),
-            _ => Self::new(
-                Reason::ApiServer,
-                format!("could not {doing}: the API server cannot be reached; try again"),
-            ),
-        }
+        let failure = client::failure("sidecar", doing, error);
+        let reason =
+            if failure.is_own_right { Reason::SidecarNotAllowed } else { Reason::ApiServer };
+        Self::new(reason, failure.message)
     }
 
     #[cfg(test)]

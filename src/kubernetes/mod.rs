@@ -13,3 +13,4 @@ pub mod review;
 pub mod session;
 pub mod snapshot;
 pub mod tls;
+pub mod webhook_configuration;

@@ -18,7 +18,7 @@ mod server;
 mod status;
 mod sweep;
 mod token;
-pub mod webhook;
+mod webhook;
 
 pub use args::Args;
 pub use server::run;

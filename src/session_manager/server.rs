@@ -9,24 +9,28 @@ use kube::runtime::watcher;
 use kube::{Api, Client};
 use tokio::runtime;
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use super::args::Args;
 use super::controller::{self, Context};
 use super::lifetime::Lifetimes;
 use super::metrics::Metrics;
 use super::resolve::{self, Resolver};
-use super::{clean_up, token};
+use super::{clean_up, token, webhook};
 use crate::kubernetes::leader::Election;
+use crate::kubernetes::publish::keep;
 use crate::kubernetes::session::SnapshotSessionData;
-use crate::kubernetes::{cache, client};
+use crate::kubernetes::tls::identity::Identity;
+use crate::kubernetes::webhook_configuration::CaBundle;
+use crate::kubernetes::{cache, client, https, tls};
 use crate::telemetry::http::{self, Pages};
 use crate::telemetry::logs;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Threads for requests and webhook.
 const ASYNC_THREADS: usize = 2;
-/// As whom events are written.
-const REPORTER: &str = "csi-loopback-session-manager";
+/// As whom events and fields of others' objects are written.
+const MANAGER: &str = "csi-loopback-session-manager";
 
 /// Serves until a signal has come.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
@@ -54,23 +58,52 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
     let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let namespace = args.authority.namespace()?;
-    let metrics = Metrics::new(|_| {});
+    let flags = (&args.tls, &args.authority);
+    let address = args.service_address.as_ref();
+    let identity = tls::identity::start(&kubernetes, flags, address, true, &shutdown).await?;
+    let metrics = Metrics::new(|registry| identity.register(registry));
     let context = Arc::new(context(&args, &kubernetes, &namespace, &metrics, &shutdown)?);
+    let webhook = serve_webhook(&args, &kubernetes, identity, &shutdown).await?;
     serve_http(&args, &context, &shutdown).await?;
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
-        identity: identity(&args)?,
+        identity: own_name(&args)?,
         duration: args.lease_duration,
     };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), namespace, "managing snapshot sessions");
     lead(election.start(shutdown.clone()), context, &shutdown).await;
+    // Calls that run may end.
+    webhook.await.context("the webhook")?;
     tracing::info!("stopped");
     Ok(())
 }
 
+/// Begins to serve the webhook and, with an authority of its own, to keep it known to the API server.
+async fn serve_webhook(
+    args: &Args,
+    kubernetes: &Client,
+    identity: Identity,
+    shutdown: &Shutdown,
+) -> anyhow::Result<JoinHandle<()>> {
+    // A rate of its own: a flood of requests does not keep the controller from the API server.
+    let reviews = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
+    let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
+    let address = listener.local_addr()?;
+    let config = tls::server_config(&args.tls, identity.certificates, tls::HTTPS)?;
+    let incoming = tls::incoming(listener, config, shutdown.clone());
+    if let Some(bundles) = identity.bundles {
+        let publication = CaBundle::new(&args.webhook_configuration, MANAGER);
+        let place = bundles.place();
+        tokio::spawn(keep(kubernetes.clone(), publication, place, shutdown.clone()));
+    }
+    tracing::info!(%address, "serving the webhook");
+    let routes = webhook::routes(reviews);
+    Ok(tokio::spawn(https::serve(incoming, routes, webhook::LIMITS, shutdown.clone())))
+}
+
 /// The name of the pod, which no other has, and what a restarted container does not have.
-fn identity(args: &Args) -> anyhow::Result<String> {
+fn own_name(args: &Args) -> anyhow::Result<String> {
     let random = token::new()?;
     let own = args.identity.as_deref().unwrap_or("manager");
     Ok(format!("{own}_{}", random.get(..8).unwrap_or_default()))
@@ -95,7 +128,7 @@ fn context(
         ),
         all_configurations: Api::all(kubernetes.clone()),
     };
-    let reporter = Reporter { controller: REPORTER.to_owned(), instance: args.identity.clone() };
+    let reporter = Reporter { controller: MANAGER.to_owned(), instance: args.identity.clone() };
     Ok(Context {
         requests: Api::all(kubernetes.clone()),
         resolver,

@@ -8,7 +8,6 @@ mod access;
 mod args;
 mod call;
 mod driver_link;
-mod identity;
 mod metrics;
 pub mod publish;
 mod refusal;

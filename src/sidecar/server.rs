@@ -1,6 +1,5 @@
 //! The sidecar from start to end: flags, API server, driver, certificate, servers, drain.
 
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +7,6 @@ use std::time::Duration;
 use anyhow::Context;
 use kube::Client;
 use kube::runtime::watcher;
-use tokio::net::TcpListener;
 use tokio::runtime;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -26,10 +24,11 @@ use super::resolve::{self, Resolver};
 use super::secrets::SecretFinder;
 use super::service::Sidecar;
 use super::session::{Sessions, Tokens};
-use super::{HEALTH_PATH, identity, publish};
+use super::{HEALTH_PATH, publish};
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::publish::{Publication, keep};
 use crate::kubernetes::review::Reviewer;
+use crate::kubernetes::tls::identity::Identity;
 use crate::kubernetes::tls::{Bundles, Place};
 use crate::kubernetes::{cache, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
@@ -76,7 +75,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let streams = args.max_streams as usize;
     let driver = DriverLink::start(&args.csi_address, streams, args.timeout, shutdown.clone());
-    let mut identity = identity::start(&args, &kubernetes, &shutdown).await?;
+    let mut identity = identity(&args, &kubernetes, &shutdown).await?;
     let metrics = Metrics::new(|registry| identity.register(registry));
     let (gate_sender, gate) = watch::channel(None);
     let sidecar = sidecar(&args, &kubernetes, &driver, &metrics, &shutdown);
@@ -88,7 +87,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
     serve_http(&args, &driver, &metrics, &shutdown).await?;
-    let listener = listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
+    let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
     let tls = tls::server_config(&args.tls, identity.certificates.clone(), tls::GRPC)?;
     let incoming = tls::incoming(listener, tls, shutdown.clone());
@@ -123,6 +122,23 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// The certificate, and what is to be published of its authority.
+async fn identity(
+    args: &Args,
+    kubernetes: &Client,
+    shutdown: &Shutdown,
+) -> anyhow::Result<Identity> {
+    let (publish, managed) = (&args.publish, args.publish.manage_service);
+    let flags = (&args.tls, &args.authority);
+    let address = publish.service_address.as_ref();
+    let mut identity = tls::identity::start(kubernetes, flags, address, managed, shutdown).await?;
+    if managed && identity.bundles.is_none() {
+        let bundles = publish::bundles_of_files(publish, &args.tls, shutdown.clone())?;
+        identity.bundles = Some(bundles);
+    }
+    Ok(identity)
 }
 
 fn sidecar(
@@ -170,15 +186,6 @@ async fn sessions(
     let asking = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let tokens = Tokens::start(kubernetes, asking, namespace, sidecar.shutdown.clone());
     Ok(Sessions { sidecar: sidecar.clone(), tokens })
-}
-
-/// On every address, IPv4 ones included.
-async fn listen(port: u16) -> std::io::Result<TcpListener> {
-    match TcpListener::bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))).await {
-        Ok(listener) => Ok(listener),
-        // A machine without IPv6 has no such address.
-        Err(_) => TcpListener::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port))).await,
-    }
 }
 
 async fn serve_http(

@@ -2,6 +2,7 @@
 //! another: a client that says nothing costs a place for ten seconds and holds up nobody.
 
 use std::io::{self, IoSlice};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -37,6 +38,15 @@ pub struct Connection {
     info: TcpConnectInfo,
     /// Its place among [`MAX_CONNECTIONS`].
     _place: OwnedSemaphorePermit,
+}
+
+/// Listens on every address, IPv4 ones included; port 0 is any that is free.
+pub async fn listen(port: u16) -> io::Result<TcpListener> {
+    match TcpListener::bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))).await {
+        Ok(listener) => Ok(listener),
+        // A machine without IPv6 has no such address.
+        Err(_) => TcpListener::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port))).await,
+    }
 }
 
 /// Accepts from `listener` until draining begins, in a task of its own; what comes out has ended its

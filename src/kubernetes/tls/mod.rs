@@ -9,6 +9,7 @@ pub mod authority;
 mod bundles;
 mod certificates;
 mod files;
+pub mod identity;
 mod incoming;
 
 use std::sync::Arc;
@@ -24,7 +25,7 @@ pub use args::{Args, CipherSuites, Curves, MinVersion};
 pub use bundles::{Bundles, Place};
 pub use certificates::Certificates;
 pub use files::{FilesWatcher, read as read_file};
-pub use incoming::{Connection, incoming};
+pub use incoming::{Connection, incoming, listen};
 
 /// HTTP/2 (RFC 9113, section 3.2).
 const ALPN_H2: &[u8] = b"h2";

@@ -1,39 +1,40 @@
-//! What the sidecar shows to its clients: a certificate, and how that is kept fresh.
+//! What a server shows to its clients: a certificate, and how that is kept fresh.
 
 use anyhow::{Context, bail};
 use kube::Client;
 use prometheus_client::registry::Registry;
 
-use super::{Args, publish};
-use crate::kubernetes::tls::{Bundles, Certificates, authority};
+use super::{Args, Bundles, Certificates, authority};
+use crate::kubernetes::metadata_service::Address;
 use crate::telemetry::shutdown::Shutdown;
 
 /// The certificate that new connections get, and what clients are told of its authority.
 pub struct Identity {
     pub certificates: Certificates,
-    /// For the one who publishes it, where somebody does.
+    /// Of an authority of its own, for the one who publishes it, where somebody does.
     pub bundles: Option<Bundles>,
 }
 
-/// Takes the certificate that the flags name, or makes one, and begins to keep it fresh.
+/// Takes the certificate that the flags name, or makes one for the host of `address`, and begins to keep it fresh.
+/// `managed` is as for [`authority::start`].
 ///
 /// # Errors
 /// No certificate, or none that can be used; which flag says so.
-pub async fn start(args: &Args, client: &Client, shutdown: &Shutdown) -> anyhow::Result<Identity> {
-    let managed = args.publish.manage_service;
-    if args.authority.self_signed {
-        let address = args
-            .publish
-            .service_address
-            .as_ref()
-            .context("--self-signed needs --service-address")?;
+pub async fn start(
+    client: &Client,
+    (files, authority): (&Args, &authority::Args),
+    address: Option<&Address>,
+    managed: bool,
+    shutdown: &Shutdown,
+) -> anyhow::Result<Identity> {
+    if authority.self_signed {
+        let address = address.context("--self-signed needs --service-address")?;
         let names = vec![address.host().to_owned()];
-        let started =
-            authority::start(client.clone(), &args.authority, names, managed, shutdown.clone());
+        let started = authority::start(client.clone(), authority, names, managed, shutdown.clone());
         let (certificates, bundles) = started.await?;
         return Ok(Identity { certificates, bundles: managed.then_some(bundles) });
     }
-    let Some((cert, key)) = args.tls.files() else {
+    let Some((cert, key)) = files.files() else {
         bail!(
             "no certificate to serve with: give --tls-cert and --tls-key (or TLS_CERT_PATH and TLS_KEY_PATH), or \
              --self-signed"
@@ -41,11 +42,7 @@ pub async fn start(args: &Args, client: &Client, shutdown: &Shutdown) -> anyhow:
     };
     let (certificates, watcher) = Certificates::from_files(cert, key)?;
     tokio::spawn(watcher.watch(shutdown.clone()));
-    let bundles = match managed {
-        true => Some(publish::bundles_of_files(&args.publish, &args.tls, shutdown.clone())?),
-        false => None,
-    };
-    Ok(Identity { certificates, bundles })
+    Ok(Identity { certificates, bundles: None })
 }
 
 impl Identity {

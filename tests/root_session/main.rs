@@ -5,6 +5,7 @@ mod cluster;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod commands;
 mod expiry;
 mod failures;
 mod life;
@@ -56,5 +57,9 @@ fn main() -> ExitCode {
             a_leader_that_cannot_renew_stops_before_another_begins
             a_manager_that_is_killed_again_and_again_makes_one_data_for_each_request
             a_thousand_requests_at_once_have_one_data_each_and_cost_few_calls;
+        commands:
+            a_command_whose_session_fails_says_why_and_leaves_no_request
+            a_command_that_is_interrupted_or_out_of_time_leaves_no_request
+            a_command_leaves_a_session_that_it_was_given;
     })
 }

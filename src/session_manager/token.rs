@@ -34,7 +34,7 @@ mod tests {
         let tokens: HashSet<String> = (0..1000).map(|_| new().unwrap()).collect();
         assert_eq!(tokens.len(), 1000);
         assert!(tokens.iter().all(|token| is_one(token) && name::is_object(token)));
-        assert!(LENGTH * 5 >= 256);
+        const { assert!(LENGTH * 5 >= 256) };
         let used: HashSet<char> = tokens.iter().flat_map(|token| token.chars()).collect();
         assert_eq!(used.len(), 32, "every character occurs");
         for other in ["", "a", &"a".repeat(51), &"A".repeat(52), &"1".repeat(52)] {

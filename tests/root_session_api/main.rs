@@ -8,6 +8,7 @@ mod cluster;
 mod support;
 
 mod answers;
+mod commands;
 #[path = "../root_sidecar/fake_driver.rs"]
 #[allow(dead_code)] // It can do more than this suite needs.
 mod fake_driver;
@@ -59,5 +60,8 @@ fn main() -> ExitCode {
             a_message_without_a_style_ends_the_answer;
         safety:
             session_tokens_are_never_shown;
+        commands:
+            a_listing_in_a_session_is_that_of_the_released_api_in_both_styles
+            a_listing_goes_on_in_its_session_when_the_sidecar_is_killed;
     })
 }

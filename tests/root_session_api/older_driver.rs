@@ -47,9 +47,14 @@ impl Older {
 
 async fn connection(near: UnixStream, far: UnixStream, count: Arc<AtomicUsize>) {
     let (driver, link) = h2::client::handshake(far).await.unwrap();
-    let link = tokio::spawn(link);
+    let mut link = tokio::spawn(link);
     let mut near = h2::server::handshake(near).await.unwrap();
-    while let Some(Ok((request, mut respond))) = near.accept().await {
+    loop {
+        let accepted = tokio::select! {
+            accepted = near.accept() => accepted,
+            _ = &mut link => return,
+        };
+        let Some(Ok((request, mut respond))) = accepted else { break };
         if request.uri().path().starts_with("/snapshotsession.") {
             count.fetch_add(1, Ordering::SeqCst);
             let head = Response::builder()

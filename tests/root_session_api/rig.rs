@@ -158,6 +158,10 @@ fn serve(
     flags: &[&str],
 ) -> Served {
     let kubeconfig = cluster.kubeconfig_at(server, own);
-    let usual = ["--session-api", "--namespace", home, "--audience", AUDIENCE];
-    start(cluster, socket, &kubeconfig, certificate, &[&usual, flags].concat())
+    let mut all = vec!["--namespace", home, "--audience", AUDIENCE];
+    if !flags.iter().any(|flag| flag.starts_with("--session-api")) {
+        all.push("--session-api");
+    }
+    all.extend(flags);
+    start(cluster, socket, &kubeconfig, certificate, &all)
 }

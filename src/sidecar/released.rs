@@ -6,14 +6,12 @@ use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use super::access::Gate;
-use super::call::{Call, Running};
-use super::driver_link::Question;
+use super::call::Call;
 use super::metrics::Operation;
 use super::refusal::Refusal;
-use super::relay::{Opened, Relay, exiting, of_driver};
+use super::relay::{Opened, Relay, exiting};
 use super::request::Asked;
-use super::secrets::Secrets;
-use super::service::{Front, Sidecar};
+use super::service::{Cleared, Front, Sidecar};
 use crate::proto::snapshotmetadata as api;
 use api::snapshot_metadata_server::SnapshotMetadata;
 
@@ -23,13 +21,6 @@ pub struct Released {
     pub sidecar: Sidecar,
     /// Set once the driver's name is known.
     pub gate: watch::Receiver<Option<Gate>>,
-}
-
-/// A request that may be answered.
-struct Cleared {
-    question: Question,
-    secrets: Secrets,
-    stream: Running,
 }
 
 impl Front for Released {
@@ -47,19 +38,15 @@ impl Front for Released {
     ) -> Result<Opened, Refusal> {
         call.within(&asked.namespace);
         call.about(&asked.target, asked.base.as_deref());
-        let Cleared { question, secrets, stream } = self.clear(call, &asked).await?;
-        let left = deadline.saturating_duration_since(Instant::now());
-        match self.sidecar.driver.ask(question, secrets.reveal(), left).await {
-            Ok(answer) => Ok(Opened { answer, rewrite: None, secrets, stream }),
-            Err(status) => Err(of_driver(&status, &secrets)),
-        }
+        let cleared = self.clear(call, &asked).await?;
+        self.sidecar.ask(cleared, None, deadline).await
     }
 }
 
 impl Released {
     /// All that stands between a request and its answer.
     async fn clear(&self, call: &mut Call, asked: &Asked) -> Result<Cleared, Refusal> {
-        let Sidecar { driver, resolver, secrets, .. } = &self.sidecar;
+        let Sidecar { driver, resolver, .. } = &self.sidecar;
         let Some(gate) = self.gate.borrow().clone() else {
             // Without the driver's name nobody knows the audience.
             return Err(driver.name().err().unwrap_or_else(exiting));
@@ -74,16 +61,8 @@ impl Released {
             Some(base) => Some(resolver.base(&driver, base, &target).await?),
             None => None,
         };
-        let secrets = secrets.secrets(&target).await?;
-        tracing::debug!(
-            snapshot_id = target.handle,
-            base_snapshot_id = base,
-            ?secrets,
-            "asking the driver"
-        );
-        let Asked { starting_offset, max_results, .. } = *asked;
-        let question = Question { target: target.handle, base, starting_offset, max_results };
-        Ok(Cleared { question, secrets, stream })
+        let window = (asked.starting_offset, asked.max_results);
+        self.sidecar.cleared(&target, base, window, stream).await
     }
 }
 

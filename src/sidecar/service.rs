@@ -8,12 +8,12 @@ use tonic::metadata::MetadataMap;
 use tonic::{Code, Response, Status};
 
 use super::call::{Call, Calls, Running};
-use super::driver_link::DriverLink;
+use super::driver_link::{DriverLink, Question};
 use super::metrics::{Metrics, Operation};
 use super::refusal::{Reason, Refusal};
-use super::relay::{Limits, Opened, Relay, exiting, too_long};
-use super::resolve::Resolver;
-use super::secrets::SecretFinder;
+use super::relay::{Limits, Opened, Relay, Rewrite, exiting, of_driver, too_long};
+use super::resolve::{Resolver, Snapshot};
+use super::secrets::{SecretFinder, Secrets};
 use crate::grpc::deadline;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -51,6 +51,48 @@ impl Sidecar {
     pub fn stream(&self) -> Result<Running, Refusal> {
         self.streams.begin().ok_or_else(|| too_many("streams"))
     }
+
+    /// The last step before the driver is asked: its secrets.
+    pub async fn cleared(
+        &self,
+        target: &Snapshot,
+        base: Option<String>,
+        (starting_offset, max_results): (i64, i32),
+        stream: Running,
+    ) -> Result<Cleared, Refusal> {
+        let secrets = self.secrets.secrets(target).await?;
+        let target = target.handle.clone();
+        tracing::debug!(
+            snapshot_id = target,
+            base_snapshot_id = base,
+            ?secrets,
+            "asking the driver"
+        );
+        let question = Question { target, base, starting_offset, max_results };
+        Ok(Cleared { question, secrets, stream })
+    }
+
+    /// The answer of the driver's CSI service, whose messages are rewritten if that is said.
+    pub async fn ask(
+        &self,
+        cleared: Cleared,
+        rewrite: Option<Rewrite>,
+        deadline: Instant,
+    ) -> Result<Opened, Refusal> {
+        let Cleared { question, secrets, stream } = cleared;
+        let left = deadline.saturating_duration_since(Instant::now());
+        match self.driver.ask(question, secrets.reveal(), left).await {
+            Ok(answer) => Ok(Opened { answer, rewrite, secrets, stream }),
+            Err(status) => Err(of_driver(&status, &secrets)),
+        }
+    }
+}
+
+/// A request that may be answered.
+pub struct Cleared {
+    pub question: Question,
+    pub secrets: Secrets,
+    pub stream: Running,
 }
 
 /// One of the APIs that the sidecar serves.

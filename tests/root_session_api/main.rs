@@ -57,6 +57,7 @@ fn main() -> ExitCode {
             a_flood_of_guesses_stops_neither_good_tokens_nor_the_released_api;
         provoked:
             secrets_reach_the_driver_and_nobody_else
+            the_driver_is_sent_a_fingerprint_of_the_token
             a_message_without_a_style_ends_the_answer;
         safety:
             session_tokens_are_never_shown;

@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
-use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
+use csi_loopback::grpc::fingerprint;
 use csi_loopback::proto::csi::v1 as csi;
+use csi_loopback::proto::snapshotsession as api;
 use prost::Message;
-use serde_json::json;
 use tonic::{Code, Status};
 
-use super::fake_driver::{Fake, Script};
 use crate::cluster::Cluster;
 use crate::cluster::access::sidecar_rules;
+use crate::cluster::fake_driver::{Fake, Script};
 use crate::cluster::programs::Served;
 use crate::cluster::session::{HOUR, allocated, session_rules};
 use crate::cluster::sidecar::{http, start};
@@ -42,27 +42,7 @@ impl<'a> Stage<'a> {
             }
             false => cluster.snapshot_class(&name, &[]),
         };
-        // The content's status is written by hand: no csi-snapshotter knows the driver.
-        let content = cluster.unique("content");
-        let spec = json!({
-            "driver": name,
-            "deletionPolicy": "Retain",
-            "source": { "snapshotHandle": "handle-1" },
-            "sourceVolumeMode": "Block",
-            "volumeSnapshotClassName": class,
-            "volumeSnapshotRef": { "namespace": namespace, "name": "first" },
-        });
-        let contents = cluster.api::<VolumeSnapshotContent>();
-        cluster.create(&contents, json!({ "metadata": { "name": content }, "spec": spec }));
-        let spec = json!({
-            "source": { "volumeSnapshotContentName": content },
-            "volumeSnapshotClassName": class,
-        });
-        let snapshots = cluster.api_in::<VolumeSnapshot>(&namespace);
-        cluster.create(&snapshots, json!({ "metadata": { "name": "first" }, "spec": spec }));
-        let status = json!({ "readyToUse": true, "snapshotHandle": "handle-1" });
-        cluster.merge_status(&contents, &content, &status);
-        let first = cluster.wait_until_ready(&namespace, "first");
+        let first = cluster.believed_snapshot(&namespace, "first", &name, &class, "handle-1");
         let token = cluster.session(&namespace, &name, &[&first], HOUR);
         let authority = Authority::new("authority");
         let certificate = authority.certify(cluster.scratch(), &name);
@@ -94,7 +74,10 @@ pub fn secrets_reach_the_driver_and_nobody_else(cluster: &Cluster) {
     let refused = stage.ask().unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
     assert_eq!(refused.message(), "login with [hidden] failed");
-    // CSI's service: the session API has no field for them.
+    assert!(
+        stage.driver.seen_sessions.lock().unwrap().is_empty(),
+        "that API has no field for them"
+    );
     let seen = stage.driver.seen.lock().unwrap().clone();
     let asked = csi::GetMetadataAllocatedRequest::decode(seen[0].clone()).unwrap();
     assert_eq!(asked.snapshot_id, "handle-1");
@@ -103,6 +86,19 @@ pub fn secrets_reach_the_driver_and_nobody_else(cluster: &Cluster) {
     let shown = stage.sidecar.process.log() + &http(&stage.sidecar, "/metrics");
     assert!(!shown.contains(SECRET), "a secret is shown");
     assert!(shown.contains("TRACE"), "the log is at its most verbose");
+}
+
+pub fn the_driver_is_sent_a_fingerprint_of_the_token(cluster: &Cluster) {
+    let stage = Stage::new(cluster, false, Script::Ends(Code::Ok, String::new()));
+    assert_eq!(stage.ask().unwrap().extents(), [(0, 4096)]);
+    let seen = stage.driver.seen_sessions.lock().unwrap().clone();
+    let asked = api::GetAllocatedRequest::decode(seen[0].clone()).unwrap();
+    let expected = api::GetAllocatedRequest {
+        session_token: fingerprint(&stage.token),
+        snapshot: "handle-1".into(),
+        ..Default::default()
+    };
+    assert_eq!(asked, expected);
 }
 
 pub fn a_message_without_a_style_ends_the_answer(cluster: &Cluster) {

@@ -8,7 +8,6 @@ mod support;
 
 mod answers;
 mod commands;
-mod fake_driver;
 mod provoked;
 mod refusals;
 mod relay;

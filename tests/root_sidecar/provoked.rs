@@ -1,16 +1,14 @@
 //! Against a driver that is made for it: what no real one of ours does.
 
-use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 use csi_loopback::proto::csi::v1 as csi;
 use csi_loopback::proto::snapshotmetadata as api;
 use prost::Message;
-use serde_json::json;
 use tonic::{Code, Status};
 
-use super::fake_driver::{Fake, Script};
 use super::rig::{AUDIENCE, Answer, client_at, collect, http, spawn};
 use crate::cluster::Cluster;
 use crate::cluster::access::{rule, sidecar_rules};
+use crate::cluster::fake_driver::{Fake, Script};
 use crate::cluster::programs::Served;
 use crate::cluster::tls::Authority;
 use crate::support::driver::wait_for;
@@ -35,7 +33,7 @@ impl<'a> Stage<'a> {
         let namespace = cluster.namespace("apps");
         cluster.secret(&namespace, "snapshotter", &[("password", SECRET)]);
         let class = cluster.snapshot_class_with_secret(&name, &namespace, "snapshotter");
-        snapshot(cluster, &namespace, &name, &class);
+        cluster.believed_snapshot(&namespace, "first", &name, &class, "handle-1");
         let authority = Authority::new("authority");
         let certificate = authority.certify(cluster.scratch(), &name);
         let own = cluster.account(&namespace, "sidecar");
@@ -63,30 +61,6 @@ impl<'a> Stage<'a> {
         let client = client_at(self.cluster, &self.sidecar, &self.authority.pem());
         self.cluster.block_on(collect(client, request.into()))
     }
-}
-
-/// A VolumeSnapshot that is bound to a content whose status is written by hand: no csi-snapshotter knows the driver.
-fn snapshot(cluster: &Cluster, namespace: &str, driver: &str, class: &str) {
-    let content = cluster.unique("content");
-    let spec = json!({
-        "driver": driver,
-        "deletionPolicy": "Retain",
-        "source": { "snapshotHandle": "handle-1" },
-        "sourceVolumeMode": "Block",
-        "volumeSnapshotClassName": class,
-        "volumeSnapshotRef": { "namespace": namespace, "name": "first" },
-    });
-    let contents = cluster.api::<VolumeSnapshotContent>();
-    cluster.create(&contents, json!({ "metadata": { "name": content }, "spec": spec }));
-    let spec = json!({
-        "source": { "volumeSnapshotContentName": content },
-        "volumeSnapshotClassName": class,
-    });
-    let snapshots = cluster.api_in::<VolumeSnapshot>(namespace);
-    cluster.create(&snapshots, json!({ "metadata": { "name": "first" }, "spec": spec }));
-    let status = json!({ "readyToUse": true, "snapshotHandle": "handle-1" });
-    cluster.merge_status(&contents, &content, &status);
-    cluster.wait_until_ready(namespace, "first");
 }
 
 pub fn a_driver_without_the_service_is_unimplemented(cluster: &Cluster) {

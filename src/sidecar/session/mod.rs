@@ -14,14 +14,12 @@ use tonic::{Request, Response, Status};
 
 use self::request::Asked;
 pub use self::tokens::Tokens;
-use super::call::{Call, Running};
-use super::driver_link::Question;
+use super::call::Call;
 use super::metrics::Operation;
 use super::refusal::{Reason, Refusal};
 use super::relay::{Opened, Relay, of_driver};
 use super::resolve::{Part, Snapshot, fits};
-use super::secrets::Secrets;
-use super::service::{Front, Sidecar};
+use super::service::{Cleared, Front, Sidecar};
 use crate::grpc::fingerprint;
 use crate::kubernetes::session::{SessionSnapshot, SnapshotSessionData};
 use crate::proto::snapshotsession as api;
@@ -32,15 +30,6 @@ use api::snapshot_metadata_server::SnapshotMetadata;
 pub struct Sessions {
     pub sidecar: Sidecar,
     pub tokens: Tokens,
-}
-
-/// A request that may be answered.
-struct Cleared {
-    question: Question,
-    /// Handle, as far as Kubernetes knows it.
-    volume: String,
-    secrets: Secrets,
-    stream: Running,
 }
 
 impl Front for Sessions {
@@ -59,25 +48,25 @@ impl Front for Sessions {
         let session = fingerprint(asked.token.reveal());
         call.of(session.clone());
         call.about(&asked.target, asked.base.as_deref());
-        let Cleared { question, volume, secrets, stream } = self.clear(call, &asked).await?;
-        let driver = &self.sidecar.driver;
-        let left = || deadline.saturating_duration_since(Instant::now());
-        let failed = |status: Status| of_driver(&status, &secrets);
-        if secrets.is_empty() {
-            let asking = driver.ask_session(question.clone(), session, volume, left());
-            if let Some(answer) = asking.await.map_err(failed)? {
+        let (cleared, volume) = self.clear(call, &asked).await?;
+        if cleared.secrets.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let question = cleared.question.clone();
+            let own = self.sidecar.driver.ask_session(question, session, volume, left).await;
+            if let Some(answer) = own.map_err(|status| of_driver(&status, &cleared.secrets))? {
+                let Cleared { secrets, stream, .. } = cleared;
                 return Ok(Opened { answer, rewrite: None, secrets, stream });
             }
         }
-        let answer = driver.ask(question, secrets.reveal(), left()).await.map_err(failed)?;
-        Ok(Opened { answer, rewrite: Some(rewrite::of_csi), secrets, stream })
+        self.sidecar.ask(cleared, Some(rewrite::of_csi), deadline).await
     }
 }
 
 impl Sessions {
-    /// All that stands between a request and its answer.
-    async fn clear(&self, call: &mut Call, asked: &Asked) -> Result<Cleared, Refusal> {
-        let Sidecar { driver, resolver, secrets, .. } = &self.sidecar;
+    /// All that stands between a request and its answer. Returns also the volume's handle, or nothing where Kubernetes
+    /// does not know it.
+    async fn clear(&self, call: &mut Call, asked: &Asked) -> Result<(Cleared, String), Refusal> {
+        let Sidecar { driver, resolver, .. } = &self.sidecar;
         let session = self.tokens.session(&asked.token).await?;
         let driver = driver.capable()?;
         if session.spec.driver != driver {
@@ -102,17 +91,9 @@ impl Sessions {
             None => None,
         };
         check_volume(&asked.volume_id, &target)?;
-        let secrets = secrets.secrets(&target).await?;
-        tracing::debug!(
-            snapshot_id = target.handle,
-            base_snapshot_id = base,
-            ?secrets,
-            "asking the driver"
-        );
         let volume = target.content.spec.source.volume_handle.clone().unwrap_or_default();
-        let Asked { starting_offset, max_results, .. } = *asked;
-        let question = Question { target: target.handle, base, starting_offset, max_results };
-        Ok(Cleared { question, volume, secrets, stream })
+        let window = (asked.starting_offset, asked.max_results);
+        Ok((self.sidecar.cleared(&target, base, window, stream).await?, volume))
     }
 }
 

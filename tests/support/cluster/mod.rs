@@ -1,6 +1,7 @@
 //! A real API server, run by hack/cluster.sh, and what tests need of it: objects, accounts and tokens
 //! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
-//! connection that can be cut (`proxy`), certificates (`tls`), a driver to begin with (`rig`), our sidecar and who
+//! connection that can be cut (`proxy`), certificates (`tls`), a driver to begin with (`rig`) and one that
+//! behaves as ours would not (`fake_driver`), our sidecar and who
 //! asks one (`sidecar`), our session manager (`manager`), snapshot sessions made by hand (`session`), and how a test binary runs
 //! with one cluster for all of its tests (`suite`).
 //!
@@ -14,6 +15,7 @@
 #![allow(dead_code)] // Each test binary uses its own part.
 
 pub mod access;
+pub mod fake_driver;
 pub mod manager;
 pub mod programs;
 pub mod proxy;

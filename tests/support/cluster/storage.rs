@@ -159,6 +159,38 @@ impl Cluster {
         self.wait_until_ready(namespace, name)
     }
 
+    /// A VolumeSnapshot that is bound to a content whose status is written by hand: for a driver that has no
+    /// csi-snapshotter.
+    pub fn believed_snapshot(
+        &self,
+        namespace: &str,
+        name: &str,
+        driver: &str,
+        class: &str,
+        handle: &str,
+    ) -> Ready {
+        let content = self.unique("content");
+        let spec = json!({
+            "driver": driver,
+            "deletionPolicy": "Retain",
+            "source": { "snapshotHandle": handle },
+            "sourceVolumeMode": "Block",
+            "volumeSnapshotClassName": class,
+            "volumeSnapshotRef": { "namespace": namespace, "name": name },
+        });
+        let contents = self.api::<VolumeSnapshotContent>();
+        self.create(&contents, json!({ "metadata": { "name": content }, "spec": spec }));
+        let spec = json!({
+            "source": { "volumeSnapshotContentName": content },
+            "volumeSnapshotClassName": class,
+        });
+        let snapshots = self.api_in::<VolumeSnapshot>(namespace);
+        self.create(&snapshots, json!({ "metadata": { "name": name }, "spec": spec }));
+        let status = json!({ "readyToUse": true, "snapshotHandle": handle });
+        self.merge_status(&contents, &content, &status);
+        self.wait_until_ready(namespace, name)
+    }
+
     /// Deletes a snapshot and waits until it is gone, in the driver too.
     pub fn delete_snapshot(&self, snapshot: &Ready) {
         let snapshots = self.api_in::<VolumeSnapshot>(&snapshot.namespace);

@@ -28,10 +28,13 @@ pub enum Script {
     Bytes(Vec<u8>),
 }
 
+pub type Seen = Arc<Mutex<Vec<Bytes>>>;
+
 pub struct Fake {
     pub socket: PathBuf,
-    /// The metadata requests that came, as they were; none of sessions, of which it knows nothing.
-    pub seen: Arc<Mutex<Vec<Bytes>>>,
+    /// The metadata requests that came, as they were: those of CSI, and those of sessions, of which it knows nothing.
+    pub seen: Seen,
+    pub seen_sessions: Seen,
     task: tokio::task::JoinHandle<()>,
 }
 
@@ -46,8 +49,8 @@ impl Fake {
     pub fn start(directory: &Path, name: &str, capable: bool, script: Script) -> Self {
         let socket = directory.join(format!("{name}.sock"));
         let listener = UnixListener::bind(&socket).unwrap();
-        let seen = Arc::<Mutex<Vec<Bytes>>>::default();
-        let (name, noted) = (name.to_owned(), seen.clone());
+        let (seen, seen_sessions) = (Seen::default(), Seen::default());
+        let (name, noted) = (name.to_owned(), (seen.clone(), seen_sessions.clone()));
         let task = tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
                 let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
@@ -60,7 +63,7 @@ impl Fake {
                 });
             }
         });
-        Self { socket, seen, task }
+        Self { socket, seen, seen_sessions, task }
     }
 }
 
@@ -70,7 +73,7 @@ async fn answer(
     name: String,
     capable: bool,
     script: Script,
-    seen: Arc<Mutex<Vec<Bytes>>>,
+    (seen, seen_sessions): (Seen, Seen),
 ) {
     let path = request.uri().path().to_owned();
     let mut body = BytesMut::new();
@@ -95,7 +98,10 @@ async fn answer(
             let all = csi::GetPluginCapabilitiesResponse { capabilities };
             send(respond, all.encode_to_vec(), ok);
         }
-        "GetAllocated" | "GetDelta" => unimplemented(respond),
+        "GetAllocated" | "GetDelta" => {
+            seen_sessions.lock().unwrap().push(body.split_off(5).freeze());
+            unimplemented(respond);
+        }
         _ => {
             seen.lock().unwrap().push(body.split_off(5).freeze());
             let message = csi::GetMetadataAllocatedResponse {

@@ -14,65 +14,26 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 # shellcheck source=hack/stage.sh
 source "$(dirname "$0")/stage.sh"
+# shellcheck source=hack/cluster-stage.sh
+source "$(dirname "$0")/cluster-stage.sh"
 
-driver_name=loopback.csi.local
 # What a token for the sidecar must be made for.
+# shellcheck disable=SC2154 # cluster-stage.sh sets it
 audience=snapshot-metadata.$driver_name
-volume=demo
-volume_id=
-# Flags of kubectl, once there is a cluster.
-administrator=()
-
-kubectl() { "$tmp/cluster/tools/kubectl" "${administrator[@]}" "$@"; }
-
-# tell COMMAND...: a command that is not of the binary, told before it is run.
-tell() {
-    printf '%s    $ %s%s\n' "$dim" "${*//"$tmp"/\$tmp}" "$plain"
-}
-
-# until_so SECONDS WHAT COMMAND...: waits until the command succeeds.
-until_so() {
-    local deadline=$((SECONDS + $1)) what=$2 pid
-    shift 2
-    until "$@" >/dev/null 2>&1; do
-        for pid in "${running[@]}"; do
-            kill -0 "$pid" 2>/dev/null || die "${name_of[$pid]} has ended"
-        done
-        ((SECONDS < deadline)) || die "$what: not within the time"
-        sleep 0.1
-    done
-}
-
-take_down() {
-    local how=$1 snapshot
-    "$how" "$driver" volume unpublish "$volume" --target "$tmp/device" --timeout 30s
-    "$how" "$driver" volume unstage "$volume" --staging "$tmp/staging" --timeout 30s
-    while read -r snapshot; do
-        "$how" "$driver" snapshot delete "$snapshot" --timeout 30s
-    done < <("$driver" snapshot list --output json 2>/dev/null | jq -r '.[].id')
-    "$how" "$driver" volume delete "$volume" --timeout 30s
-}
-
-start_cluster() {
-    # On its own, so that the build of the first run is seen.
-    kubernetes_tools >/dev/null || die "needs the Kubernetes tools"
-    start cluster "$repo/hack/cluster.sh" "$tmp/cluster"
-    until_so 300 "the API server" test -e "$tmp/cluster/ready"
-    administrator=(--kubeconfig "$tmp/cluster/kubeconfig" --cache-dir "$tmp/cache")
-}
-
-# kubeconfig_of NAMESPACE NAME: writes $tmp/NAME.kubeconfig, with which a program is that ServiceAccount.
-kubeconfig_of() {
-    local token
-    token=$(kubectl -n "$1" create token "$2" --duration=1h)
-    sed "s/client-certificate-data:.*/token: $token/; /client-key-data:/d" "$tmp/cluster/kubeconfig" \
-        >"$tmp/$2.kubeconfig"
-}
+# Where the snapshots are.
+# shellcheck disable=SC2034 # used by cluster-stage.sh
+namespace=demo
 
 # What the sidecar may do, and what a backup application may.
 grant() {
     kubectl apply -f - >"$tmp/grant.log" <<END
 {apiVersion: v1, kind: Namespace, metadata: {name: demo}}
+---
+apiVersion: snapshot.storage.k8s.io/v1
+kind: VolumeSnapshotClass
+metadata: {name: loopback}
+driver: $driver_name
+deletionPolicy: Delete
 ---
 {apiVersion: v1, kind: Namespace, metadata: {name: backup}}
 ---
@@ -136,16 +97,6 @@ subjects: [{kind: ServiceAccount, namespace: $5, name: $6}]
 END
 }
 
-# free_port: below those that the kernel gives away by itself.
-free_port() {
-    local port
-    while :; do
-        port=$((20000 + SRANDOM % 12000))
-        (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null || break
-    done
-    printf '%s\n' "$port"
-}
-
 # Starts the sidecar with a certificate of the cluster's authority, and tells where it is.
 start_sidecar() {
     local port http pki=$tmp/cluster/pki
@@ -167,70 +118,6 @@ END
         --tls-cert "$tmp/tls.crt" --tls-key "$tmp/tls.key" --audience "$audience" \
         --kubeconfig "$tmp/sidecar.kubeconfig"
     until_so 60 "the sidecar" healthy "$port" "$http"
-}
-
-healthy() { # healthy PORT HTTP_PORT
-    local first
-    (: <"/dev/tcp/127.0.0.1/$1") || return
-    exec 3<>"/dev/tcp/127.0.0.1/$2" || return
-    printf 'GET /health HTTP/1.0\r\n\r\n' >&3
-    read -r first <&3
-    exec 3>&-
-    [[ $first == *' 200 '* ]]
-}
-
-# The volume as Kubernetes knows it. No controller binds claims here, so it is done by hand.
-make_claim() {
-    local uid common='accessModes: [ReadWriteOnce], volumeMode: Block, storageClassName: ""'
-    kubectl apply -f - >/dev/null <<END
-apiVersion: snapshot.storage.k8s.io/v1
-kind: VolumeSnapshotClass
-metadata: {name: loopback}
-driver: $driver_name
-deletionPolicy: Delete
----
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata: {name: data, namespace: demo}
-spec: {$common, volumeName: data, resources: {requests: {storage: 1Gi}}}
-END
-    uid=$(kubectl -n demo get pvc data -o 'jsonpath={.metadata.uid}')
-    kubectl apply -f - >/dev/null <<END
-apiVersion: v1
-kind: PersistentVolume
-metadata: {name: data}
-spec:
-  {$common, persistentVolumeReclaimPolicy: Retain, capacity: {storage: 1Gi},
-   csi: {driver: $driver_name, volumeHandle: $volume_id},
-   claimRef: {apiVersion: v1, kind: PersistentVolumeClaim, namespace: demo, name: data, uid: $uid}}
-END
-    kubectl patch pv data --subresource=status --type=merge -p '{"status":{"phase":"Bound"}}' >/dev/null
-    kubectl -n demo patch pvc data --subresource=status --type=merge \
-        -p '{"status":{"phase":"Bound","capacity":{"storage":"1Gi"}}}' >/dev/null
-}
-
-take_snapshot() { # take_snapshot NAME
-    tell kubectl -n demo apply -f "volumesnapshot-$1.yaml"
-    kubectl apply -f - <<END | sed 's/^/    /'
-apiVersion: snapshot.storage.k8s.io/v1
-kind: VolumeSnapshot
-metadata: {name: $1, namespace: demo}
-spec: {source: {persistentVolumeClaimName: data}, volumeSnapshotClassName: loopback}
-END
-    run "$tmp/cluster/tools/kubectl" "${administrator[@]}" -n demo wait --timeout=60s \
-        --for=jsonpath='{.status.readyToUse}'=true "volumesnapshot/$1" >"$tmp/wait.log"
-}
-
-# handle_of NAME: the CSI handle of a VolumeSnapshot.
-handle_of() {
-    local content
-    content=$(kubectl -n demo get volumesnapshot "$1" -o 'jsonpath={.status.boundVolumeSnapshotContentName}')
-    kubectl get volumesnapshotcontent "$content" -o 'jsonpath={.status.snapshotHandle}'
-}
-
-write() { # write MIB_OFFSET KIB: that much random data
-    dd if=/dev/urandom of="$tmp/device" bs=1K seek=$(($1 << 10)) count="$2" conv=notrunc,fsync status=none
-    printf '    %5d KiB at %d MiB written\n' "$2" "$1"
 }
 
 # as_extents FILTER: offset and length of each extent, a line each.
@@ -262,17 +149,12 @@ grant
 
 say "starting the driver, csi-snapshotter and the sidecar"
 start_driver
-start csi-snapshotter "$tmp/cluster/tools/csi-snapshotter" -kubeconfig "$tmp/cluster/kubeconfig" \
-    -csi-address "$tmp/csi.sock" -retry-interval-start=200ms -kube-api-qps=100 -kube-api-burst=200
+start_snapshotter
 start_sidecar
 kubectl get snapshotmetadataservices | sed 's/^/    /'
 
 say "a volume with a PersistentVolumeClaim, published as a block device"
-show volume create "$volume" --size 1Gi --block
-show volume stage "$volume" --staging "$tmp/staging" --block
-show volume publish "$volume" --staging "$tmp/staging" --target "$tmp/device" --block
-volume_id=$("$driver" volume list --output json | jq -r '.[0].id')
-make_claim
+make_volume
 
 say "writing, and a VolumeSnapshot: monday"
 write 0 8192

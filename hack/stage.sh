@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What hack/demo.sh and hack/demo-sidecar.sh have in common: commands that are told before they are run, what
+# What the demonstrations (hack/demo*.sh) have in common: commands that are told before they are run, what
 # runs beside them, and a clean-up that comes whatever happens. A demonstration defines `take_down HOW`, which
 # takes away through the driver what it has made, each command run by HOW.
 # Sourced after lib.sh, never run.
@@ -16,6 +16,9 @@ bold='' dim='' plain=''
 if [[ -t 1 ]]; then
     bold=$'\e[1m' dim=$'\e[2m' plain=$'\e[0m'
 fi
+
+# Where a trap speaks that has come while a function's output goes elsewhere.
+exec {screen}>&1 {errors}>&2
 
 say() { printf '%s==> %s%s\n' "$bold" "$*" "$plain"; }
 
@@ -41,6 +44,8 @@ stop() { # stop PID SECONDS: asks the process and those that it started to end, 
     local deadline=$((SECONDS + $2))
     # Until it has a session of its own, it has no group of its own.
     kill -TERM -- "-$1" 2>/dev/null || kill -TERM "$1" 2>/dev/null || return 0
+    # What stands still hears it only when it goes on.
+    kill -CONT -- "-$1" 2>/dev/null || true
     while kill -0 "$1" 2>/dev/null; do
         if ((SECONDS >= deadline)); then
             kill -KILL "$1" 2>/dev/null || true
@@ -73,7 +78,7 @@ in_use() {
 start() {
     local name=$1
     shift
-    setsid "$@" >"$tmp/$name.log" 2>&1 </dev/null &
+    setsid "$@" >"$tmp/$name.log" 2>&1 </dev/null {screen}>&- {errors}>&- &
     started=$!
     running+=("$started")
     name_of[$started]=$name
@@ -107,6 +112,7 @@ cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     trap '' INT TERM HUP PIPE
     trap - EXIT
     set +e
+    exec 1>&"$screen" 2>&"$errors"
     # A verification that is under way takes its own volumes away.
     [[ -z $child_pid ]] || stop "$child_pid" 70
     [[ -n $dir ]] || exit "$status"

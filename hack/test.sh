@@ -200,9 +200,10 @@ else
         done
     fi
     if [[ -z ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
-        skip 1 "hack/demo-sidecar.sh" "needs root and the Kubernetes tools"
+        skip 2 "hack/demo-sidecar.sh, hack/demo-session.sh" "needs root and the Kubernetes tools"
     else
         step "hack/demo-sidecar.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-sidecar.sh
+        step "hack/demo-session.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-session.sh
     fi
     sanity
 fi

@@ -9,9 +9,6 @@ mod support;
 
 mod answers;
 mod commands;
-#[path = "../root_sidecar/fake_driver.rs"]
-#[allow(dead_code)] // It can do more than this suite needs.
-mod fake_driver;
 mod load;
 mod older_driver;
 mod provoked;

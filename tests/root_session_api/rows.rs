@@ -10,6 +10,9 @@ use crate::cluster::Cluster;
 use crate::cluster::session::{HOUR, allocated, delta, random_token};
 use crate::support::driver::{block, wait_for};
 
+/// Spoils a request.
+type Change<Q> = fn(&mut Q);
+
 /// Snapshots of one volume that belong to a session, one that does not, and one of another volume that does.
 struct Sample<'a> {
     rig: Rig<'a>,
@@ -69,7 +72,7 @@ const WORDS: &str = "session_token: is not that of a snapshot session of this dr
 
 pub fn get_allocated_missing_or_otherwise_invalid_argument(cluster: &Cluster) {
     let sample = Sample::new(cluster);
-    let cases: [(&str, fn(&mut api::GetAllocatedRequest)); 4] = [
+    let cases: [(&str, Change<api::GetAllocatedRequest>); 4] = [
         ("session_token: is required", |it| it.session_token.clear()),
         ("snapshot: is required", |it| it.snapshot.clear()),
         ("snapshot: is not the name", |it| it.snapshot = "../first".into()),
@@ -120,7 +123,7 @@ pub fn get_allocated_invalid_session_token(cluster: &Cluster) {
 
 pub fn get_delta_missing_or_otherwise_invalid_argument(cluster: &Cluster) {
     let sample = Sample::new(cluster);
-    let cases: [(&str, fn(&mut api::GetDeltaRequest)); 8] = [
+    let cases: [(&str, Change<api::GetDeltaRequest>); 8] = [
         ("session_token: is required", |it| it.session_token.clear()),
         ("base_snapshot: is required", |it| it.base_snapshot.clear()),
         ("target_snapshot: is required", |it| it.target_snapshot.clear()),

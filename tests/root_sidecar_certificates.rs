@@ -17,9 +17,10 @@ use cluster::programs::said;
 use cluster::proxy::Way;
 use csi_loopback::kubernetes::metadata_service::{DRIVER_LABEL, SnapshotMetadataService};
 use csi_loopback::kubernetes::publish::keep;
+use csi_loopback::kubernetes::session::SnapshotServiceConfiguration;
 use csi_loopback::kubernetes::tls;
 use csi_loopback::kubernetes::tls::authority;
-use csi_loopback::sidecar::publish::{self, Service};
+use csi_loopback::sidecar::publish::{self, Configuration, Service};
 use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
@@ -32,6 +33,8 @@ use tokio::sync::watch;
 use tokio_rustls::TlsConnector;
 use tokio_stream::StreamExt;
 
+/// Of the driver, as its SnapshotServiceConfiguration says.
+const NAMESPACE: &str = "drivers";
 const SECRET: &str = "csi-loopback-sidecar-ca";
 
 fn main() -> ExitCode {
@@ -46,6 +49,10 @@ fn main() -> ExitCode {
             no_handshake_fails_while_the_authority_is_replaced,
         ),
         ("a_service_that_drifts_is_put_right", a_service_that_drifts_is_put_right),
+        (
+            "a_service_configuration_says_the_same_and_is_put_right",
+            a_service_configuration_says_the_same_and_is_put_right,
+        ),
         (
             "a_secret_that_is_gone_or_damaged_is_made_anew",
             a_secret_that_is_gone_or_damaged_is_made_anew,
@@ -93,8 +100,9 @@ fn grant(cluster: &Cluster, namespace: &str, create: bool) -> Account {
     let verbs: &[&str] = if create { &["get", "update", "create"] } else { &["get", "update"] };
     cluster.grant_in(namespace, &account, &[rule("", &["secrets"], verbs)]);
     let verbs = ["get", "list", "watch", "create", "patch"];
-    let services = rule("cbt.storage.k8s.io", &["snapshotmetadataservices"], &verbs);
-    cluster.grant(&account, &[services]);
+    let kinds = ["snapshotmetadataservices", "snapshotserviceconfigurations"];
+    let rules = kinds.map(|kind| rule("cbt.storage.k8s.io", &[kind], &verbs));
+    cluster.grant(&account, &rules);
     account
 }
 
@@ -107,10 +115,14 @@ struct Replica {
 async fn replica(client: Client, flags: Flags, driver: String) -> anyhow::Result<Replica> {
     let (phase, shutdown) = Shutdown::by_hand();
     let service = service(&driver, &flags);
-    let names = vec![service.address.host().to_owned()];
+    let address = service.address.clone();
+    let names = vec![address.host().to_owned()];
+    let configuration = Configuration { driver, address, namespace: NAMESPACE.to_owned() };
     let (certificates, bundles) =
         authority::start(client.clone(), &flags.authority, names, true, shutdown.clone()).await?;
-    tokio::spawn(keep(client, service, bundles.place(), shutdown.clone()));
+    let [one, other] = [(); 2].map(|()| bundles.place());
+    tokio::spawn(keep(client.clone(), service, one, shutdown.clone()));
+    tokio::spawn(keep(client, configuration, other, shutdown.clone()));
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let port = listener.local_addr()?.port();
     let config = tls::server_config(&flags.tls, certificates, tls::GRPC)?;
@@ -266,6 +278,36 @@ fn a_service_that_drifts_is_put_right(cluster: &Cluster) {
     cluster.merge(&api, driver, &json!({ "metadata": { "labels": { "team": null } } }));
     cluster.delete(&api, driver);
     put_right("a new service");
+    assert!(started.elapsed() < Duration::from_secs(25), "it was the resync that found it");
+}
+
+/// `--session-api`: for the session manager.
+fn a_service_configuration_says_the_same_and_is_put_right(cluster: &Cluster) {
+    let namespace = cluster.namespace("configuration");
+    let client = cluster.client_as(&grant(cluster, &namespace, true));
+    let driver = "configuration.example";
+    let _replica = start(cluster, &client, self_signed(&namespace, "1h"), driver);
+    let api: Api<SnapshotServiceConfiguration> = cluster.api();
+    let good = cluster.wait_for("the configuration", || cluster.get(&api, driver));
+    assert_eq!(good.spec.address, "localhost:1");
+    assert_eq!(good.spec.driver_namespace, NAMESPACE);
+    assert_eq!(good.metadata.labels.as_ref().unwrap()[DRIVER_LABEL], driver);
+    let pem = cluster.wait_for("the service", || ca_cert(cluster, driver));
+    assert_eq!(good.spec.ca_cert.0, pem.as_bytes());
+    let started = Instant::now();
+    for patch in [
+        json!({ "spec": { "address": "elsewhere:2" } }),
+        json!({ "spec": { "caCert": ByteString(b"x".to_vec()), "driverNamespace": "other" } }),
+        json!({ "metadata": { "labels": null } }),
+    ] {
+        cluster.merge(&api, driver, &patch);
+        cluster.wait_for(&patch.to_string(), || {
+            let now = cluster.get(&api, driver)?;
+            (now.spec == good.spec && now.metadata.labels == good.metadata.labels).then_some(())
+        });
+    }
+    cluster.delete(&api, driver);
+    cluster.wait_for("a new configuration", || cluster.get(&api, driver));
     assert!(started.elapsed() < Duration::from_secs(25), "it was the resync that found it");
 }
 

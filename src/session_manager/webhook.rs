@@ -174,7 +174,108 @@ fn words(user: &UserInfo, namespace: &str, denied: &BTreeSet<String>) -> String 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use kube::client::Body;
+    use serde_json::{Value, json};
+
     use super::*;
+
+    /// An API server for what a real one cannot be asked: who was asked about, and how many at once. It allows whatever is
+    /// not `secret`.
+    #[derive(Default)]
+    struct Asked {
+        specs: Mutex<Vec<Value>>,
+        running: AtomicUsize,
+        most: AtomicUsize,
+    }
+
+    fn webhook(asked: Arc<Asked>) -> Webhook {
+        let service = tower::service_fn(move |request: http::Request<Body>| {
+            let asked = asked.clone();
+            async move {
+                let now = asked.running.fetch_add(1, Ordering::SeqCst) + 1;
+                asked.most.fetch_max(now, Ordering::SeqCst);
+                let body = request.into_body().collect_bytes().await.unwrap();
+                let mut review: Value = serde_json::from_slice(&body).unwrap();
+                let name = review["spec"]["resourceAttributes"]["name"].clone();
+                asked.specs.lock().unwrap().push(review["spec"].clone());
+                tokio::time::sleep(Duration::from_millis(5)).await;
+                review["status"] = json!({ "allowed": name != "secret" });
+                asked.running.fetch_sub(1, Ordering::SeqCst);
+                let answer = http::Response::new(Body::from(review.to_string().into_bytes()));
+                Ok::<_, std::convert::Infallible>(answer)
+            }
+        });
+        let client = Client::new(service, "default");
+        Webhook {
+            reviewer: Reviewer::new(client, Duration::ZERO),
+            turns: Arc::new(Semaphore::new(REVIEWS)),
+        }
+    }
+
+    fn creation(
+        snapshots: &[String],
+        namespace: Option<&str>,
+    ) -> AdmissionRequest<SnapshotSessionRequest> {
+        let (kind, resource) = (
+            json!({ "group": "", "version": "", "kind": "" }),
+            json!({ "group": "", "version": "", "resource": "" }),
+        );
+        let user = json!({
+            "username": "alice", "uid": "u-1", "groups": ["g-1", "g-2"], "extra": { "scope": ["s"] },
+        });
+        serde_json::from_value(json!({
+            "uid": "u", "kind": kind, "resource": resource, "operation": "CREATE",
+            "namespace": namespace, "userInfo": user, "oldObject": null,
+            "object": { "metadata": { "name": "r" }, "spec": { "snapshots": snapshots } },
+        }))
+        .unwrap()
+    }
+
+    #[tokio::test]
+    async fn everything_that_is_known_of_the_creator_is_asked_about() {
+        let asked = Arc::new(Asked::default());
+        let judged = webhook(asked.clone()).judge(creation(&["a".into()], Some("apps"))).await;
+        assert_eq!(judged, Ok(()));
+        let attributes = json!({
+            "verb": "get", "group": "snapshot.storage.k8s.io", "resource": "volumesnapshots",
+            "namespace": "apps", "name": "a",
+        });
+        let expected = json!({
+            "user": "alice", "uid": "u-1", "groups": ["g-1", "g-2"], "extra": { "scope": ["s"] },
+            "resourceAttributes": attributes,
+        });
+        assert_eq!(*asked.specs.lock().unwrap(), [expected]);
+    }
+
+    #[tokio::test]
+    async fn each_name_is_asked_for_once_and_a_few_at_a_time() {
+        let asked = Arc::new(Asked::default());
+        let webhook = webhook(asked.clone());
+        let names: Vec<_> = (0..60).map(|number| format!("s{}", number % 50)).collect();
+        let others =
+            (0..4).map(|_| tokio::spawn(webhook.clone().judge(creation(&names, Some("n")))));
+        for other in others.collect::<Vec<_>>() {
+            assert_eq!(other.await.unwrap(), Ok(()));
+        }
+        assert_eq!(asked.specs.lock().unwrap().len(), 4 * 50);
+        assert_eq!(asked.most.load(Ordering::SeqCst), REVIEWS);
+    }
+
+    #[tokio::test]
+    async fn one_that_is_denied_is_enough() {
+        let names = ["a".into(), "secret".into()];
+        let webhook = webhook(Arc::default());
+        let refused = webhook.clone().judge(creation(&names, Some("n"))).await.unwrap_err();
+        assert_eq!(refused.code(), 403);
+        assert!(refused.message().contains("\"secret\" in the namespace n"), "{refused:?}");
+        for namespace in [None, Some(""), Some("A/b")] {
+            let refused = webhook.clone().judge(creation(&names[..1], namespace)).await;
+            assert_eq!(refused.unwrap_err().code(), 422, "{namespace:?}");
+        }
+    }
 
     #[test]
     fn a_refusal_names_who_what_where_and_the_next_step() {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # hack/kind-demo.sh [--delete]: the driver and its sidecar in a cluster of kind on this machine: builds the image,
 # installs everything, writes to a volume, snapshots it, changes it, snapshots it again, and lists what the
-# first snapshot holds and what changed to the second one, as a backup application does.
+# first snapshot holds and what changed to the second one, as a backup application does: with tokens of its own, and in snapshot sessions.
 #
 # It goes on where an earlier run ended, and leaves the cluster for a look; --delete takes it away. It needs
 # docker, kind, kubectl and go, and changes nothing of the kubectl configuration that is there.
@@ -46,12 +46,24 @@ delete() {
     # Loop devices belong to the machine: they have to be let go before the node goes. First what uses
     # volumes, then the volumes, then the driver.
     try "look at: kubectl get pods,pvc,volumesnapshots -A; the driver has to run for volumes to go" \
-        kubectl delete --ignore-not-found --timeout="${patience}s" namespace backup-app backup-demo
+        kubectl delete --ignore-not-found --timeout="${patience}s" namespace backup-app backup-app-session
+    # Sessions end while their manager runs.
+    try "look at: kubectl -n csi-loopback-sessions get pods; csi-loopback --mode session-manager --clean-up" sessions_are_gone
+    try "look at: kubectl -n backup-demo get pods,pvc,volumesnapshots" \
+        kubectl delete --ignore-not-found --timeout="${patience}s" namespace backup-demo
+    try "look at: kubectl -n csi-loopback-sessions get pods" \
+        kubectl delete --ignore-not-found --timeout="${patience}s" -k deploy/session-manager
     try "look at: kubectl get persistentvolumes,volumesnapshotcontents" volumes_are_gone
     try "look at: kubectl -n csi-loopback get pods" \
         kubectl delete --ignore-not-found --timeout="${patience}s" namespace csi-loopback
     try "kind delete cluster --name $cluster" kind delete cluster --name "$cluster"
     rm -f "$KUBECONFIG"
+}
+
+sessions_are_gone() {
+    # A run that ended early has not installed them.
+    ! kubectl get crd snapshotsessionrequests.cbt.storage.k8s.io >/dev/null 2>&1 ||
+        kubectl delete --timeout="${patience}s" snapshotsessionrequests --all --all-namespaces
 }
 
 volumes_are_gone() {
@@ -125,6 +137,11 @@ install_driver() {
         kubectl -n csi-loopback rollout status --timeout="${patience}s" statefulset/csi-loopback-controller
 }
 
+install_session_manager() {
+    kubectl apply --server-side -k deploy/session-manager &&
+        kubectl -n csi-loopback-sessions rollout status --timeout="${patience}s" deployment/csi-loopback-session-manager
+}
+
 make_volume() {
     kubectl apply --server-side -k deploy/examples/volume &&
         kubectl -n backup-demo wait --for=condition=Ready --timeout="${patience}s" pod/writer
@@ -148,9 +165,9 @@ END
         "volumesnapshot/$1"
 }
 
-list() { # list POD: what a backup application's pod has listed
-    kubectl -n backup-app wait --for=jsonpath='{.status.phase}'=Succeeded --timeout="${patience}s" "pod/$1" &&
-        kubectl -n backup-app logs "$1"
+list() { # list NAMESPACE POD: what a backup application's pod has listed
+    kubectl -n "$1" wait --for=jsonpath='{.status.phase}'=Succeeded --timeout="${patience}s" "pod/$2" &&
+        kubectl -n "$1" logs "$2"
 }
 
 # --------------------------------------------------------------------------------------------------
@@ -181,7 +198,7 @@ try "see what the build says above; $again" build_image
 say "loading images into the node"
 try "go mod download in hack/tools/kubernetes; $again" prepare_controller
 try "set CSI_IMAGES to where the released images are; $again" load_images
-say "definitions of VolumeSnapshots and SnapshotMetadataServices, snapshot-controller"
+say "definitions of VolumeSnapshots and of this project's objects, snapshot-controller"
 try "look at: kubectl get crd; $again" install_definitions
 try "look at: kubectl -n kube-system get pods; $again" kubectl apply --server-side -k "$controller"
 try "look at: kubectl -n kube-system describe deployment snapshot-controller; $again" \
@@ -189,6 +206,9 @@ try "look at: kubectl -n kube-system describe deployment snapshot-controller; $a
 say "the driver, its controllers and the sidecar"
 try "look at: kubectl -n csi-loopback describe pods; kubectl -n csi-loopback logs csi-loopback-0 driver; $again" \
     install_driver
+say "the session manager"
+try "look at: kubectl -n csi-loopback-sessions describe pods; kubectl -n csi-loopback-sessions logs deployment/csi-loopback-session-manager; $again" \
+    install_session_manager
 say "a volume, and a pod that uses it"
 try "look at: kubectl -n backup-demo describe pvc,pods; kubectl -n csi-loopback logs csi-loopback-controller-0 csi-provisioner; $again" \
     make_volume
@@ -205,13 +225,15 @@ say "the snapshot second"
 try "$look" snapshot second
 say "where backup applications ask"
 try "look at: kubectl -n csi-loopback logs csi-loopback-0 metadata; $again" \
-    kubectl get snapshotmetadataservices
-# Pods of an earlier run would only tell what they told then.
-kubectl -n backup-app delete --ignore-not-found pod backup-full backup-incremental
-try "see above; $again" kubectl apply --server-side -k deploy/examples/backup-app
-look="look at: kubectl -n backup-app logs POD; kubectl -n csi-loopback logs csi-loopback-0 metadata; $again"
-say "a full backup: what the first snapshot holds"
-try "$look" list backup-full
-say "an incremental one: what changed to the second"
-try "$look" list backup-incremental
+    kubectl get snapshotmetadataservices,snapshotserviceconfigurations
+for application in backup-app backup-app-session; do
+    # Pods of an earlier run would only tell what they told then.
+    kubectl -n "$application" delete --ignore-not-found pod backup-full backup-incremental
+    try "see above; $again" kubectl apply --server-side -k "deploy/examples/$application"
+    look="look at: kubectl -n $application logs POD; kubectl -n csi-loopback logs csi-loopback-0 metadata; $again"
+    say "$application, a full backup: what the first snapshot holds"
+    try "$look" list "$application" backup-full
+    say "$application, an incremental one: what changed to the second"
+    try "$look" list "$application" backup-incremental
+done
 say "done. For a look: export KUBECONFIG=$KUBECONFIG. To take it away: $0 --delete"

@@ -58,6 +58,10 @@ fn main() -> ExitCode {
             "the_rights_of_deploy_suffice_for_snapshots_and_their_metadata",
             whole::the_rights_suffice,
         ),
+        (
+            "the_rights_of_deploy_suffice_for_snapshot_sessions",
+            whole::the_rights_suffice_for_sessions,
+        ),
         ("a_snapshotter_secret_is_for_those_who_need_it", rights::snapshotter_secret),
         (
             "what_would_give_manager_driver_or_application_more_of_sessions_is_refused_to_them",

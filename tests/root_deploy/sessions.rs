@@ -44,6 +44,29 @@ pub fn apply_sessions(cluster: &Cluster) {
     said(apply(cluster, &deploy("examples/backup-app-session")));
 }
 
+/// Has the API server, which is no pod here, call the webhook at a port of this machine.
+pub fn call_webhook_at(cluster: &Cluster, port: u16) {
+    let url = format!("https://localhost:{port}/validate-snapshotsessionrequest");
+    let patch = json!([
+        { "op": "replace", "path": "/webhooks/0/clientConfig", "value": { "url": url } },
+    ]);
+    let object = ["patch", "validatingwebhookconfiguration", MANAGER, "--type=json", "-p"];
+    said(cluster.kubectl(&[&object[..], &[&patch.to_string()]].concat()));
+}
+
+/// Whether a manager answers the webhook.
+pub fn is_served(cluster: &Cluster) -> bool {
+    verdict(cluster).is_ok()
+}
+
+/// The webhook as it comes with the manifests, and no configuration of a driver.
+pub fn apply_anew(cluster: &Cluster) {
+    said(cluster.kubectl(&["delete", "validatingwebhookconfiguration", MANAGER]));
+    let configuration = ["delete", "--ignore-not-found", "snapshotserviceconfiguration", DRIVER];
+    said(cluster.kubectl(&configuration));
+    apply_sessions(cluster);
+}
+
 pub fn refused(cluster: &Cluster) {
     apply_base(cluster);
     apply_sessions(cluster);

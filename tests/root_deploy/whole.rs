@@ -1,14 +1,22 @@
 //! All of it at work: driver, csi-snapshotter, sidecar and backup application, each with the rights that
 //! deploy/ gives it and with nothing else; the sidecar makes its certificate and its SnapshotMetadataService itself.
 
+use std::process::Command;
+
 use csi_loopback::backend::PoolKind;
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
+use csi_loopback::kubernetes::session::SnapshotServiceConfiguration;
 use csi_loopback::proto::snapshotmetadata as api;
+use serde_json::Value;
 
 use crate::cluster::Cluster;
-use crate::cluster::programs::said;
+use crate::cluster::manager::{self, Start};
+use crate::cluster::programs::{Process, Served, finish, free_port, said};
+use crate::cluster::sidecar::spawn_at;
+use crate::cluster::storage::Ready;
 use crate::cluster::tls::Authority;
-use crate::rig::{CAPACITY, client_at, collect, spawn};
+use crate::rig::{CAPACITY, client_at, collect};
+use crate::sessions::{self, apply_sessions};
 use crate::support::driver::{Driver, block};
 use crate::support::{BLOCK, pattern, write_direct};
 use crate::{DRIVER, NAMESPACE, account, apply, apply_base_anew, deploy, objects, sidecar};
@@ -30,45 +38,84 @@ fn audience(cluster: &Cluster) -> String {
     audiences.next().expect("the sidecar has an audience")
 }
 
+/// Driver and csi-snapshotter, with two snapshots: of a block, and of another one beside it.
+struct Stage {
+    first: Ready,
+    second: Ready,
+    // Dropped in this order.
+    snapshotter: Process,
+    driver: Driver,
+}
+
+impl Stage {
+    fn set(cluster: &Cluster) -> Self {
+        let driver = Driver::with(PoolKind::Image, &["--driver-name", DRIVER]);
+        let volume = driver.volume("data", CAPACITY, block());
+        let claim = cluster.unique("bound");
+        cluster.claim(DEMO, &claim, DRIVER, &volume, CAPACITY);
+        let controller = cluster.kubeconfig_of(&account(NAMESPACE, "csi-loopback-controller"));
+        let snapshotter = cluster.snapshotter_as(&controller, &driver.socket());
+        let write = |at: u64| {
+            driver.with_device(&volume, |device| {
+                write_direct(device, at * BLOCK, &pattern(at, BLOCK as usize));
+            });
+        };
+        write(3);
+        let first = cluster.snapshot(DEMO, "first", &claim, CLASS);
+        write(700);
+        let second = cluster.snapshot(DEMO, "second", &claim, CLASS);
+        Self { first, second, snapshotter, driver }
+    }
+
+    /// The sidecar with the flags of its container, and where it really is.
+    fn sidecar(&self, cluster: &Cluster, more: &[&str]) -> Served {
+        let ports = (free_port(), free_port());
+        let address = format!("localhost:{}", ports.0);
+        let certificate = Authority::new("unused").certify(self.driver.scratch(), "sidecar");
+        let audience = audience(cluster);
+        let own = cluster.kubeconfig_of(&sidecar());
+        let flags = [
+            &[
+                "--audience",
+                audience.as_str(),
+                "--self-signed",
+                "--self-signed-secret",
+                "csi-loopback-metadata-tls",
+                "--namespace",
+                NAMESPACE,
+                "--manage-service",
+                "--service-address",
+                &address,
+            ],
+            more,
+        ]
+        .concat();
+        let socket = self.driver.socket();
+        let mut served = spawn_at(ports, cluster, &socket, &own, &certificate, &flags);
+        served.process.wait_for("the sidecar is ready", |_| {
+            std::net::TcpStream::connect(("127.0.0.1", served.http_port)).ok()
+        });
+        served
+    }
+
+    /// Takes the snapshots away. Nobody was refused anything by the API server.
+    fn strike(self, cluster: &Cluster, others: &[(&str, &Process)]) {
+        for snapshot in [&self.first, &self.second] {
+            cluster.delete_snapshot(snapshot);
+        }
+        for (what, process) in others.iter().chain(&[("csi-snapshotter", &self.snapshotter)]) {
+            let log = process.log();
+            let refused: Vec<_> = log.lines().filter(|line| line.contains("forbidden")).collect();
+            assert!(refused.is_empty(), "{what}: {refused:#?}");
+        }
+    }
+}
+
 pub fn the_rights_suffice(cluster: &Cluster) {
     apply_base_anew(cluster);
     said(apply(cluster, &deploy("examples/backup-app")));
-    let driver = Driver::with(PoolKind::Image, &["--driver-name", DRIVER]);
-    let volume = driver.volume("data", CAPACITY, block());
-    cluster.claim(DEMO, "bound", DRIVER, &volume, CAPACITY);
-
-    let controller = cluster.kubeconfig_of(&account(NAMESPACE, "csi-loopback-controller"));
-    let snapshotter = cluster.snapshotter_as(&controller, &driver.socket());
-    let write = |at: u64| {
-        driver.with_device(&volume, |device| {
-            write_direct(device, at * BLOCK, &pattern(at, BLOCK as usize));
-        });
-    };
-    write(3);
-    let first = cluster.snapshot(DEMO, "first", "bound", CLASS);
-    write(700);
-    let second = cluster.snapshot(DEMO, "second", "bound", CLASS);
-
-    let authority = Authority::new("backup authority");
-    let certificate = authority.certify(driver.scratch(), "sidecar");
-    let audience = audience(cluster);
-    let own = cluster.kubeconfig_of(&sidecar());
-    let flags = [
-        "--audience",
-        audience.as_str(),
-        "--self-signed",
-        "--self-signed-secret",
-        "csi-loopback-metadata-tls",
-        "--namespace",
-        NAMESPACE,
-        "--manage-service",
-        "--service-address",
-        "localhost:6443",
-    ];
-    let mut served = spawn(cluster, &driver.socket(), &own, &certificate, &flags);
-    served.process.wait_for("the sidecar is ready", |_| {
-        std::net::TcpStream::connect(("127.0.0.1", served.http_port)).ok()
-    });
+    let stage = Stage::set(cluster);
+    let mut served = stage.sidecar(cluster, &[]);
     // Whom to trust, the sidecar says itself.
     let services = cluster.api::<SnapshotMetadataService>();
     let authority = served.process.wait_for("the SnapshotMetadataService", |_| {
@@ -76,7 +123,7 @@ pub fn the_rights_suffice(cluster: &Cluster) {
         String::from_utf8(service.spec.ca_cert.0).ok().filter(|pem| pem.contains("BEGIN"))
     });
     let backup = account("backup-app", "backup-app");
-    let security_token = cluster.token(&backup, Some(&audience));
+    let security_token = cluster.token(&backup, Some(&audience(cluster)));
     let ask = |asked: crate::rig::Asked| {
         let answer = collect(client_at(cluster, &served, &authority), asked);
         match cluster.block_on(answer) {
@@ -91,7 +138,7 @@ pub fn the_rights_suffice(cluster: &Cluster) {
         ..Default::default()
     };
     assert_eq!(ask(allocated.into()), [(3 * BLOCK, BLOCK)]);
-    for base in ["first", &first.handle] {
+    for base in ["first", &stage.first.handle] {
         let delta = api::GetMetadataDeltaRequest {
             security_token: security_token.clone(),
             namespace: DEMO.to_owned(),
@@ -101,11 +148,77 @@ pub fn the_rights_suffice(cluster: &Cluster) {
         };
         assert_eq!(ask(delta.into()), [(700 * BLOCK, BLOCK)], "{base}");
     }
-    for snapshot in [&first, &second] {
-        cluster.delete_snapshot(snapshot);
-    }
-    for (what, log) in [("csi-snapshotter", snapshotter.log()), ("sidecar", served.process.log())] {
-        let refused: Vec<_> = log.lines().filter(|line| line.contains("forbidden")).collect();
-        assert!(refused.is_empty(), "{what}: {refused:#?}");
-    }
+    stage.strike(cluster, &[("sidecar", &served.process)]);
+}
+
+pub fn the_rights_suffice_for_sessions(cluster: &Cluster) {
+    apply_base_anew(cluster);
+    apply_sessions(cluster);
+    let stage = Stage::set(cluster);
+    let mut served = stage.sidecar(cluster, &["--session-api"]);
+    let configurations = cluster.api::<SnapshotServiceConfiguration>();
+    served
+        .process
+        .wait_for("the SnapshotServiceConfiguration", |_| cluster.get(&configurations, DRIVER));
+
+    // Its flags are those of its Deployment, but for where it is.
+    let kubeconfig = cluster.kubeconfig_of(&sessions::manager());
+    let flags = ["--self-signed-secret", "csi-loopback-session-manager-tls"];
+    let start = Start {
+        kubeconfig: &kubeconfig,
+        namespace: sessions::MANAGERS,
+        flags: &flags,
+        ahead: None,
+    };
+    let manager = manager::spawn(cluster, &start);
+    sessions::call_webhook_at(cluster, manager.port);
+
+    // As the application's pods do it.
+    let application = cluster.kubeconfig_of(&sessions::session_backup());
+    let list = |snapshots: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_csi-loopback"));
+        command.arg("snapshot").args(snapshots).args(["--api=session", "--namespace", DEMO]);
+        command.args(["--output", "json", "--timeout", "60s", "--kubeconfig"]).arg(&application);
+        let output = finish(command);
+        let logs = (manager.process.log(), served.process.log());
+        assert!(output.status.success(), "{output:?}\n{}\n{}", logs.0, logs.1);
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let extents = answer["extents"].as_array().unwrap().iter();
+        let number = |one: &Value, field: &str| one[field].as_u64().unwrap();
+        extents.map(|one| (number(one, "offset"), number(one, "length"))).collect::<Vec<_>>()
+    };
+    cluster.wait_for("the webhook", || sessions::is_served(cluster).then_some(()));
+    assert_eq!(list(&["allocated", "first"]), [(3 * BLOCK, BLOCK)]);
+    assert_eq!(list(&["delta", "first", "second"]), [(700 * BLOCK, BLOCK)]);
+
+    // By hand, as the example has it.
+    let request = deploy("examples/backup-app-session/request.yaml");
+    let made =
+        said(cluster.kubectl(&["create", "-o", "name", "-f", crate::support::path(&request)]));
+    let ready = "--for=jsonpath={.status.state}=Ready";
+    said(cluster.kubectl(&["-n", DEMO, "wait", "--timeout=60s", ready, made.trim()]));
+    let name = made.trim().rsplit('/').next().unwrap().to_owned();
+    cluster.wait_for("the event on the request", || {
+        let about = format!("--field-selector=regarding.name={name}");
+        let told = said(cluster.kubectl(&[
+            "-n",
+            DEMO,
+            "get",
+            "events.events.k8s.io",
+            &about,
+            "-o",
+            "name",
+        ]));
+        (!told.is_empty()).then_some(())
+    });
+    said(cluster.kubectl(&["-n", DEMO, "delete", made.trim()]));
+    assert_eq!(
+        said(cluster.kubectl(&["get", "ssr,ssd", "-A", "-o", "name"])),
+        "",
+        "nothing is left"
+    );
+
+    stage.strike(cluster, &[("sidecar", &served.process), ("session manager", &manager.process)]);
+    drop(manager);
+    sessions::apply_anew(cluster);
 }

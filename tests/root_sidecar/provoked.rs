@@ -5,11 +5,12 @@ use csi_loopback::proto::snapshotmetadata as api;
 use prost::Message;
 use tonic::{Code, Status};
 
-use super::rig::{AUDIENCE, Answer, client_at, collect, http, spawn};
+use super::rig::{AUDIENCE, Answer, client_at, collect, http};
 use crate::cluster::Cluster;
 use crate::cluster::access::{rule, sidecar_rules};
 use crate::cluster::fake_driver::{Fake, Script};
 use crate::cluster::programs::Served;
+use crate::cluster::sidecar::spawn;
 use crate::cluster::tls::Authority;
 use crate::support::driver::wait_for;
 

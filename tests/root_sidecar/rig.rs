@@ -17,9 +17,7 @@ use crate::cluster::tls::{Authority, Certificate};
 use api::snapshot_metadata_client::SnapshotMetadataClient;
 
 use crate::cluster::sidecar::start;
-pub use crate::cluster::sidecar::{
-    AUDIENCE, Answer, Asked, Extents, client_at, collect, http, spawn,
-};
+pub use crate::cluster::sidecar::{AUDIENCE, Answer, Asked, Extents, client_at, collect, http};
 
 pub const CAPACITY: u64 = rig::SIZE;
 

@@ -320,7 +320,7 @@ pub fn a_driver_that_comes_late_or_comes_back_is_found(cluster: &Cluster) {
     assert!(rig.driver.stop().success());
     rig.sidecar.process.stop();
     let kubeconfig = cluster.kubeconfig_of(&rig.own);
-    rig.sidecar = rig::spawn(
+    rig.sidecar = crate::cluster::sidecar::spawn(
         cluster,
         &rig.driver.socket(),
         &kubeconfig,

@@ -118,8 +118,15 @@ async fn replica(client: Client, flags: Flags, driver: String) -> anyhow::Result
     let address = service.address.clone();
     let names = vec![address.host().to_owned()];
     let configuration = Configuration { driver, address, namespace: NAMESPACE.to_owned() };
-    let (certificates, bundles) =
-        authority::start(client.clone(), &flags.authority, names, true, shutdown.clone()).await?;
+    let (certificates, bundles) = authority::start(
+        client.clone(),
+        &flags.authority,
+        "sidecar",
+        names,
+        true,
+        shutdown.clone(),
+    )
+    .await?;
     let [one, other] = [(); 2].map(|()| bundles.place());
     tokio::spawn(keep(client.clone(), service, one, shutdown.clone()));
     tokio::spawn(keep(client, configuration, other, shutdown.clone()));

@@ -20,7 +20,7 @@ use super::{clean_up, token, webhook};
 use crate::kubernetes::leader::Election;
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::session::SnapshotSessionData;
-use crate::kubernetes::tls::identity::Identity;
+use crate::kubernetes::tls::identity::{Identity, Wanted};
 use crate::kubernetes::webhook_configuration::CaBundle;
 use crate::kubernetes::{cache, client, https, tls};
 use crate::telemetry::http::{self, Pages};
@@ -58,9 +58,14 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
     let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let namespace = args.authority.namespace()?;
-    let flags = (&args.tls, &args.authority);
-    let address = args.service_address.as_ref();
-    let identity = tls::identity::start(&kubernetes, flags, address, true, &shutdown).await?;
+    let wanted = Wanted {
+        mode: "session-manager",
+        files: &args.tls,
+        authority: &args.authority,
+        address: args.service_address.as_ref(),
+        managed: true,
+    };
+    let identity = tls::identity::start(&kubernetes, wanted, &shutdown).await?;
     let metrics = Metrics::new(|registry| identity.register(registry));
     let context = Arc::new(context(&args, &kubernetes, &namespace, &metrics, &shutdown)?);
     let webhook = serve_webhook(&args, &kubernetes, identity, &shutdown).await?;

@@ -28,7 +28,7 @@ use super::{HEALTH_PATH, publish};
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::publish::{Publication, keep};
 use crate::kubernetes::review::Reviewer;
-use crate::kubernetes::tls::identity::Identity;
+use crate::kubernetes::tls::identity::{Identity, Wanted};
 use crate::kubernetes::tls::{Bundles, Place};
 use crate::kubernetes::{cache, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
@@ -131,9 +131,14 @@ async fn identity(
     shutdown: &Shutdown,
 ) -> anyhow::Result<Identity> {
     let (publish, managed) = (&args.publish, args.publish.manage_service);
-    let flags = (&args.tls, &args.authority);
-    let address = publish.service_address.as_ref();
-    let mut identity = tls::identity::start(kubernetes, flags, address, managed, shutdown).await?;
+    let wanted = Wanted {
+        mode: "sidecar",
+        files: &args.tls,
+        authority: &args.authority,
+        address: publish.service_address.as_ref(),
+        managed,
+    };
+    let mut identity = tls::identity::start(kubernetes, wanted, shutdown).await?;
     if managed && identity.bundles.is_none() {
         let bundles = publish::bundles_of_files(publish, &args.tls, shutdown.clone())?;
         identity.bundles = Some(bundles);

@@ -14,7 +14,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Status, Streaming};
 use tonic_health::pb::health_check_response::ServingStatus;
 
-use super::rig::{self, Asked, Options, Rig, client_at, collect};
+use super::rig::{Asked, Options, Rig, client_at, collect};
 use crate::cluster::Cluster;
 use crate::cluster::sidecar::channel;
 use crate::support::driver::{PATIENCE, block, wait_for};

@@ -15,22 +15,34 @@ pub struct Identity {
     pub bundles: Option<Bundles>,
 }
 
-/// Takes the certificate that the flags name, or makes one for the host of `address`, and begins to keep it fresh.
-/// `managed` is as for [`authority::start`].
+/// What a mode is to show.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// Name of the mode.
+    pub mode: &'static str,
+    pub files: &'a Args,
+    pub authority: &'a authority::Args,
+    /// Where clients reach it.
+    pub address: Option<&'a Address>,
+    /// As for [`authority::start`].
+    pub managed: bool,
+}
+
+/// Takes the certificate that the flags name, or makes one for the host of the address, and begins to keep it fresh.
 ///
 /// # Errors
 /// No certificate, or none that can be used; which flag says so.
 pub async fn start(
     client: &Client,
-    (files, authority): (&Args, &authority::Args),
-    address: Option<&Address>,
-    managed: bool,
+    wanted: Wanted<'_>,
     shutdown: &Shutdown,
 ) -> anyhow::Result<Identity> {
+    let Wanted { mode, files, authority, address, managed } = wanted;
     if authority.self_signed {
         let address = address.context("--self-signed needs --service-address")?;
         let names = vec![address.host().to_owned()];
-        let started = authority::start(client.clone(), authority, names, managed, shutdown.clone());
+        let (client, shutdown) = (client.clone(), shutdown.clone());
+        let started = authority::start(client, authority, mode, names, managed, shutdown);
         let (certificates, bundles) = started.await?;
         return Ok(Identity { certificates, bundles: managed.then_some(bundles) });
     }

@@ -50,9 +50,10 @@ pub struct Args {
     #[arg(long, requires = "service_address", conflicts_with_all = ["tls_cert", "tls_key"])]
     pub self_signed: bool,
 
-    /// Secret that holds the authority; made if it is not there or has no data.
-    #[arg(long, requires = "self_signed", default_value = "csi-loopback-sidecar-ca", value_parser = name::object, value_name = "NAME")]
-    pub self_signed_secret: String,
+    /// Secret that holds the authority; made if it is not there or has no data. By default one of the mode's own:
+    /// csi-loopback-MODE-ca.
+    #[arg(long, requires = "self_signed", value_parser = name::object, value_name = "NAME")]
+    pub self_signed_secret: Option<String>,
 
     /// How long an authority is good for, from 20s to ten years. The next one is made when six tenths of it are left
     /// and signs when clients had two tenths to learn of it.
@@ -89,7 +90,8 @@ impl Args {
 }
 
 /// Begins to keep the authority in the Secret, and waits for the first certificate, which is for `names`: DNS names
-/// and IP addresses. `managed` says that somebody publishes what [`Bundles`] has, in each [`Place`](super::Place) of them, and
+/// and IP addresses. Replicas of a mode share an authority, and modes do not: each knows only of its own that it is published
+/// everywhere. `managed` says that somebody publishes what [`Bundles`] has, in each [`Place`](super::Place) of them, and
 /// tells it; if not, publishing is done with writing the Secret.
 ///
 /// # Errors
@@ -97,17 +99,19 @@ impl Args {
 pub async fn start(
     client: Client,
     args: &Args,
+    mode: &str,
     names: Vec<String>,
     managed: bool,
     shutdown: Shutdown,
 ) -> anyhow::Result<(Certificates, Bundles)> {
     let namespace = args.namespace()?;
+    let name = args.self_signed_secret.clone().unwrap_or_else(|| format!("csi-loopback-{mode}-ca"));
     let (pem_sender, pem) = watch::channel(String::new());
     let (bundles, published) = Bundles::new(pem);
     let mut keeper = Keeper {
         secrets: Api::namespaced(client, &namespace),
-        place: format!("Secret {namespace}/{}", args.self_signed_secret),
-        name: args.self_signed_secret.clone(),
+        place: format!("Secret {namespace}/{name}"),
+        name,
         timing: Timing { validity: args.self_signed_validity },
         names,
         published: managed.then_some(published),

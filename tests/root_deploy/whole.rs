@@ -170,8 +170,9 @@ pub fn the_rights_suffice_for_sessions(cluster: &Cluster) {
         flags: &flags,
         ahead: None,
     };
-    let manager = manager::spawn(cluster, &start);
+    let mut manager = manager::spawn(cluster, &start);
     sessions::call_webhook_at(cluster, manager.port);
+    manager.process.wait_for("the webhook", |_| sessions::is_served(cluster).then_some(()));
 
     // As the application's pods do it.
     let application = cluster.kubeconfig_of(&sessions::session_backup());
@@ -187,7 +188,6 @@ pub fn the_rights_suffice_for_sessions(cluster: &Cluster) {
         let number = |one: &Value, field: &str| one[field].as_u64().unwrap();
         extents.map(|one| (number(one, "offset"), number(one, "length"))).collect::<Vec<_>>()
     };
-    cluster.wait_for("the webhook", || sessions::is_served(cluster).then_some(()));
     assert_eq!(list(&["allocated", "first"]), [(3 * BLOCK, BLOCK)]);
     assert_eq!(list(&["delta", "first", "second"]), [(700 * BLOCK, BLOCK)]);
 

@@ -16,7 +16,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 
 use super::rig::{Asked, Options, Rig, client_at, collect};
 use crate::cluster::Cluster;
-use crate::cluster::sidecar::channel;
+use crate::cluster::sidecar::{channel, spawn};
 use crate::support::driver::{PATIENCE, block, wait_for};
 use crate::support::{BLOCK, MIB};
 use api::snapshot_metadata_client::SnapshotMetadataClient;
@@ -320,13 +320,8 @@ pub fn a_driver_that_comes_late_or_comes_back_is_found(cluster: &Cluster) {
     assert!(rig.driver.stop().success());
     rig.sidecar.process.stop();
     let kubeconfig = cluster.kubeconfig_of(&rig.own);
-    rig.sidecar = crate::cluster::sidecar::spawn(
-        cluster,
-        &rig.driver.socket(),
-        &kubeconfig,
-        &rig.certificate,
-        &["--timeout", "2s"],
-    );
+    rig.sidecar =
+        spawn(cluster, &rig.driver.socket(), &kubeconfig, &rig.certificate, &["--timeout", "2s"]);
     wait_for("the HTTP endpoint", || {
         std::net::TcpStream::connect(("127.0.0.1", rig.sidecar.http_port)).is_ok()
     });

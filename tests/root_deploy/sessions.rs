@@ -330,7 +330,7 @@ pub fn mislabelled(cluster: &Cluster) {
     apply_sessions(cluster);
     let write = |client: &Client, name: &str, labels: Value| {
         let api: Api<SnapshotServiceConfiguration> = Api::all(client.clone());
-        let params = PatchParams { dry_run: true, ..PatchParams::apply("test") };
+        let params = PatchParams { dry_run: true, ..PatchParams::apply("test").force() };
         let object = configuration(name, &labels);
         let answer = cluster.block_on(api.patch(name, &params, &Patch::Apply(&object)));
         answer.map(drop).map_err(|error| error.to_string())

@@ -125,7 +125,11 @@ async fn choose(
     found: &Found,
 ) -> Result<(SnapshotSessionRequest, String), Stop> {
     let chosen = held.status.as_ref().and_then(|status| status.session_token.clone());
-    if let Some(chosen) = chosen.filter(|chosen| token::is_one(chosen)) {
+    if let Some(chosen) = chosen {
+        if !token::is_one(&chosen) {
+            let message = "the status has a session token that the manager has not made; make another request";
+            return Err(Stop::Obstacle(Obstacle::new(Cause::DataRefused, message)));
+        }
         let expires = held.status.as_ref().and_then(|status| status.expiration_time.as_ref());
         let wanted = data(&held, found, &chosen, expires.unwrap_or(expiration));
         let fits = |one: &SnapshotSessionData| {

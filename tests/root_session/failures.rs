@@ -118,3 +118,14 @@ pub fn one_snapshot_that_fails_is_not_hidden_by_one_that_is_waited_for(cluster: 
     rig.request("other", &["tuesday"]);
     rig.wait_for("other", SessionState::Ready);
 }
+
+pub fn data_refused_a_token_that_the_manager_has_not_made_fails_the_request(cluster: &Cluster) {
+    let mut rig = Rig::new(cluster);
+    rig.snapshot("monday");
+    rig.manager.process.stop();
+    rig.request("backup", &["monday"]);
+    cluster.merge_status(&rig.requests(), "backup", &json!({ "sessionToken": "guessable" }));
+    rig.manager = rig.another(&[]);
+    rig.fails("backup", "DataRefused");
+    assert!(rig.data().is_empty());
+}

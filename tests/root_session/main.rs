@@ -45,6 +45,7 @@ fn main() -> ExitCode {
             configuration_misnamed_one_that_speaks_for_another_driver_fails_the_request
             namespace_missing_a_configuration_that_names_no_namespace_there_is_fails_the_request
             data_refused_a_handle_that_is_too_long_fails_the_request
+            data_refused_a_token_that_the_manager_has_not_made_fails_the_request
             one_snapshot_that_fails_is_not_hidden_by_one_that_is_waited_for;
         expiry:
             an_expired_request_is_deleted_with_its_data

@@ -1,0 +1,35 @@
+//! docs/session-manager.md says which test shows what of the proposal: each of them exists.
+
+use std::fs;
+use std::path::Path;
+
+/// The Rust sources below a directory.
+fn sources(directory: &Path, all: &mut String) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, all);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            all.push_str(&fs::read_to_string(&path).unwrap());
+        }
+    }
+}
+
+#[test]
+fn each_test_that_the_page_on_sessions_names_exists() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut code = String::new();
+    sources(&root.join("tests"), &mut code);
+    sources(&root.join("src"), &mut code);
+    let page = fs::read_to_string(root.join("docs/session-manager.md")).unwrap();
+    let (_, table) = page.split_once("## What is tested where").unwrap();
+    // Every other part stands between backticks; names of tests are the ones with underscores.
+    let named: Vec<&str> = table.split('`').skip(1).step_by(2).collect();
+    let tests: Vec<&str> =
+        named.into_iter().filter(|name| name.contains('_') && !name.contains('/')).collect();
+    assert!(tests.len() > 70, "{} tests named", tests.len());
+    for test in tests {
+        let forms = [format!("fn {test}("), format!("\"{test}\"")];
+        assert!(forms.iter().any(|form| code.contains(form)), "{test} does not exist");
+    }
+}

@@ -14,12 +14,10 @@ mod several;
 
 use std::process::ExitCode;
 
-macro_rules! suite {
-    ($($module:ident: $($test:ident)*;)*) => { &[$($((stringify!($test), $module::$test),)*)*] };
-}
+use cluster::suite::of_modules;
 
 fn main() -> ExitCode {
-    cluster::suite::run(suite! {
+    cluster::suite::run(of_modules! {
         life:
             a_request_becomes_ready_with_address_ca_and_token
             the_data_says_what_the_token_stands_for

@@ -19,12 +19,10 @@ mod tokens;
 
 use std::process::ExitCode;
 
-macro_rules! suite {
-    ($($module:ident: $($test:ident)*;)*) => { &[$($((stringify!($test), $module::$test),)*)*] };
-}
+use cluster::suite::of_modules;
 
 fn main() -> ExitCode {
-    cluster::suite::run(suite! {
+    cluster::suite::run(of_modules! {
         answers:
             a_session_is_answered_as_the_released_api_and_the_driver_are_in_both_styles
             a_driver_without_the_session_api_is_asked_through_csi_in_both_styles

@@ -17,12 +17,10 @@ mod safety;
 
 use std::process::ExitCode;
 
-macro_rules! suite {
-    ($($module:ident: $($test:ident)*;)*) => { &[$($((stringify!($test), $module::$test),)*)*] };
-}
+use cluster::suite::of_modules;
 
 fn main() -> ExitCode {
-    cluster::suite::run(suite! {
+    cluster::suite::run(of_modules! {
         answers:
             allocated_blocks_are_those_that_the_driver_reports
             changed_blocks_are_found_from_a_handle_and_from_a_name

@@ -14,6 +14,14 @@ use crate::support::why_no_root;
 /// A promise, and what shows that it is kept.
 pub type Test = (&'static str, fn(&Cluster));
 
+/// The table of tests that are spread over modules: `MODULE: TEST TEST …;` and so on.
+#[allow(unused_macros)] // Each test binary uses its own part.
+macro_rules! of_modules {
+    ($($module:ident: $($test:ident)*;)*) => { &[$($((stringify!($test), $module::$test),)*)*] };
+}
+#[allow(unused_imports)]
+pub(crate) use of_modules;
+
 /// Lines for hack/test.sh, told behind all tests: among them they could come to stand behind half of another.
 static NOTES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 

@@ -13,6 +13,7 @@
 pub mod backend;
 pub mod cli;
 pub mod client;
+pub mod delta_token;
 pub mod driver;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;

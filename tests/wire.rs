@@ -1,7 +1,7 @@
-//! csi-spec/csi.proto is CSI v1.12 on the wire, csi-spec/snapshotmetadata.proto the released Kubernetes
+//! csi-spec/csi.proto is CSI v1.12 on the wire and what a proposal adds to it, csi-spec/snapshotmetadata.proto the released Kubernetes
 //! SnapshotMetadata API, csi-spec/snapshotsession.proto the one of the proposal with session tokens: no more, no less. The tables of facts in tests/data and the compiled descriptor are
-//! both brought into the same form, one `Fact` for each line, and the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret` and
-//! `alpha` from the markers in its comments.
+//! both brought into the same form, one `Fact` for each line, and the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret`,
+//! `alpha` and `extension` from the markers in its comments. What is in a message that is an extension is one, too.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -17,15 +17,21 @@ use prost_types::{
 };
 
 /// Packages and what is known of them.
-const TABLES: [(&str, &str); 3] = [
+const TABLES: [(&str, &str); 4] = [
     ("csi.v1", include_str!("data/csi-v1.12.tsv")),
+    ("csi.v1", EXTENSIONS),
     ("snapshotmetadata", include_str!("data/snapshotmetadata-v1.tsv")),
     ("snapshotsession", include_str!("data/snapshotsession-v1alpha2.tsv")),
 ];
+/// What a proposal adds to CSI.
+const EXTENSIONS: &str = include_str!("data/csi-extensions.tsv");
 const HEADER: &str = "kind\tin\tname\tnumber\ttype\tnotes";
 
 /// Marker in a comment of csi.proto, and the note of the table that it stands for.
-const MARKERS: [(&str, &str); 2] = [("Secret: never logged.", "secret"), ("Alpha.", "alpha")];
+const MARKERS: [(&str, &str); 3] =
+    [("Secret: never logged.", "secret"), ("Alpha.", "alpha"), (EXTENSION_MARKER, EXTENSION_NOTE)];
+const EXTENSION_MARKER: &str = "KEP-3314 extension.";
+const EXTENSION_NOTE: &str = "extension";
 
 /// One row: kind, in, name, number, type, notes. A column that does not apply is empty.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -85,6 +91,8 @@ struct Reader<'a> {
     file: &'a FileDescriptorProto,
     comments: HashMap<&'a [i32], String>,
     facts: Vec<Fact>,
+    /// Within a message that is an extension.
+    extending: bool,
 }
 
 impl<'a> Reader<'a> {
@@ -94,7 +102,7 @@ impl<'a> Reader<'a> {
             let text = format!("{}\n{}", at.leading_comments(), at.trailing_comments());
             (at.path.as_slice(), text)
         });
-        Reader { file, comments: comments.collect(), facts: Vec::new() }
+        Reader { file, comments: comments.collect(), facts: Vec::new(), extending: false }
     }
 
     /// The numbers in paths are field numbers of descriptor.proto, as in `SourceCodeInfo`.
@@ -117,6 +125,8 @@ impl<'a> Reader<'a> {
 
     fn message(&mut self, parent: &str, message: &DescriptorProto, path: &[i32]) {
         let name = format!("{parent}.{}", message.name());
+        let outside = self.extending;
+        self.extending |= self.comment(path).contains(EXTENSION_MARKER);
         self.add(Fact::new("message", &name, ""), None, path);
         self.extensions(&message.extension);
         for (field, i) in message.field.iter().zip(0..) {
@@ -136,6 +146,7 @@ impl<'a> Reader<'a> {
         for (declared, i) in message.enum_type.iter().zip(0..) {
             self.enumeration(&name, declared, &join(path, &[4, i]));
         }
+        self.extending = outside;
     }
 
     fn enumeration(&mut self, parent: &str, declared: &EnumDescriptorProto, path: &[i32]) {
@@ -169,9 +180,15 @@ impl<'a> Reader<'a> {
         }
     }
 
+    fn comment(&self, path: &[i32]) -> &str {
+        self.comments.get(path).map_or("", String::as_str)
+    }
+
     fn add(&mut self, fact: Fact, oneof: Option<String>, path: &[i32]) {
-        let comment = self.comments.get(path).map_or("", String::as_str);
-        let marked = MARKERS.iter().filter(|(text, _)| comment.contains(text));
+        let comment = self.comment(path);
+        let marked = MARKERS.iter().filter(|(text, _)| {
+            comment.contains(text) || (self.extending && *text == EXTENSION_MARKER)
+        });
         let notes: Vec<_> =
             oneof.into_iter().chain(marked.map(|(_, note)| (*note).to_owned())).collect();
         self.facts.push(fact.with(NOTES, notes.join(",")));
@@ -243,6 +260,25 @@ fn every_row_of_the_tables_is_in_the_descriptor() {
 fn the_descriptor_has_nothing_the_tables_lack() {
     let surplus = lacking(&descriptor(), &table());
     assert!(surplus.is_empty(), "a .proto has what its table does not:\n{}", surplus.join("\n"));
+}
+
+/// So the table of CSI is that of the standard alone, and an addition without its mark is in none.
+#[test]
+fn extensions_have_a_table_of_their_own_and_are_marked() {
+    let marked = |line: &str| line.split([',', '\t']).any(|note| note == EXTENSION_NOTE);
+    for (package, table) in TABLES {
+        for line in table.lines().skip(1) {
+            assert_eq!(marked(line), table == EXTENSIONS, "{package}: {line}");
+        }
+    }
+    let descriptor = descriptor();
+    for row in EXTENSIONS.lines().skip(1) {
+        let columns: Vec<_> = row.split('\t').map(str::to_owned).collect();
+        let row = Fact(columns.try_into().expect("columns"));
+        let notes = row.0[NOTES].clone();
+        let without: Vec<_> = notes.split(',').filter(|note| *note != EXTENSION_NOTE).collect();
+        assert_noticed(&descriptor, &row, row.clone().with(NOTES, without.join(",")));
+    }
 }
 
 /// Replaces one row by a wrong one: both directions must complain, of that row and of no other.

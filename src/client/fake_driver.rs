@@ -180,7 +180,8 @@ service! { Controller, [
     get_snapshot GetSnapshotRequest GetSnapshotResponse,
     controller_expand_volume ControllerExpandVolumeRequest ControllerExpandVolumeResponse,
     controller_get_volume ControllerGetVolumeRequest ControllerGetVolumeResponse,
-    controller_modify_volume ControllerModifyVolumeRequest ControllerModifyVolumeResponse
+    controller_modify_volume ControllerModifyVolumeRequest ControllerModifyVolumeResponse,
+    list_snapshot_deltas ListSnapshotDeltasRequest ListSnapshotDeltasResponse
 ],
     async fn create_volume(
         &self,

@@ -76,6 +76,11 @@ pub struct Args {
     #[arg(long, default_value = "90days", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub change_record_retention: Duration,
 
+    /// Serve ListSnapshotDeltas, a proposal's addition to CSI (KEP-3314), and advertise it with a capability
+    /// that CSI itself does not know.
+    #[arg(long)]
+    pub enable_snapshot_deltas: bool,
+
     /// Serve /healthz and /metrics on host:port or :port; by default not at all.
     #[arg(long, value_name = "ADDRESS")]
     pub http_endpoint: Option<http::Endpoint>,

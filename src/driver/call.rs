@@ -195,6 +195,11 @@ impl Subject {
             .any(|noted| noted.as_deref().is_some_and(|noted| noted.contains(text)))
     }
 
+    /// Whether it is about two snapshots.
+    pub fn has_base(&self) -> bool {
+        self.base_snapshot_id.is_some()
+    }
+
     /// The snapshots that a metadata call reads.
     pub fn snapshot_ids(&self) -> impl Iterator<Item = &str> {
         [&self.base_snapshot_id, &self.snapshot_id].into_iter().filter_map(|id| id.as_deref())
@@ -266,6 +271,8 @@ describe! {
     ControllerGetVolumeResponse {}
     ControllerModifyVolumeRequest { volume_id: volume_id }
     ControllerModifyVolumeResponse {}
+    ListSnapshotDeltasRequest { base_snapshot_id: from_snapshot_id, snapshot_id: to_snapshot_id }
+    ListSnapshotDeltasResponse {}
     GroupControllerGetCapabilitiesRequest {}
     GroupControllerGetCapabilitiesResponse {}
     DeleteVolumeGroupSnapshotRequest { group_snapshot_id: group_snapshot_id }

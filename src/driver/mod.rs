@@ -19,6 +19,7 @@ pub(crate) mod request;
 mod response;
 mod server;
 mod session;
+mod snapshot_deltas;
 pub(crate) mod snapshot_metadata;
 mod socket;
 mod status;
@@ -46,6 +47,8 @@ pub struct Plugin {
     driver_name: String,
     place: Place,
     style: Style,
+    /// Whether ListSnapshotDeltas is served.
+    snapshot_deltas: bool,
 }
 
 impl Plugin {

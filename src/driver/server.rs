@@ -86,6 +86,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         block_metadata_type,
         block_size,
         change_record_retention,
+        enable_snapshot_deltas,
         http_endpoint,
         drain_timeout,
         enable_faults: _,
@@ -112,6 +113,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         place: Place::new(&driver_name, node_id.as_str()),
         driver_name,
         style: block_metadata_type.style(block_size),
+        snapshot_deltas: enable_snapshot_deltas,
     };
     if let Some(endpoint) = http_endpoint {
         let scrape: http::Scrape = Arc::new(move || metrics.scrape());

@@ -57,38 +57,50 @@ impl Plugin {
         let asked = request.into_inner();
         let call = self.calls.begin(method, &asked);
         let plugin = self.clone();
-        let opening = tokio::task::spawn_blocking(move || -> Result<Opened, Status> {
-            let (backend, style) = (&plugin.backend, plugin.style);
-            let Asked { map, window } = open(backend, &asked)?;
-            let subject = Subject::of(&asked);
-            plugin.faults.check_ready(backend, subject.snapshot_ids())?;
-            plugin.faults.before(method, &subject)?;
-            let head = Head::new(number(style), map.capacity_bytes());
-            let extents = window.extents(map, style)?;
-            let stream = plugin.faults.stream(method, &subject, extents);
-            Ok(Opened { stream, head, per_message: window.extents_per_message })
+        let opening = tokio::task::spawn_blocking(move || {
+            plugin.open(method, &asked, plugin.style, |backend| open(backend, &asked))
         });
         let opened = opening.await.unwrap_or_else(|_| Err(status::panicked(method)));
         match opened {
-            Ok(opened) => Ok(Response::new(opened.start(limits, call))),
+            Ok(opened) => Ok(Response::new(opened.start(number(self.style), limits, call))),
             Err(status) => {
                 call.end(Some(&status));
                 Err(status)
             }
         }
     }
+
+    /// Opens the map that `open` finds for a request, from where it is to start. Blocks.
+    pub(super) fn open(
+        &self,
+        method: &str,
+        asked: &impl Describe,
+        style: Style,
+        open: impl FnOnce(&Backend) -> Checked<Asked>,
+    ) -> Result<Opened, Status> {
+        let Asked { map, window } = open(&self.backend)?;
+        let subject = Subject::of(asked);
+        self.faults.check_ready(&self.backend, subject.snapshot_ids())?;
+        self.faults.before(method, &subject)?;
+        let (capacity_bytes, unit_bytes) = (map.capacity_bytes(), map.unit_bytes(style));
+        let stream = self.faults.stream(method, &subject, window.extents(map, style)?);
+        Ok(Opened { stream, capacity_bytes, unit_bytes, per_message: window.extents_per_message })
+    }
 }
 
 /// An answer that can begin.
-struct Opened {
-    stream: Stream<Extents>,
-    head: Head,
-    per_message: usize,
+pub(super) struct Opened {
+    pub stream: Stream<Extents>,
+    pub capacity_bytes: u64,
+    /// In the style fixed, the length of each extent.
+    pub unit_bytes: u64,
+    pub per_message: usize,
 }
 
 impl Opened {
-    fn start(self, limits: Limits, call: Call) -> Messages {
-        let Self { stream, head, per_message } = self;
+    fn start(self, number: i32, limits: Limits, call: Call) -> Messages {
+        let Self { stream, capacity_bytes, unit_bytes: _, per_message } = self;
+        let head = Head::new(number, capacity_bytes);
         match stream {
             Stream::Whole(extents) => start(Batches::new(extents, head, per_message), limits, call),
             Stream::Spoilt(extents) => {

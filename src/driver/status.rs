@@ -48,6 +48,10 @@ pub fn unserved(method: &str) -> Status {
     ))
 }
 
+pub fn switched_off(method: &str, flag: &str) -> Status {
+    Status::unimplemented(format!("{method} is switched off; start the driver with {flag}"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

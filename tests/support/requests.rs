@@ -308,7 +308,8 @@ rpcs! {
         get_snapshot(GetSnapshotRequest) -> GetSnapshotResponse,
         controller_expand_volume(ControllerExpandVolumeRequest) -> ControllerExpandVolumeResponse,
         controller_get_volume(ControllerGetVolumeRequest) -> ControllerGetVolumeResponse,
-        controller_modify_volume(ControllerModifyVolumeRequest) -> ControllerModifyVolumeResponse;
+        controller_modify_volume(ControllerModifyVolumeRequest) -> ControllerModifyVolumeResponse,
+        list_snapshot_deltas(ListSnapshotDeltasRequest) -> ListSnapshotDeltasResponse;
     GroupControllerClient:
         group_controller_get_capabilities(GroupControllerGetCapabilitiesRequest)
             -> GroupControllerGetCapabilitiesResponse,

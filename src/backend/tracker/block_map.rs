@@ -47,6 +47,14 @@ impl BlockMap {
         self.capacity_bytes
     }
 
+    /// What extents are multiples of, in bytes. In the style fixed, each is one of these.
+    pub fn unit_bytes(&self, style: Style) -> u64 {
+        match style {
+            Style::Variable => BLOCK_SIZE,
+            Style::Fixed(size) => fixed_size(size, self.capacity_bytes),
+        }
+    }
+
     /// The extents from the block that holds the byte at `starting_offset` on: ascending, not
     /// overlapping, none that ends at or before it. `OutOfRange` past the capacity.
     pub fn extents(self, style: Style, starting_offset: u64) -> Result<Extents> {
@@ -56,15 +64,12 @@ impl BlockMap {
                 "{starting_offset} is past the end of the snapshot ({capacity} bytes)"
             )));
         }
-        let granularity = match style {
-            Style::Variable => BLOCK_SIZE,
-            Style::Fixed(size) => fixed_size(size, capacity),
-        };
-        let first = Block::holding(starting_offset - starting_offset % granularity);
+        let unit = self.unit_bytes(style);
+        let first = Block::holding(starting_offset - starting_offset % unit);
         let runs = Runs::new(self, first);
         let shape = match style {
             Style::Variable => Shape::Variable,
-            Style::Fixed(_) => Shape::Fixed { blocks: granularity / BLOCK_SIZE, next: 0, end: 0 },
+            Style::Fixed(_) => Shape::Fixed { blocks: unit / BLOCK_SIZE, next: 0, end: 0 },
         };
         Ok(Extents { runs, shape })
     }
@@ -101,7 +106,7 @@ impl Iterator for Extents {
             return self.runs.next().map(|run| run.map(|run| run.extent()));
         };
         while *next >= *end {
-            let run = match self.runs.next()? {
+            let run = match self.runs.part()? {
                 Ok(run) => run,
                 Err(error) => return Some(Err(error)),
             };
@@ -230,16 +235,29 @@ impl Walk {
     }
 }
 
-impl Iterator for Runs {
-    type Item = Result<BlockRange>;
+impl Runs {
+    /// The next run as far as it lies together: the first units of a long one are had without reading it to its end.
+    fn part(&mut self) -> Option<Result<BlockRange>> {
+        let part = self.next_in_segment();
+        self.ending(part)
+    }
 
-    fn next(&mut self) -> Option<Self::Item> {
-        let run = self.advance().transpose();
-        if matches!(run, Some(Err(_))) {
+    /// Ends the walk after an error.
+    fn ending(&mut self, run: Result<Option<BlockRange>>) -> Option<Result<BlockRange>> {
+        if run.is_err() {
             self.segments.clear();
             self.current = None;
             self.pending = None;
         }
-        run
+        run.transpose()
+    }
+}
+
+impl Iterator for Runs {
+    type Item = Result<BlockRange>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let run = self.advance();
+        self.ending(run)
     }
 }

@@ -493,6 +493,23 @@ fn the_largest_volume_full_of_data_is_one_extent() {
     assert_eq!(units.map(|extent| extent.unwrap().length).sum::<u64>(), MAX_VOLUME_BYTES);
 }
 
+/// A page of a list costs what is on it.
+#[test]
+fn the_first_units_of_a_run_are_had_without_what_lies_behind_them() {
+    let blocks = 2 * SEGMENT_BLOCKS;
+    let file = write(blocks, &one(0..blocks), &Set::new());
+    let records = vec![read(&file)];
+    // The second segment's payload, the last one, is damaged once the record is open.
+    let end = bytes_of(&file).len() - TRAILER_BYTES - 2 * INDEX_ENTRY_BYTES;
+    file.write_all_at(&[0xff; 8], end as u64 - 8).unwrap();
+    let map = BlockMap::new(blocks * BLOCK_SIZE, Bitmap::Allocated, records);
+    let mut units = map.extents(Style::Fixed(BLOCK_SIZE), 0).unwrap();
+    let first = units.by_ref().take(1000).map(|unit| unit.unwrap().length).sum::<u64>();
+    assert_eq!(first, 1000 * BLOCK_SIZE);
+    let behind = units.skip(SEGMENT_BLOCKS as usize - 1000).collect::<Vec<_>>();
+    assert!(matches!(behind[..], [Err(Error::Damaged(_))]), "{behind:?}");
+}
+
 #[test]
 fn an_answer_ends_after_the_first_error() {
     let file = small_record();

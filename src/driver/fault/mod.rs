@@ -87,7 +87,7 @@ impl Faults {
             match armed.rule.kind {
                 Kind::SlowSnapshot { time } if cuts(method) && armed.acts(method) => sleep(time),
                 Kind::IoError { after: None } if armed.acts(method) => return Err(io_error()),
-                Kind::TrackingLost if compares(method) && armed.acts(method) => {
+                Kind::TrackingLost if compares(method, subject) && armed.acts(method) => {
                     return Err(Status::failed_precondition(
                         "the changes between these snapshots are not known (--fault \
                          tracking-lost); take a full backup",
@@ -161,8 +161,9 @@ fn cuts(method: &str) -> bool {
     ["CreateSnapshot", "CreateVolumeGroupSnapshot"].contains(&method)
 }
 
-fn compares(method: &str) -> bool {
-    ["GetMetadataDelta", "GetDelta"].contains(&method)
+fn compares(method: &str, subject: &Subject) -> bool {
+    // The last one reads what is allocated, too.
+    ["GetMetadataDelta", "GetDelta", "ListSnapshotDeltas"].contains(&method) && subject.has_base()
 }
 
 fn io_error() -> Status {

@@ -1,0 +1,219 @@
+//! The token that names where the next page of ListSnapshotDeltas (KEP-3314) begins: which snapshots are compared, the next
+//! block, and the size that blocks were counted in. All that the driver needs to go on is in it, so that it
+//! survives a restart; it says nothing that its bearer could not ask for, so that it is checked against
+//! accidents and mix-ups and is no secret.
+//!
+//! It stays within the 128 bytes that CSI allows a string, however long the ids are: of those it holds a digest.
+//! Here, and not in the driver, since who knows a pair and a block can make one.
+//!
+//! | bytes | content |
+//! |---|---|
+//! | 1 | version, 1 |
+//! | 1 | binary logarithm of the block size in bytes; 0: not known |
+//! | 8 | number of the next block, big-endian |
+//! | 16 | of the SHA-256 of base and target, each after its length |
+//! | 8 | of the SHA-256 of all that precedes |
+//!
+//! in base64url without padding.
+
+use std::fmt;
+use std::str::FromStr;
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use sha2::{Digest, Sha256};
+
+const VERSION: u8 = 1;
+/// Of SHA-256, bytes that stand for the pair of snapshots.
+const PAIR: usize = 16;
+/// Bytes that are checked by the last eight.
+const CHECKED: usize = 2 + 8 + PAIR;
+const ALL: usize = CHECKED + 8;
+/// Characters of a token: always as many.
+pub const LENGTH: usize = (ALL * 8).div_ceil(6);
+// CSI "Size limits".
+const _: () = assert!(LENGTH <= 128);
+/// Binary logarithms of the block sizes that there are: 4 KiB and more, within an int64.
+const BLOCK_SIZES: std::ops::RangeInclusive<u8> = 12..=62;
+
+/// A place in the list of blocks that differ between two snapshots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaToken {
+    pair: [u8; PAIR],
+    next_block: u64,
+    /// Binary logarithm.
+    block_size: Option<u8>,
+}
+
+impl DeltaToken {
+    /// `base` is empty where there is none. The block size is in bytes, a power of two of at least 4096; without it,
+    /// blocks are counted in whatever the driver's size is when it is asked.
+    pub fn new(base: &str, target: &str, next_block: u64, block_size: Option<u64>) -> Self {
+        let logarithm = |bytes: u64| u8::try_from(bytes.checked_ilog2()?).ok();
+        let block_size = block_size.and_then(logarithm).filter(|size| BLOCK_SIZES.contains(size));
+        Self { pair: pair(base, target), next_block, block_size }
+    }
+
+    pub fn is_of(&self, base: &str, target: &str) -> bool {
+        self.pair == pair(base, target)
+    }
+
+    /// Number of the first block that the page before did not have.
+    pub fn next_block(&self) -> u64 {
+        self.next_block
+    }
+
+    /// In bytes, if the token says.
+    pub fn block_size(&self) -> Option<u64> {
+        self.block_size.map(|logarithm| 1 << logarithm)
+    }
+}
+
+fn pair(base: &str, target: &str) -> [u8; PAIR] {
+    let mut digest = Sha256::new();
+    for id in [base, target] {
+        digest.update((id.len() as u64).to_be_bytes());
+        digest.update(id);
+    }
+    first(digest)
+}
+
+fn check(bytes: &[u8]) -> [u8; ALL - CHECKED] {
+    first(Sha256::new().chain_update(bytes))
+}
+
+fn first<const N: usize>(digest: Sha256) -> [u8; N] {
+    let digest = digest.finalize();
+    std::array::from_fn(|at| digest[at])
+}
+
+impl fmt::Display for DeltaToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut bytes = vec![VERSION, self.block_size.unwrap_or(0)];
+        bytes.extend(self.next_block.to_be_bytes());
+        bytes.extend(self.pair);
+        bytes.extend(check(&bytes));
+        f.write_str(&URL_SAFE_NO_PAD.encode(bytes))
+    }
+}
+
+impl FromStr for DeltaToken {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const FOREIGN: &str = "is not a token of this list";
+        const SPOILT: &str = "is not the token as it was given";
+        // Before anything else: what is sent may be of any length.
+        if text.len() != LENGTH {
+            return Err(FOREIGN);
+        }
+        let bytes = URL_SAFE_NO_PAD.decode(text).map_err(|_| FOREIGN)?;
+        let (checked, sum) = bytes.split_at_checked(CHECKED).ok_or(FOREIGN)?;
+        if sum != check(checked) {
+            return Err(SPOILT);
+        }
+        let ([VERSION, size], rest) = checked.split_first_chunk().ok_or(FOREIGN)? else {
+            return Err("is of another version of this driver");
+        };
+        let (next_block, pair) = rest.split_first_chunk().ok_or(FOREIGN)?;
+        let block_size = match size {
+            0 => None,
+            size if BLOCK_SIZES.contains(size) => Some(*size),
+            _ => return Err(SPOILT),
+        };
+        Ok(Self {
+            pair: pair.try_into().map_err(|_| FOREIGN)?,
+            next_block: u64::from_be_bytes(*next_block),
+            block_size,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Ids of any bytes that a request can have.
+    fn ids() -> impl Strategy<Value = String> {
+        "\\PC{0,128}"
+    }
+
+    fn tokens() -> impl Strategy<Value = (String, String, DeltaToken)> {
+        (ids(), ids(), any::<u64>(), prop::option::of((12..=62u32).prop_map(|bits| 1 << bits)))
+            .prop_map(|(base, target, next, size)| {
+                let token = DeltaToken::new(&base, &target, next, size);
+                (base, target, token)
+            })
+    }
+
+    /// Bytes with the right check behind them.
+    fn sealed(bytes: &[u8]) -> String {
+        URL_SAFE_NO_PAD.encode([bytes, &check(bytes)].concat())
+    }
+
+    proptest! {
+        #[test]
+        fn a_token_is_read_as_it_was_made_and_has_one_length(
+            (base, target, token) in tokens(), next in any::<u64>(), bits in 12..=62u32,
+        ) {
+            let text = token.to_string();
+            prop_assert_eq!(text.len(), LENGTH);
+            prop_assert_eq!(text.parse(), Ok(token));
+            prop_assert!(token.is_of(&base, &target));
+            let whole = DeltaToken::new(&base, &target, next, Some(1 << bits));
+            let read: DeltaToken = whole.to_string().parse().unwrap();
+            prop_assert_eq!((read.next_block(), read.block_size()), (next, Some(1 << bits)));
+        }
+
+        #[test]
+        fn a_token_is_of_no_other_pair(
+            (base, target, token) in tokens(), other in ids(), split in any::<prop::sample::Index>(),
+        ) {
+            prop_assert_eq!(token.is_of(&target, &base), base == target);
+            prop_assert_eq!(token.is_of(&other, &target), other == base);
+            prop_assert_eq!(token.is_of(&base, &other), other == target);
+            // The same letters, parted elsewhere.
+            let both: Vec<char> = format!("{base}{target}").chars().collect();
+            let at = split.index(both.len() + 1);
+            let (one, two): (String, String) =
+                (both[..at].iter().collect(), both[at..].iter().collect());
+            prop_assert_eq!(token.is_of(&one, &two), one == base);
+        }
+
+        #[test]
+        fn a_token_with_a_character_changed_or_cut_or_added_is_refused(
+            (_, _, token) in tokens(), at in any::<prop::sample::Index>(), other in "[A-Za-z0-9_=+/é-]",
+        ) {
+            let text = token.to_string();
+            let at = at.index(LENGTH);
+            let changed = format!("{}{other}{}", &text[..at], &text[at + 1..]);
+            prop_assert_eq!(changed.parse::<DeltaToken>().is_ok(), changed == text);
+            prop_assert!(text[..at].parse::<DeltaToken>().is_err());
+            let longer = format!("{text}{other}");
+            prop_assert!(longer.parse::<DeltaToken>().is_err());
+        }
+
+        #[test]
+        fn nothing_that_is_sent_panics(text in "\\PC*", bytes in prop::collection::vec(any::<u8>(), CHECKED)) {
+            let _ = text.parse::<DeltaToken>();
+            if let Ok(token) = sealed(&bytes).parse::<DeltaToken>() {
+                prop_assert_eq!(token.to_string(), sealed(&bytes));
+            }
+        }
+    }
+
+    #[test]
+    fn a_token_of_another_version_or_with_a_size_that_is_none_is_refused() {
+        let token = |version: u8, size: u8| {
+            let mut bytes = [7; CHECKED];
+            (bytes[0], bytes[1]) = (version, size);
+            sealed(&bytes).parse::<DeltaToken>()
+        };
+        assert_eq!(token(1, 12).unwrap().block_size(), Some(4096));
+        assert_eq!(token(1, 0).unwrap().block_size(), None);
+        assert!(token(2, 12).unwrap_err().contains("version"));
+        assert!([11, 63, 255].iter().all(|size| token(1, *size).is_err()));
+    }
+}

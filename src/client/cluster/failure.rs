@@ -45,6 +45,10 @@ impl Failure {
             401 => Self::never(anyhow!(
                 "{what}: the API server does not accept the kubeconfig's credentials: {message}"
             )),
+            // A webhook says itself what has to be done.
+            403 if message.contains("denied the request") => {
+                Self::never(anyhow!("{what}: {message}"))
+            }
             403 => Self::never(anyhow!("{what}: {message}; RBAC has to allow it")),
             404 => Self::never(anyhow!("{what}: {message}")),
             408 | 429 | 500.. => Self::new(Retry::OnceBegun, anyhow!("{what}: {message}")),
@@ -212,10 +216,11 @@ mod tests {
 
     #[test]
     fn the_api_servers_refusals_are_final_and_its_absence_is_not() {
-        let api = |code| {
-            let status = kube::core::Status { code, message: "m".into(), ..Default::default() };
+        let said = |code, message: &str| {
+            let status = kube::core::Status { code, message: message.into(), ..Default::default() };
             Failure::api("reading", kube::Error::Api(Box::new(status)))
         };
+        let api = |code| said(code, "m");
         for code in [400, 401, 403, 404, 422] {
             assert_eq!(api(code).retry, Retry::Never, "{code}");
         }
@@ -223,6 +228,9 @@ mod tests {
             assert_eq!(api(code).retry, Retry::OnceBegun, "{code}");
         }
         assert!(api(403).error.to_string().contains("RBAC"));
+        let by_webhook =
+            said(403, "admission webhook \"w\" denied the request: a Role has to allow it");
+        assert!(!by_webhook.error.to_string().contains("RBAC"), "it says itself what to do");
         let gone = kube::Error::Service("refused".into());
         assert_eq!(Failure::api("reading", gone).retry, Retry::OnceBegun);
     }

@@ -5,6 +5,8 @@ use std::fs::{self, File};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -152,11 +154,13 @@ pub fn json_extents(json: &Value) -> Vec<(u64, u64)> {
         .collect()
 }
 
-/// A port of 127.0.0.1 that nobody listens on, below those that the kernel gives to who asks for any.
+/// A port of 127.0.0.1 that nobody listens on, below those that the kernel gives to who asks for any; no two of a process
+/// are the same, also while nobody listens there yet.
 pub fn free_port() -> u16 {
+    static NEXT: OnceLock<AtomicU32> = OnceLock::new();
+    let next = NEXT.get_or_init(|| AtomicU32::new(getrandom::u32().unwrap() % 12_000));
     loop {
-        let random = getrandom::u32().unwrap();
-        let port = 20_000 + (random % 12_000) as u16;
+        let port = 20_000 + (next.fetch_add(1, Ordering::Relaxed) % 12_000) as u16;
         if TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok() {
             return port;
         }

@@ -475,7 +475,10 @@ fn kubectl_shows(cluster: &Cluster) {
     set_status(cluster, &requests, "failed", &failed).unwrap();
     cluster
         .create(&cluster.api_in::<SnapshotSessionData>(&namespace), data_object(&namespace, TOKEN));
-    cluster.create(&cluster.api::<SnapshotServiceConfiguration>(), configuration_object());
+    // Of a name of its own: the other tests' dry runs meet what is kept in the cluster.
+    let mut configuration = configuration_object();
+    configuration["metadata"]["name"] = json!("shown.example");
+    cluster.create(&cluster.api::<SnapshotServiceConfiguration>(), configuration);
 
     // Fields of each line; a column that is empty has none.
     let table = |arguments: &[&str]| -> Vec<Vec<String>> {
@@ -493,9 +496,9 @@ fn kubectl_shows(cluster: &Cluster) {
     assert!(wide.contains("ERROR") && wide.contains("no such snapshot"), "{wide}");
     assert!(!wide.contains(TOKEN), "{wide}");
 
-    let rows = table(&["ssc", "d.example"]);
+    let rows = table(&["ssc", "shown.example"]);
     assert_eq!(rows[0], ["NAME", "ADDRESS", "NAMESPACE", "AGE"]);
-    assert_eq!(rows[1][..3], ["d.example", "metadata.csi.svc:6443", "csi"]);
+    assert_eq!(rows[1][..3], ["shown.example", "metadata.csi.svc:6443", "csi"]);
     let rows = table(&["-n", &namespace, "ssd"]);
     assert_eq!(rows[0], ["NAME", "DRIVER", "REQUEST", "OF", "EXPIRES"]);
     assert_eq!(rows[1], [TOKEN, "d.example", "backup", "demo", SOON]);

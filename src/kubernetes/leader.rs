@@ -14,6 +14,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::client::within;
+use crate::telemetry::complaint::Complaint;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Time between two looks, at most: a lease that is given back is not left lying.
@@ -38,8 +39,13 @@ impl Election {
     pub fn start(self, shutdown: Shutdown) -> watch::Receiver<bool> {
         let (leads, told) = watch::channel(false);
         tokio::spawn(async move {
-            let mut candidate =
-                Candidate { election: self, leads, renewed: None, seen: None, complaint: None };
+            let mut candidate = Candidate {
+                election: self,
+                leads,
+                renewed: None,
+                seen: None,
+                complaint: Complaint::default(),
+            };
             tokio::select! {
                 () = candidate.run() => {}
                 () = shutdown.draining() => {}
@@ -67,8 +73,7 @@ struct Candidate {
     renewed: Option<Instant>,
     /// The lease's version that was seen last, and when it was seen first.
     seen: Option<(String, Instant)>,
-    /// What was told last of what went wrong.
-    complaint: Option<String>,
+    complaint: Complaint,
 }
 
 impl Candidate {
@@ -80,12 +85,12 @@ impl Candidate {
             );
             match timeout_at(until, self.round()).await {
                 Ok(Ok(())) => {
-                    if self.complaint.take().is_some() {
+                    if self.complaint.is_over() {
                         tracing::info!("Lease {} is in order again", self.election.name);
                     }
                 }
-                Ok(Err(error)) => self.complain(error.to_string()),
-                Err(_) => self.complain("the API server did not answer in time".into()),
+                Ok(Err(error)) => self.complain(&error.to_string()),
+                Err(_) => self.complain("the API server did not answer in time"),
             }
             let overdue = |renewed: Instant| renewed.elapsed() >= self.election.deadline();
             if self.renewed.is_some_and(overdue) {
@@ -176,11 +181,9 @@ impl Candidate {
         }
     }
 
-    /// Says it once.
-    fn complain(&mut self, error: String) {
-        if self.complaint.as_ref() != Some(&error) {
+    fn complain(&mut self, error: &str) {
+        if self.complaint.is_new(error) {
             tracing::warn!(error, "Lease {} cannot be read or written", self.election.name);
-            self.complaint = Some(error);
         }
     }
 
@@ -224,7 +227,7 @@ mod tests {
             duration: Duration::from_secs(15),
         };
         let leads = watch::channel(false).0;
-        Candidate { election, leads, renewed: None, seen: None, complaint: None }
+        Candidate { election, leads, renewed: None, seen: None, complaint: Complaint::default() }
     }
 
     fn lease(holder: &str, version: &str) -> Lease {

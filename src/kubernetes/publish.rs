@@ -15,6 +15,7 @@ use tokio_stream::{Stream, StreamExt};
 use super::cache::Object;
 use super::client::within;
 use super::tls::Place;
+use crate::telemetry::complaint::Complaint;
 use crate::telemetry::shutdown::Shutdown;
 
 /// The object is looked at as often even where the watch says nothing.
@@ -63,8 +64,13 @@ pub async fn keep<P: Publication>(
 ) {
     let objects: Api<P::Object> = Api::all(client);
     let seen = watch_object(objects.clone(), publication.name());
-    let publisher =
-        Publisher { objects, publication, place, complaint: None, crd_lacks_field: false };
+    let publisher = Publisher {
+        objects,
+        publication,
+        place,
+        complaint: Complaint::default(),
+        crd_lacks_field: false,
+    };
     tokio::select! {
         () = publisher.keep(seen) => {}
         () = shutdown.draining() => {}
@@ -78,8 +84,7 @@ struct Publisher<P: Publication> {
     objects: Api<P::Object>,
     publication: P,
     place: Place,
-    /// What was told last of what went wrong.
-    complaint: Option<String>,
+    complaint: Complaint,
     /// Whether the definition is one without [`Publication::OPTIONAL_FIELD`].
     crd_lacks_field: bool,
 }
@@ -92,7 +97,7 @@ impl<P: Publication> Publisher<P> {
             match self.publish().await {
                 Ok(wrote) => {
                     pause = BACKOFF.0;
-                    if self.complaint.take().is_some() {
+                    if self.complaint.is_over() {
                         tracing::info!("{} is in order", self.title());
                     }
                     sleep(if wrote { SETTLE } else { Duration::ZERO }).await;
@@ -127,12 +132,10 @@ impl<P: Publication> Publisher<P> {
         }
     }
 
-    /// Says it once.
     fn complain(&mut self, error: &anyhow::Error) {
         let error = format!("{error:#}");
-        if self.complaint.as_ref() != Some(&error) {
+        if self.complaint.is_new(&error) {
             tracing::warn!(error, "{} cannot be kept; trying again", self.title());
-            self.complaint = Some(error);
         }
     }
 

@@ -10,6 +10,7 @@ use kube::runtime::watcher;
 use kube::{Api, Client};
 
 use crate::kubernetes::cache::{Cache, Key};
+use crate::telemetry::complaint::Complaint;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Keys of the ConfigMap; durations such as 90m.
@@ -63,8 +64,8 @@ pub struct Lifetimes {
 #[derive(Debug)]
 struct Known {
     limits: Limits,
-    /// What was told last of what is wrong with the ConfigMap.
-    complaint: Option<String>,
+    /// Of what is wrong with the ConfigMap.
+    complaint: Complaint,
 }
 
 impl Lifetimes {
@@ -74,7 +75,8 @@ impl Lifetimes {
         let one = maps.clone();
         let select = watcher::Config::default().fields(&format!("metadata.name={name}"));
         let maps = Cache::start(maps, move |_| one.clone(), select, |_| None, shutdown);
-        let known = Arc::new(Mutex::new(Known { limits: BUILT_IN, complaint: None }));
+        let known =
+            Arc::new(Mutex::new(Known { limits: BUILT_IN, complaint: Complaint::default() }));
         Self { maps, key: Key::new(namespace, name), known }
     }
 
@@ -88,22 +90,20 @@ impl Lifetimes {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(found) = self.maps.told(&self.key) else { return known.limits };
         let data = found.and_then(|map| map.data.clone()).unwrap_or_default();
-        let complaint = match Limits::read(&data) {
+        match Limits::read(&data) {
             Ok(limits) => {
                 if known.limits != limits {
                     tracing::info!(?limits, "lifetimes of sessions");
                     known.limits = limits;
                 }
-                None
+                known.complaint.is_over();
             }
-            Err(problem) => Some(problem),
-        };
-        if complaint != known.complaint {
-            if let Some(problem) = &complaint {
-                let Key { namespace, name } = &self.key;
-                tracing::warn!(problem, limits = ?known.limits, "ConfigMap {namespace}/{name} is not taken");
+            Err(problem) => {
+                if known.complaint.is_new(&problem) {
+                    let Key { namespace, name } = &self.key;
+                    tracing::warn!(problem, limits = ?known.limits, "ConfigMap {namespace}/{name} is not taken");
+                }
             }
-            known.complaint = complaint;
         }
         known.limits
     }

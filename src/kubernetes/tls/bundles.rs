@@ -9,6 +9,7 @@ use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::files;
+use crate::telemetry::complaint::Complaint;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Time between two looks at a file.
@@ -102,7 +103,7 @@ fn authorities(flag: &'static str, file: &Path) -> anyhow::Result<String> {
 async fn follow(flag: &'static str, file: PathBuf, pem: watch::Sender<String>) {
     let mut looks = interval(LOOK_EVERY);
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut complaint = String::new();
+    let mut complaint = Complaint::default();
     loop {
         looks.tick().await;
         let path = file.clone();
@@ -110,20 +111,21 @@ async fn follow(flag: &'static str, file: PathBuf, pem: watch::Sender<String>) {
         let Ok(found) = tokio::task::spawn_blocking(move || authorities(flag, &path)).await else {
             continue;
         };
-        let said = match found {
+        match found {
             Ok(text) => {
                 pem.send_if_modified(|pem| std::mem::replace(pem, text.clone()) != text);
-                String::new()
+                complaint.is_over();
             }
-            Err(error) => format!("{error:#}"),
-        };
-        if !said.is_empty() && said != complaint {
-            tracing::warn!(
-                error = said,
-                "the changed authorities are not taken; those before stay"
-            );
+            Err(error) => {
+                let error = format!("{error:#}");
+                if complaint.is_new(&error) {
+                    tracing::warn!(
+                        error,
+                        "the changed authorities are not taken; those before stay"
+                    );
+                }
+            }
         }
-        complaint = said;
     }
 }
 

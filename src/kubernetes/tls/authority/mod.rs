@@ -20,6 +20,7 @@ use super::Certificates;
 use super::bundles::{Bundles, Published};
 use crate::kubernetes::client::within;
 use crate::kubernetes::name;
+use crate::telemetry::complaint::Complaint;
 use crate::telemetry::shutdown::Shutdown;
 
 /// A certificate lasts no longer than this, and is replaced when two thirds of it are over.
@@ -117,7 +118,7 @@ pub async fn start(
         published: managed.then_some(published),
         pem: pem_sender,
         served: None,
-        complaint: None,
+        complaint: Complaint::default(),
     };
     let until = Instant::now() + START;
     let certificates = loop {
@@ -167,8 +168,7 @@ struct Keeper {
     published: Option<Published>,
     pem: watch::Sender<String>,
     served: Option<Served>,
-    /// What was told last of what went wrong.
-    complaint: Option<String>,
+    complaint: Complaint,
 }
 
 /// The certificate that this replica has made for itself.
@@ -187,7 +187,7 @@ impl Keeper {
         loop {
             sleep(every).await;
             match self.round().await {
-                Ok(()) if self.complaint.take().is_some() => {
+                Ok(()) if self.complaint.is_over() => {
                     tracing::info!("{} is in order again", self.place);
                 }
                 Ok(()) => {}
@@ -199,12 +199,10 @@ impl Keeper {
         }
     }
 
-    /// Says it once.
     fn complain(&mut self, error: &anyhow::Error) {
         let error = format!("{error:#}");
-        if self.complaint.as_ref() != Some(&error) {
+        if self.complaint.is_new(&error) {
             tracing::warn!(error, "keeping the authority in {}; trying again", self.place);
-            self.complaint = Some(error);
         }
     }
 

@@ -122,18 +122,9 @@ impl<K: Object> Cache<K> {
         if let Some(told) = self.told_with(value) {
             return Ok(told);
         }
-        let mut found = Vec::new();
-        let mut page = ListParams::default().limit(PAGE);
-        loop {
-            let list = in_time(self.all.list(&page)).await?;
-            let matching =
-                list.items.into_iter().filter(|one| (self.index)(one).as_deref() == Some(value));
-            found.extend(matching.map(Arc::new));
-            match list.metadata.continue_.filter(|token| !token.is_empty()) {
-                Some(token) => page.continue_token = Some(token),
-                None => return Ok(found),
-            }
-        }
+        let matches = |one: &K| (self.index)(one).as_deref() == Some(value);
+        let found = list(&self.all, ListParams::default(), matches).await?;
+        Ok(found.into_iter().map(Arc::new).collect())
     }
 
     /// All objects. Nothing where the watch does not run.
@@ -272,6 +263,24 @@ impl Key {
 
 fn key(object: &impl ResourceExt) -> Key {
     Key { namespace: object.namespace().unwrap_or_default(), name: object.name_any() }
+}
+
+/// What `select` and `matches` choose, as the API server tells it now, page by page.
+pub async fn list<K: Object>(
+    api: &Api<K>,
+    select: ListParams,
+    matches: impl Fn(&K) -> bool,
+) -> kube::Result<Vec<K>> {
+    let mut found = Vec::new();
+    let mut page = select.limit(PAGE);
+    loop {
+        let list = in_time(api.list(&page)).await?;
+        found.extend(list.items.into_iter().filter(&matches));
+        match list.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => page.continue_token = Some(token),
+            None => return Ok(found),
+        }
+    }
 }
 
 /// A call to the API server that does not wait for ever.

@@ -203,6 +203,14 @@ fn passing(message: String) -> Failure {
     Failure { is_own_right: false, message }
 }
 
+/// A call's outcome, where these refusals of the API server (HTTP statuses) are as good as success.
+pub fn tolerate<T>(outcome: kube::Result<T>, codes: &[u16]) -> kube::Result<()> {
+    match outcome {
+        Err(kube::Error::Api(status)) if codes.contains(&status.code) => Ok(()),
+        outcome => outcome.map(drop),
+    }
+}
+
 /// Whether a call was turned away by this process's own rate.
 pub fn is_crowded(error: &kube::Error) -> bool {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);

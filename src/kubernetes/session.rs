@@ -120,6 +120,14 @@ impl SnapshotSessionRequest {
     pub fn state(&self) -> SessionState {
         self.status.as_ref().and_then(|status| status.state).unwrap_or_default()
     }
+
+    pub fn session_token(&self) -> Option<&str> {
+        self.status.as_ref()?.session_token.as_deref()
+    }
+
+    pub fn expiration_time(&self) -> Option<&Time> {
+        self.status.as_ref()?.expiration_time.as_ref()
+    }
 }
 
 // Each column of the table has a type.

@@ -99,9 +99,7 @@ async fn look(
         return Ok(Action::await_change());
     }
     let now = Timestamp::now();
-    let status = request.status.as_ref();
-    let expiration = status.and_then(|status| status.expiration_time.as_ref());
-    if expiration.is_some_and(|expiration| expiration.0 <= now) {
+    if request.expiration_time().is_some_and(|expiration| expiration.0 <= now) {
         context.delete_expired(&request).await?;
         return Ok(Action::await_change());
     }
@@ -133,11 +131,14 @@ fn after_failure(
 }
 
 impl Context {
+    /// The requests of this one's namespace.
+    pub fn requests_beside(&self, request: &SnapshotSessionRequest) -> Api<SnapshotSessionRequest> {
+        Api::namespaced(self.client.clone(), &request.namespace().unwrap_or_default())
+    }
+
     /// When the request is due again: at its end, or when it is time to look whether all is well.
     pub fn next_look(&self, request: &SnapshotSessionRequest, now: Timestamp) -> Action {
-        let status = request.status.as_ref();
-        let expiration = status.and_then(|status| status.expiration_time.as_ref());
-        let left = expiration.map_or(self.resync, |expiration| {
+        let left = request.expiration_time().map_or(self.resync, |expiration| {
             Duration::try_from(expiration.0.duration_since(now)).unwrap_or_default()
         });
         // A little later, so that it is over then.
@@ -146,12 +147,10 @@ impl Context {
 
     async fn delete_expired(&self, request: &SnapshotSessionRequest) -> Result<(), Error> {
         let (namespace, name) = (request.namespace().unwrap_or_default(), request.name_any());
-        let requests: Api<SnapshotSessionRequest> =
-            Api::namespaced(self.client.clone(), &namespace);
         // Not one that has the name by now.
         let only = Preconditions { uid: request.metadata.uid.clone(), ..Preconditions::default() };
         let params = DeleteParams::default().preconditions(only);
-        match in_time(requests.delete(&name, &params)).await {
+        match in_time(self.requests_beside(request).delete(&name, &params)).await {
             Ok(_) => {
                 self.metrics.expired();
                 tracing::info!(namespace, name, "a session has expired");

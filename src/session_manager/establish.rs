@@ -10,18 +10,17 @@ use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::controller::Action;
 use kube::runtime::events::EventType;
 use kube::{Api, ResourceExt};
-use serde_json::json;
 
 use super::cause::{Cause, Obstacle, Verdict};
 use super::controller::{Context, Error};
 use super::resolve::Found;
-use super::status::{self, Draft, REVOKED};
-use super::{end, token};
+use super::status::{self, Draft, ESTABLISHED, REVOKED};
+use super::{end, finalizer, token};
 use crate::kubernetes::cache::in_time;
 use crate::kubernetes::metadata_service::DRIVER_LABEL;
 use crate::kubernetes::session::{
-    FINALIZER, REQUEST_LABEL, SessionRequestReference, SnapshotSessionData,
-    SnapshotSessionDataSpec, SnapshotSessionRequest,
+    REQUEST_LABEL, SessionRequestReference, SnapshotSessionData, SnapshotSessionDataSpec,
+    SnapshotSessionRequest,
 };
 
 /// Time between two looks at what may become ready. They cost the API server nothing while the watches run.
@@ -61,8 +60,7 @@ pub async fn advance(
 
 /// When the session ends: as it was said first, else a lifetime from now.
 fn expiration(context: &Context, request: &SnapshotSessionRequest, now: Timestamp) -> Time {
-    let said = request.status.as_ref().and_then(|status| status.expiration_time.clone());
-    said.unwrap_or_else(|| {
+    request.expiration_time().cloned().unwrap_or_else(|| {
         let lifetime = context.lifetimes.current().grant(request.spec.lifetime_seconds);
         let seconds = i64::try_from(lifetime.as_secs()).unwrap_or(i64::MAX);
         // Whole seconds: that is what the API keeps.
@@ -80,14 +78,13 @@ async fn open(
     let found = context.resolver.resolve(&namespace, &request.spec.snapshots).await;
     let found = found.map_err(|error| refused("read snapshots and configurations", error))?;
     let found = found.map_err(Stop::Obstacle)?;
-    let requests: Api<SnapshotSessionRequest> = Api::namespaced(context.client.clone(), &namespace);
-    let held = hold(&requests, request).await?;
+    let requests = context.requests_beside(request);
+    let held = finalizer::hold(&requests, request).await?;
     let (held, token) = choose(context, &requests, held, expiration, &found).await?;
-    let expires = held.status.as_ref().and_then(|status| status.expiration_time.as_ref());
-    let data = data(&held, &found, &token, expires.unwrap_or(expiration));
+    let data = data(&held, &found, &token, expiration);
     create(context, &found, &data).await?;
     write(&requests, &Draft::of(&held, expiration).ready(&found, &token)).await?;
-    context.metrics.finished("SessionReady");
+    context.metrics.finished(ESTABLISHED);
     tracing::info!(
         namespace,
         name = request.name_any(),
@@ -95,25 +92,8 @@ async fn open(
         "a session is ready"
     );
     let note = format!("the session can be used until {}", expiration.0);
-    context.tell(request, EventType::Normal, "SessionReady", &note).await;
+    context.tell(request, EventType::Normal, ESTABLISHED, &note).await;
     Ok(())
-}
-
-/// The request with the finalizer.
-async fn hold(
-    requests: &Api<SnapshotSessionRequest>,
-    request: &SnapshotSessionRequest,
-) -> kube::Result<SnapshotSessionRequest> {
-    if request.finalizers().iter().any(|one| one == FINALIZER) {
-        return Ok(request.clone());
-    }
-    let mut all = request.finalizers().to_vec();
-    all.push(FINALIZER.to_owned());
-    let patch = json!({ "metadata": {
-        "resourceVersion": request.resource_version(), "finalizers": all,
-    }});
-    let name = request.name_any();
-    in_time(requests.patch(&name, &PatchParams::default(), &Patch::Merge(&patch))).await
 }
 
 /// The request with its token. A token that it has already may have data: what does not fit is deleted.
@@ -124,14 +104,12 @@ async fn choose(
     expiration: &Time,
     found: &Found,
 ) -> Result<(SnapshotSessionRequest, String), Stop> {
-    let chosen = held.status.as_ref().and_then(|status| status.session_token.clone());
-    if let Some(chosen) = chosen {
+    if let Some(chosen) = held.session_token().map(str::to_owned) {
         if !token::is_one(&chosen) {
             let message = "the status has a session token that the manager has not made; make another request";
             return Err(Stop::Obstacle(Obstacle::new(Cause::DataRefused, message)));
         }
-        let expires = held.status.as_ref().and_then(|status| status.expiration_time.as_ref());
-        let wanted = data(&held, found, &chosen, expires.unwrap_or(expiration));
+        let wanted = data(&held, found, &chosen, expiration);
         let fits = |one: &SnapshotSessionData| {
             one.namespace().as_ref() == Some(&found.configuration.spec.driver_namespace)
                 && one.name_any() == chosen
@@ -237,8 +215,7 @@ async fn wait(
     }
     let draft = Draft::of(request, expiration).waiting(&obstacle);
     if draft.differs() {
-        let namespace = request.namespace().unwrap_or_default();
-        write(&Api::namespaced(context.client.clone(), &namespace), &draft).await?;
+        write(&context.requests_beside(request), &draft).await?;
     }
     Ok(Action::requeue(LOOK_AGAIN.min(context.ready_timeout.saturating_sub(waited))))
 }
@@ -249,13 +226,13 @@ async fn fail(
     expiration: &Time,
     obstacle: &Obstacle,
 ) -> Result<(), Error> {
-    if request.status.as_ref().is_some_and(|status| status.session_token.is_some()) {
+    if request.session_token().is_some() {
         end::delete_data(context, request, |_| false).await?;
     }
-    let namespace = request.namespace().unwrap_or_default();
-    let requests = Api::namespaced(context.client.clone(), &namespace);
-    write(&requests, &Draft::of(request, expiration).failed(obstacle)).await?;
+    let draft = Draft::of(request, expiration).failed(obstacle);
+    write(&context.requests_beside(request), &draft).await?;
     context.metrics.finished(obstacle.cause.reason());
+    let namespace = request.namespace().unwrap_or_default();
     tracing::info!(namespace, name = request.name_any(), %obstacle, "a session has failed");
     context.tell(request, EventType::Warning, obstacle.cause.reason(), &obstacle.message).await;
     Ok(())
@@ -270,17 +247,16 @@ pub async fn note_revocation(
     let settled = status::condition(request)
         .is_none_or(|(reason, since)| reason != REVOKED && now.duration_since(since.0) >= SETTLED);
     let uid = request.metadata.uid.as_deref().unwrap_or_default();
-    if !settled || !context.data.with(uid).await?.is_empty() {
+    if !settled || context.data.told_with(uid).is_some_and(|told| !told.is_empty()) {
         return Ok(());
     }
-    // It may be newer than what the watch has told.
+    // It may be newer than what the watch has told, or no watch runs.
     if !end::list_data(context, uid).await?.is_empty() {
         return Ok(());
     }
-    let namespace = request.namespace().unwrap_or_default();
     let expiration = expiration(context, request, now);
     let draft = Draft::of(request, &expiration).revoked();
-    write(&Api::namespaced(context.client.clone(), &namespace), &draft).await?;
+    write(&context.requests_beside(request), &draft).await?;
     let note = "the session's data was deleted: its token is refused";
     context.tell(request, EventType::Warning, REVOKED, note).await;
     Ok(())

@@ -11,6 +11,7 @@ mod clean_up;
 mod controller;
 mod end;
 mod establish;
+mod finalizer;
 mod lifetime;
 mod metrics;
 mod resolve;

@@ -16,7 +16,7 @@ use crate::kubernetes::session::{
 /// The one type of condition.
 const READY: &str = "Ready";
 /// Reasons of the condition where no cause stands in the way.
-const ESTABLISHED: &str = "SessionReady";
+pub const ESTABLISHED: &str = "SessionReady";
 const ESTABLISHING: &str = "Establishing";
 pub const REVOKED: &str = "SessionRevoked";
 /// Bytes of a message, at most.

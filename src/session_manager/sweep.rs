@@ -49,9 +49,8 @@ fn is_expired(data: &SnapshotSessionData) -> bool {
 
 /// Whether the request has this data. The token is in the request before the data is made.
 fn accounts_for(request: &SnapshotSessionRequest, data: &SnapshotSessionData) -> bool {
-    let token = request.status.as_ref().and_then(|status| status.session_token.as_deref());
     request.metadata.uid.as_deref() == Some(&data.spec.request.uid)
-        && token == data.metadata.name.as_deref()
+        && request.session_token() == data.metadata.name.as_deref()
 }
 
 async fn settle(context: &Context, data: &SnapshotSessionData) -> kube::Result<()> {

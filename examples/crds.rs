@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::{env, fs, io};
 
+use csi_loopback::kubernetes::driver_discovery::DriverDiscovery;
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
 use csi_loopback::kubernetes::session::{
     SnapshotServiceConfiguration, SnapshotSessionData, SnapshotSessionRequest,
@@ -18,6 +19,7 @@ const HEAD: &str = "# Generated from src/kubernetes by hack/crds.sh; changes mad
 /// The definitions. A new type is added here.
 fn definitions() -> Vec<CustomResourceDefinition> {
     vec![
+        DriverDiscovery::crd(),
         SnapshotMetadataService::crd(),
         SnapshotServiceConfiguration::crd(),
         SnapshotSessionData::crd(),

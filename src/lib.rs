@@ -10,6 +10,7 @@
 // All of it is in backend/sys.rs, behind plain functions.
 #![deny(unsafe_code)]
 
+pub mod aggregated_api;
 pub mod backend;
 pub mod cli;
 pub mod client;

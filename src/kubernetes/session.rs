@@ -257,7 +257,7 @@ fn time(_: &mut SchemaGenerator) -> Schema {
 }
 
 /// As `metav1.Condition` is.
-fn conditions(_: &mut SchemaGenerator) -> Schema {
+pub(super) fn conditions(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "array",
         "maxItems": 8,

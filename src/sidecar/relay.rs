@@ -16,8 +16,8 @@ use tonic::{Code, Status};
 use super::call::{Call, Running};
 use super::driver_link::Answer;
 use super::refusal::{Reason, Refusal};
-use super::secrets::Secrets;
 use crate::grpc::RawMessage;
+use crate::kubernetes::secret::Secrets;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Field of both responses that holds the extents.

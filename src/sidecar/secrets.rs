@@ -2,8 +2,6 @@
 //! `csi.storage.k8s.io/snapshotter-secret-name` and `-namespace`), and its content, which is shown to nobody but
 //! the driver.
 
-use std::collections::HashMap;
-use std::fmt;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Secret;
@@ -13,6 +11,7 @@ use super::refusal::{Reason, Refusal};
 use super::resolve::Snapshot;
 use crate::kubernetes::cache::{Cache, Key, in_time};
 use crate::kubernetes::name;
+use crate::kubernetes::secret::Secrets;
 use crate::kubernetes::snapshot::{DEFAULT_CLASS, VolumeSnapshotClass};
 
 const NAME_KEY: &str = "csi.storage.k8s.io/snapshotter-secret-name";
@@ -20,38 +19,6 @@ const NAMESPACE_KEY: &str = "csi.storage.k8s.io/snapshotter-secret-namespace";
 /// Where the snapshot-controller notes the same Secret on a content, for the time when the class is gone.
 const NOTED_NAME: &str = "snapshot.storage.kubernetes.io/deletion-secret-name";
 const NOTED_NAMESPACE: &str = "snapshot.storage.kubernetes.io/deletion-secret-namespace";
-
-/// What a text shows in the place of a secret.
-const HIDDEN: &str = "[hidden]";
-/// Values that are shorter say nothing and would hide half of any text.
-const SHORTEST_HIDDEN: usize = 4;
-
-/// Names and values; never shown.
-#[derive(Clone, Default, PartialEq, Eq)]
-pub struct Secrets(HashMap<String, String>);
-
-impl Secrets {
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// For the driver's request, and nothing else.
-    pub fn reveal(&self) -> HashMap<String, String> {
-        self.0.clone()
-    }
-
-    /// `text` without any of the values, should a driver repeat them.
-    pub fn hide(&self, text: &str) -> String {
-        let values = self.0.values().filter(|value| value.len() >= SHORTEST_HIDDEN);
-        values.fold(text.to_owned(), |text, value| text.replace(value.as_str(), HIDDEN))
-    }
-}
-
-impl fmt::Debug for Secrets {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} secrets", self.0.len())
-    }
-}
 
 /// Namespace and name of a Secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -127,10 +94,7 @@ impl SecretFinder {
             );
             return Err(Refusal::new(Reason::SecretMissing, message));
         };
-        let entries = secret.data.unwrap_or_default().into_iter();
-        let texts =
-            entries.map(|(key, value)| String::from_utf8(value.0).map(|value| (key, value)));
-        texts.collect::<Result<_, _>>().map(Secrets).map_err(|_| {
+        Secrets::of(secret).ok_or_else(|| {
             let message =
                 format!("the Secret {namespace}/{name} has a value that is no text (UTF-8)");
             Refusal::new(Reason::SecretMissing, message)
@@ -242,14 +206,5 @@ mod tests {
                 "{parameters:?}"
             );
         }
-    }
-
-    #[test]
-    fn a_text_loses_every_value_of_a_secret() {
-        let entries = [("user", "backup-user"), ("key", "hunter2"), ("x", "abc")];
-        let secrets = Secrets(entries.map(|(key, value)| (key.into(), value.into())).into());
-        let said = secrets.hide("login of backup-user with hunter2 failed (abc)");
-        assert_eq!(said, "login of [hidden] with [hidden] failed (abc)");
-        assert_eq!(format!("{secrets:?}"), "3 secrets");
     }
 }

@@ -13,8 +13,9 @@ use super::metrics::{Metrics, Operation};
 use super::refusal::{Reason, Refusal};
 use super::relay::{Limits, Opened, Relay, Rewrite, exiting, of_driver, too_long};
 use super::resolve::{Resolver, Snapshot};
-use super::secrets::{SecretFinder, Secrets};
+use super::secrets::SecretFinder;
 use crate::grpc::deadline;
+use crate::kubernetes::secret::Secrets;
 use crate::telemetry::shutdown::Shutdown;
 
 /// What the calls share. Cheap to clone.

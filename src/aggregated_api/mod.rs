@@ -1,0 +1,7 @@
+//! The mode `aggregated-api`: VolumeSnapshotDelta (KEP-3314, VolumeSnapshotDelta), served through the aggregation layer of the
+//! Kubernetes API server. Created and never stored: each request is authenticated by the front proxy's word,
+//! authorized by the API server, answered by the driver's sidecar, page by page.
+//!
+//! Any number of replicas may serve. One of them leads and keeps the conditions of DriverDiscovery objects.
+
+pub mod failure;

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use cluster::Cluster;
 use cluster::access::{Account, rule};
 use cluster::manager::{self, Start, manager_rules};
-use cluster::programs::Served;
+use cluster::programs::{Served, free_port};
+use cluster::tls::Authority;
 use csi_loopback::kubernetes::session::SnapshotSessionRequest;
 use csi_loopback::kubernetes::tls;
 use k8s_openapi::ByteString;
@@ -22,6 +23,8 @@ use kube::api::PostParams;
 use kube::{Api, Client};
 use rustls_pki_types::ServerName;
 use serde_json::{Value, json};
+use support::path;
+use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         a_manager_that_may_not_ask_lets_nobody_in_and_says_so
         the_ca_bundle_is_published_and_nothing_else_is_written
         no_creation_is_refused_while_the_authority_is_replaced
+        a_provided_certificate_is_shown_and_the_ca_bundle_left_to_who_provides_it
         garbage_and_slow_clients_hold_up_nobody
     })
 }
@@ -70,6 +74,15 @@ impl<'a> Rig<'a> {
     }
 
     fn with(cluster: &'a Cluster, rules: Vec<PolicyRule>, flags: &[&str]) -> Self {
+        Self::started_by(cluster, rules, flags, manager::spawn)
+    }
+
+    fn started_by(
+        cluster: &'a Cluster,
+        rules: Vec<PolicyRule>,
+        flags: &[&str],
+        spawn: impl FnOnce(&Cluster, &Start<'_>) -> Served,
+    ) -> Self {
         let home = cluster.namespace("manager");
         let account = cluster.account(&home, "manager");
         cluster.grant(&account, &rules);
@@ -77,7 +90,7 @@ impl<'a> Rig<'a> {
         let configuration = cluster.unique("webhook");
         let flags = [&["--webhook-configuration", &configuration], flags].concat();
         let start = Start { kubeconfig: &kubeconfig, namespace: &home, flags: &flags, ahead: None };
-        let manager = manager::spawn(cluster, &start);
+        let manager = spawn(cluster, &start);
         let apps = cluster.namespace("apps");
         let stranger = cluster.account(&apps, "stranger");
         let rig = Self { cluster, apps, configuration, stranger, manager };
@@ -378,6 +391,41 @@ fn no_creation_is_refused_while_the_authority_is_replaced(cluster: &Cluster) {
     }
     assert!(both, "old and new were never there together");
     assert!(rig.ask(&cluster.client(), &["monday"], true).is_ok());
+}
+
+fn a_provided_certificate_is_shown_and_the_ca_bundle_left_to_who_provides_it(cluster: &Cluster) {
+    let authorities = ["before", "after"].map(Authority::new);
+    let directory = TempDir::with_prefix_in("provided-", cluster.scratch()).unwrap();
+    let provided = authorities[0].certify(directory.path(), "webhook");
+    let flags = ["--tls-cert", path(&provided.file), "--tls-key", path(&provided.key)];
+    let spawn = |cluster: &Cluster, start: &Start<'_>| {
+        manager::spawn_showing(cluster, start, free_port(), &flags)
+    };
+    let rig = Rig::started_by(cluster, manager_rules(), &[], spawn);
+    rig.configure("Fail");
+    let provide = |pem: String| {
+        let bundle = json!(ByteString(pem.into_bytes()));
+        let patch = json!([
+            { "op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": bundle },
+        ]);
+        let patch: kube::api::Patch<()> =
+            kube::api::Patch::Json(serde_json::from_value(patch).unwrap());
+        let api = rig.configurations();
+        cluster.block_on(api.patch(&rig.configuration, &Default::default(), &patch)).unwrap();
+    };
+    let administrators = cluster.client();
+    let ask = || rig.ask(&administrators, &["monday"], true);
+    provide(authorities[0].pem());
+    rig.wait_until_judging();
+    ask().unwrap();
+    // A renewed certificate is taken from the files; what the API server trusts changes by hand alone.
+    authorities[1].certify(directory.path(), "webhook");
+    provide(authorities[1].pem());
+    cluster.wait_for("the new certificate", || ask().ok());
+    assert_eq!(rig.ca_bundle(), Some(authorities[1].pem()));
+    let fields = rig.found().unwrap().metadata.managed_fields.unwrap_or_default();
+    let managers: Vec<_> = fields.into_iter().filter_map(|field| field.manager).collect();
+    assert!(!managers.iter().any(|name| name.contains("session-manager")), "{managers:?}");
 }
 
 fn garbage_and_slow_clients_hold_up_nobody(cluster: &Cluster) {

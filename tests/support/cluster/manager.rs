@@ -54,16 +54,23 @@ pub fn faketime() -> Option<PathBuf> {
     files.find(|file| file.exists())
 }
 
-/// Starts one and does not wait for it.
+/// Starts one with an authority of its own and does not wait for it.
 pub fn spawn(cluster: &Cluster, start: &Start<'_>) -> Served {
-    let (port, http_port) = (free_port(), free_port());
+    let port = free_port();
+    let address = format!("localhost:{port}");
+    spawn_showing(cluster, start, port, &["--self-signed", "--service-address", &address])
+}
+
+/// Starts one with the certificate that these flags say.
+pub fn spawn_showing(cluster: &Cluster, start: &Start<'_>, port: u16, shown: &[&str]) -> Served {
+    let http_port = free_port();
     let mut command = Command::new(env!("CARGO_BIN_EXE_csi-loopback"));
     command
         .args(["--mode", "session-manager", "--kubeconfig", path(start.kubeconfig)])
         .args(["--namespace", start.namespace])
         .args(["--port", &port.to_string()])
         .args(["--http-endpoint", &format!("127.0.0.1:{http_port}")])
-        .args(["--self-signed", "--service-address", &format!("localhost:{port}")])
+        .args(shown)
         .args(["--kube-api-qps", "1000", "--kube-api-burst", "1000"])
         .args(start.flags);
     if let Some(ahead) = start.ahead {

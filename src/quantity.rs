@@ -1,6 +1,9 @@
-//! Sizes as people write them: plain bytes, or a number with a Kubernetes suffix, decimal (`k`, `M`,
+//! Sizes and times as people write them. Sizes are plain bytes, or a number with a Kubernetes suffix, decimal (`k`, `M`,
 //! `G`, `T`, `P`) or binary (`Ki`, `Mi`, `Gi`, `Ti`, `Pi`). Both directions end in bytes as `u64`, and
 //! nothing wraps around: what does not fit is an error.
+
+use std::ops::RangeInclusive;
+use std::time::Duration;
 
 /// Suffix and its factor in bytes. Longer suffixes come first, so that `Ki` is not read as `K`.
 const UNITS: [(&str, u64); 10] = [
@@ -45,6 +48,16 @@ pub fn parse(text: &str) -> Result<u64, String> {
         .and_then(|bytes| bytes.checked_add(part))
         .and_then(|bytes| u64::try_from(bytes).ok())
         .ok_or_else(too_large)
+}
+
+/// A time such as 90m, within `range`, which `words` tell as in "from 1s to 1h".
+pub fn duration(
+    text: &str,
+    range: RangeInclusive<Duration>,
+    words: &str,
+) -> Result<Duration, String> {
+    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    if range.contains(&time) { Ok(time) } else { Err(format!("{text:?} is not {words}")) }
 }
 
 fn is_digits(text: &str) -> bool {

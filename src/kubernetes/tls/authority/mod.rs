@@ -20,6 +20,7 @@ use super::Certificates;
 use super::bundles::{Bundles, Published};
 use crate::kubernetes::client::within;
 use crate::kubernetes::name;
+use crate::quantity::duration;
 use crate::telemetry::complaint::Complaint;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -67,12 +68,8 @@ pub struct Args {
 }
 
 fn validity(text: &str) -> Result<Duration, String> {
-    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
     let (least, most) = VALIDITY;
-    if (least..=most).contains(&time) {
-        return Ok(time);
-    }
-    Err(format!("{text:?} is not within 20s and 3650days"))
+    duration(text, least..=most, "from 20s to 3650days")
 }
 
 impl Args {

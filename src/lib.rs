@@ -15,6 +15,8 @@ pub mod backend;
 pub mod cli;
 pub mod client;
 pub mod delta_token;
+#[cfg(test)]
+mod documented;
 pub mod driver;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;

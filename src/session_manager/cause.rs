@@ -94,20 +94,14 @@ impl fmt::Display for Obstacle {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::documented::row;
 
     #[test]
     fn the_table_of_the_documentation_has_each_cause_with_what_follows() {
         let page = include_str!("../../docs/session-manager.md");
-        let rows: Vec<Vec<&str>> = page
-            .lines()
-            .filter(|line| line.starts_with("| `"))
-            .map(|line| line.split('|').map(str::trim).collect())
-            .collect();
         for cause in Cause::ALL {
-            let label = format!("`{}`", cause.reason());
-            let row = rows.iter().find(|row| row[1] == label);
-            let row =
-                row.unwrap_or_else(|| panic!("{label} has no row in docs/session-manager.md"));
+            let label = cause.reason();
+            let row = row(page, label);
             let state = match cause.verdict() {
                 Verdict::Wait => "Pending",
                 Verdict::Fail => "Failed",

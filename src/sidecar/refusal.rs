@@ -181,22 +181,18 @@ impl Refusal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::documented::{row, rows};
     use crate::grpc::code_name;
 
     #[test]
     fn the_table_of_the_documentation_has_each_reason_with_its_code() {
         let page = include_str!("../../docs/sidecar.md");
-        let rows: Vec<Vec<&str>> = page
-            .lines()
-            .filter(|line| line.starts_with("| `"))
-            .map(|line| line.split('|').map(str::trim).collect())
-            .collect();
         for reason in Reason::ALL {
-            let label = format!("`{}`", reason.label());
-            let row = rows.iter().find(|row| row[1] == label);
-            let row = row.unwrap_or_else(|| panic!("{label} has no row in docs/sidecar.md"));
+            let label = reason.label();
+            let row = row(page, label);
             assert_eq!(row[2], code_name(reason.code()), "{label}");
         }
+        let rows = rows(page);
         let known =
             rows.iter().filter(|row| row[2].starts_with(|first: char| first.is_ascii_uppercase()));
         assert_eq!(known.count(), Reason::ALL.len(), "rows for reasons that do not exist");

@@ -1,0 +1,14 @@
+//! Tables of docs/, for the tests that hold them to the code.
+
+/// The cells of each row whose first one is code. Before the first cell there is an empty one.
+pub fn rows(page: &str) -> Vec<Vec<&str>> {
+    let rows = page.lines().filter(|line| line.starts_with("| `"));
+    rows.map(|line| line.split('|').map(str::trim).collect()).collect()
+}
+
+/// The row of `label`.
+pub fn row<'p>(page: &'p str, label: &str) -> Vec<&'p str> {
+    let first = format!("`{label}`");
+    let row = rows(page).into_iter().find(|row| row[1] == first);
+    row.unwrap_or_else(|| panic!("{label} has no row in the documentation"))
+}

@@ -9,7 +9,8 @@ use clap::ValueEnum;
 use kube::ResourceExt;
 
 use super::refusal::{Reason, Refusal};
-use crate::kubernetes::cache::{Cache, Key};
+use crate::kubernetes::bound_snapshot::{self, Misfit, Part, Problem, Snapshot};
+use crate::kubernetes::cache::Key;
 use crate::kubernetes::name;
 use crate::kubernetes::session::SessionSnapshot;
 use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
@@ -28,35 +29,11 @@ pub enum BaseReference {
     Either,
 }
 
-/// A VolumeSnapshot that is bound to a content of this driver.
-#[derive(Debug, Clone)]
-pub struct Snapshot {
-    pub object: Arc<VolumeSnapshot>,
-    pub content: Arc<VolumeSnapshotContent>,
-    /// The snapshot's id in CSI.
-    pub handle: String,
-}
-
-impl Snapshot {
-    /// Namespace and name, for people.
-    pub fn shown(&self) -> String {
-        shown(&Key::new(&self.object.namespace().unwrap_or_default(), &self.object.name_any()))
-    }
-}
-
-/// Which of a delta's snapshots is looked for: a base may be on its way out, a target may not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Part {
-    Base,
-    Target,
-}
-
 /// Cheap to clone.
 #[derive(Clone)]
 pub struct Resolver {
-    pub snapshots: Cache<VolumeSnapshot>,
-    /// Indexed by handle.
-    pub contents: Cache<VolumeSnapshotContent>,
+    /// Its contents are indexed by handle.
+    pub bound: bound_snapshot::Resolver,
     pub base_reference: BaseReference,
 }
 
@@ -69,10 +46,7 @@ impl Resolver {
         name: &str,
     ) -> Result<Snapshot, Refusal> {
         let key = Key::new(namespace, name);
-        match self.object(&key).await? {
-            Some(object) => self.bound(driver, &key, object, Part::Target).await,
-            None => Err(missing(&key)),
-        }
+        Ok(self.bound.resolve(Some(driver), &key, Part::Target).await?)
     }
 
     /// The handle of the base, which `reference` names, once it is known to fit `target`.
@@ -87,10 +61,10 @@ impl Resolver {
             let key = Key::new(&namespace, reference);
             let object = match self.is_known_handle(driver, &key).await {
                 true => None,
-                false => self.object(&key).await?,
+                false => self.bound.object(&key).await?,
             };
             if let Some(object) = object {
-                let base = self.bound(driver, &key, object, Part::Base).await?;
+                let base = self.bound.bound(Some(driver), &key, object, Part::Base).await?;
                 fits(BASE_ID, &base.content, &target.content)?;
                 return Ok(base.handle);
             }
@@ -112,19 +86,16 @@ impl Resolver {
     ) -> Result<Snapshot, Refusal> {
         let key = Key::new(&member.namespace, &member.name);
         let same = |object: &VolumeSnapshot| object.metadata.uid.as_deref() == Some(&member.uid);
-        let object = match self.object(&key).await? {
+        let object = match self.bound.object(&key).await? {
             // The watch may not have told of this one yet.
-            Some(other) if !same(&other) => {
-                let fetched = self.snapshots.fetch(&key).await;
-                fetched.map_err(|error| Refusal::api("read VolumeSnapshots", &error))?
-            }
+            Some(other) if !same(&other) => self.bound.newest(&key).await?,
             found => found,
         };
         let object = object.ok_or_else(|| missing(&key))?;
         if !same(&object) {
             return Err(replaced(&key));
         }
-        let snapshot = self.bound(driver, &key, object, part).await?;
+        let snapshot = self.bound.bound(Some(driver), &key, object, part).await?;
         if snapshot.handle != member.handle {
             return Err(replaced(&key));
         }
@@ -135,9 +106,10 @@ impl Resolver {
     /// name. Without this every request with a handle would ask the API server for a name that is newer.
     async fn is_known_handle(&self, driver: &str, key: &Key) -> bool {
         self.base_reference == BaseReference::Either
-            && matches!(self.snapshots.told(key), Some(None))
-            && self.contents.is_live()
+            && matches!(self.bound.snapshots.told(key), Some(None))
+            && self.bound.contents.is_live()
             && self
+                .bound
                 .contents
                 .with(&key.name)
                 .await
@@ -153,7 +125,7 @@ impl Resolver {
         namespace: &str,
         target: &Snapshot,
     ) -> Result<(), Refusal> {
-        let contents = self.contents.with(handle).await;
+        let contents = self.bound.contents.with(handle).await;
         let contents =
             contents.map_err(|error| Refusal::api("read VolumeSnapshotContents", &error))?;
         let of_driver = contents.iter().filter(|content| content.spec.driver == driver);
@@ -173,76 +145,6 @@ impl Resolver {
             )),
         }
     }
-
-    async fn object(&self, key: &Key) -> Result<Option<Arc<VolumeSnapshot>>, Refusal> {
-        let failed = |error| Refusal::api("read VolumeSnapshots", &error);
-        let known = self.snapshots.get(key).await.map_err(failed)?;
-        match known {
-            // It may be ready by now.
-            Some(object) if object.ready_content().is_none() => {
-                self.snapshots.fetch(key).await.map_err(failed)
-            }
-            known => Ok(known),
-        }
-    }
-
-    async fn content(&self, name: &str) -> Result<Option<Arc<VolumeSnapshotContent>>, Refusal> {
-        let failed = |error| Refusal::api("read VolumeSnapshotContents", &error);
-        let key = Key::cluster(name);
-        let known = self.contents.get(&key).await.map_err(failed)?;
-        match known {
-            Some(content) if content.ready_handle().is_none() => {
-                self.contents.fetch(&key).await.map_err(failed)
-            }
-            known => Ok(known),
-        }
-    }
-
-    /// Follows a VolumeSnapshot to its content and handle.
-    async fn bound(
-        &self,
-        driver: &str,
-        key: &Key,
-        object: Arc<VolumeSnapshot>,
-        part: Part,
-    ) -> Result<Snapshot, Refusal> {
-        if part == Part::Target && object.metadata.deletion_timestamp.is_some() {
-            return Err(deleting("VolumeSnapshot", &shown(key)));
-        }
-        let Some(content_name) = object.ready_content() else {
-            let message =
-                format!("VolumeSnapshot {} is not ready to use yet; try again", shown(key));
-            return Err(Refusal::new(Reason::SnapshotNotReady, message));
-        };
-        let Some(content) = self.content(content_name).await? else {
-            let message = format!(
-                "VolumeSnapshotContent {content_name}, to which VolumeSnapshot {} is bound, does not exist",
-                shown(key)
-            );
-            return Err(Refusal::new(Reason::ContentMissing, message));
-        };
-        if !content.belongs_to(&object) {
-            let message = format!(
-                "VolumeSnapshotContent {content_name} is not bound to VolumeSnapshot {}; try again",
-                shown(key)
-            );
-            return Err(Refusal::new(Reason::SnapshotNotReady, message));
-        }
-        if content.spec.driver != driver {
-            let message =
-                format!("VolumeSnapshot {} is not one of the driver {driver}", shown(key));
-            return Err(Refusal::new(Reason::OtherDriver, message));
-        }
-        if part == Part::Target && content.metadata.deletion_timestamp.is_some() {
-            return Err(deleting("VolumeSnapshotContent", content_name));
-        }
-        let Some(handle) = content.ready_handle().map(str::to_owned) else {
-            let message =
-                format!("VolumeSnapshotContent {content_name} is not ready to use yet; try again");
-            return Err(Refusal::new(Reason::SnapshotNotReady, message));
-        };
-        Ok(Snapshot { object, content, handle })
-    }
 }
 
 /// The index of contents.
@@ -258,39 +160,37 @@ pub fn fits(
     base: &VolumeSnapshotContent,
     target: &VolumeSnapshotContent,
 ) -> Result<(), Refusal> {
-    let volumes =
-        base.spec.source.volume_handle.as_ref().zip(target.spec.source.volume_handle.as_ref());
-    if volumes.is_some_and(|(base, target)| base != target) {
-        let message = format!("{field}: is a snapshot of another volume than the target");
-        return Err(Refusal::new(Reason::OtherVolume, message));
+    bound_snapshot::fits(base, target).map_err(|misfit| {
+        let reason = match misfit {
+            Misfit::OtherVolume => Reason::OtherVolume,
+            Misfit::BaseNewer => Reason::BaseNewer,
+        };
+        Refusal::new(reason, format!("{field}: {misfit}"))
+    })
+}
+
+impl From<Problem> for Refusal {
+    fn from(problem: Problem) -> Self {
+        let reason = match &problem {
+            Problem::Missing(_) => Reason::SnapshotMissing,
+            Problem::Deleting { .. } => Reason::SnapshotDeleting,
+            Problem::NotReady(_) => Reason::SnapshotNotReady,
+            Problem::ContentMissing { .. } => Reason::ContentMissing,
+            Problem::OtherDriver { .. } => Reason::OtherDriver,
+            Problem::Api { doing, error } => return Self::api(doing, error),
+        };
+        Self::new(reason, problem.to_string())
     }
-    let cut_at =
-        |content: &VolumeSnapshotContent| content.status.as_ref().and_then(|it| it.creation_time);
-    if cut_at(base).zip(cut_at(target)).is_some_and(|(base, target)| base > target) {
-        let message =
-            format!("{field}: is newer than the target; the earlier snapshot is the base");
-        return Err(Refusal::new(Reason::BaseNewer, message));
-    }
-    Ok(())
 }
 
 fn missing(key: &Key) -> Refusal {
-    let message = format!("VolumeSnapshot {} does not exist", shown(key));
-    Refusal::new(Reason::SnapshotMissing, message)
+    Problem::Missing(key.clone()).into()
 }
 
 fn replaced(key: &Key) -> Refusal {
     let message = format!(
-        "VolumeSnapshot {} is not the one that it was when the session began; make another session",
-        shown(key)
+        "VolumeSnapshot {}/{} is not the one that it was when the session began; make another session",
+        key.namespace, key.name
     );
     Refusal::new(Reason::SnapshotReplaced, message)
-}
-
-fn deleting(kind: &str, name: &str) -> Refusal {
-    Refusal::new(Reason::SnapshotDeleting, format!("{kind} {name} is being deleted"))
-}
-
-fn shown(key: &Key) -> String {
-    format!("{}/{}", key.namespace, key.name)
 }

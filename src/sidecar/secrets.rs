@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client, ResourceExt};
 
 use super::refusal::{Reason, Refusal};
-use super::resolve::Snapshot;
+use crate::kubernetes::bound_snapshot::Snapshot;
 use crate::kubernetes::cache::{Cache, Key, in_time};
 use crate::kubernetes::name;
 use crate::kubernetes::secret::Secrets;

@@ -30,7 +30,7 @@ use crate::kubernetes::publish::{Publication, keep};
 use crate::kubernetes::review::Reviewer;
 use crate::kubernetes::tls::identity::{Identity, Wanted};
 use crate::kubernetes::tls::{Bundles, Place};
-use crate::kubernetes::{cache, client, tls};
+use crate::kubernetes::{bound_snapshot, cache, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 use crate::telemetry::http::{self, Pages};
@@ -162,13 +162,15 @@ fn sidecar(
     Sidecar {
         driver: driver.clone(),
         resolver: Resolver {
-            snapshots: cache::of_all_namespaces(kubernetes, |_| None, shutdown.clone()),
-            contents: cache::of_cluster(
-                kubernetes,
-                watcher::Config::default(),
-                resolve::handle,
-                shutdown.clone(),
-            ),
+            bound: bound_snapshot::Resolver {
+                snapshots: cache::of_all_namespaces(kubernetes, |_| None, shutdown.clone()),
+                contents: cache::of_cluster(
+                    kubernetes,
+                    watcher::Config::default(),
+                    resolve::handle,
+                    shutdown.clone(),
+                ),
+            },
             base_reference: args.base_reference,
         },
         secrets: SecretFinder { client: kubernetes.clone(), classes },

@@ -12,9 +12,10 @@ use super::driver_link::{DriverLink, Question};
 use super::metrics::{Metrics, Operation};
 use super::refusal::{Reason, Refusal};
 use super::relay::{Limits, Opened, Relay, Rewrite, exiting, of_driver, too_long};
-use super::resolve::{Resolver, Snapshot};
+use super::resolve::Resolver;
 use super::secrets::SecretFinder;
 use crate::grpc::deadline;
+use crate::kubernetes::bound_snapshot::Snapshot;
 use crate::kubernetes::secret::Secrets;
 use crate::telemetry::shutdown::Shutdown;
 

@@ -1,0 +1,189 @@
+//! From the name of a VolumeSnapshot to its content and to the handle that the driver knows, with every check that belongs in
+//! between. What it says of a [`Problem`] is the same in all roles; which code that becomes is each role's.
+
+use std::fmt;
+use std::sync::Arc;
+
+use kube::ResourceExt;
+
+use super::cache::{Cache, Key};
+use super::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
+
+/// A VolumeSnapshot that is bound to a content that is ready.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    pub object: Arc<VolumeSnapshot>,
+    pub content: Arc<VolumeSnapshotContent>,
+    /// The snapshot's id in CSI.
+    pub handle: String,
+}
+
+impl Snapshot {
+    /// Namespace and name, for people.
+    pub fn shown(&self) -> String {
+        shown(&Key::new(&self.object.namespace().unwrap_or_default(), &self.object.name_any()))
+    }
+}
+
+/// Which of a delta's snapshots is looked for: a base may be on its way out, a target may not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    Base,
+    Target,
+}
+
+/// Why a name leads to no handle. Its text says what is wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum Problem {
+    #[error("VolumeSnapshot {} does not exist", shown(.0))]
+    Missing(Key),
+    #[error("{kind} {name} is being deleted")]
+    Deleting { kind: &'static str, name: String },
+    /// It may be later.
+    #[error(transparent)]
+    NotReady(#[from] NotReady),
+    #[error(
+        "VolumeSnapshotContent {content}, to which VolumeSnapshot {} is bound, does not exist",
+        shown(.snapshot)
+    )]
+    ContentMissing { content: String, snapshot: Key },
+    #[error("VolumeSnapshot {} is not one of the driver {driver}", shown(.snapshot))]
+    OtherDriver { snapshot: Key, driver: String },
+    /// The API server could not be asked; what for.
+    #[error("could not {doing}: {error}")]
+    Api { doing: &'static str, error: kube::Error },
+}
+
+/// What of it is not ready to use yet.
+#[derive(Debug, thiserror::Error)]
+pub enum NotReady {
+    #[error("VolumeSnapshot {} is not ready to use yet; try again", shown(.0))]
+    Snapshot(Key),
+    #[error(
+        "VolumeSnapshotContent {content} is not bound to VolumeSnapshot {}; try again",
+        shown(.snapshot)
+    )]
+    Unbound { content: String, snapshot: Key },
+    #[error("VolumeSnapshotContent {0} is not ready to use yet; try again")]
+    Content(String),
+}
+
+/// Why one cannot be the base of the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Misfit {
+    OtherVolume,
+    BaseNewer,
+}
+
+impl fmt::Display for Misfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OtherVolume => "is a snapshot of another volume than the target",
+            Self::BaseNewer => "is newer than the target; the earlier snapshot is the base",
+        })
+    }
+}
+
+/// Cheap to clone.
+#[derive(Clone)]
+pub struct Resolver {
+    pub snapshots: Cache<VolumeSnapshot>,
+    pub contents: Cache<VolumeSnapshotContent>,
+}
+
+impl Resolver {
+    /// The VolumeSnapshot of that name, with its content and handle; of `driver`, where one is named.
+    pub async fn resolve(
+        &self,
+        driver: Option<&str>,
+        key: &Key,
+        part: Part,
+    ) -> Result<Snapshot, Problem> {
+        match self.object(key).await? {
+            Some(object) => self.bound(driver, key, object, part).await,
+            None => Err(Problem::Missing(key.clone())),
+        }
+    }
+
+    pub async fn object(&self, key: &Key) -> Result<Option<Arc<VolumeSnapshot>>, Problem> {
+        let known = self.snapshots.get(key).await.map_err(unread_snapshots)?;
+        match known {
+            // It may be ready by now.
+            Some(object) if object.ready_content().is_none() => self.newest(key).await,
+            known => Ok(known),
+        }
+    }
+
+    /// As the API server tells it now.
+    pub async fn newest(&self, key: &Key) -> Result<Option<Arc<VolumeSnapshot>>, Problem> {
+        self.snapshots.fetch(key).await.map_err(unread_snapshots)
+    }
+
+    async fn content(&self, name: &str) -> Result<Option<Arc<VolumeSnapshotContent>>, Problem> {
+        let failed = |error| Problem::Api { doing: "read VolumeSnapshotContents", error };
+        let key = Key::cluster(name);
+        let known = self.contents.get(&key).await.map_err(failed)?;
+        match known {
+            Some(content) if content.ready_handle().is_none() => {
+                self.contents.fetch(&key).await.map_err(failed)
+            }
+            known => Ok(known),
+        }
+    }
+
+    /// Follows a VolumeSnapshot to its content and handle.
+    pub async fn bound(
+        &self,
+        driver: Option<&str>,
+        key: &Key,
+        object: Arc<VolumeSnapshot>,
+        part: Part,
+    ) -> Result<Snapshot, Problem> {
+        if part == Part::Target && object.metadata.deletion_timestamp.is_some() {
+            return Err(Problem::Deleting { kind: "VolumeSnapshot", name: shown(key) });
+        }
+        let Some(name) = object.ready_content().map(str::to_owned) else {
+            return Err(NotReady::Snapshot(key.clone()).into());
+        };
+        let Some(content) = self.content(&name).await? else {
+            return Err(Problem::ContentMissing { content: name, snapshot: key.clone() });
+        };
+        if !content.belongs_to(&object) {
+            return Err(NotReady::Unbound { content: name, snapshot: key.clone() }.into());
+        }
+        if let Some(driver) = driver.filter(|driver| *driver != content.spec.driver) {
+            let (snapshot, driver) = (key.clone(), driver.to_owned());
+            return Err(Problem::OtherDriver { snapshot, driver });
+        }
+        if part == Part::Target && content.metadata.deletion_timestamp.is_some() {
+            return Err(Problem::Deleting { kind: "VolumeSnapshotContent", name });
+        }
+        let Some(handle) = content.ready_handle().map(str::to_owned) else {
+            return Err(NotReady::Content(name).into());
+        };
+        Ok(Snapshot { object, content, handle })
+    }
+}
+
+/// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest.
+pub fn fits(base: &VolumeSnapshotContent, target: &VolumeSnapshotContent) -> Result<(), Misfit> {
+    let volumes =
+        base.spec.source.volume_handle.as_ref().zip(target.spec.source.volume_handle.as_ref());
+    if volumes.is_some_and(|(base, target)| base != target) {
+        return Err(Misfit::OtherVolume);
+    }
+    let cut_at =
+        |content: &VolumeSnapshotContent| content.status.as_ref().and_then(|it| it.creation_time);
+    if cut_at(base).zip(cut_at(target)).is_some_and(|(base, target)| base > target) {
+        return Err(Misfit::BaseNewer);
+    }
+    Ok(())
+}
+
+fn unread_snapshots(error: kube::Error) -> Problem {
+    Problem::Api { doing: "read VolumeSnapshots", error }
+}
+
+fn shown(key: &Key) -> String {
+    format!("{}/{}", key.namespace, key.name)
+}

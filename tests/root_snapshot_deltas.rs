@@ -4,7 +4,7 @@
 mod support;
 
 use csi_loopback::backend::PoolKind;
-use csi_loopback::delta_token::{DeltaToken, LENGTH};
+use csi_loopback::delta_token::{DeltaToken, LENGTH, MANIFEST};
 use csi_loopback::proto::csi::v1 as csi;
 use support::driver::*;
 use support::{BLOCK, MIB, have_root, pattern, write_direct};
@@ -290,6 +290,9 @@ fn without_the_flag_it_is_neither_advertised_nor_served() {
     with_driver("without_the_flag_it_is_neither_advertised_nor_served", |driver| {
         let (_, first, second) = sample(driver);
         let of_csi = advertised(driver);
+        let (key, value) = MANIFEST;
+        let manifest = |driver: &Driver| driver.ok(csi::GetPluginInfoRequest {}).manifest;
+        assert!(!manifest(driver).contains_key(key));
         assert!(of_csi.iter().all(|number| *number <= 15), "{of_csi:?}");
         for asked in [deltas(&first, &second), deltas("", ""), page("", &second, -1, "x")] {
             driver.refused(asked, Code::Unimplemented, ON);
@@ -297,6 +300,7 @@ fn without_the_flag_it_is_neither_advertised_nor_served() {
         driver.restart_with(&VARIABLE);
         let capability = rpc::Type::ListBlockSnapshotDeltas.into();
         assert_eq!(advertised(driver), [of_csi, vec![capability]].concat());
+        assert_eq!(manifest(driver).get(key).map(String::as_str), Some(value));
         assert!(!driver.ok(deltas(&first, &second)).changed_blocks.is_empty());
     });
 }

@@ -1,9 +1,12 @@
 //! CSI Identity: who the plugin is, what it serves, whether it is well.
 
+use std::collections::HashMap;
+
 use tonic::{Request, Response, Status};
 
 use super::Plugin;
 use crate::backend::Error;
+use crate::delta_token;
 use crate::proto::csi::v1::identity_server::Identity;
 use crate::proto::csi::v1::plugin_capability::{
     Service, Type, VolumeExpansion, service, volume_expansion,
@@ -48,14 +51,16 @@ fn plugin_info(plugin: &Plugin, _: GetPluginInfoRequest) -> Result<GetPluginInfo
     Ok(GetPluginInfoResponse {
         name: plugin.driver_name.clone(),
         vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
-        // Whoever is surprised by an answer can see from here that it may be spoilt.
-        manifest: plugin
-            .faults
-            .kinds()
-            .map(|kinds| ("faults".to_owned(), kinds))
-            .into_iter()
-            .collect(),
+        manifest: manifest(plugin),
     })
+}
+
+fn manifest(plugin: &Plugin) -> HashMap<String, String> {
+    // Whoever is surprised by an answer can see from here that it may be spoilt.
+    let faults = plugin.faults.kinds().map(|kinds| ("faults".to_owned(), kinds));
+    let (key, value) = delta_token::MANIFEST;
+    let tokens = plugin.snapshot_deltas.then(|| (key.to_owned(), value.to_owned()));
+    faults.into_iter().chain(tokens).collect()
 }
 
 fn plugin_capabilities(

@@ -34,14 +34,31 @@ pub struct Election {
     pub duration: Duration,
 }
 
+/// What a process knows of an election that it takes part in.
+#[derive(Debug, Clone)]
+pub struct Standing {
+    /// Whether it leads itself.
+    pub leads: watch::Receiver<bool>,
+    /// The identity that the lease named when it was read last; none where nobody holds it. Whoever that is may have stopped
+    /// since.
+    pub holder: watch::Receiver<Option<String>>,
+}
+
 impl Election {
     /// Takes part until draining begins, in a task of its own. Tells whether this process leads.
     pub fn start(self, shutdown: Shutdown) -> watch::Receiver<bool> {
+        self.follow(shutdown).leads
+    }
+
+    /// The same, for who wants to know who else leads.
+    pub fn follow(self, shutdown: Shutdown) -> Standing {
         let (leads, told) = watch::channel(false);
+        let (holder, named) = watch::channel(None);
         tokio::spawn(async move {
             let mut candidate = Candidate {
                 election: self,
                 leads,
+                holder,
                 renewed: None,
                 seen: None,
                 complaint: Complaint::default(),
@@ -52,7 +69,7 @@ impl Election {
             }
             candidate.retire().await;
         });
-        told
+        Standing { leads: told, holder: named }
     }
 
     /// The leader renews and the others look as often.
@@ -69,6 +86,7 @@ impl Election {
 struct Candidate {
     election: Election,
     leads: watch::Sender<bool>,
+    holder: watch::Sender<Option<String>>,
     /// When the last successful renewal was begun, while leading.
     renewed: Option<Instant>,
     /// The lease's version that was seen last, and when it was seen first.
@@ -113,6 +131,7 @@ impl Candidate {
             return Ok(());
         };
         if !self.is_to_be_written(&lease, begun) {
+            self.name_holder(lease.spec.and_then(|spec| spec.holder_identity));
             self.follow("another holds the lease");
             return Ok(());
         }
@@ -166,7 +185,17 @@ impl Candidate {
         }
     }
 
+    fn name_holder(&self, holder: Option<String>) {
+        let holder = holder.filter(|holder| !holder.is_empty());
+        self.holder.send_if_modified(|known| {
+            let changed = *known != holder;
+            *known = holder;
+            changed
+        });
+    }
+
     fn lead(&mut self, since: Instant) {
+        self.name_holder(Some(self.election.identity.clone()));
         self.renewed = Some(since);
         self.seen = None;
         if !self.leads.send_replace(true) {
@@ -190,6 +219,7 @@ impl Candidate {
     /// Stops leading, and then gives the lease back so that another need not wait.
     async fn retire(&mut self) {
         let led = self.renewed.take().is_some();
+        self.name_holder(None);
         self.leads.send_replace(false);
         if !led {
             return;
@@ -226,8 +256,14 @@ mod tests {
             identity: "me".into(),
             duration: Duration::from_secs(15),
         };
-        let leads = watch::channel(false).0;
-        Candidate { election, leads, renewed: None, seen: None, complaint: Complaint::default() }
+        Candidate {
+            election,
+            leads: watch::channel(false).0,
+            holder: watch::channel(None).0,
+            renewed: None,
+            seen: None,
+            complaint: Complaint::default(),
+        }
     }
 
     fn lease(holder: &str, version: &str) -> Lease {

@@ -86,6 +86,10 @@ impl Address {
     pub fn host(&self) -> &str {
         self.host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&self.host)
     }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
 }
 
 impl FromStr for Address {

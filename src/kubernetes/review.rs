@@ -57,6 +57,8 @@ pub struct Action<'a> {
     pub verb: &'a str,
     pub group: &'a str,
     pub resource: &'a str,
+    pub subresource: Option<&'a str>,
+    /// Empty for objects that belong to none.
     pub namespace: &'a str,
     /// Of one object; none for all of them.
     pub name: Option<&'a str>,
@@ -107,10 +109,10 @@ impl Reviewer {
         }
         let identity =
             serde_json::to_string(user).map_err(|error| unknown(kube::Error::SerdeError(error)))?;
-        let Action { verb, group, resource, namespace, name } = action;
-        // No object has an empty name.
-        let name = name.unwrap_or_default();
-        let key = digest(&[&identity, verb, group, resource, namespace, name]);
+        let Action { verb, group, resource, subresource, namespace, name } = action;
+        // No object and no subresource has an empty name.
+        let [subresource, name] = [subresource, name].map(Option::unwrap_or_default);
+        let key = digest(&[&identity, verb, group, resource, subresource, namespace, name]);
         let review = self.review_access(user, action);
         self.permissions.try_get_with(key, review).await.map_err(|denied| Denied::clone(&denied))
     }
@@ -120,6 +122,7 @@ impl Reviewer {
             verb: Some(action.verb.to_owned()),
             group: Some(action.group.to_owned()),
             resource: Some(action.resource.to_owned()),
+            subresource: action.subresource.map(str::to_owned),
             namespace: Some(action.namespace.to_owned()),
             name: action.name.map(str::to_owned),
             ..ResourceAttributes::default()

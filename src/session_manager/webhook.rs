@@ -97,6 +97,7 @@ impl Webhook {
                     verb: "get",
                     group: GROUP,
                     resource: "volumesnapshots",
+                    subresource: None,
                     namespace: &namespace,
                     name: Some(&name),
                 };

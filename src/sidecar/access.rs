@@ -70,6 +70,7 @@ impl Gate {
             verb: "get",
             group: GROUP,
             resource: "volumesnapshots",
+            subresource: None,
             namespace,
             name: None,
         };

@@ -7,10 +7,11 @@ use std::time::Duration;
 use clap::ValueEnum;
 use tonic::Code;
 
-use super::publish;
 use super::resolve::BaseReference;
+use super::{cbt_http, publish};
 use crate::grpc::SocketPath;
 use crate::kubernetes::client::Rate;
+use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::tls::{self, authority};
 use crate::telemetry::{http, klog, logs};
 
@@ -109,6 +110,9 @@ pub struct Args {
     pub publish: publish::Args,
 
     #[command(flatten)]
+    pub cbt_http: cbt_http::Args,
+
+    #[command(flatten)]
     pub log: logs::Args,
 
     #[command(flatten)]
@@ -124,10 +128,23 @@ impl Args {
     /// # Errors
     /// Flags that leave nothing to do.
     pub fn check(&self) -> anyhow::Result<()> {
-        if !self.metadata_api && !self.session_api {
-            anyhow::bail!("--metadata-api=false leaves nothing to serve without --session-api");
+        if !self.metadata_api && !self.session_api && !self.cbt_http.enabled {
+            anyhow::bail!(
+                "--metadata-api=false leaves nothing to serve without --session-api or --cbt-http"
+            );
+        }
+        let published = self.metadata_api || self.session_api || self.discovery().is_some();
+        if self.publish.manage_service && !published {
+            anyhow::bail!(
+                "--manage-service leaves nothing to publish without --cbt-http-service-address"
+            );
         }
         Ok(())
+    }
+
+    /// Where the driver's DriverDiscovery is to say that cbt-http is reached, where it is served.
+    pub fn discovery(&self) -> Option<&Address> {
+        self.cbt_http.service_address.as_ref().filter(|_| self.cbt_http.enabled)
     }
 
     pub fn rate(&self) -> Rate {
@@ -170,7 +187,7 @@ fn absolute(text: &str) -> Result<String, String> {
     if text.len() > 1
         && text.starts_with('/')
         && text.bytes().all(plain)
-        && text != super::HEALTH_PATH
+        && ![super::HEALTH_PATH, cbt_http::LEADER_PATH].contains(&text)
     {
         return Ok(text.to_owned());
     }

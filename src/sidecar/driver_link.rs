@@ -18,10 +18,13 @@ use tonic::{Code, Request, Response, Status};
 use tonic_prost::ProstCodec;
 
 use super::refusal::{Reason, Refusal};
+use crate::delta_token::MANIFEST;
 use crate::grpc::{RawMessage, SocketPath, code_name};
 use crate::proto::csi::v1 as csi;
 use crate::proto::snapshotsession as session;
 use crate::telemetry::shutdown::Shutdown;
+use csi::controller_client::ControllerClient;
+use csi::controller_service_capability::rpc::Type as Rpc;
 use csi::identity_client::IdentityClient;
 use csi::plugin_capability::service::Type;
 
@@ -64,7 +67,19 @@ pub enum Driver {
         name: String,
         /// Whether it has the SnapshotMetadata service.
         capable: bool,
+        deltas: Deltas,
     },
+}
+
+/// ListSnapshotDeltas (KEP-3314, VolumeSnapshotDelta) of a driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deltas {
+    /// It does not have it, or was not asked.
+    Lacking,
+    /// Where a page begins, only tokens of the page before tell.
+    Opaque,
+    /// Its tokens are [`DeltaToken`](crate::delta_token::DeltaToken)s.
+    Derivable,
 }
 
 /// Cheap to clone.
@@ -74,15 +89,19 @@ pub struct DriverLink {
     state: watch::Receiver<Driver>,
     /// Whether the driver at the other end of the connection has said that it lacks the session API.
     lacks_sessions: Arc<AtomicBool>,
+    /// Whether anybody wants to know of ListSnapshotDeltas.
+    asks_deltas: bool,
 }
 
 impl DriverLink {
     /// Starts to look for the driver. `streams`: answers at once, at most; each has room of its own, so that one
-    /// that nobody reads holds up no other. `timeout` is for calls with one answer.
+    /// that nobody reads holds up no other. `timeout` is for calls with one answer. `asks_deltas`: whether to find out
+    /// about ListSnapshotDeltas.
     pub fn start(
         socket: &SocketPath,
         streams: usize,
         timeout: Duration,
+        asks_deltas: bool,
         shutdown: Shutdown,
     ) -> Self {
         let path = socket.as_ref().to_owned();
@@ -101,7 +120,7 @@ impl DriverLink {
                 async move { UnixStream::connect(path).await.map(TokioIo::new) }
             }));
         let (sender, state) = watch::channel(Driver::Away("it was not asked yet".into()));
-        let link = Self { channel, state, lacks_sessions };
+        let link = Self { channel, state, lacks_sessions, asks_deltas };
         tokio::spawn(look(link.clone(), sender, timeout, shutdown));
         link
     }
@@ -214,6 +233,17 @@ impl DriverLink {
         }
     }
 
+    /// A page of the driver's ListSnapshotDeltas, for which it has `left`.
+    pub async fn list_deltas(
+        &self,
+        request: csi::ListSnapshotDeltasRequest,
+        left: Duration,
+    ) -> Result<csi::ListSnapshotDeltasResponse, Status> {
+        let controller = ControllerClient::new(self.channel.clone());
+        let mut controller = controller.max_decoding_message_size(MAX_MESSAGE);
+        controller.list_snapshot_deltas(bounded(request, left)).await.map(Response::into_inner)
+    }
+
     async fn stream<Q: prost::Message + Send + Sync + 'static>(
         &self,
         request: Request<Q>,
@@ -241,11 +271,34 @@ impl DriverLink {
             matches!(&capability.r#type, Some(csi::plugin_capability::Type::Service(service))
                 if service.r#type() == Type::SnapshotMetadataService)
         });
-        let name = about.into_inner().name;
+        let about = about.into_inner();
+        let name = about.name;
         if name.is_empty() {
             return Ok(Driver::Away("it has no name".into()));
         }
-        Ok(Driver::Ready { name, capable })
+        let deltas = match self.asks_deltas && self.has_deltas(timeout).await? {
+            false => Deltas::Lacking,
+            true if about.manifest.get(MANIFEST.0).is_some_and(|said| said == MANIFEST.1) => {
+                Deltas::Derivable
+            }
+            true => Deltas::Opaque,
+        };
+        Ok(Driver::Ready { name, capable, deltas })
+    }
+
+    async fn has_deltas(&self, timeout: Duration) -> Result<bool, Status> {
+        let mut controller = ControllerClient::new(self.channel.clone());
+        let asked = bounded(csi::ControllerGetCapabilitiesRequest {}, timeout);
+        let capabilities = match controller.controller_get_capabilities(asked).await {
+            Ok(answer) => answer.into_inner().capabilities,
+            // It has no Controller service.
+            Err(status) if status.code() == Code::Unimplemented => return Ok(false),
+            Err(status) => return Err(status),
+        };
+        Ok(capabilities.iter().any(|capability| {
+            matches!(&capability.r#type, Some(csi::controller_service_capability::Type::Rpc(rpc))
+                if rpc.r#type() == Rpc::ListBlockSnapshotDeltas)
+        }))
     }
 }
 
@@ -300,10 +353,13 @@ fn tell(state: &watch::Sender<Driver>, found: Driver) {
         changed
     });
     match &found {
-        Driver::Ready { name, capable: true } if changed => {
-            tracing::info!(driver = %name, "the driver is ready")
+        Driver::Ready { name, deltas, capable: true } if changed => {
+            tracing::info!(driver = %name, ?deltas, "the driver is ready")
         }
-        Driver::Ready { name, capable: false } if changed => {
+        Driver::Ready { name, deltas: Deltas::Opaque | Deltas::Derivable, .. } if changed => {
+            tracing::info!(driver = %name, "the driver has ListSnapshotDeltas and no SnapshotMetadata service");
+        }
+        Driver::Ready { name, .. } if changed => {
             tracing::error!(driver = %name, "the driver has no SnapshotMetadata service; every call is UNIMPLEMENTED");
         }
         Driver::Away(why) if changed => tracing::warn!(%why, "the driver is not ready"),

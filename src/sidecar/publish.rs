@@ -4,14 +4,17 @@
 use std::path::PathBuf;
 
 use anyhow::Context;
+use k8s_openapi::ByteString;
 use kube::Resource;
 use kube::api::ObjectMeta;
 use serde_json::{Value, json};
 
+use crate::kubernetes::driver_discovery::{ClientConfig, DriverDiscovery, ServiceReference};
 use crate::kubernetes::metadata_service::{Address, DRIVER_LABEL, SnapshotMetadataService};
 use crate::kubernetes::publish::Publication;
 use crate::kubernetes::session::SnapshotServiceConfiguration;
 use crate::kubernetes::tls::{self, Bundles};
+use crate::kubernetes::{cbt_http, name};
 use crate::telemetry::shutdown::Shutdown;
 
 /// As whom the fields are written (server-side apply).
@@ -25,7 +28,8 @@ const OPTIONAL_FIELD: &str = "requireBaseSnapshotForDelta";
 #[group(skip)]
 pub struct Args {
     /// Make the driver's SnapshotMetadataService and keep it so: address, audience, caCert. Without --audience
-    /// the audience is then the driver's name. With --session-api its SnapshotServiceConfiguration, too.
+    /// the audience is then the driver's name. With --session-api its SnapshotServiceConfiguration, too, and with
+    /// --cbt-http-service-address its DriverDiscovery.
     #[arg(long, requires = "service_address")]
     pub manage_service: bool,
 
@@ -57,6 +61,41 @@ pub struct Configuration {
     pub address: Address,
     /// The driver's namespace, which is the sidecar's.
     pub namespace: String,
+}
+
+/// What the DriverDiscovery says. Its status is another's.
+#[derive(Debug, Clone)]
+pub struct Discovery {
+    /// Name of the CSI driver, and of the object.
+    pub driver: String,
+    /// Where the aggregated API server reaches cbt-http.
+    pub address: Address,
+}
+
+impl Discovery {
+    /// By the Service, where the host is the name of one: a server in the cluster need not know the cluster's DNS then.
+    fn client_config(&self, pem: &str) -> ClientConfig {
+        let ca_bundle = ByteString(pem.as_bytes().to_vec());
+        let mut labels = self.address.host().split('.');
+        let place = (labels.next(), labels.next(), labels.next());
+        match place {
+            (Some(name), Some(namespace), Some("svc"))
+                if name::is_namespace(name) && name::is_namespace(namespace) =>
+            {
+                let service = ServiceReference {
+                    namespace: namespace.to_owned(),
+                    name: name.to_owned(),
+                    path: Some(cbt_http::PATH.to_owned()),
+                    port: Some(self.address.port().into()),
+                };
+                ClientConfig { url: None, service: Some(service), ca_bundle }
+            }
+            _ => {
+                let url = format!("https://{}{}", self.address, cbt_http::PATH);
+                ClientConfig { url: Some(url), service: None, ca_bundle }
+            }
+        }
+    }
 }
 
 /// The authorities of --service-ca, or of ca.crt beside --tls-cert, read again when they change. For
@@ -149,6 +188,37 @@ impl Publication for Configuration {
             && spec.address == self.address.to_string()
             && spec.ca_cert.0 == pem.as_bytes()
             && spec.driver_namespace == self.namespace
+    }
+}
+
+impl Publication for Discovery {
+    type Object = DriverDiscovery;
+
+    fn manager(&self) -> &'static str {
+        MANAGER
+    }
+
+    fn name(&self) -> &str {
+        &self.driver
+    }
+
+    fn published(&self, found: &DriverDiscovery) -> String {
+        String::from_utf8_lossy(&found.spec.client_config.ca_bundle.0).into_owned()
+    }
+
+    fn wanted(&self, _: Option<&DriverDiscovery>, pem: &str) -> anyhow::Result<Value> {
+        Ok(json!({
+            "apiVersion": DriverDiscovery::api_version(&()),
+            "kind": DriverDiscovery::kind(&()),
+            "metadata": { "name": self.driver, "labels": { DRIVER_LABEL: self.driver } },
+            "spec": { "driverName": self.driver, "clientConfig": self.client_config(pem) },
+        }))
+    }
+
+    fn is_as_it_should_be(&self, found: &DriverDiscovery, pem: &str) -> bool {
+        is_labelled(&found.metadata, &self.driver)
+            && found.spec.driver_name == self.driver
+            && found.spec.client_config == self.client_config(pem)
     }
 }
 

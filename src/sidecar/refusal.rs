@@ -164,7 +164,6 @@ impl Refusal {
         Self::new(reason, failure.message)
     }
 
-    #[cfg(test)]
     pub fn message(&self) -> &str {
         &self.message
     }

@@ -24,7 +24,7 @@ use super::resolve::{self, Resolver};
 use super::secrets::SecretFinder;
 use super::service::Sidecar;
 use super::session::{Sessions, Tokens};
-use super::{HEALTH_PATH, publish};
+use super::{HEALTH_PATH, cbt_http, publish};
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::publish::{Publication, keep};
 use crate::kubernetes::review::Reviewer;
@@ -33,7 +33,7 @@ use crate::kubernetes::tls::{Bundles, Place};
 use crate::kubernetes::{bound_snapshot, cache, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
-use crate::telemetry::http::{self, Pages};
+use crate::telemetry::http::{self, Checks, HealthCheck, Pages};
 use crate::telemetry::logs;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -71,22 +71,46 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 async fn serve(args: Args) -> anyhow::Result<()> {
     let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
     args.check()?;
-    let namespace = args.session_api.then(|| args.authority.namespace()).transpose()?;
+    let is_used = args.session_api || args.cbt_http.enabled;
+    let namespace = is_used.then(|| args.authority.namespace()).transpose()?;
     let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
-    let streams = args.max_streams as usize;
-    let driver = DriverLink::start(&args.csi_address, streams, args.timeout, shutdown.clone());
+    let driver = driver(&args, &shutdown);
     let mut identity = identity(&args, &kubernetes, &shutdown).await?;
-    let metrics = Metrics::new(|registry| identity.register(registry));
+    let numbers = cbt_http::Metrics::new();
+    let metrics = Metrics::new(|registry| {
+        identity.register(registry);
+        if args.cbt_http.enabled {
+            numbers.register(registry);
+        }
+    });
     let (gate_sender, gate) = watch::channel(None);
     let sidecar = sidecar(&args, &kubernetes, &driver, &metrics, &shutdown);
-    let sessions = match &namespace {
+    let sessions = match namespace.as_deref().filter(|_| args.session_api) {
         Some(namespace) => Some(sessions(&args, &kubernetes, namespace, &sidecar).await?),
+        None => None,
+    };
+    let pages = match namespace.as_deref().filter(|_| args.cbt_http.enabled) {
+        Some(namespace) => {
+            let (args, kubernetes, driver, shutdown) = (&args, &kubernetes, &driver, &shutdown);
+            let (identity, metrics) = (&identity, &numbers);
+            let start = cbt_http::Start {
+                args,
+                kubernetes,
+                namespace,
+                driver,
+                identity,
+                metrics,
+                shutdown,
+            };
+            Some(cbt_http::start(start).await?)
+        }
         None => None,
     };
     let released = args.metadata_api.then_some(Released { sidecar, gate });
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
-    serve_http(&args, &driver, &metrics, &shutdown).await?;
+    let leads = pages.as_ref().map(|pages| pages.leads.clone());
+    serve_http(&args, &driver, &metrics, leads, &shutdown).await?;
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
     let tls = tls::server_config(&args.tls, identity.certificates.clone(), tls::GRPC)?;
@@ -120,8 +144,19 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         served = served => served.context("serving")?,
         () = overdue(&shutdown) => tracing::warn!("closing connections that did not end in time"),
     }
+    if let Some(pages) = pages {
+        pages.task.await.context("cbt-http")?;
+    }
     tracing::info!("stopped");
     Ok(())
+}
+
+fn driver(args: &Args, shutdown: &Shutdown) -> DriverLink {
+    let asks_deltas = args.cbt_http.enabled;
+    let streams = args.max_streams as usize;
+    // Pages can be streams to the driver, too.
+    let streams = if asks_deltas { streams * 2 } else { streams };
+    DriverLink::start(&args.csi_address, streams, args.timeout, asks_deltas, shutdown.clone())
 }
 
 /// The certificate, and what is to be published of its authority.
@@ -138,10 +173,19 @@ async fn identity(
         address: publish.service_address.as_ref(),
         managed,
     };
-    let mut identity = tls::identity::start(kubernetes, wanted, shutdown).await?;
-    if managed && identity.bundles.is_none() {
-        let bundles = publish::bundles_of_files(publish, &args.tls, shutdown.clone())?;
-        identity.bundles = Some(bundles);
+    let more: Vec<&str> = args.discovery().map(Address::host).into_iter().collect();
+    let mut identity = tls::identity::start_for(kubernetes, wanted, &more, shutdown).await?;
+    if identity.trust.is_some() {
+        return Ok(identity);
+    }
+    // Without --manage-service only replicas look at it, if they can.
+    match publish::bundles_of_files(publish, &args.tls, shutdown.clone()) {
+        Ok(bundles) => {
+            identity.trust = Some(bundles.pem());
+            identity.bundles = managed.then_some(bundles);
+        }
+        Err(error) if managed => return Err(error),
+        Err(error) => tracing::debug!(error = format!("{error:#}"), "no authority of replicas"),
     }
     Ok(identity)
 }
@@ -199,6 +243,7 @@ async fn serve_http(
     args: &Args,
     driver: &DriverLink,
     metrics: &Metrics,
+    leads: Option<HealthCheck>,
     shutdown: &Shutdown,
 ) -> anyhow::Result<()> {
     let (metrics, state, ending) = (metrics.clone(), driver.state(), shutdown.clone());
@@ -213,7 +258,8 @@ async fn serve_http(
             (args.metrics_path.clone(), Arc::new(move || metrics.scrape()) as http::Scrape)
         }),
     };
-    let address = http::start(&args.http_endpoint, pages, shutdown.clone()).await;
+    let checks: Checks = leads.map(|leads| (cbt_http::LEADER_PATH, leads)).into_iter().collect();
+    let address = http::start_with(&args.http_endpoint, pages, checks, shutdown.clone()).await;
     let address = address.context("--http-endpoint")?;
     tracing::info!(%address, "serving {HEALTH_PATH} and metrics");
     Ok(())
@@ -222,7 +268,7 @@ async fn serve_http(
 /// What follows the driver: health, the audience's source, the object that advertises the service.
 struct Attend {
     args: Args,
-    /// Of the driver and of this sidecar; nothing without --session-api.
+    /// Of the driver and of this sidecar, where it is needed.
     namespace: Option<String>,
     kubernetes: Client,
     gate: watch::Sender<Option<Gate>>,
@@ -237,7 +283,7 @@ impl Attend {
         loop {
             let now = state.borrow_and_update().clone();
             let status = match &now {
-                Driver::Ready { name, capable } => {
+                Driver::Ready { name, capable, .. } => {
                     self.metrics.driver(name, *capable);
                     if self.gate.borrow().is_none() {
                         self.begin(name, bundles.take());
@@ -288,7 +334,12 @@ impl Attend {
         let (driver, address) = (driver.to_owned(), address.clone());
         // All places are there before any is used.
         let released = self.args.metadata_api.then(|| bundles.place());
-        let sessions = self.namespace.clone().map(|namespace| (namespace, bundles.place()));
+        let namespace = self.namespace.clone().filter(|_| self.args.session_api);
+        let sessions = namespace.map(|namespace| (namespace, bundles.place()));
+        let discovery = self.args.discovery().map(|address| (address.clone(), bundles.place()));
+        if let Some((address, place)) = discovery {
+            self.keep(publish::Discovery { driver: driver.clone(), address }, place);
+        }
         if let Some((namespace, place)) = sessions {
             let (driver, address) = (driver.clone(), address.clone());
             self.keep(publish::Configuration { driver, address, namespace }, place);

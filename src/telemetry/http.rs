@@ -73,6 +73,9 @@ pub struct Pages {
     pub metrics: Option<(String, Scrape)>,
 }
 
+/// Checks at paths of their own, which say nothing of health.
+pub type Checks = Vec<(&'static str, HealthCheck)>;
+
 /// Listens at `endpoint` and serves until the process ends; returns the address, which has the port
 /// that was chosen when the endpoint's was 0.
 pub async fn start(
@@ -80,10 +83,23 @@ pub async fn start(
     pages: Pages,
     shutdown: Shutdown,
 ) -> io::Result<SocketAddr> {
+    start_with(endpoint, pages, Checks::new(), shutdown).await
+}
+
+/// The same with more checks, at paths that the pages do not have.
+pub async fn start_with(
+    endpoint: &Endpoint,
+    pages: Pages,
+    checks: Checks,
+    shutdown: Shutdown,
+) -> io::Result<SocketAddr> {
     let listener = endpoint.listen().await?;
     let address = listener.local_addr()?;
     let Pages { health_path, health, metrics } = pages;
-    let mut routes = Router::new().route(health_path, get(move || healthz(health.clone())));
+    let mut routes = Router::new();
+    for (path, check) in checks.into_iter().chain([(health_path, health)]) {
+        routes = routes.route(path, get(move || healthz(check.clone())));
+    }
     if let Some((path, scrape)) = metrics {
         routes = routes.route(&path, get(move || scraped(scrape.clone())));
     }

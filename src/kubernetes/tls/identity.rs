@@ -3,6 +3,7 @@
 use anyhow::{Context, bail};
 use kube::Client;
 use prometheus_client::registry::Registry;
+use tokio::sync::watch;
 
 use super::{Args, Bundles, Certificates, authority};
 use crate::kubernetes::metadata_service::Address;
@@ -13,6 +14,8 @@ pub struct Identity {
     pub certificates: Certificates,
     /// Of an authority of its own, for the one who publishes it, where somebody does.
     pub bundles: Option<Bundles>,
+    /// The authorities (PEM) that a replica trusts others of its kind by; for files, nothing where they hold none.
+    pub trust: Option<watch::Receiver<String>>,
 }
 
 /// What a mode is to show.
@@ -37,14 +40,30 @@ pub async fn start(
     wanted: Wanted<'_>,
     shutdown: &Shutdown,
 ) -> anyhow::Result<Identity> {
+    start_for(client, wanted, &[], shutdown).await
+}
+
+/// The same for a server that clients reach at more hosts than the address has.
+///
+/// # Errors
+/// As [`start`].
+pub async fn start_for(
+    client: &Client,
+    wanted: Wanted<'_>,
+    more_hosts: &[&str],
+    shutdown: &Shutdown,
+) -> anyhow::Result<Identity> {
     let Wanted { mode, files, authority, address, managed } = wanted;
     if authority.self_signed {
         let address = address.context("--self-signed needs --service-address")?;
-        let names = vec![address.host().to_owned()];
+        let mut names = vec![address.host().to_owned()];
+        names.extend(more_hosts.iter().map(|host| (*host).to_owned()));
+        names.dedup();
         let (client, shutdown) = (client.clone(), shutdown.clone());
         let started = authority::start(client, authority, mode, names, managed, shutdown);
         let (certificates, bundles) = started.await?;
-        return Ok(Identity { certificates, bundles: managed.then_some(bundles) });
+        let trust = Some(bundles.pem());
+        return Ok(Identity { certificates, bundles: managed.then_some(bundles), trust });
     }
     let Some((cert, key)) = files.files() else {
         bail!(
@@ -54,7 +73,7 @@ pub async fn start(
     };
     let (certificates, watcher) = Certificates::from_files(cert, key)?;
     tokio::spawn(watcher.watch(shutdown.clone()));
-    Ok(Identity { certificates, bundles: None })
+    Ok(Identity { certificates, bundles: None, trust: None })
 }
 
 impl Identity {

@@ -1,0 +1,163 @@
+//! The flags of cbt-http.
+
+use std::net::IpAddr;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::grpc::fingerprint;
+use crate::kubernetes::metadata_service::Address;
+use crate::kubernetes::name;
+use crate::telemetry::klog;
+
+#[derive(Debug, Clone, clap::Args)]
+// Its group would have the name `Args`, as that of the role that flattens it.
+#[group(skip)]
+pub struct Args {
+    /// Serve pages of changed blocks to the aggregated API server, over HTTPS.
+    #[arg(long = "cbt-http", id = "cbt_http", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+        default_value_t = false, action = clap::ArgAction::Set, value_parser = klog::boolean, value_name = "BOOL")]
+    pub enabled: bool,
+
+    /// TCP port of it, on every address; 0 for any that is free.
+    #[arg(
+        long = "cbt-http-port",
+        id = "cbt_http_port",
+        default_value_t = 8443,
+        value_name = "PORT"
+    )]
+    pub port: u16,
+
+    /// Where the aggregated API server reaches it, as host:port: the name of a Service, as in
+    /// name.namespace.svc:8443. With --manage-service the driver's DriverDiscovery says so. The certificate of
+    /// --self-signed is for this host, too.
+    #[arg(
+        long = "cbt-http-service-address",
+        id = "cbt_http_service_address",
+        value_name = "ADDRESS"
+    )]
+    pub service_address: Option<Address>,
+
+    /// Lease by which one of several replicas leads; by default one of the driver's own.
+    #[arg(long = "cbt-http-lease", id = "cbt_http_lease", value_parser = name::object, value_name = "NAME")]
+    pub lease: Option<String>,
+
+    /// How long a lease lasts that nobody renews: so late at most another replica takes over.
+    #[arg(long = "cbt-http-lease-duration", id = "cbt_http_lease_duration", default_value = "15s",
+        value_parser = lease_duration, value_name = "TIME")]
+    pub lease_duration: Duration,
+
+    /// Where other replicas reach this one while it leads, as host:port or as an address without port. Without it they
+    /// answer with 503 and pass on nothing.
+    #[arg(
+        long = "cbt-http-advertise-address",
+        id = "cbt_http_advertise_address",
+        env = "POD_IP",
+        value_name = "ADDRESS"
+    )]
+    pub advertise_address: Option<Advertised>,
+}
+
+impl Args {
+    /// The Lease's name: the same in all replicas, and another one for each driver.
+    pub fn lease(&self, driver: &str) -> String {
+        let own = || {
+            let own = format!("csi-loopback-cbt-http-{driver}");
+            if name::is_object(&own) {
+                own
+            } else {
+                format!("csi-loopback-cbt-http-{}", fingerprint(driver))
+            }
+        };
+        self.lease.clone().unwrap_or_else(own)
+    }
+}
+
+/// `--cbt-http-advertise-address`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Advertised {
+    Whole(Address),
+    /// With the port that is served.
+    Ip(IpAddr),
+}
+
+impl Advertised {
+    /// Where this replica is, if `port` is what it serves.
+    pub fn at(&self, port: u16) -> String {
+        match self {
+            Self::Whole(address) => address.to_string(),
+            Self::Ip(ip) => std::net::SocketAddr::from((*ip, port)).to_string(),
+        }
+    }
+}
+
+impl FromStr for Advertised {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            Ok(ip) => Ok(Self::Ip(ip)),
+            Err(_) => text.parse().map(Self::Whole),
+        }
+    }
+}
+
+fn lease_duration(text: &str) -> Result<Duration, String> {
+    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    let (least, most) = (Duration::from_secs(1), Duration::from_secs(3600));
+    if (least..=most).contains(&time) {
+        Ok(time)
+    } else {
+        Err(format!("{text:?} is not from 1s to 1h"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args as _, Command, FromArgMatches};
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Args, clap::Error> {
+        let command = Args::augment_args(Command::new("x"));
+        command.clone().debug_assert();
+        Args::from_arg_matches(&command.try_get_matches_from(line.split_whitespace())?)
+    }
+
+    #[test]
+    fn flags_out_of_their_range_are_errors_of_the_command_line() {
+        let args = parse("x --cbt-http --cbt-http-lease-duration 2s").unwrap();
+        assert!(args.enabled && !parse("x --cbt-http=false").unwrap().enabled);
+        for (bad, named) in [
+            ("x --cbt-http-lease-duration 0s", "1h"),
+            ("x --cbt-http-lease A_b", "a-z"),
+            ("x --cbt-http-service-address https://a", "host:port"),
+            ("x --cbt-http-advertise-address a", "host:port"),
+        ] {
+            let error = parse(bad).unwrap_err().to_string();
+            assert!(error.contains(named), "{bad}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_replica_is_where_it_says_or_at_its_address_and_the_port_that_it_serves() {
+        for (text, at) in [
+            ("10.0.0.1", "10.0.0.1:7"),
+            ("fd00::1", "[fd00::1]:7"),
+            ("10.0.0.1:8", "10.0.0.1:8"),
+            ("pod-0.driver:8", "pod-0.driver:8"),
+        ] {
+            assert_eq!(text.parse::<Advertised>().unwrap().at(7), at);
+        }
+    }
+
+    #[test]
+    fn each_driver_has_a_lease_of_its_own_whose_name_is_one() {
+        let args = parse("x").unwrap();
+        assert_eq!(args.lease("a.example"), "csi-loopback-cbt-http-a.example");
+        for odd in ["A.example", "a_b", ""] {
+            assert!(name::is_object(&args.lease(odd)), "{odd}");
+        }
+        assert_ne!(args.lease("A.example"), args.lease("a_b"));
+        assert_eq!(parse("x --cbt-http-lease one").unwrap().lease("a"), "one");
+    }
+}

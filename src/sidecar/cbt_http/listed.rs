@@ -1,0 +1,348 @@
+//! Pages by the driver's own ListSnapshotDeltas. Its pages begin where a token says, those of the caller at a block: the token
+//! is made from the block where the driver's tokens can be, remembered from earlier pages, or looked for page by page
+//! from the start.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use k8s_openapi::jiff::Timestamp;
+
+use super::pages::Asking;
+use super::problem::{misbehaves, of_driver};
+use crate::delta_token::DeltaToken;
+use crate::kubernetes::cbt_http::{MAX_LIMIT, Page, PageRequest, Problem};
+use crate::kubernetes::snapshot_delta::{ChangedBlock, DataToken};
+use crate::proto::csi::v1 as csi;
+use crate::sidecar::driver_link::Deltas;
+use tonic::Code;
+
+/// Bytes of a driver's token, at most. CSI allows 128 where it says nothing else.
+const MAX_TOKEN: usize = 4096;
+/// Bytes of a token for a block's data, at most.
+const MAX_DATA_TOKEN: usize = 1024;
+/// Pages without a block that may follow each other.
+const MAX_EMPTY: usize = 16;
+
+/// Where the driver is to begin.
+struct Start {
+    token: Arc<str>,
+    /// Known from an earlier page, and so perhaps no longer good.
+    remembered: bool,
+    /// Entries to ask for: many on the way to the page that is meant.
+    entries: u32,
+}
+
+impl Start {
+    async fn of(asking: &Asking<'_>, deltas: Deltas) -> Self {
+        let (asked, memory) = (asking.asked, asking.memory);
+        let exact = |token: Arc<str>| Self { token, remembered: false, entries: asked.limit };
+        match (asked.offset, deltas) {
+            (0, _) => exact("".into()),
+            (block, Deltas::Derivable) => {
+                let (base, target) = (&asked.base_snapshot_id, &asked.target_snapshot_id);
+                // With the size that blocks had so far, so that the driver refuses where it has changed.
+                let unit = memory.unit(asked).await;
+                exact(DeltaToken::new(base, target, block, unit).to_string().into())
+            }
+            _ => match memory.token(asked).await {
+                Some(token) => Self { remembered: true, ..exact(token) },
+                None => Self::beginning(),
+            },
+        }
+    }
+
+    fn beginning() -> Self {
+        Self { token: "".into(), remembered: false, entries: MAX_LIMIT }
+    }
+}
+
+pub async fn page(asking: &Asking<'_>, deltas: Deltas) -> Result<Page, Problem> {
+    let (asked, memory) = (asking.asked, asking.memory);
+    let mut start = Start::of(asking, deltas).await;
+    let mut seen = Seen::default();
+    loop {
+        let answer = match ask(asking, &start).await {
+            Ok(answer) => answer,
+            Err(status)
+                if start.remembered
+                    && matches!(status.code(), Code::Aborted | Code::InvalidArgument) =>
+            {
+                memory.forget_token(asked).await;
+                start = Start::beginning();
+                continue;
+            }
+            Err(status) => return Err(of_driver(&status, &asked.secrets)),
+        };
+        seen.check(&answer, &start)?;
+        if let Some(found) = cut(asked, &answer, &start.token)? {
+            let mut page = found.page;
+            match (deltas, found.next) {
+                (Deltas::Derivable, Some((next, token))) => {
+                    page.next = Some(derived(&token, asked).unwrap_or(next).max(next));
+                }
+                (_, Some((next, token))) => memory.note_token(asked, next, &token).await,
+                (_, None) => {}
+            }
+            if let (Deltas::Derivable, Some(first)) = (deltas, page.changed_blocks.first()) {
+                memory.note_unit(asked, first.block_size_bytes).await;
+            }
+            return Ok(page);
+        }
+        if answer.next_token.is_empty() {
+            return Ok(Page { volume_size_bytes: size(&answer), ..Page::default() });
+        }
+        if let Some(next) = seen.last.and_then(|last| last.checked_add(1)) {
+            memory.note_token(asked, next, &answer.next_token).await;
+        }
+        start = Start { token: answer.next_token.into(), ..Start::beginning() };
+    }
+}
+
+async fn ask(
+    asking: &Asking<'_>,
+    start: &Start,
+) -> Result<csi::ListSnapshotDeltasResponse, tonic::Status> {
+    let asked = asking.asked;
+    let secrets: HashMap<String, String> = asked.secrets.reveal();
+    let request = csi::ListSnapshotDeltasRequest {
+        from_snapshot_id: asked.base_snapshot_id.clone(),
+        to_snapshot_id: asked.target_snapshot_id.clone(),
+        secrets,
+        max_entries: start.entries as i32,
+        starting_token: start.token.to_string(),
+    };
+    asking.driver.list_deltas(request, asking.left()).await
+}
+
+/// The number of the block that this token leads to, where the driver's tokens say.
+fn derived(token: &str, asked: &PageRequest) -> Option<u64> {
+    let token: DeltaToken = token.parse().ok()?;
+    let is_of = token.is_of(&asked.base_snapshot_id, &asked.target_snapshot_id);
+    is_of.then(|| token.next_block())
+}
+
+/// What pages of the driver have shown on the way.
+#[derive(Default)]
+struct Seen {
+    /// Number of the last block.
+    last: Option<u64>,
+    /// Pages without a block, one after the other.
+    empty: usize,
+}
+
+impl Seen {
+    /// Refuses what would lead nowhere or cannot be told in numbers of blocks.
+    fn check(
+        &mut self,
+        answer: &csi::ListSnapshotDeltasResponse,
+        start: &Start,
+    ) -> Result<(), Problem> {
+        let blocks = &answer.changed_blocks;
+        if blocks.len() > start.entries as usize {
+            let (has, most) = (blocks.len(), start.entries);
+            return Err(misbehaves(format!("a page has {has} blocks, and max_entries was {most}")));
+        }
+        if answer.next_token.len() > MAX_TOKEN {
+            return Err(misbehaves(format!("next_token has more than {MAX_TOKEN} bytes")));
+        }
+        if !answer.next_token.is_empty() && *answer.next_token == *start.token {
+            return Err(misbehaves("next_token leads to the page that it came with"));
+        }
+        self.empty = if blocks.is_empty() { self.empty + 1 } else { 0 };
+        if self.empty > MAX_EMPTY {
+            return Err(misbehaves(format!("{MAX_EMPTY} pages in a row have no block")));
+        }
+        for csi::BlockSnapshotChangedBlock { offset, block_size_bytes, .. } in blocks {
+            if *block_size_bytes == 0 {
+                return Err(misbehaves(format!("block {offset} has a size of 0 bytes")));
+            }
+            let end = offset.checked_add(1).and_then(|end| end.checked_mul(*block_size_bytes));
+            if end.is_none_or(|end| i64::try_from(end).is_err()) {
+                return Err(misbehaves(format!("block {offset} is past the end of any volume")));
+            }
+            if self.last.is_some_and(|last| *offset <= last) {
+                return Err(misbehaves(format!(
+                    "block {offset} follows block {}: they do not ascend",
+                    self.last.unwrap_or_default()
+                )));
+            }
+            self.last = Some(*offset);
+        }
+        Ok(())
+    }
+}
+
+/// A page for the caller, and from where to go on: the number of a block and the token of a driver's page that has it.
+struct Found {
+    page: Page,
+    next: Option<(u64, Arc<str>)>,
+}
+
+/// What a driver's page has for the caller: blocks from the offset on, of one size, up to the limit; nothing if there is none.
+fn cut(
+    asked: &PageRequest,
+    answer: &csi::ListSnapshotDeltasResponse,
+    token: &Arc<str>,
+) -> Result<Option<Found>, Problem> {
+    let wanted = |block: &&csi::BlockSnapshotChangedBlock| block.offset >= asked.offset;
+    let mut blocks: Vec<ChangedBlock> = Vec::new();
+    let mut next = None;
+    for block in answer.changed_blocks.iter().filter(wanted) {
+        let is_other = |first: &ChangedBlock| first.block_size_bytes != block.block_size_bytes;
+        if blocks.len() >= asked.limit as usize || blocks.first().is_some_and(is_other) {
+            next = Some((block.offset, token.clone()));
+            break;
+        }
+        blocks.push(changed(block)?);
+    }
+    let Some(last) = blocks.last() else { return Ok(None) };
+    if next.is_none() && !answer.next_token.is_empty() {
+        next = Some((last.offset.saturating_add(1), answer.next_token.as_str().into()));
+    }
+    let page = Page {
+        volume_size_bytes: size(answer),
+        changed_blocks: blocks,
+        next: next.as_ref().map(|(block, _)| *block),
+    };
+    Ok(Some(Found { page, next }))
+}
+
+fn size(answer: &csi::ListSnapshotDeltasResponse) -> Option<u64> {
+    Some(answer.volume_size_bytes).filter(|bytes| *bytes != 0)
+}
+
+fn changed(block: &csi::BlockSnapshotChangedBlock) -> Result<ChangedBlock, Problem> {
+    let wrong = |what: &str| misbehaves(format!("the token of block {} {what}", block.offset));
+    let token = |token: &csi::BlockSnapshotChangedBlockToken| {
+        if token.token.len() > MAX_DATA_TOKEN {
+            return Err(wrong(&format!("has more than {MAX_DATA_TOKEN} bytes")));
+        }
+        let issued = token.issuance_time.as_ref();
+        let issued = issued.and_then(|time| Timestamp::new(time.seconds, time.nanos).ok());
+        let issued = issued.ok_or_else(|| wrong("has no time of issuance that is one"))?;
+        let ttl = u32::try_from(token.ttl_seconds).map_err(|_| wrong("has a negative ttl"))?;
+        Ok(DataToken {
+            token: token.token.clone(),
+            issuance_time: issued.to_string(),
+            ttl: go_duration(ttl),
+        })
+    };
+    Ok(ChangedBlock {
+        offset: block.offset,
+        block_size_bytes: block.block_size_bytes,
+        data_token: block.token.as_ref().map(token).transpose()?,
+    })
+}
+
+/// As Go writes a duration.
+fn go_duration(seconds: u32) -> String {
+    let (hours, minutes, rest) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    match (hours, minutes) {
+        (0, 0) => format!("{rest}s"),
+        (0, minutes) => format!("{minutes}m{rest}s"),
+        (hours, minutes) => format!("{hours}h{minutes}m{rest}s"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(offset: u64, block_size_bytes: u64) -> csi::BlockSnapshotChangedBlock {
+        csi::BlockSnapshotChangedBlock { offset, block_size_bytes, token: None }
+    }
+
+    fn answer(blocks: &[(u64, u64)], next_token: &str) -> csi::ListSnapshotDeltasResponse {
+        csi::ListSnapshotDeltasResponse {
+            volume_size_bytes: 0,
+            next_token: next_token.into(),
+            changed_blocks: blocks.iter().map(|(offset, size)| block(*offset, *size)).collect(),
+        }
+    }
+
+    fn asked(offset: u64, limit: u32) -> PageRequest {
+        PageRequest {
+            driver: "d".into(),
+            base_snapshot_id: "b".into(),
+            target_snapshot_id: "t".into(),
+            offset,
+            limit,
+            secrets: Default::default(),
+        }
+    }
+
+    #[test]
+    fn a_page_ends_before_a_block_of_another_size_and_at_the_limit() {
+        let of = |offset, limit, blocks: &[(u64, u64)], token: &str| {
+            let found = cut(&asked(offset, limit), &answer(blocks, token), &"own".into()).unwrap();
+            found.map(|found| {
+                let numbers = found.page.changed_blocks.iter().map(|block| block.offset);
+                (
+                    numbers.collect::<Vec<_>>(),
+                    found.next.map(|(next, token)| (next, token.to_string())),
+                )
+            })
+        };
+        let mixed = [(1, 512), (2, 512), (7, 1024), (9, 1024)];
+        assert_eq!(of(0, 9, &mixed, ""), Some((vec![1, 2], Some((7, "own".into())))));
+        assert_eq!(of(7, 9, &mixed, "on"), Some((vec![7, 9], Some((10, "on".into())))));
+        assert_eq!(of(7, 9, &mixed, ""), Some((vec![7, 9], None)));
+        assert_eq!(of(0, 1, &mixed, ""), Some((vec![1], Some((2, "own".into())))));
+        assert_eq!(of(10, 9, &mixed, "on"), None);
+    }
+
+    #[test]
+    fn an_answer_that_no_driver_may_give_is_refused() {
+        let start = || Start { token: "here".into(), remembered: false, entries: 2 };
+        let refused = |blocks: &[(u64, u64)], token: &str| {
+            let mut seen = Seen { last: Some(4), empty: 0 };
+            seen.check(&answer(blocks, token), &start()).unwrap_err().message
+        };
+        for (blocks, token, words) in [
+            (&[(5, 1), (6, 1), (7, 1)][..], "", "max_entries was 2"),
+            (&[(5, 1)], "here", "next_token leads"),
+            (&[(5, 1)], "x".repeat(MAX_TOKEN + 1).as_str(), "4096 bytes"),
+            (&[(5, 0)], "", "0 bytes"),
+            (&[(4, 1)], "", "do not ascend"),
+            (&[(6, 1), (6, 1)], "", "do not ascend"),
+            (&[(u64::MAX, 1)], "", "past the end"),
+            (&[(1 << 62, 2)], "", "past the end"),
+        ] {
+            assert!(refused(blocks, token).contains(words), "{words}");
+        }
+        let mut seen = Seen::default();
+        for page in 0..MAX_EMPTY {
+            seen.check(&answer(&[], &page.to_string()), &start()).unwrap();
+        }
+        assert!(seen.check(&answer(&[], "on"), &start()).is_err());
+    }
+
+    #[test]
+    fn a_token_for_data_is_passed_on_as_the_proposal_writes_it() {
+        let with = |token: csi::BlockSnapshotChangedBlockToken| {
+            changed(&csi::BlockSnapshotChangedBlock { token: Some(token), ..block(1, 512) })
+        };
+        let time = prost_types::Timestamp { seconds: 1_657_682_370, nanos: 0 };
+        let good = csi::BlockSnapshotChangedBlockToken {
+            token: "ieEEQ9Bj7E6XR".into(),
+            issuance_time: Some(time),
+            ttl_seconds: 10_800,
+        };
+        let told = with(good.clone()).unwrap().data_token.unwrap();
+        assert_eq!(
+            (told.issuance_time.as_str(), told.ttl.as_str()),
+            ("2022-07-13T03:19:30Z", "3h0m0s")
+        );
+        assert_eq!([0, 59, 60, 3601].map(go_duration), ["0s", "59s", "1m0s", "1h0m1s"]);
+        let long = "x".repeat(MAX_DATA_TOKEN + 1);
+        let odd = prost_types::Timestamp { seconds: i64::MAX, nanos: -5 };
+        for bad in [
+            csi::BlockSnapshotChangedBlockToken { ttl_seconds: -1, ..good.clone() },
+            csi::BlockSnapshotChangedBlockToken { issuance_time: None, ..good.clone() },
+            csi::BlockSnapshotChangedBlockToken { issuance_time: Some(odd), ..good.clone() },
+            csi::BlockSnapshotChangedBlockToken { token: long, ..good },
+        ] {
+            assert!(with(bad).unwrap_err().message.contains("block 1"));
+        }
+    }
+}

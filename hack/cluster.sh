@@ -188,8 +188,8 @@ start_api_server() {
         --requestheader-extra-headers-prefix=X-Remote-Extra- --requestheader-group-headers=X-Remote-Group
         --requestheader-username-headers=X-Remote-User
         --proxy-client-cert-file="$pki/front-proxy.crt" --proxy-client-key-file="$pki/front-proxy.key"
-        # No Service's address leads anywhere on this machine; endpoints do.
-        --enable-aggregator-routing=true
+        # No Service's address leads anywhere on this machine: an APIService names one of type ExternalName, which the
+        # API server resolves itself as long as it does not look for endpoints (--enable-aggregator-routing).
         --audit-policy-file="$dir/audit.yaml" --audit-log-path="$dir/requests.log"
         --profiling=false
     )

@@ -13,7 +13,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::telemetry::klog;
-use crate::{client, driver, session_manager, sidecar};
+use crate::{aggregated_api, client, driver, session_manager, sidecar};
 
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
        csi-loopback <MODE | COMMAND> [FLAGS]";
@@ -52,6 +52,8 @@ enum Mode {
     Sidecar(Box<sidecar::Args>),
     /// Mode: the webhook and the controller of snapshot sessions, for all CSI drivers of a cluster.
     SessionManager(Box<session_manager::Args>),
+    /// Mode: the aggregated API server of VolumeSnapshotDelta, for all CSI drivers of a cluster.
+    AggregatedApi(Box<aggregated_api::Args>),
 }
 
 impl Cli {
@@ -71,6 +73,7 @@ impl Cli {
             Command::Mode(Mode::Driver(args)) => driver::run(*args),
             Command::Mode(Mode::Sidecar(args)) => sidecar::run(*args),
             Command::Mode(Mode::SessionManager(args)) => session_manager::run(*args),
+            Command::Mode(Mode::AggregatedApi(args)) => aggregated_api::run(*args),
             Command::Client(command) => client::run(*command),
         }
     }

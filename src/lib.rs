@@ -2,7 +2,7 @@
 //!
 //! The tree reads from the bottom up: [`backend`] owns blocks, files and loop devices and knows
 //! neither gRPC nor Kubernetes; [`driver`] translates CSI calls to it; [`sidecar`] lets backup applications of a
-//! cluster ask a driver, and stands on [`kubernetes`]; [`client`] is the commands for people, which speak to
+//! cluster ask a driver, and stands on [`kubernetes`], as do [`session_manager`] and [`aggregated_api`]; [`client`] is the commands for people, which speak to
 //! either; [`cli`] names the modes. Arrows point one way.
 
 // What is sent in may be hostile, so nothing may panic on it; a test says by panicking what failed.

@@ -211,6 +211,8 @@ impl IntoResponse for Failure {
         if let Some(seconds) = self.retry_after_seconds() {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
+        // For the metrics.
+        response.extensions_mut().insert(self.cause);
         response
     }
 }

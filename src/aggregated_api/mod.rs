@@ -4,4 +4,17 @@
 //!
 //! Any number of replicas may serve. One of them leads and keeps the conditions of DriverDiscovery objects.
 
+mod accept;
+mod args;
+mod decode;
 pub mod failure;
+mod front_proxy;
+mod groups;
+mod metrics;
+mod openapi;
+mod routes;
+mod server;
+mod table;
+
+pub use args::Args;
+pub use server::run;

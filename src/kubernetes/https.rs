@@ -6,12 +6,12 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::StatusCode;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Router};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
@@ -27,8 +27,8 @@ use crate::telemetry::shutdown::Shutdown;
 const HEAD: Duration = Duration::from_secs(10);
 /// A connection over which nothing was asked for so long is closed. The API server closes its own sooner.
 const IDLE: Duration = Duration::from_secs(180);
-/// Bytes of a request's head.
-const MAX_HEAD: usize = 16 << 10;
+/// Bytes of a request's head: the API server passes on each group of a user, who may be in a thousand.
+const MAX_HEAD: usize = 64 << 10;
 /// Requests at once over one connection (HTTP/2); the API server opens another one for more.
 const MAX_STREAMS: u32 = 128;
 /// Bytes of all bodies together; what would be more waits.
@@ -47,18 +47,34 @@ pub struct Limits {
     pub request: Duration,
 }
 
-/// Serves `routes` until draining begins and what runs then has ended, or is cut off when everything ends.
+/// How a client is told that its request is not within the bounds: 413 of a body that is too large, 400 of one that broke off, 408 of
+/// a request that took too long, and words.
+pub type Refuse = fn(StatusCode, String) -> Response;
+
+/// Serves `routes` until draining begins and what runs then has ended, or is cut off when everything ends. Each request has the
+/// extension [`ClientChain`](super::tls::ClientChain).
 pub async fn serve(
+    incoming: impl Stream<Item = io::Result<Connection>> + Unpin,
+    routes: Router,
+    limits: Limits,
+    shutdown: Shutdown,
+) {
+    serve_as(incoming, routes, limits, refused, shutdown).await;
+}
+
+/// The same, where what is not within the bounds is told in a form of the caller's own.
+pub async fn serve_as(
     mut incoming: impl Stream<Item = io::Result<Connection>> + Unpin,
     routes: Router,
     limits: Limits,
+    refuse: Refuse,
     shutdown: Shutdown,
 ) {
     let bodies = Arc::new(Semaphore::new(MAX_BODIES));
     // axum's own bound would be a second one.
     let routes = routes
         .layer(DefaultBodyLimit::disable())
-        .layer(from_fn_with_state(Bounds { limits, bodies }, within_bounds));
+        .layer(from_fn_with_state(Bounds { limits, bodies, refuse }, within_bounds));
     let mut connections = JoinSet::new();
     loop {
         tokio::select! {
@@ -78,7 +94,8 @@ pub async fn serve(
 /// Serves one connection to its end.
 async fn attend(connection: Connection, routes: Router, limits: Limits, shutdown: Shutdown) {
     let (activity, seen) = watch::channel(Activity::default());
-    let routes = routes.layer(from_fn_with_state(activity, counted));
+    let chain = Extension(connection.client_chain());
+    let routes = routes.layer(chain).layer(from_fn_with_state(activity, counted));
     let served = builder();
     let served = served.serve_connection(
         TokioIo::new(connection),
@@ -167,6 +184,7 @@ async fn idle(mut activity: watch::Receiver<Activity>) {
 struct Bounds {
     limits: Limits,
     bodies: Arc<Semaphore>,
+    refuse: Refuse,
 }
 
 /// Takes the body in before anybody looks at it, and answers in time.
@@ -182,7 +200,7 @@ async fn within_bounds(State(bounds): State<Bounds>, request: Request, next: Nex
     };
     match timeout(limits.request, answered).await {
         Ok(response) => response,
-        Err(_) => refused(
+        Err(_) => (bounds.refuse)(
             StatusCode::REQUEST_TIMEOUT,
             format!("the request was not through within {:?}", limits.request),
         ),
@@ -197,12 +215,12 @@ async fn collect(body: Body, bounds: &Bounds) -> Result<(Bytes, Taken), Response
     let (mut whole, mut taken): (Vec<u8>, Taken) = (Vec::new(), None);
     while let Some(piece) = pieces.next().await {
         let piece = piece.map_err(|error| {
-            refused(StatusCode::BAD_REQUEST, format!("the body broke off: {error}"))
+            (bounds.refuse)(StatusCode::BAD_REQUEST, format!("the body broke off: {error}"))
         })?;
         let room = most.saturating_sub(whole.len());
         let (true, Ok(bytes)) = (piece.len() <= room, u32::try_from(piece.len())) else {
             let message = format!("the body has more than {most} bytes");
-            return Err(refused(StatusCode::PAYLOAD_TOO_LARGE, message));
+            return Err((bounds.refuse)(StatusCode::PAYLOAD_TOO_LARGE, message));
         };
         // Nobody closes it.
         if let Ok(more) = bounds.bodies.clone().acquire_many_owned(bytes).await {

@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use anyhow::Context as _;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
@@ -238,6 +239,41 @@ impl Candidate {
             tracing::debug!(%error, "the lease was not given back; it ends by itself");
         }
     }
+}
+
+/// Works whenever this process leads, and tells `told` whether it does, until draining begins and the lease is given back.
+pub async fn work_while_leading<F: Future<Output = ()>>(
+    mut leads: watch::Receiver<bool>,
+    told: impl Fn(bool),
+    work: impl Fn() -> F,
+    shutdown: &Shutdown,
+) {
+    loop {
+        let leading = *leads.borrow_and_update();
+        told(leading);
+        let working = async {
+            match leading {
+                true => work().await,
+                false => std::future::pending().await,
+            }
+        };
+        // What is under way when the lease is lost is dropped.
+        tokio::select! {
+            changed = leads.changed() => if changed.is_err() { return },
+            () = working => tracing::error!("the leader's work has ended; beginning anew"),
+            () = shutdown.draining() => break,
+        }
+    }
+    while leads.changed().await.is_ok() {}
+}
+
+/// A name for an election: `own`, such as that of the pod, which no other has, and what a restarted container does not have.
+///
+/// # Errors
+/// The system has no random numbers.
+pub fn own_name(own: &str) -> anyhow::Result<String> {
+    let random = getrandom::u64().context("making a name for the election")?;
+    Ok(format!("{own}_{random:016x}"))
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 //! over HTTPS ([`cbt_http`]), TLS. Knows no role.
 
 pub mod admission;
+pub mod api_service;
 pub mod bound_snapshot;
 pub mod cache;
 pub mod cbt_http;

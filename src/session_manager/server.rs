@@ -8,7 +8,6 @@ use kube::runtime::events::{Recorder, Reporter};
 use kube::runtime::watcher;
 use kube::{Api, Client};
 use tokio::runtime;
-use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::args::Args;
@@ -16,8 +15,8 @@ use super::controller::{self, Context};
 use super::lifetime::Lifetimes;
 use super::metrics::Metrics;
 use super::resolve::{self, Resolver};
-use super::{clean_up, token, webhook};
-use crate::kubernetes::leader::Election;
+use super::{clean_up, webhook};
+use crate::kubernetes::leader::{self, Election};
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::session::SnapshotSessionData;
 use crate::kubernetes::tls::identity::{Identity, Wanted};
@@ -73,11 +72,15 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
-        identity: own_name(&args)?,
+        identity: leader::own_name(args.identity.as_deref().unwrap_or("manager"))?,
         duration: args.lease_duration,
     };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), namespace, "managing snapshot sessions");
-    lead(election.start(shutdown.clone()), context, &shutdown).await;
+    let leads = election.start(shutdown.clone());
+    let told = |leading| context.metrics.leading(leading);
+    // Each write names the version that it is for, and the next leader goes on from what was written.
+    let work = || controller::run(context.clone());
+    leader::work_while_leading(leads, told, work, &shutdown).await;
     // Calls that run may end.
     webhook.await.context("the webhook")?;
     tracing::info!("stopped");
@@ -105,13 +108,6 @@ async fn serve_webhook(
     tracing::info!(%address, "serving the webhook");
     let routes = webhook::routes(reviews);
     Ok(tokio::spawn(https::serve(incoming, routes, webhook::LIMITS, shutdown.clone())))
-}
-
-/// The name of the pod, which no other has, and what a restarted container does not have.
-fn own_name(args: &Args) -> anyhow::Result<String> {
-    let random = token::new()?;
-    let own = args.identity.as_deref().unwrap_or("manager");
-    Ok(format!("{own}_{}", random.get(..8).unwrap_or_default()))
 }
 
 fn context(
@@ -149,29 +145,6 @@ fn context(
         resync: args.resync,
         client: kubernetes.clone(),
     })
-}
-
-/// Looks after requests while this process leads, until draining begins.
-async fn lead(mut leads: watch::Receiver<bool>, context: Arc<Context>, shutdown: &Shutdown) {
-    loop {
-        let leading = *leads.borrow_and_update();
-        context.metrics.leading(leading);
-        let work = async {
-            match leading {
-                true => controller::run(context.clone()).await,
-                false => std::future::pending().await,
-            }
-        };
-        // What is under way when the lease is lost is dropped: each write names the version that it is for, and the next
-        // leader goes on from what was written.
-        tokio::select! {
-            changed = leads.changed() => if changed.is_err() { return },
-            () = work => tracing::error!("the watch of requests has ended; beginning anew"),
-            () = shutdown.draining() => break,
-        }
-    }
-    // Until the lease is given back.
-    while leads.changed().await.is_ok() {}
 }
 
 async fn serve_http(

@@ -20,6 +20,7 @@ use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
+use super::ClientChain;
 use crate::telemetry::shutdown::Shutdown;
 
 /// How long a handshake may take.
@@ -151,6 +152,13 @@ async fn hand_over(
     drop(turn);
     // An error means that nobody serves any more.
     let _ = ready.send(Ok(Connection { stream, info, _place: place })).await;
+}
+
+impl Connection {
+    /// The certificates that the client has shown, if the server asks for them. It has their key; nothing else is known.
+    pub fn client_chain(&self) -> ClientChain {
+        ClientChain::of(self.stream.get_ref().1.peer_certificates())
+    }
 }
 
 impl Connected for Connection {

@@ -1,13 +1,14 @@
 //! TLS of what listens in a cluster: which certificate a new connection gets ([`Certificates`]), which versions,
 //! suites and curves are spoken ([`Args`]), and connections that are through with their handshake
 //! ([`incoming`]). Certificates come from files, which are looked at again and again, or from an authority of
-//! the program's own. The one provider of cryptography is ring. Clients are not asked for certificates:
-//! callers show who they are by tokens.
+//! the program's own. The one provider of cryptography is ring. Clients are not asked for certificates, since
+//! callers show who they are by tokens, except by a server that believes a front proxy ([`ClientChain`]).
 
 mod args;
 pub mod authority;
 mod bundles;
 mod certificates;
+mod client_chain;
 mod files;
 pub mod identity;
 mod incoming;
@@ -18,12 +19,14 @@ use anyhow::Context;
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
-use rustls::server::NoServerSessionStorage;
+use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 pub use args::{Args, CipherSuites, Curves, MinVersion};
 pub use bundles::{Bundles, Place};
 pub use certificates::Certificates;
+pub use client_chain::{ClientAuthorities, ClientChain};
 pub use files::{FilesWatcher, read as read_file};
 pub use incoming::{Connection, incoming, listen};
 
@@ -51,11 +54,33 @@ pub fn server_config(
     certificates: Certificates,
     alpn: &[&[u8]],
 ) -> anyhow::Result<Arc<ServerConfig>> {
+    config(args, certificates, alpn, WebPkiClientVerifier::no_client_auth())
+}
+
+/// The same of a server that asks clients for a certificate, which they need not have: [`ClientChain`] is what they showed.
+///
+/// # Errors
+/// As for [`server_config`].
+pub fn server_config_that_asks(
+    args: &Args,
+    certificates: Certificates,
+    alpn: &[&[u8]],
+) -> anyhow::Result<Arc<ServerConfig>> {
+    let asking = client_chain::Asking(Arc::new(provider()));
+    config(args, certificates, alpn, Arc::new(asking))
+}
+
+fn config(
+    args: &Args,
+    certificates: Certificates,
+    alpn: &[&[u8]],
+    clients: Arc<dyn ClientCertVerifier>,
+) -> anyhow::Result<Arc<ServerConfig>> {
     args.warn_of_what_is_left_out();
     let mut config = ServerConfig::builder_with_provider(Arc::new(args.provider()))
         .with_protocol_versions(&args.versions())
         .context("--tls-min-version, --tls-cipher-suites and --tls-curve-preferences together")?
-        .with_no_client_auth()
+        .with_client_cert_verifier(clients)
         .with_cert_resolver(Arc::new(certificates));
     config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
     // A resumed session would go on with a certificate that has been replaced since.

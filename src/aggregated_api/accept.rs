@@ -1,0 +1,103 @@
+//! In which form an answer is asked for (`Accept`). Only JSON is written.
+
+use axum::http::{HeaderMap, header};
+
+use super::failure::{Cause, Failure};
+
+/// A form of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// The object itself.
+    Plain,
+    /// A Table of meta.k8s.io/v1, as kubectl prints it.
+    Table,
+    /// A whole group's discovery, of apidiscovery.k8s.io v2 or v2beta1.
+    Discovery(&'static str),
+}
+
+/// The first of what is asked for that is among `offered`. Whoever asks for nothing gets [`Form::Plain`].
+///
+/// # Errors
+/// There is none.
+pub fn negotiate(headers: &HeaderMap, offered: &[Form]) -> Result<Form, Failure> {
+    let asked = headers.get_all(header::ACCEPT).iter();
+    let asked: Vec<&str> =
+        asked.filter_map(|value| value.to_str().ok()).flat_map(|list| list.split(',')).collect();
+    if asked.iter().all(|one| one.trim().is_empty()) && !headers.contains_key(header::ACCEPT) {
+        return Ok(Form::Plain);
+    }
+    let form = asked.iter().find_map(|one| form(one).filter(|form| offered.contains(form)));
+    form.ok_or_else(|| {
+        let table = if offered.contains(&Form::Table) {
+            ", or as a Table (application/json;as=Table;g=meta.k8s.io;v=v1)"
+        } else {
+            ""
+        };
+        let message = format!("Accept: only application/json is written{table}");
+        Failure::new(Cause::NotAcceptable, message)
+    })
+}
+
+fn form(asked: &str) -> Option<Form> {
+    let mut parts = asked.split(';').map(str::trim);
+    let media = parts.next()?.to_ascii_lowercase();
+    if !["application/json", "application/*", "*/*"].contains(&media.as_str()) {
+        return None;
+    }
+    let (mut kind, mut group, mut version) = ("", "", "");
+    for part in parts {
+        match part.split_once('=') {
+            Some(("as", value)) => kind = value,
+            Some(("g", value)) => group = value,
+            Some(("v", value)) => version = value,
+            Some(("q", value)) if value.parse() == Ok(0.0) => return None,
+            _ => {}
+        }
+    }
+    match (kind, group, version) {
+        ("", _, _) => Some(Form::Plain),
+        ("Table", "meta.k8s.io", "v1") => Some(Form::Table),
+        ("APIGroupDiscoveryList", "apidiscovery.k8s.io", "v2") => Some(Form::Discovery("v2")),
+        ("APIGroupDiscoveryList", "apidiscovery.k8s.io", "v2beta1") => {
+            Some(Form::Discovery("v2beta1"))
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    fn asked(accept: &'static str, offered: &[Form]) -> Option<Form> {
+        let mut headers = HeaderMap::new();
+        headers.insert(header::ACCEPT, HeaderValue::from_static(accept));
+        negotiate(&headers, offered).ok()
+    }
+
+    #[test]
+    fn the_first_form_that_is_offered_is_answered() {
+        let both = [Form::Plain, Form::Table];
+        let table = "application/json;as=Table;v=v1;g=meta.k8s.io";
+        let kubectl = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json;as=Table;v=v1beta1;g=meta.k8s.io,application/json";
+        assert_eq!(negotiate(&HeaderMap::new(), &both).ok(), Some(Form::Plain));
+        for (accept, form) in [
+            ("application/json", Some(Form::Plain)),
+            ("*/*", Some(Form::Plain)),
+            ("text/html, application/*;q=0.8", Some(Form::Plain)),
+            (table, Some(Form::Table)),
+            (kubectl, Some(Form::Table)),
+            ("application/vnd.kubernetes.protobuf,application/json", Some(Form::Plain)),
+            ("application/vnd.kubernetes.protobuf", None),
+            ("application/yaml", None),
+            ("application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1", None),
+            ("application/json;q=0", None),
+            ("", None),
+        ] {
+            assert_eq!(asked(accept, &both), form, "{accept}");
+        }
+        assert_eq!(asked(kubectl, &[Form::Plain]), Some(Form::Plain));
+    }
+}

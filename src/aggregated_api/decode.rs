@@ -1,0 +1,190 @@
+//! A VolumeSnapshotDelta as it was sent. What is not one is refused by the field that is wrong; fields that are unknown or there twice are
+//! refused, warned of or ignored, as the request asks, in the API server's own words.
+
+mod fields;
+
+use axum::http::{HeaderMap, header};
+use serde_json::Value;
+
+use super::failure::{Cause, Failure};
+use crate::grpc::cut;
+use crate::kubernetes::name;
+use crate::kubernetes::snapshot_delta::{API_VERSION, KIND, VERSION, VolumeSnapshotDelta};
+
+/// Bytes of a request's body.
+pub const MAX_BODY: usize = 64 << 10;
+/// The longest namespace and name in a query's value that is looked at, and what a query may have.
+const MAX_QUERY: usize = 4 << 10;
+
+/// What becomes of fields that are unknown or there twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Validation {
+    Strict,
+    Warn,
+    Ignore,
+}
+
+/// What was asked, and what is to be said about how.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Asked {
+    pub delta: VolumeSnapshotDelta,
+    /// For `Warning` headers.
+    pub warnings: Vec<String>,
+}
+
+/// Reads a request to create one in `namespace`.
+///
+/// # Errors
+/// It is not JSON, or none that could be answered; which field, and why.
+pub fn decode(
+    headers: &HeaderMap,
+    query: Option<&str>,
+    namespace: &str,
+    body: &[u8],
+) -> Result<Asked, Failure> {
+    is_json(headers)?;
+    let validation = validation(query.unwrap_or_default())?;
+    if body.len() > MAX_BODY {
+        return Err(Failure::new(
+            Cause::TooLarge,
+            format!("the body has more than {MAX_BODY} bytes"),
+        ));
+    }
+    let (mut value, doubled) =
+        fields::read(body).map_err(|error| malformed(format!("the body is not JSON: {error}")))?;
+    check_type(&value)?;
+    let warnings = match validation {
+        Validation::Ignore => Vec::new(),
+        Validation::Strict | Validation::Warn => fields::odd(&value, doubled),
+    };
+    if validation == Validation::Strict && !warnings.is_empty() {
+        return Err(malformed(format!(
+            "{KIND} in version \"{VERSION}\" cannot be handled as a {KIND}: strict decoding error: {}",
+            warnings.join(", ")
+        )));
+    }
+    check_numbers(&value["spec"])?;
+    fields::without_nulls(&mut value["spec"]);
+    if let Some(object) = value.as_object_mut() {
+        // It is this server's to write, whatever was sent.
+        object.remove("status");
+        // Go writes what is empty as null.
+        object.retain(|_, field| !field.is_null());
+    }
+    let delta = serde_path_to_error::deserialize(value).map_err(|error| {
+        let (path, error) = (error.path().to_string(), error.into_inner());
+        malformed(format!("{path}: {error}"))
+    })?;
+    Ok(Asked { delta: checked(delta, namespace)?, warnings })
+}
+
+fn malformed(message: String) -> Failure {
+    Failure::new(Cause::Malformed, cut(&message, fields::MAX_TOLD))
+}
+
+fn invalid(name: Option<&str>, message: String) -> Failure {
+    let message = cut(&message, fields::MAX_TOLD);
+    let named = format!("{KIND} {:?} is invalid: {message}", name.unwrap_or_default());
+    Failure::new(Cause::Invalid, named)
+}
+
+fn is_json(headers: &HeaderMap) -> Result<(), Failure> {
+    let sent = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let mut parts = sent.unwrap_or_default().split(';').map(str::trim);
+    let media = parts.next().unwrap_or_default();
+    let charset =
+        parts.filter_map(|part| part.split_once('=')).find(|(name, _)| *name == "charset");
+    let is_utf8 =
+        charset.is_none_or(|(_, set)| set.trim_matches('"').eq_ignore_ascii_case("utf-8"));
+    if media.eq_ignore_ascii_case("application/json") && is_utf8 {
+        return Ok(());
+    }
+    Err(Failure::new(Cause::MediaType, "Content-Type: only application/json is read (UTF-8)"))
+}
+
+fn validation(query: &str) -> Result<Validation, Failure> {
+    if query.len() > MAX_QUERY {
+        return Err(malformed(format!("the query has more than {MAX_QUERY} bytes")));
+    }
+    let mut chosen = Validation::Warn;
+    for (key, value) in form_urlencoded::parse(query.as_bytes()) {
+        match (&*key, &*value) {
+            ("fieldValidation", "Strict") => chosen = Validation::Strict,
+            ("fieldValidation", "Warn" | "") => chosen = Validation::Warn,
+            ("fieldValidation", "Ignore") => chosen = Validation::Ignore,
+            ("fieldValidation", _) => {
+                let message = "fieldValidation: must be Strict, Warn or Ignore";
+                return Err(Failure::new(Cause::Invalid, message));
+            }
+            // Nothing is stored in any case.
+            ("dryRun", "All" | "") => {}
+            ("dryRun", _) => return Err(Failure::new(Cause::Invalid, "dryRun: must be All")),
+            _ => {}
+        }
+    }
+    Ok(chosen)
+}
+
+fn check_type(value: &Value) -> Result<(), Failure> {
+    if !value.is_object() {
+        return Err(malformed("the body is not an object".into()));
+    }
+    for (field, expected) in [("apiVersion", API_VERSION), ("kind", KIND)] {
+        match value.get(field).and_then(Value::as_str) {
+            Some(found) if found == expected => {}
+            _ => return Err(malformed(format!("{field}: must be {expected}"))),
+        }
+    }
+    Ok(())
+}
+
+/// Numbers that are none of the range are told as such, and not as of a wrong type.
+fn check_numbers(spec: &Value) -> Result<(), Failure> {
+    for field in ["limit", "offset"] {
+        match &spec[field] {
+            Value::Number(number) if !number.is_u64() => {
+                let message =
+                    format!("spec.{field}: must be a whole number from 0 to {}", u64::MAX);
+                return Err(invalid(None, message));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn checked(
+    mut delta: VolumeSnapshotDelta,
+    namespace: &str,
+) -> Result<VolumeSnapshotDelta, Failure> {
+    let sent = delta.metadata.namespace.get_or_insert_default();
+    if sent.is_empty() {
+        namespace.clone_into(sent);
+    } else if sent != namespace {
+        return Err(malformed(
+            "metadata.namespace: does not match the namespace that the request was sent to".into(),
+        ));
+    }
+    let own = delta.metadata.name.clone().filter(|name| !name.is_empty());
+    let own = own.as_deref();
+    let is_prefix = |text: &str| name::is_object(text.trim_end_matches(['-', '.']));
+    let prefix = delta.metadata.generate_name.as_deref().filter(|prefix| !prefix.is_empty());
+    if own.is_some_and(|own| !name::is_object(own)) {
+        return Err(invalid(own, "metadata.name: is not a name in Kubernetes".into()));
+    }
+    if prefix.is_some_and(|prefix| !is_prefix(prefix)) {
+        return Err(invalid(own, "metadata.generateName: is not the beginning of a name".into()));
+    }
+    match delta.spec.mode.as_deref() {
+        None | Some("" | "block") => {}
+        Some(_) => return Err(invalid(own, "spec.mode: must be \"block\"".into())),
+    }
+    if delta.spec.target_volume_snapshot_name.is_empty() {
+        let message = "spec.targetVolumeSnapshotName: is required; it names a VolumeSnapshot";
+        return Err(invalid(own, message.into()));
+    }
+    Ok(delta)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,260 @@
+//! What is served where. Everything but health needs a user, whom the front proxy names; what there is not is told as a Kubernetes
+//! Status.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::body::Bytes;
+use axum::extract::rejection::{BytesRejection, PathRejection};
+use axum::extract::{Path, RawQuery, Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodRouter, get, post};
+use axum::{Extension, Json, Router};
+use k8s_openapi::api::authentication::v1::UserInfo;
+
+use super::accept::{Form, negotiate};
+use super::decode::{self, decode};
+use super::failure::{Cause, Failure};
+use super::front_proxy::FrontProxy;
+use super::metrics::{Metrics, Verb};
+use super::openapi::{self, Document};
+use super::{groups, table};
+use crate::kubernetes::https::Limits;
+use crate::kubernetes::name;
+use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
+use crate::kubernetes::tls::ClientChain;
+use crate::telemetry::shutdown::Shutdown;
+
+/// A body that is a little too large is told as a Status that says so, whatever it holds. The time is more than an answer may
+/// take, which has a limit of its own.
+pub const LIMITS: Limits = Limits { body: decode::MAX_BODY, request: Duration::from_secs(40) };
+
+/// Who answers.
+pub trait Creates: Clone + Send + Sync + 'static {
+    /// Answers what `user` asks in `namespace`; the answer has a status.
+    fn create(
+        &self,
+        user: &UserInfo,
+        namespace: &str,
+        asked: VolumeSnapshotDelta,
+    ) -> impl Future<Output = Result<VolumeSnapshotDelta, Failure>> + Send;
+}
+
+/// Who is told whom to believe.
+pub trait Authenticates: Clone + Send + Sync + 'static {
+    fn authenticate(&self, chain: &ClientChain, headers: &HeaderMap) -> Result<UserInfo, Failure>;
+
+    /// Whether anybody can be believed.
+    fn is_known(&self) -> bool;
+}
+
+impl Authenticates for FrontProxy {
+    fn authenticate(&self, chain: &ClientChain, headers: &HeaderMap) -> Result<UserInfo, Failure> {
+        FrontProxy::authenticate(self, chain, headers)
+    }
+
+    fn is_known(&self) -> bool {
+        FrontProxy::is_known(self)
+    }
+}
+
+/// All that is served. `deltas` answers.
+pub fn routes<C: Creates, A: Authenticates>(
+    deltas: C,
+    front_proxy: A,
+    metrics: Metrics,
+    shutdown: Shutdown,
+) -> Router {
+    let guarded = documents()
+        .merge(volume_snapshot_deltas(deltas))
+        .fallback(no_such_path)
+        .layer(from_fn_with_state(front_proxy.clone(), authenticated::<A>))
+        .layer(from_fn_with_state(metrics, counted));
+    let ready = move || {
+        let ready = match front_proxy.is_known() {
+            _ if shutdown.is_draining() => Err("the server is exiting"),
+            true => Ok(()),
+            false => Err("it is not known yet whom to believe"),
+        };
+        async move { health(ready) }
+    };
+    Router::new()
+        .route("/healthz", only_get(get(async || health(Ok(())))))
+        .route("/livez", only_get(get(async || health(Ok(())))))
+        .route("/readyz", only_get(get(ready)))
+        .merge(guarded)
+}
+
+/// As [`https::Refuse`](crate::kubernetes::https::Refuse).
+pub fn refuse(code: StatusCode, message: String) -> Response {
+    let cause = match code {
+        StatusCode::PAYLOAD_TOO_LARGE => Cause::TooLarge,
+        StatusCode::REQUEST_TIMEOUT => Cause::TimedOut,
+        _ => Cause::Malformed,
+    };
+    Failure::new(cause, message).into_response()
+}
+
+fn health(state: Result<(), &'static str>) -> Response {
+    match state {
+        Ok(()) => (StatusCode::OK, "ok").into_response(),
+        Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
+    }
+}
+
+/// Discovery, OpenAPI and version.
+fn documents() -> Router {
+    let told = |answer: fn() -> serde_json::Value| {
+        only_get(get(async move |headers: HeaderMap| {
+            negotiate(&headers, &[Form::Plain]).map(|_| Json(answer()))
+        }))
+    };
+    let document = |document: fn() -> &'static Document| {
+        only_get(get(async move |headers: HeaderMap| described(&headers, document())))
+    };
+    Router::new()
+        .route("/version", told(groups::version))
+        .route("/apis", only_get(get(apis)))
+        .route("/apis/", only_get(get(apis)))
+        .route("/apis/cbt.storage.k8s.io", told(groups::group))
+        .route("/apis/cbt.storage.k8s.io/", told(groups::group))
+        .route("/apis/cbt.storage.k8s.io/v1alpha1", told(groups::resources))
+        .route("/apis/cbt.storage.k8s.io/v1alpha1/", told(groups::resources))
+        .route("/openapi/v2", document(|| &openapi::V2))
+        .route("/openapi/v3", document(|| &openapi::V3_ROOT))
+        .route(openapi::V3_PATH, document(|| &openapi::V3))
+}
+
+async fn apis(headers: HeaderMap) -> Result<Response, Failure> {
+    const ALL: [Form; 3] = [Form::Plain, Form::Discovery("v2"), Form::Discovery("v2beta1")];
+    let Form::Discovery(version) = negotiate(&headers, &ALL)? else {
+        return Ok(Json(groups::groups()).into_response());
+    };
+    let kind =
+        format!("application/json;g=apidiscovery.k8s.io;v={version};as=APIGroupDiscoveryList");
+    let body = groups::discovery(version).to_string();
+    Ok(([(header::CONTENT_TYPE, kind), (header::VARY, "Accept".into())], body).into_response())
+}
+
+/// The document, or that the client has it already.
+fn described(headers: &HeaderMap, document: &Document) -> Result<Response, Failure> {
+    negotiate(headers, &[Form::Plain])?;
+    let known = headers.get_all(header::IF_NONE_MATCH).iter();
+    let mut known = known.filter_map(|value| value.to_str().ok()).flat_map(|list| list.split(','));
+    let is_known = known.any(|etag| {
+        let etag = etag.trim();
+        etag == "*" || etag.strip_prefix("W/").unwrap_or(etag) == document.etag
+    });
+    let etag = [(header::ETAG, document.etag.clone()), (header::VARY, "Accept".into())];
+    if is_known {
+        return Ok((StatusCode::NOT_MODIFIED, etag).into_response());
+    }
+    let kind = [(header::CONTENT_TYPE, "application/json")];
+    Ok((etag, kind, document.body.clone()).into_response())
+}
+
+/// The one resource: create, and nothing else.
+fn volume_snapshot_deltas<C: Creates>(deltas: C) -> Router {
+    const ALL: &str = "/apis/cbt.storage.k8s.io/v1alpha1/volumesnapshotdeltas";
+    const OF_A_NAMESPACE: &str =
+        "/apis/cbt.storage.k8s.io/v1alpha1/namespaces/{namespace}/volumesnapshotdeltas";
+    const ONE: &str =
+        "/apis/cbt.storage.k8s.io/v1alpha1/namespaces/{namespace}/volumesnapshotdeltas/{name}";
+    let only_create = || axum::routing::any(async || not_this_verb("POST"));
+    Router::new()
+        .route(
+            OF_A_NAMESPACE,
+            post(create::<C>).with_state(deltas).fallback(async || not_this_verb("POST")),
+        )
+        .route(ALL, only_create())
+        .route(ONE, only_create())
+}
+
+async fn create<C: Creates>(
+    State(deltas): State<C>,
+    Extension(user): Extension<Arc<UserInfo>>,
+    namespace: Result<Path<String>, PathRejection>,
+    RawQuery(query): RawQuery,
+    headers: HeaderMap,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<Response, Failure> {
+    let namespace = namespace.map(|Path(namespace)| namespace).ok();
+    let Some(namespace) = namespace.filter(|namespace| name::is_namespace(namespace)) else {
+        return Err(Failure::new(Cause::Path, "the path has no name of a namespace"));
+    };
+    let form = negotiate(&headers, &[Form::Plain, Form::Table])?;
+    let body = body.map_err(|error| Failure::new(Cause::Malformed, error.body_text()))?;
+    let asked = decode(&headers, query.as_deref(), &namespace, &body)?;
+    let answer = deltas.create(&user, &namespace, asked.delta).await?;
+    let body = match form {
+        Form::Table => Json(table::of(&answer)).into_response(),
+        _ => Json(answer).into_response(),
+    };
+    let mut response = (StatusCode::CREATED, body).into_response();
+    for warning in asked.warnings {
+        let text = warning.replace('\\', r"\\").replace('"', "\\\"");
+        // What cannot be a header is left out.
+        if let Ok(value) = HeaderValue::from_str(&format!("299 - \"{text}\"")) {
+            response.headers_mut().append(header::WARNING, value);
+        }
+    }
+    Ok(response)
+}
+
+fn only_get(method: MethodRouter) -> MethodRouter {
+    method.fallback(async || not_this_verb("GET, HEAD"))
+}
+
+fn not_this_verb(allowed: &'static str) -> Response {
+    let message = match allowed {
+        "POST" => {
+            "a VolumeSnapshotDelta can only be created: it is answered at once and never stored \
+             (kubectl create -f FILE -o json)"
+        }
+        _ => "the server does not allow this method on the requested resource",
+    };
+    let mut response = Failure::new(Cause::Verb, message).into_response();
+    response.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allowed));
+    response
+}
+
+async fn no_such_path() -> Failure {
+    Failure::new(Cause::Path, "the server could not find the requested resource")
+}
+
+async fn authenticated<A: Authenticates>(
+    State(front_proxy): State<A>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let chain = request.extensions().get::<ClientChain>().cloned().unwrap_or_default();
+    match front_proxy.authenticate(&chain, request.headers()) {
+        Ok(user) => {
+            request.extensions_mut().insert(Arc::new(user));
+            next.run(request).await
+        }
+        Err(failure) => failure.into_response(),
+    }
+}
+
+async fn counted(State(metrics): State<Metrics>, request: Request, next: Next) -> Response {
+    let begun = Instant::now();
+    let verb = match *request.method() {
+        Method::POST => Verb::Create,
+        Method::GET | Method::HEAD => Verb::Read,
+        _ => Verb::Other,
+    };
+    let response = next.run(request).await;
+    let refused = response.extensions().get::<Cause>().copied();
+    let verb = match refused {
+        Some(Cause::Verb | Cause::Path) => Verb::Other,
+        _ => verb,
+    };
+    metrics.answered(verb, refused, begun.elapsed());
+    response
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,150 @@
+//! The server from start to end: flags, API server, certificate, whom to believe, routes, election.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use k8s_openapi::api::authentication::v1::UserInfo;
+use kube::{Api, Client};
+use tokio::runtime;
+use tokio::task::JoinHandle;
+
+use super::args::Args;
+use super::failure::{Cause, Failure};
+use super::front_proxy::FrontProxy;
+use super::metrics::Metrics;
+use super::routes::{self, Creates, routes};
+use crate::kubernetes::api_service::CaBundle;
+use crate::kubernetes::leader::{self, Election};
+use crate::kubernetes::publish::keep;
+use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
+use crate::kubernetes::tls::identity::{Identity, Wanted};
+use crate::kubernetes::{client, https, tls};
+use crate::telemetry::http::{self, Pages};
+use crate::telemetry::logs;
+use crate::telemetry::shutdown::Shutdown;
+
+/// Threads for requests.
+const ASYNC_THREADS: usize = 2;
+/// As whom fields of others' objects are written.
+const MANAGER: &str = "csi-loopback-aggregated-api";
+
+/// Serves until a signal has come.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    logs::init(args.log.clone())?;
+    let runtime = runtime::Builder::new_multi_thread()
+        .worker_threads(ASYNC_THREADS)
+        .enable_all()
+        .build()
+        .context("starting the threads")?;
+    let result = runtime.block_on(serve(args));
+    runtime.shutdown_background();
+    result.map(|()| ExitCode::SUCCESS)
+}
+
+async fn serve(args: Args) -> anyhow::Result<()> {
+    let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
+    let kubernetes = client::connect(args.kubeconfig.as_deref(), args.kube_rate()).await?;
+    let namespace = args.authority.namespace()?;
+    let wanted = Wanted {
+        mode: "aggregated-api",
+        files: &args.tls,
+        authority: &args.authority,
+        address: args.service_address.as_ref(),
+        managed: true,
+    };
+    let identity = tls::identity::start(&kubernetes, wanted, &shutdown).await?;
+    let metrics = Metrics::new(|registry| identity.register(registry));
+    let front_proxy = FrontProxy::start(&kubernetes, shutdown.clone());
+    let served =
+        Served { front_proxy: front_proxy.clone(), metrics: metrics.clone(), deltas: NotYet };
+    let api = serve_api(&args, &kubernetes, identity, served, &shutdown).await?;
+    serve_http(&args, front_proxy, metrics.clone(), &shutdown).await?;
+    let election = Election {
+        leases: Api::namespaced(kubernetes.clone(), &namespace),
+        name: args.lease.clone(),
+        identity: leader::own_name(args.identity.as_deref().unwrap_or("server"))?,
+        duration: args.lease_duration,
+    };
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), namespace, "serving VolumeSnapshotDelta");
+    let leads = election.start(shutdown.clone());
+    let told = |leading| metrics.leading(leading);
+    leader::work_while_leading(leads, told, discovery, &shutdown).await;
+    // Requests that run may end.
+    api.await.context("the API")?;
+    tracing::info!("stopped");
+    Ok(())
+}
+
+/// Looks after DriverDiscovery objects.
+async fn discovery() {
+    std::future::pending().await
+}
+
+/// Answers nothing.
+#[derive(Clone)]
+struct NotYet;
+
+impl Creates for NotYet {
+    async fn create(
+        &self,
+        _: &UserInfo,
+        _: &str,
+        _: VolumeSnapshotDelta,
+    ) -> Result<VolumeSnapshotDelta, Failure> {
+        Err(Failure::new(Cause::Internal, "nobody is here to answer"))
+    }
+}
+
+/// What requests meet.
+struct Served<C> {
+    front_proxy: FrontProxy,
+    metrics: Metrics,
+    deltas: C,
+}
+
+/// Begins to serve the API and, with an authority of its own, to keep it known to the API server.
+async fn serve_api<C: Creates>(
+    args: &Args,
+    kubernetes: &Client,
+    identity: Identity,
+    served: Served<C>,
+    shutdown: &Shutdown,
+) -> anyhow::Result<JoinHandle<()>> {
+    let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
+    let address = listener.local_addr()?;
+    let config = tls::server_config_that_asks(&args.tls, identity.certificates, tls::HTTPS)?;
+    let incoming = tls::incoming(listener, config, shutdown.clone());
+    if let Some(bundles) = identity.bundles {
+        let publication = CaBundle::new(&args.api_service, MANAGER);
+        let place = bundles.place();
+        tokio::spawn(keep(kubernetes.clone(), publication, place, shutdown.clone()));
+    }
+    tracing::info!(%address, "serving the API");
+    let Served { front_proxy, metrics, deltas } = served;
+    let routes = routes(deltas, front_proxy, metrics, shutdown.clone());
+    let (limits, refuse) = (routes::LIMITS, routes::refuse);
+    Ok(tokio::spawn(https::serve_as(incoming, routes, limits, refuse, shutdown.clone())))
+}
+
+async fn serve_http(
+    args: &Args,
+    front_proxy: FrontProxy,
+    metrics: Metrics,
+    shutdown: &Shutdown,
+) -> anyhow::Result<()> {
+    let ending = shutdown.clone();
+    let pages = Pages {
+        health_path: "/health",
+        health: Arc::new(move || match front_proxy.is_known() {
+            _ if ending.is_draining() => Err("the server is exiting".into()),
+            true => Ok(()),
+            false => Err("it is not known yet whom to believe".into()),
+        }),
+        metrics: Some(("/metrics".into(), Arc::new(move || metrics.scrape()) as http::Scrape)),
+    };
+    let address = http::start(&args.http_endpoint, pages, shutdown.clone()).await;
+    let address = address.context("--http-endpoint")?;
+    tracing::info!(%address, "serving /health and /metrics");
+    Ok(())
+}

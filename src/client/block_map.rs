@@ -29,8 +29,8 @@ pub struct Window {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub block_metadata_type: csi::BlockMetadataType,
-    /// Of the volume as the (target) snapshot holds it.
-    pub capacity_bytes: u64,
+    /// Of the volume as the (target) snapshot holds it; every API of streams says it.
+    pub capacity_bytes: Option<u64>,
 }
 
 /// Where the messages of an answer come from.
@@ -210,7 +210,8 @@ fn truncated(status: Status) -> Status {
 /// A message of any answer, as it came. Its numbers hold those of every API: some are int64, some uint64.
 pub struct Message {
     pub block_metadata_type: csi::BlockMetadataType,
-    pub capacity_bytes: i128,
+    /// `None`: it is not said.
+    pub capacity_bytes: Option<i128>,
     /// Offsets and lengths, in bytes.
     pub blocks: Vec<(i128, i128)>,
 }
@@ -223,7 +224,7 @@ macro_rules! message_of {
                 let blocks = response.block_metadata.into_iter();
                 Self {
                     block_metadata_type: $style(response.block_metadata_type),
-                    capacity_bytes: response.$capacity.into(),
+                    capacity_bytes: Some(response.$capacity.into()),
                     blocks: blocks
                         .map(|block| (block.byte_offset.into(), block.size_bytes.into()))
                         .collect(),
@@ -246,11 +247,12 @@ fn shape(message: &Message) -> Result<Shape> {
     if block_metadata_type == csi::BlockMetadataType::Unknown {
         bail!("the driver does not say how its block metadata is cut (block_metadata_type)");
     }
-    match u64::try_from(message.capacity_bytes) {
-        Ok(capacity_bytes) if capacity_bytes > 0 => {
-            Ok(Shape { block_metadata_type, capacity_bytes })
-        }
-        _ => bail!("the driver reports a capacity of {} bytes", message.capacity_bytes),
+    let Some(reported) = message.capacity_bytes else {
+        return Ok(Shape { block_metadata_type, capacity_bytes: None });
+    };
+    match u64::try_from(reported) {
+        Ok(bytes) if bytes > 0 => Ok(Shape { block_metadata_type, capacity_bytes: Some(bytes) }),
+        _ => bail!("the driver reports a capacity of {reported} bytes"),
     }
 }
 
@@ -268,7 +270,7 @@ fn checked((offset, length): (i128, i128), shape: Shape, end: &mut u64) -> Resul
     let (Ok(offset), Ok(length), true) = (
         u64::try_from(offset),
         u64::try_from(length),
-        offset + length <= shape.capacity_bytes.into(),
+        offset + length <= shape.capacity_bytes.unwrap_or(u64::MAX).into(),
     ) else {
         bail!("the driver reports an extent past the end of the volume: {offset}, {length} bytes");
     };
@@ -282,13 +284,13 @@ mod tests {
 
     const SHAPE: Shape = Shape {
         block_metadata_type: csi::BlockMetadataType::VariableLength,
-        capacity_bytes: 1 << 20,
+        capacity_bytes: Some(1 << 20),
     };
 
     fn message(blocks: &[(i128, i128)]) -> Message {
         Message {
             block_metadata_type: SHAPE.block_metadata_type,
-            capacity_bytes: 1 << 20,
+            capacity_bytes: Some(1 << 20),
             blocks: blocks.to_vec(),
         }
     }
@@ -323,7 +325,7 @@ mod tests {
     fn a_message_without_type_or_capacity_is_an_error() {
         let message = |block_metadata_type, capacity_bytes| Message {
             block_metadata_type,
-            capacity_bytes,
+            capacity_bytes: Some(capacity_bytes),
             ..message(&[])
         };
         let variable = csi::BlockMetadataType::VariableLength;
@@ -352,7 +354,7 @@ mod tests {
         let mut checks = Checks::default();
         checks.accept(&message(&[(0, 4096)])).unwrap();
         checks.begin_anew();
-        let grown = Message { capacity_bytes: 1 << 21, ..message(&[]) };
+        let grown = Message { capacity_bytes: Some(1 << 21), ..message(&[]) };
         assert!(checks.accept(&grown).is_err());
         let fixed = csi::BlockMetadataType::FixedLength;
         assert!(checks.accept(&Message { block_metadata_type: fixed, ..message(&[]) }).is_err());

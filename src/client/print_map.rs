@@ -155,7 +155,8 @@ impl Report {
     fn begin(&mut self, out: &mut impl Write, shape: Shape) -> io::Result<()> {
         match self.output {
             Output::Table => {
-                self.width = shape.capacity_bytes.to_string().len().max("OFFSET".len());
+                let last = shape.capacity_bytes.unwrap_or(u64::MAX);
+                self.width = last.to_string().len().max("OFFSET".len());
                 writeln!(out, "{:>1$}  {2:>1$}", "OFFSET", self.width, "LENGTH")
             }
             Output::Json => write!(out, "{{{},\"extents\":[", self.subject),
@@ -191,11 +192,18 @@ impl Report {
                     let count = format::grouped(left_out);
                     writeln!(out, "… and {count} more (--limit-rows 0 prints all)")?;
                 }
-                let share = format::percent(self.bytes, capacity_bytes);
+                let bytes = format::bytes(self.bytes);
+                let (capacity, listed) = match capacity_bytes {
+                    Some(all) => {
+                        let share = format::percent(self.bytes, all);
+                        (format::bytes(all), format!("{bytes}, {share}"))
+                    }
+                    None => ("not told".to_owned(), bytes),
+                };
                 let (first, whole) = (format::took(times.first), format::took(times.whole));
                 let facts = format::facts(&[
-                    ("capacity", format::bytes(capacity_bytes)),
-                    (self.what, format!("{}, {share}", format::bytes(self.bytes))),
+                    ("capacity", capacity),
+                    (self.what, listed),
                     ("extents", format::grouped(self.extents)),
                     ("type", style.to_owned()),
                     ("answered", format!("first message after {first}, all after {whole}")),
@@ -205,11 +213,12 @@ impl Report {
             Output::Json => writeln!(
                 out,
                 "],\n\"extents_left_out\":{left_out},\"extent_count\":{},\"{}_bytes\":{},\
-                 \"volume_capacity_bytes\":{capacity_bytes},\"block_metadata_type\":\"{style}\",\
+                 \"volume_capacity_bytes\":{},\"block_metadata_type\":\"{style}\",\
                  \"first_message_seconds\":{:.6},\"seconds\":{:.6}}}",
                 self.extents,
                 self.what,
                 self.bytes,
+                json!(capacity_bytes),
                 times.first.as_secs_f64(),
                 times.whole.as_secs_f64()
             ),
@@ -222,8 +231,10 @@ mod tests {
     use super::*;
     use crate::proto::csi::v1::BlockMetadataType;
 
-    const SHAPE: Shape =
-        Shape { block_metadata_type: BlockMetadataType::VariableLength, capacity_bytes: 1 << 30 };
+    const SHAPE: Shape = Shape {
+        block_metadata_type: BlockMetadataType::VariableLength,
+        capacity_bytes: Some(1 << 30),
+    };
     const TIMES: Times =
         Times { first: Duration::from_micros(900), whole: Duration::from_micros(1500) };
 

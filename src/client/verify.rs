@@ -105,7 +105,7 @@ async fn prove(
     sent?;
     let comparison = compared?;
     match delta.shape() {
-        Some(shape) if shape.capacity_bytes == sizes[1] => Ok(comparison),
+        Some(shape) if shape.capacity_bytes == Some(sizes[1]) => Ok(comparison),
         _ => bail!("the delta is not of the target's size, {} bytes", sizes[1]),
     }
 }

@@ -1,5 +1,7 @@
 //! Why an attempt came to nothing, told with the next step, and whether another one may help.
 
+use std::time::Duration;
+
 use anyhow::anyhow;
 use tonic::{Code, Status};
 
@@ -10,6 +12,8 @@ use super::super::connection::refused;
 pub struct Failure {
     pub error: anyhow::Error,
     pub retry: Retry,
+    /// How long to wait before another attempt, at least.
+    pub after: Duration,
 }
 
 /// When another attempt may help.
@@ -27,7 +31,7 @@ pub enum Retry {
 
 impl Failure {
     pub fn new(retry: Retry, error: anyhow::Error) -> Self {
-        Self { error, retry }
+        Self { error, retry, after: Duration::ZERO }
     }
 
     pub fn never(error: anyhow::Error) -> Self {

@@ -3,11 +3,11 @@
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::super::block_map::{Answer, Query, Window, csi_style, message_of};
+use super::super::block_map::{Answer, Message, Query, Window, csi_style, message_of};
 use super::super::connection::Deadline;
 use super::failure::{Entry, Failure, Subject};
 use super::find::{Finder, Service};
-use super::resume::{Asked, BlockApi};
+use super::resume::BlockApi;
 use super::token::{Token, Tokens};
 use super::wire::{self, LONGEST_MESSAGE};
 use crate::proto::snapshotmetadata as k8s;
@@ -26,6 +26,9 @@ pub struct Metadata {
     /// What stays the same for all attempts, once known.
     driver: Option<String>,
 }
+
+/// The answer to a call.
+type Stream = Answer<k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse>;
 
 /// A call, and what is needed to tell of its end.
 pub struct Call {
@@ -68,8 +71,7 @@ impl Metadata {
         call: &Call,
         token: String,
         window: Window,
-    ) -> Result<Answer<k8s::GetMetadataAllocatedResponse, k8s::GetMetadataDeltaResponse>, Failure>
-    {
+    ) -> Result<Stream, Failure> {
         let channel = wire::connect(&call.service.place).await?;
         let mut client = SnapshotMetadataClient::with_interceptor(channel, Deadline(self.deadline))
             .max_decoding_message_size(LONGEST_MESSAGE);
@@ -100,15 +102,25 @@ impl Metadata {
         };
         answer.map_err(|status| self.ended(call, status))
     }
+
+    /// What it means that an answer ended so.
+    fn ended(&self, call: &Call, status: Status) -> Failure {
+        let Call { driver, service: Service { place, audience }, account } = call;
+        let subject = Subject {
+            namespace: self.finder.namespace(),
+            driver,
+            address: &place.address,
+            entry: Entry::Account { account, audience },
+        };
+        Failure::stream(status, &subject)
+    }
 }
 
 impl BlockApi for Metadata {
-    type Allocated = k8s::GetMetadataAllocatedResponse;
-    type Delta = k8s::GetMetadataDeltaResponse;
-    type Call = Call;
+    type Answer = (Call, Stream);
 
     /// Looks everything up and asks for what is missing.
-    async fn ask(&mut self, from: u64) -> Result<Asked<Self>, Failure> {
+    async fn ask(&mut self, from: u64) -> Result<Self::Answer, Failure> {
         let driver = self.driver().await?;
         let service = self.finder.service(&driver).await?;
         let Token { secret, account } = self.tokens.take(&service.audience).await?;
@@ -121,14 +133,8 @@ impl BlockApi for Metadata {
         Ok((call, answer))
     }
 
-    fn ended(&mut self, call: &Call, status: Status) -> Failure {
-        let Call { driver, service: Service { place, audience }, account } = call;
-        let subject = Subject {
-            namespace: self.finder.namespace(),
-            driver,
-            address: &place.address,
-            entry: Entry::Account { account, audience },
-        };
-        Failure::stream(status, &subject)
+    async fn message(&mut self, answer: &mut Self::Answer) -> Result<Option<Message>, Failure> {
+        let (call, stream) = answer;
+        stream.message().await.map_err(|status| self.ended(call, status))
     }
 }

@@ -1,14 +1,13 @@
-//! An answer that outlives its interruptions. Whenever the sidecar says UNAVAILABLE, or the connection breaks,
-//! or the time of a token or of a stream is over, it is asked anew, from the end of the last extent on, with growing
+//! An answer that outlives its interruptions. Whenever the other side says that it is a matter of time, or the connection
+//! breaks, or the time of a token or of a stream is over, it is asked anew, from the end of the last extent on, with growing
 //! pauses and until `--timeout`. Anything else ends the answer.
 
 use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 use tokio::time::{Instant, sleep};
-use tonic::Status;
 
-use super::super::block_map::{Answer, Message, Part, Progress, Source};
+use super::super::block_map::{Message, Part, Progress, Source};
 use super::Limits;
 use super::failure::{Failure, Retry};
 
@@ -18,30 +17,27 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// An API that knows blocks: how it is asked, each time.
 pub trait BlockApi: Sized {
-    type Allocated: Into<Message>;
-    type Delta: Into<Message>;
-    /// What is needed to tell of the end of an answer.
-    type Call;
+    /// An answer on its way.
+    type Answer;
 
     /// Asks for what lies from this byte on; for all that is wanted, if it is 0.
     ///
     /// # Errors
     /// Why there is no answer, and whether another attempt may help.
-    async fn ask(&mut self, from: u64) -> Result<Asked<Self>, Failure>;
+    async fn ask(&mut self, from: u64) -> Result<Self::Answer, Failure>;
 
-    /// What it means that an answer ended so.
-    fn ended(&mut self, call: &Self::Call, status: Status) -> Failure;
+    /// What comes next; `None` when the other side has said that nothing does.
+    ///
+    /// # Errors
+    /// Why the answer broke, and whether another attempt may help.
+    async fn message(&mut self, answer: &mut Self::Answer) -> Result<Option<Message>, Failure>;
 }
-
-/// A call, and its answer on its way.
-pub type Asked<A> =
-    (<A as BlockApi>::Call, Answer<<A as BlockApi>::Allocated, <A as BlockApi>::Delta>);
 
 /// The answer of an API, as long as it takes.
 pub struct Resuming<A: BlockApi> {
     api: A,
     limits: Limits,
-    under_way: Option<Asked<A>>,
+    under_way: Option<A::Answer>,
     pause: Duration,
     /// Progress at the last failure.
     failed_at: Option<u64>,
@@ -59,7 +55,7 @@ impl<A: BlockApi> Resuming<A> {
     /// # Errors
     /// There will be none, with the reason of the last one.
     async fn wait(&mut self, failure: Failure, progress: Progress) -> Result<()> {
-        let Failure { error, retry } = failure;
+        let Failure { error, retry, after } = failure;
         let again = match retry {
             Retry::Always => true,
             Retry::OnceBegun => progress.shape.is_some(),
@@ -75,8 +71,8 @@ impl<A: BlockApi> Resuming<A> {
         if self.failed_at.replace(progress.end) != Some(progress.end) {
             self.pause = FIRST_PAUSE;
         }
-        let pause = self.pause;
-        self.pause = (pause * 2).min(LONGEST_PAUSE);
+        let pause = self.pause.max(after);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
         if Instant::now() + pause >= self.limits.deadline {
             return Err(anyhow!("{}; {error:#}", super::super::timed_out(self.limits.timeout)));
         }
@@ -92,20 +88,20 @@ impl<A: BlockApi> Source for Resuming<A> {
         loop {
             let failure = match &mut self.under_way {
                 None => match self.api.ask(progress.end).await {
-                    Ok(asked) => {
-                        self.under_way = Some(asked);
+                    Ok(answer) => {
+                        self.under_way = Some(answer);
                         return Ok(Some(Part::Anew));
                     }
                     Err(failure) => failure,
                 },
-                Some((call, answer)) => match answer.message().await {
+                Some(answer) => match self.api.message(answer).await {
                     Ok(message) => return Ok(message.map(Part::Message)),
-                    Err(status) => self.api.ended(call, status),
+                    Err(failure) => failure,
                 },
             };
             self.under_way = None;
             let at_the_end =
-                progress.shape.is_some_and(|shape| shape.capacity_bytes == progress.end);
+                progress.shape.is_some_and(|shape| shape.capacity_bytes == Some(progress.end));
             if at_the_end && failure.retry != Retry::Never {
                 // Nothing can follow the last byte of the volume; nor could that be asked for.
                 return Ok(None);

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use anyhow::anyhow;
 use tonic::{Code, Status};
 
-use super::super::block_map::{Answer, Query, Window, message_of};
+use super::super::block_map::{Answer, Message, Query, Window, message_of};
 use super::super::connection::Deadline;
 use super::failure::{Entry, Failure, Subject};
 use super::request::{Granted, Requests};
-use super::resume::{Asked, BlockApi};
+use super::resume::BlockApi;
 use super::wire::{self, LONGEST_MESSAGE};
 use crate::kubernetes::name;
 use crate::proto::csi::v1::BlockMetadataType;
@@ -41,8 +41,8 @@ pub struct Session<'a> {
 /// A [`Window`] as this API has it.
 #[derive(Debug, Clone, Copy)]
 pub struct Portion {
-    starting_offset: u64,
-    max_results: u32,
+    pub starting_offset: u64,
+    pub max_results: u32,
 }
 
 impl TryFrom<Window> for Portion {
@@ -94,14 +94,29 @@ impl<'a> Session<'a> {
         let granted = Arc::new(self.requests.open().await?);
         Ok(self.granted.insert(granted).clone())
     }
+
+    /// What it means that an answer ended so.
+    fn ended(&mut self, granted: &Arc<Granted>, status: Status) -> Failure {
+        let Granted { request, driver, place, .. } = &**granted;
+        let ours = self.requests.ours();
+        if status.code() == Code::Unauthenticated {
+            self.granted = None;
+            self.over = true;
+        }
+        let subject = Subject {
+            namespace: self.requests.namespace(),
+            driver,
+            address: &place.address,
+            entry: Entry::Session { request, ours },
+        };
+        Failure::stream(status, &subject)
+    }
 }
 
 impl BlockApi for Session<'_> {
-    type Allocated = api::GetAllocatedResponse;
-    type Delta = api::GetDeltaResponse;
-    type Call = Arc<Granted>;
+    type Answer = (Arc<Granted>, Answer<api::GetAllocatedResponse, api::GetDeltaResponse>);
 
-    async fn ask(&mut self, from: u64) -> Result<Asked<Self>, Failure> {
+    async fn ask(&mut self, from: u64) -> Result<Self::Answer, Failure> {
         let granted = self.session().await?;
         let channel = wire::connect(&granted.place).await?;
         let deadline = Deadline(self.requests.limits().deadline);
@@ -139,20 +154,9 @@ impl BlockApi for Session<'_> {
         }
     }
 
-    fn ended(&mut self, granted: &Arc<Granted>, status: Status) -> Failure {
-        let Granted { request, driver, place, .. } = &**granted;
-        let ours = self.requests.ours();
-        if status.code() == Code::Unauthenticated {
-            self.granted = None;
-            self.over = true;
-        }
-        let subject = Subject {
-            namespace: self.requests.namespace(),
-            driver,
-            address: &place.address,
-            entry: Entry::Session { request, ours },
-        };
-        Failure::stream(status, &subject)
+    async fn message(&mut self, answer: &mut Self::Answer) -> Result<Option<Message>, Failure> {
+        let (granted, stream) = answer;
+        stream.message().await.map_err(|status| self.ended(granted, status))
     }
 }
 

@@ -9,6 +9,7 @@
 #   kubeconfig  the administrator's
 #   tools/      kube-apiserver, etcd, kubectl, csi-snapshotter, … (hack/lib.sh, kubernetes_tools)
 #   pki/        ca.crt, ca.key, sa.key, which signs ServiceAccounts' tokens, and the rest
+#   restart     where a test puts it, an API server that ends is started again
 #   *.log       one for each part; requests.log has every request to the API server, one JSON object a line
 #               (audit.k8s.io/v1 Event, of level Metadata: without bodies)
 #
@@ -32,6 +33,7 @@ pki=$dir/pki
 [[ ! -e $dir/kubeconfig ]] || die "$dir: there is or was a cluster already"
 
 declare -A pid_of=()
+api_port=
 parent=$PPID
 
 cleanup() { # cleanup STATUS: ends what was started and exits with that
@@ -170,8 +172,8 @@ await etcd test -S "$dir/client:0"
 # --- The API server -------------------------------------------------------------------------------
 
 start_api_server() {
-    # Below those that the kernel gives away by itself.
-    local port=$((20000 + SRANDOM % 12000))
+    # Below those that the kernel gives away by itself. One that is started again is where it was.
+    local port=${api_port:=$((20000 + SRANDOM % 12000))}
     local flags=(
         --bind-address=127.0.0.1 --advertise-address=127.0.0.1 --secure-port="$port"
         --cert-dir="$dir" --tls-cert-file="$pki/apiserver.crt" --tls-private-key-file="$pki/apiserver.key"
@@ -212,6 +214,7 @@ kubectl() { "$dir/tools/kubectl" --kubeconfig "$dir/kubeconfig" --cache-dir "$di
 api_server_answers() {
     if ! kill -0 "${pid_of[kube-apiserver]}" 2>/dev/null &&
         grep -q 'address already in use' "$dir/kube-apiserver.log"; then
+        api_port=
         start_api_server
     fi
     kubectl --request-timeout=5s get --raw /readyz
@@ -245,6 +248,9 @@ until orphaned; do
     sleep 1 &
     wait -n || true
     for name in "${!pid_of[@]}"; do
-        kill -0 "${pid_of[$name]}" 2>/dev/null || give_up "$name" "has ended"
+        kill -0 "${pid_of[$name]}" 2>/dev/null && continue
+        [[ $name == kube-apiserver && -e $dir/restart ]] || give_up "$name" "has ended"
+        rm "$dir/restart"
+        start_api_server
     done
 done

@@ -15,7 +15,7 @@ use super::front_proxy::FrontProxy;
 use super::metrics::Metrics;
 use super::routes::{self, Creates, routes};
 use crate::kubernetes::api_service::CaBundle;
-use crate::kubernetes::leader::{self, Election};
+use crate::kubernetes::leader::{Election, own_name, while_leading};
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
 use crate::kubernetes::tls::identity::{Identity, Wanted};
@@ -63,13 +63,13 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
-        identity: leader::own_name(args.identity.as_deref().unwrap_or("server"))?,
+        identity: own_name(args.identity.as_deref().unwrap_or("server"))?,
         duration: args.lease_duration,
     };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), namespace, "serving VolumeSnapshotDelta");
     let leads = election.start(shutdown.clone());
     let told = |leading| metrics.leading(leading);
-    leader::work_while_leading(leads, told, discovery, &shutdown).await;
+    while_leading(leads, told, discovery, &shutdown).await;
     // Requests that run may end.
     api.await.context("the API")?;
     tracing::info!("stopped");

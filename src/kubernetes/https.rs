@@ -27,8 +27,9 @@ use crate::telemetry::shutdown::Shutdown;
 const HEAD: Duration = Duration::from_secs(10);
 /// A connection over which nothing was asked for so long is closed. The API server closes its own sooner.
 const IDLE: Duration = Duration::from_secs(180);
-/// Bytes of a request's head: the API server passes on each group of a user, who may be in a thousand.
+/// Bytes and headers of a request's head: the API server passes on each group of a user, who may be in hundreds.
 const MAX_HEAD: usize = 64 << 10;
+const MAX_HEADERS: usize = 1000;
 /// Requests at once over one connection (HTTP/2); the API server opens another one for more.
 const MAX_STREAMS: u32 = 128;
 /// Bytes of all bodies together; what would be more waits.
@@ -117,7 +118,12 @@ async fn attend(connection: Connection, routes: Router, limits: Limits, shutdown
 
 fn builder() -> Builder<TokioExecutor> {
     let mut builder = Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD).max_buf_size(MAX_HEAD);
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD)
+        .max_buf_size(MAX_HEAD)
+        .max_headers(MAX_HEADERS);
     builder
         .http2()
         .timer(TokioTimer::new())

@@ -241,32 +241,6 @@ impl Candidate {
     }
 }
 
-/// Works whenever this process leads, and tells `told` whether it does, until draining begins and the lease is given back.
-pub async fn work_while_leading<F: Future<Output = ()>>(
-    mut leads: watch::Receiver<bool>,
-    told: impl Fn(bool),
-    work: impl Fn() -> F,
-    shutdown: &Shutdown,
-) {
-    loop {
-        let leading = *leads.borrow_and_update();
-        told(leading);
-        let working = async {
-            match leading {
-                true => work().await,
-                false => std::future::pending().await,
-            }
-        };
-        // What is under way when the lease is lost is dropped.
-        tokio::select! {
-            changed = leads.changed() => if changed.is_err() { return },
-            () = working => tracing::error!("the leader's work has ended; beginning anew"),
-            () = shutdown.draining() => break,
-        }
-    }
-    while leads.changed().await.is_ok() {}
-}
-
 /// A name for an election: `own`, such as that of the pod, which no other has, and what a restarted container does not have.
 ///
 /// # Errors
@@ -274,6 +248,34 @@ pub async fn work_while_leading<F: Future<Output = ()>>(
 pub fn own_name(own: &str) -> anyhow::Result<String> {
     let random = getrandom::u64().context("making a name for the election")?;
     Ok(format!("{own}_{random:016x}"))
+}
+
+/// Does `work` while this process leads, until draining begins and the lease is given back. `told` hears who leads.
+///
+/// What is under way when the lease is lost is dropped: work has to be such that the next leader can go on from there.
+pub async fn while_leading<W: Future<Output = ()>>(
+    mut leads: watch::Receiver<bool>,
+    told: impl Fn(bool),
+    work: impl Fn() -> W,
+    shutdown: &Shutdown,
+) {
+    loop {
+        let leading = *leads.borrow_and_update();
+        told(leading);
+        let work = async {
+            match leading {
+                true => work().await,
+                false => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            changed = leads.changed() => if changed.is_err() { return },
+            () = work => tracing::error!("the leader's work has ended; beginning anew"),
+            () = shutdown.draining() => break,
+        }
+    }
+    // Until the lease is given back.
+    while leads.changed().await.is_ok() {}
 }
 
 #[cfg(test)]

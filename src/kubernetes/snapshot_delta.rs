@@ -62,6 +62,7 @@ pub struct VolumeSnapshotDeltaSpec {
 /// A Secret.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SecretReference {
+    /// Name of the Secret.
     pub name: String,
     /// That of the VolumeSnapshotDelta, which is also the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -117,6 +118,7 @@ pub struct ChangedBlock {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct DataToken {
+    /// As the driver says it.
     pub token: String,
     /// RFC 3339.
     pub issuance_time: String,

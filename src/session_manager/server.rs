@@ -15,8 +15,8 @@ use super::controller::{self, Context};
 use super::lifetime::Lifetimes;
 use super::metrics::Metrics;
 use super::resolve::{self, Resolver};
-use super::{clean_up, webhook};
-use crate::kubernetes::leader::{self, Election};
+use super::{clean_up, token, webhook};
+use crate::kubernetes::leader::{Election, while_leading};
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::session::SnapshotSessionData;
 use crate::kubernetes::tls::identity::{Identity, Wanted};
@@ -72,15 +72,14 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
-        identity: leader::own_name(args.identity.as_deref().unwrap_or("manager"))?,
+        identity: own_name(&args)?,
         duration: args.lease_duration,
     };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), namespace, "managing snapshot sessions");
-    let leads = election.start(shutdown.clone());
-    let told = |leading| context.metrics.leading(leading);
+    let leading = |leads| context.metrics.leading(leads);
     // Each write names the version that it is for, and the next leader goes on from what was written.
     let work = || controller::run(context.clone());
-    leader::work_while_leading(leads, told, work, &shutdown).await;
+    while_leading(election.start(shutdown.clone()), leading, work, &shutdown).await;
     // Calls that run may end.
     webhook.await.context("the webhook")?;
     tracing::info!("stopped");
@@ -108,6 +107,13 @@ async fn serve_webhook(
     tracing::info!(%address, "serving the webhook");
     let routes = webhook::routes(reviews);
     Ok(tokio::spawn(https::serve(incoming, routes, webhook::LIMITS, shutdown.clone())))
+}
+
+/// The name of the pod, which no other has, and what a restarted container does not have.
+fn own_name(args: &Args) -> anyhow::Result<String> {
+    let random = token::new()?;
+    let own = args.identity.as_deref().unwrap_or("manager");
+    Ok(format!("{own}_{}", random.get(..8).unwrap_or_default()))
 }
 
 fn context(

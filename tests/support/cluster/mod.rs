@@ -2,7 +2,7 @@
 //! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
 //! connection that can be cut (`proxy`), certificates (`tls`), a driver to begin with (`rig`) and one that
 //! behaves as ours would not (`fake_driver`), our sidecar and who
-//! asks one (`sidecar`), our session manager (`manager`), snapshot sessions made by hand (`session`), and how a test binary runs
+//! asks one (`sidecar`), our session manager (`manager`), our aggregated API server (`aggregated`), snapshot sessions made by hand (`session`), and how a test binary runs
 //! with one cluster for all of its tests (`suite`).
 //!
 //! A test binary takes it in beside the rest of the support:
@@ -15,6 +15,7 @@
 #![allow(dead_code)] // Each test binary uses its own part.
 
 pub mod access;
+pub mod aggregated;
 pub mod fake_driver;
 pub mod manager;
 pub mod programs;
@@ -298,12 +299,27 @@ impl Drop for Paused {
 impl Cluster {
     /// Makes a part (`snapshot-controller`, …) stand still.
     pub fn pause(&self, part: &str) -> Paused {
-        let all = processes_of(&self.directory()).into_iter();
-        let tool = format!("tools/{part} ");
-        let pids: Vec<_> =
-            all.filter(|(_, line)| line.contains(&tool)).map(|(pid, _)| pid).collect();
+        let pids = self.pids_of(part);
         assert!(!pids.is_empty(), "no {part} runs");
         pids.iter().for_each(|pid| kill(*pid, Signal::SIGSTOP).unwrap());
         Paused(pids)
+    }
+
+    fn pids_of(&self, part: &str) -> Vec<Pid> {
+        let all = processes_of(&self.directory()).into_iter();
+        let tool = format!("tools/{part} ");
+        all.filter(|(_, line)| line.contains(&tool)).map(|(pid, _)| pid).collect()
+    }
+
+    /// Kills the API server and waits until another one answers in its place.
+    pub fn restart_api_server(&self) {
+        let before = self.pids_of("kube-apiserver");
+        fs::write(self.directory().join("restart"), "").unwrap();
+        before.iter().for_each(|pid| kill(*pid, Signal::SIGKILL).unwrap());
+        wait_for("another API server", || {
+            let now = self.pids_of("kube-apiserver");
+            let ready = || self.kubectl(&["get", "--raw", "/readyz"]).status.success();
+            now.iter().any(|pid| !before.contains(pid)) && ready()
+        });
     }
 }

@@ -1,0 +1,140 @@
+//! What stops and what goes on when the server, its APIService or the API server is away; and how the API server comes to trust
+//! the server.
+
+use std::time::{Duration, Instant};
+
+use k8s_openapi::kube_aggregator::pkg::apis::apiregistration::v1::APIService;
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use crate::cluster::Cluster;
+use crate::cluster::aggregated::{API_SERVICE, Aggregated};
+use crate::cluster::programs::said;
+use crate::support::path;
+
+const APIS: &str = "/apis/cbt.storage.k8s.io/v1alpha1";
+
+/// What somebody else does in the meantime.
+fn goes_on(rig: &Aggregated<'_>) {
+    said(rig.kubectl(&["get", "namespaces"]));
+    said(rig.kubectl(&["get", "volumesnapshots.snapshot.storage.k8s.io", "-A"]));
+    // A CustomResourceDefinition of the same group.
+    said(rig.kubectl(&["get", "snapshotsessionrequests.cbt.storage.k8s.io", "-A"]));
+    let namespace = rig.cluster.namespace("meanwhile");
+    said(rig.kubectl(&["create", "configmap", "x", "--namespace", &namespace]));
+}
+
+/// Whether the server is asked by way of the API server.
+fn answers(rig: &Aggregated<'_>) -> bool {
+    let file = rig.delta(&json!({ "targetVolumeSnapshotName": "b", "mode": "file" }));
+    let told = rig.kubectl_refused(&["create", "--validate=false", "-f", path(&file)]);
+    told.contains("spec.mode")
+}
+
+pub fn while_the_server_is_away_only_its_group_version_stops(cluster: &Cluster) {
+    let mut rig = Aggregated::start(cluster, &[]);
+    assert!(answers(&rig));
+    rig.served.process.signal(Signal::SIGKILL);
+    rig.wait_until_it_says("False");
+    let told = rig.kubectl_refused(&["get", "--raw", APIS]);
+    assert!(told.contains("ServiceUnavailable") || told.contains("unable to handle"), "{told}");
+    assert!(!answers(&rig));
+    goes_on(&rig);
+    // By this the controller that ends namespaces waits: it has to know of everything that may be in one.
+    cluster.wait_for("discovery to be in part", || {
+        let told = rig.kubectl_refused(&["api-resources", "--cached=false"]);
+        told.contains("cbt.storage.k8s.io/v1alpha1").then_some(())
+    });
+    rig.start_again();
+    rig.wait_until_available();
+    assert!(answers(&rig));
+    cluster.wait_for("discovery to be whole", || {
+        rig.kubectl(&["api-resources", "--cached=false"]).status.success().then_some(())
+    });
+}
+
+pub fn without_the_api_service_discovery_is_whole(cluster: &Cluster) {
+    let mut rig = Aggregated::start(cluster, &[]);
+    rig.served.process.signal(Signal::SIGKILL);
+    rig.wait_until_it_says("False");
+    rig.unregister();
+    cluster.wait_for("discovery to be whole", || {
+        let output = rig.kubectl(&["api-resources", "--cached=false"]);
+        let listed = String::from_utf8_lossy(&output.stdout).contains("volumesnapshotdeltas");
+        (output.status.success() && !listed).then_some(())
+    });
+    goes_on(&rig);
+    // Installed again, it is there again.
+    rig.start_again();
+    rig.register();
+    rig.wait_until_available();
+    assert!(answers(&rig));
+}
+
+pub fn the_server_outlives_the_api_server(cluster: &Cluster) {
+    let mut rig = Aggregated::start(cluster, &[]);
+    assert!(answers(&rig));
+    cluster.restart_api_server();
+    assert!(rig.served.process.ended().is_none());
+    rig.wait_until_available();
+    cluster.wait_for("an answer", || answers(&rig).then_some(()));
+    goes_on(&rig);
+}
+
+pub fn the_ca_bundle_is_published_and_nothing_else_is_written(cluster: &Cluster) {
+    let rig = Aggregated::start(cluster, &[]);
+    let services = cluster.api::<APIService>();
+    let before = rig.api_service().unwrap();
+    let bundle = rig.ca_bundle().unwrap();
+    assert!(bundle.starts_with("-----BEGIN CERTIFICATE-----"), "{bundle}");
+    let spec = before.spec.unwrap();
+    assert_eq!((spec.group_priority_minimum, spec.version_priority), (1000, 15));
+    let owned: Vec<String> = before
+        .metadata
+        .managed_fields
+        .unwrap()
+        .into_iter()
+        .filter(|entry| entry.manager.as_deref() == Some("csi-loopback-aggregated-api"))
+        .map(|entry| serde_json::to_string(&entry.fields_v1).unwrap())
+        .collect();
+    assert_eq!(owned, [r#"{"f:spec":{"f:caBundle":{}}}"#]);
+    // What somebody undoes is put right.
+    let patch = json!({ "spec": { "caBundle": null, "versionPriority": 16 } });
+    cluster.merge(&services, API_SERVICE, &patch);
+    cluster.wait_for("the bundle", || (rig.ca_bundle()? == bundle).then_some(()));
+    let after = rig.api_service().unwrap().spec.unwrap();
+    assert_eq!(after.version_priority, 16);
+    // One that checks no certificate is not touched, and told.
+    let patch = json!({ "spec": { "caBundle": null, "insecureSkipTLSVerify": true } });
+    cluster.merge(&services, API_SERVICE, &patch);
+    cluster.wait_for("the warning", || {
+        rig.served.process.log().contains("insecureSkipTLSVerify").then_some(())
+    });
+    // One that is gone is not made.
+    rig.unregister();
+    cluster.wait_for("the warning", || {
+        rig.served.process.log().contains("it does not exist").then_some(())
+    });
+    assert!(rig.api_service().is_none());
+}
+
+pub fn no_request_fails_while_the_authority_is_replaced(cluster: &Cluster) {
+    let rig = Aggregated::start(cluster, &["--self-signed-validity", "40s"]);
+    let first = rig.ca_bundle().unwrap();
+    let (mut requests, mut both) = (0, false);
+    let until = Instant::now() + Duration::from_secs(120);
+    loop {
+        let answer = rig.kubectl(&["get", "--raw", "/apis/cbt.storage.k8s.io/v1alpha1"]);
+        assert!(answer.status.success(), "after {requests}: {answer:?}");
+        assert!(answers(&rig), "after {requests}");
+        requests += 1;
+        let now = rig.ca_bundle().unwrap();
+        both |= now.matches("BEGIN CERTIFICATE").count() == 2;
+        if !now.contains(first.trim()) {
+            break;
+        }
+        assert!(Instant::now() < until, "the authority was not replaced");
+    }
+    assert!(both, "old and new were never there together");
+    assert!(answers(&rig));
+}

@@ -9,6 +9,7 @@ use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::name;
 use crate::kubernetes::snapshot_delta::{DEFAULT_LIMIT, GROUP, VERSION};
 use crate::kubernetes::tls::{self, authority};
+use crate::quantity::duration;
 use crate::telemetry::{http, logs};
 
 #[derive(Debug, clap::Args)]
@@ -130,16 +131,11 @@ fn rate(text: &str) -> Result<f64, String> {
 }
 
 fn lease_duration(text: &str) -> Result<Duration, String> {
-    within(text, Duration::from_secs(1), Duration::from_secs(3600), "from 1s to 1h")
+    duration(text, Duration::from_secs(1)..=Duration::from_secs(3600), "from 1s to 1h")
 }
 
 fn review_ttl(text: &str) -> Result<Duration, String> {
-    within(text, Duration::ZERO, Duration::from_secs(3600), "from 0s to 1h")
-}
-
-fn within(text: &str, least: Duration, most: Duration, range: &str) -> Result<Duration, String> {
-    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
-    if (least..=most).contains(&time) { Ok(time) } else { Err(format!("{text:?} is not {range}")) }
+    duration(text, Duration::ZERO..=Duration::from_secs(3600), "from 0s to 1h")
 }
 
 #[cfg(test)]

@@ -7,7 +7,6 @@ use std::time::Duration;
 use prometheus_client::encoding::{EncodeLabelSet, text};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
@@ -58,16 +57,15 @@ pub struct Metrics {
     requests: Family<Request, Counter>,
     seconds: Histograms,
     limited: Counter,
-    leading: Gauge,
 }
 
 impl Metrics {
     /// `more` registers numbers that live elsewhere.
-    pub fn new(more: impl FnOnce(&mut Registry)) -> Self {
+    pub fn new<T>(more: impl FnOnce(&mut Registry) -> T) -> (Self, T) {
         let mut registry = Registry::with_prefix("csi_loopback_aggregated_api");
         let requests = Family::<Request, Counter>::default();
         let seconds: Histograms = Family::new_with_constructor(|| Histogram::new(BUCKETS));
-        let (limited, leading) = (Counter::default(), Gauge::default());
+        let limited = Counter::default();
         registry.register(
             "requests",
             "Requests by verb and outcome: ok, or the cause of the refusal",
@@ -79,13 +77,8 @@ impl Metrics {
             "Requests that were turned away as too many",
             limited.clone(),
         );
-        registry.register(
-            "leading",
-            "1 in the replica that looks after DriverDiscovery objects",
-            leading.clone(),
-        );
-        more(&mut registry);
-        Self { registry: Arc::new(registry), requests, seconds, limited, leading }
+        let more = more(&mut registry);
+        (Self { registry: Arc::new(registry), requests, seconds, limited }, more)
     }
 
     /// A request was answered; `refused` is why not as it was asked.
@@ -97,10 +90,6 @@ impl Metrics {
         if refused == Some(Cause::TooMany) {
             self.limited.inc();
         }
-    }
-
-    pub fn leading(&self, leads: bool) {
-        self.leading.set(leads.into());
     }
 
     pub fn scrape(&self) -> Result<String, fmt::Error> {

@@ -7,6 +7,9 @@
 mod accept;
 mod args;
 mod decode;
+pub mod delta;
+pub mod discovery;
+pub mod endpoint;
 pub mod failure;
 mod front_proxy;
 mod groups;
@@ -18,3 +21,6 @@ mod table;
 
 pub use args::Args;
 pub use server::run;
+
+/// What this role says of itself where it lacks a right.
+const WHO: &str = "aggregated API server";

@@ -10,12 +10,15 @@ use tokio::runtime;
 use tokio::task::JoinHandle;
 
 use super::args::Args;
-use super::failure::{Cause, Failure};
+use super::delta::{self, Deltas};
+use super::discovery;
+use super::endpoint::Endpoints;
+use super::failure::Failure;
 use super::front_proxy::FrontProxy;
 use super::metrics::Metrics;
 use super::routes::{self, Creates, routes};
 use crate::kubernetes::api_service::CaBundle;
-use crate::kubernetes::leader::{Election, own_name, while_leading};
+use crate::kubernetes::leader::{Election, own_name};
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
 use crate::kubernetes::tls::identity::{Identity, Wanted};
@@ -54,12 +57,16 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         managed: true,
     };
     let identity = tls::identity::start(&kubernetes, wanted, &shutdown).await?;
-    let metrics = Metrics::new(|registry| identity.register(registry));
+    let (metrics, (of_deltas, of_discovery)) = Metrics::new(|registry| {
+        identity.register(registry);
+        (delta::metrics::Metrics::new(registry), discovery::Metrics::new(registry))
+    });
+    let endpoints = Endpoints::new(kubernetes.clone(), &namespace, &args.service_account);
+    let deltas = deltas(&args, &kubernetes, endpoints.clone(), of_deltas, &shutdown).await?;
     let front_proxy = FrontProxy::start(&kubernetes, shutdown.clone());
-    let served =
-        Served { front_proxy: front_proxy.clone(), metrics: metrics.clone(), deltas: NotYet };
+    let served = Served { front_proxy: front_proxy.clone(), metrics: metrics.clone(), deltas };
     let api = serve_api(&args, &kubernetes, identity, served, &shutdown).await?;
-    serve_http(&args, front_proxy, metrics.clone(), &shutdown).await?;
+    serve_http(&args, front_proxy, metrics, &shutdown).await?;
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
@@ -68,31 +75,47 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), namespace, "serving VolumeSnapshotDelta");
     let leads = election.start(shutdown.clone());
-    let told = |leading| metrics.leading(leading);
-    while_leading(leads, told, discovery, &shutdown).await;
+    let context = discovery::Context::new(kubernetes, endpoints, discovery::EVERY, of_discovery);
+    discovery::run(leads, Arc::new(context), &shutdown).await;
     // Requests that run may end.
     api.await.context("the API")?;
     tracing::info!("stopped");
     Ok(())
 }
 
-/// Looks after DriverDiscovery objects.
-async fn discovery() {
-    std::future::pending().await
+/// Who answers.
+async fn deltas(
+    args: &Args,
+    kubernetes: &Client,
+    endpoints: Endpoints,
+    metrics: delta::metrics::Metrics,
+    shutdown: &Shutdown,
+) -> anyhow::Result<Deltas> {
+    // A rate of its own: a flood of requests does not keep the rest from the API server.
+    let reviews = client::connect(args.kubeconfig.as_deref(), args.kube_rate()).await?;
+    Ok(Deltas::new(delta::Settings {
+        client: kubernetes.clone(),
+        reviews,
+        review_ttl: args.review_cache_ttl,
+        endpoints,
+        max_limit: args.max_limit,
+        user_rate: args.user_rate(),
+        rate: args.total_rate(),
+        cache_bytes: args.cache_bytes,
+        timeout: delta::TIMEOUT,
+        metrics,
+        shutdown: shutdown.clone(),
+    }))
 }
 
-/// Answers nothing.
-#[derive(Clone)]
-struct NotYet;
-
-impl Creates for NotYet {
+impl Creates for Deltas {
     async fn create(
         &self,
-        _: &UserInfo,
-        _: &str,
-        _: VolumeSnapshotDelta,
+        user: &UserInfo,
+        namespace: &str,
+        asked: VolumeSnapshotDelta,
     ) -> Result<VolumeSnapshotDelta, Failure> {
-        Err(Failure::new(Cause::Internal, "nobody is here to answer"))
+        Deltas::create(self, user, namespace, asked).await
     }
 }
 

@@ -1,0 +1,66 @@
+//! Whether a user may ask: the API server decides (SubjectAccessReview). It has asked already whether they may create a
+//! VolumeSnapshotDelta, and is asked again: that it did is another's word. What follows from a right to get is asked before anything is
+//! looked up, so that nobody learns from a refusal what there is.
+
+use k8s_openapi::api::authentication::v1::UserInfo;
+
+use super::api_failure;
+use crate::aggregated_api::failure::{Cause, Failure};
+use crate::kubernetes::review::{Action, Denied, Reviewer};
+use crate::kubernetes::snapshot;
+use crate::kubernetes::snapshot_delta::{GROUP, PLURAL, VolumeSnapshotDeltaSpec};
+
+pub(super) const SNAPSHOTS: &str = "volumesnapshots";
+pub(super) const SECRETS: &str = "secrets";
+
+/// Whether the user may have what the request leads to.
+pub async fn check(
+    reviewer: &Reviewer,
+    user: &UserInfo,
+    namespace: &str,
+    spec: &VolumeSnapshotDeltaSpec,
+) -> Result<(), Failure> {
+    let get = |group, resource, name| Action {
+        verb: "get",
+        group,
+        resource,
+        subresource: None,
+        namespace,
+        name: Some(name),
+    };
+    let create = Action {
+        verb: "create",
+        group: GROUP,
+        resource: PLURAL,
+        subresource: None,
+        namespace,
+        name: None,
+    };
+    let mut actions =
+        vec![create, get(snapshot::GROUP, SNAPSHOTS, spec.target_volume_snapshot_name.as_str())];
+    if !spec.base_volume_snapshot_name.is_empty() {
+        actions.push(get(snapshot::GROUP, SNAPSHOTS, &spec.base_volume_snapshot_name));
+    }
+    if let Some(secret) = &spec.secret_ref {
+        actions.push(get("", SECRETS, &secret.name));
+    }
+    for action in actions {
+        let allowed = reviewer.authorize(user, action).await;
+        allowed.map_err(|denied| refused(user, action, denied))?;
+    }
+    Ok(())
+}
+
+fn refused(user: &UserInfo, action: Action<'_>, denied: Denied) -> Failure {
+    if let Denied::Unknown(error) = denied {
+        return api_failure("create SubjectAccessReviews", &error);
+    }
+    let Action { verb, group, resource, namespace, name, .. } = action;
+    let user = user.username.as_deref().unwrap_or_default();
+    let resource = if group.is_empty() { resource.into() } else { format!("{resource}.{group}") };
+    let object = name.map(|name| format!(" {name:?}")).unwrap_or_default();
+    let message = format!(
+        "user {user:?} may not {verb} {resource}{object} in the namespace {namespace:?}; a Role has to allow it"
+    );
+    Failure::new(Cause::NotAllowed, message)
+}

@@ -52,7 +52,7 @@ struct Answer {
 
 async fn ask_of(known: bool, request: axum::http::request::Builder, body: &str) -> Answer {
     let (_phase, shutdown) = Shutdown::by_hand();
-    let routes = routes(Echo, Believes(known), Metrics::new(|_| {}), shutdown);
+    let routes = routes(Echo, Believes(known), Metrics::new(|_| {}).0, shutdown);
     let request = request.body(Body::from(body.to_owned())).unwrap();
     let response = routes.oneshot(request).await.unwrap();
     let (code, headers) = (response.status().as_u16(), response.headers().clone());

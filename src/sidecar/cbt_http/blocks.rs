@@ -141,7 +141,7 @@ impl Blocks {
         let unit = self.unit.unwrap_or(UNIT);
         if style == Type::FixedLength {
             let is_whole = end - begin == unit || self.is_cut(begin, end, unit);
-            if begin % unit != 0 || !is_whole {
+            if !begin.is_multiple_of(unit) || !is_whole {
                 return Err(misbehaves(format!(
                     "the extent at {begin} is not one of the blocks of {unit} bytes that it began with"
                 )));

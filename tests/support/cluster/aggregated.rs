@@ -118,6 +118,20 @@ impl<'a> Aggregated<'a> {
         }
     }
 
+    /// A second replica beside it.
+    pub fn another(&self) -> Served {
+        let ports = (free_port(), free_port());
+        let Self { cluster, namespace, account, kubeconfig, flags, .. } = self;
+        spawn(cluster, namespace, account, kubeconfig, flags, ports)
+    }
+
+    /// Has the API server find it at this port.
+    pub fn found_at(&self, port: u16) {
+        let spec = json!({ "spec": { "service": { "port": port } } });
+        self.cluster.merge(&self.cluster.api::<APIService>(), API_SERVICE, &spec);
+        self.wait_until_available();
+    }
+
     /// Another process in place of the one that was, at the same ports.
     pub fn start_again(&mut self) {
         let ports = (self.served.port, self.served.http_port);

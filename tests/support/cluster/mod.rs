@@ -16,6 +16,7 @@
 
 pub mod access;
 pub mod aggregated;
+pub mod balancer;
 pub mod fake_driver;
 pub mod manager;
 pub mod programs;

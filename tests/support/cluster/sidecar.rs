@@ -35,7 +35,20 @@ pub fn start(
     certificate: &Certificate,
     flags: &[&str],
 ) -> Served {
-    let mut served = spawn(cluster, socket, kubeconfig, certificate, flags);
+    start_at(free_port(), cluster, socket, kubeconfig, certificate, flags)
+}
+
+/// The same at this port.
+pub fn start_at(
+    port: u16,
+    cluster: &Cluster,
+    socket: &Path,
+    kubeconfig: &Path,
+    certificate: &Certificate,
+    flags: &[&str],
+) -> Served {
+    let ports = (port, free_port());
+    let mut served = spawn_at(ports, cluster, socket, kubeconfig, certificate, flags);
     let http_port = served.http_port;
     served.process.wait_for("the sidecar is ready", |_| {
         http_at(http_port, "/health").filter(|answer| answer.starts_with("HTTP/1.1 200"))

@@ -207,11 +207,14 @@ impl Publication for Discovery {
     }
 
     fn wanted(&self, _: Option<&DriverDiscovery>, pem: &str) -> anyhow::Result<Value> {
+        let ClientConfig { url, service, ca_bundle } = self.client_config(pem);
+        // The one that is not meant is told to be none: another manager may have set it, and both are not allowed.
+        let config = json!({ "url": url, "service": service, "caBundle": ca_bundle });
         Ok(json!({
             "apiVersion": DriverDiscovery::api_version(&()),
             "kind": DriverDiscovery::kind(&()),
             "metadata": { "name": self.driver, "labels": { DRIVER_LABEL: self.driver } },
-            "spec": { "driverName": self.driver, "clientConfig": self.client_config(pem) },
+            "spec": { "driverName": self.driver, "clientConfig": config },
         }))
     }
 
@@ -300,6 +303,46 @@ mod tests {
         }
         assert!(!service.is_as_it_should_be(&object, "other"));
         assert!(!good(&SnapshotMetadataService { metadata: ObjectMeta::default(), spec }));
+    }
+
+    #[test]
+    fn a_discovery_names_the_service_whose_name_the_host_is_and_else_the_address() {
+        let config = |address: &str| {
+            Discovery { driver: "d".into(), address: address.parse().unwrap() }.client_config("pem")
+        };
+        for host in ["cbt.drivers.svc", "cbt.drivers.svc.cluster.local"] {
+            let service = config(&format!("{host}:8443")).service.unwrap();
+            assert_eq!((service.name.as_str(), service.namespace.as_str()), ("cbt", "drivers"));
+            assert_eq!((service.port, service.path.as_deref()), (Some(8443), Some(cbt_http::PATH)));
+        }
+        for host in
+            ["cbt.example.org", "localhost", "10.0.0.1", "[fd00::1]", "cbt.drivers", "A.b.svc"]
+        {
+            let url = format!("https://{host}:8443{}", cbt_http::PATH);
+            let other = config(&format!("{host}:8443"));
+            assert_eq!((other.url, other.service), (Some(url), None));
+        }
+    }
+
+    #[test]
+    fn any_difference_of_a_discovery_is_drift() {
+        let wanted = Discovery { driver: "d".into(), address: "a:1".parse().unwrap() };
+        let made = |wanted: &Discovery| -> DriverDiscovery {
+            serde_json::from_value(wanted.wanted(None, "pem").unwrap()).unwrap()
+        };
+        let object = made(&wanted);
+        assert!(wanted.is_as_it_should_be(&object, "pem"));
+        assert!(!wanted.is_as_it_should_be(&object, "other"));
+        for address in ["a:2", "a.b.svc:1"] {
+            let other = Discovery { address: address.parse().unwrap(), ..wanted.clone() };
+            assert!(!wanted.is_as_it_should_be(&made(&other), "pem"));
+        }
+        let mut both = object.clone();
+        both.spec.client_config.service = Some(ServiceReference::default());
+        assert!(!wanted.is_as_it_should_be(&both, "pem"));
+        let mut unlabelled = object;
+        unlabelled.metadata.labels = None;
+        assert!(!wanted.is_as_it_should_be(&unlabelled, "pem"));
     }
 
     #[test]

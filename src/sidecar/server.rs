@@ -84,10 +84,14 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         }
     });
     let (gate_sender, gate) = watch::channel(None);
-    let sidecar = sidecar(&args, &kubernetes, &driver, &metrics, &shutdown);
-    let sessions = match namespace.as_deref().filter(|_| args.session_api) {
-        Some(namespace) => Some(sessions(&args, &kubernetes, namespace, &sidecar).await?),
-        None => None,
+    // Pages need nothing of what it watches.
+    let sidecar = (args.metadata_api || args.session_api)
+        .then(|| sidecar(&args, &kubernetes, &driver, &metrics, &shutdown));
+    let sessions = match (namespace.as_deref(), &sidecar) {
+        (Some(namespace), Some(sidecar)) if args.session_api => {
+            Some(sessions(&args, &kubernetes, namespace, sidecar).await?)
+        }
+        _ => None,
     };
     let pages = match namespace.as_deref().filter(|_| args.cbt_http.enabled) {
         Some(namespace) => {
@@ -106,7 +110,8 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         }
         None => None,
     };
-    let released = args.metadata_api.then_some(Released { sidecar, gate });
+    let released = sidecar.filter(|_| args.metadata_api);
+    let released = released.map(|sidecar| Released { sidecar, gate });
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
     let leads = pages.as_ref().map(|pages| pages.leads.clone());

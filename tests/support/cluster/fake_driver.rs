@@ -28,6 +28,11 @@ pub enum Script {
     Bytes(Vec<u8>),
 }
 
+/// What it answers by the name of the method and the request instead of what it answers by itself: messages, or a code and
+/// words.
+pub type Answers =
+    Arc<dyn Fn(&str, Bytes) -> Option<Result<Vec<Vec<u8>>, (Code, String)>> + Send + Sync>;
+
 pub type Seen = Arc<Mutex<Vec<Bytes>>>;
 
 pub struct Fake {
@@ -47,6 +52,15 @@ impl Drop for Fake {
 impl Fake {
     /// To be called inside a runtime.
     pub fn start(directory: &Path, name: &str, capable: bool, script: Script) -> Self {
+        Self::with(directory, name, capable, script, Arc::new(|_, _| None))
+    }
+
+    /// One that answers so what it does not answer by itself. To be called inside a runtime.
+    pub fn answering(directory: &Path, name: &str, capable: bool, answers: Answers) -> Self {
+        Self::with(directory, name, capable, Script::Nothing, answers)
+    }
+
+    fn with(directory: &Path, name: &str, capable: bool, script: Script, answers: Answers) -> Self {
         let socket = directory.join(format!("{name}.sock"));
         let listener = UnixListener::bind(&socket).unwrap();
         let (seen, seen_sessions) = (Seen::default(), Seen::default());
@@ -54,11 +68,15 @@ impl Fake {
         let task = tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
                 let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
+                let answers = answers.clone();
                 tokio::spawn(async move {
                     let mut connection = h2::server::handshake(stream).await.unwrap();
                     while let Some(Ok((request, respond))) = connection.accept().await {
                         let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
-                        tokio::spawn(answer(request, respond, name, capable, script, noted));
+                        let answers = answers.clone();
+                        tokio::spawn(async move {
+                            answer(request, respond, name, capable, script, noted, answers).await;
+                        });
                     }
                 });
             }
@@ -74,6 +92,7 @@ async fn answer(
     capable: bool,
     script: Script,
     (seen, seen_sessions): (Seen, Seen),
+    answers: Answers,
 ) {
     let path = request.uri().path().to_owned();
     let mut body = BytesMut::new();
@@ -81,6 +100,15 @@ async fn answer(
     while let Some(Ok(chunk)) = incoming.data().await {
         let _ = incoming.flow_control().release_capacity(chunk.len());
         body.extend_from_slice(&chunk);
+    }
+    let asked = Bytes::copy_from_slice(body.get(5..).unwrap_or_default());
+    if let Some(answer) = answers(path.rsplit('/').next().unwrap_or_default(), asked) {
+        let (messages, code, words) = match answer {
+            Ok(messages) => (messages, Code::Ok, String::new()),
+            Err((code, words)) => (Vec::new(), code, words),
+        };
+        send_all(respond, messages, code, &words);
+        return;
     }
     let capability =
         csi::plugin_capability::Service { r#type: Service::SnapshotMetadataService.into() };
@@ -98,6 +126,7 @@ async fn answer(
             let all = csi::GetPluginCapabilitiesResponse { capabilities };
             send(respond, all.encode_to_vec(), ok);
         }
+        "ControllerGetCapabilities" => unimplemented(respond),
         "GetAllocated" | "GetDelta" => {
             seen_sessions.lock().unwrap().push(body.split_off(5).freeze());
             unimplemented(respond);
@@ -132,20 +161,35 @@ fn send(mut respond: SendResponse<Bytes>, message: Vec<u8>, script: Script) {
         respond.send_response(head, true).unwrap();
         return;
     }
-    let mut stream = respond.send_response(head.body(()).unwrap(), false).unwrap();
+    let Script::Ends(code, words) = script else {
+        let mut stream = respond.send_response(head.body(()).unwrap(), false).unwrap();
+        stream.send_data(framed(&message), true).unwrap();
+        return;
+    };
+    send_all(respond, vec![message], code, &words);
+}
+
+fn framed(message: &[u8]) -> Bytes {
     let mut frame = BytesMut::new();
     frame.put_u8(0);
     frame.put_u32(message.len() as u32);
-    frame.extend_from_slice(&message);
-    let Script::Ends(code, words) = script else {
-        stream.send_data(frame.freeze(), true).unwrap();
-        return;
-    };
-    stream.send_data(frame.freeze(), false).unwrap();
+    frame.extend_from_slice(message);
+    frame.freeze()
+}
+
+fn send_all(mut respond: SendResponse<Bytes>, messages: Vec<Vec<u8>>, code: Code, words: &str) {
+    let head = Response::builder().header("content-type", "application/grpc");
+    let mut stream = respond.send_response(head.body(()).unwrap(), false).unwrap();
+    for message in messages {
+        // Whoever has gone needs no more.
+        if stream.send_data(framed(&message), false).is_err() {
+            return;
+        }
+    }
     let mut trailers = HeaderMap::new();
     trailers.insert("grpc-status", (code as i32).to_string().parse().unwrap());
     if !words.is_empty() {
         trailers.insert("grpc-message", words.parse().unwrap());
     }
-    stream.send_trailers(trailers).unwrap();
+    let _ = stream.send_trailers(trailers);
 }

@@ -3,6 +3,7 @@
 //! connection that can be cut (`proxy`), certificates (`tls`), a driver to begin with (`rig`) and one that
 //! behaves as ours would not (`fake_driver`), our sidecar and who
 //! asks one (`sidecar`), our session manager (`manager`), our aggregated API server (`aggregated`), snapshot sessions made by hand (`session`), and how a test binary runs
+//! asks one (`sidecar`, `cbt_http`), our session manager (`manager`), snapshot sessions made by hand (`session`), and how a test binary runs
 //! with one cluster for all of its tests (`suite`).
 //!
 //! A test binary takes it in beside the rest of the support:
@@ -17,6 +18,7 @@
 pub mod access;
 pub mod aggregated;
 pub mod balancer;
+pub mod cbt_http;
 pub mod fake_driver;
 pub mod manager;
 pub mod programs;

@@ -51,6 +51,12 @@ pub trait Publication: Send + 'static {
     /// It cannot be made of what was found; why, and what to do.
     fn wanted(&self, found: Option<&Self::Object>, pem: &str) -> anyhow::Result<Value>;
 
+    /// What another manager has set and server-side apply cannot take away, but has to go: as a merge patch that leaves a valid
+    /// object.
+    fn in_the_way(&self, _found: &Self::Object) -> Option<Value> {
+        None
+    }
+
     /// Sees the object each time that it is read: for warnings.
     fn look(&mut self, _found: &Self::Object) {}
 }
@@ -160,6 +166,11 @@ impl<P: Publication> Publisher<P> {
             || found.as_ref().is_some_and(|found| self.publication.is_as_it_should_be(found, &pem))
         {
             return Ok(false);
+        }
+        if let Some(patch) = found.as_ref().and_then(|found| self.publication.in_the_way(found)) {
+            let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+            let cleared = self.objects.patch(&name, &params, &patch);
+            within(CALL, cleared).await.map_err(|error| told::<P>(error, "clearing"))?;
         }
         let wanted = self.publication.wanted(found.as_ref(), &pem)?;
         self.apply(wanted).await.map_err(|error| told::<P>(error, "writing"))?;

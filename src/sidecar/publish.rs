@@ -207,15 +207,21 @@ impl Publication for Discovery {
     }
 
     fn wanted(&self, _: Option<&DriverDiscovery>, pem: &str) -> anyhow::Result<Value> {
-        let ClientConfig { url, service, ca_bundle } = self.client_config(pem);
-        // The one that is not meant is told to be none: another manager may have set it, and both are not allowed.
-        let config = json!({ "url": url, "service": service, "caBundle": ca_bundle });
         Ok(json!({
             "apiVersion": DriverDiscovery::api_version(&()),
             "kind": DriverDiscovery::kind(&()),
             "metadata": { "name": self.driver, "labels": { DRIVER_LABEL: self.driver } },
-            "spec": { "driverName": self.driver, "clientConfig": config },
+            "spec": { "driverName": self.driver, "clientConfig": self.client_config(pem) },
         }))
+    }
+
+    /// Of address and Service there may be one, and another manager may have set the one that is not meant.
+    fn in_the_way(&self, found: &DriverDiscovery) -> Option<Value> {
+        let found = &found.spec.client_config;
+        let ClientConfig { url, service, .. } = self.client_config("");
+        let is_other =
+            found.url.is_some() > url.is_some() || found.service.is_some() > service.is_some();
+        is_other.then(|| json!({ "spec": { "clientConfig": { "url": url, "service": service } } }))
     }
 
     fn is_as_it_should_be(&self, found: &DriverDiscovery, pem: &str) -> bool {
@@ -337,9 +343,12 @@ mod tests {
             let other = Discovery { address: address.parse().unwrap(), ..wanted.clone() };
             assert!(!wanted.is_as_it_should_be(&made(&other), "pem"));
         }
-        let mut both = object.clone();
-        both.spec.client_config.service = Some(ServiceReference::default());
-        assert!(!wanted.is_as_it_should_be(&both, "pem"));
+        assert_eq!(wanted.in_the_way(&object), None);
+        let mut other = object.clone();
+        other.spec.client_config.url = None;
+        other.spec.client_config.service = Some(ServiceReference::default());
+        assert!(!wanted.is_as_it_should_be(&other, "pem"));
+        assert!(wanted.in_the_way(&other).unwrap()["spec"]["clientConfig"]["service"].is_null());
         let mut unlabelled = object;
         unlabelled.metadata.labels = None;
         assert!(!wanted.is_as_it_should_be(&unlabelled, "pem"));

@@ -92,10 +92,13 @@ pub fn tokens_of_another_driver_are_remembered_and_else_looked_for_from_the_star
     for at in [200, 201, 1] {
         assert_eq!(stage.desk.all(&stage.replica, ("b", "u"), at, 4096), from(at));
     }
-    assert!(calls()[0].starting_token.is_empty());
-    // By now one has.
-    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "u", 120, 4096));
-    assert_eq!((page.changed_blocks[0].offset, page.changed_blocks.len()), (120, 20));
+    let asked = calls();
+    assert!(asked[0].starting_token.is_empty() && asked[0].max_entries == 4096);
+    // By now one has: its last block is 117.
+    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "u", 118, 4096));
+    assert_eq!((page.changed_blocks[0].offset, page.changed_blocks.len()), (120, 40));
+    let asked = calls();
+    assert_eq!((asked.len(), asked[0].starting_token.as_str()), (1, "place/40"));
     let behind = stage.desk.page(&stage.replica, &stage.desk.asked("b", "u", 5000, 9));
     assert_eq!((behind.changed_blocks.len(), behind.next), (0, None));
 }

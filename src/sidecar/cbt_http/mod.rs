@@ -58,7 +58,7 @@ pub struct Start<'a> {
 pub struct Served {
     /// Whether this replica leads.
     pub leads: HealthCheck,
-    /// Ends when draining is over.
+    /// Ends when draining is over and the lease is given back.
     pub task: JoinHandle<()>,
 }
 
@@ -85,7 +85,8 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
     let address = listener.local_addr()?;
     let config = tls::server_config(&args.tls, identity.certificates.clone(), tls::HTTPS)?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
-    tokio::spawn(stand(desk.clone(), standing(&start, address.port())?, shutdown.clone()));
+    let standing = standing(&start, address.port())?;
+    let standing = tokio::spawn(stand(desk.clone(), standing, shutdown.clone()));
     let routes = routes::routes(desk.clone());
     let limits = routes::limits(args.timeout);
     tracing::info!(%address, "serving cbt-http");
@@ -94,7 +95,12 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
         Some(_) => Err("another replica leads".into()),
         None => Err("the CSI driver's name is not known yet".into()),
     });
-    let task = tokio::spawn(https::serve(incoming, routes, limits, shutdown.clone()));
+    let served = https::serve(incoming, routes, limits, shutdown.clone());
+    let task = tokio::spawn(async move {
+        served.await;
+        // A panic is in the log already.
+        let _ = standing.await;
+    });
     Ok(Served { leads, task })
 }
 

@@ -115,8 +115,10 @@ impl Cluster {
         for rule in rules {
             let word = |list: &Option<Vec<String>>| list.as_ref().unwrap()[0].clone();
             let (group, resource) = (word(&rule.api_groups), word(&rule.resources));
-            self.wait_for(&format!("the right to {} {resource}", rule.verbs[0]), || {
-                self.allowed(account, namespace, &rule.verbs[0], &group, &resource).then_some(())
+            let name = rule.resource_names.as_ref().map(|names| names[0].as_str());
+            let verb = &rule.verbs[0];
+            self.wait_for(&format!("the right to {verb} {resource}"), || {
+                self.allowed_for(name, account, namespace, verb, &group, &resource).then_some(())
             });
         }
     }
@@ -131,6 +133,19 @@ impl Cluster {
         group: &str,
         resource: &str,
     ) -> bool {
+        self.allowed_for(None, account, namespace, verb, group, resource)
+    }
+
+    /// The same for the object of this name.
+    fn allowed_for(
+        &self,
+        name: Option<&str>,
+        account: &Account,
+        namespace: Option<&str>,
+        verb: &str,
+        group: &str,
+        resource: &str,
+    ) -> bool {
         let (resource, subresource) = resource.split_once('/').unwrap_or((resource, ""));
         let review = self.create(
             &self.api::<SubjectAccessReview>(),
@@ -138,7 +153,7 @@ impl Cluster {
                 "user": account.user(),
                 "resourceAttributes": {
                     "namespace": namespace, "verb": verb, "group": group, "resource": resource,
-                    "subresource": subresource,
+                    "subresource": subresource, "name": name,
                 },
             }}),
         );

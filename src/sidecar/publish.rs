@@ -219,8 +219,8 @@ impl Publication for Discovery {
     fn in_the_way(&self, found: &DriverDiscovery) -> Option<Value> {
         let found = &found.spec.client_config;
         let ClientConfig { url, service, .. } = self.client_config("");
-        let is_other =
-            found.url.is_some() > url.is_some() || found.service.is_some() > service.is_some();
+        let is_other = (found.url.is_some() && url.is_none())
+            || (found.service.is_some() && service.is_none());
         is_other.then(|| json!({ "spec": { "clientConfig": { "url": url, "service": service } } }))
     }
 

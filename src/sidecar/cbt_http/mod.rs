@@ -24,7 +24,7 @@ use tokio::task::JoinHandle;
 
 use self::forward::{Leadership, Trust};
 use self::memory::Memory;
-use self::routes::Desk;
+use self::routes::{Desk, Known};
 use super::call::Calls;
 use super::driver_link::{Driver, DriverLink};
 use crate::kubernetes::leader::Election;
@@ -39,6 +39,8 @@ pub use metrics::Metrics;
 
 /// Where the HTTP endpoint says whether this replica leads.
 pub const LEADER_PATH: &str = "/cbt-http/leader";
+/// Requests that are being checked or answered, at most.
+const REQUESTS: usize = 1024;
 /// Random bytes of an identity.
 const RANDOM: usize = 4;
 
@@ -73,9 +75,10 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
     let desk = Arc::new(Desk {
         driver: driver.clone(),
         reviewer: Reviewer::new(asking, args.review_cache_ttl),
-        leadership: OnceLock::new(),
+        known: OnceLock::new(),
         memory: Memory::new(),
-        running: Calls::new(args.max_streams as usize),
+        requests: Calls::new(REQUESTS),
+        pages: Calls::new(args.max_streams as usize),
         metrics: metrics.clone(),
         timeout: args.timeout,
         shutdown: shutdown.clone(),
@@ -90,8 +93,8 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
     let routes = routes::routes(desk.clone());
     let limits = routes::limits(args.timeout);
     tracing::info!(%address, "serving cbt-http");
-    let leads: HealthCheck = Arc::new(move || match desk.leadership.get() {
-        Some(leadership) if leadership.leads() => Ok(()),
+    let leads: HealthCheck = Arc::new(move || match desk.known.get() {
+        Some(known) if known.leadership.leads() => Ok(()),
         Some(_) => Err("another replica leads".into()),
         None => Err("the CSI driver's name is not known yet".into()),
     });
@@ -151,7 +154,7 @@ async fn stand(desk: Arc<Desk>, stand: Stand, shutdown: Shutdown) {
     };
     let leadership = stand(&name);
     let mut leads = leadership.watch();
-    let _ = desk.leadership.set(leadership);
+    let _ = desk.known.set(Known { driver: name, leadership });
     loop {
         desk.metrics.leading(*leads.borrow_and_update());
         if leads.changed().await.is_err() {

@@ -12,7 +12,6 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use k8s_openapi::api::authentication::v1::UserInfo;
-use tokio::time::timeout_at;
 
 use super::forward::{FORWARDED, Leadership};
 use super::memory::Memory;
@@ -41,14 +40,23 @@ const MAX_LOGGED: usize = 253;
 pub struct Desk {
     pub driver: DriverLink,
     pub reviewer: Reviewer,
-    /// Once the driver's name is known.
-    pub leadership: OnceLock<Leadership>,
+    /// Once the driver has said its name.
+    pub known: OnceLock<Known>,
     pub memory: Memory,
-    pub running: Calls,
+    /// Requests in all, and those that were let in and are being answered: who is not let in takes no place from the others.
+    pub requests: Calls,
+    pub pages: Calls,
     pub metrics: Metrics,
     /// How long a page may take.
     pub timeout: Duration,
     pub shutdown: Shutdown,
+}
+
+/// What there is to know before anybody can be let in.
+pub struct Known {
+    /// Name of the CSI driver, which does not change.
+    pub driver: String,
+    pub leadership: Leadership,
 }
 
 /// The bounds for https::serve: behind those of a page, so that a caller learns what it was.
@@ -116,10 +124,7 @@ impl Desk {
         &self,
         work: impl Future<Output = Result<T, Problem>>,
     ) -> Result<T, Problem> {
-        let Some(_running) = self.running.begin() else {
-            let words = "too many requests at once; try again later, or raise --max-streams";
-            return Err(problem(ProblemKind::Busy, words));
-        };
+        let _running = self.requests.begin().ok_or_else(busy)?;
         tokio::select! {
             done = tokio::time::timeout(self.timeout, work) => done.unwrap_or_else(|_| Err(problem::too_long())),
             () = self.shutdown.ending() => Err(unavailable("the sidecar is exiting; another replica answers")),
@@ -133,34 +138,32 @@ impl Desk {
         visit: &mut Visit,
     ) -> Result<Answer, Problem> {
         let deadline = tokio::time::Instant::now() + self.timeout;
-        let (driver, user) = self.admitted(headers).await?;
+        let (known, user) = self.admitted(headers).await?;
         visit.user = name_of(&user);
         let asked = decode(&body)?;
         visit.about(&asked);
-        pages::check(&asked, &driver)?;
-        let leadership = self.leadership.get().filter(|leadership| !leadership.leads());
-        if let Some(leadership) = leadership {
-            if headers.contains_key(FORWARDED) {
-                return Err(unavailable(
-                    "the request was passed on to a replica that leads no more; try again",
-                ));
-            }
-            let authorization = headers.get(header::AUTHORIZATION).ok_or_else(no_token)?;
-            return leadership.forward(authorization, body).await.map(Answer::Forwarded);
+        pages::check(&asked, &known.driver)?;
+        let _running = self.pages.begin().ok_or_else(busy)?;
+        if known.leadership.leads() {
+            let (driver, memory, asked) = (&self.driver, &self.memory, &asked);
+            return pages::page(&Asking { driver, memory, asked, deadline })
+                .await
+                .map(Answer::Page);
         }
-        let asking = Asking { driver: &self.driver, memory: &self.memory, asked: &asked, deadline };
-        let page = timeout_at(deadline, pages::page(&asking)).await;
-        page.unwrap_or_else(|_| Err(problem::too_long())).map(Answer::Page)
+        if headers.contains_key(FORWARDED) {
+            let words = "the request was passed on to a replica that leads no more; try again";
+            return Err(unavailable(words));
+        }
+        let authorization = headers.get(header::AUTHORIZATION).ok_or_else(no_token)?;
+        known.leadership.forward(authorization, body).await.map(Answer::Forwarded)
     }
 
-    /// The driver's name, and a user who may ask.
-    async fn admitted(&self, headers: &HeaderMap) -> Result<(String, Arc<UserInfo>), Problem> {
-        let driver = match (self.driver.name(), self.leadership.get()) {
-            (Ok(driver), Some(_)) => driver,
-            (Err(refusal), _) => return Err(unavailable(refusal.message())),
-            (Ok(_), None) => return Err(unavailable("the sidecar is starting; try again")),
-        };
-        let audience = cbt_http::audience(&driver);
+    /// A user who may ask.
+    async fn admitted(&self, headers: &HeaderMap) -> Result<(&Known, Arc<UserInfo>), Problem> {
+        let unknown = || unavailable("the CSI driver has not said its name yet; try again");
+        let known = self.known.get().ok_or_else(unknown)?;
+        let driver = &known.driver;
+        let audience = cbt_http::audience(driver);
         let user = match self.reviewer.authenticate(bearer(headers)?, &audience).await {
             Ok(user) => user,
             Err(Denied::Refused(reason)) => {
@@ -178,10 +181,10 @@ impl Desk {
             resource: "driverdiscoveries",
             subresource: Some(SUBRESOURCE),
             namespace: "",
-            name: Some(&driver),
+            name: Some(driver),
         };
         match self.reviewer.authorize(&user, action).await {
-            Ok(()) => Ok((driver, user)),
+            Ok(()) => Ok((known, user)),
             Err(Denied::Refused(_)) => {
                 let words = format!(
                     "{} may not create driverdiscoveries/{SUBRESOURCE}.{GROUP} of {driver}; a ClusterRole has to allow it",
@@ -198,6 +201,11 @@ impl Desk {
 
 fn name_of(user: &UserInfo) -> Option<String> {
     user.username.as_deref().map(|name| cut(name, MAX_LOGGED))
+}
+
+fn busy() -> Problem {
+    let words = "too many requests at once; try again later, or raise --max-streams";
+    problem(ProblemKind::Busy, words)
 }
 
 fn no_token() -> Problem {

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::failure::{Cause, Failure};
 use crate::grpc::cut;
 use crate::kubernetes::name;
-use crate::kubernetes::snapshot_delta::{API_VERSION, KIND, VERSION, VolumeSnapshotDelta};
+use crate::kubernetes::snapshot_delta::{API_VERSION, GROUP, KIND, VERSION, VolumeSnapshotDelta};
 
 /// Bytes of a request's body.
 pub const MAX_BODY: usize = 64 << 10;
@@ -82,14 +82,14 @@ fn malformed(message: String) -> Failure {
     Failure::new(Cause::Malformed, cut(&message, fields::MAX_TOLD))
 }
 
-fn invalid(name: Option<&str>, message: String) -> Failure {
-    let message = cut(&message, fields::MAX_TOLD);
-    let named = format!("{KIND} {:?} is invalid: {message}", name.unwrap_or_default());
-    Failure::new(Cause::Invalid, named)
+fn invalid(name: Option<&str>, message: &str) -> Failure {
+    Failure::new(Cause::Invalid, message).of(GROUP, KIND, name.unwrap_or_default())
 }
 
+/// Whoever says nothing sends JSON, as the API server has it.
 fn is_json(headers: &HeaderMap) -> Result<(), Failure> {
-    let sent = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let Some(sent) = headers.get(header::CONTENT_TYPE) else { return Ok(()) };
+    let sent = sent.to_str().ok();
     let mut parts = sent.unwrap_or_default().split(';').map(str::trim);
     let media = parts.next().unwrap_or_default();
     let charset =
@@ -145,7 +145,7 @@ fn check_numbers(spec: &Value) -> Result<(), Failure> {
             Value::Number(number) if !number.is_u64() => {
                 let message =
                     format!("spec.{field}: must be a whole number from 0 to {}", u64::MAX);
-                return Err(invalid(None, message));
+                return Err(invalid(None, &message));
             }
             _ => {}
         }
@@ -170,18 +170,18 @@ fn checked(
     let is_prefix = |text: &str| name::is_object(text.trim_end_matches(['-', '.']));
     let prefix = delta.metadata.generate_name.as_deref().filter(|prefix| !prefix.is_empty());
     if own.is_some_and(|own| !name::is_object(own)) {
-        return Err(invalid(own, "metadata.name: is not a name in Kubernetes".into()));
+        return Err(invalid(own, "metadata.name: is not a name in Kubernetes"));
     }
     if prefix.is_some_and(|prefix| !is_prefix(prefix)) {
-        return Err(invalid(own, "metadata.generateName: is not the beginning of a name".into()));
+        return Err(invalid(own, "metadata.generateName: is not the beginning of a name"));
     }
     match delta.spec.mode.as_deref() {
         None | Some("" | "block") => {}
-        Some(_) => return Err(invalid(own, "spec.mode: must be \"block\"".into())),
+        Some(_) => return Err(invalid(own, "spec.mode: must be \"block\"")),
     }
     if delta.spec.target_volume_snapshot_name.is_empty() {
         let message = "spec.targetVolumeSnapshotName: is required; it names a VolumeSnapshot";
-        return Err(invalid(own, message.into()));
+        return Err(invalid(own, message));
     }
     Ok(delta)
 }

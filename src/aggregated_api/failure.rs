@@ -9,7 +9,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use crate::kubernetes::snapshot_delta::{GROUP, PLURAL};
+use crate::kubernetes::snapshot_delta::{GROUP, KIND, PLURAL};
 
 /// What stands in the way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -139,7 +139,8 @@ impl Cause {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     pub cause: Cause,
-    /// What is wrong, by the name of the field or object, and what to do about it.
+    /// What is wrong, by the name of the field or object, and what to do about it. Of what is [`Cause::Invalid`] or
+    /// [`Cause::BaseUnfit`]: `FIELD: WORDS`.
     pub message: String,
     /// The object that it is about.
     object: Option<Object>,
@@ -175,14 +176,26 @@ impl Failure {
         self.retry_after.map(|pause| pause.as_millis().div_ceil(1000).max(1) as u64)
     }
 
+    /// Whether the message begins with a field's name.
+    fn is_of_a_field(&self) -> bool {
+        self.cause.code() == StatusCode::UNPROCESSABLE_ENTITY
+    }
+
     /// As `metav1.Status`.
     pub fn status(&self) -> Value {
         let mut details = match &self.object {
             Some(Object { group, kind, name }) => {
                 json!({ "group": group, "kind": kind, "name": name })
             }
+            None if self.is_of_a_field() => json!({ "group": GROUP, "kind": KIND }),
             None => json!({ "group": GROUP, "kind": PLURAL }),
         };
+        if self.is_of_a_field() {
+            // kubectl shows these instead of the message.
+            let (field, message) = self.message.split_once(": ").unwrap_or(("spec", &self.message));
+            details["causes"] =
+                json!([{ "reason": "FieldValueInvalid", "message": message, "field": field }]);
+        }
         if let Some(seconds) = self.retry_after_seconds() {
             details["retryAfterSeconds"] = json!(seconds);
         }
@@ -228,6 +241,18 @@ mod tests {
         let labels: HashSet<_> = Cause::ALL.iter().map(|cause| cause.label()).collect();
         assert_eq!(labels.len(), Cause::ALL.len());
         assert!(Cause::ALL.iter().all(|cause| cause.code().as_u16() >= 400));
+    }
+
+    #[test]
+    fn a_wrong_value_is_told_as_kubectl_shows_it_by_its_field() {
+        for (message, field, words) in [
+            ("spec.mode: must be x: y", "spec.mode", "must be x: y"),
+            ("does not fit", "spec", "does not fit"),
+        ] {
+            let details = &Failure::new(Cause::Invalid, message).status()["details"];
+            let cause = json!({ "reason": "FieldValueInvalid", "message": words, "field": field });
+            assert_eq!((&details["causes"], &details["kind"]), (&json!([cause]), &json!(KIND)));
+        }
     }
 
     #[test]

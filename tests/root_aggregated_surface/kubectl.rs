@@ -17,7 +17,7 @@ pub fn kubectl_create_reaches_the_server_and_is_told_by_field_what_is_wrong(clus
     let file = rig.delta(&refused_by_the_server());
     let told = rig.kubectl_refused(&["create", "-f", path(&file), "-o", "json"]);
     assert!(told.contains("spec.mode: must be \"block\""), "{told}");
-    assert!(told.contains("invalid"), "{told}");
+    assert!(told.contains("The VolumeSnapshotDelta \"delta\" is invalid"), "{told}");
     // The API server's own user is told here.
     let metrics = crate::cluster::sidecar::http(&rig.served, "/metrics");
     let counted = "csi_loopback_aggregated_api_requests_total{verb=\"create\",outcome=\"invalid\"}";
@@ -129,7 +129,7 @@ pub fn other_formats_and_bodies_that_are_too_large_are_refused_with_a_status(clu
         format!("{json}Accept: application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1\r\n");
     for (headers, body, code) in [
         ("Content-Type: application/yaml\r\n", "kind: x".to_owned(), 415),
-        ("", "{}".to_owned(), 415),
+        ("", "{}".to_owned(), 400),
         (json, "{}".to_owned(), 400),
         (json, "[".repeat(60_000), 400),
         (json, " ".repeat(70_000), 413),

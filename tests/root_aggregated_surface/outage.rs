@@ -1,6 +1,7 @@
 //! What stops and what goes on when the server, its APIService or the API server is away; and how the API server comes to trust
 //! the server.
 
+use std::process::Output;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::kube_aggregator::pkg::apis::apiregistration::v1::APIService;
@@ -10,6 +11,7 @@ use serde_json::json;
 use crate::cluster::Cluster;
 use crate::cluster::aggregated::{API_SERVICE, Aggregated};
 use crate::cluster::programs::said;
+use crate::support::driver::PATIENCE;
 use crate::support::path;
 
 const APIS: &str = "/apis/cbt.storage.k8s.io/v1alpha1";
@@ -31,6 +33,19 @@ fn answers(rig: &Aggregated<'_>) -> bool {
     told.contains("spec.mode")
 }
 
+/// Waits until what kubectl discovers is as it should be. The API server asks those behind it once a minute.
+fn discovers(rig: &Aggregated<'_>, what: &str, good: impl Fn(&Output) -> bool) {
+    let until = Instant::now() + 3 * PATIENCE;
+    loop {
+        let output = rig.kubectl(&["api-resources", "--cached=false"]);
+        if good(&output) {
+            return;
+        }
+        assert!(Instant::now() < until, "discovery does not become {what}: {output:?}");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
 pub fn while_the_server_is_away_only_its_group_version_stops(cluster: &Cluster) {
     let mut rig = Aggregated::start(cluster, &[]);
     assert!(answers(&rig));
@@ -41,16 +56,14 @@ pub fn while_the_server_is_away_only_its_group_version_stops(cluster: &Cluster) 
     assert!(!answers(&rig));
     goes_on(&rig);
     // By this the controller that ends namespaces waits: it has to know of everything that may be in one.
-    cluster.wait_for("discovery to be in part", || {
-        let told = rig.kubectl_refused(&["api-resources", "--cached=false"]);
-        told.contains("cbt.storage.k8s.io/v1alpha1").then_some(())
+    discovers(&rig, "in part", |output| {
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        !output.status.success() && told.contains("cbt.storage.k8s.io/v1alpha1")
     });
     rig.start_again();
     rig.wait_until_available();
     assert!(answers(&rig));
-    cluster.wait_for("discovery to be whole", || {
-        rig.kubectl(&["api-resources", "--cached=false"]).status.success().then_some(())
-    });
+    discovers(&rig, "whole", |output| output.status.success());
 }
 
 pub fn without_the_api_service_discovery_is_whole(cluster: &Cluster) {
@@ -58,10 +71,9 @@ pub fn without_the_api_service_discovery_is_whole(cluster: &Cluster) {
     rig.served.process.signal(Signal::SIGKILL);
     rig.wait_until_it_says("False");
     rig.unregister();
-    cluster.wait_for("discovery to be whole", || {
-        let output = rig.kubectl(&["api-resources", "--cached=false"]);
+    discovers(&rig, "whole", |output| {
         let listed = String::from_utf8_lossy(&output.stdout).contains("volumesnapshotdeltas");
-        (output.status.success() && !listed).then_some(())
+        output.status.success() && !listed
     });
     goes_on(&rig);
     // Installed again, it is there again.

@@ -1,12 +1,11 @@
 //! What stops and what goes on when the server, its APIService or the API server is away; and how the API server comes to trust
 //! the server.
 
-use std::process::Output;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::kube_aggregator::pkg::apis::apiregistration::v1::APIService;
 use nix::sys::signal::Signal;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
 use crate::cluster::aggregated::{API_SERVICE, Aggregated};
@@ -33,17 +32,29 @@ fn answers(rig: &Aggregated<'_>) -> bool {
     told.contains("spec.mode")
 }
 
-/// Waits until what kubectl discovers is as it should be. The API server asks those behind it once a minute.
-fn discovers(rig: &Aggregated<'_>, what: &str, good: impl Fn(&Output) -> bool) {
+/// Waits until the API server's discovery calls the group version so: Current, Stale, or nothing where it is not in it. It asks
+/// those behind it once a minute.
+fn wait_until_discovery_says(rig: &Aggregated<'_>, expected: Option<&str>) {
     let until = Instant::now() + 3 * PATIENCE;
     loop {
-        let output = rig.kubectl(&["api-resources", "--cached=false"]);
-        if good(&output) {
+        let found = freshness(rig.cluster);
+        if found.as_deref() == expected {
             return;
         }
-        assert!(Instant::now() < until, "discovery does not become {what}: {output:?}");
+        assert!(Instant::now() < until, "discovery says {found:?} and not {expected:?}");
         std::thread::sleep(Duration::from_millis(200));
     }
+}
+
+fn freshness(cluster: &Cluster) -> Option<String> {
+    let form = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
+    let request = http::Request::get("/apis").header("Accept", form).body(Vec::new()).unwrap();
+    let all: Value = cluster.block_on(cluster.client().request(request)).unwrap();
+    let mut groups = all["items"].as_array()?.iter();
+    let group = groups.find(|group| group["metadata"]["name"] == "cbt.storage.k8s.io")?;
+    let mut versions = group["versions"].as_array()?.iter();
+    let version = versions.find(|version| version["version"] == "v1alpha1")?;
+    version["freshness"].as_str().map(str::to_owned)
 }
 
 pub fn while_the_server_is_away_only_its_group_version_stops(cluster: &Cluster) {
@@ -56,14 +67,11 @@ pub fn while_the_server_is_away_only_its_group_version_stops(cluster: &Cluster) 
     assert!(!answers(&rig));
     goes_on(&rig);
     // By this the controller that ends namespaces waits: it has to know of everything that may be in one.
-    discovers(&rig, "in part", |output| {
-        let told = String::from_utf8_lossy(&output.stderr).into_owned();
-        !output.status.success() && told.contains("cbt.storage.k8s.io/v1alpha1")
-    });
+    wait_until_discovery_says(&rig, Some("Stale"));
     rig.start_again();
     rig.wait_until_available();
     assert!(answers(&rig));
-    discovers(&rig, "whole", |output| output.status.success());
+    wait_until_discovery_says(&rig, Some("Current"));
 }
 
 pub fn without_the_api_service_discovery_is_whole(cluster: &Cluster) {
@@ -71,10 +79,8 @@ pub fn without_the_api_service_discovery_is_whole(cluster: &Cluster) {
     rig.served.process.signal(Signal::SIGKILL);
     rig.wait_until_it_says("False");
     rig.unregister();
-    discovers(&rig, "whole", |output| {
-        let listed = String::from_utf8_lossy(&output.stdout).contains("volumesnapshotdeltas");
-        output.status.success() && !listed
-    });
+    wait_until_discovery_says(&rig, None);
+    said(rig.kubectl(&["api-resources", "--cached=false"]));
     goes_on(&rig);
     // Installed again, it is there again.
     rig.start_again();

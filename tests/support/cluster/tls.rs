@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
@@ -45,16 +46,28 @@ impl Authority {
 
     /// The same, which is good for so long.
     pub fn certify_for(&self, directory: &Path, name: &str, validity: Duration) -> Certificate {
+        let now = SystemTime::now();
+        let span = now - Duration::from_secs(3600)..now + validity;
+        self.certify_span(directory, name, "localhost", span)
+    }
+
+    /// The same for another host, which is good from then to then.
+    pub fn certify_span(
+        &self,
+        directory: &Path,
+        name: &str,
+        host: &str,
+        span: Range<SystemTime>,
+    ) -> Certificate {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
         params.subject_alt_names = vec![
-            SanType::DnsName("localhost".try_into().unwrap()),
+            SanType::DnsName(host.try_into().unwrap()),
             SanType::IpAddress(IpAddr::V4(Ipv4Addr::LOCALHOST)),
         ];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        let now = std::time::SystemTime::now();
-        params.not_before = (now - Duration::from_secs(3600)).into();
-        params.not_after = (now + validity).into();
+        params.not_before = span.start.into();
+        params.not_after = span.end.into();
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
         let files = Certificate {

@@ -14,7 +14,7 @@ use tokio::sync::Semaphore;
 use crate::cluster::Cluster;
 use crate::cluster::access::{Account, rule};
 use crate::endpoint::{Reply, page, problem};
-use crate::rig::{GROUP, Options, Rig, SNAPSHOT_GROUP, asked, info_of, spec, user_rules, without};
+use crate::rig::{GROUP, Options, Rig, SNAPSHOT_GROUP, spec, user_rules, without};
 
 fn with_secret(name: &str) -> VolumeSnapshotDeltaSpec {
     let secret_ref = Some(SecretReference { name: name.into(), namespace: None });
@@ -222,16 +222,7 @@ pub fn who_asks_for_the_same_at_once_shares_a_call(cluster: &Cluster) {
         let own = all.iter().filter(|one| one["user"]["username"] == rig.server.user().as_str());
         own.filter(|one| one["objectRef"]["resource"] == "subjectaccessreviews").count()
     };
-    let asking: Vec<_> = (0..ALL)
-        .map(|_| {
-            let (deltas, user, apps) = (rig.deltas.clone(), info_of(&rig.user), rig.apps.clone());
-            cluster.block_on(async {
-                tokio::spawn(
-                    async move { deltas.create(&user, &apps, asked(spec("", "monday"))).await },
-                )
-            })
-        })
-        .collect();
+    let asking: Vec<_> = (0..ALL).map(|_| rig.begin(spec("", "monday"))).collect();
     // Two reviews for each: then all have come.
     cluster.wait_for("all that ask", || (reviews() == 2 * ALL).then_some(()));
     cluster.wait_for("a call", || (!rig.endpoint.pages().is_empty()).then_some(()));

@@ -18,8 +18,7 @@ use crate::cluster::access::rule;
 use crate::cluster::tls::Authority;
 use crate::endpoint::{Reply, page, problem};
 use crate::rig::{
-    GROUP, Options, Rig, SNAPSHOT_GROUP, asked, details, info_of, server_rules, spec, user_rules,
-    without,
+    GROUP, Options, Rig, SNAPSHOT_GROUP, details, server_rules, spec, user_rules, without,
 };
 
 fn secret_of(name: &str, namespace: Option<&str>) -> VolumeSnapshotDeltaSpec {
@@ -206,7 +205,7 @@ pub fn endpoint_unavailable_one_that_lies_is_named(cluster: &Cluster) {
         Reply::Raw(200, "<html>".into(), &[]),
         Reply::Raw(500, "<html>".into(), &[]),
         Reply::Raw(302, String::new(), &[(header::LOCATION, "/elsewhere")]),
-        Reply::Raw(200, " ".repeat(17 << 20), &[]),
+        Reply::Raw(200, " ".repeat(2 << 20) + "{}", &[]),
     ];
     for (at, lie) in lies.into_iter().enumerate() {
         rig.endpoint.says(lie);
@@ -288,35 +287,22 @@ pub fn too_many_a_driver_that_is_slow_holds_up_itself_alone(cluster: &Cluster) {
     let rig = Rig::with(cluster, Options { timeout, cache_bytes: 0, ..Options::default() });
     rig.snapshot("monday");
     rig.endpoint.says(Reply::Hang);
-    let hanging: Vec<_> = (0..8)
-        .map(|offset| {
-            let asked = asked(VolumeSnapshotDeltaSpec { offset, ..spec("", "monday") });
-            let (deltas, user, apps) = (rig.deltas.clone(), info_of(&rig.user), rig.apps.clone());
-            cluster.block_on(async {
-                tokio::spawn(async move { deltas.create(&user, &apps, asked).await })
-            })
-        })
-        .collect();
+    let asked = |offset| VolumeSnapshotDeltaSpec { offset, ..spec("", "monday") };
+    let hanging: Vec<_> = (0..8).map(|offset| rig.begin(asked(offset))).collect();
     cluster.wait_for("the calls", || (rig.endpoint.pages().len() == 8).then_some(()));
     rig.endpoint.says(page(&[100], None));
-    let failure =
-        rig.ask(VolumeSnapshotDeltaSpec { offset: 99, ..spec("", "monday") }).unwrap_err();
+    let failure = rig.ask(asked(99)).unwrap_err();
     assert_eq!(failure.cause, Cause::TooMany, "{failure}");
     assert!(details(&failure)["retryAfterSeconds"].is_u64());
     hanging.iter().for_each(|one| one.abort());
-    cluster.wait_for("a place", || {
-        rig.ask(VolumeSnapshotDeltaSpec { offset: 99, ..spec("", "monday") }).ok()
-    });
+    cluster.wait_for("a place", || rig.ask(asked(99)).ok());
 }
 
 pub fn exiting_what_still_runs_when_all_ends_is_told_so(cluster: &Cluster) {
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
     rig.endpoint.says(Reply::Hang);
-    let (deltas, user, apps) = (rig.deltas.clone(), info_of(&rig.user), rig.apps.clone());
-    let asking = cluster.block_on(async {
-        tokio::spawn(async move { deltas.create(&user, &apps, asked(spec("", "monday"))).await })
-    });
+    let asking = rig.begin(spec("", "monday"));
     cluster.wait_for("the call", || (!rig.endpoint.pages().is_empty()).then_some(()));
     rig.phase.send_replace(Phase::Draining);
     assert!(!asking.is_finished(), "what runs may finish");

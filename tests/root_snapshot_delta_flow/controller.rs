@@ -47,15 +47,13 @@ impl Controller {
             identity: cluster.unique("replica"),
             duration: Duration::from_secs(15),
         });
-        cluster.block_on(async {
-            tokio::spawn(async move {
-                let (_always, leads) = watch::channel(true);
-                let leads = match election {
-                    Some(election) => election.start(shutdown.clone()),
-                    None => leads,
-                };
-                discovery::run(leads, Arc::new(context), &shutdown).await;
-            })
+        cluster.beside(async move {
+            let (_always, leads) = watch::channel(true);
+            let leads = match election {
+                Some(election) => election.start(shutdown.clone()),
+                None => leads,
+            };
+            discovery::run(leads, Arc::new(context), &shutdown).await;
         });
         Self { phase, registry }
     }

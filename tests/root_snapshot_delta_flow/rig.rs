@@ -21,6 +21,7 @@ use kube::api::{Patch, PatchParams};
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use crate::cluster::Cluster;
 use crate::cluster::access::{Account, rule};
@@ -117,7 +118,7 @@ pub fn spec(base: &str, target: &str) -> VolumeSnapshotDeltaSpec {
     }
 }
 
-pub fn info_of(account: &Account) -> UserInfo {
+fn info_of(account: &Account) -> UserInfo {
     UserInfo { username: Some(account.user()), ..UserInfo::default() }
 }
 
@@ -213,6 +214,15 @@ impl<'a> Rig<'a> {
         self.ask_as(&self.user, spec)
     }
 
+    /// Begins to ask.
+    pub fn begin(
+        &self,
+        spec: VolumeSnapshotDeltaSpec,
+    ) -> JoinHandle<Result<VolumeSnapshotDelta, Failure>> {
+        let (deltas, user, apps) = (self.deltas.clone(), info_of(&self.user), self.apps.clone());
+        self.cluster.beside(async move { deltas.create(&user, &apps, asked(spec)).await })
+    }
+
     pub fn ask_as(
         &self,
         account: &Account,
@@ -246,7 +256,7 @@ pub fn number(registry: &Registry, name: &str) -> u64 {
     line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
 }
 
-pub fn asked(spec: VolumeSnapshotDeltaSpec) -> VolumeSnapshotDelta {
+fn asked(spec: VolumeSnapshotDeltaSpec) -> VolumeSnapshotDelta {
     VolumeSnapshotDelta {
         api_version: API_VERSION.into(),
         kind: KIND.into(),

@@ -30,8 +30,10 @@ use super::WHO;
 use crate::kubernetes::cbt_http::{Info, Page, PageRequest, Problem, ProblemKind};
 use crate::kubernetes::{client, tls};
 
-/// Bytes of an answer, at most.
-const MAX_ANSWER: usize = 16 << 20;
+/// Bytes of an answer, at most: so many, and so many for each entry that was asked for. What a driver hands out with a block
+/// is the most of that.
+const ANSWER: usize = 64 << 10;
+const ENTRY: usize = 4 << 10;
 /// Bytes of the head of one.
 const MAX_HEAD: usize = 64 << 10;
 /// How long connecting may take.
@@ -128,31 +130,37 @@ impl Endpoint {
         })?;
         let body = serde_json::to_vec(asked)
             .map_err(|_| Trouble::Unreachable("the request cannot be written".into()))?;
-        let page = self.call(Method::POST, body.into()).await?;
+        let room = ANSWER + asked.limit as usize * ENTRY;
+        let page = self.call(Method::POST, body.into(), room).await?;
         answer::check(asked, &page).map_err(Trouble::Untrue)?;
         Ok(page)
     }
 
     /// What the driver can do.
     pub async fn info(&self) -> Result<Info, Trouble> {
-        self.call(Method::GET, Bytes::new()).await
+        self.call(Method::GET, Bytes::new(), ANSWER).await
     }
 
-    /// One call, and a second one if the token was refused: it may have been taken back.
-    async fn call<T: DeserializeOwned>(&self, method: Method, body: Bytes) -> Result<T, Trouble> {
+    /// One call, and a second one if the token was refused: it may have been taken back. The answer has at most `room` bytes.
+    async fn call<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        body: Bytes,
+        room: usize,
+    ) -> Result<T, Trouble> {
         let driver = &self.target.driver;
         let no_token = |error: Arc<kube::Error>| {
             let doing = "make a token of its ServiceAccount (serviceaccounts/token)";
             Trouble::NoToken(client::failure(WHO, doing, &error))
         };
         let token = self.tokens.of(driver).await.map_err(no_token)?;
-        let answer = self.send(&method, &body, &token.text).await;
+        let answer = self.send(&method, &body, &token.text, room).await;
         if !answer.as_ref().is_err_and(is_of_token) {
             return answer;
         }
         self.tokens.forget(driver, &token).await;
         let token = self.tokens.of(driver).await.map_err(no_token)?;
-        self.send(&method, &body, &token.text).await
+        self.send(&method, &body, &token.text, room).await
     }
 
     async fn send<T: DeserializeOwned>(
@@ -160,6 +168,7 @@ impl Endpoint {
         method: &Method,
         body: &Bytes,
         token: &str,
+        room: usize,
     ) -> Result<T, Trouble> {
         let unreachable = |why: &str| Trouble::Unreachable(why.to_owned());
         let mut bearer = HeaderValue::try_from(format!("Bearer {token}"))
@@ -174,7 +183,7 @@ impl Endpoint {
             .map_err(|_| unreachable("its address cannot be called"))?;
         let answer = self.client.request(request).await;
         let (head, body) = answer.map_err(|error| Trouble::Unreachable(why(&error)))?.into_parts();
-        let body = Limited::new(body, MAX_ANSWER).collect().await;
+        let body = Limited::new(body, room).collect().await;
         let body = body.map_err(|error| Trouble::Unreachable(why(&*error)))?.to_bytes();
         if head.status == StatusCode::OK {
             let wrong = || Trouble::Untrue("its answer is not what was asked for".into());

@@ -50,6 +50,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
 
 use crate::support::driver::wait_for;
 use crate::support::{keep, path};
@@ -148,6 +149,14 @@ impl Cluster {
 
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         self.runtime.block_on(future)
+    }
+
+    /// Begins what goes on beside the test.
+    pub fn beside<F>(&self, future: F) -> JoinHandle<F::Output>
+    where
+        F: Future<Output: Send> + Send + 'static,
+    {
+        self.runtime.spawn(future)
     }
 
     /// Runs kubectl as administrator.

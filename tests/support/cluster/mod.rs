@@ -1,9 +1,8 @@
 //! A real API server, run by hack/cluster.sh, and what tests need of it: objects, accounts and tokens
 //! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
-//! connection that can be cut (`proxy`), certificates (`tls`), a driver to begin with (`rig`) and one that
-//! behaves as ours would not (`fake_driver`), our sidecar and who
-//! asks one (`sidecar`), our session manager (`manager`), our aggregated API server (`aggregated`), snapshot sessions made by hand (`session`), and how a test binary runs
-//! asks one (`sidecar`, `cbt_http`), our session manager (`manager`), snapshot sessions made by hand (`session`), and how a test binary runs
+//! connection that can be cut (`proxy`) or shared out (`balancer`), certificates (`tls`), a driver to begin with (`rig`) and one that
+//! behaves as ours would not (`fake_driver`), our sidecar and who asks one (`sidecar`, `cbt_http`), our session manager (`manager`),
+//! our aggregated API server (`aggregated`), snapshot sessions made by hand (`session`), and how a test binary runs
 //! with one cluster for all of its tests (`suite`).
 //!
 //! A test binary takes it in beside the rest of the support:

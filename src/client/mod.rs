@@ -219,6 +219,9 @@ mod tests {
             "x snapshot delta a b --namespace n --token-file f --token-expiry 20min",
             "x snapshot list --namespace n",
             "x snapshot allocated s --api session",
+            "x snapshot allocated s --page-size 9",
+            "x snapshot allocated s --namespace n --api aggregated --page-size 0",
+            "x snapshot allocated s --namespace n --api aggregated --secret a/b",
             "x snapshot allocated s --namespace n --api sessions",
             "x snapshot allocated s --namespace n --api session --lifetime 1ms",
             "x snapshot allocated s --namespace n --api session --lifetime 4000days",
@@ -247,6 +250,12 @@ mod tests {
             ("--api session --token-expiry 20min", "--token-expiry "),
             ("--lifetime 1h", "--lifetime "),
             ("--api metadata --session r", "--session "),
+            ("--page-size 9", "--page-size "),
+            ("--api session --secret s", "--secret "),
+            ("--api aggregated --token-file f", "--token-file "),
+            ("--api aggregated --lifetime 1h", "--lifetime "),
+            ("--api aggregated --session r", "--session "),
+            ("--api aggregated --address h:1", "--address "),
         ] {
             let line = format!("x snapshot allocated s --namespace n {flags}");
             let error = run(parse(&line).unwrap()).unwrap_err().to_string();

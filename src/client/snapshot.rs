@@ -55,7 +55,7 @@ enum SnapshotCommand {
     /// Print the extents that changed from one snapshot to a later one
     Delta {
         /// The earlier snapshot, by name or id; a deleted one by id. With --namespace, name of a
-        /// VolumeSnapshot, or (but for --api session) the CSI handle of one that may be gone
+        /// VolumeSnapshot, or (with --api metadata) the CSI handle of one that may be gone
         base: String,
         /// The later snapshot, by name or id; with --namespace, name of a VolumeSnapshot
         target: String,

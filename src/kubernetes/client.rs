@@ -46,13 +46,24 @@ pub async fn connect(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Cl
 /// # Errors
 /// No usable configuration; what is wrong with it.
 pub async fn connect_as_user(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Client> {
-    let config = match kubeconfig {
-        Some(path) => read(path).await?,
-        None => {
-            Config::infer().await.context("no cluster is configured; --kubeconfig names one")?
-        }
-    };
+    build(configured(kubeconfig).await?, rate)
+}
+
+/// The same for a caller that decides itself, by what was answered, whether and when to ask again.
+///
+/// # Errors
+/// No usable configuration; what is wrong with it.
+pub async fn connect_as_user_once(kubeconfig: Option<&Path>, rate: Rate) -> anyhow::Result<Client> {
+    let mut config = configured(kubeconfig).await?;
+    config.default_retry = false;
     build(config, rate)
+}
+
+async fn configured(kubeconfig: Option<&Path>) -> anyhow::Result<Config> {
+    match kubeconfig {
+        Some(path) => read(path).await,
+        None => Config::infer().await.context("no cluster is configured; --kubeconfig names one"),
+    }
 }
 
 async fn read(path: &Path) -> anyhow::Result<Config> {

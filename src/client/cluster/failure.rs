@@ -6,6 +6,8 @@ use anyhow::anyhow;
 use tonic::{Code, Status};
 
 use super::super::connection::refused;
+use crate::grpc::code_named;
+use crate::kubernetes::snapshot_delta::{GROUP, PLURAL, VERSION};
 
 /// An attempt that failed.
 #[derive(Debug)]
@@ -60,6 +62,59 @@ impl Failure {
         }
     }
 
+    /// What was answered instead of a VolumeSnapshotDelta in `namespace`.
+    pub fn delta(what: &str, namespace: &str, error: kube::Error) -> Self {
+        let kube::Error::Api(status) = error else { return Self::api(what, error) };
+        let details = status.details.as_ref();
+        let after = details.map_or(0, |details| details.retry_after_seconds);
+        // Who answers through the aggregation layer names what it is about; the layer itself does not.
+        let aggregated = details.is_some_and(|details| !details.kind.is_empty());
+        let message = status.message.trim();
+        let (retry, step) = match status.code {
+            429 => (Retry::Always, None),
+            503 | 504 if aggregated => (Retry::Always, None),
+            503 | 504 => (
+                Retry::Always,
+                Some(format!("`kubectl get apiservice {VERSION}.{GROUP}` shows whether it is served")),
+            ),
+            // A snapshot that will be ready.
+            409 if after > 0 => (Retry::Always, None),
+            403 => (
+                Retry::Never,
+                Some(format!(
+                    "a Role in namespace {namespace:?} has to allow `create` on `{PLURAL}` of {GROUP}, and \
+                     `get` on the `volumesnapshots` of snapshot.storage.k8s.io (and on the Secret, with --secret)"
+                )),
+            ),
+            404 if !aggregated => (
+                Retry::Never,
+                Some(
+                    "there is no aggregated API server for it (docs/aggregated-api.md); --api metadata \
+                     needs none"
+                        .to_owned(),
+                ),
+            ),
+            404 => (Retry::Never, Some(shows_snapshots(namespace))),
+            501 => (
+                Retry::Never,
+                Some("no API will tell blocks of it: take full backups".to_owned()),
+            ),
+            _ => return Self::api(what, kube::Error::Api(status)),
+        };
+        let step = step.map(|step| format!("; {step}")).unwrap_or_default();
+        let after = Duration::from_secs(after.into());
+        Self { after, ..Self::new(retry, anyhow!("{what}: {message}{step}")) }
+    }
+
+    /// What a VolumeSnapshotDelta says of a driver that refused or failed: `CODE: message`.
+    pub fn by_driver(what: &str, error: &str) -> Self {
+        let code = error.split_once(':').and_then(|(code, _)| code_named(code));
+        let step = code.and_then(|code| step_at_any(code, "of these snapshots"));
+        let error = if error.is_empty() { "the driver gave no reason" } else { error };
+        let step = step.map(|step| format!("; {step}")).unwrap_or_default();
+        Self::never(anyhow!("{what} is Failed: {error}{step}"))
+    }
+
     /// What ended a call to the sidecar of a driver.
     pub fn stream(status: Status, subject: &Subject<'_>) -> Self {
         // The sidecar's own statuses have no cause; this is one of the connection.
@@ -102,10 +157,14 @@ pub enum Entry<'a> {
     Session { request: &'a str, ours: bool },
 }
 
+fn shows_snapshots(namespace: &str) -> String {
+    format!("`kubectl get volumesnapshots -n {namespace}` shows what there is")
+}
+
 /// What a person can do about it, where the message cannot know.
 fn next_step(code: Code, subject: &Subject<'_>) -> Option<String> {
     let Subject { namespace, driver, entry, .. } = subject;
-    let there_is = format!("`kubectl get volumesnapshots -n {namespace}` shows what there is");
+    let there_is = shows_snapshots(namespace);
     Some(match (code, entry) {
         (Code::PermissionDenied, Entry::Account { account, .. }) => format!(
             "{account} needs a Role in namespace {namespace:?} with the verb `get` on \

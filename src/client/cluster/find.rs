@@ -144,11 +144,20 @@ pub async fn call<T>(
     what: &str,
     work: impl Future<Output = Result<T, kube::Error>>,
 ) -> Result<T, Failure> {
-    match tokio::time::timeout(CALL_TIMEOUT, work).await {
+    call_within(CALL_TIMEOUT, what, work).await
+}
+
+/// The same with a limit of its own.
+pub async fn call_within<T>(
+    limit: Duration,
+    what: &str,
+    work: impl Future<Output = Result<T, kube::Error>>,
+) -> Result<T, Failure> {
+    match tokio::time::timeout(limit, work).await {
         Ok(outcome) => outcome.map_err(|error| Failure::api(what, error)),
         Err(_) => Err(Failure::new(
             Retry::OnceBegun,
-            anyhow!("{what}: no answer from the API server within {} s", CALL_TIMEOUT.as_secs()),
+            anyhow!("{what}: no answer from the API server within {} s", limit.as_secs()),
         )),
     }
 }

@@ -2,11 +2,13 @@
 //! as it is released ([`metadata`]): from the name of a VolumeSnapshot it finds the driver and the
 //! SnapshotMetadataService of that driver, takes a ServiceAccount's token for its audience, and asks the driver's sidecar
 //! over TLS. Or, as in the session design ([`session`]): it makes a SnapshotSessionRequest and is told all of this, with the
-//! token of a session, which it ends.
+//! token of a session, which it ends. Or ([`aggregated`]) it makes VolumeSnapshotDeltas, which the API server answers itself,
+//! page by page, through the aggregated API server.
 //!
 //! An answer that is interrupted goes on where it broke, until `--timeout`: see [`resume`]. A token is
 //! written nowhere but into a request.
 
+mod aggregated;
 mod failure;
 mod find;
 mod metadata;
@@ -16,6 +18,8 @@ mod session;
 mod token;
 mod wire;
 
+#[cfg(test)]
+mod aggregated_tests;
 #[cfg(test)]
 mod fake_sidecar;
 #[cfg(test)]
@@ -36,6 +40,7 @@ use super::{Options, in_time, print_map};
 use crate::kubernetes::client::{self, Rate};
 use crate::kubernetes::name;
 use crate::kubernetes::session::SnapshotSessionRequestSpec;
+use aggregated::{Aggregated, Paging};
 use find::Finder;
 use metadata::Metadata;
 use request::{Requests, Which};
@@ -48,6 +53,9 @@ const HEADING: &str = "Through Kubernetes";
 
 /// For a handful of calls: it never waits.
 const RATE: Rate = Rate { per_second: 20.0, burst: 20 };
+
+/// For pages, one after the other: whoever answers them says when it is too much.
+const PAGES: Rate = Rate { per_second: 1000.0, burst: 100 };
 
 /// How long a token is good for by default: the least that the API server grants.
 const TOKEN_EXPIRY: Duration = Duration::from_secs(600);
@@ -64,7 +72,7 @@ pub struct ClusterArgs {
     /// The cluster, as for kubectl [env: KUBECONFIG] [default: ~/.kube/config, else that of the pod]
     #[arg(long, requires = "namespace", value_name = "PATH", help_heading = HEADING)]
     kubeconfig: Option<PathBuf>,
-    /// Which API of the driver's sidecar to ask
+    /// Which API to ask
     #[arg(long, requires = "namespace", value_enum, default_value_t = Api::Metadata, help_heading = HEADING)]
     api: Api,
     /// With --api metadata: ServiceAccount to ask as, for which a token is requested [default: the caller, if it is one]
@@ -85,19 +93,38 @@ pub struct ClusterArgs {
     /// With --api session: a SnapshotSessionRequest that is there already; it is left as it is
     #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = HEADING)]
     session: Option<String>,
-    /// Connect to this address instead of the one that the cluster names (port-forward)
+    /// With --api aggregated: blocks of a page, at most [default: the server's, 256]
+    #[arg(long, requires = "namespace", value_parser = clap::value_parser!(u64).range(1..), value_name = "N", help_heading = HEADING)]
+    page_size: Option<u64>,
+    /// With --api aggregated: a Secret of the namespace that the driver needs
+    #[arg(long, requires = "namespace", value_parser = name::object, value_name = "NAME", help_heading = HEADING)]
+    secret: Option<String>,
+    /// With --api metadata and session: connect to this address instead of the one that the cluster names (port-forward)
     #[arg(long, requires = "namespace", value_name = "HOST:PORT", help_heading = HEADING)]
     address: Option<String>,
 }
 
-/// An API of a driver's sidecar.
+/// An API that tells blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Api {
-    /// The released one, with a ServiceAccount's token. The base may also be a CSI handle
+    /// The released one of the driver's sidecar, with a ServiceAccount's token. The base may also be a CSI handle
     Metadata,
-    /// That of snapshot sessions: makes a SnapshotSessionRequest, waits until it is Ready, and deletes it at the end.
+    /// The sidecar's for snapshot sessions: makes a SnapshotSessionRequest, waits until it is Ready, and deletes it at the end.
     /// The base goes by name, too, not by handle
     Session,
+    /// VolumeSnapshotDelta of the aggregated API server, page by page: the API server is asked and nobody else. The base
+    /// goes by name, too
+    Aggregated,
+}
+
+impl Api {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Metadata => "metadata",
+            Self::Session => "session",
+            Self::Aggregated => "aggregated",
+        }
+    }
 }
 
 impl ClusterArgs {
@@ -109,21 +136,31 @@ impl ClusterArgs {
     /// # Errors
     /// A flag that says nothing to the API that is asked.
     fn check(&self) -> Result<()> {
+        const METADATA: &[Api] = &[Api::Metadata];
+        const SESSION: &[Api] = &[Api::Session];
+        const SIDECAR: &[Api] = &[Api::Metadata, Api::Session];
+        const AGGREGATED: &[Api] = &[Api::Aggregated];
         let flags = [
-            ("--service-account", self.service_account.is_some(), Api::Metadata),
-            ("--token-expiry", self.token_expiry.is_some(), Api::Metadata),
-            ("--token-file", self.token_file.is_some(), Api::Metadata),
-            ("--lifetime", self.lifetime.is_some(), Api::Session),
-            ("--session", self.session.is_some(), Api::Session),
+            ("--service-account", self.service_account.is_some(), METADATA),
+            ("--token-expiry", self.token_expiry.is_some(), METADATA),
+            ("--token-file", self.token_file.is_some(), METADATA),
+            ("--lifetime", self.lifetime.is_some(), SESSION),
+            ("--session", self.session.is_some(), SESSION),
+            ("--address", self.address.is_some(), SIDECAR),
+            ("--page-size", self.page_size.is_some(), AGGREGATED),
+            ("--secret", self.secret.is_some(), AGGREGATED),
         ];
-        match flags.iter().find(|(_, given, api)| *given && *api != self.api) {
-            Some((flag, _, Api::Metadata)) => bail!(
-                "{flag} goes with --api metadata: a session has a token of its own, which the session manager \
-                 gives to the caller"
-            ),
-            Some((flag, _, Api::Session)) => bail!("{flag} goes with --api session"),
-            None => Ok(()),
-        }
+        let other = flags.iter().find(|(_, given, apis)| *given && !apis.contains(&self.api));
+        let Some((flag, _, apis)) = other else { return Ok(()) };
+        let apis: Vec<_> = apis.iter().map(|api| api.name()).collect();
+        let because = match self.api {
+            Api::Metadata => "",
+            Api::Session => {
+                ": a session has a token of its own, which the session manager gives to the caller"
+            }
+            Api::Aggregated => ": the API server is asked, as the kubeconfig's user",
+        };
+        bail!("{flag} goes with --api {}{because}", apis.join(" or "))
     }
 }
 
@@ -147,6 +184,7 @@ pub async fn ask(
     match args.api {
         Api::Metadata => ask_metadata(options, args, listing).await,
         Api::Session => ask_session(options, args, listing).await,
+        Api::Aggregated => ask_aggregated(options, args, listing).await,
     }
 }
 
@@ -203,6 +241,40 @@ async fn ask_session(options: &Options, args: ClusterArgs, listing: Listing<'_>)
         print_map::run(query, Some(namespace), options.output, limit_rows, open).await
     })
     .await
+}
+
+async fn ask_aggregated(options: &Options, args: ClusterArgs, listing: Listing<'_>) -> Result<()> {
+    let Listing { namespace, query, window, limit_rows } = listing;
+    let paging = Paging { size: args.page_size.unwrap_or(0), secret: args.secret };
+    in_time(options, async |deadline| {
+        let limits = Limits { deadline, timeout: options.timeout };
+        let open = async |query: Query| {
+            // It minds itself when to ask again, and says so.
+            let client = client::connect_as_user_once(args.kubeconfig.as_deref(), PAGES).await?;
+            let asked = Aggregated::new(client, namespace, &query, window, paging)?;
+            Ok(BlockMap::new(Resuming::new(asked, limits)))
+        };
+        print_map::run(query, Some(namespace), options.output, limit_rows, open).await
+    })
+    .await
+}
+
+/// The VolumeSnapshots that a question names, the base first. `how`: what makes it that they go by name.
+///
+/// # Errors
+/// What cannot be the name of one.
+fn named<'a>(query: &'a Query, how: &str) -> Result<Vec<&'a String>> {
+    let names = match query {
+        Query::Allocated { snapshot } => vec![snapshot],
+        Query::Delta { base, target } => vec![base, target],
+    };
+    match names.iter().find(|one| !name::is_object(one)) {
+        Some(other) => bail!(
+            "{other:?} cannot be the name of a VolumeSnapshot: {how} snapshots go by that, the base too; --api \
+             metadata takes the CSI handle of a base"
+        ),
+        None => Ok(names),
+    }
 }
 
 /// Does `work`, cut off by a stop, and ends the session in any case.

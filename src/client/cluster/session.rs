@@ -9,10 +9,10 @@ use tonic::{Code, Status};
 use super::super::block_map::{Answer, Message, Query, Window, message_of};
 use super::super::connection::Deadline;
 use super::failure::{Entry, Failure, Subject};
+use super::named;
 use super::request::{Granted, Requests};
 use super::resume::BlockApi;
 use super::wire::{self, LONGEST_MESSAGE};
-use crate::kubernetes::name;
 use crate::proto::csi::v1::BlockMetadataType;
 use crate::proto::snapshotsession as api;
 use api::snapshot_metadata_client::SnapshotMetadataClient;
@@ -62,18 +62,9 @@ impl TryFrom<Window> for Portion {
 /// # Errors
 /// What cannot be the name of one.
 pub fn snapshots(query: &Query) -> anyhow::Result<Vec<String>> {
-    let mut names = match query {
-        Query::Allocated { snapshot } => vec![snapshot.clone()],
-        Query::Delta { base, target } => vec![base.clone(), target.clone()],
-    };
+    let mut names = named(query, "in a session")?;
     names.dedup();
-    match names.iter().find(|one| !name::is_object(one)) {
-        Some(other) => Err(anyhow!(
-            "{other:?} cannot be the name of a VolumeSnapshot: in a session snapshots go by that, the base \
-             too; --api metadata takes the CSI handle of a base"
-        )),
-        None => Ok(names),
-    }
+    Ok(names.into_iter().cloned().collect())
 }
 
 impl<'a> Session<'a> {

@@ -159,9 +159,9 @@ find_driver() {
     [[ -x $driver ]] || die "no binary at $driver"
 }
 
-start_driver() {
+start_driver() { # start_driver [FLAG...]
     local deadline=$((SECONDS + 60))
-    start driver "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto
+    start driver "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto "$@"
     driver_pid=$started
     until "$driver" volume list --timeout 5s >/dev/null 2>&1; do
         kill -0 "$driver_pid" 2>/dev/null || die "the driver did not start"

@@ -200,10 +200,11 @@ else
         done
     fi
     if [[ -z ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
-        skip 2 "hack/demo-sidecar.sh, hack/demo-session.sh" "needs root and the Kubernetes tools"
+        skip 3 "hack/demo-sidecar.sh, hack/demo-session.sh, hack/demo-aggregated.sh" "needs root and the Kubernetes tools"
     else
         step "hack/demo-sidecar.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-sidecar.sh
         step "hack/demo-session.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-session.sh
+        step "hack/demo-aggregated.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-aggregated.sh
     fi
     sanity
 fi

@@ -220,7 +220,8 @@ fn no_status_on_create(cluster: &Cluster) {
     let mut both = status;
     both["spec"] = json!({ "clientConfig": { "service": { "name": "elsewhere" } } });
     let both = Patch::Merge(&both);
-    let written = cluster.block_on(all.patch_status(&name, &PatchParams::default(), &both)).unwrap();
+    let written =
+        cluster.block_on(all.patch_status(&name, &PatchParams::default(), &both)).unwrap();
     assert_eq!(written.status.unwrap().conditions[0].type_, "EndpointReachable");
     assert_eq!(written.spec.client_config.service.unwrap().name, "cbt-http");
     cluster.delete(&all, &name);

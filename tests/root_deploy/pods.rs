@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
 use crate::cluster::programs::said;
-use crate::{DIRECTORIES, NAMESPACE, apply, deploy, objects};
+use crate::{DIRECTORIES, NAMESPACE, aggregated, apply, deploy, objects};
 
 /// (object, container, pod's spec) of everything that runs, as the API server has it, of all directories.
 fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
@@ -27,8 +27,9 @@ fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
             }
         }
     }
-    // Seven of the base, twice, the session manager's, and those of the examples.
-    assert!(found.len() >= 20, "{}", found.len());
+    aggregated::without_api_service(cluster);
+    // Seven of the base, twice, the session manager's, the aggregated API server's, and those of the examples.
+    assert!(found.len() >= 21, "{}", found.len());
     found
 }
 
@@ -116,6 +117,6 @@ pub fn known_arguments(cluster: &Cluster) {
         assert!(output.status.success(), "{what}: {text}");
         seen += 1;
     }
-    // Driver and sidecar, twice; the session manager; a full and an incremental backup, twice.
-    assert_eq!(seen, 9);
+    // Driver and sidecar, twice; session manager and aggregated API server; a full and an incremental backup, twice.
+    assert_eq!(seen, 10);
 }

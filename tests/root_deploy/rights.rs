@@ -13,9 +13,9 @@ use crate::cluster::Cluster;
 use crate::cluster::access::Account;
 use crate::cluster::programs::said;
 use crate::sessions::{MANAGERS, apply_sessions, manager, session_backup};
-use crate::support::path;
 use crate::{
-    DRIVER, NAMESPACE, account, apply, apply_base, apply_base_anew, deploy, service, sidecar,
+    DRIVER, NAMESPACE, account, apply, apply_base, apply_base_anew, deploy, overlay, service,
+    sidecar,
 };
 
 /// What the account may do in the namespace (SelfSubjectRulesReview): "GROUP/RESOURCE[NAME] VERB", where the
@@ -50,7 +50,7 @@ fn expand(lines: &[&str]) -> BTreeSet<String> {
     each.collect()
 }
 
-const SIDECAR: &[&str] = &[
+pub const SIDECAR: &[&str] = &[
     "authentication.k8s.io/tokenreviews create",
     "authorization.k8s.io/subjectaccessreviews create",
     "cbt.storage.k8s.io/snapshotmetadataservices get list watch",
@@ -62,7 +62,7 @@ const SIDECAR: &[&str] = &[
     "snapshot.storage.k8s.io/volumesnapshots get list watch",
 ];
 
-const SIDECAR_AT_HOME: &[&str] = &[
+pub const SIDECAR_AT_HOME: &[&str] = &[
     "/secrets[csi-loopback-metadata-tls] get update",
     "cbt.storage.k8s.io/snapshotsessiondata get list watch delete",
 ];
@@ -118,26 +118,33 @@ pub fn exact_rights(cluster: &Cluster) {
     apply_base(cluster);
     apply_sessions(cluster);
     said(apply(cluster, &deploy("examples/backup-app")));
-    // What everybody has.
-    let anybody = cluster.account(&cluster.namespace("deploy"), "anybody");
-    let common = rights(cluster, &anybody, "default");
     let controller = account(NAMESPACE, "csi-loopback-controller");
     let backup = account("backup-app", "backup-app");
-    for (who, namespace, everywhere, there) in [
+    let table: &[Rights] = &[
         (&sidecar(), NAMESPACE, SIDECAR, SIDECAR_AT_HOME),
-        (&sidecar(), "default", SIDECAR, &[][..]),
-        (&controller, NAMESPACE, CONTROLLER, &[][..]),
-        (&controller, "default", CONTROLLER, &[][..]),
+        (&sidecar(), "default", SIDECAR, &[]),
+        (&controller, NAMESPACE, CONTROLLER, &[]),
+        (&controller, "default", CONTROLLER, &[]),
         (&backup, "backup-demo", BACKUP, BACKUP_OF_DEMO),
-        (&backup, "backup-app", BACKUP, &[][..]),
-        (&backup, NAMESPACE, BACKUP, &[][..]),
+        (&backup, "backup-app", BACKUP, &[]),
+        (&backup, NAMESPACE, BACKUP, &[]),
         (&manager(), MANAGERS, MANAGER, MANAGER_AT_HOME),
-        (&manager(), NAMESPACE, MANAGER, &[][..]),
-        (&manager(), "backup-demo", MANAGER, &[][..]),
+        (&manager(), NAMESPACE, MANAGER, &[]),
+        (&manager(), "backup-demo", MANAGER, &[]),
         (&session_backup(), "backup-demo", SESSION_BACKUP, SESSION_BACKUP_OF_DEMO),
-        (&session_backup(), "backup-app-session", SESSION_BACKUP, &[][..]),
-        (&session_backup(), NAMESPACE, SESSION_BACKUP, &[][..]),
-    ] {
+        (&session_backup(), "backup-app-session", SESSION_BACKUP, &[]),
+    ];
+    exactly(cluster, table);
+}
+
+/// Who may do what: everywhere, and in the namespace besides.
+pub type Rights<'a> = (&'a Account, &'a str, &'a [&'a str], &'a [&'a str]);
+
+/// That each has these rights and no others, but for what everybody has.
+pub fn exactly(cluster: &Cluster, table: &[Rights]) {
+    let anybody = cluster.account(&cluster.namespace("deploy"), "anybody");
+    let common = rights(cluster, &anybody, "default");
+    for (who, namespace, everywhere, there) in table {
         let expected = &expand(everywhere) | &expand(there);
         let what = format!("{} in {namespace}", who.user());
         cluster.wait_for(&format!("the rights of {what}"), || {
@@ -250,18 +257,7 @@ pub fn its_own_objects(cluster: &Cluster) {
 }
 
 pub fn snapshotter_secret(cluster: &Cluster) {
-    // An overlay with the component; kustomize wants relative paths.
-    let overlay = cluster.scratch().join("with-secret").join("overlay");
-    std::fs::create_dir_all(&overlay).unwrap();
-    let overlay = overlay.canonicalize().unwrap();
-    let up = "../".repeat(overlay.components().count() - 1);
-    let at = |directory: &str| format!("{up}{}", path(&deploy(directory)).trim_start_matches('/'));
-    let text = json!({
-        "apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
-        "resources": [at("base")], "components": [at("components/snapshotter-secret")],
-    });
-    std::fs::write(overlay.join("kustomization.yaml"), text.to_string()).unwrap();
-    said(apply(cluster, &overlay));
+    said(apply(cluster, &overlay(cluster, "base", "snapshotter-secret")));
 
     let secret = "csi-loopback-snapshotter";
     for name in ["csi-loopback-metadata", "csi-loopback-controller"] {

@@ -75,7 +75,8 @@ impl Server {
                 let body = request.into_body().collect_bytes().await.unwrap();
                 let (code, body) = server.answer(serde_json::from_slice(&body).unwrap());
                 let Some(code) = code else { return Err(std::io::Error::other("broken")) };
-                let body = Body::from(body.as_str().map_or(body.to_string(), str::to_owned));
+                let body =
+                    Body::from(body.as_str().map_or(body.to_string(), str::to_owned).into_bytes());
                 Ok(http::Response::builder().status(code).body(body).unwrap())
             }
         });

@@ -283,7 +283,7 @@ fn kubectl_shows(cluster: &Cluster) {
     for (field, words) in [
         ("driverdiscovery", "where the aggregated API server finds"),
         ("dd.spec.driverName", "Name of the CSI driver"),
-        ("dd.spec.clientConfig", "exactly one of `url` and `service`"),
+        ("dd.spec.clientConfig", "Where requests for the driver's changed blocks are sent"),
         ("dd.spec.clientConfig.url", "https://host:port/path"),
         ("dd.spec.clientConfig.caBundle", "Certificates (PEM) of the authorities"),
         ("dd.spec.clientConfig.service.path", "/ where it is absent"),

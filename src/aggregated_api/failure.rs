@@ -235,6 +235,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
+    use crate::documented::row;
 
     #[test]
     fn every_cause_has_a_name_of_its_own_and_a_code_of_an_error() {
@@ -252,6 +253,17 @@ mod tests {
             let details = &Failure::new(Cause::Invalid, message).status()["details"];
             let cause = json!({ "reason": "FieldValueInvalid", "message": words, "field": field });
             assert_eq!((&details["causes"], &details["kind"]), (&json!([cause]), &json!(KIND)));
+        }
+    }
+
+    #[test]
+    fn the_table_of_the_documentation_has_each_cause_with_code_and_reason() {
+        let page = include_str!("../../docs/aggregated-api.md");
+        for cause in Cause::ALL {
+            let label = cause.label();
+            let row = row(page, label);
+            let told = (cause.code().as_u16().to_string(), cause.reason());
+            assert_eq!((row[2].to_owned(), row[3]), told, "{label}");
         }
     }
 

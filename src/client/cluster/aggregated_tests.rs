@@ -134,7 +134,9 @@ fn object(status: Value) -> Value {
 
 /// A Status of the aggregated server.
 fn refusal(code: u16, message: &str, retry_after: u32) -> Option<Other> {
-    let details = json!({ "group": "cbt.storage.k8s.io", "kind": "volumesnapshotdeltas",
+    // As the object is named that it is about.
+    let kind = message.split(' ').next().filter(|word| word.ends_with('s'));
+    let details = json!({ "group": "cbt.storage.k8s.io", "kind": kind.unwrap_or("volumesnapshotdeltas"),
         "retryAfterSeconds": retry_after });
     Some((
         code,
@@ -290,6 +292,7 @@ async fn a_refusal_is_told_with_the_next_step_and_not_repeated() {
     let missing = Some((404, json!("404 page not found\n")));
     for (answer, words) in [
         (refusal(404, "volumesnapshots \"b\" is gone", 0), &["\"b\" is gone", "-n shop"][..]),
+        (refusal(404, "driverdiscoveries \"d\" is gone", 0), &["\"d\" is gone"]),
         (missing, &["404 page not found", "docs/aggregated-api.md", "--api metadata"]),
         (refusal(403, "no", 0), &["no; ", "`create` on `volumesnapshotdeltas`", "\"shop\""]),
         (refusal(401, "who?", 0), &["credentials"]),

@@ -68,7 +68,8 @@ impl Failure {
         let details = status.details.as_ref();
         let after = details.map_or(0, |details| details.retry_after_seconds);
         // Who answers through the aggregation layer names what it is about; the layer itself does not.
-        let aggregated = details.is_some_and(|details| !details.kind.is_empty());
+        let object = details.map_or("", |details| details.kind.as_str());
+        let aggregated = !object.is_empty();
         let message = status.message.trim();
         let (retry, step) = match status.code {
             429 => (Retry::Always, None),
@@ -94,7 +95,7 @@ impl Failure {
                         .to_owned(),
                 ),
             ),
-            404 => (Retry::Never, Some(shows_snapshots(namespace))),
+            404 if object == "volumesnapshots" => (Retry::Never, Some(shows_snapshots(namespace))),
             501 => (
                 Retry::Never,
                 Some("no API will tell blocks of it: take full backups".to_owned()),

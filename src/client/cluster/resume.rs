@@ -76,8 +76,11 @@ impl<A: BlockApi> Resuming<A> {
         if Instant::now() + pause >= self.limits.deadline {
             return Err(anyhow!("{}; {error:#}", super::super::timed_out(self.limits.timeout)));
         }
-        let (pause_shown, end) = (humantime::format_duration(pause), progress.end);
-        eprintln!("csi-loopback: {error:#}; going on from byte {end} in {pause_shown}");
+        // Who says when is busy, or as fast as is fair: that is nothing to tell each time.
+        if after.is_zero() {
+            let (pause_shown, end) = (humantime::format_duration(pause), progress.end);
+            eprintln!("csi-loopback: {error:#}; going on from byte {end} in {pause_shown}");
+        }
         sleep(pause).await;
         Ok(())
     }

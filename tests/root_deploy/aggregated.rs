@@ -1,6 +1,8 @@
 //! VolumeSnapshotDelta: what the aggregated API server, a driver's sidecar with cbt-http and a user of the API may do, and what
 //! deploy/aggregated-api sees to. Nobody serves the API here, so its APIService is there only while a test needs it.
 
+use std::process::Command;
+
 use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::Api;
 use kube::api::PostParams;
@@ -8,10 +10,12 @@ use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
 use crate::cluster::access::Account;
-use crate::cluster::programs::said;
+use crate::cluster::programs::{finish, said};
 use crate::rights::{Right, exactly, holds};
 use crate::support::path;
-use crate::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, overlay, sidecar};
+use crate::{
+    DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, overlay, pods, sidecar,
+};
 
 /// Where the aggregated API server is installed.
 const SERVERS: &str = "csi-loopback-aggregated";
@@ -230,6 +234,9 @@ pub fn the_endpoint_is_an_extra(cluster: &Cluster) {
     };
     let arguments = |name: &str| container(name)["args"].to_string();
     assert!(arguments("driver").contains("\"--enable-snapshot-deltas\""));
+    for name in ["driver", "metadata"] {
+        pods::are_known(name, container(name));
+    }
     let port = &kind("Service", ENDPOINT)["spec"]["ports"][0];
     let address =
         format!("--cbt-http-service-address={ENDPOINT}.$(POD_NAMESPACE).svc:{}", port["port"]);
@@ -393,4 +400,33 @@ pub fn applied_again(cluster: &Cluster) {
     assert_eq!(shown["spec"]["service"]["name"], SERVER);
     assert_eq!(cluster.get(&secrets, SECRET).unwrap().data.unwrap()["tls.crt"].0, b"kept");
     without_api_service(cluster);
+}
+
+/// With nobody behind the APIService, and without it.
+pub fn command_without_a_server(cluster: &Cluster) {
+    said(apply(cluster, &deploy("aggregated-api")));
+    let user = user(cluster);
+    let kubeconfig = cluster.kubeconfig_of(&user);
+    let told = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_csi-loopback"));
+        command.args(["snapshot", "delta", "monday", "tuesday", "--api=aggregated"]);
+        command.args(["--timeout=2s", "--namespace", &user.namespace, "--kubeconfig"]);
+        command.arg(&kubeconfig);
+        let output = finish(command);
+        assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    cluster.wait_for("the APIService counts, and nobody answers", || {
+        let told = told();
+        let step = told.contains(&format!("`kubectl get apiservice {API_SERVICE}` shows"));
+        (step && told.contains("not done within 2s")).then_some(())
+    });
+    // What is not this version's goes on.
+    said(cluster.kubectl(&["get", "driverdiscoveries"]));
+    without_api_service(cluster);
+    cluster.wait_for("the APIService is gone", || {
+        let told = told();
+        (told.contains("there is no aggregated API server") && !told.contains("going on"))
+            .then_some(())
+    });
 }

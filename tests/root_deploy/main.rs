@@ -94,6 +94,10 @@ fn main() -> ExitCode {
         ("the_aggregated_servers_pods_are_admitted_as_restricted", aggregated::restricted),
         ("pages_have_the_priority_level_of_work_that_can_wait", aggregated::pages_can_wait),
         ("what_the_aggregated_server_has_written_survives_an_apply", aggregated::applied_again),
+        (
+            "a_command_without_an_aggregated_server_says_what_is_missing",
+            aggregated::command_without_a_server,
+        ),
         ("all_but_the_driver_run_confined", pods::confined),
         ("only_the_sidecar_of_the_drivers_pod_has_a_token", pods::one_token),
         ("no_image_names_a_registry", pods::plain_images),

@@ -97,25 +97,26 @@ pub fn plain_images(cluster: &Cluster) {
     }
 }
 
-/// `--help` behind them is reached only where all of them are known.
+/// That the binary knows a container's arguments: `--help` behind them is reached only where it knows them all.
+pub fn are_known(what: &str, container: &Value) {
+    let arguments = container["args"].as_array().unwrap().iter();
+    // As kubelet fills them in.
+    let arguments =
+        arguments.map(|argument| argument.as_str().unwrap().replace("$(POD_NAMESPACE)", NAMESPACE));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_csi-loopback"));
+    let output = command.args(arguments).arg("--help").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{what}: {text}");
+}
+
 pub fn known_arguments(cluster: &Cluster) {
     let mut seen = 0;
     for (what, container, _) in containers(cluster) {
-        let arguments = container["args"].as_array().cloned().unwrap_or_default();
-        if !container["image"].as_str().unwrap().starts_with("csi-loopback:")
-            || arguments.is_empty()
-        {
-            continue;
+        let ours = container["image"].as_str().unwrap().starts_with("csi-loopback:");
+        if ours && !container["args"].is_null() {
+            are_known(&what, &container);
+            seen += 1;
         }
-        // As kubelet fills them in.
-        let arguments = arguments
-            .iter()
-            .map(|argument| argument.as_str().unwrap().replace("$(POD_NAMESPACE)", NAMESPACE));
-        let mut command = Command::new(env!("CARGO_BIN_EXE_csi-loopback"));
-        let output = command.args(arguments).arg("--help").output().unwrap();
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{what}: {text}");
-        seen += 1;
     }
     // Driver and sidecar, twice; session manager and aggregated API server; a full and an incremental backup, twice.
     assert_eq!(seen, 10);

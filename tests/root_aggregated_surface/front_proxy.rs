@@ -58,13 +58,15 @@ pub fn whom_to_believe_follows_the_config_map(cluster: &Cluster) {
     let before = cluster.get(&maps, name).unwrap().data.unwrap();
     let other = authority();
     let second = Shown::issue(&other, "second", ClientAuth);
+    let named = Shown::issue(&other, "front-proxy", ClientAuth);
     let real = rig.front_proxy();
-    assert_eq!(rig.status(Some(&second), APIS, MASTER), 401);
+    for unknown in [&second, &named] {
+        assert_eq!(rig.status(Some(unknown), APIS, MASTER), 401);
+    }
     let ca = "requestheader-client-ca-file";
     let both = format!("{}{}", before[ca], other.pem());
     // The authority alone is not enough.
     cluster.merge(&maps, name, &json!({ "data": { ca: both } }));
-    let named = Shown::issue(&other, "front-proxy", ClientAuth);
     cluster.wait_for("the new authority", || {
         (rig.status(Some(&named), APIS, MASTER) == 200).then_some(())
     });
@@ -78,8 +80,9 @@ pub fn whom_to_believe_follows_the_config_map(cluster: &Cluster) {
     // A connection that was there before is judged by what is known now.
     let mut open = cluster.block_on(rig.connect(Some(&second)));
     cluster.merge(&maps, name, &json!({ "data": before }));
-    cluster.wait_for("the end of the second", || {
-        (rig.status(Some(&second), APIS, MASTER) == 401).then_some(())
+    cluster.wait_for("the end of both", || {
+        let ended = |shown| rig.status(Some(shown), APIS, MASTER) == 401;
+        (ended(&second) && ended(&named)).then_some(())
     });
     let answer = cluster.block_on(async {
         open.write_all(get(APIS, MASTER).as_bytes()).await.unwrap();

@@ -13,7 +13,7 @@ use crate::kubernetes::snapshot_delta::{API_VERSION, GROUP, KIND, VERSION, Volum
 
 /// Bytes of a request's body.
 pub const MAX_BODY: usize = 64 << 10;
-/// The longest namespace and name in a query's value that is looked at, and what a query may have.
+/// Bytes of a request's query.
 const MAX_QUERY: usize = 4 << 10;
 
 /// What becomes of fields that are unknown or there twice.

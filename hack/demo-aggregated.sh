@@ -91,7 +91,7 @@ start_server() {
     local port http
     port=$(free_port) http=$(free_port)
     kubectl -n "$servers" patch service "$server" --type=merge \
-        -p '{"spec": {"type": "ExternalName", "externalName": "localhost", "selector": null, "clusterIP": null}}' \
+        -p '{"spec": {"type": "ExternalName", "externalName": "localhost", "selector": null}}' \
         >>"$tmp/install.log"
     kubectl patch apiservice "$api_service" --type=merge -p '{"spec": {"service": {"port": '"$port"'}}}' \
         >>"$tmp/install.log"
@@ -155,7 +155,8 @@ start_cluster
 install
 
 say "starting the driver, csi-snapshotter, the sidecar with cbt-http and the aggregated API server"
-start_driver --enable-snapshot-deltas
+driver_flags=(--enable-snapshot-deltas)
+start_driver
 start_snapshotter
 start_sidecar
 start_server

@@ -7,6 +7,8 @@
 tmp=
 driver=
 driver_pid=
+# Of the driver, besides those that all demonstrations give it.
+driver_flags=()
 # What was started, and the name of each by its process.
 started=
 running=()
@@ -159,9 +161,10 @@ find_driver() {
     [[ -x $driver ]] || die "no binary at $driver"
 }
 
-start_driver() { # start_driver [FLAG...]
+start_driver() {
     local deadline=$((SECONDS + 60))
-    start driver "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto "$@"
+    start driver "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto \
+        "${driver_flags[@]}"
     driver_pid=$started
     until "$driver" volume list --timeout 5s >/dev/null 2>&1; do
         kill -0 "$driver_pid" 2>/dev/null || die "the driver did not start"

@@ -312,6 +312,23 @@ answered  first message after 900 µs, all after 1.5 ms
     }
 
     #[test]
+    fn a_capacity_that_is_not_told_is_said_to_be_so() {
+        let shape = Shape { capacity_bytes: None, ..SHAPE };
+        let whole = |output| {
+            let mut report = Report::new(output, &delta(), None, None);
+            let mut out = Vec::new();
+            report.begin(&mut out, shape).unwrap();
+            report.row(&mut out, Extent { offset: u64::MAX - 4096, length: 4096 }).unwrap();
+            report.totals(&mut out, shape, TIMES).unwrap();
+            String::from_utf8(out).unwrap()
+        };
+        let table = whole(Output::Table);
+        assert!(table.contains("capacity  not told\nchanged   4Ki (4,096 bytes)\n"), "{table}");
+        let json: serde_json::Value = serde_json::from_str(&whole(Output::Json)).unwrap();
+        assert_eq!(json["volume_capacity_bytes"], serde_json::Value::Null);
+    }
+
+    #[test]
     fn json_tells_names_from_ids() {
         let subject = |namespace| Report::new(Output::Json, &delta(), namespace, None).subject;
         assert_eq!(subject(None), r#""base_snapshot_id":"a","target_snapshot_id":"b\"""#);

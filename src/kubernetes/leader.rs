@@ -23,6 +23,15 @@ const LONGEST_PERIOD: Duration = Duration::from_secs(2);
 /// How long giving the lease back may take.
 const RELEASE: Duration = Duration::from_secs(3);
 
+/// A name for an election: `own`, such as that of the pod, which no other has, and what a restarted container does not have.
+///
+/// # Errors
+/// The system has no random numbers.
+pub fn own_name(own: &str) -> anyhow::Result<String> {
+    let random = getrandom::u64().context("making a name for the election")?;
+    Ok(format!("{own}_{random:016x}"))
+}
+
 /// What replicas of the same program agree on, and who this one is.
 #[derive(Clone)]
 pub struct Election {
@@ -239,15 +248,6 @@ impl Candidate {
             tracing::debug!(%error, "the lease was not given back; it ends by itself");
         }
     }
-}
-
-/// A name for an election: `own`, such as that of the pod, which no other has, and what a restarted container does not have.
-///
-/// # Errors
-/// The system has no random numbers.
-pub fn own_name(own: &str) -> anyhow::Result<String> {
-    let random = getrandom::u64().context("making a name for the election")?;
-    Ok(format!("{own}_{random:016x}"))
 }
 
 /// Does `work` while this process leads, until draining begins and the lease is given back. `told` hears who leads.

@@ -1,5 +1,6 @@
 //! Why there is no answer, cause by cause: each as src/aggregated_api/failure.rs calls it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::header;
@@ -12,6 +13,7 @@ use csi_loopback::telemetry::shutdown::Phase;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use serde_json::json;
+use tokio::sync::Semaphore;
 
 use crate::cluster::Cluster;
 use crate::cluster::access::rule;
@@ -301,12 +303,21 @@ pub fn too_many_a_driver_that_is_slow_holds_up_itself_alone(cluster: &Cluster) {
 pub fn exiting_what_still_runs_when_all_ends_is_told_so(cluster: &Cluster) {
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
+    rig.snapshot("tuesday");
+    let gate = Arc::new(Semaphore::new(0));
+    rig.endpoint.says(Reply::Gated(Arc::clone(&gate), Box::new(page(&[1], None))));
+    let called = |calls| {
+        cluster.wait_for("the call", || (rig.endpoint.pages().len() == calls).then_some(()));
+    };
+    let quick = rig.begin(spec("", "monday"));
+    called(1);
     rig.endpoint.says(Reply::Hang);
-    let asking = rig.begin(spec("", "monday"));
-    cluster.wait_for("the call", || (!rig.endpoint.pages().is_empty()).then_some(()));
+    let slow = rig.begin(spec("", "tuesday"));
+    called(2);
     rig.phase.send_replace(Phase::Draining);
-    assert!(!asking.is_finished(), "what runs may finish");
+    gate.add_permits(1);
+    cluster.block_on(quick).unwrap().expect("what runs may finish");
     rig.phase.send_replace(Phase::Ending);
-    let failure = cluster.block_on(asking).unwrap().unwrap_err();
+    let failure = cluster.block_on(slow).unwrap().unwrap_err();
     assert_eq!(failure.cause, Cause::Exiting);
 }

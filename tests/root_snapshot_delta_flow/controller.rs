@@ -91,6 +91,18 @@ fn condition(cluster: &Cluster, driver: &str, kind: &str) -> Option<Condition> {
     status.conditions.into_iter().find(|one| one.type_ == kind)
 }
 
+/// For server-side apply: one condition that is True since then.
+fn condition_by(driver: &str, kind: &str, since: &str) -> serde_json::Value {
+    json!({
+        "apiVersion": "cbt.storage.k8s.io/v1alpha2", "kind": "DriverDiscovery",
+        "metadata": { "name": driver },
+        "status": { "conditions": [{
+            "type": kind, "status": "True", "reason": "ByHand", "message": "",
+            "lastTransitionTime": since,
+        }] },
+    })
+}
+
 /// Waits until the condition is such.
 fn becomes(cluster: &Cluster, driver: &str, kind: &str, status: &str, reason: &str) -> Condition {
     let what = format!("{kind} of {driver} is {status}, {reason}");
@@ -114,14 +126,7 @@ pub fn a_driver_that_answers_has_three_conditions_and_others_stay_as_they_are(cl
     let endpoint = endpoint(cluster, &authority);
     let driver = discover(cluster, &endpoint.url(), &authority);
     endpoint.tells(info(&driver, "ListSnapshotDeltas"));
-    let other = json!({
-        "apiVersion": "cbt.storage.k8s.io/v1alpha2", "kind": "DriverDiscovery",
-        "metadata": { "name": driver },
-        "status": { "conditions": [{
-            "type": "Audited", "status": "True", "reason": "ByHand", "message": "",
-            "lastTransitionTime": "2024-01-01T00:00:00Z",
-        }] },
-    });
+    let other = condition_by(&driver, "Audited", "2024-01-01T00:00:00Z");
     let params = PatchParams::apply("auditor");
     let objects = objects(cluster);
     cluster.block_on(objects.patch_status(&driver, &params, &Patch::Apply(&other))).unwrap();
@@ -155,15 +160,21 @@ pub fn a_change_is_seen_at_once_and_what_is_written_is_no_reason_to_look(cluster
     let driver = discover(cluster, &first.url(), &authority);
     first.tells(info(&driver, "ListSnapshotDeltas"));
     second.tells(info(&driver, "None"));
+    // What was so before is so since then.
+    let since = "2024-01-01T00:00:00Z";
+    let before = condition_by(&driver, REACHABLE, since);
+    let (objects, params) = (objects(cluster), PatchParams::apply(MANAGER));
+    cluster.block_on(objects.patch_status(&driver, &params, &Patch::Apply(&before))).unwrap();
     // It is never time: only a change is a reason.
     let _controller = Controller::start(cluster, &account(cluster), 1000 * HOUR, None);
     let reached = becomes(cluster, &driver, REACHABLE, "True", "Reached");
     let mended = json!({ "spec": { "clientConfig": { "url": second.url() } } });
-    cluster.merge(&objects(cluster), &driver, &mended);
+    cluster.merge(&objects, &driver, &mended);
     let capable = becomes(cluster, &driver, CAPABLE, "False", "NoCapability");
     assert_eq!(capable.observed_generation, Some(2));
     let still = condition(cluster, &driver, REACHABLE).unwrap();
     assert_eq!(still.last_transition_time, reached.last_transition_time);
+    assert_eq!(still.last_transition_time.0.to_string(), since);
     assert_eq!(still.observed_generation, Some(2));
     assert_eq!((first.looks(), second.looks()), (1, 1));
 }

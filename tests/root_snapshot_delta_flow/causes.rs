@@ -315,6 +315,8 @@ pub fn exiting_what_still_runs_when_all_ends_is_told_so(cluster: &Cluster) {
     let slow = rig.begin(spec("", "tuesday"));
     called(2);
     rig.phase.send_replace(Phase::Draining);
+    // By the time that another is answered, all have heard of it.
+    rig.fails(Cause::SnapshotMissing, &spec("", "friday"));
     gate.add_permits(1);
     cluster.block_on(quick).unwrap().expect("what runs may finish");
     rig.phase.send_replace(Phase::Ending);

@@ -6,6 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use csi_loopback::backend::PoolKind;
+use csi_loopback::kubernetes::client::{Rate, connect_as_user_once};
 use csi_loopback::kubernetes::driver_discovery::DriverDiscovery;
 use csi_loopback::kubernetes::snapshot_delta::VolumeSnapshotDelta;
 use kube::Client;
@@ -133,6 +134,13 @@ impl<'a> Whole<'a> {
     /// What such a command lists.
     pub fn listed(&self, arguments: &[&str]) -> Value {
         listed(self.command(arguments).output().unwrap())
+    }
+
+    /// A client of the API server that tries nothing again.
+    pub fn client(&self, account: &Account) -> Client {
+        let kubeconfig = self.cluster.kubeconfig_of(account);
+        let rate = Rate { per_second: 1000.0, burst: 1000 };
+        self.cluster.block_on(connect_as_user_once(Some(&kubeconfig), rate)).unwrap()
     }
 
     /// Creates one VolumeSnapshotDelta as this client.

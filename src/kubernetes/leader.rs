@@ -23,6 +23,15 @@ const LONGEST_PERIOD: Duration = Duration::from_secs(2);
 /// How long giving the lease back may take.
 const RELEASE: Duration = Duration::from_secs(3);
 
+/// Tells what is new, and whether it is: who hears of it begins or ends its work then.
+fn tell<T: PartialEq>(told: &watch::Sender<T>, now: T) -> bool {
+    told.send_if_modified(|known| {
+        let is_new = *known != now;
+        *known = now;
+        is_new
+    })
+}
+
 /// A name for an election: `own`, such as that of the pod, which no other has, and what a restarted container does not have.
 ///
 /// # Errors
@@ -141,7 +150,8 @@ impl Candidate {
             return Ok(());
         };
         if !self.is_to_be_written(&lease, begun) {
-            self.name_holder(lease.spec.and_then(|spec| spec.holder_identity));
+            let holder = lease.spec.and_then(|spec| spec.holder_identity);
+            tell(&self.holder, holder.filter(|holder| !holder.is_empty()));
             self.follow("another holds the lease");
             return Ok(());
         }
@@ -195,27 +205,18 @@ impl Candidate {
         }
     }
 
-    fn name_holder(&self, holder: Option<String>) {
-        let holder = holder.filter(|holder| !holder.is_empty());
-        self.holder.send_if_modified(|known| {
-            let changed = *known != holder;
-            *known = holder;
-            changed
-        });
-    }
-
     fn lead(&mut self, since: Instant) {
-        self.name_holder(Some(self.election.identity.clone()));
+        tell(&self.holder, Some(self.election.identity.clone()));
         self.renewed = Some(since);
         self.seen = None;
-        if !self.leads.send_replace(true) {
+        if tell(&self.leads, true) {
             tracing::info!(identity = self.election.identity, "leading");
         }
     }
 
     fn follow(&mut self, why: &str) {
         self.renewed = None;
-        if self.leads.send_replace(false) {
+        if tell(&self.leads, false) {
             tracing::warn!(identity = self.election.identity, why, "leading no more");
         }
     }
@@ -229,8 +230,8 @@ impl Candidate {
     /// Stops leading, and then gives the lease back so that another need not wait.
     async fn retire(&mut self) {
         let led = self.renewed.take().is_some();
-        self.name_holder(None);
-        self.leads.send_replace(false);
+        tell(&self.holder, None);
+        tell(&self.leads, false);
         if !led {
             return;
         }
@@ -331,6 +332,20 @@ mod tests {
         assert!(!at(15, "2"), "it was renewed");
         assert!(!at(29, "2"));
         assert!(at(30, "2"));
+    }
+
+    #[tokio::test]
+    async fn a_leader_that_renews_is_told_once() {
+        let mut candidate = candidate();
+        let mut told = candidate.leads.subscribe();
+        candidate.lead(Instant::now());
+        assert!(told.has_changed().unwrap() && *told.borrow_and_update());
+        candidate.lead(Instant::now());
+        assert!(!told.has_changed().unwrap(), "its work would begin anew");
+        candidate.follow("x");
+        assert!(told.has_changed().unwrap() && !*told.borrow_and_update());
+        candidate.follow("x");
+        assert!(!told.has_changed().unwrap());
     }
 
     #[tokio::test]

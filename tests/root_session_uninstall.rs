@@ -5,12 +5,12 @@
 mod cluster;
 mod support;
 
-use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use cluster::Cluster;
 use cluster::access::Account;
+use cluster::everything::everything;
 use cluster::manager::{self, Start};
 use cluster::programs::{finish, said};
 use csi_loopback::kubernetes::metadata_service::{DRIVER_LABEL, SnapshotMetadataService};
@@ -39,35 +39,6 @@ const TOKEN: &str = "abcdefghijklmnopqrstuvwxyz234567abcdefghijklmnopqrst";
 
 fn deploy(directory: &str) -> String {
     path(&Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy").join(directory)).to_owned()
-}
-
-/// Everything in the cluster, as KIND/NAMESPACE/NAME, but for what comes and goes by itself. Nothing where a kind went meanwhile.
-fn everything(cluster: &Cluster) -> Option<BTreeSet<String>> {
-    let kinds = said(cluster.kubectl(&["api-resources", "--verbs=list", "-o", "name"]));
-    let passing = ["events", "componentstatuses"];
-    let kinds: Vec<_> =
-        kinds.lines().filter(|kind| !passing.iter().any(|it| kind.starts_with(it))).collect();
-    let columns = "-o=custom-columns=K:.kind,NS:.metadata.namespace,N:.metadata.name,D:.metadata.deletionTimestamp";
-    let output = cluster.kubectl(&["get", &kinds.join(","), "-A", "--no-headers", columns]);
-    if !output.status.success() {
-        return None;
-    }
-    let table = String::from_utf8(output.stdout).unwrap();
-    let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
-    // Nobody here ends a namespace that is being deleted: there is no namespace controller.
-    let ending: BTreeSet<_> = rows
-        .clone()
-        .filter(|row| row[0] == "Namespace" && row[3] != "<none>")
-        .map(|row| row[2])
-        .collect();
-    let passes = |row: &[&str]| match row[0] {
-        "Namespace" => ending.contains(row[2]),
-        // The API server's own.
-        "Lease" => row[1] == "kube-system",
-        _ => false,
-    };
-    let kept = rows.filter(|row| !passes(row));
-    Some(kept.map(|row| row[..3].join("/")).collect())
 }
 
 fn uninstalling_leaves_nothing(cluster: &Cluster) {

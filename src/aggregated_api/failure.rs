@@ -54,12 +54,11 @@ pub enum Cause {
     TimedOut,
     /// This server ends.
     Exiting,
-    Internal,
 }
 
 impl Cause {
     #[cfg(test)]
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 23] = [
         Self::Unauthenticated,
         Self::NotAllowed,
         Self::Verb,
@@ -83,7 +82,6 @@ impl Cause {
         Self::ApiServer,
         Self::TimedOut,
         Self::Exiting,
-        Self::Internal,
     ];
 
     /// As in the table of the documentation, and in the metrics.
@@ -130,7 +128,6 @@ impl Cause {
             Self::ApiServer => ("api_server", S::SERVICE_UNAVAILABLE, "ServiceUnavailable"),
             Self::TimedOut => ("timed_out", S::GATEWAY_TIMEOUT, "Timeout"),
             Self::Exiting => ("exiting", S::SERVICE_UNAVAILABLE, "ServiceUnavailable"),
-            Self::Internal => ("internal", S::INTERNAL_SERVER_ERROR, "InternalError"),
         }
     }
 }

@@ -15,8 +15,8 @@ use super::controller::{self, Context};
 use super::lifetime::Lifetimes;
 use super::metrics::Metrics;
 use super::resolve::{self, Resolver};
-use super::{clean_up, token, webhook};
-use crate::kubernetes::leader::{Election, while_leading};
+use super::{clean_up, webhook};
+use crate::kubernetes::leader::{Election, own_name, while_leading};
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::session::SnapshotSessionData;
 use crate::kubernetes::tls::identity::{Identity, Wanted};
@@ -72,7 +72,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
-        identity: own_name(&args)?,
+        identity: own_name(args.identity.as_deref().unwrap_or("manager"))?,
         duration: args.lease_duration,
     };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), namespace, "managing snapshot sessions");
@@ -107,13 +107,6 @@ async fn serve_webhook(
     tracing::info!(%address, "serving the webhook");
     let routes = webhook::routes(reviews);
     Ok(tokio::spawn(https::serve(incoming, routes, webhook::LIMITS, shutdown.clone())))
-}
-
-/// The name of the pod, which no other has, and what a restarted container does not have.
-fn own_name(args: &Args) -> anyhow::Result<String> {
-    let random = token::new()?;
-    let own = args.identity.as_deref().unwrap_or("manager");
-    Ok(format!("{own}_{}", random.get(..8).unwrap_or_default()))
 }
 
 fn context(

@@ -8,7 +8,7 @@ use csi_loopback::kubernetes::snapshot_delta::VolumeSnapshotDeltaState as State;
 use nix::unistd::{SysconfVar, sysconf};
 use serde_json::json;
 
-use super::rig::Whole;
+use super::rig::{FAST, Whole};
 use crate::cluster::Cluster;
 use crate::support::driver::block;
 use crate::support::{BLOCK, MIB, pattern, write_direct};
@@ -18,7 +18,9 @@ const BLOCKS: u64 = 25_600;
 const LIMIT: u64 = 256;
 
 pub fn what_a_page_costs_the_api_server_beside_a_stream(cluster: &Cluster) {
-    let whole = Whole::new(cluster, &[]);
+    // Each page is to be asked for.
+    let flags = [&FAST[..], &["--cache-bytes", "0"]].concat();
+    let whole = Whole::with(cluster, &[], &flags);
     let bytes = BLOCKS * BLOCK;
     let volume = whole.driver.volume("large", bytes, block());
     cluster.claim(&whole.namespace, "large", &whole.driver_name, &volume, bytes);

@@ -1,5 +1,7 @@
 //! From a request to what a driver's endpoint is asked: snapshots, endpoint, secrets. To be called for who may get them only.
 
+use std::time::Duration;
+
 use k8s_openapi::api::core::v1::Secret;
 use kube::runtime::watcher;
 use kube::{Api, Client};
@@ -17,6 +19,8 @@ use crate::kubernetes::{name, snapshot};
 use crate::telemetry::shutdown::Shutdown;
 
 const BASE: &str = "spec.baseVolumeSnapshotName";
+/// What is not ready now may be so in a moment.
+const READY_AGAIN: Duration = Duration::from_secs(1);
 
 /// Cheap to clone.
 #[derive(Clone)]
@@ -84,7 +88,12 @@ impl Finder {
                 Problem::OtherDriver { .. } => Cause::BaseUnfit,
                 Problem::Api { doing, error } => return api_failure(doing, error),
             };
-            Failure::new(cause, problem.to_string()).of(snapshot::GROUP, SNAPSHOTS, name)
+            let failure =
+                Failure::new(cause, problem.to_string()).of(snapshot::GROUP, SNAPSHOTS, name);
+            match cause {
+                Cause::SnapshotNotReady => failure.after(READY_AGAIN),
+                _ => failure,
+            }
         })
     }
 

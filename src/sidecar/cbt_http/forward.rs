@@ -33,11 +33,7 @@ const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(10), Duration::from
 /// Bytes of an answer, at most.
 const MAX_ANSWER: usize = 32 << 20;
 
-/// The name of a replica in the lease: where it is reached, if anywhere, and something of its own.
-pub fn identity(address: Option<&str>, own: &str) -> String {
-    format!("{}{MARK}{own}", address.unwrap_or("sidecar"))
-}
-
+/// Where the replica of this name is reached, if anywhere: its name begins with that.
 fn address_of(identity: &str) -> Option<Address> {
     identity.rsplit_once(MARK)?.0.parse().ok()
 }
@@ -190,13 +186,15 @@ async fn connect(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kubernetes::leader::own_name;
 
     #[test]
     fn an_identity_tells_where_its_replica_is_if_it_is_anywhere() {
         for at in ["10.0.0.1:8443", "[fd00::1]:8443", "pod-0.driver:1"] {
-            assert_eq!(address_of(&identity(Some(at), "ab12")).unwrap().to_string(), at);
+            assert_eq!(address_of(&own_name(at).unwrap()).unwrap().to_string(), at);
         }
-        for nowhere in [identity(None, "ab12").as_str(), "", "other", "_", "https://a:1_x", "a_b:1"]
+        for nowhere in
+            [own_name("sidecar").unwrap().as_str(), "", "other", "_", "https://a:1_x", "a_b:1"]
         {
             assert_eq!(address_of(nowhere), None, "{nowhere}");
         }

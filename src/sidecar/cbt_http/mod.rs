@@ -27,7 +27,7 @@ use self::memory::Memory;
 use self::routes::{Desk, Known};
 use super::call::Calls;
 use super::driver_link::{Driver, DriverLink};
-use crate::kubernetes::leader::Election;
+use crate::kubernetes::leader::{Election, own_name};
 use crate::kubernetes::review::Reviewer;
 use crate::kubernetes::tls::identity::Identity;
 use crate::kubernetes::{client, https, tls};
@@ -41,8 +41,6 @@ pub use metrics::Metrics;
 pub const LEADER_PATH: &str = "/cbt-http/leader";
 /// Requests that are being checked or answered, at most.
 const REQUESTS: usize = 1024;
-/// Random bytes of an identity.
-const RANDOM: usize = 4;
 
 /// What it stands on.
 pub struct Start<'a> {
@@ -112,11 +110,8 @@ type Stand = Box<dyn FnOnce(&str) -> Leadership + Send>;
 
 fn standing(start: &Start<'_>, port: u16) -> anyhow::Result<Stand> {
     let args = start.args.cbt_http.clone();
-    let mut own = [0; RANDOM];
-    getrandom::fill(&mut own).context("random numbers")?;
-    let own: String = own.iter().map(|byte| format!("{byte:02x}")).collect();
     let advertised = args.advertise_address.as_ref().map(|advertised| advertised.at(port));
-    let identity = forward::identity(advertised.as_deref(), &own);
+    let identity = own_name(advertised.as_deref().unwrap_or("sidecar"))?;
     let host = args.service_address.as_ref().or(start.args.publish.service_address.as_ref());
     let host = host.map(|address| ServerName::try_from(address.host().to_owned())).transpose();
     let host = host.context("--cbt-http-service-address")?;

@@ -23,18 +23,24 @@ pub fn unavailable(message: impl Into<String>) -> Problem {
     problem(ProblemKind::Unavailable, message)
 }
 
+/// As a driver says it that is asked for what lies behind the volume.
+pub fn out_of_range(message: impl Into<String>) -> Problem {
+    of_code(Code::OutOfRange, message)
+}
+
+fn of_code(code: Code, message: impl Into<String>) -> Problem {
+    Problem { code: Some(code_name(code).into()), ..problem(ProblemKind::Driver, message) }
+}
+
 /// The driver answers what no driver may answer.
 pub fn misbehaves(message: impl AsRef<str>) -> Problem {
     let message = format!("the CSI driver's answer cannot be used: {}", message.as_ref());
-    Problem {
-        code: Some(code_name(Code::Internal).into()),
-        ..problem(ProblemKind::Driver, message)
-    }
+    of_code(Code::Internal, message)
 }
 
 /// What was begun cannot be gone on with.
 pub fn stale(message: impl Into<String>) -> Problem {
-    Problem { code: Some(code_name(Code::Aborted).into()), ..problem(ProblemKind::Driver, message) }
+    of_code(Code::Aborted, message)
 }
 
 /// What a driver's error is to the caller, without the secrets that the driver was given.

@@ -5,8 +5,8 @@ use prost::Message;
 
 use super::blocks::Blocks;
 use super::pages::Asking;
-use super::problem::{misbehaves, of_driver, problem};
-use crate::kubernetes::cbt_http::{Page, Problem, ProblemKind};
+use super::problem::{misbehaves, of_driver, out_of_range};
+use crate::kubernetes::cbt_http::{Page, Problem};
 use crate::proto::csi::v1 as csi;
 use crate::sidecar::driver_link::{Answer, Question};
 
@@ -27,7 +27,7 @@ pub async fn page(asking: &Asking<'_>) -> Result<Page, Problem> {
     let begin = asked.offset.checked_mul(unit.unwrap_or_default());
     let Some(begin) = begin.and_then(|begin| i64::try_from(begin).ok()) else {
         let message = format!("offset: block {} is past the end of any volume", asked.offset);
-        return Err(problem(ProblemKind::Invalid, message));
+        return Err(out_of_range(message));
     };
     let blocks = Blocks::new(asked.offset, asked.limit as usize, unit);
     let blocks = read(asking, begin, blocks).await?;

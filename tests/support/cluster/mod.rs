@@ -18,6 +18,7 @@ pub mod access;
 pub mod aggregated;
 pub mod balancer;
 pub mod cbt_http;
+pub mod everything;
 pub mod fake_driver;
 pub mod manager;
 pub mod programs;

@@ -20,7 +20,7 @@ use crate::cluster::manager::{self, Start, manager_rules};
 use crate::cluster::programs::{Served, free_port, said};
 use crate::cluster::rig;
 use crate::cluster::session::session_rules;
-use crate::cluster::sidecar::{AUDIENCE, start_at};
+use crate::cluster::sidecar::{AUDIENCE, http, start_at};
 use crate::cluster::tls::{Authority, Certificate};
 use crate::support::path;
 
@@ -114,6 +114,15 @@ impl<'a> Whole<'a> {
                 .all(is)
                 .then_some(())
         });
+    }
+
+    /// Pages that the sidecar has given so far.
+    pub fn pages(&self) -> u64 {
+        let metrics = http(&self.sidecar, "/metrics");
+        let count = metrics.lines().find_map(|line| {
+            line.strip_prefix("csi_loopback_sidecar_cbt_http_requests_total{outcome=\"ok\"} ")
+        });
+        count.map_or(0, |count| count.parse().unwrap())
     }
 
     /// `csi-loopback snapshot …` as the backup application.

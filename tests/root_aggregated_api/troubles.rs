@@ -1,8 +1,5 @@
 //! What goes wrong, seen from outside.
 
-use std::thread::sleep;
-use std::time::Duration;
-
 use csi_loopback::kubernetes::snapshot_delta::VolumeSnapshotDeltaState as State;
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -77,7 +74,7 @@ fn under_way(whole: &Whole<'_>) -> std::process::Child {
     whole.snapshot("monday");
     let line = ["allocated", "monday", "--api", "aggregated", "--page-size", "1"];
     let child = whole.command(&line).spawn().unwrap();
-    sleep(Duration::from_secs(1));
+    whole.cluster.wait_for("some pages", || (whole.pages() > 20).then_some(()));
     child
 }
 

@@ -249,7 +249,7 @@ kubectl get driverdiscoveries | sed 's/^/    /'
 say "taking the API away, so that namespaces can end again"
 tell kubectl delete apiservice "$api_service"
 kubectl delete apiservice "$api_service" | sed 's/^/    /'
-discovery_is_whole() { ! kubectl api-resources 2>&1 >/dev/null | grep -q 'unable to retrieve'; }
+discovery_is_whole() { [[ $(kubectl api-resources 2>&1 >/dev/null) != *'unable to retrieve'* ]]; }
 until_so 60 "discovery is whole" discovery_is_whole
 kubectl api-resources --api-group=cbt.storage.k8s.io | sed 's/^/    /'
 

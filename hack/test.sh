@@ -243,5 +243,5 @@ check_left_behind
 printf '\nSlowest tests:\n'
 sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p; s/^took \([0-9.]* s\): /\1  /p' \
     "$logs"/*.log |
-    sort -rn | head -n 10 | sed 's/^/  /'
+    sort -rn | sed -n '1,10 s/^/  /p' # reads to the end: a pipe that is closed early would be an error
 finish

@@ -40,7 +40,7 @@ fi
 limits=(-rss_limit_mb=1024 -timeout=20 -max_len=8192)
 failed=0
 for target in "${targets[@]}"; do
-    binary=$(find "$work" -path "*/release/$target" -type f -executable | head -n 1)
+    binary=$(find "$work" -path "*/release/$target" -type f -executable -print -quit)
     [[ -n $binary ]] || die "there is no target $target"
     corpus=$work/corpus/$target artifacts=$work/artifacts/$target/
     mkdir -p "$corpus" "$artifacts"

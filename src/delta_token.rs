@@ -74,12 +74,17 @@ impl DeltaToken {
 }
 
 fn pair(base: &str, target: &str) -> [u8; PAIR] {
+    first(digest(base, target))
+}
+
+/// Of the SHA-256 of both, each after its length, for who has to tell pairs apart.
+pub fn digest(base: &str, target: &str) -> Sha256 {
     let mut digest = Sha256::new();
     for id in [base, target] {
         digest.update((id.len() as u64).to_be_bytes());
         digest.update(id);
     }
-    first(digest)
+    digest
 }
 
 fn check(bytes: &[u8]) -> [u8; ALL - CHECKED] {

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::kubernetes::cbt_http;
-use crate::kubernetes::client::Rate;
+use crate::kubernetes::client::{Rate, per_second};
+use crate::kubernetes::leader::lease_duration;
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::name;
 use crate::kubernetes::snapshot_delta::{DEFAULT_LIMIT, GROUP, VERSION};
@@ -42,7 +43,7 @@ pub struct Args {
     pub max_limit: u32,
 
     /// Requests of one user a second.
-    #[arg(long, default_value_t = 10.0, value_parser = rate, value_name = "N")]
+    #[arg(long, default_value_t = 10.0, value_parser = per_second, value_name = "N")]
     pub user_qps: f64,
 
     /// Requests of one user at once, after a pause.
@@ -50,7 +51,7 @@ pub struct Args {
     pub user_burst: u32,
 
     /// Requests of all users a second.
-    #[arg(long, default_value_t = 100.0, value_parser = rate, value_name = "N")]
+    #[arg(long, default_value_t = 100.0, value_parser = per_second, value_name = "N")]
     pub qps: f64,
 
     /// Requests of all users at once, after a pause.
@@ -82,7 +83,7 @@ pub struct Args {
     pub service_account: String,
 
     /// Calls to the API server a second, for requests and for the rest each.
-    #[arg(long, default_value_t = 50.0, value_parser = rate, value_name = "N")]
+    #[arg(long, default_value_t = 50.0, value_parser = per_second, value_name = "N")]
     pub kube_api_qps: f64,
 
     /// Calls to the API server at once, after a pause.
@@ -122,17 +123,6 @@ impl Args {
 
 /// No request that leaves the limit to the server is to be cut short without a reason.
 const _: () = assert!(DEFAULT_LIMIT <= cbt_http::MAX_LIMIT as u64);
-
-fn rate(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(rate) if (1e-3..=1e6).contains(&rate) => Ok(rate),
-        _ => Err("is not a number from 0.001 to 1000000".into()),
-    }
-}
-
-fn lease_duration(text: &str) -> Result<Duration, String> {
-    duration(text, Duration::from_secs(1)..=Duration::from_secs(3600), "from 1s to 1h")
-}
 
 fn review_ttl(text: &str) -> Result<Duration, String> {
     duration(text, Duration::ZERO..=Duration::from_secs(3600), "from 0s to 1h")

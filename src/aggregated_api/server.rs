@@ -6,7 +6,6 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use k8s_openapi::api::authentication::v1::UserInfo;
 use kube::{Api, Client};
-use tokio::runtime;
 use tokio::task::JoinHandle;
 
 use super::args::Args;
@@ -25,24 +24,15 @@ use crate::kubernetes::tls::identity::{Identity, Wanted};
 use crate::kubernetes::{client, https, tls};
 use crate::telemetry::http::{self, Pages};
 use crate::telemetry::logs;
-use crate::telemetry::shutdown::Shutdown;
+use crate::telemetry::shutdown::{Shutdown, run_to_end};
 
-/// Threads for requests.
-const ASYNC_THREADS: usize = 2;
 /// As whom fields of others' objects are written.
 const MANAGER: &str = "csi-loopback-aggregated-api";
 
 /// Serves until a signal has come.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     logs::init(args.log.clone())?;
-    let runtime = runtime::Builder::new_multi_thread()
-        .worker_threads(ASYNC_THREADS)
-        .enable_all()
-        .build()
-        .context("starting the threads")?;
-    let result = runtime.block_on(serve(args));
-    runtime.shutdown_background();
-    result.map(|()| ExitCode::SUCCESS)
+    run_to_end(serve(args))
 }
 
 async fn serve(args: Args) -> anyhow::Result<()> {

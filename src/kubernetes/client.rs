@@ -26,6 +26,14 @@ pub struct Rate {
     pub burst: u32,
 }
 
+/// [`Rate::per_second`], for the command line.
+pub fn per_second(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if (1e-3..=1e6).contains(&rate) => Ok(rate),
+        _ => Err("is not a number of calls from 0.001 to 1000000".into()),
+    }
+}
+
 /// A client for the cluster of `kubeconfig`, or of the pod that this process runs in.
 ///
 /// # Errors

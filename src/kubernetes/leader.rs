@@ -15,6 +15,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::client::within;
+use crate::quantity::duration;
 use crate::telemetry::complaint::Complaint;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -30,6 +31,11 @@ fn tell<T: PartialEq>(told: &watch::Sender<T>, now: T) -> bool {
         *known = now;
         is_new
     })
+}
+
+/// How long a lease lasts that nobody renews, for the command line.
+pub fn lease_duration(text: &str) -> Result<Duration, String> {
+    duration(text, Duration::from_secs(1)..=Duration::from_secs(3600), "from 1s to 1h")
 }
 
 /// A name for an election: `own`, such as that of the pod, which no other has, and what a restarted container does not have.

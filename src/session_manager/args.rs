@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::kubernetes::client::Rate;
+use crate::kubernetes::client::{Rate, per_second};
+use crate::kubernetes::leader::lease_duration;
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::name;
 use crate::kubernetes::tls::{self, authority};
@@ -60,7 +61,7 @@ pub struct Args {
     pub resync: Duration,
 
     /// Calls to the API server a second, for requests and for the webhook each.
-    #[arg(long, default_value_t = 50.0, value_parser = qps, value_name = "N")]
+    #[arg(long, default_value_t = 50.0, value_parser = per_second, value_name = "N")]
     pub kube_api_qps: f64,
 
     /// Calls to the API server at once, after a pause.
@@ -91,17 +92,6 @@ impl Args {
     pub fn rate(&self) -> Rate {
         Rate { per_second: self.kube_api_qps, burst: self.kube_api_burst }
     }
-}
-
-fn qps(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(qps) if (1e-3..=1e6).contains(&qps) => Ok(qps),
-        _ => Err("is not a number of calls from 0.001 to 1000000".into()),
-    }
-}
-
-fn lease_duration(text: &str) -> Result<Duration, String> {
-    duration(text, Duration::from_secs(1)..=Duration::from_secs(3600), "from 1s to 1h")
 }
 
 fn resync(text: &str) -> Result<Duration, String> {

@@ -7,7 +7,6 @@ use anyhow::Context as _;
 use kube::runtime::events::{Recorder, Reporter};
 use kube::runtime::watcher;
 use kube::{Api, Client};
-use tokio::runtime;
 use tokio::task::JoinHandle;
 
 use super::args::Args;
@@ -24,22 +23,15 @@ use crate::kubernetes::webhook_configuration::CaBundle;
 use crate::kubernetes::{cache, client, https, tls};
 use crate::telemetry::http::{self, Pages};
 use crate::telemetry::logs;
-use crate::telemetry::shutdown::Shutdown;
+use crate::telemetry::shutdown::{Shutdown, run_to_end};
 
-/// Threads for requests and webhook.
-const ASYNC_THREADS: usize = 2;
 /// As whom events and fields of others' objects are written.
 const MANAGER: &str = "csi-loopback-session-manager";
 
 /// Serves until a signal has come.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     logs::init(args.log.clone())?;
-    let runtime = runtime::Builder::new_multi_thread()
-        .worker_threads(ASYNC_THREADS)
-        .enable_all()
-        .build()
-        .context("starting the threads")?;
-    let result = runtime.block_on(async {
+    run_to_end(async {
         match args.clean_up {
             true => {
                 let client =
@@ -48,9 +40,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             }
             false => serve(args).await,
         }
-    });
-    runtime.shutdown_background();
-    result.map(|()| ExitCode::SUCCESS)
+    })
 }
 
 async fn serve(args: Args) -> anyhow::Result<()> {

@@ -7,7 +7,6 @@ use std::time::Duration;
 use anyhow::Context;
 use kube::Client;
 use kube::runtime::watcher;
-use tokio::runtime;
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tonic::transport::Server;
@@ -35,10 +34,8 @@ use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataSe
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 use crate::telemetry::http::{self, Checks, HealthCheck, Pages};
 use crate::telemetry::logs;
-use crate::telemetry::shutdown::Shutdown;
+use crate::telemetry::shutdown::{Shutdown, run_to_end};
 
-/// Threads that pass messages on.
-const ASYNC_THREADS: usize = 2;
 /// Calls of one connection at once, and of all that are being checked or answered.
 const CALLS_PER_CONNECTION: u32 = 1024;
 const CALLS: usize = 8192;
@@ -57,15 +54,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut log = args.log.clone();
     args.klog.apply(&mut log);
     logs::init(log)?;
-    let runtime = runtime::Builder::new_multi_thread()
-        .worker_threads(ASYNC_THREADS)
-        .enable_all()
-        .build()
-        .context("starting the threads")?;
-    let result = runtime.block_on(serve(args));
-    // An answer that has not ended within its time must not keep the process alive.
-    runtime.shutdown_background();
-    result.map(|()| ExitCode::SUCCESS)
+    run_to_end(serve(args))
 }
 
 async fn serve(args: Args) -> anyhow::Result<()> {

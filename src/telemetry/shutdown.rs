@@ -3,14 +3,34 @@
 //! with an error. A second signal exits at once.
 
 use std::io;
+use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context as _;
+use tokio::runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
+/// Threads of a role that passes on what others compute.
+const THREADS: usize = 2;
 /// Exit code of a process that a second signal ended: 128 + SIGTERM, as a shell would show it.
 const EXIT_AT_ONCE: i32 = 143;
+
+/// Runs such a role to its end. What has not ended by then does not keep the process alive.
+///
+/// # Errors
+/// The threads cannot be started, or what the role ends with.
+pub fn run_to_end(role: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<ExitCode> {
+    let runtime = runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .enable_all()
+        .build()
+        .context("starting the threads")?;
+    let result = runtime.block_on(role);
+    runtime.shutdown_background();
+    result.map(|()| ExitCode::SUCCESS)
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {

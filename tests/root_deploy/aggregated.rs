@@ -3,9 +3,8 @@
 
 use std::process::Command;
 
-use k8s_openapi::api::core::v1::{Pod, Secret};
+use k8s_openapi::api::core::v1::Secret;
 use kube::Api;
-use kube::api::PostParams;
 use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
@@ -287,18 +286,7 @@ pub fn restricted(cluster: &Cluster) {
     let deployment = &kind("Deployment")["spec"];
     assert_eq!(deployment["replicas"], json!(2));
     let template = &deployment["template"];
-    let pods: Api<Pod> = cluster.api_in(SERVERS);
-    let admit = |spec: Value| {
-        let pod = json!({ "metadata": { "name": "x" }, "spec": spec });
-        let pod: Pod = serde_json::from_value(pod).unwrap();
-        let params = PostParams { dry_run: true, ..PostParams::default() };
-        cluster.block_on(pods.create(&params, &pod)).map(drop).map_err(|error| error.to_string())
-    };
-    assert_eq!(admit(template["spec"].clone()), Ok(()));
-    let mut privileged = template["spec"].clone();
-    privileged["containers"][0]["securityContext"]["privileged"] = json!(true);
-    privileged["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = json!(true);
-    assert!(admit(privileged).is_err_and(|told| told.contains("PodSecurity")), "it is enforced");
+    pods::admitted_as_restricted(cluster, SERVERS, &template["spec"]);
 
     let labels = &template["metadata"]["labels"];
     for (kind_of, pointer) in [

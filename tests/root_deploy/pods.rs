@@ -3,6 +3,9 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
+use k8s_openapi::api::core::v1::Pod;
+use kube::Api;
+use kube::api::PostParams;
 use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
@@ -120,4 +123,20 @@ pub fn known_arguments(cluster: &Cluster) {
     }
     // Driver and sidecar, twice; session manager and aggregated API server; a full and an incremental backup, twice.
     assert_eq!(seen, 10);
+}
+
+/// A pod of this spec is admitted in the namespace, and a privileged one is not: the namespace's policy is enforced.
+pub fn admitted_as_restricted(cluster: &Cluster, namespace: &str, spec: &Value) {
+    let pods: Api<Pod> = cluster.api_in(namespace);
+    let admit = |spec: &Value| {
+        let pod = json!({ "metadata": { "name": "x" }, "spec": spec });
+        let pod: Pod = serde_json::from_value(pod).unwrap();
+        let params = PostParams { dry_run: true, ..PostParams::default() };
+        cluster.block_on(pods.create(&params, &pod)).map(drop).map_err(|error| error.to_string())
+    };
+    assert_eq!(admit(spec), Ok(()));
+    let mut privileged = spec.clone();
+    privileged["containers"][0]["securityContext"]["privileged"] = json!(true);
+    privileged["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = json!(true);
+    assert!(admit(&privileged).is_err_and(|told| told.contains("PodSecurity")), "it is enforced");
 }

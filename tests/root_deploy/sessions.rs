@@ -8,7 +8,7 @@ use csi_loopback::kubernetes::session::{
 };
 use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Pod, Secret};
+use k8s_openapi::api::core::v1::Secret;
 use k8s_openapi::api::rbac::v1::RoleBinding;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::{Api, Client};
@@ -18,7 +18,7 @@ use crate::cluster::Cluster;
 use crate::cluster::access::Account;
 use crate::cluster::programs::{finish, said};
 use crate::rights::{Right, holds};
-use crate::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, sidecar};
+use crate::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods, sidecar};
 
 /// Where the session manager is installed.
 pub const MANAGERS: &str = "csi-loopback-sessions";
@@ -406,18 +406,7 @@ pub fn restricted(cluster: &Cluster) {
     let all = objects(cluster, "session-manager");
     let kind = |kind: &str| all.iter().find(|object| object["kind"] == kind).unwrap();
     let template = &kind("Deployment")["spec"]["template"];
-    let pods: Api<Pod> = cluster.api_in(MANAGERS);
-    let admit = |spec: Value| {
-        let pod = json!({ "metadata": { "name": "x" }, "spec": spec });
-        let pod: Pod = serde_json::from_value(pod).unwrap();
-        let params = PostParams { dry_run: true, ..PostParams::default() };
-        cluster.block_on(pods.create(&params, &pod)).map(drop).map_err(|error| error.to_string())
-    };
-    assert_eq!(admit(template["spec"].clone()), Ok(()));
-    let mut privileged = template["spec"].clone();
-    privileged["containers"][0]["securityContext"]["privileged"] = json!(true);
-    privileged["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = json!(true);
-    assert!(admit(privileged).is_err_and(|told| told.contains("PodSecurity")), "it is enforced");
+    pods::admitted_as_restricted(cluster, MANAGERS, &template["spec"]);
 
     // Whom Service, policy and budget mean.
     let labels = &template["metadata"]["labels"];

@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use crate::grpc::fingerprint;
+use crate::kubernetes::leader::lease_duration;
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::name;
 use crate::telemetry::klog;
@@ -98,16 +99,6 @@ impl FromStr for Advertised {
             Ok(ip) => Ok(Self::Ip(ip)),
             Err(_) => text.parse().map(Self::Whole),
         }
-    }
-}
-
-fn lease_duration(text: &str) -> Result<Duration, String> {
-    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
-    let (least, most) = (Duration::from_secs(1), Duration::from_secs(3600));
-    if (least..=most).contains(&time) {
-        Ok(time)
-    } else {
-        Err(format!("{text:?} is not from 1s to 1h"))
     }
 }
 

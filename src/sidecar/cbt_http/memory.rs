@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use moka::future::Cache;
-use sha2::{Digest, Sha256};
+use sha2::Digest;
 
+use crate::delta_token::digest;
 use crate::kubernetes::cbt_http::PageRequest;
 
 /// Bytes of all tokens together.
@@ -61,10 +62,5 @@ impl Memory {
 }
 
 fn pair(asked: &PageRequest) -> Pair {
-    let mut digest = Sha256::new();
-    for id in [&asked.base_snapshot_id, &asked.target_snapshot_id] {
-        digest.update((id.len() as u64).to_be_bytes());
-        digest.update(id);
-    }
-    digest.finalize().into()
+    digest(&asked.base_snapshot_id, &asked.target_snapshot_id).finalize().into()
 }

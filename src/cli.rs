@@ -13,7 +13,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::telemetry::klog;
-use crate::{aggregated_api, client, driver, session_manager, sidecar};
+use crate::{admission, aggregated_api, client, driver, session_manager, sidecar};
 
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
        csi-loopback <MODE | COMMAND> [FLAGS]";
@@ -54,6 +54,8 @@ enum Mode {
     SessionManager(Box<session_manager::Args>),
     /// Mode: the aggregated API server of VolumeSnapshotDelta, for all CSI drivers of a cluster.
     AggregatedApi(Box<aggregated_api::Args>),
+    /// Mode: the webhooks for pods with inline volumes of a driver.
+    Admission(Box<admission::Args>),
 }
 
 impl Cli {
@@ -74,6 +76,7 @@ impl Cli {
             Command::Mode(Mode::Sidecar(args)) => sidecar::run(*args),
             Command::Mode(Mode::SessionManager(args)) => session_manager::run(*args),
             Command::Mode(Mode::AggregatedApi(args)) => aggregated_api::run(*args),
+            Command::Mode(Mode::Admission(args)) => admission::run(*args),
             Command::Client(command) => client::run(*command),
         }
     }

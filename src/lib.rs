@@ -10,6 +10,7 @@
 // All of it is in backend/sys.rs, behind plain functions.
 #![deny(unsafe_code)]
 
+pub mod admission;
 pub mod aggregated_api;
 pub mod backend;
 pub mod cli;
@@ -21,6 +22,7 @@ pub mod driver;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod grpc;
+pub mod inline;
 pub mod kubernetes;
 pub mod proto;
 pub mod quantity;

@@ -5,7 +5,7 @@
 //! also after a crash, converges.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, Metadata};
+use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
@@ -17,6 +17,7 @@ use super::loop_device::LoopDevice;
 use super::model::{Access, Attachment, Capability, Publication, Usage, Volume};
 use super::pool;
 use super::store::Store;
+use super::target::{check_directory, check_file, present, remove_target};
 use super::upkeep;
 
 /// Attaches a volume and, unless it is used raw, mounts its filesystem at `path`, making it first
@@ -96,31 +97,6 @@ fn is_of(mount: &Mount, device: &LoopDevice) -> bool {
 /// Whether the device is what is mounted at `path`.
 fn shown_at(path: &Path, device: &LoopDevice) -> Result<bool> {
     Ok(filesystem::mount_at(path)?.is_some_and(|mount| is_of(&mount, device)))
-}
-
-/// What stands at `path` itself, links not followed.
-fn present(path: &Path) -> Result<Option<Metadata>> {
-    match fs::symlink_metadata(path) {
-        Ok(metadata) => Ok(Some(metadata)),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::io(format!("looking at {}", path.display()), e)),
-    }
-}
-
-/// That a filesystem can be mounted at `path`, if anything is there.
-fn check_directory(field: &'static str, path: &Path) -> Result<()> {
-    let fits = present(path)?.is_none_or(|found| found.is_dir());
-    if fits && filesystem::mount_at(path)?.is_none() { Ok(()) } else { Err(taken(field, path)) }
-}
-
-/// That a device can be bound to `path`, if anything is there: an empty file.
-fn check_file(field: &'static str, path: &Path) -> Result<()> {
-    let fits = present(path)?.is_none_or(|found| found.is_file() && found.len() == 0);
-    if fits && filesystem::mount_at(path)?.is_none() { Ok(()) } else { Err(taken(field, path)) }
-}
-
-fn taken(field: &'static str, path: &Path) -> Error {
-    Error::Precondition(format!("{field}: something else is at {}", path.display()))
 }
 
 /// Unmounts and detaches a volume. OK when it is not staged at `path`.
@@ -344,24 +320,6 @@ fn hide(
     remove_target(target)?;
     attachment.published.remove(target);
     store.catalog.write(|tx| tx.put(&attachment))
-}
-
-/// Removes the directory or file that a volume was shown at. What is not empty, or is in use by
-/// somebody else, is not touched.
-fn remove_target(target: &Path) -> Result<()> {
-    let removed = match present(target)? {
-        Some(found) if found.is_dir() => fs::remove_dir(target),
-        Some(found) if found.is_file() && found.len() == 0 => fs::remove_file(target),
-        Some(_) | None => return Ok(()),
-    };
-    let harmless = [libc::ENOTEMPTY, libc::EBUSY, libc::ENOENT];
-    match removed {
-        Err(e) if e.raw_os_error().is_some_and(|code| harmless.contains(&code)) => Ok(()),
-        result => {
-            result.context(|| format!("removing {}", target.display()))?;
-            reach("publish.target_removed")
-        }
-    }
 }
 
 /// The attachment of a volume that is in use at `path`, staged or published, with its device.

@@ -25,7 +25,7 @@ use tracing::warn;
 
 use super::error::{Context, Error, Kind, Result};
 use super::fail_point::{meet, reach};
-use super::model::{Attachment, Group, Snapshot, Volume};
+use super::model::{Attachment, Group, Inline, Snapshot, Volume};
 use super::pool::sync_directory;
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
@@ -73,6 +73,7 @@ row!(Volume, "volumes", id, Kind::Volume);
 row!(Snapshot, "snapshots", id, Kind::Snapshot);
 row!(Group, "groups", id, Kind::GroupSnapshot);
 row!(Attachment, "attachments", volume_id);
+row!(Inline, "inline", handle);
 
 /// Room that a small catalog holds, in bytes. Constant, so that it does not come and go.
 const LEAST_BYTES: u64 = 4 << 20;
@@ -274,6 +275,10 @@ impl Catalog {
                 Ok(())
             })?;
         }
+        // It came later than the others.
+        if self.read()?.0.open_table(Inline::TABLE).is_err() {
+            self.write(|tx| tx.inner.open_table(Inline::TABLE).map(drop).map_err(failed))?;
+        }
         let tx = self.read()?;
         let meta = tx.0.open_table(META).map_err(failed)?;
         let version = meta.get("version").map_err(failed)?;
@@ -412,11 +417,25 @@ impl Writing {
         Ok(())
     }
 
+    /// All rows, as this transaction has them: nobody else changes any until it ends.
+    pub fn all<R: Row>(&self) -> Result<Vec<R>> {
+        let table = self.inner.open_table(R::TABLE).map_err(failed)?;
+        let mut rows = Vec::new();
+        for entry in table.iter().map_err(failed)? {
+            let (key, row) = entry.map_err(failed)?;
+            rows.push(decode(key.value(), row.value())?);
+        }
+        Ok(rows)
+    }
+
+    /// Fails with `Exhausted` when the catalog has no room to grow.
+    pub fn check_room(&self) -> Result<()> {
+        if self.has_room { Ok(()) } else { Err(Error::io("catalog", Errno::ENOSPC.into())) }
+    }
+
     /// Makes the row's name lead to its id. `Exhausted` when the catalog has no room to grow.
     pub fn name<R: Named>(&self, row: &R) -> Result<()> {
-        if !self.has_room {
-            return Err(Error::io("catalog", Errno::ENOSPC.into()));
-        }
+        self.check_room()?;
         let mut names = self.inner.open_table(NAMES).map_err(failed)?;
         names.insert(name_key::<R>(row.name()).as_str(), row.key()).map_err(failed)?;
         Ok(())

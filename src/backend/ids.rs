@@ -15,6 +15,7 @@ const SLUG_BYTES: usize = 64;
 pub const VOLUME_PREFIX: &str = "vol";
 pub const SNAPSHOT_PREFIX: &str = "snap";
 pub const GROUP_PREFIX: &str = "group";
+pub const INLINE_PREFIX: &str = "inline";
 
 /// The part of an id that stands for `name`: the name itself where it is short and safe as part of
 /// a file name, else `x` and 32 hexadecimal digits of its SHA-256.

@@ -4,7 +4,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -171,6 +171,16 @@ impl LoopDevice {
             .write(write)
             .open(&self.path)
             .context(|| format!("opening {}", self.path.display()))
+    }
+
+    /// Whether a filesystem of it is mounted anywhere, in whatever mount namespace, or somebody else has it to himself.
+    pub fn is_held(&self) -> Result<bool> {
+        let opened = File::options().read(true).custom_flags(libc::O_EXCL).open(&self.path);
+        match opened {
+            Ok(_) => Ok(false),
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(true),
+            Err(e) => Err(Error::io(format!("opening {}", self.path.display()), e)),
+        }
     }
 
     /// Size in bytes.

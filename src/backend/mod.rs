@@ -8,6 +8,7 @@
 //! | `cut`, `point_in_time`, `snapshot`, `group` | from running volumes to snapshots with records |
 //! | [`tracker`], [`extents`] | change records, and the rule that fills them |
 //! | `catalog`, `store`, `locks` | rows, files and who may change them |
+//! | `inline` | volumes that live and die with a pod's mount |
 //! | `reconcile`, `upkeep`, [`check`] | after a crash, in the background, offline |
 //! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and its tools |
 //! | [`fail_point`] | places where tests end or fail an operation; nothing in what ships |
@@ -24,6 +25,7 @@ mod filesystem;
 mod format;
 mod group;
 pub mod ids;
+mod inline;
 pub(crate) mod list;
 mod locks;
 mod loop_device;
@@ -34,6 +36,7 @@ mod reconcile;
 mod snapshot;
 mod store;
 pub(crate) mod sys;
+mod target;
 pub mod tracker;
 pub mod units;
 mod upkeep;
@@ -55,6 +58,7 @@ use pool::Directory;
 use store::Store;
 
 pub use error::{Error, Kind, Result};
+pub use inline::{Content, InlineLimits, PublishInline};
 pub use list::Page;
 pub use model::*;
 pub use pool::{PoolChoice, PoolKind};
@@ -75,6 +79,7 @@ pub struct Config {
     pub retention: Duration,
     /// How much larger than the pool the volumes may be in all.
     pub overcommit: f64,
+    pub inline: InlineLimits,
 }
 
 /// The backend of one data directory. Cheap to clone. Operations that change the same volume
@@ -190,7 +195,10 @@ impl Backend {
     }
 
     pub fn volume_condition(&self, id: &str) -> Result<Condition> {
-        volume::condition(&self.store, id)
+        match inline::find(&self.store, id)? {
+            Some(row) => inline::condition(&self.store, &row),
+            None => volume::condition(&self.store, id),
+        }
     }
 
     /// Room for volumes (CSI GetCapacity).
@@ -272,14 +280,42 @@ impl Backend {
         attachment::publish(&self.store, volume_id, staging, target, capability, readonly)
     }
 
-    /// Removes the target. OK when unknown, or not published there.
+    /// Removes the target, and an inline volume altogether. OK when unknown, or not published there.
     pub fn unpublish(&self, volume_id: &str, target: &Path) -> Result<()> {
-        attachment::unpublish(&self.store, volume_id, target)
+        match inline::find(&self.store, volume_id)? {
+            Some(_) => inline::unpublish(&self.store, volume_id, target),
+            None => attachment::unpublish(&self.store, volume_id, target),
+        }
+    }
+
+    /// Makes a pod's own volume and shows it at its target, or refreshes the content of one that is there
+    /// (KEP-596).
+    pub fn publish_inline(&self, publish: &PublishInline<'_>) -> Result<()> {
+        inline::publish(&self.store, publish)
+    }
+
+    /// The inline volume of this handle that is there, if one is.
+    pub fn inline(&self, handle: &str) -> Result<Option<Inline>> {
+        inline::find(&self.store, handle)
+    }
+
+    /// How many inline volumes there are, and their bytes in the pool and in memory.
+    pub fn inline_usage(&self) -> Result<(u64, u64, u64)> {
+        inline::in_all(&self.store)
+    }
+
+    /// Removes inline volumes whose pod is gone, and what a failure has left of others. Looks at every inline volume: to be
+    /// called every few seconds.
+    pub fn collect_inline(&self) -> Result<()> {
+        inline::collect(&self.store)
     }
 
     /// How full a volume is; `path` is its staging path or a target.
     pub fn usage(&self, volume_id: &str, path: &Path) -> Result<Usage> {
-        attachment::usage(&self.store, volume_id, path)
+        match inline::find(&self.store, volume_id)? {
+            Some(row) => inline::usage(&self.store, &row, path),
+            None => attachment::usage(&self.store, volume_id, path),
+        }
     }
 
     /// Grows device and filesystem to the volume's capacity, which is returned in bytes.

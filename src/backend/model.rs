@@ -311,6 +311,47 @@ impl Publication {
     }
 }
 
+/// A volume that belongs to one pod, from NodePublishVolume to NodeUnpublishVolume (KEP-596).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Inline {
+    /// kubelet's name for it. It is never part of a path.
+    pub handle: String,
+    /// Names its backing file; unique for ever.
+    pub id: String,
+    /// `Ready` once the pod may have seen it.
+    pub phase: Phase,
+    pub target: PathBuf,
+    pub capacity_bytes: u64,
+    /// `None` while there is no filesystem that anybody may have written to.
+    pub format: Option<Format>,
+    pub request: InlineRequest,
+    /// Whether it ever held what nobody may find on the disk afterwards.
+    pub carries_secret: bool,
+}
+
+/// The parts of the request for an inline volume that a repeated call must agree with. Content is none of them: it
+/// may change, and is not written down here.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InlineRequest {
+    /// `None`: the driver chooses.
+    pub size_bytes: Option<u64>,
+    pub capability: Capability,
+    pub readonly: bool,
+    /// On tmpfs instead of in the pool.
+    pub in_memory: bool,
+    /// The snapshot that it begins with.
+    pub from_snapshot: Option<String>,
+    /// Only the driver writes to it, and keeps its content as it should be.
+    pub read_only_content: bool,
+}
+
+impl InlineRequest {
+    /// Whether nothing at all is written through its mount.
+    pub fn is_read_only(&self) -> bool {
+        !self.read_only_content && (self.readonly || self.capability.is_read_only())
+    }
+}
+
 /// CSI VolumeCondition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {

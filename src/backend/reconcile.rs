@@ -10,6 +10,7 @@ use super::attachment;
 use super::cut;
 use super::error::{Context, Result};
 use super::group;
+use super::inline;
 use super::model::{Attachment, Group, Phase, Snapshot, SnapshotPhase, Source, Volume};
 use super::pool::{self, Directory};
 use super::snapshot;
@@ -24,6 +25,7 @@ pub fn reconcile(store: &Store) -> Result<()> {
     settle_data(store)?;
     settle_records(store)?;
     settle_attachments(store)?;
+    inline::settle(store)?;
     forget_gone_volumes(store)
 }
 

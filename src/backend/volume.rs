@@ -7,6 +7,7 @@ use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::filesystem;
 use super::ids::{self, VOLUME_PREFIX};
+use super::inline;
 use super::list::{self, Page};
 use super::loop_device::LoopDevice;
 use super::model::{
@@ -311,6 +312,7 @@ pub fn room(store: &Store) -> Result<Capacity> {
         promised = promised.saturating_add(volume.capacity_bytes);
         Ok(true)
     })?;
+    promised = promised.saturating_add(inline::promised(store)?);
     let promise = (room.total as f64 * store.config.overcommit) as u64;
     let available = room.available.saturating_sub(upkeep::reserve(room));
     let maximum = if available == 0 { 0 } else { promise.saturating_sub(promised) };

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{ArgAction, ValueEnum};
 
 use super::fault::Rule;
-use crate::backend::{BLOCK_SIZE, PoolChoice, Style};
+use crate::backend::{BLOCK_SIZE, InlineLimits, PoolChoice, Style};
 use crate::grpc::SocketPath;
 use crate::telemetry::http;
 use crate::{quantity, telemetry};
@@ -81,6 +81,9 @@ pub struct Args {
     #[arg(long)]
     pub enable_snapshot_deltas: bool,
 
+    #[command(flatten)]
+    pub inline: InlineArgs,
+
     /// Serve /healthz and /metrics on host:port or :port; by default not at all.
     #[arg(long, value_name = "ADDRESS")]
     pub http_endpoint: Option<http::Endpoint>,
@@ -105,6 +108,48 @@ pub struct Args {
 
     #[command(flatten)]
     pub log: telemetry::logs::Args,
+}
+
+/// Volumes that are declared in pods.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Inline ephemeral volumes")]
+pub struct InlineArgs {
+    /// Make inline ephemeral volumes; those that there are can be unpublished in any case.
+    #[arg(id = "inline", long = "inline", default_value_t = true, action = ArgAction::Set, num_args = 0..=1,
+        require_equals = true, default_missing_value = "true", value_name = "BOOL")]
+    pub new: bool,
+
+    /// Let inline volumes begin with a snapshot's data (attribute fromSnapshot). Whoever may create pods then reads
+    /// every snapshot whose id he knows, unless an admission webhook keeps him from it.
+    #[arg(long = "inline-from-snapshot")]
+    pub from_snapshot: bool,
+
+    /// Largest inline volume.
+    #[arg(long = "inline-max-size", default_value = "10Gi", value_parser = quantity::parse, value_name = "SIZE")]
+    pub max_size: u64,
+
+    /// Most inline volumes on this node.
+    #[arg(long = "inline-max-volumes", default_value_t = 256, value_name = "N")]
+    pub max_volumes: u64,
+
+    /// Most bytes of all inline volumes in the pool; by default a quarter of the pool.
+    #[arg(long = "inline-max-total", value_parser = quantity::parse, value_name = "SIZE")]
+    pub max_total: Option<u64>,
+
+    /// Most bytes of all inline volumes in memory (attribute medium).
+    #[arg(long = "inline-max-memory", default_value = "256Mi", value_parser = quantity::parse, value_name = "SIZE")]
+    pub max_memory: u64,
+}
+
+impl InlineArgs {
+    pub fn limits(&self) -> InlineLimits {
+        InlineLimits {
+            max_size: self.max_size,
+            max_volumes: self.max_volumes,
+            max_total: self.max_total,
+            max_memory: self.max_memory,
+        }
+    }
 }
 
 /// `--block-metadata-type`.

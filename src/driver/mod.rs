@@ -14,6 +14,7 @@ pub(crate) mod fault;
 mod frame;
 pub(crate) mod group_controller;
 mod identity;
+mod inline;
 mod node;
 pub(crate) mod request;
 mod response;
@@ -49,6 +50,7 @@ pub struct Plugin {
     style: Style,
     /// Whether ListSnapshotDeltas is served.
     snapshot_deltas: bool,
+    inline: inline::Policy,
 }
 
 impl Plugin {

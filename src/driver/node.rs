@@ -2,7 +2,7 @@
 
 use tonic::{Request, Response, Status};
 
-use super::{Plugin, request, response};
+use super::{Plugin, inline, request, response};
 use crate::backend::{Capability, Condition, Error, Result as Checked, Usage};
 use crate::proto::csi::v1 as csi;
 use csi::node_server::Node;
@@ -122,6 +122,9 @@ fn publish(
     plugin: &Plugin,
     asked: csi::NodePublishVolumeRequest,
 ) -> Result<csi::NodePublishVolumeResponse, Status> {
+    if request::is_inline(&asked.volume_context)? {
+        return inline::publish(plugin, asked);
+    }
     let id = request::id("volume_id", &asked.volume_id)?;
     let target = request::path("target_path", &asked.target_path)?;
     let capability = capability(asked.volume_capability.as_ref())?;

@@ -221,11 +221,14 @@ pub fn common_filesystem(wanted: &[Capability]) -> Result<Option<FsType>, Refusa
     Ok(first.or_else(|| mounts.then_some(FsType::Ext4)))
 }
 
+/// Whether a component of Kubernetes has added this key.
+pub fn is_kubernetes_key(key: &str) -> bool {
+    KUBERNETES_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
+}
+
 /// Refuses every key that is not `known` and not one of those that Kubernetes adds.
 pub fn keys(field: &'static str, map: &HashMap<String, String>, known: &[&str]) -> Result<()> {
-    let expected = |key: &str| {
-        known.contains(&key) || KUBERNETES_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
-    };
+    let expected = |key: &str| known.contains(&key) || is_kubernetes_key(key);
     // The first in order, so that the answer is the same each time.
     match map.keys().filter(|key| !expected(key)).min() {
         None => Ok(()),
@@ -236,18 +239,27 @@ pub fn keys(field: &'static str, map: &HashMap<String, String>, known: &[&str]) 
     }
 }
 
-/// The context of a node call: nothing of it is needed, and a pod's own volume is not served.
+/// Whether the volume of a node call is a pod's own.
+pub fn is_inline(context: &HashMap<String, String>) -> Result<bool> {
+    match context.get(EPHEMERAL_KEY).map(String::as_str) {
+        None | Some("false") => Ok(false),
+        Some("true") => Ok(true),
+        Some(_) => Err(Error::invalid(
+            "volume_context",
+            format!("{EPHEMERAL_KEY} is neither true nor false"),
+        )),
+    }
+}
+
+/// The context of a node call for a persistent volume: nothing of it is needed.
 pub fn volume_context(context: &HashMap<String, String>) -> Result<()> {
-    keys("volume_context", context, &[])?;
-    if context.get(EPHEMERAL_KEY).is_some_and(|value| value == "true") {
+    if is_inline(context)? {
         return Err(Error::invalid(
             "volume_context",
-            format!(
-                "{EPHEMERAL_KEY}: inline volumes are not supported; use a PersistentVolumeClaim"
-            ),
+            format!("{EPHEMERAL_KEY}: an inline volume is published without being staged"),
         ));
     }
-    Ok(())
+    keys("volume_context", context, &[])
 }
 
 /// Whether `map` turns change tracking on or off, if it says so. Checks all of its keys.

@@ -20,6 +20,7 @@ use tonic::transport::Server;
 use super::args::Args;
 use super::call::Calls;
 use super::fault::Faults;
+use super::inline::Policy;
 use super::topology::Place;
 use super::{Plugin, socket};
 use crate::backend::{self, Backend, Config};
@@ -44,6 +45,8 @@ const GRACE: Duration = Duration::from_secs(1);
 const RELIEVE_EVERY: Duration = Duration::from_secs(1);
 /// Time between two looks for records that are past their retention.
 const FORGET_EVERY: Duration = Duration::from_secs(60);
+/// Time between two looks for inline volumes whose pod is gone.
+const COLLECT_EVERY: Duration = Duration::from_secs(10);
 
 /// Serves until a signal has come and the running calls are done. Volumes stay attached: pods go on,
 /// and the next driver takes over.
@@ -87,6 +90,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         block_size,
         change_record_retention,
         enable_snapshot_deltas,
+        inline,
         http_endpoint,
         drain_timeout,
         enable_faults: _,
@@ -99,8 +103,14 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     fail_points.into_iter().for_each(backend::fail_point::watch);
     // First, so that a signal during a long start ends the process in order, too.
     let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
-    let config =
-        Config { data_dir, pool, pool_size, retention: change_record_retention, overcommit };
+    let config = Config {
+        data_dir,
+        pool,
+        pool_size,
+        retention: change_record_retention,
+        overcommit,
+        inline: inline.limits(),
+    };
     // Before the socket is made: the backend's lock refuses a second driver.
     let backend = spawn_blocking(move || Backend::open(config)).await??;
     let metrics = Metrics::new(vec![Box::new(PoolRoom(backend.clone()))]);
@@ -114,6 +124,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         driver_name,
         style: block_metadata_type.style(block_size),
         snapshot_deltas: enable_snapshot_deltas,
+        inline: Policy { new: inline.new, from_snapshot: inline.from_snapshot },
     };
     if let Some(endpoint) = http_endpoint {
         let scrape: http::Scrape = Arc::new(move || metrics.scrape());
@@ -192,8 +203,11 @@ type Round = fn(&Backend) -> backend::Result<()>;
 
 /// Starts the backend's housekeeping.
 fn keep_house(backend: &Backend, shutdown: &Shutdown) {
-    let rounds: [(Duration, Round); 2] =
-        [(RELIEVE_EVERY, Backend::relieve_pressure), (FORGET_EVERY, Backend::forget_expired)];
+    let rounds: [(Duration, Round); 3] = [
+        (RELIEVE_EVERY, Backend::relieve_pressure),
+        (FORGET_EVERY, Backend::forget_expired),
+        (COLLECT_EVERY, Backend::collect_inline),
+    ];
     for (every, round) in rounds {
         tokio::spawn(tend(backend.clone(), every, round, shutdown.clone()));
     }

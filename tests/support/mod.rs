@@ -8,6 +8,7 @@ pub mod driver;
 pub mod exerciser;
 pub mod fsck;
 pub mod full;
+pub mod inline;
 pub mod kernel;
 pub mod load;
 pub mod random;
@@ -134,6 +135,7 @@ impl Pool {
             pool_size: Some(16 * GIB),
             retention: std::time::Duration::from_secs(3600),
             overcommit: 1e6,
+            inline: Default::default(),
         };
         configure(&mut config);
         let backend = Backend::open(config.clone()).unwrap();

@@ -46,6 +46,7 @@ impl Pool {
             pool_size: Some(4 << 30),
             retention: Duration::from_secs(3600),
             overcommit: 1e6,
+            inline: Default::default(),
         };
         let backend = Some(Backend::open(config.clone()).unwrap());
         Self { backend, config, staged: Vec::new(), directory }

@@ -262,6 +262,7 @@ fn root_an_image_that_was_being_made_is_made_again() {
         pool_size: Some(1 << 30),
         retention: Duration::from_secs(3600),
         overcommit: 1.0,
+        inline: Default::default(),
     };
     let opened = Backend::open(config.clone());
     if opened.is_err() {

@@ -1,0 +1,176 @@
+//! The flags of the mode.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{ArgAction, ValueEnum};
+
+use crate::kubernetes::client::{Rate, per_second};
+use crate::kubernetes::metadata_service::Address;
+use crate::kubernetes::name;
+use crate::kubernetes::tls::{self, authority};
+use crate::quantity;
+use crate::telemetry::{http, logs};
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Kubeconfig file; by default the ServiceAccount of the pod is used.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+
+    /// Driver whose inline volumes are judged, by the name of its CSIDriver object.
+    #[arg(long, default_value = "loopback.csi.local", value_parser = name::object, value_name = "NAME")]
+    pub driver_name: String,
+
+    /// TCP port to serve the webhooks on, on every address; 0 for any that is free.
+    #[arg(long, default_value_t = 9443, value_name = "PORT")]
+    pub port: u16,
+
+    #[command(flatten)]
+    pub tls: tls::Args,
+
+    #[command(flatten)]
+    pub authority: authority::Args,
+
+    /// Where the API server reaches the webhooks, as host:port: the name of a Service. The certificate of
+    /// --self-signed is for this host.
+    #[arg(long, value_name = "ADDRESS")]
+    pub service_address: Option<Address>,
+
+    /// MutatingWebhookConfiguration and ValidatingWebhookConfiguration whose caBundle is kept with --self-signed.
+    #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
+    pub webhook_configuration: String,
+
+    #[command(flatten)]
+    pub policy: PolicyArgs,
+
+    /// Calls to the API server a second.
+    #[arg(long, default_value_t = 50.0, value_parser = per_second, value_name = "N")]
+    pub kube_api_qps: f64,
+
+    /// Calls to the API server at once, after a pause.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
+    pub kube_api_burst: u32,
+
+    /// Serve /health and /metrics on host:port or :port.
+    #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
+    pub http_endpoint: http::Endpoint,
+
+    /// How long calls that run may take after the first signal to stop.
+    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub drain_timeout: Duration,
+
+    #[command(flatten)]
+    pub log: logs::Args,
+}
+
+/// What holds for namespaces of which the ConfigMap says nothing else.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Policy, where the ConfigMap says nothing else")]
+pub struct PolicyArgs {
+    /// ConfigMap with the policy, key policy.yaml, in the webhooks' own namespace (docs/inline-volumes.md).
+    #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
+    pub config_map: String,
+
+    /// Whether pods may have inline volumes at all.
+    #[arg(long, default_value_t = true, action = ArgAction::Set, value_name = "BOOL")]
+    pub inline_allowed: bool,
+
+    /// Attributes that pods may use; secrets stands for nodePublishSecretRef, content for all content/….
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,…",
+        default_values_t = [Attribute::Size, Attribute::Content, Attribute::Secrets, Attribute::ReadOnlyContent, Attribute::Medium])]
+    pub allowed_attributes: Vec<Attribute>,
+
+    /// Largest size that pods may ask for; by default as large as the driver makes them.
+    #[arg(long, value_parser = quantity::parse, value_name = "SIZE")]
+    pub max_size: Option<u64>,
+
+    /// Whose snapshots volumes may begin with.
+    #[arg(long, value_enum, default_value_t = FromSnapshot::None, value_name = "WHOSE")]
+    pub from_snapshot: FromSnapshot,
+
+    /// What a namespace's Pod Security level has to allow (label pod-security.kubernetes.io/enforce); by default what the
+    /// label security.openshift.io/csi-ephemeral-volume-profile of the CSIDriver object says, and without that privileged.
+    #[arg(long, value_enum, value_name = "LEVEL")]
+    pub volume_profile: Option<Level>,
+
+    /// Level of namespaces without that label.
+    #[arg(long, value_enum, default_value_t = Level::Privileged, value_name = "LEVEL")]
+    pub default_pod_security: Level,
+}
+
+/// What a pod can say of an inline volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+#[value(rename_all = "camelCase")]
+pub enum Attribute {
+    Size,
+    Content,
+    Secrets,
+    ReadOnlyContent,
+    Medium,
+    FromSnapshot,
+}
+
+/// Whose snapshots volumes may begin with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FromSnapshot {
+    /// Nobody's.
+    None,
+    /// Those that a VolumeSnapshot of the pod's namespace is bound to.
+    Namespace,
+    /// Any whose id is known.
+    Any,
+}
+
+/// Pod Security levels, the strictest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub enum Level {
+    Restricted,
+    Baseline,
+    Privileged,
+}
+
+/// Of the objects that belong to a deployment.
+const NAME: &str = "csi-loopback-admission";
+
+impl Args {
+    pub fn rate(&self) -> Rate {
+        Rate { per_second: self.kube_api_qps, burst: self.kube_api_burst }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args as _, Command, FromArgMatches};
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Args, clap::Error> {
+        let command = Args::augment_args(Command::new("x"));
+        command.clone().debug_assert();
+        Args::from_arg_matches(&command.try_get_matches_from(line.split_whitespace())?)
+    }
+
+    #[test]
+    fn flags_out_of_their_range_are_errors_of_the_command_line() {
+        let args = parse(
+            "x --self-signed --service-address a:1 --namespace n --inline-allowed false \
+             --allowed-attributes size,fromSnapshot --from-snapshot namespace --volume-profile baseline --max-size 1Gi",
+        );
+        let policy = args.unwrap().policy;
+        assert_eq!(policy.allowed_attributes, [Attribute::Size, Attribute::FromSnapshot]);
+        assert!(!policy.inline_allowed && policy.volume_profile < Some(Level::Privileged));
+        for (bad, named) in [
+            ("x --self-signed", "--service-address"),
+            ("x --allowed-attributes sizes", "size"),
+            ("x --from-snapshot all", "namespace"),
+            ("x --volume-profile open", "baseline"),
+            ("x --max-size much", "size"),
+            ("x --inline-allowed perhaps", "true"),
+            ("x --driver-name A_b", "a-z"),
+        ] {
+            let error = parse(bad).unwrap_err().to_string();
+            assert!(error.contains(named), "{bad}: {error}");
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! Inline ephemeral volumes as kubelet asks for them (pkg/volume/csi): the handle is made of the pod's uid and the volume's
+//! name in the pod, the target lies in the pod's directory, nothing is staged.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use csi_loopback::proto::csi::v1 as csi;
+use sha2::{Digest, Sha256};
+
+use super::driver::{Driver, mounted};
+
+/// A volume of a pod, as kubelet names and places it.
+#[derive(Debug, Clone)]
+pub struct PodVolume {
+    pub handle: String,
+    pub target: PathBuf,
+}
+
+/// Handle and target of the volume `name` of a pod, below the driver's scratch directory.
+pub fn pod_volume(driver: &Driver, pod_uid: &str, name: &str) -> PodVolume {
+    let pod = driver.scratch().join("pods").join(pod_uid);
+    let digest = Sha256::digest(format!("{pod_uid}{name}"));
+    let digits: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    PodVolume {
+        handle: format!("csi-{digits}"),
+        target: pod.join("volumes/kubernetes.io~csi").join(name).join("mount"),
+    }
+}
+
+impl PodVolume {
+    /// The request to publish it, writable, with these attributes.
+    pub fn publishing(&self, attributes: &[(&str, &str)]) -> csi::NodePublishVolumeRequest {
+        csi::NodePublishVolumeRequest {
+            volume_id: self.handle.clone(),
+            target_path: self.target.display().to_string(),
+            volume_capability: Some(mounted("")),
+            volume_context: context(attributes),
+            ..Default::default()
+        }
+    }
+
+    /// The request to publish it as a volume of read-only content, with this secret.
+    pub fn publishing_content(
+        &self,
+        attributes: &[(&str, &str)],
+        secret: &[(&str, &str)],
+    ) -> csi::NodePublishVolumeRequest {
+        let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        csi::NodePublishVolumeRequest {
+            readonly: true,
+            secrets: secret.iter().map(owned).collect(),
+            ..self.publishing(attributes)
+        }
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.target.join(name)
+    }
+}
+
+/// What kubelet adds to the attributes with podInfoOnMount.
+pub fn context(attributes: &[(&str, &str)]) -> HashMap<String, String> {
+    let of_kubelet = [
+        ("csi.storage.k8s.io/ephemeral", "true"),
+        ("csi.storage.k8s.io/pod.name", "pod"),
+        ("csi.storage.k8s.io/pod.namespace", "apps"),
+        ("csi.storage.k8s.io/pod.uid", "b9e3f0c6-0d5d-4c8e-9c4c-1f5f3a9d2f10"),
+        ("csi.storage.k8s.io/serviceAccount.name", "default"),
+    ];
+    let all = of_kubelet.iter().chain(attributes);
+    all.map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+}
+
+/// Whether anything is mounted at `path`.
+pub fn is_mounted(path: &Path) -> bool {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    mounts.lines().any(|line| line.split(' ').nth(4) == path.to_str())
+}

@@ -10,7 +10,7 @@ use roaring::RoaringBitmap;
 
 use super::catalog;
 use super::error::{Context, Error, Result};
-use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
+use super::model::{Inline, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Directory, Pool};
 use super::store::length;
 use super::tracker::{Bitmap, RecordReader, SEGMENT_BLOCKS};
@@ -64,6 +64,7 @@ pub struct Report {
     pub description: String,
     pub findings: Vec<Finding>,
     pub volumes: u64,
+    pub inline_volumes: u64,
     pub snapshots: u64,
     pub records: u64,
 }
@@ -71,6 +72,7 @@ pub struct Report {
 struct Checker<'a> {
     pool: &'a dyn Pool,
     volumes: Vec<Volume>,
+    inline: Vec<Inline>,
     snapshots: BTreeMap<String, Snapshot>,
     findings: Vec<Finding>,
     records: u64,
@@ -87,17 +89,21 @@ pub fn check(data_dir: &Path) -> Result<Report> {
         data_dir.join("lock").exists().then(|| super::lock_instance(data_dir)).transpose()?;
     let pool = pool::open_existing(data_dir)?;
     let _lock = early.map_or_else(|| super::lock_instance(data_dir), Ok)?;
-    let (volumes, snapshots) = catalog::read_verified(&super::catalog_path(pool.root()), |rows| {
-        Ok((rows.select(|_: &Volume| true)?, rows.select(|_: &Snapshot| true)?))
-    })?;
+    let (volumes, inline, snapshots) =
+        catalog::read_verified(&super::catalog_path(pool.root()), |rows| {
+            let volumes = rows.select(|_: &Volume| true)?;
+            Ok((volumes, rows.select(|_: &Inline| true)?, rows.select(|_: &Snapshot| true)?))
+        })?;
     let mut checker = Checker {
         pool: pool.as_ref(),
         volumes,
+        inline,
         snapshots: snapshots.into_iter().map(|row| (row.id.clone(), row)).collect(),
         findings: Vec::new(),
         records: 0,
     };
     checker.check_volumes()?;
+    checker.check_inline()?;
     checker.check_snapshots()?;
     checker.check_orphans()?;
     let room = pool.room()?;
@@ -110,6 +116,7 @@ pub fn check(data_dir: &Path) -> Result<Report> {
             room.total
         ),
         volumes: checker.volumes.len() as u64,
+        inline_volumes: checker.inline.len() as u64,
         snapshots: checker.snapshots.len() as u64,
         records: checker.records,
         findings: checker.findings,
@@ -167,6 +174,20 @@ impl Checker<'_> {
                     &volume.id,
                     format!("its baseline {baseline:?} is gone; the next backup is a full one"),
                 );
+            }
+        }
+        Ok(())
+    }
+
+    /// Those in memory have no file.
+    fn check_inline(&mut self) -> Result<()> {
+        for row in self.inline.clone() {
+            if row.phase != Phase::Ready {
+                let message = "being made or removed; start the driver to settle it";
+                self.find(FindingKind::Unfinished, &row.id, message);
+            } else if !row.request.in_memory {
+                let path = self.pool.volume_path(&row.id);
+                self.open(&path, &row.id, row.capacity_bytes)?;
             }
         }
         Ok(())
@@ -312,8 +333,14 @@ impl Checker<'_> {
 
     /// Files that the catalog does not account for.
     fn check_orphans(&mut self) -> Result<()> {
-        let volumes: BTreeSet<String> =
-            self.volumes.iter().map(|volume| volume.id.clone()).collect();
+        let in_pool = self.inline.iter().filter(|row| !row.request.in_memory);
+        let volumes: BTreeSet<String> = self
+            .volumes
+            .iter()
+            .map(|volume| &volume.id)
+            .chain(in_pool.map(|row| &row.id))
+            .cloned()
+            .collect();
         let data: BTreeSet<String> = self.snapshots.keys().cloned().collect();
         let records: BTreeSet<String> = self
             .snapshots

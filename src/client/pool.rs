@@ -52,6 +52,7 @@ fn shown(report: &Report) -> String {
     let mut text = format::facts(&[
         ("pool", report.description.clone()),
         ("volumes", report.volumes.to_string()),
+        ("inline volumes", report.inline_volumes.to_string()),
         ("snapshots", report.snapshots.to_string()),
         ("change records", report.records.to_string()),
         (
@@ -91,6 +92,7 @@ fn document(report: &Report) -> serde_json::Value {
     json!({
         "pool": report.description,
         "volumes": report.volumes,
+        "inline_volumes": report.inline_volumes,
         "snapshots": report.snapshots,
         "change_records": report.records,
         "findings": findings,

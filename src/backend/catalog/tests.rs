@@ -55,3 +55,20 @@ fn a_catalog_that_met_an_io_error_goes_on_with_what_was_committed() {
     read_verified(&path, |_| Ok(())).unwrap();
     assert_eq!(ids(&Catalog::open(&path).unwrap()), ["a", "b0", "b1", "b2"]);
 }
+
+#[test]
+fn a_catalog_from_before_inline_volumes_gets_their_table_and_keeps_the_rest() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("catalog.redb");
+    let catalog = Catalog::open(&path).unwrap();
+    catalog.write(|tx| tx.put(&volume("a"))).unwrap();
+    catalog.write(|tx| tx.inner.delete_table(Inline::TABLE).map_err(failed)).unwrap();
+    assert!(catalog.read().unwrap().select(|_: &Inline| true).is_err());
+    drop(catalog);
+    let check = |rows: &Reading| rows.select(|_: &Inline| true);
+    // As `pool check` reads it, which changes nothing.
+    assert!(read_verified(&path, check).unwrap().is_empty());
+    let catalog = Catalog::open(&path).unwrap();
+    assert!(check(&catalog.read().unwrap()).unwrap().is_empty());
+    assert_eq!(ids(&catalog), ["a"]);
+}

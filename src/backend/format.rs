@@ -1,17 +1,44 @@
-//! The filesystem on a volume: making it where there is none, never over data, and growing it after
-//! its volume.
+//! The filesystem on a volume, inline or not: making it where there is none, never over data, and growing it
+//! after its volume.
 
 use std::fs::File;
 use std::io;
 
 use nix::unistd::{Whence, lseek};
 
+use super::catalog::Row;
 use super::error::{Error, Result};
 use super::fail_point::reach;
 use super::filesystem;
 use super::loop_device::LoopDevice;
-use super::model::{Format, FsType, Volume};
+use super::model::{Format, FsType, Inline, Volume};
 use super::store::Store;
+
+/// A row whose blocks may carry a filesystem.
+pub trait Formatted: Row {
+    fn capacity_bytes(&self) -> u64;
+    fn format(&mut self) -> &mut Option<Format>;
+}
+
+impl Formatted for Volume {
+    fn capacity_bytes(&self) -> u64 {
+        self.capacity_bytes
+    }
+
+    fn format(&mut self) -> &mut Option<Format> {
+        &mut self.format
+    }
+}
+
+impl Formatted for Inline {
+    fn capacity_bytes(&self) -> u64 {
+        self.capacity_bytes
+    }
+
+    fn format(&mut self) -> &mut Option<Format> {
+        &mut self.format
+    }
+}
 
 /// Makes sure that a volume to be mounted holds the filesystem that is `wanted` (or any), and says
 /// which it is.
@@ -61,19 +88,26 @@ fn recognise(
     Ok(found)
 }
 
-fn make(store: &Store, volume: &mut Volume, device: &LoopDevice, fs_type: FsType) -> Result<()> {
-    let size_bytes = volume.capacity_bytes;
-    note(store, volume, Format { fs_type, size_bytes, unfinished: true })?;
+/// Makes a filesystem of this type. What is on the blocks is nobody's data.
+pub fn make<R: Formatted>(
+    store: &Store,
+    row: &mut R,
+    device: &LoopDevice,
+    fs_type: FsType,
+) -> Result<()> {
+    let size_bytes = row.capacity_bytes();
+    note(store, row, Format { fs_type, size_bytes, unfinished: true })?;
     filesystem::make(fs_type, device.path())?;
     reach("format.made")?;
     device.flush()?;
     reach("format.flushed")?;
-    note(store, volume, Format { fs_type, size_bytes, unfinished: false })
+    note(store, row, Format { fs_type, size_bytes, unfinished: false })
 }
 
-fn note(store: &Store, volume: &mut Volume, format: Format) -> Result<()> {
-    volume.format = Some(format);
-    store.catalog.write(|tx| tx.put(&*volume))
+/// Writes down what is on the blocks.
+pub fn note<R: Formatted>(store: &Store, row: &mut R, format: Format) -> Result<()> {
+    *row.format() = Some(format);
+    store.catalog.write(|tx| tx.put(&*row))
 }
 
 fn holds_data(backing: &File) -> Result<bool> {
@@ -94,28 +128,29 @@ pub fn forget(store: &Store, volume: &mut Volume) -> Result<()> {
 }
 
 /// The filesystem of a volume that is smaller than the volume.
-fn to_grow(volume: &Volume) -> Option<Format> {
-    volume.format.filter(|format| format.size_bytes < volume.capacity_bytes)
+fn to_grow<R: Formatted>(row: &mut R) -> Option<Format> {
+    let capacity_bytes = row.capacity_bytes();
+    row.format().filter(|format| format.size_bytes < capacity_bytes)
 }
 
 /// Before the mount: grows what this process may not grow once it is mounted.
-pub fn grow_unmounted(store: &Store, volume: &mut Volume, device: &LoopDevice) -> Result<()> {
-    let Some(format) = to_grow(volume).filter(|format| !filesystem::grows_online(format.fs_type))
+pub fn grow_unmounted<R: Formatted>(store: &Store, row: &mut R, device: &LoopDevice) -> Result<()> {
+    let Some(format) = to_grow(row).filter(|format| !filesystem::grows_online(format.fs_type))
     else {
         return Ok(());
     };
     filesystem::grow_unmounted(format.fs_type, device.path())?;
-    grown(store, volume, format)
+    grown(store, row, format)
 }
 
 /// Grows the mounted filesystem to the volume's capacity, where it has not been done.
-pub fn grow(
+pub fn grow<R: Formatted>(
     store: &Store,
-    volume: &mut Volume,
+    row: &mut R,
     device: &LoopDevice,
     mounted_at: &std::path::Path,
 ) -> Result<()> {
-    let Some(format) = to_grow(volume) else { return Ok(()) };
+    let Some(format) = to_grow(row) else { return Ok(()) };
     let fs_type = format.fs_type;
     if !filesystem::grows_online(fs_type) {
         return Err(Error::Precondition(format!(
@@ -124,11 +159,11 @@ pub fn grow(
         )));
     }
     filesystem::grow(fs_type, device.path(), mounted_at)?;
-    grown(store, volume, format)
+    grown(store, row, format)
 }
 
-fn grown(store: &Store, volume: &mut Volume, format: Format) -> Result<()> {
+fn grown<R: Formatted>(store: &Store, row: &mut R, format: Format) -> Result<()> {
     reach("format.grown")?;
-    let size_bytes = volume.capacity_bytes;
-    note(store, volume, Format { size_bytes, ..format })
+    let size_bytes = row.capacity_bytes();
+    note(store, row, Format { size_bytes, ..format })
 }

@@ -6,6 +6,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,10 +23,13 @@ use super::units::BLOCK_SIZE;
 const CONTROL: &str = "/dev/loop-control";
 const LOOP_MAJOR: u64 = 7;
 
+/// Held while a free device is taken: of many threads that ask at once all get the same number.
+static TAKING: Mutex<()> = Mutex::new(());
+
 /// How often another process may take a free device from under us.
 const ATTACH_ATTEMPTS: usize = 64;
 
-/// How long a device may take to let go of its file.
+/// How long a device may take to let go of its file, where somebody waits for that.
 const DETACH_DEADLINE: Duration = Duration::from_secs(10);
 
 /// A loop device that had a backing file when it was looked at.
@@ -78,6 +82,7 @@ impl LoopDevice {
             Lifetime::Explicit => 0,
             Lifetime::LastUser => LO_FLAGS_AUTOCLEAR as u32,
         };
+        let _taking = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
         for _ in 0..ATTACH_ATTEMPTS {
             let number = sys::loop_free_number(&control)
                 .context(|| "asking for a free loop device".to_owned())?;
@@ -248,8 +253,13 @@ impl LoopDevice {
 
     /// Lets go of the backing file that the device has now, and waits until it is done.
     pub fn release(&self) -> Result<()> {
+        self.release_within(DETACH_DEADLINE)
+    }
+
+    /// Like [`Self::release`]; `Busy` when it takes longer than this.
+    pub fn release_within(&self, patience: Duration) -> Result<()> {
         let Some(backing) = self.identity() else { return Ok(()) };
-        let deadline = Instant::now() + DETACH_DEADLINE;
+        let deadline = Instant::now() + patience;
         while self.detach(backing)? {
             if Instant::now() > deadline {
                 return Err(Error::Busy(format!(

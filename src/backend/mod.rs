@@ -294,9 +294,9 @@ impl Backend {
         inline::publish(&self.store, publish)
     }
 
-    /// The inline volume of this handle that is there, if one is.
+    /// The inline volume of this handle that a pod has, if one is there.
     pub fn inline(&self, handle: &str) -> Result<Option<Inline>> {
-        inline::find(&self.store, handle)
+        Ok(inline::find(&self.store, handle)?.filter(|row| row.phase == Phase::Ready))
     }
 
     /// How many inline volumes there are, and their bytes in the pool and in memory.

@@ -6,15 +6,18 @@ use std::io;
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
 use super::super::filesystem;
-use super::super::loop_device::LoopDevice;
-use super::super::model::{Access, Format, FsType, Inline, InlineRequest, Snapshot};
+use super::super::format;
+use super::super::loop_device::{Lifetime, LoopDevice};
+use super::super::model::{Access, Format, FsType, Inline, InlineRequest, Phase, Snapshot};
 use super::super::pool::{self, Directory};
 use super::super::store::{Store, length};
 use super::super::units::{BLOCK_SIZE, MIN_VOLUME_BYTES};
 use super::{memory, wipe};
 
-/// Size of a volume that is to be written to, and of one of content, when none is asked for, in bytes.
+/// Size of a volume when none is asked for, in bytes: of one that is to be written to, of such a one in memory, and of one
+/// of content. Never more than `--inline-max-size`.
 const SCRATCH_BYTES: u64 = 1 << 30;
+const MEMORY_BYTES: u64 = 64 << 20;
 const CONTENT_BYTES: u64 = 16 << 20;
 
 fn wanted_filesystem(request: &InlineRequest) -> Option<FsType> {
@@ -24,22 +27,30 @@ fn wanted_filesystem(request: &InlineRequest) -> Option<FsType> {
     }
 }
 
+fn default_bytes(store: &Store, request: &InlineRequest) -> u64 {
+    let bytes = match (request.read_only_content, request.in_memory) {
+        (true, _) => CONTENT_BYTES,
+        (false, true) => MEMORY_BYTES,
+        (false, false) => SCRATCH_BYTES,
+    };
+    bytes.min(store.config.inline.max_size)
+}
+
 /// The capacity of a new volume in bytes: whole blocks, at least its source and what its filesystem needs.
 pub fn capacity(store: &Store, request: &InlineRequest) -> Result<u64> {
     let source = match &request.from_snapshot {
         Some(id) => store.catalog.read()?.live_snapshot(id)?.capacity_bytes,
         None => 0,
     };
-    let wanted = match (request.size_bytes, request.read_only_content) {
-        (Some(bytes), _) if bytes < source => {
+    let wanted = match request.size_bytes {
+        Some(bytes) if bytes < source => {
             return Err(Error::OutOfRange(format!(
                 "volume_context: size: {bytes} bytes are less than the {source} of the snapshot"
             )));
         }
-        (Some(bytes), _) => bytes,
-        (None, _) if source > 0 => source,
-        (None, true) => CONTENT_BYTES,
-        (None, false) => SCRATCH_BYTES.min(store.config.inline.max_size),
+        Some(bytes) => bytes,
+        None if source > 0 => source,
+        None => default_bytes(store, request),
     };
     let least = wanted_filesystem(request).unwrap_or(FsType::Ext4).min_bytes();
     let bytes = wanted.max(least).max(MIN_VOLUME_BYTES);
@@ -53,59 +64,76 @@ pub fn capacity(store: &Store, request: &InlineRequest) -> Result<u64> {
     Ok(rounded)
 }
 
+/// The backing file in the pool, if it is there.
+fn open(store: &Store, row: &Inline, write: bool) -> Result<Option<File>> {
+    match File::options().read(true).write(write).open(store.volume_path(&row.id)) {
+        Ok(backing) => Ok(Some(backing)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::io(format!("opening the backing file of {:?}", row.handle), e)),
+    }
+}
+
+/// What is wrong with the backing file, if anything.
+fn wrong_with(row: &Inline, backing: Option<&File>) -> Result<Option<String>> {
+    let Some(backing) = backing else {
+        return Ok(Some("its backing file is gone; delete the pod".to_owned()));
+    };
+    let (bytes, capacity) = (length(backing)?, row.capacity_bytes);
+    Ok((bytes < capacity).then(|| {
+        format!("its backing file has {bytes} bytes instead of {capacity}; delete the pod")
+    }))
+}
+
+/// What is wrong with the blocks, if anything.
+pub fn defect(store: &Store, row: &Inline) -> Result<Option<String>> {
+    if row.request.in_memory {
+        return Ok(None);
+    }
+    wrong_with(row, open(store, row, false)?.as_ref())
+}
+
 /// The device of a volume, even when its backing file was deleted under it.
 pub fn device(store: &Store, row: &Inline) -> Result<Option<LoopDevice>> {
     if row.request.in_memory {
         return memory::find(&row.id);
     }
-    match File::open(store.volume_path(&row.id)) {
-        Ok(backing) => Ok(LoopDevice::find(&backing)?.into_iter().next()),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => LoopDevice::find_deleted(&row.id),
-        Err(e) => Err(Error::io(format!("opening the backing file of {:?}", row.handle), e)),
+    match open(store, row, false)? {
+        Some(backing) => Ok(LoopDevice::find(&backing)?.into_iter().next()),
+        None => LoopDevice::find_deleted(&row.id),
     }
 }
 
-/// The volume's device with a filesystem on it, both made where they are not there.
-pub fn attach(store: &Store, row: &mut Inline) -> Result<(LoopDevice, FsType)> {
-    let device = match row.request.in_memory {
-        true => in_memory(store, row)?,
-        false => LoopDevice::ensure(&file(store, row)?)?,
-    };
-    match row.format {
-        Some(Format { fs_type, unfinished: false, .. }) => Ok((device, fs_type)),
-        Some(_) | None => format(store, row, &device).map(|fs_type| (device, fs_type)),
+/// The device of a volume. That of a new one is made with all that is behind it; that of another is found, or attached
+/// again after a reboot.
+pub fn attach(store: &Store, row: &Inline) -> Result<LoopDevice> {
+    match (row.phase, row.request.in_memory) {
+        (Phase::Creating, true) => memory::make(&row.id, row.capacity_bytes),
+        // Nobody else knows the file yet, so it has no device.
+        (Phase::Creating, false) => {
+            LoopDevice::attach(&make(store, row)?, Lifetime::Explicit).map(|(device, _)| device)
+        }
+        (_, true) => memory::find(&row.id)?
+            .ok_or_else(|| Error::Damaged(format!("{:?} is no longer in memory", row.handle))),
+        (_, false) => {
+            let backing = open(store, row, true)?;
+            match (wrong_with(row, backing.as_ref())?, backing) {
+                (None, Some(backing)) => LoopDevice::ensure(&backing),
+                (wrong, _) => {
+                    let wrong = wrong.unwrap_or_default();
+                    Err(Error::Damaged(format!("{:?}: {wrong}", row.handle)))
+                }
+            }
+        }
     }
 }
 
-/// What was in memory is lost with it, as after a reboot: then the volume begins anew.
-fn in_memory(store: &Store, row: &mut Inline) -> Result<LoopDevice> {
-    if let Some(device) = memory::find(&row.id)? {
-        return Ok(device);
-    }
-    if row.format.is_some() {
-        note(store, row, None)?;
-    }
-    memory::make(&row.id, row.capacity_bytes)
-}
-
-/// The backing file in the pool. Until there is a filesystem it holds nothing, and is made anew.
-fn file(store: &Store, row: &Inline) -> Result<File> {
-    let path = store.volume_path(&row.id);
+/// Makes the backing file, durable.
+fn make(store: &Store, row: &Inline) -> Result<File> {
     let doing = || format!("making the backing file of inline volume {:?}", row.handle);
-    if row.format.is_some() {
-        return File::options().read(true).write(true).open(&path).map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound => Error::Damaged(format!(
-                "the backing file of {:?} is gone; delete the pod",
-                row.handle
-            )),
-            _ => Error::io(doing(), e),
-        });
-    }
-    let file = pool::new_file(&path)?;
+    let file = pool::new_file(&store.volume_path(&row.id))?;
     store.pool.adopt(&file)?;
     if let Some(id) = &row.request.from_snapshot {
-        let source: Snapshot = store.catalog.read()?.live_snapshot(id)?;
-        store.pool.clone(&store.open_snapshot(&source)?, &file)?;
+        store.pool.clone(&open_snapshot(store, id)?, &file)?;
         reach("inline.cloned")?;
     }
     file.set_len(row.capacity_bytes).context(doing)?;
@@ -116,45 +144,39 @@ fn file(store: &Store, row: &Inline) -> Result<File> {
     Ok(file)
 }
 
-fn format(store: &Store, row: &mut Inline, device: &LoopDevice) -> Result<FsType> {
-    let wanted = wanted_filesystem(&row.request);
-    let size_bytes = row.capacity_bytes;
-    if row.request.from_snapshot.is_some() {
-        let found = filesystem::recognise(&device.open(false)?)?;
-        let fs_type = found.filter(|found| wanted.is_none_or(|wanted| wanted == *found));
-        let fs_type = fs_type.ok_or_else(|| {
-            let found = found.map_or("no filesystem known here", FsType::name);
-            Error::Precondition(format!(
-                "fs_type: the snapshot holds {found}; leave fsType out, or use another snapshot"
-            ))
-        })?;
-        // How far it has grown is not known.
-        note(store, row, Some(Format { fs_type, size_bytes: 0, unfinished: false }))?;
-        return Ok(fs_type);
+fn open_snapshot(store: &Store, id: &str) -> Result<File> {
+    let snapshot: Snapshot = store.catalog.read()?.live_snapshot(id)?;
+    store.open_snapshot(&snapshot).or_else(|error| {
+        // Deleted since it was looked up?
+        store.catalog.read()?.live_snapshot(id).and(Err(error))
+    })
+}
+
+/// The filesystem on the device, which is not mounted where the volume is new: made, or found in the snapshot's data.
+pub fn filesystem(store: &Store, row: &mut Inline, device: &LoopDevice) -> Result<FsType> {
+    match row.format {
+        Some(Format { fs_type, unfinished: false, .. }) => return Ok(fs_type),
+        _ if row.phase == Phase::Creating => {}
+        // What a pod has seen is not made again.
+        _ => return Err(Error::Damaged(format!("{:?} has no filesystem", row.handle))),
     }
-    let fs_type = wanted.unwrap_or(FsType::Ext4);
-    note(store, row, Some(Format { fs_type, size_bytes, unfinished: true }))?;
-    filesystem::make(fs_type, device.path())?;
-    reach("inline.formatted")?;
-    device.flush()?;
-    reach("inline.format_flushed")?;
-    note(store, row, Some(Format { fs_type, size_bytes, unfinished: false }))?;
+    let wanted = wanted_filesystem(&row.request);
+    if row.request.from_snapshot.is_none() {
+        let fs_type = wanted.unwrap_or(FsType::Ext4);
+        return format::make(store, row, device, fs_type).map(|()| fs_type);
+    }
+    let found = filesystem::recognise(&device.open(false)?)?;
+    let fs_type = found.filter(|found| wanted.is_none_or(|wanted| wanted == *found));
+    let fs_type = fs_type.ok_or_else(|| {
+        let found = found.map_or("no filesystem known here", FsType::name);
+        Error::Precondition(format!(
+            "fs_type: the snapshot holds {found}; leave fsType out, or use another snapshot"
+        ))
+    })?;
+    // How far it has grown is not known.
+    format::note(store, row, Format { fs_type, size_bytes: 0, unfinished: false })?;
+    format::grow_unmounted(store, row, device)?;
     Ok(fs_type)
-}
-
-fn note(store: &Store, row: &mut Inline, format: Option<Format>) -> Result<()> {
-    row.format = format;
-    store.catalog.write(|tx| tx.put(&*row))
-}
-
-/// Grows the mounted filesystem to the volume's capacity, where it is smaller.
-pub fn grow(store: &Store, row: &mut Inline, device: &LoopDevice) -> Result<()> {
-    let Some(format) = row.format.filter(|format| format.size_bytes < row.capacity_bytes) else {
-        return Ok(());
-    };
-    filesystem::grow(format.fs_type, device.path(), &row.target)?;
-    reach("inline.grown")?;
-    note(store, row, Some(Format { size_bytes: row.capacity_bytes, ..format }))
 }
 
 /// Removes the backing file. The device is gone already, and with it all that was in memory.
@@ -167,24 +189,4 @@ pub fn remove(store: &Store, row: &Inline) -> Result<()> {
         wipe::wipe(&path)?;
     }
     pool::remove(&path)
-}
-
-/// What is wrong with the backing file, if anything.
-pub fn defect(store: &Store, row: &Inline) -> Result<Option<String>> {
-    if row.request.in_memory {
-        return Ok(None);
-    }
-    let bytes = match File::open(store.volume_path(&row.id)) {
-        Ok(backing) => length(&backing)?,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => 0,
-        Err(e) => {
-            return Err(Error::io(format!("opening the backing file of {:?}", row.handle), e));
-        }
-    };
-    Ok((bytes < row.capacity_bytes).then(|| {
-        format!(
-            "the backing file has {bytes} bytes instead of {}; delete the pod",
-            row.capacity_bytes
-        )
-    }))
 }

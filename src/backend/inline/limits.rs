@@ -3,6 +3,7 @@
 use super::super::error::{Error, Result};
 use super::super::model::Inline;
 use super::super::store::Store;
+use super::super::upkeep;
 
 /// Bounds of inline volumes on this node. Sizes in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,10 +33,14 @@ pub fn admit(store: &Store, row: &Inline) -> Result<()> {
             row.capacity_bytes, limits.max_size
         )));
     }
-    let total = match limits.max_total {
-        Some(total) => total,
-        None => store.pool.room()?.total / 4,
-    };
+    let room = store.pool.room()?;
+    if !row.request.in_memory && upkeep::under_pressure(room) {
+        return Err(exhausted(format!(
+            "the pool is nearly full, {} of {} bytes are left; delete volumes or snapshots, or grow the pool",
+            room.available, room.total
+        )));
+    }
+    let total = limits.max_total.unwrap_or(room.total / 4);
     // One transaction: of two that are the last to fit, one is refused.
     store.catalog.write(|tx| {
         tx.check_room()?;

@@ -13,15 +13,19 @@ mod settle;
 mod wipe;
 
 use std::fs;
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::time::Duration;
 
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::filesystem;
+use super::format;
 use super::ids::{self, INLINE_PREFIX};
+use super::locks::Lock;
 use super::loop_device::LoopDevice;
-use super::model::{Access, Condition, Inline, InlineRequest, Phase, Usage};
+use super::model::{Access, Condition, FsType, Inline, InlineRequest, Phase, Usage};
 use super::store::Store;
 use super::target::{check_directory, remove_target};
 use super::upkeep;
@@ -34,6 +38,10 @@ pub use settle::{collect, settle};
 const CONTENT_FLAGS: &str = "nosuid,nodev,noexec";
 /// What a pod of any user may write to, as in emptyDir.
 const SCRATCH_MODE: u32 = 0o777;
+/// What ext4 is born with. An emptyDir begins empty, and some programs insist on that.
+const LOST_AND_FOUND: &str = "lost+found";
+/// How long a device may take to let go of its blocks, where a call waits for that.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What NodePublishVolume asks for.
 pub struct PublishInline<'a> {
@@ -46,19 +54,22 @@ pub struct PublishInline<'a> {
 
 /// Makes the volume and shows it, or makes what is there agree with the request.
 pub fn publish(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
-    let _lock = store.locks.take([lock_key(publish.handle).as_str()])?;
     check_handle(publish.handle)?;
+    let _lock = lock(store, publish.handle, publish.target)?;
     let found = store.catalog.read()?.get::<Inline>(publish.handle)?;
     match found {
         Some(row) if row.phase == Phase::Ready => again(store, row, publish),
-        Some(row) => take_away(store, row).and_then(|()| make(store, publish)),
+        Some(row) => take_away(store, row, PATIENCE).and_then(|()| make(store, publish)),
         None => make(store, publish),
     }
     .map_err(|error| upkeep::or_exhausted(store, error))
 }
 
-fn lock_key(handle: &str) -> String {
-    format!("inline volume {handle}")
+/// Two volumes at one target exclude each other as two calls for one volume do: what is there is looked at first.
+fn lock(store: &Store, handle: &str, target: &Path) -> Result<Lock> {
+    let volume = format!("inline volume {handle}");
+    let place = format!("target {}", target.display());
+    store.locks.take([volume.as_str(), place.as_str()])
 }
 
 /// A handle is kubelet's choice, and is only compared. What looks like an id of this driver is none.
@@ -89,6 +100,10 @@ fn again(store: &Store, mut row: Inline, publish: &PublishInline<'_>) -> Result<
             target.display()
         )));
     }
+    // What was in memory is lost with it, as after a reboot: then the volume begins anew, altogether.
+    if request.in_memory && blocks::device(store, &row)?.is_none() {
+        return take_away(store, row, PATIENCE).and_then(|()| make(store, publish));
+    }
     if content.has_secrets() && !row.carries_secret {
         row.carries_secret = true;
         store.catalog.write(|tx| tx.put(&row))?;
@@ -100,7 +115,7 @@ fn again(store: &Store, mut row: Inline, publish: &PublishInline<'_>) -> Result<
 fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
     let PublishInline { handle, target, request, content } = publish;
     check_directory("target_path", target)?;
-    let row = Inline {
+    let mut row = Inline {
         handle: (*handle).to_owned(),
         id: ids::new_id(INLINE_PREFIX, handle)?,
         phase: Phase::Creating,
@@ -111,13 +126,12 @@ fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
         carries_secret: content.has_secrets(),
     };
     limits::admit(store, &row)?;
-    let mut row = row;
     let made = bring_up(store, &mut row, content).and_then(|()| {
         row.phase = Phase::Ready;
         store.catalog.write(|tx| tx.put(&row))
     });
     if made.is_err()
-        && let Err(error) = take_away(store, row)
+        && let Err(error) = take_away(store, row, PATIENCE)
     {
         // The row stays as an intent: the next call, round or start goes on.
         tracing::error!(%error, "an inline volume that could not be made could not be undone yet");
@@ -127,24 +141,54 @@ fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
 
 /// Blocks, filesystem, mount, content, owner, in this order, each where it is not there yet.
 fn bring_up(store: &Store, row: &mut Inline, content: &Content) -> Result<()> {
-    let (device, fs_type) = blocks::attach(store, row)?;
-    let target = row.target.clone();
+    let device = blocks::attach(store, row)?;
+    let fs_type = blocks::filesystem(store, row, &device)?;
     let read_only = row.request.is_read_only();
-    fs::create_dir_all(&target).context(|| format!("making {}", target.display()))?;
-    reach("inline.directory_made")?;
-    if !is_shown(row, &device)? {
-        check_directory("target_path", &target)?;
-        let flags = mount_flags(&row.request);
-        filesystem::mount_device(device.path(), &target, fs_type, &flags, read_only)?;
+    if !read_only {
+        show(row, &device, fs_type, false)?;
+        return fill(store, row, &device, content);
     }
-    if read_only {
+    if row.phase == Phase::Creating {
+        // What the pod may not change is written before it can look. To be mounted anew is what every other mount
+        // namespace follows, and to be made read-only is not.
+        show(row, &device, fs_type, false)?;
+        fill(store, row, &device, content)?;
+        filesystem::unmount(&row.target, |mount| mount.shows(&device))?;
+    }
+    show(row, &device, fs_type, true)
+}
+
+/// Mounts the filesystem at the target, unless it is there.
+fn show(row: &Inline, device: &LoopDevice, fs_type: FsType, read_only: bool) -> Result<()> {
+    let target = &row.target;
+    fs::create_dir_all(target).context(|| format!("making {}", target.display()))?;
+    reach("inline.directory_made")?;
+    if is_shown(row, device)? {
         return Ok(());
     }
-    blocks::grow(store, row, &device)?;
-    let fresh = row.phase == Phase::Creating && row.request.from_snapshot.is_none();
+    check_directory("target_path", target)?;
+    let flags = mount_flags(&row.request, read_only);
+    filesystem::mount_device(device.path(), target, fs_type, &flags, read_only)
+}
+
+fn mount_flags(request: &InlineRequest, read_only: bool) -> Vec<String> {
+    let Access::Mount { flags, .. } = &request.capability.access else { return Vec::new() };
+    let own = request.read_only_content.then_some(CONTENT_FLAGS);
+    let asked = flags.iter().flat_map(|flags| flags.split(','));
+    asked.filter(|flag| read_only || *flag != "ro").chain(own).map(str::to_owned).collect()
+}
+
+/// What is in the mounted volume: all of its size, content, and an owner.
+fn fill(store: &Store, row: &mut Inline, device: &LoopDevice, content: &Content) -> Result<()> {
+    let target = row.target.clone();
+    format::grow(store, row, device, &target)?;
+    let begins_empty = row.phase == Phase::Creating && row.request.from_snapshot.is_none();
+    if begins_empty {
+        empty(&target)?;
+    }
     if row.request.read_only_content {
         content::refresh(&target, content)?;
-    } else if fresh {
+    } else if begins_empty {
         let mode = fs::Permissions::from_mode(SCRATCH_MODE);
         fs::set_permissions(&target, mode).context(|| format!("opening {}", target.display()))?;
         reach("inline.mode_set")?;
@@ -156,10 +200,14 @@ fn bring_up(store: &Store, row: &mut Inline, content: &Content) -> Result<()> {
     }
 }
 
-fn mount_flags(request: &InlineRequest) -> Vec<String> {
-    let Access::Mount { flags, .. } = &request.capability.access else { return Vec::new() };
-    let own = request.read_only_content.then(|| CONTENT_FLAGS.to_owned());
-    flags.iter().cloned().chain(own).collect()
+fn empty(root: &Path) -> Result<()> {
+    match fs::remove_dir(root.join(LOST_AND_FOUND)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => {
+            removed.context(|| format!("removing {LOST_AND_FOUND} from {}", root.display()))?;
+            reach("inline.emptied")
+        }
+    }
 }
 
 fn is_shown(row: &Inline, device: &LoopDevice) -> Result<bool> {
@@ -168,20 +216,21 @@ fn is_shown(row: &Inline, device: &LoopDevice) -> Result<bool> {
 
 /// Takes a volume away for good. OK when it is not there, or not at `target`.
 pub fn unpublish(store: &Store, handle: &str, target: &Path) -> Result<()> {
-    let _lock = store.locks.take([lock_key(handle).as_str()])?;
+    let _lock = lock(store, handle, target)?;
     match store.catalog.read()?.get::<Inline>(handle)? {
-        Some(row) if row.target == target => take_away(store, row),
+        Some(row) if row.target == target => take_away(store, row, PATIENCE),
         Some(_) | None => Ok(()),
     }
 }
 
-/// Intent, mount, blocks, target, row. Whatever is gone already is passed over.
-fn take_away(store: &Store, row: Inline) -> Result<()> {
+/// Intent, mount, blocks, target, row. Whatever is gone already is passed over. `Busy` when somebody still uses the
+/// filesystem, elsewhere or by an open file, after `patience`.
+fn take_away(store: &Store, row: Inline, patience: Duration) -> Result<()> {
     let row = Inline { phase: Phase::Deleting, ..row };
     store.catalog.write(|tx| tx.put(&row))?;
     if let Some(device) = blocks::device(store, &row)? {
         filesystem::unmount(&row.target, |mount| mount.shows(&device))?;
-        device.release()?;
+        device.release_within(patience)?;
     }
     blocks::remove(store, &row)?;
     remove_target(&row.target)?;

@@ -16,6 +16,7 @@
 mod support;
 
 mod harness;
+mod inline;
 mod node;
 mod snapshots;
 mod source;
@@ -30,6 +31,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use csi_loopback::backend::PoolKind;
 use harness::{ALL, PAGES, Play, STEPS, Scenario, Scene};
+use inline::OnPod;
 use node::{Call, OnNode};
 use support::driver::block;
 use support::{ALL_KINDS, MIB, have_root};
@@ -79,7 +81,21 @@ const ENTRIES: &[Entry] = entries! {
     "unstage" => OnNode::new(Call::Unstage),
     "unstage read-only" => OnNode::new(Call::UnstageReadOnly),
     "reboot" => OnNode::new(Call::Reboot),
+    "inline: publish with xfs" => OnPod::new(inline::Call::Publish("xfs")),
+    "inline: publish with btrfs" => OnPod::new(inline::Call::Publish("btrfs")),
+    "inline: publish from a snapshot" [inline::FROM_SNAPSHOT] => OnPod::new(inline::Call::FromSnapshot),
+    "inline: publish from a snapshot read-only" [inline::FROM_SNAPSHOT] => OnPod::new(inline::Call::ReadOnly),
+    "inline: publish to a group" => OnPod::new(inline::Call::ToGroup),
+    "inline: publish" => OnPod::new(inline::Call::Publish("")),
+    "inline: publish again after a reboot" => OnPod::new(inline::Call::RepeatAfterReboot),
+    "inline: publish again" => OnPod::new(inline::Call::Repeat),
+    "inline: unpublish" => OnPod::new(inline::Call::Unpublish),
+    "inline: unpublish after a reboot" => OnPod::new(inline::Call::UnpublishAfterReboot),
+    "inline: start with leftovers" => OnPod::new(inline::Call::Leftovers),
 };
+
+/// Scenarios whose call is a start of the driver.
+const STARTS: [&str; 2] = ["reboot", "inline: start with leftovers"];
 
 fn everything() -> bool {
     std::env::var("CRASH_POOLS").is_ok_and(|pools| pools == "all")
@@ -209,7 +225,9 @@ fn a_driver_killed_within_a_commit_of_the_catalog_finds_it_before_or_after() {
 fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
     const TEST: &str = "a_driver_killed_again_and_again_while_it_starts_settles_everything";
     let wanted = |kind, entry: &Entry| {
-        fits(kind, entry) && (everything() || kind == PoolKind::Image) && entry.name != "reboot"
+        fits(kind, entry)
+            && (everything() || kind == PoolKind::Image)
+            && !STARTS.contains(&entry.name)
     };
     for_each_scenario(TEST, wanted, |kind, entry| {
         let mut scenario = (entry.make)();
@@ -239,7 +257,7 @@ fn an_error_at_any_point_of_a_call_is_told_and_the_call_converges() {
     const TEST: &str = "an_error_at_any_point_of_a_call_is_told_and_the_call_converges";
     let wanted = |kind, entry: &Entry| {
         // Nobody waits for an answer there, and a start that fails is tried again.
-        let calls = !["pressure", "forget", "reboot"].contains(&entry.name);
+        let calls = !["pressure", "forget"].contains(&entry.name) && !STARTS.contains(&entry.name);
         calls && (everything() || kind == PoolKind::Image)
     };
     for_each_scenario(TEST, wanted, |kind, entry| {

@@ -127,10 +127,12 @@ pub fn forget(store: &Store, volume: &mut Volume) -> Result<()> {
     store.catalog.write(|tx| tx.put(&*volume))
 }
 
-/// The filesystem of a volume that is smaller than the volume.
+/// The filesystem of a volume that is smaller than the volume, and need not be.
 fn to_grow<R: Formatted>(row: &mut R) -> Option<Format> {
     let capacity_bytes = row.capacity_bytes();
-    row.format().filter(|format| format.size_bytes < capacity_bytes)
+    row.format().filter(|format| {
+        format.size_bytes < capacity_bytes && filesystem::grows_to(format.fs_type, capacity_bytes)
+    })
 }
 
 /// Before the mount: grows what this process may not grow once it is mounted.

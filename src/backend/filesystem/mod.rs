@@ -199,6 +199,12 @@ pub fn grow(fs_type: FsType, device: &Path, mounted_at: &Path) -> Result<()> {
     }))
 }
 
+/// Whether a filesystem of this type can be grown to so many bytes: btrfs resizes to no less than 256 MiB (the kernel's
+/// btrfs_ioctl_resize), and stays as it is on a device that is smaller.
+pub fn grows_to(fs_type: FsType, bytes: u64) -> bool {
+    fs_type != FsType::Btrfs || bytes >= 256 << 20
+}
+
 /// Whether this process may grow a mounted filesystem of this type: for ext4 the kernel asks for
 /// CAP_SYS_RESOURCE, which containers often lack.
 pub fn grows_online(fs_type: FsType) -> bool {

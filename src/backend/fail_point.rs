@@ -17,28 +17,66 @@
 use super::error::Result;
 
 /// Meets a point, as a step of an operation.
-#[cfg(not(feature = "failpoints"))]
+#[cfg(not(any(test, feature = "failpoints")))]
 #[inline(always)]
 pub fn reach(_name: &'static str) -> Result<()> {
     Ok(())
 }
 
 /// Meets a point where errors are the kernel's.
-#[cfg(not(feature = "failpoints"))]
+#[cfg(not(any(test, feature = "failpoints")))]
 #[inline(always)]
 pub fn meet(_name: &'static str) -> std::io::Result<()> {
     Ok(())
 }
 
 /// Meets a point, as a step of an operation.
-#[cfg(feature = "failpoints")]
+#[cfg(any(test, feature = "failpoints"))]
 pub fn reach(name: &'static str) -> Result<()> {
     use super::error::Context;
     meet(name).context(|| format!("fail point {name}"))
 }
 
+/// Meets a point where errors are the kernel's.
+#[cfg(any(test, feature = "failpoints"))]
+pub fn meet(name: &'static str) -> std::io::Result<()> {
+    #[cfg(test)]
+    in_tests::meet()?;
+    #[cfg(feature = "failpoints")]
+    on_purpose::meet(name)?;
+    let _ = name;
+    Ok(())
+}
+
 #[cfg(feature = "failpoints")]
-pub use on_purpose::{meet, watch};
+pub use on_purpose::watch;
+
+/// Unit tests let the points of their own thread fail, with the feature or without.
+#[cfg(test)]
+pub mod in_tests {
+    use std::cell::Cell;
+    use std::io;
+
+    thread_local! {
+        static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
+    }
+
+    /// After so many points all fail, as after a death; `None`: no more.
+    pub fn fail_after(points: Option<usize>) {
+        LEFT.set(points);
+    }
+
+    pub(super) fn meet() -> io::Result<()> {
+        match LEFT.get() {
+            None => Ok(()),
+            Some(0) => Err(io::Error::from_raw_os_error(libc::EIO)),
+            Some(left) => {
+                LEFT.set(Some(left - 1));
+                Ok(())
+            }
+        }
+    }
+}
 
 #[cfg(feature = "failpoints")]
 mod on_purpose {

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use linux_raw_sys::loop_device::{LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
 use tracing::warn;
 
@@ -135,9 +136,21 @@ impl LoopDevice {
     /// The device whose backing file is deleted and had this name, which must be unique for ever.
     pub fn find_deleted(name: &str) -> Result<Option<Self>> {
         let ending = format!("/{name} (deleted)");
+        Self::find_by_name(|file| file.ends_with(&ending))
+    }
+
+    /// The device whose backing file has this name, which must be unique for ever, at the root of a filesystem that is
+    /// mounted nowhere.
+    pub fn find_detached(name: &str) -> Result<Option<Self>> {
+        let wanted = format!("/{name}");
+        Self::find_by_name(|file| file == wanted)
+    }
+
+    /// The device whose backing file is called so by the kernel.
+    fn find_by_name(is_wanted: impl Fn(&str) -> bool) -> Result<Option<Self>> {
         for device in Self::all()? {
             let path = format!("/sys/block/loop{}/loop/backing_file", device.number);
-            if fs::read_to_string(path).is_ok_and(|file| file.trim_end().ends_with(&ending)) {
+            if fs::read_to_string(path).is_ok_and(|file| is_wanted(file.trim_end_matches('\n'))) {
                 return Ok(Some(device));
             }
         }
@@ -345,8 +358,9 @@ fn configure(device: &File, backing: &File, flags: u32) -> io::Result<()> {
         result => result?,
     }
     meet("loop.attached")?;
-    // The kernel may turn it off without a word.
-    if sys::loop_status(device)?.lo_flags & LO_FLAGS_DIRECT_IO as u32 == 0 {
+    // The kernel may turn it off without a word. What is in memory anyway has no other way.
+    let in_memory = fstatfs(backing)?.filesystem_type() == TMPFS_MAGIC;
+    if !in_memory && sys::loop_status(device)?.lo_flags & LO_FLAGS_DIRECT_IO as u32 == 0 {
         warn!("no direct I/O on this filesystem: data is cached twice");
     }
     Ok(())

@@ -243,7 +243,7 @@ pub fn mount_id(file: &File) -> io::Result<u64> {
 }
 
 /// Mounts `source` without attaching it to any directory: no mount table shows it, and it goes when
-/// the last descriptor of it and of its files goes.
+/// the last descriptor of it and of its files goes. Options are `name` or `name=value`.
 pub fn detached_mount(fs_type: &CStr, source: &str, options: &[&str]) -> io::Result<OwnedFd> {
     // The numbers of enum fsconfig_command and of the flags, from linux/mount.h.
     const FSOPEN_CLOEXEC: c_int = 1;
@@ -272,7 +272,12 @@ pub fn detached_mount(fs_type: &CStr, source: &str, options: &[&str]) -> io::Res
     };
     configure(SET_STRING, Some(c"source"), Some(&CString::new(source)?))?;
     for option in options {
-        configure(SET_FLAG, Some(&CString::new(*option)?), None)?;
+        match option.split_once('=') {
+            Some((name, value)) => {
+                configure(SET_STRING, Some(&CString::new(name)?), Some(&CString::new(value)?))?
+            }
+            None => configure(SET_FLAG, Some(&CString::new(*option)?), None)?,
+        };
     }
     configure(CMD_CREATE, None, None)?;
     // SAFETY: the context is a descriptor that fsopen returned.

@@ -17,6 +17,7 @@ mod support;
 
 mod harness;
 mod inline;
+mod inline_content;
 mod node;
 mod snapshots;
 mod source;
@@ -32,6 +33,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use csi_loopback::backend::PoolKind;
 use harness::{ALL, PAGES, Play, STEPS, Scenario, Scene};
 use inline::OnPod;
+use inline_content::{Call as ContentCall, InlineContent};
 use node::{Call, OnNode};
 use support::driver::block;
 use support::{ALL_KINDS, MIB, have_root};
@@ -89,6 +91,11 @@ const ENTRIES: &[Entry] = entries! {
     "inline: publish" => OnPod::new(inline::Call::Publish("")),
     "inline: publish again after a reboot" => OnPod::new(inline::Call::RepeatAfterReboot),
     "inline: publish again" => OnPod::new(inline::Call::Repeat),
+    "inline: content refreshed" => InlineContent::new(ContentCall::Refresh),
+    "inline: content" => InlineContent::new(ContentCall::Publish),
+    "inline: content in memory" => InlineContent::new(ContentCall::PublishInMemory),
+    "inline: first files" => InlineContent::new(ContentCall::Seed),
+    "inline: secret wiped" => InlineContent::new(ContentCall::Wipe),
     "inline: unpublish" => OnPod::new(inline::Call::Unpublish),
     "inline: unpublish after a reboot" => OnPod::new(inline::Call::UnpublishAfterReboot),
     "inline: start with leftovers" => OnPod::new(inline::Call::Leftovers),

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Calls that change what a crash leaves behind.
-const STEPS: [&str; 31] = [
+const STEPS: [&str; 35] = [
     ".commit()",
     ".create(&",
     ".set_len(",
@@ -21,9 +21,12 @@ const STEPS: [&str; 31] = [
     "fs::remove_file(",
     "fs::rename(",
     "fs::set_permissions(",
+    "mkdirat(",
     " mknod(",
     " mount(Some(",
     " mount(none,",
+    "renameat(",
+    "symlinkat(",
     "sys::add_extended_flags(",
     "sys::clone_file(",
     "sys::clone_range(",
@@ -37,16 +40,18 @@ const STEPS: [&str; 31] = [
     "sys::set_inode_flags(",
     "sys::thaw(",
     "umount2(",
+    "unlinkat(",
 ];
 
 /// Functions that need no point, and why.
-const EXCEPT: [(&str, &str); 10] = [
+const EXCEPT: [(&str, &str); 11] = [
     ("append", "into a buffer; the point comes when that is written"),
     ("clone", "the point is the caller's, who knows what is cloned"),
     ("ensure_node", "a node in /dev that belongs to nobody"),
     ("flush", "what is in the kernel's hands a dead process loses no more"),
     ("largest_file", "a file that the next start makes again"),
     ("meet", "the points themselves"),
+    ("overwrite", "once more what is overwritten by a repeat from its beginning"),
     ("probe", "files that the next start makes again"),
     ("probe_files", "files that the next start makes again"),
     ("rewrite", "what is there already, once more"),

@@ -36,6 +36,8 @@ pub use settle::{collect, settle};
 
 /// Whoever may run what is in a content volume, or open a device there, has no need to.
 const CONTENT_FLAGS: &str = "nosuid,nodev,noexec";
+/// What is given back to the pool while the volume lives is not wiped when it goes (btrfs discards by itself).
+const SECRET_FLAGS: &str = "nodiscard";
 /// What a pod of any user may write to, as in emptyDir.
 const SCRATCH_MODE: u32 = 0o777;
 /// What ext4 is born with. An emptyDir begins empty, and some programs insist on that.
@@ -167,15 +169,21 @@ fn show(row: &Inline, device: &LoopDevice, fs_type: FsType, read_only: bool) -> 
         return Ok(());
     }
     check_directory("target_path", target)?;
-    let flags = mount_flags(&row.request, read_only);
+    let flags = mount_flags(row, read_only);
     filesystem::mount_device(device.path(), target, fs_type, &flags, read_only)
 }
 
-fn mount_flags(request: &InlineRequest, read_only: bool) -> Vec<String> {
-    let Access::Mount { flags, .. } = &request.capability.access else { return Vec::new() };
-    let own = request.read_only_content.then_some(CONTENT_FLAGS);
+fn mount_flags(row: &Inline, read_only: bool) -> Vec<String> {
+    let Access::Mount { flags, .. } = &row.request.capability.access else { return Vec::new() };
+    let is_content = row.request.read_only_content;
+    let own = [
+        is_content.then_some(CONTENT_FLAGS),
+        // A volume of content may come to a secret later.
+        (is_content || row.carries_secret).then_some(SECRET_FLAGS),
+    ];
     let asked = flags.iter().flat_map(|flags| flags.split(','));
-    asked.filter(|flag| read_only || *flag != "ro").chain(own).map(str::to_owned).collect()
+    let asked = asked.filter(|flag| read_only || *flag != "ro");
+    asked.chain(own.into_iter().flatten()).map(str::to_owned).collect()
 }
 
 /// What is in the mounted volume: all of its size, content, and an owner.

@@ -14,7 +14,7 @@ use nix::fcntl::{AtFlags, OFlag, openat, readlinkat, renameat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fchmod, fstat, fstatat, mkdirat};
 use nix::unistd::{UnlinkatFlags, symlinkat, syncfs, unlinkat};
 
-use super::super::super::error::{Error, Result};
+use super::super::super::error::{Context, Error, Result};
 use super::super::super::fail_point::reach;
 use super::{c_string, generation, io_error};
 
@@ -95,7 +95,8 @@ impl Root {
 
     /// Everything that was written, on the device.
     pub fn flush(&self) -> Result<()> {
-        syncfs(&self.0).map_err(|e| io_error("flushing the volume", e))?;
+        // Room that lacks now lacks in the pool: what a volume has no room for is told when it is written.
+        syncfs(&self.0).context(|| "flushing the volume".to_owned())?;
         reach("content.flushed")
     }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, ValueEnum};
+use serde::Deserialize;
 
 use crate::kubernetes::client::{Rate, per_second};
 use crate::kubernetes::metadata_service::Address;
@@ -100,8 +101,9 @@ pub struct PolicyArgs {
 }
 
 /// What a pod can say of an inline volume.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Deserialize)]
 #[value(rename_all = "camelCase")]
+#[serde(rename_all = "camelCase")]
 pub enum Attribute {
     Size,
     Content,
@@ -112,7 +114,8 @@ pub enum Attribute {
 }
 
 /// Whose snapshots volumes may begin with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub enum FromSnapshot {
     /// Nobody's.
     None,
@@ -123,11 +126,29 @@ pub enum FromSnapshot {
 }
 
 /// Pod Security levels, the strictest first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub enum Level {
     Restricted,
     Baseline,
     Privileged,
+}
+
+impl Level {
+    const ALL: [(Self, &'static str); 3] = [
+        (Self::Restricted, "restricted"),
+        (Self::Baseline, "baseline"),
+        (Self::Privileged, "privileged"),
+    ];
+
+    /// As labels have it.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.iter().find(|(_, known)| *known == name).map(|(level, _)| *level)
+    }
+
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(level, _)| *level == self).map_or("", |(_, name)| name)
+    }
 }
 
 /// Of the objects that belong to a deployment.

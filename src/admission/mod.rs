@@ -1,11 +1,21 @@
 //! The mode `admission`: webhooks for pods with inline volumes of one driver (KEP-596, "Read-only volumes" and "Security
 //! Considerations"). One sets what a volume of read-only content needs in a pod; one holds pods to the policy of their
-//! namespace, and warns of templates whose pods it will refuse.
+//! namespace; one warns of templates whose pods will be refused.
 //!
 //! Any number of replicas may run; none keeps anything.
 
 mod args;
+mod judge;
+mod metrics;
+mod policy;
+mod read_only;
 mod server;
+mod snapshots;
+mod volumes;
+mod webhooks;
 
 pub use args::Args;
 pub use server::run;
+
+/// Who is told to have no right.
+const ROLE: &str = "admission webhooks";

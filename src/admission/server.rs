@@ -1,12 +1,104 @@
 //! The webhooks from start to end: flags, API server, certificate, policy.
 
 use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use k8s_openapi::api::admissionregistration::v1::{
+    MutatingWebhookConfiguration, ValidatingWebhookConfiguration,
+};
+use kube::Client;
 
 use super::args::Args;
+use super::judge::Judge;
+use super::metrics::Metrics;
+use super::policy::{Policies, Unknown};
+use super::webhooks;
+use crate::kubernetes::publish::keep;
+use crate::kubernetes::tls::Bundles;
+use crate::kubernetes::tls::identity::Wanted;
+use crate::kubernetes::webhook_configuration::CaBundle;
+use crate::kubernetes::{client, https, tls};
+use crate::telemetry::http::{self, Pages};
 use crate::telemetry::logs;
+use crate::telemetry::shutdown::{Shutdown, run_to_end};
+
+/// As whom fields of others' objects are written.
+const MANAGER: &str = "csi-loopback-admission";
 
 /// Serves until a signal has come.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     logs::init(args.log.clone())?;
-    anyhow::bail!("not built yet")
+    run_to_end(serve(args))
+}
+
+async fn serve(args: Args) -> anyhow::Result<()> {
+    let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
+    let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
+    let namespace = args.authority.namespace()?;
+    let wanted = Wanted {
+        mode: "admission",
+        files: &args.tls,
+        authority: &args.authority,
+        address: args.service_address.as_ref(),
+        managed: true,
+    };
+    let identity = tls::identity::start(&kubernetes, wanted, &shutdown).await?;
+    let metrics = Metrics::new(|registry| identity.register(registry));
+    let policies = Policies::start(&kubernetes, &namespace, &args.policy, shutdown.clone());
+    // A rate of its own: a flood of reviews keeps neither policy nor certificate from the API server.
+    let reviews = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
+    let judge = Judge::start(&reviews, &args.driver_name, policies.clone(), &shutdown);
+    let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
+    let address = listener.local_addr()?;
+    let config = tls::server_config(&args.tls, identity.certificates, tls::HTTPS)?;
+    let incoming = tls::incoming(listener, config, shutdown.clone());
+    if let Some(bundles) = &identity.bundles {
+        publish(&args, &kubernetes, bundles, &shutdown);
+    }
+    serve_http(&args, &policies, &metrics, &shutdown).await?;
+    let driver = &args.driver_name;
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, namespace, driver, "serving the webhooks");
+    let routes = webhooks::routes(&judge, &metrics);
+    https::serve(incoming, routes, webhooks::LIMITS, shutdown.clone()).await;
+    tracing::info!("stopped");
+    Ok(())
+}
+
+/// Begins to keep the authority known to the API server, in both configurations.
+fn publish(args: &Args, kubernetes: &Client, bundles: &Bundles, shutdown: &Shutdown) {
+    let name = &args.webhook_configuration;
+    let mutating: CaBundle<MutatingWebhookConfiguration> = CaBundle::new(name, MANAGER);
+    let validating: CaBundle<ValidatingWebhookConfiguration> =
+        CaBundle::new(name, MANAGER).with_adviser(webhooks::VALIDATE_WORKLOAD);
+    let places = [bundles.place(), bundles.place()];
+    let [first, second] = places;
+    tokio::spawn(keep(kubernetes.clone(), mutating, first, shutdown.clone()));
+    tokio::spawn(keep(kubernetes.clone(), validating, second, shutdown.clone()));
+}
+
+async fn serve_http(
+    args: &Args,
+    policies: &Policies,
+    metrics: &Metrics,
+    shutdown: &Shutdown,
+) -> anyhow::Result<()> {
+    let (metrics, ending) = (metrics.clone(), shutdown.clone());
+    let (policies, scraped) = (policies.clone(), policies.clone());
+    let pages = Pages {
+        health_path: "/health",
+        health: Arc::new(move || match policies.current() {
+            _ if ending.is_draining() => Err("the webhooks are exiting".into()),
+            Ok(_) => Ok(()),
+            Err(Unknown::Nonsense(problem) | Unknown::Unheard(problem)) => Err(problem),
+        }),
+        metrics: Some((
+            "/metrics".into(),
+            Arc::new(move || metrics.scrape(scraped.is_taken())) as http::Scrape,
+        )),
+    };
+    let address = http::start(&args.http_endpoint, pages, shutdown.clone()).await;
+    let address = address.context("--http-endpoint")?;
+    tracing::info!(%address, "serving /health and /metrics");
+    Ok(())
 }

@@ -1,25 +1,94 @@
 //! Admission webhooks (AdmissionReview v1): an object on its way into the cluster is judged, and what cannot be judged is refused.
-//! A refusal has a code and words, which the API server hands on to whoever sent the object.
+//! A refusal has a code and words, which the API server hands on to whoever sent the object. What is let pass may be changed on
+//! its way, and warned of.
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::body::Bytes;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, post};
+use kube::Resource;
 use kube::core::admission::{AdmissionRequest, AdmissionResponse, META_API_VERSION_V1, META_KIND};
 use kube::core::gvk::GroupVersionKind;
 use kube::core::response::StatusSummary;
 use kube::core::{DynamicObject, Status, admission::AdmissionReview};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::time::timeout;
 
 use super::cache::Object;
+use super::client::Failure;
 use crate::grpc::{MAX_MESSAGE, cut};
+
+/// Bytes of one warning and of all of an object: the API server cuts what is longer.
+const MAX_WARNING: usize = 240;
+const MAX_WARNINGS: usize = 3072;
 
 /// What becomes of an object.
 pub type Verdict = Result<(), Refusal>;
+
+/// An object that is let pass.
+#[derive(Debug, Default, Clone, PartialEq)]
+pub struct Allowed {
+    /// In order.
+    pub changes: Vec<Set>,
+    /// For whoever sent it, a line each.
+    pub warnings: Vec<String>,
+}
+
+impl From<()> for Allowed {
+    fn from((): ()) -> Self {
+        Self::default()
+    }
+}
+
+/// One step of a JSON Patch (RFC 6902): a field gets a value, whether it had one or not. What holds the field has to be there.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Set {
+    op: &'static str,
+    path: String,
+    value: Value,
+}
+
+impl Set {
+    /// The field's name is the last of `path`.
+    pub fn new<'a>(path: impl IntoIterator<Item = &'a str>, value: impl Into<Value>) -> Self {
+        let escaped = |name: &str| format!("/{}", name.replace('~', "~0").replace('/', "~1"));
+        let path = path.into_iter().map(escaped).collect();
+        Self { op: "add", path, value: value.into() }
+    }
+}
+
+/// What became of a review, for whoever counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    Allowed,
+    /// Let pass, and changed.
+    Changed,
+    Refused,
+    /// It could not be judged.
+    Failed,
+    /// It was no review.
+    Nonsense,
+}
+
+impl Outcome {
+    fn of(verdict: &Result<Allowed, Refusal>) -> Self {
+        match verdict {
+            Ok(allowed) if allowed.changes.is_empty() => Self::Allowed,
+            Ok(_) => Self::Changed,
+            Err(refusal) if refusal.code.is_server_error() => Self::Failed,
+            Err(_) => Self::Refused,
+        }
+    }
+}
+
+/// Who is told what became of each review, and how long that took.
+pub type Count = Arc<dyn Fn(Outcome, Duration) + Send + Sync>;
 
 /// Why an object is not taken: for whoever sent it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,6 +116,15 @@ impl Refusal {
     /// It cannot be judged now.
     pub fn unavailable(message: impl Into<String>) -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, message)
+    }
+
+    /// It cannot be judged, since a call to the API server failed; `what` is not known without it.
+    pub fn unknown(what: &str, failure: &Failure) -> Self {
+        let message = format!("{what} is not known: {}", failure.message);
+        match failure.is_own_right {
+            true => Self::failed(message),
+            false => Self::unavailable(message),
+        }
     }
 
     fn new(code: StatusCode, message: impl Into<String>) -> Self {
@@ -80,47 +158,103 @@ where
     J: Fn(AdmissionRequest<K>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Verdict> + Send + 'static,
 {
-    post(move |body: Bytes| async move {
-        match answer(&body, limit, judge).await {
-            Ok(review) => Json(review).into_response(),
-            Err(problem) => no_review(problem),
+    Webhook::of::<K>(limit).route(judge)
+}
+
+/// How objects are judged at one path.
+#[derive(Clone)]
+pub struct Webhook {
+    kinds: Arc<[GroupVersionKind]>,
+    limit: Duration,
+    refuses: bool,
+    count: Option<Count>,
+}
+
+impl Webhook {
+    /// Of objects of this kind, each within `limit`, which is to be less than the API server waits.
+    pub fn of<K: Object>(limit: Duration) -> Self {
+        Self::of_kinds(
+            &[GroupVersionKind::gvk(&K::group(&()), &K::version(&()), &K::kind(&()))],
+            limit,
+        )
+    }
+
+    pub fn of_kinds(kinds: &[GroupVersionKind], limit: Duration) -> Self {
+        Self { kinds: kinds.into(), limit, refuses: true, count: None }
+    }
+
+    /// One that refuses nothing: what it would refuse, or cannot judge, it warns of.
+    pub fn advising(self) -> Self {
+        Self { refuses: false, ..self }
+    }
+
+    pub fn counted(self, count: Count) -> Self {
+        Self { count: Some(count), ..self }
+    }
+
+    /// Judges what is posted there.
+    pub fn route<K, A, J, F>(self, judge: J) -> MethodRouter
+    where
+        K: Resource + DeserializeOwned + Send + 'static,
+        A: Into<Allowed>,
+        J: Fn(AdmissionRequest<K>) -> F + Clone + Send + Sync + 'static,
+        F: Future<Output = Result<A, Refusal>> + Send + 'static,
+    {
+        post(move |body: Bytes| async move {
+            let started = Instant::now();
+            let (outcome, response) = match self.answer(&body, judge).await {
+                Ok((outcome, review)) => (outcome, Json(review).into_response()),
+                Err(problem) => (Outcome::Nonsense, no_review(problem)),
+            };
+            if let Some(count) = &self.count {
+                count(outcome, started.elapsed());
+            }
+            response
+        })
+    }
+
+    /// # Errors
+    /// It is no review that could be answered; why.
+    async fn answer<K, A, J, F>(
+        &self,
+        body: &[u8],
+        judge: J,
+    ) -> Result<(Outcome, AdmissionReview<DynamicObject>), String>
+    where
+        K: Resource + DeserializeOwned,
+        A: Into<Allowed>,
+        J: FnOnce(AdmissionRequest<K>) -> F,
+        F: Future<Output = Result<A, Refusal>>,
+    {
+        let (uid, request) = asked(body)?;
+        let limit = self.limit;
+        let verdict = match request_for::<K>(&self.kinds, request) {
+            Ok(request) => timeout(limit, judge(request)).await.unwrap_or_else(|_| {
+                let message = format!("could not be judged within {limit:?}; try again");
+                Err(Refusal::unavailable(message))
+            }),
+            Err(refusal) => Err(refusal),
+        };
+        // What it says may hold what a client sent: no line for each at the usual level.
+        if let Err(Refusal { code, message }) = &verdict {
+            match code.is_server_error() {
+                true => tracing::warn!(uid, %code, message, "an object could not be judged"),
+                false => tracing::debug!(uid, %code, message, "an object was refused"),
+            }
         }
-    })
+        let verdict = verdict.map(Into::into);
+        let outcome = Outcome::of(&verdict);
+        let verdict = verdict.or_else(|refusal| match self.refuses {
+            true => Err(refusal),
+            false => Ok(Allowed { warnings: vec![refusal.message], ..Allowed::default() }),
+        });
+        Ok((outcome, answered(uid, verdict)?.into_review()))
+    }
 }
 
 fn no_review(problem: String) -> Response {
     let told = format!("not an AdmissionReview of {META_API_VERSION_V1}: {problem}\n");
     (StatusCode::BAD_REQUEST, told).into_response()
-}
-
-/// # Errors
-/// It is no review that could be answered; why.
-async fn answer<K, J, F>(
-    body: &[u8],
-    limit: Duration,
-    judge: J,
-) -> Result<AdmissionReview<DynamicObject>, String>
-where
-    K: Object,
-    J: FnOnce(AdmissionRequest<K>) -> F,
-    F: Future<Output = Verdict>,
-{
-    let (uid, request) = asked(body)?;
-    let verdict = match request_for::<K>(request) {
-        Ok(request) => timeout(limit, judge(request)).await.unwrap_or_else(|_| {
-            let message = format!("could not be judged within {limit:?}; try again");
-            Err(Refusal::unavailable(message))
-        }),
-        Err(refusal) => Err(refusal),
-    };
-    // What it says may hold what a client sent: no line for each at the usual level.
-    if let Err(Refusal { code, message }) = &verdict {
-        match code.is_server_error() {
-            true => tracing::warn!(uid, %code, message, "an object could not be judged"),
-            false => tracing::debug!(uid, %code, message, "an object was refused"),
-        }
-    }
-    Ok(answered(uid, verdict).into_review())
 }
 
 /// The request's uid, and the request, of which nothing else is known yet.
@@ -140,37 +274,68 @@ fn asked(body: &[u8]) -> Result<(String, Value), String> {
     }
 }
 
-/// The request as one for objects of this kind.
-fn request_for<K: Object>(request: Value) -> Result<AdmissionRequest<K>, Refusal> {
-    let kind = GroupVersionKind::gvk(&K::group(&()), &K::version(&()), &K::kind(&()));
+/// The request as one for objects of one of these kinds.
+fn request_for<K: Resource + DeserializeOwned>(
+    kinds: &[GroupVersionKind],
+    request: Value,
+) -> Result<AdmissionRequest<K>, Refusal> {
     let asked: Option<GroupVersionKind> = serde_json::from_value(request["kind"].clone()).ok();
-    if asked.as_ref() != Some(&kind) {
+    let Some(kind) = asked.filter(|kind| kinds.contains(kind)) else {
+        let judged = |kind: &GroupVersionKind| format!("{} of {}", kind.kind, kind.api_version());
+        let judged: Vec<_> = kinds.iter().map(judged).collect();
         return Err(Refusal::failed(format!(
-            "this webhook judges {} of {} only; mend the rules of its webhook configuration",
-            kind.kind,
-            kind.api_version()
+            "this webhook judges {} only; mend the rules of its webhook configuration",
+            judged.join(", ")
         )));
-    }
+    };
     serde_json::from_value(request)
         .map_err(|error| Refusal::invalid(format!("not a request for a {}: {error}", kind.kind)))
 }
 
-fn answered(uid: String, verdict: Verdict) -> AdmissionResponse {
+fn answered(uid: String, verdict: Result<Allowed, Refusal>) -> Result<AdmissionResponse, String> {
     // It has no other way to be made without the request, which may be unreadable.
     let mut response = AdmissionResponse::invalid("");
     response.uid = uid;
     response.allowed = verdict.is_ok();
-    response.result = match verdict {
-        Ok(()) => Status::default(),
-        Err(refusal) => Status {
-            status: Some(StatusSummary::Failure),
-            code: refusal.code(),
-            reason: refusal.reason().to_owned(),
-            message: cut(&refusal.message, MAX_MESSAGE),
-            ..Status::default()
-        },
-    };
-    response
+    match verdict {
+        Ok(allowed) => {
+            response.result = Status::default();
+            response.warnings = Some(warnings(allowed.warnings)).filter(|some| !some.is_empty());
+            if !allowed.changes.is_empty() {
+                let unsaid = |error: serde_json::Error| error.to_string();
+                let patch = serde_json::to_value(allowed.changes).map_err(unsaid)?;
+                let patch = serde_json::from_value(patch).map_err(unsaid)?;
+                response = response.with_patch(patch).map_err(|error| error.to_string())?;
+            }
+        }
+        Err(refusal) => {
+            response.result = Status {
+                status: Some(StatusSummary::Failure),
+                code: refusal.code(),
+                reason: refusal.reason().to_owned(),
+                message: cut(&refusal.message, MAX_MESSAGE),
+                ..Status::default()
+            };
+        }
+    }
+    Ok(response)
+}
+
+/// As many as the API server hands on, in a form in which it does. They become a header's text, which has no control characters.
+fn warnings(all: Vec<String>) -> Vec<String> {
+    let (mut taken, mut bytes, total) = (Vec::new(), 0, all.len());
+    for warning in all {
+        let plain = warning.replace(char::is_control, " ");
+        let warning = cut(&plain, MAX_WARNING);
+        bytes += warning.len();
+        if bytes > MAX_WARNINGS {
+            let more = total - taken.len();
+            taken.push(format!("and {more} more"));
+            break;
+        }
+        taken.push(warning);
+    }
+    taken
 }
 
 #[cfg(test)]
@@ -204,8 +369,20 @@ mod tests {
     }
 
     async fn judged(review: &Value, verdict: Verdict) -> Result<Value, String> {
+        answered_by(&webhook(), review, verdict).await
+    }
+
+    fn webhook() -> Webhook {
+        Webhook::of::<SnapshotSessionRequest>(SOON)
+    }
+
+    async fn answered_by<A: Into<Allowed>>(
+        webhook: &Webhook,
+        review: &Value,
+        verdict: Result<A, Refusal>,
+    ) -> Result<Value, String> {
         let judge = async |_: AdmissionRequest<SnapshotSessionRequest>| verdict;
-        let answer = answer(review.to_string().as_bytes(), SOON, judge).await?;
+        let (_, answer) = webhook.answer(review.to_string().as_bytes(), judge).await?;
         Ok(serde_json::to_value(answer).unwrap())
     }
 
@@ -250,9 +427,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_judge_who_takes_too_long_is_not_waited_for() {
-        let judge =
-            async |_: AdmissionRequest<SnapshotSessionRequest>| std::future::pending().await;
-        let answer = answer(review().to_string().as_bytes(), SOON, judge).await.unwrap();
+        let judge = async |_: AdmissionRequest<SnapshotSessionRequest>| {
+            std::future::pending::<Verdict>().await
+        };
+        let (outcome, answer) =
+            webhook().answer(review().to_string().as_bytes(), judge).await.unwrap();
+        assert_eq!(outcome, Outcome::Failed);
         let response = answer.response.unwrap();
         assert!(!response.allowed);
         assert_eq!(response.result.code, 503);
@@ -278,9 +458,58 @@ mod tests {
             (with("request", json!({ "uid": "" })), "uid"),
             (with("request", json!({ "uid": 7 })), "uid"),
         ] {
-            let judge = async |_: AdmissionRequest<SnapshotSessionRequest>| Ok(());
-            let error = answer(body.as_bytes(), SOON, judge).await.unwrap_err();
+            let judge = async |_: AdmissionRequest<SnapshotSessionRequest>| Verdict::Ok(());
+            let error = webhook().answer(body.as_bytes(), judge).await.unwrap_err();
             assert!(error.contains(words), "{error}");
         }
+    }
+
+    #[tokio::test]
+    async fn an_object_that_passes_may_be_changed_and_warned_of() {
+        let changes = vec![
+            Set::new(["metadata", "annotations", "a/b~c"], "x"),
+            Set::new(["spec", "on"], true),
+        ];
+        let allowed = Allowed { changes, warnings: vec!["mind\nthe gap".into()] };
+        let answer = answered_by(&webhook(), &review(), Ok(allowed)).await.unwrap();
+        let response = &answer["response"];
+        assert_eq!(response["allowed"], true);
+        assert_eq!(response["patchType"], "JSONPatch");
+        let patch: Vec<u8> = serde_json::from_value(response["patch"].clone()).unwrap();
+        let patch: Value = serde_json::from_slice(&patch).unwrap();
+        let expected = json!([
+            { "op": "add", "path": "/metadata/annotations/a~1b~0c", "value": "x" },
+            { "op": "add", "path": "/spec/on", "value": true },
+        ]);
+        assert_eq!(patch, expected);
+        assert_eq!(response["warnings"], json!(["mind the gap"]));
+        let answer = answered_by(&webhook(), &review(), Ok(())).await.unwrap();
+        assert!(answer["response"]["patch"].is_null() && answer["response"]["warnings"].is_null());
+    }
+
+    #[tokio::test]
+    async fn warnings_are_no_more_than_the_api_server_hands_on() {
+        let warnings = (0..100).map(|_| "w".repeat(1000)).collect();
+        let allowed = Allowed { warnings, ..Allowed::default() };
+        let answer = answered_by(&webhook(), &review(), Ok(allowed)).await.unwrap();
+        let told: Vec<String> =
+            serde_json::from_value(answer["response"]["warnings"].clone()).unwrap();
+        assert!(told.iter().all(|one| one.len() <= 256), "{told:?}");
+        assert!(told.iter().map(String::len).sum::<usize>() <= 4096, "{told:?}");
+        let last = told.last().unwrap();
+        assert_eq!(*last, format!("and {} more", 100 - (told.len() - 1)));
+    }
+
+    #[tokio::test]
+    async fn an_adviser_refuses_nothing() {
+        let adviser = webhook().advising();
+        let refusal = Err::<(), _>(Refusal::not_allowed("no"));
+        let answer = answered_by(&adviser, &review(), refusal).await.unwrap();
+        assert_eq!(answer["response"]["allowed"], true);
+        assert_eq!(answer["response"]["warnings"], json!(["no"]));
+        let mut other = review();
+        other["request"]["kind"]["kind"] = "Pod".into();
+        let answer = answered_by(&adviser, &other, Ok(())).await.unwrap();
+        assert_eq!(answer["response"]["allowed"], true);
     }
 }

@@ -119,9 +119,14 @@ impl<K: Object> Cache<K> {
 
     /// The objects with this value of the index.
     pub async fn with(&self, value: &str) -> kube::Result<Vec<Arc<K>>> {
-        if let Some(told) = self.told_with(value) {
-            return Ok(told);
+        match self.told_with(value) {
+            Some(told) => Ok(told),
+            None => self.fetch_with(value).await,
         }
+    }
+
+    /// The objects with this value of the index, as the API server tells them now: it lists all.
+    pub async fn fetch_with(&self, value: &str) -> kube::Result<Vec<Arc<K>>> {
         let matches = |one: &K| (self.index)(one).as_deref() == Some(value);
         let found = list(&self.all, ListParams::default(), matches).await?;
         Ok(found.into_iter().map(Arc::new).collect())

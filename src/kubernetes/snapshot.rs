@@ -162,6 +162,12 @@ impl VolumeSnapshotContent {
     }
 }
 
+/// The index of contents by the snapshot's id in CSI, ready or not.
+pub fn handle(content: &VolumeSnapshotContent) -> Option<Cow<'_, str>> {
+    let made = content.status.as_ref().and_then(|status| status.snapshot_handle.as_deref());
+    made.or(content.spec.source.snapshot_handle.as_deref()).map(Cow::from)
+}
+
 impl VolumeSnapshotClass {
     pub fn new(name: &str, driver: &str) -> Self {
         Self {

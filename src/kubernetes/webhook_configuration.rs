@@ -1,35 +1,93 @@
-//! The caBundle of a ValidatingWebhookConfiguration, by which the API server knows a webhook of this program. The object is another's,
-//! who deploys it: only that one field of each of its webhooks is written, and it is never made.
+//! The caBundle of a ValidatingWebhookConfiguration or MutatingWebhookConfiguration, by which the API server knows a webhook of this
+//! program. The object is another's, who deploys it: only that one field of each of its webhooks is written, and it is never made.
+
+use std::marker::PhantomData;
 
 use anyhow::Context;
 use k8s_openapi::api::admissionregistration::v1::{
-    ValidatingWebhook, ValidatingWebhookConfiguration,
+    MutatingWebhookConfiguration, ValidatingWebhookConfiguration, WebhookClientConfig,
 };
 use kube::Resource;
+use kube::core::ClusterResourceScope;
 use serde_json::{Value, json};
 
+use super::cache::Object;
 use super::publish::Publication;
 
 /// A webhook whose answer does not come lets nothing pass, as is also the default.
 const FAILS_CLOSED: &str = "Fail";
 
-/// All webhooks of one configuration.
-#[derive(Debug)]
-pub struct CaBundle {
-    name: String,
-    manager: &'static str,
-    is_open: bool,
+/// What both kinds of webhooks have.
+#[derive(Debug, Clone, Copy)]
+pub struct Webhook<'a> {
+    name: &'a str,
+    client: &'a WebhookClientConfig,
+    failure_policy: Option<&'a str>,
 }
 
-impl CaBundle {
-    /// Of the configuration `name`; `manager` is as whom the field is written.
-    pub fn new(name: &str, manager: &'static str) -> Self {
-        Self { name: name.to_owned(), manager, is_open: false }
+/// An object that has webhooks.
+pub trait Configuration: Object + Resource<Scope = ClusterResourceScope> {
+    fn webhooks(&self) -> Vec<Webhook<'_>>;
+}
+
+macro_rules! has_webhooks {
+    ($($kind:ty),*) => {$(
+        impl Configuration for $kind {
+            fn webhooks(&self) -> Vec<Webhook<'_>> {
+                let all = self.webhooks.iter().flatten();
+                all.map(|one| Webhook {
+                    name: &one.name,
+                    client: &one.client_config,
+                    failure_policy: one.failure_policy.as_deref(),
+                })
+                .collect()
+            }
+        }
+    )*};
+}
+
+has_webhooks!(MutatingWebhookConfiguration, ValidatingWebhookConfiguration);
+
+impl<'a> Webhook<'a> {
+    fn ca_bundle(&self) -> &'a [u8] {
+        self.client.ca_bundle.as_ref().map(|bundle| &*bundle.0).unwrap_or_default()
+    }
+
+    fn is_open(&self) -> bool {
+        self.failure_policy.is_some_and(|policy| policy != FAILS_CLOSED)
+    }
+
+    /// Whether this is where it is called.
+    fn is_at(&self, path: &str) -> bool {
+        let service = self.client.service.as_ref().and_then(|service| service.path.as_deref());
+        service == Some(path) || self.client.url.as_ref().is_some_and(|url| url.ends_with(path))
     }
 }
 
-impl Publication for CaBundle {
-    type Object = ValidatingWebhookConfiguration;
+/// All webhooks of one configuration.
+#[derive(Debug)]
+pub struct CaBundle<C> {
+    name: String,
+    manager: &'static str,
+    adviser: Option<&'static str>,
+    is_open: bool,
+    kind: PhantomData<fn() -> C>,
+}
+
+impl<C: Configuration> CaBundle<C> {
+    /// Of the configuration `name`; `manager` is as whom the field is written.
+    pub fn new(name: &str, manager: &'static str) -> Self {
+        Self { name: name.to_owned(), manager, adviser: None, is_open: false, kind: PhantomData }
+    }
+
+    /// The webhook at this path refuses nothing: nothing is lost while it is away.
+    pub fn with_adviser(self, path: &'static str) -> Self {
+        Self { adviser: Some(path), ..self }
+    }
+}
+
+impl<C: Configuration> Publication for CaBundle<C> {
+    type Object = C;
 
     fn manager(&self) -> &'static str {
         self.manager
@@ -40,8 +98,9 @@ impl Publication for CaBundle {
     }
 
     /// What the API server trusts whichever of the webhooks it calls.
-    fn published(&self, found: &ValidatingWebhookConfiguration) -> String {
-        let mut bundles = webhooks(found).iter().map(ca_bundle);
+    fn published(&self, found: &C) -> String {
+        let webhooks = found.webhooks();
+        let mut bundles = webhooks.iter().map(Webhook::ca_bundle);
         let first = bundles.next().unwrap_or_default();
         match bundles.all(|bundle| bundle == first) {
             true => String::from_utf8_lossy(first).into_owned(),
@@ -49,54 +108,42 @@ impl Publication for CaBundle {
         }
     }
 
-    fn is_as_it_should_be(&self, found: &ValidatingWebhookConfiguration, pem: &str) -> bool {
-        let webhooks = webhooks(found);
-        !webhooks.is_empty() && webhooks.iter().all(|one| ca_bundle(one) == pem.as_bytes())
+    fn is_as_it_should_be(&self, found: &C, pem: &str) -> bool {
+        let webhooks = found.webhooks();
+        !webhooks.is_empty() && webhooks.iter().all(|one| one.ca_bundle() == pem.as_bytes())
     }
 
-    fn wanted(
-        &self,
-        found: Option<&ValidatingWebhookConfiguration>,
-        pem: &str,
-    ) -> anyhow::Result<Value> {
+    fn wanted(&self, found: Option<&C>, pem: &str) -> anyhow::Result<Value> {
         let found = found.context("it does not exist; nothing is checked until it is applied")?;
-        let names = webhooks(found).iter().map(|webhook| &webhook.name);
         let ca_bundle = json!({ "caBundle": k8s_openapi::ByteString(pem.as_bytes().to_vec()) });
-        let webhooks: Vec<_> =
-            names.map(|name| json!({ "name": name, "clientConfig": ca_bundle })).collect();
+        let webhooks = found.webhooks();
+        let webhooks =
+            webhooks.iter().map(|one| json!({ "name": one.name, "clientConfig": ca_bundle }));
+        let webhooks: Vec<_> = webhooks.collect();
         anyhow::ensure!(!webhooks.is_empty(), "it has no webhooks; apply it anew");
         Ok(json!({
-            "apiVersion": ValidatingWebhookConfiguration::api_version(&()),
-            "kind": ValidatingWebhookConfiguration::kind(&()),
+            "apiVersion": C::api_version(&()),
+            "kind": C::kind(&()),
             // With the uid, an object that is gone by now is not made.
-            "metadata": { "name": self.name, "uid": found.metadata.uid },
+            "metadata": { "name": self.name, "uid": found.meta().uid },
             "webhooks": webhooks,
         }))
     }
 
-    fn look(&mut self, found: &ValidatingWebhookConfiguration) {
-        let open = webhooks(found).iter().find(|webhook| is_open(webhook));
+    fn look(&mut self, found: &C) {
+        let webhooks = found.webhooks();
+        let advises = |webhook: &Webhook| self.adviser.is_some_and(|path| webhook.is_at(path));
+        let open = webhooks.iter().find(|webhook| webhook.is_open() && !advises(webhook));
         if let Some(webhook) = open.filter(|_| !self.is_open) {
             tracing::warn!(
                 webhook = webhook.name,
-                "ValidatingWebhookConfiguration {}: failurePolicy is not {FAILS_CLOSED}: while the webhook is away, anything passes",
+                "{} {}: failurePolicy is not {FAILS_CLOSED}: while the webhook is away, anything passes",
+                C::kind(&()),
                 self.name
             );
         }
         self.is_open = open.is_some();
     }
-}
-
-fn webhooks(found: &ValidatingWebhookConfiguration) -> &[ValidatingWebhook] {
-    found.webhooks.as_deref().unwrap_or_default()
-}
-
-fn ca_bundle(webhook: &ValidatingWebhook) -> &[u8] {
-    webhook.client_config.ca_bundle.as_ref().map(|bundle| &*bundle.0).unwrap_or_default()
-}
-
-fn is_open(webhook: &ValidatingWebhook) -> bool {
-    webhook.failure_policy.as_deref().is_some_and(|policy| policy != FAILS_CLOSED)
 }
 
 #[cfg(test)]
@@ -106,6 +153,10 @@ mod tests {
     use super::*;
 
     fn configuration(bundles: &[&str]) -> ValidatingWebhookConfiguration {
+        serde_json::from_value(object(bundles)).unwrap()
+    }
+
+    fn object(bundles: &[&str]) -> Value {
         let webhooks = bundles.iter().enumerate().map(|(at, bundle)| {
             json!({
                 "name": format!("w{at}.example"), "sideEffects": "None",
@@ -115,7 +166,31 @@ mod tests {
         });
         let webhooks: Vec<_> = webhooks.collect();
         let metadata = json!({ "name": "c", "uid": "u" });
-        serde_json::from_value(json!({ "metadata": metadata, "webhooks": webhooks })).unwrap()
+        json!({ "metadata": metadata, "webhooks": webhooks })
+    }
+
+    #[test]
+    fn both_kinds_of_configurations_get_the_same() {
+        let mutating: MutatingWebhookConfiguration =
+            serde_json::from_value(object(&["", "old"])).unwrap();
+        let other = CaBundle::new("c", "m").wanted(Some(&configuration(&["", "old"])), "new");
+        let wanted = CaBundle::new("c", "m").wanted(Some(&mutating), "new").unwrap();
+        assert_eq!(wanted["kind"], "MutatingWebhookConfiguration");
+        assert_eq!(wanted["webhooks"], other.unwrap()["webhooks"]);
+    }
+
+    #[test]
+    fn a_webhook_that_only_advises_may_be_away() {
+        let mut object = object(&["", ""]);
+        object["webhooks"][1]["failurePolicy"] = "Ignore".into();
+        object["webhooks"][1]["clientConfig"]["url"] = "https://x/advise".into();
+        let found: ValidatingWebhookConfiguration = serde_json::from_value(object).unwrap();
+        let mut publication = CaBundle::new("c", "m");
+        publication.look(&found);
+        assert!(publication.is_open);
+        publication = publication.with_adviser("/advise");
+        publication.look(&found);
+        assert!(!publication.is_open);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Context as _;
+use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
 use kube::runtime::events::{Recorder, Reporter};
 use kube::runtime::watcher;
 use kube::{Api, Client};
@@ -90,7 +91,8 @@ async fn serve_webhook(
     let config = tls::server_config(&args.tls, identity.certificates, tls::HTTPS)?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
     if let Some(bundles) = identity.bundles {
-        let publication = CaBundle::new(&args.webhook_configuration, MANAGER);
+        let publication: CaBundle<ValidatingWebhookConfiguration> =
+            CaBundle::new(&args.webhook_configuration, MANAGER);
         let place = bundles.place();
         tokio::spawn(keep(kubernetes.clone(), publication, place, shutdown.clone()));
     }

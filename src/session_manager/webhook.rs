@@ -151,12 +151,7 @@ fn update(request: &AdmissionRequest<SnapshotSessionRequest>) -> Verdict {
 
 fn unknown(error: &kube::Error) -> Refusal {
     let failure = failure(ROLE, "create SubjectAccessReviews", error);
-    let message =
-        format!("whether you may get the VolumeSnapshots is not known: {}", failure.message);
-    match failure.is_own_right {
-        true => Refusal::failed(message),
-        false => Refusal::unavailable(message),
-    }
+    Refusal::unknown("whether you may get the VolumeSnapshots", &failure)
 }
 
 fn words(user: &UserInfo, namespace: &str, denied: &BTreeSet<String>) -> String {

@@ -2,7 +2,6 @@
 //! External Snapshot Metadata Sidecar"). Whose data a handle stands for is decided here: a base that belongs to
 //! another namespace is refused.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
 use clap::ValueEnum;
@@ -145,12 +144,6 @@ impl Resolver {
             )),
         }
     }
-}
-
-/// The index of contents.
-pub fn handle(content: &VolumeSnapshotContent) -> Option<Cow<'_, str>> {
-    let made = content.status.as_ref().and_then(|status| status.snapshot_handle.as_deref());
-    made.or(content.spec.source.snapshot_handle.as_deref()).map(Cow::from)
 }
 
 /// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest. `field` is what the

@@ -19,7 +19,7 @@ use super::call::Calls;
 use super::driver_link::{Driver, DriverLink};
 use super::metrics::Metrics;
 use super::released::Released;
-use super::resolve::{self, Resolver};
+use super::resolve::Resolver;
 use super::secrets::SecretFinder;
 use super::service::Sidecar;
 use super::session::{Sessions, Tokens};
@@ -27,6 +27,7 @@ use super::{HEALTH_PATH, cbt_http, publish};
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::publish::{Publication, keep};
 use crate::kubernetes::review::Reviewer;
+use crate::kubernetes::snapshot::{self, VolumeSnapshotClass};
 use crate::kubernetes::tls::identity::{Identity, Wanted};
 use crate::kubernetes::tls::{Bundles, Place};
 use crate::kubernetes::{bound_snapshot, cache, client, tls};
@@ -194,7 +195,7 @@ fn sidecar(
     let classes = cache::of_cluster(
         kubernetes,
         watcher::Config::default(),
-        |class: &crate::kubernetes::snapshot::VolumeSnapshotClass| Some((&class.driver).into()),
+        |class: &VolumeSnapshotClass| Some((&class.driver).into()),
         shutdown.clone(),
     );
     Sidecar {
@@ -205,7 +206,7 @@ fn sidecar(
                 contents: cache::of_cluster(
                     kubernetes,
                     watcher::Config::default(),
-                    resolve::handle,
+                    snapshot::handle,
                     shutdown.clone(),
                 ),
             },

@@ -6,14 +6,13 @@ mod cluster;
 mod support;
 
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cluster::Cluster;
 use cluster::access::{Account, rule};
 use cluster::manager::{self, Start, manager_rules};
 use cluster::programs::{Served, free_port};
-use cluster::tls::Authority;
+use cluster::tls::{Authority, connect};
 use csi_loopback::kubernetes::session::SnapshotSessionRequest;
 use csi_loopback::kubernetes::tls;
 use k8s_openapi::ByteString;
@@ -21,14 +20,10 @@ use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
 use k8s_openapi::api::rbac::v1::{PolicyRule, Role, RoleBinding};
 use kube::api::PostParams;
 use kube::{Api, Client};
-use rustls_pki_types::ServerName;
 use serde_json::{Value, json};
 use support::path;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio_rustls::TlsConnector;
-use tokio_rustls::client::TlsStream;
 
 macro_rules! suite {
     ($($test:ident)*) => { &[$((stringify!($test), $test),)*] };
@@ -503,13 +498,4 @@ fn garbage_and_slow_clients_hold_up_nobody(cluster: &Cluster) {
     assert!(rig.manager.process.ended().is_none());
     let log = rig.manager.process.log();
     assert!(!log.contains("panic"), "{log}");
-}
-
-/// HTTP/1.1 over TLS.
-async fn connect(port: u16, authority: &str) -> TlsStream<TcpStream> {
-    let mut config = tls::client_config(authority.as_bytes()).unwrap();
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
-    let stream = TcpStream::connect(("localhost", port)).await.unwrap();
-    let name = ServerName::try_from("localhost").unwrap();
-    TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
 }

@@ -2,6 +2,7 @@
 //! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
 //! connection that can be cut (`proxy`) or shared out (`balancer`), certificates (`tls`), a driver to begin with (`rig`) and one that
 //! behaves as ours would not (`fake_driver`), our sidecar and who asks one (`sidecar`, `cbt_http`), our session manager (`manager`),
+//! our admission webhooks (`admission`),
 //! our aggregated API server (`aggregated`), snapshot sessions made by hand (`session`), and how a test binary runs
 //! with one cluster for all of its tests (`suite`).
 //!
@@ -15,6 +16,7 @@
 #![allow(dead_code)] // Each test binary uses its own part.
 
 pub mod access;
+pub mod admission;
 pub mod aggregated;
 pub mod balancer;
 pub mod cbt_http;

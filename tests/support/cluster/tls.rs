@@ -1,15 +1,21 @@
-//! An authority and certificates of it, as files.
+//! An authority and certificates of it, as files; and a client that trusts one.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use csi_loopback::kubernetes::tls;
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
     KeyPair, KeyUsagePurpose, SanType,
 };
+use rustls_pki_types::ServerName;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 /// An authority for certificates of servers.
 pub struct Authority {
@@ -82,4 +88,13 @@ impl Authority {
         }
         files
     }
+}
+
+/// HTTP/1.1 over TLS, to a port of this machine.
+pub async fn connect(port: u16, authority: &str) -> TlsStream<TcpStream> {
+    let mut config = tls::client_config(authority.as_bytes()).unwrap();
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    let stream = TcpStream::connect(("localhost", port)).await.unwrap();
+    let name = ServerName::try_from("localhost").unwrap();
+    TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
 }

@@ -7,7 +7,7 @@ use crate::cluster::Cluster;
 use crate::rig::{Rig, With, assert_refused, namespace, pod};
 
 const ALLOWED: [&str; 4] =
-    ["--allowed-attributes", "size,fromSnapshot", "--from-snapshot", "namespace"];
+    ["--allowed-attributes", "content,fromSnapshot", "--from-snapshot", "namespace"];
 
 pub fn a_pod_begins_with_snapshots_of_its_own_namespace_alone(cluster: &Cluster) {
     let rig = Rig::new(cluster, With { flags: &ALLOWED, ..With::default() });

@@ -10,6 +10,7 @@ mod rig;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod admission;
 mod aggregated;
 mod pods;
 mod rights;
@@ -33,11 +34,12 @@ const NAMESPACE: &str = "csi-loopback";
 const DRIVER: &str = "loopback.csi.local";
 
 /// Directories for `kubectl apply -k`.
-const DIRECTORIES: [&str; 7] = [
+const DIRECTORIES: [&str; 8] = [
     "base",
     "overlays/kind",
     "session-manager",
     "aggregated-api",
+    "admission",
     "examples/volume",
     "examples/backup-app",
     "examples/backup-app-session",
@@ -98,6 +100,22 @@ fn main() -> ExitCode {
             "a_command_without_an_aggregated_server_says_what_is_missing",
             aggregated::command_without_a_server,
         ),
+        (
+            "the_admission_webhooks_have_the_rights_of_this_list_and_no_more",
+            admission::exact_rights,
+        ),
+        ("what_would_give_the_admission_webhooks_more_is_refused_to_them", admission::refused),
+        ("the_admission_webhooks_pods_are_admitted_as_restricted", admission::restricted),
+        ("webhooks_rights_and_arguments_are_for_the_same_driver", admission::one_driver),
+        (
+            "while_no_webhook_answers_only_pods_with_inline_volumes_of_the_driver_are_refused",
+            admission::unanswered_pods,
+        ),
+        (
+            "templates_of_every_kind_are_asked_about_and_never_held_up",
+            admission::unanswered_workloads,
+        ),
+        ("what_the_admission_webhooks_have_written_survives_an_apply", admission::applied_again),
         ("all_but_the_driver_run_confined", pods::confined),
         ("only_the_sidecar_of_the_drivers_pod_has_a_token", pods::one_token),
         ("no_image_names_a_registry", pods::plain_images),
@@ -181,6 +199,7 @@ fn every_manifest_applies(cluster: &Cluster) {
         };
         assert_eq!(spec(applied()), spec(first), "{directory}");
         aggregated::without_api_service(cluster);
+        admission::without_webhooks(cluster);
     }
 }
 

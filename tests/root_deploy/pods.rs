@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
 use crate::cluster::programs::said;
-use crate::{DIRECTORIES, NAMESPACE, aggregated, apply, deploy, objects};
+use crate::{DIRECTORIES, NAMESPACE, admission, aggregated, apply, deploy, objects};
 
 /// (object, container, pod's spec) of everything that runs, as the API server has it, of all directories.
 fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
@@ -31,8 +31,9 @@ fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
         }
     }
     aggregated::without_api_service(cluster);
-    // Seven of the base, twice, the session manager's, the aggregated API server's, and those of the examples.
-    assert!(found.len() >= 21, "{}", found.len());
+    admission::without_webhooks(cluster);
+    // Seven of the base, twice, the session manager's, the aggregated API server's, the webhooks', and those of the examples.
+    assert!(found.len() >= 22, "{}", found.len());
     found
 }
 
@@ -121,8 +122,8 @@ pub fn known_arguments(cluster: &Cluster) {
             seen += 1;
         }
     }
-    // Driver and sidecar, twice; session manager and aggregated API server; a full and an incremental backup, twice.
-    assert_eq!(seen, 10);
+    // Driver and sidecar, twice; session manager, aggregated API server and webhooks; a full and an incremental backup, twice.
+    assert_eq!(seen, 11);
 }
 
 /// A pod of this spec is admitted in the namespace, and a privileged one is not: the namespace's policy is enforced.

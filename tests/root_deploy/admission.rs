@@ -1,0 +1,434 @@
+//! Inline volumes: what the admission webhooks may do, and what deploy/admission sees to. Nobody serves the webhooks here, so their
+//! configurations are there only while a test needs them.
+
+use k8s_openapi::api::core::v1::{Pod, Secret};
+use kube::Api;
+use kube::api::{DynamicObject, PostParams};
+use kube::core::{ApiResource, GroupVersionKind};
+use serde_json::{Value, json};
+
+use crate::cluster::Cluster;
+use crate::cluster::access::Account;
+use crate::cluster::programs::said;
+use crate::rights::{Right, exactly, holds};
+use crate::support::path;
+use crate::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods};
+
+/// Where the webhooks are installed, and the name of all that belongs to them.
+const WEBHOOKS: &str = "csi-loopback-admission";
+const SECRET: &str = "csi-loopback-admission-tls";
+const MUTATING: &str = "mutatingwebhookconfigurations";
+const VALIDATING: &str = "validatingwebhookconfigurations";
+const REGISTRATION: &str = "admissionregistration.k8s.io";
+/// What the API server says where a webhook that must answer does not.
+const NOBODY_ANSWERS: &str = "failed calling webhook";
+
+const RIGHTS: &[&str] = &[
+    "/namespaces get list watch",
+    "admissionregistration.k8s.io/mutatingwebhookconfigurations[csi-loopback-admission] get list watch patch",
+    "admissionregistration.k8s.io/validatingwebhookconfigurations[csi-loopback-admission] get list watch patch",
+    "snapshot.storage.k8s.io/volumesnapshotcontents get list watch",
+    "snapshot.storage.k8s.io/volumesnapshots get list watch",
+    "storage.k8s.io/csidrivers[loopback.csi.local] get list watch",
+];
+
+const RIGHTS_AT_HOME: &[&str] = &[
+    "/configmaps[csi-loopback-admission] get list watch",
+    "/secrets[csi-loopback-admission-tls] get update",
+];
+
+fn webhooks() -> Account {
+    account(WEBHOOKS, WEBHOOKS)
+}
+
+fn apply_webhooks(cluster: &Cluster) {
+    said(apply(cluster, &deploy("admission")));
+}
+
+/// While nobody answers, pods with inline volumes are refused, which is not what the other tests are about.
+pub fn without_webhooks(cluster: &Cluster) {
+    for kind in [MUTATING, VALIDATING] {
+        said(cluster.kubectl(&["delete", "--ignore-not-found", kind, WEBHOOKS]));
+    }
+}
+
+pub fn exact_rights(cluster: &Cluster) {
+    apply_webhooks(cluster);
+    without_webhooks(cluster);
+    exactly(
+        cluster,
+        &[
+            (&webhooks(), WEBHOOKS, RIGHTS, RIGHTS_AT_HOME),
+            (&webhooks(), NAMESPACE, RIGHTS, &[]),
+            (&webhooks(), "default", RIGHTS, &[]),
+        ],
+    );
+}
+
+pub fn refused(cluster: &Cluster) {
+    apply_webhooks(cluster);
+    without_webhooks(cluster);
+    let table: &[Right] = &[
+        (true, WEBHOOKS, "get", "", "secrets", SECRET),
+        (true, WEBHOOKS, "update", "", "secrets", SECRET),
+        (false, WEBHOOKS, "get", "", "secrets", "another"),
+        (false, WEBHOOKS, "list", "", "secrets", ""),
+        // With it goes a token of any account of the namespace.
+        (false, WEBHOOKS, "create", "", "secrets", ""),
+        (false, WEBHOOKS, "create", "", "serviceaccounts/token", WEBHOOKS),
+        // A pod's secrets are for kubelet to read.
+        (false, "default", "get", "", "secrets", "any"),
+        (false, NAMESPACE, "get", "", "secrets", "csi-loopback-metadata-tls"),
+        (true, WEBHOOKS, "watch", "", "configmaps", WEBHOOKS),
+        // Who could write the policy would be above it.
+        (false, WEBHOOKS, "update", "", "configmaps", WEBHOOKS),
+        (false, WEBHOOKS, "patch", "", "configmaps", WEBHOOKS),
+        (false, WEBHOOKS, "list", "", "configmaps", ""),
+        (false, "default", "get", "", "configmaps", "any"),
+        (true, "", "watch", "", "namespaces", ""),
+        (false, "", "patch", "", "namespaces", "default"),
+        (true, "", "watch", "storage.k8s.io", "csidrivers", DRIVER),
+        (false, "", "list", "storage.k8s.io", "csidrivers", ""),
+        (false, "", "patch", "storage.k8s.io", "csidrivers", DRIVER),
+        (true, "default", "get", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
+        (false, "default", "patch", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
+        (false, "", "patch", "snapshot.storage.k8s.io", "volumesnapshotcontents", "any"),
+        (true, "", "patch", REGISTRATION, MUTATING, WEBHOOKS),
+        (true, "", "patch", REGISTRATION, VALIDATING, WEBHOOKS),
+        // Who could write another would see, or change, what is none of its business.
+        (false, "", "patch", REGISTRATION, MUTATING, "another"),
+        (false, "", "patch", REGISTRATION, VALIDATING, "another"),
+        (false, "", "create", REGISTRATION, MUTATING, WEBHOOKS),
+        (false, "", "delete", REGISTRATION, VALIDATING, WEBHOOKS),
+        (false, "default", "get", "", "pods", "any"),
+        (false, "default", "create", "", "pods", ""),
+        (false, WEBHOOKS, "get", "coordination.k8s.io", "leases", WEBHOOKS),
+        (false, "", "create", "authorization.k8s.io", "subjectaccessreviews", ""),
+        (false, "", "impersonate", "", "users", "admin"),
+    ];
+    holds(cluster, &webhooks(), table);
+}
+
+/// Made as their Deployment would make them, under the namespace's policy; and what points at them does.
+pub fn restricted(cluster: &Cluster) {
+    apply_webhooks(cluster);
+    let all = objects(cluster, "admission");
+    without_webhooks(cluster);
+    let kind = |kind: &str| all.iter().find(|object| object["kind"] == kind).unwrap();
+    let deployment = &kind("Deployment")["spec"];
+    assert_eq!(deployment["replicas"], json!(2));
+    let template = &deployment["template"];
+    pods::admitted_as_restricted(cluster, WEBHOOKS, &template["spec"]);
+
+    let labels = &template["metadata"]["labels"];
+    for (kind_of, pointer) in [
+        ("Service", "/spec/selector"),
+        ("NetworkPolicy", "/spec/podSelector/matchLabels"),
+        ("PodDisruptionBudget", "/spec/selector/matchLabels"),
+        ("Deployment", "/spec/selector/matchLabels"),
+    ] {
+        assert_eq!(kind(kind_of).pointer(pointer), Some(labels), "{kind_of}");
+    }
+    let port = &kind("Service")["spec"]["ports"][0];
+    let container = &template["spec"]["containers"][0];
+    let ports = container["ports"].as_array().unwrap();
+    assert!(ports.iter().any(|one| one["name"] == port["targetPort"]));
+    assert_eq!(kind("NetworkPolicy")["spec"]["ingress"][0]["ports"][0]["port"], port["targetPort"]);
+    let arguments = container["args"].to_string();
+    for flag in [
+        format!("--driver-name={DRIVER}"),
+        format!("--self-signed-secret={SECRET}"),
+        format!("--service-address={WEBHOOKS}.$(POD_NAMESPACE).svc:{}", port["port"]),
+        format!("--webhook-configuration={WEBHOOKS}"),
+        format!("--config-map={WEBHOOKS}"),
+    ] {
+        assert!(arguments.contains(&format!("\"{flag}\"")), "{flag}");
+    }
+}
+
+/// The webhooks as the API server has them, of both configurations.
+fn registered(cluster: &Cluster) -> Vec<Value> {
+    let mut found = Vec::new();
+    for kind in [MUTATING, VALIDATING] {
+        let shown = said(cluster.kubectl(&["get", kind, WEBHOOKS, "-o", "json"]));
+        let mut shown: Value = serde_json::from_str(&shown).unwrap();
+        found.extend(serde_json::from_value::<Vec<Value>>(shown["webhooks"].take()).unwrap());
+    }
+    found
+}
+
+pub fn one_driver(cluster: &Cluster) {
+    apply_base(cluster);
+    apply_webhooks(cluster);
+    said(cluster.kubectl(&["get", "csidriver", DRIVER]));
+    let found = registered(cluster);
+    without_webhooks(cluster);
+    let shape = |webhook: &Value| {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        (
+            text(&webhook["name"]),
+            text(&webhook["clientConfig"]["service"]["path"]),
+            text(&webhook["failurePolicy"]),
+            text(&webhook["reinvocationPolicy"]),
+        )
+    };
+    let expected = [
+        ("mutate-pods", "/mutate-pod", "Fail", "IfNeeded"),
+        ("validate-pods", "/validate-pod", "Fail", ""),
+        ("validate-workloads", "/validate-workload", "Ignore", ""),
+    ]
+    .map(|(name, path, failure, again)| {
+        let name = format!("{name}.inline.cbt.storage.k8s.io");
+        (name, path.to_owned(), failure.to_owned(), again.to_owned())
+    });
+    assert_eq!(found.iter().map(shape).collect::<Vec<_>>(), expected);
+    for webhook in &found {
+        let name = &webhook["name"];
+        let service = &webhook["clientConfig"]["service"];
+        assert_eq!((&service["namespace"], &service["name"]), (&json!(WEBHOOKS), &json!(WEBHOOKS)));
+        assert_eq!(service["port"], json!(443), "{name}");
+        assert_eq!(webhook["sideEffects"], json!("None"), "{name}");
+        assert_eq!(webhook["matchPolicy"], json!("Equivalent"), "{name}");
+        let conditions = webhook["matchConditions"].to_string();
+        // The driver's name and no other.
+        assert_eq!(conditions.matches(".driver == ").count(), 1, "{name}");
+        assert!(conditions.contains(&format!(".driver == '{DRIVER}'")), "{name}: {conditions}");
+        let own = json!([{ "key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [WEBHOOKS] }]);
+        assert_eq!(webhook["namespaceSelector"]["matchExpressions"], own, "{name}");
+    }
+    assert_eq!(found[0]["rules"], found[1]["rules"], "what is set is what is judged");
+}
+
+// --- While nobody answers -------------------------------------------------------------------------
+
+fn inline(driver: &str) -> Value {
+    json!([
+        { "name": "scratch", "emptyDir": {} },
+        { "name": "own", "csi": { "driver": driver, "volumeAttributes": { "size": "16Mi" } } },
+    ])
+}
+
+/// Volumes that are nobody's business here.
+fn others() -> [Value; 4] {
+    [
+        Value::Null,
+        json!([{ "name": "scratch", "emptyDir": {} }]),
+        inline("another.example"),
+        json!([
+            { "name": "claim", "persistentVolumeClaim": { "claimName": "c" } },
+            { "name": "generic", "ephemeral": { "volumeClaimTemplate": { "spec": {
+                "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": "1Gi" } },
+            }}}},
+        ]),
+    ]
+}
+
+fn pod_spec(volumes: &Value) -> Value {
+    let mut spec = json!({
+        "automountServiceAccountToken": false,
+        "securityContext": {
+            "runAsNonRoot": true, "runAsUser": 1, "seccompProfile": { "type": "RuntimeDefault" },
+        },
+        "containers": [{ "name": "c", "image": "i", "securityContext": {
+            "allowPrivilegeEscalation": false, "capabilities": { "drop": ["ALL"] },
+        }}],
+    });
+    if !volumes.is_null() {
+        spec["volumes"] = volumes.clone();
+    }
+    spec
+}
+
+/// What the API server says to an object; nothing is kept.
+fn verdict(cluster: &Cluster, namespace: &str, object: &Value) -> Result<(), String> {
+    let text = |field: &str| object[field].as_str().unwrap();
+    let (group, version) = text("apiVersion").split_once('/').unwrap_or(("", text("apiVersion")));
+    let kind = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, text("kind")));
+    let api: Api<DynamicObject> = Api::namespaced_with(cluster.client(), namespace, &kind);
+    let params = PostParams { dry_run: true, ..PostParams::default() };
+    let object = serde_json::from_value(object.clone()).unwrap();
+    let answer = cluster.block_on(api.create(&params, &object));
+    answer.map(drop).map_err(|error| error.to_string())
+}
+
+fn pod(volumes: &Value) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "p" }, "spec": pod_spec(volumes),
+    })
+}
+
+fn is_unanswered(verdict: &Result<(), String>, webhook: &str) -> bool {
+    let webhook = format!("\"{webhook}.inline.cbt.storage.k8s.io\"");
+    verdict.as_ref().is_err_and(|told| told.contains(NOBODY_ANSWERS) && told.contains(&webhook))
+}
+
+/// A namespace in which pods can be made.
+fn namespace_for_pods(cluster: &Cluster) -> String {
+    let namespace = cluster.namespace("inline");
+    cluster.account(&namespace, "default");
+    namespace
+}
+
+pub fn unanswered_pods(cluster: &Cluster) {
+    without_webhooks(cluster);
+    let here = namespace_for_pods(cluster);
+    // Two that run already.
+    let all: Api<Pod> = cluster.api_in(&here);
+    for (name, driver) in [("ours", DRIVER), ("anothers", "another.example")] {
+        let object = json!({ "metadata": { "name": name }, "spec": pod_spec(&inline(driver)) });
+        cluster.create(&all, object);
+    }
+    apply_webhooks(cluster);
+    cluster.wait_for("the webhooks", || {
+        is_unanswered(&verdict(cluster, &here, &pod(&inline(DRIVER))), "mutate-pods").then_some(())
+    });
+    for volumes in others() {
+        assert_eq!(verdict(cluster, &here, &pod(&volumes)), Ok(()), "{volumes}");
+    }
+    // An ephemeral container is asked about where a pod is; and no other change of a pod.
+    let debug = |name: &str| {
+        let container = json!({ "name": "d", "image": "i" });
+        let patch = json!({ "spec": { "ephemeralContainers": [container] } }).to_string();
+        let patch = ["--subresource=ephemeralcontainers", "--type=strategic", "-p", &patch];
+        let pod = ["patch", "-n", &here, "pod", name, "--dry-run=server"];
+        let output = cluster.kubectl(&[&pod[..], &patch].concat());
+        let told = String::from_utf8(output.stderr).unwrap();
+        if output.status.success() { Ok(()) } else { Err(told) }
+    };
+    assert!(is_unanswered(&debug("ours"), "mutate-pods"), "{:?}", debug("ours"));
+    assert_eq!(debug("anothers"), Ok(()));
+    said(cluster.kubectl(&["label", "-n", &here, "pod", "ours", "any=one"]));
+    said(cluster.kubectl(&["delete", "-n", &here, "--wait=false", "pod", "ours", "anothers"]));
+
+    // The validating one holds by itself.
+    said(cluster.kubectl(&["delete", MUTATING, WEBHOOKS]));
+    cluster.wait_for("the other webhook", || {
+        is_unanswered(&verdict(cluster, &here, &pod(&inline(DRIVER))), "validate-pods")
+            .then_some(())
+    });
+    assert_eq!(verdict(cluster, &here, &pod(&inline("another.example"))), Ok(()));
+    apply_webhooks(cluster);
+
+    // Where the webhooks are, their own pods can always be made.
+    cluster.wait_for("both webhooks", || {
+        is_unanswered(&verdict(cluster, &here, &pod(&inline(DRIVER))), "mutate-pods").then_some(())
+    });
+    let mut own = pod(&inline(DRIVER));
+    own["spec"]["serviceAccountName"] = json!(WEBHOOKS);
+    let told = verdict(cluster, WEBHOOKS, &own);
+    assert!(told.as_ref().is_ok_and(|()| true), "{told:?}");
+    without_webhooks(cluster);
+}
+
+/// An object of each kind that has a template, with these volumes in it.
+fn workloads(volumes: &Value) -> Vec<Value> {
+    let labels = json!({ "app": "a" });
+    let mut spec = pod_spec(volumes);
+    let template = |spec: &Value| json!({ "metadata": { "labels": labels }, "spec": spec });
+    let mut all = Vec::new();
+    for kind in ["Deployment", "StatefulSet", "DaemonSet", "ReplicaSet"] {
+        let inner = json!({ "selector": { "matchLabels": labels }, "template": template(&spec) });
+        all.push(json!({ "apiVersion": "apps/v1", "kind": kind, "spec": inner }));
+    }
+    let inner = json!({ "selector": labels, "template": template(&spec) });
+    all.push(json!({ "apiVersion": "v1", "kind": "ReplicationController", "spec": inner }));
+    all.push(json!({ "apiVersion": "v1", "kind": "PodTemplate", "template": template(&spec) }));
+    spec["restartPolicy"] = json!("Never");
+    let job = json!({ "template": template(&spec) });
+    all.push(json!({ "apiVersion": "batch/v1", "kind": "Job", "spec": job }));
+    let cron = json!({ "schedule": "0 0 * * *", "jobTemplate": { "spec": job } });
+    all.push(json!({ "apiVersion": "batch/v1", "kind": "CronJob", "spec": cron }));
+    for object in &mut all {
+        object["metadata"] = json!({ "name": "w" });
+    }
+    all
+}
+
+pub fn unanswered_workloads(cluster: &Cluster) {
+    apply_webhooks(cluster);
+    let here = namespace_for_pods(cluster);
+    for object in workloads(&inline(DRIVER)) {
+        assert_eq!(verdict(cluster, &here, &object), Ok(()), "{}", object["kind"]);
+    }
+    // Which of them are asked about is seen where an answer is needed.
+    let fail = json!([{ "op": "replace", "path": "/webhooks/1/failurePolicy", "value": "Fail" }]);
+    let patch = ["patch", VALIDATING, WEBHOOKS, "--type=json", "-p", &fail.to_string()];
+    said(cluster.kubectl(&patch));
+    let name = "validate-workloads";
+    for object in workloads(&inline(DRIVER)) {
+        cluster.wait_for(&format!("the webhook, for a {}", object["kind"]), || {
+            is_unanswered(&verdict(cluster, &here, &object), name).then_some(())
+        });
+        // A controller's own objects come from a template that was asked about.
+        let mut made = object.clone();
+        made["metadata"]["ownerReferences"] = json!([{
+            "apiVersion": "apps/v1", "kind": "Deployment", "name": "d", "uid": "u", "controller": true,
+        }]);
+        assert_eq!(verdict(cluster, &here, &made), Ok(()), "{}", object["kind"]);
+        made["metadata"]["ownerReferences"][0].as_object_mut().unwrap().remove("controller");
+        let told = verdict(cluster, &here, &made);
+        assert!(is_unanswered(&told, name), "{}: {told:?}", object["kind"]);
+    }
+    for volumes in others() {
+        for object in workloads(&volumes) {
+            assert_eq!(verdict(cluster, &here, &object), Ok(()), "{} {volumes}", object["kind"]);
+        }
+    }
+    let empty = json!({
+        "apiVersion": "v1", "kind": "PodTemplate", "metadata": { "name": "w" },
+    });
+    let told = verdict(cluster, &here, &empty);
+    assert!(!is_unanswered(&told, name), "{told:?}");
+    without_webhooks(cluster);
+}
+
+pub fn applied_again(cluster: &Cluster) {
+    apply_webhooks(cluster);
+    // As the webhooks write them.
+    let client = cluster.client_as(&webhooks());
+    let secrets: Api<Secret> = Api::namespaced(client, WEBHOOKS);
+    cluster.wait_for("the rights of the webhooks", || {
+        cluster.block_on(secrets.get(SECRET)).is_ok().then_some(())
+    });
+    let mut kept = cluster.block_on(secrets.get(SECRET)).unwrap();
+    kept.string_data = Some([("tls.crt".to_owned(), "kept".to_owned())].into());
+    cluster.block_on(secrets.replace(SECRET, &PostParams::default(), &kept)).unwrap();
+    let bundle = std::fs::read(cluster.directory().join("pki/ca.crt")).unwrap();
+    let bundle = json!(k8s_openapi::ByteString(bundle));
+    let of = |kind: &str, names: &[&str]| {
+        let webhooks: Vec<Value> = names
+            .iter()
+            .map(|name| {
+                json!({
+                    "name": format!("{name}.inline.cbt.storage.k8s.io"), "sideEffects": "None",
+                    "admissionReviewVersions": ["v1"], "clientConfig": { "caBundle": bundle },
+                })
+            })
+            .collect();
+        json!({
+            "apiVersion": "admissionregistration.k8s.io/v1", "kind": kind,
+            "metadata": { "name": WEBHOOKS }, "webhooks": webhooks,
+        })
+    };
+    let kubeconfig = cluster.kubeconfig_of(&webhooks());
+    for object in [
+        of("MutatingWebhookConfiguration", &["mutate-pods"]),
+        of("ValidatingWebhookConfiguration", &["validate-pods", "validate-workloads"]),
+    ] {
+        let file = cluster.write("configuration.json", &object.to_string());
+        let written = ["apply", "--server-side", "--field-manager=webhooks", "-f", path(&file)];
+        said(cluster.kubectl(&[&["--kubeconfig", path(&kubeconfig)], &written[..]].concat()));
+    }
+
+    apply_webhooks(cluster);
+    let data = cluster.block_on(secrets.get(SECRET)).unwrap().data.unwrap();
+    assert_eq!(data["tls.crt"].0, b"kept");
+    let found = registered(cluster);
+    without_webhooks(cluster);
+    assert_eq!(found.len(), 3);
+    for webhook in found {
+        assert_eq!(webhook["clientConfig"]["caBundle"], bundle, "{}", webhook["name"]);
+        assert!(!webhook["clientConfig"]["service"].is_null() && !webhook["rules"].is_null());
+        assert!(!webhook["matchConditions"].is_null(), "{}", webhook["name"]);
+    }
+}

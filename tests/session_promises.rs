@@ -1,4 +1,5 @@
-//! docs/session-manager.md and docs/aggregated-api.md say which test shows what of the proposals: each of them exists.
+//! docs/session-manager.md, docs/aggregated-api.md and docs/inline-volumes.md say which test shows what of the proposals: each of
+//! them exists.
 
 use std::fs;
 use std::path::Path;
@@ -42,4 +43,9 @@ fn each_test_that_the_page_on_sessions_names_exists() {
 #[test]
 fn each_test_that_the_page_on_the_aggregated_api_names_exists() {
     each_test_exists("aggregated-api.md", 20);
+}
+
+#[test]
+fn each_test_that_the_page_on_inline_volumes_names_exists() {
+    each_test_exists("inline-volumes.md", 60);
 }

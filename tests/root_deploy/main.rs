@@ -12,6 +12,7 @@ mod support;
 
 mod admission;
 mod aggregated;
+mod inline;
 mod pods;
 mod rights;
 mod sessions;
@@ -116,6 +117,8 @@ fn main() -> ExitCode {
             admission::unanswered_workloads,
         ),
         ("what_the_admission_webhooks_have_written_survives_an_apply", admission::applied_again),
+        ("an_inline_volume_has_the_proposals_fields_and_no_handle", inline::fields_of_a_volume),
+        ("lifecycle_modes_of_a_driver_are_checked_and_cannot_be_changed", inline::lifecycle_modes),
         ("all_but_the_driver_run_confined", pods::confined),
         ("only_the_sidecar_of_the_drivers_pod_has_a_token", pods::one_token),
         ("no_image_names_a_registry", pods::plain_images),

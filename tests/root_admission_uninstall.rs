@@ -106,10 +106,8 @@ fn end_namespace(cluster: &Cluster) {
 
 fn uninstalled_and_installed_again(cluster: &Cluster) {
     let account = json!({ "metadata": { "name": "default" } });
-    cluster.create(
-        &cluster.api_in::<k8s_openapi::api::core::v1::ServiceAccount>("default"),
-        account,
-    );
+    cluster
+        .create(&cluster.api_in::<k8s_openapi::api::core::v1::ServiceAccount>("default"), account);
     let before = cluster.wait_for("all kinds", || everything(cluster));
     // The driver's own object, from which the level is read that its volumes need.
     let driver = Path::new(&manifests("base")).join("csi-driver.yaml");

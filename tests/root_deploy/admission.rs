@@ -3,7 +3,7 @@
 
 use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::Api;
-use kube::api::{DynamicObject, PostParams};
+use kube::api::{DynamicObject, Patch, PatchParams, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
 use serde_json::{Value, json};
 
@@ -288,12 +288,11 @@ pub fn unanswered_pods(cluster: &Cluster) {
     // An ephemeral container is asked about where a pod is; and no other change of a pod.
     let debug = |name: &str| {
         let container = json!({ "name": "d", "image": "i" });
-        let patch = json!({ "spec": { "ephemeralContainers": [container] } }).to_string();
-        let patch = ["--subresource=ephemeralcontainers", "--type=strategic", "-p", &patch];
-        let pod = ["patch", "-n", &here, "pod", name, "--dry-run=server"];
-        let output = cluster.kubectl(&[&pod[..], &patch].concat());
-        let told = String::from_utf8(output.stderr).unwrap();
-        if output.status.success() { Ok(()) } else { Err(told) }
+        let patch = json!({ "spec": { "ephemeralContainers": [container] } });
+        let patch = Patch::Strategic(patch);
+        let params = PatchParams { dry_run: true, ..PatchParams::default() };
+        let patched = all.patch_ephemeral_containers(name, &params, &patch);
+        cluster.block_on(patched).map(drop).map_err(|error| error.to_string())
     };
     assert!(is_unanswered(&debug("ours"), "mutate-pods"), "{:?}", debug("ours"));
     assert_eq!(debug("anothers"), Ok(()));

@@ -128,6 +128,22 @@ impl Attributes {
         let has_content = has_secret || !self.content.is_empty();
         self.read_only_content.unwrap_or(has_content)
     }
+
+    /// The same of a volume that is published, `readonly` or not: one that nobody may write to, and of which nothing else
+    /// is said, is a volume of content too. Its secret is empty, has been emptied while the pod runs, or comes later:
+    /// kubelet's requests do not tell these from a volume with no secret.
+    pub fn is_published_as_content(&self, has_secret: bool, readonly: bool) -> bool {
+        let unsaid = self.read_only_content.is_none() && self.from_snapshot.is_none();
+        self.is_read_only_content(has_secret) || (readonly && unsaid)
+    }
+
+    /// That the attributes go with a secret, where there is one.
+    pub fn check_with_secret(&self, has_secret: bool) -> Result<(), Problem> {
+        if has_secret && self.from_snapshot.is_some() {
+            return Err(problem(FROM_SNAPSHOT, "does not go with a secret; use two volumes"));
+        }
+        Ok(())
+    }
 }
 
 fn size(value: &str) -> Result<u64, Problem> {
@@ -280,7 +296,23 @@ mod tests {
     }
 
     #[test]
+    fn a_secret_that_comes_and_goes_does_not_make_another_volume_of_it() {
+        let attributes = read(&[("size", "32Mi")]).unwrap();
+        let kinds = [(true, true), (false, true), (false, false)];
+        let kinds =
+            kinds.map(|(secret, readonly)| attributes.is_published_as_content(secret, readonly));
+        assert_eq!(kinds, [true, true, false]);
+        let said = read(&[("readOnlyContent", "false")]).unwrap();
+        assert!(!said.is_published_as_content(true, true));
+        let cloned = read(&[("fromSnapshot", "s")]).unwrap();
+        assert!(!cloned.is_published_as_content(false, true));
+    }
+
+    #[test]
     fn a_snapshots_data_is_not_written_into() {
+        let cloned = read(&[("fromSnapshot", "s"), ("readOnlyContent", "false")]).unwrap();
+        assert_eq!(cloned.check_with_secret(false), Ok(()));
+        assert_eq!(cloned.check_with_secret(true).unwrap_err().attribute, "fromSnapshot");
         for other in [("content/a", "x"), ("readOnlyContent", "true"), ("medium", "Memory")] {
             assert_eq!(wrong(&[("fromSnapshot", "s"), other]).attribute, "fromSnapshot");
         }

@@ -5,8 +5,6 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::time::Duration;
 
@@ -14,26 +12,9 @@ use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
 use nix::sys::signal::Signal;
 use support::driver::*;
+use support::http::{fetch, http_address};
 use support::{BLOCK, MIB, have_root, path, pattern, read_all, write_direct};
 use tonic::{Code, Request};
-
-fn fetch(address: SocketAddr, path: &str) -> (String, String) {
-    let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    (head.lines().next().unwrap().to_owned(), body.to_owned())
-}
-
-/// Where the driver serves HTTP, which its log tells.
-fn http_address(driver: &Driver) -> SocketAddr {
-    let log = driver.log();
-    let line = log.lines().rfind(|line| line.contains("serving /healthz")).expect(&log);
-    let address = line.split_once("address=").expect(line).1;
-    address.split_whitespace().next().unwrap().parse().unwrap()
-}
 
 /// What the metrics count: the values of a label, over all lines.
 fn label_values(metrics: &str, label: &str) -> BTreeSet<String> {

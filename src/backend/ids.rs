@@ -35,7 +35,7 @@ pub fn name_of(id: &str) -> Option<&str> {
     let (head, nonce) = id.rsplit_once('-')?;
     let (prefix, slug) = head.split_once('-')?;
     let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
-    let known = [VOLUME_PREFIX, SNAPSHOT_PREFIX, GROUP_PREFIX].contains(&prefix);
+    let known = [VOLUME_PREFIX, SNAPSHOT_PREFIX, GROUP_PREFIX, INLINE_PREFIX].contains(&prefix);
     let whole = nonce.len() == NONCE_DIGITS && nonce.bytes().all(hex);
     (known && whole && !slug.is_empty()).then_some(slug)
 }

@@ -1,15 +1,24 @@
-//! NodePublishVolume of a pod's own volume (KEP-596): attributes, secrets and flags of the request, in the backend's types.
+//! A pod's own volume (KEP-596) in CSI's Node service: attributes, secrets and flags of the request, in the backend's types.
+//!
+//! What is wrong with a request is told before what this node does not do: a switched-off driver says so of requests alone
+//! that it would serve otherwise. A staging path is not looked at. CSI wants one of every caller that knows nothing of inline
+//! volumes; kubelet, which does, sends none.
 
 use std::collections::{BTreeMap, HashMap};
 
 use tonic::Status;
 
 use super::{Plugin, request};
-use crate::backend::{Access, Content, Error, InlineRequest, PublishInline, Result as Checked};
+use crate::backend::{Access, Content, Error, InlineRequest, Phase, PublishInline};
+use crate::backend::{Capability, Result as Checked};
+use crate::grpc::cut;
 use crate::inline::{self, Attributes, Medium};
 use crate::proto::csi::v1 as csi;
 
-/// Which inline volumes are made.
+/// Bytes of a secret's key that an error repeats.
+const MAX_SHOWN: usize = 128;
+
+/// Which inline volumes are made. What is there goes on, whatever the flags of this start say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
     /// New ones at all (`--inline`).
@@ -18,6 +27,24 @@ pub struct Policy {
     pub from_snapshot: bool,
 }
 
+impl Policy {
+    fn check_new(self, wanted: &InlineRequest) -> Checked<()> {
+        let refused = |words: &str| Err(Error::Precondition(format!("volume_context: {words}")));
+        if !self.new {
+            return refused(
+                "inline volumes are switched off on this node (--inline=false); use a PersistentVolumeClaim",
+            );
+        }
+        if wanted.from_snapshot.is_some() && !self.from_snapshot {
+            return refused(
+                "fromSnapshot: is switched off on this node; start the driver with --inline-from-snapshot",
+            );
+        }
+        Ok(())
+    }
+}
+
+/// NodePublishVolume.
 pub fn publish(
     plugin: &Plugin,
     asked: csi::NodePublishVolumeRequest,
@@ -25,76 +52,116 @@ pub fn publish(
     let handle = request::id("volume_id", &asked.volume_id)?;
     let target = request::path("target_path", &asked.target_path)?;
     request::keys("publish_context", &asked.publish_context, &[])?;
-    if !plugin.inline.new && plugin.backend.inline(handle)?.is_none() {
-        let off = "volume_context: inline volumes are switched off on this node (--inline=false); use a PersistentVolumeClaim";
-        return Err(Error::Precondition(off.to_owned()).into());
+    let (request, content) = wanted(&asked)?;
+    let found = plugin.backend.inline(handle)?;
+    if found.is_none_or(|found| found.phase != Phase::Ready) {
+        plugin.inline.check_new(&request)?;
     }
-    let attributes = attributes(&asked.volume_context)?;
-    let wanted = wanted(&plugin.inline, &asked, &attributes)?;
-    let content = content(attributes.content, asked.secrets)?;
-    let publish = PublishInline { handle, target: &target, request: &wanted, content: &content };
+    let publish = PublishInline { handle, target: &target, request: &request, content: &content };
     plugin.backend.publish_inline(&publish)?;
     Ok(csi::NodePublishVolumeResponse {})
 }
 
-fn attributes(context: &HashMap<String, String>) -> Checked<Attributes> {
-    let own = context.iter().filter(|(key, _)| !request::is_kubernetes_key(key));
-    Attributes::read(own.map(|(key, value)| (key.as_str(), value.as_str())))
-        .map_err(|problem| Error::invalid("volume_context", problem.to_string()))
+/// That the volume may grow: an inline one keeps the size that its pod asks for.
+pub fn refuse_to_grow(plugin: &Plugin, id: &str) -> Checked<()> {
+    match plugin.backend.inline(id)? {
+        None => Ok(()),
+        Some(_) => Err(Error::Precondition(format!(
+            "volume_id: {id:?} is an inline volume, which keeps its size; make a pod that asks for a larger one"
+        ))),
+    }
 }
 
-fn wanted(
-    policy: &Policy,
-    asked: &csi::NodePublishVolumeRequest,
-    attributes: &Attributes,
-) -> Checked<InlineRequest> {
-    let capability = request::capability("volume_capability", asked.volume_capability.as_ref())?;
-    if capability.access == Access::Block {
-        return Err(Error::invalid(
+/// What the request asks for, and the files that go into it.
+pub fn wanted(asked: &csi::NodePublishVolumeRequest) -> Checked<(InlineRequest, Content)> {
+    let capability = mount(asked.volume_capability.as_ref())?;
+    let own = asked.volume_context.iter().filter(|(key, _)| !request::is_kubernetes_key(key));
+    let attributes = Attributes::read(own.map(|(key, value)| (key.as_str(), value.as_str())))
+        .map_err(|problem| Error::invalid("volume_context", problem.to_string()))?;
+    let has_secret = !asked.secrets.is_empty();
+    attributes
+        .check_with_secret(has_secret)
+        .map_err(|problem| Error::invalid("volume_context", problem.to_string()))?;
+    let read_only_content = attributes.is_published_as_content(has_secret, asked.readonly);
+    let has_files = has_secret || !attributes.content.is_empty();
+    check_writes(asked.readonly, &capability, read_only_content, has_files)?;
+    let request = InlineRequest {
+        size_bytes: attributes.size,
+        capability,
+        readonly: asked.readonly,
+        in_memory: attributes.medium == Medium::Memory,
+        from_snapshot: attributes.from_snapshot,
+        read_only_content,
+    };
+    Ok((request, content(attributes.content, &asked.secrets)?))
+}
+
+fn mount(capability: Option<&csi::VolumeCapability>) -> Checked<Capability> {
+    let capability = request::capability("volume_capability", capability)?;
+    match capability.access {
+        Access::Mount { .. } => Ok(capability),
+        Access::Block => Err(Error::invalid(
             "volume_capability",
             "an inline volume is mounted; it cannot be a block device",
-        ));
+        )),
     }
-    let read_only_content = attributes.is_read_only_content(!asked.secrets.is_empty());
-    if read_only_content && !asked.readonly {
+}
+
+/// Who may write. To a content volume the driver does, and so nobody else (KEP-596, "Read-only volumes"): not every
+/// cluster has the webhook that sets the flag.
+fn check_writes(
+    readonly: bool,
+    capability: &Capability,
+    read_only_content: bool,
+    has_files: bool,
+) -> Checked<()> {
+    if read_only_content && !readonly {
         return Err(Error::invalid(
             "readonly",
             "has to be set for a volume of read-only content: set volumes[].csi.readOnly, or let the admission webhook do it",
         ));
     }
-    if attributes.from_snapshot.is_some() && !policy.from_snapshot {
-        return Err(Error::Precondition(
-            "volume_context: fromSnapshot: is switched off on this node; start the driver with --inline-from-snapshot".to_owned(),
+    if read_only_content && capability.is_read_only() {
+        return Err(Error::invalid(
+            "volume_capability",
+            "the driver writes to a volume of read-only content; leave the flag ro out, and use a mode that writes",
         ));
     }
-    Ok(InlineRequest {
-        size_bytes: attributes.size,
-        capability,
-        readonly: asked.readonly,
-        in_memory: attributes.medium == Medium::Memory,
-        from_snapshot: attributes.from_snapshot.clone(),
-        read_only_content,
-    })
+    let writes = !readonly && !capability.is_read_only();
+    if has_files && !read_only_content && !writes {
+        return Err(Error::invalid(
+            "readonly",
+            "files are put into a volume that can be written to; leave readOnlyContent out, or the volume writable",
+        ));
+    }
+    Ok(())
 }
 
 /// The files that attributes and secrets make together.
 fn content(
     attributes: BTreeMap<String, String>,
-    secrets: HashMap<String, String>,
+    secrets: &HashMap<String, String>,
 ) -> Checked<Content> {
-    let has_secrets = !secrets.is_empty();
+    let refused = |reason: String| Error::invalid("secrets", reason);
     let mut files: BTreeMap<String, Vec<u8>> =
         attributes.into_iter().map(|(name, value)| (name, value.into_bytes())).collect();
-    for (name, value) in secrets {
-        inline::check_file_name(&name).map_err(|reason| Error::invalid("secrets", reason))?;
-        if files.insert(name, value.into_bytes()).is_some() {
-            return Err(Error::invalid(
-                "secrets",
-                "a key of the secret is also the name of a content/… attribute; rename one of them",
-            ));
+    // In order, so that the answer is the same each time.
+    for (name, value) in secrets.iter().collect::<BTreeMap<_, _>>() {
+        let shown = || cut(name, MAX_SHOWN);
+        inline::check_file_name(name)
+            .map_err(|reason| refused(format!("key {:?}: {reason}", shown())))?;
+        if files.insert(name.clone(), value.clone().into_bytes()).is_some() {
+            return Err(refused(format!(
+                "key {:?} is also the name of a content/… attribute; rename one of them",
+                shown()
+            )));
         }
     }
     inline::check_amount(files.iter().map(|(name, value)| (name.as_str(), value.len())))
-        .map_err(|reason| Error::invalid("secrets", reason))?;
-    Ok(Content::new(files, has_secrets))
+        .map_err(refused)?;
+    Ok(Content::new(files, !secrets.is_empty()))
 }
+
+#[cfg(test)]
+#[path = "inline_tests.rs"]
+mod tests;

@@ -185,6 +185,7 @@ fn expand(
     if asked.volume_capability.is_some() {
         capability(asked.volume_capability.as_ref())?;
     }
+    inline::refuse_to_grow(plugin, id)?;
     let capacity = plugin.backend.volume(id)?.capacity_bytes;
     if range.required > capacity {
         return Err(Error::OutOfRange(format!(

@@ -6,10 +6,6 @@ use std::time::Duration;
 
 use anyhow::Context;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
-use prometheus_client::metrics::MetricType;
-use prometheus_client::metrics::gauge::ConstGauge;
 use tokio::net::UnixListener;
 use tokio::runtime;
 use tokio::task::spawn_blocking;
@@ -20,6 +16,7 @@ use tonic::transport::Server;
 use super::args::Args;
 use super::call::Calls;
 use super::fault::Faults;
+use super::gauges::Gauges;
 use super::inline::Policy;
 use super::topology::Place;
 use super::{Plugin, socket};
@@ -113,7 +110,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     };
     // Before the socket is made: the backend's lock refuses a second driver.
     let backend = spawn_blocking(move || Backend::open(config)).await??;
-    let metrics = Metrics::new(vec![Box::new(PoolRoom(backend.clone()))]);
+    let metrics = Metrics::new(vec![Box::new(Gauges::new(backend.clone()))]);
     let calls = Calls::new(metrics.clone());
     let plugin = Plugin {
         backend: backend.clone(),
@@ -227,38 +224,5 @@ async fn tend(backend: Backend, every: Duration, round: Round, shutdown: Shutdow
         if let Ok(Err(error)) = spawn_blocking(move || round(&backend)).await {
             tracing::error!(%error, "housekeeping failed");
         }
-    }
-}
-
-/// The pool's room, read at each scrape.
-struct PoolRoom(Backend);
-
-impl std::fmt::Debug for PoolRoom {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("PoolRoom")
-    }
-}
-
-impl Collector for PoolRoom {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        // A pool that does not answer has no numbers; /healthz says why.
-        let Ok(room) = self.0.capacity() else { return Ok(()) };
-        let gauges = [
-            (
-                "pool_available_bytes",
-                "Bytes that can be written before the pool is full",
-                room.available,
-            ),
-            (
-                "pool_maximum_volume_bytes",
-                "Largest volume that can be made now",
-                room.maximum_volume,
-            ),
-        ];
-        for (name, help, bytes) in gauges {
-            let gauge = ConstGauge::new(super::response::bytes(bytes));
-            gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
-        }
-        Ok(())
     }
 }

@@ -8,6 +8,7 @@ pub mod driver;
 pub mod exerciser;
 pub mod fsck;
 pub mod full;
+pub mod http;
 pub mod inline;
 pub mod kernel;
 pub mod load;

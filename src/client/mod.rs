@@ -14,6 +14,7 @@ mod connection;
 #[cfg(test)]
 mod fake_driver;
 mod format;
+mod inline;
 mod names;
 mod pool;
 mod print_map;
@@ -206,6 +207,8 @@ mod tests {
             "x volume list --timeout 9999999years",
             "x volume stage v",
             "x volume expand v",
+            "x volume inline publish h",
+            "x volume inline publish h --target t --attribute size",
             "x snapshot allocated s --starting-offset=-1x",
             "x snapshot verify a",
             "x pool check --endpoint unix:///a",

@@ -12,6 +12,7 @@ use serde_json::json;
 
 use super::capability::CapabilityArgs;
 use super::connection::{Connection, refused};
+use super::inline::{self, InlineCommand};
 use super::{Options, Output, bounded, format, names};
 use crate::proto::csi::v1 as csi;
 use crate::quantity;
@@ -86,6 +87,9 @@ enum VolumeCommand {
         #[arg(long, value_name = "PATH")]
         staging: PathBuf,
     },
+    /// Volumes that live from one publish to its unpublish, as those declared in pods
+    #[command(subcommand)]
+    Inline(InlineCommand),
 }
 
 #[derive(Debug, Args)]
@@ -136,6 +140,7 @@ pub async fn run(args: VolumeArgs) -> Result<ExitCode> {
             VolumeCommand::Unstage { volume, staging } => {
                 unstage(connection, &volume, &staging, output).await
             }
+            VolumeCommand::Inline(command) => inline::run(connection, command, output).await,
         }
     })
     .await?;
@@ -309,10 +314,7 @@ async fn publish(
 ) -> Result<()> {
     let Publish { staging, target, read_only, capability } = how;
     let volume = names::volume(connection, reference).await?;
-    // CSI NodePublishVolume: the parent is the caller's to make, the target the driver's.
-    if let Some(parent) = target.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        fs::create_dir_all(parent).with_context(|| format!("make {}", parent.display()))?;
-    }
+    make_parent(&target)?;
     let request = csi::NodePublishVolumeRequest {
         volume_id: volume.volume_id.clone(),
         staging_target_path: absolute(&staging)?,
@@ -324,6 +326,16 @@ async fn publish(
     };
     connection.node().node_publish_volume(request).await.map_err(refused)?;
     done(output, &volume.volume_id, "published")
+}
+
+/// CSI NodePublishVolume: the parent is the caller's to make, the target the driver's.
+pub fn make_parent(target: &Path) -> Result<()> {
+    match target.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        Some(parent) => {
+            fs::create_dir_all(parent).with_context(|| format!("make {}", parent.display()))
+        }
+        None => Ok(()),
+    }
 }
 
 async fn unpublish(
@@ -356,7 +368,7 @@ async fn unstage(
     done(output, &volume_id, "unstaged")
 }
 
-fn done(output: Output, id: &str, what: &str) -> Result<()> {
+pub fn done(output: Output, id: &str, what: &str) -> Result<()> {
     match output {
         Output::Json => format::print_json(&json!({ "id": id, "state": what })),
         Output::Table => Ok(format::print(&format!("volume {id} {what}"))?),
@@ -364,7 +376,7 @@ fn done(output: Output, id: &str, what: &str) -> Result<()> {
 }
 
 /// A path as CSI wants it: absolute, and text.
-fn absolute(path: &Path) -> Result<String> {
+pub fn absolute(path: &Path) -> Result<String> {
     let whole = std::path::absolute(path).with_context(|| format!("path {}", path.display()))?;
     let text = whole.to_str().with_context(|| format!("{} is not UTF-8", whole.display()))?;
     Ok(text.to_owned())

@@ -16,8 +16,10 @@ pub use crate::backend::sys::FiemapExtent;
 pub use crate::driver::call::{Describe, Subject};
 pub use crate::driver::controller::{page as page_size, token};
 pub use crate::driver::fault::Rule;
+pub use crate::driver::inline::wanted as wanted_inline;
 pub use crate::driver::request::{
-    capacity_range, change_tracking, id, keys, max_entries, name, path, place, volume_context,
+    capacity_range, change_tracking, id, is_inline, keys, max_entries, name, path, place,
+    volume_context,
 };
 
 /// What the kernel would answer to FIEMAP: (first byte asked for) → a batch of extents.

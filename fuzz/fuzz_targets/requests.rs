@@ -22,6 +22,9 @@ fuzz_target!(|input: &[u8]| {
         2 => decoded(bytes, |asked: &csi::NodePublishVolumeRequest| {
             fuzzing::path("target_path", &asked.target_path)?;
             fuzzing::keys("publish_context", &asked.publish_context, &[])?;
+            if fuzzing::is_inline(&asked.volume_context)? {
+                return inline_volume(asked);
+            }
             check(&fuzzing::capability(asked.volume_capability.as_ref())?);
             Ok(())
         }),
@@ -70,6 +73,34 @@ fn create_volume(asked: &csi::CreateVolumeRequest) -> Result<(), Error> {
     // Neither is more than the wire can say of a volume that exists.
     assert!(i64::try_from(request.required_bytes.max(request.limit_bytes)).is_ok());
     Ok(())
+}
+
+/// A pod's own volume: attributes and secrets are whoever's who may make pods.
+fn inline_volume(asked: &csi::NodePublishVolumeRequest) -> Result<(), Error> {
+    let (request, content) = fuzzing::wanted_inline(asked).inspect_err(|error| {
+        let message = error.to_string();
+        assert!(message.len() < 2000, "{message}");
+        let values = asked.volume_context.iter().filter(|(key, _)| *key != "size");
+        let values = values.chain(&asked.secrets).map(|(_, value)| value);
+        values.for_each(|value| assert!(!repeats(asked, &message, value), "{message}"));
+    })?;
+    check(&request.capability);
+    assert!(matches!(request.capability.access, Access::Mount { .. }));
+    assert!(request.size_bytes != Some(0));
+    // The driver writes into no volume that the pod could have prepared, and none that it cannot write to.
+    assert!(!request.read_only_content || asked.readonly);
+    assert!(content.is_empty() || (request.from_snapshot.is_none() && !request.is_read_only()));
+    assert_eq!(content.has_secrets(), !asked.secrets.is_empty());
+    Ok(())
+}
+
+/// Whether a message has a value in it that comes from nowhere else: short ones are in our own words, and keys and sizes
+/// may be told.
+fn repeats(asked: &csi::NodePublishVolumeRequest, message: &str, value: &str) -> bool {
+    let known = asked.volume_context.keys().chain(asked.secrets.keys());
+    let known = known.chain(asked.volume_context.get("size"));
+    let known = known.map(String::as_str).chain(["csi.storage.k8s.io/ephemeral"]);
+    value.len() >= 16 && message.contains(value) && !known.into_iter().any(|text| text.contains(value))
 }
 
 fn check(capability: &Capability) {

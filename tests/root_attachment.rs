@@ -187,6 +187,36 @@ fn a_volumes_group_reaches_its_own_files_and_none_behind_a_link() {
 }
 
 #[test]
+fn a_repeated_publish_takes_no_files_from_another_pods_group() {
+    image_pool("a_repeated_publish_takes_no_files_from_another_pods_group", |pool| {
+        let volume = filesystem(pool, "v");
+        let backend = pool.backend().clone();
+        let in_group = |group| {
+            let fs_type = Some(FsType::Ext4);
+            let access = Access::Mount { fs_type, flags: Vec::new(), group: Some(group) };
+            Capability { access, ..mounted(FsType::Ext4) }
+        };
+        let staging = pool.scratch().join("stage");
+        backend.stage(&volume.id, &staging, &mounted(FsType::Ext4)).unwrap();
+        let target = |group| pool.scratch().join(format!("pod-{group}"));
+        let publish = |group| {
+            let capability = in_group(group);
+            backend.publish(&volume.id, &staging, &target(group), &capability, false).unwrap();
+        };
+        fs::write(staging.join("file"), "").unwrap();
+        // The last pod's counts, however often kubelet repeats itself for the first.
+        for group in [4242, 4243, 4243, 4242] {
+            publish(group);
+        }
+        assert_eq!(fs::metadata(staging.join("file")).unwrap().gid(), 4243);
+        for group in [4242, 4243] {
+            backend.unpublish(&volume.id, &target(group)).unwrap();
+        }
+        backend.unstage(&volume.id, &staging).unwrap();
+    });
+}
+
+#[test]
 fn data_written_raw_is_never_formatted_over() {
     image_pool("data_written_raw_is_never_formatted_over", |pool| {
         let volume = filesystem(pool, "v");

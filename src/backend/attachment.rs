@@ -255,7 +255,10 @@ fn show(
         return if shown { Ok(()) } else { show_device(device, target) };
     };
     let staging = &attachment.staging_path;
+    // Before the mount, so where that is it was done: a call that is repeated for a pod that runs (requiresRepublish) takes
+    // no files from the group of another pod.
     if let Some(group) = group
+        && !shown
         && !read_only
         && !attachment.capability.is_read_only()
     {

@@ -190,7 +190,7 @@ if [[ -z $driver ]]; then
     fail 1 "the demo and csi-sanity: the driver does not build"
 else
     if [[ -x hack/demo.sh && -n $why_no_root_tests ]]; then
-        skip 1 "hack/demo.sh" "$why_no_root_tests"
+        skip 2 "hack/demo.sh, hack/demo-inline.sh" "$why_no_root_tests"
     elif [[ -x hack/demo.sh ]]; then
         step "hack/demo.sh" hack/demo.sh
         for seconds in 1 2 3 4; do
@@ -198,6 +198,7 @@ else
             step "hack/demo.sh, interrupted after $seconds s" \
                 bash -c 'interrupted_demo "$1" "$2"' _ "$seconds" "$driver"
         done
+        step "hack/demo-inline.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-inline.sh
     fi
     if [[ -z ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
         skip 3 "hack/demo-sidecar.sh, hack/demo-session.sh, hack/demo-aggregated.sh" "needs root and the Kubernetes tools"

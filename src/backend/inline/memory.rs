@@ -10,7 +10,7 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 
 use super::super::error::{Context, Result};
-use super::super::fail_point::reach;
+use super::super::fail_point::{meet, reach};
 use super::super::loop_device::{Lifetime, LoopDevice};
 use super::super::sys;
 
@@ -26,7 +26,6 @@ pub fn find(name: &str) -> Result<Option<LoopDevice>> {
 /// left.
 pub fn make(name: &str, bytes: u64) -> Result<LoopDevice> {
     let root = mount(bytes).context(|| "mounting a tmpfs".to_owned())?;
-    reach("memory.mounted")?;
     let file = new_file(&root, name).context(|| "making a file in memory".to_owned())?;
     reach("memory.file_made")?;
     file.set_len(bytes).context(|| "sizing a file in memory".to_owned())?;
@@ -43,15 +42,15 @@ fn new_file(root: &OwnedFd, name: &str) -> io::Result<File> {
 fn mount(bytes: u64) -> io::Result<OwnedFd> {
     let size = format!("size={}", bytes.saturating_add(SLACK));
     let options = [size.as_str(), "mode=0700", "noswap"];
-    let mounted = sys::detached_mount(c"tmpfs", "csi-loopback", &options);
-    match mounted {
+    let mounted = match sys::detached_mount(c"tmpfs", "csi-loopback", &options) {
         // Linux before 6.4, or a container that is not of the first user namespace.
         Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EPERM)) => {
             tracing::warn!(
                 "this kernel's tmpfs knows no noswap: an inline volume in memory may be swapped out"
             );
-            sys::detached_mount(c"tmpfs", "csi-loopback", &options[..2])
+            sys::detached_mount(c"tmpfs", "csi-loopback", &options[..2])?
         }
-        mounted => mounted,
-    }
+        mounted => mounted?,
+    };
+    meet("memory.mounted").map(|()| mounted)
 }

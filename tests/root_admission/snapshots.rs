@@ -18,13 +18,13 @@ pub fn a_pod_begins_with_snapshots_of_its_own_namespace_alone(cluster: &Cluster)
     // Asked for before anything is watched, and at once when it is there.
     let field = "spec.volumes[0].csi.volumeAttributes[fromSnapshot]";
     assert_refused(rig.make(&rig.apps, &from(&own)), &["403", field, "not the handle"]);
-    let ready = cluster.adopt_snapshot(&rig.apps, "monday", &rig.driver, &own, Some(&class));
+    let ready = cluster.believed_snapshot(&rig.apps, "monday", &rig.driver, &class, &own);
     rig.make(&rig.apps, &from(&own)).unwrap();
     assert_refused(rig.make(&other, &from(&own)), &["403", field, "not the handle", &other]);
     // Another driver's handle of the same text is another snapshot.
     let foreign = cluster.unique("snap-foreign");
     let class_of_other = cluster.snapshot_class("other.example", &[]);
-    cluster.adopt_snapshot(&rig.apps, "foreign", "other.example", &foreign, Some(&class_of_other));
+    cluster.believed_snapshot(&rig.apps, "foreign", "other.example", &class_of_other, &foreign);
     assert_refused(rig.make(&rig.apps, &from(&foreign)), &["403", "not the handle"]);
     // A content that says whose it is, but to which nobody there is bound.
     let claimed = cluster.unique("snap-claimed");

@@ -16,10 +16,13 @@ fn strictly(cluster: &Cluster, namespace: &str, object: &Value) -> Result<(), St
     if output.status.success() { Ok(()) } else { Err(told) }
 }
 
+/// What is done to the `csi` of a volume.
+type Change<'c> = &'c dyn Fn(&mut Value);
+
 pub fn fields_of_a_volume(cluster: &Cluster) {
     without_webhooks(cluster);
     let here = namespace_for_pods(cluster);
-    let with = |change: &dyn Fn(&mut Value)| {
+    let with = |change: Change| {
         let mut object = pod(&inline(DRIVER));
         change(&mut object["spec"]["volumes"][1]["csi"]);
         strictly(cluster, &here, &object)
@@ -33,7 +36,7 @@ pub fn fields_of_a_volume(cluster: &Cluster) {
     };
     assert_eq!(with(&all), Ok(()));
     assert_eq!(with(&|csi| drop(csi.as_object_mut().unwrap().remove("volumeAttributes"))), Ok(()));
-    let refused: [(&str, &dyn Fn(&mut Value)); 4] = [
+    let refused: [(&str, Change); 4] = [
         ("csi.driver", &|csi| csi["driver"] = json!("")),
         // Kubelet makes the handle; nobody can ask for one.
         ("volumeHandle", &|csi| csi["volumeHandle"] = json!("csi-0")),

@@ -258,6 +258,10 @@ fn volumes_of_pods_that_vanished_go_and_one_that_is_in_use_anywhere_stays() {
         // The other mount namespace had a copy of each mount, and gives them up in its own time.
         wait_for("what nobody uses is gone", || !is_attached(&devices[0]));
         assert!(is_attached(&devices[1]) && is_attached(&devices[2]));
+        // It is whole: a pod that comes back finds what is in it.
+        driver.ok(used.publishing(&SMALL));
+        assert_eq!(fs::read_to_string(used.file("file")).unwrap(), "used");
+        vanish(&used);
         assert_eq!(fs::read_to_string(here.file("file")).unwrap(), "here");
         drop(user);
         // By a round: no start is needed.

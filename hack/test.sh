@@ -201,11 +201,12 @@ else
         step "hack/demo-inline.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-inline.sh
     fi
     if [[ -z ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
-        skip 3 "hack/demo-sidecar.sh, hack/demo-session.sh, hack/demo-aggregated.sh" "needs root and the Kubernetes tools"
+        skip 4 "hack/demo-sidecar.sh, hack/demo-session.sh, hack/demo-aggregated.sh, hack/demo-admission.sh" "needs root and the Kubernetes tools"
     else
         step "hack/demo-sidecar.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-sidecar.sh
         step "hack/demo-session.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-session.sh
         step "hack/demo-aggregated.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-aggregated.sh
+        step "hack/demo-admission.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-admission.sh
     fi
     sanity
 fi

@@ -96,7 +96,7 @@ fn inline_and_persistent_volumes_live_side_by_side() {
         driver.ok(inline.publishing(&[("size", "32Mi")]));
         fs::write(target.join("file"), "persistent").unwrap();
         fs::write(inline.file("file"), "inline").unwrap();
-        assert_eq!(volume_ids(driver), [persistent.clone()]);
+        assert_eq!(volume_ids(driver), [persistent.as_str()]);
         let snapshot = driver.snapshot("s", &persistent);
         driver.unpublish(&inline.handle, &inline.target);
         assert_eq!(fs::read_to_string(target.join("file")).unwrap(), "persistent");
@@ -159,7 +159,8 @@ fn unpublish_is_ok_for_what_is_gone_half_gone_elsewhere_or_unknown() {
     let unknown = pod_volume(&driver, "uid-0", "never");
     driver.unpublish(&unknown.handle, &unknown.target);
     let volume = pod_volume(&driver, "uid-1", "scratch");
-    let disturb: [(&str, fn(&Driver, &Path)); 5] = [
+    type Disturb = fn(&Driver, &Path);
+    let disturb: [(&str, Disturb); 5] = [
         ("nothing is done to it", |_, _| {}),
         ("somebody unmounts it", |_, target| run("umount", &[path(target)])),
         ("somebody unmounts it and removes the target", |_, target| {

@@ -52,7 +52,7 @@ fn no_call_for_persistent_volumes_knows_or_touches_an_inline_one() {
         driver.refused(stats(&internal, at), Code::NotFound, &internal);
         driver.ok(unpublishing(&internal, at));
         driver.refused(expand_on_node(&internal, &volume.target), Code::NotFound, &internal);
-        assert_eq!(volume_ids(driver), [persistent.clone()]);
+        assert_eq!(volume_ids(driver), [persistent.as_str()]);
         assert!(all_snapshots(driver).is_empty());
         assert_eq!(fs::read_to_string(volume.file("mine")).unwrap(), "x");
         driver.unstage(&persistent);

@@ -27,12 +27,14 @@ die() {
 # Where a command comes from on Debian, if not from the package of its own name.
 declare -A package_of=(
     [blkdiscard]=util-linux
+    [busybox]=busybox-static
     [chattr]=e2fsprogs
     [findmnt]=util-linux
     [fsfreeze]=util-linux
     [fstrim]=util-linux
     [setpriv]=util-linux
     [setsid]=util-linux
+    [unshare]=util-linux
     [losetup]=mount
     [mkfs.btrfs]=btrfs-progs
     [mkfs.ext4]=e2fsprogs

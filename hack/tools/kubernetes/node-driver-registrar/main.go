@@ -1,0 +1,75 @@
+// Command node-driver-registrar makes a CSI driver known to the kubelet of this machine and keeps it so, as the released
+// sidecar of that name does. That one is not to be had as a module; what both speak is kubelet's (pluginregistration/v1).
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+
+	"google.golang.org/grpc"
+	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
+)
+
+// registrar answers what kubelet asks of whoever listens in its directory plugins_registry.
+type registrar struct {
+	registration.UnimplementedRegistrationServer
+	name, endpoint string
+}
+
+func (r *registrar) GetInfo(context.Context, *registration.InfoRequest) (*registration.PluginInfo, error) {
+	return &registration.PluginInfo{
+		Type:              registration.CSIPlugin,
+		Name:              r.name,
+		Endpoint:          r.endpoint,
+		SupportedVersions: []string{"1.0.0"},
+	}, nil
+}
+
+func (r *registrar) NotifyRegistrationStatus(
+	_ context.Context, status *registration.RegistrationStatus,
+) (*registration.RegistrationStatusResponse, error) {
+	if !status.PluginRegistered {
+		// Kubelet tries again by itself.
+		fmt.Printf("%s is not registered: %s\n", r.name, status.Error)
+	} else {
+		fmt.Printf("%s is registered\n", r.name)
+	}
+	return &registration.RegistrationStatusResponse{}, nil
+}
+
+func main() {
+	var name, endpoint, directory string
+	flag.StringVar(&name, "driver-name", "", "name of the driver")
+	flag.StringVar(&endpoint, "kubelet-registration-path", "", "socket of the driver, as kubelet sees it")
+	flag.StringVar(&directory, "plugin-registration-path", "/registration", "directory of kubelet for such sockets")
+	flag.Parse()
+	if err := run(name, endpoint, directory); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+// run serves until SIGTERM; the socket goes with it, and so does the registration.
+func run(name, endpoint, directory string) error {
+	// Short: there may be little room left for the path of a socket.
+	socket := filepath.Join(directory, fmt.Sprintf("%d.sock", os.Getpid()))
+	listener, err := net.Listen("unix", socket)
+	if err != nil {
+		return err
+	}
+	server := grpc.NewServer()
+	registration.RegisterRegistrationServer(server, &registrar{name: name, endpoint: endpoint})
+	ended, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
+	defer stop()
+	go func() {
+		<-ended.Done()
+		server.Stop()
+	}()
+	return server.Serve(listener)
+}

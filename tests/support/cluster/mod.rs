@@ -2,8 +2,8 @@
 //! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
 //! connection that can be cut (`proxy`) or shared out (`balancer`), certificates (`tls`), a driver to begin with (`rig`) and one that
 //! behaves as ours would not (`fake_driver`), our sidecar and who asks one (`sidecar`, `cbt_http`), our session manager (`manager`),
-//! our admission webhooks (`admission`),
-//! our aggregated API server (`aggregated`), snapshot sessions made by hand (`session`), and how a test binary runs
+//! our admission webhooks (`admission`), our aggregated API server (`aggregated`), a node on which pods run (`kubelet`), snapshot
+//! sessions made by hand (`session`), and how a test binary runs
 //! with one cluster for all of its tests (`suite`).
 //!
 //! A test binary takes it in beside the rest of the support:
@@ -22,6 +22,7 @@ pub mod balancer;
 pub mod cbt_http;
 pub mod everything;
 pub mod fake_driver;
+pub mod kubelet;
 pub mod manager;
 pub mod programs;
 pub mod proxy;
@@ -36,6 +37,7 @@ use std::fmt::Debug;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -56,6 +58,7 @@ use tokio::task::JoinHandle;
 
 use crate::support::driver::wait_for;
 use crate::support::{keep, path};
+use kubelet::Node;
 use programs::Process;
 
 /// Building the tools is part of the first start, where nobody did so before.
@@ -77,6 +80,7 @@ pub struct Cluster {
     client: Client,
     runtime: Runtime,
     names: AtomicU32,
+    node: OnceLock<Result<Node, NoCluster>>,
     // Dropped in this order.
     process: Process,
     directory: TempDir,
@@ -110,7 +114,13 @@ impl Cluster {
             .unwrap();
         let kubeconfig = dir.join("kubeconfig");
         let client = runtime.block_on(connect(Some(&kubeconfig), RATE)).unwrap();
-        Ok(Self { client, runtime, names: AtomicU32::new(0), process, directory })
+        let (names, node) = (AtomicU32::new(0), OnceLock::new());
+        Ok(Self { client, runtime, names, node, process, directory })
+    }
+
+    /// A node, which is started when it is first asked for.
+    pub fn node(&self) -> Result<&Node, &NoCluster> {
+        self.node.get_or_init(|| Node::start(self)).as_ref()
     }
 
     /// What hack/cluster.sh has made: logs, keys, tools.
@@ -267,6 +277,8 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
+        // Its kubelet has no use for an API server that is going.
+        self.node.take();
         self.process.stop();
         if keep() {
             println!("left in place: {}", path(self.scratch()));

@@ -168,7 +168,7 @@ pub fn free_port() -> u16 {
 }
 
 impl Cluster {
-    fn spawn(&self, name: &str, command: Command) -> Process {
+    pub fn spawn(&self, name: &str, command: Command) -> Process {
         Process::spawn(&self.unique(name), command, self.scratch())
     }
 

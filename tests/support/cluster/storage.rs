@@ -29,10 +29,23 @@ impl Cluster {
     /// A bound claim for a volume of the driver, bound by hand: no controller does so here. Its volume is
     /// named `NAMESPACE-NAME`.
     pub fn claim(&self, namespace: &str, name: &str, driver: &str, handle: &str, bytes: u64) {
+        self.claim_as("Block", namespace, name, driver, handle, bytes);
+    }
+
+    /// The same for a volume of this mode: Block or Filesystem.
+    pub fn claim_as(
+        &self,
+        mode: &str,
+        namespace: &str,
+        name: &str,
+        driver: &str,
+        handle: &str,
+        bytes: u64,
+    ) {
         let volume = format!("{namespace}-{name}");
         let spec = json!({
             "accessModes": ["ReadWriteOnce"],
-            "volumeMode": "Block",
+            "volumeMode": mode,
             "storageClassName": "",
             "volumeName": volume,
             "resources": { "requests": { "storage": bytes.to_string() } },
@@ -42,7 +55,7 @@ impl Cluster {
         let uid = self.create(&claims, object).metadata.uid;
         let spec = json!({
             "accessModes": ["ReadWriteOnce"],
-            "volumeMode": "Block",
+            "volumeMode": mode,
             "storageClassName": "",
             "persistentVolumeReclaimPolicy": "Retain",
             "capacity": { "storage": bytes.to_string() },

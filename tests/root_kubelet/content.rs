@@ -1,0 +1,58 @@
+//! Volumes with content, of secrets above all.
+
+use serde_json::{Value, json};
+
+use crate::cluster::Cluster;
+use crate::cluster::kubelet::{Made, NodeRig};
+
+/// A pod that has the secret `keys`, with the key `password`, at `/content`.
+fn reader(rig: &NodeRig<'_>, spec: &Value) -> Made {
+    rig.secret("keys", &[("password", "first")]);
+    let csi = json!({
+        "readOnly": true,
+        "nodePublishSecretRef": { "name": "keys" },
+        "volumeAttributes": { "content/motd": "hello" },
+    });
+    rig.run("reader", &[rig.inline("content", csi)], spec)
+}
+
+fn end(rig: &NodeRig<'_>, pod: &Made) {
+    rig.delete(pod);
+    rig.wait_until_nothing_is_left(pod, &["content"]);
+    assert!(!rig.driver.log().contains("first"), "a secret is in the driver's log");
+}
+
+pub fn a_pod_reads_its_secret_and_cannot_write_where_it_is(cluster: &Cluster) {
+    const TEST: &str = "a_pod_reads_its_secret_and_cannot_write_where_it_is";
+    let Some(rig) = NodeRig::new(cluster, TEST) else { return };
+    let pod = reader(&rig, &json!({}));
+    assert_eq!(rig.exec(&pod, "cd /content; cat motd password"), "hellofirst");
+    let said = rig.exec(&pod, "echo mine >/content/password; echo mine >/content/another");
+    assert_eq!(said.matches("Read-only file system").count(), 2, "{said}");
+    end(&rig, &pod);
+}
+
+pub fn a_secret_that_changes_reaches_the_pod_that_runs(cluster: &Cluster) {
+    const TEST: &str = "a_secret_that_changes_reaches_the_pod_that_runs";
+    let Some(rig) = NodeRig::new(cluster, TEST) else { return };
+    let pod = reader(&rig, &json!({}));
+    assert_eq!(rig.exec(&pod, "cat /content/password"), "first");
+    rig.secret("keys", &[("password", "second"), ("token", "new")]);
+    cluster.wait_for("the secret's new value in the pod", || {
+        (rig.exec(&pod, "cat /content/password") == "second").then_some(())
+    });
+    assert_eq!(rig.exec(&pod, "cat /content/token /content/motd"), "newhello");
+    end(&rig, &pod);
+}
+
+pub fn content_belongs_to_the_group_of_the_pod(cluster: &Cluster) {
+    const TEST: &str = "content_belongs_to_the_group_of_the_pod";
+    let Some(rig) = NodeRig::new(cluster, TEST) else { return };
+    let context = json!({ "runAsUser": 1234, "runAsGroup": 1234, "fsGroup": 4321 });
+    let pod = reader(&rig, &json!({ "securityContext": context }));
+    assert_eq!(
+        rig.exec(&pod, "cat /content/password; stat -L -c ' %g' /content/password"),
+        "first 4321\n"
+    );
+    end(&rig, &pod);
+}

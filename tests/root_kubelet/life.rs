@@ -1,0 +1,145 @@
+//! From a pod's start to its end.
+
+use std::fs;
+use std::process::Command;
+
+use csi_loopback::proto::csi::v1 as csi;
+use serde_json::json;
+
+use crate::cluster::Cluster;
+use crate::cluster::kubelet::{NodeRig, handle};
+use crate::support::driver::{Driver, mounted};
+use crate::support::inline::is_mounted;
+use crate::support::{MIB, path};
+
+/// Loop devices on files of the driver, wherever it keeps them.
+fn loop_devices(driver: &Driver) -> usize {
+    let listed = Command::new("losetup").args(["-a", "-n", "-O", "BACK-FILE"]).output().unwrap();
+    let files = String::from_utf8(listed.stdout).unwrap();
+    files.lines().filter(|file| file.contains(path(driver.scratch()))).count()
+}
+
+pub fn a_pod_writes_to_its_volume_and_nothing_of_it_outlives_the_pod(cluster: &Cluster) {
+    const TEST: &str = "a_pod_writes_to_its_volume_and_nothing_of_it_outlives_the_pod";
+    let Some(rig) = NodeRig::new(cluster, TEST) else { return };
+    let before = loop_devices(&rig.driver);
+    let volume = rig.inline("scratch", json!({ "volumeAttributes": { "size": "64Mi" } }));
+    let pod = rig.run("writer", &[volume], &json!({}));
+
+    assert_eq!(
+        rig.exec(&pod, "echo by the pod >/scratch/written && cat /scratch/written"),
+        "by the pod\n"
+    );
+    let mount = rig.exec(&pod, "grep ' /scratch ' /proc/mounts");
+    assert!(mount.starts_with("/dev/loop") && mount.contains(" rw,"), "{mount}");
+    let target = rig.target(&pod, "scratch");
+    assert_eq!(fs::read_to_string(target.join("written")).unwrap(), "by the pod\n");
+    assert!(rig.is_published(&pod, "scratch"), "under kubelet's handle, in the pod's directory");
+    assert_eq!(loop_devices(&rig.driver), before + 1);
+    assert!(rig.driver.ok(csi::ListVolumesRequest::default()).entries.is_empty());
+
+    rig.delete(&pod);
+    rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    assert_eq!(loop_devices(&rig.driver), before);
+    let called = |method: &str| rig.calls(&[method, &handle(&pod, "scratch")]);
+    assert!(called("NodePublishVolume") > 0 && called("NodeUnpublishVolume") > 0);
+    for method in ["NodeStageVolume", "NodeUnstageVolume", "ControllerPublishVolume"] {
+        assert_eq!(rig.calls(&[method]), 0, "{method} of an inline volume");
+    }
+}
+
+pub fn volumes_with_equal_attributes_are_volumes_of_their_own(cluster: &Cluster) {
+    const TEST: &str = "volumes_with_equal_attributes_are_volumes_of_their_own";
+    let Some(rig) = NodeRig::new(cluster, TEST) else { return };
+    let volumes = ["a", "b"].map(|name| {
+        rig.inline(name, json!({ "volumeAttributes": { "size": "32Mi" }, "fsType": "ext4" }))
+    });
+    let first = rig.run("first", &volumes, &json!({}));
+    let second = rig.run("second", &volumes, &json!({}));
+    for pod in [&first, &second] {
+        let name = &pod.name;
+        rig.exec(pod, &format!("echo {name} a >/a/file; echo {name} b >/b/file"));
+    }
+    assert_eq!(rig.exec(&first, "cat /a/file /b/file"), "first a\nfirst b\n");
+    assert_eq!(rig.exec(&second, "cat /a/file /b/file"), "second a\nsecond b\n");
+    rig.delete(&first);
+    rig.wait_until_nothing_is_left(&first, &["a", "b"]);
+    assert_eq!(rig.exec(&second, "cat /a/file /b/file"), "second a\nsecond b\n");
+    rig.delete(&second);
+    rig.wait_until_nothing_is_left(&second, &["a", "b"]);
+}
+
+pub fn persistent_volumes_of_the_driver_stand_beside_inline_ones(cluster: &Cluster) {
+    const TEST: &str = "persistent_volumes_of_the_driver_stand_beside_inline_ones";
+    let Some(rig) = NodeRig::new(cluster, TEST) else { return };
+    let size = 32 * MIB;
+    let id = rig.driver.volume("kept", size, mounted("ext4"));
+    cluster.claim_as("Filesystem", &rig.namespace, "kept", &rig.driver_name, &id, size);
+    let claim = json!({ "name": "kept", "persistentVolumeClaim": { "claimName": "kept" } });
+    let volumes = [rig.inline("scratch", json!({})), claim];
+
+    let first = rig.run("first", &volumes, &json!({}));
+    rig.exec(&first, "echo of the first >/kept/file; echo of the first >/scratch/file");
+    rig.delete(&first);
+    rig.wait_until_nothing_is_left(&first, &["scratch"]);
+
+    let second = rig.run("second", &volumes, &json!({}));
+    assert_eq!(
+        rig.exec(&second, "cat /kept/file; ls /scratch/file"),
+        "of the first\nls: /scratch/file: No such file or directory\n"
+    );
+    rig.delete(&second);
+    rig.wait_until_nothing_is_left(&second, &["scratch"]);
+    assert!(rig.calls(&["NodeStageVolume", &id]) > 0, "a persistent volume is staged");
+    cluster.wait_for("the persistent volume's unstaging", || {
+        (rig.calls(&["NodeUnstageVolume", &id]) > 0).then_some(())
+    });
+}
+
+pub fn a_pod_of_any_user_and_group_writes_to_its_volume(cluster: &Cluster) {
+    const TEST: &str = "a_pod_of_any_user_and_group_writes_to_its_volume";
+    let Some(rig) = NodeRig::new(cluster, TEST) else { return };
+    let volume = rig.inline("scratch", json!({}));
+    let pods = [
+        ("user", json!({ "runAsUser": 1234, "runAsGroup": 1234 }), "1234"),
+        ("group", json!({ "runAsUser": 1234, "runAsGroup": 1234, "fsGroup": 4321 }), "4321"),
+    ];
+    for (name, context, group) in pods {
+        let pod =
+            rig.run(name, std::slice::from_ref(&volume), &json!({ "securityContext": context }));
+        let said =
+            rig.exec(&pod, "cd /scratch && echo mine >file && stat -c '%u %g' file && cat file");
+        assert_eq!(said, format!("1234 {group}\nmine\n"), "{name}");
+        rig.delete(&pod);
+        rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    }
+}
+
+pub fn what_the_driver_refuses_is_an_event_of_the_pod(cluster: &Cluster) {
+    const TEST: &str = "what_the_driver_refuses_is_an_event_of_the_pod";
+    let flags = ["--inline-max-size", "32Mi"];
+    let Some(rig) = NodeRig::with(cluster, TEST, &flags, None) else { return };
+    let refused = [
+        ("too-large", json!({ "size": "64Mi" }), ["ResourceExhausted", "--inline-max-size"]),
+        ("misspelt", json!({ "sise": "16Mi" }), ["InvalidArgument", "sise"]),
+    ];
+    for (name, attributes, words) in refused {
+        let volume = rig.inline("scratch", json!({ "volumeAttributes": attributes }));
+        let pod = rig.create(name, &[volume], &json!({}));
+        rig.told(&pod, &words);
+        assert!(!is_mounted(&rig.target(&pod, "scratch")));
+        rig.delete(&pod);
+        rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    }
+}
+
+pub fn kubelet_refuses_inline_volumes_of_a_driver_that_does_not_offer_them(cluster: &Cluster) {
+    const TEST: &str = "kubelet_refuses_inline_volumes_of_a_driver_that_does_not_offer_them";
+    let modes = Some(&["Persistent"][..]);
+    let Some(rig) = NodeRig::with(cluster, TEST, &[], modes) else { return };
+    let pod = rig.create("refused", &[rig.inline("scratch", json!({}))], &json!({}));
+    rig.told(&pod, &["volume mode \"Ephemeral\" not supported by driver", &rig.driver_name]);
+    rig.delete(&pod);
+    rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    assert_eq!(rig.calls(&["NodePublishVolume"]), 0);
+}

@@ -1,0 +1,319 @@
+//! A node of the cluster, run by hack/kubelet.sh: a released kubelet with containerd, so that pods run with volumes of our
+//! driver. The first test that needs it starts it; it ends with the cluster.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use csi_loopback::backend::PoolKind;
+use k8s_openapi::api::core::v1::{Event, Pod, Secret, ServiceAccount};
+use k8s_openapi::api::storage::v1::{CSIDriver, CSINode};
+use kube::api::DeleteParams;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tonic::Code;
+
+use super::programs::{Process, said};
+use super::suite::skip;
+use super::{Cluster, NoCluster};
+use crate::support::driver::{Driver, mounts, stats, wait_for};
+use crate::support::inline::is_mounted;
+use crate::support::path;
+
+/// The one container of a pod.
+const CONTAINER: &str = "main";
+/// The one image of the node.
+const IMAGE: &str = "localhost/busybox:node";
+
+/// How long kubelet may take to undo what a failed test has left.
+const CLEAN_UP: Duration = Duration::from_secs(30);
+
+/// The node of a cluster, which runs for as long as this is there.
+pub struct Node {
+    directory: PathBuf,
+    process: Process,
+}
+
+impl Node {
+    pub fn start(cluster: &Cluster) -> Result<Self, NoCluster> {
+        let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/hack/kubelet.sh"));
+        command.arg(cluster.directory());
+        let mut process = Process::spawn("kubelet.sh", command, cluster.scratch());
+        process.quiet = true;
+        let directory = cluster.directory().join("node");
+        wait_for("the node", || directory.join("ready").exists() || process.ended().is_some());
+        match process.ended() {
+            None => Ok(Self { directory, process }),
+            Some(status) => {
+                let log = process.log();
+                Err(match status.code() {
+                    Some(77) => NoCluster::Lacking(log.lines().last().unwrap_or("").to_owned()),
+                    _ => NoCluster::Failed(format!("hack/kubelet.sh ended with {status}:\n{log}")),
+                })
+            }
+        }
+    }
+
+    /// Kubelet's own.
+    fn root(&self) -> PathBuf {
+        self.directory.join("kubelet")
+    }
+
+    /// Kills kubelet, and has no other one run until this is undone by [`Node::resume`]. Containers go on.
+    pub fn halt(&self) {
+        fs::write(self.directory.join("stop"), "").unwrap();
+        wait_for("kubelet's end", || !self.directory.join("ready").exists());
+    }
+
+    pub fn resume(&self) {
+        fs::remove_file(self.directory.join("stop")).unwrap();
+        wait_for("another kubelet", || self.directory.join("ready").exists());
+    }
+}
+
+/// A pod that was made.
+#[derive(Debug, Clone)]
+pub struct Made {
+    pub name: String,
+    pub uid: String,
+}
+
+/// A driver that is registered with the node's kubelet, and a namespace for pods.
+pub struct NodeRig<'a> {
+    pub cluster: &'a Cluster,
+    pub node: &'a Node,
+    pub namespace: String,
+    pub driver_name: String,
+    // Dropped in this order.
+    registrar: Process,
+    pub driver: Driver,
+}
+
+/// The driver as this repository installs it, under another name, and with other lifecycle modes if any are given, which
+/// nobody can change later.
+fn definition(name: &str, modes: Option<&[&str]>) -> Value {
+    let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/base/csi-driver.yaml");
+    let mut object: Value = serde_saphyr::from_str(&fs::read_to_string(shipped).unwrap()).unwrap();
+    object["metadata"]["name"] = name.into();
+    if let Some(modes) = modes {
+        object["spec"]["volumeLifecycleModes"] = modes.into();
+    }
+    object
+}
+
+impl<'a> NodeRig<'a> {
+    /// None, which is told, where the machine cannot run a node.
+    pub fn new(cluster: &'a Cluster, test: &str) -> Option<Self> {
+        Self::with(cluster, test, &[], None)
+    }
+
+    /// With these flags of the driver, and other lifecycle modes.
+    pub fn with(
+        cluster: &'a Cluster,
+        test: &str,
+        flags: &[&str],
+        modes: Option<&[&str]>,
+    ) -> Option<Self> {
+        let node = match cluster.node() {
+            Ok(node) => node,
+            Err(NoCluster::Lacking(why)) => {
+                skip(test, why);
+                return None;
+            }
+            Err(NoCluster::Failed(why)) => panic!("{why}"),
+        };
+        let driver_name = format!("{}.csi.local", cluster.unique("inline"));
+        let driver =
+            Driver::with(PoolKind::Image, &[&["--driver-name", &driver_name], flags].concat());
+        cluster.create(&cluster.api::<CSIDriver>(), definition(&driver_name, modes));
+        let namespace = cluster.namespace("pods");
+        // No controller makes it.
+        let account = json!({ "metadata": { "name": "default" } });
+        cluster.create(&cluster.api_in::<ServiceAccount>(&namespace), account);
+        let mut command = Command::new(cluster.tool("node-driver-registrar"));
+        command.arg(format!("-driver-name={driver_name}"));
+        command.arg(format!("-kubelet-registration-path={}", path(&driver.socket())));
+        command.arg("-plugin-registration-path");
+        command.arg(node.root().join("plugins_registry"));
+        let registrar = cluster.spawn("registrar", command);
+        let rig = Self { cluster, node, namespace, driver_name, registrar, driver };
+        rig.wait_until_registered();
+        Some(rig)
+    }
+
+    fn wait_until_registered(&self) {
+        let nodes = self.cluster.api::<CSINode>();
+        wait_for("the driver's registration", || {
+            let node = self.cluster.get(&nodes, "node");
+            let mut drivers = node.into_iter().flat_map(|node| node.spec.drivers);
+            drivers.any(|driver| driver.name == self.driver_name)
+        });
+    }
+
+    /// An inline volume of a pod: its name there, and what else is in `csi`.
+    pub fn inline(&self, name: &str, csi: Value) -> Value {
+        let mut csi = csi;
+        csi["driver"] = self.driver_name.as_str().into();
+        json!({ "name": name, "csi": csi })
+    }
+
+    /// Makes a pod whose container sleeps, with each of the volumes at `/NAME`; `spec` is what its spec has besides.
+    pub fn create(&self, name: &str, volumes: &[Value], spec: &Value) -> Made {
+        let mounts = volumes.iter().map(|volume| {
+            let name = volume["name"].as_str().unwrap();
+            json!({ "name": name, "mountPath": format!("/{name}") })
+        });
+        let mut object = json!({ "metadata": { "name": name }, "spec": spec });
+        object["spec"]["nodeName"] = "node".into();
+        object["spec"]["hostNetwork"] = true.into();
+        object["spec"]["automountServiceAccountToken"] = false.into();
+        // Who sleeps does not hear that it is to end.
+        object["spec"]["terminationGracePeriodSeconds"] = 0.into();
+        object["spec"]["volumes"] = volumes.into();
+        object["spec"]["containers"] = json!([{
+            "name": CONTAINER, "image": IMAGE, "imagePullPolicy": "Never",
+            "volumeMounts": mounts.collect::<Vec<_>>(),
+        }]);
+        let made = self.cluster.create(&self.pods(), object);
+        Made { name: name.to_owned(), uid: made.metadata.uid.unwrap() }
+    }
+
+    /// The same, and waits until it runs.
+    pub fn run(&self, name: &str, volumes: &[Value], spec: &Value) -> Made {
+        let made = self.create(name, volumes, spec);
+        wait_for(&format!("pod {name} runs"), || self.is_ready(name));
+        made
+    }
+
+    fn pods(&self) -> kube::Api<Pod> {
+        self.cluster.api_in(&self.namespace)
+    }
+
+    fn is_ready(&self, name: &str) -> bool {
+        let status = self.cluster.get(&self.pods(), name).and_then(|pod| pod.status);
+        let conditions =
+            status.into_iter().flat_map(|status| status.conditions.unwrap_or_default());
+        conditions.into_iter().any(|one| one.type_ == "Ready" && one.status == "True")
+    }
+
+    /// Runs a script in the pod's container, with whatever success; what it says, errors among it.
+    pub fn exec(&self, pod: &Made, script: &str) -> String {
+        // Kubelet cuts the command at each space.
+        let script = STANDARD.encode(format!("exec 2>&1\n{script}\ntrue"));
+        let command = format!("sh -c echo${{IFS}}{script}|base64${{IFS}}-d|sh");
+        let query: String = form_urlencoded::byte_serialize(command.as_bytes()).collect();
+        let port = fs::read_to_string(self.node.directory.join("port")).unwrap();
+        let server = format!("--server=https://127.0.0.1:{}", port.trim());
+        let at = format!("/run/{}/{}/{CONTAINER}?cmd={query}", self.namespace, pod.name);
+        said(self.cluster.kubectl(&[&server, "create", "--raw", &at, "-f", "/dev/null"]))
+    }
+
+    /// Deletes the pod and waits until kubelet has said that nothing of it runs.
+    pub fn delete(&self, pod: &Made) {
+        self.cluster.delete(&self.pods(), &pod.name);
+        self.cluster.wait_until_gone(&self.pods(), &pod.name);
+    }
+
+    /// Takes the object away, whatever runs.
+    pub fn forget(&self, pod: &Made) {
+        let now = DeleteParams::default().grace_period(0);
+        self.cluster.block_on(self.pods().delete(&pod.name, &now)).unwrap();
+        self.cluster.wait_until_gone(&self.pods(), &pod.name);
+    }
+
+    /// Waits until an event of the pod has all of these words, and returns its message.
+    pub fn told(&self, pod: &Made, words: &[&str]) -> String {
+        let events = self.cluster.api_in::<Event>(&self.namespace);
+        self.cluster.wait_for(&format!("an event with {words:?}"), || {
+            let all = self.cluster.block_on(events.list(&Default::default())).unwrap();
+            let of_pod = all
+                .into_iter()
+                .filter(|event| event.involved_object.uid.as_ref() == Some(&pod.uid));
+            let mut messages = of_pod.filter_map(|event| event.message);
+            messages.find(|message| words.iter().all(|word| message.contains(word)))
+        })
+    }
+
+    /// Puts these values into a secret, which is made if it is not there.
+    pub fn secret(&self, name: &str, values: &[(&str, &str)]) {
+        let secrets = self.cluster.api_in::<Secret>(&self.namespace);
+        let values: serde_json::Map<_, _> =
+            values.iter().map(|(key, value)| ((*key).to_owned(), (*value).into())).collect();
+        let content = json!({ "metadata": { "name": name }, "stringData": values });
+        match self.cluster.get(&secrets, name) {
+            None => drop(self.cluster.create(&secrets, content)),
+            Some(_) => drop(self.cluster.merge(&secrets, name, &content)),
+        }
+    }
+
+    fn pod_directory(&self, pod: &Made) -> PathBuf {
+        self.node.root().join("pods").join(&pod.uid)
+    }
+
+    /// Where kubelet has the driver publish the volume.
+    pub fn target(&self, pod: &Made, volume: &str) -> PathBuf {
+        self.pod_directory(pod).join("volumes/kubernetes.io~csi").join(volume).join("mount")
+    }
+
+    /// Whether the driver knows the volume by kubelet's handle for it, at that place.
+    pub fn is_published(&self, pod: &Made, volume: &str) -> bool {
+        let target = self.target(pod, volume);
+        match self.driver.call(stats(&handle(pod, volume), path(&target))) {
+            Ok(_) => is_mounted(&target),
+            Err(status) => {
+                assert_eq!(status.code(), Code::NotFound, "{status:?}");
+                assert!(!is_mounted(&target), "{} is mounted", target.display());
+                false
+            }
+        }
+    }
+
+    /// Waits until neither driver nor kubelet has anything of the pod.
+    pub fn wait_until_nothing_is_left(&self, pod: &Made, volumes: &[&str]) {
+        let directory = self.pod_directory(pod);
+        wait_for(&format!("the end of {}", directory.display()), || !directory.exists());
+        for volume in volumes {
+            assert!(!self.is_published(pod, volume), "{volume}");
+        }
+    }
+
+    /// The calls that the driver has logged which name all of these.
+    pub fn calls(&self, words: &[&str]) -> usize {
+        let log = self.driver.log();
+        log.lines().filter(|line| words.iter().all(|word| line.contains(word))).count()
+    }
+}
+
+/// What kubelet calls a pod's own volume (pkg/volume/csi, makeVolumeHandle).
+pub fn handle(pod: &Made, volume: &str) -> String {
+    let digest = Sha256::digest(format!("{}{volume}", pod.uid));
+    let digits: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("csi-{digits}")
+}
+
+impl Drop for NodeRig<'_> {
+    /// A test that has failed leaves pods: kubelet takes them and their volumes away before the driver goes.
+    fn drop(&mut self) {
+        let _ = fs::remove_file(self.node.directory.join("stop"));
+        let now = DeleteParams::default().grace_period(0);
+        let _ = self.cluster.block_on(self.pods().delete_collection(&now, &Default::default()));
+        if !std::thread::panicking() {
+            return;
+        }
+        if !self.driver.is_running() {
+            let _ = self.driver.try_start();
+        }
+        // The tests of a cluster run one at a time: whatever is mounted there is of this one.
+        let root = self.node.root();
+        let at_work =
+            || mounts().iter().any(|mount| mount.target != root && mount.target.starts_with(&root));
+        let until = Instant::now() + CLEAN_UP;
+        while at_work() && Instant::now() < until {
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+}

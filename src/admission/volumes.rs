@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use k8s_openapi::api::core::v1::{CSIVolumeSource, Pod, PodSpec, VolumeMount};
 use kube::core::admission::{AdmissionRequest, Operation};
 
-use crate::inline::{Attributes, FROM_SNAPSHOT, Problem};
+use crate::inline::{Attributes, Problem};
 
 /// A pod's own volume.
 #[derive(Debug)]
@@ -115,12 +115,7 @@ pub fn of<'a>(spec: &'a PodSpec, driver: &str) -> Vec<Volume<'a>> {
 fn attributes(source: &CSIVolumeSource) -> Result<Attributes, Problem> {
     let said = source.volume_attributes.iter().flatten();
     let attributes = Attributes::read(said.map(|(key, value)| (key.as_str(), value.as_str())))?;
-    if attributes.from_snapshot.is_some() && has_secret(source) {
-        return Err(Problem {
-            attribute: FROM_SNAPSHOT.to_owned(),
-            reason: "does not go with nodePublishSecretRef; use two volumes".to_owned(),
-        });
-    }
+    attributes.check_with_secret(has_secret(source))?;
     Ok(attributes)
 }
 

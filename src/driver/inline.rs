@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 use tonic::Status;
 
 use super::{Plugin, request};
-use crate::backend::{Access, Content, Error, InlineRequest, Phase, PublishInline};
+use crate::backend::{Access, Content, Error, InlineRequest, PublishInline};
 use crate::backend::{Capability, Result as Checked};
 use crate::grpc::cut;
 use crate::inline::{self, Attributes, Medium};
@@ -53,8 +53,7 @@ pub fn publish(
     let target = request::path("target_path", &asked.target_path)?;
     request::keys("publish_context", &asked.publish_context, &[])?;
     let (request, content) = wanted(&asked)?;
-    let found = plugin.backend.inline(handle)?;
-    if found.is_none_or(|found| found.phase != Phase::Ready) {
+    if plugin.backend.inline(handle)?.is_none() {
         plugin.inline.check_new(&request)?;
     }
     let publish = PublishInline { handle, target: &target, request: &request, content: &content };

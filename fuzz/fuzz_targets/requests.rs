@@ -100,7 +100,9 @@ fn repeats(asked: &csi::NodePublishVolumeRequest, message: &str, value: &str) ->
     let known = asked.volume_context.keys().chain(asked.secrets.keys());
     let known = known.chain(asked.volume_context.get("size"));
     let known = known.map(String::as_str).chain(["csi.storage.k8s.io/ephemeral"]);
-    value.len() >= 16 && message.contains(value) && !known.into_iter().any(|text| text.contains(value))
+    value.len() >= 16
+        && message.contains(value)
+        && !known.into_iter().any(|text| text.contains(value))
 }
 
 fn check(capability: &Capability) {

@@ -127,12 +127,13 @@ fn of_many_that_ask_at_once_no_more_get_a_volume_than_there_may_be() {
             let threads: Vec<_> = (0..16).map(|number| scope.spawn(move || ask(number))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        let made = answers.iter().filter(|(_, answer)| answer.is_ok()).count();
-        assert_eq!(made, 5, "{answers:?}");
-        assert_eq!(pool.backend().inline_usage().unwrap(), (5, 5 * MIB, 0));
-        for (name, answer) in &answers {
+        let usage = pool.backend().inline_usage().unwrap();
+        let made = answers.iter().filter(|(_, answer)| answer.is_ok());
+        made.clone().for_each(|(name, _)| unpublish(&pool, name));
+        assert_eq!((made.count(), usage), (5, (5, 5 * MIB, 0)), "{answers:?}");
+        for (_, answer) in &answers {
             match answer {
-                Ok(()) => unpublish(&pool, name),
+                Ok(()) => {}
                 Err(Error::Exhausted(message)) => assert!(message.contains("--inline-max-")),
                 Err(error) => panic!("{error:?}"),
             }

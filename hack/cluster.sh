@@ -20,9 +20,8 @@
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
-
-# Seconds that a part may take to answer. On an idle machine all of them together take ten.
-patience=120
+# shellcheck source=hack/parts.sh
+source "$(dirname "$0")/parts.sh"
 
 (($# == 1)) || die "usage: hack/cluster.sh DIR"
 umask 077
@@ -32,9 +31,7 @@ pki=$dir/pki
 ((${#dir} <= 90)) || die "$dir: too long, a socket's path has room for 107 bytes"
 [[ ! -e $dir/kubeconfig ]] || die "$dir: there is or was a cluster already"
 
-declare -A pid_of=()
 api_port=
-parent=$PPID
 
 cleanup() { # cleanup STATUS: ends what was started and exits with that
     # A second interrupt must not stop what undoes the first.
@@ -53,46 +50,6 @@ cleanup() { # cleanup STATUS: ends what was started and exits with that
 }
 trap 'cleanup $?' EXIT
 trap 'cleanup 0' INT TERM HUP
-
-# start NAME ARGUMENT...: starts a tool with its output in DIR/NAME.log. It ends with this script, however
-# that ends, and hears nothing of an interrupt from the terminal, which is this script's to deal with.
-start() {
-    local name=$1
-    shift
-    (cd "$dir" && exec setpriv --pdeathsig KILL setsid "tools/$name" "$@") \
-        >>"$dir/$name.log" 2>&1 </dev/null &
-    pid_of[$name]=$!
-}
-
-give_up() { # give_up NAME WHAT: ends with the last lines of a part's log
-    echo "the last lines of $dir/$1.log:" >&2
-    tail -n 20 "$dir/$1.log" >&2 || true
-    die "$1 $2; see $dir/$1.log"
-}
-
-# orphaned: whether the process that has started this one is gone. The kernel gives it another parent then.
-orphaned() {
-    local now
-    now=$(sed 's/.*) //' "/proc/$$/stat" | cut -d ' ' -f 2)
-    [[ $now != "$parent" ]]
-}
-
-# await NAME COMMAND...: waits until the command succeeds; its last words are in the log of that name.
-await() {
-    local name=$1 deadline=$((SECONDS + patience)) running
-    shift
-    until "$@" >"$dir/await.log" 2>&1; do
-        for running in "${!pid_of[@]}"; do
-            kill -0 "${pid_of[$running]}" 2>/dev/null || give_up "$running" "has ended"
-        done
-        if ((SECONDS >= deadline)); then
-            cat "$dir/await.log" >>"$dir/$name.log"
-            give_up "$name" "does not answer within $patience s"
-        fi
-        ! orphaned || exit 0
-        sleep 0.1
-    done
-}
 
 # --- What is needed -------------------------------------------------------------------------------
 
@@ -162,7 +119,7 @@ END
 
 # On sockets in DIR, which nobody else can open and no port has to be found for; their names have to look
 # as if there were one.
-start etcd --name=local --data-dir=etcd --unsafe-no-fsync --log-level=warn \
+start etcd tools/etcd --name=local --data-dir=etcd --unsafe-no-fsync --log-level=warn \
     --listen-client-urls=unix://client:0 --advertise-client-urls=unix://client:0 \
     --listen-peer-urls=unix://peer:0 --initial-advertise-peer-urls=unix://peer:0 \
     --initial-cluster=local=unix://peer:0
@@ -204,7 +161,7 @@ rules:
 - level: Metadata
 END
     rm -f "$dir/kube-apiserver.log"
-    start kube-apiserver "${flags[@]}"
+    start kube-apiserver tools/kube-apiserver "${flags[@]}"
     write_kubeconfig "$port"
 }
 
@@ -236,7 +193,7 @@ kubectl create "${definitions[@]}" >"$dir/definitions.log" 2>&1 || give_up defin
 kubectl wait --for=condition=Established --timeout="${patience}s" "${definitions[@]}" \
     >>"$dir/definitions.log" 2>&1 || give_up definitions "are not established"
 
-start snapshot-controller --kubeconfig="$dir/kubeconfig" --kube-api-qps=100 --kube-api-burst=200 \
+start snapshot-controller tools/snapshot-controller --kubeconfig="$dir/kubeconfig" --kube-api-qps=100 --kube-api-burst=200 \
     --retry-interval-start=200ms
 await snapshot-controller grep -q 'Starting snapshot controller' "$dir/snapshot-controller.log"
 

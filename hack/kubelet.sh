@@ -19,60 +19,20 @@
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
+# shellcheck source=hack/parts.sh
+source "$(dirname "$0")/parts.sh"
 
-# Seconds that a part may take to answer. On an idle machine all of them together take five.
-patience=120
 image=localhost/busybox:node
 
 inside=
 [[ ${1:-} != --inside ]] || { inside=1 && shift; }
 (($# == 1)) || die "usage: hack/kubelet.sh DIR"
 umask 077
-dir=$(realpath "$1")
-node=$dir/node
-((${#dir} <= 65)) || die "$dir: too long, a socket's path has room for 107 bytes"
+cluster=$(realpath "$1")
+dir=$cluster/node
+((${#cluster} <= 65)) || die "$cluster: too long, a socket's path has room for 107 bytes"
 
-declare -A pid_of=()
-parent=$PPID
-
-# start NAME COMMAND ARGUMENT...: starts it with its output in DIR/node/NAME.log.
-start() {
-    local name=$1
-    shift
-    (cd "$node" && exec setpriv --pdeathsig KILL setsid "$@") >>"$node/$name.log" 2>&1 </dev/null &
-    pid_of[$name]=$!
-}
-
-give_up() { # give_up NAME WHAT: ends with the last lines of a part's log
-    echo "the last lines of $node/$1.log:" >&2
-    tail -n 20 "$node/$1.log" >&2 || true
-    die "$1 $2; see $node/$1.log"
-}
-
-# orphaned: whether the process that has started this one is gone. The kernel gives it another parent then.
-orphaned() {
-    local now
-    now=$(sed 's/.*) //' "/proc/$$/stat" | cut -d ' ' -f 2)
-    [[ $now != "$parent" ]]
-}
-
-# await NAME COMMAND...: waits until the command succeeds; its last words are in the log of that name.
-await() {
-    local name=$1 deadline=$((SECONDS + patience)) running
-    shift
-    until "$@" >"$node/await.log" 2>&1; do
-        for running in "${!pid_of[@]}"; do
-            kill -0 "${pid_of[$running]}" 2>/dev/null || give_up "$running" "has ended"
-        done
-        if ((SECONDS >= deadline)); then
-            cat "$node/await.log" >>"$node/$name.log"
-            give_up "$name" "does not answer within $patience s"
-        fi
-        sleep 0.1
-    done
-}
-
-kubectl() { "$dir/tools/kubectl" --kubeconfig "$dir/kubeconfig" --cache-dir "$dir/cache" "$@"; }
+kubectl() { "$cluster/tools/kubectl" --kubeconfig "$cluster/kubeconfig" --cache-dir "$cluster/cache" "$@"; }
 
 # --- Inside the namespaces ------------------------------------------------------------------------
 
@@ -82,7 +42,7 @@ cover() {
     # Others' filesystems have been copied into this namespace: nobody could take their devices away.
     while read -r at; do
         umount --lazy "$at" 2>/dev/null || true
-    done < <(list_mounts | awk -v dir="$node/" '$2 ~ "^/dev/loop" && index($1, dir) != 1 { print $1 }')
+    done < <(list_mounts | awk -v dir="$dir/" '$2 ~ "^/dev/loop" && index($1, dir) != 1 { print $1 }')
     mount -t tmpfs -o mode=755 tmpfs /run
     mount -t tmpfs -o mode=755 tmpfs /var/log
     # Kubelet makes /var/lib/kubelet, whatever its directory.
@@ -98,12 +58,12 @@ cover() {
 }
 
 start_containerd() {
-    cat >"$node/containerd.toml" <<END
+    cat >"$dir/containerd.toml" <<END
 version = 2
-root = "$node/containerd/root"
-state = "$node/containerd/state"
+root = "$dir/containerd/root"
+state = "$dir/containerd/state"
 [grpc]
-  address = "$node/containerd.sock"
+  address = "$dir/containerd.sock"
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "$image"
   # Not everybody who is root may do so.
@@ -112,16 +72,16 @@ state = "$node/containerd/state"
     # Plain directories: works on any filesystem.
     snapshotter = "native"
   [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "$node/cni"
-    conf_dir = "$node/cni"
+    bin_dir = "$dir/cni"
+    conf_dir = "$dir/cni"
 END
-    start containerd containerd --config "$node/containerd.toml"
-    await containerd ctr --address "$node/containerd.sock" version
+    start containerd containerd --config "$dir/containerd.toml"
+    await containerd ctr --address "$dir/containerd.sock" version
 }
 
 # import_image: an image with busybox in it, which sleeps when it is told nothing else.
 import_image() {
-    local files=$node/image layer
+    local files=$dir/image layer
     mkdir -p "$files/root/bin" "$files/root/tmp" "$files/root/proc" "$files/root/sys" "$files/root/dev"
     chmod -R go+rX "$files/root"
     chmod 1777 "$files/root/tmp"
@@ -136,10 +96,10 @@ import_image() {
 END
     printf '[{"Config": "config.json", "RepoTags": ["%s"], "Layers": ["layer.tar"]}]\n' "$image" \
         >"$files/manifest.json"
-    tar --create --directory="$files" --file="$node/image.tar" manifest.json config.json layer.tar
-    ctr --address "$node/containerd.sock" --namespace k8s.io images import --snapshotter native "$node/image.tar" \
-        >"$node/image.log" 2>&1 || give_up image "cannot be imported"
-    rm -r "$files" "$node/image.tar"
+    tar --create --directory="$files" --file="$dir/image.tar" manifest.json config.json layer.tar
+    ctr --address "$dir/containerd.sock" --namespace k8s.io images import --snapshotter native "$dir/image.tar" \
+        >"$dir/image.log" 2>&1 || give_up image "cannot be imported"
+    rm -r "$files" "$dir/image.tar"
 }
 
 go_architecture() {
@@ -151,21 +111,21 @@ go_architecture() {
 }
 
 configure_kubelet() { # configure_kubelet PORT
-    cat >"$node/kubelet.yaml" <<END
+    cat >"$dir/kubelet.yaml" <<END
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 address: 127.0.0.1
 port: $1
 healthzPort: 0
-tlsCertFile: $dir/pki/kubelet.crt
-tlsPrivateKeyFile: $dir/pki/kubelet.key
+tlsCertFile: $cluster/pki/kubelet.crt
+tlsPrivateKeyFile: $cluster/pki/kubelet.key
 authentication:
   anonymous: {enabled: false}
   webhook: {enabled: false}
-  x509: {clientCAFile: $dir/pki/ca.crt}
+  x509: {clientCAFile: $cluster/pki/ca.crt}
 authorization: {mode: AlwaysAllow}
-containerRuntimeEndpoint: unix://$node/containerd.sock
-podLogsDir: $node/logs
+containerRuntimeEndpoint: unix://$dir/containerd.sock
+podLogsDir: $dir/logs
 # Cgroups, of whatever version, below one of the node's own.
 cgroupDriver: cgroupfs
 cgroupRoot: /$cgroup
@@ -185,12 +145,12 @@ END
 }
 
 start_kubelet() {
-    start kubelet "$dir/tools/kubelet" --config="$node/kubelet.yaml" --kubeconfig="$dir/kubeconfig" \
-        --root-dir="$node/kubelet" --cert-dir="$node" --hostname-override=node --v=3
+    start kubelet "$cluster/tools/kubelet" --config="$dir/kubelet.yaml" --kubeconfig="$cluster/kubeconfig" \
+        --root-dir="$dir/kubelet" --cert-dir="$dir" --hostname-override=node --v=3
 }
 
 node_is_ready() {
-    kubectl --request-timeout=5s --server="https://127.0.0.1:$(<"$node/port")" get --raw /healthz &&
+    kubectl --request-timeout=5s --server="https://127.0.0.1:$(<"$dir/port")" get --raw /healthz &&
         kubectl --request-timeout=5s get node node
 }
 
@@ -198,17 +158,17 @@ run_inside() {
     local name
     trap 'exit 0' INT TERM HUP
     cover
-    configure_kubelet "$(<"$node/port")"
+    configure_kubelet "$(<"$dir/port")"
     start_containerd
     import_image
     start_kubelet
     await kubelet node_is_ready
-    : >"$node/ready"
+    : >"$dir/ready"
     printf 'ready after %d s\n' "$SECONDS"
     while true; do
         sleep 0.1 &
         wait $! || true
-        [[ ! -e $node/stop ]] || pause_kubelet
+        [[ ! -e $dir/stop ]] || pause_kubelet
         for name in "${!pid_of[@]}"; do
             kill -0 "${pid_of[$name]}" 2>/dev/null || give_up "$name" "has ended"
         done
@@ -218,11 +178,11 @@ run_inside() {
 pause_kubelet() {
     kill -KILL "${pid_of[kubelet]}" 2>/dev/null || true
     wait "${pid_of[kubelet]}" 2>/dev/null || true
-    rm -f "$node/ready"
-    while [[ -e $node/stop ]]; do sleep 0.1; done
+    rm -f "$dir/ready"
+    while [[ -e $dir/stop ]]; do sleep 0.1; done
     start_kubelet
     await kubelet node_is_ready
-    : >"$node/ready"
+    : >"$dir/ready"
 }
 
 # --- Outside --------------------------------------------------------------------------------------
@@ -243,16 +203,16 @@ cleanup() { # cleanup STATUS: ends what was started, undoes what was made, and e
     trap '' INT TERM HUP
     trap - EXIT
     set +e
-    rm -f "$node/ready"
+    rm -f "$dir/ready"
     [[ -z $pid ]] || end_inside
     local at
     # What drivers have left there, too: nobody else would ask them to take it away.
     while read -r at; do
         umount "$at" 2>/dev/null || umount --lazy "$at"
-    done < <(mounts_below "$node")
+    done < <(mounts_below "$dir")
     find /sys/fs/cgroup -depth -type d -path "*/$cgroup*" -exec rmdir {} \; 2>/dev/null
     # The sandboxes' filesystems: of no interest to anybody, unlike the logs.
-    rm -rf --one-file-system "$node/containerd"
+    rm -rf --one-file-system "$dir/containerd"
     exit "$1"
 }
 
@@ -265,8 +225,8 @@ free_port() {
 
 make_certificate() {
     openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -noenc -days 30 \
-        -CA "$dir/pki/ca.crt" -CAkey "$dir/pki/ca.key" -keyout "$dir/pki/kubelet.key" \
-        -out "$dir/pki/kubelet.crt" -subj /CN=kubelet -addext "basicConstraints=critical,CA:FALSE" \
+        -CA "$cluster/pki/ca.crt" -CAkey "$cluster/pki/ca.key" -keyout "$cluster/pki/kubelet.key" \
+        -out "$cluster/pki/kubelet.crt" -subj /CN=kubelet -addext "basicConstraints=critical,CA:FALSE" \
         -addext "extendedKeyUsage=serverAuth" -addext "subjectAltName=IP:127.0.0.1"
 }
 
@@ -286,23 +246,23 @@ make_cgroups() {
 
 run_outside() {
     is_root || lacking "needs root, for containers"
-    [[ $dir != /run/* && $dir != /var/l* ]] || die "$dir: is covered on the node; elsewhere than in /run, /var/lib and /var/log"
-    [[ -e $dir/ready ]] || die "$dir: there is no cluster that is ready"
-    [[ -x $dir/tools/kubelet ]] || lacking "there is no kubelet among the Kubernetes tools"
-    install_missing busybox containerd openssl runc setpriv setsid unshare >&2 || exit 77
+    [[ $cluster != /run/* && $cluster != /var/l* ]] || die "$cluster: is covered on the node; elsewhere than in /run, /var/lib and /var/log"
+    [[ -e $cluster/ready ]] || die "$cluster: there is no cluster that is ready"
+    [[ -x $cluster/tools/kubelet ]] || lacking "there is no kubelet among the Kubernetes tools"
+    install_missing "${node_commands[@]}" openssl setpriv setsid unshare >&2 || exit 77
     ! ldd "$(command -v busybox)" >/dev/null 2>&1 || lacking "busybox is not statically linked; Debian's busybox-static is"
-    mkdir "$node" "$node/kubelet" || die "$node: there is or was a node already"
+    mkdir "$dir" "$dir/kubelet" || die "$dir: there is or was a node already"
     trap 'cleanup $?' EXIT
     trap 'cleanup 0' INT TERM HUP
     # What a driver mounts here is to be seen inside.
-    mount --bind "$node/kubelet" "$node/kubelet"
-    mount --make-private "$node/kubelet"
-    mount --make-shared "$node/kubelet"
-    make_certificate >"$node/certificate.log" 2>&1 || give_up certificate "cannot be made"
-    free_port >"$node/port"
+    mount --bind "$dir/kubelet" "$dir/kubelet"
+    mount --make-private "$dir/kubelet"
+    mount --make-shared "$dir/kubelet"
+    make_certificate >"$dir/certificate.log" 2>&1 || give_up certificate "cannot be made"
+    free_port >"$dir/port"
     make_cgroups
     setpriv --pdeathsig KILL unshare --pid --mount --propagation slave --mount-proc --kill-child \
-        bash "${BASH_SOURCE[0]}" --inside "$dir" &
+        bash "${BASH_SOURCE[0]}" --inside "$cluster" &
     pid=$!
     until orphaned || ! kill -0 "$pid" 2>/dev/null; do
         sleep 0.5 &

@@ -54,6 +54,10 @@ storage_commands=(
 # shellcheck disable=SC2034 # used by the scripts that source this file
 load_commands=(fio stress-ng faketime)
 
+# What hack/kubelet.sh runs pods with; without it their tests are skipped.
+# shellcheck disable=SC2034 # used by the scripts that source this file
+node_commands=(busybox containerd runc)
+
 # install_missing COMMAND...: sees to it that every command exists. Nothing is fetched when all do.
 # Fails when one is still missing: the caller knows whether that is a skip or the end.
 install_missing() {
@@ -162,7 +166,7 @@ build_kubernetes() {
 
 # kubernetes_tools: prints a directory with what hack/tools/kubernetes builds: kube-apiserver, etcd,
 # kubectl, snapshot-controller, csi-snapshotter, csi-snapshot-metadata, snapshot-metadata-lister,
-# snapshot-metadata-verifier, and below crds/ the custom resource definitions that they are about. Where
+# snapshot-metadata-verifier, kubelet, node-driver-registrar, and below crds/ the custom resource definitions that they are about. Where
 # CSI_LOOPBACK_KUBERNETES names one, it is that. Fails like go_cached.
 kubernetes_tools() {
     if [[ -n ${CSI_LOOPBACK_KUBERNETES:-} ]]; then

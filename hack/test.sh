@@ -31,6 +31,7 @@ elif ! install_missing "${storage_commands[@]}"; then
 else
     # Who lacks them says so.
     install_missing "${load_commands[@]}" || true
+    install_missing "${node_commands[@]}" || true
 fi
 
 # Where programs of Kubernetes are that tests run; without them the tests say what is missing.

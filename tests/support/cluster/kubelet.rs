@@ -19,7 +19,7 @@ use tonic::Code;
 
 use super::programs::{Process, said};
 use super::suite::skip;
-use super::{Cluster, NoCluster};
+use super::{Cluster, NoCluster, await_ready};
 use crate::support::driver::{Driver, mounts, stats, wait_for};
 use crate::support::inline::is_mounted;
 use crate::support::path;
@@ -45,17 +45,8 @@ impl Node {
         let mut process = Process::spawn("kubelet.sh", command, cluster.scratch());
         process.quiet = true;
         let directory = cluster.directory().join("node");
-        wait_for("the node", || directory.join("ready").exists() || process.ended().is_some());
-        match process.ended() {
-            None => Ok(Self { directory, process }),
-            Some(status) => {
-                let log = process.log();
-                Err(match status.code() {
-                    Some(77) => NoCluster::Lacking(log.lines().last().unwrap_or("").to_owned()),
-                    _ => NoCluster::Failed(format!("hack/kubelet.sh ended with {status}:\n{log}")),
-                })
-            }
-        }
+        await_ready("hack/kubelet.sh", &mut process, &directory)?;
+        Ok(Self { directory, process })
     }
 
     /// Kubelet's own.

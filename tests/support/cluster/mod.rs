@@ -75,6 +75,27 @@ pub enum NoCluster {
     Failed(String),
 }
 
+/// Waits until a script says in its directory that all of it answers.
+fn await_ready(script: &str, process: &mut Process, directory: &Path) -> Result<(), NoCluster> {
+    let until = Instant::now() + START;
+    while !directory.join("ready").exists() {
+        if let Some(status) = process.ended() {
+            let log = process.log();
+            return Err(match status.code() {
+                Some(77) => NoCluster::Lacking(log.lines().last().unwrap_or("").to_owned()),
+                _ => NoCluster::Failed(format!("{script} ended with {status}:\n{log}")),
+            });
+        }
+        assert!(
+            Instant::now() < until,
+            "{script} is not ready within {START:?}: {}",
+            process.log()
+        );
+        thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
 /// A cluster, which ends when it is dropped.
 pub struct Cluster {
     client: Client,
@@ -95,18 +116,7 @@ impl Cluster {
         command.arg(&dir);
         let mut process = Process::spawn("cluster.sh", command, directory.path());
         process.quiet = true;
-        let until = Instant::now() + START;
-        while !dir.join("ready").exists() {
-            if let Some(status) = process.ended() {
-                let log = process.log();
-                return Err(match status.code() {
-                    Some(77) => NoCluster::Lacking(log.lines().last().unwrap_or("").to_owned()),
-                    _ => NoCluster::Failed(format!("hack/cluster.sh ended with {status}:\n{log}")),
-                });
-            }
-            assert!(Instant::now() < until, "no cluster within {START:?}: {}", process.log());
-            thread::sleep(Duration::from_millis(20));
-        }
+        await_ready("hack/cluster.sh", &mut process, &dir)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .enable_all()

@@ -166,7 +166,8 @@ build_kubernetes() {
 
 # kubernetes_tools: prints a directory with what hack/tools/kubernetes builds: kube-apiserver, etcd,
 # kubectl, snapshot-controller, csi-snapshotter, csi-snapshot-metadata, snapshot-metadata-lister,
-# snapshot-metadata-verifier, kubelet, node-driver-registrar, and below crds/ the custom resource definitions that they are about. Where
+# snapshot-metadata-verifier, kubelet, node-driver-registrar, and below crds/ the custom resource definitions
+# that they are about. Where
 # CSI_LOOPBACK_KUBERNETES names one, it is that. Fails like go_cached.
 kubernetes_tools() {
     if [[ -n ${CSI_LOOPBACK_KUBERNETES:-} ]]; then

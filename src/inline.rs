@@ -140,7 +140,10 @@ impl Attributes {
     /// That the attributes go with a secret, where there is one.
     pub fn check_with_secret(&self, has_secret: bool) -> Result<(), Problem> {
         if has_secret && self.from_snapshot.is_some() {
-            return Err(problem(FROM_SNAPSHOT, "does not go with a secret; use two volumes"));
+            return Err(problem(
+                FROM_SNAPSHOT,
+                "does not go with a secret (nodePublishSecretRef); use two volumes",
+            ));
         }
         Ok(())
     }

@@ -1,39 +1,41 @@
 //! The webhooks for a driver of their own, called by the API server, and who makes pods there.
 
+use std::ops::{Deref, DerefMut};
+
 use csi_loopback::kubernetes::tls;
 use k8s_openapi::api::admissionregistration::v1::{
     MutatingWebhookConfiguration, ValidatingWebhookConfiguration,
 };
-use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use kube::api::{Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
-use crate::cluster::admission::{CONFIG_MAP, Start, admission_rules, spawn, webhooks};
-use crate::cluster::programs::{Served, free_port};
+use crate::cluster::admission::{Webhooks, set_policy};
 use crate::cluster::sidecar::http;
+
+pub use crate::cluster::admission::With;
 
 pub struct Rig<'a> {
     pub cluster: &'a Cluster,
-    /// The webhooks' own namespace.
-    pub home: String,
-    /// One whose pods are judged.
+    /// A namespace whose pods are judged.
     pub apps: String,
-    pub driver: String,
-    pub configuration: String,
-    pub served: Served,
+    webhooks: Webhooks,
 }
 
-/// How a rig is to be.
-#[derive(Default)]
-pub struct With<'s> {
-    pub flags: &'s [&'s str],
-    /// The ConfigMap, where there is one.
-    pub policy: Option<&'s str>,
-    pub certificate: Option<[&'s str; 4]>,
-    /// Nothing sets what the other webhook asks for.
-    pub without_mutating: bool,
+impl Deref for Rig<'_> {
+    type Target = Webhooks;
+
+    fn deref(&self) -> &Webhooks {
+        &self.webhooks
+    }
+}
+
+impl DerefMut for Rig<'_> {
+    fn deref_mut(&mut self) -> &mut Webhooks {
+        &mut self.webhooks
+    }
 }
 
 impl<'a> Rig<'a> {
@@ -49,38 +51,13 @@ impl<'a> Rig<'a> {
 
     /// Whom nobody calls yet.
     pub fn started(cluster: &'a Cluster, with: &With<'_>) -> Self {
-        let home = cluster.namespace("webhooks");
-        let (driver, configuration) = (cluster.unique("driver"), cluster.unique("inline"));
-        let account = cluster.account(&home, "webhooks");
-        cluster.grant(&account, &admission_rules(&driver, &configuration));
-        let kubeconfig = cluster.kubeconfig_of(&account);
-        let start = Start {
-            kubeconfig: &kubeconfig,
-            namespace: &home,
-            driver: &driver,
-            configuration: &configuration,
-            flags: with.flags,
-            certificate: with.certificate,
-        };
-        if let Some(policy) = with.policy {
-            set_policy(cluster, &home, policy);
-        }
-        let served = spawn(cluster, &start, free_port());
-        let apps = namespace(cluster, json!({}));
-        Self { cluster, apps, served, home, driver, configuration }
+        let webhooks = Webhooks::start(cluster, cluster.unique("driver"), with);
+        Self { cluster, apps: namespace(cluster, json!({})), webhooks }
     }
 
     /// Has the API server call the webhooks.
     pub fn configure(&self, without_mutating: bool) {
-        let of = |mutating| webhooks(&self.driver, &self.home, self.served.port, mutating);
-        let object =
-            |webhooks| json!({ "metadata": { "name": self.configuration }, "webhooks": webhooks });
-        if !without_mutating {
-            let api = self.cluster.api::<MutatingWebhookConfiguration>();
-            self.cluster.create(&api, object(of(true)));
-        }
-        let api = self.cluster.api::<ValidatingWebhookConfiguration>();
-        self.cluster.create(&api, object(of(false)));
+        self.webhooks.configure(self.cluster, without_mutating);
     }
 
     /// The API server takes a moment to heed a configuration.
@@ -201,18 +178,6 @@ impl<'a> Rig<'a> {
 
     pub fn allowed_once(&self, namespace: &str, volume: &Value) {
         self.cluster.wait_for("the pod", || self.dry(namespace, &pod(volume)).ok());
-    }
-}
-
-fn set_policy(cluster: &Cluster, home: &str, document: &str) {
-    let api = cluster.api_in::<ConfigMap>(home);
-    let data = json!({ "policy.yaml": document });
-    match cluster.get(&api, CONFIG_MAP) {
-        Some(_) => drop(cluster.merge(&api, CONFIG_MAP, &json!({ "data": data }))),
-        None => {
-            let object = json!({ "metadata": { "name": CONFIG_MAP }, "data": data });
-            cluster.create(&api, object);
-        }
     }
 }
 

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
+use crate::cluster::admission::{Webhooks, With};
 use crate::cluster::kubelet::{Made, NodeRig};
 
 /// A pod that has the secret `keys`, with the key `password`, at `/content`.
@@ -54,5 +55,26 @@ pub fn content_belongs_to_the_group_of_the_pod(cluster: &Cluster) {
         rig.exec(&pod, "cat /content/password; stat -L -c ' %g' /content/password"),
         "first 4321\n"
     );
+    end(&rig, &pod);
+}
+
+/// The whole way of a pod that says no word of readOnly: API server, webhooks, kubelet, driver, container.
+pub fn a_pod_that_says_nothing_of_read_only_runs_as_the_webhooks_have_mended_it(cluster: &Cluster) {
+    const TEST: &str = "a_pod_that_says_nothing_of_read_only_runs_as_the_webhooks_have_mended_it";
+    let Some(rig) = NodeRig::new(cluster, TEST) else { return };
+    let webhooks = Webhooks::start(cluster, rig.driver_name.clone(), &With::default());
+    webhooks.configure(cluster, false);
+    let csi = json!({ "volumeAttributes": { "content/motd": "hello" } });
+    let volume = rig.inline("content", csi);
+    cluster.wait_for("the webhooks", || {
+        let pod = rig.try_out("tried", std::slice::from_ref(&volume)).ok()?;
+        (pod.spec?.volumes?[0].csi.as_ref()?.read_only == Some(true)).then_some(())
+    });
+    let pod = rig.run("reader", &[volume], &json!({}));
+    let said = rig.exec(&pod, "cat /content/motd; echo mine >/content/motd");
+    assert!(said.starts_with("hello") && said.contains("Read-only file system"), "{said}");
+    let large = json!({ "volumeAttributes": { "size": "much" } });
+    let refused = rig.try_out("refused", &[rig.inline("content", large)]).unwrap_err();
+    assert!(refused.to_string().contains("volumeAttributes[size]"), "{refused}");
     end(&rig, &pod);
 }

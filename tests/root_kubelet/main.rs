@@ -26,7 +26,8 @@ fn main() -> ExitCode {
         content:
             a_pod_reads_its_secret_and_cannot_write_where_it_is
             a_secret_that_changes_reaches_the_pod_that_runs
-            content_belongs_to_the_group_of_the_pod;
+            content_belongs_to_the_group_of_the_pod
+            a_pod_that_says_nothing_of_read_only_runs_as_the_webhooks_have_mended_it;
         ends:
             a_driver_that_is_killed_does_not_disturb_the_pod_and_takes_its_volume_away_later
             a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume;

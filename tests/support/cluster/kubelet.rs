@@ -12,7 +12,7 @@ use base64::engine::general_purpose::STANDARD;
 use csi_loopback::backend::PoolKind;
 use k8s_openapi::api::core::v1::{Event, Pod, Secret, ServiceAccount};
 use k8s_openapi::api::storage::v1::{CSIDriver, CSINode};
-use kube::api::DeleteParams;
+use kube::api::{DeleteParams, PostParams};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tonic::Code;
@@ -154,23 +154,15 @@ impl<'a> NodeRig<'a> {
 
     /// Makes a pod whose container sleeps, with each of the volumes at `/NAME`; `spec` is what its spec has besides.
     pub fn create(&self, name: &str, volumes: &[Value], spec: &Value) -> Made {
-        let mounts = volumes.iter().map(|volume| {
-            let name = volume["name"].as_str().unwrap();
-            json!({ "name": name, "mountPath": format!("/{name}") })
-        });
-        let mut object = json!({ "metadata": { "name": name }, "spec": spec });
-        object["spec"]["nodeName"] = "node".into();
-        object["spec"]["hostNetwork"] = true.into();
-        object["spec"]["automountServiceAccountToken"] = false.into();
-        // Who sleeps does not hear that it is to end.
-        object["spec"]["terminationGracePeriodSeconds"] = 0.into();
-        object["spec"]["volumes"] = volumes.into();
-        object["spec"]["containers"] = json!([{
-            "name": CONTAINER, "image": IMAGE, "imagePullPolicy": "Never",
-            "volumeMounts": mounts.collect::<Vec<_>>(),
-        }]);
-        let made = self.cluster.create(&self.pods(), object);
+        let made = self.cluster.create(&self.pods(), pod(name, volumes, spec));
         Made { name: name.to_owned(), uid: made.metadata.uid.unwrap() }
+    }
+
+    /// What would become of such a pod: none is made.
+    pub fn try_out(&self, name: &str, volumes: &[Value]) -> kube::Result<Pod> {
+        let pod = serde_json::from_value(pod(name, volumes, &json!({}))).unwrap();
+        let params = PostParams { dry_run: true, ..PostParams::default() };
+        self.cluster.block_on(self.pods().create(&params, &pod))
     }
 
     /// The same, and waits until it runs.
@@ -277,6 +269,26 @@ impl<'a> NodeRig<'a> {
         let log = self.driver.log();
         log.lines().filter(|line| words.iter().all(|word| line.contains(word))).count()
     }
+}
+
+/// A pod of the node that sleeps.
+fn pod(name: &str, volumes: &[Value], spec: &Value) -> Value {
+    let mounts = volumes.iter().map(|volume| {
+        let name = volume["name"].as_str().unwrap();
+        json!({ "name": name, "mountPath": format!("/{name}") })
+    });
+    let mut object = json!({ "metadata": { "name": name }, "spec": spec });
+    object["spec"]["nodeName"] = "node".into();
+    object["spec"]["hostNetwork"] = true.into();
+    object["spec"]["automountServiceAccountToken"] = false.into();
+    // Who sleeps does not hear that it is to end.
+    object["spec"]["terminationGracePeriodSeconds"] = 0.into();
+    object["spec"]["volumes"] = volumes.into();
+    object["spec"]["containers"] = json!([{
+        "name": CONTAINER, "image": IMAGE, "imagePullPolicy": "Never",
+        "volumeMounts": mounts.collect::<Vec<_>>(),
+    }]);
+    object
 }
 
 /// What kubelet calls a pod's own volume (pkg/volume/csi, makeVolumeHandle).

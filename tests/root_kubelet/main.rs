@@ -7,6 +7,7 @@ mod cluster;
 mod support;
 
 mod content;
+mod cost;
 mod ends;
 mod life;
 
@@ -28,6 +29,8 @@ fn main() -> ExitCode {
             a_secret_that_changes_reaches_the_pod_that_runs
             content_belongs_to_the_group_of_the_pod
             a_pod_that_says_nothing_of_read_only_runs_as_the_webhooks_have_mended_it;
+        cost:
+            what_a_pod_waits_for_five_secrets_of_each_kind_is_told;
         ends:
             a_driver_that_is_killed_does_not_disturb_the_pod_and_takes_its_volume_away_later
             a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume;

@@ -109,41 +109,21 @@ pub fn refused(cluster: &Cluster) {
     holds(cluster, &webhooks(), table);
 }
 
-/// Made as their Deployment would make them, under the namespace's policy; and what points at them does.
 pub fn restricted(cluster: &Cluster) {
     apply_webhooks(cluster);
     let all = objects(cluster, "admission");
     without_webhooks(cluster);
-    let kind = |kind: &str| all.iter().find(|object| object["kind"] == kind).unwrap();
-    let deployment = &kind("Deployment")["spec"];
-    assert_eq!(deployment["replicas"], json!(2));
-    let template = &deployment["template"];
-    pods::admitted_as_restricted(cluster, WEBHOOKS, &template["spec"]);
-
-    let labels = &template["metadata"]["labels"];
-    for (kind_of, pointer) in [
-        ("Service", "/spec/selector"),
-        ("NetworkPolicy", "/spec/podSelector/matchLabels"),
-        ("PodDisruptionBudget", "/spec/selector/matchLabels"),
-        ("Deployment", "/spec/selector/matchLabels"),
-    ] {
-        assert_eq!(kind(kind_of).pointer(pointer), Some(labels), "{kind_of}");
-    }
-    let port = &kind("Service")["spec"]["ports"][0];
-    let container = &template["spec"]["containers"][0];
-    let ports = container["ports"].as_array().unwrap();
-    assert!(ports.iter().any(|one| one["name"] == port["targetPort"]));
-    assert_eq!(kind("NetworkPolicy")["spec"]["ingress"][0]["ports"][0]["port"], port["targetPort"]);
-    let arguments = container["args"].to_string();
-    for flag in [
+    let flags = [
         format!("--driver-name={DRIVER}"),
         format!("--self-signed-secret={SECRET}"),
-        format!("--service-address={WEBHOOKS}.$(POD_NAMESPACE).svc:{}", port["port"]),
         format!("--webhook-configuration={WEBHOOKS}"),
         format!("--config-map={WEBHOOKS}"),
-    ] {
-        assert!(arguments.contains(&format!("\"{flag}\"")), "{flag}");
-    }
+    ];
+    pods::of_deployment(cluster, WEBHOOKS, &all, &flags);
+    assert_eq!(pods::only(&all, "Deployment")["spec"]["replicas"], json!(2));
+    let port = &pods::only(&all, "Service")["spec"]["ports"][0]["targetPort"];
+    let policy = pods::only(&all, "NetworkPolicy");
+    assert_eq!(policy["spec"]["ingress"][0]["ports"][0]["port"], *port);
 }
 
 /// The webhooks as the API server has them, of both configurations.

@@ -277,43 +277,24 @@ pub fn the_endpoint_is_an_extra(cluster: &Cluster) {
     apply_base(cluster);
 }
 
-/// Made as its Deployment would make them, under the namespace's policy; and what points at them does.
 pub fn restricted(cluster: &Cluster) {
     said(apply(cluster, &deploy("aggregated-api")));
     let all = objects(cluster, "aggregated-api");
     without_api_service(cluster);
-    let kind = |kind: &str| all.iter().find(|object| object["kind"] == kind).unwrap();
-    let deployment = &kind("Deployment")["spec"];
-    assert_eq!(deployment["replicas"], json!(2));
-    let template = &deployment["template"];
-    pods::admitted_as_restricted(cluster, SERVERS, &template["spec"]);
-
-    let labels = &template["metadata"]["labels"];
-    for (kind_of, pointer) in [
-        ("Service", "/spec/selector"),
-        ("NetworkPolicy", "/spec/podSelector/matchLabels"),
-        ("PodDisruptionBudget", "/spec/selector/matchLabels"),
-        ("Deployment", "/spec/selector/matchLabels"),
-        ("Deployment", "/spec/template/spec/topologySpreadConstraints/0/labelSelector/matchLabels"),
-    ] {
-        assert_eq!(kind(kind_of).pointer(pointer), Some(labels), "{kind_of}");
-    }
-    let service = &kind("APIService")["spec"]["service"];
-    let port = &kind("Service")["spec"]["ports"][0];
-    let expected = json!({ "namespace": SERVERS, "name": SERVER, "port": port["port"] });
-    assert_eq!(*service, expected);
-    let container = &template["spec"]["containers"][0];
-    let arguments = container["args"].to_string();
-    assert!(arguments.contains(&format!("{SERVER}.$(POD_NAMESPACE).svc:{}", port["port"])));
-    for flag in [
+    let flags = [
         format!("--api-service={API_SERVICE}"),
         format!("--self-signed-secret={SECRET}"),
         format!("--lease={SERVER}"),
-    ] {
-        assert!(arguments.contains(&format!("\"{flag}\"")), "{flag}");
-    }
-    let ports = container["ports"].as_array().unwrap();
-    assert!(ports.iter().any(|one| one["name"] == port["targetPort"]));
+    ];
+    pods::of_deployment(cluster, SERVERS, &all, &flags);
+    let deployment = &pods::only(&all, "Deployment")["spec"];
+    assert_eq!(deployment["replicas"], json!(2));
+    let template = &deployment["template"];
+    let spread = &template["spec"]["topologySpreadConstraints"][0]["labelSelector"];
+    assert_eq!(spread["matchLabels"], template["metadata"]["labels"]);
+    let port = &pods::only(&all, "Service")["spec"]["ports"][0]["port"];
+    let expected = json!({ "namespace": SERVERS, "name": SERVER, "port": port });
+    assert_eq!(pods::only(&all, "APIService")["spec"]["service"], expected);
 }
 
 pub fn pages_can_wait(cluster: &Cluster) {

@@ -131,8 +131,44 @@ pub fn known_arguments(cluster: &Cluster) {
     assert_eq!(seen, 11);
 }
 
+/// The one object of a kind.
+pub fn only<'a>(all: &'a [Value], kind: &str) -> &'a Value {
+    let mut found = all.iter().filter(|object| object["kind"] == kind);
+    let one = found.next().unwrap_or_else(|| panic!("no {kind}"));
+    assert!(found.next().is_none(), "more than one {kind}");
+    one
+}
+
+/// Pods as the Deployment among these objects would make them: the policy of their namespace admits them; Service,
+/// NetworkPolicy and budget mean them, and the port that they serve; and they are told these flags, and to be where the
+/// Service is.
+pub fn of_deployment(cluster: &Cluster, namespace: &str, all: &[Value], flags: &[String]) {
+    let template = &only(all, "Deployment")["spec"]["template"];
+    admitted_as_restricted(cluster, namespace, &template["spec"]);
+    let labels = &template["metadata"]["labels"];
+    for (kind, pointer) in [
+        ("Service", "/spec/selector"),
+        ("NetworkPolicy", "/spec/podSelector/matchLabels"),
+        ("PodDisruptionBudget", "/spec/selector/matchLabels"),
+        ("Deployment", "/spec/selector/matchLabels"),
+    ] {
+        assert_eq!(only(all, kind).pointer(pointer), Some(labels), "{kind}");
+    }
+    let service = only(all, "Service");
+    let port = &service["spec"]["ports"][0];
+    let container = &template["spec"]["containers"][0];
+    let ports = container["ports"].as_array().unwrap();
+    assert!(ports.iter().any(|one| one["name"] == port["targetPort"]));
+    let arguments = container["args"].to_string();
+    let name = service["metadata"]["name"].as_str().unwrap();
+    let address = format!("--service-address={name}.$(POD_NAMESPACE).svc:{}", port["port"]);
+    for flag in flags.iter().chain([&address]) {
+        assert!(arguments.contains(&format!("\"{flag}\"")), "{flag}");
+    }
+}
+
 /// A pod of this spec is admitted in the namespace, and a privileged one is not: the namespace's policy is enforced.
-pub fn admitted_as_restricted(cluster: &Cluster, namespace: &str, spec: &Value) {
+fn admitted_as_restricted(cluster: &Cluster, namespace: &str, spec: &Value) {
     let pods: Api<Pod> = cluster.api_in(namespace);
     let admit = |spec: &Value| {
         let pod = json!({ "metadata": { "name": "x" }, "spec": spec });

@@ -590,14 +590,3 @@ fn undone_by(request: &dyn Any) -> Option<InUse> {
     let asked = request.downcast_ref::<csi::NodeUnpublishVolumeRequest>()?;
     Some(InUse::Published(asked.volume_id.clone(), asked.target_path.clone()))
 }
-
-#[track_caller]
-pub fn assert_refused<T>(answer: Result<T, Status>, code: Code, words: &str, asked: &str) {
-    match answer {
-        Ok(_) => panic!("is accepted: {asked}"),
-        Err(status) => {
-            assert_eq!(status.code(), code, "{status:?}: {asked}");
-            assert!(status.message().contains(words), "{words:?} is not in {status:?}: {asked}");
-        }
-    }
-}

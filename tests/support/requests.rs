@@ -12,8 +12,8 @@ use csi_loopback::proto::snapshotsession as session;
 use session::snapshot_metadata_client::SnapshotMetadataClient as SessionClient;
 use std::any::Any;
 use std::path::Path;
-use tonic::Status;
 use tonic::transport::Channel;
+use tonic::{Code, Status};
 
 use super::driver::Driver;
 
@@ -327,4 +327,15 @@ rpcs! {
         node_expand_volume(NodeExpandVolumeRequest) -> NodeExpandVolumeResponse,
         node_get_capabilities(NodeGetCapabilitiesRequest) -> NodeGetCapabilitiesResponse,
         node_get_info(NodeGetInfoRequest) -> NodeGetInfoResponse;
+}
+
+#[track_caller]
+pub fn assert_refused<T>(answer: Result<T, Status>, code: Code, words: &str, asked: &str) {
+    match answer {
+        Ok(_) => panic!("is accepted: {asked}"),
+        Err(status) => {
+            assert_eq!(status.code(), code, "{status:?}: {asked}");
+            assert!(status.message().contains(words), "{words:?} is not in {status:?}: {asked}");
+        }
+    }
 }

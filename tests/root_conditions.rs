@@ -225,6 +225,46 @@ fn operations_on_one_volume_exclude_each_other_while_everything_else_is_answered
 }
 
 #[test]
+fn what_is_repeated_for_a_pod_that_runs_waits_for_nobody() {
+    with_driver("what_is_repeated_for_a_pod_that_runs_waits_for_nobody", |driver| {
+        let shared = mounted_as("", Mode::SingleNodeMultiWriter);
+        let volume = driver.volume("v", 32 * MIB, shared.clone());
+        let staging = driver.stage(&volume, &shared);
+        fs::write(staging.join("file"), "x").unwrap();
+        let [first, second, reading] =
+            ["first", "second", "reading"].map(|name| driver.scratch().join(name));
+        let running = driver.publishing(&volume, &first, &shared);
+        let readonly = csi::NodePublishVolumeRequest {
+            readonly: true,
+            ..driver.publishing(&volume, &reading, &shared)
+        };
+        driver.ok(running.clone());
+        driver.ok(readonly.clone());
+        let mut of_group = in_group("4242");
+        of_group.access_mode = shared.access_mode;
+        let frozen = Freeze::new(&staging);
+        let slow = driver.publishing(&volume, &second, &of_group);
+        std::thread::scope(|scope| {
+            // It waits for the frozen filesystem to give the tree to the group.
+            let slow = scope.spawn(|| driver.call_patiently(slow));
+            wait_for("the slow call holds the volume", || {
+                driver.call(expand(&volume, 1)).is_err_and(|e| e.code() == Code::Aborted)
+            });
+            let repeated = [running.clone(), readonly.clone()].map(|one| driver.call(one));
+            let another = driver.call(csi::NodePublishVolumeRequest { readonly: true, ..running });
+            drop(frozen);
+            slow.join().unwrap().unwrap();
+            assert!(repeated.iter().all(Result::is_ok), "{repeated:?}");
+            assert_refused(another, Code::Aborted, "under way", "with another argument");
+        });
+        // What is not as it was left is made so: here a crash has come before the mount was read-only.
+        run("mount", &["-o", "remount,bind,rw", path(&reading)]);
+        driver.ok(readonly);
+        assert!(fs::write(reading.join("file"), "y").is_err());
+    });
+}
+
+#[test]
 fn a_filesystem_that_somebody_else_froze_is_neither_cut_nor_thawed() {
     with_driver("a_filesystem_that_somebody_else_froze_is_neither_cut_nor_thawed", |driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));

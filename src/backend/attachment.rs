@@ -146,6 +146,11 @@ pub fn publish(
     capability: &Capability,
     readonly: bool,
 ) -> Result<()> {
+    let wanted = Publication { capability: capability.clone(), readonly };
+    // What kubelet repeats for a pod that runs (requiresRepublish) waits for nobody: a cut of the volume may take its time.
+    if is_published(store, volume_id, staging, target, &wanted)? {
+        return Ok(());
+    }
     let _lock = store.locks.take([volume_id])?;
     let reading = store.catalog.read()?;
     let volume = reading.live_volume(volume_id)?;
@@ -154,7 +159,6 @@ pub fn publish(
     let Some(device) = store.device_of(&volume)? else {
         return Err(not_staged(volume_id, staging));
     };
-    let wanted = Publication { capability: capability.clone(), readonly };
     check_second_publish(&attachment, target, &wanted)?;
     if !shown_at(target, &device)? {
         check_target(&attachment, &device, target, &wanted)?;
@@ -169,6 +173,31 @@ pub fn publish(
         let _ = hide(store, Some(&device), attachment, target);
     }
     shown
+}
+
+/// Whether everything is as such a call has left it, so that nothing is to be done.
+fn is_published(
+    store: &Store,
+    volume_id: &str,
+    staging: &Path,
+    target: &Path,
+    wanted: &Publication,
+) -> Result<bool> {
+    let reading = store.catalog.read()?;
+    let volume = reading.live_volume(volume_id)?;
+    let staged = reading.get::<Attachment>(volume_id)?.filter(|a| a.staging_path == staging);
+    if staged.is_none_or(|attachment| attachment.published.get(target) != Some(wanted)) {
+        return Ok(false);
+    }
+    let Some(device) = store.device_of(&volume)? else { return Ok(false) };
+    if !shown_at(target, &device)? {
+        return Ok(false);
+    }
+    let is_read_only = match wanted.capability.access {
+        Access::Mount { .. } => filesystem::is_read_only(target)?,
+        Access::Block => device.is_read_only()?,
+    };
+    Ok(is_read_only == wanted.is_read_only())
 }
 
 fn not_staged(volume_id: &str, staging: &Path) -> Error {

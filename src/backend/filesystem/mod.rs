@@ -144,6 +144,11 @@ pub fn make_read_only(target: &Path) -> Result<()> {
     reach("filesystem.made_read_only")
 }
 
+/// Whether the mount at `path` refuses writes.
+pub fn is_read_only(path: &Path) -> Result<bool> {
+    Ok(mount_flags(path)?.contains(MsFlags::MS_RDONLY))
+}
+
 fn mount_flags(path: &Path) -> Result<MsFlags> {
     let present = statvfs(path).context(|| format!("looking at {}", path.display()))?.flags();
     // Not relatime, of which musl does not know: the kernel adds it itself wherever no other word is said.

@@ -23,6 +23,8 @@ fn time_to_ready(rig: &NodeRig<'_>, kind: &str, volume: impl Fn(usize) -> Value)
                 assert_eq!(rig.exec(&pod, "cat /v0/password /v4/password"), "secret-0secret-4");
             }
             rig.delete(&pod);
+            // The object may be gone before kubelet has taken its volumes away.
+            rig.wait_until_nothing_is_left(&pod, &[]);
             took
         })
         .collect();

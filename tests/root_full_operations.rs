@@ -301,6 +301,8 @@ fn try_everything_on(pool: &mut Pool, host: &Path) {
             }
         }
         tally.push(format!("{name} {refused}+{failed}"));
+        // What the failed ones had takes the pool's filesystem a moment, too.
+        wait_for_room(pool, 40 * MIB);
         let result = operation(pool, &world, name);
         assert!(result.is_ok(), "{name}, once there is room: {result:?}");
         assert!(pool.backend().healthy().is_ok(), "after {name}");

@@ -63,6 +63,21 @@ impl Identity {
     }
 }
 
+/// One attachment of a device, told from the next one: filesystems in memory have the same device and inode numbers
+/// again as soon as a former one is gone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Incarnation {
+    backing: Identity,
+    /// As [`configure`] has made it up.
+    name: Vec<u8>,
+}
+
+impl Incarnation {
+    fn of_status(info: &sys::loop_info64) -> Self {
+        Self { backing: Identity::of_status(info), name: info.lo_file_name.to_vec() }
+    }
+}
+
 /// Who lets go of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
@@ -271,9 +286,11 @@ impl LoopDevice {
 
     /// Like [`Self::release`]; `Busy` when it takes longer than this.
     pub fn release_within(&self, patience: Duration) -> Result<()> {
-        let Some(backing) = self.identity() else { return Ok(()) };
+        let Some(attached) = self.status().map(|info| Incarnation::of_status(&info)) else {
+            return Ok(());
+        };
         let deadline = Instant::now() + patience;
-        while self.detach(backing)? {
+        while self.detach(&attached)? {
             if Instant::now() > deadline {
                 return Err(Error::Busy(format!(
                     "{} is still in use; unmount it or close what has it open",
@@ -290,10 +307,10 @@ impl LoopDevice {
         Self::find(backing)?.iter().try_for_each(Self::release)
     }
 
-    /// Asks the kernel to let go of `backing`; false once the device no longer has it. The file is
+    /// Asks the kernel to end this attachment; false once it is another, or none. The file is
     /// looked at and let go of through one descriptor: as long as that is open the device cannot
     /// pass to somebody else, whose file would be let go of in its stead.
-    fn detach(&self, backing: Identity) -> Result<bool> {
+    fn detach(&self, attached: &Incarnation) -> Result<bool> {
         if !self.has_file() {
             return Ok(false);
         }
@@ -305,7 +322,7 @@ impl LoopDevice {
             Err(e) => return Err(Error::io(doing(), e)),
         };
         match sys::loop_status(&file) {
-            Ok(info) if Identity::of_status(&info) == backing => {}
+            Ok(info) if Incarnation::of_status(&info) == *attached => {}
             Ok(_) => return Ok(false),
             Err(e) if gone(&e) => return Ok(false),
             Err(e) => return Err(Error::io(doing(), e)),
@@ -328,9 +345,13 @@ impl LoopDevice {
     }
 
     fn identity(&self) -> Option<Identity> {
+        self.status().map(|info| Identity::of_status(&info))
+    }
+
+    fn status(&self) -> Option<sys::loop_info64> {
         self.ensure_node().ok()?;
         let file = self.open(false).ok()?;
-        sys::loop_status(&file).ok().map(|info| Identity::of_status(&info))
+        sys::loop_status(&file).ok()
     }
 
     /// In a container /dev may lack the nodes that the kernel adds later.
@@ -349,8 +370,13 @@ impl LoopDevice {
 /// Direct I/O where possible. The sector size is always given: the kernel's own choice changes after
 /// the first clone of the backing file, and a filesystem made on 512 would not mount on 4096.
 fn configure(device: &File, backing: &File, flags: u32) -> io::Result<()> {
+    let mut name = [0; 32];
+    getrandom::fill(&mut name).map_err(io::Error::other)?;
+    // Text, for whoever prints it.
+    name.iter_mut().for_each(|byte| *byte = b'a' + *byte % 26);
     let attempt = |flags| {
         let mut config = sys::loop_config(backing, BLOCK_SIZE as u32, flags);
+        config.info.lo_file_name[..name.len()].copy_from_slice(&name);
         sys::loop_configure(device, &mut config)
     };
     match attempt(flags | LO_FLAGS_DIRECT_IO as u32) {

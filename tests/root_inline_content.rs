@@ -353,3 +353,25 @@ fn check_wiped(driver: &Driver, disk: &Path) {
     let bytes = 16 * MIB;
     driver.volume("other", bytes, mounted("ext4"));
 }
+
+/// A device that one lets go of is the next one's, whose blocks have the numbers of the last.
+#[test]
+fn volumes_in_memory_that_come_and_go_side_by_side_keep_to_themselves() {
+    with_driver("volumes_in_memory_that_come_and_go_side_by_side_keep_to_themselves", |driver| {
+        std::thread::scope(|scope| {
+            for thread in 0..6 {
+                let driver = &*driver;
+                scope.spawn(move || {
+                    for round in 0..12 {
+                        let volume = pod_volume(driver, &format!("uid-{thread}-{round}"), "memory");
+                        driver.ok(volume.publishing(&[("medium", "Memory"), ("size", "4Mi")]));
+                        let written = format!("{thread} {round}");
+                        fs::write(volume.file("file"), &written).unwrap();
+                        assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), written);
+                        driver.unpublish(&volume.handle, &volume.target);
+                    }
+                });
+            }
+        });
+    });
+}

@@ -6,7 +6,8 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message;
 
-const PROTOS: [&str; 3] = ["csi.proto", "snapshotmetadata.proto", "snapshotsession.proto"];
+const PROTOS: [&str; 4] =
+    ["csi.proto", "snapshotmetadata.proto", "snapshotsession.proto", "crust.proto"];
 
 /// Answers of which there can be millions a second: servers give them already encoded.
 const RAW_ANSWERS: [&str; 6] = [
@@ -32,7 +33,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         .out_dir(servers)
         .extern_path(".csi.v1", "crate::proto::csi::v1")
         .extern_path(".snapshotmetadata", "crate::proto::snapshotmetadata")
-        .extern_path(".snapshotsession", "crate::proto::snapshotsession");
+        .extern_path(".snapshotsession", "crate::proto::snapshotsession")
+        .extern_path(".crust", "crate::proto::crust");
     RAW_ANSWERS
         .iter()
         .fold(configuration, |all, answer| all.extern_path(answer, "crate::grpc::RawMessage"))

@@ -13,7 +13,9 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::telemetry::klog;
-use crate::{admission, aggregated_api, client, driver, session_manager, sidecar};
+use crate::{
+    admission, aggregated_api, client, driver, oci_runtime, runtime_ops, session_manager, sidecar,
+};
 
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
        csi-loopback <MODE | COMMAND> [FLAGS]";
@@ -56,6 +58,10 @@ enum Mode {
     AggregatedApi(Box<aggregated_api::Args>),
     /// Mode: the webhooks for pods with inline volumes of a driver.
     Admission(Box<admission::Args>),
+    /// Mode: crust_ops, between a CSI driver and the container runtimes that mount in its place.
+    RuntimeOps(Box<runtime_ops::Args>),
+    /// Mode: an OCI runtime in front of another, which mounts what was left to it.
+    OciRuntime(Box<oci_runtime::Args>),
 }
 
 impl Cli {
@@ -77,13 +83,16 @@ impl Cli {
             Command::Mode(Mode::SessionManager(args)) => session_manager::run(*args),
             Command::Mode(Mode::AggregatedApi(args)) => aggregated_api::run(*args),
             Command::Mode(Mode::Admission(args)) => admission::run(*args),
+            Command::Mode(Mode::RuntimeOps(args)) => runtime_ops::run(*args),
+            Command::Mode(Mode::OciRuntime(args)) => oci_runtime::run(*args),
             Command::Client(command) => client::run(*command),
         }
     }
 }
 
 /// Programs that this one can stand in for, and their modes.
-const NAMES: [(&str, &str); 1] = [("csi-snapshot-metadata", SIDECAR)];
+const NAMES: [(&str, &str); 2] =
+    [("csi-snapshot-metadata", SIDECAR), ("csi-loopback-runc", "oci-runtime")];
 /// Whose flags are also taken as Go programs write them: its predecessor was one.
 const SIDECAR: &str = "sidecar";
 

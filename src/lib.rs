@@ -15,6 +15,7 @@ pub mod aggregated_api;
 pub mod backend;
 pub mod cli;
 pub mod client;
+pub mod crust;
 pub mod delta_token;
 #[cfg(test)]
 mod documented;
@@ -24,8 +25,10 @@ pub mod fuzzing;
 pub mod grpc;
 pub mod inline;
 pub mod kubernetes;
+pub mod oci_runtime;
 pub mod proto;
 pub mod quantity;
+pub mod runtime_ops;
 pub mod session_manager;
 pub mod sidecar;
 pub mod telemetry;

@@ -6,7 +6,7 @@
 
 /// Package `csi`.
 pub mod csi {
-    /// Package `csi.v1`: CSI v1.12, and what KEP-3314 adds to it.
+    /// Package `csi.v1`: CSI v1.12, and what KEP-3314 and KEP-2857 add to it.
     pub mod v1 {
         // Generated; variant sizes and the like are not ours to choose.
         #![allow(clippy::all)]
@@ -27,6 +27,13 @@ pub mod snapshotsession {
     #![allow(clippy::all)]
     tonic::include_proto!("snapshotsession");
     include!(concat!(env!("OUT_DIR"), "/servers/snapshotsession.rs"));
+}
+
+/// Package `crust`: the Runtime API of crust_ops (KEP-2857).
+pub mod crust {
+    #![allow(clippy::all)]
+    tonic::include_proto!("crust");
+    include!(concat!(env!("OUT_DIR"), "/servers/crust.rs"));
 }
 
 /// Encoded `google.protobuf.FileDescriptorSet` of csi-spec/ and its imports, with comments.

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use csi_loopback::backend::{
-    Backend, CreateVolume, Error, FsType, PoolKind, Snapshot, Source, VolumeRequest, check,
+    Backend, CreateVolume, Error, FsType, PoolKind, Publication, Snapshot, Source, VolumeRequest,
+    check,
 };
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::statvfs::statvfs;
@@ -121,7 +122,7 @@ const NEEDY: [Operation; 8] = [
         let (id, path) = (spare(pool, name), pool.scratch().join(name));
         let target = pool.scratch().join(format!("{name} target"));
         pool.backend().stage(&id, &path, &raw())?;
-        pool.backend().publish(&id, &path, &target, &raw(), false)
+        pool.backend().publish(&id, &path, &target, &Publication::on_host(raw(), false))
     }),
 ];
 

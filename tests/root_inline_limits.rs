@@ -93,6 +93,7 @@ fn publish(pool: &Pool, name: &str, bytes: u64) -> Answer<()> {
         in_memory: false,
         from_snapshot: None,
         read_only_content: false,
+        deferred: None,
     };
     let (target, content) = (pool.scratch().join(name), Content::default());
     let publish =

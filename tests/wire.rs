@@ -1,5 +1,6 @@
-//! csi-spec/csi.proto is CSI v1.12 on the wire and what a proposal adds to it, csi-spec/snapshotmetadata.proto the released Kubernetes
-//! SnapshotMetadata API, csi-spec/snapshotsession.proto the one of the proposal with session tokens: no more, no less. The tables of facts in tests/data and the compiled descriptor are
+//! csi-spec/csi.proto is CSI v1.12 on the wire and what proposals add to it, csi-spec/snapshotmetadata.proto the released Kubernetes
+//! SnapshotMetadata API, csi-spec/snapshotsession.proto the one of the proposal with session tokens, csi-spec/crust.proto the Runtime API of
+//! crust_ops, with the field that its proposal forgets: no more, no less. The tables of facts in tests/data and the compiled descriptor are
 //! both brought into the same form, one `Fact` for each line, and the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret`,
 //! `alpha` and `extension` from the markers in its comments. What is in a message that is an extension is one, too.
 
@@ -17,20 +18,24 @@ use prost_types::{
 };
 
 /// Packages and what is known of them.
-const TABLES: [(&str, &str); 4] = [
+const TABLES: [(&str, &str); 5] = [
     ("csi.v1", include_str!("data/csi-v1.12.tsv")),
     ("csi.v1", EXTENSIONS),
     ("snapshotmetadata", include_str!("data/snapshotmetadata-v1.tsv")),
     ("snapshotsession", include_str!("data/snapshotsession-v1alpha2.tsv")),
+    ("crust", include_str!("data/crust-v1.tsv")),
 ];
 /// What a proposal adds to CSI.
 const EXTENSIONS: &str = include_str!("data/csi-extensions.tsv");
 const HEADER: &str = "kind\tin\tname\tnumber\ttype\tnotes";
 
 /// Marker in a comment of csi.proto, and the note of the table that it stands for.
-const MARKERS: [(&str, &str); 3] =
-    [("Secret: never logged.", "secret"), ("Alpha.", "alpha"), (EXTENSION_MARKER, EXTENSION_NOTE)];
-const EXTENSION_MARKER: &str = "KEP-3314 extension.";
+const MARKERS: [(&[&str], &str); 3] = [
+    (&["Secret: never logged."], "secret"),
+    (&["Alpha."], "alpha"),
+    (&EXTENSION_MARKERS, EXTENSION_NOTE),
+];
+const EXTENSION_MARKERS: [&str; 2] = ["KEP-3314 extension.", "KEP-2857 extension."];
 const EXTENSION_NOTE: &str = "extension";
 
 /// One row: kind, in, name, number, type, notes. A column that does not apply is empty.
@@ -126,7 +131,8 @@ impl<'a> Reader<'a> {
     fn message(&mut self, parent: &str, message: &DescriptorProto, path: &[i32]) {
         let name = format!("{parent}.{}", message.name());
         let outside = self.extending;
-        self.extending |= self.comment(path).contains(EXTENSION_MARKER);
+        let comment = self.comment(path);
+        self.extending |= EXTENSION_MARKERS.iter().any(|marker| comment.contains(marker));
         self.add(Fact::new("message", &name, ""), None, path);
         self.extensions(&message.extension);
         for (field, i) in message.field.iter().zip(0..) {
@@ -186,8 +192,9 @@ impl<'a> Reader<'a> {
 
     fn add(&mut self, fact: Fact, oneof: Option<String>, path: &[i32]) {
         let comment = self.comment(path);
-        let marked = MARKERS.iter().filter(|(text, _)| {
-            comment.contains(text) || (self.extending && *text == EXTENSION_MARKER)
+        let marked = MARKERS.iter().filter(|(texts, note)| {
+            let is_said = texts.iter().any(|text| comment.contains(text));
+            is_said || (self.extending && *note == EXTENSION_NOTE)
         });
         let notes: Vec<_> =
             oneof.into_iter().chain(marked.map(|(_, note)| (*note).to_owned())).collect();

@@ -168,6 +168,7 @@ impl Driver {
             let unpublished = self.call(csi::NodeUnpublishVolumeRequest {
                 volume_id: used.volume_id.clone(),
                 target_path: text(&used.target).to_owned(),
+                ..Default::default()
             });
             let unstaged = self.call(csi::NodeUnstageVolumeRequest {
                 volume_id: used.volume_id,

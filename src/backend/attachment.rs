@@ -14,7 +14,7 @@ use super::fail_point::reach;
 use super::filesystem::{self, Mount};
 use super::format;
 use super::loop_device::LoopDevice;
-use super::model::{Access, Attachment, Capability, Publication, Usage, Volume};
+use super::model::{Access, Attachment, Capability, Mounted, Publication, Usage, Volume};
 use super::pool;
 use super::store::Store;
 use super::target::{check_directory, check_file, present, remove_target};
@@ -36,6 +36,7 @@ pub fn stage(store: &Store, volume_id: &str, path: &Path, capability: &Capabilit
         staging_path: path.to_owned(),
         capability: capability.clone(),
         published: BTreeMap::new(),
+        mounted: Mounted::default(),
     };
     store.catalog.write(|tx| tx.put(&attachment))?;
     let staged = bring_up(store, volume, &attachment);
@@ -143,12 +144,10 @@ pub fn publish(
     volume_id: &str,
     staging: &Path,
     target: &Path,
-    capability: &Capability,
-    readonly: bool,
+    wanted: &Publication,
 ) -> Result<()> {
-    let wanted = Publication { capability: capability.clone(), readonly };
     // What kubelet repeats for a pod that runs (requiresRepublish) waits for nobody: a cut of the volume may take its time.
-    if is_published(store, volume_id, staging, target, &wanted)? {
+    if is_published(store, volume_id, staging, target, wanted)? {
         return Ok(());
     }
     let _lock = store.locks.take([volume_id])?;
@@ -159,15 +158,15 @@ pub fn publish(
     let Some(device) = store.device_of(&volume)? else {
         return Err(not_staged(volume_id, staging));
     };
-    check_second_publish(&attachment, target, &wanted)?;
+    check_second_publish(&attachment, target, wanted)?;
     if !shown_at(target, &device)? {
-        check_target(&attachment, &device, target, &wanted)?;
+        check_target(&attachment, &device, target, wanted)?;
     }
     let first = attachment.published.insert(target.to_owned(), wanted.clone()).is_none();
     if first {
         store.catalog.write(|tx| tx.put(&attachment))?;
     }
-    let shown = show(&attachment, &device, target, &wanted);
+    let shown = show(&attachment, &device, target, wanted);
     if shown.is_err() && first {
         // A publish that failed leaves nothing at the target; one that a pod uses stays.
         let _ = hide(store, Some(&device), attachment, target);

@@ -33,6 +33,7 @@ mod model;
 mod point_in_time;
 pub mod pool;
 mod reconcile;
+mod runtime;
 mod snapshot;
 mod store;
 pub(crate) mod sys;
@@ -62,6 +63,7 @@ pub use inline::{Content, InlineLimits, PublishInline};
 pub use list::Page;
 pub use model::*;
 pub use pool::{PoolChoice, PoolKind};
+pub use runtime::{DeferredMount, Runtime, RuntimeStats};
 pub use snapshot::SnapshotFilter;
 pub use sys::bound_arenas;
 pub use tracker::{BlockMap, Extents, Style};
@@ -80,6 +82,9 @@ pub struct Config {
     /// How much larger than the pool the volumes may be in all.
     pub overcommit: f64,
     pub inline: InlineLimits,
+    /// The way to container runtimes that mount in the place of this host. With one, volumes are mounted when they are
+    /// published and not when they are staged, and can be left to a runtime.
+    pub runtime: Option<Arc<dyn Runtime>>,
 }
 
 /// The backend of one data directory. Cheap to clone. Operations that change the same volume
@@ -274,10 +279,9 @@ impl Backend {
         volume_id: &str,
         staging: &Path,
         target: &Path,
-        capability: &Capability,
-        readonly: bool,
+        wanted: &Publication,
     ) -> Result<()> {
-        attachment::publish(&self.store, volume_id, staging, target, capability, readonly)
+        attachment::publish(&self.store, volume_id, staging, target, wanted)
     }
 
     /// Removes the target, and an inline volume altogether. OK when unknown, or not published there.

@@ -123,6 +123,10 @@ pub struct VolumeRequest {
     pub fs_type: Option<FsType>,
     pub change_tracking: bool,
     pub source: Option<Source>,
+    /// Whether a container runtime is to mount it wherever it is published, without having to be asked each time
+    /// (KEP-2857).
+    #[serde(default)]
+    pub defer_fs_mount: bool,
 }
 
 /// Why a chain of change records starts anew at a snapshot.
@@ -297,15 +301,54 @@ pub struct Attachment {
     pub capability: Capability,
     /// By target path.
     pub published: BTreeMap<PathBuf, Publication>,
+    /// Where the filesystem is mounted. What was staged before there was a choice is mounted at its staging path.
+    #[serde(default)]
+    pub mounted: Mounted,
+}
+
+/// Where the filesystem of a staged volume is mounted on this host, if it is at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mounted {
+    /// At the staging path, which is bound to each target.
+    #[default]
+    AtStaging,
+    /// At each target, unless a runtime mounts it instead (KEP-2857).
+    AtTargets,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Publication {
     pub capability: Capability,
     pub readonly: bool,
+    /// A container runtime mounts it, and this host never does.
+    #[serde(default)]
+    pub deferred: Option<Deferral>,
+}
+
+/// What a container runtime is to do after it has mounted a volume in the place of this host (KEP-2857).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Deferral {
+    /// The group that is to own the files.
+    pub group: Option<u32>,
+    /// How they are given to it; `None` where nothing is said.
+    pub policy: Option<GroupPolicy>,
+}
+
+/// PodSecurityContext.fsGroupChangePolicy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GroupPolicy {
+    Always,
+    OnRootMismatch,
 }
 
 impl Publication {
+    /// On this host.
+    pub fn on_host(capability: Capability, readonly: bool) -> Self {
+        Self { capability, readonly, deferred: None }
+    }
+
     pub fn is_read_only(&self) -> bool {
         self.readonly || self.capability.is_read_only()
     }
@@ -343,6 +386,9 @@ pub struct InlineRequest {
     pub from_snapshot: Option<String>,
     /// Only the driver writes to it, and keeps its content as it should be.
     pub read_only_content: bool,
+    /// A container runtime mounts it, and this host never does.
+    #[serde(default)]
+    pub deferred: Option<Deferral>,
 }
 
 impl InlineRequest {

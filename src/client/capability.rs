@@ -61,6 +61,7 @@ impl CapabilityArgs {
             fs_type: self.fs.clone().unwrap_or_default(),
             mount_flags: self.mount_flag.clone(),
             volume_mount_group: self.mount_group.map(|gid| gid.to_string()).unwrap_or_default(),
+            ..MountVolume::default()
         };
         with_mode(AccessType::Mount(mount), self.access_mode.mode())
     }

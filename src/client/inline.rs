@@ -72,6 +72,7 @@ pub async fn run(connection: &Connection, command: InlineCommand, output: Output
             let request = csi::NodeUnpublishVolumeRequest {
                 volume_id: handle.clone(),
                 target_path: absolute(&target)?,
+                ..Default::default()
             };
             connection.node().node_unpublish_volume(request).await.map_err(refused)?;
             done(output, &handle, "unpublished and deleted")

@@ -200,6 +200,7 @@ impl Temporary {
             let request = csi::NodeUnpublishVolumeRequest {
                 volume_id: volume_id.clone(),
                 target_path: text(&self.target)?,
+                ..Default::default()
             };
             retried(async || connection.node().node_unpublish_volume(request.clone()).await)
                 .await

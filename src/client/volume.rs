@@ -348,6 +348,7 @@ async fn unpublish(
     let request = csi::NodeUnpublishVolumeRequest {
         volume_id: volume_id.clone(),
         target_path: absolute(target)?,
+        ..Default::default()
     };
     connection.node().node_unpublish_volume(request).await.map_err(refused)?;
     done(output, &volume_id, "unpublished")

@@ -197,6 +197,7 @@ pub(crate) fn wanted_volume(
         fs_type,
         change_tracking: mutable.or(fixed).unwrap_or(true),
         source,
+        defer_fs_mount: false,
     };
     Ok(CreateVolume { name, request })
 }

@@ -91,6 +91,7 @@ pub fn wanted(asked: &csi::NodePublishVolumeRequest) -> Checked<(InlineRequest, 
         in_memory: attributes.medium == Medium::Memory,
         from_snapshot: attributes.from_snapshot,
         read_only_content,
+        deferred: None,
     };
     Ok((request, content(attributes.content, &asked.secrets)?))
 }

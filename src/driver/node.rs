@@ -3,7 +3,7 @@
 use tonic::{Request, Response, Status};
 
 use super::{Plugin, inline, request, response};
-use crate::backend::{Capability, Condition, Error, Result as Checked, Usage};
+use crate::backend::{Capability, Condition, Error, Publication, Result as Checked, Usage};
 use crate::proto::csi::v1 as csi;
 use csi::node_server::Node;
 use csi::node_service_capability::{Rpc, Type, rpc};
@@ -136,7 +136,8 @@ fn publish(
         return Err(Error::Precondition(missing).into());
     }
     let staging = request::path("staging_target_path", &asked.staging_target_path)?;
-    plugin.backend.publish(id, &staging, &target, &capability, asked.readonly)?;
+    let wanted = Publication::on_host(capability, asked.readonly);
+    plugin.backend.publish(id, &staging, &target, &wanted)?;
     Ok(csi::NodePublishVolumeResponse {})
 }
 

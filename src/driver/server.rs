@@ -107,6 +107,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         retention: change_record_retention,
         overcommit,
         inline: inline.limits(),
+        runtime: None,
     };
     // Before the socket is made: the backend's lock refuses a second driver.
     let backend = spawn_blocking(move || Backend::open(config)).await??;

@@ -59,6 +59,7 @@ impl<'a> Look<'a> {
             retention: std::time::Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),
+            runtime: None,
         };
         let backend = Backend::open(config).expect("the driver starts after a power cut");
         let volumes = backend.volumes(None, 0).unwrap().items;

@@ -23,7 +23,7 @@ use std::process::Command;
 
 use csi_loopback::backend::{
     Access, AccessMode, Backend, BlockMap, Capability, Config, CreateVolume, FsType, PoolChoice,
-    PoolKind, Snapshot, Style, Volume, VolumeRequest,
+    PoolKind, Publication, Snapshot, Style, Volume, VolumeRequest,
 };
 use nix::fcntl::{FallocateFlags, fallocate};
 use tempfile::TempDir;
@@ -137,6 +137,7 @@ impl Pool {
             retention: std::time::Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),
+            runtime: None,
         };
         configure(&mut config);
         let backend = Backend::open(config.clone()).unwrap();
@@ -211,7 +212,14 @@ impl Pool {
         self.attached.push(attached.clone());
         let backend = self.backend();
         backend.stage(volume_id, &attached.staging, capability).unwrap();
-        backend.publish(volume_id, &attached.staging, &attached.target, capability, false).unwrap();
+        backend
+            .publish(
+                volume_id,
+                &attached.staging,
+                &attached.target,
+                &Publication::on_host(capability.clone(), false),
+            )
+            .unwrap();
         attached
     }
 

@@ -82,6 +82,7 @@ pub fn with_flags(fs_type: &str, mode: Mode, flags: &[&str]) -> csi::VolumeCapab
         fs_type: fs_type.to_owned(),
         mount_flags: flags.iter().map(|flag| (*flag).to_owned()).collect(),
         volume_mount_group: String::new(),
+        ..MountVolume::default()
     };
     capability(AccessType::Mount(mount), mode)
 }
@@ -177,7 +178,11 @@ pub fn stats(id: &str, at: &str) -> csi::NodeGetVolumeStatsRequest {
 }
 
 pub fn unpublishing(id: &str, target: &str) -> csi::NodeUnpublishVolumeRequest {
-    csi::NodeUnpublishVolumeRequest { volume_id: id.to_owned(), target_path: target.to_owned() }
+    csi::NodeUnpublishVolumeRequest {
+        volume_id: id.to_owned(),
+        target_path: target.to_owned(),
+        ..Default::default()
+    }
 }
 
 pub fn unstaging(id: &str, staging: &str) -> csi::NodeUnstageVolumeRequest {

@@ -47,6 +47,7 @@ impl Pool {
             retention: Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),
+            runtime: None,
         };
         let backend = Some(Backend::open(config.clone()).unwrap());
         Self { backend, config, staged: Vec::new(), directory }

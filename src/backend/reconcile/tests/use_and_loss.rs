@@ -9,12 +9,13 @@ fn root_an_attachment_without_its_device_is_forgotten() {
             let volume = pool.volume(name);
             let target = pool.directory.path().join(format!("target-{name}"));
             // As after a reboot, and as when the crash came before anything was attached.
-            let publication = Publication { capability: capability.clone(), readonly: false };
+            let publication = Publication::on_host(capability.clone(), false);
             pool.put(&Attachment {
                 volume_id: volume.id.clone(),
                 staging_path: pool.directory.path().join("elsewhere"),
                 capability: capability.clone(),
                 published: [(target.clone(), publication)].into(),
+                mounted: Default::default(),
             });
             pool.recover();
             let backend = pool.backend().clone();
@@ -65,7 +66,8 @@ fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
             let target = pool.directory.path().join(format!("target-{name}"));
             let publish = |pool: &Pool| {
                 let backend = pool.backend();
-                backend.publish(&volume.id, &path, &target, &capability, false).unwrap();
+                let wanted = Publication::on_host(capability.clone(), false);
+                backend.publish(&volume.id, &path, &target, &wanted).unwrap();
                 assert!(filesystem::mount_at(&target).unwrap().is_some());
                 assert!(backend.usage(&volume.id, &target).is_ok());
             };
@@ -263,6 +265,7 @@ fn root_an_image_that_was_being_made_is_made_again() {
         retention: Duration::from_secs(3600),
         overcommit: 1.0,
         inline: Default::default(),
+        runtime: None,
     };
     let opened = Backend::open(config.clone());
     if opened.is_err() {

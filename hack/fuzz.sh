@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # hack/fuzz.sh [SECONDS] [TARGET...]: runs each fuzz target of fuzz/ (or those named) for so many
-# seconds (20), one after the other, from the seeds in fuzz/seeds and from what former runs have found.
+# seconds (20), one after the other, from the seeds in fuzz/seeds and from what former runs have found. For 0
+# seconds they are only built.
 #
 # One line per target, "ok TARGET: …" or "FAILED TARGET: …", the latter with the input that made it
 # fail and how to run it again. Exit code 77: cargo-fuzz cannot be had here, the last line says why.
@@ -11,7 +12,7 @@ source "$(dirname "$0")/lib.sh"
 cd "$repo"
 
 seconds=${1:-20}
-[[ $seconds =~ ^[1-9][0-9]*$ ]] || die "$seconds is not a number of seconds"
+[[ $seconds =~ ^(0|[1-9][0-9]*)$ ]] || die "$seconds is not a number of seconds"
 shift || true
 
 command -v c++ >/dev/null || install_missing g++ || {
@@ -29,7 +30,8 @@ work=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")/fuzz
 export CARGO_TARGET_DIR=$work
 # The fuzzer's flags are those of nightly compilers. No sanitizer: there is no unsafe code in what is
 # fuzzed, and they halve the number of inputs.
-RUSTC_BOOTSTRAP=1 "$tool" fuzz build --sanitizer none >&2
+RUSTC_BOOTSTRAP=1 "$tool" fuzz build --sanitizer none --codegen-units 16 >&2
+((seconds > 0)) || exit 0
 
 targets=("$@")
 if ((${#targets[@]} == 0)); then

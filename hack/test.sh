@@ -8,7 +8,7 @@
 #
 # TEST_TIMEOUT  seconds that a single step may take (3600)
 # TEST_LANES    2: tests that have a cluster run beside the others; 1: one after the other (2)
-# FUZZ_SECONDS  seconds for each fuzz target (5); hack/soak.sh is for more
+# FUZZ_SECONDS  seconds for each fuzz target (8); hack/soak.sh is for more
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -172,7 +172,7 @@ fi
 
 # --- Fuzzing --------------------------------------------------------------------------------------
 
-run "fuzz" hack/fuzz.sh "${FUZZ_SECONDS:-5}"
+run "fuzz" hack/fuzz.sh "${FUZZ_SECONDS:-8}"
 count_fuzz "fuzz"
 
 # --- The demo and csi-sanity ----------------------------------------------------------------------

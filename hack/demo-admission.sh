@@ -105,10 +105,7 @@ refused() { # refused WORDS FILE: what has to be refused, with these words
     grep -F -- "$1" "$tmp/refusal" >/dev/null || die "refused, but not with: $1"
 }
 
-is_root || die "needs root: sudo $0"
-install_missing setsid jq curl || die "needs what could not be installed"
-find_driver
-begin_demo
+begin_demo setsid jq curl
 
 say "starting an API server and etcd, in \$tmp ($tmp), and the webhooks"
 start_cluster

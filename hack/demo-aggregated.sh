@@ -151,10 +151,7 @@ refused() {
     [[ $told == *"$words"* ]] || die "'$words' was expected"
 }
 
-is_root || die "needs root, for loop devices and mounts: sudo $0"
-install_missing "${storage_commands[@]}" setsid jq || die "needs what could not be installed"
-find_driver
-begin_demo
+begin_demo "${storage_commands[@]}" setsid jq
 
 say "starting an API server, etcd and the snapshot-controller, in \$tmp ($tmp)"
 start_cluster

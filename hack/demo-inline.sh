@@ -67,10 +67,7 @@ read_on() {
     printf '%d\n' "$count" >"$finish.count"
 }
 
-is_root || die "needs root, for loop devices and mounts: sudo $0"
-install_missing "${storage_commands[@]}" setsid || die "needs what could not be installed"
-find_driver
-begin_demo
+begin_demo "${storage_commands[@]}" setsid
 
 say "starting the driver, with its pool in \$tmp ($tmp)"
 start_driver

@@ -154,10 +154,7 @@ expect_answer() {
     [[ $answer == "grpc-status $3"* ]] || die "grpc-status $3 was expected"
 }
 
-is_root || die "needs root, for loop devices and mounts: sudo $0"
-install_missing "${storage_commands[@]}" setsid jq curl || die "needs what could not be installed"
-find_driver
-begin_demo
+begin_demo "${storage_commands[@]}" setsid jq curl
 
 say "starting an API server, etcd and the snapshot-controller, in \$tmp ($tmp)"
 start_cluster

@@ -138,10 +138,7 @@ compare_with_lister() {
     say "both list the same $(wc -l <<<"$theirs") extents"
 }
 
-is_root || die "needs root, for loop devices and mounts: sudo $0"
-install_missing "${storage_commands[@]}" setsid jq openssl || die "needs what could not be installed"
-find_driver
-begin_demo
+begin_demo "${storage_commands[@]}" setsid jq openssl
 
 say "starting an API server, etcd and the snapshot-controller, in \$tmp ($tmp)"
 start_cluster

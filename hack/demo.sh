@@ -66,10 +66,7 @@ change_tree() {
     fstrim "$tmp/target"
 }
 
-is_root || die "needs root, for loop devices and mounts: sudo $0"
-install_missing "${storage_commands[@]}" setsid || die "needs what could not be installed"
-find_driver
-begin_demo
+begin_demo "${storage_commands[@]}" setsid
 
 say "starting the driver, with its pool in \$tmp ($tmp)"
 start_driver

@@ -29,6 +29,7 @@ declare -A package_of=(
     [blkdiscard]=util-linux
     [busybox]=busybox-static
     [chattr]=e2fsprogs
+    [ctr]=containerd
     [findmnt]=util-linux
     [fsfreeze]=util-linux
     [fstrim]=util-linux
@@ -54,9 +55,9 @@ storage_commands=(
 # shellcheck disable=SC2034 # used by the scripts that source this file
 load_commands=(fio stress-ng faketime)
 
-# What hack/kubelet.sh runs pods with; without it their tests are skipped.
+# What hack/kubelet.sh runs pods with, and tests and a demonstration containers; without it they are skipped.
 # shellcheck disable=SC2034 # used by the scripts that source this file
-node_commands=(busybox containerd runc)
+node_commands=(busybox containerd ctr runc)
 
 # install_missing COMMAND...: sees to it that every command exists. Nothing is fetched when all do.
 # Fails when one is still missing: the caller knows whether that is a skip or the end.

@@ -173,9 +173,12 @@ start_driver() {
     done
 }
 
-# begin_demo: sets tmp to a new directory. All that is started from here on keeps its files below, and is
-# known by it.
+# begin_demo COMMAND...: sees to it that there are root, these commands and the binary, and sets tmp to a new directory.
+# All that is started from here on keeps its files below, and is known by it.
 begin_demo() {
+    is_root || die "needs root: sudo $0"
+    install_missing "$@" || die "needs what could not be installed"
+    find_driver
     tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-loopback-demo.XXXXXX")
     export TMPDIR=$tmp
     export CSI_ENDPOINT=unix://$tmp/csi.sock

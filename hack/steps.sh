@@ -13,6 +13,8 @@ failed=0
 skipped=0
 failures=()
 step_pid=
+# What runs beside the steps.
+beside=()
 
 begin() { # begin LIMIT LOGS
     limit=$1 logs=$2
@@ -35,13 +37,20 @@ cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     trap '' INT TERM
     trap - EXIT
     set +e
-    if [[ -n $step_pid ]]; then
-        # To `timeout`, which passes it on to all that it started.
-        kill -TERM "$step_pid" 2>/dev/null || true
-        wait "$step_pid" 2>/dev/null || true
+    stop_step
+    if ((${#beside[@]})); then
+        kill -TERM "${beside[@]}" 2>/dev/null || true
+        wait "${beside[@]}" 2>/dev/null || true
     fi
     clear_up
     exit "$1"
+}
+
+stop_step() {
+    [[ -n $step_pid ]] || return 0
+    # To `timeout`, which passes it on to all that it started.
+    kill -TERM "$step_pid" 2>/dev/null || true
+    wait "$step_pid" 2>/dev/null || true
 }
 
 # clear_up: ends the processes of this run and removes its TMPDIR.
@@ -68,10 +77,12 @@ skip() { # skip COUNT WHAT WHY
     fi
 }
 
+log_of() { printf '%s/%s.log\n' "$logs" "${1//[^A-Za-z0-9_-]/-}"; }
+
 # run NAME COMMAND...: runs it with its output in the log of that name; sets log, status and took.
 run() {
     local started=${EPOCHREALTIME/./} ms
-    log=$logs/${1//[^A-Za-z0-9_-]/-}.log
+    log=$(log_of "$1")
     shift
     status=0
     # In the background, so that a signal to this script is heard while it runs.
@@ -82,6 +93,38 @@ run() {
     ms=$(((${EPOCHREALTIME/./} - started) / 1000))
     printf -v took '%4d.%d s' $((ms / 1000)) $((ms % 1000 / 100))
     ((status != 124)) || echo "timed out after $limit s" >>"$log"
+}
+
+# run_beside FUNCTION ARGUMENT...: begins `run`, or what calls it, beside the steps that follow.
+run_beside() {
+    (
+        trap - EXIT INT
+        trap 'stop_step; exit 143' TERM
+        "$@"
+    ) &
+    beside+=("$!")
+}
+
+# run_and_leave NAME COMMAND...: run, by what runs beside; what became of it is left for `take`.
+run_and_leave() {
+    run "$@"
+    printf '%s\t%s\n' "$status" "$took" >"$log.new"
+    mv "$log.new" "$log.ended"
+}
+
+# take NAME: waits for what was begun beside last to run and leave the step of this name; sets log, status and took as run does.
+take() {
+    log=$(log_of "$1")
+    while [[ ! -e $log.ended ]]; do
+        # It may have been left just before it ended.
+        if ! kill -0 "${beside[-1]}" 2>/dev/null && [[ ! -e $log.ended ]]; then
+            echo "what ran beside has ended without it" >>"$log"
+            status=1 took='   0.0 s'
+            return
+        fi
+        sleep 0.2
+    done
+    IFS=$'\t' read -r status took <"$log.ended"
 }
 
 tell() { # tell NAME DETAIL: the line of the step that was just run, and why it failed if it did
@@ -102,6 +145,12 @@ step() { # step NAME COMMAND...: counts as one, passed or failed
 # run_tests NAME COMMAND...: runs a test binary and adds up what it reports.
 run_tests() {
     run "$@"
+    count_tests_of "$1"
+}
+
+# take_tests NAME: the same for one that was run and left.
+take_tests() {
+    take "$1"
     count_tests_of "$1"
 }
 

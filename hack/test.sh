@@ -7,7 +7,8 @@
 # CI=true it counts as failed instead. The full output of each step stays in target/test-logs.
 #
 # TEST_TIMEOUT  seconds that a single step may take (3600)
-# FUZZ_SECONDS  seconds for each fuzz target (5); hack/soak.sh is for more
+# TEST_LANES    2: tests that have a cluster run beside the others; 1: one after the other (2)
+# FUZZ_SECONDS  seconds for each fuzz target (8); hack/soak.sh is for more
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -123,10 +124,14 @@ for entry in "${tests[@]}"; do
     run_tests "$name" "${timed[@]}" "$binary" "${report[@]}" --skip root_
 done
 run_tests "doc tests" cargo test --locked --doc --quiet
-# root_tests NAME BINARY: the tests of a binary that need root. One at a time: they share the machine's
-# loop devices and load, and some measure time.
+
+# From here to the fuzz targets the machine's second core would have little to do.
+run_beside run "fuzz build" nice -n 19 hack/fuzz.sh 0
+
+# root_tests HOW NAME BINARY: the tests of a binary that need root, by run_tests or its like. One at a time: they share
+# the machine's loop devices and load, and some measure time.
 root_tests() {
-    local name=$1 binary=$2 filter=(root_) count
+    local how=$1 name=$2 binary=$3 filter=(root_) count
     [[ $name != tests/root_* ]] || filter=()
     count=$(count_tests "$binary" "${filter[@]}")
     ((count)) || return 0
@@ -134,30 +139,53 @@ root_tests() {
     if [[ -n $why_no_root_tests ]]; then
         skip "$count" "$name, $count tests" "$why_no_root_tests"
     else
-        run_tests "$name" "${timed[@]}" "$binary" "${report[@]}" --test-threads=1 "${filter[@]}"
+        "$how" "$name" "${timed[@]}" "$binary" "${report[@]}" --test-threads=1 "${filter[@]}"
     fi
 }
 
+# all_root_tests HOW ENTRY...
+all_root_tests() {
+    local how=$1 entry
+    shift
+    for entry; do
+        root_tests "$how" "${entry%%$'\t'*}" "${entry#*$'\t'}"
+    done
+}
+
+# Those with a cluster of their own mostly wait for it.
+of_clusters=() others=()
 for entry in "${tests[@]}"; do
-    root_tests "${entry%%$'\t'*}" "${entry#*$'\t'}"
+    name=${entry%%$'\t'*}
+    if grep -qs 'cluster::suite::run(' "$name.rs" "$name/main.rs"; then
+        of_clusters+=("$entry")
+    else
+        others+=("$entry")
+    fi
 done
+if [[ -n $why_no_root_tests || ${TEST_LANES:-2} == 1 ]]; then
+    all_root_tests run_tests "${others[@]}" "${of_clusters[@]}"
+else
+    run_beside all_root_tests run_and_leave "${of_clusters[@]}"
+    all_root_tests run_tests "${others[@]}"
+    all_root_tests take_tests "${of_clusters[@]}"
+fi
 
 # --- Fuzzing --------------------------------------------------------------------------------------
 
-run "fuzz" hack/fuzz.sh "${FUZZ_SECONDS:-5}"
+run "fuzz" hack/fuzz.sh "${FUZZ_SECONDS:-8}"
 count_fuzz "fuzz"
 
 # --- The demo and csi-sanity ----------------------------------------------------------------------
 
-# interrupted_demo SECONDS DRIVER: interrupts the demo, which then has to say that it left nothing. (It may
+# interrupted SCRIPT SECONDS DRIVER: interrupts a demonstration, which then has to say that it left nothing. (It may
 # have come to its end before.)
-interrupted_demo() {
+interrupted() {
     local output
-    output=$(CSI_LOOPBACK_BIN=$2 timeout --signal=INT --kill-after=100 "$1" hack/demo.sh 2>&1) || true
+    output=$(CSI_LOOPBACK_BIN=$3 timeout --signal=INT --kill-after=100 "$2" "$1" 2>&1) || true
     printf '%s\n' "$output"
     grep -q 'no mount, loop device, process or file is left' <<<"$output"
 }
-export -f interrupted_demo
+export -f interrupted
 
 # sanity: runs csi-sanity against every pool kind and adds up its counts. Each line that reports no
 # counts reports a problem, and is one failure more.
@@ -191,15 +219,23 @@ if [[ -z $driver ]]; then
     fail 1 "the demo and csi-sanity: the driver does not build"
 else
     if [[ -x hack/demo.sh && -n $why_no_root_tests ]]; then
-        skip 2 "hack/demo.sh, hack/demo-inline.sh" "$why_no_root_tests"
+        skip 3 "hack/demo.sh, hack/demo-inline.sh, hack/demo-runtime.sh" "$why_no_root_tests"
     elif [[ -x hack/demo.sh ]]; then
         step "hack/demo.sh" hack/demo.sh
         for seconds in 1 2 3 4; do
-            # shellcheck disable=SC2016 # $1 and $2 are for the inner shell
+            # shellcheck disable=SC2016 # $1 and the others are for the inner shell
             step "hack/demo.sh, interrupted after $seconds s" \
-                bash -c 'interrupted_demo "$1" "$2"' _ "$seconds" "$driver"
+                bash -c 'interrupted "$@"' _ hack/demo.sh "$seconds" "$driver"
         done
         step "hack/demo-inline.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-inline.sh
+        if install_missing "${node_commands[@]}"; then
+            step "hack/demo-runtime.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-runtime.sh
+            # shellcheck disable=SC2016 # $@ is for the inner shell
+            step "hack/demo-runtime.sh, interrupted after 3 s" \
+                bash -c 'interrupted "$@"' _ hack/demo-runtime.sh 3 "$driver"
+        else
+            skip 2 "hack/demo-runtime.sh" "needs containerd, ctr and runc"
+        fi
     fi
     if [[ -z ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
         skip 4 "hack/demo-sidecar.sh, hack/demo-session.sh, hack/demo-aggregated.sh, hack/demo-admission.sh" "needs root and the Kubernetes tools"
@@ -235,9 +271,7 @@ tests=()
 if ((status == 0)); then
     mapfile -t tests < <(test_binaries "$logs/artifacts-failpoints.json")
 fi
-for entry in "${tests[@]}"; do
-    root_tests "${entry%%$'\t'*}" "${entry#*$'\t'}"
-done
+all_root_tests run_tests "${tests[@]}"
 
 # --- What was left behind -------------------------------------------------------------------------
 

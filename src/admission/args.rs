@@ -1,23 +1,24 @@
 //! The flags of the mode.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, ValueEnum};
 use serde::Deserialize;
 
-use crate::kubernetes::client::{Rate, per_second};
-use crate::kubernetes::metadata_service::Address;
-use crate::kubernetes::name;
-use crate::kubernetes::tls::{self, authority};
+use crate::kubernetes::tls::identity;
+use crate::kubernetes::{client, name};
 use crate::quantity;
 use crate::telemetry::{http, logs};
 
+/// Help that says more than that of the flags that other roles have, too.
+const SERVICE_ADDRESS: &str = "Where the API server reaches the webhooks, as host:port: the name of a Service. \
+    The certificate of --self-signed is for this host";
+
 #[derive(Debug, clap::Args)]
+#[command(mut_arg("service_address", |arg| arg.help(SERVICE_ADDRESS)))]
 pub struct Args {
-    /// Kubeconfig file; by default the ServiceAccount of the pod is used.
-    #[arg(long, value_name = "FILE")]
-    pub kubeconfig: Option<PathBuf>,
+    #[command(flatten)]
+    pub kubernetes: client::Args,
 
     /// Driver whose inline volumes are judged, by the name of its CSIDriver object.
     #[arg(long, default_value = "loopback.csi.local", value_parser = name::object, value_name = "NAME")]
@@ -28,15 +29,7 @@ pub struct Args {
     pub port: u16,
 
     #[command(flatten)]
-    pub tls: tls::Args,
-
-    #[command(flatten)]
-    pub authority: authority::Args,
-
-    /// Where the API server reaches the webhooks, as host:port: the name of a Service. The certificate of
-    /// --self-signed is for this host.
-    #[arg(long, value_name = "ADDRESS")]
-    pub service_address: Option<Address>,
+    pub tls: identity::Args,
 
     /// MutatingWebhookConfiguration and ValidatingWebhookConfiguration whose caBundle is kept with --self-signed.
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
@@ -44,14 +37,6 @@ pub struct Args {
 
     #[command(flatten)]
     pub policy: PolicyArgs,
-
-    /// Calls to the API server a second.
-    #[arg(long, default_value_t = 50.0, value_parser = per_second, value_name = "N")]
-    pub kube_api_qps: f64,
-
-    /// Calls to the API server at once, after a pause.
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
-    pub kube_api_burst: u32,
 
     /// Serve /health and /metrics on host:port or :port.
     #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
@@ -153,12 +138,6 @@ impl Level {
 
 /// Of the objects that belong to a deployment.
 const NAME: &str = "csi-loopback-admission";
-
-impl Args {
-    pub fn rate(&self) -> Rate {
-        Rate { per_second: self.kube_api_qps, burst: self.kube_api_burst }
-    }
-}
 
 #[cfg(test)]
 mod tests {

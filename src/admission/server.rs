@@ -16,9 +16,8 @@ use super::policy::{Policies, Unknown};
 use super::webhooks;
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::tls::Bundles;
-use crate::kubernetes::tls::identity::Wanted;
 use crate::kubernetes::webhook_configuration::CaBundle;
-use crate::kubernetes::{client, https, tls};
+use crate::kubernetes::{https, tls};
 use crate::telemetry::http::{self, Pages};
 use crate::telemetry::logs;
 use crate::telemetry::shutdown::{Shutdown, run_to_end};
@@ -34,24 +33,17 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 async fn serve(args: Args) -> anyhow::Result<()> {
     let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
-    let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
-    let namespace = args.authority.namespace()?;
-    let wanted = Wanted {
-        mode: "admission",
-        files: &args.tls,
-        authority: &args.authority,
-        address: args.service_address.as_ref(),
-        managed: true,
-    };
-    let identity = tls::identity::start(&kubernetes, wanted, &shutdown).await?;
+    let kubernetes = args.kubernetes.connect().await?;
+    let namespace = args.tls.authority.namespace()?;
+    let identity = args.tls.start("admission", &kubernetes, &shutdown).await?;
     let metrics = Metrics::new(|registry| identity.register(registry));
     let policies = Policies::start(&kubernetes, &namespace, &args.policy, shutdown.clone());
     // A rate of its own: a flood of reviews keeps neither policy nor certificate from the API server.
-    let reviews = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
+    let reviews = args.kubernetes.connect().await?;
     let judge = Judge::start(&reviews, &args.driver_name, policies.clone(), &shutdown);
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
-    let config = tls::server_config(&args.tls, identity.certificates, tls::HTTPS)?;
+    let config = tls::server_config(&args.tls.files, identity.certificates, tls::HTTPS)?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
     if let Some(bundles) = &identity.bundles {
         publish(&args, &kubernetes, bundles, &shutdown);

@@ -1,38 +1,33 @@
 //! The flags of the mode.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::kubernetes::cbt_http;
-use crate::kubernetes::client::{Rate, per_second};
+use crate::kubernetes::client::{self, Rate, per_second};
 use crate::kubernetes::leader::lease_duration;
-use crate::kubernetes::metadata_service::Address;
-use crate::kubernetes::name;
 use crate::kubernetes::snapshot_delta::{DEFAULT_LIMIT, GROUP, VERSION};
-use crate::kubernetes::tls::{self, authority};
+use crate::kubernetes::tls::identity;
+use crate::kubernetes::{cbt_http, name};
 use crate::quantity::duration;
 use crate::telemetry::{http, logs};
 
+/// Help that says more than that of the flags that other roles have, too.
+const SERVICE_ADDRESS: &str = "Where the API server reaches it, as host:port: the name of a Service, NAME.NAMESPACE.svc. \
+    The certificate of --self-signed is for this host";
+const KUBE_API_QPS: &str = "Calls to the API server a second, for requests and for the rest each";
+
 #[derive(Debug, clap::Args)]
+#[command(mut_arg("service_address", |arg| arg.help(SERVICE_ADDRESS)))]
+#[command(mut_arg("kube_api_qps", |arg| arg.help(KUBE_API_QPS)))]
 pub struct Args {
-    /// Kubeconfig file; by default the ServiceAccount of the pod is used.
-    #[arg(long, value_name = "FILE")]
-    pub kubeconfig: Option<PathBuf>,
+    #[command(flatten)]
+    pub kubernetes: client::Args,
 
     /// TCP port to serve the API on, on every address; 0 for any that is free.
     #[arg(long, default_value_t = 6443, value_name = "PORT")]
     pub port: u16,
 
     #[command(flatten)]
-    pub tls: tls::Args,
-
-    #[command(flatten)]
-    pub authority: authority::Args,
-
-    /// Where the API server reaches it, as host:port: the name of a Service, NAME.NAMESPACE.svc. The certificate of
-    /// --self-signed is for this host.
-    #[arg(long, value_name = "ADDRESS")]
-    pub service_address: Option<Address>,
+    pub tls: identity::Args,
 
     /// APIService whose caBundle is kept with --self-signed.
     #[arg(long, default_value_t = format!("{VERSION}.{GROUP}"), value_parser = name::object, value_name = "NAME")]
@@ -82,14 +77,6 @@ pub struct Args {
     #[arg(long, env = "POD_SERVICE_ACCOUNT", default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub service_account: String,
 
-    /// Calls to the API server a second, for requests and for the rest each.
-    #[arg(long, default_value_t = 50.0, value_parser = per_second, value_name = "N")]
-    pub kube_api_qps: f64,
-
-    /// Calls to the API server at once, after a pause.
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
-    pub kube_api_burst: u32,
-
     /// Serve /health and /metrics on host:port or :port.
     #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
     pub http_endpoint: http::Endpoint,
@@ -106,10 +93,6 @@ pub struct Args {
 const NAME: &str = "csi-loopback-aggregated-api";
 
 impl Args {
-    pub fn kube_rate(&self) -> Rate {
-        Rate { per_second: self.kube_api_qps, burst: self.kube_api_burst }
-    }
-
     /// Of requests by one user.
     pub fn user_rate(&self) -> Rate {
         Rate { per_second: self.user_qps, burst: self.user_burst }

@@ -20,8 +20,8 @@ use crate::kubernetes::api_service::CaBundle;
 use crate::kubernetes::leader::{Election, own_name};
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
-use crate::kubernetes::tls::identity::{Identity, Wanted};
-use crate::kubernetes::{client, https, tls};
+use crate::kubernetes::tls::identity::Identity;
+use crate::kubernetes::{https, tls};
 use crate::telemetry::http::{self, Pages};
 use crate::telemetry::logs;
 use crate::telemetry::shutdown::{Shutdown, run_to_end};
@@ -37,16 +37,9 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 async fn serve(args: Args) -> anyhow::Result<()> {
     let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
-    let kubernetes = client::connect(args.kubeconfig.as_deref(), args.kube_rate()).await?;
-    let namespace = args.authority.namespace()?;
-    let wanted = Wanted {
-        mode: "aggregated-api",
-        files: &args.tls,
-        authority: &args.authority,
-        address: args.service_address.as_ref(),
-        managed: true,
-    };
-    let identity = tls::identity::start(&kubernetes, wanted, &shutdown).await?;
+    let kubernetes = args.kubernetes.connect().await?;
+    let namespace = args.tls.authority.namespace()?;
+    let identity = args.tls.start("aggregated-api", &kubernetes, &shutdown).await?;
     let (metrics, (of_deltas, of_discovery)) = Metrics::new(|registry| {
         identity.register(registry);
         (delta::metrics::Metrics::new(registry), discovery::Metrics::new(registry))
@@ -82,7 +75,7 @@ async fn deltas(
     shutdown: &Shutdown,
 ) -> anyhow::Result<Deltas> {
     // A rate of its own: a flood of requests does not keep the rest from the API server.
-    let reviews = client::connect(args.kubeconfig.as_deref(), args.kube_rate()).await?;
+    let reviews = args.kubernetes.connect().await?;
     Ok(Deltas::new(delta::Settings {
         client: kubernetes.clone(),
         reviews,
@@ -126,7 +119,7 @@ async fn serve_api<C: Creates>(
 ) -> anyhow::Result<JoinHandle<()>> {
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
-    let config = tls::server_config_that_asks(&args.tls, identity.certificates, tls::HTTPS)?;
+    let config = tls::server_config_that_asks(&args.tls.files, identity.certificates, tls::HTTPS)?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
     if let Some(bundles) = identity.bundles {
         let publication = CaBundle::new(&args.api_service, MANAGER);

@@ -371,30 +371,14 @@ impl Reading {
     pub fn scan<R: Row>(
         &self,
         after: Option<&str>,
-        mut visit: impl FnMut(R) -> Result<bool>,
+        visit: impl FnMut(R) -> Result<bool>,
     ) -> Result<()> {
-        use std::ops::Bound::{Excluded, Unbounded};
-        let table = self.0.open_table(R::TABLE).map_err(failed)?;
-        let from = after.map_or(Unbounded, Excluded);
-        for entry in table.range::<&str>((from, Unbounded)).map_err(failed)? {
-            let (key, row) = entry.map_err(failed)?;
-            if !visit(decode(key.value(), row.value())?)? {
-                break;
-            }
-        }
-        Ok(())
+        scan(&self.0.open_table(R::TABLE).map_err(failed)?, after, visit)
     }
 
     /// All rows for which `wanted` holds.
     pub fn select<R: Row>(&self, wanted: impl Fn(&R) -> bool) -> Result<Vec<R>> {
-        let mut rows = Vec::new();
-        self.scan(None, |row: R| {
-            if wanted(&row) {
-                rows.push(row);
-            }
-            Ok(true)
-        })?;
-        Ok(rows)
+        select(&self.0.open_table(R::TABLE).map_err(failed)?, wanted)
     }
 }
 
@@ -419,13 +403,7 @@ impl Writing {
 
     /// All rows, as this transaction has them: nobody else changes any until it ends.
     pub fn all<R: Row>(&self) -> Result<Vec<R>> {
-        let table = self.inner.open_table(R::TABLE).map_err(failed)?;
-        let mut rows = Vec::new();
-        for entry in table.iter().map_err(failed)? {
-            let (key, row) = entry.map_err(failed)?;
-            rows.push(decode(key.value(), row.value())?);
-        }
-        Ok(rows)
+        select(&self.inner.open_table(R::TABLE).map_err(failed)?, |_| true)
     }
 
     /// Fails with `Exhausted` when the catalog has no room to grow.
@@ -452,6 +430,36 @@ impl Writing {
         }
         Ok(())
     }
+}
+
+fn scan<R: Row>(
+    table: &impl ReadableTable<&'static str, &'static [u8]>,
+    after: Option<&str>,
+    mut visit: impl FnMut(R) -> Result<bool>,
+) -> Result<()> {
+    use std::ops::Bound::{Excluded, Unbounded};
+    let from = after.map_or(Unbounded, Excluded);
+    for entry in table.range::<&str>((from, Unbounded)).map_err(failed)? {
+        let (key, row) = entry.map_err(failed)?;
+        if !visit(decode(key.value(), row.value())?)? {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn select<R: Row>(
+    table: &impl ReadableTable<&'static str, &'static [u8]>,
+    wanted: impl Fn(&R) -> bool,
+) -> Result<Vec<R>> {
+    let mut rows = Vec::new();
+    scan(table, None, |row| {
+        if wanted(&row) {
+            rows.push(row);
+        }
+        Ok(true)
+    })?;
+    Ok(rows)
 }
 
 fn name_key<R: Named>(name: &str) -> String {

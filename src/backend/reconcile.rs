@@ -25,7 +25,7 @@ pub fn reconcile(store: &Store) -> Result<()> {
     settle_data(store)?;
     settle_records(store)?;
     settle_attachments(store)?;
-    inline::settle(store)?;
+    inline::collect(store)?;
     forget_gone_volumes(store)
 }
 

@@ -274,4 +274,12 @@ mod tests {
         assert_eq!(block_size("1Mi"), Ok(1 << 20));
         assert!(["0", "2Ki", "5000", "16383Pi"].iter().all(|text| block_size(text).is_err()));
     }
+
+    #[test]
+    fn a_backend_without_flags_has_the_limits_of_inline_volumes_that_the_flags_have() {
+        use clap::{Args as _, Command, FromArgMatches as _};
+        let command = InlineArgs::augment_args(Command::new("x"));
+        let args = InlineArgs::from_arg_matches(&command.get_matches_from(["x"])).unwrap();
+        assert_eq!(args.limits(), InlineLimits::default());
+    }
 }

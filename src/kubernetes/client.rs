@@ -1,6 +1,6 @@
 //! A client of the API server that keeps to a rate and gives up in time.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
@@ -15,6 +15,40 @@ use tower::{BoxError, Layer, Service};
 
 /// How long connecting may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The flags of a role that lives on the API server.
+#[derive(Debug, Clone, clap::Args)]
+// Its group would have the name `Args`, as that of the role that flattens it.
+#[group(skip)]
+pub struct Args {
+    /// Kubeconfig file; by default the ServiceAccount of the pod is used.
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+
+    /// Calls to the API server a second.
+    #[arg(long, default_value_t = 50.0, value_parser = per_second, value_name = "N")]
+    pub kube_api_qps: f64,
+
+    /// Calls to the API server at once, after a pause.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
+    pub kube_api_burst: u32,
+}
+
+impl Args {
+    /// As [`connect`], with a rate of its own each time.
+    pub async fn connect(&self) -> anyhow::Result<Client> {
+        connect(self.kubeconfig.as_deref(), self.rate()).await
+    }
+
+    /// As [`connect_as_user`].
+    pub async fn connect_as_user(&self) -> anyhow::Result<Client> {
+        connect_as_user(self.kubeconfig.as_deref(), self.rate()).await
+    }
+
+    fn rate(&self) -> Rate {
+        Rate { per_second: self.kube_api_qps, burst: self.kube_api_burst }
+    }
+}
 
 /// Calls to the API server: so many a second, and so many at once after a pause. The flags
 /// --kube-api-qps and --kube-api-burst mean the same.

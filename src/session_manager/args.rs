@@ -1,36 +1,32 @@
 //! The flags of the mode.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::kubernetes::client::{Rate, per_second};
 use crate::kubernetes::leader::lease_duration;
-use crate::kubernetes::metadata_service::Address;
-use crate::kubernetes::name;
-use crate::kubernetes::tls::{self, authority};
+use crate::kubernetes::tls::identity;
+use crate::kubernetes::{client, name};
 use crate::quantity::duration;
 use crate::telemetry::{http, logs};
 
+/// Help that says more than that of the flags that other roles have, too.
+const SERVICE_ADDRESS: &str = "Where the API server reaches the webhook, as host:port: the name of a Service. \
+    The certificate of --self-signed is for this host";
+const KUBE_API_QPS: &str =
+    "Calls to the API server a second, for requests and for the webhook each";
+
 #[derive(Debug, clap::Args)]
+#[command(mut_arg("service_address", |arg| arg.help(SERVICE_ADDRESS)))]
+#[command(mut_arg("kube_api_qps", |arg| arg.help(KUBE_API_QPS)))]
 pub struct Args {
-    /// Kubeconfig file; by default the ServiceAccount of the pod is used.
-    #[arg(long, value_name = "FILE")]
-    pub kubeconfig: Option<PathBuf>,
+    #[command(flatten)]
+    pub kubernetes: client::Args,
 
     /// TCP port to serve the webhook on, on every address; 0 for any that is free.
     #[arg(long, default_value_t = 9443, value_name = "PORT")]
     pub port: u16,
 
     #[command(flatten)]
-    pub tls: tls::Args,
-
-    #[command(flatten)]
-    pub authority: authority::Args,
-
-    /// Where the API server reaches the webhook, as host:port: the name of a Service. The certificate of
-    /// --self-signed is for this host.
-    #[arg(long, value_name = "ADDRESS")]
-    pub service_address: Option<Address>,
+    pub tls: identity::Args,
 
     /// ValidatingWebhookConfiguration whose caBundle is kept with --self-signed.
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
@@ -60,14 +56,6 @@ pub struct Args {
     #[arg(long, default_value = "60s", value_parser = resync, value_name = "TIME")]
     pub resync: Duration,
 
-    /// Calls to the API server a second, for requests and for the webhook each.
-    #[arg(long, default_value_t = 50.0, value_parser = per_second, value_name = "N")]
-    pub kube_api_qps: f64,
-
-    /// Calls to the API server at once, after a pause.
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
-    pub kube_api_burst: u32,
-
     /// Serve /health and /metrics on host:port or :port.
     #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
     pub http_endpoint: http::Endpoint,
@@ -87,12 +75,6 @@ pub struct Args {
 
 /// Of the objects that belong to a deployment.
 const NAME: &str = "csi-loopback-session-manager";
-
-impl Args {
-    pub fn rate(&self) -> Rate {
-        Rate { per_second: self.kube_api_qps, burst: self.kube_api_burst }
-    }
-}
 
 fn resync(text: &str) -> Result<Duration, String> {
     duration(text, Duration::from_secs(1)..=Duration::from_secs(24 * 3600), "from 1s to 24h")

@@ -19,9 +19,9 @@ use super::{clean_up, webhook};
 use crate::kubernetes::leader::{Election, own_name, while_leading};
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::session::SnapshotSessionData;
-use crate::kubernetes::tls::identity::{Identity, Wanted};
+use crate::kubernetes::tls::identity::Identity;
 use crate::kubernetes::webhook_configuration::CaBundle;
-use crate::kubernetes::{cache, client, https, tls};
+use crate::kubernetes::{cache, https, tls};
 use crate::telemetry::http::{self, Pages};
 use crate::telemetry::logs;
 use crate::telemetry::shutdown::{Shutdown, run_to_end};
@@ -34,11 +34,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     logs::init(args.log.clone())?;
     run_to_end(async {
         match args.clean_up {
-            true => {
-                let client =
-                    client::connect_as_user(args.kubeconfig.as_deref(), args.rate()).await?;
-                clean_up::run(&client).await
-            }
+            true => clean_up::run(&args.kubernetes.connect_as_user().await?).await,
             false => serve(args).await,
         }
     })
@@ -46,16 +42,9 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 async fn serve(args: Args) -> anyhow::Result<()> {
     let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
-    let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
-    let namespace = args.authority.namespace()?;
-    let wanted = Wanted {
-        mode: "session-manager",
-        files: &args.tls,
-        authority: &args.authority,
-        address: args.service_address.as_ref(),
-        managed: true,
-    };
-    let identity = tls::identity::start(&kubernetes, wanted, &shutdown).await?;
+    let kubernetes = args.kubernetes.connect().await?;
+    let namespace = args.tls.authority.namespace()?;
+    let identity = args.tls.start("session-manager", &kubernetes, &shutdown).await?;
     let metrics = Metrics::new(|registry| identity.register(registry));
     let context = Arc::new(context(&args, &kubernetes, &namespace, &metrics, &shutdown)?);
     let webhook = serve_webhook(&args, &kubernetes, identity, &shutdown).await?;
@@ -85,10 +74,10 @@ async fn serve_webhook(
     shutdown: &Shutdown,
 ) -> anyhow::Result<JoinHandle<()>> {
     // A rate of its own: a flood of requests does not keep the controller from the API server.
-    let reviews = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
+    let reviews = args.kubernetes.connect().await?;
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
-    let config = tls::server_config(&args.tls, identity.certificates, tls::HTTPS)?;
+    let config = tls::server_config(&args.tls.files, identity.certificates, tls::HTTPS)?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
     if let Some(bundles) = identity.bundles {
         let publication: CaBundle<ValidatingWebhookConfiguration> =

@@ -169,7 +169,7 @@ async fn identity(
         managed,
     };
     let more: Vec<&str> = args.discovery().map(Address::host).into_iter().collect();
-    let mut identity = tls::identity::start_for(kubernetes, wanted, &more, shutdown).await?;
+    let mut identity = tls::identity::start(kubernetes, wanted, &more, shutdown).await?;
     if identity.trust.is_some() {
         return Ok(identity);
     }

@@ -10,6 +10,7 @@ mod read_only;
 mod rig;
 mod service;
 mod snapshots;
+mod undone;
 mod workloads;
 
 use std::process::ExitCode;
@@ -25,6 +26,8 @@ fn main() -> ExitCode {
             an_ephemeral_container_that_comes_later_gets_content_read_only_and_the_others_are_left_alone
             what_is_not_read_only_for_want_of_the_mutating_webhook_is_refused
             a_part_of_content_that_is_mounted_is_warned_of;
+        undone:
+            what_another_webhook_has_undone_is_mended_again_and_refused_where_it_insists;
         policy:
             each_namespace_is_held_to_its_rules
             attributes_that_mean_nothing_are_refused_by_field

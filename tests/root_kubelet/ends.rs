@@ -1,9 +1,11 @@
 //! Driver and kubelet that end while pods run.
 
+use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::json;
 
 use crate::cluster::Cluster;
-use crate::cluster::kubelet::NodeRig;
+use crate::cluster::kubelet::{Made, NodeRig, definition, handle};
+use crate::support::driver::wait_for;
 use crate::support::inline::is_mounted;
 
 pub fn a_driver_that_is_killed_does_not_disturb_the_pod_and_takes_its_volume_away_later(
@@ -42,4 +44,47 @@ pub fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume(cluster: &Cl
     assert!(rig.is_published(&stays, "scratch"));
     rig.delete(&stays);
     rig.wait_until_nothing_is_left(&stays, &["scratch"]);
+}
+
+/// A pod whose volume kubelet refuses with these words. It learns of a CSIDriver by a watch of its own: what it has taken until
+/// then goes again.
+fn refused(rig: &NodeRig<'_>, words: &[&str]) -> Made {
+    rig.cluster.wait_for("a pod that is refused", || {
+        let name = rig.cluster.unique("new");
+        let pod = rig.create(&name, &[rig.inline("scratch", json!({}))], &json!({}));
+        let mut is_refused = false;
+        wait_for("the pod runs or is refused", || {
+            is_refused = rig.event(&pod, words).is_some();
+            is_refused || rig.is_ready(&name)
+        });
+        if is_refused {
+            return Some(pod);
+        }
+        rig.delete(&pod);
+        None
+    })
+}
+
+pub fn a_driver_that_offers_inline_volumes_no_more_gets_no_new_ones_and_is_rid_of_the_old(
+    cluster: &Cluster,
+) {
+    const TEST: &str =
+        "a_driver_that_offers_inline_volumes_no_more_gets_no_new_ones_and_is_rid_of_the_old";
+    let Some(rig) = NodeRig::new(cluster, TEST) else { return };
+    let old = rig.run("old", &[rig.inline("scratch", json!({}))], &json!({}));
+    rig.exec(&old, "echo before >/scratch/file");
+    // The modes of an object cannot be changed.
+    let definitions = cluster.api::<CSIDriver>();
+    cluster.delete(&definitions, &rig.driver_name);
+    cluster.wait_until_gone(&definitions, &rig.driver_name);
+    cluster.create(&definitions, definition(&rig.driver_name, Some(&["Persistent"])));
+
+    let words = ["volume mode \"Ephemeral\" not supported by driver", &rig.driver_name];
+    let new = refused(&rig, &words);
+    assert_eq!(rig.calls(&["NodePublishVolume", &handle(&new, "scratch")]), 0);
+    assert_eq!(rig.exec(&old, "echo after >>/scratch/file; cat /scratch/file"), "before\nafter\n");
+    rig.delete(&old);
+    rig.wait_until_nothing_is_left(&old, &["scratch"]);
+    rig.delete(&new);
+    rig.wait_until_nothing_is_left(&new, &["scratch"]);
 }

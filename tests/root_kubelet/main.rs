@@ -22,6 +22,7 @@ fn main() -> ExitCode {
             volumes_with_equal_attributes_are_volumes_of_their_own
             persistent_volumes_of_the_driver_stand_beside_inline_ones
             a_pod_of_any_user_and_group_writes_to_its_volume
+            pods_begin_with_a_snapshots_data_and_each_has_its_own_copy
             what_the_driver_refuses_is_an_event_of_the_pod
             kubelet_refuses_inline_volumes_of_a_driver_that_does_not_offer_them;
         content:
@@ -33,6 +34,7 @@ fn main() -> ExitCode {
             what_a_pod_waits_for_five_secrets_of_each_kind_is_told;
         ends:
             a_driver_that_is_killed_does_not_disturb_the_pod_and_takes_its_volume_away_later
-            a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume;
+            a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume
+            a_driver_that_offers_inline_volumes_no_more_gets_no_new_ones_and_is_rid_of_the_old;
     })
 }

@@ -32,7 +32,7 @@ use super::upkeep;
 
 pub use content::Content;
 pub use limits::{InlineLimits, in_all, promised};
-pub use settle::{collect, settle};
+pub use settle::collect;
 
 /// Whoever may run what is in a content volume, or open a device there, has no need to.
 const CONTENT_FLAGS: &str = "nosuid,nodev,noexec";

@@ -14,12 +14,8 @@ use super::{blocks, is_shown, lock, take_away};
 /// How long one device may take to let go of its blocks. The next round comes soon, and others wait for this one.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// At a start: whatever was on its way in or out goes, and so does what nobody uses any more.
-pub fn settle(store: &Store) -> Result<()> {
-    collect(store)
-}
-
-/// One round. What is under way is left to whoever is at it.
+/// One round: whatever was on its way in or out goes, and so does what nobody uses any more. What is under way is left
+/// to whoever is at it.
 pub fn collect(store: &Store) -> Result<()> {
     for row in store.catalog.read()?.select(|_: &Inline| true)? {
         // One volume in trouble does not keep the others waiting.

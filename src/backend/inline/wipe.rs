@@ -105,4 +105,49 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         wipe(&path).unwrap();
     }
+
+    #[test]
+    fn root_what_another_file_holds_too_is_left_to_it_and_the_rest_is_overwritten() {
+        use crate::backend::pool::{self, PoolChoice, PoolKind};
+        let directory = tempfile::tempdir().unwrap();
+        let choice = PoolChoice::Kind(PoolKind::Image);
+        let opened = pool::open(directory.path(), choice, Some(1 << 30)).unwrap();
+        let [path, other_path] = ["file", "other"].map(|name| opened.pool.root().join(name));
+        let [file, other] = [&path, &other_path].map(|path| pool::new_file(path).unwrap());
+        let content = |byte, bytes: usize| vec![byte; bytes];
+        file.write_all_at(&content(b's', 6 << 20), 0).unwrap();
+        file.sync_all().unwrap();
+        sys::clone_file(&other, &file).unwrap();
+        // Both ends are its own from here on, and what lies between is the other's, too.
+        file.write_all_at(&content(b'o', 1 << 20), 0).unwrap();
+        file.write_all_at(&content(b'o', 2 << 20), 5 << 20).unwrap();
+        file.sync_all().unwrap();
+        wipe(&path).unwrap();
+        let zeros = |bytes| content(0, bytes);
+        let left = [zeros(1 << 20), content(b's', 4 << 20), zeros(2 << 20)].concat();
+        assert!(std::fs::read(&path).unwrap() == left);
+        assert!(std::fs::read(&other_path).unwrap() == content(b's', 6 << 20));
+        let extents = sys::fiemap(&file, 1 << 20, 5 << 20).unwrap();
+        assert!(extents.iter().all(|extent| extent.flags & FIEMAP_EXTENT_SHARED != 0));
+    }
+
+    #[test]
+    fn where_there_are_no_extent_maps_all_of_the_file_is_overwritten() {
+        use nix::sys::memfd::{MFdFlags, memfd_create};
+        use std::os::fd::AsRawFd;
+        use std::os::unix::fs::MetadataExt;
+        // In memory, as tmpfs has it.
+        let file: File = memfd_create("file", MFdFlags::MFD_CLOEXEC).unwrap().into();
+        file.set_len(64 << 20).unwrap();
+        for at in [0, 20 << 20] {
+            file.write_all_at(&vec![b's'; 3 << 20], at).unwrap();
+        }
+        let refused = sys::fiemap(&file, 0, 64 << 20).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::EOPNOTSUPP));
+        let before = file.metadata().unwrap().blocks();
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        wipe(Path::new(&path)).unwrap();
+        assert!(std::fs::read(&path).unwrap().iter().all(|byte| *byte == 0));
+        assert_eq!(file.metadata().unwrap().blocks(), before, "holes stay holes");
+    }
 }

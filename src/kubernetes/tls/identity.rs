@@ -5,9 +5,45 @@ use kube::Client;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 
-use super::{Args, Bundles, Certificates, authority};
+use super::{Bundles, Certificates, authority};
 use crate::kubernetes::metadata_service::Address;
 use crate::telemetry::shutdown::Shutdown;
+
+/// The flags of a role that the API server reaches at one address.
+#[derive(Debug, Clone, clap::Args)]
+// Its group would have the name `Args`, as that of the role that flattens it.
+#[group(skip)]
+pub struct Args {
+    #[command(flatten)]
+    pub files: super::Args,
+
+    #[command(flatten)]
+    pub authority: authority::Args,
+
+    /// Where the API server reaches it, as host:port: the name of a Service. The certificate of --self-signed is for
+    /// this host.
+    #[arg(long, value_name = "ADDRESS")]
+    pub service_address: Option<Address>,
+}
+
+impl Args {
+    /// As [`start`], for a role of this name that publishes its authority itself.
+    pub async fn start(
+        &self,
+        mode: &'static str,
+        client: &Client,
+        shutdown: &Shutdown,
+    ) -> anyhow::Result<Identity> {
+        let wanted = Wanted {
+            mode,
+            files: &self.files,
+            authority: &self.authority,
+            address: self.service_address.as_ref(),
+            managed: true,
+        };
+        start(client, wanted, &[], shutdown).await
+    }
+}
 
 /// The certificate that new connections get, and what clients are told of its authority.
 pub struct Identity {
@@ -23,7 +59,7 @@ pub struct Identity {
 pub struct Wanted<'a> {
     /// Name of the mode.
     pub mode: &'static str,
-    pub files: &'a Args,
+    pub files: &'a super::Args,
     pub authority: &'a authority::Args,
     /// Where clients reach it.
     pub address: Option<&'a Address>,
@@ -31,23 +67,12 @@ pub struct Wanted<'a> {
     pub managed: bool,
 }
 
-/// Takes the certificate that the flags name, or makes one for the host of the address, and begins to keep it fresh.
+/// Takes the certificate that the flags name, or makes one for the host of the address and for `more_hosts` at which
+/// clients reach it, and begins to keep it fresh.
 ///
 /// # Errors
 /// No certificate, or none that can be used; which flag says so.
 pub async fn start(
-    client: &Client,
-    wanted: Wanted<'_>,
-    shutdown: &Shutdown,
-) -> anyhow::Result<Identity> {
-    start_for(client, wanted, &[], shutdown).await
-}
-
-/// The same for a server that clients reach at more hosts than the address has.
-///
-/// # Errors
-/// As [`start`].
-pub async fn start_for(
     client: &Client,
     wanted: Wanted<'_>,
     more_hosts: &[&str],

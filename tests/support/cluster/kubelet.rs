@@ -86,7 +86,7 @@ pub struct NodeRig<'a> {
 
 /// The driver as this repository installs it, under another name, and with other lifecycle modes if any are given, which
 /// nobody can change later.
-fn definition(name: &str, modes: Option<&[&str]>) -> Value {
+pub fn definition(name: &str, modes: Option<&[&str]>) -> Value {
     let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/base/csi-driver.yaml");
     let mut object: Value = serde_saphyr::from_str(&fs::read_to_string(shipped).unwrap()).unwrap();
     object["metadata"]["name"] = name.into();
@@ -176,7 +176,7 @@ impl<'a> NodeRig<'a> {
         self.cluster.api_in(&self.namespace)
     }
 
-    fn is_ready(&self, name: &str) -> bool {
+    pub fn is_ready(&self, name: &str) -> bool {
         let status = self.cluster.get(&self.pods(), name).and_then(|pod| pod.status);
         let conditions =
             status.into_iter().flat_map(|status| status.conditions.unwrap_or_default());
@@ -210,15 +210,17 @@ impl<'a> NodeRig<'a> {
 
     /// Waits until an event of the pod has all of these words, and returns its message.
     pub fn told(&self, pod: &Made, words: &[&str]) -> String {
+        self.cluster.wait_for(&format!("an event with {words:?}"), || self.event(pod, words))
+    }
+
+    /// What an event of the pod says that has all of these words, if there is one by now.
+    pub fn event(&self, pod: &Made, words: &[&str]) -> Option<String> {
         let events = self.cluster.api_in::<Event>(&self.namespace);
-        self.cluster.wait_for(&format!("an event with {words:?}"), || {
-            let all = self.cluster.block_on(events.list(&Default::default())).unwrap();
-            let of_pod = all
-                .into_iter()
-                .filter(|event| event.involved_object.uid.as_ref() == Some(&pod.uid));
-            let mut messages = of_pod.filter_map(|event| event.message);
-            messages.find(|message| words.iter().all(|word| message.contains(word)))
-        })
+        let all = self.cluster.block_on(events.list(&Default::default())).unwrap();
+        let of_pod =
+            all.into_iter().filter(|event| event.involved_object.uid.as_ref() == Some(&pod.uid));
+        let mut messages = of_pod.filter_map(|event| event.message);
+        messages.find(|message| words.iter().all(|word| message.contains(word)))
     }
 
     /// Puts these values into a secret, which is made if it is not there.

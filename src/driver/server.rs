@@ -13,14 +13,17 @@ use tokio::time::{MissedTickBehavior, interval, sleep};
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 
+use super::Plugin;
 use super::args::Args;
 use super::call::Calls;
 use super::fault::Faults;
 use super::gauges::Gauges;
 use super::inline::Policy;
 use super::topology::Place;
-use super::{Plugin, socket};
 use crate::backend::{self, Backend, Config};
+#[cfg(feature = "failpoints")]
+use crate::fail_point;
+use crate::grpc::socket;
 use crate::proto::csi::v1::controller_server::ControllerServer;
 use crate::proto::csi::v1::group_controller_server::GroupControllerServer;
 use crate::proto::csi::v1::identity_server::IdentityServer;
@@ -97,7 +100,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         log: _,
     } = args;
     #[cfg(feature = "failpoints")]
-    fail_points.into_iter().for_each(backend::fail_point::watch);
+    fail_points.into_iter().for_each(fail_point::watch);
     // First, so that a signal during a long start ends the process in order, too.
     let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
     let config = Config {

@@ -21,7 +21,7 @@ mod cut;
 pub mod error;
 pub mod extents;
 pub mod fail_point;
-mod filesystem;
+pub(crate) mod filesystem;
 mod format;
 mod group;
 pub mod ids;

@@ -1,5 +1,5 @@
 //! The system calls that neither std nor nix wraps: reflink and FIEMAP, freeze, inode flags, loop
-//! devices, detached mounts. All `unsafe` code of the project is in this file; what is above it
+//! devices, detached mounts, mount namespaces, paths that stay where they begin. All `unsafe` code of the project is in this file; what is above it
 //! sees plain functions over files that return `io::Result`.
 #![allow(unsafe_code)]
 
@@ -8,6 +8,8 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::raw::{c_int, c_long, c_ulong};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 
 use linux_raw_sys::general::{file_clone_range, fsxattr};
 use linux_raw_sys::ioctl as nr;
@@ -289,4 +291,69 @@ pub fn detached_mount(fs_type: &CStr, source: &str, options: &[&str]) -> io::Res
             NOSUID_NODEV_NOEXEC_NOATIME,
         )
     })
+}
+
+/// Opens `path` below `directory` without ever leaving what is mounted there: no link leads out of it, nor does `..`.
+/// EXDEV where something would.
+pub fn open_beneath(directory: impl AsFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
+    let resolve = libc::RESOLVE_BENEATH | libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_XDEV;
+    open_resolved(directory, path, flags, resolve)
+}
+
+/// Opens `path` as if `root` were the root directory, following no link.
+pub fn open_in_root(root: impl AsFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
+    let resolve = libc::RESOLVE_IN_ROOT | libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_SYMLINKS;
+    open_resolved(root, path, flags, resolve)
+}
+
+fn open_resolved(
+    directory: impl AsFd,
+    path: &CStr,
+    flags: c_int,
+    resolve: u64,
+) -> io::Result<OwnedFd> {
+    // SAFETY: open_how is a plain C structure of integers; all zeros is a value of it.
+    let mut how: libc::open_how = unsafe { std::mem::zeroed() };
+    how.flags = (flags | libc::O_CLOEXEC) as u64;
+    how.resolve = resolve;
+    // SAFETY: path and structure are alive for the call, and the size is the structure's.
+    check_fd(unsafe {
+        libc::syscall(
+            libc::SYS_openat2,
+            directory.as_fd().as_raw_fd(),
+            path.as_ptr(),
+            &raw const how,
+            size_of::<libc::open_how>(),
+        )
+    })
+}
+
+/// Gives the calling thread a copy of its mount namespace. The process must have no other thread, for that one would
+/// stay behind.
+pub fn new_mount_namespace() -> io::Result<()> {
+    // SAFETY: takes an integer.
+    check(unsafe { libc::unshare(libc::CLONE_NEWNS) }).map(drop)
+}
+
+/// Has the process that `command` starts killed when the calling thread ends, and start with no signal blocked.
+pub fn end_with_caller(command: &mut Command) {
+    let parent = std::process::id();
+    let prepare = move || {
+        // SAFETY: all three are safe to call after a fork, and the set is alive for the calls.
+        unsafe {
+            let mut none: libc::sigset_t = std::mem::zeroed();
+            check(libc::sigemptyset(&raw mut none))?;
+            check(libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut()))?;
+            check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as c_ulong))?;
+            // Whoever ended before that was asked for sends nothing.
+            if libc::getppid() as u32 != parent {
+                return Err(io::Error::from_raw_os_error(libc::ESRCH));
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: the closure calls nothing but the above, and allocates nothing.
+    unsafe {
+        command.pre_exec(prepare);
+    }
 }

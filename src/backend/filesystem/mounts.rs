@@ -57,18 +57,18 @@ fn resolved(path: &Path) -> Result<Option<PathBuf>> {
 /// The uppermost mount at `target`.
 pub fn mount_at(target: &Path) -> Result<Option<Mount>> {
     let Some(target) = resolved(target)? else { return Ok(None) };
-    Ok(all()?.into_iter().rfind(|mount| mount.target == target))
+    Ok(all_mounts()?.into_iter().rfind(|mount| mount.target == target))
 }
 
 /// Whether the filesystem of a loop device is mounted anywhere.
 pub fn is_mounted(device: &LoopDevice) -> Result<bool> {
-    Ok(all()?.iter().any(|mount| mount.shows(device)))
+    Ok(all_mounts()?.iter().any(|mount| mount.shows(device)))
 }
 
 /// The root of the filesystem on a loop device, opened where it is mounted; `None` when it is not.
 /// A path may lead elsewhere since something was mounted over it, so what was opened is checked.
 pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
-    let mut mounts = all()?;
+    let mut mounts = all_mounts()?;
     mounts.retain(|mount| mount.shows(device));
     for mount in &mounts {
         if let Ok(file) = File::open(&mount.target)
@@ -86,8 +86,18 @@ pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
     }
 }
 
-fn all() -> Result<Vec<Mount>> {
-    let text = fs::read("/proc/self/mountinfo").context(|| "reading mountinfo".to_owned())?;
+/// The mounts of this process's mount namespace, lower ones first.
+pub fn all_mounts() -> Result<Vec<Mount>> {
+    read(Path::new("/proc/self/mountinfo"))
+}
+
+/// Those of another process's mount namespace, below its root.
+pub fn mounts_of(pid: u32) -> Result<Vec<Mount>> {
+    read(&PathBuf::from(format!("/proc/{pid}/mountinfo")))
+}
+
+fn read(path: &Path) -> Result<Vec<Mount>> {
+    let text = fs::read(path).context(|| format!("reading {}", path.display()))?;
     Ok(text.split(|byte| *byte == b'\n').filter_map(parse).collect())
 }
 

@@ -83,6 +83,9 @@ pub fn they_meet(cluster: &Cluster) {
         assert_eq!(node, inside, "at the same path as on the node");
         assert_eq!(mount["readOnly"] == json!(true), !writable, "{inside}");
     }
+    let work = configured["workDir"].as_str().unwrap();
+    let mounts = ops["volumeMounts"].as_array().unwrap();
+    assert!(mounts.iter().any(|mount| mount["mountPath"] == work && mount["readOnly"].is_null()));
     let targets = on_node(ops_of, ops, "/var/lib/kubelet/pods").1;
     assert_eq!(targets["mountPropagation"], json!("HostToContainer"));
     let (node, mount) = on_node(driver_of, driver, "/var/lib/kubelet/pods");

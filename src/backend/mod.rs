@@ -314,6 +314,33 @@ impl Backend {
         inline::collect(&self.store)
     }
 
+    /// Whether the volume in use at `path`, its staging path or a target, is left to a container runtime.
+    pub fn is_deferred(&self, volume_id: &str, path: &Path) -> Result<bool> {
+        let reading = self.store.catalog.read()?;
+        if let Some(row) = reading.get::<Inline>(volume_id)? {
+            return Ok(row.target == path && row.request.deferred.is_some());
+        }
+        let attachment = reading.get::<Attachment>(volume_id)?;
+        Ok(attachment.is_some_and(|attachment| {
+            let mut published = attachment.published.iter();
+            published.any(|(target, one)| {
+                one.deferred.is_some() && (target == path || attachment.staging_path == path)
+            })
+        }))
+    }
+
+    /// How a volume is that is in use at `path`, its staging path or a target.
+    pub fn stats(&self, volume_id: &str, path: &Path) -> Result<Stats> {
+        let condition = self.volume_condition(volume_id)?;
+        let usage = match self.usage(volume_id, path) {
+            Err(Error::Io { .. } | Error::Damaged(_) | Error::Failed(_)) if condition.abnormal => {
+                None
+            }
+            usage => Some(usage?),
+        };
+        Ok(Stats { usage, condition })
+    }
+
     /// How full a volume is; `path` is its staging path or a target.
     pub fn usage(&self, volume_id: &str, path: &Path) -> Result<Usage> {
         match inline::find(&self.store, volume_id)? {

@@ -405,6 +405,14 @@ pub struct Condition {
     pub message: String,
 }
 
+/// How a volume in use on this node is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stats {
+    /// None where it cannot be told: `condition` says why.
+    pub usage: Option<Usage>,
+    pub condition: Condition,
+}
+
 /// How much a volume holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Usage {

@@ -2,6 +2,7 @@
 
 pub use crate::grpc::call::{Call, Calls, Describe, Subject};
 use crate::grpc::call::{note, note_session};
+use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
 use crate::proto::snapshotsession as session;
 
@@ -63,13 +64,9 @@ describe! {
     NodeStageVolumeResponse {}
     NodeUnstageVolumeRequest { volume_id: volume_id, path: staging_target_path }
     NodeUnstageVolumeResponse {}
-    NodePublishVolumeRequest { volume_id: volume_id, path: target_path }
     NodePublishVolumeResponse {}
-    NodeUnpublishVolumeRequest { volume_id: volume_id, path: target_path }
     NodeUnpublishVolumeResponse {}
-    NodeGetVolumeStatsRequest { volume_id: volume_id, path: volume_path }
     NodeGetVolumeStatsResponse {}
-    NodeExpandVolumeRequest { volume_id: volume_id, path: volume_path }
     NodeExpandVolumeResponse {}
     NodeGetCapabilitiesRequest {}
     NodeGetCapabilitiesResponse {}
@@ -77,6 +74,33 @@ describe! {
     NodeGetInfoResponse {}
     GetMetadataAllocatedRequest { snapshot_id: snapshot_id }
     GetMetadataDeltaRequest { base_snapshot_id: base_snapshot_id, snapshot_id: target_snapshot_id }
+}
+
+macro_rules! describe_deferrable {
+    ($($message:ident: $path:ident,)*) => {$(
+        impl Describe for csi::$message {
+            fn describe(&self, subject: &mut Subject) {
+                subject.volume_id = note(&self.volume_id);
+                subject.path = note(&self.$path);
+                subject.deferred = self.defer_fs_ops;
+            }
+        }
+    )*};
+}
+
+describe_deferrable! {
+    NodeUnpublishVolumeRequest: target_path,
+    NodeGetVolumeStatsRequest: volume_path,
+    NodeExpandVolumeRequest: volume_path,
+}
+
+impl Describe for csi::NodePublishVolumeRequest {
+    fn describe(&self, subject: &mut Subject) {
+        subject.volume_id = note(&self.volume_id);
+        subject.path = note(&self.target_path);
+        let opted_in = self.volume_context.get(DEFER_FS_MOUNT).is_some_and(|value| value == "true");
+        subject.deferred = self.defer_fs_ops || opted_in;
+    }
 }
 
 impl Describe for session::GetAllocatedRequest {
@@ -136,6 +160,22 @@ mod tests {
         assert_eq!(of(""), None);
         assert_eq!(of("abc").as_deref(), Some("ba7816bf8f01cfea"));
         assert_eq!(of("ba7816bf8f01cfea").as_deref(), Some("ba7816bf8f01cfea"));
+    }
+
+    #[test]
+    fn the_log_knows_that_a_mount_was_left_to_a_runtime() {
+        let context = |value: &str| [("deferFSMount".to_owned(), value.to_owned())].into();
+        let publish =
+            csi::NodePublishVolumeRequest { volume_id: "v-1".into(), ..Default::default() };
+        let by_field = csi::NodePublishVolumeRequest { defer_fs_ops: true, ..publish.clone() };
+        let opted_in =
+            csi::NodePublishVolumeRequest { volume_context: context("true"), ..publish.clone() };
+        let not =
+            csi::NodePublishVolumeRequest { volume_context: context("hunter2"), ..publish.clone() };
+        let known = [&publish, &by_field, &opted_in, &not].map(|asked| Subject::of(asked).deferred);
+        assert_eq!(known, [false, true, true, false]);
+        let stats = csi::NodeGetVolumeStatsRequest { defer_fs_ops: true, ..Default::default() };
+        assert!(Subject::of(&stats).deferred);
     }
 
     #[test]

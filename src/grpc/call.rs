@@ -125,6 +125,7 @@ impl Call {
                     group_snapshot_id = self.subject.group_snapshot_id.as_deref(),
                     path = self.subject.path.as_deref(),
                     session = self.subject.session.as_deref(),
+                    deferred = self.subject.deferred.then_some(true),
                     messages = (self.messages > 0).then_some(self.messages),
                     extents = (self.messages > 0).then_some(self.extents),
                     duration_ms = milliseconds(duration),
@@ -167,6 +168,8 @@ pub struct Subject {
     pub path: Option<String>,
     /// A fingerprint: the token itself is a secret.
     pub session: Option<String>,
+    /// Whether the request leaves the mount to a container runtime.
+    pub deferred: bool,
 }
 
 impl Subject {
@@ -186,6 +189,7 @@ impl Subject {
             group_snapshot_id,
             path,
             session: _,
+            deferred: _,
         } = self;
         [name, volume_id, snapshot_id, base_snapshot_id, group_snapshot_id, path]
             .iter()

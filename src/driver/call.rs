@@ -14,6 +14,7 @@ use tracing::Level;
 
 use super::status;
 use crate::grpc::{code_name, cut, fingerprint, is_fingerprint};
+use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
 use crate::proto::snapshotsession as session;
 use crate::telemetry::metrics::Metrics;
@@ -128,6 +129,7 @@ impl Call {
                     group_snapshot_id = self.subject.group_snapshot_id.as_deref(),
                     path = self.subject.path.as_deref(),
                     session = self.subject.session.as_deref(),
+                    deferred = self.subject.deferred.then_some(true),
                     messages = (self.messages > 0).then_some(self.messages),
                     extents = (self.messages > 0).then_some(self.extents),
                     duration_ms = milliseconds(duration),
@@ -170,6 +172,8 @@ pub struct Subject {
     path: Option<String>,
     /// A fingerprint: the token itself is a secret.
     session: Option<String>,
+    /// Whether the request leaves the mount to a container runtime.
+    deferred: bool,
 }
 
 impl Subject {
@@ -189,6 +193,7 @@ impl Subject {
             group_snapshot_id,
             path,
             session: _,
+            deferred: _,
         } = self;
         [name, volume_id, snapshot_id, base_snapshot_id, group_snapshot_id, path]
             .iter()
@@ -283,13 +288,9 @@ describe! {
     NodeStageVolumeResponse {}
     NodeUnstageVolumeRequest { volume_id: volume_id, path: staging_target_path }
     NodeUnstageVolumeResponse {}
-    NodePublishVolumeRequest { volume_id: volume_id, path: target_path }
     NodePublishVolumeResponse {}
-    NodeUnpublishVolumeRequest { volume_id: volume_id, path: target_path }
     NodeUnpublishVolumeResponse {}
-    NodeGetVolumeStatsRequest { volume_id: volume_id, path: volume_path }
     NodeGetVolumeStatsResponse {}
-    NodeExpandVolumeRequest { volume_id: volume_id, path: volume_path }
     NodeExpandVolumeResponse {}
     NodeGetCapabilitiesRequest {}
     NodeGetCapabilitiesResponse {}
@@ -297,6 +298,33 @@ describe! {
     NodeGetInfoResponse {}
     GetMetadataAllocatedRequest { snapshot_id: snapshot_id }
     GetMetadataDeltaRequest { base_snapshot_id: base_snapshot_id, snapshot_id: target_snapshot_id }
+}
+
+macro_rules! describe_deferrable {
+    ($($message:ident: $path:ident,)*) => {$(
+        impl Describe for csi::$message {
+            fn describe(&self, subject: &mut Subject) {
+                subject.volume_id = note(&self.volume_id);
+                subject.path = note(&self.$path);
+                subject.deferred = self.defer_fs_ops;
+            }
+        }
+    )*};
+}
+
+describe_deferrable! {
+    NodeUnpublishVolumeRequest: target_path,
+    NodeGetVolumeStatsRequest: volume_path,
+    NodeExpandVolumeRequest: volume_path,
+}
+
+impl Describe for csi::NodePublishVolumeRequest {
+    fn describe(&self, subject: &mut Subject) {
+        subject.volume_id = note(&self.volume_id);
+        subject.path = note(&self.target_path);
+        let opted_in = self.volume_context.get(DEFER_FS_MOUNT).is_some_and(|value| value == "true");
+        subject.deferred = self.defer_fs_ops || opted_in;
+    }
 }
 
 impl Describe for session::GetAllocatedRequest {
@@ -392,6 +420,22 @@ mod tests {
         assert_eq!(of(""), None);
         assert_eq!(of("abc").as_deref(), Some("ba7816bf8f01cfea"));
         assert_eq!(of("ba7816bf8f01cfea").as_deref(), Some("ba7816bf8f01cfea"));
+    }
+
+    #[test]
+    fn the_log_knows_that_a_mount_was_left_to_a_runtime() {
+        let context = |value: &str| [("deferFSMount".to_owned(), value.to_owned())].into();
+        let publish =
+            csi::NodePublishVolumeRequest { volume_id: "v-1".into(), ..Default::default() };
+        let by_field = csi::NodePublishVolumeRequest { defer_fs_ops: true, ..publish.clone() };
+        let opted_in =
+            csi::NodePublishVolumeRequest { volume_context: context("true"), ..publish.clone() };
+        let not =
+            csi::NodePublishVolumeRequest { volume_context: context("hunter2"), ..publish.clone() };
+        let known = [&publish, &by_field, &opted_in, &not].map(|asked| Subject::of(asked).deferred);
+        assert_eq!(known, [false, true, true, false]);
+        let stats = csi::NodeGetVolumeStatsRequest { defer_fs_ops: true, ..Default::default() };
+        assert!(Subject::of(&stats).deferred);
     }
 
     #[test]

@@ -10,6 +10,8 @@ mod args;
 pub(crate) mod call;
 pub(crate) mod controller;
 mod controller_snapshots;
+mod crust;
+pub(crate) mod deferral;
 pub(crate) mod fault;
 mod frame;
 mod gauges;
@@ -52,6 +54,7 @@ pub struct Plugin {
     /// Whether ListSnapshotDeltas is served.
     snapshot_deltas: bool,
     inline: inline::Policy,
+    deferrals: deferral::Deferrals,
 }
 
 impl Plugin {

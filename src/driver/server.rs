@@ -15,6 +15,7 @@ use tonic::transport::Server;
 
 use super::args::Args;
 use super::call::Calls;
+use super::deferral::Deferrals;
 use super::fault::Faults;
 use super::gauges::Gauges;
 use super::inline::Policy;
@@ -88,6 +89,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         change_record_retention,
         enable_snapshot_deltas,
         inline,
+        defer,
         http_endpoint,
         drain_timeout,
         enable_faults: _,
@@ -107,7 +109,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         retention: change_record_retention,
         overcommit,
         inline: inline.limits(),
-        runtime: None,
+        runtime: defer.runtime(),
     };
     // Before the socket is made: the backend's lock refuses a second driver.
     let backend = spawn_blocking(move || Backend::open(config)).await??;
@@ -123,6 +125,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         style: block_metadata_type.style(block_size),
         snapshot_deltas: enable_snapshot_deltas,
         inline: Policy { new: inline.new, from_snapshot: inline.from_snapshot },
+        deferrals: Deferrals::new(defer.enabled, metrics.clone()),
     };
     if let Some(endpoint) = http_endpoint {
         let scrape: http::Scrape = Arc::new(move || metrics.scrape());

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -204,6 +204,10 @@ pub struct Snapshot {
     pub has_data: bool,
     /// The filesystem of the volume at that moment.
     pub format: Option<Format>,
+    /// A container runtime had the filesystem, maybe mounted in a virtual machine, and it could not be frozen: what was
+    /// being written is as a power cut would have left it.
+    #[serde(default)]
+    pub crash_consistent: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -351,6 +355,14 @@ impl Publication {
 
     pub fn is_read_only(&self) -> bool {
         self.readonly || self.capability.is_read_only()
+    }
+}
+
+impl Attachment {
+    /// The target at which a container runtime mounts it in the place of this host, if that is so: there is no other then.
+    pub fn deferred_at(&self) -> Option<(&Path, &Deferral)> {
+        let mut published = self.published.iter();
+        published.find_map(|(target, one)| Some((target.as_path(), one.deferred.as_ref()?)))
     }
 }
 

@@ -71,7 +71,9 @@ impl<'a> Rig<'a> {
         let mut command = self.node.node.command(BINARY);
         command.args(["--mode", "runtime-ops", "--endpoint", path(&self.socket)]);
         command.arg("--crust-dir").arg(self.node.node.crust());
-        command.env("CSI_LOOPBACK_RUNC_CONFIG", self.node.node.runtime_configuration());
+        command.args(["--cli-env", &self.node.node.runtime_environment()]);
+        // What nobody takes back need not be waited for a minute.
+        command.args(["--collect-every", "1s"]);
         let mut ops = self.cluster.spawn("runtime-ops", command);
         let socket = self.socket.clone();
         ops.wait_for("it serves", |_| UnixStream::connect(&socket).ok());
@@ -194,7 +196,8 @@ impl<'a> Rig<'a> {
 
     /// The entries of crust_ops.
     pub fn handed_over(&self) -> usize {
-        fs::read_dir(self.node.node.crust()).unwrap().count()
+        let entries = fs::read_dir(self.node.node.crust()).unwrap().flatten();
+        entries.filter(|entry| entry.file_name().len() == 64).count()
     }
 
     pub fn wait_until_detached(&self, volume_id: &str) {

@@ -59,9 +59,9 @@ impl Node {
         self.directory.join("crust")
     }
 
-    /// Of csi-loopback-runc, in the node's namespaces.
-    pub fn runtime_configuration(&self) -> PathBuf {
-        self.directory.join("oci-runtime.yaml")
+    /// By which csi-loopback-runc finds its configuration, as NAME=VALUE.
+    pub fn runtime_environment(&self) -> String {
+        format!("CSI_LOOPBACK_RUNC_CONFIG={}", path(&self.directory.join("oci-runtime.yaml")))
     }
 
     /// The first process in the node's namespaces.

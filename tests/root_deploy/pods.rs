@@ -23,7 +23,7 @@ fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
         for object in all {
             let spec = match object["kind"].as_str().unwrap() {
                 "Pod" => &object["spec"],
-                "StatefulSet" | "Deployment" => &object["spec"]["template"]["spec"],
+                "StatefulSet" | "Deployment" | "DaemonSet" => &object["spec"]["template"]["spec"],
                 _ => continue,
             };
             for container in spec["containers"].as_array().unwrap() {

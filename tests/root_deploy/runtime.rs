@@ -51,7 +51,9 @@ fn socket(text: &str) -> &str {
 
 pub fn they_meet(cluster: &Cluster) {
     let all = runtime(cluster);
-    let (driver_of, ops_of) = (only(&all, "StatefulSet"), only(&all, "DaemonSet"));
+    let is_driver =
+        |one: &&Value| one["metadata"]["name"] == "csi-loopback" && one["kind"] == "StatefulSet";
+    let (driver_of, ops_of) = (all.iter().find(is_driver).unwrap(), only(&all, "DaemonSet"));
     let (driver, ops) = (container(driver_of, "driver"), container(ops_of, "runtime-ops"));
     are_known("driver", driver);
     are_known("runtime-ops", ops);

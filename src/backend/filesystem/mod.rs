@@ -24,7 +24,7 @@ use super::model::{FsType, Usage};
 
 pub use detached::{grow as grow_unseen, join, live, mount_unseen};
 pub use freeze::{Frozen, thaw_left_over};
-pub use mounts::{Mount, all_mounts, mount_at, mounts_of, open_mounted};
+pub use mounts::{Mount, all_mounts, mount_at, mounts_of, mounts_of_process, open_mounted};
 pub use ownership::{give_all_to_group, give_to_group};
 
 /// Makes a filesystem on a device whose content nobody needs. Nothing is discarded first: the
@@ -98,7 +98,7 @@ pub fn mount_device(
     reach("filesystem.mounted")
 }
 
-/// That these are options of a mount of a device.
+/// That these are options of a mount of a device, whoever makes it.
 pub fn check_options(options: &[String]) -> Result<()> {
     parse_options(options).map(drop)
 }
@@ -131,11 +131,6 @@ fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
         }
     }
     Ok((flags, data))
-}
-
-/// That options can be those of a mount that somebody else makes.
-pub fn check_options(options: &[String]) -> Result<()> {
-    parse_options(options).map(drop)
 }
 
 /// Shows `source` (a directory, or a device node) at `target` too.

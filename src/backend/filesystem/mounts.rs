@@ -95,7 +95,7 @@ pub fn all_mounts() -> Result<Vec<Mount>> {
 }
 
 /// Those of another process's mount namespace, below its root.
-pub fn mounts_of(pid: u32) -> Result<Vec<Mount>> {
+pub fn mounts_of_process(pid: u32) -> Result<Vec<Mount>> {
     read(&PathBuf::from(format!("/proc/{pid}/mountinfo")))
 }
 

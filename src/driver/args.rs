@@ -164,11 +164,12 @@ impl InlineArgs {
 pub struct DeferArgs {
     /// Let container runtimes mount volumes in the place of this host, where a request or a volume asks for it: a
     /// proposal's addition to CSI (KEP-2857), which is advertised with capabilities that CSI itself does not know.
-    #[arg(long = "enable-defer-fs-ops")]
+    #[arg(id = "enable_defer_fs_ops", long = "enable-defer-fs-ops")]
     pub enabled: bool,
 
     /// Socket of crust_ops (--mode runtime-ops): unix:///path, unix:/path or /path.
     #[arg(
+        id = "crust_endpoint",
         long = "crust-endpoint",
         default_value = "unix:///run/csi-loopback/crust.sock",
         value_name = "SOCKET"
@@ -176,7 +177,13 @@ pub struct DeferArgs {
     pub endpoint: SocketPath,
 
     /// How long a call of crust_ops may take: 100ms to 10min.
-    #[arg(long = "crust-timeout", default_value = "30s", value_parser = crust_timeout, value_name = "TIME")]
+    #[arg(
+        id = "crust_timeout",
+        long = "crust-timeout",
+        default_value = "30s",
+        value_parser = crust_timeout,
+        value_name = "TIME"
+    )]
     pub timeout: Duration,
 }
 

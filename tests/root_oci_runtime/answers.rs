@@ -105,12 +105,13 @@ fn what_a_container_mounts_over_the_volume_deceives_nobody() {
     on_node("mounted over", |node| {
         let device = node.device("xfs", "xfs", 300 * MIB);
         let target = node.stage("xfs", &info(&device, "xfs", &[]));
-        let mut container = node.container(&[bind(target.as_path(), "/v")]);
-        let all = ["CAP_SYS_ADMIN", "CAP_DAC_OVERRIDE"];
-        container.spec["process"]["capabilities"] =
-            serde_json::json!({"bounding": all, "effective": all, "permitted": all});
+        let container = node.container(&[bind(target.as_path(), "/v")]);
+        let container = container.with_capabilities(&["CAP_SYS_ADMIN", "CAP_DAC_OVERRIDE"]);
         container.start();
-        container.sh("/bin/busybox mount -t tmpfs -o size=1m tmpfs /v || true");
+        container.sh("/bin/busybox mount -t tmpfs -o size=1m tmpfs /v");
+        assert!(
+            container.exec(&["cat", "/proc/self/mountinfo"]).contains(" /v rw,relatime - tmpfs")
+        );
         // Its filesystem cannot be reached through the container any more, and nothing else is taken for it.
         match node.crust(&["stats", path(target.as_path())]) {
             Ok(stats) => {

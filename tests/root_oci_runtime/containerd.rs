@@ -1,8 +1,10 @@
 //! Containers that containerd makes, through its shim.
 
 use std::fs;
-use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::support::kernel::wait_for;
 use crate::support::path;
@@ -87,11 +89,18 @@ impl Drop for Containerd<'_> {
 }
 
 /// The process of a container's shim.
-fn shim(node: &Node, id: &str) -> Option<u32> {
-    let pid =
-        node.path(&format!("containerd/state/io.containerd.runtime.v2.task/default/{id}/shim.pid"));
-    let pid: PathBuf = pid;
-    fs::read_to_string(pid).ok()?.trim().parse().ok()
+fn shim(node: &Node, id: &str) -> Option<i32> {
+    let socket = node.path("containerd/sock");
+    let numbers = fs::read_dir("/proc").unwrap();
+    let mut numbers = numbers.filter_map(|found| found.ok()?.file_name().to_str()?.parse().ok());
+    numbers.find(|pid: &i32| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let words: Vec<_> = line.split(|byte| *byte == 0).collect();
+        let program = String::from_utf8_lossy(words[0]);
+        program.contains("containerd-shim")
+            && words.contains(&path(&socket).as_bytes())
+            && words.contains(&id.as_bytes())
+    })
 }
 
 #[test]
@@ -127,12 +136,8 @@ fn a_shim_that_is_killed_leaves_nothing_once_its_container_is_deleted() {
         let (device, target) = node.volume("v", &[]);
         let output = containerd.run("killed", target.as_path(), "sleep 1000");
         assert!(output.status.success(), "{output:?}");
-        let Some(pid) = shim(node, "killed") else { panic!("no shim.pid") };
-        nix::sys::signal::kill(
-            nix::unistd::Pid::from_raw(pid as i32),
-            nix::sys::signal::Signal::SIGKILL,
-        )
-        .unwrap();
+        let Some(pid) = shim(node, "killed") else { panic!("no shim") };
+        kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
         // containerd has the runtime delete what the shim has left.
         wait_for("it is gone", || node.entry(&target).runtime_cli().unwrap().is_none());
         node.assert_gone(&device, &target);

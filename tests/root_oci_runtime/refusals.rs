@@ -161,7 +161,7 @@ fn what_this_program_stands_on_has_to_be_sound() {
         // Not by the name that crust_ops could call it by.
         let container = node.container(&mounts);
         container.write();
-        let mut command = node.command(std::path::Path::new(crate::support::driver::BINARY));
+        let command = node.command(std::path::Path::new(crate::support::driver::BINARY));
         let words = command.get_args().map(|word| word.to_owned()).collect::<Vec<_>>();
         let mut command = std::process::Command::new(command.get_program());
         command.env("CSI_LOOPBACK_RUNC_CONFIG", node.path("oci-runtime.yaml"));

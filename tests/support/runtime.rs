@@ -346,6 +346,13 @@ impl Container<'_> {
         self
     }
 
+    /// With rights that containers of a cluster have, or not.
+    pub fn with_capabilities(mut self, names: &[&str]) -> Self {
+        self.spec["process"]["capabilities"] =
+            json!({"bounding": names, "effective": names, "permitted": names});
+        self
+    }
+
     pub fn write(&self) -> Vec<u8> {
         let text = serde_json::to_vec(&self.spec).unwrap();
         fs::write(self.bundle.join("config.json"), &text).unwrap();

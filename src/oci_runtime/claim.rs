@@ -134,9 +134,9 @@ impl<'a> Claims<'a> {
         Ok(current.then_some(Self { entry, program, _lock: lock }))
     }
 
-    /// Claims the volume for a container that is to be made, if no other pod has it.
-    /// Says whether the container is the first one that lives.
-    pub fn add(&self, claim: &Claim, runtime_cli: &Path) -> Result<bool> {
+    /// That a container may claim the volume: no other pod has it, nor this container itself, and nobody otherwise.
+    /// Says whether it is the first one that lives.
+    pub fn allow(&self, claim: &Claim) -> Result<bool> {
         let mut first = true;
         for (name, other) in self.all()? {
             let other = other.with_context(|| {
@@ -169,33 +169,46 @@ impl<'a> Claims<'a> {
             );
             first = false;
         }
+        Ok(first)
+    }
+
+    /// Claims the volume, for a container and for this program.
+    pub fn add(&self, claim: &Claim, runtime_cli: &Path) -> Result<()> {
         self.put(claim)?;
         reach("oci_runtime.claimed")?;
         self.entry.write_runtime_cli(runtime_cli)?;
-        reach("oci_runtime.cli_written")?;
-        Ok(first)
+        Ok(reach("oci_runtime.cli_written")?)
     }
 
     pub fn put(&self, claim: &Claim) -> Result<()> {
         Ok(self.entry.write(&claim.container.file(), &serde_json::to_vec(claim)?)?)
     }
 
-    /// Takes a container's claim away, and with the last one what says that a runtime has the volume.
+    /// Takes a container's claim away, and with the last one what says that a runtime has the volume. The claim goes last: as long as
+    /// it is there whoever is asked to delete the container comes here again.
     pub fn remove(&self, container: &Container) -> Result<()> {
-        self.entry.remove(&container.file())?;
-        reach("oci_runtime.claim_removed")?;
-        for (name, other) in self.all()? {
-            match other.and_then(|other| other.process(self.program)) {
-                Ok(None) => {
-                    self.entry.remove(&name)?;
-                    reach("oci_runtime.claim_collected")?;
-                }
-                // Where it cannot be told a container may have it.
-                Ok(Some(_)) | Err(_) => return Ok(()),
-            }
+        let own = container.file();
+        if !self.others_live(&own)? {
+            self.entry.remove_runtime_cli()?;
+            reach("oci_runtime.cli_removed")?;
         }
-        self.entry.remove_runtime_cli()?;
-        Ok(reach("oci_runtime.cli_removed")?)
+        self.entry.remove(&own)?;
+        Ok(reach("oci_runtime.claim_removed")?)
+    }
+
+    /// Whether another container has the volume, or may have. What the dead have left is collected.
+    fn others_live(&self, own: &str) -> Result<bool> {
+        for (name, other) in self.all()? {
+            if name == own {
+                continue;
+            }
+            let Ok(None) = other.and_then(|other| other.process(self.program)) else {
+                return Ok(true);
+            };
+            self.entry.remove(&name)?;
+            reach("oci_runtime.claim_collected")?;
+        }
+        Ok(false)
     }
 
     fn all(&self) -> Result<Vec<(String, Result<Claim>)>> {
@@ -288,6 +301,13 @@ mod tests {
         (claim.completed(child.id()).unwrap(), child)
     }
 
+    /// Whether it is the first one, if it may have the volume.
+    fn claimed(claims: &Claims<'_>, claim: &Claim) -> Result<bool> {
+        let first = claims.allow(claim)?;
+        claims.add(claim, Path::new("/cli"))?;
+        Ok(first)
+    }
+
     /// A runtime that knows of no container.
     const NONE: &str = "/bin/false";
 
@@ -298,8 +318,8 @@ mod tests {
         let claims = Claims::lock(&entry, Path::new(NONE)).unwrap().unwrap();
         let (one, mut first) = living("one", "pod");
         let (two, mut second) = living("two", "pod");
-        assert!(claims.add(&one, Path::new("/cli")).unwrap());
-        assert!(!claims.add(&two, Path::new("/cli")).unwrap());
+        assert!(claimed(&claims, &one).unwrap());
+        assert!(!claimed(&claims, &two).unwrap());
         assert_eq!(processes(&entry, Path::new(NONE)).unwrap().len(), 2);
         claims.remove(&named("one")).unwrap();
         assert_eq!(entry.runtime_cli().unwrap(), Some("/cli".into()));
@@ -318,16 +338,16 @@ mod tests {
         let claims = Claims::lock(&entry, Path::new(NONE)).unwrap().unwrap();
         let (dead, mut child) = living("dead", "another pod");
         let (own, mut second) = living("own", "pod");
-        claims.add(&dead, Path::new("/cli")).unwrap();
-        let refused = claims.add(&own, Path::new("/cli")).unwrap_err().to_string();
+        claimed(&claims, &dead).unwrap();
+        let refused = claimed(&claims, &own).unwrap_err().to_string();
         assert!(refused.contains("another pod"), "{refused}");
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(claims.add(&own, Path::new("/cli")).unwrap(), "the first one that lives");
+        assert!(claimed(&claims, &own).unwrap(), "the first one that lives");
         assert!(!has(&entry, &named("dead")) && has(&entry, &named("own")));
         let other = Claim::intended(&named("other"), "pod", &info(&["noatime"])).unwrap();
-        assert!(claims.add(&other, Path::new("/cli")).unwrap_err().to_string().contains("options"));
-        assert!(claims.add(&own, Path::new("/cli")).unwrap_err().to_string().contains("already"));
+        assert!(claimed(&claims, &other).unwrap_err().to_string().contains("options"));
+        assert!(claimed(&claims, &own).unwrap_err().to_string().contains("already"));
         second.kill().unwrap();
         second.wait().unwrap();
     }
@@ -340,12 +360,12 @@ mod tests {
         let (own, mut child) = living("own", "pod");
         let name = named("bad").file();
         entry.write(&name, b"{").unwrap();
-        let refused = format!("{:#}", claims.add(&own, Path::new("/cli")).unwrap_err());
+        let refused = format!("{:#}", claimed(&claims, &own).unwrap_err());
         assert!(refused.contains(&name), "{refused}");
         assert!(processes(&entry, Path::new(NONE)).unwrap().is_empty());
         // Its own deletion takes it away, whatever is in it.
         claims.remove(&named("bad")).unwrap();
-        assert!(claims.add(&own, Path::new("/cli")).unwrap());
+        assert!(claimed(&claims, &own).unwrap());
         child.kill().unwrap();
         child.wait().unwrap();
     }

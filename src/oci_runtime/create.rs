@@ -84,9 +84,8 @@ pub fn create(
     drop(roots);
     cover(&config_file, &config.work_dir.join("config.json"), &spec)?;
     let status = behind.run()?;
-    reach("oci_runtime.created")?;
     if status.success() && !create.attached {
-        making.complete(create);
+        making.complete(create)?;
     }
     Ok(behind::exit_code(status))
 }
@@ -176,9 +175,9 @@ impl<'a> Making<'a> {
             "has just been handed over anew by crust_ops; try again"
         );
         let claim = Claim::intended(&self.container, &self.sandbox, &deferred.info)?;
-        // From the check that allows the claim on, it is to be taken away.
-        let first = claims.add(&claim, runtime_cli)?;
-        self.claims.push((deferred, claim));
+        let first = claims.allow(&claim)?;
+        self.claims.push((deferred, claim.clone()));
+        claims.add(&claim, runtime_cli)?;
         volume.mount(at)?;
         reach("oci_runtime.mounted")?;
         if first {
@@ -190,13 +189,15 @@ impl<'a> Making<'a> {
 
     /// From now on the container lives by its own first process. Where that cannot be told the claims say still whose container
     /// it is, and the runtime is asked.
-    fn complete(&mut self, create: &Create) {
+    fn complete(&mut self, create: &Create) -> Result<()> {
+        let made = std::mem::take(&mut self.claims);
+        reach("oci_runtime.created")?;
         let written = create.pid_file.as_ref().and_then(|file| fs::read_to_string(file).ok());
         let pid = written.and_then(|pid| pid.trim().parse().ok()).or_else(|| {
             let root = self.container.root.as_deref();
             behind::process_of(self.program, root, &self.container.id).ok().flatten()
         });
-        for (deferred, claim) in std::mem::take(&mut self.claims) {
+        for (deferred, claim) in made {
             let Some(completed) = pid.and_then(|pid| claim.completed(pid)) else { continue };
             if let Ok(Some(claims)) = Claims::lock(&deferred.entry, self.program)
                 && claim::has(&deferred.entry, &self.container)
@@ -204,6 +205,7 @@ impl<'a> Making<'a> {
                 let _ = claims.put(&completed);
             }
         }
+        Ok(reach("oci_runtime.completed")?)
     }
 }
 

@@ -121,9 +121,15 @@ impl Places {
         Ok(places)
     }
 
-    /// None where there is nothing.
+    /// Of what is not there, where it would be.
     fn of(&self, path: &Path) -> Option<Place> {
-        let real = path.canonicalize().ok()?;
+        let there = |above: &Path| Some((above.canonicalize().ok()?, above.to_owned()));
+        let (real, above) = path.ancestors().find_map(there)?;
+        let missing = path.strip_prefix(above).ok()?;
+        if missing.components().any(|part| part == Component::ParentDir) {
+            return None;
+        }
+        let real = real.join(missing);
         let mount = self
             .mounts
             .iter()

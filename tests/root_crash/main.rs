@@ -19,6 +19,7 @@ mod harness;
 mod inline;
 mod inline_content;
 mod node;
+mod oci_runtime;
 mod snapshots;
 mod source;
 mod volumes;
@@ -342,7 +343,9 @@ fn every_fail_point_of_the_source_is_met_by_a_scenario() {
     let mut scene = Scene::start(PoolKind::Image, &[]);
     note(scene.make_pool(0, ALL));
     scene.end();
-    let (met, known) = (met.into_inner().unwrap(), source::points());
+    let (met, mut known) = (met.into_inner().unwrap(), source::points());
+    // Another program's, with scenarios of its own.
+    known.retain(|point| !point.starts_with(oci_runtime::OWN));
     let unmet: Vec<_> = known.difference(&met).collect();
     assert!(unmet.is_empty(), "no scenario meets {unmet:?}: add one to tests/root_crash");
     let unknown: Vec<_> = met.difference(&known).collect();

@@ -14,6 +14,7 @@ pub mod kernel;
 pub mod load;
 pub mod random;
 pub mod requests;
+pub mod runtime;
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};

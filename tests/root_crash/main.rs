@@ -2,7 +2,7 @@
 //! call converges when it is repeated after the next start.
 //!
 //! Fail points stand in the source between steps that change disk, catalog or kernel
-//! (src/backend/fail_point.rs). A scenario is a call with what it needs and promises; it is run once to
+//! (src/fail_point.rs). A scenario is a call with what it needs and promises; it is run once to
 //! learn which points it meets, then once for each of them.
 //!
 //! CRASH_POOLS=all      every point of every scenario on every kind of pool, points within the commits
@@ -20,6 +20,7 @@ mod inline;
 mod inline_content;
 mod node;
 mod oci_runtime;
+mod runtime_ops;
 mod snapshots;
 mod source;
 mod volumes;

@@ -12,6 +12,7 @@ pub mod http;
 pub mod inline;
 pub mod kernel;
 pub mod load;
+pub mod ops;
 pub mod random;
 pub mod requests;
 pub mod runtime;

@@ -13,6 +13,7 @@ use super::crust::Crust;
 use super::fault::Rule;
 use crate::backend::{BLOCK_SIZE, InlineLimits, PoolChoice, Runtime, Style};
 use crate::grpc::SocketPath;
+use crate::grpc::socket::octal_mode;
 use crate::telemetry::http;
 use crate::{quantity, telemetry};
 
@@ -106,7 +107,7 @@ pub struct Args {
     #[arg(long, value_name = "RULE", requires = "enable_faults")]
     pub fault: Vec<Rule>,
 
-    /// Directory with a plan of where to be killed or to fail (backend::fail_point).
+    /// Directory with a plan of where to be killed or to fail (fail_point).
     #[cfg(feature = "failpoints")]
     #[arg(long, value_name = "DIR")]
     pub fail_points: Option<PathBuf>,
@@ -257,15 +258,6 @@ fn is_label(text: &str, max: usize, inner: &[u8]) -> bool {
         && bytes.iter().all(|byte| byte.is_ascii_alphanumeric() || inner.contains(byte))
 }
 
-fn octal_mode(text: &str) -> Result<u32, String> {
-    let digits = text.strip_prefix("0o").unwrap_or(text);
-    let octal = digits.bytes().all(|byte| byte.is_ascii_digit());
-    match u32::from_str_radix(digits, 8) {
-        Ok(mode) if octal && mode <= 0o777 => Ok(mode),
-        _ => Err(format!("{text:?} is not an access mode in octal, such as 0660")),
-    }
-}
-
 fn overcommit(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(factor) if factor.is_finite() && factor > 0.0 => Ok(factor),
@@ -309,9 +301,6 @@ mod tests {
 
     #[test]
     fn numbers_of_flags_are_checked() {
-        assert_eq!(octal_mode("0660"), Ok(0o660));
-        assert_eq!(octal_mode("600"), Ok(0o600));
-        assert!(["", "8", "1777", "+600", "rw"].iter().all(|text| octal_mode(text).is_err()));
         assert_eq!(overcommit("1.5"), Ok(1.5));
         assert!(["0", "-1", "inf", "nan", "x"].iter().all(|text| overcommit(text).is_err()));
         assert_eq!(crust_timeout("100ms"), Ok(Duration::from_millis(100)));

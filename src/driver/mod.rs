@@ -25,7 +25,6 @@ mod server;
 mod session;
 mod snapshot_deltas;
 pub(crate) mod snapshot_metadata;
-mod socket;
 mod status;
 pub(crate) mod stream;
 pub(crate) mod topology;

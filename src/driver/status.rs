@@ -3,6 +3,7 @@
 use tonic::{Code, Status};
 
 use crate::backend::Error;
+pub use crate::grpc::call::{exiting, panicked};
 use crate::grpc::{MAX_MESSAGE, cut};
 
 impl From<Error> for Status {
@@ -25,16 +26,6 @@ fn code(error: &Error) -> Code {
         Error::Damaged(_) => Code::DataLoss,
         Error::Io { .. } | Error::Failed(_) => Code::Internal,
     }
-}
-
-pub fn panicked(method: &str) -> Status {
-    Status::internal(format!(
-        "{method} failed in a way that is a bug of the driver; its log says where"
-    ))
-}
-
-pub fn exiting() -> Status {
-    Status::unavailable("the driver is exiting; try again")
 }
 
 pub fn deadline() -> Status {

@@ -267,6 +267,8 @@ fn refused(failure: Failure) -> Error {
         (STAGE, _) | (_, Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled) => {
             Error::Unavailable(message)
         }
+        // One call for a target at a time.
+        (UNSTAGE, Code::Aborted | Code::ResourceExhausted) => Error::Unavailable(message),
         // Its container has yet to start.
         (EXPAND, Code::FailedPrecondition) => Error::Unavailable(format!(
             "{message}; the volume grows once a container runtime has claimed it: try again"

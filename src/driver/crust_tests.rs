@@ -116,6 +116,7 @@ fn each_code_of_crust_ops_has_one_meaning_and_keeps_its_words() {
         (UNSTAGE, Internal, "failed"),
         (UNSTAGE, Unavailable, "unavailable"),
         (UNSTAGE, DeadlineExceeded, "unavailable"),
+        (UNSTAGE, Aborted, "unavailable"),
         (STATS, PermissionDenied, "failed"),
         (STATS, Unimplemented, "failed"),
         (STATS, DeadlineExceeded, "unavailable"),

@@ -3,10 +3,15 @@
 # and runc, so that pods run. Its name is "node"; a pod gets there by spec.nodeName, for there is no scheduler. Pods
 # need hostNetwork (there is no network plugin) and the image localhost/busybox:node, with imagePullPolicy Never.
 #
+# With CSI_LOOPBACK_BINARY, the path of csi-loopback, containerd has a second runtime for a RuntimeClass to name: the handler
+# csi-loopback, which is that program by the name csi-loopback-runc, in front of runc.
+#
 # Runs until SIGTERM or SIGINT, or until its parent has gone, and then ends all that it has started. DIR/node
 # is made, and holds
 #   ready       when the node can take pods; until then nothing is to be used
 #   port        where kubelet serves 127.0.0.1, for who has DIR/kubeconfig: it runs commands in containers
+#   pid         of the first process in the namespaces, for who has to enter them
+#   crust/      what crust_ops and csi-loopback-runc hand each other over
 #   kubelet/    its directory (--root-dir), a mount of its own: pods/, plugins_registry/, …
 #   stop        while somebody has put it there, kubelet does not run; it is killed for it, pods go on
 #   *.log       kubelet's and containerd's
@@ -57,6 +62,28 @@ cover() {
     done
 }
 
+# with_runtimes: the rest of containerd's configuration, where there is a second runtime.
+with_runtimes() {
+    [[ -n ${CSI_LOOPBACK_BINARY:-} ]] || return 0
+    # The name selects the mode.
+    ln -s "$CSI_LOOPBACK_BINARY" "$dir/csi-loopback-runc"
+    mkdir -m 700 "$dir/crust" "$dir/oci-runtime"
+    cat >"$dir/oci-runtime.yaml" <<END
+runtime: runc
+crustDir: $dir/crust
+workDir: $dir/oci-runtime
+kubeletDir: $dir/kubelet
+END
+    cat <<END
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.csi-loopback]
+    runtime_type = "io.containerd.runc.v2"
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.csi-loopback.options]
+      BinaryName = "$dir/csi-loopback-runc"
+END
+}
+
 start_containerd() {
     cat >"$dir/containerd.toml" <<END
 version = 2
@@ -74,8 +101,10 @@ state = "$dir/containerd/state"
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "$dir/cni"
     conf_dir = "$dir/cni"
+$(with_runtimes)
 END
-    start containerd containerd --config "$dir/containerd.toml"
+    # What it starts has the rest of its environment, and so does what these start.
+    CSI_LOOPBACK_RUNC_CONFIG=$dir/oci-runtime.yaml start containerd containerd --config "$dir/containerd.toml"
     await containerd ctr --address "$dir/containerd.sock" version
 }
 
@@ -141,6 +170,8 @@ evictionHard: {memory.available: 0%, nodefs.available: 0%, nodefs.inodesFree: 0%
 imageGCHighThresholdPercent: 100
 # How often a pod's volumes are looked at, and so how soon a driver is asked to publish again (requiresRepublish).
 syncFrequency: 1s
+# How often it is asked how full they are.
+volumeStatsAggPeriod: 1s
 END
 }
 
@@ -187,12 +218,17 @@ pause_kubelet() {
 
 # --- Outside --------------------------------------------------------------------------------------
 
+# first_inside: the first process in the namespaces.
+first_inside() {
+    awk -v parent="$pid" '/^PPid:/ && $2 == parent { split(FILENAME, at, "/"); print at[3] }' \
+        /proc/[0-9]*/status 2>/dev/null || true
+}
+
 # end_inside: ends what runs in the namespaces, and returns when nothing of it is left.
 end_inside() {
     local first
     # With the first process all the others go, and only then unshare hears of its end.
-    first=$(awk -v parent="$pid" '/^PPid:/ && $2 == parent { split(FILENAME, at, "/"); print at[3] }' \
-        /proc/[0-9]*/status 2>/dev/null)
+    first=$(first_inside)
     [[ -z $first ]] || kill -KILL "$first" 2>/dev/null
     [[ -n $first ]] || kill -KILL "$pid" 2>/dev/null
     wait "$pid" 2>/dev/null
@@ -264,6 +300,9 @@ run_outside() {
     setpriv --pdeathsig KILL unshare --pid --mount --propagation slave --mount-proc --kill-child \
         bash "${BASH_SOURCE[0]}" --inside "$cluster" &
     pid=$!
+    until [[ -s $dir/pid ]] || ! kill -0 "$pid" 2>/dev/null; do
+        first_inside >"$dir/pid"
+    done
     until orphaned || ! kill -0 "$pid" 2>/dev/null; do
         sleep 0.5 &
         wait -n "$pid" $! || true

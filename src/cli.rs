@@ -92,7 +92,9 @@ impl Cli {
 
 /// Programs that this one can stand in for, and their modes.
 const NAMES: [(&str, &str); 2] =
-    [("csi-snapshot-metadata", SIDECAR), ("csi-loopback-runc", "oci-runtime")];
+    [("csi-snapshot-metadata", SIDECAR), (oci_runtime::PROGRAM, OCI_RUNTIME)];
+/// Whose arguments are another program's, all of them.
+const OCI_RUNTIME: &str = "oci-runtime";
 /// Whose flags are also taken as Go programs write them: its predecessor was one.
 const SIDECAR: &str = "sidecar";
 
@@ -122,6 +124,9 @@ fn by_name(mut line: Vec<OsString>) -> Result<Vec<OsString>, Vec<OsString>> {
     match mode {
         Some((_, mode)) => {
             line.insert(1, (*mode).into());
+            if *mode == OCI_RUNTIME {
+                line.insert(2, "--".into());
+            }
             Ok(line)
         }
         None => Err(line),
@@ -194,6 +199,21 @@ mod tests {
                 panic!("{line} is not the driver")
             };
             assert_eq!(args.node_id.as_str(), "n1", "{line}");
+        }
+    }
+
+    #[test]
+    fn what_is_another_runtimes_is_passed_on_as_it_is() {
+        for rest in
+            ["", "--version", "--help", "-- x", "exec id -- ls", "--mode driver", "--root=/a -h"]
+        {
+            let Command::Mode(Mode::OciRuntime(args)) =
+                parse(&format!("/bin/csi-loopback-runc {rest}")).expect(rest).command
+            else {
+                panic!("{rest} is not the runtime")
+            };
+            let given: Vec<OsString> = rest.split_whitespace().map(OsString::from).collect();
+            assert_eq!(args.arguments, given);
         }
     }
 

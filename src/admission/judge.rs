@@ -108,10 +108,7 @@ impl Judge {
         let mut findings = Findings::default();
         let volumes = volumes::of(spec, &self.driver);
         let Some(first) = volumes.first() else { return Ok(findings) };
-        let policy = self.policies.current().map_err(|unknown| match unknown {
-            Unknown::Nonsense(message) => Refusal::failed(message),
-            Unknown::Unheard(message) => Refusal::unavailable(message),
-        })?;
+        let policy = self.policy()?;
         let (rules, is_judged_by_level) = policy.of(namespace);
         if !rules.allowed {
             let driver = &self.driver;
@@ -137,7 +134,19 @@ impl Judge {
                 break;
             }
         }
+        findings.warnings.extend(policy.deferral.advice(spec, &self.driver));
         Ok(findings)
+    }
+
+    /// What holds now.
+    ///
+    /// # Errors
+    /// That is not known.
+    pub fn policy(&self) -> Result<Arc<Policy>, Refusal> {
+        self.policies.current().map_err(|unknown| match unknown {
+            Unknown::Nonsense(message) => Refusal::failed(message),
+            Unknown::Unheard(message) => Refusal::unavailable(message),
+        })
     }
 
     async fn volume(
@@ -273,6 +282,8 @@ fn used(volume: &Volume<'_>) -> Vec<(Attribute, String)> {
             inline::READ_ONLY_CONTENT => Attribute::ReadOnlyContent,
             inline::MEDIUM => Attribute::Medium,
             inline::FROM_SNAPSHOT => Attribute::FromSnapshot,
+            // It gives a pod nothing that it would not have without.
+            inline::DEFER_FS_MOUNT => continue,
             // There are no others: they were read.
             _ => Attribute::Content,
         };

@@ -1,10 +1,11 @@
 //! The mode `admission`: webhooks for pods with inline volumes of one driver (KEP-596, "Read-only volumes" and "Security
-//! Considerations"). One sets what a volume of read-only content needs in a pod; one holds pods to the policy of their
-//! namespace; one warns of templates whose pods will be refused.
+//! Considerations"). One sets what a volume of read-only content needs in a pod, and which volumes the pod's container runtime
+//! mounts (KEP-2857); one holds pods to the policy of their namespace; one warns of templates whose pods will be refused.
 //!
 //! Any number of replicas may run; none keeps anything.
 
 mod args;
+mod deferral;
 mod judge;
 mod metrics;
 mod policy;

@@ -10,6 +10,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
 use super::args::{Attribute, FromSnapshot, Level, PolicyArgs};
+use super::deferral::{self, Deferral};
 use crate::grpc::cut;
 use crate::kubernetes::cache::{Cache, Key};
 use crate::kubernetes::name;
@@ -41,6 +42,8 @@ pub struct Policy {
     pub volume_profile: Option<Level>,
     /// Level of namespaces that say none.
     pub default_pod_security: Level,
+    /// Which volumes container runtimes mount.
+    pub deferral: Deferral,
     default: Rules,
     namespaces: BTreeMap<String, Said>,
 }
@@ -61,6 +64,8 @@ struct Said {
 struct Document {
     volume_profile: Option<Level>,
     default_pod_security: Option<Level>,
+    #[serde(default)]
+    deferral: Option<Vec<deferral::Entry>>,
     #[serde(default)]
     default: Option<Said>,
     #[serde(default)]
@@ -100,6 +105,7 @@ impl Policy {
         Self {
             volume_profile: args.volume_profile,
             default_pod_security: args.default_pod_security,
+            deferral: Deferral::default(),
             default: Rules {
                 allowed: args.inline_allowed,
                 attributes: args.allowed_attributes.iter().copied().collect(),
@@ -129,6 +135,7 @@ impl Policy {
             default_pod_security: document
                 .default_pod_security
                 .unwrap_or(without.default_pod_security),
+            deferral: Deferral::read(document.deferral.unwrap_or_default())?,
             default: document.default.unwrap_or_default().over(&without.default),
             namespaces,
         })
@@ -278,6 +285,7 @@ mod tests {
         Policy {
             volume_profile: None,
             default_pod_security: Level::Privileged,
+            deferral: Deferral::default(),
             default: Rules {
                 allowed: true,
                 attributes: [Attribute::Size].into(),
@@ -294,7 +302,16 @@ mod tests {
 
     #[test]
     fn what_is_not_said_is_as_in_the_default_and_there_as_the_flags_have_it() {
-        for nothing in ["", "# nothing\n", "{}", "null", "default:", "namespaces: {}"] {
+        for nothing in [
+            "",
+            "# nothing\n",
+            "{}",
+            "null",
+            "default:",
+            "namespaces: {}",
+            "deferral:",
+            "deferral: []",
+        ] {
             assert_eq!(read(nothing), Ok(flags()), "{nothing:?}");
         }
         let policy = read(
@@ -327,6 +344,32 @@ mod tests {
             ("namespaces: {a: {fromSnapshot: all}}", "namespaces.a.fromSnapshot"),
             ("namespaces: {A_b: {}}", "A_b"),
             ("volumeProfile: open", "volumeProfile"),
+            ("deferral: {}", "deferral"),
+            ("deferral: [{storageClass: \"\"}]", "deferral[0]"),
+            ("deferral: [{runtimeClass: k}]", "deferral[0]"),
+            ("deferral: [{storageClass: \"\", runtimeClass: \"\"}]", "deferral[0].runtimeClass"),
+            ("deferral: [{storageClass: A_b, runtimeClass: k}]", "deferral[0].storageClass"),
+            ("deferral: [{storageClass: a, runtimeClass: k, subpath: true}]", "deferral[0]"),
+            (
+                "deferral: [{storageClass: a, runtimeClass: k, subPath: \"true\"}]",
+                "deferral[0].subPath",
+            ),
+            (
+                "deferral: [{storageClass: a, runtimeClass: k, fsGroup: true}]",
+                "deferral[0].fsGroupChangePolicies",
+            ),
+            (
+                "deferral: [{storageClass: a, runtimeClass: k, fsGroupChangePolicies: [Always]}]",
+                "deferral[0].fsGroupChangePolicies",
+            ),
+            (
+                "deferral: [{storageClass: a, runtimeClass: k, fsGroup: true, fsGroupChangePolicies: [None]}]",
+                "deferral[0].fsGroupChangePolicies[0]",
+            ),
+            (
+                "deferral: [{storageClass: a, runtimeClass: k}, {storageClass: a, runtimeClass: k, subPath: true}]",
+                "deferral[1].storageClass",
+            ),
             ("[]", ""),
             ("namespaces: {a: {}, a: {}}", "a"),
             ("a: [", "line"),

@@ -89,10 +89,9 @@ impl Mount<'_> {
         self.mount.read_only == Some(true)
     }
 
-    /// Whether it shows a part of the volume, which is not exchanged when the content is.
+    /// Such a part is not exchanged when the content is.
     pub fn is_part(&self) -> bool {
-        let some = |path: &Option<String>| path.as_ref().is_some_and(|path| !path.is_empty());
-        some(&self.mount.sub_path) || some(&self.mount.sub_path_expr)
+        is_part(self.mount)
     }
 }
 
@@ -121,6 +120,12 @@ fn attributes(source: &CSIVolumeSource) -> Result<Attributes, Problem> {
 
 fn has_secret(source: &CSIVolumeSource) -> bool {
     source.node_publish_secret_ref.is_some()
+}
+
+/// Whether a mount shows a part of its volume (subPath).
+pub fn is_part(mount: &VolumeMount) -> bool {
+    let some = |path: &Option<String>| path.as_ref().is_some_and(|path| !path.is_empty());
+    some(&mount.sub_path) || some(&mount.sub_path_expr)
 }
 
 /// Every mount of one of the volumes that is asked about.

@@ -17,7 +17,7 @@ use crate::kubernetes::admission::{Allowed, Refusal, Webhook};
 use crate::kubernetes::https::Limits;
 use crate::kubernetes::name;
 
-/// Sets what a pod with volumes of content needs.
+/// Sets what a pod with volumes of content needs, and which volumes its runtime mounts.
 pub const MUTATE_POD: &str = "/mutate-pod";
 /// Holds pods to the policy.
 pub const VALIDATE_POD: &str = "/validate-pod";
@@ -47,9 +47,9 @@ pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
         WORKLOADS.map(|(group, version, kind, _)| GroupVersionKind::gvk(group, version, kind));
     let workloads =
         Webhook::of_kinds(&kinds, JUDGEMENT).advising().counted(metrics.count("validate_workload"));
-    let driver = judge.driver.clone();
+    let of_mended = judge.clone();
     let mutate = move |request| {
-        let mended = mend(&driver, &request);
+        let mended = mend(&of_mended, &request);
         async move { mended }
     };
     let of_pods = judge.clone();
@@ -68,10 +68,17 @@ pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
         .route(VALIDATE_WORKLOAD, workloads.route(advise))
 }
 
-fn mend(driver: &str, request: &AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
+fn mend(judge: &Judge, request: &AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
     let asked = Asked::by(request);
-    let spec = request.object.as_ref().and_then(|pod| pod.spec.as_ref());
-    Ok(spec.map(|spec| read_only::mend(spec, driver, &asked)).unwrap_or_default())
+    let Some(spec) = request.object.as_ref().and_then(|pod| pod.spec.as_ref()) else {
+        return Ok(Allowed::default());
+    };
+    let mut mended = read_only::mend(spec, &judge.driver, &asked);
+    // Of a pod that the policy says nothing of it need not be known.
+    if asked == Asked::Whole && spec.runtime_class_name.is_some() {
+        mended.changes.extend(judge.policy()?.deferral.mend(spec, &judge.driver));
+    }
+    Ok(mended)
 }
 
 async fn pod(judge: &Judge, request: AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {

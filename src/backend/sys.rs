@@ -1,5 +1,5 @@
 //! The system calls that neither std nor nix wraps: reflink and FIEMAP, freeze, inode flags, loop
-//! devices, detached mounts. All `unsafe` code of the project is in this file; what is above it
+//! devices, detached mounts, mount namespaces, paths that stay where they begin. All `unsafe` code of the project is in this file; what is above it
 //! sees plain functions over files that return `io::Result`.
 #![allow(unsafe_code)]
 
@@ -8,6 +8,8 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::raw::{c_int, c_long, c_ulong};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 
 use linux_raw_sys::general::{file_clone_range, fsxattr};
 use linux_raw_sys::ioctl as nr;
@@ -222,6 +224,48 @@ pub fn block_size_bytes(device: &File) -> io::Result<u64> {
     Ok(size)
 }
 
+/// Grows the XFS that a file is on to its device, which has so many bytes.
+pub fn xfs_grow(file: &File, device_bytes: u64) -> io::Result<()> {
+    // From linux/xfs_fs.h (xfsprogs): XFS_IOC_FSGEOMETRY_V1 and XFS_IOC_FSGROWFSDATA with what they are given.
+    const GEOMETRY: u32 = 0x8070_5864;
+    const GROW_DATA: u32 = 0x4010_586e;
+    #[repr(C)]
+    #[derive(Default)]
+    struct Geometry {
+        block_size: u32,
+        between: [u32; 6],
+        imax_percent: u32,
+        rest: [u64; 10],
+    }
+    #[repr(C)]
+    struct Grow {
+        blocks: u64,
+        imax_percent: u32,
+        padding: u32,
+    }
+    const { assert!(size_of::<Geometry>() == 112 && size_of::<Grow>() == 16) };
+    let mut geometry = Geometry::default();
+    ioctl_struct(file, GEOMETRY, &mut geometry)?;
+    let blocks = device_bytes / u64::from(geometry.block_size.max(1));
+    let mut grow = Grow { blocks, imax_percent: geometry.imax_percent, padding: 0 };
+    ioctl_struct(file, GROW_DATA, &mut grow).map(drop)
+}
+
+/// Grows the btrfs that a file is on to its device.
+pub fn btrfs_grow(file: &File) -> io::Result<()> {
+    // From linux/btrfs.h: BTRFS_IOC_RESIZE with btrfs_ioctl_vol_args.
+    const RESIZE: u32 = 0x5000_9403;
+    #[repr(C)]
+    struct VolumeArguments {
+        fd: i64,
+        name: [u8; 4088],
+    }
+    const { assert!(size_of::<VolumeArguments>() == 4096) };
+    let mut arguments = VolumeArguments { fd: 0, name: [0; 4088] };
+    arguments.name[..3].copy_from_slice(b"max");
+    ioctl_struct(file, RESIZE, &mut arguments).map(drop)
+}
+
 /// Which mount an open file was reached through, as mountinfo numbers them.
 pub fn mount_id(file: &File) -> io::Result<u64> {
     // SAFETY: statx is a plain C structure of integers; all zeros is a value of it.
@@ -289,4 +333,69 @@ pub fn detached_mount(fs_type: &CStr, source: &str, options: &[&str]) -> io::Res
             NOSUID_NODEV_NOEXEC_NOATIME,
         )
     })
+}
+
+/// Opens `path` below `directory` without ever leaving what is mounted there: no link leads out of it, nor does `..`.
+/// EXDEV where something would.
+pub fn open_beneath(directory: impl AsFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
+    let resolve = libc::RESOLVE_BENEATH | libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_XDEV;
+    open_resolved(directory, path, flags, resolve)
+}
+
+/// Opens `path` as if `root` were the root directory, following no link.
+pub fn open_in_root(root: impl AsFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
+    let resolve = libc::RESOLVE_IN_ROOT | libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_SYMLINKS;
+    open_resolved(root, path, flags, resolve)
+}
+
+fn open_resolved(
+    directory: impl AsFd,
+    path: &CStr,
+    flags: c_int,
+    resolve: u64,
+) -> io::Result<OwnedFd> {
+    // SAFETY: open_how is a plain C structure of integers; all zeros is a value of it.
+    let mut how: libc::open_how = unsafe { std::mem::zeroed() };
+    how.flags = (flags | libc::O_CLOEXEC) as u64;
+    how.resolve = resolve;
+    // SAFETY: path and structure are alive for the call, and the size is the structure's.
+    check_fd(unsafe {
+        libc::syscall(
+            libc::SYS_openat2,
+            directory.as_fd().as_raw_fd(),
+            path.as_ptr(),
+            &raw const how,
+            size_of::<libc::open_how>(),
+        )
+    })
+}
+
+/// Gives the calling thread a copy of its mount namespace. The process must have no other thread, for that one would
+/// stay behind.
+pub fn new_mount_namespace() -> io::Result<()> {
+    // SAFETY: takes an integer.
+    check(unsafe { libc::unshare(libc::CLONE_NEWNS) }).map(drop)
+}
+
+/// Has the process that `command` starts killed when the calling thread ends, and start with no signal blocked.
+pub fn end_with_caller(command: &mut Command) {
+    let parent = std::process::id();
+    let prepare = move || {
+        // SAFETY: all three are safe to call after a fork, and the set is alive for the calls.
+        unsafe {
+            let mut none: libc::sigset_t = std::mem::zeroed();
+            check(libc::sigemptyset(&raw mut none))?;
+            check(libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut()))?;
+            check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as c_ulong))?;
+            // Whoever ended before that was asked for sends nothing.
+            if libc::getppid() as u32 != parent {
+                return Err(io::Error::from_raw_os_error(libc::ESRCH));
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: the closure calls nothing but the above, and allocates nothing.
+    unsafe {
+        command.pre_exec(prepare);
+    }
 }

@@ -5,6 +5,7 @@ mod cluster;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod deferral;
 mod policy;
 mod read_only;
 mod rig;
@@ -36,6 +37,13 @@ fn main() -> ExitCode {
             nonsense_from_the_start_refuses_and_is_told_by_health
             namespaces_need_the_level_of_the_volume_profile
             the_label_of_the_csi_driver_is_the_profile_where_nobody_says_another;
+        deferral:
+            a_pod_whose_runtime_does_all_that_it_needs_is_opted_in
+            a_pod_that_needs_what_its_runtime_does_not_do_is_left_as_it_is
+            without_an_entry_for_inline_volumes_a_pod_is_left_as_it_is_and_with_one_the_next_is_opted_in
+            what_a_pod_says_itself_and_what_cannot_be_deferred_are_left
+            nonsense_among_the_entries_is_not_taken_and_its_place_is_told
+            what_no_runtime_would_mount_is_warned_of;
         snapshots:
             a_pod_begins_with_snapshots_of_its_own_namespace_alone
             no_snapshot_is_taken_where_none_is_allowed;

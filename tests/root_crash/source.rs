@@ -81,6 +81,8 @@ pub fn points() -> BTreeSet<String> {
             points.extend(parts.map(|rest| rest.split('"').next().unwrap().to_owned()));
         }
     }
+    // What is handed over to runtimes is another process's (runtime_ops.rs).
+    points.retain(|point| !point.starts_with(super::runtime_ops::POINTS));
     points
 }
 

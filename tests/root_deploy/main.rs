@@ -15,6 +15,7 @@ mod aggregated;
 mod inline;
 mod pods;
 mod rights;
+mod runtime;
 mod sessions;
 mod whole;
 
@@ -129,7 +130,14 @@ fn main() -> ExitCode {
         ("what_the_admission_webhooks_have_written_survives_an_apply", admission::applied_again),
         ("an_inline_volume_has_the_proposals_fields_and_no_handle", inline::fields_of_a_volume),
         ("lifecycle_modes_of_a_driver_are_checked_and_cannot_be_changed", inline::lifecycle_modes),
-        ("all_but_the_driver_run_confined", pods::confined),
+        (
+            "the_driver_and_crust_ops_of_deploy_runtime_meet_and_see_what_they_have_to",
+            runtime::they_meet,
+        ),
+        ("pods_and_claims_of_deploy_runtime_ask_for_what_is_there", runtime::classes),
+        ("containerd_takes_the_handler_of_deploy_runtime", runtime::containerd),
+        ("the_runtime_takes_the_configuration_of_deploy_runtime", runtime::configuration),
+        ("all_but_driver_and_crust_ops_run_confined", pods::confined),
         ("only_the_sidecar_of_the_drivers_pod_has_a_token", pods::one_token),
         ("no_image_names_a_registry", pods::plain_images),
         ("the_arguments_of_the_manifests_are_known_to_the_binary", pods::known_arguments),

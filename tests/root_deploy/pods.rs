@@ -23,7 +23,7 @@ fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
         for object in all {
             let spec = match object["kind"].as_str().unwrap() {
                 "Pod" => &object["spec"],
-                "StatefulSet" | "Deployment" => &object["spec"]["template"]["spec"],
+                "StatefulSet" | "Deployment" | "DaemonSet" => &object["spec"]["template"]["spec"],
                 _ => continue,
             };
             for container in spec["containers"].as_array().unwrap() {
@@ -34,8 +34,8 @@ fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
         }
     }
     aggregated::without_api_service(cluster);
-    // Seven of the base, twice, the session manager's, the aggregated API server's, the webhooks', and those of the examples.
-    assert!(found.len() >= 22, "{}", found.len());
+    // Seven of the base, three times, the session manager's, the aggregated API server's, the webhooks', and those of the examples.
+    assert!(found.len() >= 32, "{}", found.len());
     found
 }
 
@@ -76,7 +76,7 @@ pub fn confined(cluster: &Cluster) {
             assert!(read_only || volume["csi"]["driver"] == DRIVER, "{what}: {mount}");
         }
     }
-    assert_eq!(privileged, ["driver".to_owned()].into());
+    assert_eq!(privileged, ["driver", "runtime-ops"].map(str::to_owned).into());
 }
 
 pub fn one_token(cluster: &Cluster) {
@@ -127,8 +127,9 @@ pub fn known_arguments(cluster: &Cluster) {
             seen += 1;
         }
     }
-    // Driver and sidecar, twice; session manager, aggregated API server and webhooks; a full and an incremental backup, twice.
-    assert_eq!(seen, 11);
+    // Driver and sidecar, three times; crust_ops, session manager, aggregated API server and webhooks; a full and an
+    // incremental backup, twice.
+    assert_eq!(seen, 14);
 }
 
 /// The one object of a kind.

@@ -12,8 +12,10 @@ pub mod http;
 pub mod inline;
 pub mod kernel;
 pub mod load;
+pub mod ops;
 pub mod random;
 pub mod requests;
+pub mod runtime;
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -168,6 +170,11 @@ impl Pool {
     /// Closes the backend; what is attached stays so.
     pub fn stop(&mut self) {
         self.backend = None;
+    }
+
+    /// What the backend is opened with the next time.
+    pub fn configure(&mut self, configure: impl FnOnce(&mut Config)) {
+        configure(&mut self.config);
     }
 
     pub fn start(&mut self) {

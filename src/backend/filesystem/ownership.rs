@@ -28,14 +28,19 @@ const FILE_BITS: u32 = 0o660;
 /// directories so that new files follow. Does nothing when the root is already so: the tree was
 /// done before.
 pub fn give_to_group(root: &Path, group: u32) -> Result<()> {
-    give_tree(root, group)
+    give_tree(root, group, false)
         .context(|| format!("giving {} to group {group} (volume_mount_group)", root.display()))
 }
 
-fn give_tree(root: &Path, group: u32) -> io::Result<()> {
+/// The same for all that is there, whatever the root says.
+pub fn give_all_to_group(root: &Path, group: u32) -> Result<()> {
+    give_tree(root, group, true).context(|| format!("giving {} to group {group}", root.display()))
+}
+
+fn give_tree(root: &Path, group: u32, always: bool) -> io::Result<()> {
     let top: OwnedFd = File::open(root)?.into();
     let stat = fstat(&top)?;
-    if stat.st_gid == group && stat.st_mode & DIRECTORY_BITS == DIRECTORY_BITS {
+    if !always && stat.st_gid == group && stat.st_mode & DIRECTORY_BITS == DIRECTORY_BITS {
         return Ok(());
     }
     let group = Gid::from_raw(group);

@@ -20,7 +20,7 @@ use tonic::Code;
 use super::programs::{Process, said};
 use super::suite::skip;
 use super::{Cluster, NoCluster, await_ready};
-use crate::support::driver::{Driver, mounts, stats, wait_for};
+use crate::support::driver::{BINARY, Driver, mounts, stats, wait_for};
 use crate::support::inline::is_mounted;
 use crate::support::path;
 
@@ -41,7 +41,7 @@ pub struct Node {
 impl Node {
     pub fn start(cluster: &Cluster) -> Result<Self, NoCluster> {
         let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/hack/kubelet.sh"));
-        command.arg(cluster.directory());
+        command.arg(cluster.directory()).env("CSI_LOOPBACK_BINARY", BINARY);
         let mut process = Process::spawn("kubelet.sh", command, cluster.scratch());
         process.quiet = true;
         let directory = cluster.directory().join("node");
@@ -50,8 +50,41 @@ impl Node {
     }
 
     /// Kubelet's own.
-    fn root(&self) -> PathBuf {
+    pub fn root(&self) -> PathBuf {
         self.directory.join("kubelet")
+    }
+
+    /// What crust_ops and csi-loopback-runc hand each other over.
+    pub fn crust(&self) -> PathBuf {
+        self.directory.join("crust")
+    }
+
+    /// By which csi-loopback-runc finds its configuration, as NAME=VALUE.
+    pub fn runtime_environment(&self) -> String {
+        format!("CSI_LOOPBACK_RUNC_CONFIG={}", path(&self.directory.join("oci-runtime.yaml")))
+    }
+
+    /// The first process in the node's namespaces.
+    pub fn pid(&self) -> String {
+        fs::read_to_string(self.directory.join("pid")).unwrap().trim().to_owned()
+    }
+
+    /// A command that runs in the node's namespaces, and ends with whoever ends the process.
+    pub fn command(&self, program: &str) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["--target", &self.pid(), "--mount", "--pid", "--"]);
+        command.args(["setpriv", "--pdeathsig", "KILL", "--", program]);
+        command
+    }
+
+    /// What kubectl gets from a page of kubelet's.
+    pub fn page(&self, cluster: &Cluster, page: &str) -> String {
+        said(cluster.kubectl(&[&self.server(), "get", "--raw", page]))
+    }
+
+    fn server(&self) -> String {
+        let port = fs::read_to_string(self.directory.join("port")).unwrap();
+        format!("--server=https://127.0.0.1:{}", port.trim())
     }
 
     /// Kills kubelet, and has no other one run until this is undone by [`Node::resume`]. Containers go on.
@@ -160,7 +193,12 @@ impl<'a> NodeRig<'a> {
 
     /// What would become of such a pod: none is made.
     pub fn try_out(&self, name: &str, volumes: &[Value]) -> kube::Result<Pod> {
-        let pod = serde_json::from_value(pod(name, volumes, &json!({}))).unwrap();
+        self.try_with(name, volumes, &json!({}))
+    }
+
+    /// The same with what its spec has besides.
+    pub fn try_with(&self, name: &str, volumes: &[Value], spec: &Value) -> kube::Result<Pod> {
+        let pod = serde_json::from_value(pod(name, volumes, spec)).unwrap();
         let params = PostParams { dry_run: true, ..PostParams::default() };
         self.cluster.block_on(self.pods().create(&params, &pod))
     }
@@ -185,14 +223,24 @@ impl<'a> NodeRig<'a> {
 
     /// Runs a script in the pod's container, with whatever success; what it says, errors among it.
     pub fn exec(&self, pod: &Made, script: &str) -> String {
+        self.exec_in(pod, CONTAINER, script)
+    }
+
+    /// The same in the container of that name.
+    pub fn exec_in(&self, pod: &Made, container: &str, script: &str) -> String {
         // Kubelet cuts the command at each space.
         let script = STANDARD.encode(format!("exec 2>&1\n{script}\ntrue"));
         let command = format!("sh -c echo${{IFS}}{script}|base64${{IFS}}-d|sh");
         let query: String = form_urlencoded::byte_serialize(command.as_bytes()).collect();
-        let port = fs::read_to_string(self.node.directory.join("port")).unwrap();
-        let server = format!("--server=https://127.0.0.1:{}", port.trim());
-        let at = format!("/run/{}/{}/{CONTAINER}?cmd={query}", self.namespace, pod.name);
-        said(self.cluster.kubectl(&[&server, "create", "--raw", &at, "-f", "/dev/null"]))
+        let at = format!("/run/{}/{}/{container}?cmd={query}", self.namespace, pod.name);
+        said(self.cluster.kubectl(&[
+            &self.node.server(),
+            "create",
+            "--raw",
+            &at,
+            "-f",
+            "/dev/null",
+        ]))
     }
 
     /// Deletes the pod and waits until kubelet has said that nothing of it runs.
@@ -235,7 +283,7 @@ impl<'a> NodeRig<'a> {
         }
     }
 
-    fn pod_directory(&self, pod: &Made) -> PathBuf {
+    pub fn pod_directory(&self, pod: &Made) -> PathBuf {
         self.node.root().join("pods").join(&pod.uid)
     }
 
@@ -273,7 +321,7 @@ impl<'a> NodeRig<'a> {
     }
 }
 
-/// A pod of the node that sleeps.
+/// A pod of the node that sleeps. Containers that `spec` has are completed; else it has one.
 fn pod(name: &str, volumes: &[Value], spec: &Value) -> Value {
     let mounts = volumes.iter().map(|volume| {
         let name = volume["name"].as_str().unwrap();
@@ -286,10 +334,16 @@ fn pod(name: &str, volumes: &[Value], spec: &Value) -> Value {
     // Who sleeps does not hear that it is to end.
     object["spec"]["terminationGracePeriodSeconds"] = 0.into();
     object["spec"]["volumes"] = volumes.into();
-    object["spec"]["containers"] = json!([{
-        "name": CONTAINER, "image": IMAGE, "imagePullPolicy": "Never",
-        "volumeMounts": mounts.collect::<Vec<_>>(),
-    }]);
+    if spec["containers"].is_null() {
+        let main = json!({ "name": CONTAINER, "volumeMounts": mounts.collect::<Vec<_>>() });
+        object["spec"]["containers"] = json!([main]);
+    }
+    for list in ["containers", "initContainers"] {
+        for container in object["spec"][list].as_array_mut().into_iter().flatten() {
+            container["image"] = IMAGE.into();
+            container["imagePullPolicy"] = "Never".into();
+        }
+    }
     object
 }
 

@@ -9,7 +9,7 @@ use csi_loopback::kubernetes::snapshot::{
 };
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, Secret};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::Cluster;
 use crate::support::driver::PATIENCE;
@@ -42,9 +42,23 @@ impl Cluster {
         handle: &str,
         bytes: u64,
     ) {
+        let csi = json!({ "driver": driver, "volumeHandle": handle });
+        self.claim_of(namespace, name, mode, "ReadWriteOnce", csi, bytes);
+    }
+
+    /// The same with this access mode, and this `csi` of the PersistentVolume.
+    pub fn claim_of(
+        &self,
+        namespace: &str,
+        name: &str,
+        mode: &str,
+        access: &str,
+        csi: Value,
+        bytes: u64,
+    ) {
         let volume = format!("{namespace}-{name}");
         let spec = json!({
-            "accessModes": ["ReadWriteOnce"],
+            "accessModes": [access],
             "volumeMode": mode,
             "storageClassName": "",
             "volumeName": volume,
@@ -54,12 +68,12 @@ impl Cluster {
         let claims = self.api_in::<PersistentVolumeClaim>(namespace);
         let uid = self.create(&claims, object).metadata.uid;
         let spec = json!({
-            "accessModes": ["ReadWriteOnce"],
+            "accessModes": [access],
             "volumeMode": mode,
             "storageClassName": "",
             "persistentVolumeReclaimPolicy": "Retain",
             "capacity": { "storage": bytes.to_string() },
-            "csi": { "driver": driver, "volumeHandle": handle },
+            "csi": csi,
             "claimRef": {
                 "apiVersion": "v1", "kind": "PersistentVolumeClaim",
                 "namespace": namespace, "name": name, "uid": uid,
@@ -71,6 +85,20 @@ impl Cluster {
         self.merge_status(&volumes, &volume, &json!({ "phase": "Bound" }));
         let status = json!({ "phase": "Bound", "capacity": { "storage": bytes.to_string() } });
         self.merge_status(&claims, name, &status);
+    }
+
+    /// Says of the claim's volume that it has so many bytes now, as csi-resizer does: kubelet does the rest on the node.
+    pub fn grown(&self, namespace: &str, name: &str, bytes: u64) {
+        let capacity = json!({ "storage": bytes.to_string() });
+        let volume = json!({ "spec": { "capacity": capacity } });
+        let volumes = self.api::<PersistentVolume>();
+        self.merge(&volumes, &format!("{namespace}-{name}"), &volume);
+        let status = json!({
+            "allocatedResources": capacity,
+            "allocatedResourceStatuses": { "storage": "NodeResizePending" },
+            "conditions": [{ "type": "FileSystemResizePending", "status": "True" }],
+        });
+        self.merge_status(&self.api_in::<PersistentVolumeClaim>(namespace), name, &status);
     }
 
     /// A class of the driver, under a name of its own, with the driver's parameters or, by the keys that begin

@@ -1,0 +1,114 @@
+//! The configuration file. There are no flags: the command line is another runtime's.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use crate::crust;
+
+const FILE: &str = "/etc/csi-loopback/oci-runtime.yaml";
+/// Names another file, which then has to be there.
+const VARIABLE: &str = "CSI_LOOPBACK_RUNC_CONFIG";
+/// More than any of these files has.
+const MAX_BYTES: u64 = 64 << 10;
+
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Config {
+    /// The runtime that does all the rest: a path, or a name to be found in PATH.
+    pub runtime: PathBuf,
+    /// Where crust_ops leaves its entries.
+    pub crust_dir: PathBuf,
+    /// A directory of this program. Host and other containers see it empty.
+    pub work_dir: PathBuf,
+    /// Kubelet's directory: sources below it are looked at closely, for kubelet has bind mounts there.
+    pub kubelet_dir: PathBuf,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            runtime: "runc".into(),
+            crust_dir: crust::DEFAULT_DIRECTORY.into(),
+            work_dir: "/run/csi-loopback-runc".into(),
+            kubelet_dir: "/var/lib/kubelet".into(),
+        }
+    }
+}
+
+impl Config {
+    pub fn read() -> Result<Self> {
+        let named = std::env::var_os(VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
+        let path = named.clone().unwrap_or_else(|| FILE.into());
+        let file = match File::open(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound && named.is_none() => {
+                return Ok(Self::default());
+            }
+            opened => opened.with_context(|| format!("reading {}", path.display()))?,
+        };
+        let mut text = String::new();
+        file.take(MAX_BYTES + 1)
+            .read_to_string(&mut text)
+            .with_context(|| format!("reading {}", path.display()))?;
+        ensure!(text.len() as u64 <= MAX_BYTES, "{}: too large", path.display());
+        Self::parse(&text).with_context(|| path.display().to_string())
+    }
+
+    fn parse(text: &str) -> Result<Self> {
+        let options = serde_saphyr::options! {
+            budget: serde_saphyr::budget! {
+                max_events: 1000,
+                max_nodes: 1000,
+                max_depth: 4,
+                max_aliases: 0,
+                max_anchors: 0,
+                max_documents: 1,
+            },
+            strict_booleans: true,
+            with_snippet: false,
+        };
+        let read: Option<Self> = serde_saphyr::from_str_with_options(text, options)
+            .map_err(|error| anyhow::anyhow!("{error}"))?;
+        let config = read.unwrap_or_default();
+        ensure!(!config.runtime.as_os_str().is_empty(), "runtime: is required");
+        for (key, path) in [
+            ("crustDir", &config.crust_dir),
+            ("workDir", &config.work_dir),
+            ("kubeletDir", &config.kubelet_dir),
+        ] {
+            ensure!(path.is_absolute(), "{key}: has to be an absolute path");
+        }
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_said_is_as_by_default() {
+        assert_eq!(Config::parse("").unwrap(), Config::default());
+        let config = Config::parse("runtime: /usr/bin/crun\nworkDir: /w\n").unwrap();
+        assert_eq!(config.runtime, PathBuf::from("/usr/bin/crun"));
+        assert_eq!(config.work_dir, PathBuf::from("/w"));
+        assert_eq!(config.crust_dir, Config::default().crust_dir);
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_an_error() {
+        for bad in [
+            "rumtime: runc",
+            "runtime: ''",
+            "crustDir: here",
+            "- runc",
+            "runtime: {}",
+            "a: &b [*b]",
+        ] {
+            assert!(Config::parse(bad).is_err(), "{bad}");
+        }
+    }
+}

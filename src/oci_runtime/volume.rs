@@ -1,0 +1,159 @@
+//! Mounting a volume. What an entry says is checked once more: crust_ops has done so, but its directory may be anybody's.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::backend::filesystem;
+use crate::backend::{Error, FsType};
+use crate::crust::{GroupChangePolicy, MountInfo};
+
+/// How long a device may be in use: the kernel lets go of a filesystem in its own time.
+const BUSY_PATIENCE: Duration = Duration::from_secs(10);
+const BUSY_PAUSE: Duration = Duration::from_millis(20);
+
+/// The filesystem of a volume, ready to be mounted.
+#[derive(Debug)]
+pub struct Volume {
+    pub device: PathBuf,
+    pub fs_type: FsType,
+    options: Vec<String>,
+    group: Option<(u32, GroupChangePolicy)>,
+}
+
+impl Volume {
+    /// With a label, all of it is shown with that to SELinux.
+    pub fn new(info: &MountInfo, label: Option<&str>) -> Result<Self> {
+        let device = device(&info.device)?;
+        ensure!(!info.fs_type.is_empty(), "mountInfo.json: fstype: is required");
+        let fs_type: FsType = info.fs_type.parse().map_err(|_| {
+            anyhow::anyhow!("mountInfo.json: fstype: {:?} is not supported", info.fs_type)
+        })?;
+        let mut options = info.options.clone();
+        // The reason may name an option, which is no secret then: it is one of a few words.
+        filesystem::check_options(&options).map_err(|error| match error {
+            Error::Invalid { reason, .. } => anyhow::anyhow!("mountInfo.json: options: {reason}"),
+            error => error.into(),
+        })?;
+        if let Some(label) = label {
+            ensure!(
+                Path::new("/sys/fs/selinux/status").exists(),
+                "linux.mountLabel: SELinux is off on this node, so the volume cannot be labelled"
+            );
+            ensure!(
+                !label.contains(['"', '\n', '\0']),
+                "linux.mountLabel: {label:?} is not a label"
+            );
+            options.push(format!("context=\"{label}\""));
+        }
+        Ok(Self { device, fs_type, options, group: info.group()? })
+    }
+
+    pub fn is_read_only(&self) -> bool {
+        self.options.iter().flat_map(|option| option.split(',')).any(|option| option == "ro")
+    }
+
+    /// Mounts it at `path`, which nobody outside this mount namespace sees.
+    pub fn mount(&self, path: &Path) -> Result<()> {
+        let until = Instant::now() + BUSY_PATIENCE;
+        loop {
+            let mounted =
+                filesystem::mount_device(&self.device, path, self.fs_type, &self.options, false);
+            match mounted {
+                Err(Error::Io { source, .. }) if source.raw_os_error() == Some(libc::EBUSY) => {
+                    if Instant::now() > until {
+                        bail!(
+                            "{} is in use, or mounted with other options (read-only and not); stop what has it",
+                            self.device.display()
+                        );
+                    }
+                }
+                mounted => {
+                    return mounted.with_context(|| {
+                        format!(
+                            "{} holds no {} that can be mounted",
+                            self.device.display(),
+                            self.fs_type
+                        )
+                    });
+                }
+            }
+            sleep(BUSY_PAUSE);
+        }
+    }
+
+    /// Mounts at `path` what is mounted elsewhere. EBUSY where it is read-only there and is not to be here.
+    pub fn join(&self, path: &Path) -> io::Result<()> {
+        self.join_as(path, false)
+    }
+
+    pub fn join_read_only(&self, path: &Path) -> io::Result<()> {
+        self.join_as(path, true)
+    }
+
+    fn join_as(&self, path: &Path, read_only: bool) -> io::Result<()> {
+        match filesystem::mount_device(&self.device, path, self.fs_type, &self.options, read_only) {
+            Err(Error::Io { source, .. }) => Err(source),
+            joined => joined.map_err(io::Error::other),
+        }
+    }
+
+    /// Gives the files to the group that the entry names, as kubelet would, where there is one and files can change hands.
+    pub fn give_to_group(&self, root: &Path) -> Result<()> {
+        let Some((group, policy)) = self.group.filter(|_| !self.is_read_only()) else {
+            return Ok(());
+        };
+        match policy {
+            GroupChangePolicy::Always => filesystem::give_all_to_group(root, group),
+            GroupChangePolicy::OnRootMismatch => filesystem::give_to_group(root, group),
+        }
+        .context("fsGroup")
+    }
+}
+
+/// A block device below /dev.
+fn device(path: &str) -> Result<PathBuf> {
+    let named = Path::new(path);
+    let field = || format!("mountInfo.json: device: {path:?}");
+    ensure!(
+        named.starts_with("/dev") && named != Path::new("/dev"),
+        "{}: is not below /dev",
+        field()
+    );
+    let device = named.canonicalize().with_context(field)?;
+    ensure!(device.starts_with("/dev"), "{}: leads out of /dev", field());
+    let kind = fs::metadata(&device).with_context(field)?.file_type();
+    ensure!(kind.is_block_device(), "{}: is no block device", field());
+    Ok(device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_volume_is_refused_with_the_field() {
+        let info = |device: &str, fs_type: &str, options: &[&str]| {
+            let options = options.iter().map(|option| (*option).to_owned()).collect();
+            MountInfo::new(device.to_owned(), fs_type.to_owned(), options)
+        };
+        let told = |info: &MountInfo| format!("{:#}", Volume::new(info, None).unwrap_err());
+        for bad in [
+            "",
+            "/",
+            "/dev",
+            "/etc/passwd",
+            "/dev/../etc/passwd",
+            "/dev/null",
+            "/dev/none",
+            "dev/loop0",
+        ] {
+            assert!(told(&info(bad, "ext4", &[])).contains("device"), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! A driver that once deferred and does so no more (stories 5 and 6): restarted with the feature off, while pods run and begin.
+
+use serde_json::json;
+use tonic::Code;
+
+use crate::cluster::Cluster;
+use crate::rig::{Rig, assert_served, demanding, device_of};
+use crate::support::MIB;
+use crate::support::driver::{expand_on_node, stats, wait_for};
+use crate::support::path;
+
+const FLAG: &str = "--enable-defer-fs-ops";
+const SIZE: u64 = 320 * MIB;
+
+pub fn story_5_a_pod_that_runs_outlives_a_downgrade_without_stats_and_growth(cluster: &Cluster) {
+    const TEST: &str = "story_5_a_pod_that_runs_outlives_a_downgrade_without_stats_and_growth";
+    let Some(mut rig) = Rig::new(cluster, TEST) else { return };
+    let id = rig.claim("data", SIZE);
+    let watch = rig.watch();
+    let pod = rig.run("first", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    assert_served(&rig, &pod);
+    rig.restart_driver(false);
+    assert_eq!(rig.exec(&pod, "echo after >/data/after; cat /data/after"), "after\n");
+    let target = rig.target_of_claim(&pod, "data");
+    rig.driver.refused(stats(&id, path(&target)), Code::FailedPrecondition, FLAG);
+    rig.driver.refused(expand_on_node(&id, &target), Code::FailedPrecondition, FLAG);
+    // The pod ends as ever: the driver finds nothing mounted, and takes away what is its own.
+    rig.delete(&pod);
+    rig.wait_until_nothing_is_left(&pod, &[]);
+    rig.wait_until_detached(&id);
+
+    rig.restart_driver(true);
+    // What the downgraded driver could take back from nobody is collected, or overwritten.
+    let again = rig.run("second", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    assert_eq!(rig.exec(&again, "cat /data/after"), "after\n");
+    let target = rig.target_of_claim(&again, "data");
+    assert!(!rig.driver.ok(stats(&id, path(&target))).usage.is_empty());
+    rig.gone(&again, &[]);
+    watch.saw_nothing();
+}
+
+pub fn story_6_a_pod_that_begins_at_a_downgrade_waits_for_the_upgrade(cluster: &Cluster) {
+    const TEST: &str = "story_6_a_pod_that_begins_at_a_downgrade_waits_for_the_upgrade";
+    let Some(mut rig) = Rig::new(cluster, TEST) else { return };
+    // The policy has not heard of it yet.
+    let _webhooks = rig.webhooks(&[rig.entry()]);
+    rig.restart_driver(false);
+    let watch = rig.watch();
+    let id = rig.claim("data", SIZE);
+    let volume = rig.inline("data", json!({ "volumeAttributes": { "size": "64Mi" } }));
+    let inline = rig.create("inline", &[volume], &demanding(&rig.class, "data"));
+    let claim = rig.create("claim", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    assert_eq!(rig.opt_in(&inline).as_deref(), Some("true"));
+    for pod in [&inline, &claim] {
+        rig.told(pod, &["FailedPrecondition", FLAG]);
+    }
+    assert_eq!(rig.handed_over(), 0);
+    rig.restart_driver(true);
+    for pod in [&inline, &claim] {
+        wait_for(&format!("{} runs after all", pod.name), || rig.is_ready(&pod.name));
+        assert_served(&rig, pod);
+        device_of(&rig, pod, "main");
+    }
+    rig.delete(&inline);
+    rig.wait_until_nothing_is_left(&inline, &["data"]);
+    rig.gone(&claim, &[]);
+    rig.wait_until_detached(&id);
+    watch.saw_nothing();
+}

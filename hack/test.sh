@@ -7,7 +7,7 @@
 # CI=true it counts as failed instead. The full output of each step stays in target/test-logs.
 #
 # TEST_TIMEOUT  seconds that a single step may take (3600)
-# TEST_LANES    2: tests that have a cluster run beside the others; 1: one after the other (2)
+# TEST_LANES    2: tests with a cluster and without a driver run beside the others; 1: one after the other (2)
 # FUZZ_SECONDS  seconds for each fuzz target (8); hack/soak.sh is for more
 set -euo pipefail
 # shellcheck source=hack/lib.sh
@@ -152,11 +152,13 @@ all_root_tests() {
     done
 }
 
-# Those with a cluster of their own mostly wait for it.
+# Those with a cluster of their own, and no driver or node, mostly wait for it, and have nothing of the machine but
+# processes. (Who begins a mount namespace, as nodes do, holds for a moment what all others have mounted.)
 of_clusters=() others=()
 for entry in "${tests[@]}"; do
     name=${entry%%$'\t'*}
-    if grep -qs 'cluster::suite::run(' "$name.rs" "$name/main.rs"; then
+    if grep -qs 'cluster::suite::run(' "$name.rs" "$name/main.rs" &&
+        ! grep -rqsE 'driver::|Driver::|kubelet' "$name.rs" "$name"; then
         of_clusters+=("$entry")
     else
         others+=("$entry")

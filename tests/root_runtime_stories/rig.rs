@@ -167,7 +167,7 @@ impl<'a> Rig<'a> {
 
     /// What kubelet says of the volume: bytes, and how many of them are used.
     pub fn summary(&self, pod: &Made, volume: &str) -> Option<(u64, u64)> {
-        let page = self.node.node.page(self.cluster, "/stats/summary");
+        let page = self.node.node.page(self.cluster, "/stats/summary")?;
         let page: Value = serde_json::from_str(&page).unwrap();
         let mut pods = page["pods"].as_array()?.iter();
         let of_pod = pods.find(|one| one["podRef"]["uid"] == pod.uid.as_str())?;
@@ -298,7 +298,7 @@ pub fn assert_served(rig: &Rig<'_>, pod: &Made) {
     assert_eq!(rig.exec(pod, "stat -c %g /data"), "4321\n");
     assert_eq!(rig.exec_in(pod, "second", "cat /part/init && echo mine >/part/own"), "in part\n");
     assert_eq!(rig.exec(pod, "stat -c '%u %g' /data/deep/part/own"), "1234 4321\n");
-    rig.exec(pod, "echo shared >/data/shared");
+    rig.exec(pod, "echo shared >/data/shared; chmod 644 /data/shared");
     assert_eq!(rig.exec_in(pod, "second", "cat /data/shared"), "shared\n");
 }
 

@@ -236,7 +236,7 @@ fn loop_mounts(process: &str, below: &Path) -> Vec<String> {
 /// Looks at the mount tables of the host and of the node's own namespace, all the time.
 pub struct Watch {
     ends: Arc<AtomicBool>,
-    looks: JoinHandle<(usize, Vec<String>)>,
+    looks: Option<JoinHandle<(usize, Vec<String>)>>,
 }
 
 impl Watch {
@@ -254,21 +254,22 @@ impl Watch {
             }
             (count, seen)
         });
-        Self { ends, looks }
+        Self { ends, looks: Some(looks) }
     }
 
     /// That nothing was mounted as long as it has watched.
     #[track_caller]
-    pub fn saw_nothing(self) {
-        let (count, seen) = self.ended();
+    pub fn saw_nothing(mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        let (count, seen) = self.looks.take().unwrap().join().unwrap();
         assert!(count > 10, "it has hardly looked");
         assert_eq!(seen, Vec::<String>::new());
     }
+}
 
-    /// What was mounted, each as often as it was seen.
-    pub fn ended(self) -> (usize, Vec<String>) {
+impl Drop for Watch {
+    fn drop(&mut self) {
         self.ends.store(true, Ordering::Relaxed);
-        self.looks.join().unwrap()
     }
 }
 

@@ -5,9 +5,9 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use crate::backend::extents::{self, ExtentReader, Finding};
-use crate::backend::{Capability, CreateVolume, Result};
+use crate::backend::{Capability, CreateVolume, Deferral, Result};
 use crate::driver::topology::Place;
-use crate::driver::{controller, group_controller, request, snapshot_metadata};
+use crate::driver::{controller, deferral, group_controller, request, snapshot_metadata};
 use crate::proto::csi::v1 as csi;
 
 pub use crate::backend::catalog::{Catalog, Reading, read_verified};
@@ -18,7 +18,7 @@ pub use crate::driver::controller::{page as page_size, token};
 pub use crate::driver::fault::Rule;
 pub use crate::driver::inline::wanted as wanted_inline;
 pub use crate::driver::request::{
-    capacity_range, change_tracking, id, is_inline, keys, max_entries, name, path, place,
+    capacity_range, id, is_inline, keys, max_entries, mutable_parameters, name, path, place,
     volume_context,
 };
 
@@ -60,6 +60,15 @@ pub fn wanted_volume(asked: &csi::CreateVolumeRequest) -> Result<CreateVolume> {
 
 pub fn capability(wanted: Option<&csi::VolumeCapability>) -> Result<Capability> {
     Ok(request::capability("volume_capability", wanted)?)
+}
+
+/// What a publish of a volume of the catalog asks of a container runtime.
+pub fn deferral(
+    asked: &csi::NodePublishVolumeRequest,
+    capability: &Capability,
+    opted_in: bool,
+) -> Result<Option<Deferral>> {
+    deferral::of_publish(asked, capability, deferral::Volume::Kept { opted_in })
 }
 
 pub fn group_members(volume_ids: &[String]) -> Result<&[String]> {

@@ -1,5 +1,10 @@
 //! What every side of a gRPC socket agrees on: where it is, how a code is written, what a log shows of a token, and a
-//! message that passes through as the bytes that it is.
+//! message that passes through as the bytes that it is; and what roles that serve one share: how a socket is made
+//! ([`socket`]) and what each call goes through ([`call`]) until the last ([`serve`]).
+
+pub mod call;
+pub mod serve;
+pub mod socket;
 
 use std::fmt;
 use std::path::{Path, PathBuf};

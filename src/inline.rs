@@ -19,6 +19,9 @@ pub const CONTENT: &str = "content/";
 pub const MEDIUM: &str = "medium";
 /// Id of a snapshot of this driver (its CSI handle) whose data the volume begins with.
 pub const FROM_SNAPSHOT: &str = "fromSnapshot";
+/// Whether a container runtime mounts the volume and this host never does (KEP-2857): `true` or `false`. As a parameter of a
+/// StorageClass it has the same name.
+pub const DEFER_FS_MOUNT: &str = "deferFSMount";
 
 /// Longest name of a file, as in a Secret or ConfigMap.
 const MAX_FILE_NAME: usize = 253;
@@ -47,6 +50,8 @@ pub struct Attributes {
     pub from_snapshot: Option<String>,
     /// By file name.
     pub content: BTreeMap<String, String>,
+    /// `None` where the pod says nothing of it.
+    pub defer_fs_mount: Option<bool>,
     read_only_content: Option<bool>,
 }
 
@@ -58,6 +63,7 @@ impl fmt::Debug for Attributes {
             .field("medium", &self.medium)
             .field("from_snapshot", &self.from_snapshot)
             .field("content", &self.content.keys())
+            .field("defer_fs_mount", &self.defer_fs_mount)
             .field("read_only_content", &self.read_only_content)
             .finish()
     }
@@ -94,6 +100,7 @@ impl Attributes {
                 READ_ONLY_CONTENT => read.read_only_content = Some(boolean(key, value)?),
                 MEDIUM => read.medium = medium(value)?,
                 FROM_SNAPSHOT => read.from_snapshot = Some(snapshot(value)?),
+                DEFER_FS_MOUNT => read.defer_fs_mount = Some(boolean(key, value)?),
                 _ => match key.strip_prefix(CONTENT) {
                     Some(name) => {
                         check_file_name(name).map_err(|reason| problem(key, reason))?;
@@ -117,9 +124,34 @@ impl Attributes {
                 return Err(problem(FROM_SNAPSHOT, "cannot be in memory; leave medium out"));
             }
         }
+        if self.has_opted_in() {
+            self.check_deferred(false)?;
+        }
         let names = self.content.iter().map(|(name, value)| (name.as_str(), value.len()));
         check_amount(names).map_err(|reason| problem(CONTENT, reason))?;
         Ok(self)
+    }
+
+    /// Whether the pod has its volume mounted by a container runtime.
+    pub fn has_opted_in(&self) -> bool {
+        self.defer_fs_mount == Some(true)
+    }
+
+    /// That the volume can be left to a container runtime, whoever asks for it: what the driver has to write, or a secret, can
+    /// not. The runtime is told by files on disk.
+    pub fn check_deferred(&self, has_secret: bool) -> Result<(), Problem> {
+        let wrong = |reason: &str| Err(problem(DEFER_FS_MOUNT, reason));
+        if has_secret {
+            return wrong(
+                "does not go with a secret (nodePublishSecretRef), which is not handed to a container runtime; use two volumes",
+            );
+        }
+        if !self.content.is_empty() || self.read_only_content == Some(true) {
+            return wrong(
+                "goes with neither content/… nor readOnlyContent, which the driver writes; use two volumes",
+            );
+        }
+        Ok(())
     }
 
     /// Whether the volume is one that only the driver writes to, with content that it keeps as it should be
@@ -133,7 +165,9 @@ impl Attributes {
     /// is said, is a volume of content too. Its secret is empty, has been emptied while the pod runs, or comes later:
     /// kubelet's requests do not tell these from a volume with no secret.
     pub fn is_published_as_content(&self, has_secret: bool, readonly: bool) -> bool {
-        let unsaid = self.read_only_content.is_none() && self.from_snapshot.is_none();
+        let unsaid = self.read_only_content.is_none()
+            && self.from_snapshot.is_none()
+            && !self.has_opted_in();
         self.is_read_only_content(has_secret) || (readonly && unsaid)
     }
 
@@ -144,6 +178,9 @@ impl Attributes {
                 FROM_SNAPSHOT,
                 "does not go with a secret (nodePublishSecretRef); use two volumes",
             ));
+        }
+        if has_secret && self.has_opted_in() {
+            return self.check_deferred(has_secret);
         }
         Ok(())
     }
@@ -179,7 +216,9 @@ fn snapshot(value: &str) -> Result<String, Problem> {
 }
 
 fn unknown(key: &str) -> Problem {
-    let known = format!("{SIZE}, {READ_ONLY_CONTENT}, {CONTENT}NAME, {MEDIUM} and {FROM_SNAPSHOT}");
+    let known = format!(
+        "{SIZE}, {READ_ONLY_CONTENT}, {CONTENT}NAME, {MEDIUM}, {FROM_SNAPSHOT} and {DEFER_FS_MOUNT}"
+    );
     problem(key, format!("is no attribute of an inline volume; there are {known}"))
 }
 
@@ -267,6 +306,7 @@ mod tests {
             ("size", "0"),
             ("size", "much"),
             ("readOnlyContent", "yes"),
+            ("deferFSMount", "True"),
             ("medium", "memory"),
             ("fromSnapshot", ""),
             ("fromSnapshot", "a\nb"),
@@ -319,5 +359,26 @@ mod tests {
         for other in [("content/a", "x"), ("readOnlyContent", "true"), ("medium", "Memory")] {
             assert_eq!(wrong(&[("fromSnapshot", "s"), other]).attribute, "fromSnapshot");
         }
+    }
+
+    #[test]
+    fn a_volume_that_a_runtime_mounts_has_no_content_and_no_secret() {
+        let unsaid = read(&[]).unwrap();
+        assert_eq!((unsaid.defer_fs_mount, unsaid.has_opted_in()), (None, false));
+        let against = read(&[("deferFSMount", "false"), ("content/a", "x")]).unwrap();
+        assert_eq!((against.defer_fs_mount, against.has_opted_in()), (Some(false), false));
+        for other in [("size", "1Gi"), ("medium", "Memory"), ("fromSnapshot", "s")] {
+            let deferred = read(&[("deferFSMount", "true"), other]).unwrap();
+            assert!(deferred.has_opted_in() && deferred.check_with_secret(false).is_ok());
+        }
+        for other in [("content/a", "x"), ("readOnlyContent", "true")] {
+            assert_eq!(wrong(&[("deferFSMount", "true"), other]).attribute, "deferFSMount");
+            // Who asks for it does not matter.
+            assert!(read(&[other]).unwrap().check_deferred(false).is_err());
+        }
+        let deferred = read(&[("deferFSMount", "true")]).unwrap();
+        assert_eq!(deferred.check_with_secret(true).unwrap_err().attribute, "deferFSMount");
+        // Nobody could fill it, but it is what was asked for.
+        assert!(!deferred.is_published_as_content(false, true));
     }
 }

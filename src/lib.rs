@@ -20,6 +20,7 @@ pub mod delta_token;
 #[cfg(test)]
 mod documented;
 pub mod driver;
+pub mod fail_point;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod grpc;

@@ -2,7 +2,7 @@
 //! is what the backend may rely on.
 #![no_main]
 
-use csi_loopback::backend::{Access, Capability, Error};
+use csi_loopback::backend::{Access, AccessMode, Capability, Deferral, Error};
 use csi_loopback::fuzzing::{self, Describe, Subject};
 use csi_loopback::proto::csi::v1 as csi;
 use libfuzzer_sys::fuzz_target;
@@ -25,7 +25,13 @@ fuzz_target!(|input: &[u8]| {
             if fuzzing::is_inline(&asked.volume_context)? {
                 return inline_volume(asked);
             }
-            check(&fuzzing::capability(asked.volume_capability.as_ref())?);
+            fuzzing::volume_context(&asked.volume_context)?;
+            let capability = fuzzing::capability(asked.volume_capability.as_ref())?;
+            check(&capability);
+            for opted_in in [false, true] {
+                let wanted = fuzzing::deferral(asked, &capability, opted_in)?;
+                check_deferral(asked, &capability, opted_in, wanted);
+            }
             Ok(())
         }),
         3 => decoded(bytes, |asked: &csi::CreateVolumeGroupSnapshotRequest| {
@@ -46,7 +52,7 @@ fuzz_target!(|input: &[u8]| {
             Ok(())
         }),
         _ => decoded(bytes, |asked: &csi::ControllerModifyVolumeRequest| {
-            fuzzing::change_tracking("mutable_parameters", &asked.mutable_parameters).map(drop)
+            fuzzing::mutable_parameters(&asked.mutable_parameters).map(drop)
         }),
     };
     match result {
@@ -89,7 +95,29 @@ fn inline_volume(asked: &csi::NodePublishVolumeRequest) -> Result<(), Error> {
     assert!(!request.read_only_content || asked.readonly);
     assert!(content.is_empty() || (request.from_snapshot.is_none() && !request.is_read_only()));
     assert_eq!(content.has_secrets(), !asked.secrets.is_empty());
+    // What a runtime mounts nobody else has written to, and no secret comes near it.
+    assert!(request.deferred.is_none() || (content.is_empty() && !request.read_only_content));
+    assert!(request.deferred.is_some() || !asked.defer_fs_ops);
     Ok(())
+}
+
+/// Whoever asks for a mount by a runtime gets that or an error, and nobody else gets it.
+fn check_deferral(
+    asked: &csi::NodePublishVolumeRequest,
+    capability: &Capability,
+    opted_in: bool,
+    wanted: Option<Deferral>,
+) {
+    let Access::Mount { group, .. } = &capability.access else {
+        return assert!(wanted.is_none() && !asked.defer_fs_ops);
+    };
+    assert_eq!(wanted.is_some(), asked.defer_fs_ops || opted_in);
+    let Some(deferral) = wanted else { return };
+    assert!(asked.secrets.is_empty());
+    assert!(group.is_none() || deferral.group == *group);
+    assert!(deferral.policy.is_none() || deferral.group.is_some());
+    let one_writer = capability.mode == AccessMode::SingleNodeSingleWriter;
+    assert!(one_writer || asked.readonly || capability.is_read_only());
 }
 
 /// Whether a message has a value in it that comes from nowhere else. Keys and sizes may be told, short values are in our

@@ -120,14 +120,15 @@ fn make(store: &Store, rows: Vec<(Volume, Snapshot)>, steps: &mut Steps) -> Resu
             target: &member.target,
         })
         .collect();
-    let (moment, took) = point_in_time::copy_all(store, &copies)?;
-    steps.copies = took;
+    let copied = point_in_time::copy_all(store, &copies)?;
+    steps.copies = copied.took;
     timed(&mut steps.seal, || {
         members.iter().try_for_each(seal)?;
         pool::sync_directory(&Directory::Snapshots.path(store.pool.root()))
     })?;
-    for member in &mut members {
-        member.snapshot.created_at = moment;
+    for (member, crash_consistent) in members.iter_mut().zip(copied.crash_consistent) {
+        member.snapshot.created_at = copied.moment;
+        member.snapshot.crash_consistent = crash_consistent;
         member.snapshot.predecessor = record(store, member, steps)?;
     }
     timed(&mut steps.record, || pool::sync_directory(&Directory::Records.path(store.pool.root())))?;

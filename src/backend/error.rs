@@ -45,6 +45,11 @@ pub enum Error {
     #[error("{0}")]
     Busy(String),
 
+    /// What the operation needs of another process does not answer now, or cannot do it yet: try again. Whether it was done is not
+    /// known.
+    #[error("{0}")]
+    Unavailable(String),
+
     /// The state of the object forbids the operation; the message says what would allow it.
     #[error("{0}")]
     Precondition(String),

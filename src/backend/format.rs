@@ -145,6 +145,30 @@ pub fn grow_unmounted<R: Formatted>(store: &Store, row: &mut R, device: &LoopDev
     grown(store, row, format)
 }
 
+/// Grows a filesystem that nobody has mounted to the volume's capacity, where it has not been done, with nobody seeing it.
+pub fn grow_unseen<R: Formatted>(store: &Store, row: &mut R, device: &LoopDevice) -> Result<()> {
+    let Some(format) = to_grow(row) else { return Ok(()) };
+    match format.fs_type {
+        FsType::Ext4 => filesystem::grow_unmounted(FsType::Ext4, device.path())?,
+        fs_type => {
+            let root = filesystem::mount_unseen(device, fs_type)?;
+            filesystem::grow_unseen(&root, fs_type, device.size()?)?;
+        }
+    }
+    grown(store, row, format)
+}
+
+/// Has somebody else, who has the filesystem mounted, grow it to the volume's capacity, where it has not been done.
+pub fn grow_by<R: Formatted>(
+    store: &Store,
+    row: &mut R,
+    grow: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let Some(format) = to_grow(row) else { return Ok(()) };
+    grow()?;
+    grown(store, row, format)
+}
+
 /// Grows the mounted filesystem to the volume's capacity, where it has not been done.
 pub fn grow<R: Formatted>(
     store: &Store,

@@ -8,6 +8,7 @@
 //! | `cut`, `point_in_time`, `snapshot`, `group` | from running volumes to snapshots with records |
 //! | [`tracker`], [`extents`] | change records, and the rule that fills them |
 //! | `catalog`, `store`, `locks` | rows, files and who may change them |
+//! | `deferral`, `runtime` | volumes that a container runtime mounts in the place of this host |
 //! | `inline` | volumes that live and die with a pod's mount |
 //! | `reconcile`, `upkeep`, [`check`] | after a crash, in the background, offline |
 //! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and its tools |
@@ -18,6 +19,7 @@ pub(crate) mod catalog;
 pub mod check;
 mod command;
 mod cut;
+mod deferral;
 pub mod error;
 pub mod extents;
 pub mod fail_point;
@@ -263,7 +265,8 @@ impl Backend {
         snapshot::delta(&self.store, base_id, target_id)
     }
 
-    /// Attaches and mounts a volume (CSI NodeStageVolume).
+    /// Attaches a volume (CSI NodeStageVolume), and mounts it unless [`Config::runtime`] is given: then that is done where it is
+    /// published.
     pub fn stage(&self, volume_id: &str, path: &Path, capability: &Capability) -> Result<()> {
         attachment::stage(&self.store, volume_id, path, capability)
     }
@@ -273,7 +276,7 @@ impl Backend {
         attachment::unstage(&self.store, volume_id, path)
     }
 
-    /// Shows a staged volume at `target` (CSI NodePublishVolume).
+    /// Shows a staged volume at `target`, or leaves it to a container runtime (CSI NodePublishVolume).
     pub fn publish(
         &self,
         volume_id: &str,
@@ -314,11 +317,28 @@ impl Backend {
         inline::collect(&self.store)
     }
 
-    /// How full a volume is; `path` is its staging path or a target.
+    /// How full a volume is that is mounted on this host; `path` is its staging path or a target.
     pub fn usage(&self, volume_id: &str, path: &Path) -> Result<Usage> {
         match inline::find(&self.store, volume_id)? {
             Some(row) => inline::usage(&self.store, &row, path),
             None => attachment::usage(&self.store, volume_id, path),
+        }
+    }
+
+    /// How a volume is (CSI NodeGetVolumeStats); `path` is its staging path or a target. Of a volume that is left to a container
+    /// runtime the runtime is asked.
+    pub fn stats(&self, volume_id: &str, path: &Path) -> Result<Stats> {
+        match inline::find(&self.store, volume_id)? {
+            Some(row) => inline::stats(&self.store, &row, path),
+            None => attachment::stats(&self.store, volume_id, path),
+        }
+    }
+
+    /// Whether the volume that is in use at `path` is left to a container runtime. False when it is not in use there.
+    pub fn is_deferred(&self, volume_id: &str, path: &Path) -> Result<bool> {
+        match inline::find(&self.store, volume_id)? {
+            Some(row) => Ok(row.request.deferred.is_some() && row.target == path),
+            None => attachment::is_deferred(&self.store, volume_id, path),
         }
     }
 

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -204,6 +204,10 @@ pub struct Snapshot {
     pub has_data: bool,
     /// The filesystem of the volume at that moment.
     pub format: Option<Format>,
+    /// A container runtime had the filesystem, maybe mounted in a virtual machine, and it could not be frozen: what was
+    /// being written is as a power cut would have left it.
+    #[serde(default)]
+    pub crash_consistent: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -354,6 +358,14 @@ impl Publication {
     }
 }
 
+impl Attachment {
+    /// The target at which a container runtime mounts it in the place of this host, if that is so: there is no other then.
+    pub fn deferred_at(&self) -> Option<(&Path, &Deferral)> {
+        let mut published = self.published.iter();
+        published.find_map(|(target, one)| Some((target.as_path(), one.deferred.as_ref()?)))
+    }
+}
+
 /// A volume that belongs to one pod, from NodePublishVolume to NodeUnpublishVolume (KEP-596).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inline {
@@ -403,6 +415,14 @@ impl InlineRequest {
 pub struct Condition {
     pub abnormal: bool,
     pub message: String,
+}
+
+/// How a volume in use on this node is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stats {
+    /// None where it cannot be told: `condition` says why.
+    pub usage: Option<Usage>,
+    pub condition: Condition,
 }
 
 /// How much a volume holds.

@@ -9,11 +9,13 @@ use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
+use tracing::warn;
+
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::filesystem::{self, Frozen};
 use super::loop_device::LoopDevice;
-use super::model::{Access, Attachment, Volume};
+use super::model::{Access, Attachment, Mounted, Volume};
 use super::pool::Pool;
 use super::store::{Store, now};
 
@@ -55,33 +57,48 @@ pub fn timed<T>(to: &mut Duration, step: impl FnOnce() -> T) -> T {
     result
 }
 
+/// What was copied.
+pub struct Copied {
+    /// Seconds and nanoseconds since the epoch.
+    pub moment: (u64, u32),
+    pub took: Durations,
+    /// Of each copy, in their order, whether its filesystem should have been frozen and could not be.
+    pub crash_consistent: Vec<bool>,
+}
+
 /// What has to be stopped for a copy to be consistent.
 enum Writers {
-    /// Nobody writes.
+    /// Nobody writes, and nobody could.
     None,
+    /// Nobody has the filesystem on this device, and nobody gets it now.
+    Idle(LoopDevice),
     /// The filesystem on this device, opened where it is mounted.
     Filesystem(File, LoopDevice),
     /// Whoever has the raw device.
     Raw(LoopDevice),
+    /// Whoever a container runtime has given the device to, if anybody: a virtual machine leaves no trace here. (That the
+    /// filesystem looks clean, or unclaimed, proves nothing: it may be mounted while it is copied.)
+    Unknown(LoopDevice),
 }
 
-/// Makes every target equal to its source at one moment, which is returned (seconds and nanoseconds
-/// since the epoch). On an error the targets hold nothing of use.
-pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<((u64, u32), Durations)> {
+/// Makes every target equal to its source at one moment. On an error the targets hold nothing of use.
+pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<Copied> {
     let mut took = Durations::default();
     let mut members = Vec::with_capacity(copies.len());
     for copy in copies {
         members.push((copy, writers(store, copy)?));
     }
-    let raw = members.iter().filter(|(_, writers)| matches!(writers, Writers::Raw(_))).count();
+    let crash_consistent = members.iter().map(|(copy, writers)| writers.is_unknown(copy)).collect();
+    let raw = members.iter().filter(|(_, writers)| writers.is_running()).count();
     if raw > 1 {
         return Err(Error::Precondition(format!(
-            "source_volume_ids: {raw} raw block volumes are published writable; they cannot be \
-             frozen, so no moment would hold for more than one: unpublish the others first"
+            "source_volume_ids: {raw} volumes cannot be frozen, being raw block volumes that are published writable or \
+             filesystems that a container runtime may have in a virtual machine, so no moment would hold for more than \
+             one: unpublish the others first"
         )));
     }
-    // The raw one first: while it is cloned the others are frozen already.
-    members.sort_by_key(|(_, writers)| !matches!(writers, Writers::Raw(_)));
+    // The one that runs on first: while it is cloned the others are frozen already.
+    members.sort_by_key(|(_, writers)| !writers.is_running());
     let pool = store.pool.as_ref();
     for (copy, _) in &members {
         timed(&mut took.pre_clone, || pool.pre_clone(copy.source, copy.target))?;
@@ -98,22 +115,42 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<((u64, u32), Durat
         reach("copy.made")?;
     }
     took.frozen = frozen.thaw()?;
-    Ok((moment, took))
+    Ok(Copied { moment, took, crash_consistent })
 }
 
 impl Writers {
     fn mounted(&self) -> Option<&File> {
         match self {
             Self::Filesystem(mounted, _) => Some(mounted),
-            Self::None | Self::Raw(_) => None,
+            Self::None | Self::Idle(_) | Self::Raw(_) | Self::Unknown(_) => None,
         }
     }
 
     fn device(&self) -> Option<&LoopDevice> {
         match self {
             Self::None => None,
-            Self::Filesystem(_, device) | Self::Raw(device) => Some(device),
+            Self::Idle(device)
+            | Self::Filesystem(_, device)
+            | Self::Raw(device)
+            | Self::Unknown(device) => Some(device),
         }
+    }
+
+    /// Whether somebody may go on writing.
+    fn is_running(&self) -> bool {
+        matches!(self, Self::Raw(_) | Self::Unknown(_))
+    }
+
+    fn is_unknown(&self, copy: &Copy<'_>) -> bool {
+        let is_unknown = matches!(self, Self::Unknown(_));
+        if is_unknown {
+            warn!(
+                volume = copy.volume.id,
+                "a container runtime has the filesystem, and this kernel has it not mounted, so it cannot be frozen: the \
+                 copy is crash-consistent"
+            );
+        }
+        is_unknown
     }
 }
 
@@ -131,6 +168,8 @@ fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
             // host's own, might be frozen.
             match filesystem::open_mounted(&device)? {
                 Some(mounted) => Writers::Filesystem(mounted, device),
+                None if attachment.deferred_at().is_some() => Writers::Unknown(device),
+                None if attachment.mounted == Mounted::AtTargets => Writers::Idle(device),
                 None => Writers::Raw(device),
             }
         }
@@ -143,7 +182,7 @@ fn clone_one(
     writers: &Writers,
     took: &mut Durations,
 ) -> Result<()> {
-    let Writers::Raw(device) = writers else {
+    let (Writers::Raw(device) | Writers::Unknown(device)) = writers else {
         timed(&mut took.settle, || settle(copy, writers.device()))?;
         return timed(&mut took.clone, || pool.clone(copy.source, copy.target));
     };
@@ -160,7 +199,7 @@ fn clone_one(
         }
     }
     Err(Error::Busy(format!(
-        "raw block volume {:?} was written to during each of {QUIET_ATTEMPTS} copies; a copy pool \
+        "volume {:?}, which cannot be frozen, was written to during each of {QUIET_ATTEMPTS} copies; a copy pool \
          needs a quiet moment: pause the writer, or use a pool that shares blocks",
         copy.volume.id
     )))

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::Path;
 
 use super::error::Result;
-use super::model::{Condition, Deferral, FsType, Usage};
+use super::model::{Deferral, FsType, Stats};
 
 /// A volume for a runtime to mount.
 #[derive(Debug)]
@@ -15,20 +15,16 @@ pub struct DeferredMount<'a> {
     /// The device, which has the filesystem on it.
     pub device: &'a Path,
     pub fs_type: FsType,
-    /// As in mount(8), `ro` among them where nothing may be written.
+    /// As in mount(8), `ro` among them where nothing may be written, and `nouuid` for xfs.
     pub flags: &'a [String],
     pub deferral: &'a Deferral,
 }
 
-/// What a runtime says of a volume that it has claimed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RuntimeStats {
-    /// None while no container has it mounted.
-    pub usage: Option<Usage>,
-    pub condition: Condition,
-}
+/// What a runtime says of a volume. Where none has claimed it: no usage, and an abnormal condition that says so. Where one has and no
+/// container runs now: no usage, and a normal condition.
+pub type RuntimeStats = Stats;
 
-/// The way to the runtimes. Calls block, for a bounded time, and can be repeated; the volume's lock is held.
+/// The way to the runtimes. Calls block, for a bounded time, and can be repeated; the volume's lock is held, but not by `stats`.
 pub trait Runtime: fmt::Debug + Send + Sync {
     /// Leaves word for the runtime. Nothing is mounted yet when this returns.
     fn stage(&self, mount: &DeferredMount<'_>) -> Result<()>;

@@ -65,6 +65,7 @@ pub fn new_row(volume: &Volume, name: &str, group_id: Option<&str>) -> Result<Sn
         record_generation: 0,
         has_data: false,
         format: volume.format,
+        crash_consistent: false,
     })
 }
 

@@ -224,6 +224,48 @@ pub fn block_size_bytes(device: &File) -> io::Result<u64> {
     Ok(size)
 }
 
+/// Grows the XFS that a file is on to its device, which has so many bytes.
+pub fn xfs_grow(file: &File, device_bytes: u64) -> io::Result<()> {
+    // From linux/xfs_fs.h (xfsprogs): XFS_IOC_FSGEOMETRY_V1 and XFS_IOC_FSGROWFSDATA with what they are given.
+    const GEOMETRY: u32 = 0x8070_5864;
+    const GROW_DATA: u32 = 0x4010_586e;
+    #[repr(C)]
+    #[derive(Default)]
+    struct Geometry {
+        block_size: u32,
+        between: [u32; 6],
+        imax_percent: u32,
+        rest: [u64; 10],
+    }
+    #[repr(C)]
+    struct Grow {
+        blocks: u64,
+        imax_percent: u32,
+        padding: u32,
+    }
+    const { assert!(size_of::<Geometry>() == 112 && size_of::<Grow>() == 16) };
+    let mut geometry = Geometry::default();
+    ioctl_struct(file, GEOMETRY, &mut geometry)?;
+    let blocks = device_bytes / u64::from(geometry.block_size.max(1));
+    let mut grow = Grow { blocks, imax_percent: geometry.imax_percent, padding: 0 };
+    ioctl_struct(file, GROW_DATA, &mut grow).map(drop)
+}
+
+/// Grows the btrfs that a file is on to its device.
+pub fn btrfs_grow(file: &File) -> io::Result<()> {
+    // From linux/btrfs.h: BTRFS_IOC_RESIZE with btrfs_ioctl_vol_args.
+    const RESIZE: u32 = 0x5000_9403;
+    #[repr(C)]
+    struct VolumeArguments {
+        fd: i64,
+        name: [u8; 4088],
+    }
+    const { assert!(size_of::<VolumeArguments>() == 4096) };
+    let mut arguments = VolumeArguments { fd: 0, name: [0; 4088] };
+    arguments.name[..3].copy_from_slice(b"max");
+    ioctl_struct(file, RESIZE, &mut arguments).map(drop)
+}
+
 /// Which mount an open file was reached through, as mountinfo numbers them.
 pub fn mount_id(file: &File) -> io::Result<u64> {
     // SAFETY: statx is a plain C structure of integers; all zeros is a value of it.

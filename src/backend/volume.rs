@@ -2,10 +2,10 @@
 
 use std::fs::File;
 
+use super::attachment;
 use super::cut;
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
-use super::filesystem;
 use super::ids::{self, VOLUME_PREFIX};
 use super::inline;
 use super::list::{self, Page};
@@ -335,7 +335,8 @@ pub fn condition(store: &Store, id: &str) -> Result<Condition> {
     })
 }
 
-fn defect(
+/// What is wrong with a volume, if anything.
+pub fn defect(
     store: &Store,
     volume: &Volume,
     attachment: Option<&Attachment>,
@@ -385,11 +386,7 @@ fn attachment_defect(
     if matches!(attachment.capability.access, Access::Block) {
         return Ok(None);
     }
-    let staging = &attachment.staging_path;
-    let mounted = filesystem::mount_at(staging)?.is_some_and(|mount| mount.shows(&device));
-    Ok((!mounted).then(|| {
-        format!("the volume is staged but not mounted at {}; stage it again", staging.display())
-    }))
+    attachment::defect(attachment, &device)
 }
 
 /// The volume, or `NotFound`.

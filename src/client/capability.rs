@@ -21,6 +21,12 @@ pub struct CapabilityArgs {
     /// Group id that may write to the mounted filesystem
     #[arg(long, value_name = "GID")]
     mount_group: Option<u32>,
+    /// Group id that a container runtime gives the files to, where it mounts the filesystem
+    #[arg(long, value_name = "GID", conflicts_with = "block")]
+    supplemental_group: Option<u32>,
+    /// How the files are given to --supplemental-group: Always or OnRootMismatch
+    #[arg(long, value_name = "POLICY", requires = "supplemental_group")]
+    supplemental_group_change_policy: Option<String>,
     /// Who may use the volume at the same time
     #[arg(long, value_enum, default_value_t = Access::SingleNodeWriter, value_name = "MODE")]
     access_mode: Access,
@@ -57,11 +63,16 @@ impl CapabilityArgs {
         if self.block {
             return block(self.access_mode.mode());
         }
+        let id = |group: Option<u32>| group.map(|gid| gid.to_string()).unwrap_or_default();
         let mount = MountVolume {
             fs_type: self.fs.clone().unwrap_or_default(),
             mount_flags: self.mount_flag.clone(),
-            volume_mount_group: self.mount_group.map(|gid| gid.to_string()).unwrap_or_default(),
-            ..MountVolume::default()
+            volume_mount_group: id(self.mount_group),
+            volume_supplemental_group: id(self.supplemental_group),
+            volume_supplemental_group_change_policy: self
+                .supplemental_group_change_policy
+                .clone()
+                .unwrap_or_default(),
         };
         with_mode(AccessType::Mount(mount), self.access_mode.mode())
     }

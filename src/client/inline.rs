@@ -2,16 +2,16 @@
 //! chooses, made and mounted by one call, gone with another.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use serde_json::json;
 
+use super::Output;
 use super::capability::CapabilityArgs;
 use super::connection::{Connection, refused};
+use super::stats::stats;
 use super::volume::{absolute, done, make_parent};
-use super::{Output, format};
 use crate::proto::csi::v1 as csi;
 
 /// What kubelet says of the volume of a pod (podInfoOnMount).
@@ -53,6 +53,9 @@ pub struct PublishArgs {
     /// As volumes[].csi.readOnly: required for content and secrets, to which the driver alone writes
     #[arg(long)]
     read_only: bool,
+    /// Have a container runtime mount the filesystem, and nothing on this host; as the attribute deferFSMount=true
+    #[arg(long)]
+    defer_fs_ops: bool,
     #[command(flatten)]
     capability: CapabilityArgs,
 }
@@ -67,7 +70,9 @@ fn pair(text: &str) -> Result<(String, String), String> {
 pub async fn run(connection: &Connection, command: InlineCommand, output: Output) -> Result<()> {
     match command {
         InlineCommand::Publish(args) => publish(connection, args, output).await,
-        InlineCommand::Stats { handle, target } => stats(connection, handle, &target, output).await,
+        InlineCommand::Stats { handle, target } => {
+            stats(connection, handle, &target, false, output).await
+        }
         InlineCommand::Unpublish { handle, target } => {
             let request = csi::NodeUnpublishVolumeRequest {
                 volume_id: handle.clone(),
@@ -81,7 +86,8 @@ pub async fn run(connection: &Connection, command: InlineCommand, output: Output
 }
 
 async fn publish(connection: &Connection, args: PublishArgs, output: Output) -> Result<()> {
-    let PublishArgs { handle, target, attribute, secret, read_only, capability } = args;
+    let PublishArgs { handle, target, attribute, secret, read_only, defer_fs_ops, capability } =
+        args;
     make_parent(&target)?;
     let ephemeral = (EPHEMERAL.0.to_owned(), EPHEMERAL.1.to_owned());
     let secrets = secret.into_iter().map(|(key, file)| {
@@ -95,44 +101,11 @@ async fn publish(connection: &Connection, args: PublishArgs, output: Output) -> 
         readonly: read_only,
         volume_context: attribute.into_iter().chain([ephemeral]).collect(),
         secrets: secrets.collect::<Result<_>>()?,
+        defer_fs_ops,
         ..csi::NodePublishVolumeRequest::default()
     };
     connection.node().node_publish_volume(request).await.map_err(refused)?;
     done(output, &handle, "published")
-}
-
-async fn stats(
-    connection: &Connection,
-    handle: String,
-    target: &Path,
-    output: Output,
-) -> Result<()> {
-    let request = csi::NodeGetVolumeStatsRequest {
-        volume_id: handle.clone(),
-        volume_path: absolute(target)?,
-        ..csi::NodeGetVolumeStatsRequest::default()
-    };
-    let answer = connection.node().node_get_volume_stats(request).await.map_err(refused)?;
-    let csi::NodeGetVolumeStatsResponse { usage, volume_condition } = answer.into_inner();
-    let condition = volume_condition.unwrap_or_default();
-    // Bytes come before inodes.
-    let bytes = usage.into_iter().next().unwrap_or_default();
-    match output {
-        Output::Json => format::print_json(&json!({
-            "id": handle, "total_bytes": bytes.total, "used_bytes": bytes.used,
-            "available_bytes": bytes.available, "abnormal": condition.abnormal, "message": condition.message,
-        })),
-        Output::Table => {
-            let shown = |bytes: i64| format::bytes(u64::try_from(bytes).unwrap_or_default());
-            let facts = format::facts(&[
-                ("volume", handle),
-                ("total", shown(bytes.total)),
-                ("used", shown(bytes.used)),
-                ("condition", condition.message),
-            ]);
-            Ok(format::print(&facts)?)
-        }
-    }
 }
 
 #[cfg(test)]

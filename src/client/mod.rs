@@ -20,6 +20,7 @@ mod pool;
 mod print_map;
 mod scratch;
 mod snapshot;
+mod stats;
 mod stop;
 mod verify;
 mod volume;

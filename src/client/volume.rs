@@ -13,7 +13,9 @@ use serde_json::json;
 use super::capability::CapabilityArgs;
 use super::connection::{Connection, refused};
 use super::inline::{self, InlineCommand};
+use super::stats::stats;
 use super::{Options, Output, bounded, format, names};
+use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
 use crate::quantity;
 
@@ -46,6 +48,9 @@ enum VolumeCommand {
         /// A path where the volume is staged or published: grows the filesystem too
         #[arg(long)]
         path: Option<PathBuf>,
+        /// The filesystem is a container runtime's to grow; without it the driver knows whose it is
+        #[arg(long, requires = "path")]
+        defer_fs_ops: bool,
     },
     /// Attach, make the filesystem if there is none, and mount at the staging path
     Stage {
@@ -70,8 +75,22 @@ enum VolumeCommand {
         /// No writes through this path
         #[arg(long)]
         read_only: bool,
+        /// Have a container runtime mount the filesystem, and nothing on this host
+        #[arg(long)]
+        defer_fs_ops: bool,
         #[command(flatten)]
         capability: CapabilityArgs,
+    },
+    /// Show how full a volume is where it is in use, and whether it is well
+    Stats {
+        /// Name or id
+        volume: String,
+        /// A path where the volume is staged or published
+        #[arg(long, value_name = "PATH")]
+        path: PathBuf,
+        /// As it was published; without it the driver knows who has mounted it
+        #[arg(long)]
+        defer_fs_ops: bool,
     },
     /// Remove a volume from a target path
     Unpublish {
@@ -79,6 +98,9 @@ enum VolumeCommand {
         volume: String,
         #[arg(long, value_name = "PATH")]
         target: PathBuf,
+        /// As it was published; without it the driver knows who has mounted it
+        #[arg(long)]
+        defer_fs_ops: bool,
     },
     /// Unmount from the staging path and detach
     Unstage {
@@ -111,6 +133,9 @@ struct CreateArgs {
     /// Whether snapshots of the volume record what changed
     #[arg(long, value_name = "true|false")]
     change_tracking: Option<bool>,
+    /// Have a container runtime mount the volume wherever it is published
+    #[arg(long)]
+    defer_fs_mount: bool,
     #[command(flatten)]
     capability: CapabilityArgs,
 }
@@ -124,18 +149,30 @@ pub async fn run(args: VolumeArgs) -> Result<ExitCode> {
             VolumeCommand::Create(args) => create(connection, args, output).await,
             VolumeCommand::List => list(connection, output).await,
             VolumeCommand::Delete { volume } => delete(connection, &volume, output).await,
-            VolumeCommand::Expand { volume, size, path } => {
-                expand(connection, &volume, size, path.as_deref(), output).await
+            VolumeCommand::Expand { volume, size, path, defer_fs_ops } => {
+                let where_used = path.as_deref().map(|path| (path, defer_fs_ops));
+                expand(connection, &volume, size, where_used, output).await
             }
             VolumeCommand::Stage { volume, staging, capability } => {
                 stage(connection, &volume, &staging, &capability, output).await
             }
-            VolumeCommand::Publish { volume, staging, target, read_only, capability } => {
-                let how = Publish { staging, target, read_only, capability };
+            VolumeCommand::Publish {
+                volume,
+                staging,
+                target,
+                read_only,
+                defer_fs_ops,
+                capability,
+            } => {
+                let how = Publish { staging, target, read_only, defer_fs_ops, capability };
                 publish(connection, &volume, how, output).await
             }
-            VolumeCommand::Unpublish { volume, target } => {
-                unpublish(connection, &volume, &target, output).await
+            VolumeCommand::Stats { volume, path, defer_fs_ops } => {
+                let volume_id = names::volume(connection, &volume).await?.volume_id;
+                stats(connection, volume_id, &path, defer_fs_ops, output).await
+            }
+            VolumeCommand::Unpublish { volume, target, defer_fs_ops } => {
+                unpublish(connection, &volume, &target, defer_fs_ops, output).await
             }
             VolumeCommand::Unstage { volume, staging } => {
                 unstage(connection, &volume, &staging, output).await
@@ -148,8 +185,16 @@ pub async fn run(args: VolumeArgs) -> Result<ExitCode> {
 }
 
 async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Result<()> {
-    let CreateArgs { name, size, limit, from_snapshot, from_volume, change_tracking, capability } =
-        args;
+    let CreateArgs {
+        name,
+        size,
+        limit,
+        from_snapshot,
+        from_volume,
+        change_tracking,
+        defer_fs_mount,
+        capability,
+    } = args;
     let source = source(connection, from_snapshot, from_volume).await?;
     let request = csi::CreateVolumeRequest {
         name,
@@ -158,7 +203,7 @@ async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Re
             limit_bytes: limit.unwrap_or_default(),
         }),
         volume_capabilities: vec![capability.capability()],
-        parameters: tracking(change_tracking),
+        parameters: tracking(change_tracking).into_iter().chain(opt_in(defer_fs_mount)).collect(),
         volume_content_source: source.map(|kind| csi::VolumeContentSource { r#type: Some(kind) }),
         ..csi::CreateVolumeRequest::default()
     };
@@ -196,6 +241,11 @@ async fn source(
 /// The parameters of CreateVolume that set change tracking.
 pub fn tracking(on: Option<bool>) -> HashMap<String, String> {
     on.map(|on| ("changeTracking".to_owned(), on.to_string())).into_iter().collect()
+}
+
+/// The parameter of CreateVolume that leaves the volume to a container runtime.
+fn opt_in(defer_fs_mount: bool) -> Option<(String, String)> {
+    defer_fs_mount.then(|| (DEFER_FS_MOUNT.to_owned(), true.to_string()))
 }
 
 async fn list(connection: &Connection, output: Output) -> Result<()> {
@@ -238,7 +288,7 @@ async fn expand(
     connection: &Connection,
     reference: &str,
     size: i64,
-    path: Option<&Path>,
+    where_used: Option<(&Path, bool)>,
     output: Output,
 ) -> Result<()> {
     let volume_id = names::volume(connection, reference).await?.volume_id;
@@ -251,16 +301,17 @@ async fn expand(
     let grown = connection.controller().controller_expand_volume(request).await.map_err(refused)?;
     let csi::ControllerExpandVolumeResponse { capacity_bytes, node_expansion_required } =
         grown.into_inner();
-    if let Some(path) = path {
+    if let Some((path, defer_fs_ops)) = where_used {
         let request = csi::NodeExpandVolumeRequest {
             volume_id: volume_id.clone(),
             volume_path: absolute(path)?,
             capacity_range,
+            defer_fs_ops,
             ..csi::NodeExpandVolumeRequest::default()
         };
         connection.node().node_expand_volume(request).await.map_err(refused)?;
     }
-    let open = node_expansion_required && path.is_none();
+    let open = node_expansion_required && where_used.is_none();
     match output {
         Output::Json => format::print_json(&json!({
             "id": volume_id, "capacity_bytes": capacity_bytes, "node_expansion_required": open,
@@ -303,6 +354,7 @@ struct Publish {
     staging: PathBuf,
     target: PathBuf,
     read_only: bool,
+    defer_fs_ops: bool,
     capability: CapabilityArgs,
 }
 
@@ -312,7 +364,7 @@ async fn publish(
     how: Publish,
     output: Output,
 ) -> Result<()> {
-    let Publish { staging, target, read_only, capability } = how;
+    let Publish { staging, target, read_only, defer_fs_ops, capability } = how;
     let volume = names::volume(connection, reference).await?;
     make_parent(&target)?;
     let request = csi::NodePublishVolumeRequest {
@@ -322,6 +374,7 @@ async fn publish(
         volume_capability: Some(capability.capability()),
         readonly: read_only,
         volume_context: volume.volume_context,
+        defer_fs_ops,
         ..csi::NodePublishVolumeRequest::default()
     };
     connection.node().node_publish_volume(request).await.map_err(refused)?;
@@ -342,13 +395,14 @@ async fn unpublish(
     connection: &Connection,
     reference: &str,
     target: &Path,
+    defer_fs_ops: bool,
     output: Output,
 ) -> Result<()> {
     let volume_id = names::volume(connection, reference).await?.volume_id;
     let request = csi::NodeUnpublishVolumeRequest {
         volume_id: volume_id.clone(),
         target_path: absolute(target)?,
-        ..Default::default()
+        defer_fs_ops,
     };
     connection.node().node_unpublish_volume(request).await.map_err(refused)?;
     done(output, &volume_id, "unpublished")

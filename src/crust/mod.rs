@@ -5,12 +5,14 @@
 //! What is read here may be anybody's: names are hashes, sizes are bounded, links are not followed, and values are checked
 //! before they are believed.
 
+pub mod check;
 mod entry;
 mod mount_info;
 mod target;
+pub mod trust;
 
-pub use entry::{Directory, Entry};
-pub use mount_info::{GroupChangePolicy, MountInfo};
+pub use entry::{Directory, Entry, Served};
+pub use mount_info::{GroupChangePolicy, MountInfo, group_id};
 pub use target::Target;
 
 /// Where the entries are, unless a flag or a configuration says otherwise (the proposal's example).

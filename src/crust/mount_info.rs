@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Problem, Result};
+use super::{Problem, Result, check};
 
 /// The one volume type that can be handed over.
 const BLOCK: &str = "block";
@@ -43,15 +43,19 @@ impl MountInfo {
         self
     }
 
-    /// Reads what may be anybody's. The values of `device`, `fs_type` and `options` are for the caller to check.
+    /// Reads what may be anybody's, and checks each value as far as it can be without a look at the machine: that `device` is
+    /// a block device is for the caller to see ([`check::block_device`]).
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let read: Self = serde_json::from_slice(bytes)
             .map_err(|error| Problem::invalid("mountInfo.json", error.to_string()))?;
         if read.volume_type != BLOCK {
             return Err(Problem::invalid("volume-type", "only block can be mounted"));
         }
+        check::device_path("device", &read.device)?;
+        check::fs_type("fstype", &read.fs_type)?;
+        let options = check::options("options", &read.options)?;
         read.group()?;
-        Ok(read)
+        Ok(Self { options, ..read })
     }
 
     pub fn to_json(&self) -> Vec<u8> {

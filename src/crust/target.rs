@@ -52,6 +52,10 @@ impl Target {
     pub fn as_path(&self) -> &Path {
         &self.0
     }
+
+    pub fn into_path(self) -> PathBuf {
+        self.0
+    }
 }
 
 impl fmt::Display for Target {

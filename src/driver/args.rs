@@ -3,14 +3,17 @@
 
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, ValueEnum};
 
+use super::crust::Crust;
 use super::fault::Rule;
-use crate::backend::{BLOCK_SIZE, InlineLimits, PoolChoice, Style};
+use crate::backend::{BLOCK_SIZE, InlineLimits, PoolChoice, Runtime, Style};
 use crate::grpc::SocketPath;
+use crate::grpc::socket::octal_mode;
 use crate::telemetry::http;
 use crate::{quantity, telemetry};
 
@@ -84,6 +87,9 @@ pub struct Args {
     #[command(flatten)]
     pub inline: InlineArgs,
 
+    #[command(flatten)]
+    pub defer: DeferArgs,
+
     /// Serve /healthz and /metrics on host:port or :port; by default not at all.
     #[arg(long, value_name = "ADDRESS")]
     pub http_endpoint: Option<http::Endpoint>,
@@ -101,7 +107,7 @@ pub struct Args {
     #[arg(long, value_name = "RULE", requires = "enable_faults")]
     pub fault: Vec<Rule>,
 
-    /// Directory with a plan of where to be killed or to fail (backend::fail_point).
+    /// Directory with a plan of where to be killed or to fail (fail_point).
     #[cfg(feature = "failpoints")]
     #[arg(long, value_name = "DIR")]
     pub fail_points: Option<PathBuf>,
@@ -149,6 +155,35 @@ impl InlineArgs {
             max_total: self.max_total,
             max_memory: self.max_memory,
         }
+    }
+}
+
+/// Volumes that a container runtime mounts in the place of this host.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Runtime assisted mounting")]
+pub struct DeferArgs {
+    /// Let container runtimes mount volumes in the place of this host, where a request or a volume asks for it: a
+    /// proposal's addition to CSI (KEP-2857), which is advertised with capabilities that CSI itself does not know.
+    #[arg(long = "enable-defer-fs-ops")]
+    pub enabled: bool,
+
+    /// Socket of crust_ops (--mode runtime-ops): unix:///path, unix:/path or /path.
+    #[arg(
+        long = "crust-endpoint",
+        default_value = "unix:///run/csi-loopback/crust.sock",
+        value_name = "SOCKET"
+    )]
+    pub endpoint: SocketPath,
+
+    /// How long a call of crust_ops may take: 100ms to 10min.
+    #[arg(long = "crust-timeout", default_value = "30s", value_parser = crust_timeout, value_name = "TIME")]
+    pub timeout: Duration,
+}
+
+impl DeferArgs {
+    /// The way to the runtimes, if it is to be used. To be called inside a runtime.
+    pub fn runtime(&self) -> Option<Arc<dyn Runtime>> {
+        self.enabled.then(|| Arc::new(Crust::new(&self.endpoint, self.timeout)) as _)
     }
 }
 
@@ -223,20 +258,20 @@ fn is_label(text: &str, max: usize, inner: &[u8]) -> bool {
         && bytes.iter().all(|byte| byte.is_ascii_alphanumeric() || inner.contains(byte))
 }
 
-fn octal_mode(text: &str) -> Result<u32, String> {
-    let digits = text.strip_prefix("0o").unwrap_or(text);
-    let octal = digits.bytes().all(|byte| byte.is_ascii_digit());
-    match u32::from_str_radix(digits, 8) {
-        Ok(mode) if octal && mode <= 0o777 => Ok(mode),
-        _ => Err(format!("{text:?} is not an access mode in octal, such as 0660")),
-    }
-}
-
 fn overcommit(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(factor) if factor.is_finite() && factor > 0.0 => Ok(factor),
         _ => Err(format!("{text:?} is not a number above 0")),
     }
+}
+
+/// The volume's lock is held for as long.
+fn crust_timeout(text: &str) -> Result<Duration, String> {
+    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    if (Duration::from_millis(100)..=Duration::from_secs(600)).contains(&time) {
+        return Ok(time);
+    }
+    Err(format!("{text:?} is not a time from 100ms to 10min"))
 }
 
 fn block_size(text: &str) -> Result<u64, String> {
@@ -266,11 +301,10 @@ mod tests {
 
     #[test]
     fn numbers_of_flags_are_checked() {
-        assert_eq!(octal_mode("0660"), Ok(0o660));
-        assert_eq!(octal_mode("600"), Ok(0o600));
-        assert!(["", "8", "1777", "+600", "rw"].iter().all(|text| octal_mode(text).is_err()));
         assert_eq!(overcommit("1.5"), Ok(1.5));
         assert!(["0", "-1", "inf", "nan", "x"].iter().all(|text| overcommit(text).is_err()));
+        assert_eq!(crust_timeout("100ms"), Ok(Duration::from_millis(100)));
+        assert!(["0s", "99ms", "11min", "1", ""].iter().all(|text| crust_timeout(text).is_err()));
         assert_eq!(block_size("1Mi"), Ok(1 << 20));
         assert!(["0", "2Ki", "5000", "16383Pi"].iter().all(|text| block_size(text).is_err()));
     }

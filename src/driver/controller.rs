@@ -5,7 +5,7 @@ use tonic::{Request, Response, Status};
 use super::controller_snapshots as snapshots;
 use super::request::{self, Refusal};
 use super::topology::Place;
-use super::{Plugin, response, snapshot_deltas, status};
+use super::{Plugin, deferral, response, snapshot_deltas, status};
 use crate::backend::{
     Condition, CreateVolume, Error, Result as Checked, Source, Volume, VolumeRequest,
 };
@@ -186,8 +186,8 @@ pub(crate) fn wanted_volume(
     let wanted = request::capabilities(&asked.volume_capabilities)?;
     let fs_type = request::common_filesystem(&wanted)?;
     let range = request::capacity_range(asked.capacity_range.as_ref())?;
-    let fixed = request::change_tracking("parameters", &asked.parameters)?;
-    let mutable = request::change_tracking("mutable_parameters", &asked.mutable_parameters)?;
+    let fixed = request::parameters(&asked.parameters)?;
+    let mutable = request::mutable_parameters(&asked.mutable_parameters)?;
     let source = asked.volume_content_source.as_ref().map(content_source).transpose()?;
     place.check(asked.accessibility_requirements.as_ref())?;
 
@@ -195,9 +195,10 @@ pub(crate) fn wanted_volume(
         required_bytes: range.required,
         limit_bytes: range.limit,
         fs_type,
-        change_tracking: mutable.or(fixed).unwrap_or(true),
+        change_tracking: mutable.or(fixed.change_tracking).unwrap_or(true),
         source,
-        defer_fs_mount: false,
+        // Also with the feature off: who publishes it may be another process, and says so then.
+        defer_fs_mount: fixed.defer_fs_mount,
     };
     Ok(CreateVolume { name, request })
 }
@@ -270,9 +271,10 @@ fn objection(
         return Ok(Some(format!("volume_capabilities: the volume has {found}, not {other}")));
     }
     let checks = [
-        request::keys("volume_context", &asked.volume_context, &[]),
-        request::change_tracking("parameters", &asked.parameters).map(drop),
-        request::change_tracking("mutable_parameters", &asked.mutable_parameters).map(drop),
+        request::volume_context(&asked.volume_context)
+            .and_then(|opted_in| deferral::check_context(volume, opted_in)),
+        request::parameters(&asked.parameters).map(drop),
+        request::mutable_parameters(&asked.mutable_parameters).map(drop),
     ];
     Ok(checks.into_iter().find_map(Result::err).map(|error| error.to_string()))
 }
@@ -318,7 +320,7 @@ fn get_capacity(
     plugin: &Plugin,
     asked: csi::GetCapacityRequest,
 ) -> Result<csi::GetCapacityResponse, Status> {
-    request::change_tracking("parameters", &asked.parameters)?;
+    request::parameters(&asked.parameters)?;
     let here = asked.accessible_topology.as_ref().is_none_or(|place| plugin.place.is_in(place));
     if !here || !can_be_satisfied(&asked.volume_capabilities)? {
         return Ok(csi::GetCapacityResponse {
@@ -390,7 +392,7 @@ fn modify_volume(
     asked: csi::ControllerModifyVolumeRequest,
 ) -> Result<csi::ControllerModifyVolumeResponse, Status> {
     let id = request::id("volume_id", &asked.volume_id)?;
-    match request::change_tracking("mutable_parameters", &asked.mutable_parameters)? {
+    match request::mutable_parameters(&asked.mutable_parameters)? {
         Some(on) => plugin.backend.set_change_tracking(id, on)?,
         None => drop(plugin.backend.volume(id)?),
     }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use tonic::Status;
 
-use super::{Plugin, request};
+use super::{Plugin, deferral, request};
 use crate::backend::{Access, Content, Error, InlineRequest, PublishInline};
 use crate::backend::{Capability, Result as Checked};
 use crate::grpc::cut;
@@ -57,7 +57,9 @@ pub fn publish(
         plugin.inline.check_new(&request)?;
     }
     let publish = PublishInline { handle, target: &target, request: &request, content: &content };
-    plugin.backend.publish_inline(&publish)?;
+    plugin.deferrals.publish(&plugin.backend, &asked, request.deferred, || {
+        plugin.backend.publish_inline(&publish)
+    })?;
     Ok(csi::NodePublishVolumeResponse {})
 }
 
@@ -81,7 +83,17 @@ pub fn wanted(asked: &csi::NodePublishVolumeRequest) -> Checked<(InlineRequest, 
     attributes
         .check_with_secret(has_secret)
         .map_err(|problem| Error::invalid("volume_context", problem.to_string()))?;
-    let read_only_content = attributes.is_published_as_content(has_secret, asked.readonly);
+    let whose = deferral::Volume::Inline { opted_in: attributes.has_opted_in() };
+    let deferred = deferral::of_publish(asked, &capability, whose)?;
+    let read_only_content = match deferred {
+        None => attributes.is_published_as_content(has_secret, asked.readonly),
+        Some(_) => {
+            attributes
+                .check_deferred(has_secret)
+                .map_err(|problem| Error::invalid("volume_context", problem.to_string()))?;
+            false
+        }
+    };
     let has_files = has_secret || !attributes.content.is_empty();
     check_writes(asked.readonly, &capability, read_only_content, has_files)?;
     let request = InlineRequest {
@@ -91,7 +103,7 @@ pub fn wanted(asked: &csi::NodePublishVolumeRequest) -> Checked<(InlineRequest, 
         in_memory: attributes.medium == Medium::Memory,
         from_snapshot: attributes.from_snapshot,
         read_only_content,
-        deferred: None,
+        deferred,
     };
     Ok((request, content(attributes.content, &asked.secrets)?))
 }

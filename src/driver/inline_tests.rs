@@ -122,3 +122,36 @@ fn what_is_off_is_told_with_the_flag() {
     assert!(told(on, &cloned).contains("--inline-from-snapshot"));
     assert!(told(Policy { new: false, from_snapshot: true }, &scratch).contains("--inline=false"));
 }
+
+#[test]
+fn an_inline_volume_is_left_to_a_runtime_whatever_its_mode() {
+    let by_attribute = asked(&[("deferFSMount", "true"), ("size", "64Mi")], &[]);
+    let by_field = csi::NodePublishVolumeRequest { defer_fs_ops: true, ..asked(&[], &[]) };
+    for asked in [&by_attribute, &by_field, &readonly(by_attribute.clone())] {
+        let (request, _) = wanted(asked).unwrap();
+        assert!(request.deferred.is_some() && !request.read_only_content, "{asked:?}");
+    }
+    assert_eq!(wanted(&asked(&[("deferFSMount", "false")], &[])).unwrap().0.deferred, None);
+}
+
+#[test]
+fn what_the_driver_writes_is_not_left_to_a_runtime() {
+    let defer = |asked| csi::NodePublishVolumeRequest { defer_fs_ops: true, ..asked };
+    for asked in [
+        asked(&[("deferFSMount", "true"), ("content/a", "x")], &[]),
+        asked(&[("deferFSMount", "true"), ("readOnlyContent", "true")], &[]),
+        defer(asked(&[("content/a", "x")], &[])),
+        defer(asked(&[("readOnlyContent", "true")], &[])),
+    ] {
+        let (field, words) = refused(&readonly(asked));
+        assert_eq!(field, "volume_context");
+        assert!(words.starts_with("deferFSMount: "), "{words}");
+    }
+    for asked in [
+        asked(&[("deferFSMount", "true")], &[("token", "hunter2")]),
+        defer(asked(&[], &[("t", "hunter2")])),
+    ] {
+        let (_, words) = refused(&readonly(asked));
+        assert!(words.contains("nodePublishSecretRef") && !words.contains("hunter2"), "{words}");
+    }
+}

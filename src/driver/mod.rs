@@ -10,6 +10,8 @@ mod args;
 pub(crate) mod call;
 pub(crate) mod controller;
 mod controller_snapshots;
+mod crust;
+pub(crate) mod deferral;
 pub(crate) mod fault;
 mod frame;
 mod gauges;
@@ -23,7 +25,6 @@ mod server;
 mod session;
 mod snapshot_deltas;
 pub(crate) mod snapshot_metadata;
-mod socket;
 mod status;
 pub(crate) mod stream;
 pub(crate) mod topology;
@@ -52,6 +53,7 @@ pub struct Plugin {
     /// Whether ListSnapshotDeltas is served.
     snapshot_deltas: bool,
     inline: inline::Policy,
+    deferrals: deferral::Deferrals,
 }
 
 impl Plugin {

@@ -1,9 +1,11 @@
 //! CSI Node: volumes on this machine, from backing file to the path that a pod sees.
 
+use std::path::Path;
+
 use tonic::{Request, Response, Status};
 
-use super::{Plugin, inline, request, response};
-use crate::backend::{Capability, Condition, Error, Publication, Result as Checked, Usage};
+use super::{Plugin, deferral, inline, request, response};
+use crate::backend::{Access, Capability, Error, Publication, Result as Checked, Stats};
 use crate::proto::csi::v1 as csi;
 use csi::node_server::Node;
 use csi::node_service_capability::{Rpc, Type, rpc};
@@ -15,6 +17,13 @@ const CAPABILITIES: [rpc::Type; 6] = [
     rpc::Type::VolumeCondition,
     rpc::Type::SingleNodeMultiWriter,
     rpc::Type::VolumeMountGroup,
+];
+
+/// KEP-2857 extensions.
+const DEFERRAL: [rpc::Type; 3] = [
+    rpc::Type::DeferFsOps,
+    rpc::Type::DeferFsOpsWithSupplementalGroup,
+    rpc::Type::DeferFsOpsWithSupplementalGroupChangePolicy,
 ];
 
 #[tonic::async_trait]
@@ -65,7 +74,7 @@ impl Node for Plugin {
         &self,
         request: Request<csi::NodeGetCapabilitiesRequest>,
     ) -> Result<Response<csi::NodeGetCapabilitiesResponse>, Status> {
-        self.call("NodeGetCapabilities", request, |_, _| Ok(capabilities())).await
+        self.call("NodeGetCapabilities", request, capabilities).await
     }
 
     async fn node_get_info(
@@ -76,11 +85,17 @@ impl Node for Plugin {
     }
 }
 
-fn capabilities() -> csi::NodeGetCapabilitiesResponse {
-    let capability = |rpc: rpc::Type| csi::NodeServiceCapability {
-        r#type: Some(Type::Rpc(Rpc { r#type: rpc.into() })),
+/// CSI's own, and the extensions if they are switched on: a client may take a number that CSI lacks for a fault.
+fn capabilities(
+    plugin: &Plugin,
+    _: csi::NodeGetCapabilitiesRequest,
+) -> Result<csi::NodeGetCapabilitiesResponse, Status> {
+    let deferral = DEFERRAL.iter().filter(|_| plugin.deferrals.is_enabled());
+    let capability = |rpc: &rpc::Type| csi::NodeServiceCapability {
+        r#type: Some(Type::Rpc(Rpc { r#type: (*rpc).into() })),
     };
-    csi::NodeGetCapabilitiesResponse { capabilities: CAPABILITIES.map(capability).to_vec() }
+    let capabilities = CAPABILITIES.iter().chain(deferral).map(capability).collect();
+    Ok(csi::NodeGetCapabilitiesResponse { capabilities })
 }
 
 fn info(plugin: &Plugin, _: csi::NodeGetInfoRequest) -> Result<csi::NodeGetInfoResponse, Status> {
@@ -128,7 +143,7 @@ fn publish(
     let id = request::id("volume_id", &asked.volume_id)?;
     let target = request::path("target_path", &asked.target_path)?;
     let capability = capability(asked.volume_capability.as_ref())?;
-    request::volume_context(&asked.volume_context)?;
+    let context = request::volume_context(&asked.volume_context)?;
     request::keys("publish_context", &asked.publish_context, &[])?;
     // CSI NodePublishVolume: with STAGE_UNSTAGE_VOLUME a missing path is a missing stage.
     if asked.staging_target_path.is_empty() {
@@ -136,8 +151,16 @@ fn publish(
         return Err(Error::Precondition(missing).into());
     }
     let staging = request::path("staging_target_path", &asked.staging_target_path)?;
-    let wanted = Publication::on_host(capability, asked.readonly);
-    plugin.backend.publish(id, &staging, &target, &wanted)?;
+    let volume = plugin.backend.volume(id)?;
+    let kept = deferral::Volume::Kept { opted_in: volume.request.defer_fs_mount };
+    let deferred = deferral::of_publish(&asked, &capability, kept)?;
+    if deferred.is_none() && matches!(capability.access, Access::Mount { .. }) {
+        deferral::check_context(&volume, context)?;
+    }
+    let wanted = Publication { capability, readonly: asked.readonly, deferred };
+    plugin.deferrals.publish(&plugin.backend, &asked, deferred, || {
+        plugin.backend.publish(id, &staging, &target, &wanted)
+    })?;
     Ok(csi::NodePublishVolumeResponse {})
 }
 
@@ -147,7 +170,9 @@ fn unpublish(
 ) -> Result<csi::NodeUnpublishVolumeResponse, Status> {
     let id = request::id("volume_id", &asked.volume_id)?;
     let target = request::path("target_path", &asked.target_path)?;
+    // Whether it was left to a runtime is what its row says, not this call.
     plugin.backend.unpublish(id, &target)?;
+    plugin.deferrals.settle(id, &target);
     Ok(csi::NodeUnpublishVolumeResponse {})
 }
 
@@ -157,23 +182,26 @@ fn stats(
 ) -> Result<csi::NodeGetVolumeStatsResponse, Status> {
     let id = request::id("volume_id", &asked.volume_id)?;
     let path = request::place("volume_path", &asked.volume_path)?;
-    let condition = plugin.backend.volume_condition(id)?;
-    let usage = readable(plugin.backend.usage(id, &path), &condition)?;
+    check_deferred(plugin, asked.defer_fs_ops, id, &path)?;
+    let Stats { usage, condition } = plugin.backend.stats(id, &path)?;
     Ok(csi::NodeGetVolumeStatsResponse {
         usage: usage.map(response::usage).unwrap_or_default(),
         volume_condition: Some(response::condition(condition)),
     })
 }
 
-/// A volume whose numbers cannot be read because it is broken still tells its condition, which is
-/// what the client needs to know then.
-fn readable(usage: Checked<Usage>, condition: &Condition) -> Checked<Option<Usage>> {
-    match usage {
-        Err(Error::Io { .. } | Error::Damaged(_) | Error::Failed(_)) if condition.abnormal => {
-            Ok(None)
-        }
-        other => other.map(Some),
+/// That the volume is one that the caller takes it for. Without the field the volume's row decides.
+fn check_deferred(plugin: &Plugin, defer_fs_ops: bool, id: &str, path: &Path) -> Checked<()> {
+    plugin.deferrals.check_field(defer_fs_ops)?;
+    if !defer_fs_ops || plugin.backend.is_deferred(id, path)? {
+        return Ok(());
     }
+    // What does not exist is told first.
+    plugin.backend.volume_condition(id)?;
+    Err(Error::Precondition(format!(
+        "defer_fs_ops: {id:?} was not left to a container runtime at {}; leave the field out",
+        path.display()
+    )))
 }
 
 fn expand(
@@ -195,21 +223,7 @@ fn expand(
         ))
         .into());
     }
+    check_deferred(plugin, asked.defer_fs_ops, id, &path)?;
     let capacity = plugin.backend.expand_on_node(id, &path)?;
     Ok(csi::NodeExpandVolumeResponse { capacity_bytes: response::bytes(capacity) })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_broken_volume_still_tells_its_condition() {
-        let condition = |abnormal| Condition { abnormal, message: String::new() };
-        let failed = || Err(Error::Failed("statfs".into()));
-        assert!(matches!(readable(failed(), &condition(true)), Ok(None)));
-        assert!(readable(failed(), &condition(false)).is_err());
-        let unknown = Err(Error::Missing("not mounted there".into()));
-        assert!(readable(unknown, &condition(true)).is_err());
-    }
 }

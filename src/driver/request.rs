@@ -6,8 +6,10 @@
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
+use super::deferral;
 use crate::backend::{Access, AccessMode, Capability, Error, FsType, Result};
 use crate::grpc::cut;
+use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
 use csi::volume_capability::AccessType;
 use csi::volume_capability::access_mode::Mode;
@@ -24,8 +26,8 @@ const MAX_SHOWN: usize = 128;
 const KUBERNETES_PREFIXES: [&str; 2] = ["csi.storage.k8s.io/", "storage.kubernetes.io/"];
 /// Says that a volume is made for one pod (KEP-596).
 const EPHEMERAL_KEY: &str = "csi.storage.k8s.io/ephemeral";
-/// The one parameter of this driver, immutable and mutable.
-pub const CHANGE_TRACKING: &str = "changeTracking";
+/// The parameter of this driver that is both immutable and mutable.
+const CHANGE_TRACKING: &str = "changeTracking";
 
 /// A required id of something that exists.
 pub fn id<'a>(field: &'static str, value: &'a str) -> Result<&'a str> {
@@ -178,15 +180,25 @@ fn mount(
     if flags.iter().map(String::len).sum::<usize>() > MAX_MOUNT_FLAGS {
         return Err(malformed("mount_flags has more than 4 KiB"));
     }
-    let group = match wanted.volume_mount_group.as_str() {
-        "" => None,
-        // The largest number means "leave the group as it is" to the kernel.
-        text => match text.parse::<u32>() {
-            Ok(id) if id != u32::MAX && text.bytes().all(|byte| byte.is_ascii_digit()) => Some(id),
-            _ => return Err(malformed("volume_mount_group is not a group id in decimal")),
-        },
-    };
+    let group = group(field, "volume_mount_group", &wanted.volume_mount_group)?;
+    // Whether it may be there is for the call to say that publishes.
+    deferral::supplemental_group(field, wanted)?;
     Ok(Access::Mount { fs_type, flags: flags.clone(), group })
+}
+
+/// A group id, if there is one. `name` is what the capability calls it.
+pub fn group(field: &'static str, name: &str, text: &str) -> Result<Option<u32>, Refusal> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    // The largest number means "leave the group as it is" to the kernel.
+    match text.parse::<u32>() {
+        Ok(id) if id != u32::MAX && text.bytes().all(|byte| byte.is_ascii_digit()) => Ok(Some(id)),
+        _ => Err(Refusal::Malformed {
+            field,
+            reason: format!("{name} is not a group id in decimal"),
+        }),
+    }
 }
 
 /// The required capabilities of a volume that is to satisfy all of them.
@@ -241,37 +253,59 @@ pub fn keys(field: &'static str, map: &HashMap<String, String>, known: &[&str]) 
 
 /// Whether the volume of a node call is a pod's own.
 pub fn is_inline(context: &HashMap<String, String>) -> Result<bool> {
-    match context.get(EPHEMERAL_KEY).map(String::as_str) {
-        None | Some("false") => Ok(false),
-        Some("true") => Ok(true),
-        Some(_) => Err(Error::invalid(
-            "volume_context",
-            format!("{EPHEMERAL_KEY} is neither true nor false"),
-        )),
-    }
+    Ok(boolean("volume_context", context, EPHEMERAL_KEY)?.unwrap_or_default())
 }
 
-/// The context of a node call for a persistent volume: nothing of it is needed.
-pub fn volume_context(context: &HashMap<String, String>) -> Result<()> {
+/// The context of a node call for a persistent volume: whether it says that the volume has opted in to be mounted by a container
+/// runtime, if it says so. What the volume was made with decides.
+pub fn volume_context(context: &HashMap<String, String>) -> Result<Option<bool>> {
     if is_inline(context)? {
         return Err(Error::invalid(
             "volume_context",
             format!("{EPHEMERAL_KEY}: an inline volume is published without being staged"),
         ));
     }
-    keys("volume_context", context, &[])
+    keys("volume_context", context, &[DEFER_FS_MOUNT])?;
+    boolean("volume_context", context, DEFER_FS_MOUNT)
 }
 
-/// Whether `map` turns change tracking on or off, if it says so. Checks all of its keys.
-pub fn change_tracking(field: &'static str, map: &HashMap<String, String>) -> Result<Option<bool>> {
-    keys(field, map, &[CHANGE_TRACKING])?;
-    match map.get(CHANGE_TRACKING).map(String::as_str) {
+/// The parameters that a volume is made with and keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Parameters {
+    /// `None` where nothing is said of it.
+    pub change_tracking: Option<bool>,
+    /// Whether a container runtime mounts it (KEP-2857).
+    pub defer_fs_mount: bool,
+}
+
+/// Checks all keys of the immutable parameters.
+pub fn parameters(map: &HashMap<String, String>) -> Result<Parameters> {
+    const FIELD: &str = "parameters";
+    keys(FIELD, map, &[CHANGE_TRACKING, DEFER_FS_MOUNT])?;
+    Ok(Parameters {
+        change_tracking: boolean(FIELD, map, CHANGE_TRACKING)?,
+        defer_fs_mount: boolean(FIELD, map, DEFER_FS_MOUNT)?.unwrap_or_default(),
+    })
+}
+
+/// Whether the mutable parameters turn change tracking on or off, if they say so. Checks all of their keys.
+pub fn mutable_parameters(map: &HashMap<String, String>) -> Result<Option<bool>> {
+    const FIELD: &str = "mutable_parameters";
+    keys(FIELD, map, &[CHANGE_TRACKING])?;
+    boolean(FIELD, map, CHANGE_TRACKING)
+}
+
+/// What `map` says of `key`, if it does.
+fn boolean(
+    field: &'static str,
+    map: &HashMap<String, String>,
+    key: &'static str,
+) -> Result<Option<bool>> {
+    match map.get(key).map(String::as_str) {
         None => Ok(None),
         Some("true") => Ok(Some(true)),
         Some("false") => Ok(Some(false)),
-        Some(_) => {
-            Err(Error::invalid(field, format!("{CHANGE_TRACKING} is neither true nor false")))
-        }
+        Some(_) => Err(Error::invalid(field, format!("{key} is neither true nor false"))),
     }
 }
 

@@ -155,15 +155,36 @@ fn keys_of_kubernetes_pass_and_unknown_ones_are_named() {
 }
 
 #[test]
-fn change_tracking_is_true_or_false() {
-    let tracking = |pairs: &[(&str, &str)]| change_tracking("parameters", &map(pairs));
-    assert_eq!(tracking(&[]).unwrap(), None);
-    assert_eq!(tracking(&[("changeTracking", "true")]).unwrap(), Some(true));
-    assert_eq!(tracking(&[("changeTracking", "false")]).unwrap(), Some(false));
+fn parameters_are_true_or_false() {
+    let fixed = |pairs: &[(&str, &str)]| parameters(&map(pairs));
+    let mutable = |pairs: &[(&str, &str)]| mutable_parameters(&map(pairs));
+    assert_eq!(fixed(&[]).unwrap(), Parameters::default());
+    assert_eq!(mutable(&[]).unwrap(), None);
+    let both = fixed(&[("changeTracking", "false"), ("deferFSMount", "true")]).unwrap();
+    assert_eq!(both, Parameters { change_tracking: Some(false), defer_fs_mount: true });
+    assert!(!fixed(&[("deferFSMount", "false")]).unwrap().defer_fs_mount);
+    assert_eq!(mutable(&[("changeTracking", "true")]).unwrap(), Some(true));
     for bad in ["", "yes", "True"] {
-        assert!(message(tracking(&[("changeTracking", bad)])).contains("changeTracking"));
+        for key in ["changeTracking", "deferFSMount"] {
+            let words = message(fixed(&[(key, bad)]));
+            assert!(words.starts_with("parameters: ") && words.contains(key), "{words}");
+        }
+        assert!(message(mutable(&[("changeTracking", bad)])).starts_with("mutable_parameters: "));
     }
-    assert!(message(tracking(&[("changetracking", "true")])).contains("unknown key"));
+    for unknown in ["changetracking", "deferFsMount"] {
+        assert!(message(fixed(&[(unknown, "true")])).contains("unknown key"));
+    }
+    // A volume keeps it.
+    assert!(message(mutable(&[("deferFSMount", "true")])).contains("unknown key"));
+}
+
+#[test]
+fn a_context_says_whether_the_volume_has_opted_in() {
+    let said = |pairs: &[(&str, &str)]| volume_context(&map(pairs));
+    assert_eq!(said(&[]).unwrap(), None);
+    assert_eq!(said(&[("deferFSMount", "true")]).unwrap(), Some(true));
+    assert_eq!(said(&[("deferFSMount", "false")]).unwrap(), Some(false));
+    assert!(message(said(&[("deferFSMount", "1")])).starts_with("volume_context: deferFSMount"));
 }
 
 #[test]

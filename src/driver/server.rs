@@ -6,21 +6,22 @@ use std::time::Duration;
 
 use anyhow::Context;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use tokio::net::UnixListener;
 use tokio::runtime;
 use tokio::task::spawn_blocking;
-use tokio::time::{MissedTickBehavior, interval, sleep};
-use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 
+use super::Plugin;
 use super::args::Args;
 use super::call::Calls;
+use super::deferral::Deferrals;
 use super::fault::Faults;
 use super::gauges::Gauges;
 use super::inline::Policy;
 use super::topology::Place;
-use super::{Plugin, socket};
 use crate::backend::{self, Backend, Config};
+#[cfg(feature = "failpoints")]
+use crate::fail_point;
+use crate::grpc::{serve, socket};
 use crate::proto::csi::v1::controller_server::ControllerServer;
 use crate::proto::csi::v1::group_controller_server::GroupControllerServer;
 use crate::proto::csi::v1::identity_server::IdentityServer;
@@ -28,16 +29,14 @@ use crate::proto::csi::v1::node_server::NodeServer;
 use crate::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 use crate::telemetry::http::{self, HealthCheck};
-use crate::telemetry::logs;
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::shutdown::Shutdown;
+use crate::telemetry::{logs, rounds};
 
 /// Threads that serve connections: they only pass messages on.
 const ASYNC_THREADS: usize = 2;
 /// Threads that calls may block, at most. They end when idle.
 const BLOCKING_THREADS: usize = 64;
-/// How long streams that were cut off have to tell their clients.
-const GRACE: Duration = Duration::from_secs(1);
 /// Time between two looks at the room in the pool.
 const RELIEVE_EVERY: Duration = Duration::from_secs(1);
 /// Time between two looks for records that are past their retention.
@@ -88,6 +87,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         change_record_retention,
         enable_snapshot_deltas,
         inline,
+        defer,
         http_endpoint,
         drain_timeout,
         enable_faults: _,
@@ -97,7 +97,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         log: _,
     } = args;
     #[cfg(feature = "failpoints")]
-    fail_points.into_iter().for_each(backend::fail_point::watch);
+    fail_points.into_iter().for_each(fail_point::watch);
     // First, so that a signal during a long start ends the process in order, too.
     let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
     let config = Config {
@@ -107,7 +107,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         retention: change_record_retention,
         overcommit,
         inline: inline.limits(),
-        runtime: None,
+        runtime: defer.runtime(),
     };
     // Before the socket is made: the backend's lock refuses a second driver.
     let backend = spawn_blocking(move || Backend::open(config)).await??;
@@ -123,6 +123,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         style: block_metadata_type.style(block_size),
         snapshot_deltas: enable_snapshot_deltas,
         inline: Policy { new: inline.new, from_snapshot: inline.from_snapshot },
+        deferrals: Deferrals::new(defer.enabled, metrics.clone()),
     };
     if let Some(endpoint) = http_endpoint {
         let scrape: http::Scrape = Arc::new(move || metrics.scrape());
@@ -146,28 +147,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         "serving CSI"
     );
     keep_house(&backend, &shutdown);
-    until_told(plugin, listener, &calls, &shutdown).await
-}
-
-/// Serves until a signal has come and the running calls are done, or out of time.
-async fn until_told(
-    plugin: Plugin,
-    listener: UnixListener,
-    calls: &Calls,
-    shutdown: &Shutdown,
-) -> anyhow::Result<()> {
-    let served = router(plugin)
-        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), drained(shutdown.clone()));
-    tokio::select! {
-        served = served => served.context("serving")?,
-        () = overdue(shutdown) => tracing::warn!("closing connections that did not end in time"),
-    }
-    // Calls whose client has gone run on without a connection.
-    tokio::select! {
-        () = calls.idle() => tracing::info!("stopped"),
-        () = overdue(shutdown) => tracing::warn!("stopped with calls that did not end in time"),
-    }
-    Ok(())
+    serve::until_told(router(plugin), listener, &calls, &shutdown).await
 }
 
 fn router(plugin: Plugin) -> tonic::transport::server::Router {
@@ -178,17 +158,6 @@ fn router(plugin: Plugin) -> tonic::transport::server::Router {
         .add_service(SnapshotMetadataServer::new(plugin.clone()))
         .add_service(SessionServer::new(plugin.clone()))
         .add_service(NodeServer::new(plugin))
-}
-
-async fn drained(shutdown: Shutdown) {
-    shutdown.draining().await;
-}
-
-/// Waits until everything should have ended. It bounds hyper's graceful shutdown, which by itself
-/// waits for clients that do not read.
-async fn overdue(shutdown: &Shutdown) {
-    shutdown.ending().await;
-    sleep(GRACE).await;
 }
 
 fn health(backend: &Backend) -> HealthCheck {
@@ -207,23 +176,7 @@ fn keep_house(backend: &Backend, shutdown: &Shutdown) {
         (COLLECT_EVERY, Backend::collect_inline),
     ];
     for (every, round) in rounds {
-        tokio::spawn(tend(backend.clone(), every, round, shutdown.clone()));
-    }
-}
-
-/// Lets the backend keep house, one round after the other, until the end begins.
-async fn tend(backend: Backend, every: Duration, round: Round, shutdown: Shutdown) {
-    let mut rounds = interval(every);
-    rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            _ = rounds.tick() => {}
-            () = shutdown.draining() => return,
-        }
         let backend = backend.clone();
-        // A panic is in the log already; the next round may do better.
-        if let Ok(Err(error)) = spawn_blocking(move || round(&backend)).await {
-            tracing::error!(%error, "housekeeping failed");
-        }
+        tokio::spawn(rounds::keep(every, move || round(&backend), shutdown.clone()));
     }
 }

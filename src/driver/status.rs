@@ -3,6 +3,7 @@
 use tonic::{Code, Status};
 
 use crate::backend::Error;
+pub use crate::grpc::call::{exiting, panicked};
 use crate::grpc::{MAX_MESSAGE, cut};
 
 impl From<Error> for Status {
@@ -18,22 +19,13 @@ fn code(error: &Error) -> Code {
         Error::NotFound { .. } | Error::Missing(_) => Code::NotFound,
         Error::AlreadyExists(_) => Code::AlreadyExists,
         Error::Busy(_) => Code::Aborted,
+        Error::Unavailable(_) => Code::Unavailable,
         Error::Precondition(_) => Code::FailedPrecondition,
         Error::OutOfRange(_) => Code::OutOfRange,
         Error::Exhausted(_) => Code::ResourceExhausted,
         Error::Damaged(_) => Code::DataLoss,
         Error::Io { .. } | Error::Failed(_) => Code::Internal,
     }
-}
-
-pub fn panicked(method: &str) -> Status {
-    Status::internal(format!(
-        "{method} failed in a way that is a bug of the driver; its log says where"
-    ))
-}
-
-pub fn exiting() -> Status {
-    Status::unavailable("the driver is exiting; try again")
 }
 
 pub fn deadline() -> Status {
@@ -67,6 +59,7 @@ mod tests {
             (Error::Missing(words()), Code::NotFound),
             (Error::AlreadyExists(words()), Code::AlreadyExists),
             (Error::Busy(words()), Code::Aborted),
+            (Error::Unavailable(words()), Code::Unavailable),
             (Error::Precondition(words()), Code::FailedPrecondition),
             (Error::OutOfRange(words()), Code::OutOfRange),
             (Error::Exhausted(words()), Code::ResourceExhausted),

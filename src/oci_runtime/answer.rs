@@ -183,7 +183,7 @@ fn hold(
     let mut held = Vec::new();
     for pid in claim::processes(entry, &config.runtime)? {
         // It may end at any time.
-        let Ok(mounts) = filesystem::mounts_of(pid) else { continue };
+        let Ok(mounts) = filesystem::mounts_of_process(pid) else { continue };
         let of_volume = |mount: &&Mount| {
             // btrfs has device numbers of its own.
             mount.device == number

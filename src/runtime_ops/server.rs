@@ -1,10 +1,129 @@
 //! The role from start to end.
 
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
-use super::args::Args;
+use anyhow::Context as _;
+use tokio::runtime;
+use tonic::transport::Server;
 
+use super::args::{Args, Layout as Choice};
+use super::collect::{Collection, Gauges};
+use super::layout::{Crust, Kata, Layout};
+use super::program::Runner;
+use super::service::{MAX_CALLS, Ops};
+use super::turns::Turns;
+use crate::crust::Directory;
+#[cfg(feature = "failpoints")]
+use crate::fail_point;
+use crate::grpc::call::Calls;
+use crate::grpc::{serve, socket};
+use crate::proto::crust::runtime_server::RuntimeServer;
+use crate::telemetry::http::{self, Pages};
+use crate::telemetry::metrics::Metrics;
+use crate::telemetry::shutdown::Shutdown;
+use crate::telemetry::{logs, rounds};
+
+/// Threads that serve connections: they only pass messages on.
+const ASYNC_THREADS: usize = 2;
+/// Threads that may block: a call each, and housekeeping, health and metrics.
+const BLOCKING_THREADS: usize = MAX_CALLS + 4;
+/// How often the time that a program may take a call waits for another one for the same target.
+const PATIENCE: u32 = 2;
+
+/// Serves until a signal has come and the running calls are done. What is handed over stays so.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let _ = args;
-    anyhow::bail!("not there yet")
+    logs::init(args.log.clone())?;
+    let runtime = runtime::Builder::new_multi_thread()
+        .worker_threads(ASYNC_THREADS)
+        .max_blocking_threads(BLOCKING_THREADS)
+        .enable_all()
+        .build()
+        .context("starting the threads")?;
+    let result = runtime.block_on(serve(args));
+    // A call that has not ended within its time must not keep the process alive.
+    runtime.shutdown_background();
+    result.map(|()| ExitCode::SUCCESS)
+}
+
+async fn serve(args: Args) -> anyhow::Result<()> {
+    let Args {
+        endpoint,
+        socket_mode,
+        socket_group,
+        layout,
+        crust_dir,
+        kata_dir,
+        kata_runtime,
+        kata_sandbox_dir,
+        cli_timeout,
+        cli_env,
+        collect_every,
+        http_endpoint,
+        drain_timeout,
+        #[cfg(feature = "failpoints")]
+        fail_points,
+        log: _,
+    } = args;
+    #[cfg(feature = "failpoints")]
+    fail_points.into_iter().for_each(fail_point::watch);
+    let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
+    let runner = Runner { timeout: cli_timeout, environment: cli_env };
+    let (layout, flag): (Arc<dyn Layout>, _) = match layout {
+        Choice::Crust => {
+            (Arc::new(Crust { directory: Directory::new(crust_dir), runner }), "--crust-dir")
+        }
+        Choice::Kata => {
+            let directory = Directory::new(kata_dir);
+            let sandboxes = kata_sandbox_dir;
+            let kata = Kata { directory, runner, program: kata_runtime, sandboxes };
+            (Arc::new(kata), "--kata-dir")
+        }
+    };
+    // Kept to the end: nobody else may serve the directory.
+    let _served = layout.directory().serve().context(flag)?;
+    let collection = Collection {
+        layout: layout.clone(),
+        turns: Turns::default(),
+        age: collect_every,
+        collected: Arc::new(AtomicU64::new(0)),
+    };
+    let metrics = Metrics::new(vec![Box::new(Gauges(collection.clone()))]);
+    let calls = Calls::new(metrics.clone());
+    if let Some(endpoint) = http_endpoint {
+        serve_http(&endpoint, &layout, metrics, &shutdown).await?;
+    }
+    let path = endpoint.as_ref();
+    let (listener, _guard) = socket::listen(path, socket_mode, socket_group.as_deref())?;
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        directory = %layout.directory().root().display(),
+        socket = %path.display(),
+        "serving the Runtime API"
+    );
+    let ops = Ops::new(layout, collection.turns.clone(), calls.clone(), cli_timeout * PATIENCE);
+    let round = move || collection.round();
+    tokio::spawn(rounds::keep(collect_every, round, shutdown.clone()));
+    let router = Server::builder().add_service(RuntimeServer::new(ops));
+    serve::until_told(router, listener, &calls, &shutdown).await
+}
+
+async fn serve_http(
+    endpoint: &http::Endpoint,
+    layout: &Arc<dyn Layout>,
+    metrics: Metrics,
+    shutdown: &Shutdown,
+) -> anyhow::Result<()> {
+    let layout = layout.clone();
+    let scrape: http::Scrape = Arc::new(move || metrics.scrape());
+    let pages = Pages {
+        health_path: "/healthz",
+        health: Arc::new(move || layout.directory().check().map_err(|problem| problem.to_string())),
+        metrics: Some(("/metrics".into(), scrape)),
+    };
+    let address = http::start(endpoint, pages, shutdown.clone()).await;
+    let address = address.context("--http-endpoint")?;
+    tracing::info!(%address, "serving /healthz and /metrics");
+    Ok(())
 }

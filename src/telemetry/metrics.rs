@@ -28,12 +28,21 @@ pub struct Metrics {
     registry: Arc<Registry>,
     calls: Family<Call, Histogram, fn() -> Histogram>,
     extents: Counter,
+    deferred: Counter,
 }
 
 impl Metrics {
     /// `collectors` are asked at each scrape, for numbers that live elsewhere.
     pub fn new(collectors: Vec<Box<dyn Collector>>) -> Self {
-        let mut registry = Registry::with_prefix("csi_loopback");
+        let mut all = Registry::default();
+        let deferred = Counter::default();
+        // With no prefix: the proposal's name, by which operators look for it (KEP-2857, "Monitoring Requirements").
+        all.register(
+            "volumes_published_with_deferred_ops",
+            "Volumes published for a container runtime to mount, each once",
+            deferred.clone(),
+        );
+        let registry = all.sub_registry_with_prefix("csi_loopback");
         let calls: Family<Call, Histogram, fn() -> Histogram> =
             Family::new_with_constructor(|| Histogram::new(BUCKETS));
         registry.register(
@@ -46,7 +55,7 @@ impl Metrics {
         for collector in collectors {
             registry.register_collector(collector);
         }
-        Self { registry: Arc::new(registry), calls, extents }
+        Self { registry: Arc::new(all), calls, extents, deferred }
     }
 
     /// Books one call. `method` is the name of an RPC, `code` of a gRPC code.
@@ -57,6 +66,11 @@ impl Metrics {
     /// Books extents sent to a client.
     pub fn streamed(&self, extents: u64) {
         self.extents.inc_by(extents);
+    }
+
+    /// Books a volume whose mount was left to a container runtime.
+    pub fn published_deferred(&self) {
+        self.deferred.inc();
     }
 
     /// The text of a scrape. Collectors may block.
@@ -78,11 +92,13 @@ mod tests {
         metrics.called("CreateVolume", "OK", Duration::from_millis(4));
         metrics.called("CreateVolume", "ABORTED", Duration::from_millis(1));
         metrics.streamed(7);
+        metrics.published_deferred();
         let text = metrics.scrape().unwrap();
         for line in [
             r#"csi_loopback_rpc_duration_seconds_count{method="CreateVolume",code="OK"} 2"#,
             r#"csi_loopback_rpc_duration_seconds_count{method="CreateVolume",code="ABORTED"} 1"#,
             "csi_loopback_streamed_extents_total 7",
+            "\nvolumes_published_with_deferred_ops_total 1",
         ] {
             assert!(text.contains(line), "{line} not in\n{text}");
         }

@@ -6,4 +6,5 @@ pub mod http;
 pub mod klog;
 pub mod logs;
 pub mod metrics;
+pub mod rounds;
 pub mod shutdown;

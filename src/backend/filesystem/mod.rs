@@ -1,6 +1,7 @@
 //! Filesystems on volumes: making, recognising, mounting, growing and measuring them, and the
 //! freeze that makes a snapshot of one consistent. Nothing here knows a volume or a catalog.
 
+mod detached;
 mod freeze;
 mod mounts;
 mod ownership;
@@ -21,8 +22,9 @@ use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::model::{FsType, Usage};
 
+pub use detached::{grow as grow_unseen, join, live, mount_unseen};
 pub use freeze::{Frozen, thaw_left_over};
-pub use mounts::{Mount, all_mounts, is_mounted, mount_at, mounts_of, open_mounted};
+pub use mounts::{Mount, all_mounts, mount_at, mounts_of, mounts_of_process, open_mounted};
 pub use ownership::{give_all_to_group, give_to_group};
 
 /// Makes a filesystem on a device whose content nobody needs. Nothing is discarded first: the
@@ -96,11 +98,6 @@ pub fn mount_device(
     reach("filesystem.mounted")
 }
 
-/// That these are options of a mount of a device.
-pub fn check_options(options: &[String]) -> Result<()> {
-    parse_options(options).map(drop)
-}
-
 /// Splits mount(8) options into flags and what the filesystem gets to read.
 fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
     let mut flags = MsFlags::empty();
@@ -129,6 +126,11 @@ fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
         }
     }
     Ok((flags, data))
+}
+
+/// That options can be those of a mount that somebody else makes.
+pub fn check_options(options: &[String]) -> Result<()> {
+    parse_options(options).map(drop)
 }
 
 /// Shows `source` (a directory, or a device node) at `target` too.

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use super::super::error::{Context, Error, Result};
 use super::super::loop_device::LoopDevice;
 use super::super::sys;
+use super::detached;
 
 /// One mount of this mount namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,16 +61,17 @@ pub fn mount_at(target: &Path) -> Result<Option<Mount>> {
     Ok(all_mounts()?.into_iter().rfind(|mount| mount.target == target))
 }
 
-/// Whether the filesystem of a loop device is mounted anywhere.
-pub fn is_mounted(device: &LoopDevice) -> Result<bool> {
-    Ok(all_mounts()?.iter().any(|mount| mount.shows(device)))
-}
-
-/// The root of the filesystem on a loop device, opened where it is mounted; `None` when it is not.
-/// A path may lead elsewhere since something was mounted over it, so what was opened is checked.
-pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
+/// Where this mount namespace shows the filesystem of a loop device.
+pub fn mounts_of(device: &LoopDevice) -> Result<Vec<Mount>> {
     let mut mounts = all_mounts()?;
     mounts.retain(|mount| mount.shows(device));
+    Ok(mounts)
+}
+
+/// The root of the filesystem on a loop device, opened where it is mounted; `None` when this kernel has it mounted in no mount namespace.
+/// A path may lead elsewhere since something was mounted over it, so what was opened is checked.
+pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
+    let mounts = mounts_of(device)?;
     for mount in &mounts {
         if let Ok(file) = File::open(&mount.target)
             && sys::mount_id(&file).is_ok_and(|id| id == mount.id)
@@ -78,7 +80,8 @@ pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
         }
     }
     match mounts.first() {
-        None => Ok(None),
+        // Containers may have it where nobody else sees it.
+        None => Ok(detached::join(device, false)?.map(detached::Root::into_file)),
         Some(mount) => Err(Error::Precondition(format!(
             "the filesystem mounted at {} cannot be reached; unmount what lies over it",
             mount.target.display()
@@ -92,7 +95,7 @@ pub fn all_mounts() -> Result<Vec<Mount>> {
 }
 
 /// Those of another process's mount namespace, below its root.
-pub fn mounts_of(pid: u32) -> Result<Vec<Mount>> {
+pub fn mounts_of_process(pid: u32) -> Result<Vec<Mount>> {
     read(&PathBuf::from(format!("/proc/{pid}/mountinfo")))
 }
 

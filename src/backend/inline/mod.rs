@@ -18,6 +18,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
 
+use super::attachment::readable;
+use super::deferral;
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::filesystem;
@@ -25,7 +27,10 @@ use super::format;
 use super::ids::{self, INLINE_PREFIX};
 use super::locks::Lock;
 use super::loop_device::LoopDevice;
-use super::model::{Access, Condition, FsType, Inline, InlineRequest, Phase, Usage};
+use super::model::{
+    Access, Condition, Deferral, FsType, Inline, InlineRequest, Phase, Stats, Usage,
+};
+use super::runtime::DeferredMount;
 use super::store::Store;
 use super::target::{check_directory, remove_target};
 use super::upkeep;
@@ -145,19 +150,47 @@ fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
 fn bring_up(store: &Store, row: &mut Inline, content: &Content) -> Result<()> {
     let device = blocks::attach(store, row)?;
     let fs_type = blocks::filesystem(store, row, &device)?;
+    if let Some(deferral) = row.request.deferred {
+        return leave(store, row, &device, fs_type, &deferral, content);
+    }
     let read_only = row.request.is_read_only();
     if !read_only {
         show(row, &device, fs_type, false)?;
-        return fill(store, row, &device, content);
+        return fill_shown(store, row, &device, content);
     }
     if row.phase == Phase::Creating {
         // What the pod may not change is written before it can look. To be mounted anew is what every other mount
         // namespace follows, and to be made read-only is not.
         show(row, &device, fs_type, false)?;
-        fill(store, row, &device, content)?;
+        fill_shown(store, row, &device, content)?;
         filesystem::unmount(&row.target, |mount| mount.shows(&device))?;
     }
     show(row, &device, fs_type, true)
+}
+
+/// Leaves the volume to a container runtime. A new one is filled before, where nobody sees it; one that a pod may have is not
+/// looked into.
+fn leave(
+    store: &Store,
+    row: &mut Inline,
+    device: &LoopDevice,
+    fs_type: FsType,
+    deferral: &Deferral,
+    content: &Content,
+) -> Result<()> {
+    if row.phase == Phase::Creating {
+        format::grow_unseen(store, row, device)?;
+        let root = filesystem::mount_unseen(device, fs_type)?;
+        fill(row, &root.path(), content)?;
+    }
+    if let Some(message) = deferral::defect(device)? {
+        return Err(Error::Precondition(format!("volume_id: {:?}: {message}", row.handle)));
+    }
+    let read_only = row.request.is_read_only();
+    let flags = deferral::mount_flags(&mount_flags(row, read_only), fs_type, read_only);
+    let target = &row.target;
+    let device = device.path();
+    deferral::hand_over(store, &DeferredMount { target, device, fs_type, flags: &flags, deferral })
 }
 
 /// Mounts the filesystem at the target, unless it is there.
@@ -186,24 +219,34 @@ fn mount_flags(row: &Inline, read_only: bool) -> Vec<String> {
     asked.chain(own.into_iter().flatten()).map(str::to_owned).collect()
 }
 
-/// What is in the mounted volume: all of its size, content, and an owner.
-fn fill(store: &Store, row: &mut Inline, device: &LoopDevice, content: &Content) -> Result<()> {
+/// All of its size, and what is in it, for a volume that is mounted at its target.
+fn fill_shown(
+    store: &Store,
+    row: &mut Inline,
+    device: &LoopDevice,
+    content: &Content,
+) -> Result<()> {
     let target = row.target.clone();
     format::grow(store, row, device, &target)?;
+    fill(row, &target, content)
+}
+
+/// What is in the volume mounted at `root`: content, and an owner.
+fn fill(row: &Inline, root: &Path, content: &Content) -> Result<()> {
     let begins_empty = row.phase == Phase::Creating && row.request.from_snapshot.is_none();
     if begins_empty {
-        empty(&target)?;
+        empty(root)?;
     }
     if row.request.read_only_content {
-        content::refresh(&target, content)?;
+        content::refresh(root, content)?;
     } else if begins_empty {
         let mode = fs::Permissions::from_mode(SCRATCH_MODE);
-        fs::set_permissions(&target, mode).context(|| format!("opening {}", target.display()))?;
+        fs::set_permissions(root, mode).context(|| format!("opening {}", root.display()))?;
         reach("inline.mode_set")?;
-        content::seed(&target, content)?;
+        content::seed(root, content)?;
     }
     match row.request.capability.access {
-        Access::Mount { group: Some(group), .. } => filesystem::give_to_group(&target, group),
+        Access::Mount { group: Some(group), .. } => filesystem::give_to_group(root, group),
         Access::Mount { group: None, .. } | Access::Block => Ok(()),
     }
 }
@@ -231,12 +274,16 @@ pub fn unpublish(store: &Store, handle: &str, target: &Path) -> Result<()> {
     }
 }
 
-/// Intent, mount, blocks, target, row. Whatever is gone already is passed over. `Busy` when somebody still uses the
+/// Intent, mount or word to a runtime, blocks, target, row. Whatever is gone already is passed over. `Busy` when somebody still uses the
 /// filesystem, elsewhere or by an open file, after `patience`.
 fn take_away(store: &Store, row: Inline, patience: Duration) -> Result<()> {
     let row = Inline { phase: Phase::Deleting, ..row };
     store.catalog.write(|tx| tx.put(&row))?;
-    if let Some(device) = blocks::device(store, &row)? {
+    let device = blocks::device(store, &row)?;
+    if row.request.deferred.is_some() {
+        deferral::take_back(store, &row.target, device.as_ref(), patience)?;
+    }
+    if let Some(device) = device {
         filesystem::unmount(&row.target, |mount| mount.shows(&device))?;
         device.release_within(patience)?;
     }
@@ -248,6 +295,14 @@ fn take_away(store: &Store, row: Inline, patience: Duration) -> Result<()> {
 /// The inline volume of this handle, whatever phase it is in.
 pub fn find(store: &Store, handle: &str) -> Result<Option<Inline>> {
     store.catalog.read()?.get::<Inline>(handle)
+}
+
+/// How it is; `path` is its target.
+pub fn stats(store: &Store, row: &Inline, path: &Path) -> Result<Stats> {
+    if row.request.deferred.is_some() && row.target == path {
+        return deferral::stats(store, path, || defect(store, row));
+    }
+    readable(usage(store, row, path), condition(store, row)?)
 }
 
 /// How full it is; `path` is its target.
@@ -281,7 +336,11 @@ fn defect(store: &Store, row: &Inline) -> Result<Option<String>> {
     let Some(device) = blocks::device(store, row)? else {
         return Ok(Some("the volume has no loop device; restart the pod".to_owned()));
     };
-    if !is_shown(row, &device)? {
+    if row.request.deferred.is_some() {
+        if let Some(message) = deferral::defect(&device)? {
+            return Ok(Some(message));
+        }
+    } else if !is_shown(row, &device)? {
         let target = row.target.display();
         return Ok(Some(format!("the volume is not mounted at {target}; restart the pod")));
     }

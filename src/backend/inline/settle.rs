@@ -6,6 +6,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::super::error::{Context, Error, Result};
+use super::super::filesystem;
+use super::super::loop_device::LoopDevice;
 use super::super::model::{Inline, Phase};
 use super::super::store::Store;
 use super::super::target::present;
@@ -53,7 +55,7 @@ fn take_away_if_free(store: &Store, row: Inline) -> Result<()> {
         return take_away(store, row, super::PATIENCE);
     }
     if let Some(device) = blocks::device(store, &row)?
-        && device.is_held()?
+        && is_held(&row, &device)?
         && !is_shown(&row, &device)?
     {
         return Err(Error::Busy(format!(
@@ -79,8 +81,17 @@ fn is_abandoned(store: &Store, row: &Inline) -> Result<bool> {
         return Ok(false);
     }
     match blocks::device(store, row)? {
-        Some(device) => Ok(!device.is_held()?),
+        Some(device) => Ok(!is_held(row, &device)?),
         None => Ok(true),
+    }
+}
+
+/// Whether somebody has its filesystem mounted. To open a device for oneself, which is the way to ask, would fail a container runtime
+/// that mounts it at that moment; a virtual machine that has it keeps its blocks from going in any case.
+fn is_held(row: &Inline, device: &LoopDevice) -> Result<bool> {
+    match row.request.deferred {
+        Some(_) => Ok(filesystem::live(device)?.is_some()),
+        None => device.is_held(),
     }
 }
 

@@ -1,5 +1,5 @@
-//! The driver's unix socket: made with no moment at which it has the wrong owner or mode, never taken
-//! from a driver that still answers, and removed at the end only if it is still ours.
+//! The unix socket of a role: made with no moment at which it has the wrong owner or mode, never taken
+//! from a process that still answers, and removed at the end only if it is still ours.
 
 use std::fs::{self, DirBuilder, Permissions};
 use std::io::ErrorKind;
@@ -11,7 +11,7 @@ use anyhow::{Context, bail};
 use nix::unistd::Group;
 use tokio::net::{UnixListener, UnixSocket};
 
-use crate::backend::fail_point::meet;
+use crate::fail_point::meet;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 128;
@@ -75,7 +75,7 @@ pub fn listen(
         .with_context(|| format!("making the socket {shown}"))
 }
 
-/// Removes what drivers that were killed had bound and not yet named: sockets called after a process
+/// Removes what processes that were killed had bound and not yet named: sockets called after a process
 /// that is gone, or after this one.
 fn remove_left_over(directory: &Path) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
@@ -113,6 +113,16 @@ fn refuse_if_taken(path: &Path) -> anyhow::Result<()> {
     }
 }
 
+/// An access mode, as a flag gives it.
+pub fn octal_mode(text: &str) -> Result<u32, String> {
+    let digits = text.strip_prefix("0o").unwrap_or(text);
+    let octal = digits.bytes().all(|byte| byte.is_ascii_digit());
+    match u32::from_str_radix(digits, 8) {
+        Ok(mode) if octal && mode <= 0o777 => Ok(mode),
+        _ => Err(format!("{text:?} is not an access mode in octal, such as 0660")),
+    }
+}
+
 /// The id of a group that is given by name or number.
 fn group_id(group: &str) -> anyhow::Result<u32> {
     if let Ok(id) = group.parse() {
@@ -129,6 +139,13 @@ mod tests {
 
     fn mode_of(path: &Path) -> u32 {
         fs::symlink_metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn an_access_mode_is_octal() {
+        assert_eq!(octal_mode("0660"), Ok(0o660));
+        assert_eq!(octal_mode("600"), Ok(0o600));
+        assert!(["", "8", "1777", "+600", "rw"].iter().all(|text| octal_mode(text).is_err()));
     }
 
     #[tokio::test]
@@ -165,7 +182,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_a_killed_driver_had_bound_and_not_named_goes_with_the_next_start() {
+    async fn what_a_killed_process_had_bound_and_not_named_goes_with_the_next_start() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         // More than any process number (proc(5), pid_max).

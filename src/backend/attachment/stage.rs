@@ -1,0 +1,147 @@
+//! Stage and its reverse: a volume's device, its filesystem, and its mount at the staging path where it has one.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use super::super::error::{Context, Error, Result};
+use super::super::fail_point::reach;
+use super::super::filesystem;
+use super::super::format;
+use super::super::loop_device::LoopDevice;
+use super::super::model::{Access, Attachment, Capability, FsType, Mounted, Volume};
+use super::super::store::Store;
+use super::super::target::check_directory;
+use super::super::upkeep;
+use super::{device_of, shown_at};
+
+/// Attaches a volume and, unless it is used raw, makes its filesystem where there is none. It is mounted at `path`, or at no
+/// path yet if container runtimes are known.
+pub fn stage(store: &Store, volume_id: &str, path: &Path, capability: &Capability) -> Result<()> {
+    let _lock = store.locks.take([volume_id])?;
+    let reading = store.catalog.read()?;
+    let volume = reading.live_volume(volume_id)?;
+    if let Some(attachment) = reading.get::<Attachment>(volume_id)? {
+        let attachment = same_stage(attachment, path, capability)?;
+        let staged = bring_up(store, volume, &attachment);
+        return staged.map_err(|error| upkeep::or_exhausted(store, error));
+    }
+    let attachment = Attachment {
+        volume_id: volume_id.to_owned(),
+        staging_path: path.to_owned(),
+        capability: capability.clone(),
+        published: BTreeMap::new(),
+        mounted: match (&store.config.runtime, &capability.access) {
+            (Some(_), Access::Mount { .. }) => Mounted::AtTargets,
+            (None, _) | (_, Access::Block) => Mounted::AtStaging,
+        },
+    };
+    store.catalog.write(|tx| tx.put(&attachment))?;
+    let staged = bring_up(store, volume, &attachment);
+    if staged.is_err() {
+        // What was not staged leaves nothing attached behind. If this fails too, the row tells the
+        // next stage or unstage what to look for.
+        let _ = take_down(store, &attachment);
+    }
+    staged.map_err(|error| upkeep::or_exhausted(store, error))
+}
+
+/// An earlier stage of the volume, if it is the same one.
+fn same_stage(attachment: Attachment, path: &Path, capability: &Capability) -> Result<Attachment> {
+    if attachment.staging_path != path {
+        return Err(Error::Precondition(format!(
+            "staging_target_path: {:?} is staged at {}; unstage it there first",
+            attachment.volume_id,
+            attachment.staging_path.display()
+        )));
+    }
+    if !attachment.capability.is_like(capability) {
+        return Err(Error::AlreadyExists(format!(
+            "volume_capability: {:?} is staged here with another capability; unstage it first",
+            attachment.volume_id
+        )));
+    }
+    Ok(attachment)
+}
+
+fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Result<()> {
+    let backing = store.open_volume(&volume)?;
+    let device = LoopDevice::ensure(&backing)?;
+    if device.size()? < volume.capacity_bytes {
+        device.grow()?;
+    }
+    let Access::Mount { fs_type, .. } = &attachment.capability.access else {
+        return format::forget(store, &mut volume);
+    };
+    let fs_type = format::ensure(store, &mut volume, &backing, &device, *fs_type)?;
+    match attachment.mounted {
+        Mounted::AtStaging => mount(store, &mut volume, attachment, &device, fs_type),
+        Mounted::AtTargets => grow(store, &mut volume, attachment, &device),
+    }
+}
+
+fn mount(
+    store: &Store,
+    volume: &mut Volume,
+    attachment: &Attachment,
+    device: &LoopDevice,
+    fs_type: FsType,
+) -> Result<()> {
+    let Attachment { staging_path: path, capability, .. } = attachment;
+    let Access::Mount { flags, .. } = &capability.access else { return Ok(()) };
+    let read_only = capability.is_read_only();
+    if !read_only && filesystem::live(device)?.is_none() {
+        format::grow_unmounted(store, volume, device)?;
+    }
+    fs::create_dir_all(path).context(|| format!("making {}", path.display()))?;
+    reach("stage.directory_made")?;
+    if !shown_at(path, device)? {
+        check_directory("staging_target_path", path)?;
+        filesystem::mount_device(device.path(), path, fs_type, flags, read_only)?;
+    }
+    if read_only { Ok(()) } else { format::grow(store, volume, device, path) }
+}
+
+/// What is not mounted grows now, unless somebody has it, in this kernel or, if it was left to a runtime, in another. They grow it when they are asked to.
+fn grow(
+    store: &Store,
+    volume: &mut Volume,
+    attachment: &Attachment,
+    device: &LoopDevice,
+) -> Result<()> {
+    let is_idle = attachment.deferred_at().is_none() && filesystem::live(device)?.is_none();
+    if is_idle && !attachment.capability.is_read_only() {
+        format::grow_unseen(store, volume, device)?;
+    }
+    Ok(())
+}
+
+/// Unmounts and detaches a volume. OK when it is not staged at `path`.
+pub fn unstage(store: &Store, volume_id: &str, path: &Path) -> Result<()> {
+    let _lock = store.locks.take([volume_id])?;
+    let Some(attachment) = store.catalog.read()?.get::<Attachment>(volume_id)? else {
+        return Ok(());
+    };
+    if attachment.staging_path != path {
+        return Ok(());
+    }
+    for (target, publication) in &attachment.published {
+        // What a runtime has is mounted nowhere here: the row is all that says so.
+        if publication.deferred.is_some() || filesystem::mount_at(target)?.is_some() {
+            return Err(Error::Precondition(format!(
+                "volume_id: {volume_id:?} is still published at {}; unpublish it first",
+                target.display()
+            )));
+        }
+    }
+    take_down(store, &attachment)
+}
+
+fn take_down(store: &Store, attachment: &Attachment) -> Result<()> {
+    let id = &attachment.volume_id;
+    if let Some(device) = device_of(store, id)? {
+        filesystem::unmount(&attachment.staging_path, |mount| mount.shows(&device))?;
+        device.release()?;
+    }
+    store.catalog.write(|tx| tx.remove::<Attachment>(id))
+}

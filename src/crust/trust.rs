@@ -1,0 +1,157 @@
+//! Whether nobody but root can change what stands at a path: every directory and link on the way to it is looked at.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::fs::{self, Metadata};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
+
+use super::{Problem, Result};
+
+/// As many as the kernel follows.
+const MAX_LINKS: usize = 40;
+const STICKY: u32 = 0o1000;
+const WRITABLE_BY_OTHERS: u32 = 0o022;
+
+/// A directory that only root can put something in.
+pub fn directory(path: &Path) -> Result<PathBuf> {
+    let (real, found) = walk(path)?;
+    if !found.is_dir() || found.mode() & WRITABLE_BY_OTHERS != 0 {
+        return Err(unsafe_at(path, "is not a directory that only its owner may write to"));
+    }
+    Ok(real)
+}
+
+/// A program that only root can have put there.
+pub fn program(path: &Path) -> Result<()> {
+    let (_, found) = walk(path)?;
+    if !found.is_file() || found.permissions().mode() & 0o111 == 0 {
+        return Err(unsafe_at(path, "is not an executable file"));
+    }
+    Ok(())
+}
+
+fn unsafe_at(path: &Path, reason: &str) -> Problem {
+    Problem::Unsafe(format!("{}: {reason}", path.display()))
+}
+
+/// Goes to `path` as the kernel does, links included; the path without links, and what is there.
+fn walk(path: &Path) -> Result<(PathBuf, Metadata)> {
+    if !path.is_absolute() {
+        return Err(unsafe_at(path, "is not an absolute path"));
+    }
+    let mut links = 0;
+    let mut ahead = names(path);
+    let mut at = PathBuf::from("/");
+    let mut found = look(&at)?;
+    while let Some(name) = ahead.pop_front() {
+        if !found.is_dir() {
+            return Err(unsafe_at(&at, "is not a directory"));
+        }
+        if name == ".." {
+            at.pop();
+            found = look(&at)?;
+            continue;
+        }
+        let next = at.join(name);
+        let there = look(&next)?;
+        if !there.is_symlink() {
+            (at, found) = (next, there);
+            continue;
+        }
+        links += 1;
+        if links > MAX_LINKS {
+            return Err(unsafe_at(path, "has too many links in it"));
+        }
+        let target = fs::read_link(&next)
+            .map_err(|e| Problem::io(format!("reading {}", next.display()), e))?;
+        if target.is_absolute() {
+            at = PathBuf::from("/");
+            found = look(&at)?;
+        }
+        for name in names(&target).into_iter().rev() {
+            ahead.push_front(name);
+        }
+    }
+    Ok((at, found))
+}
+
+fn names(path: &Path) -> VecDeque<OsString> {
+    let name = |component: Component<'_>| match component {
+        Component::Normal(name) => Some(name.to_owned()),
+        Component::ParentDir => Some("..".into()),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    };
+    path.components().filter_map(name).collect()
+}
+
+/// What stands at a path: only root may have put it there, and only root may change it.
+fn look(path: &Path) -> Result<Metadata> {
+    let found = fs::symlink_metadata(path)
+        .map_err(|e| Problem::io(format!("looking at {}", path.display()), e))?;
+    // Without root, in tests of no more than this, whoever runs them is as good.
+    if found.uid() != 0 && found.uid() != nix::unistd::geteuid().as_raw() {
+        return Err(unsafe_at(path, "is not root's"));
+    }
+    // A link's own mode means nothing, and in a sticky directory only the owner of a file can replace it.
+    let open_to_others = found.mode() & WRITABLE_BY_OTHERS != 0
+        && !found.is_symlink()
+        && !(found.is_dir() && found.mode() & STICKY != 0);
+    if open_to_others {
+        return Err(unsafe_at(path, "can be written to by its group or by others"));
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink};
+
+    use super::*;
+
+    fn make(path: &Path, mode: u32) {
+        fs::OpenOptions::new().create_new(true).write(true).mode(mode).open(path).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn a_program_that_others_can_change_is_not_trusted_wherever_on_the_way_they_can() {
+        let scratch = tempfile::tempdir().unwrap();
+        let at = |name: &str| scratch.path().join(name);
+        make(&at("good"), 0o755);
+        program(&at("good")).unwrap();
+        symlink(at("good"), at("link")).unwrap();
+        symlink("link", at("link-to-link")).unwrap();
+        program(&at("link-to-link")).unwrap();
+        for mode in [0o775, 0o757] {
+            make(&at(&format!("{mode:o}")), mode);
+            assert!(matches!(program(&at(&format!("{mode:o}"))), Err(Problem::Unsafe(_))));
+        }
+        make(&at("data"), 0o644);
+        assert!(program(&at("data")).is_err());
+        assert!(program(scratch.path()).is_err());
+        assert!(program(Path::new("good")).is_err());
+        assert!(matches!(program(&at("none")), Err(Problem::Io { .. })));
+        // The way there, or the way that a link takes.
+        fs::DirBuilder::new().mode(0o755).create(at("open")).unwrap();
+        make(&at("open/program"), 0o755);
+        symlink(at("open/program"), at("into-open")).unwrap();
+        program(&at("into-open")).unwrap();
+        fs::set_permissions(at("open"), fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(program(&at("open/program")).is_err() && program(&at("into-open")).is_err());
+        fs::set_permissions(at("open"), fs::Permissions::from_mode(0o1777)).unwrap();
+        program(&at("open/program")).unwrap();
+        symlink("loop", at("loop")).unwrap();
+        assert!(program(&at("loop")).is_err());
+    }
+
+    #[test]
+    fn a_directory_that_others_may_write_to_is_not_trusted_even_when_it_is_sticky() {
+        let scratch = tempfile::tempdir().unwrap();
+        directory(scratch.path()).unwrap();
+        for mode in [0o770, 0o1777] {
+            fs::set_permissions(scratch.path(), fs::Permissions::from_mode(mode)).unwrap();
+            assert!(directory(scratch.path()).is_err(), "{mode:o}");
+        }
+    }
+}

@@ -95,7 +95,7 @@ fn what_an_entry_says_is_not_believed() {
         // Nor is one in a directory that others may write to.
         let crust = node.path("crust");
         fs::set_permissions(&crust, fs::Permissions::from_mode(0o777)).unwrap();
-        node.container(&mounts).refused("only its owner may write to");
+        node.container(&mounts).refused("can be written to by its group or by others");
         fs::set_permissions(&crust, fs::Permissions::from_mode(0o700)).unwrap();
         let container = node.container(&mounts);
         container.start();

@@ -171,6 +171,11 @@ impl Pool {
         self.backend = None;
     }
 
+    /// What the backend is opened with the next time.
+    pub fn configure(&mut self, configure: impl FnOnce(&mut Config)) {
+        configure(&mut self.config);
+    }
+
     pub fn start(&mut self) {
         self.try_start().unwrap();
     }

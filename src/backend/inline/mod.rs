@@ -62,6 +62,9 @@ pub struct PublishInline<'a> {
 /// Makes the volume and shows it, or makes what is there agree with the request.
 pub fn publish(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
     check_handle(publish.handle)?;
+    if publish.request.deferred.is_some() {
+        deferral::runtime(store)?;
+    }
     let _lock = lock(store, publish.handle, publish.target)?;
     let found = store.catalog.read()?.get::<Inline>(publish.handle)?;
     match found {

@@ -54,8 +54,10 @@ pub fn whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all
     watch.saw_nothing();
 }
 
-pub fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume(cluster: &Cluster) {
-    const TEST: &str = "a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume";
+pub fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothing_handed_over(
+    cluster: &Cluster,
+) {
+    const TEST: &str = "a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothing_handed_over";
     let Some(rig) = Rig::new(cluster, TEST) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();

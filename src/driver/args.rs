@@ -168,12 +168,8 @@ pub struct DeferArgs {
     pub enable_defer_fs_ops: bool,
 
     /// Socket of crust_ops (--mode runtime-ops): unix:///path, unix:/path or /path.
-    #[arg(
-        long = "crust-endpoint",
-        default_value = "unix:///run/csi-loopback/crust.sock",
-        value_name = "SOCKET"
-    )]
-    pub endpoint: SocketPath,
+    #[arg(long, default_value = "unix:///run/csi-loopback/crust.sock", value_name = "SOCKET")]
+    pub crust_endpoint: SocketPath,
 
     /// How long a call of crust_ops may take: 100ms to 10min.
     #[arg(long, default_value = "30s", value_parser = crust_timeout, value_name = "TIME")]

@@ -81,7 +81,7 @@ impl Rig {
     /// That the host has this volume mounted nowhere.
     #[track_caller]
     pub fn assert_not_mounted(&self, volume: &str) {
-        assert_nothing_mounted(&self.driver, volume);
+        assert_nothing_mounted(volume);
         for at in [self.driver.target(volume), self.driver.staging(volume)] {
             assert!(mounts_at(&at).is_empty(), "{} is a mount", at.display());
             let entries = at.read_dir().map(Iterator::count).unwrap_or_default();
@@ -91,11 +91,12 @@ impl Rig {
 }
 
 #[track_caller]
-fn assert_nothing_mounted(driver: &Driver, volume: &str) {
+fn assert_nothing_mounted(volume: &str) {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let file = driver.backing_file(volume);
-    let name = file.file_name().unwrap().to_str().unwrap().to_owned();
-    for device in loops_named(&name) {
+    // Its backing file has its id for a name.
+    let devices = loops_named(volume);
+    assert!(!devices.is_empty(), "{volume} is not attached");
+    for device in devices {
         let of_it = mounts.lines().find(|line| line.contains(&format!(" {device} ")));
         assert_eq!(of_it, None, "{device} is mounted");
     }
@@ -119,7 +120,6 @@ pub fn grouped(supplemental: &str, policy: &str, of_kubelet: &str) -> csi::Volum
     wanted
 }
 
-/// What no directory has: nothing is there, or an empty directory.
 pub fn is_gone(at: &Path) -> bool {
     !at.exists()
 }

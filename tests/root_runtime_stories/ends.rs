@@ -5,7 +5,7 @@ use tonic::Code;
 use crate::cluster::Cluster;
 use crate::rig::{Rig, demanding, device_of};
 use crate::support::MIB;
-use crate::support::driver::stats;
+use crate::support::driver::{stats, wait_for};
 use crate::support::path;
 
 const SIZE: u64 = 320 * MIB;
@@ -47,6 +47,7 @@ pub fn whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all
     rig.node.halt();
     is_told(&rig);
     rig.node.resume();
+    wait_for("another kubelet's figures", || rig.summary(&pod, "data").is_some());
     works(&rig, "with another kubelet");
     is_told(&rig);
     rig.gone(&pod, &[]);

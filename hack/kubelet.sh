@@ -165,7 +165,6 @@ resolvConf: ""
 oomScoreAdj: 0
 makeIPTablesUtilChains: false
 # The machine's disk may be as full as it likes, and the one image cannot be had again.
-localStorageCapacityIsolation: false
 evictionHard: {memory.available: 0%, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%}
 imageGCHighThresholdPercent: 100
 # How often a pod's volumes are looked at, and so how soon a driver is asked to publish again (requiresRepublish).

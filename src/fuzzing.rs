@@ -21,6 +21,7 @@ pub use crate::driver::request::{
     capacity_range, id, is_inline, keys, max_entries, mutable_parameters, name, path, place,
     volume_context,
 };
+pub use crate::runtime_ops::answer::{resized, stats as runtime_stats};
 
 /// What the kernel would answer to FIEMAP: (first byte asked for) → a batch of extents.
 pub type Fetch<'a> = Box<dyn FnMut(u64) -> Result<Vec<FiemapExtent>> + 'a>;

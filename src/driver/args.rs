@@ -164,33 +164,23 @@ impl InlineArgs {
 pub struct DeferArgs {
     /// Let container runtimes mount volumes in the place of this host, where a request or a volume asks for it: a
     /// proposal's addition to CSI (KEP-2857), which is advertised with capabilities that CSI itself does not know.
-    #[arg(id = "enable_defer_fs_ops", long = "enable-defer-fs-ops")]
-    pub enabled: bool,
+    #[arg(long)]
+    pub enable_defer_fs_ops: bool,
 
     /// Socket of crust_ops (--mode runtime-ops): unix:///path, unix:/path or /path.
-    #[arg(
-        id = "crust_endpoint",
-        long = "crust-endpoint",
-        default_value = "unix:///run/csi-loopback/crust.sock",
-        value_name = "SOCKET"
-    )]
-    pub endpoint: SocketPath,
+    #[arg(long, default_value = "unix:///run/csi-loopback/crust.sock", value_name = "SOCKET")]
+    pub crust_endpoint: SocketPath,
 
     /// How long a call of crust_ops may take: 100ms to 10min.
-    #[arg(
-        id = "crust_timeout",
-        long = "crust-timeout",
-        default_value = "30s",
-        value_parser = crust_timeout,
-        value_name = "TIME"
-    )]
-    pub timeout: Duration,
+    #[arg(long, default_value = "30s", value_parser = crust_timeout, value_name = "TIME")]
+    pub crust_timeout: Duration,
 }
 
 impl DeferArgs {
     /// The way to the runtimes, if it is to be used. To be called inside a runtime.
     pub fn runtime(&self) -> Option<Arc<dyn Runtime>> {
-        self.enabled.then(|| Arc::new(Crust::new(&self.endpoint, self.timeout)) as _)
+        let crust = || Arc::new(Crust::new(&self.crust_endpoint, self.crust_timeout));
+        self.enable_defer_fs_ops.then(|| crust() as _)
     }
 }
 

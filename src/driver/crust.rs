@@ -297,9 +297,15 @@ fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
 /// What crust_ops says of a volume, as far as it can be true.
 fn stats(answer: crust::RuntimeGetVolumeStatsResponse) -> Result<RuntimeStats> {
     let wrong = |what: &str| Error::Failed(format!("{STATS}: crust_ops answers {what}"));
-    let condition = answer.volume_condition.ok_or_else(|| wrong("without a condition"))?;
-    let condition =
-        Condition { abnormal: condition.abnormal, message: cut(&condition.message, MAX_MESSAGE) };
+    let condition = match answer.volume_condition {
+        Some(told) => {
+            Condition { abnormal: told.abnormal, message: cut(&told.message, MAX_MESSAGE) }
+        }
+        None => Condition {
+            abnormal: false,
+            message: "its container runtime says nothing of its condition".to_owned(),
+        },
+    };
     if answer.usage.is_empty() {
         return Ok(RuntimeStats { usage: None, condition });
     }

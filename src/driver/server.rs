@@ -123,7 +123,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         style: block_metadata_type.style(block_size),
         snapshot_deltas: enable_snapshot_deltas,
         inline: Policy { new: inline.new, from_snapshot: inline.from_snapshot },
-        deferrals: Deferrals::new(defer.enabled, metrics.clone()),
+        deferrals: Deferrals::new(defer.enable_defer_fs_ops, metrics.clone()),
     };
     if let Some(endpoint) = http_endpoint {
         let scrape: http::Scrape = Arc::new(move || metrics.scrape());

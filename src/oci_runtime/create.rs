@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -23,7 +23,7 @@ use super::sub_path;
 use super::volume::Volume;
 use crate::backend::fail_point::reach;
 use crate::backend::{filesystem, sys};
-use crate::crust::Target;
+use crate::crust::{Target, trust};
 
 const NONE: Option<&str> = None;
 
@@ -110,14 +110,7 @@ fn volumes<'a>(
 pub fn enter_private_namespace(work_dir: &Path) -> Result<()> {
     let what = || format!("{} (workDir)", work_dir.display());
     DirBuilder::new().recursive(true).mode(0o700).create(work_dir).with_context(what)?;
-    let found = fs::symlink_metadata(work_dir).with_context(what)?;
-    ensure!(
-        found.is_dir()
-            && found.uid() == nix::unistd::geteuid().as_raw()
-            && found.mode() & 0o022 == 0,
-        "{}: is not a directory that only root may write to",
-        what()
-    );
+    trust::directory(work_dir).with_context(what)?;
     sys::new_mount_namespace().context("making a mount namespace")?;
     mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_SLAVE, NONE)
         .context("parting the mount namespace from the host's")?;

@@ -51,6 +51,9 @@ pub fn find(config: &Config, binds: &[Bind]) -> Result<Vec<Deferred>> {
         };
         found.extend(deferred);
     }
+    if !found.is_empty() {
+        directory.check()?;
+    }
     Ok(found)
 }
 

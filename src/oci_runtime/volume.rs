@@ -1,8 +1,6 @@
 //! Mounting a volume. What an entry says is checked once more: crust_ops has done so, but its directory may be anybody's.
 
-use std::fs;
 use std::io;
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -11,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::backend::filesystem;
 use crate::backend::{Error, FsType};
-use crate::crust::{GroupChangePolicy, MountInfo};
+use crate::crust::{GroupChangePolicy, MountInfo, check};
 
 /// How long a device may be in use: the kernel lets go of a filesystem in its own time.
 const BUSY_PATIENCE: Duration = Duration::from_secs(10);
@@ -29,12 +27,12 @@ pub struct Volume {
 impl Volume {
     /// With a label, all of it is shown with that to SELinux.
     pub fn new(info: &MountInfo, label: Option<&str>) -> Result<Self> {
-        let device = device(&info.device)?;
-        ensure!(!info.fs_type.is_empty(), "mountInfo.json: fstype: is required");
+        let device = check::block_device("mountInfo.json: device", &info.device)?;
+        check::fs_type("mountInfo.json: fstype", &info.fs_type)?;
         let fs_type: FsType = info.fs_type.parse().map_err(|_| {
             anyhow::anyhow!("mountInfo.json: fstype: {:?} is not supported", info.fs_type)
         })?;
-        let mut options = info.options.clone();
+        let mut options = check::options("mountInfo.json: options", &info.options)?;
         // The reason may name an option, which is no secret then: it is one of a few words.
         filesystem::check_options(&options).map_err(|error| match error {
             Error::Invalid { reason, .. } => anyhow::anyhow!("mountInfo.json: options: {reason}"),
@@ -113,47 +111,5 @@ impl Volume {
             GroupChangePolicy::OnRootMismatch => filesystem::give_to_group(root, group),
         }
         .context("fsGroup")
-    }
-}
-
-/// A block device below /dev.
-fn device(path: &str) -> Result<PathBuf> {
-    let named = Path::new(path);
-    let field = || format!("mountInfo.json: device: {path:?}");
-    ensure!(
-        named.starts_with("/dev") && named != Path::new("/dev"),
-        "{}: is not below /dev",
-        field()
-    );
-    let device = named.canonicalize().with_context(field)?;
-    ensure!(device.starts_with("/dev"), "{}: leads out of /dev", field());
-    let kind = fs::metadata(&device).with_context(field)?.file_type();
-    ensure!(kind.is_block_device(), "{}: is no block device", field());
-    Ok(device)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_no_volume_is_refused_with_the_field() {
-        let info = |device: &str, fs_type: &str, options: &[&str]| {
-            let options = options.iter().map(|option| (*option).to_owned()).collect();
-            MountInfo::new(device.to_owned(), fs_type.to_owned(), options)
-        };
-        let told = |info: &MountInfo| format!("{:#}", Volume::new(info, None).unwrap_err());
-        for bad in [
-            "",
-            "/",
-            "/dev",
-            "/etc/passwd",
-            "/dev/../etc/passwd",
-            "/dev/null",
-            "/dev/none",
-            "dev/loop0",
-        ] {
-            assert!(told(&info(bad, "ext4", &[])).contains("device"), "{bad}");
-        }
     }
 }

@@ -6,7 +6,7 @@
 //! bounds) and [`answer`] (what it said); why not is a [`refusal`], one reason, one code. Nothing is kept here: all there is to
 //! know is in the entries.
 
-mod answer;
+pub(crate) mod answer;
 mod args;
 mod collect;
 mod layout;

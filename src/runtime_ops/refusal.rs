@@ -100,3 +100,48 @@ impl From<Refusal> for Status {
         Self::new(refusal.code(), cut(&refusal.to_string(), MAX_MESSAGE))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::documented::row;
+    use crate::grpc::code_name;
+
+    #[test]
+    fn each_refusal_has_a_code_that_the_documentation_explains_and_a_short_message() {
+        let page = include_str!("../../docs/runtime-assisted-mount.md");
+        let target = || Target::new("path", format!("/{}", "x".repeat(4000))).unwrap();
+        let program = || PathBuf::from("/bin/runtime");
+        let (action, words) = ("crust stats", || "words".to_owned());
+        let limit = Duration::from_secs(1);
+        let refusals = [
+            Refusal::invalid("fs_type", "words"),
+            Refusal::NoEntry(target()),
+            Refusal::Unclaimed(target()),
+            Refusal::Untrusted(words()),
+            Refusal::Unstartable { program: program(), reason: words() },
+            Refusal::Overdue { program: program(), action, limit },
+            Refusal::TooMuch { program: program(), action, limit: 1 },
+            Refusal::NotRunning(words()),
+            Refusal::Failed { program: program(), action, how: words(), said: words() },
+            Refusal::Nonsense { program: program(), action, reason: words() },
+            Refusal::Disk(words()),
+        ];
+        let mut codes = BTreeSet::new();
+        for refusal in refusals {
+            let status = Status::from(refusal);
+            assert!(status.message().len() <= MAX_MESSAGE + '…'.len_utf8());
+            let name = code_name(status.code());
+            row(page, name);
+            assert!(codes.insert(name), "{name} twice");
+        }
+        // These two share a code with something that is also a matter of trying again.
+        for (refusal, name) in
+            [(Refusal::Busy(words()), "ABORTED"), (Refusal::Flooded(64), "RESOURCE_EXHAUSTED")]
+        {
+            assert_eq!(code_name(Status::from(refusal).code()), name);
+        }
+    }
+}

@@ -38,6 +38,9 @@ fn started<'a>(cluster: &'a Cluster, entries: &[Value]) -> Rig<'a> {
     rig
 }
 
+/// What is done to a pod's spec.
+type Need<'n> = &'n dyn Fn(&mut Value);
+
 /// A pod of the class with this volume, and a need.
 fn of_class(volume: &Value, class: &str, need: impl Fn(&mut Value)) -> Value {
     let mut pod = pod(volume);
@@ -84,7 +87,7 @@ pub fn a_pod_that_needs_what_its_runtime_does_not_do_is_left_as_it_is(cluster: &
     let selinux = |spec: &mut Value| {
         spec["containers"][0]["securityContext"] = json!({ "seLinuxOptions": { "level": "s0" } });
     };
-    let needs: [(&str, &dyn Fn(&mut Value)); 4] = [
+    let needs: [(&str, Need<'_>); 4] = [
         ("fsGroup", &|spec| spec["securityContext"] = json!({ "fsGroup": 1 })),
         ("OnRootMismatch", &|spec| {
             spec["securityContext"] =

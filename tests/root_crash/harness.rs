@@ -97,13 +97,21 @@ pub struct Scene {
 }
 
 impl Scene {
+    /// SCENE in a flag stands for [`Scene::place`].
     pub fn start(kind: PoolKind, flags: &[&str]) -> Self {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
         let points = TempDir::with_prefix("points-").unwrap();
         let watched = path(points.path()).to_owned();
-        let driver = Driver::with(kind, &[flags, &["--fail-points", &watched]].concat());
+        let flags: Vec<String> = flags.iter().map(|flag| flag.replace("SCENE", &watched)).collect();
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let driver = Driver::with(kind, &[flags.as_slice(), &["--fail-points", &watched]].concat());
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         Self { driver, tag: format!("crash{}x{number}", std::process::id()), points }
+    }
+
+    /// A private directory beside the driver's.
+    pub fn place(&self) -> &Path {
+        self.points.path()
     }
 
     /// The name of an object of this scene.

@@ -15,6 +15,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod deferred;
 mod harness;
 mod inline;
 mod inline_content;
@@ -33,6 +34,7 @@ use std::thread;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use csi_loopback::backend::PoolKind;
+use deferred::{Call as DeferredCall, Deferred};
 use harness::{ALL, PAGES, Play, STEPS, Scenario, Scene};
 use inline::OnPod;
 use inline_content::{Call as ContentCall, InlineContent};
@@ -100,11 +102,26 @@ const ENTRIES: &[Entry] = entries! {
     "inline: secret wiped" => InlineContent::new(ContentCall::Wipe),
     "inline: unpublish" => OnPod::new(inline::Call::Unpublish),
     "inline: unpublish after a reboot" => OnPod::new(inline::Call::UnpublishAfterReboot),
+    "deferred: stage larger" [deferred::FLAGS] => Deferred::new(DeferredCall::StageLarger),
+    "deferred: cut" [deferred::FLAGS] => Deferred::new(DeferredCall::Cut),
+    "deferred: inline" [deferred::FLAGS] => Deferred::new(DeferredCall::PublishInline),
+    "deferred: inline unpublish" [deferred::FLAGS] => Deferred::new(DeferredCall::UnpublishInline),
+    "deferred: start with leftovers" [deferred::FLAGS] => Deferred::new(DeferredCall::Leftovers),
+    "deferred: expand" [deferred::FLAGS] => Deferred::new(DeferredCall::Expand),
+    "deferred: publish" [deferred::FLAGS] => Deferred::new(DeferredCall::Publish),
+    "deferred: publish on the host" [deferred::FLAGS] => Deferred::new(DeferredCall::PublishOnHost),
+    "deferred: reboot" [deferred::FLAGS] => Deferred::new(DeferredCall::Reboot),
+    "deferred: unpublish" [deferred::FLAGS] => Deferred::new(DeferredCall::Unpublish),
     "inline: start with leftovers" => OnPod::new(inline::Call::Leftovers),
 };
 
 /// Scenarios whose call is a start of the driver.
-const STARTS: [&str; 2] = ["reboot", "inline: start with leftovers"];
+const STARTS: [&str; 4] = [
+    "reboot",
+    "inline: start with leftovers",
+    "deferred: start with leftovers",
+    "deferred: reboot",
+];
 
 fn everything() -> bool {
     std::env::var("CRASH_POOLS").is_ok_and(|pools| pools == "all")

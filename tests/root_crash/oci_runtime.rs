@@ -58,6 +58,9 @@ fn with_scene(node: &Node, round: impl Fn(&Container<'_>, &dyn Fn())) {
 fn a_runtime_that_dies_or_fails_between_any_two_steps_leaves_nothing() {
     on_node("a runtime that dies", |node| {
         with_scene(node, |container, afterwards| {
+            // Every round is to find the same tree, and so to meet the same points.
+            assert!(call(node, "", &container.creation()).0.status.success());
+            afterwards();
             let mut all = BTreeSet::new();
             let (output, created) = call(node, "kill 0 !page.", &container.creation());
             assert!(output.status.success(), "{output:?}");
@@ -69,8 +72,9 @@ fn a_runtime_that_dies_or_fails_between_any_two_steps_leaves_nothing() {
                     println!("create: {what} at {point}");
                     let plan = format!("{what} {} !page.", number + 1);
                     let (output, met) = call(node, &plan, &container.creation());
-                    assert_eq!(met.last(), Some(point));
-                    assert!(!output.status.success(), "{point}: {output:?}");
+                    assert!(met.contains(point), "{point}: {met:?}");
+                    // A container that was made is made, whatever could not be noted then.
+                    assert!(what == "error" || !output.status.success(), "{point}: {output:?}");
                     afterwards();
                     rounds += 1;
                 }
@@ -79,7 +83,7 @@ fn a_runtime_that_dies_or_fails_between_any_two_steps_leaves_nothing() {
                     assert!(call(node, "", &container.creation()).0.status.success());
                     let plan = format!("{what} {} !page.", number + 1);
                     let (output, _) = call(node, &plan, &deletion(container));
-                    assert!(!output.status.success(), "{point}: {output:?}");
+                    assert!(what == "error" || !output.status.success(), "{point}: {output:?}");
                     afterwards();
                     rounds += 1;
                 }

@@ -71,10 +71,14 @@ fn sources(directory: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The names of all points.
+/// Whose points the driver does not meet.
+const OTHER_ROLES: [&str; 3] = ["src/crust", "src/runtime_ops", "src/oci_runtime"];
+
+/// The names of all points of the driver.
 pub fn points() -> BTreeSet<String> {
     let mut points = BTreeSet::new();
-    for path in sources(Path::new("src")) {
+    let all = sources(Path::new("src")).into_iter();
+    for path in all.filter(|path| OTHER_ROLES.iter().all(|role| !path.starts_with(role))) {
         let source = fs::read_to_string(path).unwrap();
         for call in ["reach(\"", "meet(\""] {
             let parts = source.split(call).skip(1);

@@ -19,7 +19,8 @@ use csi_loopback::backend::{
     Access, AccessMode, Backend, Capability, Deferral, Error, FsType, PoolKind, Publication,
     Result, Usage, Volume, VolumeRequest,
 };
-use runtime::{Container, TestRuntime};
+use runtime::TestRuntime;
+use support::container::Container;
 use support::{ALL_KINDS, MIB, Pool, have_root, path};
 
 /// Large enough for each of the filesystems.

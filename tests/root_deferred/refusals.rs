@@ -34,7 +34,7 @@ fn a_host_mounts_nothing_that_somebody_else_has_mounted() {
         let word = rig.runtime.word(&target).unwrap();
         rig.backend().unpublish(&volume.id, &target).unwrap();
         // By a runtime that has kept what it was told.
-        let container = Container::start(&word);
+        let container = word.mount();
         refused(
             rig.publish(&volume, &target, &on_host(one_writer())),
             "still mounted in a container",

@@ -1,10 +1,7 @@
-//! A container runtime as the backend knows one, and containers: processes with a mount namespace of their own, in which the
-//! device is mounted.
+//! A container runtime as the backend knows one.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use csi_loopback::backend::{
@@ -12,10 +9,8 @@ use csi_loopback::backend::{
 };
 use nix::sys::statvfs::statvfs;
 
+use crate::support::container::{Container, INSIDE, inside, seen_from_here};
 use crate::support::path;
-
-/// Where a container has the volume, in its own namespace.
-const INSIDE: &str = "/mnt/v";
 
 /// What was handed over for a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,6 +19,13 @@ pub struct Word {
     pub fs_type: FsType,
     pub flags: Vec<String>,
     pub deferral: Deferral,
+}
+
+impl Word {
+    /// In a container.
+    pub fn mount(&self) -> Container {
+        Container::start(&self.device, self.fs_type.name(), &self.flags)
+    }
 }
 
 #[derive(Debug, Default)]
@@ -55,8 +57,8 @@ impl TestRuntime {
 
     /// Starts a container with the volume that is left here for `target`.
     pub fn container(&self, target: &Path) -> Container {
-        let container = Container::start(&self.word(target).unwrap());
-        self.state().claimed.insert(target.to_owned(), container.child.id());
+        let container = self.word(target).unwrap().mount();
+        self.state().claimed.insert(target.to_owned(), container.pid());
         container
     }
 
@@ -124,84 +126,5 @@ fn usage(stat: nix::sys::statvfs::Statvfs) -> Usage {
         total_inodes: stat.files(),
         used_inodes: stat.files() - stat.files_free(),
         free_inodes: stat.files_free(),
-    }
-}
-
-fn seen_from_here(pid: u32) -> PathBuf {
-    PathBuf::from(format!("/proc/{pid}/root{INSIDE}"))
-}
-
-/// Runs a script in a container.
-fn inside(pid: u32, script: &str) {
-    let pid = pid.to_string();
-    let output = Command::new("nsenter").args(["-m", "-t", &pid, "sh", "-ec", script]).output();
-    let output = output.unwrap();
-    assert!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
-/// It ends with the value.
-pub struct Container {
-    child: Child,
-}
-
-impl Container {
-    pub fn start(word: &Word) -> Self {
-        let script = format!(
-            "mount -t tmpfs none /mnt; mkdir {INSIDE}; mount -t {} -o \"$1\" \"$2\" {INSIDE}; echo up; exec cat",
-            word.fs_type
-        );
-        let mut options = word.flags.join(",");
-        if options.is_empty() {
-            options.push_str("rw");
-        }
-        let mut child = Command::new("unshare")
-            .args(["-m", "--propagation", "private", "sh", "-ec", &script, "sh", &options])
-            .arg(&word.device)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut said = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut said).unwrap();
-        let container = Self { child };
-        assert_eq!(said, "up\n", "the container has not mounted {word:?}");
-        container
-    }
-
-    /// A file of the volume, as this process reaches it.
-    pub fn file(&self, name: &str) -> PathBuf {
-        seen_from_here(self.child.id()).join(name)
-    }
-
-    /// Runs a script in it.
-    pub fn run(&self, script: &str) {
-        inside(self.child.id(), script);
-    }
-
-    /// Writes on and on, in it, until it ends: `one` is always the first of the two to be written.
-    pub fn write_on(&self) -> Writer {
-        let script = format!(
-            "cd {INSIDE}; n=0; while :; do n=$((n+1)); for f in one two; do \
-             echo $n > .$f; sync .$f; mv .$f $f; done; echo $n > $n; rm -f $((n-50)); done"
-        );
-        let pid = self.child.id().to_string();
-        let child = Command::new("nsenter").args(["-m", "-t", &pid, "sh", "-c", &script]).spawn();
-        Writer(child.unwrap())
-    }
-}
-
-impl Drop for Container {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-pub struct Writer(Child);
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }

@@ -139,7 +139,7 @@ fn a_shim_that_is_killed_leaves_nothing_once_its_container_is_deleted() {
         let Some(pid) = shim(node, "killed") else { panic!("no shim") };
         kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
         // containerd has the runtime delete what the shim has left.
-        wait_for("it is gone", || node.entry(&target).runtime_cli().unwrap().is_none());
+        wait_for("it is gone", || node.entry(&target).left_by_runtimes().unwrap().is_empty());
         node.assert_gone(&device, &target);
         drop(containerd);
     });

@@ -67,9 +67,9 @@ fn what_an_entry_says_is_not_believed() {
             (b"{".to_vec(), "mountInfo.json"),
             (vec![b' '; 1 << 20], "larger than"),
             (br#"{"volume-type":"network","device":"a","fstype":"nfs"}"#.to_vec(), "volume-type"),
-            (of("/etc/passwd", "ext4", &[]), "not below /dev"),
-            (of("/dev/../etc/passwd", "ext4", &[]), "leads out of /dev"),
-            (of("/dev/null", "ext4", &[]), "no block device"),
+            (of("/etc/passwd", "ext4", &[]), "device: has to be a path below /dev"),
+            (of("/dev/../etc/passwd", "ext4", &[]), "device: has to be"),
+            (of("/dev/null", "ext4", &[]), "device: is not a block device"),
             (of("/dev/not-there", "ext4", &[]), "device"),
             (of(loop_device, "proc", &[]), "fstype"),
             (of(loop_device, "", &[]), "fstype"),
@@ -92,6 +92,11 @@ fn what_an_entry_says_is_not_believed() {
         fs::remove_file(&file).unwrap();
         node.container(&mounts).refused("just being handed over");
         entry.write("mountInfo.json", &good).unwrap();
+        // Nor is one in a directory that others may write to.
+        let crust = node.path("crust");
+        fs::set_permissions(&crust, fs::Permissions::from_mode(0o777)).unwrap();
+        node.container(&mounts).refused("can be written to by its group or by others");
+        fs::set_permissions(&crust, fs::Permissions::from_mode(0o700)).unwrap();
         let container = node.container(&mounts);
         container.start();
         container.delete();

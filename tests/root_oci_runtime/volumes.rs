@@ -214,3 +214,32 @@ fn a_container_that_runs_in_the_foreground_has_its_volume_until_it_ends() {
         node.assert_gone(&device, &target);
     });
 }
+
+#[test]
+fn where_the_hosts_mounts_are_shared_with_others_this_one_is_not() {
+    on_node("shared host", |node| {
+        let (device, target) = node.volume("v", &[]);
+        let container = node.container(&[bind(target.as_path(), "/v")]);
+        container.write();
+        // A host as systemd makes it, with everything shared; its mounts are told while the container is there.
+        let command = node.command(&node.program);
+        let mut host = std::process::Command::new("unshare");
+        host.args(["--mount", "--propagation", "shared", "sh", "-c"]);
+        host.arg("\"$0\" \"$@\" >/dev/null 2>&1 || echo failed; cat /proc/self/mountinfo");
+        host.arg(command.get_program()).args(command.get_args()).args(container.creation());
+        for (name, value) in command.get_envs() {
+            host.env(name, value.unwrap());
+        }
+        let output = String::from_utf8(host.output().unwrap().stdout).unwrap();
+        assert!(output.contains(" shared:") && !output.contains("failed"), "{output}");
+        assert!(is_live(&device), "the container has it");
+        let (device_name, work) = (device.to_str().unwrap(), node.path("work"));
+        let seen = |line: &&str| {
+            line.split(' ').any(|field| field == device_name)
+                || line.contains(work.to_str().unwrap())
+        };
+        assert_eq!(output.lines().find(seen), None);
+        container.delete();
+        node.assert_gone(&device, &target);
+    });
+}

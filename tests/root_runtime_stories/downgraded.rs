@@ -7,6 +7,7 @@ use crate::cluster::Cluster;
 use crate::rig::{Rig, assert_served, demanding, device_of};
 use crate::support::MIB;
 use crate::support::driver::{expand_on_node, stats, wait_for};
+use crate::support::inline::is_mounted;
 use crate::support::path;
 
 const FLAG: &str = "--enable-defer-fs-ops";
@@ -45,7 +46,6 @@ pub fn story_6_a_pod_that_begins_at_a_downgrade_waits_for_the_upgrade(cluster: &
     // The policy has not heard of it yet.
     let _webhooks = rig.webhooks(&[rig.entry()]);
     rig.restart_driver(false);
-    let watch = rig.watch();
     let id = rig.claim("data", SIZE);
     let volume = rig.inline("data", json!({ "volumeAttributes": { "size": "64Mi" } }));
     let inline = rig.create("inline", &[volume], &demanding(&rig.class, "data"));
@@ -55,9 +55,16 @@ pub fn story_6_a_pod_that_begins_at_a_downgrade_waits_for_the_upgrade(cluster: &
         rig.told(pod, &["FailedPrecondition", FLAG]);
     }
     assert_eq!(rig.handed_over(), 0);
+    // A driver that does not defer mounts a claim's volume where it is staged, for whoever may come; no pod gets it there.
+    assert!(!is_mounted(&rig.target(&inline, "data")));
+    assert!(!is_mounted(&rig.target_of_claim(&claim, "data")));
     rig.restart_driver(true);
     for pod in [&inline, &claim] {
         wait_for(&format!("{} runs after all", pod.name), || rig.is_ready(&pod.name));
+    }
+    assert_eq!(rig.host_mounts(), Vec::<String>::new(), "that has been taken away");
+    let watch = rig.watch();
+    for pod in [&inline, &claim] {
         assert_served(&rig, pod);
         device_of(&rig, pod, "main");
     }

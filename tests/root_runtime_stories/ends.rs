@@ -5,7 +5,7 @@ use tonic::Code;
 use crate::cluster::Cluster;
 use crate::rig::{Rig, demanding, device_of};
 use crate::support::MIB;
-use crate::support::driver::stats;
+use crate::support::driver::{stats, wait_for};
 use crate::support::path;
 
 const SIZE: u64 = 320 * MIB;
@@ -47,6 +47,7 @@ pub fn whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all
     rig.node.halt();
     is_told(&rig);
     rig.node.resume();
+    wait_for("another kubelet's figures", || rig.summary(&pod, "data").is_some());
     works(&rig, "with another kubelet");
     is_told(&rig);
     rig.gone(&pod, &[]);
@@ -54,8 +55,10 @@ pub fn whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all
     watch.saw_nothing();
 }
 
-pub fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume(cluster: &Cluster) {
-    const TEST: &str = "a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume";
+pub fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothing_handed_over(
+    cluster: &Cluster,
+) {
+    const TEST: &str = "a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothing_handed_over";
     let Some(rig) = Rig::new(cluster, TEST) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();

@@ -32,6 +32,6 @@ fn main() -> ExitCode {
             story_6_a_pod_that_begins_at_a_downgrade_waits_for_the_upgrade;
         ends:
             whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all_is_as_before
-            a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume;
+            a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothing_handed_over;
     })
 }

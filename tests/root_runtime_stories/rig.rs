@@ -167,7 +167,7 @@ impl<'a> Rig<'a> {
 
     /// What kubelet says of the volume: bytes, and how many of them are used.
     pub fn summary(&self, pod: &Made, volume: &str) -> Option<(u64, u64)> {
-        let page = self.node.node.page(self.cluster, "/stats/summary");
+        let page = self.node.node.page(self.cluster, "/stats/summary")?;
         let page: Value = serde_json::from_str(&page).unwrap();
         let mut pods = page["pods"].as_array()?.iter();
         let of_pod = pods.find(|one| one["podRef"]["uid"] == pod.uid.as_str())?;
@@ -236,7 +236,7 @@ fn loop_mounts(process: &str, below: &Path) -> Vec<String> {
 /// Looks at the mount tables of the host and of the node's own namespace, all the time.
 pub struct Watch {
     ends: Arc<AtomicBool>,
-    looks: JoinHandle<(usize, Vec<String>)>,
+    looks: Option<JoinHandle<(usize, Vec<String>)>>,
 }
 
 impl Watch {
@@ -254,21 +254,22 @@ impl Watch {
             }
             (count, seen)
         });
-        Self { ends, looks }
+        Self { ends, looks: Some(looks) }
     }
 
     /// That nothing was mounted as long as it has watched.
     #[track_caller]
-    pub fn saw_nothing(self) {
-        let (count, seen) = self.ended();
+    pub fn saw_nothing(mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        let (count, seen) = self.looks.take().unwrap().join().unwrap();
         assert!(count > 10, "it has hardly looked");
         assert_eq!(seen, Vec::<String>::new());
     }
+}
 
-    /// What was mounted, each as often as it was seen.
-    pub fn ended(self) -> (usize, Vec<String>) {
+impl Drop for Watch {
+    fn drop(&mut self) {
         self.ends.store(true, Ordering::Relaxed);
-        self.looks.join().unwrap()
     }
 }
 
@@ -298,7 +299,7 @@ pub fn assert_served(rig: &Rig<'_>, pod: &Made) {
     assert_eq!(rig.exec(pod, "stat -c %g /data"), "4321\n");
     assert_eq!(rig.exec_in(pod, "second", "cat /part/init && echo mine >/part/own"), "in part\n");
     assert_eq!(rig.exec(pod, "stat -c '%u %g' /data/deep/part/own"), "1234 4321\n");
-    rig.exec(pod, "echo shared >/data/shared");
+    rig.exec(pod, "echo shared >/data/shared; chmod 644 /data/shared");
     assert_eq!(rig.exec_in(pod, "second", "cat /data/shared"), "shared\n");
 }
 

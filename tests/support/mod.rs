@@ -3,6 +3,7 @@
 //! the test has made. `NO_TEST_CLEAN_UP=1` leaves everything in place for a look.
 #![allow(dead_code)] // Each test binary uses its own part.
 
+pub mod container;
 pub mod delta;
 pub mod driver;
 pub mod exerciser;

@@ -90,23 +90,26 @@ impl Ops {
         self.scratch().join("direct-volumes")
     }
 
-    fn command(&self) -> Command {
-        let mut command = Command::new(BINARY);
-        let (socket, log) = (self.socket(), self.scratch().join("ops.log"));
+    /// Its command line, with `flags` in the place of others of the same name.
+    fn command(&self, flags: &[String]) -> Command {
+        let (socket, crust, kata) = (self.socket(), self.crust_dir(), self.kata_dir());
+        let log = self.scratch().join("ops.log");
         let log = File::options().create(true).append(true).open(log).unwrap();
-        command
-            .args(["--mode", "runtime-ops", "--log-level", "debug", "--endpoint", path(&socket)])
-            .args(["--crust-dir", path(&self.crust_dir()), "--kata-dir", path(&self.kata_dir())])
-            .args(&self.flags)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log);
+        let mut command = Command::new(BINARY);
+        command.args(["--mode", "runtime-ops", "--log-level", "debug"]);
+        for (flag, value) in [("--endpoint", socket), ("--crust-dir", crust), ("--kata-dir", kata)]
+        {
+            if !flags.iter().any(|given| given == flag) {
+                command.args([flag, path(&value)]);
+            }
+        }
+        command.args(flags).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         command
     }
 
     /// Starts it and waits until it serves.
     pub fn start_again(&mut self) {
-        self.child = Some(self.command().spawn().unwrap());
+        self.child = Some(self.command(&self.flags).spawn().unwrap());
         let until = Instant::now() + PATIENCE;
         while UnixStream::connect(self.socket()).is_err() {
             let ended = self.child.as_mut().and_then(|child| child.try_wait().unwrap());
@@ -122,7 +125,8 @@ impl Ops {
 
     /// Another one like it, which has to end by itself.
     pub fn run_another(&self, flags: &[&str]) -> Output {
-        self.command().args(flags).stderr(Stdio::piped()).output().unwrap()
+        let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        self.command(&flags).stderr(Stdio::piped()).output().unwrap()
     }
 
     pub fn log(&self) -> String {

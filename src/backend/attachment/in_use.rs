@@ -1,6 +1,7 @@
 //! Volumes that are in use: how full they are and what is wrong with them, growing them, and what a start finds.
 
 use std::path::Path;
+use std::time::Duration;
 
 use super::super::deferral;
 use super::super::error::{Error, Result};
@@ -160,11 +161,15 @@ pub fn thaw_left_over(store: &Store, volume_id: &str) -> Result<()> {
     Ok(())
 }
 
-/// Forgets an attachment of which the kernel knows nothing any more, as after a reboot.
+/// Forgets an attachment of which the kernel knows nothing any more, as after a reboot. First a runtime has to: the device that it was
+/// told is somebody else's next.
 pub fn forget_if_gone(store: &Store, attachment: &Attachment) -> Result<()> {
     let id = &attachment.volume_id;
     if device_of(store, id)?.is_some() {
         return Ok(());
+    }
+    if let Some((target, _)) = attachment.deferred_at() {
+        deferral::take_back(store, target, None, Duration::ZERO)?;
     }
     tracing::info!(volume = id, "no longer attached; forgetting where it was");
     store.catalog.write(|tx| tx.remove::<Attachment>(id))

@@ -77,9 +77,13 @@ impl Node {
         command
     }
 
-    /// What kubectl gets from a page of kubelet's.
-    pub fn page(&self, cluster: &Cluster, page: &str) -> String {
-        said(cluster.kubectl(&[&self.server(), "get", "--raw", page]))
+    /// What kubectl gets from a page of kubelet's, where there is one now.
+    pub fn page(&self, cluster: &Cluster, page: &str) -> Option<String> {
+        let output = cluster.kubectl(&[&self.server(), "get", "--raw", page]);
+        if !output.status.success() {
+            println!("{page}: {}", String::from_utf8_lossy(&output.stderr).trim_end());
+        }
+        output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
     }
 
     fn server(&self) -> String {
@@ -368,8 +372,14 @@ impl Drop for NodeRig<'_> {
         }
         // The tests of a cluster run one at a time: whatever is mounted there is of this one.
         let root = self.node.root();
-        let at_work =
-            || mounts().iter().any(|mount| mount.target != root && mount.target.starts_with(&root));
+        let is_there = |directory: PathBuf| {
+            fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some())
+        };
+        // Not all volumes of pods are mounted.
+        let at_work = || {
+            mounts().iter().any(|mount| mount.target != root && mount.target.starts_with(&root))
+                || is_there(root.join("pods"))
+        };
         let until = Instant::now() + CLEAN_UP;
         while at_work() && Instant::now() < until {
             thread::sleep(Duration::from_millis(50));

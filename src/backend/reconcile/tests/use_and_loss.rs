@@ -113,6 +113,77 @@ fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
     });
 }
 
+/// A container has it, or had it: then nobody but the freeze keeps it.
+#[test]
+fn root_a_filesystem_that_a_cut_left_frozen_in_a_container_is_thawed() {
+    for_each_pool("root_a_filesystem_that_a_cut_left_frozen_in_a_container_is_thawed", |pool| {
+        for fs_type in FsType::ALL {
+            let mut request = pool.request(fs_type.name());
+            request.request.required_bytes = 300 * MIB;
+            let volume = pool.backend().create_volume(&request).unwrap();
+            let capability = mounted(fs_type);
+            let staged = pool.stage(&volume, &capability);
+            unmount(&staged).unwrap();
+            let device = pool.device(&volume).unwrap();
+            let publication = Publication {
+                deferred: Some(Default::default()),
+                ..Publication::on_host(capability.clone(), false)
+            };
+            let mut row: Attachment =
+                pool.store().catalog.read().unwrap().get(&volume.id).unwrap().unwrap();
+            row.mounted = crate::backend::Mounted::AtTargets;
+            row.published = [(pool.directory.path().join("target"), publication)].into();
+            pool.put(&row);
+            for is_running in [true, false] {
+                let mut container = container(&device, fs_type);
+                let name = format!("{fs_type}-{is_running}");
+                let _ = pool.put_cutting(&name, &volume, None);
+                let frozen = filesystem::open_mounted(&device).unwrap().unwrap();
+                sys::freeze(&frozen).unwrap();
+                drop(frozen);
+                if !is_running {
+                    container.kill().unwrap();
+                    container.wait().unwrap();
+                    assert_eq!(filesystem::live(&device).unwrap(), Some(fs_type));
+                }
+                // By somebody else it is joined, frozen as it is.
+                assert!(filesystem::join(&device, false).unwrap().is_some());
+                pool.restart();
+                if is_running {
+                    let root = filesystem::open_mounted(&device).unwrap().unwrap();
+                    let thawed = sys::thaw(&root).unwrap_err();
+                    assert_eq!(thawed.raw_os_error(), Some(libc::EINVAL), "it ran already");
+                    drop(root);
+                    container.kill().unwrap();
+                    container.wait().unwrap();
+                }
+                assert_eq!(filesystem::live(&device).unwrap(), None);
+                pool.restart();
+            }
+            let backend = pool.backend().clone();
+            backend.unpublish(&volume.id, &pool.directory.path().join("target")).unwrap();
+            backend.unstage(&volume.id, &staged).unwrap();
+        }
+    });
+}
+
+/// A process that has the filesystem of a device mounted in a mount namespace of its own.
+fn container(device: &LoopDevice, fs_type: FsType) -> std::process::Child {
+    use std::io::Read;
+    let script = "mount -t tmpfs none /mnt; mkdir /mnt/v; mount -t $1 $2 /mnt/v; echo up; exec cat";
+    let mut child = Command::new("unshare")
+        .args(["-m", "--propagation", "private", "sh", "-ec", script, "sh", fs_type.name()])
+        .arg(device.path())
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = [0; 3];
+    child.stdout.as_mut().unwrap().read_exact(&mut said).unwrap();
+    assert_eq!(&said, b"up\n");
+    child
+}
+
 #[test]
 fn root_a_filesystem_that_a_cut_left_frozen_is_thawed() {
     for_each_pool("root_a_filesystem_that_a_cut_left_frozen_is_thawed", |pool| {

@@ -31,6 +31,7 @@ impl Real {
             .args(["--crust-dir", &this("crust"), "--collect-every", "1h"])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
+            .stderr(Stdio::null())
             .spawn()
             .unwrap();
         let socket = directory.path().join("crust.sock");

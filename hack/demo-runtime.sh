@@ -103,7 +103,7 @@ unseen() {
 is_root || die "needs root, for loop devices and mounts: sudo $0"
 install_missing "${storage_commands[@]}" "${node_commands[@]}" setsid || die "needs what could not be installed"
 find_driver
-begin_demo
+begin_demo "${storage_commands[@]}" "${node_commands[@]}" setsid
 # What containerd starts reads this too.
 export CSI_LOOPBACK_RUNC_CONFIG=$tmp/oci-runtime.yaml
 printf 'crustDir: %s\nworkDir: %s\n' "$tmp/crust" "$tmp/work" >"$CSI_LOOPBACK_RUNC_CONFIG"

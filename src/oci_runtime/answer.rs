@@ -153,8 +153,9 @@ impl Joined {
         let target = Target::new("TARGET", target)?;
         let entry = Directory::new(&config.crust_dir).entry(&target);
         let info = entry.mount_info()?.with_context(|| format!("{target} has no entry"))?;
-        let volume = Volume::new(&info, None)?;
-        let (containers, held) = hold(config, &entry, &target, &volume)?;
+        let (containers, held) = hold(config, &entry, &target, &Volume::new(&info, None)?)?;
+        let Held { mount: held, label } = held;
+        let volume = Volume::new(&info, label.as_deref())?;
         enter_private_namespace(&config.work_dir)?;
         watch(deadline);
         let at = config.work_dir.join(MOUNTED);
@@ -170,18 +171,19 @@ impl Joined {
     }
 }
 
+/// A container's mount of a volume.
+struct Held {
+    mount: OwnedFd,
+    label: Option<String>,
+}
+
 /// How many containers have the volume mounted, and the mount of one of them.
-fn hold(
-    config: &Config,
-    entry: &Entry,
-    target: &Target,
-    volume: &Volume,
-) -> Result<(usize, OwnedFd)> {
+fn hold(config: &Config, entry: &Entry, target: &Target, volume: &Volume) -> Result<(usize, Held)> {
     let device = std::fs::metadata(&volume.device)
         .with_context(|| format!("looking at {}", volume.device.display()))?;
     let number = format!("{}:{}", major(device.rdev()), minor(device.rdev()));
     let mut held = Vec::new();
-    for pid in claim::processes(entry, &config.runtime)? {
+    for (pid, label) in claim::processes(entry, &config.runtime)? {
         // It may end at any time.
         let Ok(mounts) = filesystem::mounts_of_process(pid) else { continue };
         let of_volume = |mount: &&Mount| {
@@ -189,7 +191,8 @@ fn hold(
             mount.device == number
                 || volume.fs_type == FsType::Btrfs && mount.source == volume.device
         };
-        held.extend(mounts.iter().filter(of_volume).find_map(|mount| open(pid, mount).ok()));
+        let opened = mounts.iter().filter(of_volume).find_map(|mount| open(pid, mount).ok());
+        held.extend(opened.map(|mount| Held { mount, label }));
     }
     let containers = held.len();
     match held.pop() {

@@ -65,16 +65,25 @@ pub struct Claim {
     process: Process,
     /// Hash of how the volume is mounted: options may be nobody else's business.
     mount: String,
+    /// With which label of SELinux's, which whoever mounts it too has to name as well.
+    #[serde(default)]
+    label: Option<String>,
 }
 
 impl Claim {
     /// Of a container that this process is about to make.
-    pub fn intended(container: &Container, sandbox: &str, info: &MountInfo) -> Result<Self> {
+    pub fn intended(
+        container: &Container,
+        sandbox: &str,
+        info: &MountInfo,
+        label: Option<&str>,
+    ) -> Result<Self> {
         let process = Process::of(std::process::id()).context("this process has no /proc entry")?;
-        let said = format!("{:?}", (&info.device, &info.fs_type, &info.options));
+        let said = format!("{:?}", (&info.device, &info.fs_type, &info.options, label));
         let mount = Sha256::digest(said).iter().map(|byte| format!("{byte:02x}")).collect();
         let (container, sandbox) = (container.clone(), sandbox.to_owned());
-        Ok(Self { container, sandbox, phase: Phase::Creating, process, mount })
+        let label = label.map(str::to_owned);
+        Ok(Self { container, sandbox, phase: Phase::Creating, process, mount, label })
     }
 
     /// The same once the container is there, by its first process.
@@ -249,13 +258,14 @@ pub fn lives(entry: &Entry, container: &Container, program: &Path) -> bool {
     claim.is_some_and(|claim| claim.process(program).is_ok_and(|process| process.is_some()))
 }
 
-/// Processes of the containers that have the volume, by their numbers here.
-pub fn processes(entry: &Entry, program: &Path) -> Result<Vec<u32>> {
+/// Processes of the containers that have the volume, by their numbers here, and with which label each has it.
+pub fn processes(entry: &Entry, program: &Path) -> Result<Vec<(u32, Option<String>)>> {
     let mut processes = Vec::new();
     for (_, claim) in all(entry)? {
         // What is no claim says of no container that it lives.
         let Ok(claim) = claim else { continue };
-        processes.extend(claim.process(program)?);
+        let process = claim.process(program)?;
+        processes.extend(process.map(|process| (process, claim.label)));
     }
     Ok(processes)
 }
@@ -297,7 +307,7 @@ mod tests {
     /// A container that lives by a process of its own.
     fn living(id: &str, sandbox: &str) -> (Claim, Child) {
         let child = Command::new("sleep").arg("60").spawn().unwrap();
-        let claim = Claim::intended(&named(id), sandbox, &info(&[])).unwrap();
+        let claim = Claim::intended(&named(id), sandbox, &info(&[]), None).unwrap();
         (claim.completed(child.id()).unwrap(), child)
     }
 
@@ -345,7 +355,7 @@ mod tests {
         child.wait().unwrap();
         assert!(claimed(&claims, &own).unwrap(), "the first one that lives");
         assert!(!has(&entry, &named("dead")) && has(&entry, &named("own")));
-        let other = Claim::intended(&named("other"), "pod", &info(&["noatime"])).unwrap();
+        let other = Claim::intended(&named("other"), "pod", &info(&["noatime"]), None).unwrap();
         assert!(claimed(&claims, &other).unwrap_err().to_string().contains("options"));
         assert!(claimed(&claims, &own).unwrap_err().to_string().contains("already"));
         second.kill().unwrap();

@@ -54,6 +54,7 @@ pub fn create(
     let mut making = Making {
         program: behind.program,
         sandbox: spec.sandbox(&container.id),
+        label: spec.mount_label().map(str::to_owned),
         container,
         claims: Vec::new(),
     };
@@ -147,6 +148,7 @@ struct Making<'a> {
     program: &'a Path,
     container: Container,
     sandbox: String,
+    label: Option<String>,
     claims: Vec<(&'a Deferred, Claim)>,
 }
 
@@ -167,7 +169,8 @@ impl<'a> Making<'a> {
             deferred.entry.mount_info()?.as_ref() == Some(&deferred.info),
             "has just been handed over anew by crust_ops; try again"
         );
-        let claim = Claim::intended(&self.container, &self.sandbox, &deferred.info)?;
+        let label = self.label.as_deref();
+        let claim = Claim::intended(&self.container, &self.sandbox, &deferred.info, label)?;
         let first = claims.allow(&claim)?;
         self.claims.push((deferred, claim.clone()));
         claims.add(&claim, runtime_cli)?;

@@ -1,6 +1,7 @@
-//! Volumes in the hands of a container runtime (KEP-2857), inline or not: handing over, taking back, growing, and how they are.
-//! While a volume is handed over this host does not mount it at any path, and what has to be done on its filesystem is done on
-//! a superblock of this kernel that is live already, or not at all: it may be mounted in a virtual machine.
+//! Volumes in the hands of a container runtime (KEP-2857), inline or not: handing over, taking back, growing, and how
+//! they are. While a volume is handed over this host does not mount it at any path, and what has to be done on its
+//! filesystem is done on a superblock of this kernel that is live already, or not at all: it may be mounted in a
+//! virtual machine.
 
 use std::ffi::CString;
 use std::fs;
@@ -43,8 +44,8 @@ pub fn runtime(store: &Store) -> Result<&dyn Runtime> {
     })
 }
 
-/// CSI's modes say how many may write on one node. A filesystem that several kernels had mounted would be lost, so one that is left to a
-/// runtime has one writer, who is one pod, or none.
+/// CSI's modes say how many may write on one node. A filesystem that several kernels had mounted would be lost, so one
+/// that is left to a runtime has one writer, who is one pod, or none.
 pub fn check_capability(wanted: &Publication) -> Result<()> {
     let Access::Mount { flags, .. } = &wanted.capability.access else {
         return Err(Error::invalid(
@@ -92,8 +93,8 @@ pub fn hand_over(store: &Store, mount: &DeferredMount<'_>) -> Result<()> {
     reach("deferral.staged")
 }
 
-/// Takes a volume back: waits until this kernel has it mounted nowhere, and then takes the runtime's word and what kubelet has
-/// made below the target away. A driver that no longer knows any runtime leaves the word where it is.
+/// Takes a volume back: waits until this kernel has it mounted nowhere, and then takes the runtime's word and what
+/// kubelet has made below the target away. A driver that no longer knows any runtime leaves the word where it is.
 pub fn take_back(
     store: &Store,
     target: &Path,
@@ -172,8 +173,8 @@ pub fn defect(device: &LoopDevice) -> Result<Option<String>> {
     }))
 }
 
-/// Removes the empty directories below the target of a volume that was not mounted there: kubelet makes them for sub-paths. What
-/// else is there was written past the volume, and stays.
+/// Removes the empty directories below the target of a volume that was not mounted there: kubelet makes them for
+/// sub-paths. What else is there was written past the volume, and stays.
 fn remove_strays(target: &Path) -> Result<()> {
     if !present(target)?.is_some_and(|found| found.is_dir()) {
         return Ok(());

@@ -45,8 +45,8 @@ pub enum Error {
     #[error("{0}")]
     Busy(String),
 
-    /// What the operation needs of another process does not answer now, or cannot do it yet: try again. Whether it was done is not
-    /// known.
+    /// What the operation needs of another process does not answer now, or cannot do it yet: try again. Whether it was
+    /// done is not known.
     #[error("{0}")]
     Unavailable(String),
 

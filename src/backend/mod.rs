@@ -265,8 +265,8 @@ impl Backend {
         snapshot::delta(&self.store, base_id, target_id)
     }
 
-    /// Attaches a volume (CSI NodeStageVolume), and mounts it unless [`Config::runtime`] is given: then that is done where it is
-    /// published.
+    /// Attaches a volume (CSI NodeStageVolume), and mounts it unless [`Config::runtime`] is given: then that is done
+    /// where it is published.
     pub fn stage(&self, volume_id: &str, path: &Path, capability: &Capability) -> Result<()> {
         attachment::stage(&self.store, volume_id, path, capability)
     }
@@ -325,8 +325,8 @@ impl Backend {
         }
     }
 
-    /// How a volume is (CSI NodeGetVolumeStats); `path` is its staging path or a target. Of a volume that is left to a container
-    /// runtime the runtime is asked.
+    /// How a volume is (CSI NodeGetVolumeStats); `path` is its staging path or a target. Of a volume that is left to a
+    /// container runtime the runtime is asked.
     pub fn stats(&self, volume_id: &str, path: &Path) -> Result<Stats> {
         match inline::find(&self.store, volume_id)? {
             Some(row) => inline::stats(&self.store, &row, path),

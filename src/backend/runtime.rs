@@ -20,11 +20,12 @@ pub struct DeferredMount<'a> {
     pub deferral: &'a Deferral,
 }
 
-/// What a runtime says of a volume. Where none has claimed it: no usage, and an abnormal condition that says so. Where one has and no
-/// container runs now: no usage, and a normal condition.
+/// What a runtime says of a volume. Where none has claimed it: no usage, and an abnormal condition that says so. Where
+/// one has and no container runs now: no usage, and a normal condition.
 pub type RuntimeStats = Stats;
 
-/// The way to the runtimes. Calls block, for a bounded time, and can be repeated; the volume's lock is held, but not by `stats`.
+/// The way to the runtimes. Calls block, for a bounded time, and can be repeated; the volume's lock is held, but not by
+/// `stats`.
 pub trait Runtime: fmt::Debug + Send + Sync {
     /// Leaves word for the runtime. Nothing is mounted yet when this returns.
     fn stage(&self, mount: &DeferredMount<'_>) -> Result<()>;

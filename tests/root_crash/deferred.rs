@@ -1,5 +1,5 @@
-//! Scenarios of a driver that knows container runtimes, with the real crust_ops beside it: volumes that are left to a runtime and
-//! taken back, and those that this host mounts at their targets.
+//! Scenarios of a driver that knows container runtimes, with the real crust_ops beside it: volumes that are left to a
+//! runtime and taken back, and those that this host mounts at their targets.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};

@@ -1,5 +1,5 @@
-//! Volumes that a container runtime mounts in the place of this host: what it is told, that the host never has them, and that
-//! all the rest goes on as it does elsewhere: snapshots, growth, usage, restarts.
+//! Volumes that a container runtime mounts in the place of this host: what it is told, that the host never has them,
+//! and that all the rest goes on as it does elsewhere: snapshots, growth, usage, restarts.
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -1,4 +1,5 @@
-//! Snapshots of volumes that a runtime has: frozen where this kernel has them mounted, as after a power cut where it cannot know.
+//! Snapshots of volumes that a runtime has: frozen where this kernel has them mounted, as after a power cut where it
+//! cannot know.
 
 use std::fs;
 use std::path::Path;

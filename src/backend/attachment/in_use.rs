@@ -40,8 +40,8 @@ fn missing(volume_id: &str, path: &Path) -> Error {
 }
 
 impl InUse {
-    /// Where the filesystem is mounted on this host: at `path` or, where that is the staging path of a volume that is mounted at its
-    /// targets, at any of these; `None` where it has none.
+    /// Where the filesystem is mounted on this host: at `path` or, where that is the staging path of a volume that is
+    /// mounted at its targets, at any of these; `None` where it has none.
     fn mounted_at<'a>(&'a self, path: &'a Path) -> Result<Option<&'a Path>> {
         let Self { volume, attachment, device } = self;
         if attachment.mounted == Mounted::AtTargets && attachment.staging_path == path {
@@ -161,8 +161,8 @@ pub fn thaw_left_over(store: &Store, volume_id: &str) -> Result<()> {
     Ok(())
 }
 
-/// Forgets an attachment of which the kernel knows nothing any more, as after a reboot. First a runtime has to: the device that it was
-/// told is somebody else's next.
+/// Forgets an attachment of which the kernel knows nothing any more, as after a reboot. First a runtime has to: the
+/// device that it was told is somebody else's next.
 pub fn forget_if_gone(store: &Store, attachment: &Attachment) -> Result<()> {
     let id = &attachment.volume_id;
     if device_of(store, id)?.is_some() {

@@ -4,9 +4,9 @@
 //! operation writes the row first and then makes the kernel agree, so that repeating any of them,
 //! also after a crash, converges.
 //!
-//! A filesystem is mounted at its staging path and bound to targets (`Mounted::AtStaging`), or, by a driver that knows container
-//! runtimes, at no path until it is published: then at each target, or by a runtime in the place of this host, and
-//! never by both (`deferred`).
+//! A filesystem is mounted at its staging path and bound to targets (`Mounted::AtStaging`), or, by a driver that knows
+//! container runtimes, at no path until it is published: then at each target, or by a runtime in the place of this
+//! host, and never by both (`deferred`).
 
 mod deferred;
 mod in_use;

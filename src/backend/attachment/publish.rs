@@ -1,5 +1,5 @@
-//! Publish and its reverse: a volume at the target where a pod finds it. Where a container runtime mounts it instead, [`deferred`]
-//! goes on.
+//! Publish and its reverse: a volume at the target where a pod finds it. Where a container runtime mounts it instead,
+//! [`deferred`] goes on.
 
 use std::fs;
 use std::path::Path;
@@ -63,8 +63,9 @@ pub fn publish(
     shown
 }
 
-/// Whether everything is as such a call has left it, so that nothing is to be done. Of a volume that is left to a runtime that is
-/// never known: the word to the runtime may be gone, so it is left again, under the lock, as it might be taken back meanwhile.
+/// Whether everything is as such a call has left it, so that nothing is to be done. Of a volume that is left to a
+/// runtime that is never known: the word to the runtime may be gone, so it is left again, under the lock, as it might
+/// be taken back meanwhile.
 fn is_published(
     store: &Store,
     volume_id: &str,
@@ -205,8 +206,8 @@ fn show(
     if wanted.is_read_only() { filesystem::make_read_only(target) } else { Ok(()) }
 }
 
-/// The group whose the files are to be. They are given to it before the mount, so where that is it was done: a call that is repeated for a pod that
-/// runs (requiresRepublish) takes no files from the group of another pod.
+/// The group whose the files are to be. They are given to it before the mount, so where that is it was done: a call
+/// that is repeated for a pod that runs (requiresRepublish) takes no files from the group of another pod.
 fn group_to_give(attachment: &Attachment, wanted: &Publication) -> Option<u32> {
     let Access::Mount { group, .. } = wanted.capability.access else { return None };
     group.filter(|_| !wanted.is_read_only() && !attachment.capability.is_read_only())
@@ -221,8 +222,8 @@ fn bind(attachment: &Attachment, target: &Path, wanted: &Publication) -> Result<
     filesystem::bind(staging, target)
 }
 
-/// Mounts the device itself. All targets are of one superblock, which is read-only if the volume is; a target that is read-only for itself
-/// becomes so afterwards.
+/// Mounts the device itself. All targets are of one superblock, which is read-only if the volume is; a target that is
+/// read-only for itself becomes so afterwards.
 fn mount(
     volume: &Volume,
     attachment: &Attachment,

@@ -102,7 +102,8 @@ fn mount(
     if read_only { Ok(()) } else { format::grow(store, volume, device, path) }
 }
 
-/// What is not mounted grows now, unless somebody has it, in this kernel or, if it was left to a runtime, in another. They grow it when they are asked to.
+/// What is not mounted grows now, unless somebody has it, in this kernel or, if it was left to a runtime, in another.
+/// They grow it when they are asked to.
 fn grow(
     store: &Store,
     volume: &mut Volume,

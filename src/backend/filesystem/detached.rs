@@ -116,8 +116,8 @@ fn mount(device: &LoopDevice, fs_type: FsType, options: &[&str]) -> io::Result<F
     Ok(openat(&mounted, ".", flags, Mode::empty())?.into())
 }
 
-/// Grows what is mounted at `root` to its device, which has so many bytes. Of xfs and btrfs: their tools insist on a mount that can be
-/// seen. (ext4 grows when it is not mounted.)
+/// Grows what is mounted at `root` to its device, which has so many bytes. Of xfs and btrfs: their tools insist on a
+/// mount that can be seen. (ext4 grows when it is not mounted.)
 pub fn grow(root: &Root, fs_type: FsType, device_bytes: u64) -> Result<()> {
     let grown = match fs_type {
         FsType::Xfs => sys::xfs_grow(&root.0, device_bytes),

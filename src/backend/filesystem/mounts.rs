@@ -68,8 +68,8 @@ pub fn mounts_of(device: &LoopDevice) -> Result<Vec<Mount>> {
     Ok(mounts)
 }
 
-/// The root of the filesystem on a loop device, opened where it is mounted; `None` when this kernel has it mounted in no mount namespace.
-/// A path may lead elsewhere since something was mounted over it, so what was opened is checked.
+/// The root of the filesystem on a loop device, opened where it is mounted; `None` when this kernel has it mounted in
+/// no mount namespace. A path may lead elsewhere since something was mounted over it, so what was opened is checked.
 pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
     let mounts = mounts_of(device)?;
     for mount in &mounts {

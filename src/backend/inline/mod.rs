@@ -171,8 +171,8 @@ fn bring_up(store: &Store, row: &mut Inline, content: &Content) -> Result<()> {
     show(row, &device, fs_type, true)
 }
 
-/// Leaves the volume to a container runtime. A new one is filled before, where nobody sees it; one that a pod may have is not
-/// looked into.
+/// Leaves the volume to a container runtime. A new one is filled before, where nobody sees it; one that a pod may have
+/// is not looked into.
 fn leave(
     store: &Store,
     row: &mut Inline,
@@ -277,8 +277,8 @@ pub fn unpublish(store: &Store, handle: &str, target: &Path) -> Result<()> {
     }
 }
 
-/// Intent, mount or word to a runtime, blocks, target, row. Whatever is gone already is passed over. `Busy` when somebody still uses the
-/// filesystem, elsewhere or by an open file, after `patience`.
+/// Intent, mount or word to a runtime, blocks, target, row. Whatever is gone already is passed over. `Busy` when
+/// somebody still uses the filesystem, elsewhere or by an open file, after `patience`.
 fn take_away(store: &Store, row: Inline, patience: Duration) -> Result<()> {
     let row = Inline { phase: Phase::Deleting, ..row };
     store.catalog.write(|tx| tx.put(&row))?;

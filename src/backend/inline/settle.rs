@@ -82,8 +82,9 @@ fn is_abandoned(store: &Store, row: &Inline) -> Result<bool> {
     }
 }
 
-/// Whether somebody has its filesystem mounted. To open a device for oneself, which is the way to ask, would fail a container runtime
-/// that mounts it at that moment; a virtual machine that has it keeps its blocks from going in any case.
+/// Whether somebody has its filesystem mounted. To open a device for oneself, which is the way to ask, would fail a
+/// container runtime that mounts it at that moment; a virtual machine that has it keeps its blocks from going in any
+/// case.
 fn is_held(row: &Inline, device: &LoopDevice) -> Result<bool> {
     match row.request.deferred {
         Some(_) => Ok(filesystem::live(device)?.is_some()),

@@ -1,5 +1,8 @@
 //! Volumes in use, filesystems and pools that were being made, and what is lost or damaged.
 
+use std::thread::sleep;
+use std::time::Instant;
+
 use super::*;
 
 #[test]
@@ -135,15 +138,14 @@ fn root_a_filesystem_that_a_cut_left_frozen_in_a_container_is_thawed() {
             row.published = [(pool.directory.path().join("target"), publication)].into();
             pool.put(&row);
             for is_running in [true, false] {
-                let mut container = container(&device, fs_type);
+                let mut container = Some(container(&device, fs_type));
                 let name = format!("{fs_type}-{is_running}");
                 let _ = pool.put_cutting(&name, &volume, None);
                 let frozen = filesystem::open_mounted(&device).unwrap().unwrap();
                 sys::freeze(&frozen).unwrap();
                 drop(frozen);
                 if !is_running {
-                    container.kill().unwrap();
-                    container.wait().unwrap();
+                    container.take().map(end).unwrap();
                     assert_eq!(filesystem::live(&device).unwrap(), Some(fs_type));
                 }
                 // By somebody else it is joined, frozen as it is.
@@ -154,10 +156,14 @@ fn root_a_filesystem_that_a_cut_left_frozen_in_a_container_is_thawed() {
                     let thawed = sys::thaw(&root).unwrap_err();
                     assert_eq!(thawed.raw_os_error(), Some(libc::EINVAL), "it ran already");
                     drop(root);
-                    container.kill().unwrap();
-                    container.wait().unwrap();
+                    container.take().map(end).unwrap();
                 }
-                assert_eq!(filesystem::live(&device).unwrap(), None);
+                // The kernel unmounts what nobody has any more in its own time.
+                let until = Instant::now() + Duration::from_secs(30);
+                while filesystem::live(&device).unwrap().is_some() {
+                    assert!(Instant::now() < until, "{fs_type} is still mounted");
+                    sleep(Duration::from_millis(5));
+                }
                 pool.restart();
             }
             let backend = pool.backend().clone();
@@ -165,6 +171,11 @@ fn root_a_filesystem_that_a_cut_left_frozen_in_a_container_is_thawed() {
             backend.unstage(&volume.id, &staged).unwrap();
         }
     });
+}
+
+fn end(mut container: std::process::Child) {
+    container.kill().unwrap();
+    container.wait().unwrap();
 }
 
 /// A process that has the filesystem of a device mounted in a mount namespace of its own.

@@ -8,6 +8,7 @@
 //! does start-up after a crash. After it only what nobody needs is left to remove.
 
 use std::fs::File;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tracing::{debug, error, warn};
@@ -86,6 +87,8 @@ pub fn cut(
     match cut {
         Ok((snapshots, unneeded)) => {
             steps.log(&snapshots);
+            let unfrozen = snapshots.iter().filter(|snapshot| snapshot.crash_consistent).count();
+            store.crash_consistent.fetch_add(unfrozen as u64, Ordering::Relaxed);
             remove_data(store, &unneeded);
             Ok(snapshots)
         }

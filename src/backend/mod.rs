@@ -49,6 +49,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
@@ -131,6 +132,7 @@ impl Backend {
             pool_reason: opened.reason,
             locks: Locks::default(),
             config,
+            crash_consistent: AtomicU64::new(0),
             _instance_lock: instance_lock,
         };
         info!(pool = %store.pool.kind(), reason = store.pool_reason, "opened the pool");
@@ -217,6 +219,11 @@ impl Backend {
     /// this returns. Idempotent by name.
     pub fn create_snapshot(&self, name: &str, volume_id: &str) -> Result<Snapshot> {
         snapshot::create(&self.store, name, volume_id)
+    }
+
+    /// Snapshots since this was opened whose filesystem could not be frozen, since a virtual machine may have it.
+    pub fn crash_consistent_snapshots(&self) -> u64 {
+        self.store.crash_consistent.load(Ordering::Relaxed)
     }
 
     /// Deletes a snapshot; it stays usable as the base of a delta. OK when unknown, `Invalid` for a

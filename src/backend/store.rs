@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Config;
@@ -28,6 +29,8 @@ pub struct Store {
     pub config: Config,
     /// Largest volume, in bytes, whose backing file the pool's filesystem can hold.
     pub max_volume_bytes: u64,
+    /// Snapshots whose filesystem should have been frozen and could not be, since this backend was opened.
+    pub crash_consistent: AtomicU64,
     /// Keeps a second instance away as long as it is open.
     pub _instance_lock: nix::fcntl::Flock<File>,
 }

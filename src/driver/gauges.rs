@@ -5,6 +5,7 @@ use std::fmt;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
 use super::response;
@@ -47,6 +48,12 @@ impl Gauges {
     }
 }
 
+/// Whose name ends with `_total`.
+const CRASH_CONSISTENT: (&str, &str) = (
+    "snapshots_crash_consistent",
+    "Snapshots whose filesystem could not be frozen, since a virtual machine may have it",
+);
+
 impl fmt::Debug for Gauges {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Gauges")
@@ -62,6 +69,8 @@ impl Collector for Gauges {
             let gauge = ConstGauge::new(response::bytes(value));
             gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
         }
-        Ok(())
+        let (name, help) = CRASH_CONSISTENT;
+        let counter = ConstCounter::new(self.0.crash_consistent_snapshots());
+        counter.encode(encoder.encode_descriptor(name, help, None, MetricType::Counter)?)
     }
 }

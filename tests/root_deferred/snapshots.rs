@@ -63,7 +63,9 @@ fn a_snapshot_of_what_a_virtual_machine_may_have_is_crash_consistent_and_says_so
         let (volume, target) = rig.left("v", fs_type);
         let snapshot = rig.pool.snapshot("s", &volume);
         assert!(snapshot.crash_consistent);
+        assert!(rig.backend().crash_consistent_snapshots() > 0);
         rig.restart(true);
+        assert_eq!(rig.backend().crash_consistent_snapshots(), 0);
         assert!(rig.backend().snapshot(&snapshot.id).unwrap().crash_consistent);
         with_restored(rig, &snapshot, |device| fsck::check(fs_type.name(), device));
         // Nothing is mounted for it, nor when the volume is staged again and has grown meanwhile.

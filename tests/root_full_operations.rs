@@ -82,17 +82,18 @@ fn created(pool: &Pool, name: &str, source: Option<Source>) -> Result<(), Error>
     pool.backend().create_volume(&CreateVolume { name: name.to_owned(), request }).map(drop)
 }
 
-/// The spare volume of an operation: small, raw, with nothing on it. Once it is deleted, another id.
-fn spare(pool: &Pool, name: &str) -> String {
-    let volumes = pool.backend().volumes(None, 0).unwrap().items;
+/// The spare volume of an operation: small, raw, with nothing on it. Once it is deleted, another id. To look for it may be what
+/// meets the end of the room: after a write that failed the catalog is opened anew.
+fn spare(pool: &Pool, name: &str) -> Result<String, Error> {
+    let volumes = pool.backend().volumes(None, 0)?.items;
     let found = volumes.into_iter().find(|row| row.name == format!("for-{name}"));
-    found.map_or("vol-gone-0123456789abcdef".to_owned(), |row| row.id)
+    Ok(found.map_or("vol-gone-0123456789abcdef".to_owned(), |row| row.id))
 }
 
-fn snapshot_of_spare(pool: &Pool, name: &str) -> String {
-    let snapshots = pool.backend().snapshots(&Default::default(), None, 0).unwrap().items;
+fn snapshot_of_spare(pool: &Pool, name: &str) -> Result<String, Error> {
+    let snapshots = pool.backend().snapshots(&Default::default(), None, 0)?.items;
     let found = snapshots.into_iter().find(|row| row.name == format!("of-{name}"));
-    found.map_or("snap-gone-0123456789abcdef".to_owned(), |row| row.id)
+    Ok(found.map_or("snap-gone-0123456789abcdef".to_owned(), |row| row.id))
 }
 
 /// Those that need room, all but the last two for something that the API shows then.
@@ -108,18 +109,18 @@ const NEEDY: [Operation; 8] = [
         pool.backend().create_snapshot(name, &world.volume_id).map(drop)
     }),
     ("group", |pool, world, name| {
-        let ids = [world.volume_id.clone(), spare(pool, name)];
+        let ids = [world.volume_id.clone(), spare(pool, name)?];
         pool.backend().create_group(name, &ids).map(drop)
     }),
     ("expand", |pool, _, name| {
-        pool.backend().expand_volume(&spare(pool, name), 16 * MIB, 0).map(drop)
+        pool.backend().expand_volume(&spare(pool, name)?, 16 * MIB, 0).map(drop)
     }),
     ("stage with mkfs", |pool, _, name| {
         let path = pool.scratch().join(name);
-        pool.backend().stage(&spare(pool, name), &path, &mounted(FsType::Ext4))
+        pool.backend().stage(&spare(pool, name)?, &path, &mounted(FsType::Ext4))
     }),
     ("publish", |pool, _, name| {
-        let (id, path) = (spare(pool, name), pool.scratch().join(name));
+        let (id, path) = (spare(pool, name)?, pool.scratch().join(name));
         let target = pool.scratch().join(format!("{name} target"));
         pool.backend().stage(&id, &path, &raw())?;
         pool.backend().publish(&id, &path, &target, &Publication::on_host(raw(), false))
@@ -129,14 +130,14 @@ const NEEDY: [Operation; 8] = [
 /// Those that have to succeed in a pool without a block left.
 const ALWAYS: [Operation; 5] = [
     ("modify", |pool, _, name| {
-        let id = spare(pool, name);
+        let id = spare(pool, name)?;
         pool.backend().set_change_tracking(&id, false)?;
         pool.backend().set_change_tracking(&id, true)
     }),
     ("delete snapshot", |pool, _, name| {
-        pool.backend().delete_snapshot(&snapshot_of_spare(pool, name))
+        pool.backend().delete_snapshot(&snapshot_of_spare(pool, name)?)
     }),
-    ("delete volume", |pool, _, name| pool.backend().delete_volume(&spare(pool, name))),
+    ("delete volume", |pool, _, name| pool.backend().delete_volume(&spare(pool, name)?)),
     ("relieve pressure", |pool, _, _| pool.backend().relieve_pressure()),
     ("forget", |pool, _, _| pool.backend().forget_expired()),
 ];
@@ -151,7 +152,7 @@ fn prepare(pool: &Pool, operations: &[Operation]) {
 /// Takes the volumes of the operations out of use.
 fn clean_up(pool: &Pool) {
     for (name, _) in NEEDY {
-        let id = spare(pool, name);
+        let id = spare(pool, name).unwrap();
         let _ = pool.backend().unpublish(&id, &pool.scratch().join(format!("{name} target")));
         let _ = pool.backend().unstage(&id, &pool.scratch().join(name));
     }

@@ -235,8 +235,10 @@ impl Catalog {
             .mode(0o600)
             .open(path)
             .context(|| format!("opening the catalog {}", path.display()))?;
+        let opening = || format!("opening the catalog {}", path.display());
+        let is_blank = file.metadata().context(opening)?.len() == 0;
         let catalog = Self { store: RwLock::new(Opened::new(Arc::new(file))?) };
-        catalog.prepare()?;
+        catalog.prepare(is_blank)?;
         Ok(catalog)
     }
 
@@ -260,10 +262,13 @@ impl Catalog {
         Ok(self.store.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Makes the tables and checks the format's version.
-    fn prepare(&self) -> Result<()> {
-        let known = self.read()?.0.open_table(META).is_ok();
-        if !known {
+    /// Makes the tables, where nothing was written yet, and checks the format's version. A catalog that has a name has its tables: one
+    /// that seems to have none was damaged, and is not taken for a new one.
+    fn prepare(&self, is_blank: bool) -> Result<()> {
+        if !is_blank && self.read()?.0.open_table(META).is_err() {
+            return Err(damaged("it has lost its tables"));
+        }
+        if is_blank {
             self.write(|tx| {
                 tx.inner.open_table(Volume::TABLE).map_err(failed)?;
                 tx.inner.open_table(Snapshot::TABLE).map_err(failed)?;

@@ -72,3 +72,14 @@ fn a_catalog_from_before_inline_volumes_gets_their_table_and_keeps_the_rest() {
     assert!(check(&catalog.read().unwrap()).unwrap().is_empty());
     assert_eq!(ids(&catalog), ["a"]);
 }
+
+/// It has them since before it had its name.
+#[test]
+fn a_catalog_that_has_lost_its_tables_is_damaged_and_not_new() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("catalog.redb");
+    drop(Database::create(&path).unwrap());
+    let read = read_verified(&path, |rows| rows.select(|_: &Volume| true));
+    assert!(matches!(read, Err(Error::Damaged(_))), "{read:?}");
+    assert!(matches!(Catalog::open(&path), Err(Error::Damaged(_))));
+}

@@ -8,9 +8,20 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use csi_loopback::backend::{
-    Access, Capability, Error, FsType, PoolKind, Publication, VolumeRequest,
+    Access, Backend, Capability, Error, FsType, PoolKind, Publication, VolumeRequest,
 };
 use support::*;
+
+/// Publishes a volume on this host, to be written to.
+fn publish(
+    backend: &Backend,
+    volume_id: &str,
+    staging: &Path,
+    target: &Path,
+    wanted: &Capability,
+) -> Result<(), Error> {
+    backend.publish(volume_id, staging, target, &Publication::on_host(wanted.clone(), false))
+}
 
 fn image_pool(test: &str, run: impl FnOnce(&mut Pool)) {
     with_pool(test, PoolKind::Image, run);
@@ -66,12 +77,7 @@ fn a_publish_that_fails_leaves_what_was_at_its_target() {
         let precious = pool.scratch().join("precious");
         fs::write(&precious, "data").unwrap();
         for wanted in [raw(), capability.clone()] {
-            let refused = backend.publish(
-                &volume.id,
-                &staging,
-                &precious,
-                &Publication::on_host(wanted.clone(), false),
-            );
+            let refused = publish(&backend, &volume.id, &staging, &precious, &wanted);
             assert!(matches!(refused, Err(Error::Precondition(_))), "{refused:?}");
             assert_eq!(fs::read_to_string(&precious).unwrap(), "data");
         }
@@ -79,9 +85,7 @@ fn a_publish_that_fails_leaves_what_was_at_its_target() {
         let full = pool.scratch().join("full");
         fs::create_dir(&full).unwrap();
         fs::write(full.join("kept"), "data").unwrap();
-        backend
-            .publish(&volume.id, &staging, &full, &Publication::on_host(capability.clone(), false))
-            .unwrap();
+        publish(&backend, &volume.id, &staging, &full, &capability).unwrap();
         assert!(!full.join("kept").exists());
         backend.unpublish(&volume.id, &full).unwrap();
         assert_eq!(fs::read_to_string(full.join("kept")).unwrap(), "data");
@@ -100,21 +104,9 @@ fn a_target_of_another_volume_is_refused_and_stays() {
         for volume in [&one, &two] {
             backend.stage(&volume.id, &stage(&volume.name), &capability).unwrap();
         }
-        backend
-            .publish(
-                &one.id,
-                &stage("one"),
-                &target,
-                &Publication::on_host(capability.clone(), false),
-            )
-            .unwrap();
+        publish(&backend, &one.id, &stage("one"), &target, &capability).unwrap();
         fs::write(target.join("of-one"), "").unwrap();
-        let refused = backend.publish(
-            &two.id,
-            &stage("two"),
-            &target,
-            &Publication::on_host(capability.clone(), false),
-        );
+        let refused = publish(&backend, &two.id, &stage("two"), &target, &capability);
         assert!(matches!(refused, Err(Error::Precondition(_))), "{refused:?}");
         assert!(target.join("of-one").exists());
         backend.unpublish(&two.id, &target).unwrap();
@@ -138,14 +130,7 @@ fn paths_through_symbolic_links_work_and_converge() {
         let target = pool.scratch().join("link/target");
         for _ in 0..2 {
             backend.stage(&volume.id, &staging, &capability).unwrap();
-            backend
-                .publish(
-                    &volume.id,
-                    &staging,
-                    &target,
-                    &Publication::on_host(capability.clone(), false),
-                )
-                .unwrap();
+            publish(&backend, &volume.id, &staging, &target, &capability).unwrap();
         }
         fs::write(target.join("file"), "data").unwrap();
         pool.snapshot("s", &volume);
@@ -198,14 +183,7 @@ fn a_volumes_group_reaches_its_own_files_and_none_behind_a_link() {
         symlink(outside.join("secret"), staging.join("a/file-link")).unwrap();
 
         let target = pool.scratch().join("target");
-        backend
-            .publish(
-                &volume.id,
-                &staging,
-                &target,
-                &Publication::on_host(capability.clone(), false),
-            )
-            .unwrap();
+        publish(&backend, &volume.id, &staging, &target, &capability).unwrap();
         let owned = |path: &Path| {
             let metadata = fs::symlink_metadata(path).unwrap();
             (metadata.gid(), metadata.mode() & 0o7777)
@@ -236,14 +214,7 @@ fn a_repeated_publish_takes_no_files_from_another_pods_group() {
         let target = |group| pool.scratch().join(format!("pod-{group}"));
         let publish = |group| {
             let capability = in_group(group);
-            backend
-                .publish(
-                    &volume.id,
-                    &staging,
-                    &target(group),
-                    &Publication::on_host(capability.clone(), false),
-                )
-                .unwrap();
+            publish(&backend, &volume.id, &staging, &target(group), &capability).unwrap();
         };
         fs::write(staging.join("file"), "").unwrap();
         // The last pod's counts, however often kubelet repeats itself for the first.

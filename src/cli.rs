@@ -14,7 +14,8 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::telemetry::klog;
 use crate::{
-    admission, aggregated_api, client, driver, oci_runtime, runtime_ops, session_manager, sidecar,
+    admission, aggregated_api, client, driver, node_proxy, oci_runtime, runtime_ops,
+    session_manager, sidecar,
 };
 
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
@@ -60,6 +61,8 @@ enum Mode {
     Admission(Box<admission::Args>),
     /// Mode: crust_ops, between a CSI driver and the container runtimes that mount in its place.
     RuntimeOps(Box<runtime_ops::Args>),
+    /// Mode: between kubelet and a CSI driver, what runtime assisted mounting asks of kubelet.
+    NodeProxy(Box<node_proxy::Args>),
     /// Mode: an OCI runtime in front of another, which mounts what was left to it.
     OciRuntime(Box<oci_runtime::Args>),
 }
@@ -84,6 +87,7 @@ impl Cli {
             Command::Mode(Mode::AggregatedApi(args)) => aggregated_api::run(*args),
             Command::Mode(Mode::Admission(args)) => admission::run(*args),
             Command::Mode(Mode::RuntimeOps(args)) => runtime_ops::run(*args),
+            Command::Mode(Mode::NodeProxy(args)) => node_proxy::run(*args),
             Command::Mode(Mode::OciRuntime(args)) => oci_runtime::run(*args),
             Command::Client(command) => client::run(*command),
         }

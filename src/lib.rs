@@ -27,6 +27,7 @@ pub mod fuzzing;
 pub mod grpc;
 pub mod inline;
 pub mod kubernetes;
+pub mod node_proxy;
 pub mod oci_runtime;
 pub mod proto;
 pub mod quantity;

@@ -14,6 +14,7 @@ use super::metrics::Metrics;
 use super::read_only;
 use super::volumes::Asked;
 use crate::kubernetes::admission::{Allowed, Refusal, Webhook};
+use crate::kubernetes::defer_annotation;
 use crate::kubernetes::https::Limits;
 use crate::kubernetes::name;
 
@@ -21,6 +22,8 @@ use crate::kubernetes::name;
 pub const MUTATE_POD: &str = "/mutate-pod";
 /// Holds pods to the policy.
 pub const VALIDATE_POD: &str = "/validate-pod";
+/// Keeps what a pod says of mounts by its runtime as the proposal has it: settable until it is initialised, and never unset.
+pub const VALIDATE_DEFERRAL: &str = "/validate-deferral";
 /// Warns of templates whose pods will be refused.
 pub const VALIDATE_WORKLOAD: &str = "/validate-workload";
 
@@ -65,6 +68,10 @@ pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
     Router::new()
         .route(MUTATE_POD, pods("mutate_pod").route(mutate))
         .route(VALIDATE_POD, pods("validate_pod").route(validate))
+        .route(
+            VALIDATE_DEFERRAL,
+            pods("validate_deferral").route(|request| async move { deferral(&request) }),
+        )
         .route(VALIDATE_WORKLOAD, workloads.route(advise))
 }
 
@@ -100,6 +107,14 @@ async fn pod(judge: &Judge, request: AdmissionRequest<Pod>) -> Result<Allowed, R
     match findings.refusal() {
         Some(refusal) => Err(refusal),
         None => Ok(Allowed { warnings: findings.warnings, ..Allowed::default() }),
+    }
+}
+
+fn deferral(request: &AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
+    let Some(pod) = &request.object else { return Ok(Allowed::default()) };
+    match defer_annotation::problem(pod, request.old_object.as_ref()) {
+        Some(problem) => Err(Refusal::invalid(problem)),
+        None => Ok(Allowed::default()),
     }
 }
 

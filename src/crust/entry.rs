@@ -143,13 +143,19 @@ impl Entry {
         &self.path
     }
 
-    /// Writes the entry. Repeating it with the same is nothing.
-    pub fn stage(&self, target: &Target, info: &MountInfo) -> Result<()> {
+    /// Makes the entry of a target, with nothing in it but whose it is. Repeating it is nothing.
+    pub fn make(&self, target: &Target) -> Result<()> {
         make_directory(&self.path)?;
         // What is there already may be anything: what cannot be read is replaced as well.
-        if !matches!(self.target(), Ok(Some(there)) if there == *target) {
-            self.write(TARGET, target.as_path().as_os_str().as_bytes())?;
+        if matches!(self.target(), Ok(Some(there)) if there == *target) {
+            return Ok(());
         }
+        self.write(TARGET, target.as_path().as_os_str().as_bytes())
+    }
+
+    /// Writes the entry. Repeating it with the same is nothing.
+    pub fn stage(&self, target: &Target, info: &MountInfo) -> Result<()> {
+        self.make(target)?;
         self.hand_over(info)
     }
 

@@ -117,6 +117,13 @@ impl<K: Object> Cache<K> {
         state.live.then(|| keys.filter_map(|key| state.objects.get(key).cloned()).collect())
     }
 
+    /// The same, also where the watch does not run any more: then as it told last.
+    pub fn last_told_with(&self, value: &str) -> Vec<Arc<K>> {
+        let state = self.read();
+        let keys = state.indexed.get(value).into_iter().flatten();
+        keys.filter_map(|key| state.objects.get(key).cloned()).collect()
+    }
+
     /// The objects with this value of the index.
     pub async fn with(&self, value: &str) -> kube::Result<Vec<Arc<K>>> {
         match self.told_with(value) {

@@ -8,6 +8,7 @@ pub mod bound_snapshot;
 pub mod cache;
 pub mod cbt_http;
 pub mod client;
+pub mod defer_annotation;
 pub mod driver_discovery;
 pub mod https;
 pub mod leader;

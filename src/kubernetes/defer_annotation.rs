@@ -1,0 +1,105 @@
+//! The annotation by which a pod opts in to mounts by its container runtime. It takes the place of the field `deferFSMount` that KEP-2857
+//! adds to a pod's volumes, and has that field's rules ("DeferFSMount field in Pod Spec").
+
+use std::collections::BTreeSet;
+
+use k8s_openapi::api::core::v1::{Pod, Volume};
+
+/// Names of volumes, separated by commas.
+pub const ANNOTATION: &str = "cbt.storage.k8s.io/defer-fs-mount";
+
+/// The volumes that a pod names.
+pub fn names(pod: &Pod) -> BTreeSet<&str> {
+    let value = pod.metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION));
+    let names = value.into_iter().flat_map(|value| value.split(','));
+    names.map(str::trim).filter(|name| !name.is_empty()).collect()
+}
+
+/// Whether a volume is of a kind that a runtime can mount: a claim, a generic ephemeral or an inline volume.
+pub fn can_be_deferred(volume: &Volume) -> bool {
+    volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some() || volume.csi.is_some()
+}
+
+/// What is wrong with a pod's annotation, or with how it has changed; `before` is the pod as it was.
+pub fn problem(pod: &Pod, before: Option<&Pod>) -> Option<String> {
+    let named = names(pod);
+    let volumes = || pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    let told = |what: String| Some(format!("metadata.annotations[{ANNOTATION}]: {what}"));
+    let known = before.map(names).unwrap_or_default();
+    for name in named.difference(&known) {
+        match volumes().find(|volume| volume.name == *name) {
+            None => {
+                return told(format!(
+                    "{name:?} is no volume of the pod; name volumes of spec.volumes"
+                ));
+            }
+            Some(volume) if !can_be_deferred(volume) => {
+                return told(format!(
+                    "{name:?} is neither a claim nor a generic ephemeral or inline volume, and no runtime could mount it; leave it out"
+                ));
+            }
+            Some(_) => {}
+        }
+        if before.is_some_and(is_initialised) {
+            return told(format!(
+                "{name:?} can be named until the pod is initialised, and this one is; make a new pod"
+            ));
+        }
+    }
+    let gone = known.difference(&named).next()?;
+    told(format!("{gone:?} was named, and stays so for as long as the pod lives"))
+}
+
+/// The proposal: "marked by the presence of Kubelet managed pod conditions like Initialized, Ready, etc".
+fn is_initialised(pod: &Pod) -> bool {
+    let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    conditions.into_iter().any(|condition| {
+        matches!(condition.type_.as_str(), "Initialized" | "Ready" | "ContainersReady")
+            && condition.status == "True"
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(annotation: Option<&str>, initialised: bool) -> Pod {
+        let annotations = annotation.map(|names| serde_json::json!({ ANNOTATION: names }));
+        let status = if initialised { "True" } else { "False" };
+        serde_json::from_value(serde_json::json!({
+            "metadata": { "name": "app", "annotations": annotations },
+            "spec": { "containers": [], "volumes": [
+                { "name": "own", "csi": { "driver": "d" } },
+                { "name": "a", "persistentVolumeClaim": { "claimName": "claim-a" } },
+                { "name": "b", "ephemeral": { "volumeClaimTemplate": { "spec": {} } } },
+                { "name": "scratch", "emptyDir": {} },
+            ] },
+            "status": { "conditions": [{ "type": "Initialized", "status": status }] },
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn only_volumes_that_a_runtime_could_mount_are_named() {
+        for good in [None, Some(""), Some("own"), Some(" a , b,own,")] {
+            assert_eq!(problem(&pod(good, false), None), None, "{good:?}");
+        }
+        for bad in ["none", "a,scratch", "A"] {
+            assert!(problem(&pod(Some(bad), false), None).is_some(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_volume_is_named_until_the_pod_is_initialised_and_never_unnamed() {
+        let change = |from: Option<&str>, initialised, to: Option<&str>| {
+            problem(&pod(to, initialised), Some(&pod(from, initialised))).is_none()
+        };
+        assert!(change(None, false, Some("a")));
+        assert!(change(Some("a"), false, Some("b,a")));
+        assert!(change(Some("a,b"), true, Some("b, a")));
+        assert!(!change(None, true, Some("a")));
+        assert!(!change(Some("a"), true, Some("a,b")));
+        assert!(!change(Some("a"), false, None));
+        assert!(!change(Some("a,b"), false, Some("a")));
+    }
+}

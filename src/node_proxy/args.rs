@@ -1,0 +1,59 @@
+//! The flags of the mode.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::grpc::SocketPath;
+use crate::grpc::socket::octal_mode;
+use crate::kubernetes::client;
+use crate::telemetry::{http, logs};
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    pub cluster: client::Args,
+
+    /// Socket to serve CSI on, the one that node-driver-registrar tells kubelet of: unix:///path, unix:/path or /path.
+    #[arg(
+        long,
+        env = "CSI_ENDPOINT",
+        default_value = "unix:///csi/proxy.sock",
+        value_name = "SOCKET"
+    )]
+    pub endpoint: SocketPath,
+
+    /// Access mode of the socket, in octal.
+    #[arg(long, default_value = "0600", value_parser = octal_mode, value_name = "MODE")]
+    pub socket_mode: u32,
+
+    /// The driver's socket.
+    #[arg(long, default_value = "unix:///csi/csi.sock", value_name = "SOCKET")]
+    pub driver_endpoint: SocketPath,
+
+    /// Name of this node's object: pods of no other are watched.
+    #[arg(long, env = "NODE_NAME", value_name = "NAME")]
+    pub node_name: String,
+
+    /// Directory that keeps which volumes were left to a runtime. It has to outlive restarts of the node.
+    #[arg(long, default_value = "/var/lib/csi-loopback-node-proxy", value_name = "DIR")]
+    pub state_dir: PathBuf,
+
+    /// How long a call waits for the API server to tell of a pod that is not known yet.
+    #[arg(long, default_value = "5s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub pod_timeout: Duration,
+
+    /// Time between two looks for what was remembered of targets that are gone.
+    #[arg(long, default_value = "60s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub collect_every: Duration,
+
+    /// Serve /healthz and /metrics on host:port or :port; by default not at all.
+    #[arg(long, value_name = "ADDRESS")]
+    pub http_endpoint: Option<http::Endpoint>,
+
+    /// How long running calls may take after the first signal to stop.
+    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    pub drain_timeout: Duration,
+
+    #[command(flatten)]
+    pub log: logs::Args,
+}

@@ -1,18 +1,12 @@
 //! A gRPC server on a unix socket from its first call to its last.
 
-use std::time::Duration;
-
 use anyhow::Context as _;
 use tokio::net::UnixListener;
-use tokio::time::sleep;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::server::Router;
 
 use super::call::Calls;
 use crate::telemetry::shutdown::Shutdown;
-
-/// How long streams that were cut off have to tell their clients.
-const GRACE: Duration = Duration::from_secs(1);
 
 /// Serves until a signal has come and the running calls are done, or out of time.
 pub async fn until_told(
@@ -25,23 +19,16 @@ pub async fn until_told(
     let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
         served = served => served.context("serving")?,
-        () = overdue(shutdown) => tracing::warn!("closing connections that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("closing connections that did not end in time"),
     }
     // Calls whose client has gone run on without a connection.
     tokio::select! {
         () = calls.idle() => tracing::info!("stopped"),
-        () = overdue(shutdown) => tracing::warn!("stopped with calls that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("stopped with calls that did not end in time"),
     }
     Ok(())
 }
 
 async fn drained(shutdown: Shutdown) {
     shutdown.draining().await;
-}
-
-/// Waits until everything should have ended. It bounds hyper's graceful shutdown, which by itself
-/// waits for clients that do not read.
-async fn overdue(shutdown: &Shutdown) {
-    shutdown.ending().await;
-    sleep(GRACE).await;
 }

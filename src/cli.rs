@@ -277,7 +277,8 @@ mod tests {
         for mode in modes.get_subcommands() {
             let pages = pages(mode.get_name());
             let lines: Vec<&str> = pages.iter().flat_map(|page| page.lines()).collect();
-            for argument in mode.get_arguments().filter(|_| !pages.is_empty()) {
+            let shown = mode.get_arguments().filter(|argument| !argument.is_hide_set());
+            for argument in shown.filter(|_| !pages.is_empty()) {
                 // Fail points are in nothing that ships.
                 let flag = argument.get_long().filter(|flag| *flag != "fail-points");
                 let Some(flag) = flag.map(|flag| format!("--{flag}")) else { continue };

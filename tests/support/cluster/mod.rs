@@ -2,9 +2,9 @@
 //! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
 //! connection that can be cut (`proxy`) or shared out (`balancer`), certificates (`tls`), a driver to begin with (`rig`) and one that
 //! behaves as ours would not (`fake_driver`), our sidecar and who asks one (`sidecar`, `cbt_http`), our session manager (`manager`),
-//! our admission webhooks (`admission`), our aggregated API server (`aggregated`), a node on which pods run (`kubelet`), snapshot
-//! sessions made by hand (`session`), and how a test binary runs
-//! with one cluster for all of its tests (`suite`).
+//! our admission webhooks (`admission`), our aggregated API server (`aggregated`), a node on which pods run (`kubelet`), the same
+//! with a driver that leaves volumes to the container runtime (`runtime`), snapshot sessions made by hand (`session`), and how a test
+//! binary runs with one cluster for all of its tests (`suite`).
 //!
 //! A test binary takes it in beside the rest of the support:
 //!
@@ -27,6 +27,7 @@ pub mod manager;
 pub mod programs;
 pub mod proxy;
 pub mod rig;
+pub mod runtime;
 pub mod session;
 pub mod sidecar;
 pub mod storage;

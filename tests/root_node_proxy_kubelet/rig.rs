@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use k8s_openapi::api::storage::v1::StorageClass;
 use nix::sys::signal::Signal;
@@ -21,7 +21,10 @@ use crate::cluster::programs::{Process, free_port};
 use crate::cluster::runtime::{self, demanding, shipped_class};
 use crate::cluster::sidecar::http_at;
 use crate::support::driver::{BINARY, Driver, expand, wait_for};
-use crate::support::path;
+use crate::support::{MIB, path};
+
+/// Bytes of most volumes: the least that an xfs has.
+pub const SIZE: u64 = 320 * MIB;
 
 pub struct Rig<'a> {
     // Dropped in this order: kubelet takes volumes away by the proxy.
@@ -129,6 +132,40 @@ impl<'a> Rig<'a> {
         let status = self.cluster.get(&self.claims(), claim)?.status?;
         let mut conditions = status.conditions.unwrap_or_default().into_iter();
         conditions.find(|one| one.type_ == named && one.status == "True")?.message
+    }
+
+    /// Waits until an event of the claim, for this reason, has these words.
+    pub fn told_of_claim(&self, claim: &str, reason: &str, words: &str) {
+        wait_for(&format!("{reason} of claim {claim}"), || {
+            self.events().into_iter().any(|event| {
+                event.involved_object.name.as_deref() == Some(claim)
+                    && event.reason.as_deref() == Some(reason)
+                    && event.message.is_some_and(|message| message.contains(words))
+            })
+        });
+    }
+
+    /// Waits until this component has told in a FailedMount event of the pod all of these words.
+    pub fn told_by(&self, component: &str, pod: &Made, words: &[&str]) {
+        wait_for(&format!("what {component} tells of {}: {words:?}", pod.name), || {
+            self.events().into_iter().any(|event| {
+                let source = event.source.unwrap_or_default();
+                let message = event.message.unwrap_or_default();
+                event.involved_object.uid.as_ref() == Some(&pod.uid)
+                    && event.reason.as_deref() == Some("FailedMount")
+                    && source.component.as_deref() == Some(component)
+                    && words.iter().all(|word| message.contains(word))
+            })
+        });
+    }
+
+    fn events(&self) -> Vec<Event> {
+        let events = self.cluster.api_in::<Event>(&self.namespace);
+        self.cluster.block_on(events.list(&Default::default())).unwrap().items
+    }
+
+    pub fn kubelet_log(&self) -> String {
+        self.node.log()
     }
 
     fn claims(&self) -> kube::Api<PersistentVolumeClaim> {

@@ -14,6 +14,7 @@ use csi::volume_capability::access_mode::Mode;
 use csi_loopback::proto::csi::v1 as csi;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::Cluster;
@@ -181,13 +182,27 @@ impl<'a> Rig<'a> {
 
     /// What kubelet says of the volume: bytes, and how many of them are used.
     pub fn summary(&self, pod: &Made, volume: &str) -> Option<(u64, u64)> {
+        let found = self.measured(pod, volume)?;
+        Some((found["capacityBytes"].as_u64()?, found["usedBytes"].as_u64()?))
+    }
+
+    /// Waits until kubelet has measured the volume again.
+    pub fn is_measured_again(&self, pod: &Made, volume: &str) {
+        let now = Timestamp::now();
+        wait_for("kubelet's new figures", || {
+            let at =
+                self.measured(pod, volume).map(|found| found["time"].as_str().unwrap().parse());
+            at.is_some_and(|at: Result<Timestamp, _>| at.unwrap() > now)
+        });
+    }
+
+    fn measured(&self, pod: &Made, volume: &str) -> Option<Value> {
         let page = self.node.node.page(self.cluster, "/stats/summary")?;
         let page: Value = serde_json::from_str(&page).unwrap();
         let mut pods = page["pods"].as_array()?.iter();
         let of_pod = pods.find(|one| one["podRef"]["uid"] == pod.uid.as_str())?;
         let mut volumes = of_pod["volume"].as_array()?.iter();
-        let found = volumes.find(|one| one["name"] == volume)?;
-        Some((found["capacityBytes"].as_u64()?, found["usedBytes"].as_u64()?))
+        volumes.find(|one| one["name"] == volume).cloned()
     }
 
     /// Watches the node until the end of what is returned.

@@ -7,14 +7,23 @@ use crate::cluster::runtime::{assert_served, demanding, device_of};
 use crate::rig::{Rig, SIZE};
 use crate::support::driver::wait_for;
 
+const PUBLISHED: &str = "volumes_published_with_deferred_ops_total ";
 const CAPABILITY: &str = "DEFER_FS_OPS";
 const LARGER: u64 = 2 * SIZE;
+
+/// Calls that came to nothing for want of the capability.
+fn failed(rig: &Rig<'_>, call: &str) -> u64 {
+    let labels = format!("{{call=\"{call}\",reason=\"missing_capability\"}}");
+    rig.proxy.number(&format!("csi_loopback_deferred_failures_total{labels}"))
+}
 
 pub fn after_a_downgrade_figures_and_growth_fail_aloud_until_the_upgrade_and_the_pod_ends_in_any_case(
     cluster: &Cluster,
 ) {
     const TEST: &str = "after_a_downgrade_figures_and_growth_fail_aloud_until_the_upgrade_and_the_pod_ends_in_any_case";
     let Some(mut rig) = Rig::new(cluster, TEST) else { return };
+    // Else kubelet would be at that, which fails, and not come to the growth: see below.
+    rig.publishes_once();
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
     let pod = rig.run_opted("first");
@@ -29,13 +38,8 @@ pub fn after_a_downgrade_figures_and_growth_fail_aloud_until_the_upgrade_and_the
             line.contains("Failed to calculate volume metrics") && line.contains(CAPABILITY)
         })
     });
-    let failed = |rig: &Rig<'_>, call: &str| {
-        let labels = format!(
-            "csi_loopback_deferred_failures_total{{call=\"{call}\",reason=\"missing_capability\"}}"
-        );
-        rig.proxy.number(&labels)
-    };
     assert!(failed(&rig, "stats") > 0);
+    assert_eq!(failed(&rig, "publish"), 0);
 
     rig.grow("data", &id, LARGER);
     let said =
@@ -60,6 +64,35 @@ pub fn after_a_downgrade_figures_and_growth_fail_aloud_until_the_upgrade_and_the
     let again = rig.run_opted("second");
     assert_eq!(rig.exec(&again, "cat /data/after"), "after\n");
     rig.gone(&again, &[]);
+    watch.saw_nothing();
+}
+
+/// A driver that has kubelet publish again and again, as ours has: kubelet tries that before all else.
+pub fn a_pod_whose_volume_is_published_again_is_told_of_a_downgrade_and_grows_after_the_upgrade(
+    cluster: &Cluster,
+) {
+    const TEST: &str =
+        "a_pod_whose_volume_is_published_again_is_told_of_a_downgrade_and_grows_after_the_upgrade";
+    let Some(mut rig) = Rig::new(cluster, TEST) else { return };
+    let id = rig.claim("data", SIZE);
+    let watch = rig.watch();
+    let pod = rig.run_opted("first");
+    let published = rig.proxy.number(PUBLISHED);
+    wait_for("another publish", || rig.proxy.number(PUBLISHED) > published);
+    rig.restart_driver(false);
+    rig.told_by("csi-loopback-node-proxy", &pod, &[CAPABILITY]);
+    rig.grow("data", &id, LARGER);
+    assert!(failed(&rig, "publish") > 0);
+    // It runs, and what it writes is on its volume.
+    assert_eq!(rig.exec(&pod, "echo kept >/data/file; cat /data/file"), "kept\n");
+    assert!(rig.is_ready(&pod.name) && device_of(&rig, &pod, "main").starts_with("/dev/loop"));
+    rig.restart_driver(true);
+    wait_for("kubelet's word of it", || rig.capacity("data") == Some(LARGER.to_string()));
+    rig.gone(&pod, &[]);
+    let again = rig.run_opted("second");
+    assert_eq!(rig.exec(&again, "cat /data/file"), "kept\n");
+    rig.gone(&again, &[]);
+    rig.wait_until_detached(&id);
     watch.saw_nothing();
 }
 

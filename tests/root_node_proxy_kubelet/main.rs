@@ -29,6 +29,7 @@ fn main() -> ExitCode {
             a_claim_that_grew_while_nobody_used_it_has_its_size_once_its_pod_runs;
         downgraded:
             after_a_downgrade_figures_and_growth_fail_aloud_until_the_upgrade_and_the_pod_ends_in_any_case
+            a_pod_whose_volume_is_published_again_is_told_of_a_downgrade_and_grows_after_the_upgrade
             a_pod_that_begins_at_a_downgrade_is_told_why_and_runs_after_the_upgrade;
         ends:
             whoever_of_kubelet_proxy_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all_is_as_before

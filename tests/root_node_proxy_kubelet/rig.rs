@@ -11,7 +11,7 @@ use std::time::Duration;
 use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
 use k8s_openapi::api::rbac::v1::PolicyRule;
-use k8s_openapi::api::storage::v1::StorageClass;
+use k8s_openapi::api::storage::v1::{CSIDriver, StorageClass};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -62,6 +62,12 @@ impl<'a> Rig<'a> {
         class["provisioner"] = runtime.driver_name.as_str().into();
         cluster.create(&cluster.api::<StorageClass>(), class);
         Some(Self { runtime, proxy: proxy.unwrap(), storage_class })
+    }
+
+    /// Has kubelet publish each volume once, as it does for most drivers, and not every time it looks at a pod.
+    pub fn publishes_once(&self) {
+        let once = json!({ "spec": { "requiresRepublish": false } });
+        self.cluster.merge(&self.cluster.api::<CSIDriver>(), &self.driver_name, &once);
     }
 
     /// A claim of a class that does not defer. The volume's id.
@@ -240,11 +246,6 @@ impl Proxy {
         let mut process = self.process.take().unwrap();
         process.signal(Signal::SIGKILL);
         assert!(process.wait(Duration::from_secs(20)).is_some());
-    }
-
-    /// What it has logged, over all of its starts.
-    pub fn log(&self) -> String {
-        fs::read_to_string(self.scratch.join(format!("{}.log", self.name))).unwrap()
     }
 
     /// Lines of its metrics that begin so.

@@ -143,6 +143,11 @@ impl Entry {
         &self.path
     }
 
+    /// Makes its directory, with nothing in it. Repeating it is nothing.
+    pub fn make_directory(&self) -> Result<()> {
+        make_directory(&self.path)
+    }
+
     /// Makes the entry of a target, with nothing in it but whose it is. Repeating it is nothing.
     pub fn make(&self, target: &Target) -> Result<()> {
         make_directory(&self.path)?;

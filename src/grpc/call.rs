@@ -53,7 +53,7 @@ impl Calls {
             let result = catch_unwind(AssertUnwindSafe(|| run(request)))
                 .unwrap_or_else(|_| Err(panicked(method)));
             if let Ok(response) = &result {
-                response.describe(&mut call.subject);
+                call.note(response);
             }
             call.end(result.as_ref().err());
             result
@@ -98,6 +98,11 @@ impl Call {
         self.messages += messages as u64;
         self.extents += extents as u64;
         self.calls.metrics.streamed(extents as u64);
+    }
+
+    /// Takes in what became known of it since it began.
+    pub fn note(&mut self, message: &impl Describe) {
+        message.describe(&mut self.subject);
     }
 
     /// Logs and counts the call.

@@ -14,6 +14,7 @@ use kube::api::ListParams;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
+use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_stream::StreamExt;
 
@@ -58,12 +59,19 @@ pub struct Cache<K> {
     index: Index<K>,
     of: Of<K>,
     all: Api<K>,
+    changes: watch::Sender<u64>,
 }
 
 impl<K: Clone> Clone for Cache<K> {
     fn clone(&self) -> Self {
-        let Self { state, index, of, all } = self;
-        Self { state: state.clone(), index: *index, of: of.clone(), all: all.clone() }
+        let Self { state, index, of, all, changes } = self;
+        Self {
+            state: state.clone(),
+            index: *index,
+            of: of.clone(),
+            all: all.clone(),
+            changes: changes.clone(),
+        }
     }
 }
 
@@ -84,7 +92,8 @@ impl<K: Object> Cache<K> {
         shutdown: Shutdown,
     ) -> Self {
         let state = State { live: false, objects: HashMap::new(), indexed: HashMap::new() };
-        let cache = Self { state: Arc::new(RwLock::new(state)), index, of: Arc::new(of), all };
+        let (state, changes) = (Arc::new(RwLock::new(state)), watch::Sender::new(0));
+        let cache = Self { state, index, of: Arc::new(of), all, changes };
         tokio::spawn(cache.clone().follow(select, shutdown));
         cache
     }
@@ -150,6 +159,11 @@ impl<K: Object> Cache<K> {
         self.read().live
     }
 
+    /// Says whenever the watch has told something.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
     async fn follow(self, select: watcher::Config, shutdown: Shutdown) {
         let mut pause = FIRST_PAUSE;
         loop {
@@ -195,14 +209,22 @@ impl<K: Object> Cache<K> {
             state.put(object, self.index);
         }
         state.live = true;
+        drop(state);
+        self.changed();
     }
 
     fn put(&self, object: K) {
         self.write().put(object, self.index);
+        self.changed();
     }
 
     fn remove(&self, key: &Key) {
         self.write().remove(key, self.index);
+        self.changed();
+    }
+
+    fn changed(&self) {
+        self.changes.send_modify(|count| *count = count.wrapping_add(1));
     }
 
     fn read(&self) -> RwLockReadGuard<'_, State<K>> {

@@ -8,16 +8,37 @@ use k8s_openapi::api::core::v1::{Pod, Volume};
 /// Names of volumes, separated by commas.
 pub const ANNOTATION: &str = "cbt.storage.k8s.io/defer-fs-mount";
 
+/// The annotation, as the pod has it.
+pub fn value(pod: &Pod) -> Option<&str> {
+    pod.metadata.annotations.as_ref()?.get(ANNOTATION).map(String::as_str)
+}
+
 /// The volumes that a pod names.
 pub fn names(pod: &Pod) -> BTreeSet<&str> {
-    let value = pod.metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION));
-    let names = value.into_iter().flat_map(|value| value.split(','));
+    let names = value(pod).into_iter().flat_map(|value| value.split(','));
     names.map(str::trim).filter(|name| !name.is_empty()).collect()
 }
 
 /// Whether a volume is of a kind that a runtime can mount: a claim, a generic ephemeral or an inline volume.
 pub fn can_be_deferred(volume: &Volume) -> bool {
     volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some() || volume.csi.is_some()
+}
+
+/// Whether containers have a volume as a raw block device, and none of them as a directory.
+pub fn is_only_a_device(pod: &Pod, name: &str) -> bool {
+    let Some(spec) = &pod.spec else { return false };
+    let plain = spec.containers.iter().chain(spec.init_containers.iter().flatten());
+    let plain = plain.map(|one| (&one.volume_devices, &one.volume_mounts));
+    let ephemeral = spec.ephemeral_containers.iter().flatten();
+    let all = plain.chain(ephemeral.map(|one| (&one.volume_devices, &one.volume_mounts)));
+    let mut is_device = false;
+    for (devices, mounts) in all {
+        if mounts.iter().flatten().any(|mount| mount.name == name) {
+            return false;
+        }
+        is_device |= devices.iter().flatten().any(|device| device.name == name);
+    }
+    is_device
 }
 
 /// What is wrong with a pod's annotation, or with how it has changed; `before` is the pod as it was.
@@ -36,6 +57,11 @@ pub fn problem(pod: &Pod, before: Option<&Pod>) -> Option<String> {
             Some(volume) if !can_be_deferred(volume) => {
                 return told(format!(
                     "{name:?} is neither a claim nor a generic ephemeral or inline volume, and no runtime could mount it; leave it out"
+                ));
+            }
+            Some(_) if is_only_a_device(pod, name) => {
+                return told(format!(
+                    "{name:?} is a raw block device of the pod's containers, and there is no filesystem to be mounted; leave it out"
                 ));
             }
             Some(_) => {}
@@ -68,11 +94,17 @@ mod tests {
         let status = if initialised { "True" } else { "False" };
         serde_json::from_value(serde_json::json!({
             "metadata": { "name": "app", "annotations": annotations },
-            "spec": { "containers": [], "volumes": [
+            "spec": { "containers": [{
+                "name": "c",
+                "volumeDevices": [{ "name": "raw", "devicePath": "/dev/x" }, { "name": "both", "devicePath": "/dev/y" }],
+                "volumeMounts": [{ "name": "both", "mountPath": "/y" }],
+            }], "volumes": [
                 { "name": "own", "csi": { "driver": "d" } },
                 { "name": "a", "persistentVolumeClaim": { "claimName": "claim-a" } },
                 { "name": "b", "ephemeral": { "volumeClaimTemplate": { "spec": {} } } },
                 { "name": "scratch", "emptyDir": {} },
+                { "name": "raw", "persistentVolumeClaim": { "claimName": "claim-raw" } },
+                { "name": "both", "persistentVolumeClaim": { "claimName": "claim-both" } },
             ] },
             "status": { "conditions": [{ "type": "Initialized", "status": status }] },
         }))
@@ -81,10 +113,10 @@ mod tests {
 
     #[test]
     fn only_volumes_that_a_runtime_could_mount_are_named() {
-        for good in [None, Some(""), Some("own"), Some(" a , b,own,")] {
+        for good in [None, Some(""), Some("own"), Some(" a , b,own,"), Some("both")] {
             assert_eq!(problem(&pod(good, false), None), None, "{good:?}");
         }
-        for bad in ["none", "a,scratch", "A"] {
+        for bad in ["none", "a,scratch", "A", "a,raw"] {
             assert!(problem(&pod(Some(bad), false), None).is_some(), "{bad}");
         }
     }

@@ -34,7 +34,7 @@ pub struct Args {
     #[arg(long, env = "NODE_NAME", value_name = "NAME")]
     pub node_name: String,
 
-    /// Directory that keeps which volumes were left to a runtime. It has to outlive restarts of the node.
+    /// Directory that keeps which volumes were left to a runtime, and which pods want that. It has to outlive restarts of the node.
     #[arg(long, default_value = "/var/lib/csi-loopback-node-proxy", value_name = "DIR")]
     pub state_dir: PathBuf,
 
@@ -42,7 +42,7 @@ pub struct Args {
     #[arg(long, default_value = "5s", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub pod_timeout: Duration,
 
-    /// Time between two looks for what was remembered of targets that are gone.
+    /// Time between two looks for remembered volumes whose target is gone; those that are found gone twice are forgotten.
     #[arg(long, default_value = "60s", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub collect_every: Duration,
 
@@ -53,6 +53,11 @@ pub struct Args {
     /// How long running calls may take after the first signal to stop.
     #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub drain_timeout: Duration,
+
+    /// Directory with a plan of where to be killed or to fail (fail_point).
+    #[cfg(feature = "failpoints")]
+    #[arg(long, value_name = "DIR")]
+    pub fail_points: Option<PathBuf>,
 
     #[command(flatten)]
     pub log: logs::Args,

@@ -12,7 +12,8 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 use tower::{Service as _, ServiceExt as _};
 
-use crate::grpc::SocketPath;
+use super::refusal::{Refusal, Result};
+use crate::grpc::{SocketPath, code_name};
 use crate::proto::csi::v1 as csi;
 use csi::node_client::NodeClient;
 use csi::node_service_capability::{Type, rpc};
@@ -48,40 +49,49 @@ impl Driver {
         Self { channel, socket }
     }
 
-    /// Passes a call on. Where the driver is away the answer is UNAVAILABLE.
-    pub async fn forward(&self, request: Request<Body>) -> Response<Body> {
+    /// Passes a call on.
+    ///
+    /// # Errors
+    /// The driver is away.
+    pub async fn forward(&self, request: Request<Body>) -> Result<Response<Body>> {
         let mut channel = self.channel.clone();
         let answered = match channel.ready().await {
             Ok(ready) => ready.call(request).await,
             Err(error) => Err(error),
         };
-        answered.unwrap_or_else(|error| self.away(&error).into_http())
+        answered.map_err(|error| {
+            tracing::warn!(socket = %self.socket.display(), %error, "the driver does not answer");
+            Refusal::DriverAway(self.socket.display().to_string())
+        })
     }
 
-    fn away(&self, error: &tonic::transport::Error) -> Status {
-        tracing::warn!(socket = %self.socket.display(), %error, "the driver does not answer");
-        Status::unavailable(format!(
-            "the CSI driver does not answer on {}; try again",
-            self.socket.display()
-        ))
+    /// Passes on a call that nobody looks at. Where the driver is away the answer is UNAVAILABLE.
+    pub async fn pass_on(&self, request: Request<Body>) -> Response<Body> {
+        let away = |refusal: Refusal| Status::unavailable(refusal.to_string()).into_http();
+        self.forward(request).await.unwrap_or_else(away)
     }
 
     /// The capabilities of its Node service. Asked each time: a driver may be replaced by another version at any moment.
-    pub async fn capabilities(&self) -> Result<Vec<rpc::Type>, Status> {
+    ///
+    /// # Errors
+    /// The driver does not say.
+    pub async fn capabilities(&self) -> Result<Vec<rpc::Type>> {
         let mut node = NodeClient::new(self.channel.clone());
         let asked = node.node_get_capabilities(csi::NodeGetCapabilitiesRequest {});
-        let answer = tokio::time::timeout(ASK_TIMEOUT, asked).await;
-        let answer = answer.map_err(|_| {
-            Status::unavailable("the CSI driver does not say in time what it can do; try again")
-        })?;
-        let answer = answer.map_err(|status| match status.code() {
-            Code::Unavailable => status,
-            code => Status::unavailable(format!(
-                "the CSI driver does not say what it can do ({}); try again",
-                crate::grpc::code_name(code)
-            )),
-        })?;
-        let said = answer.into_inner().capabilities.into_iter();
+        let answer = match tokio::time::timeout(ASK_TIMEOUT, asked).await {
+            Ok(Ok(answer)) => answer.into_inner(),
+            // One that does not know the call has none.
+            Ok(Err(status)) if status.code() == Code::Unimplemented => return Ok(Vec::new()),
+            Ok(Err(status)) => {
+                let code = code_name(status.code());
+                return Err(Refusal::DriverAway(format!("NodeGetCapabilities: {code}")));
+            }
+            Err(_) => {
+                let why = format!("NodeGetCapabilities takes longer than {ASK_TIMEOUT:?}");
+                return Err(Refusal::DriverAway(why));
+            }
+        };
+        let said = answer.capabilities.into_iter();
         Ok(said
             .filter_map(|capability| match capability.r#type {
                 Some(Type::Rpc(rpc)) => Some(rpc.r#type()),

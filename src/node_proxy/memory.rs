@@ -3,183 +3,330 @@
 //! when the volume was taken back, or its target is gone.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::opt_in::Group;
-use crate::crust::{Directory, Entry, Problem, Result, Target};
+use super::disk::Disk;
+use super::place::Place;
+use super::refusal;
+use super::wish::Group;
+use crate::crust::{Entry, Problem, Result, Target};
+use crate::fail_point::meet;
 
 /// The file of an entry; `target` is beside it.
 const FILE: &str = "vol_data.json";
+/// Bytes of it, as many as are read back.
+const MAX_FILE: usize = 64 << 10;
+/// What a writer that is gone has left half written is removed when it is so old.
+const PARTIAL_AGE: Duration = Duration::from_secs(600);
 
 /// A volume at a target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Left {
+    /// The proposal's key, with the value that kubelet's file has for such things: text.
+    #[serde(rename = "deferFSMount")]
+    defer_fs_mount: String,
     pub volume_handle: String,
+    #[serde(default)]
+    pub staging_target_path: String,
     /// What the pod said of its group when it was published first.
     #[serde(default)]
     pub group: Option<Group>,
-    /// The pod, for events.
+    #[serde(flatten)]
+    pub pod: PodRef,
+}
+
+/// A pod, for events.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodRef {
     pub namespace: String,
-    pub pod: String,
-    pub pod_uid: String,
+    #[serde(rename = "pod")]
+    pub name: String,
+    #[serde(rename = "podUid")]
+    pub uid: String,
+}
+
+impl Left {
+    pub fn new(volume: &str, staging: &str, group: Option<Group>, pod: PodRef) -> Self {
+        Self {
+            defer_fs_mount: DEFERRED.to_owned(),
+            volume_handle: volume.to_owned(),
+            staging_target_path: staging.to_owned(),
+            group,
+            pod,
+        }
+    }
+}
+
+const DEFERRED: &str = "true";
+
+/// What is known of a target.
+#[derive(Debug)]
+struct Known {
+    left: Left,
+    /// Calls under way that publish it: the target need not be there yet.
+    publishing: usize,
+    /// Whether the last round found the target gone.
+    gone: bool,
+    /// What the driver said when it was measured last.
+    abnormal: Option<bool>,
 }
 
 /// Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Memory {
-    directory: Directory,
-    known: Arc<Mutex<BTreeMap<PathBuf, Left>>>,
+    disk: Disk,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    loaded: bool,
+    known: BTreeMap<PathBuf, Known>,
+}
+
+/// A publish that is under way.
+#[derive(Debug)]
+pub struct Publishing {
+    memory: Memory,
+    target: PathBuf,
+}
+
+impl Drop for Publishing {
+    fn drop(&mut self) {
+        if let Some(known) = self.memory.state().known.get_mut(&self.target) {
+            known.publishing = known.publishing.saturating_sub(1);
+            known.gone = false;
+        }
+    }
 }
 
 impl Memory {
-    /// Reads what is there. What cannot be read is told and left: nobody knows what it was.
-    pub fn open(directory: Directory) -> Result<Self> {
+    /// Reads what is there, if that can be read now.
+    pub fn open(disk: Disk) -> Self {
+        let memory = Self { disk, state: Arc::default() };
+        if memory.disk.is_served()
+            && let Err(problem) = memory.load()
+        {
+            tracing::error!(%problem, "what was left to runtimes cannot be read; it will be tried again");
+        }
+        memory
+    }
+
+    /// Reads what is there, once. What cannot be read is told and left: nobody knows what it was.
+    fn load(&self) -> Result<()> {
+        if self.state().loaded {
+            return Ok(());
+        }
+        self.disk.serve()?;
         let mut known = BTreeMap::new();
-        for entry in directory.entries()? {
+        for entry in self.disk.directory().entries()? {
             match read(&entry) {
-                Ok(Some((target, left))) if directory.entry(&target) == entry => {
-                    known.insert(target.as_path().to_owned(), left);
+                Ok(Some((target, left))) if self.disk.directory().entry(&target) == entry => {
+                    known.insert(target.into_path(), Known::new(left));
                 }
-                // Half of one, or another's.
-                Ok(_) => {}
+                Ok(Some((target, _))) => {
+                    tracing::error!(entry = %entry.path().display(), %target, "an entry is not the one of its target; it is left alone");
+                }
+                // Half of one.
+                Ok(None) => {}
                 Err(problem) => {
-                    tracing::error!(entry = %entry.path().display(), %problem, "what was left to a runtime cannot be read");
+                    tracing::error!(entry = %entry.path().display(), %problem, "what was left to a runtime cannot be read; it is left alone");
                 }
             }
         }
-        Ok(Self { directory, known: Arc::new(Mutex::new(known)) })
-    }
-
-    /// Writes down that a volume is left to a runtime at a target. Nothing where that is known.
-    pub fn remember(&self, target: &str, left: &Left) -> Result<()> {
-        let target = Target::new("target_path", target)?;
-        if self.known().get(target.as_path()) == Some(left) {
-            return Ok(());
-        }
-        let entry = self.directory.entry(&target);
-        entry.make(&target)?;
-        let json = serde_json::to_vec(left)
-            .map_err(|error| Problem::invalid("volume_id", error.to_string()))?;
-        entry.write(FILE, &json)?;
-        self.known().insert(target.as_path().to_owned(), left.clone());
+        let mut state = self.state();
+        // What was written in the meantime is newer.
+        known.append(&mut state.known);
+        state.known = known;
+        state.loaded = true;
         Ok(())
     }
 
-    /// Whether this volume was left to a runtime at this target.
-    pub fn at(&self, volume: &str, target: &str) -> Option<Left> {
-        let known = self.known();
-        known.get(Path::new(target)).filter(|left| left.volume_handle == volume).cloned()
+    /// Writes down that a volume is left to a runtime at a target, durably, and keeps that for as long as the publish is under way.
+    pub async fn publishing(&self, target: &str, left: &Left) -> refusal::Result<Publishing> {
+        if let Some(publishing) = self.again(target, left) {
+            return Ok(publishing);
+        }
+        let (memory, target, left) = (self.clone(), target.to_owned(), left.clone());
+        self.disk.run(move || memory.write(&target, left)).await
     }
 
-    /// Whether this volume was left to a runtime: `path` is a target, or else where it is staged, which leads to any target.
+    /// A publish of what is written down already.
+    fn again(&self, target: &str, left: &Left) -> Option<Publishing> {
+        let mut state = self.state();
+        let known = state.known.get_mut(Path::new(target)).filter(|known| known.left == *left)?;
+        known.publishing += 1;
+        Some(Publishing { memory: self.clone(), target: PathBuf::from(target) })
+    }
+
+    fn write(&self, target: &str, left: Left) -> Result<Publishing> {
+        self.load()?;
+        let target = Target::new("target_path", target)?;
+        let json = serde_json::to_vec(&left)
+            .map_err(|error| Problem::invalid("volume_id", error.to_string()))?;
+        if json.len() > MAX_FILE {
+            return Err(Problem::invalid("volume_id", format!("makes more than {MAX_FILE} bytes")));
+        }
+        let entry = self.disk.directory().entry(&target);
+        entry.make(&target)?;
+        entry.write(FILE, &json)?;
+        meet("node_proxy.remembered").map_err(|e| Problem::io("writing it down", e))?;
+        let target = target.into_path();
+        let mut state = self.state();
+        let known = state.known.entry(target.clone()).or_insert_with(|| Known::new(left.clone()));
+        known.left = left;
+        known.publishing += 1;
+        Ok(Publishing { memory: self.clone(), target })
+    }
+
+    /// What is known of this volume at this target.
+    pub fn at(&self, volume: &str, target: &str) -> Option<Left> {
+        let state = self.state();
+        let known = state.known.get(Path::new(target))?;
+        (known.left.volume_handle == volume).then(|| known.left.clone())
+    }
+
+    /// The same, where `path` is a target or else the path where the volume is staged.
     pub fn of(&self, volume: &str, path: &str) -> Option<Left> {
         self.at(volume, path).or_else(|| {
-            let known = self.known();
-            let is_a_target = known.contains_key(Path::new(path));
-            let mut found = known.values().filter(|left| left.volume_handle == volume);
-            found.next().filter(|_| !is_a_target).cloned()
+            let is_staged = |left: &&Left| {
+                left.volume_handle == volume
+                    && !left.staging_target_path.is_empty()
+                    && Path::new(&left.staging_target_path) == Path::new(path)
+            };
+            let state = self.state();
+            state.known.values().map(|known| &known.left).find(is_staged).cloned()
         })
     }
 
     /// Forgets a volume that was taken back.
-    pub fn forget(&self, target: &str) -> Result<()> {
-        let target = Target::new("target_path", target)?;
-        self.directory.entry(&target).unstage()?;
-        self.known().remove(target.as_path());
+    pub async fn forget(&self, target: &str) -> refusal::Result<()> {
+        let (memory, target) = (self.clone(), PathBuf::from(target));
+        self.disk.run(move || memory.remove(&target)).await
+    }
+
+    fn remove(&self, target: &Path) -> Result<()> {
+        // As it is called here, for the path that was given may be written otherwise.
+        let known = self.state().known.get_key_value(target).map(|(path, _)| path.clone());
+        let Some(path) = known else { return Ok(()) };
+        let entry = self.disk.directory().entry(&Target::new("target_path", &path)?);
+        // What says that there is an entry goes first: half of one is none.
+        entry.remove(FILE)?;
+        meet("node_proxy.forgetting").map_err(|e| Problem::io("removing it", e))?;
+        entry.unstage()?;
+        meet("node_proxy.forgotten").map_err(|e| Problem::io("removing it", e))?;
+        self.state().known.remove(&path);
         Ok(())
     }
 
-    /// Forgets those whose target is gone: nobody will take them back.
-    pub fn collect(&self) -> Result<usize> {
-        let gone: Vec<PathBuf> = {
-            let known = self.known();
-            let is_gone = |path: &&PathBuf| {
-                let found = path.symlink_metadata();
-                found.is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
+    /// One round: forgets those whose target is gone, since nobody will take them back. It has to be gone in two rounds, with no
+    /// publish between them: a driver may be at it whose caller has given up.
+    pub fn collect(&self) -> Result<()> {
+        let Some(_turn) = self.disk.turn() else { return Ok(()) };
+        self.load()?;
+        let targets: Vec<PathBuf> = self.state().known.keys().cloned().collect();
+        for target in targets {
+            let gone = is_gone(&target);
+            let goes = {
+                let mut state = self.state();
+                let Some(known) = state.known.get_mut(&target) else { continue };
+                let goes = gone && known.gone && known.publishing == 0;
+                known.gone = gone;
+                goes
             };
-            known.keys().filter(is_gone).cloned().collect()
-        };
-        for target in &gone {
-            self.forget(&target.to_string_lossy())?;
+            if goes {
+                tracing::info!(target = %target.display(), "forgetting a volume whose target is gone");
+                self.remove_unless_published(&target)?;
+            }
         }
-        Ok(gone.len())
+        for entry in self.disk.directory().entries()? {
+            if matches!(read(&entry), Ok(None)) {
+                entry.unstage()?;
+            }
+        }
+        self.disk.directory().remove_partial(PARTIAL_AGE)
+    }
+
+    /// A publish that begins now finds nothing and writes anew, when it is its turn.
+    fn remove_unless_published(&self, target: &Path) -> Result<()> {
+        let taken = {
+            let mut state = self.state();
+            match state.known.get(target) {
+                Some(known) if known.publishing == 0 => state.known.remove(target),
+                _ => None,
+            }
+        };
+        let Some(taken) = taken else { return Ok(()) };
+        let entry = self.disk.directory().entry(&Target::new("target_path", target)?);
+        let removed = entry.remove(FILE).and_then(|()| entry.unstage());
+        if removed.is_err() {
+            self.state().known.entry(target.to_owned()).or_insert(taken);
+        }
+        removed
+    }
+
+    /// What the driver said of the volume when it was measured.
+    pub fn measured(&self, target: &str, abnormal: bool) {
+        if let Some(known) = self.state().known.get_mut(Path::new(target)) {
+            known.abnormal = Some(abnormal);
+        }
+    }
+
+    /// The volumes that were measured, with what the driver said.
+    pub fn conditions(&self) -> Vec<(PathBuf, Left, bool)> {
+        let state = self.state();
+        let measured = state.known.iter().filter_map(|(target, known)| {
+            Some((target.clone(), known.left.clone(), known.abnormal?))
+        });
+        measured.collect()
     }
 
     pub fn len(&self) -> usize {
-        self.known().len()
+        self.state().known.len()
     }
 
-    fn known(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Left>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+impl Known {
+    fn new(left: Left) -> Self {
+        Self { left, publishing: 0, gone: false, abnormal: None }
+    }
+}
+
+/// Whether there is certainly nothing: where kubelet's directory is not to be seen either, nobody can tell.
+fn is_gone(target: &Path) -> bool {
+    let looked = target.symlink_metadata();
+    if !looked.is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+        return false;
+    }
+    let up = match target.to_str().and_then(Place::of_path) {
+        Some(Place::Mount { .. }) => PODS_ABOVE,
+        _ => 2,
+    };
+    target.ancestors().nth(up).is_some_and(Path::is_dir)
+}
+
+/// From a target up to the directory of all pods: `pods/UID/volumes/kubernetes.io~csi/NAME/mount`.
+const PODS_ABOVE: usize = 5;
+
 fn read(entry: &Entry) -> Result<Option<(Target, Left)>> {
     let (Some(target), Some(bytes)) = (entry.target()?, entry.read(FILE)?) else { return Ok(None) };
-    let left = serde_json::from_slice(&bytes)
-        .map_err(|error| Problem::invalid("vol_data.json", error.to_string()))?;
+    let left: Left = serde_json::from_slice(&bytes)
+        .map_err(|error| Problem::invalid(FILE, error.to_string()))?;
+    if left.defer_fs_mount != DEFERRED {
+        return Err(Problem::invalid(FILE, "deferFSMount is not \"true\""));
+    }
     Ok(Some((target, left)))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn left(volume: &str) -> Left {
-        Left {
-            volume_handle: volume.to_owned(),
-            group: Some(Group { id: "7".into(), policy: None }),
-            namespace: "n".into(),
-            pod: "p".into(),
-            pod_uid: "u".into(),
-        }
-    }
-
-    #[test]
-    fn what_was_left_is_known_after_a_restart_until_it_is_taken_back() {
-        let scratch = tempfile::tempdir().unwrap();
-        let open = || Memory::open(Directory::new(scratch.path().join("memory"))).unwrap();
-        let target = scratch.path().join("target");
-        let target = target.to_str().unwrap();
-        let memory = open();
-        memory.remember(target, &left("v")).unwrap();
-        memory.remember(target, &left("v")).unwrap();
-        let memory = open();
-        assert_eq!(memory.at("v", target), Some(left("v")));
-        assert_eq!((memory.at("w", target), memory.of("w", target)), (None, None));
-        // By the path where it is staged, which is no target.
-        assert_eq!(memory.of("v", "/staging"), Some(left("v")));
-        memory.forget(target).unwrap();
-        memory.forget(target).unwrap();
-        assert_eq!((memory.of("v", target), open().len()), (None, 0));
-    }
-
-    #[test]
-    fn what_nobody_takes_back_goes_with_its_target() {
-        let scratch = tempfile::tempdir().unwrap();
-        let memory = Memory::open(Directory::new(scratch.path().join("memory"))).unwrap();
-        let there = scratch.path().join("there");
-        std::fs::create_dir(&there).unwrap();
-        memory.remember(there.to_str().unwrap(), &left("v")).unwrap();
-        let gone = scratch.path().join("gone");
-        memory.remember(gone.to_str().unwrap(), &left("w")).unwrap();
-        assert_eq!((memory.collect().unwrap(), memory.len()), (1, 1));
-        assert!(memory.at("v", there.to_str().unwrap()).is_some());
-    }
-
-    #[test]
-    fn half_of_an_entry_and_one_that_is_damaged_are_no_memory() {
-        let scratch = tempfile::tempdir().unwrap();
-        let directory = Directory::new(scratch.path().join("memory"));
-        let of = |path: &str| Target::new("t", path).unwrap();
-        directory.entry(&of("/half")).make(&of("/half")).unwrap();
-        let damaged = directory.entry(&of("/damaged"));
-        damaged.make(&of("/damaged")).unwrap();
-        damaged.write(FILE, b"{").unwrap();
-        assert_eq!(Memory::open(directory).unwrap().len(), 0);
-    }
-}
+mod tests;

@@ -3,18 +3,27 @@
 //! for its volumes get the proposal's fields, if the driver has the capabilities; that a volume was left to a runtime is
 //! remembered on disk.
 //!
-//! Calls are passed on as the bytes that they are. Four are looked at, and added to, never written anew: what a later CSI
-//! has in them stays.
+//! Calls are passed on as the bytes that they are ([`forward`]). Four are looked at ([`node`], [`publish`]), and added to, never written
+//! anew ([`message`]): what a later CSI has in them stays. A pod that did not opt in gets no failure from here that it would not
+//! have had without.
 
-mod append;
 mod args;
+mod call;
+mod disk;
+mod events;
 mod forward;
+mod host;
 mod memory;
+mod message;
 mod node;
-mod opt_in;
+mod opted_in;
+mod place;
 mod pods;
+mod publish;
+mod refusal;
 mod reports;
 mod server;
+mod wish;
 
 pub use args::Args;
 pub use server::run;

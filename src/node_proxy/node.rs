@@ -1,304 +1,294 @@
-//! The four calls that the proposal has kubelet add something to. Whatever cannot be read is passed on as it is: the driver says
-//! better what is wrong with it.
+//! The four calls that the proposal has kubelet add something to, from request to answer. Whatever cannot be read is passed on as it is: the
+//! driver says better what is wrong with it.
 
-use std::sync::Arc;
-
-use http_body_util::{BodyExt as _, Limited};
-use k8s_openapi::api::core::v1::Pod;
-use prost::Message;
+use http_body_util::BodyExt as _;
+use prost::Message as _;
 use tonic::body::Body;
-use tonic::codegen::http::{HeaderMap, Request, Response, header};
+use tonic::codegen::http::{HeaderMap, Request, Response, header, request};
 use tonic::{Code, Status};
 
+use super::call::{Asked, Call};
+use super::events::Events;
 use super::forward::Driver;
-use super::memory::{Left, Memory};
-use super::opt_in::{self, Group, Place, Wish};
-use super::pods::{Named, Pods};
-use super::{append, reports};
-use crate::crust::Problem;
+use super::host::{Host, Passed};
+use super::memory::{Left, Memory, Publishing};
+use super::message::{self, Held, MAX_MESSAGE, Room, Unheld};
+use super::opted_in::OptedIn;
+use super::pods::Pods;
+use super::publish::Decision;
+use super::refusal::{Refusal, Result};
+use super::reports::Reports;
+use crate::fail_point::meet;
+use crate::grpc::call::{Calls, Describe, Subject};
 use crate::kubernetes::defer_annotation::ANNOTATION;
 use crate::proto::csi::v1 as csi;
+use crate::telemetry::metrics::Metrics;
 use csi::node_service_capability::rpc::Type;
-
-const PUBLISH: &str = "/csi.v1.Node/NodePublishVolume";
-const UNPUBLISH: &str = "/csi.v1.Node/NodeUnpublishVolume";
-const STATS: &str = "/csi.v1.Node/NodeGetVolumeStats";
-const EXPAND: &str = "/csi.v1.Node/NodeExpandVolume";
-/// Bytes of a message that is looked at, at most: what gRPC servers take by default.
-const MAX_MESSAGE: usize = 4 << 20;
-/// A message's prefix: whether it is compressed, and its length.
-const PREFIX: usize = 5;
-/// Keys of pod info in the volume context.
-const POD_NAME: &str = "csi.storage.k8s.io/pod.name";
-const POD_NAMESPACE: &str = "csi.storage.k8s.io/pod.namespace";
 
 /// Cheap to clone.
 #[derive(Clone)]
 pub struct Proxy {
     pub driver: Driver,
     pub memory: Memory,
+    pub opted_in: OptedIn,
     pub pods: Pods,
-    pub reports: reports::Reports,
+    pub host: Host,
+    pub events: Events,
+    pub reports: Reports,
+    pub metrics: Metrics,
+    pub calls: Calls,
+    pub room: Room,
+}
+
+/// What becomes of a call.
+enum Next {
+    Pass,
+    /// As it is, for the host.
+    PassFor(Passed),
+    Add(After, Option<super::wish::Group>),
+    /// As it is, for a volume that was left to a runtime by a driver that no longer knows of that.
+    Keep(After),
 }
 
 /// What is to be done once the driver has answered.
 enum After {
-    Published { target: String, left: Left },
+    Published(Publishing),
     Unpublished { target: String },
-    Measured { volume: String },
+    Measured { target: String },
     Grown,
+}
+
+/// In the log.
+struct Deferred;
+
+impl Describe for Deferred {
+    fn describe(&self, subject: &mut Subject) {
+        subject.deferred = true;
+    }
 }
 
 impl Proxy {
     pub async fn handle(self, request: Request<Body>) -> Response<Body> {
-        let path = request.uri().path();
-        if ![PUBLISH, UNPUBLISH, STATS, EXPAND].contains(&path) {
-            return self.driver.forward(request).await;
-        }
+        let Some(call) = Call::at(request.uri().path()) else {
+            return self.driver.pass_on(request).await;
+        };
         let (parts, body) = request.into_parts();
-        let Ok(collected) = Limited::new(body, MAX_MESSAGE + PREFIX).collect().await else {
-            return Status::resource_exhausted(format!(
-                "the request has more than {MAX_MESSAGE} bytes, or broke off"
-            ))
-            .into_http();
+        let held = match self.room.gather(body).await {
+            Ok(held) => held,
+            Err(Unheld::TooLarge) => {
+                let refusal = Refusal::TooLarge(MAX_MESSAGE);
+                self.reports.failed(call, refusal.reason(call));
+                return refusal.status(call).into_http();
+            }
+            Err(Unheld::BrokeOff) => return Status::cancelled("the request broke off").into_http(),
         };
-        let bytes = collected.to_bytes();
-        let plain = message(&bytes).map(<[u8]>::to_vec);
-        let Some(mut message) = plain else {
-            return self.driver.forward(Request::from_parts(parts, full(bytes))).await;
-        };
-        let prepared = match parts.uri.path() {
-            PUBLISH => self.publish(&mut message).await,
-            UNPUBLISH => self.unpublish(&mut message).await,
-            STATS => self.stats(&mut message).await,
-            _ => self.expand(&mut message).await,
-        };
-        let after = match prepared {
-            Ok(after) => after,
-            Err(status) => {
-                self.reports.failed(&status);
+        let read = message::unframed(&held.bytes).and_then(|message| Asked::read(call, message));
+        match read {
+            Some(asked) => self.answer(call, asked, parts, held).await,
+            None => {
+                let body = message::body(held.bytes.clone(), held.trailers.clone());
+                self.driver.pass_on(Request::from_parts(parts, body)).await
+            }
+        }
+    }
+
+    async fn answer(
+        &self,
+        call: Call,
+        asked: Asked,
+        parts: request::Parts,
+        held: Held,
+    ) -> Response<Body> {
+        // It is waited for at the end of the process, also when its client has gone.
+        let mut line = self.calls.begin(call.method(), &asked);
+        let next = match self.next(asked).await {
+            Ok(next) => next,
+            Err(refusal) => {
+                self.reports.failed(call, refusal.reason(call));
+                let status = refusal.status(call);
+                line.end(Some(&status));
                 return status.into_http();
             }
         };
-        let Some(after) = after else {
-            return self.driver.forward(Request::from_parts(parts, full(bytes))).await;
+        let (answer, failed) = match next {
+            Next::Pass => (self.driver.forward(whole(parts, &held)).await, None),
+            Next::PassFor(passed) => {
+                let answer = self.driver.forward(whole(parts, &held)).await;
+                (answer.map(|answer| self.watched(answer, passed)), None)
+            }
+            Next::Keep(after) => self.finish(call, after, whole(parts, &held)).await,
+            Next::Add(after, group) => {
+                line.note(&Deferred);
+                let request = added(call, parts, &held, group.as_ref());
+                self.finish(call, after, request).await
+            }
         };
-        let mut parts = parts;
-        parts.headers.remove(header::CONTENT_LENGTH);
-        let answer = self.driver.forward(Request::from_parts(parts, full(framed(&message)))).await;
-        self.finish(after, answer).await
+        let answer = answer.unwrap_or_else(|refusal| refusal.status(call).into_http());
+        let said = failed
+            .or_else(|| Status::from_header_map(answer.headers()).map(|status| status.code()));
+        // What the driver says may be a secret.
+        let status = said
+            .filter(|code| *code != Code::Ok)
+            .map(|code| Status::new(code, "the driver's answer"));
+        line.end(status.as_ref());
+        answer
     }
 
-    /// What the proposal has kubelet do before NodePublishVolume.
-    async fn publish(&self, message: &mut Vec<u8>) -> Result<Option<After>, Status> {
-        let Ok(asked) = csi::NodePublishVolumeRequest::decode(message.as_slice()) else {
-            return Ok(None);
-        };
-        let target = &asked.target_path;
-        let left = match self.memory.at(&asked.volume_id, target) {
-            Some(left) => left,
-            None => match self.wanted(&asked).await? {
-                Some(left) => left,
-                None => return Ok(None),
+    async fn next(&self, asked: Asked) -> Result<Next> {
+        Ok(match asked {
+            Asked::Publish(asked) => match self.decide(&asked).await? {
+                Decision::Pass(None) => Next::Pass,
+                Decision::Pass(Some(passed)) => Next::PassFor(passed),
+                Decision::Defer(left) => self.defer(&asked.target_path, left).await?,
             },
-        };
-        if let Err(status) = self.check_capabilities(left.group.as_ref()).await {
-            let place = Place { pod_uid: left.pod_uid.clone(), name: String::new() };
-            let named = Named { namespace: left.namespace.clone(), name: left.pod.clone() };
-            if let Some(pod) = self.pods.find(&place, Some(&named)).await {
-                let why = format!("volume {:?}: {}", asked.volume_id, status.message());
-                self.pods.failed_mount(&pod, &why);
+            Asked::Unpublish(asked) => {
+                self.host.unpublished(&asked.target_path);
+                if self.memory.at(&asked.volume_id, &asked.target_path).is_none() {
+                    return Ok(Next::Pass);
+                }
+                let after = After::Unpublished { target: asked.target_path };
+                // It goes through in any case: a pod must be able to end (story 5). A driver that cannot be asked and does not
+                // know the field passes it over.
+                match self.driver.capabilities().await {
+                    Ok(has) if !has.contains(&Type::DeferFsOps) => Next::Keep(after),
+                    _ => Next::Add(after, None),
+                }
             }
-            return Err(status);
+            Asked::Stats(asked) => {
+                if self.memory.of(&asked.volume_id, &asked.volume_path).is_none() {
+                    return Ok(Next::Pass);
+                }
+                self.check_defers().await?;
+                Next::Add(After::Measured { target: asked.volume_path }, None)
+            }
+            Asked::Expand(asked) => {
+                if self.memory.of(&asked.volume_id, &asked.volume_path).is_none() {
+                    return Ok(Next::Pass);
+                }
+                self.check_defers().await?;
+                Next::Add(After::Grown, None)
+            }
+        })
+    }
+
+    async fn defer(&self, target: &str, left: Left) -> Result<Next> {
+        let publishing = self.memory.publishing(target, &left).await?;
+        Ok(Next::Add(After::Published(publishing), left.group))
+    }
+
+    async fn check_defers(&self) -> Result<()> {
+        let capability = Type::DeferFsOps;
+        match self.driver.capabilities().await?.contains(&capability) {
+            true => Ok(()),
+            false => Err(Refusal::MissingCapability {
+                capability: capability.as_str_name(),
+                because: ANNOTATION,
+            }),
         }
-        self.memory.remember(target, &left).map_err(unkept)?;
-        append::to_publish(message, left.group.as_ref());
-        Ok(Some(After::Published { target: target.clone(), left }))
     }
 
-    /// Whether the pod wants this volume left to its runtime.
-    async fn wanted(&self, asked: &csi::NodePublishVolumeRequest) -> Result<Option<Left>, Status> {
-        let Some(place) = Place::of(&asked.target_path) else { return Ok(None) };
-        let context = |key: &str| asked.volume_context.get(key).cloned();
-        let named = context(POD_NAMESPACE).zip(context(POD_NAME));
-        let named = named.map(|(namespace, name)| Named { namespace, name });
-        let Some(pod) = self.pods.find(&place, named.as_ref()).await else {
-            // It may be one that never opted in, as most, and is not to suffer.
-            self.reports.unknown_pod(&place.pod_uid);
-            return Ok(None);
-        };
-        let wants = match opt_in::wish(&pod, &place.name) {
-            Wish::Host => false,
-            Wish::Runtime => true,
-            Wish::Depends(claims) => self.ask_claims(&pod, &claims, &place.name).await?,
-        };
-        Ok(wants.then(|| left(asked, &pod, &place)))
-    }
-
-    /// Which of the claims of a pod is bound to this volume, where the pod leaves some of them and some not.
-    async fn ask_claims(
+    /// Passes on a call for a volume that is left to a runtime, and draws the consequences of the answer, whose code is returned.
+    async fn finish(
         &self,
-        pod: &Arc<Pod>,
-        claims: &[(String, bool)],
-        volume: &str,
-    ) -> Result<bool, Status> {
-        let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-        for (claim, opted) in claims {
-            let bound = self.pods.volume_of(namespace, claim).await.map_err(|error| {
-                Status::unavailable(format!(
-                    "the annotation {} names some of the pod's claims and not others, and which one is bound to {volume:?} cannot be asked \
-                     (persistentvolumeclaims, get): {error}; name all of them or none, or try again",
-                    ANNOTATION
-                ))
-            })?;
-            if bound.as_deref() == Some(volume) {
-                return Ok(*opted);
+        call: Call,
+        after: After,
+        request: Request<Body>,
+    ) -> (Result<Response<Body>>, Option<Code>) {
+        let finished = self.exchange(after, request).await;
+        match &finished {
+            Ok((_, Code::Ok)) => {}
+            Ok(_) => {
+                let refused = Refusal::DriverRefused(String::new());
+                self.reports.failed(call, refused.reason(call));
             }
+            Err(refusal) => self.reports.failed(call, refusal.reason(call)),
         }
-        Err(Status::unavailable(format!(
-            "no claim of the pod is known to be bound to {volume:?}; try again"
-        )))
+        match finished {
+            Ok((answer, code)) => (Ok(answer), Some(code)),
+            Err(refusal) => (Err(refusal), None),
+        }
     }
 
-    /// The proposal, "Enhancements to Kubelet": no call has a field that the driver has no capability for, and none goes without
-    /// one that the pod wants.
-    async fn check_capabilities(&self, group: Option<&Group>) -> Result<(), Status> {
-        let has = self.driver.capabilities().await?;
-        let mut needs = vec![(Type::DeferFsOps, ANNOTATION)];
-        if let Some(group) = group {
-            needs.push((Type::DeferFsOpsWithSupplementalGroup, "fsGroup"));
-            if group.policy.is_some() {
-                needs.push((
-                    Type::DeferFsOpsWithSupplementalGroupChangePolicy,
-                    "fsGroupChangePolicy",
-                ));
+    async fn exchange(
+        &self,
+        after: After,
+        request: Request<Body>,
+    ) -> Result<(Response<Body>, Code)> {
+        let (parts, body) = self.driver.forward(request).await?.into_parts();
+        let held = match self.room.gather(body).await {
+            Ok(held) => held,
+            Err(Unheld::BrokeOff) => {
+                return Err(Refusal::DriverAway("its answer broke off".into()));
             }
-        }
-        match needs.into_iter().find(|(capability, _)| !has.contains(capability)) {
-            None => Ok(()),
-            Some((capability, why)) => Err(Status::failed_precondition(format!(
-                "the pod wants the volume left to its container runtime ({why}), and the CSI driver does not have the capability {}: \
-                 upgrade the driver, or delete the pod and leave the annotation out",
-                capability.as_str_name()
-            ))),
-        }
-    }
-
-    async fn can_defer(&self) -> Result<bool, Status> {
-        Ok(self.driver.capabilities().await?.contains(&Type::DeferFsOps))
-    }
-
-    /// It goes through in any case: a pod must be able to end (story 5).
-    async fn unpublish(&self, message: &mut Vec<u8>) -> Result<Option<After>, Status> {
-        let Ok(asked) = csi::NodeUnpublishVolumeRequest::decode(message.as_slice()) else {
-            return Ok(None);
-        };
-        if self.memory.at(&asked.volume_id, &asked.target_path).is_none() {
-            return Ok(None);
-        }
-        if self.can_defer().await.unwrap_or(false) {
-            append::to_unpublish(message);
-        }
-        Ok(Some(After::Unpublished { target: asked.target_path }))
-    }
-
-    async fn stats(&self, message: &mut Vec<u8>) -> Result<Option<After>, Status> {
-        let Ok(asked) = csi::NodeGetVolumeStatsRequest::decode(message.as_slice()) else {
-            return Ok(None);
-        };
-        if self.memory.of(&asked.volume_id, &asked.volume_path).is_none() {
-            return Ok(None);
-        }
-        self.check_capabilities(None).await?;
-        append::to_stats(message);
-        Ok(Some(After::Measured { volume: asked.volume_id }))
-    }
-
-    async fn expand(&self, message: &mut Vec<u8>) -> Result<Option<After>, Status> {
-        let Ok(asked) = csi::NodeExpandVolumeRequest::decode(message.as_slice()) else {
-            return Ok(None);
-        };
-        if self.memory.of(&asked.volume_id, &asked.volume_path).is_none() {
-            return Ok(None);
-        }
-        self.check_capabilities(None).await?;
-        append::to_expand(message);
-        Ok(Some(After::Grown))
-    }
-
-    /// Draws the consequences of the driver's answer, and passes that on.
-    async fn finish(&self, after: After, answer: Response<Body>) -> Response<Body> {
-        let (parts, body) = answer.into_parts();
-        let Ok(collected) = Limited::new(body, MAX_MESSAGE + PREFIX).collect().await else {
-            return Status::unavailable("the CSI driver's answer broke off; try again").into_http();
-        };
-        let trailers = collected.trailers().cloned();
-        let bytes = collected.to_bytes();
-        let code = code(&parts.headers, trailers.as_ref());
-        match (after, code) {
-            (After::Published { target, left }, Code::Ok) => {
-                // The memory of a target that was not there yet may have been collected.
-                if let Err(problem) = self.memory.remember(&target, &left) {
-                    return unkept(problem).into_http();
-                }
-                self.reports.published(&target);
+            Err(Unheld::TooLarge) => {
+                let why = format!("its answer has more than {MAX_MESSAGE} bytes");
+                return Err(Refusal::DriverRefused(why));
             }
-            (After::Unpublished { target }, Code::Ok) => {
-                if let Err(problem) = self.memory.forget(&target) {
-                    return unkept(problem).into_http();
-                }
-                self.reports.forget(&target);
+        };
+        let code = code(&parts.headers, held.trailers.as_ref());
+        if code == Code::Ok {
+            self.done(after, &held).await?;
+        }
+        let body = message::body(held.bytes, held.trailers);
+        Ok((Response::from_parts(parts, body), code))
+    }
+
+    async fn done(&self, after: After, held: &Held) -> Result<()> {
+        let point = |name| meet(name).map_err(|error| Refusal::NotRemembered(error.to_string()));
+        match after {
+            After::Published(publishing) => {
+                point("node_proxy.published")?;
+                self.metrics.published_deferred();
+                drop(publishing);
             }
-            (After::Measured { volume }, Code::Ok) => {
-                let said = message(&bytes).and_then(|bytes| {
-                    csi::NodeGetVolumeStatsResponse::decode(bytes).ok()?.volume_condition
+            After::Unpublished { target } => {
+                point("node_proxy.unpublished")?;
+                self.memory.forget(&target).await?;
+            }
+            After::Measured { target } => {
+                let said = message::unframed(&held.bytes).and_then(|message| {
+                    csi::NodeGetVolumeStatsResponse::decode(message).ok()?.volume_condition
                 });
-                self.reports.measured(&volume, said.is_some_and(|said| said.abnormal));
+                self.memory.measured(&target, said.is_some_and(|said| said.abnormal));
             }
-            (After::Grown, Code::Ok) => {}
-            (_, code) => self.reports.refused(code),
+            After::Grown => {}
         }
-        Response::from_parts(parts, whole(bytes, trailers))
+        Ok(())
+    }
+
+    /// Notes that the host has the volume when the driver says that it is published.
+    fn watched(&self, answer: Response<Body>, passed: Passed) -> Response<Body> {
+        let (host, mut passed) = (self.host.clone(), Some(passed));
+        answer.map(|body| {
+            Body::new(body.map_frame(move |frame| {
+                let is_ok = |trailers| code(&HeaderMap::new(), Some(trailers)) == Code::Ok;
+                if frame.trailers_ref().is_some_and(is_ok)
+                    && let Some(passed) = passed.take()
+                {
+                    host.published(passed);
+                }
+                frame
+            }))
+        })
     }
 }
 
-fn left(asked: &csi::NodePublishVolumeRequest, pod: &Pod, place: &Place) -> Left {
-    Left {
-        volume_handle: asked.volume_id.clone(),
-        group: opt_in::group(pod),
-        namespace: pod.metadata.namespace.clone().unwrap_or_default(),
-        pod: pod.metadata.name.clone().unwrap_or_default(),
-        pod_uid: place.pod_uid.clone(),
-    }
+/// The request, as it came.
+fn whole(parts: request::Parts, held: &Held) -> Request<Body> {
+    Request::from_parts(parts, message::body(held.bytes.clone(), held.trailers.clone()))
 }
 
-fn unkept(problem: Problem) -> Status {
-    Status::unavailable(format!(
-        "that the volume is left to a container runtime cannot be written down (--state-dir): {problem}; try again"
-    ))
-}
-
-/// The one message of a unary call, if it is not compressed.
-fn message(bytes: &[u8]) -> Option<&[u8]> {
-    let (prefix, message) = bytes.split_at_checked(PREFIX)?;
-    let (compressed, length) = prefix.split_first()?;
-    let length = u32::from_be_bytes(length.try_into().ok()?) as usize;
-    (*compressed == 0 && length == message.len()).then_some(message)
-}
-
-fn framed(message: &[u8]) -> Vec<u8> {
-    // What is added to a message that fits is some hundred bytes.
-    let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
-    [&[0], length.to_be_bytes().as_slice(), message].concat()
-}
-
-fn full(bytes: impl Into<prost::bytes::Bytes>) -> Body {
-    Body::new(http_body_util::Full::new(bytes.into()))
-}
-
-fn whole(bytes: prost::bytes::Bytes, trailers: Option<HeaderMap>) -> Body {
-    let trailers = async move { trailers.map(Ok) };
-    Body::new(http_body_util::Full::new(bytes).with_trailers(trailers))
+fn added(
+    call: Call,
+    mut parts: request::Parts,
+    held: &Held,
+    group: Option<&super::wish::Group>,
+) -> Request<Body> {
+    parts.headers.remove(header::CONTENT_LENGTH);
+    // It was read.
+    let message = message::unframed(&held.bytes).unwrap_or_default();
+    let bytes = message::deferred(call, message, group);
+    Request::from_parts(parts, message::body(bytes, held.trailers.clone()))
 }
 
 fn code(headers: &HeaderMap, trailers: Option<&HeaderMap>) -> Code {

@@ -1,78 +1,63 @@
-//! The pods of this node, and what is told of them. A pod that the watch has told of is known also while the API server is away.
+//! The pods of this node. One that the watch has told of is known also while the API server is away.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::pending;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, PersistentVolumeClaim, Pod};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
-use kube::api::PostParams;
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
 use kube::runtime::watcher;
 use kube::{Api, Client};
-use tokio::time::sleep;
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
 
-use super::opt_in::Place;
-use crate::grpc::cut;
+use super::memory::PodRef;
+use super::refusal::{Refusal, Result};
 use crate::kubernetes::cache::{Cache, Key, in_time};
+use crate::kubernetes::defer_annotation;
 use crate::telemetry::shutdown::Shutdown;
 
 /// Time between two looks at what the watch has told.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Time between two questions for a pod.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
-/// The same of a pod is told once in so long: kubelet repeats a call that fails every few seconds.
-const TELL_AGAIN: Duration = Duration::from_secs(60);
-/// Bytes of an event's message, at most.
-const MAX_MESSAGE: usize = 1000;
-const COMPONENT: &str = "csi-loopback-node-proxy";
-
-/// Which pod a call is for, where kubelet says more than the path does (pod info on mount).
-#[derive(Debug, Clone)]
-pub struct Named {
-    pub namespace: String,
-    pub name: String,
-}
 
 /// Cheap to clone.
 #[derive(Clone)]
 pub struct Pods {
     client: Client,
     cache: Cache<Pod>,
-    node: String,
     wait: Duration,
-    told: Arc<Mutex<BTreeMap<(String, String), Instant>>>,
 }
 
 impl Pods {
-    /// Starts to watch the pods of a node.
-    pub fn start(client: &Client, node: &str, wait: Duration, shutdown: Shutdown) -> Self {
+    /// Starts to watch the pods of a node. A call waits at most so long for what the API server is to tell.
+    pub fn start(client: Client, node: &str, wait: Duration, shutdown: Shutdown) -> Self {
         let one = client.clone();
         let of = move |namespace: &str| Api::namespaced(one.clone(), namespace);
         let of_node = watcher::Config::default().fields(&format!("spec.nodeName={node}"));
         let cache = Cache::start(Api::all(client.clone()), of, of_node, uid, shutdown);
-        Self { client: client.clone(), cache, node: node.to_owned(), wait, told: Arc::default() }
+        Self { client, cache, wait }
     }
 
-    /// The pod of a call. None where nobody can say within the time: a pod that never opted in is not to wait for ever.
-    pub async fn find(&self, place: &Place, named: Option<&Named>) -> Option<Arc<Pod>> {
+    /// The pod with this uid, by the watch or else by namespace and name. None where nobody can say within the time.
+    pub async fn find(&self, uid: &str, named: Option<&(String, String)>) -> Option<Arc<Pod>> {
         let told = async {
             loop {
-                if let Some(pod) = self.cache.last_told_with(&place.pod_uid).pop() {
+                if let Some(pod) = self.known(uid) {
                     return pod;
                 }
                 sleep(LOOK_AGAIN).await;
             }
         };
         let fetched = async {
-            let Some(Named { namespace, name }) = named else { return pending().await };
+            let Some((namespace, name)) = named else { return pending().await };
             let key = Key::new(namespace, name);
             loop {
                 match self.cache.fetch(&key).await {
-                    Ok(Some(pod)) if pod.metadata.uid.as_deref() == Some(&place.pod_uid) => {
-                        return pod;
-                    }
+                    // One of the same name and another uid is another pod.
+                    Ok(Some(pod)) if pod.metadata.uid.as_deref() == Some(uid) => return pod,
                     _ => sleep(ASK_AGAIN).await,
                 }
             }
@@ -85,66 +70,60 @@ impl Pods {
         }
     }
 
-    /// The PersistentVolume that a claim is bound to.
-    pub async fn volume_of(&self, namespace: &str, claim: &str) -> kube::Result<Option<String>> {
-        let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
-        let found = in_time(claims.get_opt(claim)).await?;
-        Ok(found.and_then(|claim| claim.spec).and_then(|spec| spec.volume_name))
+    /// The pod with this uid, as the watch has told it last.
+    pub fn known(&self, uid: &str) -> Option<Arc<Pod>> {
+        self.cache.last_told_with(uid).pop()
     }
 
-    /// Tells the pod's readers why its volume is not mounted, as kubelet would. It is no part of a call: that is answered already.
-    pub fn failed_mount(&self, pod: &Pod, message: &str) {
-        let (Some(namespace), Some(name)) = (&pod.metadata.namespace, &pod.metadata.name) else {
-            return;
-        };
-        let uid = pod.metadata.uid.clone().unwrap_or_default();
-        if !self.is_news(&uid, message) {
-            return;
-        }
-        let now = Time(k8s_openapi::jiff::Timestamp::now());
-        let event = Event {
-            metadata: ObjectMeta {
-                generate_name: Some(format!("{name}.")),
-                namespace: Some(namespace.clone()),
-                ..ObjectMeta::default()
-            },
-            involved_object: ObjectReference {
-                api_version: Some("v1".into()),
-                kind: Some("Pod".into()),
-                name: Some(name.clone()),
-                namespace: Some(namespace.clone()),
-                uid: Some(uid),
-                ..ObjectReference::default()
-            },
-            type_: Some("Warning".into()),
-            reason: Some("FailedMount".into()),
-            message: Some(cut(message, MAX_MESSAGE)),
-            source: Some(EventSource {
-                component: Some(COMPONENT.into()),
-                host: Some(self.node.clone()),
-            }),
-            reporting_component: Some(COMPONENT.into()),
-            reporting_instance: Some(self.node.clone()),
-            first_timestamp: Some(now.clone()),
-            last_timestamp: Some(now),
-            count: Some(1),
-            ..Event::default()
-        };
-        let events: Api<Event> = Api::namespaced(self.client.clone(), namespace);
-        tokio::spawn(async move {
-            if let Err(error) = in_time(events.create(&PostParams::default(), &event)).await {
-                tracing::warn!(%error, "an event could not be told");
+    /// The uids of all pods of the node that have opted in. None while the watch does not run.
+    pub fn opted_in(&self) -> Option<BTreeSet<String>> {
+        let pods = self.cache.all()?.into_iter();
+        let opted = pods.filter(|pod| !defer_annotation::names(pod).is_empty());
+        Some(opted.filter_map(|pod| pod.metadata.uid.clone()).collect())
+    }
+
+    /// Tells when the watch has told something.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.cache.changes()
+    }
+
+    /// Whether the claim that is bound to a PersistentVolume is one of those that are left.
+    pub async fn ask(
+        &self,
+        pod: &Pod,
+        claims: &BTreeMap<String, bool>,
+        volume: &str,
+    ) -> Result<bool> {
+        let unknown = |why: String| Refusal::ClaimsUnknown { volume: volume.to_owned(), why };
+        let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+        let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
+        let asked = async {
+            for (claim, opted) in claims {
+                let found = in_time(api.get_opt(claim)).await.map_err(|error| {
+                    unknown(format!(
+                        "asking for the claim {claim:?} (get persistentvolumeclaims): {error}"
+                    ))
+                })?;
+                let bound = found.and_then(|claim| claim.spec).and_then(|spec| spec.volume_name);
+                if bound.as_deref() == Some(volume) {
+                    return Ok(*opted);
+                }
             }
-        });
+            Err(unknown("none of the pod's claims is".into()))
+        };
+        let late = |_| unknown(format!("the API server does not say within {:?}", self.wait));
+        timeout(self.wait, asked).await.map_err(late)?
     }
+}
 
-    fn is_news(&self, uid: &str, message: &str) -> bool {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        told.retain(|_, at| at.elapsed() < TELL_AGAIN);
-        let key = (uid.to_owned(), message.to_owned());
-        let is_news = !told.contains_key(&key);
-        told.entry(key).or_insert_with(Instant::now);
-        is_news
+impl PodRef {
+    pub fn of(pod: &Pod) -> Self {
+        let metadata = pod.metadata.clone();
+        Self {
+            namespace: metadata.namespace.unwrap_or_default(),
+            name: metadata.name.unwrap_or_default(),
+            uid: metadata.uid.unwrap_or_default(),
+        }
     }
 }
 

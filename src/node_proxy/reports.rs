@@ -1,6 +1,7 @@
-//! What the proposal has kubelet report: numbers, and lines in the log.
+//! What the proposal has kubelet report, as numbers. Every label but those of a volume's condition comes from a fixed set; that is
+//! there for as long as the volume is remembered.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -9,125 +10,118 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
-use tonic::{Code, Status};
 
-use super::memory::Memory;
-use crate::grpc::code_name;
+use super::call::Call;
+use super::memory::{Left, Memory};
+use super::place::Place;
+use crate::grpc::cut;
+
+/// Bytes of a label, at most: names of Kubernetes are shorter.
+const MAX_LABEL: usize = 253;
 
 /// Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Reports {
     memory: Memory,
-    state: Arc<Mutex<State>>,
+    counts: Arc<Mutex<Counts>>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// Targets of which a publish has been counted.
-    published: BTreeSet<String>,
-    published_total: u64,
-    abnormal: BTreeSet<String>,
-    failures: BTreeMap<&'static str, u64>,
+struct Counts {
+    failures: BTreeMap<(Call, &'static str), u64>,
     unknown_pods: u64,
+    mounted_before: u64,
 }
 
 impl Reports {
     pub fn new(memory: Memory) -> Self {
-        Self { memory, state: Arc::default() }
+        Self { memory, counts: Arc::default() }
     }
 
-    /// Each once, however often kubelet repeats the call.
-    pub fn published(&self, target: &str) {
-        let mut state = self.state();
-        if state.published.insert(target.to_owned()) {
-            state.published_total += 1;
-        }
+    /// A call for a volume that is, or is to be, left to a runtime came to nothing.
+    pub fn failed(&self, call: Call, reason: &'static str) {
+        *self.counts().failures.entry((call, reason)).or_default() += 1;
     }
 
-    pub fn forget(&self, target: &str) {
-        self.state().published.remove(target);
+    /// A publish was passed on for a pod that nobody told of.
+    pub fn unknown_pod(&self) {
+        self.counts().unknown_pods += 1;
     }
 
-    pub fn measured(&self, volume: &str, abnormal: bool) {
-        let mut state = self.state();
-        match abnormal {
-            true => state.abnormal.insert(volume.to_owned()),
-            false => state.abnormal.remove(volume),
-        };
+    /// A pod has opted in a volume that the host had mounted by then.
+    pub fn mounted_before_opt_in(&self) {
+        self.counts().mounted_before += 1;
     }
 
-    /// A call that never reached the driver.
-    pub fn failed(&self, status: &Status) {
-        tracing::warn!(
-            code = code_name(status.code()),
-            error = status.message(),
-            "a call for a volume that is left to a runtime"
-        );
-        self.refused(status.code());
-    }
-
-    pub fn refused(&self, code: Code) {
-        *self.state().failures.entry(code_name(code)).or_default() += 1;
-    }
-
-    pub fn unknown_pod(&self, uid: &str) {
-        tracing::warn!(
-            pod = uid,
-            "the API server does not tell of a pod whose volume is published; it is passed on as it is"
-        );
-        self.state().unknown_pods += 1;
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+/// They get the prefix `csi_loopback_` where they are registered.
 impl Collector for Reports {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let state = self.state();
+        let volumes = ConstGauge::new(i64::try_from(self.memory.len()).unwrap_or(i64::MAX));
+        let help = "Volumes that are left to a container runtime";
+        volumes.encode(encoder.encode_descriptor(
+            "deferred_volumes",
+            help,
+            None,
+            MetricType::Gauge,
+        )?)?;
+        let counts = self.counts();
         let counters = [
             (
-                "volumes_published_with_deferred_ops",
-                "Volumes published for a container runtime to mount, each once",
-                state.published_total,
+                "unknown_pods",
+                "Publishes passed on as they are since nobody told of their pod in time",
+                counts.unknown_pods,
             ),
             (
-                "csi_loopback_unknown_pods",
-                "Publishes that were passed on since the API server did not tell of their pod",
-                state.unknown_pods,
+                "mounted_before_opt_in",
+                "Volumes that the host had mounted when their pod opted in",
+                counts.mounted_before,
             ),
         ];
         for (name, help, value) in counters {
             let counter = ConstCounter::new(value);
             counter.encode(encoder.encode_descriptor(name, help, None, MetricType::Counter)?)?;
         }
-        let gauges = [
-            (
-                "volume_stats_health_status_abnormal",
-                "Volumes that are left to a container runtime and were abnormal when they were measured last",
-                state.abnormal.len(),
-            ),
-            (
-                "csi_loopback_deferred_volumes",
-                "Volumes that are left to a container runtime",
-                self.memory.len(),
-            ),
-        ];
-        for (name, help, value) in gauges {
-            let gauge = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
-            gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
-        }
-        let mut failures = encoder.encode_descriptor(
-            "csi_loopback_deferred_failures",
-            "Calls for volumes that are left to a container runtime that failed, by code",
-            None,
-            MetricType::Counter,
-        )?;
-        for (code, count) in &state.failures {
-            let counter = ConstCounter::new(*count);
-            counter.encode(failures.encode_family(&[("code", *code)])?)?;
+        let help = "Calls for volumes that are, or were to be, left to a container runtime and came to nothing";
+        let mut failures =
+            encoder.encode_descriptor("deferred_failures", help, None, MetricType::Counter)?;
+        for ((call, reason), count) in &counts.failures {
+            let labels = [("call", call.label()), ("reason", reason)];
+            ConstCounter::new(*count).encode(failures.encode_family(&labels)?)?;
         }
         Ok(())
+    }
+}
+
+/// The proposal's own name, which has no prefix.
+#[derive(Debug)]
+pub struct Conditions(pub Memory);
+
+impl Collector for Conditions {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let help = "Whether a volume that is left to a container runtime was abnormal when it was measured last (1), or not (0)";
+        let name = "volume_stats_health_status_abnormal";
+        let mut gauges = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for (target, left, abnormal) in self.0.conditions() {
+            let labels = [
+                ("namespace", cut(&left.pod.namespace, MAX_LABEL)),
+                ("pod", cut(&left.pod.name, MAX_LABEL)),
+                ("volume", volume(target.to_str().unwrap_or_default(), &left)),
+            ];
+            ConstGauge::new(i64::from(abnormal)).encode(gauges.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// As kubelet calls it, or else the driver.
+fn volume(target: &str, left: &Left) -> String {
+    match Place::of_path(target) {
+        Some(Place::Mount { name, .. }) => cut(&name, MAX_LABEL),
+        _ => cut(&left.volume_handle, MAX_LABEL),
     }
 }

@@ -2,44 +2,46 @@
 
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
-use prometheus_client::encoding::text::encode;
-use prometheus_client::registry::Registry;
-use tokio::runtime;
+use tokio::sync::watch;
+use tokio::time::sleep;
 use tonic::body::Body;
 use tonic::codegen::http::Request;
 use tonic::service::Routes;
 use tonic::transport::Server;
 
 use super::args::Args;
+use super::disk::Disk;
+use super::events::Events;
 use super::forward::Driver;
+use super::host::Host;
 use super::memory::Memory;
+use super::message::Room;
 use super::node::Proxy;
+use super::opted_in::OptedIn;
 use super::pods::Pods;
-use super::reports::Reports;
+use super::reports::{Conditions, Reports};
 use crate::crust::Directory;
+#[cfg(feature = "failpoints")]
+use crate::fail_point;
 use crate::grpc::call::Calls;
 use crate::grpc::{serve, socket};
 use crate::telemetry::http::{self, Pages};
 use crate::telemetry::metrics::Metrics;
-use crate::telemetry::shutdown::Shutdown;
+use crate::telemetry::shutdown::{self, Shutdown};
 use crate::telemetry::{logs, rounds};
 
-/// Threads that serve connections.
-const THREADS: usize = 2;
+/// Time between two looks at what the watch has told, at least.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+/// Time until what could not be written down, or asked, is tried again.
+const TRY_AGAIN: Duration = Duration::from_secs(5);
 
 /// Serves until a signal has come and the running calls are done.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     logs::init(args.log.clone())?;
-    let runtime = runtime::Builder::new_multi_thread()
-        .worker_threads(THREADS)
-        .enable_all()
-        .build()
-        .context("starting the threads")?;
-    let result = runtime.block_on(start(args));
-    runtime.shutdown_background();
-    result.map(|()| ExitCode::SUCCESS)
+    shutdown::run_to_end(start(args))
 }
 
 async fn start(args: Args) -> anyhow::Result<()> {
@@ -54,23 +56,33 @@ async fn start(args: Args) -> anyhow::Result<()> {
         collect_every,
         http_endpoint,
         drain_timeout,
+        #[cfg(feature = "failpoints")]
+        fail_points,
         log: _,
     } = args;
+    #[cfg(feature = "failpoints")]
+    fail_points.into_iter().for_each(fail_point::watch);
     let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
-    let directory = Directory::new(state_dir);
-    // Kept to the end: nobody else may remember there.
-    let _served = directory.serve().context("--state-dir")?;
-    let memory = Memory::open(directory.clone()).context("--state-dir")?;
-    let client = cluster.connect().await?;
+    let disk = Disk::open(Directory::new(state_dir)).context("--state-dir")?;
+    let memory = Memory::open(disk.clone());
     let reports = Reports::new(memory.clone());
+    let collectors = (Box::new(reports.clone()), Box::new(Conditions(memory.clone())));
+    let metrics = Metrics::with_names(vec![collectors.0], vec![collectors.1]);
+    let client = cluster.connect().await?;
     let proxy = Proxy {
         driver: Driver::new(&driver_endpoint),
         memory: memory.clone(),
-        pods: Pods::start(&client, &node_name, pod_timeout, shutdown.clone()),
-        reports: reports.clone(),
+        opted_in: OptedIn::open(disk),
+        pods: Pods::start(client.clone(), &node_name, pod_timeout, shutdown.clone()),
+        host: Host::default(),
+        events: Events::new(client, &node_name),
+        reports,
+        calls: Calls::new(metrics.clone()),
+        metrics: metrics.clone(),
+        room: Room::default(),
     };
     if let Some(endpoint) = http_endpoint {
-        serve_http(&endpoint, directory.clone(), reports, &shutdown).await?;
+        serve_http(&endpoint, metrics, &shutdown).await?;
     }
     let path = endpoint.as_ref();
     let (listener, _guard) = socket::listen(path, socket_mode, None)?;
@@ -81,32 +93,56 @@ async fn start(args: Args) -> anyhow::Result<()> {
         node = node_name,
         "passing CSI calls on"
     );
-    let round = move || memory.collect().map(drop);
-    tokio::spawn(rounds::keep(collect_every, round, shutdown.clone()));
+    tokio::spawn(rounds::keep(collect_every, move || memory.collect(), shutdown.clone()));
+    follow(&proxy, &shutdown);
+    let calls = proxy.calls.clone();
     let every =
         move |request: Request<axum::body::Body>| proxy.clone().handle(request.map(Body::new));
     let routes = Routes::from(axum::Router::new().fallback(every));
     let router = Server::builder().add_routes(routes);
-    let calls = Calls::new(Metrics::new(Vec::new()));
     serve::until_told(router, listener, &calls, &shutdown).await
 }
 
+/// Draws the consequences of what the watch tells, for as long as the process runs.
+fn follow(proxy: &Proxy, shutdown: &Shutdown) {
+    let Proxy { pods, opted_in, host, events, reports, .. } = proxy.clone();
+    let (known, opted_in) = (pods.clone(), opted_in.clone());
+    tokio::spawn(at_each_change(pods.changes(), shutdown.clone(), async move || {
+        if let Some(uids) = known.opted_in() {
+            opted_in.told(uids).await;
+        }
+    }));
+    tokio::spawn(at_each_change(pods.changes(), shutdown.clone(), async move || {
+        host.look(&pods, &events, &reports).await;
+    }));
+}
+
+async fn at_each_change(
+    mut changes: watch::Receiver<u64>,
+    shutdown: Shutdown,
+    look: impl AsyncFn(),
+) {
+    loop {
+        look().await;
+        sleep(LOOK_AGAIN).await;
+        tokio::select! {
+            _ = changes.changed() => {}
+            () = sleep(TRY_AGAIN) => {}
+            () = shutdown.ending() => return,
+        }
+    }
+}
+
+/// A state directory that cannot be used is no reason to be ended: calls of others go through.
 async fn serve_http(
     endpoint: &http::Endpoint,
-    directory: Directory,
-    reports: Reports,
+    metrics: Metrics,
     shutdown: &Shutdown,
 ) -> anyhow::Result<()> {
-    let mut registry = Registry::default();
-    registry.register_collector(Box::new(reports));
-    let scrape: http::Scrape = Arc::new(move || {
-        let mut text = String::new();
-        encode(&mut text, &registry)?;
-        Ok(text)
-    });
+    let scrape: http::Scrape = Arc::new(move || metrics.scrape());
     let pages = Pages {
         health_path: "/healthz",
-        health: Arc::new(move || directory.check().map_err(|problem| problem.to_string())),
+        health: Arc::new(|| Ok(())),
         metrics: Some(("/metrics".into(), scrape)),
     };
     let address = http::start(endpoint, pages, shutdown.clone()).await;

@@ -34,12 +34,18 @@ pub struct Metrics {
 impl Metrics {
     /// `collectors` are asked at each scrape, for numbers that live elsewhere.
     pub fn new(collectors: Vec<Box<dyn Collector>>) -> Self {
+        Self::with_names(collectors, Vec::new())
+    }
+
+    /// The same, with collectors besides whose names are whole.
+    pub fn with_names(collectors: Vec<Box<dyn Collector>>, named: Vec<Box<dyn Collector>>) -> Self {
         let mut all = Registry::default();
+        named.into_iter().for_each(|collector| all.register_collector(collector));
         let deferred = Counter::default();
         // With no prefix: the proposal's name, by which operators look for it (KEP-2857, "Monitoring Requirements").
         all.register(
             "volumes_published_with_deferred_ops",
-            "Volumes published for a container runtime to mount, each once",
+            "Volumes published for a container runtime to mount",
             deferred.clone(),
         );
         let registry = all.sub_registry_with_prefix("csi_loopback");

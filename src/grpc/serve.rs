@@ -20,8 +20,6 @@ use tonic::transport::server::Router;
 use super::call::Calls;
 use crate::telemetry::shutdown::Shutdown;
 
-/// How long streams that were cut off have to tell their clients.
-const GRACE: Duration = Duration::from_secs(1);
 /// How long to wait when no connection can be taken.
 const TAKE_AGAIN: Duration = Duration::from_millis(50);
 /// Calls at once over one connection, and bytes under way of each. The connection has room for all of them: one that nobody reads
@@ -40,7 +38,7 @@ pub async fn until_told(
     let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
         served = served => served.context("serving")?,
-        () = overdue(shutdown) => tracing::warn!("closing connections that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("closing connections that did not end in time"),
     }
     ended(calls, shutdown).await;
     Ok(())
@@ -50,7 +48,7 @@ pub async fn until_told(
 async fn ended(calls: &Calls, shutdown: &Shutdown) {
     tokio::select! {
         () = calls.idle() => tracing::info!("stopped"),
-        () = overdue(shutdown) => tracing::warn!("stopped with calls that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("stopped with calls that did not end in time"),
     }
 }
 
@@ -85,7 +83,7 @@ where
     drop(listener);
     tokio::select! {
         () = async { while connections.join_next().await.is_some() {} } => {}
-        () = overdue(shutdown) => tracing::warn!("closing connections that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("closing connections that did not end in time"),
     }
     ended(calls, shutdown).await;
     Ok(())
@@ -123,11 +121,4 @@ fn told(ended: hyper::Result<()>) {
 
 async fn drained(shutdown: Shutdown) {
     shutdown.draining().await;
-}
-
-/// Waits until everything should have ended. It bounds hyper's graceful shutdown, which by itself
-/// waits for clients that do not read.
-async fn overdue(shutdown: &Shutdown) {
-    shutdown.ending().await;
-    sleep(GRACE).await;
 }

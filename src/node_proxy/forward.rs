@@ -19,7 +19,7 @@ use tonic::{Code, Status};
 use tower::Service;
 
 use super::refusal::{Refusal, Result};
-use crate::grpc::{SocketPath, code_name};
+use crate::grpc::{SocketPath, code_name, parse_timeout};
 use crate::proto::csi::v1 as csi;
 use csi::node_client::NodeClient;
 use csi::node_service_capability::{Type, rpc};
@@ -128,40 +128,7 @@ fn absolute(uri: &Uri) -> Uri {
     Uri::from_parts(parts).unwrap_or_else(|_| uri.clone())
 }
 
-/// How long a call's client waits, where it says so: `grpc-timeout`, at most eight digits and a unit.
+/// How long a call's client waits, where it says so.
 pub fn deadline(headers: &HeaderMap) -> Option<Duration> {
-    let text = headers.get("grpc-timeout")?.to_str().ok()?;
-    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
-    let is_number = (1..=8).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
-    let number: u64 = digits.parse().ok().filter(|_| is_number)?;
-    match unit {
-        "H" => Some(Duration::from_secs(number * 3600)),
-        "M" => Some(Duration::from_secs(number * 60)),
-        "S" => Some(Duration::from_secs(number)),
-        "m" => Some(Duration::from_millis(number)),
-        "u" => Some(Duration::from_micros(number)),
-        "n" => Some(Duration::from_nanos(number)),
-        _ => None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_deadline_is_read_as_grpc_writes_it() {
-        let of = |text: &str| {
-            let mut headers = HeaderMap::new();
-            headers.insert("grpc-timeout", text.parse().unwrap());
-            deadline(&headers)
-        };
-        assert_eq!(of("20m"), Some(Duration::from_millis(20)));
-        assert_eq!(of("99999999H"), Some(Duration::from_secs(99_999_999 * 3600)));
-        assert_eq!(of("7n"), Some(Duration::from_nanos(7)));
-        for none in ["", "5", "S", "123456789S", "-1S", "+1S", "1x", "1 S", "\u{e4}"] {
-            assert_eq!(of(none), None, "{none:?}");
-        }
-        assert_eq!(deadline(&HeaderMap::new()), None);
-    }
+    parse_timeout(headers.get("grpc-timeout")?.to_str().ok()?)
 }

@@ -8,10 +8,14 @@ use k8s_openapi::api::core::v1::{Pod, Volume};
 /// Names of volumes, separated by commas.
 pub const ANNOTATION: &str = "cbt.storage.k8s.io/defer-fs-mount";
 
+/// The annotation, as the pod has it.
+pub fn value(pod: &Pod) -> Option<&str> {
+    pod.metadata.annotations.as_ref()?.get(ANNOTATION).map(String::as_str)
+}
+
 /// The volumes that a pod names.
 pub fn names(pod: &Pod) -> BTreeSet<&str> {
-    let value = pod.metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION));
-    let names = value.into_iter().flat_map(|value| value.split(','));
+    let names = value(pod).into_iter().flat_map(|value| value.split(','));
     names.map(str::trim).filter(|name| !name.is_empty()).collect()
 }
 

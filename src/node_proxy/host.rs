@@ -12,6 +12,7 @@ use super::place::Place;
 use super::pods::Pods;
 use super::reports::Reports;
 use super::wish::{Form, Wish, wish};
+use crate::kubernetes::defer_annotation;
 
 /// More than a node has volumes.
 const MAX_PASSED: usize = 4096;
@@ -23,6 +24,8 @@ pub struct Passed {
     pub target: String,
     pub place: Place,
     pub form: Form,
+    /// The pod's annotation as it was when the volume was found to be the host's.
+    pub judged: Option<String>,
 }
 
 /// Cheap to clone.
@@ -52,18 +55,25 @@ impl Host {
         let all: Vec<Passed> = self.passed().iter().cloned().collect();
         for passed in all {
             let Some(pod) = pods.known(passed.place.pod_uid()) else { continue };
-            if is_wanted(pods, &pod, &passed).await {
-                self.unpublished(&passed.target);
-                let (volume, target) = (&passed.volume, &passed.target);
-                let message = format!(
-                    "volume {volume:?} was mounted on the host at {target} before the pod was known to leave it to its container runtime, and \
-                     stays so; delete the pod, and annotate the new one before it is started"
-                );
-                let pod = PodRef::of(&pod);
-                tracing::warn!(namespace = pod.namespace, pod = pod.name, "{message}");
-                reports.mounted_before_opt_in();
-                events.failed_mount(&pod, &message);
+            let annotation = defer_annotation::value(&pod);
+            if annotation.is_none() || annotation == passed.judged.as_deref() {
+                continue;
             }
+            match is_wanted(pods, &pod, &passed).await {
+                Some(true) => {
+                    self.unpublished(&passed.target);
+                    tell(&pod, &passed, events, reports);
+                }
+                Some(false) => self.judged(&passed, annotation),
+                None => {}
+            }
+        }
+    }
+
+    fn judged(&self, passed: &Passed, annotation: Option<&str>) {
+        let mut all = self.passed();
+        if let Some(known) = all.iter_mut().find(|known| *known == passed) {
+            known.judged = annotation.map(str::to_owned);
         }
     }
 
@@ -72,16 +82,26 @@ impl Host {
     }
 }
 
-/// Whether the pod wants by now that its runtime has it. Where that cannot be told it is looked at again.
-async fn is_wanted(pods: &Pods, pod: &Pod, passed: &Passed) -> bool {
-    // A raw block volume is on the host whoever has opted in; its next publish says that it cannot be left.
+fn tell(pod: &Pod, passed: &Passed, events: &Events, reports: &Reports) {
+    let (volume, target) = (&passed.volume, &passed.target);
+    let message = format!(
+        "volume {volume:?} was mounted on the host at {target} before the pod was known to leave it to its container runtime, and \
+         stays so; delete the pod, and annotate the new one before it is started"
+    );
+    let pod = PodRef::of(pod);
+    tracing::warn!(namespace = pod.namespace, pod = pod.name, "{message}");
+    reports.mounted_before_opt_in();
+    events.failed_mount(&pod, &message);
+}
+
+/// Whether the pod wants by now that its runtime has it. None: that cannot be told.
+async fn is_wanted(pods: &Pods, pod: &Pod, passed: &Passed) -> Option<bool> {
     match wish(pod, &passed.place, passed.form) {
-        Wish::Runtime => true,
+        Wish::Runtime => Some(true),
         Wish::Depends(claims) => {
-            let name = passed.place.name().unwrap_or_default();
-            pods.ask(pod, &claims, name).await.unwrap_or(false)
+            pods.ask(pod, &claims, passed.place.name().unwrap_or_default()).await.ok()
         }
-        Wish::Host | Wish::Unclear => false,
+        Wish::Host | Wish::Unclear => Some(false),
     }
 }
 
@@ -95,13 +115,16 @@ mod tests {
             target: target.into(),
             place: Place::Elsewhere { pod_uid: "u".into() },
             form: Form { block: false, inline: None },
+            judged: None,
         }
     }
 
     #[test]
     fn each_target_is_known_once_until_it_is_taken_back() {
         let host = Host::default();
-        ["/a", "/b", "/a"].map(|target| host.published(passed(target)));
+        for target in ["/a", "/b", "/a"] {
+            host.published(passed(target));
+        }
         host.unpublished("/b");
         assert_eq!(*host.passed(), [passed("/a")]);
     }

@@ -15,7 +15,7 @@ use super::place::{Place, PodInfo};
 use super::refusal::{Refusal, Result};
 use super::wish::{self, Form, Group, Wish};
 use crate::backend::filesystem;
-use crate::kubernetes::defer_annotation::ANNOTATION;
+use crate::kubernetes::defer_annotation::{self, ANNOTATION};
 use crate::proto::csi::v1 as csi;
 use csi::node_service_capability::rpc::Type;
 use csi::volume_capability::AccessType;
@@ -47,11 +47,12 @@ impl Proxy {
         };
         let info = PodInfo::of(&asked.volume_context);
         let block = block || matches!(place, Place::Device { .. });
-        let passed = Passed {
+        let mut passed = Passed {
             volume: asked.volume_id.clone(),
             target: asked.target_path.clone(),
             place,
             form: Form { block, inline: info.inline },
+            judged: None,
         };
         let uid = passed.place.pod_uid();
         let Some(pod) = self.pods.find(uid, info.named.as_ref()).await else {
@@ -69,6 +70,7 @@ impl Proxy {
         let wanted = self.wanted(&pod, &passed).await;
         let pod_ref = PodRef::of(&pod);
         if !self.told(wanted, &pod_ref, asked)? {
+            passed.judged = defer_annotation::value(&pod).map(str::to_owned);
             return Ok(Decision::Pass(Some(passed)));
         }
         let group = wish::group(&pod);

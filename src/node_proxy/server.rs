@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use tokio::sync::watch;
 use tokio::time::sleep;
 use tonic::body::Body;
 use tonic::codegen::http::Request;
@@ -93,7 +94,7 @@ async fn start(args: Args) -> anyhow::Result<()> {
         "passing CSI calls on"
     );
     tokio::spawn(rounds::keep(collect_every, move || memory.collect(), shutdown.clone()));
-    tokio::spawn(proxy.clone().follow(shutdown.clone()));
+    follow(&proxy, &shutdown);
     let calls = proxy.calls.clone();
     let every =
         move |request: Request<axum::body::Body>| proxy.clone().handle(request.map(Body::new));
@@ -102,22 +103,32 @@ async fn start(args: Args) -> anyhow::Result<()> {
     serve::until_told(router, listener, &calls, &shutdown).await
 }
 
-impl Proxy {
-    /// Draws the consequences of what the watch tells, for as long as the process runs.
-    async fn follow(self, shutdown: Shutdown) {
-        let mut changes = self.pods.changes();
-        loop {
-            if let Some(pods) = self.pods.opted_in() {
-                self.opted_in.told(pods).await;
-            }
-            self.host.look(&self.pods, &self.events, &self.reports).await;
-            sleep(LOOK_AGAIN).await;
-            tokio::select! {
-                // Its sender is in `self`.
-                _ = changes.changed() => {}
-                () = sleep(TRY_AGAIN) => {}
-                () = shutdown.ending() => return,
-            }
+/// Draws the consequences of what the watch tells, for as long as the process runs.
+fn follow(proxy: &Proxy, shutdown: &Shutdown) {
+    let Proxy { pods, opted_in, host, events, reports, .. } = proxy.clone();
+    let (known, opted_in) = (pods.clone(), opted_in.clone());
+    tokio::spawn(at_each_change(pods.changes(), shutdown.clone(), async move || {
+        if let Some(uids) = known.opted_in() {
+            opted_in.told(uids).await;
+        }
+    }));
+    tokio::spawn(at_each_change(pods.changes(), shutdown.clone(), async move || {
+        host.look(&pods, &events, &reports).await;
+    }));
+}
+
+async fn at_each_change(
+    mut changes: watch::Receiver<u64>,
+    shutdown: Shutdown,
+    look: impl AsyncFn(),
+) {
+    loop {
+        look().await;
+        sleep(LOOK_AGAIN).await;
+        tokio::select! {
+            _ = changes.changed() => {}
+            () = sleep(TRY_AGAIN) => {}
+            () = shutdown.ending() => return,
         }
     }
 }

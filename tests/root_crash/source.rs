@@ -72,7 +72,8 @@ fn sources(directory: &Path) -> Vec<PathBuf> {
 }
 
 /// Whose points the driver does not meet.
-const OTHER_ROLES: [&str; 3] = ["src/crust", "src/runtime_ops", "src/oci_runtime"];
+const OTHER_ROLES: [&str; 4] =
+    ["src/crust", "src/runtime_ops", "src/oci_runtime", "src/node_proxy"];
 
 /// The names of all points of the driver.
 pub fn points() -> BTreeSet<String> {

@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
-use k8s_openapi::api::rbac::v1::PolicyRule;
 use k8s_openapi::api::storage::v1::{CSIDriver, StorageClass};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
 use crate::cluster::kubelet::Made;
+use crate::cluster::node_proxy::{claim_rules, node_proxy_rules};
 use crate::cluster::programs::{Process, free_port};
 use crate::cluster::runtime::{self, demanding, shipped_class};
 use crate::cluster::sidecar::http_at;
@@ -214,7 +214,7 @@ impl Proxy {
     fn start(cluster: &Cluster, driver: &Path) -> Self {
         let name = cluster.unique("node-proxy");
         let account = cluster.account("default", &name);
-        cluster.grant(&account, &rights());
+        cluster.grant(&account, &[node_proxy_rules(), claim_rules()].concat());
         let scratch = cluster.scratch().to_owned();
         let mut proxy = Self {
             process: None,
@@ -272,18 +272,4 @@ impl Proxy {
         let files = entries.filter_map(|entry| fs::read(entry.path().join("vol_data.json")).ok());
         files.map(|file| serde_json::from_slice(&file).unwrap()).collect()
     }
-}
-
-fn rights() -> Vec<PolicyRule> {
-    let may = |resource: &str, verbs: &[&str]| PolicyRule {
-        api_groups: Some(vec![String::new()]),
-        resources: Some(vec![resource.to_owned()]),
-        verbs: verbs.iter().map(|verb| (*verb).to_owned()).collect(),
-        ..PolicyRule::default()
-    };
-    vec![
-        may("pods", &["get", "list", "watch"]),
-        may("events", &["create"]),
-        may("persistentvolumeclaims", &["get"]),
-    ]
 }

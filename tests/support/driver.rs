@@ -365,8 +365,8 @@ impl Driver {
         self.in_use.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what a request may leave behind, before it is made.
-    fn note(&self, request: &dyn Any) {
+    /// Notes what a request may leave behind, before it is made, by whomever.
+    pub fn note(&self, request: &dyn Any) {
         let made = if let Some(asked) = request.downcast_ref::<csi::NodeStageVolumeRequest>() {
             InUse::Staged(asked.volume_id.clone(), asked.staging_target_path.clone())
         } else if let Some(asked) = request.downcast_ref::<csi::NodePublishVolumeRequest>() {

@@ -22,7 +22,7 @@ impl Scene {
     }
 
     fn directory(&self) -> Directory {
-        Directory::new(self.0.path().join("memory"))
+        Directory::new(self.0.path().join("state/memory"))
     }
 
     /// A target as kubelet makes them.
@@ -191,14 +191,13 @@ async fn a_directory_that_cannot_be_used_at_the_start_is_used_when_it_can() {
     let scene = Scene::new();
     let target = scene.target("a");
     drop(scene.open().publishing(&target, &left("v")).await.unwrap());
-    let (root, away) = (scene.directory().root().to_owned(), scene.0.path().join("away"));
-    fs::rename(&root, &away).unwrap();
-    // A link to itself: an error of the kernel.
-    std::os::unix::fs::symlink(&root, &root).unwrap();
+    let (state, away) = (scene.0.path().join("state"), scene.0.path().join("away"));
+    fs::rename(&state, &away).unwrap();
+    fs::write(&state, "no directory").unwrap();
     let memory = scene.open();
     memory.publishing(&target, &left("v")).await.unwrap_err();
-    fs::remove_file(&root).unwrap();
-    fs::rename(&away, &root).unwrap();
+    fs::remove_file(&state).unwrap();
+    fs::rename(&away, &state).unwrap();
     memory.collect().unwrap();
     assert_eq!(memory.at("v", &target), Some(left("v")));
 }

@@ -11,6 +11,7 @@ use h2::server::SendResponse;
 use http::{HeaderMap, Request, Response};
 use prost::Message;
 use tokio::net::UnixListener;
+use tokio::task::JoinSet;
 use tonic::Code;
 
 /// How a metadata call goes.
@@ -62,15 +63,20 @@ impl Fake {
 
     fn with(directory: &Path, name: &str, capable: bool, script: Script, answers: Answers) -> Self {
         let socket = directory.join(format!("{name}.sock"));
+        // One that has ended leaves it.
+        let _ = std::fs::remove_file(&socket);
         let listener = UnixListener::bind(&socket).unwrap();
         let (seen, seen_sessions) = (Seen::default(), Seen::default());
         let (name, noted) = (name.to_owned(), (seen.clone(), seen_sessions.clone()));
         let task = tokio::spawn(async move {
+            // They end with it.
+            let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
                 let answers = answers.clone();
-                tokio::spawn(async move {
-                    let mut connection = h2::server::handshake(stream).await.unwrap();
+                connections.spawn(async move {
+                    // Whoever only looks whether somebody listens says nothing.
+                    let Ok(mut connection) = h2::server::handshake(stream).await else { return };
                     while let Some(Ok((request, respond))) = connection.accept().await {
                         let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
                         let answers = answers.clone();
@@ -102,7 +108,10 @@ async fn answer(
         body.extend_from_slice(&chunk);
     }
     let asked = Bytes::copy_from_slice(body.get(5..).unwrap_or_default());
-    if let Some(answer) = answers(path.rsplit('/').next().unwrap_or_default(), asked) {
+    let method = path.rsplit('/').next().unwrap_or_default().to_owned();
+    // Some take their time.
+    let given = tokio::task::spawn_blocking(move || answers(&method, asked)).await;
+    if let Some(answer) = given.unwrap() {
         let (messages, code, words) = match answer {
             Ok(messages) => (messages, Code::Ok, String::new()),
             Err((code, words)) => (Vec::new(), code, words),

@@ -1,7 +1,8 @@
 //! A real API server, run by hack/cluster.sh, and what tests need of it: objects, accounts and tokens
 //! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
 //! connection that can be cut (`proxy`) or shared out (`balancer`), certificates (`tls`), a driver to begin with (`rig`) and one that
-//! behaves as ours would not (`fake_driver`), our sidecar and who asks one (`sidecar`, `cbt_http`), our session manager (`manager`),
+//! behaves as ours would not (`fake_driver`), one that keeps what it is asked (`recorder`), our node proxy with who plays kubelet
+//! before it (`node_proxy`), our sidecar and who asks one (`sidecar`, `cbt_http`), our session manager (`manager`),
 //! our admission webhooks (`admission`), our aggregated API server (`aggregated`), a node on which pods run (`kubelet`), the same
 //! with a driver that leaves volumes to the container runtime (`runtime`), snapshot sessions made by hand (`session`), and how a test
 //! binary runs with one cluster for all of its tests (`suite`).
@@ -24,8 +25,10 @@ pub mod everything;
 pub mod fake_driver;
 pub mod kubelet;
 pub mod manager;
+pub mod node_proxy;
 pub mod programs;
 pub mod proxy;
+pub mod recorder;
 pub mod rig;
 pub mod runtime;
 pub mod session;

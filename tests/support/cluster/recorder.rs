@@ -1,0 +1,245 @@
+//! A driver of somebody else's, which keeps each request as it came and answers as the test says: by itself it has nothing of the
+//! proposal for runtime assisted mounting, and makes a directory where a driver would mount a volume. It takes the place of
+//! csi-driver-host-path, whose module cannot be had everywhere.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use csi::node_service_capability::rpc::Type;
+use csi::node_service_capability::{self, Rpc as Capability};
+use csi_loopback::proto::csi::v1 as csi;
+use prost::Message;
+use tempfile::TempDir;
+use tonic::Code;
+
+use super::Cluster;
+use super::fake_driver::{Answers, Fake};
+
+/// What a driver has that stages its volumes, measures and grows them, and knows nothing of runtimes.
+pub const PLAIN: [Type; 3] = [Type::StageUnstageVolume, Type::GetVolumeStats, Type::ExpandVolume];
+
+/// The same with all of the proposal.
+pub const DEFERRING: [Type; 6] = [
+    Type::StageUnstageVolume,
+    Type::GetVolumeStats,
+    Type::ExpandVolume,
+    Type::DeferFsOps,
+    Type::DeferFsOpsWithSupplementalGroup,
+    Type::DeferFsOpsWithSupplementalGroupChangePolicy,
+];
+
+pub type Answer = Result<Vec<u8>, (Code, String)>;
+
+#[derive(Default)]
+struct State {
+    /// None: it does not have the call.
+    capabilities: Option<Vec<Type>>,
+    calls: Vec<(String, Bytes)>,
+    answers: BTreeMap<String, Answer>,
+    held: BTreeSet<String>,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+pub struct Recorder<'a> {
+    pub name: String,
+    cluster: &'a Cluster,
+    shared: Arc<Shared>,
+    // Dropped in this order.
+    fake: Option<Fake>,
+    directory: TempDir,
+}
+
+impl<'a> Recorder<'a> {
+    /// With these capabilities of its Node service.
+    pub fn start(cluster: &'a Cluster, capabilities: &[Type]) -> Self {
+        let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+        let name = format!("{}.csi.example", cluster.unique("recorder"));
+        let shared = Arc::<Shared>::default();
+        let mut recorder = Self { name, cluster, shared, fake: None, directory };
+        recorder.set_capabilities(Some(capabilities));
+        recorder.start_again();
+        recorder
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.directory.path().join(format!("{}.sock", self.name))
+    }
+
+    /// Ends it, with all of its connections.
+    pub fn stop(&mut self) {
+        self.release_all();
+        self.fake = None;
+    }
+
+    pub fn start_again(&mut self) {
+        let shared = Arc::clone(&self.shared);
+        let answers: Answers = Arc::new(move |method, asked| answer(&shared, method, asked));
+        let start = async { Fake::answering(self.directory.path(), &self.name, false, answers) };
+        self.fake = Some(self.cluster.block_on(start));
+    }
+
+    /// What it has from now on; None: it says UNIMPLEMENTED.
+    pub fn set_capabilities(&self, capabilities: Option<&[Type]>) {
+        self.shared.state().capabilities = capabilities.map(<[Type]>::to_vec);
+    }
+
+    /// What it answers from now on to calls of this name (`NodeGetVolumeStats`), instead of what it does by itself.
+    pub fn answer(&self, method: &str, answer: Answer) {
+        self.shared.state().answers.insert(method.to_owned(), answer);
+    }
+
+    pub fn refuse(&self, method: &str, code: Code, words: &str) {
+        self.answer(method, Err((code, words.to_owned())));
+    }
+
+    /// Answers by itself again.
+    pub fn answer_as_ever(&self, method: &str) {
+        self.shared.state().answers.remove(method);
+    }
+
+    /// Has calls of this name wait, once they have been noted.
+    pub fn hold(&self, method: &str) {
+        self.shared.state().held.insert(method.to_owned());
+    }
+
+    /// Lets them go on.
+    pub fn release(&self, method: &str) {
+        self.shared.state().held.remove(method);
+        self.shared.changed.notify_all();
+    }
+
+    fn release_all(&self) {
+        self.shared.state().held.clear();
+        self.shared.changed.notify_all();
+    }
+
+    /// The names of the calls that came, all but those for its capabilities.
+    pub fn calls(&self) -> Vec<String> {
+        let state = self.shared.state();
+        let names = state.calls.iter().map(|(name, _)| name.clone());
+        names.filter(|name| name != "NodeGetCapabilities").collect()
+    }
+
+    /// The requests of one kind, in the order in which they came.
+    pub fn seen<R: Message + Default>(&self) -> Vec<R> {
+        let raw = self.seen_raw(method_of::<R>());
+        raw.into_iter().map(|bytes| R::decode(bytes).unwrap()).collect()
+    }
+
+    /// The last of them.
+    pub fn last<R: Message + Default>(&self) -> R {
+        self.seen().pop().unwrap_or_else(|| panic!("no {} came", method_of::<R>()))
+    }
+
+    /// The same as the bytes that they were.
+    pub fn seen_raw(&self, method: &str) -> Vec<Bytes> {
+        let state = self.shared.state();
+        let of_method = state.calls.iter().filter(|(name, _)| name == method);
+        of_method.map(|(_, bytes)| bytes.clone()).collect()
+    }
+
+    /// Forgets what came.
+    pub fn forget(&self) {
+        self.shared.state().calls.clear();
+    }
+}
+
+impl Drop for Recorder<'_> {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// `NodePublishVolume` of `…::NodePublishVolumeRequest`.
+fn method_of<R>() -> &'static str {
+    let name = std::any::type_name::<R>().rsplit("::").next().unwrap_or_default();
+    name.strip_suffix("Request").unwrap_or(name)
+}
+
+type Messages = Result<Vec<Vec<u8>>, (Code, String)>;
+
+/// None: for its Identity service the fake one answers.
+fn answer(shared: &Shared, method: &str, asked: Bytes) -> Option<Messages> {
+    let mut state = shared.state();
+    state.calls.push((method.to_owned(), asked.clone()));
+    while state.held.contains(method) {
+        state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+    }
+    let told = state.answers.get(method).cloned();
+    let capabilities = state.capabilities.clone();
+    drop(state);
+    let answer = match told {
+        Some(told) => told,
+        None if ["Probe", "GetPluginInfo", "GetPluginCapabilities"].contains(&method) => {
+            return None;
+        }
+        None => by_itself(method, asked, capabilities),
+    };
+    Some(answer.map(|message| vec![message]))
+}
+
+fn by_itself(method: &str, asked: Bytes, capabilities: Option<Vec<Type>>) -> Answer {
+    let unimplemented = || Err((Code::Unimplemented, format!("no {method} here")));
+    Ok(match method {
+        "NodeGetCapabilities" => match capabilities {
+            Some(capabilities) => capabilities_of(&capabilities).encode_to_vec(),
+            None => return unimplemented(),
+        },
+        "NodeGetInfo" => csi::NodeGetInfoResponse { node_id: "node".into(), ..Default::default() }
+            .encode_to_vec(),
+        "NodePublishVolume" => {
+            let target = csi::NodePublishVolumeRequest::decode(asked).unwrap().target_path;
+            let made = match Path::new(&target).exists() {
+                true => Ok(()),
+                false => fs::create_dir(&target),
+            };
+            made.map_err(|error| (Code::Internal, format!("{target}: {error}")))?;
+            Vec::new()
+        }
+        "NodeUnpublishVolume" => {
+            let target = csi::NodeUnpublishVolumeRequest::decode(asked).unwrap().target_path;
+            let _ = fs::remove_dir(&target);
+            Vec::new()
+        }
+        "NodeStageVolume" | "NodeUnstageVolume" => Vec::new(),
+        "NodeGetVolumeStats" => stats(None).encode_to_vec(),
+        "NodeExpandVolume" => {
+            let range = csi::NodeExpandVolumeRequest::decode(asked).unwrap().capacity_range;
+            let capacity_bytes = range.unwrap_or_default().required_bytes;
+            csi::NodeExpandVolumeResponse { capacity_bytes }.encode_to_vec()
+        }
+        _ => return unimplemented(),
+    })
+}
+
+fn capabilities_of(types: &[Type]) -> csi::NodeGetCapabilitiesResponse {
+    let capability = |one: &Type| csi::NodeServiceCapability {
+        r#type: Some(node_service_capability::Type::Rpc(Capability { r#type: (*one).into() })),
+    };
+    csi::NodeGetCapabilitiesResponse { capabilities: types.iter().map(capability).collect() }
+}
+
+/// A volume of some bytes, in this condition: whether it is abnormal, and why.
+pub fn stats(condition: Option<(bool, &str)>) -> csi::NodeGetVolumeStatsResponse {
+    use csi::volume_usage::Unit;
+    let usage = csi::VolumeUsage { available: 60, total: 100, used: 40, unit: Unit::Bytes.into() };
+    csi::NodeGetVolumeStatsResponse {
+        usage: vec![usage],
+        volume_condition: condition
+            .map(|(abnormal, message)| csi::VolumeCondition { abnormal, message: message.into() }),
+    }
+}

@@ -140,25 +140,14 @@ impl<'a> Rig<'a> {
         conditions.find(|one| one.type_ == named && one.status == "True")?.message
     }
 
-    /// Waits until an event of the claim, for this reason, has these words.
-    pub fn told_of_claim(&self, claim: &str, reason: &str, words: &str) {
-        wait_for(&format!("{reason} of claim {claim}"), || {
-            self.events().into_iter().any(|event| {
-                event.involved_object.name.as_deref() == Some(claim)
-                    && event.reason.as_deref() == Some(reason)
-                    && event.message.is_some_and(|message| message.contains(words))
-            })
-        });
-    }
-
-    /// Waits until this component has told in a FailedMount event of the pod all of these words.
-    pub fn told_by(&self, component: &str, pod: &Made, words: &[&str]) {
+    /// Waits until this component has told in an event of the pod, for this reason, all of these words.
+    pub fn told_by(&self, component: &str, reason: &str, pod: &Made, words: &[&str]) {
         wait_for(&format!("what {component} tells of {}: {words:?}", pod.name), || {
             self.events().into_iter().any(|event| {
                 let source = event.source.unwrap_or_default();
                 let message = event.message.unwrap_or_default();
                 event.involved_object.uid.as_ref() == Some(&pod.uid)
-                    && event.reason.as_deref() == Some("FailedMount")
+                    && event.reason.as_deref() == Some(reason)
                     && source.component.as_deref() == Some(component)
                     && words.iter().all(|word| message.contains(word))
             })

@@ -51,6 +51,20 @@ impl<'a> Scene<'a> {
         met.lines().map(str::to_owned).collect()
     }
 
+    fn has_heard(&self, pod: &Bound) -> bool {
+        let file = self.rig.state_dir().join("opted-in/pods.json");
+        fs::read_to_string(file).is_ok_and(|text| text.contains(&pod.uid))
+    }
+
+    /// How often the proxy has written down who has opted in.
+    fn written(&self) -> usize {
+        self.rig.log().matches("which pods have opted in is written down").count()
+    }
+
+    fn wait_until_heard(&self, pod: &Bound) {
+        wait_for("the proxy's word of the pod", || self.has_heard(pod));
+    }
+
     fn take(&self, step: Step, pod: &Bound, volume: &Volume) -> Result<(), Status> {
         match step {
             Step::Hear => Ok(()),
@@ -71,13 +85,14 @@ impl<'a> Scene<'a> {
     fn round(&mut self, step: Step, how: &str, at: usize, seen: &mut BTreeSet<String>) -> bool {
         let name = format!("{step:?}-{how}-{at}").to_lowercase();
         let volume = self.rig.claim(&name);
+        let before = self.written();
         if step == Step::Hear {
             self.plan(how, at);
         }
         let pod = self.rig.pod(&name, &[&volume], Some(&name));
         let target = self.rig.target(&pod, &volume);
         if step != Step::Hear {
-            self.rig.wait_until_heard(&pod);
+            self.wait_until_heard(&pod);
             self.rig.stage(&pod, &volume).unwrap();
         }
         if step == Step::Unpublish {
@@ -88,10 +103,8 @@ impl<'a> Scene<'a> {
         }
         let first = self.take(step, &pod, &volume);
         if step == Step::Hear {
-            let file = self.rig.state_dir().join("opted-in/pods.json");
             wait_for("the point, or the end without it", || {
-                let text = fs::read_to_string(&file).unwrap_or_default();
-                self.met().len() >= at || (text.contains(&pod.uid) && self.met().len() < at)
+                self.met().len() >= at || self.written() > before
             });
         }
         fs::remove_file(self.plan.join("plan")).unwrap();
@@ -108,7 +121,7 @@ impl<'a> Scene<'a> {
             self.rig.start_proxy();
         }
         assert!(step == Step::Hear || first.is_err() == reached, "{name}: {first:?} {met:?}");
-        self.rig.wait_until_heard(&pod);
+        self.wait_until_heard(&pod);
         if reached {
             self.take(step, &pod, &volume).unwrap();
         }

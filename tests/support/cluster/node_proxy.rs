@@ -18,6 +18,7 @@ use csi_loopback::proto::csi::v1 as csi;
 use hyper_util::rt::TokioIo;
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim, Pod, ServiceAccount};
 use k8s_openapi::api::rbac::v1::PolicyRule;
+use kube::api::DeleteParams;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -26,11 +27,12 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 
 use super::Cluster;
-use super::access::{Account, rule};
+use super::access::Account;
 use super::programs::{Process, free_port};
 use super::recorder::Recorder;
 use crate::support::driver::{
     BINARY, Driver, PATIENCE, Rpc, block, create, mounted_as, stats, unpublishing, unstaging,
+    wait_for,
 };
 use crate::support::ops::Ops;
 use crate::support::{MIB, keep, path};
@@ -40,18 +42,31 @@ pub const ANNOTATION: &str = "cbt.storage.k8s.io/defer-fs-mount";
 /// Bytes of a volume.
 pub const SIZE: u64 = 32 * MIB;
 
-/// What the proxy may do, as deploy/node-proxy has it.
+/// What the proxy may do, as it is shipped.
 pub fn node_proxy_rules() -> Vec<PolicyRule> {
-    vec![rule("", &["pods"], &["get", "list", "watch"]), rule("", &["events"], &["create"])]
+    shipped_rules("deploy/node-proxy/proxy/rbac.yaml")
 }
 
 /// What it may do besides where it is to tell a pod's claims apart.
 pub fn claim_rules() -> Vec<PolicyRule> {
-    vec![rule("", &["persistentvolumeclaims"], &["get"])]
+    shipped_rules("deploy/components/node-proxy-claims/rbac.yaml")
+}
+
+/// The rules of the one ClusterRole of a file.
+fn shipped_rules(file: &str) -> Vec<PolicyRule> {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
+    let objects = text.split("\n---\n").map(|one| serde_saphyr::from_str::<Value>(one).unwrap());
+    let mut roles = objects.filter(|object| object["kind"] == "ClusterRole");
+    let role = roles.next().expect(file);
+    assert!(roles.next().is_none(), "{file}");
+    serde_json::from_value(role["rules"].clone()).unwrap()
 }
 
 /// The driver behind the proxy.
 pub trait Behind {
+    /// Whether kubelet tells it which pod a volume is for (CSIDriver.spec.podInfoOnMount).
+    const POD_INFO: bool;
+
     fn driver_name(&self) -> &str;
 
     fn socket(&self) -> PathBuf;
@@ -99,6 +114,8 @@ fn words(owned: &[String]) -> Vec<&str> {
 }
 
 impl Behind for Ours {
+    const POD_INFO: bool = true;
+
     fn driver_name(&self) -> &str {
         &self.name
     }
@@ -118,6 +135,8 @@ impl Behind for Ours {
 }
 
 impl Behind for Recorder<'_> {
+    const POD_INFO: bool = false;
+
     fn driver_name(&self) -> &str {
         &self.name
     }
@@ -174,7 +193,7 @@ pub struct Rig<'a, B> {
     pub kubeconfig: PathBuf,
     /// Of the proxy, in addition to, or instead of, those that every test has.
     pub flags: Vec<String>,
-    /// Whether kubelet tells the driver which pod a volume is for (CSIDriver.spec.podInfoOnMount).
+    /// Whether kubelet tells the driver which pod a volume is for; as the driver wants it, at first.
     pub pod_info: bool,
     pub http_port: u16,
     // Dropped in this order: the driver undoes what is in the directory.
@@ -238,7 +257,7 @@ impl<'a, B: Behind> Rig<'a, B> {
             account,
             kubeconfig,
             flags: Vec::new(),
-            pod_info: false,
+            pod_info: B::POD_INFO,
             http_port: free_port(),
             proxy: None,
             behind,
@@ -359,6 +378,14 @@ impl<'a, B: Behind> Rig<'a, B> {
     /// What the proxy has written down for a target.
     pub fn entry(&self, target: &Path) -> Entry {
         Directory::new(self.state_dir()).entry(&Target::new("target", target).unwrap())
+    }
+
+    /// Waits until the proxy has heard that the pod has opted in, which it writes down.
+    pub fn wait_until_heard(&self, pod: &Bound) {
+        let file = self.state_dir().join("opted-in/pods.json");
+        wait_for("the proxy's word of the pod", || {
+            fs::read_to_string(&file).is_ok_and(|text| text.contains(&pod.uid))
+        });
     }
 
     /// The keys and values of its `vol_data.json`, if it has one.
@@ -499,6 +526,13 @@ impl<'a, B: Behind> Rig<'a, B> {
         });
         let patch = json!({ "metadata": { "ownerReferences": [owner] } });
         self.cluster.merge(&claims, &volume.persistent.as_ref().unwrap().claim, &patch);
+    }
+
+    /// Takes the pod away at once, as when its node has said that nothing of it runs.
+    pub fn delete(&self, pod: &Bound) {
+        let now = DeleteParams::default().grace_period(0);
+        self.cluster.block_on(self.pods().delete(&pod.name, &now)).unwrap();
+        self.cluster.wait_until_gone(&self.pods(), &pod.name);
     }
 
     /// Has the pod name volumes that it did not.

@@ -51,9 +51,9 @@ pub fn a_claim_of_any_class_is_mounted_by_the_runtime_alone_since_its_pod_says_s
     assert!(rig.is_on_the_host(&rig.target_of_claim(&plain, "data")));
     rig.proxy.remembers(0);
     assert_eq!(rig.exec(&plain, "cat /data/init"), "by init\nby init\n");
+    assert_eq!(rig.proxy.number("csi_loopback_unknown_pods_total "), 0);
     rig.gone(&plain, &[]);
     rig.wait_until_detached(&id);
-    assert_eq!(rig.proxy.number("csi_loopback_unknown_pods_total "), 0);
 }
 
 /// The filesystem that the container has at `/NAME`.

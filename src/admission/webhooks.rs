@@ -11,10 +11,9 @@ use serde::Deserialize;
 
 use super::judge::Judge;
 use super::metrics::Metrics;
-use super::read_only;
 use super::volumes::Asked;
+use super::{opt_in, read_only};
 use crate::kubernetes::admission::{Allowed, Refusal, Webhook};
-use crate::kubernetes::defer_annotation;
 use crate::kubernetes::https::Limits;
 use crate::kubernetes::name;
 
@@ -50,6 +49,8 @@ pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
         WORKLOADS.map(|(group, version, kind, _)| GroupVersionKind::gvk(group, version, kind));
     let workloads =
         Webhook::of_kinds(&kinds, JUDGEMENT).advising().counted(metrics.count("validate_workload"));
+    let opt_ins = Webhook::of_kinds(&opt_in::kinds(), JUDGEMENT);
+    let opt_ins = opt_ins.counted(metrics.count("validate_deferral"));
     let of_mended = judge.clone();
     let mutate = move |request| {
         let mended = mend(&of_mended, &request);
@@ -68,10 +69,7 @@ pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
     Router::new()
         .route(MUTATE_POD, pods("mutate_pod").route(mutate))
         .route(VALIDATE_POD, pods("validate_pod").route(validate))
-        .route(
-            VALIDATE_DEFERRAL,
-            pods("validate_deferral").route(|request| async move { deferral(&request) }),
-        )
+        .route(VALIDATE_DEFERRAL, opt_ins.route(|request| async move { opt_in::judge(&request) }))
         .route(VALIDATE_WORKLOAD, workloads.route(advise))
 }
 
@@ -107,14 +105,6 @@ async fn pod(judge: &Judge, request: AdmissionRequest<Pod>) -> Result<Allowed, R
     match findings.refusal() {
         Some(refusal) => Err(refusal),
         None => Ok(Allowed { warnings: findings.warnings, ..Allowed::default() }),
-    }
-}
-
-fn deferral(request: &AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
-    let Some(pod) = &request.object else { return Ok(Allowed::default()) };
-    match defer_annotation::problem(pod, request.old_object.as_ref()) {
-        Some(problem) => Err(Refusal::invalid(problem)),
-        None => Ok(Allowed::default()),
     }
 }
 

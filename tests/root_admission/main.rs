@@ -6,6 +6,7 @@ mod cluster;
 mod support;
 
 mod deferral;
+mod opt_in;
 mod policy;
 mod read_only;
 mod rig;
@@ -44,6 +45,13 @@ fn main() -> ExitCode {
             what_a_pod_says_itself_and_what_cannot_be_deferred_are_left
             nonsense_among_the_entries_is_not_taken_and_its_place_is_told
             what_no_runtime_would_mount_is_warned_of;
+        opt_in:
+            only_volumes_that_a_runtime_could_mount_are_named
+            a_volume_is_named_until_its_pod_is_initialised_and_stays_named
+            a_scheduler_names_and_unnames_no_volume_by_a_binding
+            by_way_of_ephemeral_containers_and_of_a_resize_no_annotation_changes
+            while_the_webhook_is_away_only_what_changes_the_annotation_is_refused
+            hostile_opt_ins_are_answered_and_hold_up_nobody;
         snapshots:
             a_pod_begins_with_snapshots_of_its_own_namespace_alone
             no_snapshot_is_taken_where_none_is_allowed;

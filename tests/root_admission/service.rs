@@ -122,7 +122,7 @@ pub fn hostile_reviews_are_answered_or_refused_and_hold_up_nobody(cluster: &Clus
         review("Pod", pod(json!({ "containers": [], "volumes": [rig.volume(json!({}))] })));
     let nowhere = nowhere.replace(&format!("\"{}\"", rig.apps), "\"../x\"");
     let deep = "[".repeat(1 << 20);
-    for path in ["/mutate-pod", "/validate-pod", "/validate-workload"] {
+    for path in ["/mutate-pod", "/validate-pod", "/validate-deferral", "/validate-workload"] {
         for (body, code) in [("", 400), ("nonsense", 400), ("null", 400), (&deep, 400)] {
             let answer = posted(&rig, path, body);
             assert!(answer.starts_with(&format!("HTTP/1.1 {code}")), "{path}: {answer}");

@@ -1,6 +1,7 @@
 //! Inline volumes: what the admission webhooks may do, and what deploy/admission sees to. Nobody serves the webhooks here, so their
 //! configurations are there only while a test needs them.
 
+use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::Api;
 use kube::api::{DynamicObject, Patch, PatchParams, PostParams};
@@ -126,7 +127,13 @@ pub fn restricted(cluster: &Cluster) {
     assert_eq!(policy["spec"]["ingress"][0]["ports"][0]["port"], *port);
 }
 
-/// The webhooks as the API server has them, of both configurations.
+/// A webhook's whole name.
+fn full(name: &str) -> String {
+    let inline = if name == "validate-deferral" { "" } else { "inline." };
+    format!("{name}.{inline}cbt.storage.k8s.io")
+}
+
+/// The webhooks as the API server has them, of both configurations; that of opt-ins, which is for all drivers, is the last.
 fn registered(cluster: &Cluster) -> Vec<Value> {
     let mut found = Vec::new();
     for kind in [MUTATING, VALIDATING] {
@@ -141,8 +148,9 @@ pub fn one_driver(cluster: &Cluster) {
     apply_base(cluster);
     apply_webhooks(cluster);
     said(cluster.kubectl(&["get", "csidriver", DRIVER]));
-    let found = registered(cluster);
+    let mut found = registered(cluster);
     without_webhooks(cluster);
+    let opt_ins = found.pop().unwrap();
     let shape = |webhook: &Value| {
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         (
@@ -158,8 +166,7 @@ pub fn one_driver(cluster: &Cluster) {
         ("validate-workloads", "/validate-workload", "Ignore", ""),
     ]
     .map(|(name, path, failure, again)| {
-        let name = format!("{name}.inline.cbt.storage.k8s.io");
-        (name, path.to_owned(), failure.to_owned(), again.to_owned())
+        (full(name), path.to_owned(), failure.to_owned(), again.to_owned())
     });
     assert_eq!(found.iter().map(shape).collect::<Vec<_>>(), expected);
     for webhook in &found {
@@ -177,6 +184,24 @@ pub fn one_driver(cluster: &Cluster) {
         assert_eq!(webhook["namespaceSelector"]["matchExpressions"], own, "{name}");
     }
     assert_eq!(found[0]["rules"], found[1]["rules"], "what is set is what is judged");
+
+    let expected = (
+        full("validate-deferral"),
+        "/validate-deferral".to_owned(),
+        "Fail".to_owned(),
+        String::new(),
+    );
+    assert_eq!(shape(&opt_ins), expected);
+    for field in ["service", "caBundle"] {
+        let ours = |webhook: &Value| {
+            let mut value = webhook["clientConfig"][field].clone();
+            value.as_object_mut().map(|service| service.remove("path"));
+            value
+        };
+        assert_eq!(ours(&opt_ins), ours(&found[1]), "{field}");
+    }
+    assert!(!opt_ins["matchConditions"].to_string().contains(DRIVER), "of any driver");
+    assert_eq!(opt_ins["namespaceSelector"], json!({}), "of any namespace");
 }
 
 // --- While nobody answers -------------------------------------------------------------------------
@@ -238,7 +263,7 @@ pub fn pod(volumes: &Value) -> Value {
 }
 
 fn is_unanswered(verdict: &Result<(), String>, webhook: &str) -> bool {
-    let webhook = format!("\"{webhook}.inline.cbt.storage.k8s.io\"");
+    let webhook = format!("\"{}\"", full(webhook));
     verdict.as_ref().is_err_and(|told| told.contains(NOBODY_ANSWERS) && told.contains(&webhook))
 }
 
@@ -265,6 +290,11 @@ pub fn unanswered_pods(cluster: &Cluster) {
     for volumes in others() {
         assert_eq!(verdict(cluster, &here, &pod(&volumes)), Ok(()), "{volumes}");
     }
+    // Whoever opts in is asked about, whichever the driver.
+    let mut opted = pod(&inline("another.example"));
+    opted["metadata"]["annotations"] = json!({ ANNOTATION: "own" });
+    let told = verdict(cluster, &here, &opted);
+    assert!(is_unanswered(&told, "validate-deferral"), "{told:?}");
     // An ephemeral container is asked about where a pod is; and no other change of a pod.
     let debug = |name: &str| {
         let container = json!({ "name": "d", "image": "i" });
@@ -378,7 +408,7 @@ pub fn applied_again(cluster: &Cluster) {
             .iter()
             .map(|name| {
                 json!({
-                    "name": format!("{name}.inline.cbt.storage.k8s.io"), "sideEffects": "None",
+                    "name": full(name), "sideEffects": "None",
                     "admissionReviewVersions": ["v1"], "clientConfig": { "caBundle": bundle },
                 })
             })
@@ -391,7 +421,10 @@ pub fn applied_again(cluster: &Cluster) {
     let kubeconfig = cluster.kubeconfig_of(&webhooks());
     for object in [
         of("MutatingWebhookConfiguration", &["mutate-pods"]),
-        of("ValidatingWebhookConfiguration", &["validate-pods", "validate-workloads"]),
+        of(
+            "ValidatingWebhookConfiguration",
+            &["validate-pods", "validate-workloads", "validate-deferral"],
+        ),
     ] {
         let file = cluster.write("configuration.json", &object.to_string());
         let written = ["apply", "--server-side", "--field-manager=webhooks", "-f", path(&file)];
@@ -403,7 +436,7 @@ pub fn applied_again(cluster: &Cluster) {
     assert_eq!(data["tls.crt"].0, b"kept");
     let found = registered(cluster);
     without_webhooks(cluster);
-    assert_eq!(found.len(), 3);
+    assert_eq!(found.len(), 4);
     for webhook in found {
         assert_eq!(webhook["clientConfig"]["caBundle"], bundle, "{}", webhook["name"]);
         assert!(!webhook["clientConfig"]["service"].is_null() && !webhook["rules"].is_null());

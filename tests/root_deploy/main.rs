@@ -13,6 +13,7 @@ mod support;
 mod admission;
 mod aggregated;
 mod inline;
+mod node_proxy;
 mod pods;
 mod rights;
 mod runtime;
@@ -137,6 +138,18 @@ fn main() -> ExitCode {
         ("pods_and_claims_of_deploy_runtime_ask_for_what_is_there", runtime::classes),
         ("containerd_takes_the_handler_of_deploy_runtime", runtime::containerd),
         ("the_runtime_takes_the_configuration_of_deploy_runtime", runtime::configuration),
+        ("the_node_proxy_has_the_rights_of_this_list_and_no_more", node_proxy::exact_rights),
+        ("what_would_give_the_node_proxy_more_is_refused_to_it", node_proxy::refused),
+        ("the_node_proxy_reads_claims_only_with_the_component", node_proxy::claims_are_an_extra),
+        (
+            "kubelet_is_told_of_the_node_proxy_and_everybody_else_of_the_driver",
+            node_proxy::in_front_of_the_driver,
+        ),
+        (
+            "the_node_proxy_goes_in_front_of_another_providers_driver",
+            node_proxy::in_front_of_anothers_driver,
+        ),
+        ("the_pod_of_examples_node_proxy_opts_in_by_its_annotation", node_proxy::opted_in),
         ("all_but_driver_and_crust_ops_run_confined", pods::confined),
         ("only_the_sidecar_of_the_drivers_pod_has_a_token", pods::one_token),
         ("no_image_names_a_registry", pods::plain_images),

@@ -62,14 +62,19 @@ pub fn confined(cluster: &Cluster) {
         assert_eq!(own["capabilities"], json!({ "drop": ["ALL"] }), "{what}");
         assert_eq!(either("seccompProfile"), json!({ "type": "RuntimeDefault" }), "{what}");
         let is_root = either("runAsUser") == json!(0);
-        assert_eq!(is_root, name == "node-driver-registrar", "{what}");
+        let has_to_be = ["node-driver-registrar", "node-proxy"].contains(&name);
+        assert_eq!(is_root, has_to_be, "{what}");
         if !is_root {
             assert_eq!(either("runAsNonRoot"), json!(true), "{what}");
             // With the group that the driver gives to its socket.
             assert_eq!(either("runAsGroup"), json!(65532), "{what}");
         }
         for mount in container["volumeMounts"].as_array().into_iter().flatten() {
-            let read_only = mount["readOnly"] == json!(true) || mount["name"] == "registration";
+            // Where it makes its socket, and its memory.
+            let its_own =
+                name == "node-proxy" && (mount["name"] == "socket" || mount["name"] == "state");
+            let read_only =
+                mount["readOnly"] == json!(true) || mount["name"] == "registration" || its_own;
             // Or one of the pod's own.
             let mut volumes = pod["volumes"].as_array().unwrap().iter();
             let volume = volumes.find(|volume| volume["name"] == mount["name"]).unwrap();
@@ -127,9 +132,9 @@ pub fn known_arguments(cluster: &Cluster) {
             seen += 1;
         }
     }
-    // Driver and sidecar, three times; crust_ops, session manager, aggregated API server and webhooks; a full and an
-    // incremental backup, twice.
-    assert_eq!(seen, 14);
+    // Driver and sidecar, four times; crust_ops, twice; the node proxy, twice, and twice for another's driver; session manager,
+    // aggregated API server and webhooks; a full and an incremental backup, twice.
+    assert_eq!(seen, 21);
 }
 
 /// The one object of a kind.

@@ -20,20 +20,20 @@ fn runtime(cluster: &Cluster) -> Vec<Value> {
 }
 
 /// The only container of that name in the pods of an object.
-fn container<'a>(object: &'a Value, name: &str) -> &'a Value {
+pub fn container<'a>(object: &'a Value, name: &str) -> &'a Value {
     let mut all = object["spec"]["template"]["spec"]["containers"].as_array().unwrap().iter();
     all.find(|one| one["name"] == name).unwrap()
 }
 
 /// The value of an argument.
-fn argument<'a>(container: &'a Value, flag: &str) -> &'a str {
+pub fn argument<'a>(container: &'a Value, flag: &str) -> &'a str {
     let mut all = container["args"].as_array().unwrap().iter();
     let found = all.find_map(|one| one.as_str().unwrap().strip_prefix(flag)?.strip_prefix('='));
     found.unwrap_or_else(|| panic!("no {flag} in {container}"))
 }
 
 /// The mount of a container that a path is in, and where that is on the node.
-fn on_node(object: &Value, container: &Value, inside: &str) -> (String, Value) {
+pub fn on_node(object: &Value, container: &Value, inside: &str) -> (String, Value) {
     let mounts = container["volumeMounts"].as_array().unwrap().iter();
     let of = |mount: &&Value| Path::new(inside).starts_with(mount["mountPath"].as_str().unwrap());
     let mount = mounts.filter(of).max_by_key(|mount| mount["mountPath"].as_str().unwrap().len());
@@ -45,7 +45,7 @@ fn on_node(object: &Value, container: &Value, inside: &str) -> (String, Value) {
     (path(&Path::new(host).join(rest)).trim_end_matches('/').to_owned(), mount.clone())
 }
 
-fn socket(text: &str) -> &str {
+pub fn socket(text: &str) -> &str {
     text.strip_prefix("unix://").unwrap()
 }
 

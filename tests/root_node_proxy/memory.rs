@@ -1,7 +1,6 @@
 //! What was left to a runtime is taken back as that, whoever has been restarted meanwhile: proxy, kubelet, driver, node.
 
 use std::fs;
-use std::path::PathBuf;
 
 use csi_loopback::proto::csi::v1 as csi;
 use nix::sys::signal::Signal;
@@ -182,8 +181,8 @@ pub fn a_target_that_is_gone_is_forgotten_and_none_while_kubelets_directory_is_n
     assert!(rig.vol_data(&target).is_some());
     fs::rename(&away, &pods).unwrap();
     fs::remove_dir_all(pods.join(&pod.uid)).unwrap();
-    wait_for("it is forgotten", || known(&rig) == 0.0);
-    assert!(!rig.entry(&target).path().exists());
+    wait_for("it is forgotten", || !rig.entry(&target).path().exists());
+    assert_eq!(known(&rig), 0.0);
 }
 
 pub fn a_publish_under_way_is_not_forgotten_however_long_it_takes(cluster: &Cluster) {
@@ -215,13 +214,9 @@ pub fn a_publish_that_the_driver_refuses_is_forgotten_with_its_target(cluster: &
     rig.behind.refuse("NodePublishVolume", Code::InvalidArgument, "no such option");
     let answer = rig.mount(&pod, &claim);
     assert_refused(answer, Code::InvalidArgument, "no such option", "the driver's own words");
-    wait_for("it is forgotten", || known(&rig) == 0.0);
-    let left: Vec<PathBuf> = fs::read_dir(rig.state_dir())
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.join("vol_data.json").exists())
-        .collect();
-    assert!(left.is_empty(), "{left:?}");
+    let entry = rig.entry(&rig.target(&pod, &claim));
+    wait_for("it is forgotten", || !entry.path().exists());
+    assert_eq!(known(&rig), 0.0);
 }
 
 pub fn figures_and_growth_find_the_volume_by_where_it_is_staged_too(cluster: &Cluster) {

@@ -121,6 +121,7 @@ pub fn only_volumes_that_a_runtime_could_mount_are_named(cluster: &Cluster) {
     for (bad, told) in [
         ("claim,none", "\"none\" is no volume of the pod"),
         ("scratch", "\"scratch\""),
+        ("raw", "\"raw\" is a raw block device"),
         ("Claim", "\"Claim\" is no volume of the pod"),
     ] {
         assert_refused(make(&rig, &pod(Some(bad)), true), &["422", ANNOTATION, told]);
@@ -160,9 +161,9 @@ pub fn a_volume_is_named_until_its_pod_is_initialised_and_stays_named(cluster: &
     let made = make(&rig, &pod(Some("claim")), false).unwrap();
     let mut bare = made.clone();
     bare.metadata.annotations = None;
-    let pods = rig.pods(&rig.apps);
-    let replaced = pods.replace(&made.name_any(), &PostParams::default(), &bare);
-    let replaced = cluster.block_on(replaced).map_err(|error| error.to_string());
+    let (pods, name, params) = (rig.pods(&rig.apps), made.name_any(), PostParams::default());
+    let replaced =
+        cluster.block_on(pods.replace(&name, &params, &bare)).map_err(|error| error.to_string());
     assert_refused(replaced, STAYS);
 }
 

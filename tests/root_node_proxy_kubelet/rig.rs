@@ -75,6 +75,11 @@ impl<'a> Rig<'a> {
         self.claim_with(name, &json!({}), bytes)
     }
 
+    /// A claim of a class that does. The volume's id.
+    pub fn claim_of_the_shipped_class(&self, name: &str, bytes: u64) -> String {
+        self.runtime.claim(name, bytes)
+    }
+
     /// The claim that kube-controller-manager would make for a generic ephemeral volume. The volume's id.
     pub fn claim_for(&self, pod: &Made, volume: &str, bytes: u64) -> String {
         let owner = json!({

@@ -39,6 +39,8 @@ pub struct Proxy {
     pub metrics: Metrics,
     pub calls: Calls,
     pub room: Room,
+    /// For answers: a request that waits for its own has room already, and would wait for ever if all of them did.
+    pub room_for_answers: Room,
 }
 
 /// What becomes of a call.

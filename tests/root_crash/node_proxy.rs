@@ -92,7 +92,8 @@ impl<'a> Scene<'a> {
         let pod = self.rig.pod(&name, &[&volume], Some(&name));
         let target = self.rig.target(&pod, &volume);
         if step != Step::Hear {
-            self.wait_until_heard(&pod);
+            // To the last of its points.
+            wait_for("the end of the news", || self.written() > before);
             self.rig.stage(&pod, &volume).unwrap();
         }
         if step == Step::Unpublish {

@@ -176,7 +176,8 @@ END
 
 start_kubelet() {
     start kubelet "$cluster/tools/kubelet" --config="$dir/kubelet.yaml" --kubeconfig="$cluster/kubeconfig" \
-        --root-dir="$dir/kubelet" --cert-dir="$dir" --hostname-override=node --v=3
+        --root-dir="$dir/kubelet" --cert-dir="$dir" --hostname-override=node --v=3 \
+        --vmodule=volume_stat_calculator=4 # that says why a volume has no figures
 }
 
 node_is_ready() {

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # hack/sanity.sh [POOL...]: runs csi-sanity against the driver, once per pool kind (reflink, image,
 # copy; all of them by default) and access type (mount, block), with everything switched on that
-# the driver advertises. Prints a line of counts per run and fails when a spec failed, when one was
-# skipped that is not listed below, or when the driver left something behind.
+# the driver advertises, and each time once more through the node proxy, which has an API server that
+# is away. Prints a line of counts per run and fails when a spec failed, when one was skipped that is
+# not listed below, when a spec ends otherwise through the proxy, or when the driver or the proxy left
+# something behind.
 #
 # CSI_LOOPBACK_BIN names the driver to test; without it, the one of this tree is built.
 # Needs root. Exits with 77 when it cannot run here; the last line of stderr says why.
@@ -36,6 +38,7 @@ secret=csi-sanity-secret-that-no-log-may-show
 
 tmp=
 driver_pid=
+proxy_pid=
 sanity_pid=
 
 stop() { # stop PID SECONDS: asks the process to end, then makes it. Fails if it had to be made to.
@@ -59,8 +62,9 @@ cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     trap - EXIT
     set +e
     [[ -z $sanity_pid ]] || stop "$sanity_pid" 5 || true
+    [[ -z $proxy_pid ]] || stop "$proxy_pid" 10 || true
     [[ -z $driver_pid ]] || stop "$driver_pid" 10 || true
-    sanity_pid='' driver_pid=''
+    sanity_pid='' proxy_pid='' driver_pid=''
     [[ -z $tmp ]] || clear_directory "$tmp" || true
     exit "$1"
 }
@@ -104,7 +108,7 @@ write_parameters() {
 }
 
 start_driver() { # start_driver POOL
-    local pool=$1 data=$tmp/data deadline
+    local pool=$1 data=$tmp/data
     mkdir "$data"
     if [[ $pool == reflink ]]; then
         # This kind uses the XFS that the data directory is on; few machines have one at hand.
@@ -115,20 +119,41 @@ start_driver() { # start_driver POOL
     "$driver" --mode driver --endpoint "unix://$tmp/csi.sock" --node-id sanity-node \
         --data-dir "$data" --pool "$pool" --pool-size "$pool_size" >"$tmp/driver.log" 2>&1 &
     driver_pid=$!
-    deadline=$((SECONDS + 60))
-    until [[ -S $tmp/csi.sock ]]; do
-        kill -0 "$driver_pid" 2>/dev/null && ((SECONDS < deadline)) || return 1
+    await_socket "$tmp/csi.sock" "$driver_pid"
+}
+
+# No pod opts in here, so the proxy has nothing to add, and needs nothing of the API server.
+start_proxy() {
+    printf '%s\n' 'apiVersion: v1' 'kind: Config' 'current-context: away' \
+        'clusters: [{name: away, cluster: {server: "https://127.0.0.1:1"}}]' \
+        'contexts: [{name: away, context: {cluster: away, user: nobody}}]' \
+        'users: [{name: nobody, user: {}}]' >"$tmp/kubeconfig"
+    "$driver" --mode node-proxy --endpoint "unix://$tmp/proxy.sock" \
+        --driver-endpoint "unix://$tmp/csi.sock" --node-name sanity-node \
+        --kubeconfig "$tmp/kubeconfig" --state-dir "$tmp/proxy" >"$tmp/proxy.log" 2>&1 &
+    proxy_pid=$!
+    await_socket "$tmp/proxy.sock" "$proxy_pid"
+}
+
+await_socket() { # await_socket SOCKET PID
+    local deadline=$((SECONDS + 60))
+    until [[ -S $1 ]]; do
+        kill -0 "$2" 2>/dev/null && ((SECONDS < deadline)) || return 1
         sleep 0.1
     done
 }
 
-run_specs() { # run_specs POOL ACCESS_TYPE
-    local pool=$1 access=$2 report=$tmp/report-$2.json log=$tmp/sanity-$2.log status=0
-    local passed failed pending skipped spec reason
+run_specs() { # run_specs POOL ACCESS_TYPE WAY: straight to the driver, or through the proxy
+    local pool=$1 access=$2 way=$3 report=$tmp/report-$2-$3.json log=$tmp/sanity-$2-$3.log status=0
+    local passed failed pending skipped spec reason socket=$tmp/csi.sock
+    if [[ $way == proxy ]]; then
+        socket=$tmp/proxy.sock
+        access="$access, through the node proxy"
+    fi
     # In the background, so that a signal to this script is heard while it runs.
-    "$sanity" --csi.endpoint="unix://$tmp/csi.sock" \
+    "$sanity" --csi.endpoint="unix://$socket" \
         --csi.mountdir="$tmp/mount" --csi.stagingdir="$tmp/staging" \
-        --csi.testvolumeaccesstype="$access" \
+        --csi.testvolumeaccesstype="$2" \
         --csi.testvolumesize="$volume_size" --csi.testvolumeexpandsize="$expanded_size" \
         --csi.testvolumeparameters="$tmp/volume-parameters.yaml" \
         --csi.testvolumemutableparameters="$tmp/mutable-parameters.yaml" \
@@ -182,6 +207,24 @@ run_specs() { # run_specs POOL ACCESS_TYPE
         | (.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" ")' "$report")
 }
 
+# compare POOL ACCESS_TYPE: how each spec ended through the proxy, against how it ended without it.
+compare() {
+    local pool=$1 access=$2 way differ same
+    for way in straight proxy; do
+        # The reason of a skip is part of it: a feature that seems to be missing through the proxy would show there.
+        jq -r '.[].SpecReports[] | select(.LeafNodeType == "It")
+            | [.State, ((.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" ")),
+               (if .State == "skipped" then .Failure.Message else "" end)] | @tsv' \
+            "$tmp/report-$access-$way.json" 2>/dev/null | sort >"$tmp/specs-$way"
+    done
+    differ=$(comm -3 "$tmp/specs-straight" "$tmp/specs-proxy")
+    same=$(comm -12 "$tmp/specs-straight" "$tmp/specs-proxy" | wc -l)
+    printf '  %s (%s): %d specs end alike with the node proxy and without it\n' "$pool" "$access" "$same"
+    if [[ -n $differ || $same == 0 ]]; then
+        problem "$pool" "specs ($access) that end otherwise through the node proxy: ${differ:-none was run}"
+    fi
+}
+
 # The specs delete all that they create, so a driver that has ended owns no device and no mount.
 check_left_over() { # check_left_over POOL
     local pool=$1 deadline=$((SECONDS + 10)) left not_ours='^$'
@@ -200,14 +243,41 @@ check_left_over() { # check_left_over POOL
     [[ -z $left ]] || problem "$pool" "left behind: ${left//$'\n'/, }"
 }
 
+end_proxy() { # end_proxy POOL
+    local pool=$1 left
+    if ! kill -0 "$proxy_pid" 2>/dev/null; then
+        problem "$pool" "the node proxy ended by itself"
+        tail -n 40 "$tmp/proxy.log"
+    elif ! stop "$proxy_pid" 20; then
+        problem "$pool" "the node proxy did not end cleanly on SIGTERM"
+        tail -n 40 "$tmp/proxy.log"
+    fi
+    proxy_pid=
+    left=$(find "$tmp/proxy" -mindepth 1 -type d)
+    [[ -z $left ]] || problem "$pool" "the node proxy remembers what nobody left to a runtime: $left"
+    if grep -qF "$secret" "$tmp/proxy.log"; then
+        problem "$pool" "a secret is in the node proxy's log"
+    fi
+}
+
 run_pool() { # run_pool POOL
     local pool=$1 access
     tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-sanity.XXXXXX")
     write_parameters
     if start_driver "$pool"; then
         for access in mount block; do
-            run_specs "$pool" "$access"
+            run_specs "$pool" "$access" straight
         done
+        if start_proxy; then
+            for access in mount block; do
+                run_specs "$pool" "$access" proxy
+                compare "$pool" "$access"
+            done
+        else
+            problem "$pool" "the node proxy did not start"
+            tail -n 40 "$tmp/proxy.log"
+        fi
+        end_proxy "$pool"
         if ! kill -0 "$driver_pid" 2>/dev/null; then
             problem "$pool" "the driver ended by itself"
             tail -n 40 "$tmp/driver.log"

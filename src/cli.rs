@@ -253,6 +253,49 @@ mod tests {
         );
     }
 
+    /// What the pages say of a mode's flags: its own, and those that it refers to.
+    fn pages(mode: &str) -> Vec<&'static str> {
+        let sidecar = include_str!("../docs/sidecar.md");
+        let aggregated = include_str!("../docs/aggregated-api.md");
+        match mode {
+            "driver" => vec![include_str!("../docs/driver.md")],
+            "sidecar" => vec![sidecar, aggregated],
+            "session-manager" => vec![include_str!("../docs/session-manager.md"), sidecar],
+            "aggregated-api" => vec![aggregated, sidecar],
+            "admission" => vec![include_str!("../docs/inline-volumes.md"), sidecar],
+            "runtime-ops" => vec![include_str!("../docs/runtime-assisted-mount.md")],
+            "node-proxy" => vec![include_str!("../docs/node-proxy.md")],
+            // It has the other runtime's.
+            "oci-runtime" => vec![],
+            _ => panic!("{mode} has no page"),
+        }
+    }
+
+    #[test]
+    fn each_flag_of_a_mode_is_in_the_documentation_with_its_default() {
+        let modes = Mode::augment_subcommands(clap::Command::new("modes"));
+        for mode in modes.get_subcommands() {
+            let pages = pages(mode.get_name());
+            let lines: Vec<&str> = pages.iter().flat_map(|page| page.lines()).collect();
+            let shown = mode.get_arguments().filter(|argument| !argument.is_hide_set());
+            for argument in shown.filter(|_| !pages.is_empty()) {
+                // Fail points are in nothing that ships.
+                let flag = argument.get_long().filter(|flag| *flag != "fail-points");
+                let Some(flag) = flag.map(|flag| format!("--{flag}")) else { continue };
+                let told: Vec<&&str> = lines.iter().filter(|line| line.contains(&flag)).collect();
+                assert!(!told.is_empty(), "{}: {flag}", mode.get_name());
+                // The node's name is the machine's, and what is off is off.
+                let defaults = argument.get_default_values().iter();
+                let defaults = defaults.map(|default| default.to_str().unwrap());
+                let is_own = flag == "--node-id";
+                for default in defaults.filter(|default| !is_own && *default != "false") {
+                    let is_told = told.iter().any(|line| line.contains(default));
+                    assert!(is_told, "{}: {flag} is {default}", mode.get_name());
+                }
+            }
+        }
+    }
+
     #[test]
     fn the_version_is_that_of_the_package() {
         assert!(error("csi-loopback --version").contains(env!("CARGO_PKG_VERSION")));

@@ -1,13 +1,19 @@
 //! What the fuzz targets in fuzz/ reach of what is private: readers of what may be damaged, parsers of
 //! what may be hostile. Only with the feature `fuzzing`; nothing here does anything of its own.
 
+use std::convert::Infallible;
 use std::ffi::OsString;
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
+
+use tonic::body::Body;
 
 use crate::backend::extents::{self, ExtentReader, Finding};
 use crate::backend::{Capability, CreateVolume, Deferral, Result};
 use crate::driver::topology::Place;
 use crate::driver::{controller, deferral, group_controller, request, snapshot_metadata};
+use crate::node_proxy::message::Room;
 use crate::proto::csi::v1 as csi;
 
 pub use crate::backend::catalog::{Catalog, Reading, read_verified};
@@ -21,6 +27,10 @@ pub use crate::driver::request::{
     capacity_range, id, is_inline, keys, max_entries, mutable_parameters, name, path, place,
     volume_context,
 };
+pub use crate::node_proxy::call::{Asked, Call};
+pub use crate::node_proxy::message::{deferred, unframed};
+pub use crate::node_proxy::place::Place as Publishing;
+pub use crate::node_proxy::wish::Group;
 pub use crate::runtime_ops::answer::{resized, stats as runtime_stats};
 
 /// What the kernel would answer to FIEMAP: (first byte asked for) → a batch of extents.
@@ -74,4 +84,17 @@ pub fn deferral(
 
 pub fn group_members(volume_ids: &[String]) -> Result<&[String]> {
     group_controller::members(volume_ids)
+}
+
+/// What the node proxy holds of a body that comes in these pieces; none where that is more than it holds.
+pub fn gathered(pieces: Vec<Vec<u8>>) -> Option<Vec<u8>> {
+    let pieces = pieces.into_iter().map(Ok::<_, Infallible>);
+    let body = Body::new(axum::body::Body::from_stream(tokio_stream::iter(pieces)));
+    let room = Room::default();
+    let mut gathering = pin!(room.gather(body));
+    // Nobody has to be waited for.
+    match gathering.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(held) => held.ok().map(|held| held.bytes.to_vec()),
+        Poll::Pending => None,
+    }
 }

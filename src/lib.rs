@@ -3,7 +3,7 @@
 //! The tree reads from the bottom up: [`backend`] owns blocks, files and loop devices and knows
 //! neither gRPC nor Kubernetes; [`driver`] translates CSI calls to it; [`sidecar`] lets backup applications of a
 //! cluster ask a driver, and stands on [`kubernetes`], as do [`session_manager`], [`aggregated_api`] and [`admission`]; [`runtime_ops`] and
-//! [`oci_runtime`] hand volumes to container runtimes by the files of [`crust`]; [`client`] is the commands for people, which speak to
+//! [`oci_runtime`] hand volumes to container runtimes by the files of [`crust`], [`node_proxy`] does what that asks of kubelet; [`client`] is the commands for people, which speak to
 //! drivers and sidecars; [`cli`] names the modes. Arrows point one way.
 
 // What is sent in may be hostile, so nothing may panic on it; a test says by panicking what failed.

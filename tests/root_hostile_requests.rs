@@ -22,26 +22,60 @@ fn case<R: Rpc + Clone>(field: &'static str, request: R) -> Case {
 
 /// Requests of every RPC that takes something, each with one field missing or malformed.
 fn malformed(volume: &str) -> Vec<Case> {
-    let long = "x".repeat(129);
-    let stage = csi::NodeStageVolumeRequest {
+    let mut cases = missing(volume);
+    cases.extend(["", &"x".repeat(129)].into_iter().flat_map(|id| wrong_id(volume, id)));
+    for name in ["a\nb", "a\0", "\u{1b}[2J"] {
+        cases.extend([
+            case("name", create(name, MIB, block())),
+            case("name", cut(name, volume)),
+            case("name", cut_group(name, &[volume])),
+        ]);
+    }
+    let no_mode = csi::VolumeCapability { access_mode: None, ..block() };
+    let no_type = csi::VolumeCapability { access_type: None, ..block() };
+    let unknown_mode = csi::VolumeCapability {
+        access_mode: Some(csi::volume_capability::AccessMode { mode: 99 }),
+        ..block()
+    };
+    let zero_flag = with_flags("", Mode::SingleNodeWriter, &["a\0b"]);
+    let many_flags = with_flags("", Mode::SingleNodeWriter, &[&"x".repeat(5000)]);
+    let bad = [no_mode, no_type, unknown_mode, zero_flag, many_flags, in_group("wheel")];
+    cases.extend(bad.into_iter().flat_map(|wanted| wrong_capability(volume, &wanted)));
+    let deep = format!("/{}", "x/".repeat(2500));
+    let places = ["relative", "/a/../b", "/a\0b", &deep];
+    cases.extend(places.into_iter().flat_map(|place| wrong_path(volume, place)));
+    cases
+}
+
+fn stage(volume: &str) -> csi::NodeStageVolumeRequest {
+    csi::NodeStageVolumeRequest {
         volume_id: volume.to_owned(),
         staging_target_path: "/nowhere/staging".to_owned(),
         volume_capability: Some(mounted("")),
         ..Default::default()
-    };
-    let publish = csi::NodePublishVolumeRequest {
+    }
+}
+
+fn publish(volume: &str) -> csi::NodePublishVolumeRequest {
+    csi::NodePublishVolumeRequest {
         volume_id: volume.to_owned(),
         staging_target_path: "/nowhere/staging".to_owned(),
         target_path: "/nowhere/target".to_owned(),
         volume_capability: Some(mounted("")),
         ..Default::default()
-    };
-    let validate = csi::ValidateVolumeCapabilitiesRequest {
+    }
+}
+
+fn validate(volume: &str) -> csi::ValidateVolumeCapabilitiesRequest {
+    csi::ValidateVolumeCapabilitiesRequest {
         volume_id: volume.to_owned(),
         volume_capabilities: vec![block()],
         ..Default::default()
-    };
-    let mut cases = vec![
+    }
+}
+
+fn missing(volume: &str) -> Vec<Case> {
+    vec![
         case("volume_id", get_volume("")),
         case(
             "capacity_range",
@@ -64,7 +98,7 @@ fn malformed(volume: &str) -> Vec<Case> {
             "volume_capabilities",
             csi::ValidateVolumeCapabilitiesRequest {
                 volume_capabilities: vec![],
-                ..validate.clone()
+                ..validate(volume)
             },
         ),
         case("source_volume_ids", cut_group("x", &[])),
@@ -74,142 +108,115 @@ fn malformed(volume: &str) -> Vec<Case> {
         case("target_path", unpublishing(volume, "")),
         case("volume_path", stats(volume, "")),
         case("volume_path", expand_on_node(volume, Path::new(""))),
-    ];
-    for id in ["", &long] {
-        let group = |id: &str| id.to_owned();
-        cases.extend([
-            case("name", create(id, MIB, block())),
-            case("name", cut(id, volume)),
-            case("name", cut_group(id, &[volume])),
-            case("volume_id", delete_volume(id)),
-            case("volume_id", get_volume(id)),
-            case("volume_id", expand(id, 1)),
-            case("volume_id", modify(id, &[])),
-            case(
-                "volume_id",
-                csi::ValidateVolumeCapabilitiesRequest { volume_id: group(id), ..validate.clone() },
-            ),
-            case("source_volume_id", cut("x", id)),
-            case("snapshot_id", delete_snapshot(id)),
-            case(
-                "snapshot_id",
-                csi::GetSnapshotRequest { snapshot_id: group(id), ..Default::default() },
-            ),
-            case(
-                "group_snapshot_id",
-                csi::GetVolumeGroupSnapshotRequest {
-                    group_snapshot_id: group(id),
-                    ..Default::default()
-                },
-            ),
-            case(
-                "group_snapshot_id",
-                csi::DeleteVolumeGroupSnapshotRequest {
-                    group_snapshot_id: group(id),
-                    ..Default::default()
-                },
-            ),
-            case("snapshot_id", allocated(id)),
-            case("base_snapshot_id", delta(id, "snap")),
-            case("target_snapshot_id", delta("snap", id)),
-            case(
-                "volume_id",
-                csi::NodeStageVolumeRequest { volume_id: group(id), ..stage.clone() },
-            ),
-            case(
-                "volume_id",
-                csi::NodePublishVolumeRequest { volume_id: group(id), ..publish.clone() },
-            ),
-            case("volume_id", unstaging(id, "/nowhere")),
-            case("volume_id", unpublishing(id, "/nowhere")),
-            case("volume_id", stats(id, "/nowhere")),
-            case("volume_id", expand_on_node(id, Path::new("/nowhere"))),
-        ]);
-    }
-    for name in ["a\nb", "a\0", "\u{1b}[2J"] {
-        cases.extend([
-            case("name", create(name, MIB, block())),
-            case("name", cut(name, volume)),
-            case("name", cut_group(name, &[volume])),
-        ]);
-    }
-    let no_mode = csi::VolumeCapability { access_mode: None, ..block() };
-    let no_type = csi::VolumeCapability { access_type: None, ..block() };
-    let unknown_mode = csi::VolumeCapability {
-        access_mode: Some(csi::volume_capability::AccessMode { mode: 99 }),
-        ..block()
-    };
-    let zero_flag = with_flags("", Mode::SingleNodeWriter, &["a\0b"]);
-    let many_flags = with_flags("", Mode::SingleNodeWriter, &[&"x".repeat(5000)]);
-    let bad = [no_mode, no_type, unknown_mode, zero_flag, many_flags, in_group("wheel")];
-    for wanted in bad.into_iter().map(Some).chain([None]) {
-        cases.extend([
-            case(
-                "volume_capability",
-                csi::NodeStageVolumeRequest { volume_capability: wanted.clone(), ..stage.clone() },
-            ),
-            case(
-                "volume_capability",
-                csi::NodePublishVolumeRequest {
-                    volume_capability: wanted.clone(),
-                    ..publish.clone()
-                },
-            ),
-        ]);
-        if let Some(wanted) = wanted {
-            cases.extend([
-                case("volume_capabilities", create("x", MIB, wanted.clone())),
-                case(
-                    "volume_capability",
-                    csi::ControllerExpandVolumeRequest {
-                        volume_capability: Some(wanted.clone()),
-                        ..expand(volume, 1)
-                    },
-                ),
-                case(
-                    "volume_capability",
-                    csi::NodeExpandVolumeRequest {
-                        volume_capability: Some(wanted),
-                        ..expand_on_node(volume, Path::new("/nowhere"))
-                    },
-                ),
-            ]);
-        }
-    }
-    let deep = format!("/{}", "x/".repeat(2500));
-    for place in ["relative", "/a/../b", "/a\0b", &deep] {
-        cases.extend([
-            case(
-                "staging_target_path",
-                csi::NodeStageVolumeRequest {
-                    staging_target_path: place.to_owned(),
-                    ..stage.clone()
-                },
-            ),
-            case(
-                "target_path",
-                csi::NodePublishVolumeRequest { target_path: place.to_owned(), ..publish.clone() },
-            ),
-            case(
-                "staging_target_path",
-                csi::NodePublishVolumeRequest {
-                    staging_target_path: place.to_owned(),
-                    ..publish.clone()
-                },
-            ),
-            case("staging_target_path", unstaging(volume, place)),
-            case("target_path", unpublishing(volume, place)),
-        ]);
-    }
-    cases.push(case(
-        "staging_target_path",
-        csi::NodeStageVolumeRequest { staging_target_path: String::new(), ..stage },
-    ));
-    cases.push(case(
-        "target_path",
-        csi::NodePublishVolumeRequest { target_path: String::new(), ..publish },
-    ));
-    cases
+        case(
+            "volume_capability",
+            csi::NodeStageVolumeRequest { volume_capability: None, ..stage(volume) },
+        ),
+        case(
+            "volume_capability",
+            csi::NodePublishVolumeRequest { volume_capability: None, ..publish(volume) },
+        ),
+        case(
+            "staging_target_path",
+            csi::NodeStageVolumeRequest { staging_target_path: String::new(), ..stage(volume) },
+        ),
+        case(
+            "target_path",
+            csi::NodePublishVolumeRequest { target_path: String::new(), ..publish(volume) },
+        ),
+    ]
+}
+
+/// Every call that takes an id or a name, with this one.
+fn wrong_id(volume: &str, id: &str) -> Vec<Case> {
+    vec![
+        case("name", create(id, MIB, block())),
+        case("name", cut(id, volume)),
+        case("name", cut_group(id, &[volume])),
+        case("volume_id", delete_volume(id)),
+        case("volume_id", get_volume(id)),
+        case("volume_id", expand(id, 1)),
+        case("volume_id", modify(id, &[])),
+        case("volume_id", validate(id)),
+        case("source_volume_id", cut("x", id)),
+        case("snapshot_id", delete_snapshot(id)),
+        case(
+            "snapshot_id",
+            csi::GetSnapshotRequest { snapshot_id: id.to_owned(), ..Default::default() },
+        ),
+        case(
+            "group_snapshot_id",
+            csi::GetVolumeGroupSnapshotRequest {
+                group_snapshot_id: id.to_owned(),
+                ..Default::default()
+            },
+        ),
+        case(
+            "group_snapshot_id",
+            csi::DeleteVolumeGroupSnapshotRequest {
+                group_snapshot_id: id.to_owned(),
+                ..Default::default()
+            },
+        ),
+        case("snapshot_id", allocated(id)),
+        case("base_snapshot_id", delta(id, "snap")),
+        case("target_snapshot_id", delta("snap", id)),
+        case("volume_id", stage(id)),
+        case("volume_id", publish(id)),
+        case("volume_id", unstaging(id, "/nowhere")),
+        case("volume_id", unpublishing(id, "/nowhere")),
+        case("volume_id", stats(id, "/nowhere")),
+        case("volume_id", expand_on_node(id, Path::new("/nowhere"))),
+    ]
+}
+
+fn wrong_capability(volume: &str, wanted: &csi::VolumeCapability) -> Vec<Case> {
+    let capability = || Some(wanted.clone());
+    vec![
+        case(
+            "volume_capability",
+            csi::NodeStageVolumeRequest { volume_capability: capability(), ..stage(volume) },
+        ),
+        case(
+            "volume_capability",
+            csi::NodePublishVolumeRequest { volume_capability: capability(), ..publish(volume) },
+        ),
+        case("volume_capabilities", create("x", MIB, wanted.clone())),
+        case(
+            "volume_capability",
+            csi::ControllerExpandVolumeRequest {
+                volume_capability: capability(),
+                ..expand(volume, 1)
+            },
+        ),
+        case(
+            "volume_capability",
+            csi::NodeExpandVolumeRequest {
+                volume_capability: capability(),
+                ..expand_on_node(volume, Path::new("/nowhere"))
+            },
+        ),
+    ]
+}
+
+fn wrong_path(volume: &str, place: &str) -> Vec<Case> {
+    let place = || place.to_owned();
+    vec![
+        case(
+            "staging_target_path",
+            csi::NodeStageVolumeRequest { staging_target_path: place(), ..stage(volume) },
+        ),
+        case(
+            "target_path",
+            csi::NodePublishVolumeRequest { target_path: place(), ..publish(volume) },
+        ),
+        case(
+            "staging_target_path",
+            csi::NodePublishVolumeRequest { staging_target_path: place(), ..publish(volume) },
+        ),
+        case("staging_target_path", unstaging(volume, &place())),
+        case("target_path", unpublishing(volume, &place())),
+    ]
 }
 
 /// Every path below a directory, with its content if it is a file.

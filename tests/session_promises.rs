@@ -1,5 +1,5 @@
-//! docs/session-manager.md, docs/aggregated-api.md, docs/inline-volumes.md and docs/runtime-assisted-mount.md say which test shows
-//! what of the proposals: each of them exists.
+//! docs/session-manager.md, docs/aggregated-api.md, docs/inline-volumes.md, docs/runtime-assisted-mount.md and docs/node-proxy.md say
+//! which test shows what of the proposals: each of them exists.
 
 use std::fs;
 use std::path::Path;
@@ -53,4 +53,9 @@ fn each_test_that_the_page_on_inline_volumes_names_exists() {
 #[test]
 fn each_test_that_the_page_on_runtime_assisted_mounting_names_exists() {
     each_test_exists("runtime-assisted-mount.md", 25);
+}
+
+#[test]
+fn each_test_that_the_page_on_the_node_proxy_names_exists() {
+    each_test_exists("node-proxy.md", 60);
 }

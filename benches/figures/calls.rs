@@ -68,6 +68,8 @@ rpcs! {
     ControllerClient create_volume(CreateVolumeRequest) -> CreateVolumeResponse;
     ControllerClient delete_volume(DeleteVolumeRequest) -> DeleteVolumeResponse;
     ControllerClient create_snapshot(CreateSnapshotRequest) -> CreateSnapshotResponse;
+    NodeClient node_get_capabilities(NodeGetCapabilitiesRequest) -> NodeGetCapabilitiesResponse;
+    NodeClient node_get_volume_stats(NodeGetVolumeStatsRequest) -> NodeGetVolumeStatsResponse;
     NodeClient node_stage_volume(NodeStageVolumeRequest) -> NodeStageVolumeResponse;
     NodeClient node_unstage_volume(NodeUnstageVolumeRequest) -> NodeUnstageVolumeResponse;
     NodeClient node_publish_volume(NodePublishVolumeRequest) -> NodePublishVolumeResponse;

@@ -24,10 +24,10 @@ use crate::kernel::{self, CpuClock};
 use crate::raw::WINDOWS;
 use crate::stats::Samples;
 
-const BINARY: &str = env!("CARGO_BIN_EXE_csi-loopback");
+pub const BINARY: &str = env!("CARGO_BIN_EXE_csi-loopback");
 
 /// Within this time a driver has to serve, or to end.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs a program, which has to succeed, and returns what it says.
 pub fn run(program: &str, arguments: &[&str]) -> Result<String> {

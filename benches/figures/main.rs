@@ -46,7 +46,7 @@ impl Options {
 /// Measures one row, or several that share what they are measured on.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 10] = [
+const ROWS: [(&str, Measure); 11] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -55,6 +55,7 @@ const ROWS: [(&str, Measure); 10] = [
     ("stream", rows::stream::measure),
     ("memory", rows::memory::streaming),
     ("sidecar", rows::sidecar::measure),
+    ("proxy", rows::proxy::measure),
     ("extents", rows::extents::measure),
     ("fio", rows::fio::measure),
 ];

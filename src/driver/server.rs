@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use anyhow::Context;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use tokio::runtime;
 use tokio::task::spawn_blocking;
 use tonic::transport::Server;
 
@@ -30,12 +29,10 @@ use crate::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 use crate::telemetry::http::{self, HealthCheck};
 use crate::telemetry::metrics::Metrics;
-use crate::telemetry::shutdown::Shutdown;
+use crate::telemetry::shutdown::{Shutdown, run_blocking_to_end};
 use crate::telemetry::{logs, rounds};
 
-/// Threads that serve connections: they only pass messages on.
-const ASYNC_THREADS: usize = 2;
-/// Threads that calls may block, at most. They end when idle.
+/// Threads that calls may block, at most.
 const BLOCKING_THREADS: usize = 64;
 /// Time between two looks at the room in the pool.
 const RELIEVE_EVERY: Duration = Duration::from_secs(1);
@@ -49,17 +46,8 @@ const COLLECT_EVERY: Duration = Duration::from_secs(10);
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     logs::init(args.log.clone())?;
     backend::bound_arenas();
-    let runtime = runtime::Builder::new_multi_thread()
-        .worker_threads(ASYNC_THREADS)
-        .max_blocking_threads(BLOCKING_THREADS)
-        .enable_all()
-        .build()
-        .context("starting the threads")?;
     raise_file_limit();
-    let result = runtime.block_on(serve(args));
-    // A call that has not ended within its time must not keep the process alive.
-    runtime.shutdown_background();
-    result.map(|()| ExitCode::SUCCESS)
+    run_blocking_to_end(BLOCKING_THREADS, serve(args))
 }
 
 /// A delta over a long chain of snapshots holds a file open for each of them.
@@ -125,17 +113,8 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         inline: Policy { new: inline.new, from_snapshot: inline.from_snapshot },
         deferrals: Deferrals::new(defer.enable_defer_fs_ops, metrics.clone()),
     };
-    if let Some(endpoint) = http_endpoint {
-        let scrape: http::Scrape = Arc::new(move || metrics.scrape());
-        let pages = http::Pages {
-            health_path: "/healthz",
-            health: health(&backend),
-            metrics: Some(("/metrics".into(), scrape)),
-        };
-        let address = http::start(&endpoint, pages, shutdown.clone()).await;
-        let address = address.context("--http-endpoint")?;
-        tracing::info!(%address, "serving /healthz and /metrics");
-    }
+    let scrape = Arc::new(move || metrics.scrape());
+    http::start_if_asked(http_endpoint.as_ref(), health(&backend), scrape, &shutdown).await?;
     let path = endpoint.as_ref();
     let (listener, _guard) = socket::listen(path, socket_mode, socket_group.as_deref())?;
     tracing::info!(

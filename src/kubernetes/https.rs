@@ -112,7 +112,7 @@ async fn attend(connection: Connection, routes: Router, limits: Limits, shutdown
     tokio::select! {
         ended = served => told(ended),
         () = sleep(limits.request + GRACE) => {}
-        () = overdue(&shutdown) => {}
+        () = shutdown.overdue() => {}
     }
 }
 
@@ -138,11 +138,6 @@ fn told(ended: Result<(), Box<dyn std::error::Error + Send + Sync>>) {
     if let Err(error) = ended {
         tracing::debug!(%error, "a connection broke");
     }
-}
-
-async fn overdue(shutdown: &Shutdown) {
-    shutdown.ending().await;
-    sleep(GRACE).await;
 }
 
 /// What a connection is used for.

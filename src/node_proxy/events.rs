@@ -29,7 +29,7 @@ const COMPONENT: &str = "csi-loopback-node-proxy";
 pub struct Events {
     client: Client,
     node: String,
-    told: Arc<Mutex<BTreeMap<(String, String), Instant>>>,
+    told: Arc<Mutex<Told>>,
     under_way: Arc<Semaphore>,
 }
 
@@ -42,7 +42,11 @@ impl Events {
     /// Tells the pod's readers what is the matter with a volume's mount.
     pub fn failed_mount(&self, pod: &PodRef, message: &str) {
         let Ok(permit) = self.under_way.clone().try_acquire_owned() else { return };
-        if pod.name.is_empty() || !self.is_news(&pod.uid, message) {
+        let is_news = {
+            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            told.is_news(&pod.uid, message, Instant::now())
+        };
+        if pod.name.is_empty() || !is_news {
             return;
         }
         let event = event(pod, &self.node, message);
@@ -54,14 +58,19 @@ impl Events {
             }
         });
     }
+}
 
-    fn is_news(&self, uid: &str, message: &str) -> bool {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        told.retain(|_, at| at.elapsed() < TELL_AGAIN);
+/// What was told of whom, and when.
+#[derive(Debug, Default)]
+struct Told(BTreeMap<(String, String), Instant>);
+
+impl Told {
+    fn is_news(&mut self, uid: &str, message: &str, now: Instant) -> bool {
+        self.0.retain(|_, at| now.duration_since(*at) < TELL_AGAIN);
         let key = (uid.to_owned(), message.to_owned());
-        let is_news = told.len() < MAX_TOLD && !told.contains_key(&key);
+        let is_news = self.0.len() < MAX_TOLD && !self.0.contains_key(&key);
         if is_news {
-            told.insert(key, Instant::now());
+            self.0.insert(key, now);
         }
         is_news
     }
@@ -96,5 +105,42 @@ fn event(pod: &PodRef, node: &str, message: &str) -> Event {
         last_timestamp: Some(now),
         count: Some(1),
         ..Event::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_of_a_pod_is_told_once_a_minute() {
+        let (mut told, begun) = (Told::default(), Instant::now());
+        assert!(told.is_news("u", "a", begun));
+        assert!(!told.is_news("u", "a", begun + TELL_AGAIN / 2));
+        assert!(told.is_news("u", "b", begun) && told.is_news("w", "a", begun));
+        assert!(told.is_news("u", "a", begun + TELL_AGAIN));
+    }
+
+    #[test]
+    fn of_many_things_a_bounded_number_is_told() {
+        let (mut told, now) = (Told::default(), Instant::now());
+        let news = (0..2 * MAX_TOLD).filter(|n| told.is_news("u", &n.to_string(), now));
+        assert_eq!(news.count(), MAX_TOLD);
+    }
+
+    #[test]
+    fn an_event_is_of_its_pod_and_not_longer_than_the_api_server_takes() {
+        let pod = PodRef { namespace: "n".into(), name: "p".into(), uid: "u".into() };
+        let event = event(&pod, "node", &"words ".repeat(1000));
+        assert!(event.message.unwrap().len() <= 1024);
+        let of = event.involved_object;
+        assert_eq!(
+            (of.kind.as_deref(), of.name.as_deref(), of.uid.as_deref()),
+            (Some("Pod"), Some("p"), Some("u"))
+        );
+        assert_eq!(
+            (event.type_.as_deref(), event.reason.as_deref()),
+            (Some("Warning"), Some("FailedMount"))
+        );
     }
 }

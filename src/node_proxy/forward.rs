@@ -1,52 +1,46 @@
 //! Passing calls on, unary and streaming, as the bytes that they are: headers, frames and trailers of HTTP/2 go through, and
 //! no message is held longer than it takes to pass it on.
 
-use std::path::PathBuf;
+use std::future::Future;
+use std::io;
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::UnixStream;
 use tonic::body::Body;
-use tonic::codegen::http::{Request, Response};
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::codegen::http::uri::{Authority, Scheme};
+use tonic::codegen::http::{HeaderMap, Request, Response, Uri};
 use tonic::{Code, Status};
-use tower::{Service as _, ServiceExt as _};
+use tower::Service;
 
 use super::refusal::{Refusal, Result};
-use crate::grpc::{SocketPath, code_name};
+use crate::grpc::{SocketPath, code_name, parse_timeout};
 use crate::proto::csi::v1 as csi;
 use csi::node_client::NodeClient;
 use csi::node_service_capability::{Type, rpc};
 
 /// How long the driver may take to say what it can do.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes under way of one stream, and of all of them: what a client does not take holds up nobody else.
-const STREAM_WINDOW: u32 = 256 << 10;
-const CONNECTION_WINDOW: u32 = 64 << 20;
+/// Bytes under way of an answer that its client does not take.
+const WINDOW: u32 = 256 << 10;
 /// Bytes of a frame. HTTP/2's default, 16 KiB, costs a tenth more processor time.
 const FRAME: u32 = 64 << 10;
 
-/// The driver on its socket. A driver that ends and comes back is found again. Cheap to clone.
+/// The driver on its socket. Each call has a connection of its own, as kubelet makes one for each of its calls: so a driver that
+/// was replaced is met by the first call behind that, and no call waits for another. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Driver {
-    channel: Channel,
-    socket: PathBuf,
+    socket: Arc<Path>,
 }
 
 impl Driver {
     pub fn new(socket: &SocketPath) -> Self {
-        let path = socket.as_ref().to_owned();
-        let socket = path.clone();
-        // The host is never looked up; it becomes :authority, where h2 refuses a socket path.
-        let channel = Endpoint::from_static("http://localhost")
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
-            .max_frame_size(FRAME)
-            .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
-                let path = path.clone();
-                async move { UnixStream::connect(path).await.map(TokioIo::new) }
-            }));
-        Self { channel, socket }
+        Self { socket: socket.as_ref().into() }
     }
 
     /// Passes a call on.
@@ -54,15 +48,24 @@ impl Driver {
     /// # Errors
     /// The driver is away.
     pub async fn forward(&self, request: Request<Body>) -> Result<Response<Body>> {
-        let mut channel = self.channel.clone();
-        let answered = match channel.ready().await {
-            Ok(ready) => ready.call(request).await,
-            Err(error) => Err(error),
-        };
-        answered.map_err(|error| {
+        self.send(request).await.map_err(|error| {
             tracing::warn!(socket = %self.socket.display(), %error, "the driver does not answer");
             Refusal::DriverAway(self.socket.display().to_string())
         })
+    }
+
+    async fn send(&self, mut request: Request<Body>) -> io::Result<Response<Body>> {
+        let stream = UnixStream::connect(&self.socket).await?;
+        let mut builder = http2::Builder::new(TokioExecutor::new());
+        builder.initial_stream_window_size(WINDOW).initial_connection_window_size(WINDOW);
+        builder.max_frame_size(FRAME);
+        let handshake = builder.handshake(TokioIo::new(stream)).await;
+        let (mut sender, connection) = handshake.map_err(io::Error::other)?;
+        // It ends with the call, and what goes wrong on it the call learns.
+        tokio::spawn(connection);
+        *request.uri_mut() = absolute(request.uri());
+        let answer = sender.send_request(request).await.map_err(io::Error::other)?;
+        Ok(answer.map(Body::new))
     }
 
     /// Passes on a call that nobody looks at. Where the driver is away the answer is UNAVAILABLE.
@@ -76,7 +79,7 @@ impl Driver {
     /// # Errors
     /// The driver does not say.
     pub async fn capabilities(&self) -> Result<Vec<rpc::Type>> {
-        let mut node = NodeClient::new(self.channel.clone());
+        let mut node = NodeClient::new(self.clone());
         let asked = node.node_get_capabilities(csi::NodeGetCapabilitiesRequest {});
         let answer = match tokio::time::timeout(ASK_TIMEOUT, asked).await {
             Ok(Ok(answer)) => answer.into_inner(),
@@ -99,4 +102,33 @@ impl Driver {
             })
             .collect())
     }
+}
+
+/// For generated clients.
+impl Service<Request<Body>> for Driver {
+    type Response = Response<Body>;
+    type Error = io::Error;
+    type Future = Pin<Box<dyn Future<Output = io::Result<Response<Body>>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let driver = self.clone();
+        Box::pin(async move { driver.send(request).await })
+    }
+}
+
+/// HTTP/2 wants a scheme and a host, which nobody looks up.
+fn absolute(uri: &Uri) -> Uri {
+    let mut parts = uri.clone().into_parts();
+    parts.scheme.get_or_insert(Scheme::HTTP);
+    parts.authority.get_or_insert(Authority::from_static("localhost"));
+    Uri::from_parts(parts).unwrap_or_else(|_| uri.clone())
+}
+
+/// How long a call's client waits, where it says so.
+pub fn deadline(headers: &HeaderMap) -> Option<Duration> {
+    parse_timeout(headers.get("grpc-timeout")?.to_str().ok()?)
 }

@@ -8,22 +8,22 @@
 //! have had without.
 
 mod args;
-mod call;
+pub(crate) mod call;
 mod disk;
 mod events;
 mod forward;
 mod host;
 mod memory;
-mod message;
+pub(crate) mod message;
 mod node;
 mod opted_in;
-mod place;
+pub(crate) mod place;
 mod pods;
 mod publish;
 mod refusal;
 mod reports;
 mod server;
-mod wish;
+pub(crate) mod wish;
 
 pub use args::Args;
 pub use server::run;

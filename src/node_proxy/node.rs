@@ -3,13 +3,14 @@
 
 use http_body_util::BodyExt as _;
 use prost::Message as _;
+use tokio::time::timeout;
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, Request, Response, header, request};
 use tonic::{Code, Status};
 
 use super::call::{Asked, Call};
 use super::events::Events;
-use super::forward::Driver;
+use super::forward::{self, Driver};
 use super::host::{Host, Passed};
 use super::memory::{Left, Memory, Publishing};
 use super::message::{self, Held, MAX_MESSAGE, Room, Unheld};
@@ -68,7 +69,17 @@ impl Describe for Deferred {
 }
 
 impl Proxy {
+    /// Answers a call, at its deadline at the latest.
     pub async fn handle(self, request: Request<Body>) -> Response<Body> {
+        let Some(limit) = forward::deadline(request.headers()) else {
+            return self.attend(request).await;
+        };
+        let late = |_| Status::deadline_exceeded("the CSI driver did not answer in time");
+        let answered = timeout(limit, self.attend(request)).await.map_err(late);
+        answered.unwrap_or_else(Status::into_http)
+    }
+
+    async fn attend(self, request: Request<Body>) -> Response<Body> {
         let Some(call) = Call::at(request.uri().path()) else {
             return self.driver.pass_on(request).await;
         };

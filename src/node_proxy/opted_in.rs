@@ -75,7 +75,13 @@ impl OptedIn {
         let mut state = self.state();
         state.written = written.is_ok();
         match written {
-            Ok(()) => drop(state.complaint.is_over()),
+            Ok(()) => {
+                state.complaint.is_over();
+                tracing::debug!(
+                    pods = state.known.len(),
+                    "which pods have opted in is written down"
+                );
+            }
             Err(refusal) => {
                 let why = refusal.to_string();
                 if state.complaint.is_new(&why) {

@@ -142,8 +142,16 @@ impl Proxy {
     ) -> Result<T> {
         result.inspect_err(|refusal| {
             if refusal.is_to_be_mended() {
-                self.events.failed_mount(pod, &format!("volume {:?}: {refusal}", asked.volume_id));
+                self.events.failed_mount(pod, &format!("volume {}: {refusal}", called(asked)));
             }
         })
+    }
+}
+
+/// As kubelet's own events have it, where that is known, for few know the names that the driver has for volumes.
+fn called(asked: &csi::NodePublishVolumeRequest) -> String {
+    match Place::of_path(&asked.target_path).as_ref().and_then(Place::name) {
+        Some(name) => format!("{name:?} ({:?})", asked.volume_id),
+        None => format!("{:?}", asked.volume_id),
     }
 }

@@ -106,6 +106,8 @@ pub mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::documented::{row, rows};
+    use crate::grpc::code_name;
 
     pub fn all() -> Vec<Refusal> {
         let words = || "words ".repeat(1000);
@@ -137,6 +139,22 @@ pub mod tests {
                 matches!(refusal, Refusal::MissingCapability { .. }) && call == Call::Expand;
             assert_eq!(differs, is_the_one, "{refusal:?} {call:?}");
         }
+    }
+
+    #[test]
+    fn the_table_of_the_documentation_has_each_reason_with_its_codes() {
+        let page = include_str!("../../docs/node-proxy.md");
+        let (_, page) = page.split_once("## Refusals").unwrap();
+        let (table, _) = page.split_once("\n## ").unwrap();
+        for refusal in all() {
+            let label = refusal.reason(Call::Publish);
+            let row = row(table, label);
+            for call in Call::ALL {
+                let code = code_name(refusal.kind(call).0);
+                assert!(row[2].contains(code), "{label}: {call:?} is {code}");
+            }
+        }
+        assert_eq!(rows(table).len(), all().len(), "rows for reasons that do not exist");
     }
 
     #[test]

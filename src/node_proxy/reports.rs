@@ -125,3 +125,47 @@ fn volume(target: &str, left: &Left) -> String {
         _ => cut(&left.volume_handle, MAX_LABEL),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::crust::Directory;
+    use crate::node_proxy::disk::Disk;
+    use crate::node_proxy::memory::PodRef;
+    use crate::telemetry::metrics::Metrics;
+
+    #[tokio::test]
+    async fn the_numbers_have_the_names_that_operators_look_for() {
+        let scratch = tempfile::tempdir().unwrap();
+        let disk = Disk::open(Directory::new(scratch.path().join("state"))).unwrap();
+        let memory = Memory::open(disk);
+        let pod = PodRef { namespace: "n".into(), name: "p".into(), uid: "u".into() };
+        let target = "/pods/u/volumes/kubernetes.io~csi/pvc-1/mount";
+        drop(memory.publishing(target, &Left::new("v", "", None, pod)).await.unwrap());
+        memory.measured(target, true);
+        let reports = Reports::new(memory.clone());
+        reports.failed(Call::Stats, "missing_capability");
+        reports.unknown_pod();
+        reports.mounted_before_opt_in();
+        let named = Conditions(memory.clone());
+        let metrics = Metrics::with_names(vec![Box::new(reports)], vec![Box::new(named)]);
+        metrics.published_deferred();
+        let text = metrics.scrape().unwrap();
+        let condition =
+            r#"volume_stats_health_status_abnormal{namespace="n",pod="p",volume="pvc-1"}"#;
+        for line in [
+            "volumes_published_with_deferred_ops_total 1",
+            &format!("{condition} 1"),
+            "csi_loopback_deferred_volumes 1",
+            r#"csi_loopback_deferred_failures_total{call="stats",reason="missing_capability"} 1"#,
+            "csi_loopback_unknown_pods_total 1",
+            "csi_loopback_mounted_before_opt_in_total 1",
+        ] {
+            assert!(text.lines().any(|there| there == line), "{line} not in\n{text}");
+        }
+        memory.measured(target, false);
+        assert!(metrics.scrape().unwrap().contains(&format!("{condition} 0\n")));
+        memory.forget(target).await.unwrap();
+        assert!(!metrics.scrape().unwrap().contains(condition));
+    }
+}

@@ -9,8 +9,6 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 use tonic::body::Body;
 use tonic::codegen::http::Request;
-use tonic::service::Routes;
-use tonic::transport::Server;
 
 use super::args::Args;
 use super::disk::Disk;
@@ -96,11 +94,8 @@ async fn start(args: Args) -> anyhow::Result<()> {
     tokio::spawn(rounds::keep(collect_every, move || memory.collect(), shutdown.clone()));
     follow(&proxy, &shutdown);
     let calls = proxy.calls.clone();
-    let every =
-        move |request: Request<axum::body::Body>| proxy.clone().handle(request.map(Body::new));
-    let routes = Routes::from(axum::Router::new().fallback(every));
-    let router = Server::builder().add_routes(routes);
-    serve::until_told(router, listener, &calls, &shutdown).await
+    let every = move |request: Request<Body>| proxy.clone().handle(request);
+    serve::each_until_told(every, listener, &calls, &shutdown).await
 }
 
 /// Draws the consequences of what the watch tells, for as long as the process runs.

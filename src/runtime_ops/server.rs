@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use anyhow::Context as _;
-use tokio::runtime;
 use tonic::transport::Server;
 
 use super::args::{Args, Layout as Choice};
@@ -20,13 +19,11 @@ use crate::fail_point;
 use crate::grpc::call::Calls;
 use crate::grpc::{serve, socket};
 use crate::proto::crust::runtime_server::RuntimeServer;
-use crate::telemetry::http::{self, Pages};
+use crate::telemetry::http;
 use crate::telemetry::metrics::Metrics;
-use crate::telemetry::shutdown::Shutdown;
+use crate::telemetry::shutdown::{Shutdown, run_blocking_to_end};
 use crate::telemetry::{logs, rounds};
 
-/// Threads that serve connections: they only pass messages on.
-const ASYNC_THREADS: usize = 2;
 /// Threads that may block: a call each, and housekeeping, health and metrics.
 const BLOCKING_THREADS: usize = MAX_CALLS + 4;
 /// How often the time that a program may take a call waits for another one for the same target.
@@ -35,16 +32,7 @@ const PATIENCE: u32 = 2;
 /// Serves until a signal has come and the running calls are done. What is handed over stays so.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     logs::init(args.log.clone())?;
-    let runtime = runtime::Builder::new_multi_thread()
-        .worker_threads(ASYNC_THREADS)
-        .max_blocking_threads(BLOCKING_THREADS)
-        .enable_all()
-        .build()
-        .context("starting the threads")?;
-    let result = runtime.block_on(serve(args));
-    // A call that has not ended within its time must not keep the process alive.
-    runtime.shutdown_background();
-    result.map(|()| ExitCode::SUCCESS)
+    run_blocking_to_end(BLOCKING_THREADS, serve(args))
 }
 
 async fn serve(args: Args) -> anyhow::Result<()> {
@@ -91,9 +79,11 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     };
     let metrics = Metrics::new(vec![Box::new(Gauges(collection.clone()))]);
     let calls = Calls::new(metrics.clone());
-    if let Some(endpoint) = http_endpoint {
-        serve_http(&endpoint, &layout, metrics, &shutdown).await?;
-    }
+    let served = layout.clone();
+    let health = move || served.directory().check().map_err(|problem| problem.to_string());
+    let scrape = move || metrics.scrape();
+    let (health, scrape) = (Arc::new(health), Arc::new(scrape));
+    http::start_if_asked(http_endpoint.as_ref(), health, scrape, &shutdown).await?;
     let path = endpoint.as_ref();
     let (listener, _guard) = socket::listen(path, socket_mode, socket_group.as_deref())?;
     tracing::info!(
@@ -107,23 +97,4 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     tokio::spawn(rounds::keep(collect_every, round, shutdown.clone()));
     let router = Server::builder().add_service(RuntimeServer::new(ops));
     serve::until_told(router, listener, &calls, &shutdown).await
-}
-
-async fn serve_http(
-    endpoint: &http::Endpoint,
-    layout: &Arc<dyn Layout>,
-    metrics: Metrics,
-    shutdown: &Shutdown,
-) -> anyhow::Result<()> {
-    let layout = layout.clone();
-    let scrape: http::Scrape = Arc::new(move || metrics.scrape());
-    let pages = Pages {
-        health_path: "/healthz",
-        health: Arc::new(move || layout.directory().check().map_err(|problem| problem.to_string())),
-        metrics: Some(("/metrics".into(), scrape)),
-    };
-    let address = http::start(endpoint, pages, shutdown.clone()).await;
-    let address = address.context("--http-endpoint")?;
-    tracing::info!(%address, "serving /healthz and /metrics");
-    Ok(())
 }

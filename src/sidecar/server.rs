@@ -1,5 +1,6 @@
 //! The sidecar from start to end: flags, API server, driver, certificate, servers, drain.
 
+use std::io;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,8 +9,9 @@ use anyhow::Context;
 use kube::Client;
 use kube::runtime::watcher;
 use tokio::sync::watch;
-use tokio::time::sleep;
+use tokio_stream::Stream;
 use tonic::transport::Server;
+use tonic::transport::server::Router;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
@@ -29,7 +31,7 @@ use crate::kubernetes::publish::{Publication, keep};
 use crate::kubernetes::review::Reviewer;
 use crate::kubernetes::snapshot::{self, VolumeSnapshotClass};
 use crate::kubernetes::tls::identity::{Identity, Wanted};
-use crate::kubernetes::tls::{Bundles, Place};
+use crate::kubernetes::tls::{Bundles, Connection, Place};
 use crate::kubernetes::{bound_snapshot, cache, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
@@ -47,8 +49,6 @@ const MAX_HEADERS: u32 = 16 << 10;
 /// A client that says nothing for so long is asked whether it is there, and has so long to answer.
 const KEEPALIVE_EVERY: Duration = Duration::from_secs(60);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
-/// How long answers that were cut off have to tell their clients.
-const GRACE: Duration = Duration::from_secs(1);
 
 /// Serves until a signal has come and the running answers are done.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
@@ -73,77 +73,47 @@ async fn serve(args: Args) -> anyhow::Result<()> {
             numbers.register(registry);
         }
     });
+    let base = Base { args, namespace, kubernetes, driver, metrics, shutdown };
     let (gate_sender, gate) = watch::channel(None);
-    // Pages need nothing of what it watches.
-    let sidecar = (args.metadata_api || args.session_api)
-        .then(|| sidecar(&args, &kubernetes, &driver, &metrics, &shutdown));
-    let sessions = match (namespace.as_deref(), &sidecar) {
-        (Some(namespace), Some(sidecar)) if args.session_api => {
-            Some(sessions(&args, &kubernetes, namespace, sidecar).await?)
-        }
-        _ => None,
-    };
-    let pages = match namespace.as_deref().filter(|_| args.cbt_http.enabled) {
-        Some(namespace) => {
-            let (args, kubernetes, driver, shutdown) = (&args, &kubernetes, &driver, &shutdown);
-            let (identity, metrics) = (&identity, &numbers);
-            let start = cbt_http::Start {
-                args,
-                kubernetes,
-                namespace,
-                driver,
-                identity,
-                metrics,
-                shutdown,
-            };
-            Some(cbt_http::start(start).await?)
-        }
-        None => None,
-    };
-    let released = sidecar.filter(|_| args.metadata_api);
-    let released = released.map(|sidecar| Released { sidecar, gate });
+    let apis = base.apis(gate).await?;
+    let pages = base.pages(&identity, &numbers).await?;
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
-    let leads = pages.as_ref().map(|pages| pages.leads.clone());
-    serve_http(&args, &driver, &metrics, leads, &shutdown).await?;
-    let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
-    let address = listener.local_addr()?;
-    let tls = tls::server_config(&args.tls, identity.certificates.clone(), tls::GRPC)?;
-    let incoming = tls::incoming(listener, tls, shutdown.clone());
-    tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, "serving the SnapshotMetadata API");
-    let attend = Attend {
-        args,
-        namespace,
-        kubernetes,
-        gate: gate_sender,
-        health,
-        metrics,
-        shutdown: shutdown.clone(),
-    };
-    tokio::spawn(attend.driver(driver, identity.bundles.take()));
-    let served =
-        Server::builder()
-            .max_concurrent_streams(Some(CALLS_PER_CONNECTION))
-            .http2_keepalive_interval(Some(KEEPALIVE_EVERY))
-            .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-            .http2_max_header_list_size(Some(MAX_HEADERS))
-            .add_service(health_service)
-            .add_optional_service(released.map(|released| {
-                SnapshotMetadataServer::new(released).max_decoding_message_size(MAX_REQUEST)
-            }))
-            .add_optional_service(sessions.map(|sessions| {
-                SessionServer::new(sessions).max_decoding_message_size(MAX_REQUEST)
-            }))
-            .serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
+    base.serve_http(pages.as_ref().map(|pages| pages.leads.clone())).await?;
+    let incoming = base.listen(&identity).await?;
+    let bundles = identity.bundles.take();
+    let shutdown = base.shutdown.clone();
+    tokio::spawn(Attend { base, gate: gate_sender, health }.driver(bundles));
+    let router = router(apis).add_service(health_service);
+    let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
         served = served => served.context("serving")?,
-        () = overdue(&shutdown) => tracing::warn!("closing connections that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("closing connections that did not end in time"),
     }
     if let Some(pages) = pages {
         pages.task.await.context("cbt-http")?;
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// The APIs that are switched on.
+struct Apis {
+    released: Option<Released>,
+    sessions: Option<Sessions>,
+}
+
+fn router(apis: Apis) -> Router {
+    let Apis { released, sessions } = apis;
+    let released = released.map(SnapshotMetadataServer::new);
+    let sessions = sessions.map(SessionServer::new);
+    Server::builder()
+        .max_concurrent_streams(Some(CALLS_PER_CONNECTION))
+        .http2_keepalive_interval(Some(KEEPALIVE_EVERY))
+        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .http2_max_header_list_size(Some(MAX_HEADERS))
+        .add_optional_service(released.map(|api| api.max_decoding_message_size(MAX_REQUEST)))
+        .add_optional_service(sessions.map(|api| api.max_decoding_message_size(MAX_REQUEST)))
 }
 
 fn driver(args: &Args, shutdown: &Shutdown) -> DriverLink {
@@ -185,115 +155,157 @@ async fn identity(
     Ok(identity)
 }
 
-fn sidecar(
-    args: &Args,
-    kubernetes: &Client,
-    driver: &DriverLink,
-    metrics: &Metrics,
-    shutdown: &Shutdown,
-) -> Sidecar {
-    let classes = cache::of_cluster(
-        kubernetes,
-        watcher::Config::default(),
-        |class: &VolumeSnapshotClass| Some((&class.driver).into()),
-        shutdown.clone(),
-    );
-    Sidecar {
-        driver: driver.clone(),
-        resolver: Resolver {
-            bound: bound_snapshot::Resolver {
-                snapshots: cache::of_all_namespaces(kubernetes, |_| None, shutdown.clone()),
-                contents: cache::of_cluster(
-                    kubernetes,
-                    watcher::Config::default(),
-                    snapshot::handle,
-                    shutdown.clone(),
-                ),
-            },
-            base_reference: args.base_reference,
-        },
-        secrets: SecretFinder { client: kubernetes.clone(), classes },
-        metrics: metrics.clone(),
-        calls: Calls::new(CALLS),
-        streams: Calls::new(args.max_streams as usize),
-        longest: Duration::from_secs(args.max_streaming_duration_min * 60),
-        denied_as: args.denied_as.code(),
-        shutdown: shutdown.clone(),
-    }
-}
-
-/// The session API, whose look-ups of unknown tokens have a client with a rate of their own.
-async fn sessions(
-    args: &Args,
-    kubernetes: &Client,
-    namespace: &str,
-    sidecar: &Sidecar,
-) -> anyhow::Result<Sessions> {
-    let asking = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
-    let tokens = Tokens::start(kubernetes, asking, namespace, sidecar.shutdown.clone());
-    Ok(Sessions { sidecar: sidecar.clone(), tokens })
-}
-
-async fn serve_http(
-    args: &Args,
-    driver: &DriverLink,
-    metrics: &Metrics,
-    leads: Option<HealthCheck>,
-    shutdown: &Shutdown,
-) -> anyhow::Result<()> {
-    let (metrics, state, ending) = (metrics.clone(), driver.state(), shutdown.clone());
-    let pages = Pages {
-        health_path: HEALTH_PATH,
-        health: Arc::new(move || match &*state.borrow() {
-            Driver::Ready { .. } if ending.is_draining() => Err("the sidecar is exiting".into()),
-            Driver::Ready { .. } => Ok(()),
-            Driver::Away(why) => Err(format!("the CSI driver is not ready: {why}")),
-        }),
-        metrics: (!args.disable_metrics).then(|| {
-            (args.metrics_path.clone(), Arc::new(move || metrics.scrape()) as http::Scrape)
-        }),
-    };
-    let checks: Checks = leads.map(|leads| (cbt_http::LEADER_PATH, leads)).into_iter().collect();
-    let address = http::start_with(&args.http_endpoint, pages, checks, shutdown.clone()).await;
-    let address = address.context("--http-endpoint")?;
-    tracing::info!(%address, "serving {HEALTH_PATH} and metrics");
-    Ok(())
-}
-
-/// What follows the driver: health, the audience's source, the object that advertises the service.
-struct Attend {
+/// What all parts stand on.
+struct Base {
     args: Args,
     /// Of the driver and of this sidecar, where it is needed.
     namespace: Option<String>,
     kubernetes: Client,
-    gate: watch::Sender<Option<Gate>>,
-    health: HealthReporter,
+    driver: DriverLink,
     metrics: Metrics,
     shutdown: Shutdown,
 }
 
+impl Base {
+    async fn apis(&self, gate: watch::Receiver<Option<Gate>>) -> anyhow::Result<Apis> {
+        // Pages need nothing of what it watches.
+        if !self.args.metadata_api && !self.args.session_api {
+            return Ok(Apis { released: None, sessions: None });
+        }
+        let sidecar = self.sidecar();
+        let sessions = match &self.namespace {
+            Some(namespace) if self.args.session_api => {
+                Some(self.sessions(namespace, &sidecar).await?)
+            }
+            _ => None,
+        };
+        let released = self.args.metadata_api.then_some(Released { sidecar, gate });
+        Ok(Apis { released, sessions })
+    }
+
+    fn sidecar(&self) -> Sidecar {
+        let Self { args, kubernetes, shutdown, .. } = self;
+        let classes = cache::of_cluster(
+            kubernetes,
+            watcher::Config::default(),
+            |class: &VolumeSnapshotClass| Some((&class.driver).into()),
+            shutdown.clone(),
+        );
+        Sidecar {
+            driver: self.driver.clone(),
+            resolver: Resolver {
+                bound: bound_snapshot::Resolver {
+                    snapshots: cache::of_all_namespaces(kubernetes, |_| None, shutdown.clone()),
+                    contents: cache::of_cluster(
+                        kubernetes,
+                        watcher::Config::default(),
+                        snapshot::handle,
+                        shutdown.clone(),
+                    ),
+                },
+                base_reference: args.base_reference,
+            },
+            secrets: SecretFinder { client: kubernetes.clone(), classes },
+            metrics: self.metrics.clone(),
+            calls: Calls::new(CALLS),
+            streams: Calls::new(args.max_streams as usize),
+            longest: Duration::from_secs(args.max_streaming_duration_min * 60),
+            denied_as: args.denied_as.code(),
+            shutdown: shutdown.clone(),
+        }
+    }
+
+    /// The session API, whose look-ups of unknown tokens have a client with a rate of their own.
+    async fn sessions(&self, namespace: &str, sidecar: &Sidecar) -> anyhow::Result<Sessions> {
+        let asking = client::connect(self.args.kubeconfig.as_deref(), self.args.rate()).await?;
+        let tokens = Tokens::start(&self.kubernetes, asking, namespace, self.shutdown.clone());
+        Ok(Sessions { sidecar: sidecar.clone(), tokens })
+    }
+
+    /// cbt-http, where it is switched on.
+    async fn pages(
+        &self,
+        identity: &Identity,
+        metrics: &cbt_http::Metrics,
+    ) -> anyhow::Result<Option<cbt_http::Served>> {
+        let Some(namespace) = self.namespace.as_deref().filter(|_| self.args.cbt_http.enabled)
+        else {
+            return Ok(None);
+        };
+        let Self { args, kubernetes, driver, shutdown, .. } = self;
+        let start =
+            cbt_http::Start { args, kubernetes, namespace, driver, identity, metrics, shutdown };
+        cbt_http::start(start).await.map(Some)
+    }
+
+    async fn serve_http(&self, leads: Option<HealthCheck>) -> anyhow::Result<()> {
+        let Self { args, shutdown, .. } = self;
+        let (metrics, state, ending) =
+            (self.metrics.clone(), self.driver.state(), shutdown.clone());
+        let pages = Pages {
+            health_path: HEALTH_PATH,
+            health: Arc::new(move || match &*state.borrow() {
+                Driver::Ready { .. } if ending.is_draining() => {
+                    Err("the sidecar is exiting".into())
+                }
+                Driver::Ready { .. } => Ok(()),
+                Driver::Away(why) => Err(format!("the CSI driver is not ready: {why}")),
+            }),
+            metrics: (!args.disable_metrics).then(|| {
+                (args.metrics_path.clone(), Arc::new(move || metrics.scrape()) as http::Scrape)
+            }),
+        };
+        let checks: Checks =
+            leads.map(|leads| (cbt_http::LEADER_PATH, leads)).into_iter().collect();
+        let address = http::start_with(&args.http_endpoint, pages, checks, shutdown.clone()).await;
+        let address = address.context("--http-endpoint")?;
+        tracing::info!(%address, "serving {HEALTH_PATH} and metrics");
+        Ok(())
+    }
+
+    async fn listen(
+        &self,
+        identity: &Identity,
+    ) -> anyhow::Result<impl Stream<Item = io::Result<Connection>> + use<>> {
+        let port = self.args.port;
+        let listener = tls::listen(port).await.with_context(|| format!("--port {port}"))?;
+        let address = listener.local_addr()?;
+        let certificates = identity.certificates.clone();
+        let config = tls::server_config(&self.args.tls, certificates, tls::GRPC)?;
+        tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, "serving the SnapshotMetadata API");
+        Ok(tls::incoming(listener, config, self.shutdown.clone()))
+    }
+}
+
+/// What follows the driver: health, the audience's source, the object that advertises the service.
+struct Attend {
+    base: Base,
+    gate: watch::Sender<Option<Gate>>,
+    health: HealthReporter,
+}
+
 impl Attend {
-    async fn driver(self, driver: DriverLink, mut bundles: Option<Bundles>) {
-        let mut state = driver.state();
+    async fn driver(self, mut bundles: Option<Bundles>) {
+        let mut state = self.base.driver.state();
         loop {
             let now = state.borrow_and_update().clone();
             let status = match &now {
                 Driver::Ready { name, capable, .. } => {
-                    self.metrics.driver(name, *capable);
+                    self.base.metrics.driver(name, *capable);
                     if self.gate.borrow().is_none() {
                         self.begin(name, bundles.take());
                     }
                     ServingStatus::Serving
                 }
                 Driver::Away(_) => {
-                    self.metrics.driver_away();
+                    self.base.metrics.driver_away();
                     ServingStatus::NotServing
                 }
             };
             self.health.set_service_status("", status).await;
             tokio::select! {
                 changed = state.changed() => if changed.is_err() { return },
-                () = self.shutdown.draining() => {
+                () = self.base.shutdown.draining() => {
                     self.health.set_service_status("", ServingStatus::NotServing).await;
                     return;
                 }
@@ -303,24 +315,29 @@ impl Attend {
 
     /// What can begin once the driver's name is known.
     fn begin(&self, driver: &str, bundles: Option<Bundles>) {
-        if let (Some(bundles), Some(address)) = (&bundles, &self.args.publish.service_address) {
+        if let (Some(bundles), Some(address)) = (&bundles, &self.base.args.publish.service_address)
+        {
             self.advertise(driver, address, bundles);
         }
         // Who makes the object knows what it says.
         let own = bundles.is_some().then(|| driver.to_owned());
-        let audience = match self.args.audience.clone().or(own) {
+        let audience = match self.base.args.audience.clone().or(own) {
             Some(audience) => Audience::Fixed(audience),
             // Only the released API asks for it.
-            None if !self.args.metadata_api => return,
+            None if !self.base.args.metadata_api => return,
             None => {
-                let name = self.args.service_name.clone().unwrap_or_else(|| driver.to_owned());
+                let name = self.base.args.service_name.clone().unwrap_or_else(|| driver.to_owned());
                 let select = watcher::Config::default().fields(&format!("metadata.name={name}"));
-                let services =
-                    cache::of_cluster(&self.kubernetes, select, |_| None, self.shutdown.clone());
+                let services = cache::of_cluster(
+                    &self.base.kubernetes,
+                    select,
+                    |_| None,
+                    self.base.shutdown.clone(),
+                );
                 Audience::Of { services: Box::new(services), name }
             }
         };
-        let reviewer = Reviewer::new(self.kubernetes.clone(), self.args.review_cache_ttl);
+        let reviewer = Reviewer::new(self.base.kubernetes.clone(), self.base.args.review_cache_ttl);
         self.gate.send_replace(Some(Gate { audience, reviewer }));
     }
 
@@ -328,10 +345,11 @@ impl Attend {
     fn advertise(&self, driver: &str, address: &Address, bundles: &Bundles) {
         let (driver, address) = (driver.to_owned(), address.clone());
         // All places are there before any is used.
-        let released = self.args.metadata_api.then(|| bundles.place());
-        let namespace = self.namespace.clone().filter(|_| self.args.session_api);
+        let released = self.base.args.metadata_api.then(|| bundles.place());
+        let namespace = self.base.namespace.clone().filter(|_| self.base.args.session_api);
         let sessions = namespace.map(|namespace| (namespace, bundles.place()));
-        let discovery = self.args.discovery().map(|address| (address.clone(), bundles.place()));
+        let discovery =
+            self.base.args.discovery().map(|address| (address.clone(), bundles.place()));
         if let Some((address, place)) = discovery {
             self.keep(publish::Discovery { driver: driver.clone(), address }, place);
         }
@@ -340,23 +358,21 @@ impl Attend {
             self.keep(publish::Configuration { driver, address, namespace }, place);
         }
         if let Some(place) = released {
-            let audience = self.args.audience.clone().unwrap_or_else(|| driver.clone());
+            let audience = self.base.args.audience.clone().unwrap_or_else(|| driver.clone());
             self.keep(publish::Service { driver, address, audience }, place);
         }
     }
 
     fn keep(&self, publication: impl Publication, place: Place) {
-        tokio::spawn(keep(self.kubernetes.clone(), publication, place, self.shutdown.clone()));
+        tokio::spawn(keep(
+            self.base.kubernetes.clone(),
+            publication,
+            place,
+            self.base.shutdown.clone(),
+        ));
     }
 }
 
 async fn drained(shutdown: Shutdown) {
     shutdown.draining().await;
-}
-
-/// Waits until everything should have ended: hyper's graceful shutdown by itself waits for clients that do
-/// not read.
-async fn overdue(shutdown: &Shutdown) {
-    shutdown.ending().await;
-    sleep(GRACE).await;
 }

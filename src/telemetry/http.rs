@@ -8,6 +8,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use axum::Router;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -86,7 +87,25 @@ pub async fn start(
     start_with(endpoint, pages, Checks::new(), shutdown).await
 }
 
-/// The same with more checks, at paths that the pages do not have.
+/// `/healthz` and `/metrics` of a role on a node, where its flags ask for them.
+///
+/// # Errors
+/// The endpoint cannot be had.
+pub async fn start_if_asked(
+    endpoint: Option<&Endpoint>,
+    health: HealthCheck,
+    scrape: Scrape,
+    shutdown: &Shutdown,
+) -> anyhow::Result<()> {
+    let Some(endpoint) = endpoint else { return Ok(()) };
+    let metrics = Some(("/metrics".into(), scrape));
+    let pages = Pages { health_path: "/healthz", health, metrics };
+    let address = start(endpoint, pages, shutdown.clone()).await.context("--http-endpoint")?;
+    tracing::info!(%address, "serving /healthz and /metrics");
+    Ok(())
+}
+
+/// The same as [`start`] with more checks, at paths that the pages do not have.
 pub async fn start_with(
     endpoint: &Endpoint,
     pages: Pages,

@@ -12,18 +12,34 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-/// Threads of a role that passes on what others compute.
+/// Threads that serve connections: they only pass messages on.
 const THREADS: usize = 2;
+/// Threads that may be blocked, of a role that says nothing of it.
+const BLOCKING_THREADS: usize = 512;
+/// How long what was cut off at the end has to tell its clients.
+const GRACE: Duration = Duration::from_secs(1);
 /// Exit code of a process that a second signal ended: 128 + SIGTERM, as a shell would show it.
 const EXIT_AT_ONCE: i32 = 143;
 
-/// Runs such a role to its end. What has not ended by then does not keep the process alive.
+/// Runs a role to its end. What has not ended by then does not keep the process alive.
 ///
 /// # Errors
 /// The threads cannot be started, or what the role ends with.
 pub fn run_to_end(role: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<ExitCode> {
+    run_blocking_to_end(BLOCKING_THREADS, role)
+}
+
+/// The same for a role whose calls block threads: so many at most. They end when idle.
+///
+/// # Errors
+/// As [`run_to_end`].
+pub fn run_blocking_to_end(
+    threads: usize,
+    role: impl Future<Output = anyhow::Result<()>>,
+) -> anyhow::Result<ExitCode> {
     let runtime = runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
+        .max_blocking_threads(threads)
         .enable_all()
         .build()
         .context("starting the threads")?;
@@ -84,6 +100,13 @@ impl Shutdown {
     /// Waits until everything has to end.
     pub async fn ending(&self) {
         self.reached(Phase::Ending).await;
+    }
+
+    /// Waits until everything should have ended, with the moment that it has to tell its clients. It bounds hyper's graceful
+    /// shutdown, which by itself waits for clients that do not read.
+    pub async fn overdue(&self) {
+        self.ending().await;
+        sleep(GRACE).await;
     }
 
     async fn reached(&self, phase: Phase) {

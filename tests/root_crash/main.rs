@@ -12,6 +12,8 @@
 //! CRASH_ONLY=NAME      scenarios with this in their names.
 //! CRASH_WORKERS=N      scenarios that run side by side (3).
 
+#[path = "../support/cluster/mod.rs"]
+mod cluster;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -20,6 +22,7 @@ mod harness;
 mod inline;
 mod inline_content;
 mod node;
+mod node_proxy;
 mod oci_runtime;
 mod runtime_ops;
 mod snapshots;

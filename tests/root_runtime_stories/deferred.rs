@@ -4,7 +4,7 @@ use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use serde_json::json;
 
 use crate::cluster::Cluster;
-use crate::rig::{Rig, assert_served, demanding, device_of};
+use crate::cluster::runtime::{Rig, assert_served, demanding, device_of};
 use crate::support::MIB;
 use crate::support::driver::{expand, loops_named, stats, wait_for};
 use crate::support::path;

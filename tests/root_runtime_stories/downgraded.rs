@@ -4,7 +4,7 @@ use serde_json::json;
 use tonic::Code;
 
 use crate::cluster::Cluster;
-use crate::rig::{Rig, assert_served, demanding, device_of};
+use crate::cluster::runtime::{Rig, assert_served, demanding, device_of};
 use crate::support::MIB;
 use crate::support::driver::{expand_on_node, stats, wait_for};
 use crate::support::inline::is_mounted;

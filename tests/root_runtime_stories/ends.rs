@@ -3,7 +3,7 @@
 use tonic::Code;
 
 use crate::cluster::Cluster;
-use crate::rig::{Rig, demanding, device_of};
+use crate::cluster::runtime::{Rig, demanding, device_of};
 use crate::support::MIB;
 use crate::support::driver::{stats, wait_for};
 use crate::support::path;

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::cluster::Cluster;
 use crate::cluster::admission::Webhooks;
 use crate::cluster::kubelet::Made;
-use crate::rig::{Rig, assert_served, change_policy, demanding};
+use crate::cluster::runtime::{Rig, assert_served, change_policy, demanding};
 
 fn volume(rig: &Rig<'_>) -> Value {
     rig.inline("data", json!({ "volumeAttributes": { "size": "64Mi" } }))

@@ -10,7 +10,6 @@ mod deferred;
 mod downgraded;
 mod ends;
 mod fallback;
-mod rig;
 
 use std::process::ExitCode;
 

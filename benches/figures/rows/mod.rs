@@ -4,6 +4,7 @@ pub mod extents;
 pub mod fio;
 pub mod large;
 pub mod memory;
+pub mod proxy;
 pub mod sidecar;
 pub mod sizes;
 pub mod stream;

@@ -188,9 +188,9 @@ fn framed(message: &[u8]) -> Bytes {
 
 fn send_all(mut respond: SendResponse<Bytes>, messages: Vec<Vec<u8>>, code: Code, words: &str) {
     let head = Response::builder().header("content-type", "application/grpc");
-    let mut stream = respond.send_response(head.body(()).unwrap(), false).unwrap();
+    // Whoever has gone needs no more.
+    let Ok(mut stream) = respond.send_response(head.body(()).unwrap(), false) else { return };
     for message in messages {
-        // Whoever has gone needs no more.
         if stream.send_data(framed(&message), false).is_err() {
             return;
         }

@@ -69,6 +69,12 @@ impl Node {
         fs::read_to_string(self.directory.join("pid")).unwrap().trim().to_owned()
     }
 
+    /// What kubelet has logged, over all of its starts.
+    pub fn log(&self) -> String {
+        let log = fs::read(self.directory.join("kubelet.log")).unwrap();
+        String::from_utf8_lossy(&log).into_owned()
+    }
+
     /// A command that runs in the node's namespaces, and ends with whoever ends the process.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
@@ -146,6 +152,17 @@ impl<'a> NodeRig<'a> {
         flags: &[&str],
         modes: Option<&[&str]>,
     ) -> Option<Self> {
+        Self::behind(cluster, test, flags, modes, Driver::socket)
+    }
+
+    /// The same, with this socket for kubelet in the place of the driver's own.
+    pub fn behind(
+        cluster: &'a Cluster,
+        test: &str,
+        flags: &[&str],
+        modes: Option<&[&str]>,
+        front: impl FnOnce(&Driver) -> PathBuf,
+    ) -> Option<Self> {
         let node = match cluster.node() {
             Ok(node) => node,
             Err(NoCluster::Lacking(why)) => {
@@ -164,7 +181,7 @@ impl<'a> NodeRig<'a> {
         cluster.create(&cluster.api_in::<ServiceAccount>(&namespace), account);
         let mut command = Command::new(cluster.tool("node-driver-registrar"));
         command.arg(format!("-driver-name={driver_name}"));
-        command.arg(format!("-kubelet-registration-path={}", path(&driver.socket())));
+        command.arg(format!("-kubelet-registration-path={}", path(&front(&driver))));
         command.arg("-plugin-registration-path");
         command.arg(node.root().join("plugins_registry"));
         let registrar = cluster.spawn("registrar", command);
@@ -191,7 +208,20 @@ impl<'a> NodeRig<'a> {
 
     /// Makes a pod whose container sleeps, with each of the volumes at `/NAME`; `spec` is what its spec has besides.
     pub fn create(&self, name: &str, volumes: &[Value], spec: &Value) -> Made {
-        let made = self.cluster.create(&self.pods(), pod(name, volumes, spec));
+        self.create_with(name, &json!({}), volumes, spec)
+    }
+
+    /// The same with these annotations.
+    pub fn create_with(
+        &self,
+        name: &str,
+        annotations: &Value,
+        volumes: &[Value],
+        spec: &Value,
+    ) -> Made {
+        let mut pod = pod(name, volumes, spec);
+        pod["metadata"]["annotations"] = annotations.clone();
+        let made = self.cluster.create(&self.pods(), pod);
         Made { name: name.to_owned(), uid: made.metadata.uid.unwrap() }
     }
 
@@ -210,11 +240,15 @@ impl<'a> NodeRig<'a> {
     /// The same, and waits until it runs.
     pub fn run(&self, name: &str, volumes: &[Value], spec: &Value) -> Made {
         let made = self.create(name, volumes, spec);
-        wait_for(&format!("pod {name} runs"), || self.is_ready(name));
+        self.wait_until_ready(&made);
         made
     }
 
-    fn pods(&self) -> kube::Api<Pod> {
+    pub fn wait_until_ready(&self, pod: &Made) {
+        wait_for(&format!("pod {} runs", pod.name), || self.is_ready(&pod.name));
+    }
+
+    pub fn pods(&self) -> kube::Api<Pod> {
         self.cluster.api_in(&self.namespace)
     }
 

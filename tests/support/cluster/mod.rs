@@ -3,9 +3,9 @@
 //! connection that can be cut (`proxy`) or shared out (`balancer`), certificates (`tls`), a driver to begin with (`rig`) and one that
 //! behaves as ours would not (`fake_driver`), one that keeps what it is asked (`recorder`), our node proxy with who plays kubelet
 //! before it (`node_proxy`), our sidecar and who asks one (`sidecar`, `cbt_http`), our session manager (`manager`),
-//! our admission webhooks (`admission`), our aggregated API server (`aggregated`), a node on which pods run (`kubelet`), snapshot
-//! sessions made by hand (`session`), and how a test binary runs
-//! with one cluster for all of its tests (`suite`).
+//! our admission webhooks (`admission`), our aggregated API server (`aggregated`), a node on which pods run (`kubelet`), the same
+//! with a driver that leaves volumes to the container runtime (`runtime`), snapshot sessions made by hand (`session`), and how a test
+//! binary runs with one cluster for all of its tests (`suite`).
 //!
 //! A test binary takes it in beside the rest of the support:
 //!
@@ -30,6 +30,7 @@ pub mod programs;
 pub mod proxy;
 pub mod recorder;
 pub mod rig;
+pub mod runtime;
 pub mod session;
 pub mod sidecar;
 pub mod storage;

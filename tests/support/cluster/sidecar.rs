@@ -98,7 +98,8 @@ pub fn http(sidecar: &Served, page: &str) -> String {
     http_at(sidecar.http_port, page).expect("the HTTP endpoint answers")
 }
 
-fn http_at(port: u16, page: &str) -> Option<String> {
+/// A page that somebody serves at this port of 127.0.0.1.
+pub fn http_at(port: u16, page: &str) -> Option<String> {
     use std::io::{Read, Write};
     let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
     stream.set_read_timeout(Some(PATIENCE)).ok()?;

@@ -56,30 +56,37 @@ impl Cluster {
         csi: Value,
         bytes: u64,
     ) {
-        let volume = format!("{namespace}-{name}");
-        let spec = json!({
-            "accessModes": [access],
-            "volumeMode": mode,
-            "storageClassName": "",
-            "volumeName": volume,
-            "resources": { "requests": { "storage": bytes.to_string() } },
+        let common = json!({
+            "accessModes": [access], "volumeMode": mode, "storageClassName": "",
         });
-        let object = json!({ "metadata": { "name": name }, "spec": spec });
+        self.claim_with(namespace, name, &json!({}), &common, csi, bytes);
+    }
+
+    /// The same with this metadata of the claim, and what the specs of claim and PersistentVolume have in common.
+    pub fn claim_with(
+        &self,
+        namespace: &str,
+        name: &str,
+        metadata: &Value,
+        common: &Value,
+        csi: Value,
+        bytes: u64,
+    ) {
+        let volume = format!("{namespace}-{name}");
+        let mut object = json!({ "metadata": metadata, "spec": common });
+        object["metadata"]["name"] = name.into();
+        object["spec"]["volumeName"] = volume.as_str().into();
+        object["spec"]["resources"] = json!({ "requests": { "storage": bytes.to_string() } });
         let claims = self.api_in::<PersistentVolumeClaim>(namespace);
         let uid = self.create(&claims, object).metadata.uid;
-        let spec = json!({
-            "accessModes": [access],
-            "volumeMode": mode,
-            "storageClassName": "",
-            "persistentVolumeReclaimPolicy": "Retain",
-            "capacity": { "storage": bytes.to_string() },
-            "csi": csi,
-            "claimRef": {
-                "apiVersion": "v1", "kind": "PersistentVolumeClaim",
-                "namespace": namespace, "name": name, "uid": uid,
-            },
+        let mut object = json!({ "metadata": { "name": volume }, "spec": common });
+        object["spec"]["persistentVolumeReclaimPolicy"] = "Retain".into();
+        object["spec"]["capacity"] = json!({ "storage": bytes.to_string() });
+        object["spec"]["csi"] = csi;
+        object["spec"]["claimRef"] = json!({
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+            "namespace": namespace, "name": name, "uid": uid,
         });
-        let object = json!({ "metadata": { "name": volume }, "spec": spec });
         let volumes = self.api::<PersistentVolume>();
         self.create(&volumes, object);
         self.merge_status(&volumes, &volume, &json!({ "phase": "Bound" }));

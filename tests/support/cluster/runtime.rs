@@ -14,13 +14,14 @@ use csi::volume_capability::access_mode::Mode;
 use csi_loopback::proto::csi::v1 as csi;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
-use crate::cluster::Cluster;
-use crate::cluster::admission::{Webhooks, With, set_policy};
-use crate::cluster::kubelet::{Made, NodeRig};
-use crate::cluster::programs::Process;
-use crate::support::driver::{BINARY, create, loops_named, mounted_as, wait_for};
+use super::Cluster;
+use super::admission::{Webhooks, With, set_policy};
+use super::kubelet::{Made, NodeRig};
+use super::programs::Process;
+use crate::support::driver::{BINARY, Driver, create, loops_named, mounted_as, wait_for};
 use crate::support::path;
 
 /// The claims' own class, as it is shipped.
@@ -55,9 +56,19 @@ impl DerefMut for Rig<'_> {
 impl<'a> Rig<'a> {
     /// None, which is told, where the machine cannot run a node.
     pub fn new(cluster: &'a Cluster, test: &str) -> Option<Self> {
+        Self::behind(cluster, test, Driver::socket)
+    }
+
+    /// With this socket in front of the driver's for kubelet.
+    pub fn behind(
+        cluster: &'a Cluster,
+        test: &str,
+        front: impl FnOnce(&Driver) -> PathBuf,
+    ) -> Option<Self> {
         let socket = cluster.scratch().join(format!("{}.sock", cluster.unique("crust")));
         let endpoint = format!("--crust-endpoint={}", path(&socket));
-        let node = NodeRig::with(cluster, test, &["--enable-defer-fs-ops", &endpoint], None)?;
+        let flags = ["--enable-defer-fs-ops", &endpoint];
+        let node = NodeRig::behind(cluster, test, &flags, None, front)?;
         let class = cluster.unique("deferring");
         let object = json!({ "metadata": { "name": class }, "handler": "csi-loopback" });
         cluster.create(&cluster.api::<RuntimeClass>(), object);
@@ -101,8 +112,15 @@ impl<'a> Rig<'a> {
 
     /// Makes a volume as csi-provisioner does for a claim of the shipped class, and the claim. The volume's id.
     pub fn claim(&self, name: &str, bytes: u64) -> String {
-        let text = fs::read_to_string(CLASS).unwrap();
-        let class: Value = serde_saphyr::from_str(&text).unwrap();
+        let class = shipped_class();
+        let csi = self.provision(name, &class, bytes);
+        let id = csi["volumeHandle"].as_str().unwrap().to_owned();
+        self.cluster.claim_of(&self.namespace, name, "Filesystem", "ReadWriteOncePod", csi, bytes);
+        id
+    }
+
+    /// A volume of this class, as the `csi` of its PersistentVolume.
+    pub fn provision(&self, name: &str, class: &Value, bytes: u64) -> Value {
         let parameters = class["parameters"].as_object().unwrap();
         let fs_type = parameters[&format!("{OF_KUBERNETES}fstype")].as_str().unwrap();
         let of_driver = parameters.iter().filter(|(key, _)| !key.starts_with(OF_KUBERNETES));
@@ -113,13 +131,10 @@ impl<'a> Rig<'a> {
             ..create(name, bytes, mounted_as(fs_type, Mode::SingleNodeSingleWriter))
         };
         let volume = self.driver.ok(request).volume.unwrap();
-        let csi = json!({
+        json!({
             "driver": self.driver_name, "volumeHandle": volume.volume_id, "fsType": fs_type,
             "volumeAttributes": volume.volume_context,
-        });
-        let namespace = &self.namespace;
-        self.cluster.claim_of(namespace, name, "Filesystem", "ReadWriteOncePod", csi, bytes);
-        volume.volume_id
+        })
     }
 
     /// The volume of a pod that is this claim; in the pod it has the claim's name.
@@ -167,13 +182,27 @@ impl<'a> Rig<'a> {
 
     /// What kubelet says of the volume: bytes, and how many of them are used.
     pub fn summary(&self, pod: &Made, volume: &str) -> Option<(u64, u64)> {
+        let found = self.measured(pod, volume)?;
+        Some((found["capacityBytes"].as_u64()?, found["usedBytes"].as_u64()?))
+    }
+
+    /// Waits until kubelet has measured the volume again.
+    pub fn is_measured_again(&self, pod: &Made, volume: &str) {
+        let now = Timestamp::now();
+        wait_for("kubelet's new figures", || {
+            let at =
+                self.measured(pod, volume).map(|found| found["time"].as_str().unwrap().parse());
+            at.is_some_and(|at: Result<Timestamp, _>| at.unwrap() > now)
+        });
+    }
+
+    fn measured(&self, pod: &Made, volume: &str) -> Option<Value> {
         let page = self.node.node.page(self.cluster, "/stats/summary")?;
         let page: Value = serde_json::from_str(&page).unwrap();
         let mut pods = page["pods"].as_array()?.iter();
         let of_pod = pods.find(|one| one["podRef"]["uid"] == pod.uid.as_str())?;
         let mut volumes = of_pod["volume"].as_array()?.iter();
-        let found = volumes.find(|one| one["name"] == volume)?;
-        Some((found["capacityBytes"].as_u64()?, found["usedBytes"].as_u64()?))
+        volumes.find(|one| one["name"] == volume).cloned()
     }
 
     /// Watches the node until the end of what is returned.
@@ -203,6 +232,11 @@ impl<'a> Rig<'a> {
     pub fn wait_until_detached(&self, volume_id: &str) {
         wait_for("the volume's detachment", || loops_named(volume_id).is_empty());
     }
+}
+
+/// The class of deploy/runtime, whose claims defer.
+pub fn shipped_class() -> Value {
+    serde_saphyr::from_str(&fs::read_to_string(CLASS).unwrap()).unwrap()
 }
 
 /// A policy of these entries; JSON is YAML.

@@ -211,18 +211,32 @@ impl Memory {
         self.disk.run(move || memory.remove(&target)).await
     }
 
+    /// Not while it is published: whoever is at that goes by what is written down. One that begins now finds nothing and writes anew,
+    /// when it is its turn.
     fn remove(&self, target: &Path) -> Result<()> {
-        // As it is called here, for the path that was given may be written otherwise.
-        let known = self.state().known.get_key_value(target).map(|(path, _)| path.clone());
-        let Some(path) = known else { return Ok(()) };
-        let entry = self.disk.directory().entry(&Target::new("target_path", &path)?);
+        let taken = {
+            let mut state = self.state();
+            match state.known.get(target) {
+                // As it is called here, for the path that was given may be written otherwise.
+                Some(known) if known.publishing == 0 => state.known.remove_entry(target),
+                _ => None,
+            }
+        };
+        let Some((path, known)) = taken else { return Ok(()) };
+        let erased = self.erase(&path);
+        if erased.is_err() {
+            self.state().known.entry(path).or_insert(known);
+        }
+        erased
+    }
+
+    fn erase(&self, target: &Path) -> Result<()> {
+        let entry = self.disk.directory().entry(&Target::new("target_path", target)?);
         // What says that there is an entry goes first: half of one is none.
         entry.remove(FILE)?;
         meet("node_proxy.forgetting").map_err(|e| Problem::io("removing it", e))?;
         entry.unstage()?;
-        meet("node_proxy.forgotten").map_err(|e| Problem::io("removing it", e))?;
-        self.state().known.remove(&path);
-        Ok(())
+        meet("node_proxy.forgotten").map_err(|e| Problem::io("removing it", e))
     }
 
     /// One round: forgets those whose target is gone, since nobody will take them back. It has to be gone in two rounds, with no
@@ -242,7 +256,7 @@ impl Memory {
             };
             if goes {
                 tracing::info!(target = %target.display(), "forgetting a volume whose target is gone");
-                self.remove_unless_published(&target)?;
+                self.remove(&target)?;
             }
         }
         for entry in self.disk.directory().entries()? {
@@ -251,24 +265,6 @@ impl Memory {
             }
         }
         self.disk.directory().remove_partial(PARTIAL_AGE)
-    }
-
-    /// A publish that begins now finds nothing and writes anew, when it is its turn.
-    fn remove_unless_published(&self, target: &Path) -> Result<()> {
-        let taken = {
-            let mut state = self.state();
-            match state.known.get(target) {
-                Some(known) if known.publishing == 0 => state.known.remove(target),
-                _ => None,
-            }
-        };
-        let Some(taken) = taken else { return Ok(()) };
-        let entry = self.disk.directory().entry(&Target::new("target_path", target)?);
-        let removed = entry.remove(FILE).and_then(|()| entry.unstage());
-        if removed.is_err() {
-            self.state().known.entry(target.to_owned()).or_insert(taken);
-        }
-        removed
     }
 
     /// What the driver said of the volume when it was measured.

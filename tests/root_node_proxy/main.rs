@@ -7,6 +7,7 @@ mod cluster;
 mod support;
 
 mod capabilities;
+mod confined;
 mod memory;
 mod opt_in;
 mod reports;
@@ -51,6 +52,8 @@ fn main() -> ExitCode {
             figures_and_growth_find_the_volume_by_where_it_is_staged_too
             two_pods_of_one_volume_are_told_apart_by_their_targets
             what_the_host_has_mounted_already_is_not_left_as_well;
+        confined:
+            root_with_no_capability_is_enough;
         reports:
             each_publish_of_a_volume_that_is_left_is_counted_when_it_succeeds
             a_volumes_condition_is_told_from_its_first_measurement_until_it_is_taken_back

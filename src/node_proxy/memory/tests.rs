@@ -53,6 +53,22 @@ async fn what_was_left_is_known_after_a_restart_until_it_is_taken_back() {
     assert_eq!(scene.open().len(), 0);
 }
 
+/// Kubelet has given up on the publish, whose pod has ended, and the driver is still at it.
+#[tokio::test]
+async fn a_volume_that_is_taken_back_while_it_is_published_stays_known() {
+    let scene = Scene::new();
+    let target = scene.target("a");
+    let memory = scene.open();
+    let publishing = memory.publishing(&target, &left("v")).await.unwrap();
+    memory.forget(&target).await.unwrap();
+    assert_eq!(memory.at("v", &target), Some(left("v")));
+    drop((publishing, memory));
+    let memory = scene.open();
+    assert_eq!(memory.at("v", &target), Some(left("v")), "also on disk");
+    memory.forget(&target).await.unwrap();
+    assert_eq!(memory.len(), 0);
+}
+
 #[tokio::test]
 async fn a_volume_is_found_by_its_target_and_where_it_is_staged_and_nowhere_else() {
     let scene = Scene::new();

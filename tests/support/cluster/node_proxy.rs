@@ -67,6 +67,8 @@ pub struct Rig<'a, B> {
     pub kubeconfig: PathBuf,
     /// Of the proxy, in addition to, or instead of, those that every test has.
     pub flags: Vec<String>,
+    /// Whether the proxy has no more rights on the node than deploy/node-proxy gives it: root with no capability.
+    pub confined: bool,
     /// Whether kubelet tells the driver which pod a volume is for; as the driver wants it, at first.
     pub pod_info: bool,
     pub http_port: u16,
@@ -131,6 +133,7 @@ impl<'a, B: Behind> Rig<'a, B> {
             account,
             kubeconfig,
             flags: Vec::new(),
+            confined: false,
             pod_info: B::POD_INFO,
             http_port: free_port(),
             proxy: None,
@@ -179,7 +182,14 @@ impl<'a, B: Behind> Rig<'a, B> {
             ("--kube-api-burst", "1000"),
             ("--log-level", "debug"),
         ];
-        let mut command = Command::new(BINARY);
+        let mut command = match self.confined {
+            false => Command::new(BINARY),
+            true => {
+                let mut command = Command::new("setpriv");
+                command.args(["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", BINARY]);
+                command
+            }
+        };
         command.args(["--mode", "node-proxy"]).env_remove("CSI_ENDPOINT").env_remove("NODE_NAME");
         for (flag, value) in defaults {
             if !self.flags.iter().any(|given| given == flag) {

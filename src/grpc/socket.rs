@@ -1,13 +1,16 @@
 //! The unix socket of a role: made with no moment at which it has the wrong owner or mode, never taken
 //! from a process that still answers, and removed at the end only if it is still ours.
 
-use std::fs::{self, DirBuilder, Permissions};
+use std::fs::{self, DirBuilder, File, Permissions};
 use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
+use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::Group;
 use tokio::net::{UnixListener, UnixSocket};
 
@@ -15,6 +18,9 @@ use crate::fail_point::meet;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 128;
+/// How often, and after how long, it is looked whether another process has made its socket.
+const TURNS: usize = 50;
+const TURN: Duration = Duration::from_millis(10);
 
 /// Removes its socket when dropped, unless another process has put its own there.
 pub struct Guard {
@@ -48,6 +54,9 @@ pub fn listen(
         .create(directory)
         .with_context(|| format!("making the directory {}", directory.display()))?;
     let gid = group.map(group_id).transpose()?;
+    // One at a time: two containers that share the directory may have the same process number, and each would take the other's
+    // socket for its own.
+    let _turn = turn(directory)?;
     refuse_if_taken(path)?;
 
     // Bound under a name of its own first: nobody can connect before `listen`, and by then mode and
@@ -73,6 +82,20 @@ pub fn listen(
     placed
         .inspect_err(|_| drop(fs::remove_file(&temporary)))
         .with_context(|| format!("making the socket {shown}"))
+}
+
+/// Keeps other processes of this program from making a socket in the directory, until it is dropped. It takes a moment to make one: a
+/// lock that lasts is for something else.
+fn turn(directory: &Path) -> anyhow::Result<Option<Flock<File>>> {
+    for _ in 0..TURNS {
+        let opened = File::open(directory);
+        let opened = opened.with_context(|| format!("opening {}", directory.display()))?;
+        match Flock::lock(opened, FlockArg::LockExclusiveNonblock) {
+            Ok(locked) => return Ok(Some(locked)),
+            Err(_) => sleep(TURN),
+        }
+    }
+    Ok(None)
 }
 
 /// Removes what processes that were killed had bound and not yet named: sockets called after a process
@@ -193,6 +216,35 @@ mod tests {
         drop((of_the_dead, of_the_living));
         let there = [".4194305", ".1", ".4194306", "csi.sock"].map(|name| at(name).exists());
         assert_eq!(there, [false, true, true, true]);
+    }
+
+    /// As two containers that share a directory, in each of which the first process is number 1.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 8)]
+    async fn two_that_begin_at_once_do_not_take_each_others_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        for _ in 0..50 {
+            let each = ["csi.sock", "proxy.sock"].map(|name| {
+                let path = directory.path().join(name);
+                tokio::spawn(async move { listen(&path, 0o600, None).unwrap() })
+            });
+            let [first, second] = each;
+            let (first, second) = (first.await.unwrap(), second.await.unwrap());
+            for ((listener, _), name) in [(&first, "csi.sock"), (&second, "proxy.sock")] {
+                let _client = UnixStream::connect(directory.path().join(name)).unwrap();
+                let accepted = tokio::time::timeout(Duration::from_secs(10), listener.accept());
+                accepted.await.unwrap().unwrap();
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_directory_that_is_locked_for_something_else_holds_up_nobody() {
+        let directory = tempfile::tempdir().unwrap();
+        let opened = File::open(directory.path()).unwrap();
+        let _locked = Flock::lock(opened, FlockArg::LockExclusive).unwrap();
+        let path = directory.path().join("csi.sock");
+        let _listening = listen(&path, 0o600, None).unwrap();
+        assert!(UnixStream::connect(&path).is_ok());
     }
 
     #[tokio::test]

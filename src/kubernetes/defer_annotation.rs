@@ -1,7 +1,7 @@
 //! The annotation by which a pod opts in to mounts by its container runtime. It takes the place of the field `deferFSMount` that KEP-2857
 //! adds to a pod's volumes, and has that field's rules ("DeferFSMount field in Pod Spec").
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
 
@@ -24,31 +24,33 @@ pub fn can_be_deferred(volume: &Volume) -> bool {
     volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some() || volume.csi.is_some()
 }
 
-/// Whether containers have a volume as a raw block device, and none of them as a directory.
-pub fn is_only_a_device(pod: &Pod, name: &str) -> bool {
-    let Some(spec) = &pod.spec else { return false };
+/// The volumes that containers have as raw block devices, and none of them as a directory.
+pub fn only_devices(pod: &Pod) -> BTreeSet<&str> {
+    let Some(spec) = &pod.spec else { return BTreeSet::new() };
     let plain = spec.containers.iter().chain(spec.init_containers.iter().flatten());
     let plain = plain.map(|one| (&one.volume_devices, &one.volume_mounts));
     let ephemeral = spec.ephemeral_containers.iter().flatten();
     let all = plain.chain(ephemeral.map(|one| (&one.volume_devices, &one.volume_mounts)));
-    let mut is_device = false;
-    for (devices, mounts) in all {
-        if mounts.iter().flatten().any(|mount| mount.name == name) {
-            return false;
-        }
-        is_device |= devices.iter().flatten().any(|device| device.name == name);
+    let (mut devices, mut mounted) = (BTreeSet::new(), BTreeSet::new());
+    for (of_devices, mounts) in all {
+        devices.extend(of_devices.iter().flatten().map(|device| device.name.as_str()));
+        mounted.extend(mounts.iter().flatten().map(|mount| mount.name.as_str()));
     }
-    is_device
+    &devices - &mounted
 }
 
 /// What is wrong with a pod's annotation, or with how it has changed; `before` is the pod as it was.
 pub fn problem(pod: &Pod, before: Option<&Pod>) -> Option<String> {
     let named = names(pod);
-    let volumes = || pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    // Once, for whoever sends a pod may name as many as there is room for.
+    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    let volumes: BTreeMap<&str, &Volume> =
+        volumes.map(|volume| (volume.name.as_str(), volume)).collect();
+    let devices = only_devices(pod);
     let told = |what: String| Some(format!("metadata.annotations[{ANNOTATION}]: {what}"));
     let known = before.map(names).unwrap_or_default();
     for name in named.difference(&known) {
-        match volumes().find(|volume| volume.name == *name) {
+        match volumes.get(name) {
             None => {
                 return told(format!(
                     "{name:?} is no volume of the pod; name volumes of spec.volumes"
@@ -59,7 +61,7 @@ pub fn problem(pod: &Pod, before: Option<&Pod>) -> Option<String> {
                     "{name:?} is neither a claim nor a generic ephemeral or inline volume, and no runtime could mount it; leave it out"
                 ));
             }
-            Some(_) if is_only_a_device(pod, name) => {
+            Some(_) if devices.contains(name) => {
                 return told(format!(
                     "{name:?} is a raw block device of the pod's containers, and there is no filesystem to be mounted; leave it out"
                 ));

@@ -47,9 +47,10 @@ pub fn wish(pod: &Pod, place: &Place, form: Form) -> Wish {
     let is_opted = |volume: &Volume| opted.contains(volume.name.as_str());
     let inline = || volumes().filter(|volume| volume.csi.is_some() && !form.block);
     // A claim that containers have as a device is never meant by the publish of a filesystem, and the other way round.
+    let devices = defer_annotation::only_devices(pod);
     let mut claims: BTreeMap<String, bool> = BTreeMap::new();
     for volume in volumes() {
-        let is_device = defer_annotation::is_only_a_device(pod, &volume.name);
+        let is_device = devices.contains(volume.name.as_str());
         if let Some(claim) = claim(pod, volume).filter(|_| is_device == form.block) {
             // Two volumes may be of one claim, which is published once.
             *claims.entry(claim).or_default() |= is_opted(volume);

@@ -121,6 +121,7 @@ pub fn only_volumes_that_a_runtime_could_mount_are_named(cluster: &Cluster) {
     for (bad, told) in [
         ("claim,none", "\"none\" is no volume of the pod"),
         ("scratch", "\"scratch\""),
+        ("raw", "\"raw\" is a raw block device"),
         ("Claim", "\"Claim\" is no volume of the pod"),
     ] {
         assert_refused(make(&rig, &pod(Some(bad)), true), &["422", ANNOTATION, told]);
@@ -160,9 +161,9 @@ pub fn a_volume_is_named_until_its_pod_is_initialised_and_stays_named(cluster: &
     let made = make(&rig, &pod(Some("claim")), false).unwrap();
     let mut bare = made.clone();
     bare.metadata.annotations = None;
-    let pods = rig.pods(&rig.apps);
-    let replaced = pods.replace(&made.name_any(), &PostParams::default(), &bare);
-    let replaced = cluster.block_on(replaced).map_err(|error| error.to_string());
+    let (pods, name, params) = (rig.pods(&rig.apps), made.name_any(), PostParams::default());
+    let replaced =
+        cluster.block_on(pods.replace(&name, &params, &bare)).map_err(|error| error.to_string());
     assert_refused(replaced, STAYS);
 }
 
@@ -234,34 +235,25 @@ pub fn while_the_webhook_is_away_only_what_changes_the_annotation_is_refused(clu
 
     make(&rig, &pod(None), false).unwrap();
     for pod in [&plain, &opted] {
+        let change = |way: &str, change: Value| patch(&rig, pod, way, &change).unwrap();
+        let grown = json!({ "name": "c", "resources": { "requests": { "cpu": "20m" } } });
+        change("resize", json!({ "spec": { "containers": [grown] } }));
         // From scheduler and kubelet.
         bind(&rig, pod, &format!("pods/{pod}/binding"), Value::Null).unwrap();
-        patch(&rig, pod, "status", &initialised()).unwrap();
-        let ready = json!({ "status": { "phase": "Running", "podIPs": [{ "ip": "10.0.0.1" }], "conditions": [
-            { "type": "Ready", "status": "True" },
-        ] } });
-        patch(&rig, pod, "status", &ready).unwrap();
+        change("status", initialised());
+        let ready = json!([{ "type": "Ready", "status": "True" }]);
+        change("status", json!({ "status": { "phase": "Running", "conditions": ready } }));
         // From everybody else.
-        patch(
-            &rig,
-            pod,
+        let metadata = json!({ "labels": { "app": "b" }, "annotations": { "a": "b" } });
+        change("", json!({ "metadata": metadata }));
+        change("", json!({ "metadata": { "finalizers": ["a.example/f"] } }));
+        change("", json!({ "spec": { "activeDeadlineSeconds": 3600 } }));
+        let debug = json!({ "name": "d", "image": "x" });
+        change("ephemeralcontainers", json!({ "spec": { "ephemeralContainers": [debug] } }));
+        change(
             "",
-            &json!({ "metadata": { "labels": { "app": "b" }, "annotations": { "a": "b" } } }),
-        )
-        .unwrap();
-        patch(&rig, pod, "", &json!({ "metadata": { "finalizers": ["a.example/f"] } })).unwrap();
-        patch(&rig, pod, "", &json!({ "spec": { "activeDeadlineSeconds": 3600 } })).unwrap();
-        let grown = json!({ "spec": { "containers": [{ "name": "c", "resources": { "requests": { "cpu": "20m" } } }] } });
-        patch(&rig, pod, "resize", &grown).unwrap();
-        let debug = json!({ "spec": { "ephemeralContainers": [{ "name": "d", "image": "x" }] } });
-        patch(&rig, pod, "ephemeralcontainers", &debug).unwrap();
-        patch(
-            &rig,
-            pod,
-            "",
-            &json!({ "metadata": { "finalizers": [] , "$setElementOrder/finalizers": [] } }),
-        )
-        .unwrap();
+            json!({ "metadata": { "$deleteFromPrimitiveList/finalizers": ["a.example/f"] } }),
+        );
         cluster.delete(&rig.pods(&rig.apps), pod);
     }
     assert_eq!(named(&cluster.get(&rig.pods(&rig.apps), &opted).unwrap()), Some("claim"));

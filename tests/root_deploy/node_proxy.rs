@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use csi_loopback::kubernetes::defer_annotation;
+use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
@@ -165,11 +167,10 @@ fn they_meet(driver: &Value, proxy: &Value) {
     assert_eq!(own["allowPrivilegeEscalation"], json!(false));
     assert_eq!(spec(proxy)["hostPID"], Value::Null);
     assert_eq!(spec(proxy)["hostNetwork"], Value::Null);
-    // Its own node's pods, and a restart for nothing that a restart does not mend.
+    // Its own node's pods.
     let node = json!([{ "name": "NODE_NAME", "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "spec.nodeName" } } }]);
     assert_eq!(of_proxy["env"], node);
-    assert_eq!(of_proxy["livenessProbe"]["httpGet"], Value::Null);
-    assert_eq!(of_proxy["readinessProbe"]["httpGet"]["path"], "/healthz");
+    assert_eq!(of_proxy["livenessProbe"]["httpGet"]["path"], "/healthz");
 }
 
 pub fn in_front_of_the_driver(cluster: &Cluster) {
@@ -233,11 +234,9 @@ pub fn in_front_of_anothers_driver(cluster: &Cluster) {
 
 pub fn opted_in(cluster: &Cluster) {
     let all = applied(cluster, "examples/node-proxy");
-    let pod: k8s_openapi::api::core::v1::Pod =
-        serde_json::from_value(only(&all, "Pod").clone()).unwrap();
-    assert_eq!(csi_loopback::kubernetes::defer_annotation::problem(&pod, None), None);
-    let names = csi_loopback::kubernetes::defer_annotation::names(&pod);
-    let spec = pod.spec.unwrap();
+    let pod: Pod = serde_json::from_value(only(&all, "Pod").clone()).unwrap();
+    assert_eq!(defer_annotation::problem(&pod, None), None);
+    let (names, spec) = (defer_annotation::names(&pod), pod.spec.clone().unwrap());
     let volumes: BTreeSet<_> =
         spec.volumes.iter().flatten().map(|volume| volume.name.as_str()).collect();
     assert_eq!(names, volumes, "a claim, a generic ephemeral and an inline volume");

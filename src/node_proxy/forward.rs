@@ -12,6 +12,7 @@ use std::time::Duration;
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::UnixStream;
+use tokio::time::{Instant, sleep};
 use tonic::body::Body;
 use tonic::codegen::http::uri::{Authority, Scheme};
 use tonic::codegen::http::{HeaderMap, Request, Response, Uri};
@@ -24,8 +25,10 @@ use crate::proto::csi::v1 as csi;
 use csi::node_client::NodeClient;
 use csi::node_service_capability::{Type, rpc};
 
-/// How long the driver may take to say what it can do.
+/// How long the driver may take to say what it can do, or to take a connection.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time between two tries to connect to a driver whose queue is full.
+const CONNECT_AGAIN: Duration = Duration::from_millis(10);
 /// Bytes under way of an answer that its client does not take.
 const WINDOW: u32 = 256 << 10;
 /// Bytes of a frame. HTTP/2's default, 16 KiB, costs a tenth more processor time.
@@ -55,7 +58,7 @@ impl Driver {
     }
 
     async fn send(&self, mut request: Request<Body>) -> io::Result<Response<Body>> {
-        let stream = UnixStream::connect(&self.socket).await?;
+        let stream = self.connect().await?;
         let mut builder = http2::Builder::new(TokioExecutor::new());
         builder.initial_stream_window_size(WINDOW).initial_connection_window_size(WINDOW);
         builder.max_frame_size(FRAME);
@@ -66,6 +69,19 @@ impl Driver {
         *request.uri_mut() = absolute(request.uri());
         let answer = sender.send_request(request).await.map_err(io::Error::other)?;
         Ok(answer.map(Body::new))
+    }
+
+    /// A driver that more call than its queue holds is there, and only slow: connect(2) says EAGAIN then.
+    async fn connect(&self) -> io::Result<UnixStream> {
+        let until = Instant::now() + ASK_TIMEOUT;
+        loop {
+            match UnixStream::connect(&self.socket).await {
+                Err(error) if is_full(&error) && Instant::now() < until => {
+                    sleep(CONNECT_AGAIN).await;
+                }
+                connected => return connected,
+            }
+        }
     }
 
     /// Passes on a call that nobody looks at. Where the driver is away the answer is UNAVAILABLE.
@@ -118,6 +134,10 @@ impl Service<Request<Body>> for Driver {
         let driver = self.clone();
         Box::pin(async move { driver.send(request).await })
     }
+}
+
+fn is_full(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::WouldBlock
 }
 
 /// HTTP/2 wants a scheme and a host, which nobody looks up.

@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use http::HeaderMap;
 use nix::sys::signal::Signal;
+use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 
 use crate::rig::*;
@@ -153,7 +155,7 @@ fn a_driver_that_is_away_is_unavailable_and_found_when_it_is_back() {
 fn a_driver_that_says_nothing_holds_up_only_who_waits_for_it() {
     with_proxy("a_driver_that_says_nothing_holds_up_only_who_waits_for_it", |rig| {
         // Connections are taken in by the kernel, and nobody ever speaks on them.
-        let socket = rig.socket().with_file_name("csi.sock");
+        let socket = rig.driver_socket();
         let silent = std::os::unix::net::UnixListener::bind(&socket).unwrap();
         let client = rig.client();
         let answer = rig.block_on(client.call(PUBLISH, &[("grpc-timeout", "50m")], framed(b"")));
@@ -163,6 +165,39 @@ fn a_driver_that_says_nothing_holds_up_only_who_waits_for_it() {
         let _driver = rig.driver(Call::ok);
         let answer = rig.block_on(client.call(PUBLISH, &[("grpc-timeout", "10S")], framed(b"")));
         assert_eq!(answer.unwrap().code(), Some("0"));
+    });
+}
+
+#[test]
+fn a_driver_that_more_call_than_it_can_take_in_is_waited_for() {
+    with_proxy("a_driver_that_more_call_than_it_can_take_in_is_waited_for", |rig| {
+        let listener = rig.short_queue(1);
+        // Until the queue is full: to whoever comes next the kernel says EAGAIN.
+        let mut waiting = Vec::new();
+        let full = rig.block_on(async {
+            loop {
+                match UnixStream::connect(rig.driver_socket()).await {
+                    Ok(stream) => waiting.push(stream),
+                    Err(error) => break error,
+                }
+            }
+        });
+        assert_eq!(full.kind(), std::io::ErrorKind::WouldBlock);
+        let client = rig.client();
+        let mut answers = Vec::new();
+        for _ in 0..5 {
+            let (mut answer, mut sending) = rig.block_on(client.open(PUBLISH, &[]));
+            sending.send_data(framed(b""), true).unwrap();
+            let soon = Duration::from_millis(20);
+            let early = rig.block_on(async { tokio::time::timeout(soon, &mut answer).await });
+            assert!(early.is_err(), "{early:?}");
+            answers.push(answer);
+        }
+        drop(waiting);
+        let _driver = rig.driver_on(listener, Call::ok);
+        for answer in answers {
+            assert_eq!(rig.block_on(take(answer)).unwrap().code(), Some("0"));
+        }
     });
 }
 

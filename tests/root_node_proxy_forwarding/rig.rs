@@ -12,7 +12,7 @@ use h2::server::SendResponse;
 use h2::{RecvStream, SendStream};
 use http::{HeaderMap, Request, Response};
 use tempfile::TempDir;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::{UnixListener, UnixSocket, UnixStream};
 use tokio::runtime::Runtime;
 use tokio::task::{JoinHandle, JoinSet};
 
@@ -73,7 +73,33 @@ impl Rig {
         F: Future<Output = ()> + Send + 'static,
     {
         let _inside = self.runtime.enter();
-        Scripted::start(&self.directory.path().join("csi.sock"), answer)
+        let listener = UnixListener::bind(self.driver_socket()).unwrap();
+        self.driver_on(listener, answer)
+    }
+
+    /// The same on a socket that is there.
+    pub fn driver_on<F>(
+        &self,
+        listener: UnixListener,
+        answer: impl Fn(Call) -> F + Clone + Send + 'static,
+    ) -> Scripted
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let _inside = self.runtime.enter();
+        Scripted::start(&self.driver_socket(), listener, answer)
+    }
+
+    pub fn driver_socket(&self) -> PathBuf {
+        self.directory.path().join("csi.sock")
+    }
+
+    /// The driver's socket with a queue for so many callers, that nobody serves yet.
+    pub fn short_queue(&self, callers: u32) -> UnixListener {
+        let _inside = self.runtime.enter();
+        let socket = UnixSocket::new_stream().unwrap();
+        socket.bind(self.driver_socket()).unwrap();
+        socket.listen(callers).unwrap()
     }
 
     /// Runs to the end, which has to come in time.
@@ -217,11 +243,14 @@ pub struct Scripted {
 }
 
 impl Scripted {
-    fn start<F>(socket: &Path, answer: impl Fn(Call) -> F + Clone + Send + 'static) -> Self
+    fn start<F>(
+        socket: &Path,
+        listener: UnixListener,
+        answer: impl Fn(Call) -> F + Clone + Send + 'static,
+    ) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let listener = UnixListener::bind(socket).unwrap();
         let task = tokio::spawn(async move {
             // All of it ends with this task.
             let mut connections = JoinSet::new();

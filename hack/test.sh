@@ -246,6 +246,17 @@ else
         step "hack/demo-session.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-session.sh
         step "hack/demo-aggregated.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-aggregated.sh
         step "hack/demo-admission.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-admission.sh
+        if install_missing "${node_commands[@]}"; then
+            step "hack/demo-node-proxy.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-node-proxy.sh
+            # With its cluster half made, and while its first pod begins.
+            for seconds in 8 20; do
+                # shellcheck disable=SC2016 # $@ is for the inner shell
+                step "hack/demo-node-proxy.sh, interrupted after $seconds s" \
+                    bash -c 'interrupted "$@"' _ hack/demo-node-proxy.sh "$seconds" "$driver"
+            done
+        else
+            skip 3 "hack/demo-node-proxy.sh" "needs containerd, ctr and runc"
+        fi
     fi
     sanity
 fi

@@ -57,5 +57,5 @@ fn each_test_that_the_page_on_runtime_assisted_mounting_names_exists() {
 
 #[test]
 fn each_test_that_the_page_on_the_node_proxy_names_exists() {
-    each_test_exists("node-proxy.md", 60);
+    each_test_exists("node-proxy.md", 100);
 }

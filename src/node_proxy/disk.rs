@@ -2,7 +2,8 @@
 //! to write, each for a bounded time, and nobody else.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::spawn_blocking;
@@ -13,6 +14,8 @@ use crate::crust::{self, Directory, Problem, Served};
 
 /// How long a write may take, waiting for others included.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// Time between two looks whether it is one's turn.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 /// Cheap to clone.
 #[derive(Debug, Clone)]
@@ -73,9 +76,16 @@ impl Disk {
         timeout(TIMEOUT, worked).await.map_err(|_| late())?
     }
 
-    /// The turn, if it is nobody's.
+    /// The turn, on a thread that may block. None where it does not come in time.
     pub fn turn(&self) -> Option<OwnedSemaphorePermit> {
-        self.turn.clone().try_acquire_owned().ok()
+        let until = Instant::now() + TIMEOUT;
+        loop {
+            match self.turn.clone().try_acquire_owned() {
+                Ok(turn) => return Some(turn),
+                Err(_) if Instant::now() < until => sleep(LOOK_AGAIN),
+                Err(_) => return None,
+            }
+        }
     }
 
     fn held(&self) -> MutexGuard<'_, Option<Served>> {

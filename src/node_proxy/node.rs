@@ -39,8 +39,8 @@ pub struct Proxy {
     pub metrics: Metrics,
     pub calls: Calls,
     pub room: Room,
-    /// Of answers: who waits for that has room for a request already.
-    pub answers: Room,
+    /// For answers: a request that waits for its own has room already, and would wait for ever if all of them did.
+    pub room_for_answers: Room,
 }
 
 /// What becomes of a call.
@@ -228,7 +228,7 @@ impl Proxy {
         request: Request<Body>,
     ) -> Result<(Response<Body>, Code)> {
         let (parts, body) = self.driver.forward(request).await?.into_parts();
-        let held = match self.answers.gather(body).await {
+        let held = match self.room_for_answers.gather(body).await {
             Ok(held) => held,
             Err(Unheld::BrokeOff) => {
                 return Err(Refusal::DriverAway("its answer broke off".into()));

@@ -78,7 +78,7 @@ async fn start(args: Args) -> anyhow::Result<()> {
         calls: Calls::new(metrics.clone()),
         metrics: metrics.clone(),
         room: Room::default(),
-        answers: Room::default(),
+        room_for_answers: Room::default(),
     };
     if let Some(endpoint) = http_endpoint {
         serve_http(&endpoint, metrics, &shutdown).await?;

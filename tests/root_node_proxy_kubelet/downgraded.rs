@@ -8,6 +8,7 @@ use crate::rig::{Rig, SIZE};
 use crate::support::driver::wait_for;
 
 const PUBLISHED: &str = "volumes_published_with_deferred_ops_total ";
+const PROXY: &str = "csi-loopback-node-proxy";
 const CAPABILITY: &str = "DEFER_FS_OPS";
 const LARGER: u64 = 2 * SIZE;
 
@@ -45,7 +46,7 @@ pub fn after_a_downgrade_figures_and_growth_fail_aloud_until_the_upgrade_and_the
     let said =
         cluster.wait_for("the claim's condition", || rig.condition("data", "NodeResizeError"));
     assert!(said.contains(CAPABILITY), "{said}");
-    rig.told_of_claim("data", "VolumeResizeFailed", CAPABILITY);
+    rig.told_by("kubelet", "VolumeResizeFailed", &pod, &[CAPABILITY]);
     assert!(failed(&rig, "expand") > 0);
     assert_eq!(rig.capacity("data"), Some(SIZE.to_string()));
     rig.restart_driver(true);
@@ -80,7 +81,7 @@ pub fn a_pod_whose_volume_is_published_again_is_told_of_a_downgrade_and_grows_af
     let published = rig.proxy.number(PUBLISHED);
     wait_for("another publish", || rig.proxy.number(PUBLISHED) > published);
     rig.restart_driver(false);
-    rig.told_by("csi-loopback-node-proxy", &pod, &[CAPABILITY]);
+    rig.told_by(PROXY, "FailedMount", &pod, &[CAPABILITY]);
     rig.grow("data", &id, LARGER);
     assert!(failed(&rig, "publish") > 0);
     // It runs, and what it writes is on its volume.
@@ -106,8 +107,8 @@ pub fn a_pod_that_begins_at_a_downgrade_is_told_why_and_runs_after_the_upgrade(c
     let inline = rig.opted("inline", "data", &[volume], &demanding);
     let claim = rig.opted("claim", "data", &[rig.claimed("data")], &demanding);
     for pod in [&inline, &claim] {
-        rig.told_by("csi-loopback-node-proxy", pod, &["data", CAPABILITY]);
-        rig.told_by("kubelet", pod, &["FailedPrecondition", CAPABILITY]);
+        rig.told_by(PROXY, "FailedMount", pod, &["data", CAPABILITY]);
+        rig.told_by("kubelet", "FailedMount", pod, &["FailedPrecondition", CAPABILITY]);
         assert!(!rig.is_ready(&pod.name));
     }
     assert!(!rig.is_on_the_host(&rig.target(&inline, "data")));

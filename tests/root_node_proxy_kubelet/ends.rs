@@ -86,7 +86,7 @@ pub fn a_pod_that_begins_or_ends_while_the_proxy_is_away_does_so_once_it_is_back
     rig.proxy.kill();
     let spec = demanding(&rig.class, "data");
     let pod = rig.opted("waits", "data", &[rig.claimed("data")], &spec);
-    rig.told_by("kubelet", &pod, &["connection refused"]);
+    rig.told_by("kubelet", "FailedMount", &pod, &["connection refused"]);
     rig.proxy.start_again();
     rig.wait_until_ready(&pod);
     assert_served(&rig, &pod);

@@ -23,7 +23,9 @@ fn main() -> ExitCode {
             a_claim_of_any_class_is_mounted_by_the_runtime_alone_since_its_pod_says_so
             each_volume_of_a_pod_is_mounted_by_whom_the_pod_has_named
             files_change_their_group_only_where_the_pods_policy_says_so
-            a_pod_may_opt_in_until_its_volumes_are_there;
+            a_pod_may_opt_in_until_its_volumes_are_there
+            a_claim_whose_class_leaves_it_to_the_runtime_is_the_drivers_affair_whatever_its_pod_says
+            a_pod_whose_runtime_knows_nothing_of_volumes_is_counted_as_abnormal;
         grown:
             a_volume_is_grown_while_only_its_containers_see_it_and_the_claim_says_so
             a_claim_that_grew_while_nobody_used_it_has_its_size_once_its_pod_runs;

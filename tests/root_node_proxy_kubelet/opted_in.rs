@@ -51,9 +51,9 @@ pub fn a_claim_of_any_class_is_mounted_by_the_runtime_alone_since_its_pod_says_s
     assert!(rig.is_on_the_host(&rig.target_of_claim(&plain, "data")));
     rig.proxy.remembers(0);
     assert_eq!(rig.exec(&plain, "cat /data/init"), "by init\nby init\n");
+    assert_eq!(rig.proxy.number("csi_loopback_unknown_pods_total "), 0);
     rig.gone(&plain, &[]);
     rig.wait_until_detached(&id);
-    assert_eq!(rig.proxy.number("csi_loopback_unknown_pods_total "), 0);
 }
 
 /// The filesystem that the container has at `/NAME`.
@@ -137,4 +137,42 @@ pub fn a_pod_may_opt_in_until_its_volumes_are_there(cluster: &Cluster) {
     rig.gone(&pod, &[]);
     rig.wait_until_detached(&id);
     watch.saw_nothing();
+}
+
+pub fn a_claim_whose_class_leaves_it_to_the_runtime_is_the_drivers_affair_whatever_its_pod_says(
+    cluster: &Cluster,
+) {
+    const TEST: &str =
+        "a_claim_whose_class_leaves_it_to_the_runtime_is_the_drivers_affair_whatever_its_pod_says";
+    let Some(rig) = Rig::new(cluster, TEST) else { return };
+    let id = rig.claim_of_the_shipped_class("data", SIZE);
+    let watch = rig.watch();
+    let silent = rig.run("silent", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    assert_served(&rig, &silent);
+    cluster.wait_for("kubelet's figures", || rig.summary(&silent, "data"));
+    rig.proxy.remembers(0);
+    rig.gone(&silent, &[]);
+    let opted = rig.run_opted("opted");
+    assert_served(&rig, &opted);
+    cluster.wait_for("kubelet's figures", || rig.summary(&opted, "data"));
+    rig.proxy.remembers(1);
+    rig.gone(&opted, &[]);
+    rig.wait_until_detached(&id);
+    watch.saw_nothing();
+}
+
+pub fn a_pod_whose_runtime_knows_nothing_of_volumes_is_counted_as_abnormal(cluster: &Cluster) {
+    const TEST: &str = "a_pod_whose_runtime_knows_nothing_of_volumes_is_counted_as_abnormal";
+    let Some(rig) = Rig::new(cluster, TEST) else { return };
+    let id = rig.claim("data", SIZE);
+    let pod = rig.opted("plain", "data", &[rig.claimed("data")], &json!({}));
+    rig.wait_until_ready(&pod);
+    let mount = rig.exec(&pod, "grep ' /data ' /proc/mounts");
+    assert!(!mount.contains("/dev/loop"), "runc mounts nothing: {mount}");
+    let names = format!("namespace=\"{0}\",pod=\"plain\",volume=\"{0}-data\"", rig.namespace);
+    let line = format!("volume_stats_health_status_abnormal{{{names}}} 1");
+    cluster.wait_for("the number of it", || rig.proxy.metrics(&line).pop());
+    assert_eq!(rig.summary(&pod, "data"), None, "no figures of the node's own disk");
+    rig.gone(&pod, &[]);
+    rig.wait_until_detached(&id);
 }

@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
-use k8s_openapi::api::rbac::v1::PolicyRule;
 use k8s_openapi::api::storage::v1::{CSIDriver, StorageClass};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::cluster::Cluster;
 use crate::cluster::kubelet::Made;
+use crate::cluster::node_proxy::{claim_rules, node_proxy_rules};
 use crate::cluster::programs::{Process, free_port};
 use crate::cluster::runtime::{self, demanding, shipped_class};
 use crate::cluster::sidecar::http_at;
@@ -73,6 +73,11 @@ impl<'a> Rig<'a> {
     /// A claim of a class that does not defer. The volume's id.
     pub fn claim(&self, name: &str, bytes: u64) -> String {
         self.claim_with(name, &json!({}), bytes)
+    }
+
+    /// A claim of a class that does. The volume's id.
+    pub fn claim_of_the_shipped_class(&self, name: &str, bytes: u64) -> String {
+        self.runtime.claim(name, bytes)
     }
 
     /// The claim that kube-controller-manager would make for a generic ephemeral volume. The volume's id.
@@ -140,25 +145,14 @@ impl<'a> Rig<'a> {
         conditions.find(|one| one.type_ == named && one.status == "True")?.message
     }
 
-    /// Waits until an event of the claim, for this reason, has these words.
-    pub fn told_of_claim(&self, claim: &str, reason: &str, words: &str) {
-        wait_for(&format!("{reason} of claim {claim}"), || {
-            self.events().into_iter().any(|event| {
-                event.involved_object.name.as_deref() == Some(claim)
-                    && event.reason.as_deref() == Some(reason)
-                    && event.message.is_some_and(|message| message.contains(words))
-            })
-        });
-    }
-
-    /// Waits until this component has told in a FailedMount event of the pod all of these words.
-    pub fn told_by(&self, component: &str, pod: &Made, words: &[&str]) {
+    /// Waits until this component has told in an event of the pod, for this reason, all of these words.
+    pub fn told_by(&self, component: &str, reason: &str, pod: &Made, words: &[&str]) {
         wait_for(&format!("what {component} tells of {}: {words:?}", pod.name), || {
             self.events().into_iter().any(|event| {
                 let source = event.source.unwrap_or_default();
                 let message = event.message.unwrap_or_default();
                 event.involved_object.uid.as_ref() == Some(&pod.uid)
-                    && event.reason.as_deref() == Some("FailedMount")
+                    && event.reason.as_deref() == Some(reason)
                     && source.component.as_deref() == Some(component)
                     && words.iter().all(|word| message.contains(word))
             })
@@ -214,7 +208,7 @@ impl Proxy {
     fn start(cluster: &Cluster, driver: &Path) -> Self {
         let name = cluster.unique("node-proxy");
         let account = cluster.account("default", &name);
-        cluster.grant(&account, &rights());
+        cluster.grant(&account, &[node_proxy_rules(), claim_rules()].concat());
         let scratch = cluster.scratch().to_owned();
         let mut proxy = Self {
             process: None,
@@ -272,18 +266,4 @@ impl Proxy {
         let files = entries.filter_map(|entry| fs::read(entry.path().join("vol_data.json")).ok());
         files.map(|file| serde_json::from_slice(&file).unwrap()).collect()
     }
-}
-
-fn rights() -> Vec<PolicyRule> {
-    let may = |resource: &str, verbs: &[&str]| PolicyRule {
-        api_groups: Some(vec![String::new()]),
-        resources: Some(vec![resource.to_owned()]),
-        verbs: verbs.iter().map(|verb| (*verb).to_owned()).collect(),
-        ..PolicyRule::default()
-    };
-    vec![
-        may("pods", &["get", "list", "watch"]),
-        may("events", &["create"]),
-        may("persistentvolumeclaims", &["get"]),
-    ]
 }

@@ -26,7 +26,7 @@ pub fn a_pod_that_nobody_told_of_in_time_is_mounted_on_the_host_and_told_so_once
     rig.mount(&content, &other).unwrap();
     assert_eq!(rig.metric("csi_loopback_unknown_pods_total"), 2.0);
     cluster.turn(&way, Way::Open);
-    let event = rig.told(&pod, &["was mounted on the host before", "delete the pod"]);
+    let event = rig.told(&pod, &["was mounted on the host at", "delete the pod"]);
     assert_eq!(
         (event.reason.as_deref(), event.type_.as_deref()),
         (Some("FailedMount"), Some("Warning"))
@@ -46,7 +46,7 @@ pub fn a_pod_that_nobody_told_of_in_time_is_mounted_on_the_host_and_told_so_once
     rig.unmount(&content, &other);
     assert_eq!(rig.metric(TOLD), 1.0);
     assert_eq!((rig.events(&pod).len(), rig.events(&content).len()), (1, 0));
-    assert!(rig.log().contains("was mounted on the host before"));
+    assert!(rig.log().contains("was mounted on the host at"));
 }
 
 pub fn a_pod_that_opts_in_after_it_was_mounted_is_told_so_and_not_mounted_twice(cluster: &Cluster) {
@@ -56,7 +56,7 @@ pub fn a_pod_that_opts_in_after_it_was_mounted_is_told_so_and_not_mounted_twice(
     let target = rig.mount(&pod, &claim).unwrap();
     assert!(is_mounted(&target));
     rig.opt_in(&pod, "data");
-    rig.told(&pod, &["was mounted on the host before"]);
+    rig.told(&pod, &["was mounted on the host at"]);
     wait_until_known(&rig, &pod);
     // Kubelet publishes again, to this proxy and to one that was never told of the mount.
     for restarted in [false, true] {

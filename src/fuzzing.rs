@@ -88,13 +88,16 @@ pub fn group_members(volume_ids: &[String]) -> Result<&[String]> {
 
 /// What the node proxy holds of a body that comes in these pieces; none where that is more than it holds.
 pub fn gathered(pieces: Vec<Vec<u8>>) -> Option<Vec<u8>> {
+    // Nobody has to be waited for, but the stream of the pieces pauses now and then for others.
+    let polls = pieces.len() + 1;
     let pieces = pieces.into_iter().map(Ok::<_, Infallible>);
     let body = Body::new(axum::body::Body::from_stream(tokio_stream::iter(pieces)));
     let room = Room::default();
     let mut gathering = pin!(room.gather(body));
-    // Nobody has to be waited for.
-    match gathering.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(held) => held.ok().map(|held| held.bytes.to_vec()),
+    let mut context = Context::from_waker(Waker::noop());
+    let held = (0..polls).find_map(|_| match gathering.as_mut().poll(&mut context) {
+        Poll::Ready(held) => Some(held),
         Poll::Pending => None,
-    }
+    });
+    held?.ok().map(|held| held.bytes.to_vec())
 }

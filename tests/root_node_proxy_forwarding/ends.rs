@@ -1,5 +1,6 @@
 //! Calls that do not come to a good end: clients and drivers that go away, deadlines, the end of the proxy itself.
 
+use std::os::unix::net::UnixStream as Socket;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -226,9 +227,7 @@ fn a_proxy_that_is_told_to_end_lets_calls_finish() {
         rig.block_on(told.recv()).unwrap();
         rig.proxy.signal(Signal::SIGTERM);
         // It takes nobody any more, so that it is past whatever it does with those that it has.
-        wait_for("nobody is taken", || {
-            std::os::unix::net::UnixStream::connect(rig.socket()).is_err().then_some(())
-        });
+        wait_for("nobody is taken", || Socket::connect(rig.socket()).is_err());
         go.notify_one();
         let answer = rig.block_on(take(answer)).unwrap();
         assert_eq!(answer.code(), Some("0"));

@@ -232,6 +232,8 @@ fn a_proxy_that_is_told_to_end_lets_calls_finish() {
         let answer = rig.block_on(take(answer)).unwrap();
         assert_eq!(answer.code(), Some("0"));
         assert!(rig.proxy.wait(PATIENCE).unwrap().success());
+        // The connection is still the client's: the proxy has told it that no more is taken.
+        assert!(!rig.proxy.log().contains("did not end in time"), "{}", rig.proxy.log());
         assert!(!rig.socket().exists());
     });
 }

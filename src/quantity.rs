@@ -60,6 +60,12 @@ pub fn duration(
     if range.contains(&time) { Ok(time) } else { Err(format!("{text:?} is not {words}")) }
 }
 
+/// A time between two rounds, or that a program may take, which is neither none nor for ever.
+pub fn some_time(text: &str) -> Result<Duration, String> {
+    let range = Duration::from_millis(1)..=Duration::from_secs(86_400);
+    duration(text, range, "a time from 1ms to 1day")
+}
+
 fn is_digits(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }

@@ -264,11 +264,8 @@ fn overcommit(text: &str) -> Result<f64, String> {
 
 /// The volume's lock is held for as long.
 fn crust_timeout(text: &str) -> Result<Duration, String> {
-    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
-    if (Duration::from_millis(100)..=Duration::from_secs(600)).contains(&time) {
-        return Ok(time);
-    }
-    Err(format!("{text:?} is not a time from 100ms to 10min"))
+    let range = Duration::from_millis(100)..=Duration::from_secs(600);
+    quantity::duration(text, range, "a time from 100ms to 10min")
 }
 
 fn block_size(text: &str) -> Result<u64, String> {

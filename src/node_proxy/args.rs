@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::grpc::SocketPath;
 use crate::grpc::socket::octal_mode;
 use crate::kubernetes::client;
+use crate::quantity::some_time;
 use crate::telemetry::{http, logs};
 
 #[derive(Debug, clap::Args)]
@@ -43,7 +44,7 @@ pub struct Args {
     pub pod_timeout: Duration,
 
     /// Time between two looks for remembered volumes whose target is gone; those that are found gone twice are forgotten.
-    #[arg(long, default_value = "60s", value_parser = humantime::parse_duration, value_name = "TIME")]
+    #[arg(long, default_value = "60s", value_parser = some_time, value_name = "TIME")]
     pub collect_every: Duration,
 
     /// Serve /healthz and /metrics on host:port or :port; by default not at all.
@@ -61,4 +62,24 @@ pub struct Args {
 
     #[command(flatten)]
     pub log: logs::Args,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Args as _;
+
+    use super::*;
+
+    #[test]
+    fn rounds_that_never_pause_are_refused() {
+        let parse = |every: &str| {
+            let command = Args::augment_args(clap::Command::new("node-proxy"));
+            command.try_get_matches_from(["node-proxy", "--node-name=n", "--collect-every", every])
+        };
+        assert!(parse("1ms").is_ok());
+        for every in ["0s", "2days"] {
+            let refused = parse(every).unwrap_err().to_string();
+            assert!(refused.contains("--collect-every") && refused.contains("1ms"), "{refused}");
+        }
+    }
 }

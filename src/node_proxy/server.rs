@@ -26,7 +26,7 @@ use crate::crust::Directory;
 use crate::fail_point;
 use crate::grpc::call::Calls;
 use crate::grpc::{serve, socket};
-use crate::telemetry::http::{self, Pages};
+use crate::telemetry::http;
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::shutdown::{self, Shutdown};
 use crate::telemetry::{logs, rounds};
@@ -80,9 +80,10 @@ async fn start(args: Args) -> anyhow::Result<()> {
         room: Room::default(),
         room_for_answers: Room::default(),
     };
-    if let Some(endpoint) = http_endpoint {
-        serve_http(&endpoint, metrics, &shutdown).await?;
-    }
+    // A state directory that cannot be used is no reason to be ended: calls of others go through.
+    let health: http::HealthCheck = Arc::new(|| Ok(()));
+    let scrape = Arc::new(move || metrics.scrape());
+    http::start_if_asked(http_endpoint.as_ref(), health, scrape, &shutdown).await?;
     let path = endpoint.as_ref();
     let (listener, _guard) = socket::listen(path, socket_mode, None)?;
     tracing::info!(
@@ -127,22 +128,4 @@ async fn at_each_change(
             () = shutdown.ending() => return,
         }
     }
-}
-
-/// A state directory that cannot be used is no reason to be ended: calls of others go through.
-async fn serve_http(
-    endpoint: &http::Endpoint,
-    metrics: Metrics,
-    shutdown: &Shutdown,
-) -> anyhow::Result<()> {
-    let scrape: http::Scrape = Arc::new(move || metrics.scrape());
-    let pages = Pages {
-        health_path: "/healthz",
-        health: Arc::new(|| Ok(())),
-        metrics: Some(("/metrics".into(), scrape)),
-    };
-    let address = http::start(endpoint, pages, shutdown.clone()).await;
-    let address = address.context("--http-endpoint")?;
-    tracing::info!(%address, "serving /healthz and /metrics");
-    Ok(())
 }

@@ -8,6 +8,7 @@ use clap::ValueEnum;
 use crate::crust;
 use crate::grpc::SocketPath;
 use crate::grpc::socket::octal_mode;
+use crate::quantity::some_time;
 use crate::telemetry::{http, logs};
 
 #[derive(Debug, clap::Args)]
@@ -81,12 +82,6 @@ pub enum Layout {
 }
 
 /// A time above none, and no longer than a day.
-fn some_time(text: &str) -> Result<Duration, String> {
-    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
-    let bounds = Duration::from_millis(1)..=Duration::from_secs(86_400);
-    if bounds.contains(&time) { Ok(time) } else { Err("is not a time from 1ms to 1day".into()) }
-}
-
 fn variable(text: &str) -> Result<(String, String), String> {
     let (name, value) = text.split_once('=').ok_or("is not NAME=VALUE")?;
     let is_name = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';

@@ -77,12 +77,22 @@ fn objects(cluster: &Cluster) -> Api<DriverDiscovery> {
     cluster.api()
 }
 
-/// Makes a DriverDiscovery; returns the driver's name.
-fn discover(cluster: &Cluster, url: &str, authority: &Authority) -> String {
-    let driver = format!("{}.csi.local", cluster.unique("discovered"));
-    let config = json!({ "url": url, "caBundle": ByteString(authority.pem().into()) });
+fn driver_name(cluster: &Cluster) -> String {
+    format!("{}.csi.local", cluster.unique("discovered"))
+}
+
+/// Makes the DriverDiscovery of a driver. The controller may look at once: what the endpoint is to tell is set before.
+fn discover(cluster: &Cluster, driver: &str, url: &str, ca: &[u8]) {
+    let config = json!({ "url": url, "caBundle": ByteString(ca.into()) });
     let spec = json!({ "driverName": driver, "clientConfig": config });
     cluster.create(&objects(cluster), json!({ "metadata": { "name": driver }, "spec": spec }));
+}
+
+/// One whose endpoint tells that the driver has this capability; returns the driver's name.
+fn discovered(cluster: &Cluster, at: &Endpoint, authority: &Authority, capability: &str) -> String {
+    let driver = driver_name(cluster);
+    at.tells(info(&driver, capability));
+    discover(cluster, &driver, &at.url(), authority.pem().as_bytes());
     driver
 }
 
@@ -124,8 +134,7 @@ fn endpoint(cluster: &Cluster, authority: &Authority) -> Endpoint {
 pub fn a_driver_that_answers_has_three_conditions_and_others_stay_as_they_are(cluster: &Cluster) {
     let authority = Authority::new("cbt-http");
     let endpoint = endpoint(cluster, &authority);
-    let driver = discover(cluster, &endpoint.url(), &authority);
-    endpoint.tells(info(&driver, "ListSnapshotDeltas"));
+    let driver = discovered(cluster, &endpoint, &authority, "ListSnapshotDeltas");
     let other = condition_by(&driver, "Audited", "2024-01-01T00:00:00Z");
     let params = PatchParams::apply("auditor");
     let objects = objects(cluster);
@@ -157,8 +166,7 @@ pub fn a_driver_that_answers_has_three_conditions_and_others_stay_as_they_are(cl
 pub fn a_change_is_seen_at_once_and_what_is_written_is_no_reason_to_look(cluster: &Cluster) {
     let authority = Authority::new("cbt-http");
     let (first, second) = (endpoint(cluster, &authority), endpoint(cluster, &authority));
-    let driver = discover(cluster, &first.url(), &authority);
-    first.tells(info(&driver, "ListSnapshotDeltas"));
+    let driver = discovered(cluster, &first, &authority, "ListSnapshotDeltas");
     second.tells(info(&driver, "None"));
     // What was so before is so since then.
     let since = "2024-01-01T00:00:00Z";
@@ -182,8 +190,7 @@ pub fn a_change_is_seen_at_once_and_what_is_written_is_no_reason_to_look(cluster
 pub fn an_endpoint_that_goes_or_changes_is_seen_at_the_next_look(cluster: &Cluster) {
     let authority = Authority::new("cbt-http");
     let endpoint = endpoint(cluster, &authority);
-    let driver = discover(cluster, &endpoint.url(), &authority);
-    endpoint.tells(info(&driver, "SnapshotMetadata"));
+    let driver = discovered(cluster, &endpoint, &authority, "SnapshotMetadata");
     let every = Duration::from_millis(300);
     let controller = Controller::start(cluster, &account(cluster), every, None);
     let before = becomes(cluster, &driver, CAPABLE, "True", "SnapshotMetadata");
@@ -222,8 +229,7 @@ pub fn a_certificate_that_cannot_be_trusted_or_not_for_long_is_said(cluster: &Cl
         let endpoint = Endpoint::start(cluster, &certificate);
         let other = Authority::new("another");
         let known = if trusted { &authority } else { &other };
-        let driver = discover(cluster, &endpoint.url(), known);
-        endpoint.tells(info(&driver, "ListSnapshotDeltas"));
+        let driver = discovered(cluster, &endpoint, known, "ListSnapshotDeltas");
         becomes(cluster, &driver, CERTIFICATE, "False", reason);
         let reached = condition(cluster, &driver, REACHABLE).unwrap();
         let expected = if reason == "CertificateExpiring" { "Reached" } else { "Unreachable" };
@@ -234,28 +240,22 @@ pub fn a_certificate_that_cannot_be_trusted_or_not_for_long_is_said(cluster: &Cl
 
 pub fn an_object_that_cannot_be_used_is_said_so_and_harms_no_other(cluster: &Cluster) {
     let _controller = Controller::start(cluster, &account(cluster), discovery::EVERY, None);
-    let driver = format!("{}.csi.local", cluster.unique("discovered"));
-    let config = json!({
-        "url": format!("https://localhost:1{PATH}"), "caBundle": ByteString(b"nothing".into()),
-    });
-    let spec = json!({ "driverName": driver, "clientConfig": config });
-    cluster.create(&objects(cluster), json!({ "metadata": { "name": driver }, "spec": spec }));
+    let driver = driver_name(cluster);
+    discover(cluster, &driver, &format!("https://localhost:1{PATH}"), b"nothing");
     let told = becomes(cluster, &driver, REACHABLE, "False", "DiscoveryUnusable");
     assert!(told.message.contains("caBundle"), "{told:?}");
     // One that never answers does not hold up the others.
     let authority = Authority::new("cbt-http");
     let (slow, quick) = (endpoint(cluster, &authority), endpoint(cluster, &authority));
-    discover(cluster, &slow.url(), &authority);
-    let driver = discover(cluster, &quick.url(), &authority);
-    quick.tells(info(&driver, "ListSnapshotDeltas"));
+    discover(cluster, &driver_name(cluster), &slow.url(), authority.pem().as_bytes());
+    let driver = discovered(cluster, &quick, &authority, "ListSnapshotDeltas");
     becomes(cluster, &driver, REACHABLE, "True", "Reached");
 }
 
 pub fn only_the_leader_looks_and_another_takes_over(cluster: &Cluster) {
     let authority = Authority::new("cbt-http");
     let endpoint = endpoint(cluster, &authority);
-    let driver = discover(cluster, &endpoint.url(), &authority);
-    endpoint.tells(info(&driver, "ListSnapshotDeltas"));
+    let driver = discovered(cluster, &endpoint, &authority, "ListSnapshotDeltas");
     let account = account(cluster);
     let all = ["get", "create", "update"];
     cluster.grant_in(

@@ -1,7 +1,5 @@
 //! Calls with one answer: nothing is added, left out or said in other words.
 
-use std::sync::Arc;
-
 use bytes::Bytes;
 use csi_loopback::proto::csi::v1 as csi;
 use prost::Message as _;
@@ -21,25 +19,18 @@ fn publishing() -> Bytes {
 #[test]
 fn headers_metadata_and_trailers_go_through_as_they_are() {
     with_proxy("headers_metadata_and_trailers_go_through_as_they_are", |rig| {
-        let seen = AllSeen::default();
-        let noted = Arc::clone(&seen);
-        let _driver = rig.driver(move |call| {
-            let noted = Arc::clone(&noted);
-            async move {
-                let (one, mut respond) = call.take().await;
-                noted.lock().unwrap().push(one);
-                let said = head(&[("x-driver", "here"), ("x-driver-bin", "AAEC")]);
-                let mut stream = respond.send_response(said, false).unwrap();
-                stream.send_data(framed(b"what it says"), false).unwrap();
-                let last = [
-                    ("grpc-status", "9"),
-                    ("grpc-message", "no%20room%0Aleft"),
-                    ("grpc-status-details-bin", "CAkSB25vIHJvb20"),
-                    ("x-last", "one"),
-                    ("x-last", "two"),
-                ];
-                stream.send_trailers(headers(&last)).unwrap();
-            }
+        let (_driver, seen) = rig.noting_driver(|mut respond| {
+            let said = head(&[("x-driver", "here"), ("x-driver-bin", "AAEC")]);
+            let mut stream = respond.send_response(said, false).unwrap();
+            stream.send_data(framed(b"what it says"), false).unwrap();
+            let last = [
+                ("grpc-status", "9"),
+                ("grpc-message", "no%20room%0Aleft"),
+                ("grpc-status-details-bin", "CAkSB25vIHJvb20"),
+                ("x-last", "one"),
+                ("x-last", "two"),
+            ];
+            stream.send_trailers(headers(&last)).unwrap();
         });
         let client = rig.client();
         let metadata = [
@@ -97,19 +88,8 @@ fn a_refusal_in_the_headers_alone_stays_one() {
 #[test]
 fn what_cannot_be_read_is_the_drivers_to_refuse() {
     with_proxy("what_cannot_be_read_is_the_drivers_to_refuse", |rig| {
-        let seen = AllSeen::default();
-        let noted = Arc::clone(&seen);
-        let _driver = rig.driver(move |call| {
-            let noted = Arc::clone(&noted);
-            async move {
-                let (one, respond) = call.take().await;
-                noted.lock().unwrap().push(one);
-                answer(
-                    respond,
-                    &[],
-                    &[("grpc-status", "3"), ("grpc-message", "the drivers words")],
-                );
-            }
+        let (_driver, seen) = rig.noting_driver(|respond| {
+            answer(respond, &[], &[("grpc-status", "3"), ("grpc-message", "the drivers words")]);
         });
         let client = rig.client();
         let plain = publishing();
@@ -139,16 +119,9 @@ fn what_cannot_be_read_is_the_drivers_to_refuse() {
 #[test]
 fn a_field_that_this_version_does_not_know_reaches_the_driver() {
     with_proxy("a_field_that_this_version_does_not_know_reaches_the_driver", |rig| {
-        let seen = AllSeen::default();
-        let noted = Arc::clone(&seen);
-        let _driver = rig.driver(move |call| {
-            let noted = Arc::clone(&noted);
-            async move {
-                let (one, respond) = call.take().await;
-                noted.lock().unwrap().push(one);
-                // Nor is one in the answer lost.
-                answer(respond, &[&[0xa2, 0x06, 0x02, b'h', b'i']], &[("grpc-status", "0")]);
-            }
+        let (_driver, seen) = rig.noting_driver(|respond| {
+            // Nor is one in the answer lost.
+            answer(respond, &[&[0xa2, 0x06, 0x02, b'h', b'i']], &[("grpc-status", "0")]);
         });
         let client = rig.client();
         let request = [&publishing()[5..], &[0xa2, 0x06, 0x03, b'n', b'e', b'w']].concat();

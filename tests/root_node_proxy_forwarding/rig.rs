@@ -77,6 +77,24 @@ impl Rig {
         self.driver_on(listener, answer)
     }
 
+    /// One that keeps each request, and then answers it.
+    pub fn noting_driver(
+        &self,
+        answer: impl Fn(SendResponse<Bytes>) + Clone + Send + 'static,
+    ) -> (Scripted, AllSeen) {
+        let seen = AllSeen::default();
+        let noted = Arc::clone(&seen);
+        let driver = self.driver(move |call| {
+            let (noted, answer) = (Arc::clone(&noted), answer.clone());
+            async move {
+                let (one, respond) = call.take().await;
+                noted.lock().unwrap().push(one);
+                answer(respond);
+            }
+        });
+        (driver, seen)
+    }
+
     /// The same on a socket that is there.
     pub fn driver_on<F>(
         &self,

@@ -180,9 +180,12 @@ where
                 None => return,
             },
         };
-        let error = last.end.clone().and_then(Result::err);
-        if hand_over(last, &sender, &mut call).await {
-            call.end(error.as_ref());
+        // The client has gone, otherwise: dropping the call says so in the log.
+        if let Ok(place) = sender.reserve().await {
+            call.streamed(last.messages.len(), last.extents);
+            call.end(last.end.as_ref().and_then(|end| end.as_ref().err()));
+            // After that: who has the whole answer finds the call in the log and among the metrics.
+            place.send(last);
         }
     });
     Messages::new(receiver)
@@ -218,12 +221,10 @@ where
 
 /// Whether the client was still there to take the step.
 async fn hand_over(step: Step, sender: &mpsc::Sender<Step>, call: &mut Call) -> bool {
-    let (messages, extents) = (step.messages.len(), step.extents);
-    let taken = sender.send(step).await.is_ok();
-    if taken {
-        call.streamed(messages, extents);
-    }
-    taken
+    let Ok(place) = sender.reserve().await else { return false };
+    call.streamed(step.messages.len(), step.extents);
+    place.send(step);
+    true
 }
 
 #[cfg(test)]

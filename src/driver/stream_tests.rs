@@ -120,6 +120,26 @@ async fn the_end_of_the_driver_is_an_error_and_not_an_end() {
     assert_eq!(collect(stream).await.1.unwrap().code(), Code::Unavailable);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_has_the_whole_answer_finds_the_call_counted() {
+    let metrics = Metrics::new(Vec::new());
+    let calls = Calls::new(metrics.clone());
+    // Counted a moment later, it would be missed in one of so many.
+    for number in 1..=2000 {
+        let (_running, shutdown) = Shutdown::by_hand();
+        let call = calls.begin("GetMetadataAllocated", &GetMetadataAllocatedRequest::default());
+        let limits = Limits { deadline: None, shutdown };
+        assert_eq!(collect(start(batches(extents(3), 3), limits, call)).await.0, [3]);
+        let counted = metrics.scrape().unwrap();
+        for line in [
+            format!("count{{method=\"GetMetadataAllocated\",code=\"OK\"}} {number}\n"),
+            format!("streamed_extents_total {}\n", 3 * number),
+        ] {
+            assert!(counted.contains(&line), "{line}{counted}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_lost_producer_is_an_error_and_not_an_end() {
     let (sender, receiver) = mpsc::channel(1);

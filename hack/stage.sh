@@ -117,7 +117,11 @@ cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     exec 1>&"$screen" 2>&"$errors"
     # A verification that is under way takes its own volumes away.
     [[ -z $child_pid ]] || stop "$child_pid" 70
-    [[ -n $dir ]] || exit "$status"
+    if [[ -z $dir ]]; then
+        # Before anything was made, or after its end: who has interrupted it hears of that too.
+        ((status < 128)) || say "cleaned up: no mount, loop device, process or file is left"
+        exit "$status"
+    fi
     say "interrupted or failed: cleaning up"
     if [[ -n $driver_pid ]] && kill -0 "$driver_pid" 2>/dev/null; then
         take_down quietly

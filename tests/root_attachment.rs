@@ -4,8 +4,9 @@
 mod support;
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use csi_loopback::backend::{
     Access, Backend, Capability, Error, FsType, PoolKind, Publication, VolumeRequest,
@@ -248,6 +249,37 @@ fn data_written_raw_is_never_formatted_over() {
         pool.backend().stage(&volume.id, &staging, &mounted(FsType::Xfs)).unwrap();
         assert!(is_mounted(&staging));
         pool.backend().unstage(&volume.id, &staging).unwrap();
+    });
+}
+
+/// A driver that is killed while it makes a filesystem leaves its tool behind, which goes on, and the next driver is asked again.
+#[test]
+fn a_tool_that_a_killed_driver_left_on_the_device_is_waited_for() {
+    const TEST: &str = "a_tool_that_a_killed_driver_left_on_the_device_is_waited_for";
+    with_pool(TEST, PoolKind::Copy, |pool| {
+        let volume = filesystem(pool, "v");
+        let backing = pool.data_dir().join("volumes").join(&volume.id);
+        run(
+            "losetup",
+            &["--find", "--direct-io=on", "--sector-size=4096", support::path(&backing)],
+        );
+        let device = kernel::loops_named(&volume.id).remove(0);
+        // As mkfs has it.
+        let alone =
+            fs::File::options().read(true).custom_flags(libc::O_EXCL).open(&device).unwrap();
+        let tool = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            drop(alone);
+        });
+        let staging = pool.scratch().join("stage");
+        let staged = pool.backend().stage(&volume.id, &staging, &mounted(FsType::Ext4));
+        tool.join().unwrap();
+        let unstaged = pool.backend().unstage(&volume.id, &staging);
+        for device in kernel::loops_named(&volume.id) {
+            run("losetup", &["--detach", &device]);
+        }
+        staged.unwrap();
+        unstaged.unwrap();
     });
 }
 

@@ -5,13 +5,12 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::fs::{self};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use csi_loopback::proto::csi::v1 as csi;
 use nix::sys::statvfs::statvfs;
 use support::driver::*;
-use support::{BLOCK, GIB, MIB, path, pattern, read_all, run, write_direct};
+use support::{BLOCK, GIB, MIB, SetOnDrop, path, pattern, read_all, run, write_direct};
 use tonic::{Code, Status};
 
 use csi::volume_capability::access_mode::Mode;
@@ -242,27 +241,28 @@ fn a_clone_of_a_volume_in_use_is_consistent_and_its_source_goes_on() {
     for_each_driver("a_clone_of_a_volume_in_use_is_consistent_and_its_source_goes_on", |driver| {
         let source = driver.volume("source", 64 * MIB, mounted(""));
         let target = driver.publish(&source, &mounted(""));
-        let stop = AtomicBool::new(false);
+        let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
         let clones: Vec<Result<String, Status>> = std::thread::scope(|scope| {
+            let _stop = SetOnDrop(&stop);
             scope.spawn(|| {
                 let mut number = 0u64;
                 while !stop.load(Ordering::Relaxed) {
                     number += 1;
                     let name = target.join(format!("file-{}", number % 20));
                     fs::write(name, pattern(number, 20_000)).unwrap();
+                    written.store(number, Ordering::Relaxed);
                 }
             });
             let clone = |number: u32| {
-                std::thread::sleep(Duration::from_millis(50));
+                let before = written.load(Ordering::Relaxed);
+                wait_for("the pod writes", || written.load(Ordering::Relaxed) > before);
                 let request = csi::CreateVolumeRequest {
                     volume_content_source: Some(Source::Volume(&source).into()),
                     ..create(&format!("clone-{number}"), 0, mounted(""))
                 };
                 driver.call(request).map(|answer| answer.volume.unwrap().volume_id)
             };
-            let clones = (0..2).map(clone).collect();
-            stop.store(true, Ordering::Relaxed);
-            clones
+            (0..2).map(clone).collect()
         });
         for clone in clones {
             let clone = clone.unwrap();

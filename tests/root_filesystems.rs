@@ -22,7 +22,7 @@ use support::driver::*;
 use support::exerciser::{Exerciser, History, read_tree};
 use support::load::{Load, have_load};
 use support::random::Random;
-use support::{ALL_KINDS, BLOCK, MIB, fsck, have_root, path, run};
+use support::{ALL_KINDS, BLOCK, MIB, SetOnDrop, fsck, have_root, path, run};
 
 use csi::volume_capability::access_mode::Mode;
 
@@ -374,15 +374,6 @@ impl Busy<'_> {
             });
         }
         self.counts
-    }
-}
-
-/// Ends what waits for the flag, also when something panics before.
-struct SetOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for SetOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -5,13 +5,12 @@ mod support;
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
 use support::driver::*;
-use support::{BLOCK, MIB, have_root, pattern, write_buffered};
+use support::{BLOCK, MIB, SetOnDrop, have_root, pattern, write_buffered};
 use tonic::Code;
 
 use csi::volume_capability::access_mode::Mode;
@@ -31,8 +30,9 @@ fn a_group_snapshot_holds_one_moment_of_all_of_its_volumes() {
     for_each_driver("a_group_snapshot_holds_one_moment_of_all_of_its_volumes", |driver| {
         let ids = ["a", "b"].map(|name| driver.volume(name, 32 * MIB, mounted("")));
         let targets = [0, 1].map(|number| driver.publish(&ids[number], &mounted("")));
-        let stop = AtomicBool::new(false);
+        let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
         let groups = std::thread::scope(|scope| {
+            let _stop = SetOnDrop(&stop);
             scope.spawn(|| {
                 let mut files =
                     [0, 1].map(|number| File::create(targets[number].join("counter")).unwrap());
@@ -41,16 +41,17 @@ fn a_group_snapshot_holds_one_moment_of_all_of_its_volumes() {
                     number += 1;
                     // First A, then B: at every moment, B is as far as A or one behind.
                     files.iter_mut().for_each(|file| count(file, number));
+                    written.store(number, Ordering::Relaxed);
                 }
             });
             let cut = |round: usize| {
-                std::thread::sleep(Duration::from_millis(30));
+                // Past what the cut before may hold, however late the writer gets its turn.
+                let before = written.load(Ordering::Relaxed);
+                wait_for("the pod writes on", || written.load(Ordering::Relaxed) > before + 1);
                 let order = [&*ids[round % 2], &*ids[(round + 1) % 2]];
                 driver.call(cut_group(&format!("g{round}"), &order))
             };
-            let groups: Vec<_> = (0..6).map(cut).collect();
-            stop.store(true, Ordering::Relaxed);
-            groups
+            (0..6).map(cut).collect::<Vec<_>>()
         });
         let mut last = 0;
         for (round, group) in groups.into_iter().enumerate() {

@@ -297,6 +297,10 @@ fn a_stream_that_is_cut_off_by_a_shutdown_ends_with_an_error() {
     let (_, snapshot) = long_answer(&driver);
     let (extents, end) = read_slowly(&driver, None, &snapshot, async || {
         driver.signal(Signal::SIGTERM);
+        // From then on its time runs, whenever it got to hear the signal.
+        while !driver.log().contains("draining") {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         tokio::time::sleep(Duration::from_millis(600)).await;
     });
     assert!((1..16384).contains(&extents), "{extents}");

@@ -2,6 +2,8 @@
 
 mod support;
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
 use csi_loopback::backend::{Error, FsType, Source, Style, VolumeRequest};
 use support::*;
 
@@ -371,24 +373,25 @@ fn a_filesystem_is_consistent_in_a_snapshot_that_was_cut_under_load() {
             let staging = pool.scratch().join(format!("mount-{fs_type}"));
             let backend = pool.backend().clone();
             backend.stage(&volume.id, &staging, &mounted(fs_type)).unwrap();
-            let stop = std::sync::atomic::AtomicBool::new(false);
-            let snapshots = std::thread::scope(|scope| {
+            let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
+            let snapshots: Vec<_> = std::thread::scope(|scope| {
+                let _stop = SetOnDrop(&stop);
                 scope.spawn(|| {
                     let mut number = 0u64;
-                    while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    while !stop.load(Ordering::Relaxed) {
                         number += 1;
                         let file = staging.join(format!("file-{}", number % 50));
                         std::fs::write(file, pattern(number, 20_000)).unwrap();
+                        written.store(number, Ordering::Relaxed);
                     }
                 });
-                let snapshots: Vec<_> = (0..3)
-                    .map(|number| {
-                        std::thread::sleep(std::time::Duration::from_millis(100));
-                        pool.snapshot(&format!("{fs_type}-{number}"), &volume)
-                    })
-                    .collect();
-                stop.store(true, std::sync::atomic::Ordering::Relaxed);
-                snapshots
+                let cut = |number| {
+                    let before = written.load(Ordering::Relaxed);
+                    let goes_on = || written.load(Ordering::Relaxed) > before + 20;
+                    kernel::wait_for("the pod writes", goes_on);
+                    pool.snapshot(&format!("{fs_type}-{number}"), &volume)
+                };
+                (0..3).map(cut).collect()
             });
             backend.unstage(&volume.id, &staging).unwrap();
             for snapshot in &snapshots {
@@ -482,11 +485,8 @@ fn nobody_sees_the_mount_of_an_image_pool() {
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         assert!(!mounts.contains(&format!(" {device} ")), "{mounts}");
         pool.stop();
-        let gone = (0..100).any(|_| {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-            devices(&image).is_empty()
-        });
-        assert!(gone, "the image is still attached: {}", devices(&image));
+        // The kernel writes the filesystem's log before it lets go, in its own time.
+        kernel::wait_for("the image is let go of", || devices(&image).is_empty());
     });
 }
 

@@ -31,7 +31,7 @@ const MAX_EXTENTS: usize = 128 << 10;
 const STEP_BYTES: usize = 64 << 10;
 /// What a message takes beside its bytes.
 const MESSAGE_BYTES: usize = 64;
-/// How long messages that are ready wait for others, at most.
+/// How long messages wait for others.
 const STEP_TIME: Duration = Duration::from_millis(5);
 
 /// Extents per message for `max_results`, which is not negative.
@@ -47,6 +47,8 @@ pub struct Batches<I> {
     extents: I,
     head: Head,
     per_message: usize,
+    /// How long messages that are ready wait for others, at most.
+    step_time: Duration,
     begun: bool,
 }
 
@@ -71,7 +73,7 @@ where
     E: Into<Status>,
 {
     pub fn new(extents: I, head: Head, per_message: usize) -> Self {
-        Self { extents, head, per_message, begun: false }
+        Self { extents, head, per_message, step_time: STEP_TIME, begun: false }
     }
 
     /// The next messages. The first step is one message, which the client waits for; it is there even
@@ -89,7 +91,8 @@ where
                 bytes += message.0.len() + MESSAGE_BYTES;
                 step.messages.push(message);
             }
-            if first || step.end.is_some() || bytes >= STEP_BYTES || begun.elapsed() >= STEP_TIME {
+            let full = bytes >= STEP_BYTES || begun.elapsed() >= self.step_time;
+            if first || step.end.is_some() || full {
                 return step;
             }
         }
@@ -180,9 +183,12 @@ where
                 None => return,
             },
         };
-        let error = last.end.clone().and_then(Result::err);
-        if hand_over(last, &sender, &mut call).await {
-            call.end(error.as_ref());
+        // The client has gone, otherwise: dropping the call says so in the log.
+        if let Ok(place) = sender.reserve().await {
+            call.streamed(last.messages.len(), last.extents);
+            call.end(last.end.as_ref().and_then(|end| end.as_ref().err()));
+            // After that: who has the whole answer finds the call in the log and among the metrics.
+            place.send(last);
         }
     });
     Messages::new(receiver)
@@ -218,12 +224,10 @@ where
 
 /// Whether the client was still there to take the step.
 async fn hand_over(step: Step, sender: &mpsc::Sender<Step>, call: &mut Call) -> bool {
-    let (messages, extents) = (step.messages.len(), step.extents);
-    let taken = sender.send(step).await.is_ok();
-    if taken {
-        call.streamed(messages, extents);
-    }
-    taken
+    let Ok(place) = sender.reserve().await else { return false };
+    call.streamed(step.messages.len(), step.extents);
+    place.send(step);
+    true
 }
 
 #[cfg(test)]

@@ -68,6 +68,8 @@ async fn messages_are_full_and_no_empty_one_follows() {
 #[test]
 fn the_first_message_is_not_kept_waiting_and_the_others_come_in_handfuls() {
     let mut batches = batches(extents(1 << 20), 256);
+    // However long this thread is kept waiting.
+    batches.step_time = Duration::MAX;
     let first = batches.step();
     assert_eq!((first.messages.len(), first.extents), (1, 256));
     let next = batches.step();
@@ -118,6 +120,26 @@ async fn the_end_of_the_driver_is_an_error_and_not_an_end() {
     tokio::time::sleep(Duration::from_millis(30)).await;
     phase.send_replace(Phase::Ending);
     assert_eq!(collect(stream).await.1.unwrap().code(), Code::Unavailable);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_has_the_whole_answer_finds_the_call_counted() {
+    let metrics = Metrics::new(Vec::new());
+    let calls = Calls::new(metrics.clone());
+    // Counted a moment later, it would be missed in one of so many.
+    for number in 1..=2000 {
+        let (_running, shutdown) = Shutdown::by_hand();
+        let call = calls.begin("GetMetadataAllocated", &GetMetadataAllocatedRequest::default());
+        let limits = Limits { deadline: None, shutdown };
+        assert_eq!(collect(start(batches(extents(3), 3), limits, call)).await.0, [3]);
+        let counted = metrics.scrape().unwrap();
+        for line in [
+            format!("count{{method=\"GetMetadataAllocated\",code=\"OK\"}} {number}\n"),
+            format!("streamed_extents_total {}\n", 3 * number),
+        ] {
+            assert!(counted.contains(&line), "{line}{counted}");
+        }
+    }
 }
 
 #[tokio::test]

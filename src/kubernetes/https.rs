@@ -247,6 +247,7 @@ mod tests {
     use tempfile::TempDir;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpStream;
+    use tokio::sync::Notify;
     use tokio::task::JoinHandle;
     use tokio::time::Instant;
     use tokio_rustls::TlsConnector;
@@ -263,6 +264,8 @@ mod tests {
         config: rustls::ClientConfig,
         phase: watch::Sender<Phase>,
         served: JoinHandle<()>,
+        /// Told when /slow begins.
+        slow: Arc<Notify>,
     }
 
     /// Says how long a body is, and takes 200 ms for /slow.
@@ -282,12 +285,19 @@ mod tests {
         let listener = tls::listen(0).await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
-        let routes = Router::new()
-            .route("/", post(async |body: Bytes| body.len().to_string()))
-            .route("/slow", get(async || sleep(Duration::from_millis(200)).await));
+        let slow = Arc::new(Notify::new());
+        let begun = slow.clone();
+        let routes =
+            Router::new().route("/", post(async |body: Bytes| body.len().to_string())).route(
+                "/slow",
+                get(async move || {
+                    begun.notify_one();
+                    sleep(Duration::from_millis(200)).await;
+                }),
+            );
         let incoming = tls::incoming(listener, config, shutdown.clone());
         let served = tokio::spawn(serve(incoming, routes, LIMITS, shutdown));
-        Server { port, config: tls::client_config(cert.as_bytes()).unwrap(), phase, served }
+        Server { port, config: tls::client_config(cert.as_bytes()).unwrap(), phase, served, slow }
     }
 
     impl Server {
@@ -358,7 +368,7 @@ mod tests {
         answer(&mut idle, &post_of(1, 1)).await;
         let mut busy = server.connect().await;
         busy.write_all(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
-        sleep(Duration::from_millis(50)).await;
+        server.slow.notified().await;
         server.phase.send_replace(Phase::Draining);
         let done = answer(&mut busy, "").await;
         assert!(done.starts_with("HTTP/1.1 200"), "{done}");

@@ -79,11 +79,13 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let pages = base.pages(&identity, &numbers).await?;
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
-    base.serve_http(pages.as_ref().map(|pages| pages.leads.clone())).await?;
+    // Whoever finds the HTTP endpoint, and what it says, finds it so.
     let incoming = base.listen(&identity).await?;
+    let attended = watch::Sender::new(Driver::Away("it was not asked yet".into()));
+    base.serve_http(attended.subscribe(), pages.as_ref().map(|pages| pages.leads.clone())).await?;
     let bundles = identity.bundles.take();
     let shutdown = base.shutdown.clone();
-    tokio::spawn(Attend { base, gate: gate_sender, health }.driver(bundles));
+    tokio::spawn(Attend { base, gate: gate_sender, health, attended }.driver(bundles));
     let router = router(apis).add_service(health_service);
     let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
@@ -238,10 +240,13 @@ impl Base {
         cbt_http::start(start).await.map(Some)
     }
 
-    async fn serve_http(&self, leads: Option<HealthCheck>) -> anyhow::Result<()> {
+    async fn serve_http(
+        &self,
+        state: watch::Receiver<Driver>,
+        leads: Option<HealthCheck>,
+    ) -> anyhow::Result<()> {
         let Self { args, shutdown, .. } = self;
-        let (metrics, state, ending) =
-            (self.metrics.clone(), self.driver.state(), shutdown.clone());
+        let (metrics, ending) = (self.metrics.clone(), shutdown.clone());
         let pages = Pages {
             health_path: HEALTH_PATH,
             health: Arc::new(move || match &*state.borrow() {
@@ -282,6 +287,8 @@ struct Attend {
     base: Base,
     gate: watch::Sender<Option<Gate>>,
     health: HealthReporter,
+    /// The driver as all of that knows it by now.
+    attended: watch::Sender<Driver>,
 }
 
 impl Attend {
@@ -303,6 +310,7 @@ impl Attend {
                 }
             };
             self.health.set_service_status("", status).await;
+            self.attended.send_replace(now);
             tokio::select! {
                 changed = state.changed() => if changed.is_err() { return },
                 () = self.base.shutdown.draining() => {

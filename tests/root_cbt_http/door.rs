@@ -195,7 +195,10 @@ pub fn tokens_and_secrets_are_never_shown(cluster: &Cluster) {
     let desk = &rig.desk;
     let (first, second) = rig.sample();
     let standby = desk.spawn(&[]);
-    cluster.wait_for("the standby is well", || standby.is_well().then_some(()));
+    cluster.wait_for("the standby knows the leader", || {
+        (standby.is_well() && desk.ask(&standby, &desk.asked(&first, &second, 0, 1)).status == 200)
+            .then_some(())
+    });
     let good = asked_with(desk.asked(&first, &second, 0, 1), &[("password", SECRET)]);
     let gone = PageRequest { target_snapshot_id: "none".into(), ..good.clone() };
     let tokens = [

@@ -11,6 +11,8 @@ use crate::cluster::Cluster;
 use crate::cluster::tls::Authority;
 
 const SHORT: [&str; 2] = ["--cbt-http-lease-duration", "2s"];
+/// So long that nobody waits for its end, nor takes it back from whom a test has written into it.
+const LONG: [&str; 2] = ["--cbt-http-lease-duration", "10m"];
 
 fn lease(desk: &Desk<'_>) -> Lease {
     let name = format!("csi-loopback-cbt-http-{}", desk.driver_name);
@@ -92,20 +94,18 @@ pub fn a_standby_takes_over_when_the_leader_is_killed(cluster: &Cluster) {
 }
 
 pub fn a_leader_that_is_told_to_end_hands_over(cluster: &Cluster) {
-    // So long that nobody waits for its end.
-    let long = ["--cbt-http-lease-duration", "10m"];
-    let mut rig = Rig::with(cluster, &[LISTS], &long);
+    let mut rig = Rig::with(cluster, &[LISTS], &LONG);
     let (first, second) = rig.sample();
-    let standby = standby(&rig, &long);
+    let standby = standby(&rig, &LONG);
     rig.replica.served.process.stop();
     cluster.wait_for("the standby leads", || standby.leads().then_some(()));
     assert_eq!(rig.desk.all(&standby, (&first, &second), 0, 9).len(), 15);
 }
 
 pub fn a_standby_that_cannot_reach_the_leader_says_so(cluster: &Cluster) {
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::with(cluster, &[LISTS], &LONG);
     let (first, second) = rig.sample();
-    let standby = standby(&rig, &[]);
+    let standby = standby(&rig, &LONG);
     let asked = rig.desk.asked(&first, &second, 0, 1);
     let leases = cluster.api_in::<Lease>(&rig.desk.namespace);
     let name = lease(&rig.desk).metadata.name.unwrap();
@@ -126,9 +126,9 @@ pub fn a_standby_that_cannot_reach_the_leader_says_so(cluster: &Cluster) {
 }
 
 pub fn a_request_is_passed_on_to_nobody_whom_the_authority_does_not_vouch_for(cluster: &Cluster) {
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::with(cluster, &[LISTS], &LONG);
     let (first, second) = rig.sample();
-    let standby = standby(&rig, &[]);
+    let standby = standby(&rig, &LONG);
     // It serves what the leader would, with a certificate of its own, and has written itself into the lease.
     let mut other = Desk::new(cluster, &rig.desk.driver_name, rig.driver.socket());
     other.authority = Authority::new("another authority");

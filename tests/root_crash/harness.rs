@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
@@ -211,12 +211,10 @@ impl Scene {
 
     /// That nothing but this is attached and mounted.
     fn check_attached(&self, expected: &Attached) {
+        let until = Instant::now() + PATIENCE;
         let mut found = self.attached_now();
-        for _ in 0..100 {
-            if found == *expected {
-                return;
-            }
-            // The kernel lets go of a device a moment after its last user.
+        // The kernel lets go of a device a moment after its last user, which may have much to write.
+        while found != *expected && Instant::now() < until {
             thread::sleep(Duration::from_millis(10));
             found = self.attached_now();
         }

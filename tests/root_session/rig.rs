@@ -74,6 +74,8 @@ impl<'a> Rig<'a> {
         if options.configured {
             rig.configure(&rig.driver, &rig.driver, &rig.driver_home);
         }
+        // Times run from a request's creation on: it is not to be older than the manager.
+        cluster.wait_for("the manager leads", || manager::leads(&rig.manager).then_some(()));
         rig
     }
 

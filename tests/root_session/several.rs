@@ -59,7 +59,8 @@ pub fn a_leader_that_cannot_renew_stops_before_another_begins(cluster: &Cluster)
     let standby = rig.another(SHORT_LEASE);
     cluster.turn(&proxy, Way::Hanging);
     cluster.wait_for("the standby leads", || {
-        let (old, new) = (leads(&rig.manager), leads(&standby));
+        // In this order: whoever still leads behind that does so beside the other one.
+        let (new, old) = (leads(&standby), leads(&rig.manager));
         assert!(!(old && new), "two lead at once");
         new.then_some(())
     });

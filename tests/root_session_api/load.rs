@@ -71,10 +71,14 @@ pub fn many_who_ask_for_the_same_at_once_cost_one_call(cluster: &Cluster) {
     rig.ok(allocated(&token, "first"));
     sleep(Duration::from_secs(2));
     let before = rig.asked_for_sessions("get");
+    let begun = Instant::now();
     let codes = at_once(&rig, vec![token.clone(); 100]);
+    // What was told is good for a second: whoever comes later costs another one.
+    let calls = 1 + begun.elapsed().as_secs() as usize;
     assert_eq!(codes, vec![Code::Ok; 100]);
     settle();
-    assert_eq!(rig.asked_for_sessions("get"), before + 1, "for all of them");
+    let asked = rig.asked_for_sessions("get") - before;
+    assert!((1..=calls).contains(&asked), "{asked} calls for all of them");
 }
 
 pub fn the_right_to_get_is_enough(cluster: &Cluster) {
@@ -87,8 +91,12 @@ pub fn the_right_to_get_is_enough(cluster: &Cluster) {
     // What was told by a call is good for a second.
     cluster.revoke(&rig.home, &token);
     let revoked = Instant::now();
-    wait_for("the refusal", || rig.ask(allocated(&token, "first")).is_err());
-    assert!(revoked.elapsed() < Duration::from_secs(2), "{:?}", revoked.elapsed());
+    wait_for("the refusal", || {
+        let asked = revoked.elapsed();
+        let refused = rig.ask(allocated(&token, "first")).is_err();
+        assert!(refused || asked < Duration::from_millis(1100), "asked after {asked:?}");
+        refused
+    });
     rig.refused(allocated(&token, "first"), Code::Unauthenticated, "session_token");
     // And never longer than the session.
     let short = rig.session_for(&[&first], Duration::from_secs(2));

@@ -213,6 +213,21 @@ pub fn an_endpoint_that_goes_or_changes_is_seen_at_the_next_look(cluster: &Clust
     becomes(cluster, &driver, CERTIFICATE, "Unknown", "NotReached");
 }
 
+pub fn an_endpoint_that_is_late_is_looked_at_again_soon(cluster: &Cluster) {
+    let authority = Authority::new("cbt-http");
+    let endpoint = endpoint(cluster, &authority);
+    let driver = driver_name(cluster);
+    let late = json!({ "kind": "Unavailable", "message": "not yet" }).to_string();
+    endpoint.tells(Reply::Raw(503, late, &[]));
+    discover(cluster, &driver, &endpoint.url(), authority.pem().as_bytes());
+    // It is never time for those that answer.
+    let _controller = Controller::start(cluster, &account(cluster), 1000 * HOUR, None);
+    becomes(cluster, &driver, REACHABLE, "False", "Refused");
+    endpoint.tells(info(&driver, "ListSnapshotDeltas"));
+    becomes(cluster, &driver, REACHABLE, "True", "Reached");
+    assert_eq!(endpoint.looks(), 2);
+}
+
 pub fn a_certificate_that_cannot_be_trusted_or_not_for_long_is_said(cluster: &Cluster) {
     let _controller = Controller::start(cluster, &account(cluster), discovery::EVERY, None);
     let authority = Authority::new("cbt-http");

@@ -54,6 +54,7 @@ fn main() -> ExitCode {
             a_driver_that_answers_has_three_conditions_and_others_stay_as_they_are
             a_change_is_seen_at_once_and_what_is_written_is_no_reason_to_look
             an_endpoint_that_goes_or_changes_is_seen_at_the_next_look
+            an_endpoint_that_is_late_is_looked_at_again_soon
             a_certificate_that_cannot_be_trusted_or_not_for_long_is_said
             an_object_that_cannot_be_used_is_said_so_and_harms_no_other
             only_the_leader_looks_and_another_takes_over;

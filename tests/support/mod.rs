@@ -23,6 +23,7 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use csi_loopback::backend::{
     Access, AccessMode, Backend, BlockMap, Capability, Config, CreateVolume, FsType, PoolChoice,
@@ -271,6 +272,15 @@ impl Drop for Pool {
         self.backend = None;
         // Immutable files keep the directory from going.
         let _ = Command::new("chattr").args(["-R", "-i"]).arg(&self.config.data_dir).output();
+    }
+}
+
+/// Ends what waits for the flag, also when something panics before.
+pub struct SetOnDrop<'a>(pub &'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -27,6 +27,13 @@ pub enum Seen {
     },
 }
 
+impl Seen {
+    /// Whether there is nothing more to learn before something changes.
+    pub fn is_answer(&self) -> bool {
+        !matches!(self, Self::Called { info: Err(_), .. })
+    }
+}
+
 /// Status, reason and message of a condition.
 struct Told(&'static str, &'static str, String);
 

@@ -43,7 +43,7 @@ const LOOK: Duration = Duration::from_secs(10);
 const AT_ONCE: u16 = 8;
 /// A change waits so long for others.
 const DEBOUNCE: Duration = Duration::from_millis(20);
-/// Time to the next attempt after a failure.
+/// Time to the next attempt after a failure; twice as long after each more, where an endpoint does not answer.
 const AFTER_FAILURE: Duration = Duration::from_secs(5);
 /// Objects whose last look is remembered, at most.
 const REMEMBERED: u64 = 1_000;
@@ -78,8 +78,18 @@ pub struct Context {
     endpoints: Endpoints,
     every: Duration,
     metrics: Metrics,
-    /// By uid: the generation that was looked at, and when. What is written is told by the watch too, and is no reason to look.
-    looked: Cache<String, (Option<i64>, Instant)>,
+    /// By uid: the last look. What is written is told by the watch too, and is no reason to look.
+    looked: Cache<String, Look>,
+}
+
+/// A look that was taken.
+#[derive(Clone)]
+struct Look {
+    generation: Option<i64>,
+    /// When it is time again.
+    next: Instant,
+    /// Looks in a row without an answer.
+    failures: u32,
 }
 
 /// Why a look came to no end. It is repeated.
@@ -124,18 +134,21 @@ async fn look(discovery: Arc<DriverDiscovery>, context: Arc<Context>) -> Result<
         return Ok(Action::await_change());
     }
     let (uid, generation) = (discovery.uid().unwrap_or_default(), discovery.metadata.generation);
-    if let Some((seen, at)) = context.looked.get(&uid).await {
-        let left = context.every.saturating_sub(at.elapsed());
-        if seen == generation && !left.is_zero() {
+    let before = context.looked.get(&uid).await.filter(|look| look.generation == generation);
+    if let Some(look) = &before {
+        let left = look.next.saturating_duration_since(Instant::now());
+        if !left.is_zero() {
             return Ok(Action::requeue(left));
         }
     }
-    let begun = Instant::now();
     let seen = context.see(&discovery).await;
     context.metrics.looks.inc();
     context.tell(&discovery, &seen).await?;
-    context.looked.insert(uid, (generation, begun)).await;
-    Ok(Action::requeue(context.every.saturating_sub(begun.elapsed())))
+    let failures = before.map_or(0, |look| look.failures);
+    let failures = if seen.is_answer() { 0 } else { failures.saturating_add(1) };
+    let pause = context.pause(failures);
+    context.looked.insert(uid, Look { generation, next: Instant::now() + pause, failures }).await;
+    Ok(Action::requeue(pause))
 }
 
 fn after_failure(discovery: Arc<DriverDiscovery>, error: &Error, _: Arc<Context>) -> Action {
@@ -145,6 +158,14 @@ fn after_failure(discovery: Arc<DriverDiscovery>, error: &Error, _: Arc<Context>
 }
 
 impl Context {
+    /// An endpoint that does not answer may only be late: whoever waits for it need not wait until the next look at all.
+    fn pause(&self, failures: u32) -> Duration {
+        match failures.checked_sub(1) {
+            None => self.every,
+            Some(more) => AFTER_FAILURE.saturating_mul(2_u32.saturating_pow(more)).min(self.every),
+        }
+    }
+
     async fn see(&self, discovery: &DriverDiscovery) -> Seen {
         let target = match Target::of(discovery) {
             Ok(target) => target,

@@ -8,7 +8,7 @@ mod ownership;
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::Command;
 use std::thread::sleep;
@@ -37,7 +37,30 @@ pub fn make(fs_type: FsType, device: &Path) -> Result<()> {
         FsType::Xfs => tool("mkfs.xfs", &["-q", "-f", "-K"]),
         FsType::Btrfs => tool("mkfs.btrfs", &["-q", "-f", "-K"]),
     };
+    await_tools(device)?;
     command::run(command.arg(device))
+}
+
+/// How long the tool of a process that was killed may go on.
+const TOOL_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Waits until no tool has the device for itself: one outlives the process that had started it, and the next one would fail.
+fn await_tools(device: &Path) -> Result<()> {
+    let patience = Instant::now() + TOOL_PATIENCE;
+    loop {
+        match File::options().read(true).custom_flags(libc::O_EXCL).open(device) {
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {}
+            // Of anything else the tool tells.
+            _ => return Ok(()),
+        }
+        if Instant::now() >= patience {
+            return Err(Error::Busy(format!(
+                "{} is in use; end what has it open",
+                device.display()
+            )));
+        }
+        sleep(BUSY_PAUSE);
+    }
 }
 
 fn tool(name: &str, arguments: &[&str]) -> Command {
@@ -238,6 +261,7 @@ pub fn grow_unmounted(fs_type: FsType, device: &Path) -> Result<()> {
         return Err(Error::Failed(format!("{fs_type} grows only while it is mounted")));
     }
     let mut check = tool("e2fsck", &["-f", "-p"]);
+    await_tools(device)?;
     // 1: errors were corrected.
     command::run_with(check.arg(device), &[0, 1])?;
     command::run(tool("resize2fs", &[]).arg(device))

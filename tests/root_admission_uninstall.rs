@@ -123,7 +123,7 @@ fn uninstalled_and_installed_again(cluster: &Cluster) {
             "driver": "loopback.csi.local", "volumeAttributes": { "colour": "red" },
         }});
         cluster.wait_for("the other webhook answers", || {
-            let told = pod(cluster, &unknown).unwrap_err();
+            let told = pod(cluster, &unknown).err()?;
             told.contains("colour").then_some(())
         });
 

@@ -6,6 +6,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use csi_loopback::backend::{Content, FsType, InlineRequest, PublishInline};
 
 use super::*;
+use crate::support::kernel::wait_for;
 
 const HANDLE: &str = "csi-0123456789abcdef";
 
@@ -37,6 +38,15 @@ fn publish(rig: &Rig, target: &Path, request: &InlineRequest) -> Result<()> {
         request,
         content: &content,
     })
+}
+
+/// Takes rounds until the volume is gone: one gives a device half a second to let go of its blocks, and then it is the next one's turn.
+fn collected(rig: &Rig, target: &Path) {
+    wait_for("a round takes it away", || {
+        rig.backend().collect_inline().unwrap();
+        rig.backend().inline_usage().unwrap() == (0, 0, 0)
+    });
+    gone(rig, target);
 }
 
 fn gone(rig: &Rig, target: &Path) {
@@ -103,8 +113,7 @@ fn an_inline_volume_that_a_container_still_has_is_not_taken_away() {
         assert!(rig.runtime.word(&target).is_some());
         drop(container);
         // What was asked for is done without being asked again.
-        rig.backend().collect_inline().unwrap();
-        gone(rig, &target);
+        collected(rig, &target);
     });
 }
 
@@ -118,8 +127,7 @@ fn an_inline_volume_whose_pod_vanished_goes_once_no_container_has_it() {
         rig.backend().collect_inline().unwrap();
         assert!(rig.backend().inline(HANDLE).unwrap().is_some(), "a container has it");
         drop(container);
-        rig.backend().collect_inline().unwrap();
-        gone(rig, &target);
+        collected(rig, &target);
     });
 }
 
@@ -181,8 +189,7 @@ fn an_inline_volume_that_cannot_be_handed_over_leaves_nothing() {
         rig.runtime.state().away = true;
         assert!(publish(rig, &target, &request(None)).is_err());
         rig.runtime.state().away = false;
-        rig.backend().collect_inline().unwrap();
-        gone(rig, &target);
+        collected(rig, &target);
         // By a driver that knows no runtime it is refused, and taken away all the same.
         publish(rig, &target, &request(None)).unwrap();
         rig.restart(false);

@@ -280,6 +280,8 @@ impl Scripted {
                     while let Some(Ok((request, respond))) = connection.accept().await {
                         calls.spawn(answer(Call { request, respond }));
                     }
+                    // Where it broke as something was sent, its calls learn of that only from the end of the connection.
+                    drop(connection);
                     while calls.join_next().await.is_some() {}
                 });
             }

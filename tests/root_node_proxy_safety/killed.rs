@@ -88,6 +88,8 @@ pub fn a_publish_whose_client_goes_away_is_remembered(cluster: &Cluster) {
     });
     call.abort();
     assert!(cluster.block_on(call).unwrap_err().is_cancelled());
+    // While it is under way nothing of it is forgotten: the proxy has to have heard that nobody waits for it.
+    wait_for("the call's end", || rig.log().contains("the client went away"));
     rig.behind.release("NodePublishVolume");
     // Kubelet does not know what became of it, and neither does the proxy: the driver may have done it.
     rig.unmount(&pod, &claim);

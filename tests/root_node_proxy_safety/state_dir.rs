@@ -11,6 +11,7 @@ use tonic::Code;
 use crate::cluster::Cluster;
 use crate::cluster::node_proxy::{Bound, Rig, Volume, node_proxy_rules};
 use crate::cluster::recorder::{DEFERRING, Recorder};
+use crate::support::driver::wait_for;
 use crate::support::{path, run};
 
 /// Puts something into the place of a file of an entry.
@@ -107,7 +108,12 @@ impl Small {
     }
 
     fn remount(&self, how: &str) {
-        run("mount", &["-o", &format!("remount,{how}"), path(&self.0)]);
+        // Not while a file of it is written, which the proxy does when the watch tells it something.
+        let options = format!("remount,{how}");
+        wait_for(&options, || {
+            let mut mount = Command::new("mount");
+            mount.args(["-o", &options]).arg(&self.0).status().unwrap().success()
+        });
     }
 }
 

@@ -4,7 +4,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::io::ErrorKind;
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
@@ -203,9 +204,10 @@ fn by_itself(method: &str, asked: Bytes, capabilities: Option<Vec<Type>>) -> Ans
             .encode_to_vec(),
         "NodePublishVolume" => {
             let target = csi::NodePublishVolumeRequest::decode(asked).unwrap().target_path;
-            let made = match Path::new(&target).exists() {
-                true => Ok(()),
-                false => fs::create_dir(&target),
+            // Another call, whose caller has gone, may be at it too.
+            let made = match fs::create_dir(&target) {
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+                made => made,
             };
             made.map_err(|error| (Code::Internal, format!("{target}: {error}")))?;
             Vec::new()

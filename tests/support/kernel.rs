@@ -73,8 +73,6 @@ impl Drop for Freeze {
     }
 }
 
-/// Waits until `done` says so.
-#[track_caller]
 /// Takes a mount away, at the end of a test. For a moment after the last user the kernel still holds a
 /// filesystem that a loop device stood on.
 pub fn unmount(at: &Path) {
@@ -91,6 +89,8 @@ pub fn unmount(at: &Path) {
     }
 }
 
+/// Waits until `done` says so.
+#[track_caller]
 pub fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let until = Instant::now() + PATIENCE;
     while !done() {

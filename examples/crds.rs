@@ -1,5 +1,5 @@
 //! Writes the custom resource definitions of this project into a directory, made from the Rust types, so that
-//! the two cannot disagree: `hack/crds.sh`, and tests/deploy_crds.rs, which tells when it was forgotten.
+//! the two cannot disagree: `hack/crds.sh`, and tests/no_root/deploy_crds.rs, which tells when it was forgotten.
 
 use std::collections::BTreeMap;
 use std::path::Path;

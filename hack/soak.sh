@@ -70,19 +70,20 @@ tests() {
     done
     (($# == 0)) || shift
     label="$name${*:+ ($*)}"
-    run "$name-$round" env "$@" cargo test --locked "${arguments[@]}" -- --show-output --test-threads=1
+    run "$name-$round" env "$@" cargo test --locked --all-features "${arguments[@]}" -- \
+        --show-output --test-threads=1 --include-ignored
 }
 
 # start NAME SIZE: runs the step.
 start() {
     local seed=$(((RANDOM << 15 | RANDOM) % 1000000000))
     case $1 in
-        oracle) tests oracle --test root_oracle -- "ORACLE_SEED=$seed" "ORACLE_CASES=$2" ;;
-        filesystems) tests filesystems --test root_filesystems -- "FILESYSTEMS_SECONDS=$2" ;;
-        crash) tests crash --features failpoints --test root_crash -- CRASH_POOLS=all ;;
-        sidecar) tests sidecar --test root_sidecar -- SIDECAR_STALL_SECONDS=60 ;;
+        oracle) tests oracle --test storage oracle:: -- "ORACLE_SEED=$seed" "ORACLE_CASES=$2" ;;
+        filesystems) tests filesystems --test storage filesystems:: -- "FILESYSTEMS_SECONDS=$2" ;;
+        crash) tests crash --test crash -- CRASH_POOLS=all ;;
+        sidecar) tests sidecar --test api_server sidecar:: -- SIDECAR_STALL_SECONDS=60 ;;
         power-loss)
-            tests power-loss --test root_power_loss -- "POWER_LOSS_IMAGES=$2" \
+            tests power-loss --test storage power_loss:: -- "POWER_LOSS_IMAGES=$2" \
                 "POWER_LOSS_KEEP=$kept/images-$round"
             ;;
         fuzz)
@@ -157,14 +158,18 @@ grow() {
     ((size[$1] <= most[$1])) || size[$1]=${most[$1]}
 }
 
+build_tests() { # build_tests BINARY: once for all steps that it is in
+    [[ -z ${built[$1]:-} ]] || return 0
+    built[$1]=1
+    step "build $1" cargo test --locked --all-features --no-run --test "$1"
+}
+
 # prepare NAME: builds what the step runs, so that no round pays for it.
 prepare() {
     case $1 in
-        oracle) step "build $1" cargo test --locked --no-run --test root_oracle ;;
-        filesystems) step "build $1" cargo test --locked --no-run --test root_filesystems ;;
-        crash) step "build $1" cargo test --locked --no-run --features failpoints --test root_crash ;;
-        power-loss) step "build $1" cargo test --locked --no-run --test root_power_loss ;;
-        sidecar) step "build $1" cargo test --locked --no-run --test root_sidecar ;;
+        oracle | filesystems | power-loss) build_tests storage ;;
+        crash) build_tests crash ;;
+        sidecar) build_tests api_server ;;
         fuzz)
             run "build $1" hack/fuzz.sh 1
             count_fuzz "build $1"
@@ -186,6 +191,7 @@ trap 'echo interrupted; end || true; cleanup 143' TERM
 
 label=
 round=0
+declare -A built=()
 limit=$((minutes * 60))
 printf 'soak: %d minutes of %s; logs in %s\n' "$minutes" "$steps" "$kept"
 for name in $steps; do prepare "$name"; done

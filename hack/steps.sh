@@ -13,6 +13,10 @@ failed=0
 skipped=0
 failures=()
 step_pid=
+# Seconds and name of each phase that has ended; the one under way.
+phases=()
+current_phase=
+phase_started=0
 # What runs beside the steps.
 beside=()
 
@@ -60,6 +64,32 @@ clear_up() {
         kill -KILL "$pid" 2>/dev/null || true
     done < <(processes_of "$TMPDIR")
     clear_directory "$TMPDIR" || true
+}
+
+# phase [NAME]: ends the phase that is under way, and starts one.
+phase() {
+    local now=$SECONDS
+    [[ -z $current_phase ]] || phases+=("$((now - phase_started)) $current_phase")
+    current_phase=${1:-} phase_started=$now
+}
+
+# tell_phases: the time of each phase, and that of all of them beside the budget.
+tell_phases() {
+    local one budget=
+    case $start in
+        cold) budget=${cold[$tier]:-} ;;
+        warm) budget=${warm[$tier]:-} ;;
+    esac
+    printf '\nPhases:\n'
+    for one in "${phases[@]}"; do
+        printf '  %5d s  %s\n' "${one%% *}" "${one#* }"
+    done
+    printf '  %5d s  in all' "$SECONDS"
+    if [[ -n $budget ]]; then
+        printf ', %s start; the budget is %d s' "$start" "$budget"
+        ((SECONDS <= budget)) || printf ': EXCEEDED by %d s' $((SECONDS - budget))
+    fi
+    printf '\n'
 }
 
 fail() { # fail COUNT WHAT
@@ -244,7 +274,7 @@ finish() {
         printf '\nFailed:\n'
         printf '  %s\n' "${failures[@]}"
     fi
-    printf '\n%d s in all\n' "$SECONDS"
+    printf '\n'
     printf '%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
     ((failed == 0))
 }

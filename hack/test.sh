@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# hack/test.sh: installs what is missing, then checks format, lints and licences, runs the tests,
-# the demo and csi-sanity, and looks for what was left behind. Ends with one line of counts,
-# "N passed, N failed, N skipped", and fails when anything failed.
+# hack/test.sh [--full] [PATTERN...]: installs what is missing, then runs the checks and tests of this tree.
 #
-# What cannot run on this machine (no root, no Go) is skipped with a line each and counted; with
-# CI=true it counts as failed instead. The full output of each step stays in target/test-logs.
+#   (no argument)  the default tier: format, lints, unit tests and the core of every promise; 8 minutes
+#   --full         every test at its full size, csi-sanity on every pool kind, every scene of the demo, the bench's
+#                  rows in small, licences; 35 minutes. What a continuous build runs
+#   PATTERN...     the tests, of both tiers, and the steps whose names contain one of the patterns, at full size; the
+#                  name of a test binary (driver, storage, crash, api_server, ...) stands for all of its tests
 #
-# TEST_TIMEOUT  seconds that a single step may take (3600)
-# TEST_LANES    2: tests with a cluster and without a driver run beside the others; 1: one after the other (2)
-# FUZZ_SECONDS  seconds for each fuzz target (8); hack/soak.sh is for more
+# Prints a line for each step, the time of each phase beside its budget, the slowest tests, and as its last line
+# "N passed, N failed, N skipped". Fails when a test failed. What this machine cannot run (no root, no Go) is skipped
+# with a line that gives the reason; with CI=true it counts as failed. The output of each step stays in
+# target/test-logs.
+#
+# TEST_TIMEOUT  seconds that a step may take (3600)
+# TEST_LANES    2: tests with an API server run beside the tests of the driver; 1: one after the other (2)
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -16,27 +21,64 @@ source "$(dirname "$0")/lib.sh"
 source "$repo/hack/steps.sh"
 cd "$repo"
 
+tier=default
+patterns=()
+for argument; do
+    case $argument in
+        --full) tier=full ;;
+        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit ;;
+        -*) die "$argument: no such option; see --help" ;;
+        *) patterns+=("$argument") ;;
+    esac
+done
+# Tests of the full tier alone are marked #[ignore = "full tier"]. The other tests that have a size take it from these.
+if ((${#patterns[@]})); then
+    tier=selected
+elif [[ $tier == default ]]; then
+    export ORACLE_CASES=2 POWER_LOSS_IMAGES=12 FILESYSTEMS_SECONDS=2 CRASH_SAMPLE=6 FUZZ_INPUTS=2000
+fi
+
 target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
+# Seconds of each phase, on two cores, on a machine where nothing has been built yet and on one where everything has.
+declare -A cold=([default]=1200 [full]=3300) warm=([default]=480 [full]=2100)
+start=warm
+[[ -d $cache/tools/$(go_key kubernetes) && -d $target/debug/deps ]] || start=cold
+
 rm -rf "$target/test-logs"
 begin "${TEST_TIMEOUT:-3600}" "$target/test-logs"
 
-# --- What is needed -------------------------------------------------------------------------------
+# wanted NAME: whether a step of this name is to run.
+wanted() {
+    local pattern
+    ((${#patterns[@]})) || return 0
+    for pattern in "${patterns[@]}"; do
+        [[ $1 != *"$pattern"* ]] || return 0
+    done
+    return 1
+}
 
+# check NAME COMMAND...: a step, if it is wanted.
+check() { ! wanted "$1" || step "$@"; }
+
+# --- Tools ------------------------------------------------------------------------------------------
+
+phase tools
 command -v cargo >/dev/null || die "needs Rust: no cargo in PATH"
-install_missing jq || die "needs jq"
+install_missing gcc jq || die "needs gcc and jq"
 why_no_root_tests=
 if ! is_root; then
     why_no_root_tests="needs root, for loop devices and mounts"
 elif ! install_missing "${storage_commands[@]}"; then
     why_no_root_tests="needs filesystem tools that could not be installed"
 else
-    # Who lacks them says so.
+    # Tests that lack one of these skip themselves.
     install_missing "${load_commands[@]}" || true
     install_missing "${node_commands[@]}" || true
 fi
-
-# Where programs of Kubernetes are that tests run; without them the tests say what is missing.
-if [[ -z $why_no_root_tests ]]; then
+# Tests that lack these programs say so, each by itself.
+if [[ -n $why_no_root_tests ]]; then
+    skip 1 "Kubernetes tools" "$why_no_root_tests"
+else
     # shellcheck disable=SC2016 # $1 is for the inner shell
     run "Kubernetes tools" bash -euc 'source "$1"; kubernetes_tools' _ "$repo/hack/lib.sh"
     if ((status == 0)); then
@@ -47,157 +89,156 @@ if [[ -z $why_no_root_tests ]]; then
     else
         skip 1 "Kubernetes tools" "$(tail -n 1 "$log")"
     fi
-else
-    skip 1 "Kubernetes tools" "$why_no_root_tests"
 fi
 
-# --- Format, lints, licences ----------------------------------------------------------------------
+# --- Format, lints, licences ------------------------------------------------------------------------
 
-if cargo_component rustfmt fmt; then
-    step "cargo fmt" cargo fmt --check
+phase checks
+if ! cargo_component rustfmt fmt; then
+    skip 1 "cargo fmt" "rustfmt is not installed and could not be installed"
+elif wanted "cargo fmt"; then
+    step "cargo fmt" cargo fmt --all --check
     step "cargo fmt, fuzz targets" cargo fmt --check --manifest-path fuzz/Cargo.toml
-else
-    skip 1 "cargo fmt" "rustfmt is not installed, nor could it be"
 fi
-if install_missing shellcheck; then
-    step "shellcheck" shellcheck --external-sources hack/*.sh .ci/run
+if ! install_missing shellcheck; then
+    skip 1 "shellcheck" "not installed and could not be installed"
 else
-    skip 1 "shellcheck" "not installed, nor could it be"
+    mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
+    check "shellcheck" shellcheck --external-sources "${scripts[@]}"
 fi
-if cargo_component clippy clippy; then
-    step "cargo clippy" cargo clippy --all-targets --locked -- -D warnings
-    step "cargo clippy, all features" cargo clippy --all-targets --all-features --locked -- -D warnings
+if ! cargo_component clippy clippy; then
+    skip 1 "cargo clippy" "clippy is not installed and could not be installed"
 else
-    skip 1 "cargo clippy" "clippy is not installed, nor could it be"
+    check "cargo clippy" cargo clippy --workspace --all-targets --all-features --locked -- -D warnings
 fi
-# Advisories are left out: they need a database from the network, and change without a commit.
-if deny=$(cargo_deny 2>"$logs/cargo-deny-install.log"); then
-    step "cargo deny" "$deny" --locked check bans licenses sources
-else
-    skip 1 "cargo deny" "$(tail -n 1 "$logs/cargo-deny-install.log")"
+# Advisories need a database from the network, which changes without a commit: they are not checked.
+if [[ $tier == full ]] || { [[ $tier == selected ]] && wanted "cargo deny"; }; then
+    if deny=$(cargo_deny 2>"$logs/cargo-deny-install.log"); then
+        step "cargo deny" "$deny" --locked check bans licenses sources
+    else
+        skip 1 "cargo deny" "$(tail -n 1 "$logs/cargo-deny-install.log")"
+    fi
 fi
 
-# --- Tests ----------------------------------------------------------------------------------------
+# --- Build ------------------------------------------------------------------------------------------
 
-step "build" cargo build --locked
-# An older binary may lie there still: it is not what is to be tested.
-driver=
-((status != 0)) || driver=$target/debug/csi-loopback
-# The tests' binaries are run by this script and not by cargo, for the time of each test.
+phase build
+# What ships has no fail points. It is built first: the tests' build replaces it in the target directory.
+shipped=
+step "build what ships" cargo build --locked --bin csi-loopback
+if ((status == 0)); then
+    shipped=$target/shipped/csi-loopback
+    mkdir -p "${shipped%/*}"
+    cp "$target/debug/csi-loopback" "$shipped"
+    # shellcheck disable=SC2016 # $1 is for the inner shell
+    check "what ships has no fail points" bash -c '! grep --text --fixed-strings fail-points "$1"' _ "$shipped"
+fi
+# The tests' binaries are run by this script and not by cargo, for their lanes and for the time of each test.
 # shellcheck disable=SC2016 # $1 is for the inner shell
 step "build tests" bash -c \
-    'exec cargo test --locked --no-run --message-format=json-render-diagnostics >"$1"' \
+    'exec cargo test --workspace --all-features --locked --no-run --message-format=json-render-diagnostics >"$1"' \
     _ "$logs/artifacts.json"
+((status == 0)) || finish
+declare -A binary_of=()
+while IFS=$'\t' read -r name path; do
+    binary_of[$name]=$path
+done < <(jq -r 'select(.reason == "compiler-artifact" and .profile.test and .executable != null)
+    | (if .target.kind[0] == "test" then .target.name else "unit" end) + "\t" + .executable' "$logs/artifacts.json")
+# Cargo sets this for the tests that it runs.
+export CARGO_MANIFEST_DIR=$repo
 
-# test_binaries ARTIFACTS: "NAME PATH" per test binary. Those that need root are integration tests called
-# root_*; elsewhere it is the tests with root_ in their names.
-test_binaries() {
-    jq -r 'select(.reason == "compiler-artifact" and .profile.test and .executable != null)
-        | (if .target.kind[0] == "test" then "tests/" else "unit tests of " end) + .target.name
-          + "\t" + .executable' "$1"
-}
-tests=()
-if ((status == 0)); then
-    mapfile -t tests < <(test_binaries "$logs/artifacts.json")
-    # Cargo sets this for the tests that it runs.
-    export CARGO_MANIFEST_DIR=$repo
-fi
+# --- Tests ------------------------------------------------------------------------------------------
 
-# The time of each test is a feature of nightly compilers. The variable asks the test harness alone:
-# it is not set while anything is compiled, so nothing is built twice.
-report=(--show-output)
+phase tests
+arguments=(--show-output)
+[[ $tier == default ]] || arguments+=(--include-ignored)
+# The time of each test is a feature of nightly compilers. The variable asks the test harness alone: it is not set
+# while anything is compiled, so nothing is built twice.
 timed=()
-if ((${#tests[@]})) &&
-    RUSTC_BOOTSTRAP=1 "${tests[0]#*$'\t'}" --list -Z unstable-options --report-time >/dev/null 2>&1; then
+if RUSTC_BOOTSTRAP=1 "${binary_of[unit]}" --list -Z unstable-options --report-time >/dev/null 2>&1; then
     timed=(env RUSTC_BOOTSTRAP=1)
-    report+=(-Z unstable-options --report-time)
+    arguments+=(-Z unstable-options --report-time)
 fi
 
-count_tests() { # count_tests BINARY ARGUMENT...
-    "$@" --list --format terse 2>/dev/null | grep -c ': test$' || true
+# filter NAME: the patterns by which the tests of a binary are chosen; none where the binary itself is named.
+filter() {
+    local pattern
+    for pattern in "${patterns[@]}"; do
+        [[ $pattern != "$1" ]] || return 0
+    done
+    ((${#patterns[@]} == 0)) || printf '%s\n' "${patterns[@]}"
 }
 
-for entry in "${tests[@]}"; do
-    name=${entry%%$'\t'*} binary=${entry#*$'\t'}
-    [[ $name != tests/root_* ]] || continue
-    (($(count_tests "$binary" --skip root_))) || continue
-    run_tests "$name" "${timed[@]}" "$binary" "${report[@]}" --skip root_
-done
-run_tests "doc tests" cargo test --locked --doc --quiet
-
-# From here to the fuzz targets the machine's second core would have little to do.
-run_beside run "fuzz build" nice -n 19 hack/fuzz.sh 0
-
-# root_tests HOW NAME BINARY: the tests of a binary that need root, by run_tests or its like. One at a time: they share
-# the machine's loop devices and load, and some measure time.
-root_tests() {
-    local how=$1 name=$2 binary=$3 filter=(root_) count
-    [[ $name != tests/root_* ]] || filter=()
-    count=$(count_tests "$binary" "${filter[@]}")
+# tests HOW NAME [ARGUMENT...]: runs the tests of a binary by run_tests or its like. Those that need root run one at a
+# time: they share the machine's loop devices, and some measure time.
+tests() {
+    local how=$1 name=$2 binary=${binary_of[${2%% *}]} chosen count
+    shift 2
+    mapfile -t chosen < <(filter "$name")
+    count=$("$binary" --list --format terse "${chosen[@]}" "$@" 2>/dev/null | grep -c ': test$' || true)
     ((count)) || return 0
-    [[ $name == tests/root_* ]] || name+=" (root_)"
-    if [[ -n $why_no_root_tests ]]; then
+    if [[ -n $why_no_root_tests && " $* " != *" --skip root_ "* && $name != no_root ]]; then
         skip "$count" "$name, $count tests" "$why_no_root_tests"
     else
-        "$how" "$name" "${timed[@]}" "$binary" "${report[@]}" --test-threads=1 "${filter[@]}"
+        "$how" "$name" "${timed[@]}" "$binary" "${arguments[@]}" "${chosen[@]}" "$@"
     fi
 }
 
-# all_root_tests HOW ENTRY...
-all_root_tests() {
-    local how=$1 entry
+tests_of() { # tests_of HOW NAME...: binaries that need root
+    local how=$1 name
     shift
-    for entry; do
-        root_tests "$how" "${entry%%$'\t'*}" "${entry#*$'\t'}"
-    done
+    for name; do tests "$how" "$name" --test-threads=1; done
 }
 
-# Those with a cluster of their own, and no driver or node, mostly wait for it, and have nothing of the machine but
-# processes. (Who begins a mount namespace, as nodes do, holds for a moment what all others have mounted.)
-of_clusters=() others=()
-for entry in "${tests[@]}"; do
-    name=${entry%%$'\t'*}
-    if grep -qs 'cluster::suite::run(' "$name.rs" "$name/main.rs" &&
-        ! grep -rqsE 'driver::|Driver::|kubelet' "$name.rs" "$name"; then
-        of_clusters+=("$entry")
-    else
-        others+=("$entry")
-    fi
-done
-if [[ -n $why_no_root_tests || ${TEST_LANES:-2} == 1 ]]; then
-    all_root_tests run_tests "${others[@]}" "${of_clusters[@]}"
+tests run_tests "unit" --skip root_
+tests run_tests "no_root"
+# Two lanes. A lane is a list of test binaries; which one a test is in follows from the binary that it is in.
+with_api_server=(api_server deploy containers)
+without=(driver storage crash)
+if ((${#patterns[@]} == 0)); then
+    lanes=${TEST_LANES:-2}
 else
-    run_beside all_root_tests run_and_leave "${of_clusters[@]}"
-    all_root_tests run_tests "${others[@]}"
-    all_root_tests take_tests "${of_clusters[@]}"
+    lanes=1
 fi
+if ((lanes == 1)) || [[ -n $why_no_root_tests ]]; then
+    lanes=1
+else
+    run_beside tests_of run_and_leave "${with_api_server[@]}"
+fi
+if ((${#patterns[@]} == 0)); then
+    tests run_tests "unit tests that need root" --test-threads=1 root_
+fi
+tests_of run_tests "${without[@]}"
 
-# --- Fuzzing --------------------------------------------------------------------------------------
+# --- Scenes of the demo, csi-sanity, the bench ------------------------------------------------------
 
-run "fuzz" hack/fuzz.sh "${FUZZ_SECONDS:-8}"
-count_fuzz "fuzz"
-
-# --- The demo and csi-sanity ----------------------------------------------------------------------
-
-# interrupted SCRIPT SECONDS DRIVER: interrupts a demonstration, which then has to say that it left nothing. (It may
-# have come to its end before.)
+# interrupted SCENE SECONDS: interrupts a scene, which then has to report that it left nothing, as it does at its end.
 interrupted() {
     local output
-    output=$(CSI_LOOPBACK_BIN=$3 timeout --signal=INT --kill-after=100 "$2" "$1" 2>&1) || true
+    output=$(timeout --signal=INT --kill-after=100 "$2" hack/demo.sh "$1" 2>&1) || true
     printf '%s\n' "$output"
     grep -q 'no mount, loop device, process or file is left' <<<"$output"
 }
 export -f interrupted
 
-# sanity: runs csi-sanity against every pool kind and adds up its counts. Each line that reports no
-# counts reports a problem, and is one failure more.
+scene() { # scene NAME [SECONDS...]: runs a scene, and once more for each of the times, after which it is interrupted
+    local name=$1 seconds
+    shift
+    check "demo: $name" hack/demo.sh "$name"
+    for seconds; do
+        # shellcheck disable=SC2016 # $@ is for the inner shell
+        check "demo: $name, interrupted after $seconds s" bash -c 'interrupted "$@"' _ "$name" "$seconds"
+    done
+}
+
+# sanity POOL...: runs csi-sanity and adds up its counts. Each line that reports no counts reports a problem, and is one
+# failure more.
 sanity() {
-    local pool line specs_failed=0
-    run "csi-sanity" env CSI_LOOPBACK_BIN="$driver" hack/sanity.sh reflink image copy
+    local line specs_failed=0
+    wanted "csi-sanity" || return 0
+    run "csi-sanity" hack/sanity.sh "$@"
     if ((status == 77)); then
-        for pool in reflink image copy; do
-            skip 1 "csi-sanity $pool" "$(tail -n 1 "$log")"
-        done
+        skip 1 "csi-sanity" "$(tail -n 1 "$log")"
         return
     fi
     while read -r line; do
@@ -212,86 +253,57 @@ sanity() {
     ((specs_failed > 0 || status == 0)) || specs_failed=1
     ((specs_failed == 0)) || fail "$specs_failed" "csi-sanity: $specs_failed specs or problems"
     tell "csi-sanity" "" 200
-    # When it failed, they stand among the lines just shown.
+    # When it failed, they are among the lines just shown.
     ((status != 0)) || sed 's/^/             /' "$log"
 }
 
-if [[ -z $driver ]]; then
+phase scenes
+if [[ -z $shipped ]]; then
     printf 'FAILED             the demo and csi-sanity: the driver does not build\n'
     fail 1 "the demo and csi-sanity: the driver does not build"
+elif [[ -n $why_no_root_tests ]]; then
+    skip 1 "the demo, csi-sanity and the bench" "$why_no_root_tests"
 else
-    if [[ -x hack/demo.sh && -n $why_no_root_tests ]]; then
-        skip 3 "hack/demo.sh, hack/demo-inline.sh, hack/demo-runtime.sh" "$why_no_root_tests"
-    elif [[ -x hack/demo.sh ]]; then
-        step "hack/demo.sh" hack/demo.sh
-        for seconds in 1 2 3 4; do
-            # shellcheck disable=SC2016 # $1 and the others are for the inner shell
-            step "hack/demo.sh, interrupted after $seconds s" \
-                bash -c 'interrupted "$@"' _ hack/demo.sh "$seconds" "$driver"
-        done
-        step "hack/demo-inline.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-inline.sh
-        if install_missing "${node_commands[@]}"; then
-            step "hack/demo-runtime.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-runtime.sh
-            # shellcheck disable=SC2016 # $@ is for the inner shell
-            step "hack/demo-runtime.sh, interrupted after 3 s" \
-                bash -c 'interrupted "$@"' _ hack/demo-runtime.sh 3 "$driver"
-        else
-            skip 2 "hack/demo-runtime.sh" "needs containerd, ctr and runc"
-        fi
-    fi
-    if [[ -z ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
-        skip 4 "hack/demo-sidecar.sh, hack/demo-session.sh, hack/demo-aggregated.sh, hack/demo-admission.sh" "needs root and the Kubernetes tools"
+    export CSI_LOOPBACK_BIN=$shipped
+    scene main
+    if [[ $tier == default ]]; then
+        sanity image
     else
-        step "hack/demo-sidecar.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-sidecar.sh
-        step "hack/demo-session.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-session.sh
-        step "hack/demo-aggregated.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-aggregated.sh
-        step "hack/demo-admission.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-admission.sh
+        scene main 1 3
+        scene inline
         if install_missing "${node_commands[@]}"; then
-            step "hack/demo-node-proxy.sh" env CSI_LOOPBACK_BIN="$driver" hack/demo-node-proxy.sh
-            # With its cluster half made, and while its first pod begins.
-            for seconds in 8 20; do
-                # shellcheck disable=SC2016 # $@ is for the inner shell
-                step "hack/demo-node-proxy.sh, interrupted after $seconds s" \
-                    bash -c 'interrupted "$@"' _ hack/demo-node-proxy.sh "$seconds" "$driver"
-            done
+            scene runtime 3
         else
-            skip 3 "hack/demo-node-proxy.sh" "needs containerd, ctr and runc"
+            skip 1 "demo: runtime" "needs containerd, ctr and runc"
         fi
+        if [[ -n ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
+            scene sidecar
+            scene session
+            scene aggregated
+            scene admission
+            # With its cluster half made, and while its first pod starts.
+            ! install_missing "${node_commands[@]}" || scene node-proxy 8 20
+        else
+            skip 5 "demo: sidecar, session, aggregated, admission, node-proxy" "needs the Kubernetes tools"
+        fi
+        sanity reflink image copy
+        # That every row still runs: its figures here are nothing to pass or fail.
+        check "hack/bench.sh" hack/bench.sh --quick --output "$logs/bench"
     fi
-    sanity
 fi
 
-# That every row of the bench still runs: its figures are nothing to pass or fail.
-if [[ -n $why_no_root_tests ]]; then
-    skip 1 "hack/bench.sh" "$why_no_root_tests"
+# --- The tests that ran beside ----------------------------------------------------------------------
+
+if ((lanes == 1)); then
+    tests_of run_tests "${with_api_server[@]}"
 else
-    step "hack/bench.sh" hack/bench.sh --quick --output "$logs/bench"
+    phase "tests with an API server, the rest"
+    tests_of take_tests "${with_api_server[@]}"
 fi
-
-# --- Death and errors at every step -----------------------------------------------------------------
-
-if [[ -n $driver ]]; then
-    # shellcheck disable=SC2016 # $1 is for the inner shell
-    step "the driver has no fail points" bash -c '! grep --text --fixed-strings fail-points "$1"' _ "$driver"
-fi
-# The last of all builds: from here on the driver in the target directory is another one.
-driver=
-# shellcheck disable=SC2016 # $1 is for the inner shell
-step "build with fail points" bash -c \
-    'exec cargo test --locked --features failpoints --test root_crash --no-run --message-format=json-render-diagnostics >"$1"' \
-    _ "$logs/artifacts-failpoints.json"
-tests=()
-if ((status == 0)); then
-    mapfile -t tests < <(test_binaries "$logs/artifacts-failpoints.json")
-fi
-all_root_tests run_tests "${tests[@]}"
-
-# --- What was left behind -------------------------------------------------------------------------
-
-check_left_behind
-
+((${#patterns[@]})) || check_left_behind
+phase
+tell_phases
 printf '\nSlowest tests:\n'
-sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p; s/^took \([0-9.]* s\): /\1  /p' \
-    "$logs"/*.log |
-    sort -rn | sed -n '1,10 s/^/  /p' # reads to the end: a pipe that is closed early would be an error
+sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p' "$logs"/*.log |
+    sort -rn | sed -n '1,15 s/^/  /p' # reads to the end: a pipe that is closed early would be an error
 finish

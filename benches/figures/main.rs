@@ -5,8 +5,6 @@
 //! whether every row ran: what a row must reach is told, and decides nothing.
 
 mod calls;
-#[path = "../../tests/support/cluster/mod.rs"]
-mod cluster;
 mod harness;
 mod host_path;
 mod kernel;
@@ -17,9 +15,6 @@ mod records;
 mod report;
 mod rows;
 mod stats;
-// What the cluster stands on.
-#[path = "../../tests/support/mod.rs"]
-mod support;
 mod writer;
 
 use std::path::PathBuf;

@@ -10,10 +10,10 @@ use std::thread;
 use anyhow::{Result, anyhow};
 
 use crate::Options;
-use crate::cluster::{Cluster, NoCluster};
 use crate::records;
 use crate::report::{Report, Row};
 use rig::Rig;
+use support::cluster::{Cluster, NoCluster};
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     // What tests stand on panics where something is not as it should be; the other rows are to go on.

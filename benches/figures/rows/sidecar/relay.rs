@@ -19,13 +19,13 @@ use tonic_prost::ProstCodec;
 
 use super::rig::{Rig, Sidecar, Whose};
 use crate::Options;
-use crate::cluster::sidecar::{channel_with, connect, connector};
 use crate::harness::endpoint;
 use crate::kernel::{self, CpuClock};
 use crate::raw::{self, Taken};
 use crate::records::Pattern;
 use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, digits, grouped, millions, time};
+use support::cluster::sidecar::{channel_with, connect, connector};
 
 /// The call of the Kubernetes API.
 pub const DELTA: &str = "/snapshotmetadata.SnapshotMetadata/GetMetadataDelta";

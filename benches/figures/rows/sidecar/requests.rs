@@ -13,11 +13,11 @@ use tonic::transport::Channel;
 use super::relay::{DELTA, decode};
 use super::rig::{Rig, Sidecar, Whose};
 use crate::Options;
-use crate::cluster::sidecar::channel_with;
 use crate::harness::endpoint;
 use crate::kernel::CpuClock;
 use crate::report::{Report, Row};
 use crate::stats::{Samples, digits, grouped, time};
+use support::cluster::sidecar::channel_with;
 
 /// Connections that the clients share.
 const CONNECTIONS: usize = 8;

@@ -7,12 +7,12 @@ use csi_loopback::proto::csi::v1 as csi;
 use csi_loopback::proto::snapshotmetadata as api;
 
 use crate::calls::Capability;
-use crate::cluster::Cluster;
-use crate::cluster::access::{Account, rule, sidecar_rules};
-use crate::cluster::programs::{Process, Served};
-use crate::cluster::sidecar::{self, AUDIENCE};
-use crate::cluster::tls::{Authority, Certificate};
 use crate::harness::Driver;
+use support::cluster::Cluster;
+use support::cluster::access::{Account, rule, sidecar_rules};
+use support::cluster::programs::{Process, Served};
+use support::cluster::sidecar::{self, AUDIENCE};
+use support::cluster::tls::{Authority, Certificate};
 
 /// Longer than any row.
 const VALIDITY: Duration = Duration::from_secs(3600);

@@ -1,0 +1,335 @@
+//! The annotation by which pods leave volumes to their runtime: the webhook of deploy/admission as it stands there, but for where it is called.
+
+use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
+use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use kube::api::{Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+use support::cluster::shared;
+
+use super::rig::{Rig, With, assert_refused, posted};
+use support::cluster::Cluster;
+use support::path;
+
+const PATH: &str = "/validate-deferral";
+
+/// The API server calls the webhook for pods of the rig's namespace.
+fn guarded(cluster: &Cluster) -> Rig<'_> {
+    let rig = Rig::new(cluster, With::default());
+    let mut webhook = of_deploy();
+    webhook["clientConfig"] =
+        json!({ "url": format!("https://localhost:{}{PATH}", rig.served.port) });
+    // Other tests have their own.
+    assert_eq!(webhook["namespaceSelector"], Value::Null);
+    webhook["namespaceSelector"] =
+        json!({ "matchLabels": { "kubernetes.io/metadata.name": rig.apps } });
+    let add = json!([{ "op": "add", "path": "/webhooks/-", "value": webhook }]);
+    let add = Patch::<()>::Json(serde_json::from_value(add).unwrap());
+    let api = cluster.api::<ValidatingWebhookConfiguration>();
+    cluster.block_on(api.patch(&rig.configuration, &PatchParams::default(), &add)).unwrap();
+    cluster.wait_for("the webhook", || {
+        let refused = make(&rig, &pod(Some("none")), true).err()?;
+        refused.contains("is no volume of the pod").then_some(())
+    });
+    rig
+}
+
+/// As deploy/admission has it.
+fn of_deploy() -> Value {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/admission/webhooks.yaml");
+    let text = std::fs::read_to_string(file).unwrap();
+    let objects = text.split("\n---\n").map(|text| serde_saphyr::from_str::<Value>(text).unwrap());
+    let webhooks = objects.flat_map(|mut object| match object["webhooks"].take() {
+        Value::Array(webhooks) => webhooks,
+        other => panic!("{other}"),
+    });
+    let mut found = webhooks.filter(|one| one["clientConfig"]["service"]["path"] == PATH);
+    found.next().expect("the webhook")
+}
+
+/// A pod with volumes of all kinds.
+fn pod(named: Option<&str>) -> Value {
+    let template = json!({ "spec": {
+        "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": "1Gi" } },
+    } });
+    let of_claim = |claim: &str| json!({ "claimName": claim });
+    let annotations = named.map(|named| json!({ ANNOTATION: named }));
+    json!({
+        "metadata": { "annotations": annotations, "labels": { "app": "a" } },
+        "spec": {
+            "automountServiceAccountToken": false,
+            "containers": [{
+                "name": "c", "image": "x",
+                "resources": { "requests": { "cpu": "10m" } },
+                "volumeMounts": [{ "name": "claim", "mountPath": "/c" }, { "name": "own", "mountPath": "/o" }],
+                "volumeDevices": [{ "name": "raw", "devicePath": "/dev/raw" }],
+            }],
+            "volumes": [
+                { "name": "claim", "persistentVolumeClaim": of_claim("c") },
+                { "name": "generic", "ephemeral": { "volumeClaimTemplate": template } },
+                { "name": "own", "csi": { "driver": "other.example" } },
+                { "name": "raw", "persistentVolumeClaim": of_claim("r") },
+                { "name": "scratch", "emptyDir": {} },
+            ],
+        },
+    })
+}
+
+fn make(rig: &Rig<'_>, pod: &Value, dry_run: bool) -> Result<Pod, String> {
+    let mut pod = pod.clone();
+    pod["metadata"]["name"] = rig.cluster.unique("pod").into();
+    let params = PostParams { dry_run, ..PostParams::default() };
+    let pod = serde_json::from_value(pod).unwrap();
+    let made = rig.cluster.block_on(rig.pods(&rig.apps).create(&params, &pod));
+    made.map_err(|error| error.to_string())
+}
+
+/// By way of a subresource, or of the pod itself where it is empty.
+fn patch(rig: &Rig<'_>, pod: &str, subresource: &str, patch: &Value) -> Result<Pod, String> {
+    let (pods, params) = (rig.pods(&rig.apps), PatchParams::default());
+    let patch = Patch::Strategic(patch);
+    let patched = rig.cluster.block_on(async {
+        match subresource {
+            "" => pods.patch(pod, &params, &patch).await,
+            of => pods.patch_subresource(of, pod, &params, &patch).await,
+        }
+    });
+    patched.map_err(|error| error.to_string())
+}
+
+/// What says which volumes are named; none takes the annotation away.
+fn naming(named: Option<&str>) -> Value {
+    json!({ "metadata": { "annotations": { ANNOTATION: named } } })
+}
+
+fn named(pod: &Pod) -> Option<&str> {
+    pod.annotations().get(ANNOTATION).map(String::as_str)
+}
+
+/// As kubelet says it.
+fn initialised() -> Value {
+    json!({ "status": { "conditions": [{ "type": "Initialized", "status": "True" }] } })
+}
+
+const STAYS: &[&str] = &["422", "was named, and stays so"];
+
+#[test]
+fn only_volumes_that_a_runtime_could_mount_are_named() {
+    let Some(cluster) = shared() else { return };
+    let rig = guarded(cluster);
+    for good in [None, Some(""), Some("claim"), Some(" claim , generic,own,")] {
+        make(&rig, &pod(good), true).unwrap();
+    }
+    for (bad, told) in [
+        ("claim,none", "\"none\" is no volume of the pod"),
+        ("scratch", "\"scratch\""),
+        ("raw", "\"raw\" is a raw block device"),
+        ("Claim", "\"Claim\" is no volume of the pod"),
+    ] {
+        assert_refused(make(&rig, &pod(Some(bad)), true), &["422", ANNOTATION, told]);
+    }
+    assert!(rig.page("/metrics").contains("webhook=\"validate_deferral\",verdict=\"refused\""));
+}
+
+#[test]
+fn a_volume_is_named_until_its_pod_is_initialised_and_stays_named() {
+    let Some(cluster) = shared() else { return };
+    let rig = guarded(cluster);
+    // By way of the pod, and of its status: annotations change by both.
+    for way in ["", "status"] {
+        let made = make(&rig, &pod(None), false).unwrap().name_any();
+        let set = |to: Option<&str>| patch(&rig, &made, way, &naming(to));
+        assert_refused(set(Some("none")), &["422", "is no volume of the pod"]);
+        assert_eq!(named(&set(Some("claim")).unwrap()), Some("claim"), "{way}");
+        assert_eq!(named(&set(Some("own,claim")).unwrap()), Some("own,claim"), "{way}");
+        for fewer in [Some("own"), Some(""), None] {
+            assert_refused(set(fewer), STAYS);
+        }
+        patch(&rig, &made, "status", &initialised()).unwrap();
+        assert_refused(set(Some("own,claim,generic")), &["422", "until the pod is initialised"]);
+        assert_refused(set(None), STAYS);
+        assert_eq!(
+            named(&set(Some("claim, own")).unwrap()),
+            Some("claim, own"),
+            "the same volumes"
+        );
+        // One step that does both: what is written with the status goes by how it was.
+        let other = make(&rig, &pod(None), false).unwrap().name_any();
+        let mut both = initialised();
+        both["metadata"] = naming(Some("claim"))["metadata"].take();
+        let after = patch(&rig, &other, "status", &both).unwrap();
+        assert_eq!(named(&after), Some("claim"));
+        assert_refused(patch(&rig, &other, way, &naming(Some("own,claim"))), &["initialised"]);
+    }
+    // As a whole.
+    let made = make(&rig, &pod(Some("claim")), false).unwrap();
+    let mut bare = made.clone();
+    bare.metadata.annotations = None;
+    let (pods, name, params) = (rig.pods(&rig.apps), made.name_any(), PostParams::default());
+    let replaced =
+        cluster.block_on(pods.replace(&name, &params, &bare)).map_err(|error| error.to_string());
+    assert_refused(replaced, STAYS);
+}
+
+/// Posts a Binding of this pod, at one of the two places for it.
+fn bind(rig: &Rig<'_>, pod: &str, at: &str, annotations: Value) -> Result<(), String> {
+    let binding = json!({
+        "apiVersion": "v1", "kind": "Binding",
+        "metadata": { "name": pod, "namespace": rig.apps, "annotations": annotations },
+        "target": { "apiVersion": "v1", "kind": "Node", "name": "some-node" },
+    });
+    let file = rig.cluster.write("binding.json", &binding.to_string());
+    let at = format!("/api/v1/namespaces/{}/{at}", rig.apps);
+    let output = rig.cluster.kubectl(&["create", "--raw", &at, "-f", path(&file)]);
+    let told = String::from_utf8(output.stderr).unwrap();
+    if output.status.success() { Ok(()) } else { Err(told) }
+}
+
+#[test]
+fn a_scheduler_names_and_unnames_no_volume_by_a_binding() {
+    let Some(cluster) = shared() else { return };
+    let rig = guarded(cluster);
+    for legacy in [false, true] {
+        let made = make(&rig, &pod(Some("claim")), false).unwrap().name_any();
+        let at = if legacy { "bindings".to_owned() } else { format!("pods/{made}/binding") };
+        for value in ["", "claim,own", "claim"] {
+            let told = bind(&rig, &made, &at, json!({ ANNOTATION: value }));
+            assert_refused(told, &["a Binding names no volumes", "before it is bound"]);
+        }
+        bind(&rig, &made, &at, json!({ "scheduler.example/any": "one" })).unwrap();
+        let bound = cluster.get(&rig.pods(&rig.apps), &made).unwrap();
+        assert_eq!(named(&bound), Some("claim"));
+        assert_eq!(bound.annotations()["scheduler.example/any"], "one", "that is a way, then");
+        assert_eq!(bound.spec.unwrap().node_name.as_deref(), Some("some-node"));
+    }
+}
+
+/// The webhook is not asked about these: the API server itself takes no annotation by such a way.
+#[test]
+fn by_way_of_ephemeral_containers_and_of_a_resize_no_annotation_changes() {
+    let Some(cluster) = shared() else { return };
+    let rig = guarded(cluster);
+    let made = make(&rig, &pod(Some("claim")), false).unwrap().name_any();
+    let container = json!({ "name": "d", "image": "x" });
+    let grown = json!({ "name": "c", "resources": { "requests": { "cpu": "20m" } } });
+    for (way, spec) in [
+        ("ephemeralcontainers", json!({ "ephemeralContainers": [container] })),
+        ("resize", json!({ "containers": [grown] })),
+    ] {
+        for other in [None, Some("own")] {
+            let mut change = naming(other);
+            change["spec"] = spec.clone();
+            let after = patch(&rig, &made, way, &change).unwrap();
+            assert_eq!(named(&after), Some("claim"), "{way}");
+        }
+    }
+    let spec = cluster.get(&rig.pods(&rig.apps), &made).unwrap().spec.unwrap();
+    assert_eq!(spec.ephemeral_containers.unwrap().len(), 1, "they were taken otherwise");
+    let requests = spec.containers[0].resources.clone().unwrap().requests.unwrap();
+    assert_eq!(requests["cpu"].0, "20m");
+}
+
+#[test]
+fn while_the_webhook_is_away_only_what_changes_the_annotation_is_refused() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = guarded(cluster);
+    let plain = make(&rig, &pod(None), false).unwrap().name_any();
+    let opted = make(&rig, &pod(Some("claim")), false).unwrap().name_any();
+    rig.served.process.stop();
+    let away = &["failed calling webhook", "validate-deferral"];
+    assert_refused(make(&rig, &pod(Some("claim")), false), away);
+    assert_refused(patch(&rig, &plain, "", &naming(Some("claim"))), away);
+    assert_refused(patch(&rig, &opted, "status", &naming(None)), away);
+    let to_own = bind(&rig, &opted, "bindings", json!({ ANNOTATION: "own" }));
+    assert_refused(to_own, away);
+
+    make(&rig, &pod(None), false).unwrap();
+    for pod in [&plain, &opted] {
+        let change = |way: &str, change: Value| patch(&rig, pod, way, &change).unwrap();
+        let grown = json!({ "name": "c", "resources": { "requests": { "cpu": "20m" } } });
+        change("resize", json!({ "spec": { "containers": [grown] } }));
+        // From scheduler and kubelet.
+        bind(&rig, pod, &format!("pods/{pod}/binding"), Value::Null).unwrap();
+        change("status", initialised());
+        let ready = json!([{ "type": "Ready", "status": "True" }]);
+        change("status", json!({ "status": { "phase": "Running", "conditions": ready } }));
+        // From everybody else.
+        let metadata = json!({ "labels": { "app": "b" }, "annotations": { "a": "b" } });
+        change("", json!({ "metadata": metadata }));
+        change("", json!({ "metadata": { "finalizers": ["a.example/f"] } }));
+        change("", json!({ "spec": { "activeDeadlineSeconds": 3600 } }));
+        let debug = json!({ "name": "d", "image": "x" });
+        change("ephemeralcontainers", json!({ "spec": { "ephemeralContainers": [debug] } }));
+        change(
+            "",
+            json!({ "metadata": { "$deleteFromPrimitiveList/finalizers": ["a.example/f"] } }),
+        );
+        cluster.delete(&rig.pods(&rig.apps), pod);
+    }
+    assert_eq!(named(&cluster.get(&rig.pods(&rig.apps), &opted).unwrap()), Some("claim"));
+}
+
+#[test]
+fn hostile_opt_ins_are_answered_and_hold_up_nobody() {
+    let Some(cluster) = shared() else { return };
+    let rig = guarded(cluster);
+    let review = |kind: &str, operation: &str, object: Value, before: Value| {
+        json!({
+            "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+            "request": {
+                "uid": "u", "kind": { "group": "", "version": "v1", "kind": kind },
+                "resource": { "group": "", "version": "v1", "resource": "pods" },
+                "operation": operation, "userInfo": {}, "namespace": rig.apps,
+                "object": object, "oldObject": before,
+            },
+        })
+        .to_string()
+    };
+    let refused = |body: &str, words: &str| {
+        let answer = posted(&rig, PATH, body);
+        let is = answer.contains("\"allowed\":false") && answer.contains(words);
+        assert!(is, "{}", answer.chars().take(2000).collect::<String>());
+        assert!(answer.len() < 64 << 10, "{}", answer.len());
+    };
+    let with = |volumes: Value, named: &str| {
+        json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": { "name": "p", "annotations": { ANNOTATION: named } },
+            "spec": { "containers": [], "volumes": volumes },
+        })
+    };
+    refused(&review("Pod", "CREATE", json!({ "spec": 7 }), Value::Null), "422");
+    let good = with(json!([]), "");
+    refused(&review("Pod", "UPDATE", good.clone(), json!({ "spec": { "volumes": 7 } })), "422");
+    refused(&review("Pod", "CREATE", with(json!([]), &"x".repeat(256 << 10)), Value::Null), "422");
+    refused(
+        &review(
+            "Binding",
+            "CREATE",
+            json!({ "metadata": { "annotations": { ANNOTATION: "" } } }),
+            Value::Null,
+        ),
+        "422",
+    );
+    for nothing in [
+        review("Pod", "DELETE", Value::Null, Value::Null),
+        review("Binding", "CREATE", json!({}), Value::Null),
+    ] {
+        assert!(posted(&rig, PATH, &nothing).contains("\"allowed\":true"));
+    }
+    // As many names and volumes as a pod of the largest size has, of which the last one is wrong.
+    let all: Vec<String> = (0..35_000).map(|number| format!("v{number:05}")).collect();
+    let volumes = |last: &Value| {
+        let mut volumes: Vec<_> =
+            all.iter().map(|name| json!({ "name": name, "csi": { "driver": "d" } })).collect();
+        volumes.last_mut().unwrap()["csi"] = last.clone();
+        Value::Array(volumes)
+    };
+    let many = with(volumes(&Value::Null), &all.join(","));
+    refused(&review("Pod", "CREATE", many.clone(), Value::Null), "v34999");
+    refused(&review("Pod", "UPDATE", with(json!([]), ""), many), "stays so");
+    let log = rig.served.process.log();
+    assert!(!log.contains("panic"), "{log}");
+    make(&rig, &pod(Some("claim")), true).unwrap();
+}

@@ -1,0 +1,238 @@
+//! The webhooks for a driver of their own, called by the API server, and who makes pods there.
+
+use std::ops::{Deref, DerefMut};
+
+use csi_loopback::kubernetes::tls;
+use k8s_openapi::api::admissionregistration::v1::{
+    MutatingWebhookConfiguration, ValidatingWebhookConfiguration,
+};
+use k8s_openapi::api::core::v1::Pod;
+use kube::Api;
+use kube::api::{Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+
+use support::cluster::Cluster;
+use support::cluster::admission::{Webhooks, set_policy};
+use support::cluster::sidecar::http;
+
+pub use support::cluster::admission::With;
+
+pub struct Rig<'a> {
+    pub cluster: &'a Cluster,
+    /// A namespace whose pods are judged.
+    pub apps: String,
+    webhooks: Webhooks,
+}
+
+impl Deref for Rig<'_> {
+    type Target = Webhooks;
+
+    fn deref(&self) -> &Webhooks {
+        &self.webhooks
+    }
+}
+
+impl DerefMut for Rig<'_> {
+    fn deref_mut(&mut self) -> &mut Webhooks {
+        &mut self.webhooks
+    }
+}
+
+impl<'a> Rig<'a> {
+    /// Ready to judge.
+    pub fn new(cluster: &'a Cluster, with: With<'_>) -> Self {
+        let rig = Self::started(cluster, &with);
+        rig.configure(with.without_mutating);
+        if with.certificate.is_none() {
+            rig.wait_until_judging();
+        }
+        rig
+    }
+
+    /// Whom nobody calls yet.
+    pub fn started(cluster: &'a Cluster, with: &With<'_>) -> Self {
+        let webhooks = Webhooks::start(cluster, cluster.unique("driver"), with);
+        Self { cluster, apps: namespace(cluster, json!({})), webhooks }
+    }
+
+    /// Has the API server call the webhooks.
+    pub fn configure(&self, without_mutating: bool) {
+        self.webhooks.configure(self.cluster, without_mutating);
+    }
+
+    /// The API server takes a moment to heed a configuration.
+    pub fn wait_until_judging(&self) {
+        let wrong = self.volume(json!({ "size": "wrong" }));
+        self.cluster.wait_for("the webhooks", || {
+            let refused = self.dry(&self.apps, &pod(&wrong)).err()?;
+            refused.contains("denied the request").then_some(())
+        });
+        let mutating = self.cluster.api::<MutatingWebhookConfiguration>();
+        if self.cluster.get(&mutating, &self.configuration).is_none() {
+            return;
+        }
+        let content = self.volume(json!({ "content/a": "x" }));
+        self.cluster.wait_for("the mutating webhook", || {
+            let made = self.dry(&self.apps, &pod(&content)).ok()?;
+            (made.spec?.volumes?[0].csi.as_ref()?.read_only == Some(true)).then_some(())
+        });
+    }
+
+    /// Says what the policy is, from then on.
+    pub fn policy(&self, document: &str) {
+        set_policy(self.cluster, &self.home, document);
+    }
+
+    /// A pod's own volume of the driver, called v.
+    pub fn volume(&self, attributes: Value) -> Value {
+        json!({ "name": "v", "csi": { "driver": self.driver, "volumeAttributes": attributes } })
+    }
+
+    pub fn with_secret(&self) -> Value {
+        let secret = json!({ "name": "s" });
+        json!({ "name": "v", "csi": { "driver": self.driver, "nodePublishSecretRef": secret } })
+    }
+
+    pub fn pods(&self, namespace: &str) -> Api<Pod> {
+        self.cluster.api_in(namespace)
+    }
+
+    /// Makes the pod; else what is said of it.
+    pub fn make(&self, namespace: &str, pod: &Value) -> Result<Pod, String> {
+        self.post(namespace, pod, false)
+    }
+
+    /// The same, and leaves nothing.
+    pub fn dry(&self, namespace: &str, pod: &Value) -> Result<Pod, String> {
+        self.post(namespace, pod, true)
+    }
+
+    fn post(&self, namespace: &str, pod: &Value, dry_run: bool) -> Result<Pod, String> {
+        let mut pod = pod.clone();
+        pod["metadata"] = json!({ "name": self.cluster.unique("pod") });
+        let pod: Pod = serde_json::from_value(pod).unwrap();
+        let params = PostParams { dry_run, ..PostParams::default() };
+        told(self.cluster.block_on(self.pods(namespace).create(&params, &pod)))
+    }
+
+    /// Adds an ephemeral container that mounts v.
+    pub fn debug(
+        &self,
+        pod: &str,
+        container: &str,
+        read_only: Option<bool>,
+    ) -> Result<Pod, String> {
+        let mut mount = json!({ "name": "v", "mountPath": "/v" });
+        if let Some(read_only) = read_only {
+            mount["readOnly"] = read_only.into();
+        }
+        let container = json!({ "name": container, "image": "x", "volumeMounts": [mount] });
+        let patch = Patch::Strategic(json!({ "spec": { "ephemeralContainers": [container] } }));
+        let pods = self.pods(&self.apps);
+        let params = PatchParams::default();
+        told(self.cluster.block_on(pods.patch_ephemeral_containers(pod, &params, &patch)))
+    }
+
+    /// What kubectl says when it applies the object.
+    pub fn apply(&self, object: &Value) -> (bool, String) {
+        let file = self.cluster.write("object", &object.to_string());
+        let line = ["create", "-n", &self.apps, "-f", support::path(&file)];
+        let output = self.cluster.kubectl(&line);
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    }
+
+    pub fn ca_bundle(&self, mutating: bool) -> Option<String> {
+        let client = match mutating {
+            true => {
+                let api = self.cluster.api::<MutatingWebhookConfiguration>();
+                let found = self.cluster.get(&api, &self.configuration)?;
+                found.webhooks?.remove(0).client_config
+            }
+            false => {
+                let api = self.cluster.api::<ValidatingWebhookConfiguration>();
+                let found = self.cluster.get(&api, &self.configuration)?;
+                found.webhooks?.remove(0).client_config
+            }
+        };
+        String::from_utf8(client.ca_bundle?.0).ok().filter(|pem| !pem.is_empty())
+    }
+
+    pub fn page(&self, page: &str) -> String {
+        match std::net::TcpStream::connect(("127.0.0.1", self.served.http_port)) {
+            Ok(_) => http(&self.served, page),
+            Err(_) => String::new(),
+        }
+    }
+
+    pub fn is_healthy(&self) -> bool {
+        self.page("/health").starts_with("HTTP/1.1 200")
+    }
+
+    /// Waits until a pod with this volume is refused with these words.
+    pub fn refused_once(&self, namespace: &str, volume: &Value, words: &str) {
+        self.cluster.wait_for(words, || {
+            let refused = self.dry(namespace, &pod(volume)).err()?;
+            refused.contains(words).then_some(())
+        });
+    }
+
+    pub fn allowed_once(&self, namespace: &str, volume: &Value) {
+        self.cluster.wait_for("the pod", || self.dry(namespace, &pod(volume)).ok());
+    }
+}
+
+fn told(made: kube::Result<Pod>) -> Result<Pod, String> {
+    match made {
+        Ok(pod) => Ok(pod),
+        Err(kube::Error::Api(status)) => Err(format!("{}: {}", status.code, status.message)),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// A namespace in which pods can be made.
+pub fn namespace(cluster: &Cluster, labels: Value) -> String {
+    use k8s_openapi::api::core::v1::Namespace;
+    let name = cluster.unique("apps");
+    let object = json!({ "metadata": { "name": name, "labels": labels } });
+    cluster.create(&cluster.api::<Namespace>(), object);
+    cluster.account(&name, "default");
+    name
+}
+
+/// A pod with this volume, which its one container mounts.
+pub fn pod(volume: &Value) -> Value {
+    let mount = json!({ "name": volume["name"], "mountPath": "/v" });
+    let container = json!({ "name": "c", "image": "x", "volumeMounts": [mount] });
+    // There is no controller that would make a token's volume.
+    json!({ "spec": {
+        "volumes": [volume], "containers": [container], "automountServiceAccountToken": false,
+    } })
+}
+
+#[track_caller]
+pub fn assert_refused<T: std::fmt::Debug>(made: Result<T, String>, words: &[&str]) {
+    let refused = made.expect_err("it was taken");
+    for word in words {
+        assert!(refused.contains(word), "{word:?} is not in: {refused}");
+    }
+}
+
+/// What a client of its own gets from a path.
+pub fn posted(rig: &Rig<'_>, path: &str, body: &str) -> String {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let pem = rig.ca_bundle(false).unwrap();
+    assert!(tls::client_config(pem.as_bytes()).is_ok());
+    let sent = format!(
+        "POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    rig.cluster.block_on(async {
+        let mut stream = support::cluster::tls::connect(rig.served.port, &pem).await;
+        // It may be refused before all of it is sent.
+        let _ = stream.write_all(sent.as_bytes()).await;
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer).await;
+        String::from_utf8_lossy(&answer).into_owned()
+    })
+}

@@ -1,0 +1,191 @@
+//! The webhooks as a service: away, at home, with new certificates, and with whoever sends nonsense.
+
+use std::time::{Duration, Instant};
+use support::cluster::shared;
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::admissionregistration::v1::{
+    MutatingWebhookConfiguration, ValidatingWebhookConfiguration,
+};
+use kube::ResourceExt;
+use kube::api::{Patch, PatchParams};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::rig::{Rig, With, assert_refused, pod, posted};
+use support::cluster::tls::Authority;
+use support::path;
+
+#[test]
+fn while_no_webhook_runs_only_pods_with_volumes_of_the_driver_are_refused() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster, With::default());
+    let volume = rig.volume(json!({}));
+    let before = rig.make(&rig.apps, &pod(&volume)).unwrap().name_any();
+    rig.served.process.stop();
+    assert_refused(rig.make(&rig.apps, &pod(&volume)), &["failed calling webhook"]);
+    assert_refused(rig.debug(&before, "d", None), &["failed calling webhook"]);
+    let mut other = volume.clone();
+    other["csi"]["driver"] = "other.example".into();
+    for free in [other, json!({ "name": "v", "emptyDir": {} })] {
+        rig.make(&rig.apps, &pod(&free)).unwrap();
+    }
+    let mut bare = pod(&volume);
+    bare["spec"]["volumes"] = Value::Null;
+    bare["spec"]["containers"][0]["volumeMounts"] = Value::Null;
+    rig.make(&rig.apps, &bare).unwrap();
+}
+
+#[test]
+fn the_webhooks_own_namespace_is_free() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster, With::default());
+    cluster.account(&rig.home, "default");
+    rig.served.process.stop();
+    rig.make(&rig.home, &pod(&rig.volume(json!({ "size": "wrong" })))).unwrap();
+}
+
+#[test]
+fn dry_runs_are_judged_and_leave_nothing() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster, With::default());
+    let made = rig.dry(&rig.apps, &pod(&rig.volume(json!({ "content/a": "x" })))).unwrap();
+    assert!(cluster.get(&rig.pods(&rig.apps), &made.name_any()).is_none());
+    let csi = made.spec.unwrap().volumes.unwrap()[0].csi.clone().unwrap();
+    assert_eq!(csi.read_only, Some(true));
+    let wrong = pod(&rig.volume(json!({ "size": "wrong" })));
+    assert_refused(rig.dry(&rig.apps, &wrong), &["422"]);
+}
+
+/// What the API server trusts and what the webhooks show change one after the other, in both configurations.
+#[test]
+fn no_pod_is_refused_while_the_authority_is_replaced() {
+    let Some(cluster) = shared() else { return };
+    let rig =
+        Rig::new(cluster, With { flags: &["--self-signed-validity", "40s"], ..With::default() });
+    let volume = rig.volume(json!({ "content/a": "x" }));
+    let bundles = || [true, false].map(|mutating| rig.ca_bundle(mutating).unwrap());
+    let first = bundles();
+    let (mut made, mut both) = (0, false);
+    let until = Instant::now() + Duration::from_secs(120);
+    loop {
+        let pod = rig.dry(&rig.apps, &pod(&volume));
+        assert!(pod.is_ok(), "after {made}: {pod:?}");
+        made += 1;
+        let now = bundles();
+        both |= now.iter().all(|pem| pem.matches("BEGIN CERTIFICATE").count() == 2);
+        if now.iter().zip(&first).all(|(now, first)| !now.contains(first.trim())) {
+            break;
+        }
+        assert!(Instant::now() < until, "the authority was not replaced");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(both, "old and new were never there together");
+    assert!(rig.dry(&rig.apps, &pod(&volume)).is_ok());
+}
+
+#[test]
+fn a_provided_certificate_is_shown() {
+    let Some(cluster) = shared() else { return };
+    let authority = Authority::new("provided");
+    let directory = TempDir::with_prefix_in("provided-", cluster.scratch()).unwrap();
+    let provided = authority.certify(directory.path(), "webhooks");
+    let certificate = ["--tls-cert", path(&provided.file), "--tls-key", path(&provided.key)];
+    let rig = Rig::new(cluster, With { certificate: Some(certificate), ..With::default() });
+    let volume = rig.volume(json!({}));
+    // What the API server trusts is for whoever provides it to say.
+    rig.refused_once(&rig.apps, &volume, "failed calling webhook");
+    let bundle = json!(ByteString(authority.pem().into_bytes()));
+    let patch = |count: usize| {
+        let add = (0..count).map(|index| {
+            let path = format!("/webhooks/{index}/clientConfig/caBundle");
+            json!({ "op": "add", "path": path, "value": bundle })
+        });
+        let patch = Value::Array(add.collect());
+        Patch::<()>::Json(serde_json::from_value(patch).unwrap())
+    };
+    let (name, params) = (&rig.configuration, PatchParams::default());
+    let mutating = cluster.api::<MutatingWebhookConfiguration>();
+    cluster.block_on(mutating.patch(name, &params, &patch(1))).unwrap();
+    let validating = cluster.api::<ValidatingWebhookConfiguration>();
+    cluster.block_on(validating.patch(name, &params, &patch(2))).unwrap();
+    rig.allowed_once(&rig.apps, &volume);
+    assert_eq!(rig.ca_bundle(false), Some(authority.pem()));
+}
+
+#[test]
+fn hostile_reviews_are_answered_or_refused_and_hold_up_nobody() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster, With::default());
+    let review = |kind: &str, object: Value| {
+        let gvk = json!({ "group": "", "version": "v1", "kind": kind });
+        let resource = json!({ "group": "", "version": "v1", "resource": "pods" });
+        json!({
+            "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+            "request": {
+                "uid": "u", "kind": gvk, "resource": resource, "operation": "CREATE", "userInfo": {},
+                "namespace": rig.apps, "object": object, "oldObject": null,
+            },
+        })
+        .to_string()
+    };
+    let pod = |spec: Value| json!({ "apiVersion": "v1", "kind": "Pod", "spec": spec });
+    let nowhere =
+        review("Pod", pod(json!({ "containers": [], "volumes": [rig.volume(json!({}))] })));
+    let nowhere = nowhere.replace(&format!("\"{}\"", rig.apps), "\"../x\"");
+    let deep = "[".repeat(1 << 20);
+    for path in ["/mutate-pod", "/validate-pod", "/validate-deferral", "/validate-workload"] {
+        for (body, code) in [("", 400), ("nonsense", 400), ("null", 400), (&deep, 400)] {
+            let answer = posted(&rig, path, body);
+            assert!(answer.starts_with(&format!("HTTP/1.1 {code}")), "{path}: {answer}");
+        }
+        let huge = posted(&rig, path, &" ".repeat(8 << 20));
+        assert!(huge.starts_with("HTTP/1.1 413"), "{path}: {huge}");
+        let wrong = posted(&rig, path, &review("Secret", json!({})));
+        let advises = path == "/validate-workload";
+        let allowed = format!("\"allowed\":{advises}");
+        assert!(wrong.contains(&allowed) && wrong.contains("judges"), "{path}: {wrong}");
+    }
+    let wrong = posted(&rig, "/validate-pod", &review("Pod", pod(json!({ "containers": 7 }))));
+    assert!(wrong.contains("\"allowed\":false") && wrong.contains("422"), "{wrong}");
+    let wrong = posted(&rig, "/validate-pod", &nowhere);
+    assert!(wrong.contains("metadata.namespace"), "{wrong}");
+    let none = posted(&rig, "/validate-pod", &review("Pod", Value::Null));
+    assert!(none.contains("no pod"), "{none}");
+    // Many volumes with many bad ids, in a pod of the largest size.
+    rig.policy("default: {attributes: [fromSnapshot], fromSnapshot: namespace}");
+    let volumes: Vec<_> = (0..5000)
+        .map(|number| {
+            let mut volume = rig.volume(json!({ "fromSnapshot": format!("snap-{number}") }));
+            volume["name"] = format!("v{number}").into();
+            volume
+        })
+        .collect();
+    let many = review("Pod", pod(json!({ "containers": [], "volumes": volumes })));
+    cluster.wait_for("the new policy", || {
+        posted(&rig, "/validate-pod", &many).contains("not the handle").then_some(())
+    });
+    assert!(rig.served.process.ended().is_none());
+    let log = rig.served.process.log();
+    assert!(!log.contains("panic"), "{log}");
+    rig.allowed_once(&rig.apps, &rig.volume(json!({})));
+}
+
+#[test]
+fn reviews_are_counted_and_what_pods_say_is_never_logged() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster, With { flags: &["--log-level", "debug"], ..With::default() });
+    let secret = "hunter2-in-a-pod";
+    rig.make(&rig.apps, &pod(&rig.volume(json!({ "content/a": secret })))).unwrap();
+    let both = rig.volume(json!({ "content/a": secret, "size": "much" }));
+    assert_refused(rig.make(&rig.apps, &pod(&both)), &["422"]);
+    let page = rig.page("/metrics");
+    for (webhook, verdict) in
+        [("mutate_pod", "changed"), ("validate_pod", "allowed"), ("validate_pod", "refused")]
+    {
+        let labels = format!("_count{{webhook=\"{webhook}\",verdict=\"{verdict}\"}}");
+        assert!(page.contains(&labels), "{labels} is not in\n{page}");
+    }
+    assert!(page.contains("certificate_expiry_timestamp_seconds"), "{page}");
+    assert!(!rig.served.process.log().contains(secret));
+}

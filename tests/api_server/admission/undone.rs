@@ -1,0 +1,126 @@
+//! Another mutating webhook, which is called after ours and takes back what ours has done.
+
+use std::time::Duration;
+use support::cluster::shared;
+
+use axum::Router;
+use csi_loopback::kubernetes::admission::{Allowed, Refusal, Set, Webhook};
+use csi_loopback::kubernetes::https::{self, Limits};
+use csi_loopback::kubernetes::tls::{self, Certificates};
+use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
+use k8s_openapi::ByteString;
+use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
+use k8s_openapi::api::core::v1::Pod;
+use kube::core::admission::AdmissionRequest;
+use serde_json::json;
+use tempfile::TempDir;
+use tokio::sync::watch;
+
+use super::rig::{Rig, With, assert_refused, pod};
+use support::cluster::Cluster;
+use support::cluster::tls::Authority;
+
+const LIMITS: Limits = Limits { body: 7 << 20, request: Duration::from_secs(4) };
+
+/// Serves and is called until it is dropped.
+struct Undoing<'a> {
+    cluster: &'a Cluster,
+    configuration: String,
+    phase: watch::Sender<Phase>,
+}
+
+/// What it does to each pod.
+fn undo() -> Allowed {
+    let volume = ["spec", "volumes", "0", "csi", "readOnly"];
+    let mount = ["spec", "containers", "0", "volumeMounts", "0", "readOnly"];
+    Allowed { changes: vec![Set::new(volume, false), Set::new(mount, false)], warnings: Vec::new() }
+}
+
+impl<'a> Undoing<'a> {
+    /// For pods of the rig's namespace; `again`: whether it is asked again when another has changed the pod after it.
+    fn start(rig: &Rig<'a>, again: &str) -> Self {
+        let cluster = rig.cluster;
+        let authority = Authority::new("undoing");
+        let directory = TempDir::with_prefix_in("undoing-", cluster.scratch()).unwrap();
+        let certificate = authority.certify(directory.path(), "undoing");
+        let command = <tls::Args as clap::Args>::augment_args(clap::Command::new("x"));
+        let matches = command.try_get_matches_from(["x"]).unwrap();
+        let args = <tls::Args as clap::FromArgMatches>::from_arg_matches(&matches).unwrap();
+        let (certificates, _) =
+            Certificates::from_files(&certificate.file, &certificate.key).unwrap();
+        let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
+        let judge = |_: AdmissionRequest<Pod>| async { Ok::<_, Refusal>(undo()) };
+        let routes = Router::new().route("/", Webhook::of::<Pod>(LIMITS.request).route(judge));
+        let (phase, shutdown) = Shutdown::by_hand();
+        let port = cluster.block_on(async {
+            let listener = tls::listen(0).await.unwrap();
+            let port = listener.local_addr().unwrap().port();
+            let incoming = tls::incoming(listener, config, shutdown.clone());
+            tokio::spawn(https::serve(incoming, routes, LIMITS, shutdown));
+            port
+        });
+        // They are called by the names of their configurations.
+        let configuration = cluster.unique("undoing");
+        assert!(configuration > rig.configuration);
+        let webhook = json!({
+            "name": "undoing.example.com",
+            "admissionReviewVersions": ["v1"],
+            "clientConfig": {
+                "url": format!("https://localhost:{port}/"),
+                "caBundle": ByteString(authority.pem().into_bytes()),
+            },
+            "namespaceSelector": { "matchLabels": { "kubernetes.io/metadata.name": rig.apps } },
+            "reinvocationPolicy": again,
+            "rules": [{ "apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"] }],
+            "sideEffects": "None",
+        });
+        let object = json!({ "metadata": { "name": configuration }, "webhooks": [webhook] });
+        cluster.create(&cluster.api::<MutatingWebhookConfiguration>(), object);
+        Self { cluster, configuration, phase }
+    }
+}
+
+impl Drop for Undoing<'_> {
+    fn drop(&mut self) {
+        let api = self.cluster.api::<MutatingWebhookConfiguration>();
+        self.cluster.delete(&api, &self.configuration);
+        self.phase.send_replace(Phase::Ending);
+    }
+}
+
+#[test]
+fn what_another_webhook_has_undone_is_mended_again_and_refused_where_it_insists() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster, With::default());
+    let content = pod(&rig.volume(json!({ "content/a": "x" })));
+    let scratch = pod(&rig.volume(json!({})));
+    let mended = || {
+        let made = rig.dry(&rig.apps, &content).ok()?.spec?;
+        Some([
+            made.volumes?[0].csi.as_ref()?.read_only?,
+            made.containers[0].volume_mounts.as_ref()?[0].read_only?,
+        ])
+    };
+    // The API server takes a moment to heed a configuration: its mark is a field that is there, though false.
+    let is_called = || {
+        let made = rig.dry(&rig.apps, &scratch).unwrap().spec.unwrap();
+        (made.volumes?[0].csi.as_ref()?.read_only == Some(false)).then_some(())
+    };
+    {
+        let _undoing = Undoing::start(&rig, "Never");
+        cluster.wait_for("the webhook that undoes", is_called);
+        assert_eq!(mended(), Some([true, true]), "ours is asked again");
+    }
+    {
+        let _undoing = Undoing::start(&rig, "IfNeeded");
+        let words = [
+            "422",
+            "spec.volumes[0].csi.readOnly",
+            "spec.containers[0].volumeMounts[0].readOnly",
+            "has to be true",
+        ];
+        rig.refused_once(&rig.apps, &rig.volume(json!({ "content/a": "x" })), "has to be true");
+        assert_refused(rig.make(&rig.apps, &content), &words);
+    }
+    cluster.wait_for("the end of the webhook that undoes", mended);
+}

@@ -1,0 +1,7 @@
+//! VolumeSnapshotDelta with all parts real: kubectl or an application, the API server, the aggregated API server, cbt-http in the
+//! driver's sidecar, the driver. What each part does by itself: aggregated_surface, snapshot_delta_flow, cbt_http.
+
+mod answers;
+mod cost;
+mod rig;
+mod troubles;

@@ -1,0 +1,145 @@
+//! What goes wrong, seen from outside.
+
+use csi_loopback::kubernetes::snapshot_delta::VolumeSnapshotDeltaState as State;
+use nix::sys::signal::Signal;
+use serde_json::json;
+use support::cluster::shared;
+
+use super::rig::{FAST, Whole, listed};
+use support::cluster::access::rule;
+use support::cluster::aggregated::Aggregated;
+use support::cluster::programs::free_port;
+use support::cluster::proxy::Way;
+use support::path;
+
+#[test]
+fn who_may_not_is_told_by_kubectl_what_is_missing() {
+    let Some(cluster) = shared() else { return };
+    let whole = Whole::new(cluster, &[]);
+    whole.snapshot("monday");
+    let stranger = cluster.account(&whole.namespace, "stranger");
+    let file = whole.aggregated.delta(&json!({ "targetVolumeSnapshotName": "monday" }));
+    let user = stranger.user();
+    // Else kubectl looks among the CustomResourceDefinitions, which not everybody may list: so with whatever cannot be patched.
+    let ignore = "--validate=ignore";
+    let line = ["-n", &whole.namespace, "create", ignore, "--as", &user, "-f", path(&file)];
+    // The API server's own word.
+    let told = whole.aggregated.kubectl_refused(&line);
+    assert!(told.contains("cannot create resource \"volumesnapshotdeltas\""), "{told}");
+    let create = rule("cbt.storage.k8s.io", &["volumesnapshotdeltas"], &["create"]);
+    cluster.grant_in(&whole.namespace, &stranger, &[create]);
+    // The aggregated API server's.
+    let told = whole.aggregated.kubectl_refused(&line);
+    assert!(told.contains("Forbidden") && told.contains("volumesnapshots"), "{told}");
+    assert!(told.contains("monday") && told.contains(&user), "{told}");
+    let get = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
+    cluster.grant_in(&whole.namespace, &stranger, &[get]);
+    cluster
+        .wait_for("the answer", || whole.aggregated.kubectl(&line).status.success().then_some(()));
+}
+
+#[test]
+fn who_asks_too_fast_is_told_when_to_come_again() {
+    let Some(cluster) = shared() else { return };
+    let slow = ["--user-qps", "0.01", "--user-burst", "2", "--qps", "1000", "--burst", "1000"];
+    let whole = Whole::with(cluster, &[], &slow);
+    whole.snapshot("monday");
+    let spec = json!({ "targetVolumeSnapshotName": "monday" });
+    let backup = whole.client(&whole.backup);
+    for _ in 0..2 {
+        whole.ask(&backup, &spec).unwrap();
+    }
+    let refused = whole.ask(&backup, &spec).unwrap_err();
+    let kube::Error::Api(status) = refused else { panic!("{refused}") };
+    assert_eq!((status.code, status.reason.as_str()), (429, "TooManyRequests"), "{status:?}");
+    let wait = status.details.unwrap().retry_after_seconds;
+    assert!((1..=100).contains(&wait), "{wait}");
+    // Another one is not kept waiting.
+    whole.ask(&cluster.client(), &spec).unwrap();
+}
+
+#[test]
+fn a_driver_that_fails_is_told_in_the_status() {
+    let Some(cluster) = shared() else { return };
+    let fault = "stream-abort,after=0,code=INTERNAL,method=ListSnapshotDeltas,times=1";
+    let whole = Whole::new(cluster, &["--enable-faults", "--fault", fault]);
+    whole.snapshot("monday");
+    let spec = json!({ "targetVolumeSnapshotName": "monday" });
+    let status = whole.ask(&cluster.client(), &spec).unwrap().status.unwrap();
+    assert_eq!(status.state, State::Failed);
+    assert!(status.error.contains("INTERNAL"), "{}", status.error);
+    assert_eq!(
+        whole.ask(&cluster.client(), &spec).unwrap().status.unwrap().state,
+        State::Completed
+    );
+}
+
+/// A listing of many pages is under way.
+fn under_way(whole: &Whole<'_>) -> std::process::Child {
+    whole.write(1, (0..4096).step_by(8));
+    whole.snapshot("monday");
+    let line = ["allocated", "monday", "--api", "aggregated", "--page-size", "1"];
+    let child = whole.command(&line).spawn().unwrap();
+    whole.cluster.wait_for("some pages", || (whole.pages() > 20).then_some(()));
+    child
+}
+
+/// It goes on and lists all.
+fn goes_on(whole: &Whole<'_>, child: std::process::Child) {
+    let output = child.wait_with_output().unwrap();
+    let all = listed(output);
+    let again = whole.listed(&["allocated", "monday"]);
+    assert_eq!(all["extents"], again["extents"]);
+    assert_eq!(all["extent_count"], 512);
+}
+
+#[test]
+fn a_listing_goes_on_when_an_aggregated_server_is_killed() {
+    let Some(cluster) = shared() else { return };
+    let aggregated = Aggregated::start(cluster, &FAST);
+    let other = aggregated.another();
+    let service = cluster.balancer(&[aggregated.served.port, other.port]);
+    aggregated.found_at(service.port);
+    let mut whole = Whole::of(cluster, &[], aggregated, None);
+    let child = under_way(&whole);
+    let first = &mut whole.aggregated.served.process;
+    first.signal(Signal::SIGKILL);
+    first.stop();
+    goes_on(&whole, child);
+}
+
+#[test]
+fn a_listing_goes_on_when_the_leading_sidecar_is_killed() {
+    let Some(cluster) = shared() else { return };
+    let ports = (free_port(), free_port());
+    let service = cluster.balancer(&[ports.0, ports.1]);
+    let aggregated = Aggregated::start(cluster, &FAST);
+    let mut whole = Whole::of(cluster, &[], aggregated, Some((ports.0, service.port)));
+    let _standby = whole.another_sidecar(ports.1, service.port);
+    let child = under_way(&whole);
+    whole.sidecar.process.signal(Signal::SIGKILL);
+    whole.sidecar.process.stop();
+    goes_on(&whole, child);
+}
+
+#[test]
+fn an_api_server_that_is_away_for_a_while_is_waited_for() {
+    let Some(cluster) = shared() else { return };
+    let proxy = cluster.proxy();
+    let aggregated = Aggregated::start_at(cluster, &proxy.server(), &FAST);
+    let whole = Whole::of(cluster, &[], aggregated, None);
+    whole.snapshot("monday");
+    let spec = json!({ "targetVolumeSnapshotName": "monday" });
+    let backup = whole.client(&whole.backup);
+    whole.ask(&backup, &spec).unwrap();
+    cluster.turn(&proxy, Way::Refused);
+    // What it has to ask the API server cannot be answered; it does not guess.
+    let stranger = cluster.account(&whole.namespace, "stranger");
+    let create = rule("cbt.storage.k8s.io", &["volumesnapshotdeltas"], &["create"]);
+    cluster.grant_in(&whole.namespace, &stranger, &[create]);
+    let refused = whole.ask(&whole.client(&stranger), &spec).unwrap_err();
+    let kube::Error::Api(status) = refused else { panic!("{refused}") };
+    assert_eq!(status.code, 503, "{status:?}");
+    cluster.turn(&proxy, Way::Open);
+    cluster.wait_for("an answer", || whole.ask(&backup, &spec).ok());
+}

@@ -1,0 +1,175 @@
+//! Who is believed: only the API server, however somebody else words a request.
+
+use std::time::Duration;
+use support::cluster::shared;
+
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::Api;
+use rcgen::ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use support::cluster::aggregated::{Aggregated, Shown, get, path_in};
+use support::cluster::proxy::Way;
+
+/// What everybody who is believed may see.
+const APIS: &str = "/apis/cbt.storage.k8s.io/v1alpha1";
+const MASTER: &str = "X-Remote-User: mallory\r\nX-Remote-Group: system:masters\r\n";
+
+fn authority() -> CertifiedIssuer<'static, KeyPair> {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
+}
+
+#[test]
+fn a_forged_header_is_refused() {
+    let Some(cluster) = shared() else { return };
+    let rig = Aggregated::start(cluster, &[]);
+    let ours = |name, use_| rig.of_the_front_proxys_authority(name, use_);
+    let other = authority();
+    let forged = [
+        ("no certificate", None),
+        ("another authority", Some(Shown::issue(&other, "front-proxy", ClientAuth))),
+        ("a name that is not allowed", Some(ours("mallory", ClientAuth))),
+        ("a server's certificate", Some(ours("front-proxy", ServerAuth))),
+    ];
+    for (what, shown) in &forged {
+        for path in [APIS, "/apis", "/openapi/v2", &path_in("apps")] {
+            assert_eq!(rig.status(shown.as_ref(), path, MASTER), 401, "{what}: {path}");
+        }
+        // Nor does a token help.
+        let token = cluster.token(&rig.account, None);
+        let token = format!("Authorization: Bearer {token}\r\n");
+        assert_eq!(rig.status(shown.as_ref(), APIS, &token), 401, "{what}");
+    }
+    let real = rig.front_proxy();
+    assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
+    assert_eq!(rig.status(Some(&ours("front-proxy", ClientAuth)), APIS, MASTER), 200);
+    // It has to name a user.
+    assert_eq!(rig.status(Some(&real), APIS, ""), 401);
+    assert_eq!(rig.status(Some(&real), APIS, "X-Remote-Group: system:masters\r\n"), 401);
+    assert!(!rig.served.process.log().contains("panic"));
+}
+
+#[test]
+fn whom_to_believe_follows_the_config_map() {
+    let Some(cluster) = shared() else { return };
+    let rig = Aggregated::start(cluster, &[]);
+    let maps: Api<ConfigMap> = cluster.api_in("kube-system");
+    let name = "extension-apiserver-authentication";
+    let before = cluster.get(&maps, name).unwrap().data.unwrap();
+    let other = authority();
+    let second = Shown::issue(&other, "second", ClientAuth);
+    let named = Shown::issue(&other, "front-proxy", ClientAuth);
+    let real = rig.front_proxy();
+    for unknown in [&second, &named] {
+        assert_eq!(rig.status(Some(unknown), APIS, MASTER), 401);
+    }
+    let ca = "requestheader-client-ca-file";
+    let both = format!("{}{}", before[ca], other.pem());
+    // The authority alone is not enough.
+    cluster.merge(&maps, name, &json!({ "data": { ca: both } }));
+    cluster.wait_for("the new authority", || {
+        (rig.status(Some(&named), APIS, MASTER) == 200).then_some(())
+    });
+    assert_eq!(rig.status(Some(&second), APIS, MASTER), 401);
+    let names = json!({ "requestheader-allowed-names": r#"["front-proxy","second"]"# });
+    cluster.merge(&maps, name, &json!({ "data": names }));
+    cluster.wait_for("the new name", || {
+        (rig.status(Some(&second), APIS, MASTER) == 200).then_some(())
+    });
+    assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
+    // A connection that was there before is judged by what is known now.
+    let mut open = cluster.block_on(rig.connect(Some(&second)));
+    cluster.merge(&maps, name, &json!({ "data": before }));
+    cluster.wait_for("the end of both", || {
+        let ended = |shown| rig.status(Some(shown), APIS, MASTER) == 401;
+        (ended(&second) && ended(&named)).then_some(())
+    });
+    let answer = cluster.block_on(async {
+        open.write_all(get(APIS, MASTER).as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        open.read_to_string(&mut answer).await.ok();
+        answer
+    });
+    assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
+    assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
+}
+
+#[test]
+fn health_is_told_to_anybody_and_nothing_else_is() {
+    let Some(cluster) = shared() else { return };
+    let rig = Aggregated::start(cluster, &[]);
+    for path in ["/healthz", "/livez", "/readyz"] {
+        let answer = rig.straight(None, &get(path, ""));
+        assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("\r\nok"), "{answer}");
+    }
+    for path in ["/", "/version", "/apis", "/openapi/v3", "/metrics", APIS, &path_in("apps")] {
+        let answer = rig.straight(None, &get(path, ""));
+        assert!(answer.starts_with("HTTP/1.1 401"), "{path}: {answer}");
+        assert!(answer.contains("\"kind\":\"Status\""), "{path}: {answer}");
+    }
+    let version = rig.straight(Some(&rig.front_proxy()), &get("/version", MASTER));
+    assert!(version.contains("\"gitVersion\":\"v"), "{version}");
+}
+
+#[test]
+fn the_last_word_counts_while_the_api_server_is_away() {
+    let Some(cluster) = shared() else { return };
+    let proxy = cluster.proxy();
+    let rig = Aggregated::start_at(cluster, &proxy.server(), &[]);
+    let real = rig.front_proxy();
+    cluster.turn(&proxy, Way::Refused);
+    cluster.wait_for("the watch to break", || {
+        let log = rig.served.process.log();
+        log.contains("the watch broke").then_some(())
+    });
+    assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
+    assert_eq!(rig.status(Some(&real), "/readyz", ""), 200);
+    assert_eq!(rig.status(None, APIS, MASTER), 401);
+    cluster.turn(&proxy, Way::Open);
+}
+
+#[test]
+fn garbage_and_slow_clients_hold_up_nobody() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Aggregated::start(cluster, &[]);
+    let real = rig.front_proxy();
+    for (sent, code) in [
+        ("nonsense\r\n\r\n".to_owned(), 400),
+        (get("/apis", &format!("X: {}\r\n", "x".repeat(70 << 10))), 431),
+    ] {
+        let answer = rig.straight(Some(&real), &sent);
+        assert!(answer.starts_with(&format!("HTTP/1.1 {code}")), "{answer}");
+    }
+    // A user in hundreds of groups is one whom the API server may name.
+    let groups: String = (0..600).map(|at| format!("X-Remote-Group: g{at:030}\r\n")).collect();
+    let many = rig.status(Some(&real), APIS, &format!("X-Remote-User: a\r\n{groups}"));
+    assert_eq!(many, 200);
+    // Some say nothing, some half a head, some half a body.
+    let post = format!(
+        "POST {} HTTP/1.1\r\nHost: x\r\nX-Remote-User: a\r\nContent-Length: 500\r\n\r\nxxx",
+        path_in("apps")
+    );
+    let mut slow = Vec::new();
+    for sent in ["", &post[..40], &post].repeat(40) {
+        slow.push(cluster.block_on(async {
+            let mut stream = rig.connect(Some(&real)).await;
+            stream.write_all(sent.as_bytes()).await.unwrap();
+            stream
+        }));
+    }
+    assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
+    // They are let go.
+    for mut stream in slow {
+        let gone = cluster.block_on(async {
+            let mut answer = Vec::new();
+            tokio::time::timeout(Duration::from_secs(60), stream.read_to_end(&mut answer)).await
+        });
+        assert!(gone.is_ok(), "a slow client is kept for ever");
+    }
+    assert!(rig.served.process.ended().is_none());
+    assert!(!rig.served.process.log().contains("panic"));
+}

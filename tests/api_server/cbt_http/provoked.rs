@@ -1,0 +1,332 @@
+//! Against a driver that is made for it: what ours would never answer.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use support::cluster::shared;
+
+use csi_loopback::kubernetes::cbt_http::ProblemKind;
+use csi_loopback::proto::csi::v1 as csi;
+use prost::Message;
+use tonic::Code;
+
+use super::rig::Stage;
+use csi::controller_service_capability::rpc::Type as Rpc;
+use support::cluster::cbt_http::asked_with;
+use support::cluster::fake_driver::Answers;
+
+const SECRET: &str = "hunter2-hunter2-hunter2";
+
+type Asked = csi::ListSnapshotDeltasRequest;
+type Answer = Result<csi::ListSnapshotDeltasResponse, (Code, String)>;
+/// What was asked, in this order.
+type Seen = Arc<Mutex<Vec<Asked>>>;
+
+/// A driver with ListSnapshotDeltas.
+fn listing(list: impl Fn(&Asked) -> Answer + Send + Sync + 'static) -> (Answers, Seen) {
+    let seen = Seen::default();
+    let noted = seen.clone();
+    let answers: Answers = Arc::new(move |method, body| match method {
+        "ControllerGetCapabilities" => Some(Ok(vec![able()])),
+        "ListSnapshotDeltas" => {
+            let asked = Asked::decode(body).unwrap();
+            noted.lock().unwrap().push(asked.clone());
+            Some(list(&asked).map(|answer| vec![answer.encode_to_vec()]))
+        }
+        _ => None,
+    });
+    (answers, seen)
+}
+
+fn able() -> Vec<u8> {
+    let rpc =
+        csi::controller_service_capability::Rpc { r#type: Rpc::ListBlockSnapshotDeltas.into() };
+    let r#type = Some(csi::controller_service_capability::Type::Rpc(rpc));
+    let capabilities = vec![csi::ControllerServiceCapability { r#type }];
+    csi::ControllerGetCapabilitiesResponse { capabilities }.encode_to_vec()
+}
+
+fn block(offset: u64, block_size_bytes: u64) -> csi::BlockSnapshotChangedBlock {
+    csi::BlockSnapshotChangedBlock { offset, block_size_bytes, token: None }
+}
+
+fn answer(blocks: Vec<csi::BlockSnapshotChangedBlock>, next_token: &str) -> Answer {
+    Ok(csi::ListSnapshotDeltasResponse {
+        volume_size_bytes: 1 << 40,
+        next_token: next_token.into(),
+        changed_blocks: blocks,
+    })
+}
+
+/// A driver that pages as it likes: at most `portion` blocks on a page, behind tokens that say nothing to others.
+fn paging(blocks: Vec<(u64, u64)>, portion: usize) -> impl Fn(&Asked) -> Answer + Send + Sync {
+    move |asked: &Asked| {
+        let begin = match asked.starting_token.as_str() {
+            "" => 0,
+            token => token.strip_prefix("place/").and_then(|at| at.parse().ok()).unwrap(),
+        };
+        let count = portion.min(asked.max_entries as usize).min(blocks.len() - begin);
+        let end = begin + count;
+        let page = blocks[begin..end].iter().map(|(at, size)| block(*at, *size)).collect();
+        let next = if end < blocks.len() { format!("place/{end}") } else { String::new() };
+        answer(page, &next)
+    }
+}
+
+fn many(count: u64) -> Vec<(u64, u64)> {
+    (0..count).map(|n| (n * 3, 8192)).collect()
+}
+
+#[test]
+fn tokens_of_another_driver_are_remembered_and_else_looked_for_from_the_start() {
+    let Some(cluster) = shared() else { return };
+    let blocks = many(100);
+    let (answers, seen) = listing(paging(blocks.clone(), 40));
+    let stage = Stage::new(cluster, false, answers, &[]);
+    let calls = || std::mem::take(&mut *seen.lock().unwrap());
+    assert_eq!(stage.desk.all(&stage.replica, ("b", "t"), 0, 7), blocks);
+    let asked = calls();
+    assert_eq!(asked.len(), 100_usize.div_ceil(7), "one call for each page");
+    assert!(asked.iter().all(|asked| asked.max_entries == 7));
+    // A block that no page has led to, for other snapshots of which nothing is known.
+    let from = |at: u64| blocks.iter().copied().filter(|(n, _)| *n >= at).collect::<Vec<_>>();
+    for at in [200, 201, 1] {
+        assert_eq!(stage.desk.all(&stage.replica, ("b", "u"), at, 4096), from(at));
+    }
+    let asked = calls();
+    assert!(asked[0].starting_token.is_empty() && asked[0].max_entries == 4096);
+    // By now one has: its last block is 117.
+    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "u", 118, 4096));
+    assert_eq!((page.changed_blocks[0].offset, page.changed_blocks.len()), (120, 40));
+    let asked = calls();
+    assert_eq!((asked.len(), asked[0].starting_token.as_str()), (1, "place/40"));
+    let behind = stage.desk.page(&stage.replica, &stage.desk.asked("b", "u", 5000, 9));
+    assert_eq!((behind.changed_blocks.len(), behind.next), (0, None));
+}
+
+#[test]
+fn a_remembered_token_that_is_stale_is_looked_for_anew() {
+    let Some(cluster) = shared() else { return };
+    let blocks = many(30);
+    let page = paging(blocks.clone(), 10);
+    let stale = Arc::new(AtomicBool::new(false));
+    let is_stale = stale.clone();
+    let (answers, seen) = listing(move |asked: &Asked| {
+        if is_stale.load(Ordering::SeqCst) && asked.starting_token == "place/10" {
+            is_stale.store(false, Ordering::SeqCst);
+            return Err((Code::Aborted, "starting_token: is stale".into()));
+        }
+        page(asked)
+    });
+    let stage = Stage::new(cluster, false, answers, &[]);
+    let first = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 10));
+    stale.store(true, Ordering::SeqCst);
+    let rest = stage.desk.all(&stage.replica, ("b", "t"), first.next.unwrap(), 10);
+    assert_eq!(rest, blocks[10..]);
+    let tokens: Vec<_> =
+        seen.lock().unwrap().iter().map(|asked| asked.starting_token.clone()).collect();
+    assert_eq!(tokens, ["", "place/10", "", "place/10", "place/20"]);
+}
+
+#[test]
+fn a_page_ends_before_blocks_of_another_size() {
+    let Some(cluster) = shared() else { return };
+    let blocks = vec![(0, 4096), (1, 4096), (7, 8192), (8, 8192), (9, 512), (20, 4096)];
+    let (answers, _) = listing(paging(blocks.clone(), 100));
+    let stage = Stage::new(cluster, false, answers, &[]);
+    for limit in [1, 2, 3, 100] {
+        assert_eq!(stage.desk.all(&stage.replica, ("b", "t"), 0, limit), blocks);
+    }
+    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 100));
+    assert_eq!((page.changed_blocks.len(), page.next), (2, Some(7)));
+}
+
+#[test]
+fn tokens_for_data_are_passed_on() {
+    let Some(cluster) = shared() else { return };
+    let (answers, _) = listing(|_| {
+        let issuance_time = prost_types::Timestamp { seconds: 1_657_682_370, nanos: 0 };
+        let token = csi::BlockSnapshotChangedBlockToken {
+            token: "ieEEQ9Bj7E6XR".into(),
+            issuance_time: Some(issuance_time),
+            ttl_seconds: 10_800,
+        };
+        let block = csi::BlockSnapshotChangedBlock { token: Some(token), ..block(0, 524_288) };
+        answer(vec![block], "")
+    });
+    let stage = Stage::new(cluster, false, answers, &[]);
+    let reply = stage.desk.ask(&stage.replica, &stage.desk.asked("b", "t", 0, 1));
+    assert_eq!(
+        reply.json::<serde_json::Value>()["changedBlocks"][0],
+        serde_json::json!({
+            "offset": 0,
+            "blockSizeBytes": 524_288,
+            "dataToken": {
+                "token": "ieEEQ9Bj7E6XR", "issuanceTime": "2022-07-13T03:19:30Z", "ttl": "3h0m0s",
+            },
+        })
+    );
+}
+
+#[test]
+fn a_driver_that_leads_in_circles_is_told_as_such() {
+    let Some(cluster) = shared() else { return };
+    let told = |list: fn(&Asked) -> Answer, words: &str| {
+        let (answers, seen) = listing(list);
+        let stage = Stage::new(cluster, false, answers, &[]);
+        let problem = stage.desk.problem(&stage.replica, &stage.desk.asked("b", "t", 1 << 20, 9));
+        assert_eq!(problem.kind, ProblemKind::Driver, "{problem:?}");
+        assert!(problem.message.contains(words), "{problem:?}");
+        let calls = seen.lock().unwrap().len();
+        assert!(calls < 50, "{calls} calls");
+    };
+    told(|_| answer(vec![block(1, 512)], "again"), "next_token leads");
+    told(|_| answer(Vec::new(), "again"), "next_token leads");
+    told(
+        |asked| answer(Vec::new(), if asked.starting_token == "a" { "b" } else { "a" }),
+        "have no block",
+    );
+    told(
+        |asked| answer(vec![block(1, 512)], if asked.starting_token == "a" { "b" } else { "a" }),
+        "do not ascend",
+    );
+}
+
+#[test]
+fn a_driver_that_never_comes_to_the_page_is_cut_off_in_time() {
+    let Some(cluster) = shared() else { return };
+    // Each page is as it should be, and there are as many as there are numbers.
+    let (answers, _) = listing(|asked| {
+        let at: u64 = asked.starting_token.parse().unwrap_or_default();
+        answer(vec![block(at, 512)], &(at + 1).to_string())
+    });
+    let stage = Stage::new(cluster, false, answers, &["--timeout", "2s"]);
+    let reply = stage.desk.ask(&stage.replica, &stage.desk.asked("b", "t", 1 << 40, 9));
+    assert_eq!((reply.status, reply.problem().kind), (504, ProblemKind::TimedOut));
+    // It ends with the answer.
+    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 1));
+    assert_eq!((page.changed_blocks.len(), page.next), (1, Some(1)));
+}
+
+#[test]
+fn a_driver_that_breaks_the_rules_of_a_page_is_told_as_such() {
+    let Some(cluster) = shared() else { return };
+    let case = Arc::new(Mutex::new((Vec::new(), String::new())));
+    let given = case.clone();
+    let (answers, _) = listing(move |_| {
+        let (blocks, token) = given.lock().unwrap().clone();
+        answer(blocks, &token)
+    });
+    let stage = Stage::new(cluster, false, answers, &[]);
+    for (blocks, token, words) in [
+        (vec![block(0, 512), block(1, 512), block(2, 512)], "", "max_entries was 2"),
+        (vec![block(3, 0)], "", "0 bytes"),
+        (vec![block(3, 512), block(2, 512)], "", "do not ascend"),
+        (vec![block(3, 512), block(3, 512)], "", "do not ascend"),
+        (vec![block(u64::MAX, 512)], "", "past the end"),
+        (vec![block(3, 512)], "x".repeat(5000).as_str(), "4096 bytes"),
+    ] {
+        *case.lock().unwrap() = (blocks, token.to_owned());
+        let reply = stage.desk.ask(&stage.replica, &stage.desk.asked("b", "t", 0, 2));
+        let problem = reply.problem();
+        assert_eq!((reply.status, problem.kind), (502, ProblemKind::Driver), "{problem:?}");
+        assert!(problem.message.contains(words), "{problem:?}");
+        assert_eq!(problem.code.as_deref(), Some("INTERNAL"));
+    }
+}
+
+#[test]
+fn extents_of_any_length_are_widened_and_read_no_further_than_needed() {
+    let Some(cluster) = shared() else { return };
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let noted = seen.clone();
+    // More than anybody wants, in messages of one extent; the second one spans a million blocks.
+    let extents = [(100, 50), (5000, 4096 << 20), (6 << 40, 1), (7 << 40, 4096)];
+    let answers: Answers = Arc::new(move |method, body| {
+        if method != "GetMetadataDelta" {
+            return None;
+        }
+        let asked = csi::GetMetadataDeltaRequest::decode(body).unwrap();
+        let begin = asked.starting_offset;
+        noted.lock().unwrap().push(asked);
+        let rest = extents.iter().filter(|(at, length)| at + length > begin);
+        let message = |(byte_offset, size_bytes): &(i64, i64)| {
+            let extent = csi::BlockMetadata { byte_offset: *byte_offset, size_bytes: *size_bytes };
+            csi::GetMetadataDeltaResponse {
+                block_metadata_type: csi::BlockMetadataType::VariableLength.into(),
+                volume_capacity_bytes: 8 << 40,
+                block_metadata: vec![extent],
+            }
+            .encode_to_vec()
+        };
+        Some(Ok(rest.map(message).collect()))
+    });
+    let stage = Stage::new(cluster, true, answers, &[]);
+    let page = |offset, limit| {
+        let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", offset, limit));
+        let numbers: Vec<_> = page.changed_blocks.iter().map(|one| one.offset).collect();
+        (numbers, page.next)
+    };
+    assert_eq!(page(0, 3), (vec![0, 1, 2], Some(3)));
+    assert_eq!(page(3, 2), (vec![3, 4], Some(5)));
+    let last = (5000 + (4096_u64 << 20) - 1) / 4096;
+    assert_eq!(page(last, 1), (vec![last], Some((6_u64 << 40) / 4096)));
+    assert_eq!(page(last + 1, 9), (vec![(6_u64 << 40) / 4096, (7_u64 << 40) / 4096], None));
+    let asked = seen.lock().unwrap();
+    assert_eq!(asked[1].starting_offset, 3 * 4096);
+    assert_eq!(asked[1].max_results, 3);
+}
+
+#[test]
+fn a_driver_with_neither_call_is_unsupported() {
+    let Some(cluster) = shared() else { return };
+    let stage = Stage::new(cluster, false, Arc::new(|_, _| None), &[]);
+    let reply = stage.desk.ask(&stage.replica, &stage.desk.asked("b", "t", 0, 1));
+    assert_eq!((reply.status, reply.problem().kind), (501, ProblemKind::Unsupported));
+    assert!(reply.problem().message.contains("ListSnapshotDeltas"));
+}
+
+#[test]
+fn secrets_reach_the_driver_and_nobody_else() {
+    let Some(cluster) = shared() else { return };
+    let repeated = format!("login with {SECRET} failed");
+    let (answers, seen) = listing(move |_| Err((Code::PermissionDenied, repeated.clone())));
+    let stage = Stage::new(cluster, false, answers, &[]);
+    let asked = asked_with(stage.desk.asked("b", "t", 0, 1), &[("password", SECRET)]);
+    let problem = stage.desk.problem(&stage.replica, &asked);
+    assert_eq!(problem.code.as_deref(), Some("PERMISSION_DENIED"));
+    assert_eq!(problem.message, "login with [hidden] failed");
+    let seen = seen.lock().unwrap();
+    assert_eq!(seen[0].secrets["password"], SECRET);
+    assert_eq!((seen[0].from_snapshot_id.as_str(), seen[0].to_snapshot_id.as_str()), ("b", "t"));
+    let log = stage.replica.served.process.log();
+    assert!(log.contains("TRACE") && !log.contains(SECRET), "a secret is shown");
+}
+
+#[test]
+fn requests_beyond_the_limit_are_turned_away() {
+    let Some(cluster) = shared() else { return };
+    // A first request waits in the driver until it is let go.
+    let (held, go) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (is_held, may_go) = (held.clone(), go.clone());
+    let (answers, _) = listing(move |_| {
+        is_held.store(true, Ordering::SeqCst);
+        while !may_go.load(Ordering::SeqCst) {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        answer(vec![block(0, 512)], "")
+    });
+    let stage = Stage::new(cluster, false, answers, &["--max-streams", "1"]);
+    let asked = stage.desk.asked("b", "t", 0, 1);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| stage.desk.ask(&stage.replica, &asked));
+        cluster.wait_for("the first one is with the driver", || {
+            held.load(Ordering::SeqCst).then_some(())
+        });
+        let reply = stage.desk.ask(&stage.replica, &asked);
+        assert_eq!((reply.status, reply.problem().kind), (429, ProblemKind::Busy));
+        assert!(reply.headers.contains_key("retry-after"));
+        go.store(true, Ordering::SeqCst);
+        assert_eq!(first.join().unwrap().status, 200);
+    });
+    assert_eq!(stage.desk.ask(&stage.replica, &asked).status, 200);
+}

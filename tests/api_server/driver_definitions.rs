@@ -1,0 +1,297 @@
+//! What the API server takes as a DriverDiscovery, and what it refuses, by the definition in deploy/crds alone: there is no
+//! controller here.
+
+use support::cluster::shared;
+
+use csi_loopback::kubernetes::driver_discovery::DriverDiscovery;
+use kube::Api;
+use kube::api::{ApiResource, DynamicObject, Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+use support::cluster::Cluster;
+use support::cluster::programs::said;
+
+const SOON: &str = "2030-01-01T00:00:00Z";
+
+fn by_service() -> Value {
+    json!({ "service": { "namespace": "csi", "name": "cbt-http" }, "caBundle": "YQ==" })
+}
+
+fn by_url(url: &str) -> Value {
+    json!({ "url": url, "caBundle": "YQ==" })
+}
+
+fn discovery(name: &str, client_config: Value) -> Value {
+    json!({
+        "apiVersion": "cbt.storage.k8s.io/v1alpha2", "kind": "DriverDiscovery",
+        "metadata": { "name": name },
+        "spec": { "driverName": name, "clientConfig": client_config },
+    })
+}
+
+/// What the API server says to such an object (a dry run); nothing is kept.
+fn verdict(cluster: &Cluster, object: &Value) -> Result<(), String> {
+    let kind = ApiResource::erase::<DriverDiscovery>(&());
+    let api: Api<DynamicObject> = Api::all_with(cluster.client(), &kind);
+    let name = object["metadata"]["name"].as_str().unwrap();
+    let params = PatchParams { dry_run: true, ..PatchParams::apply("test").validation_strict() };
+    let answer = cluster.block_on(api.patch(name, &params, &Patch::Apply(object)));
+    answer.map(drop).map_err(|error| error.to_string())
+}
+
+/// The same of a DriverDiscovery that says where the endpoint is.
+fn endpoint(cluster: &Cluster, client_config: Value) -> Result<(), String> {
+    verdict(cluster, &discovery("d.example", client_config))
+}
+
+fn refused(cluster: &Cluster, client_config: Value, named: &str) {
+    let told = endpoint(cluster, client_config.clone());
+    let told = told.expect_err(&format!("taken: {client_config}"));
+    assert!(told.contains(named), "{client_config}: {told}");
+}
+
+#[test]
+fn an_endpoint_is_either_a_url_or_a_service() {
+    let Some(cluster) = shared() else { return };
+    assert_eq!(endpoint(cluster, by_service()), Ok(()));
+    assert_eq!(endpoint(cluster, by_url("https://host.example/path")), Ok(()));
+    let why = "exactly one of url and service must be set";
+    refused(cluster, json!({ "caBundle": "YQ==" }), why);
+    let mut both = by_service();
+    both["url"] = json!("https://host.example/path");
+    refused(cluster, both, why);
+    for field in ["driverName", "clientConfig"] {
+        let mut without = discovery("d.example", by_service());
+        without["spec"].as_object_mut().unwrap().remove(field);
+        assert!(verdict(cluster, &without).is_err_and(|told| told.contains(field)), "{field}");
+    }
+    let mut misspelt = by_service();
+    misspelt["servcie"] = json!({});
+    refused(cluster, misspelt, "servcie");
+}
+
+#[test]
+fn a_url_is_https_with_host_and_path_and_nothing_else() {
+    let Some(cluster) = shared() else { return };
+    let longest = format!("https://host.example/{}", "p".repeat(1003));
+    for url in [
+        "https://host.example",
+        "https://host.example/",
+        "https://host.example:8443/v1alpha1/snapshot-deltas",
+        "https://10.0.0.1:8443/x",
+        "https://[fd00::1]:8443/x",
+        &longest,
+    ] {
+        assert_eq!(endpoint(cluster, by_url(url)), Ok(()), "{url}");
+    }
+    for url in [
+        "",
+        "host.example/path",
+        "http://host.example/path",
+        "HTTPS://host.example/path",
+        "unix:///run/cbt.sock",
+        "https://",
+        "https:///path",
+        "https://user@host.example/path",
+        "https://user:password@host.example/path",
+        "https://host.example/path?a=b",
+        "https://host.example/path#part",
+        "https://ho st.example/path",
+        &format!("{longest}p"),
+    ] {
+        refused(cluster, by_url(url), "spec.clientConfig.url");
+    }
+    let told = endpoint(cluster, by_url("http://host.example/path")).unwrap_err();
+    assert!(told.contains("must be https://host:port/path"), "{told}");
+}
+
+#[test]
+fn a_service_is_named_with_port_and_path_within_their_limits() {
+    let Some(cluster) = shared() else { return };
+    let with = |field: &str, value: Value| {
+        let mut config = by_service();
+        config["service"][field] = value;
+        config
+    };
+    for (field, good) in [
+        ("name", json!("n".repeat(63))),
+        ("namespace", json!("0-9")),
+        ("path", json!("/")),
+        ("path", json!("/v1alpha1/snapshot-deltas_~.X")),
+        ("path", json!(format!("/{}", "p".repeat(511)))),
+        ("port", json!(1)),
+        ("port", json!(65_535)),
+    ] {
+        assert_eq!(endpoint(cluster, with(field, good.clone())), Ok(()), "{field}: {good}");
+    }
+    for (field, bad) in [
+        ("name", json!("")),
+        ("name", json!("n".repeat(64))),
+        ("name", json!("a.b")),
+        ("name", json!("-a")),
+        ("namespace", json!("Csi")),
+        ("namespace", json!("n".repeat(64))),
+        ("path", json!("")),
+        ("path", json!("path")),
+        ("path", json!("/path?a=b")),
+        ("path", json!("/a b")),
+        ("path", json!("/a%2e")),
+        ("path", json!(format!("/{}", "p".repeat(512)))),
+        ("port", json!(0)),
+        ("port", json!(65_536)),
+        ("port", json!("https")),
+    ] {
+        refused(cluster, with(field, bad), &format!("spec.clientConfig.service.{field}"));
+    }
+    for field in ["namespace", "name"] {
+        let mut config = by_service();
+        config["service"].as_object_mut().unwrap().remove(field);
+        refused(cluster, config, &format!("spec.clientConfig.service.{field}"));
+    }
+}
+
+#[test]
+fn authorities_are_needed_and_base64() {
+    let Some(cluster) = shared() else { return };
+    let with = |bundle: Value| {
+        let mut config = by_service();
+        config["caBundle"] = bundle;
+        config
+    };
+    assert_eq!(endpoint(cluster, with(json!("A".repeat(400_000)))), Ok(()));
+    for bad in [json!(""), json!("no base64!"), json!("A".repeat(524_292))] {
+        refused(cluster, with(bad), "caBundle");
+    }
+    let mut without = by_service();
+    without.as_object_mut().unwrap().remove("caBundle");
+    refused(cluster, without, "caBundle");
+}
+
+#[test]
+fn the_object_has_the_drivers_name() {
+    let Some(cluster) = shared() else { return };
+    let long = ["d".repeat(63), "d".repeat(63), "d".repeat(63), "d".repeat(61)].join(".");
+    assert_eq!(verdict(cluster, &discovery(&long, by_service())), Ok(()));
+    for other in ["another.example", "D.example", ""] {
+        let mut object = discovery("d.example", by_service());
+        object["spec"]["driverName"] = json!(other);
+        let told = verdict(cluster, &object).expect_err(other);
+        assert!(told.contains("driverName"), "{other}: {told}");
+    }
+    let mut object = discovery("d.example", by_service());
+    object["spec"]["driverName"] = json!("another.example");
+    let told = verdict(cluster, &object).unwrap_err();
+    assert!(told.contains("metadata.name: must be spec.driverName"), "{told}");
+    // Nor can it become another's later.
+    let name = cluster.unique("renamed");
+    let all = cluster.api::<DriverDiscovery>();
+    let made: DriverDiscovery = cluster.create(&all, discovery(&name, by_service()));
+    let patch = json!({ "spec": { "driverName": "another.example" } });
+    let patch = Patch::Merge(&patch);
+    let told = cluster.block_on(all.patch(&name, &PatchParams::default(), &patch)).unwrap_err();
+    assert!(told.to_string().contains("must be spec.driverName"), "{told}");
+    assert_eq!(made.spec.driver_name, name);
+    cluster.delete(&all, &name);
+}
+
+fn condition(kind: &str) -> Value {
+    json!({
+        "type": kind, "status": "True", "reason": "Reached", "message": "",
+        "lastTransitionTime": SOON, "observedGeneration": 1,
+    })
+}
+
+#[test]
+fn a_creator_writes_no_status() {
+    let Some(cluster) = shared() else { return };
+    let name = cluster.unique("forged");
+    let all = cluster.api::<DriverDiscovery>();
+    let mut object = discovery(&name, by_service());
+    object["status"] = json!({ "conditions": [condition("EndpointReachable")] });
+    let made: DriverDiscovery = cluster.create(&all, object);
+    assert_eq!(made.status, None, "what the creator sends is dropped");
+    let status = json!({ "status": { "conditions": [condition("EndpointReachable")] } });
+    assert_eq!(cluster.merge(&all, &name, &status).status, None, "nor whoever changes the object");
+    // The controller writes it through the subresource, which in turn changes nothing else.
+    let mut both = status;
+    both["spec"] = json!({ "clientConfig": { "service": { "name": "elsewhere" } } });
+    let both = Patch::Merge(&both);
+    let written =
+        cluster.block_on(all.patch_status(&name, &PatchParams::default(), &both)).unwrap();
+    assert_eq!(written.status.unwrap().conditions[0].type_, "EndpointReachable");
+    assert_eq!(written.spec.client_config.service.unwrap().name, "cbt-http");
+    cluster.delete(&all, &name);
+}
+
+#[test]
+fn conditions_have_each_type_once_and_all_their_fields() {
+    let Some(cluster) = shared() else { return };
+    let name = cluster.unique("conditions");
+    let all = cluster.api::<DriverDiscovery>();
+    let _: DriverDiscovery = cluster.create(&all, discovery(&name, by_service()));
+    let set = |conditions: Value| {
+        let patch = json!({ "status": { "conditions": conditions } });
+        let patch = Patch::Merge(&patch);
+        let answer = cluster.block_on(all.patch_status(&name, &PatchParams::default(), &patch));
+        answer.map(drop).map_err(|error| error.to_string())
+    };
+    let kinds = ["EndpointReachable", "CapabilityPresent", "CertificateValid"];
+    assert_eq!(set(kinds.map(condition).to_vec().into()), Ok(()));
+    let twice = set(json!([condition("EndpointReachable"), condition("EndpointReachable")]));
+    assert!(twice.as_ref().is_err_and(|told| told.contains("Duplicate value")), "{twice:?}");
+    for (field, bad) in [
+        ("status", json!("Perhaps")),
+        ("reason", json!("")),
+        ("reason", json!("not a word")),
+        ("lastTransitionTime", json!("yesterday")),
+        ("lastTransitionTime", Value::Null),
+        ("reason", Value::Null),
+        ("message", Value::Null),
+    ] {
+        let mut wrong = condition("EndpointReachable");
+        match bad.is_null() {
+            true => drop(wrong.as_object_mut().unwrap().remove(field)),
+            false => wrong[field] = bad,
+        }
+        let told = set(json!([wrong])).expect_err(field);
+        assert!(told.contains(&format!("conditions[0].{field}")), "{field}: {told}");
+    }
+    cluster.delete(&all, &name);
+}
+
+#[test]
+fn kubectl_knows_short_name_columns_and_fields() {
+    let Some(cluster) = shared() else { return };
+    let name = cluster.unique("shown");
+    let all = cluster.api::<DriverDiscovery>();
+    let object = serde_json::from_value(discovery(&name, by_service())).unwrap();
+    cluster.block_on(all.create(&PostParams::default(), &object)).unwrap();
+    let table = || -> Vec<Vec<String>> {
+        let text = said(cluster.kubectl(&["get", "dd", &name]));
+        let words = |line: &str| line.split_whitespace().map(str::to_owned).collect();
+        text.lines().map(words).collect()
+    };
+    let rows = table();
+    assert_eq!(rows[0], ["NAME", "REACHABLE", "CAPABLE", "AGE"]);
+    assert_eq!(rows[1].len(), 2, "{rows:?}");
+    let mut capable = condition("CapabilityPresent");
+    capable["status"] = json!("Unknown");
+    let status = json!({ "conditions": [condition("EndpointReachable"), capable] });
+    cluster.merge_status(&all, &name, &status);
+    assert_eq!(table()[1][..3], [name.as_str(), "True", "Unknown"]);
+
+    for (field, words) in [
+        ("driverdiscovery", "where the aggregated API server finds"),
+        ("dd.spec.driverName", "Name of the CSI driver"),
+        ("dd.spec.clientConfig", "Where requests for the driver's changed blocks are sent"),
+        ("dd.spec.clientConfig.url", "https://host:port/path"),
+        ("dd.spec.clientConfig.caBundle", "Certificates (PEM) of the authorities"),
+        ("dd.spec.clientConfig.service.path", "/ where it is absent"),
+        ("dd.spec.clientConfig.service.port", "443 where it is absent"),
+        ("dd.status.conditions", "EndpointReachable"),
+    ] {
+        let text = said(cluster.kubectl(&["explain", field]));
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ").to_lowercase();
+        assert!(text.contains(&words.to_lowercase()), "{field}: {text}");
+    }
+    cluster.delete(&all, &name);
+}

@@ -1,0 +1,280 @@
+//! The harness itself: a real API server with the released parts around our driver, and none of our sidecar.
+//! What the released sidecar and its clients do here is what "existing clients work unchanged" means.
+
+use support::cluster::shared;
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use csi_loopback::kubernetes::snapshot::VolumeSnapshot;
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
+use kube::{Api, Client};
+use serde_json::Value;
+use support::cluster::access::{backup_rules, rule, sidecar_rules};
+use support::cluster::programs::{Process, Served, json_extents, said, table_extents};
+use support::cluster::proxy::Way;
+use support::cluster::rig::Rig;
+use support::cluster::tls::Authority;
+use support::cluster::{Cluster, processes_of};
+use support::driver::{Driver, PATIENCE, all_snapshots, block, wait_for};
+use support::{BLOCK, MIB, pattern, write_direct};
+
+const AUDIENCE: &str = "backup";
+
+#[test]
+fn a_snapshot_becomes_ready_with_the_handle_that_the_driver_gave() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    rig.write(1, [0, 7]);
+    let snapshot = rig.snapshot("first");
+    let ids = |driver: &Driver| -> Vec<String> {
+        all_snapshots(driver).into_iter().map(|snapshot| snapshot.snapshot_id).collect()
+    };
+    assert_eq!(ids(&rig.driver), [snapshot.handle.as_str()]);
+
+    let adopted = cluster.adopt_snapshot(
+        &rig.namespace,
+        "adopted",
+        &rig.driver_name,
+        &snapshot.handle,
+        Some(&rig.class),
+    );
+    assert_eq!(adopted.handle, snapshot.handle);
+
+    cluster.delete_snapshot(&snapshot);
+    assert_eq!(ids(&rig.driver), [""; 0]);
+}
+
+#[test]
+fn a_class_with_a_secret_makes_snapshots_with_it_alone() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let namespace = rig.namespace.as_str();
+    let class = cluster.snapshot_class_with_secret(&rig.driver_name, namespace, "credentials");
+    cluster.ask_for_snapshot(namespace, "secret", "data", &class);
+    let snapshots = cluster.api_in::<VolumeSnapshot>(namespace);
+    let error = cluster.wait_for("an error in the snapshot's status", || {
+        cluster.get(&snapshots, "secret").unwrap().status?.error?.message
+    });
+    assert!(error.contains("credentials"), "{error}");
+    assert_eq!(all_snapshots(&rig.driver).len(), 0);
+    cluster.secret(namespace, "credentials", &[("key", "value")]);
+    cluster.wait_until_ready(namespace, "secret");
+}
+
+#[test]
+fn a_token_is_good_for_its_audience_and_in_its_time_alone() {
+    let Some(cluster) = shared() else { return };
+    let namespace = cluster.namespace("tokens");
+    let account = cluster.account(&namespace, "backup");
+    let token = cluster.token(&account, Some(AUDIENCE));
+    let review = cluster.review(&token, AUDIENCE);
+    assert_eq!(review.authenticated, Some(true), "{review:?}");
+    assert_eq!(review.user.unwrap().username, Some(account.user()));
+    assert_eq!(review.audiences, Some(vec![AUDIENCE.to_owned()]));
+
+    let review = cluster.review(&token, "another");
+    assert_ne!(review.authenticated, Some(true), "{review:?}");
+    let review = cluster.review(&cluster.token(&account, None), AUDIENCE);
+    assert_ne!(review.authenticated, Some(true), "{review:?}");
+
+    // It is the time that it is refused for: signed anew without another change, it is good.
+    let again = cluster.resigned(&token, |_| {});
+    assert_eq!(cluster.review(&again, AUDIENCE).authenticated, Some(true));
+    let review = cluster.review(&cluster.expired_token(&account, Some(AUDIENCE)), AUDIENCE);
+    assert_ne!(review.authenticated, Some(true), "{review:?}");
+    assert!(review.error.unwrap().contains("expired"));
+    let forged = format!("{}AAAA", &token[..token.len() - 4]);
+    assert_ne!(cluster.review(&forged, AUDIENCE).authenticated, Some(true));
+}
+
+#[test]
+fn rights_hold_where_they_were_given_and_nowhere_else() {
+    let Some(cluster) = shared() else { return };
+    let (here, there) = (cluster.namespace("here"), cluster.namespace("there"));
+    let account = cluster.account(&here, "reader");
+    let client = cluster.client_as(&account);
+    let list = |namespace: &str| {
+        let api: Api<ConfigMap> = Api::namespaced(client.clone(), namespace);
+        code(cluster.block_on(api.list(&Default::default())))
+    };
+    assert_eq!((list(&here), list(&there)), (Err(403), Err(403)));
+    cluster.grant_in(&here, &account, &[rule("", &["configmaps"], &["list"])]);
+    assert_eq!((list(&here), list(&there)), (Ok(()), Err(403)));
+    cluster.grant(&account, &[rule("", &["configmaps"], &["list"])]);
+    assert_eq!((list(&here), list(&there)), (Ok(()), Ok(())));
+    assert!(!cluster.allowed(&account, None, "delete", "", "configmaps"));
+}
+
+/// What the API server said, by its code where it refused.
+fn code<T>(answer: kube::Result<T>) -> Result<(), u16> {
+    match answer {
+        Ok(_) => Ok(()),
+        Err(kube::Error::Api(status)) => Err(status.code),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Starts the released sidecar with just the rights that it needs.
+fn released(rig: &Rig<'_>) -> Served {
+    let authority = Authority::new("backup authority");
+    let certificate = authority.certify(rig.driver.scratch(), "sidecar");
+    let (_, kubeconfig) = rig.account("sidecar", &sidecar_rules());
+    let cluster = rig.cluster;
+    let served = cluster.released_sidecar(&rig.driver.socket(), &kubeconfig, &certificate, &[]);
+    cluster.metadata_service(&rig.driver_name, &served.address(), AUDIENCE, &authority.pem());
+    served
+}
+
+#[test]
+fn the_released_sidecar_serves_the_released_clients() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    rig.write(1, [0, 7, 8]);
+    let first = rig.snapshot("first");
+    rig.write(2, [8, 100]);
+    let second = rig.snapshot("second");
+    let _served = released(&rig);
+    let (backup, kubeconfig) = rig.account("backup", &backup_rules());
+    let namespace = rig.namespace.as_str();
+
+    let table = said(cluster.lister(&kubeconfig, &["-n", namespace, "-s", "first"]));
+    assert_eq!(table_extents(&table), [(0, BLOCK), (7 * BLOCK, 2 * BLOCK)], "{table}");
+    let changed = [(8 * BLOCK, BLOCK), (100 * BLOCK, BLOCK)];
+    for base in [["-p", "first"], ["-P", &first.handle]] {
+        let arguments = [&["-n", namespace, "-s", "second", "-o", "json"], &base[..]].concat();
+        let json: Value =
+            serde_json::from_str(&said(cluster.lister(&kubeconfig, &arguments))).unwrap();
+        assert_eq!(json_extents(&json), changed, "{json}");
+    }
+    let limited =
+        ["-n", namespace, "-s", "second", "-max-results", "1", "-starting-offset", "28672"];
+    let table = said(cluster.lister(&kubeconfig, &limited));
+    assert_eq!(table_extents(&table), [(7 * BLOCK, 2 * BLOCK), (100 * BLOCK, BLOCK)], "{table}");
+
+    // An account that is named and one that is taken from the kubeconfig are the same.
+    let named = ["-service-account", "backup", "-service-account-namespace", namespace];
+    let named = [&["-n", namespace, "-s", "first"], &named[..]].concat();
+    said(cluster.lister(&cluster.kubeconfig(), &named));
+    let output = cluster.lister(&cluster.kubeconfig(), &["-n", namespace, "-s", "first"]);
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("ServiceAccount"), "{output:?}");
+
+    verify(&rig, &kubeconfig, &[], &second.handle);
+    verify(&rig, &kubeconfig, &["-p", "first"], &second.handle);
+    let output = cluster.lister(&kubeconfig, &["-n", "default", "-s", "first"]);
+    assert!(!output.status.success(), "{} reads another's", backup.user());
+}
+
+/// Lets the verifier rebuild the second snapshot: from nothing, or from the first.
+fn verify(rig: &Rig<'_>, kubeconfig: &Path, base: &[&str], handle: &str) {
+    use support::requests::Source;
+    let name = format!("verified-{}", base.len());
+    let source = rig.driver.copy(&name, Source::Snapshot(handle), block());
+    let target = rig.driver.volume(&format!("target-{}", base.len()), 16 * MIB, block());
+    let (source, target) =
+        (rig.driver.publish(&source, &block()), rig.driver.publish(&target, &block()));
+    if !base.is_empty() {
+        // As the first snapshot left it.
+        for block in [0, 7, 8] {
+            write_direct(&target, block * BLOCK, &pattern(1 + block, BLOCK as usize));
+        }
+    }
+    let (source, target) = (support::path(&source), support::path(&target));
+    let arguments = ["-n", &rig.namespace, "-s", "second", "-src", source, "-tgt", target];
+    said(rig.cluster.verifier(kubeconfig, &[&arguments, base].concat()));
+    // It does compare: what differs where nothing was reported is found.
+    write_direct(Path::new(target), 50 * BLOCK, &pattern(3, BLOCK as usize));
+    let output = rig.cluster.verifier(kubeconfig, &[&arguments, base].concat());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("do not match"), "{output:?}");
+}
+
+#[test]
+fn a_way_that_is_cut_lets_nothing_through() {
+    let Some(cluster) = shared() else { return };
+    let namespace = cluster.namespace("cut");
+    let account = cluster.account(&namespace, "caller");
+    cluster.grant(&account, &[rule("", &["namespaces"], &["get"])]);
+    let proxy = cluster.proxy();
+    let kubeconfig = cluster.kubeconfig_through(&proxy, &account);
+    let client = cluster.client_of(&kubeconfig);
+    let ask = |client: &Client| {
+        let api: Api<Namespace> = Api::all(client.clone());
+        let answer =
+            async { tokio::time::timeout(Duration::from_secs(2), api.get(&namespace)).await };
+        cluster.block_on(answer)
+    };
+    assert!(ask(&client).unwrap().is_ok());
+    let before = proxy.connections();
+    assert!(before >= 1 && proxy.open_connections() >= 1);
+
+    cluster.turn(&proxy, Way::Hanging);
+    assert!(ask(&client).is_err(), "it answers while the way hangs");
+    cluster.turn(&proxy, Way::Refused);
+    assert_eq!(proxy.open_connections(), 0);
+    assert!(ask(&client).unwrap().is_err(), "it answers while the way is cut");
+
+    cluster.turn(&proxy, Way::Open);
+    let counted = proxy.connections();
+    assert!(ask(&client).unwrap().is_ok());
+    assert!(proxy.connections() > counted, "the connection before the cut still serves");
+}
+
+#[test]
+fn requests_are_told_by_their_user() {
+    let Some(cluster) = shared() else { return };
+    let namespace = cluster.namespace("told");
+    let account = cluster.account(&namespace, "caller");
+    let client = cluster.client_as(&account);
+    assert_eq!(cluster.requests_by(&account.user()), 0);
+    let api: Api<ConfigMap> = Api::namespaced(client, &namespace);
+    for _ in 0..3 {
+        assert_eq!(code(cluster.block_on(api.get("none"))), Err(403));
+    }
+    wait_for("the requests in the log", || cluster.requests_by(&account.user()) == 3);
+    let requests = cluster.requests();
+    let last = requests.iter().rfind(|one| one["user"]["username"] == account.user()).unwrap();
+    assert_eq!((&last["verb"], &last["responseStatus"]["code"]), (&"get".into(), &403.into()));
+}
+
+#[test]
+fn a_cluster_that_ends_leaves_nothing() {
+    let Some(_) = shared() else { return };
+    let other = Cluster::start().unwrap_or_else(|why| panic!("{why:?}"));
+    let directory = other.directory();
+    let parts = command_lines(&directory);
+    for part in ["etcd", "kube-apiserver", "snapshot-controller", "cluster.sh"] {
+        assert!(parts.iter().any(|line| line.contains(part)), "no {part} in {parts:?}");
+    }
+    let started = Instant::now();
+    drop(other);
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    assert!(!directory.exists());
+    wait_for("the end of all parts", || command_lines(&directory).is_empty());
+}
+
+/// Of the processes that work in the directory or name it.
+fn command_lines(directory: &Path) -> Vec<String> {
+    processes_of(directory).into_iter().map(|(_, line)| line).collect()
+}
+
+#[test]
+fn a_cluster_without_its_tools_says_why() {
+    let Some(cluster) = shared() else { return };
+    let directory = cluster.scratch().join("without");
+    let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/hack/cluster.sh"));
+    command
+        .arg(&directory)
+        .env_remove("CSI_LOOPBACK_KUBERNETES")
+        .env("XDG_CACHE_HOME", cluster.scratch().join("empty"))
+        .env("PATH", "/usr/bin:/bin")
+        .env("GOPROXY", "off")
+        .env("GOMODCACHE", cluster.scratch().join("no-modules"));
+    let mut process = Process::spawn("without", command, cluster.scratch());
+    let status = process.wait(PATIENCE).expect("it ends");
+    assert_eq!(status.code(), Some(77), "{}", process.log());
+    let log = process.log();
+    let why = log.lines().last().unwrap();
+    assert!(why.contains("Go is not installed") || why.contains("cannot be had"), "{log}");
+}

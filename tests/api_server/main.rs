@@ -1,0 +1,18 @@
+//! Every role against a real Kubernetes API server, which the tests share. Namespaces and drivers have names that are
+//! unique to a test.
+
+mod admission;
+mod aggregated_api;
+mod aggregated_surface;
+mod cbt_http;
+mod driver_definitions;
+mod kubernetes;
+mod node_proxy;
+mod node_proxy_safety;
+mod session;
+mod session_api;
+mod session_definitions;
+mod session_webhook;
+mod sidecar;
+mod sidecar_certificates;
+mod snapshot_delta_flow;

@@ -1,0 +1,8 @@
+//! The session manager against a real API server, with the released snapshot-controller.
+
+mod commands;
+mod expiry;
+mod failures;
+mod life;
+mod rig;
+mod several;

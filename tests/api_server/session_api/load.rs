@@ -1,0 +1,187 @@
+//! What tokens cost the API server, and what becomes of them where it cannot be asked.
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use support::cluster::shared;
+
+use csi_loopback::proto::snapshotmetadata as released;
+use k8s_openapi::api::rbac::v1::RoleBinding;
+use tonic::Code;
+
+use super::rig::{Options, Rig};
+use support::cluster::proxy::Way;
+use support::cluster::session::{allocated, ask_through, delta, random_token};
+use support::cluster::sidecar::{AUDIENCE, channel, client_at, collect};
+use support::driver::wait_for;
+
+/// The audit log comes a moment later.
+fn settle() {
+    sleep(Duration::from_millis(500));
+}
+
+#[test]
+fn a_known_token_costs_the_api_server_nothing() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let (first, second) = (rig.snapshot("first"), rig.snapshot("second"));
+    let token = rig.session(&[&first, &second]);
+    let all = |times| {
+        for _ in 0..times {
+            rig.ok(allocated(&token, "first"));
+            rig.ok(delta(&token, "first", "second"));
+        }
+    };
+    all(1);
+    settle();
+    let before = cluster.requests_by(&rig.own.user());
+    assert!(before > 0);
+    all(50);
+    settle();
+    assert_eq!(cluster.requests_by(&rig.own.user()), before);
+    // One that is not known costs a call each time.
+    let asked = rig.asked_for_sessions("get");
+    for _ in 0..3 {
+        rig.refused(allocated(&random_token(), "first"), Code::Unauthenticated, "");
+    }
+    settle();
+    assert_eq!(rig.asked_for_sessions("get"), asked + 3);
+}
+
+/// Asks as often at once, over one connection.
+fn at_once(rig: &Rig<'_>, tokens: Vec<String>) -> Vec<Code> {
+    rig.cluster.block_on(async {
+        let channel = channel(rig.sidecar.port, &rig.authority.pem());
+        let mut all = tokio::task::JoinSet::new();
+        for token in tokens {
+            all.spawn(ask_through(channel.clone(), allocated(&token, "first")));
+        }
+        let code = |answer: Result<_, tonic::Status>| answer.err().map_or(Code::Ok, |it| it.code());
+        all.join_all().await.into_iter().map(code).collect()
+    })
+}
+
+#[test]
+fn many_who_ask_for_the_same_at_once_cost_one_call() {
+    let Some(cluster) = shared() else { return };
+    // Without a watch, so that good ones are asked for, too, and at a rate that keeps them waiting for each other.
+    let options = Options {
+        verbs: &["get"],
+        sidecar: &["--kube-api-qps", "2", "--kube-api-burst", "20"],
+        ..Options::default()
+    };
+    let rig = Rig::with(cluster, options);
+    let first = rig.snapshot("first");
+    let token = rig.session(&[&first]);
+    rig.ok(allocated(&token, "first"));
+    sleep(Duration::from_secs(2));
+    let before = rig.asked_for_sessions("get");
+    let begun = Instant::now();
+    let codes = at_once(&rig, vec![token.clone(); 100]);
+    // What was told is good for a second: whoever comes later costs another one.
+    let calls = 1 + begun.elapsed().as_secs() as usize;
+    assert_eq!(codes, vec![Code::Ok; 100]);
+    settle();
+    let asked = rig.asked_for_sessions("get") - before;
+    assert!((1..=calls).contains(&asked), "{asked} calls for all of them");
+}
+
+#[test]
+fn the_right_to_get_is_enough() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::with(cluster, Options { verbs: &["get"], ..Options::default() });
+    let (first, second) = (rig.snapshot("first"), rig.snapshot("second"));
+    let token = rig.session(&[&first, &second]);
+    rig.ok(allocated(&token, "first"));
+    rig.ok(delta(&token, "first", "second"));
+    rig.refused(allocated(&random_token(), "first"), Code::Unauthenticated, "session_token");
+    // What was told by a call is good for a second.
+    cluster.revoke(&rig.home, &token);
+    let revoked = Instant::now();
+    wait_for("the refusal", || {
+        let asked = revoked.elapsed();
+        let refused = rig.ask(allocated(&token, "first")).is_err();
+        assert!(refused || asked < Duration::from_millis(1100), "asked after {asked:?}");
+        refused
+    });
+    rig.refused(allocated(&token, "first"), Code::Unauthenticated, "session_token");
+    // And never longer than the session.
+    let short = rig.session_for(&[&first], Duration::from_secs(2));
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_millis(1900) {
+        let _ = rig.ask(allocated(&short, "first"));
+    }
+    sleep(Duration::from_millis(110));
+    rig.refused(allocated(&short, "first"), Code::Unauthenticated, "session_token");
+}
+
+#[test]
+fn a_sidecar_that_may_not_read_sessions_says_so() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let token = rig.session(&[&rig.snapshot("first")]);
+    rig.ok(allocated(&token, "first"));
+    let bindings = cluster.api_in::<RoleBinding>(&rig.home);
+    for binding in cluster.block_on(bindings.list(&Default::default())).unwrap().items {
+        cluster.delete(&bindings, binding.metadata.name.as_deref().unwrap());
+    }
+    let refused = cluster.wait_for("the right is gone", || {
+        let refused = rig.ask(allocated(&random_token(), "first")).unwrap_err();
+        (refused.code() == Code::Internal).then_some(refused)
+    });
+    assert!(refused.message().contains("SnapshotSessionData"), "{refused:?}");
+}
+
+#[test]
+fn an_api_server_that_is_away_is_unavailable_and_comes_back() {
+    let Some(cluster) = shared() else { return };
+    let proxy = cluster.proxy();
+    let rig = Rig::with(cluster, Options { server: Some(proxy.server()), ..Options::default() });
+    let token = rig.session(&[&rig.snapshot("first")]);
+    rig.ok(allocated(&token, "first"));
+    cluster.turn(&proxy, Way::Refused);
+    wait_for("the watch has ended", || rig.sidecar.process.log().contains("the watch broke"));
+    sleep(Duration::from_millis(1100));
+    rig.refused(allocated(&token, "first"), Code::Unavailable, "API server");
+    rig.refused(allocated(&random_token(), "first"), Code::Unavailable, "API server");
+    cluster.turn(&proxy, Way::Open);
+    cluster.wait_for("the API server is back", || rig.ask(allocated(&token, "first")).ok());
+    rig.refused(allocated(&random_token(), "first"), Code::Unauthenticated, "session_token");
+}
+
+#[test]
+fn a_flood_of_guesses_stops_neither_good_tokens_nor_the_released_api() {
+    let Some(cluster) = shared() else { return };
+    let rate = ["--kube-api-qps", "5", "--kube-api-burst", "5"];
+    let rig = Rig::with(cluster, Options { sidecar: &rate, ..Options::default() });
+    let first = rig.snapshot("first");
+    let token = rig.session(&[&first]);
+    rig.ok(allocated(&token, "first"));
+    let backup = rig.backup();
+    std::thread::scope(|scope| {
+        let flood = scope.spawn(|| at_once(&rig, (0..500).map(|_| random_token()).collect()));
+        sleep(Duration::from_millis(500));
+        // In the middle of it: a token that is known, one that is made only now, and a user of the released API.
+        for _ in 0..20 {
+            let begun = Instant::now();
+            rig.ok(allocated(&token, "first"));
+            assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+        }
+        let new = rig.session(&[&first]);
+        sleep(Duration::from_millis(500));
+        rig.ok(allocated(&new, "first"));
+        let asked = released::GetMetadataAllocatedRequest {
+            security_token: cluster.token(&backup, Some(AUDIENCE)),
+            namespace: rig.namespace.clone(),
+            snapshot_name: "first".into(),
+            ..Default::default()
+        };
+        let begun = Instant::now();
+        let client = client_at(cluster, &rig.sidecar, &rig.authority.pem());
+        rig.cluster.block_on(collect(client, asked.into())).unwrap();
+        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+        assert!(!flood.is_finished(), "the flood was over before");
+        let codes = flood.join().unwrap();
+        assert!(codes.contains(&Code::Unauthenticated) && codes.contains(&Code::Unavailable));
+        assert!(!codes.contains(&Code::Ok));
+    });
+}

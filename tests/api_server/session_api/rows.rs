@@ -1,0 +1,200 @@
+//! The proposal's tables of errors ("GetAllocated Errors", "GetDelta Errors"), a test for each of their rows.
+
+use std::time::Duration;
+use support::cluster::shared;
+
+use csi_loopback::proto::snapshotsession as api;
+use tonic::Code;
+
+use super::rig::{CAPACITY, Rig};
+use support::cluster::Cluster;
+use support::cluster::session::{HOUR, allocated, delta, random_token};
+use support::driver::{block, wait_for};
+
+/// Spoils a request.
+type Change<Q> = fn(&mut Q);
+
+/// Snapshots of one volume that belong to a session, one that does not, and one of another volume that does.
+struct Sample<'a> {
+    rig: Rig<'a>,
+    token: String,
+}
+
+impl<'a> Sample<'a> {
+    fn new(cluster: &'a Cluster) -> Self {
+        let rig = Rig::new(cluster);
+        let (first, second) = (rig.snapshot("first"), rig.snapshot("second"));
+        rig.snapshot("outside");
+        let volume = rig.driver.volume("other", CAPACITY, block());
+        cluster.claim(&rig.namespace, "other", &rig.driver_name, &volume, CAPACITY);
+        let other = cluster.snapshot(&rig.namespace, "other", "other", &rig.class);
+        let token = rig.session(&[&first, &second, &other]);
+        Self { rig, token }
+    }
+
+    fn of(&self, snapshot: &str) -> api::GetAllocatedRequest {
+        allocated(&self.token, snapshot)
+    }
+
+    fn between(&self, base: &str, target: &str) -> api::GetDeltaRequest {
+        delta(&self.token, base, target)
+    }
+
+    /// Tokens that are none, and why.
+    fn bad_tokens(&self) -> Vec<(&'static str, String)> {
+        let rig = &self.rig;
+        let first = &rig.cluster.wait_until_ready(&rig.namespace, "first");
+        let mut forged = self.token.clone();
+        let last = forged.pop().unwrap();
+        forged.push(if last == 'a' { 'b' } else { 'a' });
+        let expired = rig.session_for(&[first], Duration::from_secs(2));
+        let revoked = rig.session_for(&[first], HOUR);
+        for token in [&expired, &revoked] {
+            rig.ok(allocated(token, "first"));
+        }
+        rig.cluster.revoke(&rig.home, &revoked);
+        wait_for("the session is over", || rig.ask(allocated(&expired, "first")).is_err());
+        wait_for("the session is revoked", || rig.ask(allocated(&revoked, "first")).is_err());
+        vec![
+            ("guessed", random_token()),
+            ("forged", forged),
+            ("too short", "a".repeat(51)),
+            ("too long", "a".repeat(254)),
+            ("not of its characters", format!("../{}", "a".repeat(60))),
+            ("expired", expired),
+            ("revoked", revoked),
+        ]
+    }
+}
+
+/// Whatever is wrong with it, the words are the same: nobody learns from them.
+const WORDS: &str = "session_token: is not that of a snapshot session of this driver, or the session is over; make \
+                     another SnapshotSessionRequest";
+
+#[test]
+fn get_allocated_missing_or_otherwise_invalid_argument() {
+    let Some(cluster) = shared() else { return };
+    let sample = Sample::new(cluster);
+    let cases: [(&str, Change<api::GetAllocatedRequest>); 4] = [
+        ("session_token: is required", |it| it.session_token.clear()),
+        ("snapshot: is required", |it| it.snapshot.clear()),
+        ("snapshot: is not the name", |it| it.snapshot = "../first".into()),
+        ("volume_id: is not a handle", |it| it.volume_id = "x".repeat(1025)),
+    ];
+    for (words, change) in cases {
+        let mut asked = sample.of("first");
+        change(&mut asked);
+        sample.rig.refused(asked, Code::InvalidArgument, words);
+    }
+    sample.rig.ok(sample.of("first"));
+}
+
+#[test]
+fn get_allocated_invalid_volume_id_or_snapshot() {
+    let Some(cluster) = shared() else { return };
+    let sample = Sample::new(cluster);
+    let rig = &sample.rig;
+    let of = |volume: &str| api::GetAllocatedRequest {
+        volume_id: volume.to_owned(),
+        ..sample.of("first")
+    };
+    rig.ok(of(&rig.volume));
+    rig.refused(of("another-volume"), Code::NotFound, "volume_id: ");
+    for name in ["outside", "nowhere"] {
+        rig.refused(sample.of(name), Code::NotFound, "snapshot: the session was not made for");
+    }
+    let first = cluster.wait_until_ready(&rig.namespace, "first");
+    cluster.delete_snapshot(&first);
+    wait_for("the sidecar has heard", || rig.ask(sample.of("first")).is_err());
+    rig.refused(sample.of("first"), Code::NotFound, "first does not exist");
+}
+
+#[test]
+fn get_allocated_invalid_starting_offset() {
+    let Some(cluster) = shared() else { return };
+    let sample = Sample::new(cluster);
+    for offset in [CAPACITY + 1, i64::MAX as u64, u64::MAX] {
+        let asked = api::GetAllocatedRequest { starting_offset: offset, ..sample.of("first") };
+        sample.rig.refused(asked, Code::OutOfRange, "starting_offset: ");
+    }
+}
+
+#[test]
+fn get_allocated_invalid_session_token() {
+    let Some(cluster) = shared() else { return };
+    let sample = Sample::new(cluster);
+    for (what, token) in sample.bad_tokens() {
+        println!("{what}");
+        let refused = sample.rig.ask(allocated(&token, "first")).unwrap_err();
+        assert_eq!((refused.code(), refused.message()), (Code::Unauthenticated, WORDS));
+    }
+}
+
+#[test]
+fn get_delta_missing_or_otherwise_invalid_argument() {
+    let Some(cluster) = shared() else { return };
+    let sample = Sample::new(cluster);
+    let cases: [(&str, Change<api::GetDeltaRequest>); 8] = [
+        ("session_token: is required", |it| it.session_token.clear()),
+        ("base_snapshot: is required", |it| it.base_snapshot.clear()),
+        ("target_snapshot: is required", |it| it.target_snapshot.clear()),
+        ("base_snapshot: is not the name", |it| it.base_snapshot = "a_b".into()),
+        ("target_snapshot: is not the name", |it| it.target_snapshot = "a/b".into()),
+        ("volume_id: is not a handle", |it| it.volume_id = "a\nb".into()),
+        ("base_snapshot: is a snapshot of another volume", |it| it.base_snapshot = "other".into()),
+        ("base_snapshot: is newer", |it| {
+            std::mem::swap(&mut it.base_snapshot, &mut it.target_snapshot);
+        }),
+    ];
+    for (words, change) in cases {
+        let mut asked = sample.between("first", "second");
+        change(&mut asked);
+        sample.rig.refused(asked, Code::InvalidArgument, words);
+    }
+    sample.rig.ok(sample.between("first", "second"));
+}
+
+#[test]
+fn get_delta_invalid_volume_id_base_snapshot_or_target_snapshot() {
+    let Some(cluster) = shared() else { return };
+    let sample = Sample::new(cluster);
+    let rig = &sample.rig;
+    let of = |volume: &str| api::GetDeltaRequest {
+        volume_id: volume.to_owned(),
+        ..sample.between("first", "second")
+    };
+    rig.ok(of(&rig.volume));
+    rig.refused(of("another-volume"), Code::NotFound, "volume_id: ");
+    for name in ["outside", "nowhere"] {
+        rig.refused(sample.between(name, "second"), Code::NotFound, "base_snapshot: the session");
+        rig.refused(sample.between("first", name), Code::NotFound, "target_snapshot: the session");
+    }
+    let first = cluster.wait_until_ready(&rig.namespace, "first");
+    cluster.delete_snapshot(&first);
+    wait_for("the sidecar has heard", || rig.ask(sample.between("first", "second")).is_err());
+    rig.refused(sample.between("first", "second"), Code::NotFound, "first does not exist");
+}
+
+#[test]
+fn get_delta_invalid_starting_offset() {
+    let Some(cluster) = shared() else { return };
+    let sample = Sample::new(cluster);
+    for offset in [CAPACITY + 1, i64::MAX as u64, u64::MAX] {
+        let asked = api::GetDeltaRequest {
+            starting_byte_offset: offset,
+            ..sample.between("first", "second")
+        };
+        sample.rig.refused(asked, Code::OutOfRange, "starting_byte_offset: ");
+    }
+}
+
+#[test]
+fn get_delta_invalid_session_token() {
+    let Some(cluster) = shared() else { return };
+    let sample = Sample::new(cluster);
+    for (what, token) in sample.bad_tokens() {
+        println!("{what}");
+        let refused = sample.rig.ask(delta(&token, "first", "second")).unwrap_err();
+        assert_eq!((refused.code(), refused.message()), (Code::Unauthenticated, WORDS));
+    }
+}

@@ -1,0 +1,165 @@
+//! What a token stands for, and for how long.
+
+use std::thread::{sleep, spawn};
+use std::time::{Duration, Instant};
+use support::cluster::shared;
+
+use csi_loopback::kubernetes::session::SnapshotSessionData;
+use csi_loopback::kubernetes::snapshot::VolumeSnapshotContent;
+use csi_loopback::proto::snapshotsession as api;
+use serde_json::json;
+use tonic::Code;
+
+use super::rig::{Options, Rig};
+use support::cluster::session::{HOUR, allocated, ask_through, delta};
+use support::cluster::sidecar::channel;
+use support::driver::wait_for;
+use support::requests::Metadata;
+
+/// An answer that stands still for 4 s behind its second extent, the first time that it is asked for.
+const STALL: [&str; 3] =
+    ["--enable-faults", "--fault", "stream-stall,after=2,for=4s,method=GetAllocated,times=1"];
+
+#[test]
+fn a_session_of_another_namespace_or_driver_is_none() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let first = rig.snapshot("first");
+    let elsewhere = cluster.namespace("elsewhere");
+    let foreign = [
+        cluster.session(&elsewhere, &rig.driver_name, &[&first], HOUR),
+        cluster.session(&rig.home, "another.csi.local", &[&first], HOUR),
+        // One that is held by a finalizer is on its way out all the same.
+        {
+            let token = rig.session(&[&first]);
+            let sessions = cluster.api_in::<SnapshotSessionData>(&rig.home);
+            let hold = json!({ "metadata": { "finalizers": ["example.com/hold"] } });
+            cluster.merge(&sessions, &token, &hold);
+            rig.ok(allocated(&token, "first"));
+            cluster.revoke(&rig.home, &token);
+            wait_for("it is over", || rig.ask(allocated(&token, "first")).is_err());
+            token
+        },
+    ];
+    let said = foreign.map(|token| {
+        let refused = rig.ask(allocated(&token, "first")).unwrap_err();
+        (refused.code(), refused.message().to_owned())
+    });
+    assert!(said.iter().all(|one| *one == said[0] && one.0 == Code::Unauthenticated), "{said:?}");
+    let release = json!({ "metadata": { "finalizers": null } });
+    let sessions = cluster.api_in::<SnapshotSessionData>(&rig.home);
+    let held = cluster.block_on(sessions.list(&Default::default())).unwrap().items;
+    for one in held.iter().filter(|one| one.metadata.deletion_timestamp.is_some()) {
+        cluster.merge(&sessions, one.metadata.name.as_deref().unwrap(), &release);
+    }
+    rig.ok(allocated(&rig.session(&[&first]), "first"));
+}
+
+/// Begins an answer that stalls, runs `meanwhile`, and returns the answer with the time that it took.
+fn stalled(rig: &Rig<'_>, token: &str, meanwhile: impl FnOnce()) -> (Metadata, Duration) {
+    let (port, authority) = (rig.sidecar.port, rig.authority.pem());
+    let asked = api::GetAllocatedRequest { max_results: 1, ..allocated(token, "first") };
+    let begun = Instant::now();
+    let answer = spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async { ask_through(channel(port, &authority), asked).await })
+    });
+    wait_for("the answer has begun", || rig.metrics().contains("sidecar_streams_open 1"));
+    meanwhile();
+    assert!(rig.metrics().contains("sidecar_streams_open 1"), "it is still under way");
+    (answer.join().unwrap().unwrap(), begun.elapsed())
+}
+
+#[test]
+fn a_session_that_expires_in_mid_stream_lets_the_answer_end() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::with(cluster, Options { driver: &STALL, ..Options::default() });
+    rig.write(1, (0..10).map(|number| number * 2));
+    let token = rig.session_for(&[&rig.snapshot("first")], Duration::from_secs(2));
+    let (answer, took) = stalled(&rig, &token, || {
+        wait_for("the end of the session", || {
+            rig.ask(allocated(&token, "none")).is_err_and(|it| it.code() == Code::Unauthenticated)
+        });
+        rig.refused(allocated(&token, "first"), Code::Unauthenticated, "session_token");
+    });
+    assert_eq!(answer.extents().len(), 10);
+    assert!(took > Duration::from_secs(3), "{took:?}");
+    // The object is still there: nobody needs to delete it.
+    let sessions = cluster.api_in::<SnapshotSessionData>(&rig.home);
+    assert!(cluster.get(&sessions, &token).is_some());
+}
+
+#[test]
+fn a_session_that_is_revoked_in_mid_stream_refuses_the_next_call() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::with(cluster, Options { driver: &STALL, ..Options::default() });
+    rig.write(1, (0..10).map(|number| number * 2));
+    let token = rig.session(&[&rig.snapshot("first")]);
+    // So that it is the watch that knows it.
+    wait_for("a known token", || {
+        let before = rig.asked_for_sessions("get");
+        rig.ask(allocated(&token, "none")).is_err_and(|it| it.code() == Code::NotFound) && {
+            sleep(Duration::from_millis(300));
+            rig.asked_for_sessions("get") == before
+        }
+    });
+    let (answer, took) = stalled(&rig, &token, || {
+        cluster.revoke(&rig.home, &token);
+        let revoked = Instant::now();
+        // What the watch takes to tell it, and no time of a cache.
+        wait_for("the refusal", || {
+            rig.ask(allocated(&token, "none")).is_err_and(|it| it.code() == Code::Unauthenticated)
+        });
+        assert!(revoked.elapsed() < Duration::from_millis(900), "{:?}", revoked.elapsed());
+        rig.refused(allocated(&token, "first"), Code::Unauthenticated, "session_token");
+    });
+    assert_eq!(answer.extents().len(), 10);
+    assert!(took > Duration::from_secs(3), "{took:?}");
+}
+
+#[test]
+fn a_snapshot_that_was_made_again_under_the_same_name_is_not_the_sessions() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let (first, second) = (rig.snapshot("first"), rig.snapshot("second"));
+    let token = rig.session(&[&first, &second]);
+    rig.ok(delta(&token, "first", "second"));
+    cluster.delete_snapshot(&second);
+    let again = rig.snapshot("second");
+    assert_ne!(again.handle, second.handle);
+    wait_for("the sidecar has heard", || rig.ask(allocated(&token, "second")).is_err());
+    rig.refused(allocated(&token, "second"), Code::NotFound, "not the one that it was");
+    rig.refused(delta(&token, "first", "second"), Code::NotFound, "not the one that it was");
+    rig.refused(delta(&token, "second", "first"), Code::NotFound, "not the one that it was");
+    rig.ok(allocated(&token, "first"));
+    // One that leads elsewhere is another one, too: here the session is to blame.
+    let mut object = cluster.session_data(
+        &support::cluster::session::random_token(),
+        &rig.driver_name,
+        &[&again],
+        HOUR,
+    );
+    object["spec"]["snapshots"][0]["handle"] = first.handle.clone().into();
+    let token = object["metadata"]["name"].as_str().unwrap().to_owned();
+    cluster.create(&cluster.api_in::<SnapshotSessionData>(&rig.home), object);
+    rig.refused(allocated(&token, "second"), Code::NotFound, "not the one that it was");
+}
+
+#[test]
+fn a_snapshot_that_is_brought_in_does_not_tell_its_volume() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let first = rig.snapshot("first");
+    // Else the driver would lose it with the one that it was cut for.
+    let contents = cluster.api::<VolumeSnapshotContent>();
+    cluster.merge(&contents, &first.content, &json!({ "spec": { "deletionPolicy": "Retain" } }));
+    let brought =
+        cluster.adopt_snapshot(&rig.namespace, "brought", &rig.driver_name, &first.handle, None);
+    let token = rig.session(&[&first, &brought]);
+    let of = |volume: &str| api::GetAllocatedRequest {
+        volume_id: volume.to_owned(),
+        ..allocated(&token, "brought")
+    };
+    rig.ok(of(""));
+    rig.refused(of(&rig.volume), Code::NotFound, "does not tell its volume; leave it empty");
+}

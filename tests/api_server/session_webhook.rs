@@ -1,0 +1,499 @@
+//! The session manager's webhook, as a real API server calls it: who may ask for a session, what is refused and how that is
+//! said, and how the API server comes to trust it.
+
+use support::cluster::shared;
+
+use std::time::{Duration, Instant};
+
+use csi_loopback::kubernetes::session::SnapshotSessionRequest;
+use csi_loopback::kubernetes::tls;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
+use k8s_openapi::api::rbac::v1::{PolicyRule, Role, RoleBinding};
+use kube::api::PostParams;
+use kube::{Api, Client};
+use serde_json::{Value, json};
+use support::cluster::Cluster;
+use support::cluster::access::{Account, rule};
+use support::cluster::manager::{self, Start, manager_rules};
+use support::cluster::programs::{Served, free_port};
+use support::cluster::tls::{Authority, connect};
+use support::path;
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+const VOLUME_SNAPSHOTS: &str = "snapshot.storage.k8s.io";
+const OURS: &str = "cbt.storage.k8s.io";
+
+/// A manager, and a namespace whose requests it judges.
+struct Rig<'a> {
+    cluster: &'a Cluster,
+    apps: String,
+    configuration: String,
+    /// May make requests, but get no VolumeSnapshot.
+    stranger: Account,
+    manager: Served,
+}
+
+impl<'a> Rig<'a> {
+    /// Ready to judge.
+    fn new(cluster: &'a Cluster) -> Self {
+        let rig = Self::with(cluster, manager_rules(), &[]);
+        rig.configure("Fail");
+        rig.wait_until_judging();
+        rig
+    }
+
+    fn with(cluster: &'a Cluster, rules: Vec<PolicyRule>, flags: &[&str]) -> Self {
+        Self::started_by(cluster, rules, flags, manager::spawn)
+    }
+
+    fn started_by(
+        cluster: &'a Cluster,
+        rules: Vec<PolicyRule>,
+        flags: &[&str],
+        spawn: impl FnOnce(&Cluster, &Start<'_>) -> Served,
+    ) -> Self {
+        let home = cluster.namespace("manager");
+        let account = cluster.account(&home, "manager");
+        cluster.grant(&account, &rules);
+        let kubeconfig = cluster.kubeconfig_of(&account);
+        let configuration = cluster.unique("webhook");
+        let flags = [&["--webhook-configuration", &configuration], flags].concat();
+        let start = Start { kubeconfig: &kubeconfig, namespace: &home, flags: &flags, ahead: None };
+        let manager = spawn(cluster, &start);
+        let apps = cluster.namespace("apps");
+        let stranger = cluster.account(&apps, "stranger");
+        let rig = Self { cluster, apps, configuration, stranger, manager };
+        rig.may_create(&rig.stranger);
+        rig
+    }
+
+    fn may_create(&self, account: &Account) {
+        let requests = rule(OURS, &["snapshotsessionrequests"], &["create", "get", "patch"]);
+        self.cluster.grant_in(&self.apps, account, &[requests]);
+    }
+
+    fn configurations(&self) -> Api<ValidatingWebhookConfiguration> {
+        self.cluster.api()
+    }
+
+    /// Makes the configuration, for this rig's namespace alone.
+    fn configure(&self, failure_policy: &str) {
+        let url =
+            format!("https://localhost:{}/validate-snapshotsessionrequest", self.manager.port);
+        self.cluster.create(
+            &self.configurations(),
+            json!({
+                "metadata": { "name": self.configuration },
+                "webhooks": [{
+                    "name": "snapshotsessionrequests.cbt.storage.k8s.io",
+                    "admissionReviewVersions": ["v1"],
+                    "clientConfig": { "url": url },
+                    "failurePolicy": failure_policy,
+                    "namespaceSelector": {
+                        "matchLabels": { "kubernetes.io/metadata.name": self.apps },
+                    },
+                    "rules": [{
+                        "apiGroups": [OURS], "apiVersions": ["v1alpha2"],
+                        "operations": ["CREATE", "UPDATE", "DELETE"],
+                        "resources": ["snapshotsessionrequests"], "scope": "Namespaced",
+                    }],
+                    "sideEffects": "None",
+                    "timeoutSeconds": 10,
+                }],
+            }),
+        );
+    }
+
+    /// The API server takes a moment to heed a configuration.
+    fn wait_until_judging(&self) {
+        let client = self.cluster.client_as(&self.stranger);
+        self.cluster.wait_for("the webhook", || {
+            let refused = self.ask(&client, &["x"], true).err()?;
+            refused.contains("denied the request").then_some(())
+        });
+    }
+
+    fn found(&self) -> Option<ValidatingWebhookConfiguration> {
+        self.cluster.get(&self.configurations(), &self.configuration)
+    }
+
+    fn ca_bundle(&self) -> Option<String> {
+        let bundle = self.found()?.webhooks?.remove(0).client_config.ca_bundle?;
+        Some(String::from_utf8(bundle.0).unwrap())
+    }
+
+    /// Whether a request for these snapshots is taken; else what is said.
+    fn ask(&self, client: &Client, snapshots: &[&str], dry_run: bool) -> Result<String, String> {
+        let name = self.cluster.unique("request");
+        let spec = json!({ "snapshots": snapshots });
+        let request: SnapshotSessionRequest = serde_json::from_value(json!({
+            "apiVersion": "cbt.storage.k8s.io/v1alpha2", "kind": "SnapshotSessionRequest",
+            "metadata": { "name": name }, "spec": spec,
+        }))
+        .unwrap();
+        let api: Api<SnapshotSessionRequest> = Api::namespaced(client.clone(), &self.apps);
+        let post = PostParams { dry_run, ..PostParams::default() };
+        match self.cluster.block_on(api.create(&post, &request)) {
+            Ok(_) => Ok(name),
+            Err(kube::Error::Api(status)) => Err(format!("{}: {}", status.code, status.message)),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn exists(&self, name: &str) -> bool {
+        self.cluster.get(&self.cluster.api_in::<SnapshotSessionRequest>(&self.apps), name).is_some()
+    }
+
+    fn log_has(&self, words: &str) {
+        self.cluster.wait_for(words, || self.manager.process.log().contains(words).then_some(()));
+    }
+}
+
+fn assert_refused(answer: Result<String, String>, words: &[&str]) {
+    let refused = answer.expect_err("it was taken");
+    for word in words {
+        assert!(refused.contains(word), "{word:?} is not in: {refused}");
+    }
+}
+
+#[test]
+fn who_may_get_each_snapshot_may_ask_and_nobody_else() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let backup = cluster.account(&rig.apps, "backup");
+    rig.may_create(&backup);
+    cluster.grant_in(&rig.apps, &backup, &[rule(VOLUME_SNAPSHOTS, &["volumesnapshots"], &["get"])]);
+    let name = rig.ask(&cluster.client_as(&backup), &["monday", "tuesday"], false).unwrap();
+    assert!(rig.exists(&name));
+    let stranger = cluster.client_as(&rig.stranger);
+    let told = [
+        "403",
+        &rig.stranger.user(),
+        "volumesnapshots.snapshot.storage.k8s.io",
+        "\"a\", \"b\", \"c\" and 1 more",
+        &format!("namespace {}", rig.apps),
+        "the verb get",
+    ];
+    assert_refused(rig.ask(&stranger, &["d", "a", "c", "b"], false), &told);
+    // The right holds in its own namespace, and no further.
+    let elsewhere = cluster.namespace("elsewhere");
+    let account = cluster.account(&rig.apps, "elsewhere");
+    rig.may_create(&account);
+    cluster.grant_in(
+        &elsewhere,
+        &account,
+        &[rule(VOLUME_SNAPSHOTS, &["volumesnapshots"], &["get"])],
+    );
+    assert_refused(rig.ask(&cluster.client_as(&account), &["monday"], false), &["403", "monday"]);
+}
+
+#[test]
+fn rights_to_single_snapshots_count_by_name() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let limited = cluster.account(&rig.apps, "limited");
+    rig.may_create(&limited);
+    let subject = json!({
+        "kind": "ServiceAccount", "namespace": limited.namespace, "name": limited.name,
+    });
+    let only = json!([{
+        "apiGroups": [VOLUME_SNAPSHOTS], "resources": ["volumesnapshots"], "verbs": ["get"],
+        "resourceNames": ["monday"],
+    }]);
+    bind(&rig, "limited", &only, &subject);
+    let client = cluster.client_as(&limited);
+    cluster.wait_for("the right to monday", || rig.ask(&client, &["monday"], false).ok());
+    let refused = rig.ask(&client, &["monday", "tuesday"], false);
+    assert!(!refused.clone().unwrap_err().contains("monday"), "{refused:?}");
+    assert_refused(refused, &["403", "\"tuesday\""]);
+}
+
+/// A Role, and who has it.
+fn bind(rig: &Rig<'_>, name: &str, rules: &Value, subject: &Value) {
+    let metadata = json!({ "name": name });
+    let role = json!({ "metadata": metadata, "rules": rules });
+    rig.cluster.create(&rig.cluster.api_in::<Role>(&rig.apps), role);
+    let reference = json!({
+        "apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name,
+    });
+    let binding = json!({ "metadata": metadata, "roleRef": reference, "subjects": [subject] });
+    rig.cluster.create(&rig.cluster.api_in::<RoleBinding>(&rig.apps), binding);
+}
+
+#[test]
+fn groups_of_the_creator_count() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let of = |kind: &str, name: &str| json!({ "apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name });
+    let create = json!([{
+        "apiGroups": [OURS], "resources": ["snapshotsessionrequests"], "verbs": ["create"],
+    }]);
+    bind(&rig, "create", &create, &of("User", "jane"));
+    let get = json!([{
+        "apiGroups": [VOLUME_SNAPSHOTS], "resources": ["volumesnapshots"], "verbs": ["get"],
+    }]);
+    bind(&rig, "get", &get, &of("Group", "operators"));
+    let file = cluster.write(
+        "request",
+        &json!({
+            "apiVersion": "cbt.storage.k8s.io/v1alpha2", "kind": "SnapshotSessionRequest",
+            "metadata": { "generateName": "jane-", "namespace": rig.apps },
+            "spec": { "snapshots": ["monday"] },
+        })
+        .to_string(),
+    );
+    let create = |groups: &[&str]| {
+        let groups = groups.iter().flat_map(|group| ["--as-group", group]);
+        let line = ["create", "--as", "jane", "-f", support::path(&file)];
+        cluster.kubectl(&line.into_iter().chain(groups).collect::<Vec<_>>())
+    };
+    cluster.wait_for("the right of the group", || {
+        create(&["others", "operators"]).status.success().then_some(())
+    });
+    let output = create(&["others"]);
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && told.contains("jane may not get"), "{told}");
+}
+
+#[test]
+fn everything_but_the_spec_may_change() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let name = rig.ask(&cluster.client(), &["monday"], false).unwrap();
+    // Nobody asks what the one who changes it may read.
+    let api: Api<SnapshotSessionRequest> =
+        Api::namespaced(cluster.client_as(&rig.stranger), &rig.apps);
+    cluster.merge(&api, &name, &json!({ "metadata": { "labels": { "team": "a" } } }));
+    let keep = json!({ "metadata": { "finalizers": ["example.com/keep"] } });
+    cluster.merge(&api, &name, &keep);
+    let patch = json!({ "spec": { "snapshots": ["tuesday"] } });
+    let patch = kube::api::Patch::Merge(&patch);
+    let changed = cluster.block_on(api.patch(&name, &Default::default(), &patch));
+    let told = changed.unwrap_err().to_string();
+    assert!(told.contains("cannot be changed"), "{told}");
+    let all = cluster.api_in::<SnapshotSessionRequest>(&rig.apps);
+    cluster.delete(&all, &name);
+    cluster.merge(&all, &name, &json!({ "metadata": { "finalizers": null } }));
+    cluster.wait_until_gone(&all, &name);
+}
+
+#[test]
+fn dry_runs_are_judged_and_leave_nothing() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let name = rig.ask(&cluster.client(), &["monday"], true).unwrap();
+    assert!(!rig.exists(&name));
+    let stranger = cluster.client_as(&rig.stranger);
+    assert_refused(rig.ask(&stranger, &["monday"], true), &["403", "monday"]);
+}
+
+#[test]
+fn while_the_webhook_is_away_nobody_gets_a_session() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster);
+    rig.ask(&cluster.client(), &["monday"], false).unwrap();
+    rig.manager.process.stop();
+    assert_refused(rig.ask(&cluster.client(), &["monday"], false), &["failed calling webhook"]);
+}
+
+#[test]
+fn a_manager_that_may_not_ask_lets_nobody_in_and_says_so() {
+    let Some(cluster) = shared() else { return };
+    let mut rules = manager_rules();
+    rules.retain(|rule| rule.resources.as_deref() != Some(&["subjectaccessreviews".to_owned()]));
+    let rig = Rig::with(cluster, rules, &[]);
+    rig.configure("Fail");
+    rig.wait_until_judging();
+    let told = ["500", "ServiceAccount may not create SubjectAccessReviews", "ClusterRole"];
+    assert_refused(rig.ask(&cluster.client(), &["monday"], false), &told);
+    rig.log_has("may not create SubjectAccessReviews");
+}
+
+#[test]
+fn the_ca_bundle_is_published_and_nothing_else_is_written() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::with(cluster, manager_rules(), &[]);
+    rig.log_has("does not exist");
+    assert!(rig.found().is_none(), "it is another's to make");
+    rig.configure("Ignore");
+    let without = |mut configuration: ValidatingWebhookConfiguration| {
+        let webhooks = configuration.webhooks.take().unwrap_or_default();
+        let webhooks = webhooks.into_iter().map(|mut webhook| {
+            webhook.client_config.ca_bundle = None;
+            webhook
+        });
+        webhooks.collect::<Vec<_>>()
+    };
+    let before = without(rig.found().unwrap());
+    let published = cluster.wait_for("the bundle", || rig.ca_bundle());
+    assert!(tls::client_config(published.as_bytes()).is_ok());
+    assert_eq!(without(rig.found().unwrap()), before);
+    rig.log_has("failurePolicy is not Fail");
+    let api = rig.configurations();
+    let started = Instant::now();
+    for (path, value) in [
+        ("clientConfig/caBundle", json!(ByteString(published.replace('A', "B").into_bytes()))),
+        ("timeoutSeconds", json!(7)),
+        ("failurePolicy", json!("Fail")),
+    ] {
+        let path = format!("/webhooks/0/{path}");
+        let patch = json!([{ "op": "replace", "path": path, "value": value }]);
+        let patch: kube::api::Patch<()> =
+            kube::api::Patch::Json(serde_json::from_value(patch).unwrap());
+        cluster.block_on(api.patch(&rig.configuration, &Default::default(), &patch)).unwrap();
+    }
+    cluster.wait_for("the bundle again", || rig.ca_bundle().filter(|now| *now == published));
+    assert!(started.elapsed() < Duration::from_secs(25), "it was the resync that found it");
+    let webhook = rig.found().unwrap().webhooks.unwrap().remove(0);
+    assert_eq!(webhook.timeout_seconds, Some(7));
+    assert_eq!(webhook.failure_policy.as_deref(), Some("Fail"));
+    cluster.delete(&api, &rig.configuration);
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(rig.found().is_none(), "it was made anew");
+    let warnings = rig.manager.process.log().matches("failurePolicy is not").count();
+    assert_eq!(warnings, 1);
+}
+
+/// What the API server trusts and what the manager shows change one after the other.
+#[test]
+fn no_creation_is_refused_while_the_authority_is_replaced() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::with(cluster, manager_rules(), &["--self-signed-validity", "40s"]);
+    rig.configure("Fail");
+    rig.wait_until_judging();
+    let first = rig.ca_bundle().unwrap();
+    let (mut creations, mut both) = (0, false);
+    let until = Instant::now() + Duration::from_secs(120);
+    loop {
+        let creation = rig.ask(&cluster.client(), &["monday"], true);
+        assert!(creation.is_ok(), "after {creations}: {creation:?}");
+        creations += 1;
+        let now = rig.ca_bundle().unwrap();
+        both |= now.matches("BEGIN CERTIFICATE").count() == 2;
+        if !now.contains(first.trim()) {
+            break;
+        }
+        assert!(Instant::now() < until, "the authority was not replaced");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(both, "old and new were never there together");
+    assert!(rig.ask(&cluster.client(), &["monday"], true).is_ok());
+}
+
+#[test]
+fn a_provided_certificate_is_shown_and_the_ca_bundle_left_to_who_provides_it() {
+    let Some(cluster) = shared() else { return };
+    let authorities = ["before", "after"].map(Authority::new);
+    let directory = TempDir::with_prefix_in("provided-", cluster.scratch()).unwrap();
+    let provided = authorities[0].certify(directory.path(), "webhook");
+    let flags = ["--tls-cert", path(&provided.file), "--tls-key", path(&provided.key)];
+    let spawn = |cluster: &Cluster, start: &Start<'_>| {
+        manager::spawn_showing(cluster, start, free_port(), &flags)
+    };
+    let rig = Rig::started_by(cluster, manager_rules(), &[], spawn);
+    rig.configure("Fail");
+    let provide = |pem: String| {
+        let bundle = json!(ByteString(pem.into_bytes()));
+        let patch = json!([
+            { "op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": bundle },
+        ]);
+        let patch: kube::api::Patch<()> =
+            kube::api::Patch::Json(serde_json::from_value(patch).unwrap());
+        let api = rig.configurations();
+        cluster.block_on(api.patch(&rig.configuration, &Default::default(), &patch)).unwrap();
+    };
+    let administrators = cluster.client();
+    let ask = || rig.ask(&administrators, &["monday"], true);
+    provide(authorities[0].pem());
+    rig.wait_until_judging();
+    ask().unwrap();
+    // A renewed certificate is taken from the files; what the API server trusts changes by hand alone.
+    authorities[1].certify(directory.path(), "webhook");
+    provide(authorities[1].pem());
+    cluster.wait_for("the new certificate", || ask().ok());
+    assert_eq!(rig.ca_bundle(), Some(authorities[1].pem()));
+    let fields = rig.found().unwrap().metadata.managed_fields.unwrap_or_default();
+    let managers: Vec<_> = fields.into_iter().filter_map(|field| field.manager).collect();
+    assert!(!managers.iter().any(|name| name.contains("session-manager")), "{managers:?}");
+}
+
+#[test]
+fn garbage_and_slow_clients_hold_up_nobody() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster);
+    let (port, pem) = (rig.manager.port, rig.ca_bundle().unwrap());
+    let answer = |sent: String| {
+        cluster.block_on(async {
+            let mut stream = connect(port, &pem).await;
+            // It may be refused before all of it is sent.
+            let _ = stream.write_all(sent.as_bytes()).await;
+            let mut answer = Vec::new();
+            let _ = stream.read_to_end(&mut answer).await;
+            String::from_utf8_lossy(&answer).into_owned()
+        })
+    };
+    let post = |body: &str| {
+        let length = body.len();
+        format!(
+            "POST /validate-snapshotsessionrequest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\
+             Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}"
+        )
+    };
+    let deep = "[".repeat(1 << 20);
+    for (sent, code) in [
+        (post(""), 400),
+        (post("nonsense"), 400),
+        (post("\u{0}\u{1}"), 400),
+        (post(&deep), 400),
+        (
+            post(r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{}}"#),
+            400,
+        ),
+        (post(&" ".repeat(4 << 20)), 413),
+        (
+            "GET /validate-snapshotsessionrequest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+                .into(),
+            405,
+        ),
+        (
+            "POST /other HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+                .into(),
+            404,
+        ),
+        (format!("GET / HTTP/1.1\r\nX: {}\r\n\r\n", "x".repeat(64 << 10)), 431),
+        ("nonsense\r\n\r\n".into(), 400),
+    ] {
+        let begin: String = sent.chars().take(60).collect();
+        let answer = answer(sent);
+        assert!(answer.starts_with(&format!("HTTP/1.1 {code}")), "{begin:?}: {answer:?}");
+    }
+    // Some say nothing, some half a head, some half a body.
+    let whole = post(&"x".repeat(1000));
+    let mut slow = Vec::new();
+    for sent in ["", &whole[..40], &whole[..whole.len() - 500]].repeat(40) {
+        slow.push(cluster.block_on(async {
+            let mut stream = connect(port, &pem).await;
+            stream.write_all(sent.as_bytes()).await.unwrap();
+            stream
+        }));
+    }
+    let started = Instant::now();
+    rig.ask(&cluster.client(), &["monday"], false).unwrap();
+    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+    // They are let go.
+    let mut ends = Vec::new();
+    for mut stream in slow {
+        let mut answer = Vec::new();
+        let gone = cluster.block_on(async {
+            tokio::time::timeout(Duration::from_secs(30), stream.read_to_end(&mut answer)).await
+        });
+        assert!(gone.is_ok(), "a slow client is kept for ever");
+        ends.push(String::from_utf8_lossy(&answer).chars().take(12).collect::<String>());
+    }
+    assert!(ends.iter().any(|end| end == "HTTP/1.1 408"), "{ends:?}");
+    assert!(rig.manager.process.ended().is_none());
+    let log = rig.manager.process.log();
+    assert!(!log.contains("panic"), "{log}");
+}

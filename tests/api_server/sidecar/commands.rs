@@ -1,0 +1,105 @@
+//! The commands for people, as a backup application's ServiceAccount: they find the service by themselves.
+
+use std::process::{Command, Output, Stdio};
+use support::cluster::shared;
+use support::driver::binary;
+
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use super::relay::{extent, with_long_delta};
+use support::cluster::access::backup_rules;
+use support::cluster::programs::said;
+use support::cluster::sidecar::spawn_at;
+use support::cluster::sidecar_rig::{AUDIENCE, Rig};
+use support::driver::wait_for;
+use support::{BLOCK, path};
+
+fn command(rig: &Rig<'_>, arguments: &[&str]) -> Command {
+    let mut command = Command::new(binary());
+    let kubeconfig = rig.cluster.kubeconfig_of(&rig.backup);
+    command
+        .arg("snapshot")
+        .args(arguments)
+        .args([
+            "--namespace",
+            &rig.namespace,
+            "--kubeconfig",
+            path(&kubeconfig),
+            "--output",
+            "json",
+        ])
+        .stdin(Stdio::null());
+    command
+}
+
+fn found(output: Output) -> Vec<(u64, u64)> {
+    let json: Value = serde_json::from_str(&said(output)).unwrap();
+    let extents = json["extents"].as_array().unwrap().iter();
+    extents.map(|one| (one["offset"].as_u64().unwrap(), one["length"].as_u64().unwrap())).collect()
+}
+
+#[test]
+fn the_commands_find_the_service_by_the_names_of_snapshots() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    cluster.grant(&rig.backup, &backup_rules());
+    rig.write(1, [3]);
+    let first = rig.snapshot("first");
+    rig.write(2, [3, 9]);
+    rig.snapshot("second");
+    let all = found(command(&rig, &["allocated", "second"]).output().unwrap());
+    assert_eq!(all, [(3 * BLOCK, BLOCK), (9 * BLOCK, BLOCK)]);
+    for base in ["first", &first.handle] {
+        let changed = found(command(&rig, &["delta", base, "second"]).output().unwrap());
+        assert_eq!(changed, [(3 * BLOCK, BLOCK), (9 * BLOCK, BLOCK)], "{base}");
+    }
+    // A projected token does as well.
+    let token = cluster.write("token", &cluster.token(&rig.backup, Some(AUDIENCE)));
+    let all =
+        command(&rig, &["allocated", "first", "--token-file", path(&token)]).output().unwrap();
+    assert_eq!(found(all), [(3 * BLOCK, BLOCK)]);
+    let refused = command(&rig, &["allocated", "none"]).output().unwrap();
+    let words = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && words.contains("none"), "{refused:?}");
+}
+
+#[test]
+fn the_commands_go_on_when_sidecar_and_driver_are_killed() {
+    let Some(cluster) = shared() else { return };
+    let count = 1_000_000;
+    let mut rig = with_long_delta(cluster, count, &[]);
+    cluster.grant(&rig.backup, &backup_rules());
+    // Nobody reads what it prints at first, so that it is in the middle when the others die.
+    let mut child = command(&rig, &["delta", "first", "second"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_for("the answer is under way", || rig.metric("csi_loopback_sidecar_streams_open ") == 1.0);
+    rig.sidecar.process.signal(Signal::SIGKILL);
+    rig.driver.kill();
+    let mut reader = child.stdout.take().unwrap();
+    let reading = std::thread::spawn(move || {
+        let mut text = Vec::new();
+        std::io::Read::read_to_end(&mut reader, &mut text).unwrap();
+        text
+    });
+    rig.driver.start_again();
+    // The same address: the object in the cluster says so.
+    restart_at_its_place(&mut rig);
+    let output = child.wait_with_output().unwrap();
+    let stdout = reading.join().unwrap();
+    let whole = found(Output { stdout, ..output.clone() });
+    assert!(whole.into_iter().eq((0..count).map(extent)));
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(told.contains("going on from byte"), "{told}");
+}
+
+fn restart_at_its_place(rig: &mut Rig<'_>) {
+    rig.sidecar.process.stop();
+    let (ports, kubeconfig) =
+        ((rig.sidecar.port, rig.sidecar.http_port), rig.cluster.kubeconfig_of(&rig.own));
+    let socket = rig.driver.socket();
+    rig.sidecar = spawn_at(ports, rig.cluster, &socket, &kubeconfig, &rig.certificate, &[]);
+}

@@ -1,0 +1,141 @@
+//! Against a driver that is made for it: what no real one of ours does.
+
+use csi_loopback::proto::csi::v1 as csi;
+use csi_loopback::proto::snapshotmetadata as api;
+use prost::Message;
+use support::cluster::shared;
+use tonic::{Code, Status};
+
+use support::cluster::Cluster;
+use support::cluster::access::{rule, sidecar_rules};
+use support::cluster::fake_driver::{Fake, Script};
+use support::cluster::programs::Served;
+use support::cluster::sidecar::spawn;
+use support::cluster::sidecar_rig::{AUDIENCE, Answer, client_at, collect, http};
+use support::cluster::tls::Authority;
+use support::driver::wait_for;
+
+const SECRET: &str = "hunter2-hunter2-hunter2";
+
+/// A fake driver, a snapshot that Kubernetes believes it has, and our sidecar in front of it.
+struct Stage<'a> {
+    cluster: &'a Cluster,
+    namespace: String,
+    backup: support::cluster::access::Account,
+    authority: Authority,
+    sidecar: Served,
+    driver: Fake,
+}
+
+impl<'a> Stage<'a> {
+    fn new(cluster: &'a Cluster, capable: bool, script: Script) -> Self {
+        let name = cluster.unique("fake");
+        let driver =
+            cluster.block_on(async { Fake::start(cluster.scratch(), &name, capable, script) });
+        let namespace = cluster.namespace("apps");
+        cluster.secret(&namespace, "snapshotter", &[("password", SECRET)]);
+        let class = cluster.snapshot_class_with_secret(&name, &namespace, "snapshotter");
+        cluster.believed_snapshot(&namespace, "first", &name, &class, "handle-1");
+        let authority = Authority::new("authority");
+        let certificate = authority.certify(cluster.scratch(), &name);
+        let own = cluster.account(&namespace, "sidecar");
+        cluster.grant(&own, &sidecar_rules());
+        let kubeconfig = cluster.kubeconfig_of(&own);
+        let flags = ["--audience", AUDIENCE, "--log-level", "trace"];
+        let sidecar = spawn(cluster, &driver.socket, &kubeconfig, &certificate, &flags);
+        wait_for("the HTTP endpoint", || {
+            std::net::TcpStream::connect(("127.0.0.1", sidecar.http_port)).is_ok()
+        });
+        wait_for("it is ready", || http(&sidecar, "/health").starts_with("HTTP/1.1 200"));
+        let backup = cluster.account(&namespace, "backup");
+        let right = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
+        cluster.grant_in(&namespace, &backup, &[right]);
+        Self { cluster, namespace, backup, authority, sidecar, driver }
+    }
+
+    fn ask(&self) -> Result<Answer, Status> {
+        let request = api::GetMetadataAllocatedRequest {
+            security_token: self.cluster.token(&self.backup, Some(AUDIENCE)),
+            namespace: self.namespace.clone(),
+            snapshot_name: "first".into(),
+            ..Default::default()
+        };
+        let client = client_at(self.cluster, &self.sidecar, &self.authority.pem());
+        self.cluster.block_on(collect(client, request.into()))
+    }
+}
+
+#[test]
+fn a_driver_without_the_service_is_unimplemented() {
+    let Some(cluster) = shared() else { return };
+    let stage = Stage::new(cluster, false, Script::Nothing);
+    let refused = stage.ask().unwrap_err();
+    assert_eq!(refused.code(), Code::Unimplemented, "{refused:?}");
+    let metrics = http(&stage.sidecar, "/metrics");
+    for line in ["driver_capable 0", "requests_refused_total{reason=\"no_metadata_service\"} 1"] {
+        assert!(metrics.contains(line), "{line}: {metrics}");
+    }
+}
+
+#[test]
+fn secrets_reach_the_driver_and_nobody_else() {
+    let Some(cluster) = shared() else { return };
+    let repeated = format!("login with {SECRET} failed");
+    let stage = Stage::new(cluster, true, Script::Ends(Code::PermissionDenied, repeated));
+    let refused = stage.ask().unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert_eq!(refused.message(), "login with [hidden] failed");
+    let seen = stage.driver.seen.lock().unwrap().clone();
+    let asked = csi::GetMetadataAllocatedRequest::decode(seen[0].clone()).unwrap();
+    assert_eq!(asked.snapshot_id, "handle-1");
+    assert_eq!(asked.secrets.get("password").map(String::as_str), Some(SECRET));
+    wait_for("the log of the call", || stage.sidecar.process.log().contains("PERMISSION_DENIED"));
+    let shown = stage.sidecar.process.log() + &http(&stage.sidecar, "/metrics");
+    assert!(!shown.contains(SECRET), "a secret is shown");
+    assert!(shown.contains("TRACE"), "the log is at its most verbose");
+}
+
+#[test]
+fn an_unknown_error_is_internal() {
+    let Some(cluster) = shared() else { return };
+    let stage = Stage::new(cluster, true, Script::Ends(Code::Unknown, "oops".into()));
+    let refused = stage.ask().unwrap_err();
+    assert_eq!((refused.code(), refused.message()), (Code::Internal, "oops"));
+}
+
+#[test]
+fn an_end_that_the_driver_did_not_declare_is_an_error() {
+    let Some(cluster) = shared() else { return };
+    let stage = Stage::new(cluster, true, Script::EndsWithoutWord);
+    let refused = stage.ask().unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
+    assert!(refused.message().contains("not the whole answer"), "{refused:?}");
+}
+
+#[test]
+fn an_answer_without_a_message_is_passed_on() {
+    let Some(cluster) = shared() else { return };
+    let stage = Stage::new(cluster, true, Script::Nothing);
+    assert_eq!(stage.ask().unwrap(), Answer::default());
+}
+
+#[test]
+fn a_message_that_is_too_large_says_what_to_do() {
+    let Some(cluster) = shared() else { return };
+    let stage = Stage::new(cluster, true, Script::Large(33 << 20));
+    let refused = stage.ask().unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused:?}");
+    assert!(refused.message().contains("max_results"), "{refused:?}");
+}
+
+#[test]
+fn a_secret_that_is_missing_is_named() {
+    let Some(cluster) = shared() else { return };
+    let stage = Stage::new(cluster, true, Script::Nothing);
+    assert_eq!(stage.ask().unwrap(), Answer::default());
+    let secrets = cluster.api_in::<k8s_openapi::api::core::v1::Secret>(&stage.namespace);
+    cluster.delete(&secrets, "snapshotter");
+    let refused = stage.ask().unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
+    assert!(refused.message().contains(&format!("{}/snapshotter", stage.namespace)), "{refused:?}");
+}

@@ -1,0 +1,358 @@
+//! What is refused, with its code and the next step; docs/sidecar.md has the table.
+
+use std::time::{Duration, Instant, SystemTime};
+use support::cluster::shared;
+use support::driver::binary;
+
+use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
+use csi_loopback::proto::snapshotmetadata as api;
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, RoleBinding};
+use serde_json::json;
+use tonic::Code;
+
+use support::cluster::access::rule;
+use support::cluster::proxy::Way;
+use support::cluster::sidecar_rig::{AUDIENCE, CAPACITY, Options, Rig, collect};
+use support::driver::block;
+
+type Change = fn(&mut api::GetMetadataDeltaRequest);
+
+#[test]
+fn a_missing_or_impossible_argument_is_named() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let cases: [(&str, Change); 6] = [
+        ("security_token: is required", |it| it.security_token.clear()),
+        ("namespace: is required", |it| it.namespace.clear()),
+        ("base_snapshot_id: is required", |it| it.base_snapshot_id.clear()),
+        ("target_snapshot_name: is required", |it| it.target_snapshot_name.clear()),
+        ("target_snapshot_name: is not", |it| it.target_snapshot_name = "../first".into()),
+        ("max_results: is negative", |it| it.max_results = -1),
+    ];
+    for (words, change) in cases {
+        let mut asked = rig.delta("first", "second");
+        change(&mut asked);
+        rig.refused(asked, Code::InvalidArgument, words);
+    }
+    let counted = "csi_loopback_sidecar_requests_refused_total{reason=\"missing_argument\"} ";
+    assert_eq!(rig.metric(counted), 4.0);
+}
+
+#[test]
+fn only_a_good_token_for_this_audience_is_let_in() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    rig.snapshot("first");
+    let good = rig.token();
+    let bad = [
+        ("another audience", cluster.token(&rig.backup, Some("another"))),
+        ("the API server's own audience", cluster.token(&rig.backup, None)),
+        ("expired", cluster.expired_token(&rig.backup, Some(AUDIENCE))),
+        ("forged", format!("{}AAAA", &good[..good.len() - 4])),
+        ("no token at all", "nonsense".into()),
+    ];
+    for (what, token) in bad {
+        let mut asked = rig.allocated("first");
+        asked.security_token = token;
+        println!("{what}");
+        rig.refused(asked, Code::Unauthenticated, "TokenRequest");
+    }
+    assert_eq!(rig.extents(rig.allocated("first")), []);
+}
+
+#[test]
+fn a_user_without_the_right_to_the_namespace_is_denied() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster);
+    rig.snapshot("first");
+    let stranger = cluster.account(&rig.namespace, "stranger");
+    let asked = |rig: &Rig<'_>| {
+        let mut asked = rig.allocated("first");
+        asked.security_token = cluster.token(&stranger, Some(AUDIENCE));
+        asked
+    };
+    rig.refused(asked(&rig), Code::PermissionDenied, "may not get volumesnapshots");
+    // Whether there is such a snapshot is not for everybody to know.
+    let mut none = asked(&rig);
+    none.snapshot_name = "none".into();
+    rig.refused(none, Code::PermissionDenied, "may not get volumesnapshots");
+    // Rights in one namespace are none in another.
+    let mut elsewhere = rig.allocated("first");
+    elsewhere.namespace = "default".into();
+    rig.refused(elsewhere, Code::PermissionDenied, "in the namespace default");
+    rig.restart_sidecar(&["--denied-as", "unauthenticated"]);
+    rig.refused(asked(&rig), Code::Unauthenticated, "may not get volumesnapshots");
+}
+
+#[test]
+fn a_snapshot_that_cannot_be_asked_about_says_why() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let first = rig.snapshot("first");
+    rig.refused(rig.allocated("none"), Code::NotFound, "does not exist");
+    rig.refused(rig.delta("first", "none"), Code::NotFound, "does not exist");
+    // Nobody makes it ready: there is no such claim.
+    cluster.ask_for_snapshot(&rig.namespace, "waiting", "no-claim", &rig.class);
+    rig.refused(rig.allocated("waiting"), Code::Unavailable, "not ready to use");
+    rig.refused(rig.delta("waiting", "first"), Code::Unavailable, "not ready to use");
+    // Bound to what is not there, and to what does not know of it. The snapshot-controller would mend it.
+    let _still = cluster.pause("snapshot-controller");
+    let snapshots = cluster.api_in::<VolumeSnapshot>(&rig.namespace);
+    for (name, content, code, words) in [
+        ("astray", "nowhere", Code::NotFound, "VolumeSnapshotContent nowhere"),
+        ("thief", first.content.as_str(), Code::Unavailable, "is not bound to VolumeSnapshot"),
+    ] {
+        let object = json!({ "metadata": { "name": name }, "spec": {
+            "source": { "persistentVolumeClaimName": "no-claim" }, "volumeSnapshotClassName": rig.class,
+        }});
+        cluster.create(&snapshots, object);
+        rig.refused(rig.allocated(name), Code::Unavailable, "not ready to use");
+        let status = json!({ "readyToUse": true, "boundVolumeSnapshotContentName": content });
+        cluster.merge_status(&snapshots, name, &status);
+        rig.refused(rig.allocated(name), code, words);
+    }
+}
+
+#[test]
+fn a_content_that_is_not_ready_says_so() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let first = rig.snapshot("first");
+    let contents = cluster.api::<VolumeSnapshotContent>();
+    // csi-snapshotter may fill it in again at any time.
+    let words = "is not ready to use yet";
+    cluster.wait_for(words, || {
+        cluster.merge_status(&contents, &first.content, &json!({ "readyToUse": false }));
+        let status = rig.ask(rig.allocated("first")).err()?;
+        (status.code() == Code::Unavailable && status.message().contains(words)).then_some(())
+    });
+}
+
+#[test]
+fn another_drivers_snapshot_is_refused() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let other = Rig::with(cluster, Options { service: false, ..Options::default() });
+    let snapshot = other.snapshot("first");
+    cluster.adopt_snapshot(&rig.namespace, "adopted", &other.driver_name, &snapshot.handle, None);
+    rig.refused(rig.allocated("adopted"), Code::InvalidArgument, &rig.driver_name);
+}
+
+#[test]
+fn a_base_has_to_be_of_the_same_volume_and_not_newer() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let first = rig.snapshot("first");
+    let second = rig.snapshot("second");
+    let volume = rig.driver.volume("other", CAPACITY, block());
+    cluster.claim(&rig.namespace, "other", &rig.driver_name, &volume, CAPACITY);
+    let other = cluster.snapshot(&rig.namespace, "other", "other", &rig.class);
+    for base in ["other", &other.handle] {
+        rig.refused(rig.delta(base, "second"), Code::InvalidArgument, "another volume");
+    }
+    for base in ["second", &second.handle] {
+        rig.refused(rig.delta(base, "first"), Code::InvalidArgument, "newer");
+    }
+    // What only the driver can know: a handle that nothing in Kubernetes has any more.
+    cluster.delete_snapshot(&other);
+    rig.refused(rig.delta(&other.handle, "second"), Code::InvalidArgument, "");
+    rig.refused(rig.delta("no-such-handle", "second"), Code::NotFound, "");
+    assert_eq!(rig.extents(rig.delta(&first.handle, "first")), []);
+}
+
+#[test]
+fn a_base_of_another_namespace_is_refused() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let first = rig.snapshot("first");
+    rig.write(1, [3]);
+    rig.snapshot("second");
+    let neighbours = cluster.namespace("neighbours");
+    // The same snapshot may be used where it was brought in on purpose ...
+    let foreign = rig.driver.volume("foreign", CAPACITY, block());
+    cluster.claim(&neighbours, "foreign", &rig.driver_name, &foreign, CAPACITY);
+    let foreign = cluster.snapshot(&neighbours, "foreign", "foreign", &rig.class);
+    rig.refused(rig.delta(&foreign.handle, "second"), Code::PermissionDenied, "another namespace");
+    // ... and nothing was said of the neighbours.
+    let said = rig.ask(rig.delta(&foreign.handle, "second")).unwrap_err();
+    assert!(!said.message().contains(&neighbours), "{said:?}");
+    cluster.adopt_snapshot(&neighbours, "shared", &rig.driver_name, &first.handle, None);
+    assert_eq!(rig.extents(rig.delta(&first.handle, "second")).len(), 1);
+}
+
+#[test]
+fn a_broken_chain_asks_for_a_full_backup() {
+    let Some(cluster) = shared() else { return };
+    let faults = ["--enable-faults", "--fault", "tracking-lost"];
+    let rig = Rig::with(cluster, Options { driver: &faults, ..Options::default() });
+    for name in ["first", "second"] {
+        rig.snapshot(name);
+    }
+    rig.refused(rig.delta("first", "second"), Code::FailedPrecondition, "full backup");
+    assert_eq!(rig.extents(rig.allocated("second")), []);
+}
+
+#[test]
+fn a_revoked_token_or_right_is_refused_within_the_stated_time() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster);
+    rig.restart_sidecar(&["--review-cache-ttl", "2s"]);
+    rig.snapshot("first");
+    let asked = rig.allocated("first");
+    assert_eq!(rig.extents(asked.clone()), []);
+    // The Role's binding goes ...
+    let bindings = cluster.api_in::<RoleBinding>(&rig.namespace);
+    let own = cluster.block_on(bindings.list(&Default::default())).unwrap().items;
+    let readers = |binding: &&RoleBinding| {
+        let mut subjects = binding.subjects.iter().flatten();
+        subjects.any(|subject| subject.name == rig.backup.name)
+    };
+    let revoked = Instant::now();
+    for binding in own.iter().filter(readers) {
+        cluster.delete(&bindings, binding.metadata.name.as_deref().unwrap());
+    }
+    let refused = cluster.wait_for("the right is gone", || rig.ask(asked.clone()).err());
+    assert_eq!(refused.code(), Code::PermissionDenied, "{refused:?}");
+    // Beside the time of the cache, the API server's own authorizer takes a moment.
+    assert!(revoked.elapsed() < Duration::from_secs(6), "{:?}", revoked.elapsed());
+    // ... and then the account, and with it all of its tokens.
+    let accounts = cluster.api_in::<k8s_openapi::api::core::v1::ServiceAccount>(&rig.namespace);
+    cluster.delete(&accounts, &rig.backup.name);
+    let refused = cluster.wait_for("the token is gone", || {
+        rig.ask(asked.clone()).err().filter(|status| status.code() == Code::Unauthenticated)
+    });
+    assert!(refused.message().contains("security_token"), "{refused:?}");
+}
+
+#[test]
+fn a_token_is_refused_from_its_own_end_on() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster);
+    rig.restart_sidecar(&["--review-cache-ttl", "60s"]);
+    rig.snapshot("first");
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+    let mut asked = rig.allocated("first");
+    asked.security_token =
+        cluster.resigned(&asked.security_token, |claims| claims["exp"] = (now + 4).into());
+    assert_eq!(rig.extents(asked.clone()), []);
+    // What was granted is remembered for longer than that.
+    std::thread::sleep(Duration::from_secs(5));
+    rig.refused(asked, Code::Unauthenticated, "security_token");
+}
+
+#[test]
+fn an_empty_or_missing_audience_lets_nobody_in() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::with(cluster, Options { service: false, ..Options::default() });
+    rig.snapshot("first");
+    rig.refused(rig.allocated("first"), Code::Unavailable, "does not exist");
+    // Once it is there, it is heard of.
+    cluster.metadata_service(
+        &rig.driver_name,
+        &rig.sidecar.address(),
+        AUDIENCE,
+        &rig.authority.pem(),
+    );
+    cluster.wait_for("the audience", || rig.ask(rig.allocated("first")).ok());
+    rig.restart_sidecar(&["--audience", "another"]);
+    rig.refused(rig.allocated("first"), Code::Unauthenticated, "audience");
+    let empty =
+        std::process::Command::new(binary()).args(["sidecar", "--audience="]).output().unwrap();
+    let said = String::from_utf8_lossy(&empty.stderr);
+    assert!(!empty.status.success() && said.contains("is empty"), "{said}");
+}
+
+#[test]
+fn an_api_server_that_is_away_is_unavailable_and_comes_back() {
+    let Some(cluster) = shared() else { return };
+    let proxy = cluster.proxy();
+    let rig = Rig::with(cluster, Options { server: Some(proxy.server()), ..Options::default() });
+    rig.snapshot("first");
+    let asked = || rig.allocated("first");
+    assert_eq!(rig.extents(asked()), []);
+    cluster.turn(&proxy, Way::Refused);
+    // A new token each: what was granted before may still pass.
+    rig.refused(asked(), Code::Unavailable, "API server");
+    cluster.turn(&proxy, Way::Hanging);
+    let begun = Instant::now();
+    rig.refused(asked(), Code::Unavailable, "API server");
+    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+    cluster.turn(&proxy, Way::Open);
+    cluster.wait_for("the API server is back", || rig.ask(asked()).ok());
+    assert!(rig.sidecar.process.log().contains("the watch broke"));
+}
+
+#[test]
+fn a_flood_of_bad_tokens_is_over_when_it_is_over() {
+    let Some(cluster) = shared() else { return };
+    let mut rig = Rig::new(cluster);
+    rig.restart_sidecar(&["--kube-api-qps", "5", "--kube-api-burst", "5", "--audience", AUDIENCE]);
+    rig.snapshot("first");
+    let client = rig.client();
+    let asked = rig.allocated("first");
+    let codes = cluster.block_on(async {
+        let mut all = tokio::task::JoinSet::new();
+        for number in 0..500 {
+            let mut bad = asked.clone();
+            bad.security_token = format!("bad-{number}");
+            all.spawn(collect(client.clone(), bad.into()));
+        }
+        all.join_all().await.into_iter().map(|one| one.unwrap_err().code()).collect::<Vec<_>>()
+    });
+    assert!(codes.contains(&Code::Unauthenticated) && codes.contains(&Code::Unavailable));
+    // Whoever comes then is not behind all of them.
+    let begun = Instant::now();
+    rig.extents(asked);
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+}
+
+#[test]
+fn the_released_cluster_role_is_enough() {
+    let Some(cluster) = shared() else { return };
+    // As it is shipped: no watch, no classes, no secrets.
+    let rules = vec![
+        rule("authentication.k8s.io", &["tokenreviews"], &["create", "get"]),
+        rule("authorization.k8s.io", &["subjectaccessreviews"], &["create", "get"]),
+        rule(
+            "snapshot.storage.k8s.io",
+            &["volumesnapshots", "volumesnapshotcontents"],
+            &["get", "list"],
+        ),
+        rule("cbt.storage.k8s.io", &["snapshotmetadataservices"], &["get", "list", "watch"]),
+    ];
+    let rig = Rig::with(cluster, Options { rules, ..Options::default() });
+    rig.write(1, [1]);
+    let first = rig.snapshot("first");
+    rig.write(2, [2]);
+    rig.snapshot("second");
+    assert_eq!(rig.extents(rig.allocated("second")).len(), 1);
+    for base in ["first", &first.handle] {
+        assert_eq!(rig.extents(rig.delta(base, "second")).len(), 1);
+    }
+    let neighbours = cluster.namespace("neighbours");
+    let foreign = rig.driver.volume("foreign", CAPACITY, block());
+    cluster.claim(&neighbours, "foreign", &rig.driver_name, &foreign, CAPACITY);
+    let foreign = cluster.snapshot(&neighbours, "foreign", "foreign", &rig.class);
+    rig.refused(rig.delta(&foreign.handle, "second"), Code::PermissionDenied, "another namespace");
+}
+
+#[test]
+fn a_sidecar_without_rights_of_its_own_says_which_one_it_lacks() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    rig.snapshot("first");
+    let bindings = cluster.api::<ClusterRoleBinding>();
+    let roles = cluster.api::<ClusterRole>();
+    let all = cluster.block_on(bindings.list(&Default::default())).unwrap().items;
+    let own = all.iter().find(|binding| {
+        let mut subjects = binding.subjects.iter().flatten();
+        subjects.any(|it| it.name == "sidecar" && it.namespace.as_deref() == Some(&rig.namespace))
+    });
+    let role = own.unwrap().role_ref.name.clone();
+    let without =
+        json!({ "rules": [rule("authentication.k8s.io", &["tokenreviews"], &["create"])] });
+    cluster.merge(&roles, &role, &without);
+    let refused = cluster.wait_for("the right is gone", || rig.ask(rig.allocated("first")).err());
+    assert_eq!(refused.code(), Code::Internal, "{refused:?}");
+    assert!(refused.message().contains("SubjectAccessReviews"), "{refused:?}");
+}

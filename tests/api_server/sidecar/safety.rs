@@ -1,0 +1,100 @@
+//! No token and no secret gets into a log, an error or a metric, however much is logged, whatever happens.
+
+use std::fmt::Write as _;
+use support::cluster::shared;
+
+use tonic::Code;
+
+use support::cluster::sidecar_rig::{AUDIENCE, Asked, Options, Rig};
+use support::driver::wait_for;
+
+const SECRET: &str = "hunter2-hunter2-hunter2";
+
+#[test]
+fn tokens_and_secrets_are_never_shown() {
+    let Some(cluster) = shared() else { return };
+    let loud = ["--log-level", "trace"];
+    let rig = Rig::with(cluster, Options { sidecar: &loud, ..Options::default() });
+    let secrets = cluster.namespace("secrets");
+    cluster.secret(&secrets, "snapshotter", &[("password", SECRET), ("user", "backup-user-name")]);
+    let class = cluster.snapshot_class_with_secret(&rig.driver_name, &secrets, "snapshotter");
+    for name in ["first", "second"] {
+        rig.write(1, [1]);
+        cluster.snapshot(&rig.namespace, name, "data", &class);
+    }
+    let stranger = cluster.account(&rig.namespace, "stranger");
+    let mut tokens = vec![
+        rig.token(),
+        cluster.token(&stranger, Some(AUDIENCE)),
+        cluster.token(&rig.backup, Some("another")),
+        cluster.expired_token(&rig.backup, Some(AUDIENCE)),
+        format!("{}{}", "eyJhbGciOiJub25lIn0.e30.", "forged-forged-forged"),
+    ];
+    let mut shown = String::new();
+    let mut codes = Vec::new();
+    for token in &tokens {
+        let asked = |asked: &mut Asked| match asked {
+            Asked::Allocated(request) => request.security_token = token.clone(),
+            Asked::Delta(request) => request.security_token = token.clone(),
+        };
+        let mut all: Vec<Asked> = vec![
+            rig.allocated("first").into(),
+            rig.allocated("none").into(),
+            rig.delta("first", "second").into(),
+            rig.delta("second", "first").into(),
+            rig.delta("no-such-handle", "second").into(),
+        ];
+        let mut past = rig.allocated("first");
+        past.starting_offset = 1 << 40;
+        all.push(past.into());
+        for mut one in all {
+            asked(&mut one);
+            match rig.ask(one) {
+                Ok(_) => codes.push(Code::Ok),
+                Err(status) => {
+                    codes.push(status.code());
+                    writeln!(shown, "{status:?}").unwrap();
+                }
+            }
+        }
+    }
+    for code in [
+        Code::Ok,
+        Code::NotFound,
+        Code::InvalidArgument,
+        Code::OutOfRange,
+        Code::Unauthenticated,
+        Code::PermissionDenied,
+    ] {
+        assert!(codes.contains(&code), "{code:?} was not provoked: {codes:?}");
+    }
+    shown.push_str(&rig.http("/metrics"));
+    shown.push_str(&rig.http("/health"));
+    wait_for("the log of the last call", || rig.sidecar.process.log().contains("OUT_OF_RANGE"));
+    let log = rig.sidecar.process.log();
+    assert!(log.contains("TRACE"), "the log is at its most verbose");
+    shown.push_str(&log);
+    shown.push_str(&rig.driver.log());
+    // The sidecar's own token, too.
+    let kubeconfig: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(cluster.kubeconfig_of(&rig.own)).unwrap()).unwrap();
+    tokens.push(kubeconfig["users"][0]["user"]["token"].as_str().unwrap().to_owned());
+    for token in tokens {
+        // Header and signature are enough to know it by; a part of either is as bad as the whole.
+        for part in token.split('.').filter(|part| part.len() > 16) {
+            let position = shown.find(&part[..part.len().min(40)]);
+            // A token's header is the same for all of a key; what follows it is not.
+            let secret = position.filter(|_| !part.starts_with("eyJhbGciOi"));
+            assert!(
+                secret.is_none(),
+                "a part of a token is shown: {:?}",
+                secret.map(|at| &shown[at..at + 60])
+            );
+        }
+    }
+    assert!(!shown.contains(SECRET), "a secret is shown");
+    assert!(!shown.contains("backup-user-name"), "a secret is shown");
+    use base64::Engine;
+    let encoded = base64::engine::general_purpose::STANDARD_NO_PAD.encode(SECRET);
+    assert!(!shown.contains(&encoded[..24]), "a secret is shown in base64");
+}

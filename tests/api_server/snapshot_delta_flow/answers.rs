@@ -1,0 +1,290 @@
+//! What is asked and what is answered; rights, tokens, the cache and the rate.
+
+use std::sync::Arc;
+use support::cluster::shared;
+
+use csi_loopback::aggregated_api::failure::Cause;
+use csi_loopback::kubernetes::cbt_http::{ProblemKind, audience};
+use csi_loopback::kubernetes::client::Rate;
+use csi_loopback::kubernetes::snapshot_delta::{
+    SecretReference, VolumeSnapshotDeltaSpec, VolumeSnapshotDeltaState,
+};
+use k8s_openapi::api::rbac::v1::{PolicyRule, Role};
+use tokio::sync::Semaphore;
+
+use super::endpoint::{Reply, page, problem};
+use super::rig::{GROUP, Options, Rig, SNAPSHOT_GROUP, spec, user_rules, without};
+use support::cluster::access::{Account, rule};
+
+fn with_secret(name: &str) -> VolumeSnapshotDeltaSpec {
+    let secret_ref = Some(SecretReference { name: name.into(), namespace: None });
+    VolumeSnapshotDeltaSpec { secret_ref, ..spec("", "monday") }
+}
+
+#[test]
+fn a_page_is_the_drivers_with_what_was_used_for_it() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::with(cluster, Options { max_limit: 300, ..Options::default() });
+    rig.snapshot("monday");
+    rig.snapshot("tuesday");
+    rig.endpoint.says(page(&[7, 9], Some(10)));
+    let first = rig.answer(VolumeSnapshotDeltaSpec { offset: 5, ..spec("monday", "tuesday") });
+    assert_eq!((first.limit, first.offset, first.next), (256, 5, 10));
+    assert_eq!(first.state, VolumeSnapshotDeltaState::Continue);
+    assert_eq!(first.volume_size_bytes, Some(1 << 30));
+    let blocks: Vec<_> = first.changed_blocks.iter().map(|block| block.offset).collect();
+    assert_eq!(blocks, [7, 9]);
+    rig.endpoint.says(page(&[], None));
+    let delta = rig.ask(VolumeSnapshotDeltaSpec { limit: 5000, ..spec("", "tuesday") }).unwrap();
+    assert_eq!(delta.spec.limit, 5000, "what was asked is said again");
+    let last = delta.status.unwrap();
+    assert_eq!((last.limit, last.next), (300, 0));
+    assert_eq!(last.state, VolumeSnapshotDeltaState::Completed);
+    let asked: Vec<_> = rig.endpoint.pages().into_iter().map(|seen| seen.asked.unwrap()).collect();
+    assert_eq!(asked.len(), 2, "one call for each page");
+    assert_eq!((asked[0].offset, asked[0].limit), (5, 256));
+    assert_eq!(asked[0].base_snapshot_id, "handle-monday");
+    assert_eq!(asked[0].target_snapshot_id, "handle-tuesday");
+    assert_eq!(asked[0].driver, rig.driver);
+    assert_eq!((asked[1].base_snapshot_id.as_str(), asked[1].limit), ("", 300));
+}
+
+#[test]
+fn what_the_driver_refuses_is_an_answer_without_the_secrets() {
+    let Some(cluster) = shared() else { return };
+    let mut rules = user_rules();
+    rules.push(rule("", &["secrets"], &["get"]));
+    let rig = Rig::with(cluster, Options { user_rules: rules, ..Options::default() });
+    rig.snapshot("monday");
+    cluster.secret(&rig.apps, "login", &[("user", "joe"), ("password", "hunter22")]);
+    let said = "no such snapshot\nfor hunter22";
+    rig.endpoint.says(problem(ProblemKind::Driver, said, Some("NOT_FOUND")));
+    let status = rig.answer(with_secret("login"));
+    assert_eq!(status.state, VolumeSnapshotDeltaState::Failed);
+    assert_eq!(status.error, "NOT_FOUND: no such snapshot for [hidden]");
+    assert_eq!((status.limit, status.changed_blocks.len()), (256, 0));
+    let asked = rig.endpoint.pages().pop().unwrap().asked.unwrap();
+    assert_eq!(asked.secrets.reveal()["password"], "hunter22");
+    assert_eq!(asked.secrets.reveal().len(), 2);
+}
+
+fn create_rule() -> PolicyRule {
+    rule(GROUP, &["volumesnapshotdeltas"], &["create"])
+}
+
+/// An account that may get the objects of these names, and create VolumeSnapshotDeltas.
+fn user(rig: &Rig, name: &str, group: &str, resource: &str, objects: &[&str]) -> Account {
+    let account = rig.cluster.account(&rig.apps, name);
+    let names = Some(objects.iter().map(|name| (*name).to_owned()).collect());
+    let named = PolicyRule { resource_names: names, ..rule(group, &[resource], &["get"]) };
+    let role = rig.cluster.grant_in(&rig.apps, &account, &[create_rule()]);
+    let rules = serde_json::json!({ "rules": [create_rule(), named] });
+    rig.cluster.merge(&rig.cluster.api_in::<Role>(&rig.apps), &role, &rules);
+    account
+}
+
+#[test]
+fn not_allowed_who_may_not_create_gets_nothing() {
+    let Some(cluster) = shared() else { return };
+    let rules = without(user_rules(), "volumesnapshotdeltas");
+    let rig = Rig::with(cluster, Options { user_rules: rules, ..Options::default() });
+    rig.snapshot("monday");
+    let failure = rig.ask(spec("", "monday")).unwrap_err();
+    assert_eq!(failure.cause, Cause::NotAllowed);
+    assert!(failure.message.contains("create volumesnapshotdeltas.cbt"), "{failure}");
+    assert!(rig.endpoint.pages().is_empty());
+}
+
+#[test]
+fn not_allowed_who_may_not_get_a_snapshot_does_not_learn_whether_it_exists() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    rig.snapshot("monday");
+    rig.snapshot("tuesday");
+    let one = user(&rig, "one", SNAPSHOT_GROUP, "volumesnapshots", &["tuesday"]);
+    let own =
+        cluster.wait_for("the right to get one", || rig.ask_as(&one, spec("", "tuesday")).ok());
+    assert!(own.status.is_some());
+    let said = |spec: VolumeSnapshotDeltaSpec| {
+        let failure = rig.ask_as(&one, spec).unwrap_err();
+        assert_eq!(failure.cause, Cause::NotAllowed, "{failure}");
+        failure.message
+    };
+    // The base, the target, and the same of ones that are not there; what is in the cache too.
+    rig.answer(spec("monday", "tuesday"));
+    let base = said(spec("monday", "tuesday"));
+    assert!(base.contains("get volumesnapshots") && base.contains("\"monday\""), "{base}");
+    assert_eq!(base, said(spec("monday", "monday")));
+    assert_eq!(base.replace("monday", "friday"), said(spec("friday", "tuesday")));
+    assert_eq!(base.replace("monday", "friday"), said(spec("", "friday")));
+}
+
+#[test]
+fn not_allowed_who_may_not_get_the_secret_does_not_learn_whether_it_exists() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    rig.snapshot("monday");
+    cluster.secret(&rig.apps, "login", &[("key", "value")]);
+    let [there, missing] = ["login", "nothing"].map(|name| {
+        let failure = rig.ask(with_secret(name)).unwrap_err();
+        assert_eq!(failure.cause, Cause::NotAllowed, "{failure}");
+        failure.message
+    });
+    assert_eq!(there.replace("login", "nothing"), missing);
+    assert!(rig.endpoint.pages().is_empty());
+}
+
+#[test]
+fn a_token_is_good_for_this_driver_alone_and_used_again() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    rig.snapshot("monday");
+    for offset in [0, 1] {
+        rig.answer(VolumeSnapshotDeltaSpec { offset, ..spec("", "monday") });
+    }
+    let seen = rig.endpoint.pages();
+    assert_eq!(seen[0].token, seen[1].token);
+    let review = cluster.review(&seen[0].token, &audience(&rig.driver));
+    assert_eq!(review.authenticated, Some(true));
+    assert_eq!(review.user.unwrap().username, Some(rig.server.user()));
+    for other in [audience("other.csi.local"), "https://kubernetes.default.svc".into()] {
+        assert_ne!(cluster.review(&seen[0].token, &other).authenticated, Some(true), "{other}");
+    }
+}
+
+#[test]
+fn a_token_that_is_refused_is_renewed_once() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    rig.snapshot("monday");
+    rig.answer(spec("", "monday"));
+    let token = rig.endpoint.pages()[0].token.clone();
+    rig.endpoint.refuse(&token);
+    rig.answer(VolumeSnapshotDeltaSpec { offset: 1, ..spec("", "monday") });
+    let seen: Vec<_> = rig.endpoint.pages().into_iter().map(|seen| seen.token).collect();
+    assert!(seen.len() == 3 && seen[1] == token && seen[2] != token);
+    // One that takes none is not asked for ever.
+    rig.endpoint.refuse("*");
+    let failure = rig.ask(VolumeSnapshotDeltaSpec { offset: 2, ..spec("", "monday") }).unwrap_err();
+    assert_eq!(failure.cause, Cause::EndpointUnavailable);
+    assert!(!failure.message.contains(&token), "{failure}");
+    assert_eq!(rig.endpoint.pages().len(), 5);
+}
+
+#[test]
+fn the_same_page_is_asked_of_the_driver_once() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    let first = rig.snapshot("monday");
+    rig.snapshot("tuesday");
+    let calls = |spec: VolumeSnapshotDeltaSpec| {
+        let before = rig.endpoint.pages().len();
+        rig.answer(spec);
+        rig.endpoint.pages().len() - before
+    };
+    assert_eq!([(); 3].map(|()| calls(spec("", "monday"))), [1, 0, 0]);
+    assert_eq!(rig.number("delta_cache_hits_total"), 2);
+    // Anything else is another page.
+    assert_eq!(calls(VolumeSnapshotDeltaSpec { offset: 1, ..spec("", "monday") }), 1);
+    assert_eq!(calls(VolumeSnapshotDeltaSpec { limit: 100, ..spec("", "monday") }), 1);
+    assert_eq!(calls(spec("", "tuesday")), 1);
+    assert_eq!(calls(spec("tuesday", "monday")), 1);
+    assert_eq!(calls(VolumeSnapshotDeltaSpec { limit: 256, ..spec("", "monday") }), 0);
+    // And a snapshot that has the name by now, even with the same handle, is another snapshot.
+    rig.remove(&first);
+    rig.fails(Cause::SnapshotMissing, &spec("", "monday"));
+    rig.snapshot_with("monday", "handle-monday");
+    assert_eq!(calls(spec("", "monday")), 1);
+    assert_eq!(calls(spec("", "monday")), 0);
+}
+
+#[test]
+fn what_failed_or_came_with_a_secret_is_never_kept() {
+    let Some(cluster) = shared() else { return };
+    let mut rules = user_rules();
+    rules.push(rule("", &["secrets"], &["get"]));
+    let rig = Rig::with(cluster, Options { user_rules: rules, ..Options::default() });
+    rig.snapshot("monday");
+    cluster.secret(&rig.apps, "login", &[("key", "value")]);
+    rig.endpoint.says(problem(ProblemKind::Driver, "no", Some("INTERNAL")));
+    rig.answer(spec("", "monday"));
+    rig.endpoint.says(problem(ProblemKind::Unavailable, "no", None));
+    rig.fails(Cause::EndpointUnavailable, &spec("", "monday"));
+    rig.endpoint.says(page(&[1], None));
+    let before = rig.endpoint.pages().len();
+    rig.answer(with_secret("login"));
+    rig.answer(with_secret("login"));
+    assert_eq!(rig.endpoint.pages().len() - before, 2);
+    // Nor does one without find what was told for it.
+    rig.answer(spec("", "monday"));
+    assert_eq!(rig.endpoint.pages().len() - before, 3);
+}
+
+#[test]
+fn without_room_no_page_is_kept() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::with(cluster, Options { cache_bytes: 0, ..Options::default() });
+    rig.snapshot("monday");
+    for _ in 0..3 {
+        rig.answer(spec("", "monday"));
+    }
+    assert_eq!(rig.endpoint.pages().len(), 3);
+}
+
+#[test]
+fn who_asks_for_the_same_at_once_shares_a_call() {
+    let Some(cluster) = shared() else { return };
+    const ALL: usize = 6;
+    let rig = Rig::new(cluster);
+    rig.snapshot("monday");
+    let gate = Arc::new(Semaphore::new(0));
+    rig.endpoint.says(Reply::Gated(Arc::clone(&gate), Box::new(page(&[3], None))));
+    let reviews = || {
+        let all = cluster.requests();
+        let own = all.iter().filter(|one| one["user"]["username"] == rig.server.user().as_str());
+        own.filter(|one| one["objectRef"]["resource"] == "subjectaccessreviews").count()
+    };
+    let asking: Vec<_> = (0..ALL).map(|_| rig.begin(spec("", "monday"))).collect();
+    // Two reviews for each: then all have come.
+    cluster.wait_for("all that ask", || (reviews() == 2 * ALL).then_some(()));
+    cluster.wait_for("a call", || (!rig.endpoint.pages().is_empty()).then_some(()));
+    gate.add_permits(ALL);
+    for one in asking {
+        let status = cluster.block_on(one).unwrap().unwrap().status.unwrap();
+        assert_eq!(status.changed_blocks.len(), 1);
+    }
+    assert_eq!(rig.endpoint.pages().len(), 1);
+}
+
+#[test]
+fn too_many_a_user_who_asks_too_often_is_told_when_to_come_again() {
+    let Some(cluster) = shared() else { return };
+    let user_rate = Rate { per_second: 0.05, burst: 2 };
+    let rig = Rig::with(cluster, Options { user_rate, ..Options::default() });
+    rig.snapshot("monday");
+    rig.answer(spec("", "monday"));
+    rig.answer(spec("", "monday"));
+    let before = cluster.requests_by(&rig.server.user());
+    let failure = rig.ask(spec("", "monday")).unwrap_err();
+    assert_eq!(failure.cause, Cause::TooMany);
+    let seconds = super::rig::details(&failure)["retryAfterSeconds"].as_u64().unwrap();
+    assert!((1..=20).contains(&seconds), "{seconds}");
+    let reviewed = cluster.requests_by(&rig.server.user()) - before;
+    assert_eq!(reviewed, 0, "nobody is asked for it");
+    // Nobody else waits for that.
+    let other = cluster.account(&rig.apps, "other");
+    cluster.grant_in(&rig.apps, &other, &user_rules());
+    rig.ask_as(&other, spec("", "monday")).unwrap();
+}
+
+#[test]
+fn too_many_all_together_have_a_rate_too() {
+    let Some(cluster) = shared() else { return };
+    let rate = Rate { per_second: 0.05, burst: 1 };
+    let rig = Rig::with(cluster, Options { rate, ..Options::default() });
+    rig.snapshot("monday");
+    rig.answer(spec("", "monday"));
+    let other = cluster.account(&rig.apps, "other");
+    let failure = rig.ask_as(&other, spec("", "monday")).unwrap_err();
+    assert!(failure.cause == Cause::TooMany && failure.message.contains("in all"), "{failure}");
+}

@@ -1,0 +1,169 @@
+//! An endpoint of a driver that says whatever a test wants: it lies, is slow, refuses tokens and names every kind of problem, which
+//! the sidecar's own would not do on demand.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use csi_loopback::kubernetes::cbt_http::{PATH, PageRequest, Problem, ProblemKind};
+use csi_loopback::kubernetes::https::{self, Limits};
+use csi_loopback::kubernetes::tls::{self, Certificates};
+use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
+use serde_json::{Value, json};
+use tokio::sync::{Semaphore, watch};
+
+use support::cluster::Cluster;
+use support::cluster::tls::Certificate;
+
+const LIMITS: Limits = Limits { body: 1 << 20, request: Duration::from_secs(120) };
+
+/// What it says.
+#[derive(Clone)]
+pub enum Reply {
+    /// 200 with this in JSON.
+    Say(Value),
+    Problem(Problem),
+    /// Status, body, and when to try again or where to go.
+    Raw(u16, String, &'static [(header::HeaderName, &'static str)]),
+    /// Nothing, for ever.
+    Hang,
+    /// The same as the other, once the gate gives a permit.
+    Gated(Arc<Semaphore>, Box<Reply>),
+}
+
+/// What it was shown.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    pub token: String,
+    /// None: asked what the driver can do.
+    pub asked: Option<PageRequest>,
+}
+
+pub struct Endpoint {
+    pub port: u16,
+    known: Arc<Known>,
+    phase: watch::Sender<Phase>,
+}
+
+struct Known {
+    pages: Mutex<Reply>,
+    info: Mutex<Reply>,
+    seen: Mutex<Vec<Seen>>,
+    refused: Mutex<Vec<String>>,
+}
+
+/// A page of these blocks of 4 KiB.
+pub fn page(blocks: &[u64], next: Option<u64>) -> Reply {
+    let blocks: Vec<_> =
+        blocks.iter().map(|offset| json!({ "offset": offset, "blockSizeBytes": 4096 })).collect();
+    Reply::Say(json!({ "volumeSizeBytes": 1 << 30, "changedBlocks": blocks, "continue": next }))
+}
+
+pub fn problem(kind: ProblemKind, message: &str, code: Option<&str>) -> Reply {
+    Reply::Problem(Problem { kind, message: message.into(), code: code.map(Into::into) })
+}
+
+pub fn info(driver: &str, capability: &str) -> Reply {
+    Reply::Say(json!({ "driver": driver, "capability": capability }))
+}
+
+impl Endpoint {
+    pub fn start(cluster: &Cluster, certificate: &Certificate) -> Self {
+        let known = Arc::new(Known {
+            pages: Mutex::new(page(&[], None)),
+            info: Mutex::new(Reply::Hang),
+            seen: Mutex::default(),
+            refused: Mutex::default(),
+        });
+        let command = <tls::Args as clap::Args>::augment_args(clap::Command::new("x"));
+        let matches = command.try_get_matches_from(["x"]).unwrap();
+        let args = <tls::Args as clap::FromArgMatches>::from_arg_matches(&matches).unwrap();
+        let (certificates, _) =
+            Certificates::from_files(&certificate.file, &certificate.key).unwrap();
+        let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
+        let routes =
+            Router::new().route(PATH, get(answer).post(answer)).with_state(Arc::clone(&known));
+        let (phase, shutdown) = Shutdown::by_hand();
+        let port = cluster.block_on(async {
+            let listener = tls::listen(0).await.unwrap();
+            let port = listener.local_addr().unwrap().port();
+            let incoming = tls::incoming(listener, config, shutdown.clone());
+            tokio::spawn(https::serve(incoming, routes, LIMITS, shutdown));
+            port
+        });
+        Self { port, known, phase }
+    }
+
+    pub fn url(&self) -> String {
+        format!("https://localhost:{}{PATH}", self.port)
+    }
+
+    /// What it says from now on when it is asked for a page.
+    pub fn says(&self, reply: Reply) {
+        *self.known.pages.lock().unwrap() = reply;
+    }
+
+    /// And when it is asked what the driver can do.
+    pub fn tells(&self, reply: Reply) {
+        *self.known.info.lock().unwrap() = reply;
+    }
+
+    /// Takes this token no more.
+    pub fn refuse(&self, token: &str) {
+        self.known.refused.lock().unwrap().push(token.to_owned());
+    }
+
+    /// What it was shown for pages, so far.
+    pub fn pages(&self) -> Vec<Seen> {
+        let seen = self.known.seen.lock().unwrap();
+        seen.iter().filter(|seen| seen.asked.is_some()).cloned().collect()
+    }
+
+    /// How often it was asked what the driver can do.
+    pub fn looks(&self) -> usize {
+        let seen = self.known.seen.lock().unwrap();
+        seen.iter().filter(|seen| seen.asked.is_none()).count()
+    }
+
+    pub fn stop(&self) {
+        self.phase.send_replace(Phase::Ending);
+    }
+}
+
+async fn answer(State(known): State<Arc<Known>>, headers: HeaderMap, body: Bytes) -> Response {
+    let bearer = headers[header::AUTHORIZATION].to_str().unwrap();
+    let token = bearer.strip_prefix("Bearer ").unwrap().to_owned();
+    let asked: Option<PageRequest> =
+        (!body.is_empty()).then(|| serde_json::from_slice(&body).unwrap());
+    let reply = if asked.is_some() { &known.pages } else { &known.info };
+    let mut reply = reply.lock().unwrap().clone();
+    if known.refused.lock().unwrap().iter().any(|one| *one == token || one == "*") {
+        reply = problem(ProblemKind::Unauthenticated, "not this token", None);
+    }
+    known.seen.lock().unwrap().push(Seen { token, asked });
+    loop {
+        match reply {
+            Reply::Gated(gate, next) => {
+                gate.acquire().await.unwrap().forget();
+                reply = *next;
+            }
+            Reply::Say(value) => return axum::Json(value).into_response(),
+            Reply::Problem(problem) => {
+                return (problem.kind.status(), axum::Json(problem)).into_response();
+            }
+            Reply::Raw(status, body, headers) => {
+                let mut response = (StatusCode::from_u16(status).unwrap(), body).into_response();
+                for (name, value) in headers {
+                    response.headers_mut().insert(name, value.parse().unwrap());
+                }
+                return response;
+            }
+            Reply::Hang => std::future::pending().await,
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! What answers VolumeSnapshotDeltas, in this process and with rights of its own; a user; a driver that is an [`Endpoint`] and nothing
+//! else, and its snapshots.
+
+use std::time::Duration;
+
+use csi_loopback::aggregated_api::delta::metrics::Metrics;
+use csi_loopback::aggregated_api::delta::{Deltas, Settings, TIMEOUT};
+use csi_loopback::aggregated_api::endpoint::Endpoints;
+use csi_loopback::aggregated_api::failure::{Cause, Failure};
+use csi_loopback::kubernetes::client::Rate;
+use csi_loopback::kubernetes::driver_discovery::DriverDiscovery;
+use csi_loopback::kubernetes::snapshot::VolumeSnapshot;
+use csi_loopback::kubernetes::snapshot_delta::{
+    API_VERSION, KIND, VolumeSnapshotDelta, VolumeSnapshotDeltaSpec, VolumeSnapshotDeltaStatus,
+};
+use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
+use k8s_openapi::ByteString;
+use k8s_openapi::api::authentication::v1::UserInfo;
+use k8s_openapi::api::rbac::v1::PolicyRule;
+use kube::api::{Patch, PatchParams};
+use prometheus_client::registry::Registry;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use super::endpoint::{Endpoint, page};
+use support::cluster::Cluster;
+use support::cluster::access::{Account, rule};
+use support::cluster::storage::Ready;
+use support::cluster::tls::Authority;
+
+pub const SNAPSHOT_GROUP: &str = "snapshot.storage.k8s.io";
+pub const GROUP: &str = "cbt.storage.k8s.io";
+
+pub struct Rig<'a> {
+    pub cluster: &'a Cluster,
+    /// Of the users.
+    pub apps: String,
+    pub driver: String,
+    /// As whom the server calls, and who asks it.
+    pub server: Account,
+    pub user: Account,
+    pub authority: Authority,
+    pub endpoint: Endpoint,
+    pub deltas: Deltas,
+    pub phase: watch::Sender<Phase>,
+    registry: Registry,
+    class: String,
+}
+
+/// What a rig can have otherwise.
+pub struct Options {
+    pub rules: Vec<PolicyRule>,
+    pub user_rules: Vec<PolicyRule>,
+    pub user_rate: Rate,
+    pub rate: Rate,
+    pub max_limit: u32,
+    pub cache_bytes: u64,
+    pub timeout: Duration,
+    /// Whether the driver has a DriverDiscovery.
+    pub discovered: bool,
+}
+
+pub const FAST: Rate = Rate { per_second: 1000.0, burst: 1000 };
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            rules: server_rules(),
+            user_rules: user_rules(),
+            user_rate: FAST,
+            rate: FAST,
+            max_limit: 4096,
+            cache_bytes: 1 << 20,
+            timeout: TIMEOUT,
+            discovered: true,
+        }
+    }
+}
+
+/// What the server needs.
+pub fn server_rules() -> Vec<PolicyRule> {
+    vec![
+        rule("authorization.k8s.io", &["subjectaccessreviews"], &["create"]),
+        rule(
+            SNAPSHOT_GROUP,
+            &["volumesnapshots", "volumesnapshotcontents"],
+            &["get", "list", "watch"],
+        ),
+        rule(GROUP, &["driverdiscoveries"], &["get", "list", "watch"]),
+        rule(GROUP, &["driverdiscoveries/status"], &["patch"]),
+        rule("", &["serviceaccounts/token"], &["create"]),
+        rule("", &["secrets"], &["get"]),
+    ]
+}
+
+/// The rules without those for this resource.
+pub fn without(rules: Vec<PolicyRule>, resource: &str) -> Vec<PolicyRule> {
+    let has =
+        |rule: &PolicyRule| rule.resources.as_ref().unwrap().iter().any(|one| one == resource);
+    rules.into_iter().filter(|rule| !has(rule)).collect()
+}
+
+/// What a user needs.
+pub fn user_rules() -> Vec<PolicyRule> {
+    vec![
+        rule(GROUP, &["volumesnapshotdeltas"], &["create"]),
+        rule(SNAPSHOT_GROUP, &["volumesnapshots"], &["get"]),
+    ]
+}
+
+/// A question about these two; no base: an empty name.
+pub fn spec(base: &str, target: &str) -> VolumeSnapshotDeltaSpec {
+    VolumeSnapshotDeltaSpec {
+        base_volume_snapshot_name: base.into(),
+        target_volume_snapshot_name: target.into(),
+        ..VolumeSnapshotDeltaSpec::default()
+    }
+}
+
+fn info_of(account: &Account) -> UserInfo {
+    UserInfo { username: Some(account.user()), ..UserInfo::default() }
+}
+
+impl<'a> Rig<'a> {
+    pub fn new(cluster: &'a Cluster) -> Self {
+        Self::with(cluster, Options::default())
+    }
+
+    pub fn with(cluster: &'a Cluster, options: Options) -> Self {
+        let (home, apps) = (cluster.namespace("aggregated"), cluster.namespace("apps"));
+        let server = cluster.account(&home, "aggregated-api");
+        cluster.grant(&server, &options.rules);
+        let user = cluster.account(&apps, "backup");
+        cluster.grant_in(&apps, &user, &options.user_rules);
+        let driver = format!("{}.csi.local", cluster.unique("delta"));
+        let authority = Authority::new("cbt-http");
+        let certificate = authority.certify(cluster.scratch(), &driver);
+        let endpoint = Endpoint::start(cluster, &certificate);
+        endpoint.says(page(&[1, 2], None));
+        let (phase, shutdown) = Shutdown::by_hand();
+        let mut registry = Registry::default();
+        let metrics = Metrics::new(&mut registry);
+        let client = cluster.client_as(&server);
+        let settings = Settings {
+            reviews: cluster.client_as(&server),
+            review_ttl: Duration::ZERO,
+            endpoints: Endpoints::new(client.clone(), &home, &server.name),
+            client,
+            max_limit: options.max_limit,
+            user_rate: options.user_rate,
+            rate: options.rate,
+            cache_bytes: options.cache_bytes,
+            timeout: options.timeout,
+            metrics,
+            shutdown,
+        };
+        let deltas = cluster.block_on(async { Deltas::new(settings) });
+        let class = cluster.snapshot_class(&driver, &[]);
+        let rig = Self {
+            cluster,
+            apps,
+            driver,
+            server,
+            user,
+            authority,
+            endpoint,
+            deltas,
+            phase,
+            registry,
+            class,
+        };
+        if options.discovered {
+            rig.discover(&rig.endpoint.url(), &rig.authority.pem());
+        }
+        rig
+    }
+
+    /// Makes the driver's DriverDiscovery.
+    pub fn discover(&self, url: &str, authorities: &str) {
+        let config = json!({ "url": url, "caBundle": ByteString(authorities.into()) });
+        let object = json!({
+            "metadata": { "name": self.driver },
+            "spec": { "driverName": self.driver, "clientConfig": config },
+        });
+        self.cluster.create(&self.cluster.api::<DriverDiscovery>(), object);
+    }
+
+    /// A VolumeSnapshot of the driver that can be used.
+    pub fn snapshot(&self, name: &str) -> Ready {
+        self.snapshot_with(name, &format!("handle-{name}"))
+    }
+
+    pub fn snapshot_with(&self, name: &str, handle: &str) -> Ready {
+        self.cluster.believed_snapshot(&self.apps, name, &self.driver, &self.class, handle)
+    }
+
+    /// Removes the VolumeSnapshot at once, as nobody here does otherwise.
+    pub fn remove(&self, snapshot: &Ready) {
+        let snapshots = self.cluster.api_in::<VolumeSnapshot>(&self.apps);
+        self.cluster.delete(&snapshots, &snapshot.name);
+        self.cluster.wait_for("the end of the VolumeSnapshot", || {
+            let free = json!({ "metadata": { "finalizers": null } });
+            let patch = Patch::Merge(&free);
+            let params = PatchParams::default();
+            let freed = snapshots.patch(&snapshot.name, &params, &patch);
+            self.cluster.block_on(freed).is_err().then_some(())
+        });
+        self.cluster.wait_until_gone(&snapshots, &snapshot.name);
+    }
+
+    /// What the user gets.
+    pub fn ask(&self, spec: VolumeSnapshotDeltaSpec) -> Result<VolumeSnapshotDelta, Failure> {
+        self.ask_as(&self.user, spec)
+    }
+
+    /// Begins to ask.
+    pub fn begin(
+        &self,
+        spec: VolumeSnapshotDeltaSpec,
+    ) -> JoinHandle<Result<VolumeSnapshotDelta, Failure>> {
+        let (deltas, user, apps) = (self.deltas.clone(), info_of(&self.user), self.apps.clone());
+        self.cluster.beside(async move { deltas.create(&user, &apps, asked(spec)).await })
+    }
+
+    pub fn ask_as(
+        &self,
+        account: &Account,
+        spec: VolumeSnapshotDeltaSpec,
+    ) -> Result<VolumeSnapshotDelta, Failure> {
+        self.cluster.block_on(self.deltas.create(&info_of(account), &self.apps, asked(spec)))
+    }
+
+    /// The status of an answer that has to come.
+    pub fn answer(&self, spec: VolumeSnapshotDeltaSpec) -> VolumeSnapshotDeltaStatus {
+        self.ask(spec).unwrap().status.unwrap()
+    }
+
+    /// Asks until it is refused for this cause: what is known of objects follows a moment later.
+    pub fn fails(&self, cause: Cause, spec: &VolumeSnapshotDeltaSpec) -> Failure {
+        self.cluster.wait_for(cause.label(), || {
+            self.ask(spec.clone()).err().filter(|failure| failure.cause == cause)
+        })
+    }
+
+    /// The value of a number without labels.
+    pub fn number(&self, name: &str) -> u64 {
+        number(&self.registry, name)
+    }
+}
+
+pub fn number(registry: &Registry, name: &str) -> u64 {
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, registry).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(&format!("{name} ")));
+    line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
+}
+
+fn asked(spec: VolumeSnapshotDeltaSpec) -> VolumeSnapshotDelta {
+    VolumeSnapshotDelta {
+        api_version: API_VERSION.into(),
+        kind: KIND.into(),
+        spec,
+        ..VolumeSnapshotDelta::default()
+    }
+}
+
+/// What a client finds in `details` of a refusal.
+pub fn details(failure: &Failure) -> Value {
+    failure.status()["details"].clone()
+}

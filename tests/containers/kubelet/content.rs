@@ -1,0 +1,84 @@
+//! Volumes with content, of secrets above all.
+
+use serde_json::{Value, json};
+use support::cluster::shared;
+
+use support::cluster::admission::{Webhooks, With};
+use support::cluster::kubelet::{Made, NodeRig};
+
+/// A pod that has the secret `keys`, with the key `password`, at `/content`.
+fn reader(rig: &NodeRig<'_>, spec: &Value) -> Made {
+    rig.secret("keys", &[("password", "first")]);
+    let csi = json!({
+        "readOnly": true,
+        "nodePublishSecretRef": { "name": "keys" },
+        "volumeAttributes": { "content/motd": "hello" },
+    });
+    rig.run("reader", &[rig.inline("content", csi)], spec)
+}
+
+fn end(rig: &NodeRig<'_>, pod: &Made) {
+    rig.delete(pod);
+    rig.wait_until_nothing_is_left(pod, &["content"]);
+    assert!(!rig.driver.log().contains("first"), "a secret is in the driver's log");
+}
+
+#[test]
+fn a_pod_reads_its_secret_and_cannot_write_where_it_is() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let pod = reader(&rig, &json!({}));
+    assert_eq!(rig.exec(&pod, "cd /content; cat motd password"), "hellofirst");
+    let said = rig.exec(&pod, "echo mine >/content/password; echo mine >/content/another");
+    assert_eq!(said.matches("Read-only file system").count(), 2, "{said}");
+    end(&rig, &pod);
+}
+
+#[test]
+fn a_secret_that_changes_reaches_the_pod_that_runs() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let pod = reader(&rig, &json!({}));
+    assert_eq!(rig.exec(&pod, "cat /content/password"), "first");
+    rig.secret("keys", &[("password", "second"), ("token", "new")]);
+    cluster.wait_for("the secret's new value in the pod", || {
+        (rig.exec(&pod, "cat /content/password") == "second").then_some(())
+    });
+    assert_eq!(rig.exec(&pod, "cat /content/token /content/motd"), "newhello");
+    end(&rig, &pod);
+}
+
+#[test]
+fn content_belongs_to_the_group_of_the_pod() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let context = json!({ "runAsUser": 1234, "runAsGroup": 1234, "fsGroup": 4321 });
+    let pod = reader(&rig, &json!({ "securityContext": context }));
+    assert_eq!(
+        rig.exec(&pod, "cat /content/password; stat -L -c ' %g' /content/password"),
+        "first 4321\n"
+    );
+    end(&rig, &pod);
+}
+
+/// The whole way of a pod that says no word of readOnly: API server, webhooks, kubelet, driver, container.
+#[test]
+fn a_pod_that_says_nothing_of_read_only_runs_as_the_webhooks_have_mended_it() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let webhooks = Webhooks::start(cluster, rig.driver_name.clone(), &With::default());
+    webhooks.configure(cluster, false);
+    let csi = json!({ "volumeAttributes": { "content/motd": "hello" } });
+    let volume = rig.inline("content", csi);
+    cluster.wait_for("the webhooks", || {
+        let pod = rig.try_out("tried", std::slice::from_ref(&volume)).ok()?;
+        (pod.spec?.volumes?[0].csi.as_ref()?.read_only == Some(true)).then_some(())
+    });
+    let pod = rig.run("reader", &[volume], &json!({}));
+    let said = rig.exec(&pod, "cat /content/motd; echo mine >/content/motd");
+    assert!(said.starts_with("hello") && said.contains("Read-only file system"), "{said}");
+    let large = json!({ "volumeAttributes": { "size": "much" } });
+    let refused = rig.try_out("refused", &[rig.inline("content", large)]).unwrap_err();
+    assert!(refused.to_string().contains("volumeAttributes[size]"), "{refused}");
+    end(&rig, &pod);
+}

@@ -1,0 +1,87 @@
+//! Driver and kubelet that end while pods run.
+
+use k8s_openapi::api::storage::v1::CSIDriver;
+use serde_json::json;
+use support::cluster::shared;
+
+use support::cluster::kubelet::{Made, NodeRig, definition, handle};
+use support::driver::wait_for;
+use support::inline::is_mounted;
+
+#[test]
+fn a_driver_that_is_killed_does_not_disturb_the_pod_and_takes_its_volume_away_later() {
+    let Some(cluster) = shared() else { return };
+    let Some(mut rig) = NodeRig::new(cluster) else { return };
+    let pod = rig.run("writer", &[rig.inline("scratch", json!({}))], &json!({}));
+    rig.exec(&pod, "echo before >/scratch/file");
+    rig.driver.kill();
+    assert_eq!(
+        rig.exec(&pod, "echo without >>/scratch/file; cat /scratch/file"),
+        "before\nwithout\n"
+    );
+    rig.driver.start_again();
+    assert_eq!(rig.exec(&pod, "sync; cat /scratch/file"), "before\nwithout\n");
+    assert!(rig.is_published(&pod, "scratch"));
+    rig.delete(&pod);
+    rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+}
+
+#[test]
+fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let stays = rig.run("stays", &[rig.inline("scratch", json!({}))], &json!({}));
+    let goes = rig.run("goes", &[rig.inline("scratch", json!({}))], &json!({}));
+    rig.exec(&stays, "echo before >/scratch/file");
+    rig.node.halt();
+    rig.forget(&goes);
+    assert!(is_mounted(&rig.target(&goes, "scratch")), "nobody has taken it away yet");
+    rig.node.resume();
+    // From what the last one has left in the pod's directory.
+    rig.wait_until_nothing_is_left(&goes, &["scratch"]);
+    assert_eq!(rig.exec(&stays, "cat /scratch/file"), "before\n");
+    assert!(rig.is_published(&stays, "scratch"));
+    rig.delete(&stays);
+    rig.wait_until_nothing_is_left(&stays, &["scratch"]);
+}
+
+/// A pod whose volume kubelet refuses with these words. It learns of a CSIDriver by a watch of its own: what it has taken until
+/// then goes again.
+fn refused(rig: &NodeRig<'_>, words: &[&str]) -> Made {
+    rig.cluster.wait_for("a pod that is refused", || {
+        let name = rig.cluster.unique("new");
+        let pod = rig.create(&name, &[rig.inline("scratch", json!({}))], &json!({}));
+        let mut is_refused = false;
+        wait_for("the pod runs or is refused", || {
+            is_refused = rig.event(&pod, words).is_some();
+            is_refused || rig.is_ready(&name)
+        });
+        if is_refused {
+            return Some(pod);
+        }
+        rig.delete(&pod);
+        None
+    })
+}
+
+#[test]
+fn a_driver_that_offers_inline_volumes_no_more_gets_no_new_ones_and_is_rid_of_the_old() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let old = rig.run("old", &[rig.inline("scratch", json!({}))], &json!({}));
+    rig.exec(&old, "echo before >/scratch/file");
+    // The modes of an object cannot be changed.
+    let definitions = cluster.api::<CSIDriver>();
+    cluster.delete(&definitions, &rig.driver_name);
+    cluster.wait_until_gone(&definitions, &rig.driver_name);
+    cluster.create(&definitions, definition(&rig.driver_name, Some(&["Persistent"])));
+
+    let words = ["volume mode \"Ephemeral\" not supported by driver", &rig.driver_name];
+    let new = refused(&rig, &words);
+    assert_eq!(rig.calls(&["NodePublishVolume", &handle(&new, "scratch")]), 0);
+    assert_eq!(rig.exec(&old, "echo after >>/scratch/file; cat /scratch/file"), "before\nafter\n");
+    rig.delete(&old);
+    rig.wait_until_nothing_is_left(&old, &["scratch"]);
+    rig.delete(&new);
+    rig.wait_until_nothing_is_left(&new, &["scratch"]);
+}

@@ -1,0 +1,180 @@
+//! From a pod's start to its end.
+
+use std::fs;
+use std::process::Command;
+use support::cluster::shared;
+
+use csi_loopback::proto::csi::v1 as csi;
+use serde_json::json;
+
+use support::MIB;
+use support::cluster::kubelet::{NodeRig, handle};
+use support::driver::mounted;
+use support::inline::is_mounted;
+
+/// The file that the loop device stands on, and the filesystem that it is in.
+fn backing(device: &str) -> Option<String> {
+    let columns = "NAME,BACK-MAJ:MIN,BACK-FILE";
+    let listed = Command::new("losetup").args(["-a", "-n", "-O", columns]).output().unwrap();
+    let devices = String::from_utf8(listed.stdout).unwrap();
+    let mut of_device = devices.lines().filter_map(|line| line.split_once(char::is_whitespace));
+    of_device.find(|(name, _)| *name == device).map(|(_, file)| file.trim().to_owned())
+}
+
+#[test]
+fn a_pod_writes_to_its_volume_and_nothing_of_it_outlives_the_pod() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let volume = rig.inline("scratch", json!({ "volumeAttributes": { "size": "64Mi" } }));
+    let pod = rig.run("writer", &[volume], &json!({}));
+
+    assert_eq!(
+        rig.exec(&pod, "echo by the pod >/scratch/written && cat /scratch/written"),
+        "by the pod\n"
+    );
+    let mount = rig.exec(&pod, "grep ' /scratch ' /proc/mounts");
+    assert!(mount.contains(" rw,"), "{mount}");
+    let device = mount.split(' ').next().unwrap();
+    let file = backing(device);
+    assert!(file.is_some(), "{mount}");
+    let target = rig.target(&pod, "scratch");
+    assert_eq!(fs::read_to_string(target.join("written")).unwrap(), "by the pod\n");
+    assert!(rig.is_published(&pod, "scratch"), "under kubelet's handle, in the pod's directory");
+    assert!(rig.driver.ok(csi::ListVolumesRequest::default()).entries.is_empty());
+
+    rig.delete(&pod);
+    rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    // Another volume may have the device by now.
+    assert_ne!(backing(device), file);
+    let called = |method: &str| rig.calls(&[method, &handle(&pod, "scratch")]);
+    assert!(called("NodePublishVolume") > 0 && called("NodeUnpublishVolume") > 0);
+    for method in ["NodeStageVolume", "NodeUnstageVolume", "ControllerPublishVolume"] {
+        assert_eq!(rig.calls(&[method]), 0, "{method} of an inline volume");
+    }
+}
+
+#[test]
+fn volumes_with_equal_attributes_are_volumes_of_their_own() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let volumes = ["a", "b"].map(|name| {
+        rig.inline(name, json!({ "volumeAttributes": { "size": "32Mi" }, "fsType": "ext4" }))
+    });
+    let first = rig.run("first", &volumes, &json!({}));
+    let second = rig.run("second", &volumes, &json!({}));
+    for pod in [&first, &second] {
+        let name = &pod.name;
+        rig.exec(pod, &format!("echo {name} a >/a/file; echo {name} b >/b/file"));
+    }
+    assert_eq!(rig.exec(&first, "cat /a/file /b/file"), "first a\nfirst b\n");
+    assert_eq!(rig.exec(&second, "cat /a/file /b/file"), "second a\nsecond b\n");
+    rig.delete(&first);
+    rig.wait_until_nothing_is_left(&first, &["a", "b"]);
+    assert_eq!(rig.exec(&second, "cat /a/file /b/file"), "second a\nsecond b\n");
+    rig.delete(&second);
+    rig.wait_until_nothing_is_left(&second, &["a", "b"]);
+}
+
+#[test]
+fn persistent_volumes_of_the_driver_stand_beside_inline_ones() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let size = 32 * MIB;
+    let id = rig.driver.volume("kept", size, mounted("ext4"));
+    cluster.claim_as("Filesystem", &rig.namespace, "kept", &rig.driver_name, &id, size);
+    let claim = json!({ "name": "kept", "persistentVolumeClaim": { "claimName": "kept" } });
+    let volumes = [rig.inline("scratch", json!({})), claim];
+
+    let first = rig.run("first", &volumes, &json!({}));
+    rig.exec(&first, "echo of the first >/kept/file; echo of the first >/scratch/file");
+    rig.delete(&first);
+    rig.wait_until_nothing_is_left(&first, &["scratch"]);
+
+    let second = rig.run("second", &volumes, &json!({}));
+    assert_eq!(
+        rig.exec(&second, "cat /kept/file; ls /scratch/file"),
+        "of the first\nls: /scratch/file: No such file or directory\n"
+    );
+    rig.delete(&second);
+    rig.wait_until_nothing_is_left(&second, &["scratch"]);
+    assert!(rig.calls(&["NodeStageVolume", &id]) > 0, "a persistent volume is staged");
+    cluster.wait_for("the persistent volume's unstaging", || {
+        (rig.calls(&["NodeUnstageVolume", &id]) > 0).then_some(())
+    });
+}
+
+#[test]
+fn a_pod_of_any_user_and_group_writes_to_its_volume() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::new(cluster) else { return };
+    let volume = rig.inline("scratch", json!({}));
+    let pods = [
+        ("user", json!({ "runAsUser": 1234, "runAsGroup": 1234 }), "1234"),
+        ("group", json!({ "runAsUser": 1234, "runAsGroup": 1234, "fsGroup": 4321 }), "4321"),
+    ];
+    for (name, context, group) in pods {
+        let pod =
+            rig.run(name, std::slice::from_ref(&volume), &json!({ "securityContext": context }));
+        let said =
+            rig.exec(&pod, "cd /scratch && echo mine >file && stat -c '%u %g' file && cat file");
+        assert_eq!(said, format!("1234 {group}\nmine\n"), "{name}");
+        rig.delete(&pod);
+        rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    }
+}
+
+#[test]
+fn pods_begin_with_a_snapshots_data_and_each_has_its_own_copy() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = NodeRig::with(cluster, &["--inline-from-snapshot"], None) else { return };
+    let source = rig.driver.volume("source", 32 * MIB, mounted("ext4"));
+    let file = rig.driver.publish(&source, &mounted("ext4")).join("file");
+    fs::write(&file, "of the snapshot\n").unwrap();
+    let snapshot = rig.driver.snapshot("snapshot", &source);
+    fs::write(&file, "of the source\n").unwrap();
+    let csi = json!({ "volumeAttributes": { "fromSnapshot": snapshot }, "fsType": "ext4" });
+    let volumes = [rig.inline("copy", csi)];
+    let pods = ["first", "second"].map(|name| {
+        let pod = rig.run(name, &volumes, &json!({}));
+        let said = rig.exec(&pod, &format!("cat /copy/file; echo of the {name} >/copy/file"));
+        assert_eq!(said, "of the snapshot\n", "{name}");
+        pod
+    });
+    for pod in pods {
+        assert_eq!(rig.exec(&pod, "cat /copy/file"), format!("of the {}\n", pod.name));
+        rig.delete(&pod);
+        rig.wait_until_nothing_is_left(&pod, &["copy"]);
+    }
+    assert_eq!(fs::read_to_string(&file).unwrap(), "of the source\n");
+}
+
+#[test]
+fn what_the_driver_refuses_is_an_event_of_the_pod() {
+    let Some(cluster) = shared() else { return };
+    let flags = ["--inline-max-size", "32Mi"];
+    let Some(rig) = NodeRig::with(cluster, &flags, None) else { return };
+    let refused = [
+        ("too-large", json!({ "size": "64Mi" }), ["ResourceExhausted", "--inline-max-size"]),
+        ("misspelt", json!({ "sise": "16Mi" }), ["InvalidArgument", "sise"]),
+    ];
+    for (name, attributes, words) in refused {
+        let volume = rig.inline("scratch", json!({ "volumeAttributes": attributes }));
+        let pod = rig.create(name, &[volume], &json!({}));
+        rig.told(&pod, &words);
+        assert!(!is_mounted(&rig.target(&pod, "scratch")));
+        rig.delete(&pod);
+        rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    }
+}
+
+#[test]
+fn kubelet_refuses_inline_volumes_of_a_driver_that_does_not_offer_them() {
+    let Some(cluster) = shared() else { return };
+    let modes = Some(&["Persistent"][..]);
+    let Some(rig) = NodeRig::with(cluster, &[], modes) else { return };
+    let pod = rig.create("refused", &[rig.inline("scratch", json!({}))], &json!({}));
+    rig.told(&pod, &["volume mode \"Ephemeral\" not supported by driver", &rig.driver_name]);
+    rig.delete(&pod);
+    rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    assert_eq!(rig.calls(&["NodePublishVolume"]), 0);
+}

@@ -1,0 +1,6 @@
+//! Volumes in containers: runc and containerd on this machine, and a released kubelet on which pods run.
+
+mod kubelet;
+mod node_proxy_kubelet;
+mod oci_runtime;
+mod runtime_stories;

@@ -1,0 +1,163 @@
+//! Where no volume has been left to it, this runtime is the one behind it, in all that it says and does.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::{Output, Stdio};
+use std::time::{Duration, Instant};
+
+use support::runtime::{Node, PROGRAM, bind, on_node};
+use support::{path, run};
+
+/// What both say to the same, without what tells runs apart.
+fn both(node: &Node, arguments: &[&str], input: &str) -> Output {
+    let outputs = [node.program.as_path(), Path::new("runc")].map(|program| {
+        let mut command = node.command(program);
+        command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        // It may end without reading.
+        let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+        child.wait_with_output().unwrap()
+    });
+    let [ours, theirs] = &outputs;
+    let text = |bytes: &[u8]| {
+        let text = String::from_utf8_lossy(bytes).into_owned();
+        // Nor the addresses in what is said of a crash.
+        let same = |line: &&str| !line.contains("time=") && !line.contains("0x");
+        text.lines().filter(same).collect::<Vec<_>>().join("\n")
+    };
+    assert_eq!(ours.status, theirs.status, "{arguments:?}");
+    assert_eq!(text(&ours.stdout), text(&theirs.stdout), "{arguments:?}");
+    assert_eq!(text(&ours.stderr), text(&theirs.stderr), "{arguments:?}");
+    outputs.into_iter().next().unwrap()
+}
+
+#[test]
+fn whatever_is_not_of_a_volume_is_the_other_runtimes() {
+    on_node(|node| {
+        // On a node that has volumes of others.
+        node.volume("other", &[]);
+        let container = node.container(&[]);
+        container.start();
+        let id = container.id.as_str();
+        for arguments in [
+            &["--version"][..],
+            &["-v"],
+            &["--help"],
+            &["help"],
+            &[],
+            &["no-such-command"],
+            &["--no-such-flag"],
+            &["create"],
+            &["create", "--help"],
+            &["create", "--bundle", "/not/there", "x"],
+            &["delete"],
+            &["delete", "no-such-container"],
+            &["delete", "--force", "no-such-container"],
+            &["start", "no-such-container"],
+            &["state", id],
+            &["list"],
+            &["ps", id],
+            &["exec", id, "sh", "-c", "cat; echo err >&2; exit 42"],
+            &["exec", id, "no-such-program"],
+            &[
+                "exec",
+                "--env",
+                "A=b",
+                "--cwd",
+                "/bin",
+                id,
+                "sh",
+                "-c",
+                "echo $A $PWD -- \"$@\"",
+                "--",
+                "-x",
+            ],
+            &["exec", id, "sh", "-c", "kill -9 $$"],
+            &["delete", id],
+            &["kill", id, "NO_SUCH_SIGNAL"],
+            &["features"],
+            &["spec", "--bundle", "/not/there"],
+        ] {
+            both(node, arguments, "to its input\n");
+        }
+        let output = both(node, &["exec", id, "sh", "-c", "cat; exit 42"], "through\n");
+        assert_eq!((output.status.code(), output.stdout), (Some(42), b"through\n".to_vec()));
+        node.ok(&["kill", id, "KILL"]);
+        support::kernel::wait_for("it has ended", || node.ok(&["state", id]).contains("stopped"));
+        container.delete();
+        assert!(!container.exists());
+    });
+}
+
+#[test]
+fn a_config_that_cannot_be_made_out_is_left_to_the_other_runtime() {
+    on_node(|node| {
+        node.volume("other", &[]);
+        let container = node.container(&[]);
+        let arguments = ["create", "--bundle", path(&container.bundle), &container.id];
+        both(node, &arguments, "");
+        for bad in
+            ["", "{", "[]", "null", "{}", r#"{"mounts": 1}"#, r#"{"mounts": [1, {"source": 2}]}"#]
+        {
+            std::fs::write(container.bundle.join("config.json"), bad).unwrap();
+            let output = both(node, &arguments, "");
+            assert!(!output.status.success(), "{bad}");
+        }
+    });
+}
+
+#[test]
+fn signals_reach_a_container_in_the_foreground() {
+    on_node(|node| {
+        let (device, target) = node.volume("v", &[]);
+        for mounts in [vec![], vec![bind(target.as_path(), "/v")]] {
+            let container = node.container(&mounts);
+            let script =
+                "trap 'echo heard; exit 9' TERM; echo ready; while true; do sleep 0.05; done";
+            let container = container.running(&["sh", "-c", script]);
+            container.write();
+            let mut command = node.command(&node.program);
+            command.args(["run", "--bundle", path(&container.bundle), &container.id]);
+            let out = node.path("out");
+            command.stdout(std::fs::File::create(&out).unwrap());
+            let mut child = command.spawn().unwrap();
+            let said = || std::fs::read_to_string(&out).unwrap();
+            support::kernel::wait_for("it runs", || said().contains("ready"));
+            run("kill", &["-TERM", &child.id().to_string()]);
+            assert_eq!(child.wait().unwrap().code(), Some(9), "{}", said());
+            assert_eq!(said(), "ready\nheard\n");
+        }
+        node.assert_gone(&device, &target);
+    });
+}
+
+#[test]
+fn what_it_costs_to_look_for_volumes() {
+    on_node(|node| {
+        const ROUNDS: u32 = 10;
+        let run = |program: &Path, with: bool| {
+            let mut took = Duration::ZERO;
+            for _ in 0..ROUNDS {
+                let container = node.container(&if with {
+                    vec![bind(&node.path("rootfs"), "/r")]
+                } else {
+                    vec![]
+                });
+                container.write();
+                let mut command = node.command(program);
+                let begun = Instant::now();
+                assert!(command.args(container.creation()).status().unwrap().success());
+                took += begun.elapsed();
+                container.delete();
+            }
+            (took / ROUNDS).as_micros()
+        };
+        let plain = run(Path::new("runc"), true);
+        let none = run(&node.program, true);
+        node.volume("other", &[]);
+        let others = run(&node.program, true);
+        println!(
+            "report: {PROGRAM}: create without a volume of its own in {none} us, {others} us where others have some, {plain} us by runc alone (unoptimised build)"
+        );
+    });
+}

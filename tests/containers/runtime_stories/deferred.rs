@@ -1,0 +1,103 @@
+//! The runtime mounts (story 1).
+
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use serde_json::json;
+use support::cluster::shared;
+
+use support::MIB;
+use support::cluster::runtime::{Rig, assert_served, demanding, device_of};
+use support::driver::{expand, loops_named, stats, wait_for};
+use support::path;
+
+/// The least that an xfs has.
+const SIZE: u64 = 320 * MIB;
+
+#[test]
+fn story_1_a_claim_is_mounted_by_the_runtime_alone() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = Rig::new(cluster) else { return };
+    let id = rig.claim("data", SIZE);
+    let watch = rig.watch();
+    let pod = rig.run("first", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    assert_served(&rig, &pod);
+    let device = device_of(&rig, &pod, "main");
+    assert_eq!(
+        (&device, loops_named(&id)),
+        (&device_of(&rig, &pod, "second"), vec![device.clone()])
+    );
+    rig.exec(&pod, "dd if=/dev/zero of=/data/large bs=1M count=64 2>/dev/null; sync");
+    let (bytes, used) = cluster.wait_for("kubelet's figures", || {
+        rig.summary(&pod, "data").filter(|(_, used)| *used >= 64 * MIB)
+    });
+    assert!(bytes > 200 * MIB && bytes <= SIZE && used < 128 * MIB, "{bytes} {used}");
+    // What kubelet has made of the sub-path is no part of the volume, and goes with the pod.
+    let target = rig.target_of_claim(&pod, "data");
+    assert!(target.join("deep/part").is_dir() && !target.join("init").exists());
+    assert_eq!(rig.handed_over(), 1);
+    rig.gone(&pod, &[]);
+    rig.wait_until_detached(&id);
+
+    let again = rig.run("second", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    assert_eq!(rig.exec(&again, "cat /data/init /data/shared"), "by init\nby init\nshared\n");
+    assert_served(&rig, &again);
+    rig.gone(&again, &[]);
+    rig.wait_until_detached(&id);
+    watch.saw_nothing();
+}
+
+#[test]
+fn a_volume_is_grown_while_only_its_containers_see_it() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = Rig::new(cluster) else { return };
+    let id = rig.claim("data", SIZE);
+    let watch = rig.watch();
+    let pod = rig.run("grows", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    rig.exec(&pod, "echo before >/data/file");
+    let kib = || {
+        let line = rig.exec(&pod, "df -k /data | tail -n 1");
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    let before = kib();
+    let larger = 2 * SIZE;
+    // Kubelet publishes again and again, and one operation on a volume excludes another.
+    rig.driver.call_patiently(expand(&id, larger)).unwrap();
+    cluster.grown(&rig.namespace, "data", larger);
+    wait_for("the filesystem's growth", || kib() > before + SIZE / 1024 / 2);
+    let claims = cluster.api_in::<PersistentVolumeClaim>(&rig.namespace);
+    cluster.wait_for("kubelet's word of it", || {
+        let status = cluster.get(&claims, "data")?.status?;
+        (status.capacity?["storage"].0 == larger.to_string()).then_some(())
+    });
+    assert_eq!(rig.exec(&pod, "cat /data/file"), "before\n");
+    cluster.wait_for("kubelet's figures", || {
+        rig.summary(&pod, "data").filter(|(bytes, _)| *bytes > SIZE)
+    });
+    rig.gone(&pod, &[]);
+    rig.wait_until_detached(&id);
+    watch.saw_nothing();
+}
+
+#[test]
+fn a_pod_of_another_runtime_does_not_use_an_empty_directory_unnoticed() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = Rig::new(cluster) else { return };
+    let id = rig.claim("data", SIZE);
+    let pod = rig.run("plain", &[rig.claimed("data")], &json!({}));
+    let mount = rig.exec(&pod, "grep ' /data ' /proc/mounts");
+    assert!(!mount.contains("/dev/loop"), "runc mounts nothing: {mount}");
+    let target = rig.target_of_claim(&pod, "data");
+    let answer = rig.driver.ok(stats(&id, path(&target)));
+    let condition = answer.volume_condition.unwrap();
+    assert!(condition.abnormal && condition.message.contains("not claimed"), "{condition:?}");
+    assert!(answer.usage.is_empty(), "no figures of the node's own disk: {:?}", answer.usage);
+    assert_eq!(rig.summary(&pod, "data"), None);
+    rig.gone(&pod, &[]);
+
+    // The same claim with the runtime that it needs.
+    let pod = rig.run("right", &[rig.claimed("data")], &json!({ "runtimeClassName": rig.class }));
+    device_of(&rig, &pod, "main");
+    let target = rig.target_of_claim(&pod, "data");
+    let answer = rig.driver.ok(stats(&id, path(&target)));
+    assert!(!answer.volume_condition.unwrap().abnormal && !answer.usage.is_empty());
+    rig.gone(&pod, &[]);
+}

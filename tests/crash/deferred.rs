@@ -1,0 +1,391 @@
+//! Scenarios of a driver that knows container runtimes, with the real crust_ops beside it: volumes that are left to a
+//! runtime and taken back, and those that this host mounts at their targets.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use csi_loopback::crust::{Directory, Target};
+use csi_loopback::proto::csi::v1 as csi;
+use nix::sys::statvfs::statvfs;
+use tonic::Status;
+
+use crate::harness::{Attached, Scenario, Scene};
+use support::container::{Container, INSIDE};
+use support::driver::*;
+use support::inline::{PodVolume, context};
+use support::{MIB, path, run};
+
+/// SCENE is the scene's own directory.
+pub const FLAGS: [&str; 3] = ["--enable-defer-fs-ops", "--crust-endpoint", "SCENE/crust.sock"];
+
+const BYTES: u64 = 300 * MIB;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    /// A volume is left to a runtime.
+    Publish,
+    /// It is taken back, with directories below its target.
+    Unpublish,
+    /// It is cut while a container writes to it.
+    Cut,
+    /// Its container is to grow it.
+    Expand,
+    /// Of a volume that is larger than its filesystem, which grows before anybody mounts it.
+    StageLarger,
+    /// On this host, where a group gets the files before.
+    PublishOnHost,
+    PublishInline,
+    UnpublishInline,
+    /// A start of the driver after the pod of an inline volume has vanished.
+    Leftovers,
+    /// A start of the driver after the device of a volume that was left to a runtime is gone.
+    Reboot,
+}
+
+pub struct Deferred {
+    call: Call,
+    crust_ops: Option<CrustOps>,
+    container: Option<Container>,
+    /// Of a volume that is staged.
+    id: String,
+    inline: Option<PodVolume>,
+    snapshot: Option<String>,
+    cuts: Vec<String>,
+    round: usize,
+}
+
+/// It ends with the value.
+struct CrustOps {
+    child: Child,
+    directory: PathBuf,
+}
+
+impl CrustOps {
+    fn start(on: &Scene) -> Self {
+        let (socket, directory) = (on.place().join("crust.sock"), on.place().join("crust"));
+        let child = Command::new(binary())
+            .args(["--mode", "runtime-ops", "--endpoint", path(&socket)])
+            .args(["--crust-dir", path(&directory)])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        wait_for("crust_ops serves", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
+        Self { child, directory }
+    }
+
+    fn is_handed_over(&self, target: &Path) -> bool {
+        let entry = Directory::new(&self.directory).entry(&Target::new("target", target).unwrap());
+        entry.mount_info().unwrap().is_some()
+    }
+
+    /// Claims a volume for a container, whose program grows it there.
+    fn claim(&self, target: &Path, container: &Container) {
+        let program = self.directory.with_file_name("runtime");
+        let script = format!(
+            "#!/bin/sh\nset -e\nnsenter -m -t {} xfs_growfs -d {INSIDE} >&2\necho '{{\"capacity_bytes\":1}}'\n",
+            container.pid()
+        );
+        fs::write(&program, script).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        let entry = Directory::new(&self.directory).entry(&Target::new("target", target).unwrap());
+        entry.write_runtime_cli(&program).unwrap();
+    }
+}
+
+impl Drop for CrustOps {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a ReadWriteOncePod claim is.
+fn one_writer() -> csi::VolumeCapability {
+    of_one_writer(mounted("xfs"))
+}
+
+fn of_one_writer(capability: csi::VolumeCapability) -> csi::VolumeCapability {
+    let mode = csi::volume_capability::access_mode::Mode::SingleNodeSingleWriter;
+    let access_mode = Some(csi::volume_capability::AccessMode { mode: mode.into() });
+    csi::VolumeCapability { access_mode, ..capability }
+}
+
+impl Deferred {
+    pub fn new(call: Call) -> Self {
+        Self {
+            call,
+            crust_ops: None,
+            container: None,
+            id: String::new(),
+            inline: None,
+            snapshot: None,
+            cuts: Vec::new(),
+            round: 0,
+        }
+    }
+
+    fn crust_ops(&self) -> &CrustOps {
+        self.crust_ops.as_ref().unwrap()
+    }
+
+    fn group(&self) -> u32 {
+        30_000 + self.round as u32
+    }
+
+    fn wanted(&self) -> csi::VolumeCapability {
+        match self.call {
+            Call::PublishOnHost => of_one_writer(in_group(&self.group().to_string())),
+            _ => one_writer(),
+        }
+    }
+
+    fn target(&self, on: &Scene) -> PathBuf {
+        match &self.inline {
+            Some(volume) => volume.target.clone(),
+            None => on.driver.target(&self.id),
+        }
+    }
+
+    fn publishing(&self, on: &Scene) -> csi::NodePublishVolumeRequest {
+        if let Some(volume) = &self.inline {
+            let attributes = [("size", "300Mi")];
+            return csi::NodePublishVolumeRequest {
+                volume_context: context(&attributes),
+                volume_capability: Some(mounted("xfs")),
+                defer_fs_ops: true,
+                ..volume.publishing(&attributes)
+            };
+        }
+        let request = on.driver.publishing(&self.id, &self.target(on), &self.wanted());
+        csi::NodePublishVolumeRequest { defer_fs_ops: self.call != Call::PublishOnHost, ..request }
+    }
+
+    fn unpublishing(&self, on: &Scene) -> csi::NodeUnpublishVolumeRequest {
+        let id = self.inline.as_ref().map_or(&self.id, |volume| &volume.handle);
+        unpublishing(id, path(&self.target(on)))
+    }
+
+    fn larger(&mut self, on: &Scene) -> String {
+        let snapshot = self.snapshot.get_or_insert_with(|| {
+            let small = on.driver.volume(&on.name("small", 0), BYTES, one_writer());
+            on.driver.stage(&small, &one_writer());
+            on.driver.unstage(&small);
+            on.driver.snapshot(&on.name("cut", 0), &small)
+        });
+        let request = csi::CreateVolumeRequest {
+            volume_content_source: Some(Source::Snapshot(snapshot).into()),
+            ..create(&on.name("v", self.round), 2 * BYTES, one_writer())
+        };
+        on.driver.ok(request).volume.unwrap().volume_id
+    }
+
+    fn new_pod(&mut self, on: &Scene) {
+        let handle = on.name("inline", self.round);
+        let pod = on.driver.scratch().join("pods").join(&handle);
+        // Another pod, by which the directory of all is known.
+        fs::create_dir_all(pod.with_file_name("other")).unwrap();
+        let target = pod.join("volumes/kubernetes.io~csi/v/mount");
+        self.inline = Some(PodVolume { handle, target });
+    }
+
+    fn release(&mut self, on: &Scene) {
+        self.container = None;
+        if self.inline.is_some() {
+            on.driver.ok(self.unpublishing(on));
+        } else if !self.id.is_empty() {
+            on.driver.take_down(&self.id);
+            on.driver.ok(delete_volume(&self.id));
+        }
+    }
+
+    fn cut(&self, on: &Scene) -> String {
+        on.name("taken", self.round)
+    }
+
+    /// A container that has the volume, and has claimed it.
+    fn run_container(&mut self, on: &Scene) {
+        let device = loops_named(&self.id).remove(0);
+        let container = Container::start(device.as_ref(), "xfs", &["nouuid".to_owned()]);
+        self.crust_ops().claim(&self.target(on), &container);
+        self.container = Some(container);
+    }
+
+    fn inside(&self, name: &str) -> PathBuf {
+        self.container.as_ref().unwrap().file(name)
+    }
+}
+
+impl Scenario for Deferred {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        self.round = round;
+        if self.crust_ops.is_none() {
+            self.crust_ops = Some(CrustOps::start(on));
+        }
+        let reuses = matches!(self.call, Call::Cut | Call::Expand);
+        let is_new = round == 1 || !reuses;
+        if is_new {
+            self.release(on);
+        }
+        match self.call {
+            Call::PublishInline | Call::UnpublishInline | Call::Leftovers => self.new_pod(on),
+            Call::StageLarger => self.id = self.larger(on),
+            _ if is_new => {
+                self.id = on.driver.volume(&on.name("v", round), BYTES, self.wanted());
+                on.driver.stage(&self.id, &self.wanted());
+            }
+            _ => {}
+        }
+        match self.call {
+            Call::Publish | Call::StageLarger | Call::PublishOnHost | Call::PublishInline => {}
+            Call::Unpublish | Call::UnpublishInline | Call::Leftovers | Call::Reboot => {
+                on.driver.ok(self.publishing(on));
+                fs::create_dir_all(self.target(on).join("sub/path")).unwrap();
+            }
+            Call::Cut | Call::Expand => {
+                if is_new {
+                    on.driver.ok(self.publishing(on));
+                    self.run_container(on);
+                }
+                if self.call == Call::Expand {
+                    on.driver.ok(expand(&self.id, BYTES + round as u64 * 16 * MIB));
+                } else {
+                    fs::write(self.inside(&format!("round-{round}")), "x").unwrap();
+                }
+            }
+        }
+    }
+
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        match self.call {
+            Call::Publish | Call::PublishOnHost | Call::PublishInline => {
+                on.driver.call(self.publishing(on)).map(drop)
+            }
+            Call::Unpublish | Call::UnpublishInline => {
+                on.driver.call(self.unpublishing(on)).map(drop)
+            }
+            Call::StageLarger => {
+                on.driver.call(on.driver.staging_of(&self.id, &one_writer())).map(drop)
+            }
+            Call::Expand => {
+                let target = self.target(on);
+                on.driver.call(expand_on_node(&self.id, &target)).map(drop)
+            }
+            Call::Cut => {
+                let answer = on.driver.call(cut(&self.cut(on), &self.id))?;
+                let id = answer.snapshot.unwrap().snapshot_id;
+                if !self.cuts.contains(&id) {
+                    self.cuts.push(id);
+                }
+                Ok(())
+            }
+            Call::Reboot => {
+                let devices = loops_named(&self.id);
+                on.start_anew(|| devices.iter().for_each(|one| run("losetup", &["-d", one])))
+            }
+            Call::Leftovers => {
+                let pod = on.driver.scratch().join("pods").join(on.name("inline", self.round));
+                on.start_anew(|| {
+                    let _ = fs::remove_dir_all(pod);
+                })
+            }
+        }
+    }
+
+    fn check(&mut self, on: &Scene) {
+        let target = self.target(on);
+        let size = |at: &Path| {
+            let usage = statvfs(at).unwrap();
+            usage.blocks() as u64 * usage.fragment_size() as u64
+        };
+        match self.call {
+            Call::Publish | Call::PublishInline => {
+                assert!(self.crust_ops().is_handed_over(&target) && target.is_dir());
+            }
+            Call::Unpublish | Call::UnpublishInline | Call::Leftovers => {
+                assert!(!self.crust_ops().is_handed_over(&target) && !target.exists());
+            }
+            Call::Reboot => assert!(!self.crust_ops().is_handed_over(&target)),
+            Call::StageLarger => {
+                on.driver.ok(on.driver.publishing(&self.id, &target, &one_writer()));
+                assert!(size(&target) > BYTES * 3 / 2, "{}", size(&target));
+                on.driver.unpublish(&self.id, &target);
+            }
+            Call::PublishOnHost => {
+                assert_eq!(fs::metadata(&target).unwrap().gid(), self.group());
+                fs::write(target.join("file"), "x").unwrap();
+            }
+            Call::Expand => {
+                let least = BYTES - 100 * MIB + (self.round as u64 - 1) * 16 * MIB;
+                assert!(size(&self.inside("")) > least, "{} of {least}", size(&self.inside("")));
+            }
+            Call::Cut => {
+                let mut distinct = self.cuts.clone();
+                distinct.dedup();
+                assert_eq!(distinct.len(), self.round, "one for each round");
+            }
+        }
+        if let Call::PublishInline = self.call {
+            // As it would be for the pod.
+            let id = self.device_name();
+            let device = loops_named(&id).remove(0);
+            let container = Container::start(device.as_ref(), "xfs", &["nouuid".to_owned()]);
+            let root = fs::metadata(container.file("")).unwrap();
+            assert_eq!(root.mode() & 0o777, 0o777);
+        }
+    }
+
+    fn begins_after(&self) -> Option<&'static str> {
+        // What comes before is the same in every start.
+        matches!(self.call, Call::Leftovers | Call::Reboot).then_some("pool.directory_made")
+    }
+
+    fn in_use(&self) -> Vec<PathBuf> {
+        self.container.iter().map(|container| container.file("")).collect()
+    }
+
+    fn attached(&self, on: &Scene) -> Attached {
+        let none = Attached::default();
+        match self.call {
+            Call::UnpublishInline | Call::Leftovers | Call::Reboot => none,
+            Call::PublishInline => {
+                Attached { devices: [self.device_name()].into(), ..Attached::default() }
+            }
+            Call::PublishOnHost => {
+                let mut all = none.staged(on, &self.id, false);
+                all.mounts.insert(self.target(on));
+                all
+            }
+            _ => none.staged(on, &self.id, false),
+        }
+    }
+
+    fn finish(&mut self, on: &Scene) {
+        for id in self.cuts.drain(..) {
+            on.driver.ok(delete_snapshot(&id));
+        }
+        self.release(on);
+        let left = fs::read_dir(&self.crust_ops().directory).unwrap();
+        let left: Vec<PathBuf> = left
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.file_name().is_some_and(|name| name.len() == 64))
+            .collect();
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
+}
+
+impl Deferred {
+    /// The name of the backing file of the inline volume, by which its device is told.
+    fn device_name(&self) -> String {
+        let handle = &self.inline.as_ref().unwrap().handle;
+        let devices = fs::read_dir("/sys/block").unwrap().flatten();
+        let mut names = devices.filter_map(|device| {
+            let file = fs::read_to_string(device.path().join("loop/backing_file")).ok()?;
+            let name = file.trim_end().rsplit_once('/')?.1.to_owned();
+            name.contains(&format!("-{handle}-")).then_some(name)
+        });
+        names.next().unwrap()
+    }
+}

@@ -1,0 +1,480 @@
+//! One scenario against one driver: the points that its call meets, a death or an error at each of
+//! them, and what has to hold afterwards.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use csi_loopback::backend::PoolKind;
+use csi_loopback::proto::csi::v1 as csi;
+use tempfile::TempDir;
+use tonic::{Code, Status};
+
+use support::driver::*;
+use support::path;
+
+/// All points but those within a commit of the catalog, whose number is the store's business.
+pub const STEPS: &str = "!page.";
+pub const PAGES: &str = "page.";
+/// No name begins so.
+pub const ALL: &str = "!-";
+
+/// How long a write to a frozen filesystem is watched for not ending, and to any other for ending.
+const STANDSTILL: Duration = Duration::from_millis(150);
+
+/// What is done at a point.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    Kill,
+    Error,
+}
+
+/// A call of the driver, with all that has to be there before and to hold after it.
+pub trait Scenario {
+    /// Makes what the call needs, under names of this round; the first time also what all rounds share.
+    fn prepare(&mut self, on: &Scene, round: usize);
+
+    /// The call. It is made again, as it was, after the driver died in it.
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status>;
+
+    /// That the call has done what it promises, once and only once.
+    fn check(&mut self, on: &Scene);
+
+    /// The last point that is not yet this call's, where the call is a new start of the driver.
+    fn begins_after(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Directories and devices that pods use, which go on serving them whatever becomes of the driver.
+    fn in_use(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    /// The volumes that have a loop device after the call, and where volumes are mounted.
+    fn attached(&self, _on: &Scene) -> Attached {
+        Attached::default()
+    }
+
+    /// Takes down what is in use.
+    fn finish(&mut self, _on: &Scene) {}
+}
+
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Attached {
+    pub devices: BTreeSet<String>,
+    pub mounts: BTreeSet<PathBuf>,
+}
+
+impl Attached {
+    /// Adds a volume as [`Driver::stage`] leaves it.
+    pub fn staged(mut self, on: &Scene, id: &str, is_mounted: bool) -> Self {
+        self.devices.insert(id.to_owned());
+        self.mounts.extend(is_mounted.then(|| on.driver.staging(id)));
+        self
+    }
+
+    /// Adds a volume as [`Driver::publish`] leaves it.
+    pub fn published(self, on: &Scene, id: &str, is_mounted: bool) -> Self {
+        let mut all = self.staged(on, id, is_mounted);
+        all.mounts.insert(on.driver.target(id));
+        all
+    }
+}
+
+/// A driver with fail points, and names that nobody else on the machine uses.
+pub struct Scene {
+    pub driver: Driver,
+    tag: String,
+    points: TempDir,
+}
+
+impl Scene {
+    /// SCENE in a flag stands for [`Scene::place`].
+    pub fn start(kind: PoolKind, flags: &[&str]) -> Self {
+        static NUMBER: AtomicUsize = AtomicUsize::new(0);
+        let points = TempDir::with_prefix("points-").unwrap();
+        let watched = path(points.path()).to_owned();
+        let flags: Vec<String> = flags.iter().map(|flag| flag.replace("SCENE", &watched)).collect();
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let driver = Driver::with(kind, &[flags.as_slice(), &["--fail-points", &watched]].concat());
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        Self { driver, tag: format!("crash{}x{number}", std::process::id()), points }
+    }
+
+    /// A private directory beside the driver's.
+    pub fn place(&self) -> &Path {
+        self.points.path()
+    }
+
+    /// The name of an object of this scene.
+    pub fn name(&self, what: &str, round: usize) -> String {
+        format!("{}-{what}-{round}", self.tag)
+    }
+
+    /// From now on the points count whose names are `names`; 0 is no point, and only notes them.
+    pub fn plan(&mut self, fault: Fault, at: usize, names: &str) {
+        if self.driver.is_running() {
+            // Its socket is there a moment before the last point of its start: an answer comes after.
+            self.driver.ok(csi::ProbeRequest {});
+        }
+        let what = if fault == Fault::Kill { "kill" } else { "error" };
+        let _ = fs::remove_file(self.points.path().join("met"));
+        let temporary = self.points.path().join("plan.part");
+        fs::write(&temporary, format!("{what} {at} {names}")).unwrap();
+        fs::rename(temporary, self.points.path().join("plan")).unwrap();
+    }
+
+    /// The points met since the plan was made, which ends here.
+    pub fn met(&self) -> Vec<String> {
+        let _ = fs::remove_file(self.points.path().join("plan"));
+        let met = fs::read_to_string(self.points.path().join("met")).unwrap_or_default();
+        met.lines().map(str::to_owned).collect()
+    }
+
+    /// Kills the driver if it runs, does `meanwhile`, and starts it; an error when that ends at a
+    /// point, by `UNAVAILABLE`.
+    pub fn start_anew(&mut self, meanwhile: impl FnOnce()) -> Result<(), Status> {
+        if self.driver.is_running() {
+            self.driver.kill();
+        }
+        meanwhile();
+        self.driver.try_start().map_err(|error| {
+            assert!(error.contains("SIGKILL"), "{error}\n{}", self.driver.log());
+            Status::unavailable(error)
+        })
+    }
+
+    /// Waits for the driver's death by its own hand.
+    pub fn has_died(&mut self) {
+        if self.driver.is_running() {
+            let status = self.driver.wait();
+            assert_eq!(status.signal(), Some(libc::SIGKILL), "the driver ended: {status}");
+        }
+        // A tool that it was starting holds its descriptors until it runs.
+        let socket = self.driver.socket();
+        wait_for("the dead driver's socket is closed", || UnixStream::connect(&socket).is_err());
+    }
+
+    /// Ends the driver in order and has the pool checked; then the driver runs again.
+    pub fn check_pool(&mut self) {
+        assert!(self.driver.stop().success());
+        self.check_stopped_pool();
+        self.driver.start_again();
+    }
+
+    fn check_stopped_pool(&self) {
+        let data_dir = self.driver.data_dir();
+        let checked =
+            Command::new(binary()).args(["pool", "check", "--data-dir", path(&data_dir)]).output();
+        let checked = checked.unwrap();
+        let said = String::from_utf8_lossy(&checked.stdout);
+        let why = String::from_utf8_lossy(&checked.stderr);
+        assert!(checked.status.success(), "pool check:\n{said}{why}");
+        let left: Vec<PathBuf> = fs::read_dir(&data_dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.extension().is_some_and(|end| end == "part"))
+            .collect();
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
+
+    /// The loop devices and mounts of this scene, as the kernel tells them.
+    fn attached_now(&self) -> Attached {
+        let mut devices: Vec<String> = Vec::new();
+        for entry in fs::read_dir("/sys/block").unwrap().flatten() {
+            let file = fs::read_to_string(entry.path().join("loop/backing_file"));
+            let Ok(file) = file else { continue };
+            let Some((_, name)) = file.trim_end().rsplit_once('/') else { continue };
+            if name.contains(&format!("-{}-", self.tag)) {
+                devices.push(name.to_owned());
+            }
+        }
+        let distinct: BTreeSet<String> = devices.iter().cloned().collect();
+        assert_eq!(devices.len(), distinct.len(), "two devices of one volume: {devices:?}");
+        let below = |mount: &Mount| {
+            mount.target.starts_with(self.driver.scratch())
+                && mount.target != self.driver.scratch().join("xfs")
+        };
+        let at: Vec<PathBuf> = mounts().into_iter().filter(below).map(|one| one.target).collect();
+        let mounts: BTreeSet<PathBuf> = at.iter().cloned().collect();
+        assert_eq!(at.len(), mounts.len(), "mounted twice: {at:?}");
+        Attached { devices: distinct, mounts }
+    }
+
+    /// That nothing but this is attached and mounted.
+    fn check_attached(&self, expected: &Attached) {
+        let until = Instant::now() + PATIENCE;
+        let mut found = self.attached_now();
+        // The kernel lets go of a device a moment after its last user, which may have much to write.
+        while found != *expected && Instant::now() < until {
+            thread::sleep(Duration::from_millis(10));
+            found = self.attached_now();
+        }
+        assert_eq!(found, *expected, "devices and mounts");
+    }
+
+    /// Begins with an empty data directory: the points that its start meets, up to the death at the
+    /// N-th (0: none).
+    pub fn make_pool(&mut self, at: usize, names: &str) -> Vec<String> {
+        if self.driver.is_running() {
+            self.driver.kill();
+        }
+        let _ = Command::new("chattr").args(["-R", "-i"]).arg(self.driver.data_dir()).output();
+        fs::remove_dir_all(self.driver.data_dir()).unwrap();
+        self.plan(Fault::Kill, at, names);
+        let started = self.start_anew(|| {});
+        let met = self.met();
+        if at > 0 {
+            self.has_died();
+        } else {
+            started.unwrap();
+        }
+        met
+    }
+
+    /// Ends the driver; nothing of it may be left.
+    pub fn end(&mut self) {
+        self.check_attached(&Attached::default());
+        assert!(self.driver.stop().success());
+        self.check_stopped_pool();
+        let socket = self.driver.socket();
+        let left: Vec<PathBuf> = fs::read_dir(self.driver.scratch())
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| {
+                let name = path.file_name().unwrap().to_string_lossy().into_owned();
+                path != &socket && (name.starts_with('.') || name.starts_with("target-"))
+            })
+            .collect();
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
+}
+
+/// A write that a pod makes, which a frozen filesystem lets wait.
+struct PodWrite {
+    place: PathBuf,
+    done: mpsc::Receiver<()>,
+}
+
+impl PodWrite {
+    fn begin(place: &Path) -> Self {
+        let (send, done) = mpsc::channel();
+        let to = place.to_owned();
+        thread::spawn(move || {
+            let file = if to.is_dir() { to.join("pod") } else { to };
+            let mut file =
+                File::options().write(true).create(true).truncate(false).open(file).unwrap();
+            // The first block of a device is what every scenario writes before it cuts.
+            file.write_all(b"pod").and_then(|()| file.sync_all()).unwrap();
+            let _ = send.send(());
+        });
+        Self { place: place.to_owned(), done }
+    }
+
+    fn ends_within(&self, time: Duration) -> bool {
+        match self.done.recv_timeout(time) {
+            Ok(()) => true,
+            Err(RecvTimeoutError::Timeout) => false,
+            Err(RecvTimeoutError::Disconnected) => {
+                panic!("a pod could not write to {}", self.place.display())
+            }
+        }
+    }
+
+    fn has_to_end(&self) {
+        if !self.ends_within(Duration::from_secs(20)) {
+            let _ = Command::new("fsfreeze").arg("-u").arg(&self.place).status();
+            panic!("{} is still frozen", self.place.display());
+        }
+    }
+}
+
+/// How many filesystems are frozen after these points.
+fn frozen_after(met: &[String]) -> usize {
+    let count = |name: &str| met.iter().filter(|point| *point == name).count();
+    count("freeze.frozen") - count("freeze.thawed")
+}
+
+/// A scenario in progress.
+pub struct Play<'a> {
+    pub scene: Scene,
+    pub scenario: &'a mut dyn Scenario,
+    round: usize,
+}
+
+impl<'a> Play<'a> {
+    pub fn new(scene: Scene, scenario: &'a mut dyn Scenario) -> Self {
+        Self { scene, scenario, round: 0 }
+    }
+
+    fn prepare(&mut self) {
+        self.round += 1;
+        self.scenario.prepare(&self.scene, self.round);
+    }
+
+    fn settled(&mut self) {
+        self.scenario.check(&self.scene);
+        let expected = self.scenario.attached(&self.scene);
+        self.scene.check_attached(&expected);
+    }
+
+    /// The call, undisturbed: which of the points it meets.
+    pub fn learn(&mut self, names: &str) -> Vec<String> {
+        self.prepare();
+        self.scene.plan(Fault::Kill, 0, names);
+        self.scenario.call(&mut self.scene).unwrap();
+        let met = self.scene.met();
+        self.settled();
+        met
+    }
+
+    /// The driver dies at the N-th point of the call, and is not started again yet. What pods use goes
+    /// on; what was frozen waits and is returned. False when the call met fewer points.
+    pub fn die_at(
+        &mut self,
+        at: usize,
+        names: &str,
+        expected: Option<&[String]>,
+    ) -> Option<Waiting> {
+        self.prepare();
+        self.scene.plan(Fault::Kill, at, names);
+        let answer = self.scenario.call(&mut self.scene);
+        let met = self.scene.met();
+        if met.len() < at {
+            assert_eq!(expected, None, "the call met other points: {met:?}");
+            answer.unwrap();
+            return None;
+        }
+        // A start that dies there has served.
+        let served = met.last().is_some_and(|point| point == "socket.named");
+        assert!(answer.is_err() || served, "a driver that died at {met:?} has answered");
+        self.scene.has_died();
+        if let Some(expected) = expected {
+            assert_same_way(&met, expected);
+        }
+        let writes: Vec<PodWrite> =
+            self.scenario.in_use().iter().map(|place| PodWrite::begin(place)).collect();
+        let frozen = if names == STEPS { frozen_after(&met) } else { 0 };
+        let waiting = self.waiting(writes, frozen, names == STEPS);
+        Some(Waiting(waiting))
+    }
+
+    fn waiting(&self, writes: Vec<PodWrite>, frozen: usize, exact: bool) -> Vec<PodWrite> {
+        if frozen == 0 && exact {
+            writes.iter().for_each(PodWrite::has_to_end);
+            return Vec::new();
+        }
+        thread::sleep(STANDSTILL);
+        let waiting: Vec<PodWrite> =
+            writes.into_iter().filter(|write| !write.ends_within(Duration::ZERO)).collect();
+        assert!(!exact || waiting.len() >= frozen, "{frozen} filesystems should stand still");
+        waiting
+    }
+
+    /// A killed driver starts again, and the same call does what it promises. With a `check`, the start
+    /// alone has to have settled everything.
+    pub fn converge(&mut self, waiting: Waiting, check: bool) {
+        self.scene.driver.start_again();
+        waiting.0.iter().for_each(PodWrite::has_to_end);
+        // Where the start is the call, its work goes on after it has served.
+        if check && self.scenario.begins_after().is_none() {
+            self.scene.driver.kill();
+            self.scene.check_stopped_pool();
+            self.scene.driver.start_again();
+        }
+        let repeated = self.scenario.call(&mut self.scene);
+        repeated.unwrap_or_else(|status| panic!("repeated after the death: {status:?}"));
+        self.settled();
+    }
+
+    /// An error at the N-th point: the call says so, or has done its work all the same; repeated, it
+    /// does what it promises. Returns the code.
+    pub fn fail_at(&mut self, at: usize, expected: Option<&[String]>) {
+        self.prepare();
+        self.scene.plan(Fault::Error, at, STEPS);
+        let answer = self.scenario.call(&mut self.scene);
+        let met = self.scene.met();
+        if let Some(expected) = expected {
+            assert_same_way(&met[..at.min(met.len())], expected);
+        }
+        let writes: Vec<PodWrite> =
+            self.scenario.in_use().iter().map(|place| PodWrite::begin(place)).collect();
+        writes.iter().for_each(PodWrite::has_to_end);
+        if let Err(status) = &answer {
+            assert!(
+                status.code() == Code::Internal && status.message().contains("os error 5"),
+                "{status:?}"
+            );
+        }
+        let repeated = self.scenario.call(&mut self.scene);
+        repeated.unwrap_or_else(|status| panic!("repeated after {answer:?}: {status:?}"));
+        self.settled();
+    }
+
+    /// A start of a driver that died: the points that it meets. The driver is killed again.
+    pub fn watch_start(&mut self, names: &str) -> Vec<String> {
+        self.scene.plan(Fault::Kill, 0, names);
+        self.scene.driver.start_again();
+        let met = self.scene.met();
+        self.scene.driver.kill();
+        met
+    }
+
+    /// Starts the driver again and again, and kills it each time after the first step that it had not
+    /// taken before; where a death leaves the start where it was, a step later. `at` is the first step.
+    /// Says how often.
+    pub fn die_while_starting(&mut self, mut at: usize) -> usize {
+        let (mut deaths, mut before) = (0, Vec::new());
+        loop {
+            self.scene.plan(Fault::Kill, at, STEPS);
+            let started = self.scene.start_anew(|| {});
+            let met = self.scene.met();
+            if met.len() < at {
+                started.unwrap();
+                self.scene.driver.kill();
+                return deaths;
+            }
+            self.scene.has_died();
+            deaths += 1;
+            if met == before {
+                at += 1;
+            }
+            before = met;
+            assert!(deaths < 500, "the start never comes to its end: {before:?}");
+        }
+    }
+
+    /// Ends the scenario and looks for what it left.
+    pub fn end(mut self) {
+        self.scenario.finish(&self.scene);
+        self.scene.end();
+    }
+}
+
+/// Writes that wait for a frozen filesystem.
+pub struct Waiting(Vec<PodWrite>);
+
+/// A call goes the same way each time, but for how often it has to let go of a device that somebody else's mount namespace,
+/// begun at that moment, still has: then it came less far.
+#[track_caller]
+fn assert_same_way(met: &[String], expected: &[String]) {
+    const AGAIN: &str = "loop.let_go";
+    let once = |points: &[String]| {
+        let mut points = points.to_vec();
+        points.dedup_by(|next, point| next == point && next == AGAIN);
+        points
+    };
+    let (met, expected) = (once(met), once(expected));
+    assert!(
+        expected.starts_with(&met),
+        "the call took another way than before: {met:?}, not {expected:?}"
+    );
+}

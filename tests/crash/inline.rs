@@ -1,0 +1,251 @@
+//! Scenarios of inline volumes: publish and unpublish, the same after a reboot, and a start that finds volumes
+//! of pods that are gone.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use csi_loopback::proto::csi::v1 as csi;
+use nix::sys::statvfs::statvfs;
+use tonic::Status;
+
+use crate::harness::{Attached, Scenario, Scene};
+use support::driver::*;
+use support::inline::{PodVolume, is_mounted};
+use support::{MIB, path, run};
+
+/// The calls, by what they find.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    /// Publish of a new volume with this filesystem.
+    Publish(&'static str),
+    /// Publish of a new volume with a snapshot's data, larger than that.
+    FromSnapshot,
+    /// The same, read-only.
+    ReadOnly,
+    /// Publish of a new volume to a group.
+    ToGroup,
+    /// Publish of a volume that the pod has.
+    Repeat,
+    /// Publish of a volume that the pod had before a reboot.
+    RepeatAfterReboot,
+    Unpublish,
+    UnpublishAfterReboot,
+    /// A start of the driver that finds a volume whose pod is gone, with its directory.
+    Leftovers,
+}
+
+pub struct OnPod {
+    call: Call,
+    round: usize,
+    volume: Option<PodVolume>,
+    snapshot: Option<String>,
+}
+
+/// The flag that the calls with a snapshot need.
+pub const FROM_SNAPSHOT: [&str; 1] = ["--inline-from-snapshot"];
+
+/// What a volume is found by, before and after the call.
+const WORDS: &str = "what the pod has written";
+
+impl OnPod {
+    pub fn new(call: Call) -> Self {
+        Self { call, round: 0, volume: None, snapshot: None }
+    }
+
+    fn volume(&self) -> &PodVolume {
+        self.volume.as_ref().unwrap()
+    }
+
+    fn group(&self) -> u32 {
+        30_000 + self.round as u32
+    }
+
+    fn publishing(&self) -> csi::NodePublishVolumeRequest {
+        let volume = self.volume();
+        let of = |size, capability| csi::NodePublishVolumeRequest {
+            volume_capability: Some(capability),
+            ..volume.publishing(&[("size", size)])
+        };
+        match self.call {
+            Call::Publish("xfs") => of("300Mi", mounted("xfs")),
+            Call::Publish("btrfs") => of("128Mi", mounted("btrfs")),
+            Call::FromSnapshot | Call::ReadOnly => {
+                let snapshot = self.snapshot.as_deref().unwrap();
+                let publishing = volume.publishing(&[("size", "48Mi"), ("fromSnapshot", snapshot)]);
+                csi::NodePublishVolumeRequest {
+                    readonly: self.call == Call::ReadOnly,
+                    ..publishing
+                }
+            }
+            Call::ToGroup => of("16Mi", in_group(&self.group().to_string())),
+            _ => of("16Mi", mounted("")),
+        }
+    }
+
+    fn unpublishing(&self) -> csi::NodeUnpublishVolumeRequest {
+        unpublishing(&self.volume().handle, path(&self.volume().target))
+    }
+
+    /// The devices of the volume, by the names of what is behind them, which nobody else knows.
+    fn devices(&self) -> Vec<String> {
+        let begins = format!("inline-{}-", self.volume().handle);
+        let mut found = Vec::new();
+        for entry in fs::read_dir("/sys/block").unwrap().flatten() {
+            let file = fs::read_to_string(entry.path().join("loop/backing_file"));
+            let Some(name) =
+                file.ok().and_then(|file| Some(file.trim_end().rsplit_once('/')?.1.to_owned()))
+            else {
+                continue;
+            };
+            if name.starts_with(&begins) {
+                found.push(name);
+            }
+        }
+        found
+    }
+
+    /// Takes away what the kernel has of the volume.
+    fn reboot(&self) {
+        let target = path(&self.volume().target);
+        while is_mounted(&self.volume().target) {
+            run("umount", &[target]);
+        }
+        for device in self.devices().iter().flat_map(|name| loops_named(name)) {
+            run("losetup", &["-d", &device]);
+        }
+        let gone = || self.devices().is_empty();
+        wait_for("the devices are gone", gone);
+    }
+
+    /// A small volume's snapshot with the words in it.
+    fn make_snapshot(&mut self, on: &Scene) {
+        if self.snapshot.is_none() {
+            let source = on.driver.volume(&on.name("source", 0), 16 * MIB, mounted(""));
+            let target = on.driver.publish(&source, &mounted(""));
+            fs::write(target.join("file"), WORDS).unwrap();
+            let snapshot = on.driver.snapshot(&on.name("cut", 0), &source);
+            on.driver.take_down(&source);
+            on.driver.ok(delete_volume(&source));
+            self.snapshot = Some(snapshot);
+        }
+    }
+
+    fn release(&self, on: &Scene) {
+        if self.volume.is_some() {
+            on.driver.ok(self.unpublishing());
+        }
+    }
+}
+
+impl Scenario for OnPod {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        self.round = round;
+        let keeps = matches!(self.call, Call::Repeat);
+        if self.volume.is_none() || !keeps {
+            self.release(on);
+            let handle = on.name("inline", round);
+            let pod = on.driver.scratch().join("pods").join(&handle);
+            // Another pod, by which the directory of all is known.
+            fs::create_dir_all(pod.with_file_name("other")).unwrap();
+            let target = pod.join("volumes/kubernetes.io~csi/v/mount");
+            self.volume = Some(PodVolume { handle, target });
+        }
+        match self.call {
+            Call::FromSnapshot | Call::ReadOnly => self.make_snapshot(on),
+            Call::Publish(_) | Call::ToGroup => {}
+            Call::Repeat
+            | Call::RepeatAfterReboot
+            | Call::Unpublish
+            | Call::UnpublishAfterReboot
+            | Call::Leftovers => {
+                on.driver.ok(self.publishing());
+                fs::write(self.volume().file("file"), WORDS).unwrap();
+            }
+        }
+        if matches!(self.call, Call::RepeatAfterReboot | Call::UnpublishAfterReboot) {
+            self.reboot();
+        }
+    }
+
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        match self.call {
+            Call::Unpublish | Call::UnpublishAfterReboot => {
+                on.driver.call(self.unpublishing()).map(drop)
+            }
+            Call::Leftovers => {
+                let pod = on.driver.scratch().join("pods").join(&self.volume().handle);
+                on.start_anew(|| {
+                    if is_mounted(&self.volume().target) {
+                        run("umount", &[path(&self.volume().target)]);
+                    }
+                    let _ = fs::remove_dir_all(pod);
+                })
+            }
+            _ => on.driver.call(self.publishing()).map(drop),
+        }
+    }
+
+    fn check(&mut self, _on: &Scene) {
+        let volume = self.volume();
+        let found = || fs::read_to_string(volume.file("file")).unwrap();
+        let bytes = || {
+            let usage = statvfs(&volume.target).unwrap();
+            usage.blocks() as u64 * usage.fragment_size() as u64
+        };
+        match self.call {
+            Call::Unpublish | Call::UnpublishAfterReboot | Call::Leftovers => {
+                assert!(!volume.target.exists());
+            }
+            Call::Repeat | Call::RepeatAfterReboot => assert_eq!(found(), WORDS),
+            Call::ReadOnly => {
+                assert!(fs::write(volume.file("new"), "x").is_err());
+                assert!(found() == WORDS && bytes() > 32 * MIB, "{}", bytes());
+            }
+            Call::FromSnapshot => {
+                fs::write(volume.file("new"), "x").unwrap();
+                assert!(found() == WORDS && bytes() > 32 * MIB, "{}", bytes());
+            }
+            Call::Publish(_) | Call::ToGroup => {
+                assert_eq!(fs::read_dir(&volume.target).unwrap().count(), 0, "it begins empty");
+                fs::write(volume.file("new"), "x").unwrap();
+                let root = fs::metadata(&volume.target).unwrap();
+                assert_eq!(root.mode() & 0o777, 0o777);
+                if self.call == Call::ToGroup {
+                    let of = |of: fs::Metadata| (of.gid(), of.mode() & 0o2000);
+                    assert_eq!(of(root), (self.group(), 0o2000));
+                    assert_eq!(fs::metadata(volume.file("new")).unwrap().gid(), self.group());
+                }
+                fs::remove_file(volume.file("new")).unwrap();
+            }
+        }
+    }
+
+    fn begins_after(&self) -> Option<&'static str> {
+        // What comes before is the same in every start.
+        (self.call == Call::Leftovers).then_some("pool.directory_made")
+    }
+
+    fn in_use(&self) -> Vec<PathBuf> {
+        match self.call {
+            Call::Repeat => vec![self.volume().target.clone()],
+            _ => Vec::new(),
+        }
+    }
+
+    fn attached(&self, _on: &Scene) -> Attached {
+        match self.call {
+            Call::Unpublish | Call::UnpublishAfterReboot | Call::Leftovers => Attached::default(),
+            _ => {
+                let devices = self.devices();
+                assert_eq!(devices.len(), 1, "one device: {devices:?}");
+                let mounts = [self.volume().target.clone()].into();
+                Attached { devices: devices.into_iter().collect(), mounts }
+            }
+        }
+    }
+
+    fn finish(&mut self, on: &Scene) {
+        self.release(on);
+    }
+}

@@ -1,0 +1,133 @@
+//! Scenarios of inline volumes whose content the driver writes, in the pool and in memory, and of what is wiped.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::process::Command;
+
+use csi_loopback::proto::csi::v1 as csi;
+use tonic::Status;
+
+use crate::harness::{Attached, Scenario, Scene};
+use support::driver::*;
+use support::inline::PodVolume;
+use support::path;
+
+type Files = &'static [(&'static str, &'static str)];
+
+const BEFORE: Files = &[("a", "before"), ("b", "before"), ("gone", "x")];
+const AFTER: Files = &[("a", "after"), ("b", "after"), ("new", "y")];
+
+/// What is done with a volume that carries a secret.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    Publish,
+    PublishInMemory,
+    /// Publish of a volume that is there, with another secret, while things lie there that do not belong there.
+    Refresh,
+    /// Publish of a writable volume, which begins with the files.
+    Seed,
+    /// Unpublish: what it held is overwritten.
+    Wipe,
+}
+
+pub struct InlineContent {
+    call: Call,
+    volume: Option<PodVolume>,
+}
+
+impl InlineContent {
+    pub fn new(call: Call) -> Self {
+        Self { call, volume: None }
+    }
+
+    fn volume(&self) -> &PodVolume {
+        self.volume.as_ref().unwrap()
+    }
+
+    fn publishing(&self, files: Files) -> csi::NodePublishVolumeRequest {
+        let attributes: &[(&str, &str)] = match self.call {
+            Call::PublishInMemory => &[("size", "16Mi"), ("medium", "Memory")],
+            Call::Seed => &[("size", "16Mi"), ("readOnlyContent", "false")],
+            Call::Publish | Call::Refresh | Call::Wipe => &[("size", "16Mi")],
+        };
+        let request = self.volume().publishing_content(attributes, files);
+        csi::NodePublishVolumeRequest { readonly: self.call != Call::Seed, ..request }
+    }
+
+    fn release(&mut self, on: &Scene) {
+        if let Some(volume) = self.volume.take() {
+            on.driver.unpublish(&volume.handle, &volume.target);
+        }
+    }
+}
+
+impl Scenario for InlineContent {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        if self.call != Call::Refresh || self.volume.is_none() {
+            self.release(on);
+            let handle = on.name("inline", round);
+            let target = on.driver.scratch().join(format!("target-{handle}"));
+            self.volume = Some(PodVolume { handle, target });
+        }
+        match self.call {
+            Call::Publish | Call::PublishInMemory | Call::Seed => {}
+            Call::Wipe => drop(on.driver.ok(self.publishing(BEFORE))),
+            Call::Refresh => {
+                // The same generations are there in each round.
+                on.driver.ok(self.publishing(&[("a", "once")]));
+                on.driver.ok(self.publishing(BEFORE));
+                fs::create_dir_all(self.volume().file("left/deep/deeper")).unwrap();
+            }
+        }
+    }
+
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        let volume = self.volume();
+        match self.call {
+            Call::Wipe => {
+                on.driver.call(unpublishing(&volume.handle, path(&volume.target))).map(drop)
+            }
+            _ => on.driver.call(self.publishing(AFTER)).map(drop),
+        }
+    }
+
+    fn check(&mut self, _on: &Scene) {
+        let volume = self.volume();
+        if self.call == Call::Wipe {
+            assert!(!volume.target.exists());
+            return;
+        }
+        let mut found = BTreeMap::new();
+        for entry in fs::read_dir(&volume.target).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            if !name.starts_with("..") && name != "lost+found" {
+                found.insert(name.clone(), fs::read_to_string(volume.file(&name)).unwrap());
+            }
+        }
+        let wanted = AFTER.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
+        assert_eq!(found, wanted.collect());
+    }
+
+    fn attached(&self, _on: &Scene) -> Attached {
+        let mut attached = Attached::default();
+        let target = &self.volume().target;
+        if self.call != Call::Wipe {
+            attached.devices.insert(backing_name(path(target)));
+            attached.mounts.insert(target.clone());
+        }
+        attached
+    }
+
+    fn finish(&mut self, on: &Scene) {
+        self.release(on);
+    }
+}
+
+/// The name of the file behind the device that is mounted there.
+fn backing_name(at: &str) -> String {
+    let output = Command::new("findmnt").args(["-n", "-o", "SOURCE", at]).output().unwrap();
+    let device = String::from_utf8(output.stdout).unwrap();
+    let number = device.trim().trim_start_matches("/dev/");
+    let file = fs::read_to_string(format!("/sys/block/{number}/loop/backing_file")).unwrap();
+    file.trim().rsplit_once('/').unwrap().1.to_owned()
+}

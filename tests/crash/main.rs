@@ -1,0 +1,369 @@
+//! A driver that is killed, or meets an error, between any two steps: what pods use goes on, and the
+//! call converges when it is repeated after the next start.
+//!
+//! Fail points stand in the source between steps that change disk, catalog or kernel
+//! (src/fail_point.rs). A scenario is a call with what it needs and promises; it is run once to
+//! learn which points it meets, then once for each of them.
+//!
+//! CRASH_POOLS=all      every point of every scenario on every kind of pool, points within the commits
+//!                      of the catalog included. By default that is so on image pools for all points
+//!                      between steps; of the rest a sample is taken, another one with each seed.
+//! CRASH_SEED=N         the seed of the sample; by default the day.
+//! CRASH_ONLY=NAME      scenarios with this in their names.
+//! CRASH_WORKERS=N      scenarios that run side by side (3).
+
+mod deferred;
+mod harness;
+mod inline;
+mod inline_content;
+mod node;
+mod node_proxy;
+mod oci_runtime;
+mod runtime_ops;
+mod snapshots;
+mod source;
+mod volumes;
+
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use csi_loopback::backend::PoolKind;
+use deferred::{Call as DeferredCall, Deferred};
+use harness::{ALL, PAGES, Play, STEPS, Scenario, Scene};
+use inline::OnPod;
+use inline_content::{Call as ContentCall, InlineContent};
+use node::{Call, OnNode};
+use support::driver::block;
+use support::{ALL_KINDS, MIB, have_root};
+
+/// A scenario by name, with the flags that its driver needs.
+struct Entry {
+    name: &'static str,
+    flags: &'static [&'static str],
+    make: fn() -> Box<dyn Scenario>,
+}
+
+macro_rules! entries {
+    ($($name:literal $([$flags:expr])? => $make:expr,)*) => {
+        &[$(Entry { name: $name, flags: entries!(@ $($flags)?), make: || Box::new($make) },)*]
+    };
+    (@) => { &[] };
+    (@ $flags:expr) => { &$flags };
+}
+
+/// The longest first, so that none of them is alone at the end.
+const ENTRIES: &[Entry] = entries! {
+    "cut a group" => snapshots::CutGroup::default(),
+    "forget" [snapshots::Forget::FLAGS] => snapshots::Forget::default(),
+    "stage larger" => OnNode::new(Call::StageLarger),
+    "stage new" => OnNode::new(Call::StageNew),
+    "pressure" [snapshots::Pressure::FLAGS] => snapshots::Pressure::default(),
+    "cut mounted" => snapshots::CutMounted::default(),
+    "cut raw" => snapshots::CutRaw::default(),
+    "clone mounted" => volumes::CloneMounted::default(),
+    "delete a group" => snapshots::DeleteGroup::default(),
+    "delete a volume" => volumes::Delete::default(),
+    "create from a snapshot" => volumes::CreateFromSnapshot::default(),
+    "create" => volumes::CreateEmpty::default(),
+    "delete a snapshot" => snapshots::DeleteSnapshot::default(),
+    "delete the last snapshot" => snapshots::DeleteLastSnapshot::default(),
+    "expand" => volumes::Expand::default(),
+    "expand on the node" => OnNode::new(Call::Expand),
+    "tracking off" => volumes::TrackingOff::default(),
+    "tracking on" => volumes::TrackingOn::default(),
+    "stage raw" => OnNode::new(Call::StageRaw),
+    "stage a busy device" => OnNode::new(Call::StageBusy),
+    "publish to a group" => OnNode::new(Call::PublishToGroup),
+    "publish read-only" => OnNode::new(Call::PublishReadOnly),
+    "publish raw read-only" => OnNode::new(Call::PublishRawReadOnly),
+    "unpublish" => OnNode::new(Call::Unpublish),
+    "unpublish raw read-only" => OnNode::new(Call::UnpublishRawReadOnly),
+    "unstage" => OnNode::new(Call::Unstage),
+    "unstage read-only" => OnNode::new(Call::UnstageReadOnly),
+    "reboot" => OnNode::new(Call::Reboot),
+    "inline: publish with xfs" => OnPod::new(inline::Call::Publish("xfs")),
+    "inline: publish with btrfs" => OnPod::new(inline::Call::Publish("btrfs")),
+    "inline: publish from a snapshot" [inline::FROM_SNAPSHOT] => OnPod::new(inline::Call::FromSnapshot),
+    "inline: publish from a snapshot read-only" [inline::FROM_SNAPSHOT] => OnPod::new(inline::Call::ReadOnly),
+    "inline: publish to a group" => OnPod::new(inline::Call::ToGroup),
+    "inline: publish" => OnPod::new(inline::Call::Publish("")),
+    "inline: publish again after a reboot" => OnPod::new(inline::Call::RepeatAfterReboot),
+    "inline: publish again" => OnPod::new(inline::Call::Repeat),
+    "inline: content refreshed" => InlineContent::new(ContentCall::Refresh),
+    "inline: content" => InlineContent::new(ContentCall::Publish),
+    "inline: content in memory" => InlineContent::new(ContentCall::PublishInMemory),
+    "inline: first files" => InlineContent::new(ContentCall::Seed),
+    "inline: secret wiped" => InlineContent::new(ContentCall::Wipe),
+    "inline: unpublish" => OnPod::new(inline::Call::Unpublish),
+    "inline: unpublish after a reboot" => OnPod::new(inline::Call::UnpublishAfterReboot),
+    "deferred: stage larger" [deferred::FLAGS] => Deferred::new(DeferredCall::StageLarger),
+    "deferred: cut" [deferred::FLAGS] => Deferred::new(DeferredCall::Cut),
+    "deferred: inline" [deferred::FLAGS] => Deferred::new(DeferredCall::PublishInline),
+    "deferred: inline unpublish" [deferred::FLAGS] => Deferred::new(DeferredCall::UnpublishInline),
+    "deferred: start with leftovers" [deferred::FLAGS] => Deferred::new(DeferredCall::Leftovers),
+    "deferred: expand" [deferred::FLAGS] => Deferred::new(DeferredCall::Expand),
+    "deferred: publish" [deferred::FLAGS] => Deferred::new(DeferredCall::Publish),
+    "deferred: publish on the host" [deferred::FLAGS] => Deferred::new(DeferredCall::PublishOnHost),
+    "deferred: reboot" [deferred::FLAGS] => Deferred::new(DeferredCall::Reboot),
+    "deferred: unpublish" [deferred::FLAGS] => Deferred::new(DeferredCall::Unpublish),
+    "inline: start with leftovers" => OnPod::new(inline::Call::Leftovers),
+};
+
+/// Scenarios whose call is a start of the driver.
+const STARTS: [&str; 4] = [
+    "reboot",
+    "inline: start with leftovers",
+    "deferred: start with leftovers",
+    "deferred: reboot",
+];
+
+fn everything() -> bool {
+    std::env::var("CRASH_POOLS").is_ok_and(|pools| pools == "all")
+}
+
+fn number(variable: &str) -> Option<usize> {
+    std::env::var(variable).ok()?.parse().ok()
+}
+
+fn seed() -> usize {
+    let today = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / 86_400;
+    number("CRASH_SEED").unwrap_or_else(|| today() as usize)
+}
+
+/// Whether this one of many is in the sample of one in `every`; with all of them if all are wanted.
+fn sampled(number: usize, every: usize) -> bool {
+    everything() || (number + seed()).is_multiple_of(every)
+}
+
+/// Runs `run` for each kind and scenario, some side by side; fails with all that failed.
+fn for_each_scenario(
+    wanted: impl Fn(PoolKind, &Entry) -> bool,
+    run: impl Fn(PoolKind, &Entry) -> usize + Sync,
+) {
+    if !have_root() {
+        return;
+    }
+    let only = std::env::var("CRASH_ONLY").unwrap_or_default();
+    let mut tasks = Vec::new();
+    for kind in [PoolKind::Image, PoolKind::Reflink, PoolKind::Copy] {
+        let entries =
+            ENTRIES.iter().filter(|entry| entry.name.contains(&only) && wanted(kind, entry));
+        tasks.extend(entries.map(|entry| (kind, entry)));
+    }
+    let (next, rounds, failures) =
+        (AtomicUsize::new(0), AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let begun = Instant::now();
+    let work = || {
+        while let Some((kind, entry)) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let started = Instant::now();
+            match catch_unwind(AssertUnwindSafe(|| run(*kind, entry))) {
+                Ok(count) => {
+                    rounds.fetch_add(count, Ordering::Relaxed);
+                    println!("{kind}: {}: {count} rounds in {:.1?}", entry.name, started.elapsed());
+                }
+                Err(_) => failures.lock().unwrap().push(format!("{kind}: {}", entry.name)),
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let workers = number("CRASH_WORKERS").unwrap_or(3);
+        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+    let failures = failures.into_inner().unwrap();
+    assert!(failures.is_empty(), "failed, see above: {failures:?}");
+    support::report(&format!(
+        "{} rounds in {:.0?}, seed {}",
+        rounds.into_inner(),
+        begun.elapsed(),
+        seed()
+    ));
+}
+
+/// The points of a call that are its own.
+fn own(met: &[String], scenario: &dyn Scenario) -> usize {
+    let last = |name: &str| met.iter().rposition(|point| point == name).expect(name);
+    scenario.begins_after().map_or(0, |name| last(name) + 1)
+}
+
+/// A full pool is the pool's own only where that is an image.
+fn fits(kind: PoolKind, entry: &Entry) -> bool {
+    kind == PoolKind::Image || entry.name != "pressure"
+}
+
+/// Whether a call meets the same points each time: what a mounted filesystem has written, of which a copy
+/// pool copies piece by piece, is its own business.
+fn is_exact(kind: PoolKind) -> bool {
+    kind != PoolKind::Copy
+}
+
+#[test]
+fn a_driver_killed_at_any_point_of_a_call_converges_when_it_is_repeated() {
+    for_each_scenario(fits, |kind, entry| {
+        let mut scenario = (entry.make)();
+        let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
+        let met = play.learn(STEPS);
+        let every = if kind == PoolKind::Image { 1 } else { 6 };
+        let mut rounds = 0;
+        for at in (own(&met, play.scenario)..met.len()).filter(|at| sampled(*at, every)) {
+            println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
+            let expected = is_exact(kind).then_some(&met[..=at]);
+            let Some(waiting) = play.die_at(at + 1, STEPS, expected) else { continue };
+            play.converge(waiting, sampled(at, 3));
+            rounds += 1;
+        }
+        play.end();
+        rounds
+    });
+}
+
+#[test]
+fn a_driver_killed_within_a_commit_of_the_catalog_finds_it_before_or_after() {
+    let wanted =
+        |kind, entry: &Entry| fits(kind, entry) && (everything() || kind == PoolKind::Image);
+    for_each_scenario(wanted, |kind, entry| {
+        let mut scenario = (entry.make)();
+        let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
+        let met = play.learn(PAGES);
+        let mut rounds = 0;
+        for at in (0..met.len()).filter(|at| sampled(*at, 4)) {
+            println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
+            // How many there are is the store's business, and changes with what it holds.
+            let Some(waiting) = play.die_at(at + 1, PAGES, None) else { continue };
+            play.converge(waiting, everything());
+            rounds += 1;
+        }
+        play.end();
+        rounds
+    });
+}
+
+#[test]
+fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
+    let wanted = |kind, entry: &Entry| {
+        fits(kind, entry)
+            && (everything() || kind == PoolKind::Image)
+            && !STARTS.contains(&entry.name)
+    };
+    for_each_scenario(wanted, |kind, entry| {
+        let mut scenario = (entry.make)();
+        let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
+        let met = play.learn(STEPS);
+        // A start that has nothing to settle meets the points before and after.
+        play.scene.driver.kill();
+        let idle = play.watch_start(STEPS);
+        play.scene.driver.start_again();
+        let settles_from = idle.iter().position(|point| point == "socket.bound").unwrap() + 1;
+        let mut deaths = 0;
+        for at in (own(&met, play.scenario)..met.len()).filter(|at| sampled(*at, 5)) {
+            println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
+            let expected = is_exact(kind).then_some(&met[..=at]);
+            let Some(waiting) = play.die_at(at + 1, STEPS, expected) else { continue };
+            let from = if everything() && deaths == 0 { 1 } else { settles_from };
+            deaths += play.die_while_starting(from);
+            play.converge(waiting, true);
+        }
+        play.end();
+        deaths
+    });
+}
+
+#[test]
+fn an_error_at_any_point_of_a_call_is_told_and_the_call_converges() {
+    let wanted = |kind, entry: &Entry| {
+        // Nobody waits for an answer there, and a start that fails is tried again.
+        let calls = !["pressure", "forget"].contains(&entry.name) && !STARTS.contains(&entry.name);
+        calls && (everything() || kind == PoolKind::Image)
+    };
+    for_each_scenario(wanted, |kind, entry| {
+        let mut scenario = (entry.make)();
+        let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
+        let met = play.learn(STEPS);
+        for at in 0..met.len() {
+            println!("{kind}: {}: fails at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
+            play.fail_at(at + 1, is_exact(kind).then_some(&met[..=at]));
+        }
+        play.end();
+        met.len()
+    });
+}
+
+#[test]
+fn a_driver_killed_while_it_makes_its_pool_makes_it_at_the_next_start() {
+    if !have_root() {
+        return;
+    }
+    let begun = Instant::now();
+    let rounds: usize = thread::scope(|scope| {
+        let threads = ALL_KINDS.map(|kind| scope.spawn(move || made_after_deaths(kind)));
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    support::report(&format!("{rounds} rounds in {:.0?}, seed {}", begun.elapsed(), seed()));
+}
+
+/// A new pool of this kind for each death that its making can meet; says how many.
+fn made_after_deaths(kind: PoolKind) -> usize {
+    let mut rounds = 0;
+    for names in [STEPS, PAGES] {
+        let every = if kind == PoolKind::Image { 1 } else { 4 };
+        let mut scene = Scene::start(kind, &[]);
+        let met = scene.make_pool(0, names);
+        for at in (0..met.len()).filter(|at| sampled(*at, every)) {
+            println!("{kind}: killed at {} of {}, {}", at + 1, met.len(), met[at]);
+            assert_eq!(scene.make_pool(at + 1, names), met[..=at]);
+            scene.driver.start_again();
+            let volume = scene.driver.volume(&scene.name("v", at), MIB, block());
+            scene.driver.snapshot(&scene.name("cut", at), &volume);
+            scene.check_pool();
+            rounds += 1;
+        }
+        scene.end();
+    }
+    rounds
+}
+
+#[test]
+fn every_fail_point_of_the_source_is_met_by_a_scenario() {
+    let met = Mutex::new(BTreeSet::new());
+    let note = |points: Vec<String>| met.lock().unwrap().extend(points);
+    let wanted = |kind, entry: &Entry| kind == PoolKind::Image || entry.name == "cut raw";
+    for_each_scenario(wanted, |kind, entry| {
+        let mut scenario = (entry.make)();
+        let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
+        note(play.learn(ALL));
+        // A start that has something to thaw.
+        if entry.name == "cut mounted" {
+            let steps = play.learn(STEPS);
+            let frozen = steps.iter().position(|point| point == "freeze.frozen").unwrap() + 1;
+            let waiting = play.die_at(frozen, STEPS, Some(&steps[..frozen])).unwrap();
+            note(play.watch_start(ALL));
+            play.converge(waiting, false);
+        }
+        play.end();
+        1
+    });
+    if !have_root() || std::env::var("CRASH_ONLY").is_ok_and(|only| !only.is_empty()) {
+        return;
+    }
+    let mut scene = Scene::start(PoolKind::Image, &[]);
+    note(scene.make_pool(0, ALL));
+    scene.end();
+    let (met, mut known) = (met.into_inner().unwrap(), source::points());
+    // Another program's, with scenarios of its own.
+    known.retain(|point| !point.starts_with(oci_runtime::OWN));
+    let unmet: Vec<_> = known.difference(&met).collect();
+    assert!(unmet.is_empty(), "no scenario meets {unmet:?}: add one to tests/crash");
+    let unknown: Vec<_> = met.difference(&known).collect();
+    assert!(unknown.is_empty(), "not found in the source: {unknown:?}");
+    support::report(&format!("{} points", known.len()));
+}
+
+#[test]
+fn every_function_that_changes_disk_or_kernel_has_a_fail_point() {
+    let without = source::functions_without_points();
+    assert!(without.is_empty(), "a step and no fail point after it: {without:?}");
+}

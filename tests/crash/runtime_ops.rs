@@ -1,0 +1,77 @@
+//! crust_ops, killed or failed between any two steps of a stage or an unstage: what is repeated after the next start converges.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use support::have_root;
+use support::ops::Ops;
+use support::path;
+
+/// How the names of its points begin.
+pub const POINTS: &str = "crust.";
+
+/// The points that a call meets.
+fn met(plan: &Path) -> Vec<String> {
+    let met = fs::read_to_string(plan.join("met")).unwrap_or_default();
+    met.lines().map(str::to_owned).collect()
+}
+
+/// Stages and unstages a volume over and over, ended or failed at the first point, the second and so on until there is none.
+fn converges(how: &str, stages: bool, seen: &mut BTreeSet<String>) {
+    for at in 1.. {
+        let mut ops = Ops::start(&[]);
+        let plan = ops.scratch().join("plan");
+        fs::create_dir(&plan).unwrap();
+        let target = ops.target("mount");
+        if !stages {
+            ops.stage(ops.staging(&target)).unwrap();
+            ops.entry(&target).write_runtime_cli(Path::new("/bin/true")).unwrap();
+        }
+        assert!(ops.stop().success());
+        ops.start_with(&["--fail-points", path(&plan)]);
+        fs::write(plan.join("plan"), format!("{how} {at} {POINTS}")).unwrap();
+        let call = |ops: &Ops| match stages {
+            true => ops.stage(ops.staging(&target)),
+            false => ops.unstage(&target),
+        };
+        let first = call(&ops);
+        fs::remove_file(plan.join("plan")).unwrap();
+        if met(&plan).len() < at {
+            first.unwrap();
+            seen.extend(met(&plan));
+            return;
+        }
+        // What is there is all of it or none.
+        let half = ops.entry(&target).mount_info().unwrap();
+        first.unwrap_err();
+        if how == "kill" {
+            ops.wait();
+            ops.start_with(&[]);
+        }
+        call(&ops).unwrap();
+        assert_eq!(
+            ops.entry(&target).mount_info().unwrap().is_some(),
+            stages,
+            "{how} {at}: {half:?}"
+        );
+        assert_eq!(ops.entry(&target).path().exists(), stages);
+        ops.unstage(&target).unwrap();
+        assert_eq!(ops.entry(&target).left_by_runtimes().unwrap(), Vec::<String>::new());
+        drop(ops);
+    }
+}
+
+#[test]
+fn a_crash_of_crust_ops_at_any_step_converges_when_the_call_is_repeated() {
+    if !have_root() {
+        return;
+    }
+    let mut seen = BTreeSet::new();
+    for how in ["kill", "error"] {
+        converges(how, true, &mut seen);
+        converges(how, false, &mut seen);
+    }
+    let expected = ["entry.made", "entry.removed", "file.named", "file.removed", "file.written"];
+    assert_eq!(seen, expected.map(|name| format!("{POINTS}{name}")).into());
+}

@@ -1,0 +1,543 @@
+//! Scenarios of snapshots: cutting and deleting them, alone and in groups, and what becomes of
+//! their data and records in time.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use csi_loopback::proto::csi::v1 as csi;
+use tonic::{Code, Status};
+
+use crate::harness::{Attached, Scenario, Scene};
+use support::driver::*;
+use support::{BLOCK, MIB, pattern, read_all, write_direct, zero};
+
+/// The blocks that an answer reports.
+pub fn blocks(answer: &Metadata) -> BTreeSet<u64> {
+    let extents = answer.extents();
+    extents.iter().flat_map(|(offset, size)| offset / BLOCK..(offset + size) / BLOCK).collect()
+}
+
+/// The one snapshot of this name.
+pub fn snapshot_named(on: &Scene, volume_id: &str, name: &str) -> String {
+    let of_volume =
+        csi::ListSnapshotsRequest { source_volume_id: volume_id.to_owned(), ..Default::default() };
+    let mut found = snapshots_where(&on.driver, of_volume);
+    found.retain(|one| one.snapshot_id.starts_with(&format!("snap-{name}-")));
+    assert_eq!(found.len(), 1, "snapshots named {name}: {found:?}");
+    assert!(found[0].ready_to_use);
+    found.remove(0).snapshot_id
+}
+
+/// A raw volume that a pod writes to, and what it has written since the last snapshot. The first
+/// block is written before each cut: it is where the pod writes beside it.
+pub struct Raw {
+    pub id: String,
+    device: PathBuf,
+    content: Vec<u8>,
+    written: BTreeSet<u64>,
+    base: Option<String>,
+}
+
+impl Raw {
+    const BYTES: u64 = 8 * MIB;
+
+    pub fn new(on: &Scene, what: &str) -> Self {
+        let id = on.driver.volume(&on.name(what, 0), Self::BYTES, block());
+        let device = on.driver.publish(&id, &block());
+        let content = vec![0; Self::BYTES as usize];
+        let mut raw = Self { id, device, content, written: BTreeSet::new(), base: None };
+        raw.write(0, 40, u64::MAX);
+        raw
+    }
+
+    fn write(&mut self, first: u64, count: u64, seed: u64) {
+        let bytes = pattern(seed, (count * BLOCK) as usize);
+        write_direct(&self.device, first * BLOCK, &bytes);
+        let at = (first * BLOCK) as usize;
+        self.content[at..at + bytes.len()].copy_from_slice(&bytes);
+        self.written.extend(first..first + count);
+    }
+
+    /// Scattered writes, a discard, and the block that the pod writes, too.
+    pub fn change(&mut self, round: usize) {
+        let seed = round as u64;
+        self.write(0, 1, seed);
+        self.write(100 + seed * 7 % 500, 1 + seed % 5, seed);
+        self.write(1000 + seed * 3 % 500, 2, seed);
+        // A hole where the last round has written, and data where the next one makes a hole.
+        let (hole, next) = (4 + seed % 30, 4 + (seed + 1) % 30);
+        self.write(next, 1, seed);
+        zero(&self.device, hole * BLOCK, BLOCK, true);
+        self.content[(hole * BLOCK) as usize..((hole + 1) * BLOCK) as usize].fill(0);
+        self.written.insert(hole);
+    }
+
+    /// That the snapshot is one of this moment, and tells exactly what was written since the last.
+    pub fn check(&mut self, on: &Scene, snapshot: &str) {
+        let allocated = blocks(&on.driver.ok(allocated(snapshot)));
+        let holds_data = self.content.chunks(BLOCK as usize).zip(0..);
+        for (bytes, number) in holds_data {
+            let empty = bytes.iter().all(|byte| *byte == 0);
+            assert!(empty || allocated.contains(&number), "block {number} is not allocated");
+        }
+        if let Some(base) = self.base.replace(snapshot.to_owned()) {
+            let delta = blocks(&on.driver.ok(delta(&base, snapshot)));
+            let missed: Vec<_> = self.written.difference(&delta).collect();
+            assert!(missed.is_empty(), "MISSED BLOCKS {missed:?} in {base} to {snapshot}");
+            assert_eq!(delta, self.written, "{base} to {snapshot}");
+        }
+        self.written.clear();
+    }
+
+    /// Reads the snapshot through a volume that is made from it.
+    fn check_content(&self, on: &Scene, snapshot: &str) {
+        let copy = on.driver.copy(&on.name("copy", 0), Source::Snapshot(snapshot), block());
+        let content = on.driver.with_device(&copy, read_all);
+        let pods = BLOCK as usize;
+        assert!(content[pods..] == self.content[pods..], "{snapshot} holds something else");
+        on.driver.ok(delete_volume(&copy));
+    }
+}
+
+/// CreateSnapshot of a raw volume; the snapshot before was deleted, so its hidden data goes.
+#[derive(Default)]
+pub struct CutRaw {
+    raw: Option<Raw>,
+    name: String,
+}
+
+impl Scenario for CutRaw {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        let raw = self.raw.get_or_insert_with(|| {
+            let mut raw = Raw::new(on, "raw");
+            let first = on.driver.snapshot(&on.name("cut", 0), &raw.id);
+            raw.check(on, &first);
+            raw
+        });
+        on.driver.ok(delete_snapshot(raw.base.as_ref().unwrap()));
+        raw.change(round);
+        self.name = on.name("cut", round);
+    }
+
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        on.driver.call(cut(&self.name, &self.raw.as_ref().unwrap().id)).map(drop)
+    }
+
+    fn check(&mut self, on: &Scene) {
+        let raw = self.raw.as_mut().unwrap();
+        let snapshot = snapshot_named(on, &raw.id, &self.name);
+        raw.check(on, &snapshot);
+    }
+
+    fn in_use(&self) -> Vec<PathBuf> {
+        self.raw.iter().map(|raw| raw.device.clone()).collect()
+    }
+
+    fn attached(&self, on: &Scene) -> Attached {
+        Attached::default().published(on, &self.raw.as_ref().unwrap().id, false)
+    }
+
+    fn finish(&mut self, on: &Scene) {
+        let raw = self.raw.as_ref().unwrap();
+        raw.check_content(on, raw.base.as_ref().unwrap());
+        on.driver.take_down(&raw.id);
+    }
+}
+
+/// A mounted volume with a file that says how often it was written.
+pub struct Mounted {
+    pub id: String,
+    pub target: PathBuf,
+}
+
+impl Mounted {
+    pub fn new(on: &Scene, what: &str) -> Self {
+        let id = on.driver.volume(&on.name(what, 0), 16 * MIB, mounted(""));
+        let target = on.driver.publish(&id, &mounted(""));
+        Self { id, target }
+    }
+
+    /// Not flushed: that is what the cut is for.
+    pub fn change(&self, round: usize) {
+        fs::write(self.target.join("count"), round.to_string()).unwrap();
+    }
+
+    /// That a volume made from the snapshot holds the file of this round.
+    pub fn check(&self, on: &Scene, snapshot: &str, round: usize) {
+        let copy = on.name(&format!("copy-{round}"), 0);
+        let copy = on.driver.copy(&copy, Source::Snapshot(snapshot), mounted(""));
+        let target = on.driver.publish(&copy, &mounted(""));
+        let count = fs::read_to_string(target.join("count")).unwrap();
+        on.driver.take_down(&copy);
+        on.driver.ok(delete_volume(&copy));
+        assert_eq!(count, round.to_string(), "{snapshot}");
+    }
+}
+
+/// CreateSnapshot of a mounted volume, which stands still for it; the snapshot before stays.
+#[derive(Default)]
+pub struct CutMounted {
+    volume: Option<Mounted>,
+    name: String,
+    round: usize,
+    base: Option<String>,
+}
+
+impl Scenario for CutMounted {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        let volume = self.volume.get_or_insert_with(|| Mounted::new(on, "mounted"));
+        if self.base.is_none() {
+            self.base = Some(on.driver.snapshot(&on.name("cut", 0), &volume.id));
+        }
+        volume.change(round);
+        (self.name, self.round) = (on.name("cut", round), round);
+    }
+
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        on.driver.call(cut(&self.name, &self.volume.as_ref().unwrap().id)).map(drop)
+    }
+
+    fn check(&mut self, on: &Scene) {
+        let volume = self.volume.as_ref().unwrap();
+        let snapshot = snapshot_named(on, &volume.id, &self.name);
+        let base = self.base.replace(snapshot.clone()).unwrap();
+        assert!(!on.driver.ok(delta(&base, &snapshot)).extents().is_empty());
+        // The file's journal and blocks, which are nowhere but in the page cache without the freeze.
+        if self.round % 4 == 1 {
+            volume.check(on, &snapshot, self.round);
+        }
+    }
+
+    fn in_use(&self) -> Vec<PathBuf> {
+        self.volume.iter().map(|volume| volume.target.clone()).collect()
+    }
+
+    fn attached(&self, on: &Scene) -> Attached {
+        Attached::default().published(on, &self.volume.as_ref().unwrap().id, true)
+    }
+
+    fn finish(&mut self, on: &Scene) {
+        on.driver.take_down(&self.volume.as_ref().unwrap().id);
+    }
+}
+
+/// CreateVolumeGroupSnapshot of two mounted volumes and a raw one.
+#[derive(Default)]
+pub struct CutGroup {
+    mounted: Vec<Mounted>,
+    raw: Option<Raw>,
+    name: String,
+    round: usize,
+}
+
+impl CutGroup {
+    fn ids(&self) -> Vec<&str> {
+        let raw = self.raw.iter().map(|raw| raw.id.as_str());
+        self.mounted.iter().map(|volume| volume.id.as_str()).chain(raw).collect()
+    }
+}
+
+impl Scenario for CutGroup {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        if self.raw.is_none() {
+            self.mounted = ["a", "b"].map(|what| Mounted::new(on, what)).into();
+            let mut raw = Raw::new(on, "raw");
+            let base = on.driver.snapshot(&on.name("base", 0), &raw.id);
+            raw.check(on, &base);
+            self.raw = Some(raw);
+            // So that all rounds compare with a snapshot before.
+            let group = cut_group(&on.name("group", 0), &self.ids());
+            let made = on.driver.ok(group).group_snapshot.unwrap();
+            let raw = self.raw.as_mut().unwrap();
+            let member = made.snapshots.iter().find(|one| one.source_volume_id == raw.id);
+            raw.check(on, &member.unwrap().snapshot_id);
+        }
+        self.mounted.iter().for_each(|volume| volume.change(round));
+        self.raw.as_mut().unwrap().change(round);
+        (self.name, self.round) = (on.name("group", round), round);
+    }
+
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        on.driver.call(cut_group(&self.name, &self.ids())).map(drop)
+    }
+
+    fn check(&mut self, on: &Scene) {
+        // Repeated once more it answers with what there is.
+        let made = on.driver.ok(cut_group(&self.name, &self.ids())).group_snapshot.unwrap();
+        assert_eq!((made.snapshots.len(), made.ready_to_use), (3, true));
+        for member in &made.snapshots {
+            let number = self.ids().iter().position(|id| *id == member.source_volume_id).unwrap();
+            let name = format!("{}-{number}", self.name);
+            let id = snapshot_named(on, &member.source_volume_id, &name);
+            assert_eq!(id, member.snapshot_id, "one member of each volume");
+            if let Some(raw) = self.raw.as_mut().filter(|raw| raw.id == member.source_volume_id) {
+                raw.check(on, &id);
+            } else if self.round % 8 == 1 {
+                self.mounted[number].check(on, &id, self.round);
+            }
+        }
+    }
+
+    fn in_use(&self) -> Vec<PathBuf> {
+        let raw = self.raw.iter().map(|raw| raw.device.clone());
+        self.mounted.iter().map(|volume| volume.target.clone()).chain(raw).collect()
+    }
+
+    fn attached(&self, on: &Scene) -> Attached {
+        let mounted = self.mounted.iter();
+        let all = mounted.fold(Attached::default(), |all, one| all.published(on, &one.id, true));
+        all.published(on, &self.raw.as_ref().unwrap().id, false)
+    }
+
+    fn finish(&mut self, on: &Scene) {
+        self.ids().into_iter().for_each(|id| on.driver.take_down(id));
+    }
+}
+
+/// DeleteSnapshot of one that is not the newest: its data goes, its record stays.
+#[derive(Default)]
+pub struct DeleteSnapshot {
+    volume: String,
+    older: String,
+    newer: String,
+}
+
+impl Scenario for DeleteSnapshot {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        if self.volume.is_empty() {
+            self.volume = on.driver.volume(&on.name("v", 0), MIB, block());
+            self.newer = on.driver.snapshot(&on.name("cut", 0), &self.volume);
+        }
+        let newest = on.driver.snapshot(&on.name("cut", round), &self.volume);
+        self.older = std::mem::replace(&mut self.newer, newest);
+    }
+
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        on.driver.call(delete_snapshot(&self.older)).map(drop)
+    }
+
+    fn check(&mut self, on: &Scene) {
+        let ids: Vec<String> =
+            all_snapshots(&on.driver).into_iter().map(|one| one.snapshot_id).collect();
+        assert_eq!(ids, std::slice::from_ref(&self.newer));
+        assert!(on.driver.ok(delta(&self.older, &self.newer)).extents().is_empty());
+    }
+}
+
+/// DeleteSnapshot of the last one of a volume that was deleted: nothing is left of either.
+#[derive(Default)]
+pub struct DeleteLastSnapshot {
+    snapshot: String,
+}
+
+impl Scenario for DeleteLastSnapshot {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        let volume = on.driver.volume(&on.name("v", round), MIB, block());
+        let older = on.driver.snapshot(&on.name("older", round), &volume);
+        self.snapshot = on.driver.snapshot(&on.name("last", round), &volume);
+        on.driver.ok(delete_snapshot(&older));
+        on.driver.ok(delete_volume(&volume));
+    }
+
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        on.driver.call(delete_snapshot(&self.snapshot)).map(drop)
+    }
+
+    fn check(&mut self, on: &Scene) {
+        assert_eq!(all_snapshots(&on.driver), []);
+        on.driver.refused(allocated(&self.snapshot), Code::NotFound, "does not exist");
+    }
+}
+
+/// DeleteVolumeGroupSnapshot, with newer snapshots of its volumes.
+#[derive(Default)]
+pub struct DeleteGroup {
+    volumes: Vec<String>,
+    group: Option<csi::VolumeGroupSnapshot>,
+}
+
+impl Scenario for DeleteGroup {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        if self.volumes.is_empty() {
+            self.volumes =
+                ["a", "b"].map(|one| on.driver.volume(&on.name(one, 0), MIB, block())).into();
+        }
+        let ids: Vec<&str> = self.volumes.iter().map(String::as_str).collect();
+        self.group = on.driver.ok(cut_group(&on.name("group", round), &ids)).group_snapshot;
+        for volume in ids {
+            on.driver.snapshot(&on.name(&format!("cut-{}", &volume[4..]), round), volume);
+        }
+    }
+
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        let group_snapshot_id = self.group.as_ref().unwrap().group_snapshot_id.clone();
+        let request =
+            csi::DeleteVolumeGroupSnapshotRequest { group_snapshot_id, ..Default::default() };
+        on.driver.call(request).map(drop)
+    }
+
+    fn check(&mut self, on: &Scene) {
+        let group = self.group.as_ref().unwrap();
+        let there = all_snapshots(&on.driver);
+        for member in &group.snapshots {
+            assert!(there.iter().all(|one| one.snapshot_id != member.snapshot_id));
+        }
+        assert!(there.iter().all(|one| one.group_snapshot_id.is_empty()));
+    }
+}
+
+/// A pool that runs full drops the hidden baseline, once its driver looks at the room there is.
+#[derive(Default)]
+pub struct Pressure {
+    volume: String,
+    device: PathBuf,
+    filler: String,
+    filler_device: PathBuf,
+    hidden: String,
+    filled: bool,
+    round: usize,
+}
+
+impl Pressure {
+    pub const FLAGS: [&str; 4] = ["--pool-size", "400Mi", "--overcommit", "1000"];
+    const DATA: u64 = 48 * MIB;
+
+    fn is_full(&self, on: &Scene) -> Result<bool, Status> {
+        let status = on.driver.call(get_volume(&self.volume))?.status.unwrap();
+        Ok(status.volume_condition.unwrap().abnormal)
+    }
+}
+
+impl Scenario for Pressure {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        if self.volume.is_empty() {
+            self.volume = on.driver.volume(&on.name("v", 0), 128 * MIB, block());
+            self.device = on.driver.publish(&self.volume, &block());
+            self.filler = on.driver.volume(&on.name("filler", 0), 1024 * MIB, block());
+            self.filler_device = on.driver.publish(&self.filler, &block());
+        }
+        zero(&self.filler_device, 0, 512 * MIB, true);
+        wait_for("there is room", || !self.is_full(on).unwrap());
+        (self.round, self.filled) = (round, false);
+        write_direct(&self.device, 0, &pattern(1, Self::DATA as usize));
+        self.hidden = on.driver.snapshot(&on.name("hidden", round), &self.volume);
+        on.driver.ok(delete_snapshot(&self.hidden));
+        // Now the snapshot's data is its own, and its end makes room.
+        write_direct(&self.device, 0, &pattern(2, Self::DATA as usize));
+    }
+
+    /// Fills the pool up to less than the reserve, and waits for relief.
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        let mut filled = 0;
+        while !self.filled {
+            zero(&self.filler_device, filled, 4 * MIB, false);
+            filled += 4 * MIB;
+            // A driver that dies has met the full pool.
+            self.filled = self.is_full(on).unwrap_or(true);
+        }
+        let until = Instant::now() + PATIENCE;
+        while self.is_full(on)? {
+            assert!(Instant::now() < until, "no relief");
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    fn check(&mut self, on: &Scene) {
+        let next = on.driver.snapshot(&on.name("next", self.round), &self.volume);
+        let words = "the hidden baseline was dropped";
+        on.driver.refused(delta(&self.hidden, &next), Code::FailedPrecondition, words);
+        on.driver.ok(delete_snapshot(&next));
+    }
+
+    fn in_use(&self) -> Vec<PathBuf> {
+        vec![self.device.clone()]
+    }
+
+    fn attached(&self, on: &Scene) -> Attached {
+        Attached::default().published(on, &self.volume, false).published(on, &self.filler, false)
+    }
+
+    fn finish(&mut self, on: &Scene) {
+        [&self.volume, &self.filler].into_iter().for_each(|id| on.driver.take_down(id));
+    }
+}
+
+/// A driver that starts forgets the records that are past their retention: they are folded into the
+/// next ones.
+#[derive(Default)]
+pub struct Forget {
+    raw: Option<Raw>,
+    older: String,
+    forgotten: String,
+    newer: String,
+    written: BTreeSet<u64>,
+}
+
+impl Forget {
+    pub const FLAGS: [&str; 2] = ["--change-record-retention", "0s"];
+}
+
+impl Scenario for Forget {
+    fn prepare(&mut self, on: &Scene, round: usize) {
+        let raw = self.raw.get_or_insert_with(|| Raw::new(on, "raw"));
+        let ids = [(0, "older"), (1, "forgotten"), (2, "newer")].map(|(number, what)| {
+            raw.change(round * 3 + number);
+            if number == 0 {
+                self.written.clear();
+            } else {
+                self.written.extend(&raw.written);
+            }
+            // The former round's records may still be under way.
+            let cut = on.driver.call_patiently(cut(&on.name(what, round), &raw.id)).unwrap();
+            let id = cut.snapshot.unwrap().snapshot_id;
+            raw.check(on, &id);
+            id
+        });
+        [self.older, self.forgotten, self.newer] = ids;
+        on.driver.ok(delete_snapshot(&self.forgotten));
+        // Times of deletion are whole seconds, and what is as old as the retention is kept.
+        let into_second = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().subsec_millis();
+        thread::sleep(Duration::from_millis(u64::from(1020 - into_second)));
+    }
+
+    /// A new start of the driver; it forgets as soon as it serves.
+    fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
+        on.start_anew(|| {})?;
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match on.driver.call(delta(&self.forgotten, &self.newer)) {
+                Err(status) if status.code() == Code::FailedPrecondition => break,
+                Err(status) => return Err(status),
+                Ok(_) => assert!(Instant::now() < until, "not forgotten"),
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        // It waits until the volume is free, and changes nothing.
+        on.driver.call_patiently(expand(&self.raw.as_ref().unwrap().id, Raw::BYTES)).map(drop)
+    }
+
+    fn check(&mut self, on: &Scene) {
+        let delta = blocks(&on.driver.ok(delta(&self.older, &self.newer)));
+        assert_eq!(delta, self.written, "across a record that was folded");
+    }
+
+    fn begins_after(&self) -> Option<&'static str> {
+        Some("socket.named")
+    }
+
+    fn in_use(&self) -> Vec<PathBuf> {
+        self.raw.iter().map(|raw| raw.device.clone()).collect()
+    }
+
+    fn attached(&self, on: &Scene) -> Attached {
+        Attached::default().published(on, &self.raw.as_ref().unwrap().id, false)
+    }
+
+    fn finish(&mut self, on: &Scene) {
+        on.driver.take_down(&self.raw.as_ref().unwrap().id);
+    }
+}

@@ -1,0 +1,142 @@
+//! Installing the webhooks for inline volumes by deploy/admission, losing them, taking them away as docs/deploy.md ("Taking it away") says,
+//! and installing them again: with the rights and the Service of the manifests. A cluster of its own, in which nothing else is.
+
+use support::cluster::shared;
+use support::driver::binary;
+
+use std::path::Path;
+use std::process::Command;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::Api;
+use kube::api::PostParams;
+use serde_json::{Value, json};
+use support::cluster::Cluster;
+use support::cluster::access::Account;
+use support::cluster::everything::everything;
+use support::cluster::programs::{Process, free_port, said};
+use support::path;
+
+/// Namespace of the webhooks, and the name of all that belongs to them.
+const NAME: &str = "csi-loopback-admission";
+const CONFIGURATIONS: &str = "mutatingwebhookconfiguration,validatingwebhookconfiguration";
+
+fn manifests(directory: &str) -> String {
+    path(&Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy").join(directory)).to_owned()
+}
+
+/// The webhooks of the manifests, as a process.
+fn start(cluster: &Cluster) -> Process {
+    let port = free_port();
+    // They are no pods here: the Service is a name.
+    let service = json!({ "spec": {
+        "type": "ExternalName", "externalName": "localhost", "selector": null, "clusterIP": null, "clusterIPs": null,
+    } });
+    let service = service.to_string();
+    let patch = ["patch", "service", NAME, "-n", NAME, "--type=merge", "-p", &service];
+    said(cluster.kubectl(&patch));
+    for (kind, webhooks) in
+        [("mutatingwebhookconfiguration", 1), ("validatingwebhookconfiguration", 3)]
+    {
+        let each = (0..webhooks).map(|at| {
+            let path = format!("/webhooks/{at}/clientConfig/service/port");
+            json!({ "op": "replace", "path": path, "value": port })
+        });
+        let each = Value::from_iter(each).to_string();
+        said(cluster.kubectl(&["patch", kind, NAME, "--type=json", "-p", &each]));
+    }
+    let account = Account { namespace: NAME.into(), name: NAME.into() };
+    let kubeconfig = cluster.kubeconfig_of(&account);
+    let mut command = Command::new(binary());
+    command
+        .args(["--mode", "admission", "--kubeconfig", path(&kubeconfig)])
+        .args(["--namespace", NAME, "--port", &port.to_string()])
+        .args(["--http-endpoint", &format!("127.0.0.1:{}", free_port())])
+        .args(["--self-signed", "--self-signed-secret", "csi-loopback-admission-tls"])
+        .args(["--service-address", &format!("{NAME}.{NAME}.svc:{port}")]);
+    Process::spawn(&cluster.unique(NAME), command, cluster.scratch())
+}
+
+/// What becomes of a pod with this volume; nothing is kept.
+fn pod(cluster: &Cluster, volume: &Value) -> Result<Pod, String> {
+    let pod = json!({
+        "metadata": { "name": "p" },
+        "spec": {
+            "automountServiceAccountToken": false,
+            "containers": [{ "name": "c", "image": "i", "volumeMounts": [{ "name": "v", "mountPath": "/v" }] }],
+            "volumes": [volume],
+        },
+    });
+    let pod = serde_json::from_value(pod).unwrap();
+    let params = PostParams { dry_run: true, ..PostParams::default() };
+    let pods: Api<Pod> = cluster.api_in("default");
+    cluster.block_on(pods.create(&params, &pod)).map_err(|error| error.to_string())
+}
+
+/// A volume with a file in it, which only the driver writes.
+fn content() -> Value {
+    let attributes = json!({ "content/a": "text" });
+    json!({ "name": "v", "csi": { "driver": "loopback.csi.local", "volumeAttributes": attributes } })
+}
+
+fn is_read_only(pod: &Pod) -> bool {
+    let spec = pod.spec.as_ref().unwrap();
+    let mount = &spec.containers[0].volume_mounts.as_ref().unwrap()[0];
+    let volume = spec.volumes.as_ref().unwrap()[0].csi.as_ref().unwrap();
+    mount.read_only == Some(true) && volume.read_only == Some(true)
+}
+
+/// What a namespace controller does behind everything else.
+fn end_namespace(cluster: &Cluster) {
+    let found = said(cluster.kubectl(&["get", "namespace", NAME, "-o", "json"]));
+    let mut namespace: Value = serde_json::from_str(&found).unwrap();
+    namespace["spec"]["finalizers"] = json!([]);
+    let file = cluster.write("namespace", &namespace.to_string());
+    let finalize = format!("/api/v1/namespaces/{NAME}/finalize");
+    said(cluster.kubectl(&["replace", "--raw", &finalize, "-f", path(&file)]));
+}
+
+#[test]
+fn uninstalled_webhooks_leave_nothing_and_let_pods_be_made() {
+    let Some(cluster) = shared() else { return };
+    let account = json!({ "metadata": { "name": "default" } });
+    cluster
+        .create(&cluster.api_in::<k8s_openapi::api::core::v1::ServiceAccount>("default"), account);
+    let before = cluster.wait_for("all kinds", || everything(cluster));
+    // The driver's own object, from which the level is read that its volumes need.
+    let driver = Path::new(&manifests("base")).join("csi-driver.yaml");
+    let secret = json!({ "name": "v", "secret": { "secretName": "s" } });
+    for _ in 0..2 {
+        said(cluster.kubectl(&["apply", "--server-side", "-f", path(&driver)]));
+        said(cluster.kubectl(&["apply", "--server-side", "-k", &manifests("admission")]));
+        let mut webhooks = start(cluster);
+        cluster.wait_for("the webhooks answer", || {
+            pod(cluster, &content()).is_ok_and(|pod| is_read_only(&pod)).then_some(())
+        });
+        let unknown = json!({ "name": "v", "csi": {
+            "driver": "loopback.csi.local", "volumeAttributes": { "colour": "red" },
+        }});
+        cluster.wait_for("the other webhook answers", || {
+            let told = pod(cluster, &unknown).err()?;
+            told.contains("colour").then_some(())
+        });
+
+        webhooks.stop();
+        let told = pod(cluster, &content()).unwrap_err();
+        assert!(told.contains("failed calling webhook"), "{told}");
+        assert!(pod(cluster, &secret).is_ok(), "what is no inline volume goes on");
+
+        said(cluster.kubectl(&["delete", CONFIGURATIONS, NAME]));
+        cluster.wait_for("pods without webhooks", || {
+            pod(cluster, &content()).is_ok_and(|pod| !is_read_only(&pod)).then_some(())
+        });
+        let delete = ["delete", "--wait=false", "--ignore-not-found"];
+        said(cluster.kubectl(&[&delete[..], &["-k", &manifests("admission")]].concat()));
+        said(cluster.kubectl(&[&delete[..], &["-f", path(&driver)]].concat()));
+        let left = cluster.wait_for("all kinds", || everything(cluster));
+        let left: Vec<_> = left.difference(&before).collect();
+        assert!(left.is_empty(), "{left:#?}");
+        // There is no namespace controller here to end it.
+        end_namespace(cluster);
+    }
+}

@@ -1,0 +1,96 @@
+//! What KEP-596 leaves to the API server, observed: the fields of an inline volume, and the lifecycle modes of a CSIDriver object.
+
+use serde_json::{Value, json};
+use support::cluster::shared;
+
+use super::DRIVER;
+use super::admission::{inline, namespace_for_pods, pod, without_webhooks};
+use support::cluster::Cluster;
+use support::path;
+
+/// What the API server says to an object, every field of which it has to know; nothing is kept.
+fn strictly(cluster: &Cluster, namespace: &str, object: &Value) -> Result<(), String> {
+    let file = cluster.write("object.json", &object.to_string());
+    let create = ["create", "--validate=strict", "--dry-run=server", "-n", namespace, "-f"];
+    let output = cluster.kubectl(&[&create[..], &[path(&file)]].concat());
+    let told = String::from_utf8(output.stderr).unwrap();
+    if output.status.success() { Ok(()) } else { Err(told) }
+}
+
+/// What is done to the `csi` of a volume.
+type Change<'c> = &'c dyn Fn(&mut Value);
+
+#[test]
+fn an_inline_volume_has_the_proposals_fields_and_no_handle() {
+    let Some(cluster) = shared() else { return };
+    without_webhooks(cluster);
+    let here = namespace_for_pods(cluster);
+    let with = |change: Change| {
+        let mut object = pod(&inline(DRIVER));
+        change(&mut object["spec"]["volumes"][1]["csi"]);
+        strictly(cluster, &here, &object)
+    };
+    assert_eq!(with(&|_| ()), Ok(()));
+    let all = |csi: &mut Value| {
+        csi["readOnly"] = json!(true);
+        csi["fsType"] = json!("xfs");
+        csi["volumeAttributes"] = json!({ "size": "1Gi", "content/a": "" });
+        csi["nodePublishSecretRef"] = json!({ "name": "identity" });
+    };
+    assert_eq!(with(&all), Ok(()));
+    assert_eq!(with(&|csi| drop(csi.as_object_mut().unwrap().remove("volumeAttributes"))), Ok(()));
+    let refused: [(&str, Change); 4] = [
+        ("csi.driver", &|csi| csi["driver"] = json!("")),
+        // Kubelet makes the handle; nobody can ask for one.
+        ("volumeHandle", &|csi| csi["volumeHandle"] = json!("csi-0")),
+        ("nodePublishSecretRef.name", &|csi| csi["nodePublishSecretRef"] = json!({ "name": "" })),
+        // A secret is that of the pod's namespace.
+        ("namespace", &|csi| {
+            csi["nodePublishSecretRef"] = json!({ "name": "identity", "namespace": "default" });
+        }),
+    ];
+    for (named, change) in refused {
+        let told = with(change);
+        assert!(told.as_ref().is_err_and(|told| told.contains(named)), "{named}: {told:?}");
+    }
+}
+
+#[test]
+fn lifecycle_modes_of_a_driver_are_checked_and_cannot_be_changed() {
+    let Some(cluster) = shared() else { return };
+    let driver = |modes: &Value| {
+        let mut object = json!({
+            "apiVersion": "storage.k8s.io/v1", "kind": "CSIDriver",
+            "metadata": { "name": "modes.example" }, "spec": { "podInfoOnMount": true },
+        });
+        if !modes.is_null() {
+            object["spec"]["volumeLifecycleModes"] = modes.clone();
+        }
+        object
+    };
+    for modes in [
+        Value::Null,
+        json!([]),
+        json!(["Persistent"]),
+        json!(["Ephemeral"]),
+        json!(["Persistent", "Ephemeral"]),
+    ] {
+        assert_eq!(strictly(cluster, "default", &driver(&modes)), Ok(()), "{modes}");
+    }
+    let told = strictly(cluster, "default", &driver(&json!(["Ephemeral", "ephemeral"])));
+    assert!(
+        told.as_ref().is_err_and(|told| told.contains("Unsupported value: \"ephemeral\"")),
+        "{told:?}"
+    );
+
+    // Of an object that is there they cannot be changed: hence the line in docs/deploy.md.
+    let file = cluster.write("driver.json", &driver(&json!(["Persistent"])).to_string());
+    super::said(cluster.kubectl(&["create", "-f", path(&file)]));
+    let wider = json!({ "spec": { "volumeLifecycleModes": ["Persistent", "Ephemeral"] } });
+    let wider = wider.to_string();
+    let patch = ["patch", "csidriver", "modes.example", "--type=merge", "-p", &wider];
+    let output = cluster.kubectl(&patch);
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && told.contains("immutable"), "{told}");
+    super::said(cluster.kubectl(&["delete", "csidriver", "modes.example"]));
+}

@@ -1,0 +1,222 @@
+//! deploy/ as the API server takes it: every manifest applies, twice with nothing changed; the definition of
+//! SnapshotMetadataService takes what it should and nothing else (those of snapshot sessions: tests/api_server/session_definitions.rs);
+//! and who runs there has the rights that its calls need and no more.
+
+use support::cluster::shared;
+
+mod admission;
+mod aggregated;
+mod inline;
+mod node_proxy;
+mod pods;
+mod rights;
+mod runtime;
+mod sessions;
+mod whole;
+
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
+use kube::Api;
+use kube::api::{Patch, PatchParams};
+use serde_json::{Value, json};
+use support::cluster::Cluster;
+use support::cluster::access::Account;
+use support::cluster::programs::said;
+use support::path;
+
+/// Where it is installed, and the name of the driver.
+const NAMESPACE: &str = "csi-loopback";
+const DRIVER: &str = "loopback.csi.local";
+
+/// Directories for `kubectl apply -k`: all that are complete in themselves.
+fn directories() -> Vec<String> {
+    let mut found = Vec::new();
+    let mut open = vec![deploy("")];
+    while let Some(directory) = open.pop() {
+        for entry in std::fs::read_dir(&directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                open.push(path);
+            } else if path.ends_with("kustomization.yaml")
+                && std::fs::read_to_string(&path).unwrap().contains("\nkind: Kustomization\n")
+            {
+                let relative = directory.strip_prefix(deploy("")).unwrap();
+                found.push(support::path(relative).to_owned());
+            }
+        }
+    }
+    found.sort();
+    assert!(found.len() >= 8, "{found:?}");
+    found
+}
+
+fn deploy(directory: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy").join(directory)
+}
+
+fn apply(cluster: &Cluster, directory: &Path) -> Output {
+    cluster.kubectl(&["apply", "--server-side", "--validate=strict", "-k", path(directory)])
+}
+
+fn apply_base(cluster: &Cluster) {
+    said(apply(cluster, &deploy("base")));
+}
+
+/// The same, with nothing that a sidecar has written.
+fn apply_base_anew(cluster: &Cluster) {
+    let secret = "secret/csi-loopback-metadata-tls";
+    said(cluster.kubectl(&["delete", "--ignore-not-found", "-n", NAMESPACE, secret]));
+    said(cluster.kubectl(&["delete", "--ignore-not-found", "snapshotmetadataservice", DRIVER]));
+    apply_base(cluster);
+}
+
+/// A directory with a component, as an overlay has it; kustomize wants relative paths.
+fn overlay(cluster: &Cluster, directory: &str, component: &str) -> PathBuf {
+    let overlay = cluster.scratch().join(format!("with-{component}")).join("overlay");
+    std::fs::create_dir_all(&overlay).unwrap();
+    let overlay = overlay.canonicalize().unwrap();
+    let up = "../".repeat(overlay.components().count() - 1);
+    let at = |directory: &str| format!("{up}{}", path(&deploy(directory)).trim_start_matches('/'));
+    let text = json!({
+        "apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
+        "resources": [at(directory)], "components": [at(&format!("components/{component}"))],
+    });
+    std::fs::write(overlay.join("kustomization.yaml"), text.to_string()).unwrap();
+    overlay
+}
+
+/// The objects of a directory, as the API server has them.
+fn objects(cluster: &Cluster, directory: &str) -> Vec<Value> {
+    let list = said(cluster.kubectl(&["get", "-o", "json", "-k", path(&deploy(directory))]));
+    let mut list: Value = serde_json::from_str(&list).unwrap();
+    serde_json::from_value(list["items"].take()).unwrap()
+}
+
+fn account(namespace: &str, name: &str) -> Account {
+    Account { namespace: namespace.to_owned(), name: name.to_owned() }
+}
+
+fn sidecar() -> Account {
+    account(NAMESPACE, "csi-loopback-metadata")
+}
+
+#[test]
+fn every_manifest_applies_and_a_second_time_changes_nothing() {
+    let Some(cluster) = shared() else { return };
+    for directory in directories() {
+        let applied = || {
+            said(apply(cluster, &deploy(&directory)));
+            let mut found = objects(cluster, &directory);
+            for object in &mut found {
+                // It counts writes, also those that change nothing but who owns a field.
+                object["metadata"].as_object_mut().unwrap().remove("resourceVersion");
+            }
+            found
+        };
+        let first = applied();
+        assert!(!first.is_empty(), "{directory}");
+        // What has a status has it from somebody who looks at it when he likes.
+        let spec = |objects: Vec<Value>| -> Vec<Value> {
+            let without = |mut object: Value| {
+                if object["kind"] == "APIService" {
+                    object.as_object_mut().unwrap().remove("status");
+                    object["metadata"].as_object_mut().unwrap().remove("managedFields");
+                }
+                object
+            };
+            objects.into_iter().map(without).collect()
+        };
+        assert_eq!(spec(applied()), spec(first), "{directory}");
+        aggregated::without_api_service(cluster);
+        admission::without_webhooks(cluster);
+    }
+}
+
+// --- The definition -------------------------------------------------------------------------------
+
+fn service(name: &str, change: impl FnOnce(&mut Value)) -> Value {
+    let mut object = json!({
+        "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
+        "metadata": { "name": name },
+        "spec": { "address": "metadata.csi.svc:6443", "audience": "backup", "caCert": "YQ==" },
+    });
+    change(&mut object["spec"]);
+    object
+}
+
+/// What the API server says to a SnapshotMetadataService; nothing is kept.
+fn verdict(cluster: &Cluster, change: impl FnOnce(&mut Value)) -> Result<(), String> {
+    let object = service("d.example", change);
+    let api: Api<kube::api::DynamicObject> = Api::all_with(
+        cluster.client(),
+        &kube::api::ApiResource::erase::<SnapshotMetadataService>(&()),
+    );
+    let params = PatchParams { dry_run: true, ..PatchParams::apply("test").validation_strict() };
+    let answer = cluster.block_on(api.patch("d.example", &params, &Patch::Apply(&object)));
+    answer.map(|_| ()).map_err(|error| error.to_string())
+}
+
+#[test]
+fn the_definition_takes_good_services_and_refuses_others() {
+    let Some(cluster) = shared() else { return };
+    let long_host = "h".repeat(253);
+    for address in [
+        // As in the examples of the released sidecar.
+        "external-snapshot-metadata.csi-driver:6443",
+        "csi-snapshot-metadata.default:6443",
+        "host:1",
+        "10.0.0.1:65535",
+        "[fd00::1]:6443",
+        &format!("{long_host}:60000"),
+    ] {
+        assert_eq!(verdict(cluster, |spec| spec["address"] = json!(address)), Ok(()), "{address}");
+    }
+    for address in [
+        "",
+        "host",
+        "host:",
+        ":6443",
+        "host:0",
+        "host:65536",
+        "host:99999",
+        "host:06443",
+        "host:six",
+        "https://host:6443",
+        "host:6443/path",
+        "ho st:6443",
+        "fd00::1:6443",
+        "[]:1",
+        "host:6443\n",
+        &format!("{long_host}hhhh:60000"),
+    ] {
+        let refused = verdict(cluster, |spec| spec["address"] = json!(address));
+        assert!(refused.is_err_and(|why| why.contains("spec.address")), "{address:?}");
+    }
+    let told = verdict(cluster, |spec| spec["address"] = json!("https://host:6443")).unwrap_err();
+    assert!(told.contains("must be host:port with no scheme"), "{told}");
+
+    for (field, good, bad) in [
+        ("audience", json!("x".repeat(1024)), json!("")),
+        ("audience", json!("d1f84679-cf5b-42f0-bad7-5567e86e268b"), json!("x".repeat(1025))),
+        ("caCert", json!("dGhpcyBpcyB0ZXh0IGNhIGNlcnQK"), json!("")),
+        ("caCert", json!("A".repeat(400_000)), json!("A".repeat(524_292))),
+        ("caCert", json!("YQ=="), json!("no base64!")),
+        ("requireBaseSnapshotForDelta", json!(false), json!("no")),
+    ] {
+        assert_eq!(verdict(cluster, |spec| spec[field] = good.clone()), Ok(()), "{field}");
+        let refused = verdict(cluster, |spec| spec[field] = bad.clone());
+        assert!(refused.is_err_and(|why| why.contains(field)), "{field}: {bad}");
+    }
+    for field in ["address", "audience", "caCert"] {
+        let refused = verdict(cluster, |spec| drop(spec.as_object_mut().unwrap().remove(field)));
+        assert!(refused.is_err_and(|why| why.contains(field)), "{field}");
+    }
+    assert!(verdict(cluster, |spec| spec["adress"] = json!("a misspelt field")).is_err());
+
+    let definition = said(cluster.kubectl(&["get", "crd", "snapshotmetadataservices.cbt.storage.k8s.io",
+        "-o", "jsonpath={.spec.scope} {.spec.names.shortNames[*]} {.metadata.annotations.api-approved\\.kubernetes\\.io}"]));
+    let approved = "https://github.com/kubernetes-csi/external-snapshot-metadata/pull/2";
+    assert_eq!(definition, format!("Cluster sms {approved}"));
+}

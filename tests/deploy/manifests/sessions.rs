@@ -1,0 +1,472 @@
+//! Snapshot sessions: what the session manager, a driver and a backup application may do, and what deploy/session-manager sees to.
+
+use std::process::Command;
+use support::cluster::shared;
+use support::driver::binary;
+
+use csi_loopback::kubernetes::metadata_service::DRIVER_LABEL;
+use csi_loopback::kubernetes::session::{
+    FINALIZER, SnapshotServiceConfiguration, SnapshotSessionData, SnapshotSessionRequest,
+};
+use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::api::rbac::v1::RoleBinding;
+use kube::api::{Patch, PatchParams, PostParams};
+use kube::{Api, Client};
+use serde_json::{Value, json};
+
+use super::rights::{Right, holds};
+use super::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods, sidecar};
+use support::cluster::Cluster;
+use support::cluster::access::Account;
+use support::cluster::programs::{finish, said};
+
+/// Where the session manager is installed.
+pub const MANAGERS: &str = "csi-loopback-sessions";
+/// Name of all that belongs to it.
+const MANAGER: &str = "csi-loopback-session-manager";
+/// The namespace of the snapshots that the backup application may read.
+const DEMO: &str = "backup-demo";
+
+const CBT: &str = "cbt.storage.k8s.io";
+const TOKEN: &str = "abcdefghijklmnopqrstuvwxyz234567abcdefghijklmnopqrst";
+
+pub fn manager() -> Account {
+    account(MANAGERS, MANAGER)
+}
+
+/// The application of examples/backup-app-session.
+pub fn session_backup() -> Account {
+    account("backup-app-session", "backup-app")
+}
+
+pub fn apply_sessions(cluster: &Cluster) {
+    said(apply(cluster, &deploy("session-manager")));
+    said(apply(cluster, &deploy("examples/backup-app-session")));
+}
+
+/// Has the API server, which is no pod here, call the webhook at a port of this machine.
+pub fn call_webhook_at(cluster: &Cluster, port: u16) {
+    let url = format!("https://localhost:{port}/validate-snapshotsessionrequest");
+    let patch = json!([
+        { "op": "replace", "path": "/webhooks/0/clientConfig", "value": { "url": url } },
+    ]);
+    let object = ["patch", "validatingwebhookconfiguration", MANAGER, "--type=json", "-p"];
+    said(cluster.kubectl(&[&object[..], &[&patch.to_string()]].concat()));
+}
+
+/// Whether a manager answers the webhook.
+pub fn is_served(cluster: &Cluster) -> bool {
+    verdict(cluster).is_ok()
+}
+
+/// The webhook as it comes with the manifests, and no configuration of a driver.
+pub fn apply_anew(cluster: &Cluster) {
+    said(cluster.kubectl(&["delete", "validatingwebhookconfiguration", MANAGER]));
+    let configuration = ["delete", "--ignore-not-found", "snapshotserviceconfiguration", DRIVER];
+    said(cluster.kubectl(&configuration));
+    apply_sessions(cluster);
+}
+
+#[test]
+fn what_would_give_manager_driver_or_application_more_of_sessions_is_refused_to_them() {
+    let Some(cluster) = shared() else { return };
+    apply_base(cluster);
+    apply_sessions(cluster);
+    let (requests, data) = ("snapshotsessionrequests", "snapshotsessiondata");
+    let status = "snapshotsessionrequests/status";
+    let configurations = "snapshotserviceconfigurations";
+    let webhooks = "validatingwebhookconfigurations";
+    let secret = "csi-loopback-session-manager-tls";
+
+    let of_manager: &[Right] = &[
+        (true, MANAGERS, "get", "", "secrets", secret),
+        (true, MANAGERS, "update", "", "secrets", secret),
+        (false, MANAGERS, "get", "", "secrets", "another"),
+        (false, MANAGERS, "list", "", "secrets", ""),
+        (false, MANAGERS, "create", "", "secrets", ""),
+        (false, NAMESPACE, "get", "", "secrets", "csi-loopback-metadata-tls"),
+        (false, DEMO, "get", "", "secrets", "any"),
+        (false, MANAGERS, "update", "", "configmaps", MANAGER),
+        (false, MANAGERS, "get", "", "configmaps", "another"),
+        (false, MANAGERS, "list", "", "configmaps", ""),
+        (false, MANAGERS, "update", "coordination.k8s.io", "leases", "another"),
+        (false, "kube-system", "get", "coordination.k8s.io", "leases", MANAGER),
+        (false, MANAGERS, "create", "", "serviceaccounts/token", "default"),
+        (false, MANAGERS, "create", "", "pods", ""),
+        (true, DEMO, "delete", CBT, requests, "any"),
+        // It grants what others ask for, and asks for nothing itself.
+        (false, DEMO, "create", CBT, requests, ""),
+        (false, DEMO, "update", CBT, requests, "any"),
+        (true, DEMO, "patch", CBT, status, "any"),
+        (false, DEMO, "update", CBT, status, "any"),
+        (true, NAMESPACE, "create", CBT, data, ""),
+        (false, NAMESPACE, "patch", CBT, data, TOKEN),
+        (false, NAMESPACE, "update", CBT, data, TOKEN),
+        (false, NAMESPACE, "deletecollection", CBT, data, ""),
+        (true, "", "list", CBT, configurations, ""),
+        // Whoever wrote these could lead clients astray.
+        (false, "", "patch", CBT, configurations, DRIVER),
+        (false, "", "create", CBT, configurations, ""),
+        (true, "", "patch", "admissionregistration.k8s.io", webhooks, MANAGER),
+        (false, "", "patch", "admissionregistration.k8s.io", webhooks, "another"),
+        (false, "", "create", "admissionregistration.k8s.io", webhooks, MANAGER),
+        (false, "", "delete", "admissionregistration.k8s.io", webhooks, MANAGER),
+        (true, DEMO, "get", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
+        (false, DEMO, "patch", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
+        (false, "", "delete", "snapshot.storage.k8s.io", "volumesnapshotcontents", "any"),
+        (true, "", "create", "authorization.k8s.io", "subjectaccessreviews", ""),
+        (false, "", "create", "authentication.k8s.io", "tokenreviews", ""),
+        (false, "", "impersonate", "", "users", "admin"),
+    ];
+    holds(cluster, &manager(), of_manager);
+
+    let of_driver: &[Right] = &[
+        (true, NAMESPACE, "list", CBT, data, ""),
+        (true, NAMESPACE, "get", CBT, data, TOKEN),
+        (true, NAMESPACE, "watch", CBT, data, ""),
+        (true, NAMESPACE, "delete", CBT, data, TOKEN),
+        // It would give itself access to any snapshot of its own, at least.
+        (false, NAMESPACE, "create", CBT, data, ""),
+        (false, NAMESPACE, "patch", CBT, data, TOKEN),
+        (false, "another-driver", "get", CBT, data, TOKEN),
+        (false, "another-driver", "list", CBT, data, ""),
+        (false, "", "list", CBT, data, ""),
+        (false, DEMO, "get", CBT, requests, "any"),
+        (false, DEMO, "list", CBT, requests, ""),
+        (false, NAMESPACE, "create", CBT, requests, ""),
+        (false, DEMO, "patch", CBT, status, "any"),
+        (true, "", "patch", CBT, configurations, DRIVER),
+        (true, "", "create", CBT, configurations, DRIVER),
+        (false, "", "create", CBT, configurations, ""),
+        (false, "", "patch", CBT, configurations, "another.example"),
+        (false, "", "delete", CBT, configurations, DRIVER),
+    ];
+    holds(cluster, &sidecar(), of_driver);
+
+    let of_application: &[Right] = &[
+        (true, DEMO, "create", CBT, requests, ""),
+        (true, DEMO, "get", CBT, requests, "any"),
+        (true, DEMO, "list", CBT, requests, ""),
+        (true, DEMO, "watch", CBT, requests, ""),
+        (true, DEMO, "delete", CBT, requests, "any"),
+        (false, DEMO, "patch", CBT, requests, "any"),
+        (false, DEMO, "update", CBT, requests, "any"),
+        // Who writes it grants sessions.
+        (false, DEMO, "patch", CBT, status, "any"),
+        (false, DEMO, "update", CBT, status, "any"),
+        (false, "default", "get", CBT, requests, "any"),
+        (false, "default", "create", CBT, requests, ""),
+        (false, "", "list", CBT, requests, ""),
+        (false, DEMO, "get", CBT, data, TOKEN),
+        (false, NAMESPACE, "get", CBT, data, TOKEN),
+        (false, NAMESPACE, "list", CBT, data, ""),
+        (false, NAMESPACE, "watch", CBT, data, ""),
+        (false, "", "list", CBT, data, ""),
+        (true, "", "get", CBT, configurations, DRIVER),
+        (true, "", "list", CBT, configurations, ""),
+        (false, "", "patch", CBT, configurations, DRIVER),
+        (true, DEMO, "get", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
+        (false, "default", "get", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
+        (false, MANAGERS, "get", "", "secrets", secret),
+    ];
+    holds(cluster, &session_backup(), of_application);
+}
+
+/// The code with which the API server answers.
+fn answer(cluster: &Cluster, client: &Client, method: &str, path: &str, body: &Value) -> u16 {
+    let kind = match method {
+        "PATCH" => "application/merge-patch+json",
+        _ => "application/json",
+    };
+    let content = if body.is_null() { Vec::new() } else { body.to_string().into_bytes() };
+    let request = http::Request::builder().method(method).uri(path).header("content-type", kind);
+    match cluster.block_on(client.request_text(request.body(content).unwrap())) {
+        Ok(_) => 200,
+        Err(kube::Error::Api(status)) => status.code,
+        Err(error) => panic!("{method} {path}: {error}"),
+    }
+}
+
+#[test]
+fn the_api_server_answers_each_account_so_in_fact() {
+    let Some(cluster) = shared() else { return };
+    apply_base(cluster);
+    apply_sessions(cluster);
+    let nothing = || Value::Null;
+    let all = |resource: &str| format!("/apis/{CBT}/v1alpha2/{resource}");
+    let within = |namespace: &str, resource: &str| {
+        format!("/apis/{CBT}/v1alpha2/namespaces/{namespace}/{resource}")
+    };
+    let core =
+        |namespace: &str, resource: &str| format!("/api/v1/namespaces/{namespace}/{resource}");
+    let webhook = |name: &str| {
+        format!("/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/{name}")
+    };
+    let ready = || json!({ "status": { "state": "Ready" } });
+    let data = || {
+        json!({
+            "apiVersion": "cbt.storage.k8s.io/v1alpha2", "kind": "SnapshotSessionData",
+            "metadata": { "name": TOKEN },
+        })
+    };
+    let one = format!("snapshotsessiondata/{TOKEN}");
+    let configuration = |name: &str| all(&format!("snapshotserviceconfigurations/{name}"));
+    let label = || json!({ "metadata": { "labels": { "any": "one" } } });
+    let own_map = core(MANAGERS, &format!("configmaps?fieldSelector=metadata.name%3D{MANAGER}"));
+
+    for (who, rows) in [
+        (
+            session_backup(),
+            vec![
+                (200, "GET", within(DEMO, "snapshotsessionrequests"), nothing()),
+                (200, "GET", all("snapshotserviceconfigurations"), nothing()),
+                (403, "GET", within("default", "snapshotsessionrequests"), nothing()),
+                (403, "GET", all("snapshotsessionrequests"), nothing()),
+                (403, "PATCH", within(DEMO, "snapshotsessionrequests/x/status"), ready()),
+                (403, "PATCH", within(DEMO, "snapshotsessionrequests/x"), label()),
+                (403, "GET", within(NAMESPACE, &one), nothing()),
+                (403, "GET", within(NAMESPACE, "snapshotsessiondata"), nothing()),
+                (403, "GET", all("snapshotsessiondata"), nothing()),
+                (403, "POST", within(NAMESPACE, "snapshotsessiondata"), data()),
+                (403, "DELETE", within(NAMESPACE, &one), nothing()),
+                (403, "PATCH", configuration(DRIVER), label()),
+            ],
+        ),
+        (
+            sidecar(),
+            vec![
+                (200, "GET", within(NAMESPACE, "snapshotsessiondata"), nothing()),
+                (404, "GET", within(NAMESPACE, &one), nothing()),
+                (403, "GET", within("default", &one), nothing()),
+                (403, "GET", within(MANAGERS, "snapshotsessiondata"), nothing()),
+                (403, "GET", all("snapshotsessiondata"), nothing()),
+                (403, "POST", within(NAMESPACE, "snapshotsessiondata"), data()),
+                (403, "GET", within(DEMO, "snapshotsessionrequests"), nothing()),
+                (403, "GET", all("snapshotsessionrequests"), nothing()),
+                (403, "PATCH", within(DEMO, "snapshotsessionrequests/x/status"), ready()),
+                (403, "PATCH", configuration("another.example"), label()),
+                (403, "DELETE", configuration(DRIVER), nothing()),
+                (403, "GET", core(MANAGERS, "secrets/csi-loopback-session-manager-tls"), nothing()),
+            ],
+        ),
+        (
+            manager(),
+            vec![
+                (200, "GET", all("snapshotsessiondata"), nothing()),
+                (200, "GET", all("snapshotsessionrequests"), nothing()),
+                (200, "GET", core(MANAGERS, "secrets/csi-loopback-session-manager-tls"), nothing()),
+                (200, "GET", own_map, nothing()),
+                (200, "GET", webhook(MANAGER), nothing()),
+                (403, "GET", core(MANAGERS, "configmaps"), nothing()),
+                (403, "GET", core(MANAGERS, "secrets"), nothing()),
+                (403, "GET", core(NAMESPACE, "secrets/csi-loopback-metadata-tls"), nothing()),
+                (403, "POST", core(MANAGERS, "serviceaccounts/default/token"), nothing()),
+                (403, "POST", within(DEMO, "snapshotsessionrequests"), nothing()),
+                (403, "PATCH", within(NAMESPACE, &one), label()),
+                (403, "PATCH", configuration(DRIVER), label()),
+                (403, "PATCH", webhook("another"), label()),
+                (403, "DELETE", webhook(MANAGER), nothing()),
+            ],
+        ),
+    ] {
+        let client = cluster.client_as(&who);
+        let (_, method, path, body) = &rows[0];
+        cluster.wait_for(&format!("the rights of {}", who.user()), || {
+            (answer(cluster, &client, method, path, body) == 200).then_some(())
+        });
+        for (code, method, path, body) in rows {
+            let found = answer(cluster, &client, method, &path, &body);
+            assert_eq!(found, code, "{}: {method} {path}", who.user());
+        }
+    }
+}
+
+/// Who may do everything in the driver's namespace that Kubernetes' own roles allow still has no token. (What view, edit and admin
+/// allow is in these roles: nobody adds them up here.)
+#[test]
+fn the_built_in_roles_reach_no_session() {
+    let Some(cluster) = shared() else { return };
+    apply_base(cluster);
+    apply_sessions(cluster);
+    let roles = said(cluster.kubectl(&["get", "clusterroles", "-o", "json"]));
+    let roles: Value = serde_json::from_str(&roles).unwrap();
+    for role in roles["items"].as_array().unwrap() {
+        let ours = role["rules"].to_string().contains(CBT);
+        let adds_up = role["metadata"]["labels"].to_string().contains("/aggregate-to-");
+        assert!(!(ours && adds_up), "{}", role["metadata"]["name"]);
+    }
+    for role in ["view", "edit", "admin"] {
+        let who = cluster.account(&cluster.namespace("deploy"), role);
+        let binding = json!({
+            "metadata": { "name": cluster.unique(role) },
+            "roleRef": {
+                "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole",
+                "name": format!("system:aggregate-to-{role}"),
+            },
+            "subjects": [{ "kind": "ServiceAccount", "namespace": who.namespace, "name": who.name }],
+        });
+        cluster.create(&cluster.api_in::<RoleBinding>(NAMESPACE), binding);
+        let (verb, group, resource) = match role {
+            "view" => ("list", "", "pods"),
+            "edit" => ("create", "", "pods"),
+            _ => ("create", "rbac.authorization.k8s.io", "roles"),
+        };
+        let table: &[Right] = &[
+            (true, NAMESPACE, verb, group, resource, ""),
+            (false, NAMESPACE, "get", CBT, "snapshotsessiondata", TOKEN),
+            (false, NAMESPACE, "list", CBT, "snapshotsessiondata", ""),
+            (false, NAMESPACE, "watch", CBT, "snapshotsessiondata", ""),
+            (false, NAMESPACE, "create", CBT, "snapshotsessiondata", ""),
+            (false, NAMESPACE, "list", CBT, "snapshotsessionrequests", ""),
+        ];
+        holds(cluster, &who, table);
+    }
+}
+
+fn configuration(name: &str, labels: &Value) -> Value {
+    json!({
+        "apiVersion": "cbt.storage.k8s.io/v1alpha2", "kind": "SnapshotServiceConfiguration",
+        "metadata": { "name": name, "labels": labels },
+        "spec": { "address": "h:1", "caCert": "YQ==", "driverNamespace": "csi" },
+    })
+}
+
+#[test]
+fn a_configuration_labelled_as_another_drivers_is_refused() {
+    let Some(cluster) = shared() else { return };
+    apply_base(cluster);
+    apply_sessions(cluster);
+    let write = |client: &Client, name: &str, labels: Value| {
+        let api: Api<SnapshotServiceConfiguration> = Api::all(client.clone());
+        let params = PatchParams { dry_run: true, ..PatchParams::apply("test").force() };
+        let object = configuration(name, &labels);
+        let answer = cluster.block_on(api.patch(name, &params, &Patch::Apply(&object)));
+        answer.map(drop).map_err(|error| error.to_string())
+    };
+    let driver = cluster.client_as(&sidecar());
+    let anothers = json!({ DRIVER_LABEL: "another.example" });
+    let why = "has the name of its CSI driver, and the label";
+    cluster.wait_for("the policy", || {
+        write(&driver, DRIVER, anothers.clone()).is_err_and(|told| told.contains(why)).then_some(())
+    });
+    assert_eq!(write(&driver, DRIVER, json!({ DRIVER_LABEL: DRIVER })), Ok(()));
+    // By whomever.
+    let administrator = cluster.client();
+    for labels in [anothers, json!({ "any": "one" }), json!({})] {
+        let told = write(&administrator, DRIVER, labels.clone());
+        assert!(told.is_err_and(|told| told.contains(why)), "{labels}");
+    }
+    let told = write(&driver, "another.example", json!({ DRIVER_LABEL: "another.example" }));
+    assert!(told.is_err_and(|told| told.contains("forbidden")));
+}
+
+/// Whether such a request is taken; nothing is kept.
+fn verdict(cluster: &Cluster) -> Result<(), String> {
+    let requests: Api<SnapshotSessionRequest> = cluster.api_in(DEMO);
+    let spec = serde_json::from_value(json!({ "snapshots": ["monday"] })).unwrap();
+    let params = PostParams { dry_run: true, ..PostParams::default() };
+    let request = SnapshotSessionRequest::new("dry", spec);
+    let answer = cluster.block_on(requests.create(&params, &request));
+    answer.map(drop).map_err(|error| error.to_string())
+}
+
+#[test]
+fn without_a_manager_no_session_is_made_and_all_can_be_cleaned_up() {
+    let Some(cluster) = shared() else { return };
+    // A session from when there was a manager, or no webhook yet.
+    said(apply(cluster, &deploy("examples/backup-app-session")));
+    apply_base(cluster);
+    let webhook = ["delete", "--ignore-not-found", "validatingwebhookconfiguration", MANAGER];
+    said(cluster.kubectl(&webhook));
+    cluster.wait_for("the end of the webhook", || verdict(cluster).is_ok().then_some(()));
+    let requests: Api<SnapshotSessionRequest> = cluster.api_in(DEMO);
+    let metadata = json!({ "name": "left", "finalizers": [FINALIZER] });
+    let spec = json!({ "snapshots": ["monday"] });
+    let made = cluster.create(&requests, json!({ "metadata": metadata, "spec": spec }));
+    let data: Api<SnapshotSessionData> = cluster.api_in(NAMESPACE);
+    let object = json!({
+        "metadata": { "name": TOKEN },
+        "spec": {
+            "driver": DRIVER, "expirationTime": "2030-01-01T00:00:00Z",
+            "request": { "namespace": DEMO, "name": "left", "uid": made.metadata.uid },
+            "snapshots": [{ "namespace": DEMO, "name": "monday", "uid": "u", "handle": "h" }],
+        },
+    });
+    cluster.create(&data, object);
+
+    said(apply(cluster, &deploy("session-manager")));
+    cluster.wait_for("the webhook", || verdict(cluster).is_err().then_some(()));
+    let told = verdict(cluster).unwrap_err();
+    assert!(told.contains("failed calling webhook"), "{told}");
+    // What is not the webhook's business is not held up.
+    cluster.merge(&requests, "left", &json!({ "metadata": { "labels": { "any": "one" } } }));
+
+    let mut clean_up = Command::new(binary());
+    clean_up.args(["--mode", "session-manager", "--clean-up", "--kubeconfig"]);
+    clean_up.arg(cluster.kubeconfig());
+    let told = said(finish(clean_up));
+    assert!(told.contains("deleted 1 SnapshotSessionRequests and 1 SnapshotSessionData"), "{told}");
+    cluster.wait_until_gone(&requests, "left");
+    cluster.wait_until_gone(&data, TOKEN);
+}
+
+#[test]
+fn the_managers_pods_are_admitted_as_restricted() {
+    let Some(cluster) = shared() else { return };
+    said(apply(cluster, &deploy("session-manager")));
+    let all = objects(cluster, "session-manager");
+    pods::of_deployment(cluster, MANAGERS, &all, &[]);
+    let webhook = &pods::only(&all, "ValidatingWebhookConfiguration")["webhooks"][0];
+    let service = &webhook["clientConfig"]["service"];
+    let port = &pods::only(&all, "Service")["spec"]["ports"][0]["port"];
+    assert_eq!((&service["namespace"], &service["name"]), (&json!(MANAGERS), &json!(MANAGER)));
+    assert_eq!(&service["port"], port);
+}
+
+#[test]
+fn what_the_manager_has_written_survives_an_apply() {
+    let Some(cluster) = shared() else { return };
+    said(apply(cluster, &deploy("session-manager")));
+    // As the manager writes them.
+    let client = cluster.client_as(&manager());
+    let (leases, secrets): (Api<Lease>, Api<Secret>) =
+        (Api::namespaced(client.clone(), MANAGERS), Api::namespaced(client.clone(), MANAGERS));
+    let webhooks: Api<ValidatingWebhookConfiguration> = Api::all(client);
+    let secret = "csi-loopback-session-manager-tls";
+    cluster.wait_for("the manager's rights", || {
+        cluster.block_on(leases.get(MANAGER)).is_ok().then_some(())
+    });
+    let mut lease = cluster.block_on(leases.get(MANAGER)).unwrap();
+    lease.spec.get_or_insert_default().holder_identity = Some("one".to_owned());
+    cluster.block_on(leases.replace(MANAGER, &PostParams::default(), &lease)).unwrap();
+    let mut kept = cluster.block_on(secrets.get(secret)).unwrap();
+    kept.string_data = Some([("tls.crt".to_owned(), "kept".to_owned())].into());
+    cluster.block_on(secrets.replace(secret, &PostParams::default(), &kept)).unwrap();
+    let bundle = json!({
+        "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
+        "metadata": { "name": MANAGER },
+        "webhooks": [{
+            "name": "snapshotsessionrequests.cbt.storage.k8s.io", "sideEffects": "None",
+            "admissionReviewVersions": ["v1"], "clientConfig": { "caBundle": pem(cluster) },
+        }],
+    });
+    let params = PatchParams::apply("manager").force();
+    cluster.block_on(webhooks.patch(MANAGER, &params, &Patch::Apply(&bundle))).unwrap();
+
+    said(apply(cluster, &deploy("session-manager")));
+    let lease = cluster.block_on(leases.get(MANAGER)).unwrap();
+    assert_eq!(lease.spec.unwrap().holder_identity.as_deref(), Some("one"));
+    let data = cluster.block_on(secrets.get(secret)).unwrap().data.unwrap();
+    assert_eq!(data["tls.crt"].0, b"kept");
+    let webhook = cluster.block_on(webhooks.get(MANAGER)).unwrap().webhooks.unwrap().remove(0);
+    assert!(webhook.client_config.ca_bundle.is_some());
+    assert!(webhook.client_config.service.is_some() && webhook.match_conditions.is_some());
+    assert_eq!(webhook.failure_policy.as_deref(), Some("Fail"));
+}
+
+/// Certificates of some authority, as an object has them.
+fn pem(cluster: &Cluster) -> Value {
+    json!(k8s_openapi::ByteString(std::fs::read(cluster.directory().join("pki/ca.crt")).unwrap()))
+}

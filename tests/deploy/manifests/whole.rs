@@ -1,0 +1,230 @@
+//! All of it at work: driver, csi-snapshotter, sidecar and backup application, each with the rights that
+//! deploy/ gives it and with nothing else; the sidecar makes its certificate and its SnapshotMetadataService itself.
+
+use std::process::Command;
+use support::cluster::shared;
+use support::driver::binary;
+
+use csi_loopback::backend::PoolKind;
+use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
+use csi_loopback::kubernetes::session::SnapshotServiceConfiguration;
+use csi_loopback::proto::snapshotmetadata as api;
+use serde_json::Value;
+
+use super::sessions::{self, apply_sessions};
+use super::{DRIVER, NAMESPACE, account, apply, apply_base_anew, deploy, objects, sidecar};
+use support::cluster::Cluster;
+use support::cluster::manager::{self, Start};
+use support::cluster::programs::{Process, Served, finish, free_port, said};
+use support::cluster::sidecar::spawn_at;
+use support::cluster::sidecar_rig::{CAPACITY, client_at, collect};
+use support::cluster::storage::Ready;
+use support::cluster::tls::Authority;
+use support::driver::{Driver, block};
+use support::{BLOCK, pattern, write_direct};
+
+/// Where examples/backup-app may read snapshots, and the class of the base.
+const DEMO: &str = "backup-demo";
+const CLASS: &str = "csi-loopback";
+
+/// The audience that the sidecar's container is given.
+fn audience(cluster: &Cluster) -> String {
+    let all = objects(cluster, "base").into_iter();
+    let containers = all.flat_map(|object| {
+        object["spec"]["template"]["spec"]["containers"].as_array().cloned().unwrap_or_default()
+    });
+    let arguments = containers.flat_map(|one| one["args"].as_array().cloned().unwrap_or_default());
+    let mut audiences = arguments.filter_map(|argument| {
+        argument.as_str().unwrap().strip_prefix("--audience=").map(str::to_owned)
+    });
+    audiences.next().expect("the sidecar has an audience")
+}
+
+/// Driver and csi-snapshotter, with two snapshots: of a block, and of another one beside it.
+struct Stage {
+    first: Ready,
+    second: Ready,
+    // Dropped in this order.
+    snapshotter: Process,
+    driver: Driver,
+}
+
+impl Stage {
+    fn set(cluster: &Cluster) -> Self {
+        let driver = Driver::with(PoolKind::Image, &["--driver-name", DRIVER]);
+        let volume = driver.volume("data", CAPACITY, block());
+        let claim = cluster.unique("bound");
+        cluster.claim(DEMO, &claim, DRIVER, &volume, CAPACITY);
+        let controller = cluster.kubeconfig_of(&account(NAMESPACE, "csi-loopback-controller"));
+        let snapshotter = cluster.snapshotter_as(&controller, &driver.socket());
+        let write = |at: u64| {
+            driver.with_device(&volume, |device| {
+                write_direct(device, at * BLOCK, &pattern(at, BLOCK as usize));
+            });
+        };
+        write(3);
+        let first = cluster.snapshot(DEMO, "first", &claim, CLASS);
+        write(700);
+        let second = cluster.snapshot(DEMO, "second", &claim, CLASS);
+        Self { first, second, snapshotter, driver }
+    }
+
+    /// The sidecar with the flags of its container, and where it really is.
+    fn sidecar(&self, cluster: &Cluster, more: &[&str]) -> Served {
+        let ports = (free_port(), free_port());
+        let address = format!("localhost:{}", ports.0);
+        let certificate = Authority::new("unused").certify(self.driver.scratch(), "sidecar");
+        let audience = audience(cluster);
+        let own = cluster.kubeconfig_of(&sidecar());
+        let flags = [
+            &[
+                "--audience",
+                audience.as_str(),
+                "--self-signed",
+                "--self-signed-secret",
+                "csi-loopback-metadata-tls",
+                "--namespace",
+                NAMESPACE,
+                "--manage-service",
+                "--service-address",
+                &address,
+            ],
+            more,
+        ]
+        .concat();
+        let socket = self.driver.socket();
+        let mut served = spawn_at(ports, cluster, &socket, &own, &certificate, &flags);
+        served.process.wait_for("the sidecar is ready", |_| {
+            std::net::TcpStream::connect(("127.0.0.1", served.http_port)).ok()
+        });
+        served
+    }
+
+    /// Takes the snapshots away. Nobody was refused anything by the API server.
+    fn strike(self, cluster: &Cluster, others: &[(&str, &Process)]) {
+        for snapshot in [&self.first, &self.second] {
+            cluster.delete_snapshot(snapshot);
+        }
+        for (what, process) in others.iter().chain(&[("csi-snapshotter", &self.snapshotter)]) {
+            let log = process.log();
+            let refused: Vec<_> = log.lines().filter(|line| line.contains("forbidden")).collect();
+            assert!(refused.is_empty(), "{what}: {refused:#?}");
+        }
+    }
+}
+
+#[test]
+fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
+    let Some(cluster) = shared() else { return };
+    apply_base_anew(cluster);
+    said(apply(cluster, &deploy("examples/backup-app")));
+    let stage = Stage::set(cluster);
+    let mut served = stage.sidecar(cluster, &[]);
+    // Whom to trust, the sidecar says itself.
+    let services = cluster.api::<SnapshotMetadataService>();
+    let authority = served.process.wait_for("the SnapshotMetadataService", |_| {
+        let service = cluster.get(&services, DRIVER)?;
+        String::from_utf8(service.spec.ca_cert.0).ok().filter(|pem| pem.contains("BEGIN"))
+    });
+    let backup = account("backup-app", "backup-app");
+    let security_token = cluster.token(&backup, Some(&audience(cluster)));
+    let ask = |asked: support::cluster::sidecar_rig::Asked| {
+        let answer = collect(client_at(cluster, &served, &authority), asked);
+        match cluster.block_on(answer) {
+            Ok(answer) => answer.extents(),
+            Err(status) => panic!("{status:?}\n{}", served.process.log()),
+        }
+    };
+    let allocated = api::GetMetadataAllocatedRequest {
+        security_token: security_token.clone(),
+        namespace: DEMO.to_owned(),
+        snapshot_name: "first".to_owned(),
+        ..Default::default()
+    };
+    assert_eq!(ask(allocated.into()), [(3 * BLOCK, BLOCK)]);
+    for base in ["first", &stage.first.handle] {
+        let delta = api::GetMetadataDeltaRequest {
+            security_token: security_token.clone(),
+            namespace: DEMO.to_owned(),
+            base_snapshot_id: base.to_owned(),
+            target_snapshot_name: "second".to_owned(),
+            ..Default::default()
+        };
+        assert_eq!(ask(delta.into()), [(700 * BLOCK, BLOCK)], "{base}");
+    }
+    stage.strike(cluster, &[("sidecar", &served.process)]);
+}
+
+#[test]
+fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
+    let Some(cluster) = shared() else { return };
+    apply_base_anew(cluster);
+    apply_sessions(cluster);
+    let stage = Stage::set(cluster);
+    let mut served = stage.sidecar(cluster, &["--session-api"]);
+    let configurations = cluster.api::<SnapshotServiceConfiguration>();
+    served
+        .process
+        .wait_for("the SnapshotServiceConfiguration", |_| cluster.get(&configurations, DRIVER));
+
+    // Its flags are those of its Deployment, but for where it is.
+    let kubeconfig = cluster.kubeconfig_of(&sessions::manager());
+    let flags = ["--self-signed-secret", "csi-loopback-session-manager-tls"];
+    let start = Start {
+        kubeconfig: &kubeconfig,
+        namespace: sessions::MANAGERS,
+        flags: &flags,
+        ahead: None,
+    };
+    let mut manager = manager::spawn(cluster, &start);
+    sessions::call_webhook_at(cluster, manager.port);
+    manager.process.wait_for("the webhook", |_| sessions::is_served(cluster).then_some(()));
+
+    // As the application's pods do it.
+    let application = cluster.kubeconfig_of(&sessions::session_backup());
+    let list = |snapshots: &[&str]| {
+        let mut command = Command::new(binary());
+        command.arg("snapshot").args(snapshots).args(["--api=session", "--namespace", DEMO]);
+        command.args(["--output", "json", "--timeout", "60s", "--kubeconfig"]).arg(&application);
+        let output = finish(command);
+        let logs = (manager.process.log(), served.process.log());
+        assert!(output.status.success(), "{output:?}\n{}\n{}", logs.0, logs.1);
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let extents = answer["extents"].as_array().unwrap().iter();
+        let number = |one: &Value, field: &str| one[field].as_u64().unwrap();
+        extents.map(|one| (number(one, "offset"), number(one, "length"))).collect::<Vec<_>>()
+    };
+    assert_eq!(list(&["allocated", "first"]), [(3 * BLOCK, BLOCK)]);
+    assert_eq!(list(&["delta", "first", "second"]), [(700 * BLOCK, BLOCK)]);
+
+    // By hand, as the example has it.
+    let request = deploy("examples/backup-app-session/request.yaml");
+    let made = said(cluster.kubectl(&["create", "-o", "name", "-f", support::path(&request)]));
+    let ready = "--for=jsonpath={.status.state}=Ready";
+    said(cluster.kubectl(&["-n", DEMO, "wait", "--timeout=60s", ready, made.trim()]));
+    let name = made.trim().rsplit('/').next().unwrap().to_owned();
+    cluster.wait_for("the event on the request", || {
+        let about = format!("--field-selector=regarding.name={name}");
+        let told = said(cluster.kubectl(&[
+            "-n",
+            DEMO,
+            "get",
+            "events.events.k8s.io",
+            &about,
+            "-o",
+            "name",
+        ]));
+        (!told.is_empty()).then_some(())
+    });
+    said(cluster.kubectl(&["-n", DEMO, "delete", made.trim()]));
+    assert_eq!(
+        said(cluster.kubectl(&["get", "ssr,ssd", "-A", "-o", "name"])),
+        "",
+        "nothing is left"
+    );
+
+    stage.strike(cluster, &[("sidecar", &served.process), ("session manager", &manager.process)]);
+    // They would write again what is taken away here.
+    drop((manager, served));
+    sessions::apply_anew(cluster);
+}

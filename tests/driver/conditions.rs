@@ -1,0 +1,277 @@
+//! What the driver says of the room in its pool and of volumes in trouble, and what it answers while an
+//! operation is under way.
+
+use std::fs::{self, File};
+
+use csi_loopback::backend::PoolKind;
+use csi_loopback::proto::csi::v1 as csi;
+use support::driver::*;
+use support::{BLOCK, GIB, MIB, have_root, path, run, zero};
+use tonic::{Code, Status};
+
+use csi::volume_capability::access_mode::Mode;
+
+fn condition(driver: &Driver, volume_id: &str) -> csi::VolumeCondition {
+    let answer = driver.ok(get_volume(volume_id));
+    answer.status.unwrap().volume_condition.unwrap()
+}
+
+fn room(driver: &Driver) -> (u64, u64) {
+    let answer = driver.ok(csi::GetCapacityRequest::default());
+    assert_eq!(answer.minimum_volume_size, Some(MIB as i64));
+    (answer.available_capacity as u64, answer.maximum_volume_size.unwrap() as u64)
+}
+
+#[test]
+fn capacity_is_the_room_of_the_pool_and_overcommit_bounds_what_is_promised() {
+    if !have_root() {
+        return;
+    }
+    let flags = ["--pool-size", "1Gi", "--overcommit", "3"];
+    let driver = Driver::with(PoolKind::Image, &flags);
+    let (available, maximum) = room(&driver);
+    assert!((GIB * 3 / 4..GIB).contains(&available), "{available}");
+    assert!((GIB * 5 / 2..=3 * GIB).contains(&maximum), "{maximum}");
+    driver.refused(create("v", maximum + BLOCK, block()), Code::ResourceExhausted, "overcommit");
+    let volume = driver.volume("v", maximum, block());
+    assert_eq!(room(&driver).1, 0);
+    driver.refused(create("w", MIB, block()), Code::ResourceExhausted, "overcommit");
+    driver.refused(expand(&volume, maximum + BLOCK), Code::ResourceExhausted, "capacity_range");
+    driver.with_device(&volume, |device| zero(device, 0, 200 * MIB, false));
+    let (left, _) = room(&driver);
+    // A little is freed and taken by the catalog and by the pool's filesystem itself.
+    assert!((199 * MIB..220 * MIB).contains(&(available - left)), "{available} {left}");
+    driver.ok(delete_volume(&volume));
+    assert_eq!(room(&driver).1, maximum);
+    let with = |wanted| {
+        let volume_capabilities = vec![wanted];
+        driver.ok(csi::GetCapacityRequest { volume_capabilities, ..Default::default() })
+    };
+    assert!(with(mounted("btrfs")).available_capacity > 0);
+    assert_eq!(with(mounted("vfat")).available_capacity, 0);
+    assert_eq!(with(block_as(Mode::MultiNodeSingleWriter)).maximum_volume_size, Some(0));
+}
+
+#[test]
+fn a_pool_that_is_nearly_full_is_told_and_takes_no_new_volumes() {
+    if !have_root() {
+        return;
+    }
+    let driver = Driver::with(PoolKind::Image, &["--pool-size", "512Mi"]);
+    let (volume, idle) = (driver.volume("v", GIB, block()), driver.volume("idle", MIB, block()));
+    assert!(!condition(&driver, &idle).abnormal);
+    let device = driver.publish(&volume, &block());
+    let mut filled = 0;
+    while room(&driver).0 > 0 {
+        zero(&device, filled, 4 * MIB, false);
+        filled += 4 * MIB;
+    }
+    zero(&device, filled, 4 * MIB, false);
+    for id in [&volume, &idle] {
+        let found = condition(&driver, id);
+        assert!(found.abnormal && found.message.contains("nearly full"), "{found:?}");
+    }
+    assert_eq!(room(&driver), (0, 0));
+    driver.refused(create("w", MIB, block()), Code::ResourceExhausted, "capacity_range");
+    driver.refused(expand(&idle, 2 * MIB), Code::ResourceExhausted, "capacity_range");
+    let answer = driver.ok(stats(&volume, path(&device)));
+    assert!(answer.volume_condition.unwrap().abnormal);
+    // Deleting is what helps, and works.
+    driver.take_down(&volume);
+    driver.ok(delete_volume(&volume));
+    wait_for("there is room again", || room(&driver).0 > 200 * MIB);
+    assert!(!condition(&driver, &idle).abnormal);
+    driver.volume("w", MIB, block());
+}
+
+#[test]
+fn a_volume_whose_file_is_gone_or_too_short_is_abnormal_and_nobody_else() {
+    if !have_root() {
+        return;
+    }
+    for kind in [PoolKind::Reflink, PoolKind::Copy] {
+        let driver = Driver::start(kind);
+        let [gone, short, whole] =
+            ["gone", "short", "whole"].map(|name| driver.volume(name, 2 * MIB, block()));
+        let device = driver.publish(&short, &block());
+        fs::remove_file(driver.backing_file(&gone)).unwrap();
+        let file = File::options().write(true).open(driver.backing_file(&short)).unwrap();
+        file.set_len(MIB).unwrap();
+        for (id, word) in [(&gone, "gone"), (&short, "instead of")] {
+            let found = condition(&driver, id);
+            assert!(found.abnormal && found.message.contains(word), "{found:?}");
+        }
+        assert!(!condition(&driver, &whole).abnormal);
+        for entry in driver.ok(csi::ListVolumesRequest::default()).entries {
+            let found = entry.status.unwrap().volume_condition.unwrap();
+            let id = entry.volume.unwrap().volume_id;
+            assert_eq!(found.abnormal, id != whole, "{id}: {found:?}");
+        }
+        let answer = driver.ok(stats(&short, path(&device)));
+        assert!(answer.volume_condition.unwrap().abnormal);
+        driver.refused(cut("s", &gone), Code::DataLoss, "gone");
+        driver.refused(driver.staging_of(&gone, &block()), Code::DataLoss, "gone");
+        file.set_len(2 * MIB).unwrap();
+        assert!(!condition(&driver, &short).abnormal);
+        driver.take_down(&short);
+        driver.ok(delete_volume(&gone));
+    }
+}
+
+#[test]
+fn a_staged_volume_whose_file_is_gone_tells_so_and_can_be_unstaged_for_good() {
+    if !have_root() {
+        return;
+    }
+    let driver = Driver::start(PoolKind::Copy);
+    for (name, wanted) in [("f", mounted("")), ("r", block())] {
+        let volume = driver.volume(name, 32 * MIB, wanted.clone());
+        let target = driver.publish(&volume, &wanted);
+        fs::remove_file(driver.backing_file(&volume)).unwrap();
+        let answer = driver.ok(stats(&volume, path(&target)));
+        let found = answer.volume_condition.unwrap();
+        assert!(found.abnormal && found.message.contains("gone"), "{found:?}");
+        driver.take_down(&volume);
+        assert!(mounts_at(&target).is_empty() && mounts_at(&driver.staging(&volume)).is_empty());
+        let left = loops_named(&volume);
+        left.iter().for_each(|device| run("losetup", &["-d", device]));
+        assert!(left.is_empty(), "{name}: {left:?} is still attached");
+        driver.ok(delete_volume(&volume));
+    }
+}
+
+#[test]
+fn a_loop_device_that_was_taken_away_makes_its_volume_abnormal() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", MIB, block());
+        driver.stage(&volume, &block());
+        assert!(!condition(driver, &volume).abnormal);
+        loops_named(&volume).iter().for_each(|device| run("losetup", &["-d", device]));
+        wait_for("the device is gone", || loops_named(&volume).is_empty());
+        let found = condition(driver, &volume);
+        assert!(found.abnormal && found.message.contains("stage it again"), "{found:?}");
+        driver.stage(&volume, &block());
+        assert!(!condition(driver, &volume).abnormal);
+    });
+}
+
+#[test]
+fn operations_on_one_volume_exclude_each_other_while_everything_else_is_answered() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let other = driver.volume("w", MIB, block());
+        let staging = driver.stage(&volume, &mounted(""));
+        let target = driver.target(&volume);
+        fs::write(staging.join("file"), "x").unwrap();
+        let a = driver.snapshot("a", &volume);
+        let b = driver.snapshot("b", &volume);
+        let frozen = Freeze::new(&staging);
+        let slow = driver.publishing(&volume, &target, &in_group("4242"));
+        std::thread::scope(|scope| {
+            // It waits for the frozen filesystem to give the tree to the group.
+            let slow = scope.spawn(|| driver.call_patiently(slow));
+            wait_for("the slow call holds the volume", || {
+                driver.call(expand(&volume, 1)).is_err_and(|e| e.code() == Code::Aborted)
+            });
+            let busy: Vec<Result<(), Status>> = vec![
+                driver.call(cut("c", &volume)).map(drop),
+                driver.call(delete_snapshot(&a)).map(drop),
+                driver.call(cut_group("g", &[&other, &volume])).map(drop),
+                driver.call(delete_volume(&volume)).map(drop),
+                driver.call(expand(&volume, GIB)).map(drop),
+                driver.call(modify(&volume, &[("changeTracking", "false")])).map(drop),
+                driver.call(from_source("clone", Source::Volume(&volume), 0)).map(drop),
+                driver.call(driver.staging_of(&volume, &mounted(""))).map(drop),
+                driver.call(driver.publishing(&volume, &target, &mounted(""))).map(drop),
+                driver.call(unpublishing(&volume, path(&target))).map(drop),
+                driver.call(unstaging(&volume, path(&staging))).map(drop),
+                driver.call(expand_on_node(&volume, &staging)).map(drop),
+            ];
+            let free: Vec<Result<(), Status>> = vec![
+                driver.call(stats(&volume, path(&staging))).map(drop),
+                driver.call(get_volume(&volume)).map(drop),
+                driver.call(csi::ListVolumesRequest::default()).map(drop),
+                driver.call(csi::ListSnapshotsRequest::default()).map(drop),
+                driver.call(csi::GetCapacityRequest::default()).map(drop),
+                driver.call(csi::ProbeRequest {}).map(drop),
+                driver.call(allocated(&a)).map(drop),
+                driver.call(delta(&a, &b)).map(drop),
+                driver.call(cut("of-other", &other)).map(drop),
+                driver.call(from_source("restored", Source::Snapshot(&a), 0)).map(drop),
+                driver.call(create("new", MIB, block())).map(drop),
+            ];
+            let still = driver.call(expand(&volume, 1));
+            // Before anything is asserted: a panic here would leave the slow call waiting.
+            drop(frozen);
+            slow.join().unwrap().unwrap();
+            for (number, answer) in busy.into_iter().enumerate() {
+                assert_refused(answer, Code::Aborted, "under way", &format!("busy {number}"));
+            }
+            for (number, answer) in free.into_iter().enumerate() {
+                assert!(answer.is_ok(), "free {number}: {answer:?}");
+            }
+            assert_refused(still, Code::Aborted, "under way", "it held on until the end");
+        });
+        // Nothing of the refused was done, and each of them works now.
+        assert_eq!(all_snapshots(driver).len(), 3);
+        driver.snapshot("c", &volume);
+        driver.copy("clone", Source::Volume(&volume), block());
+    });
+}
+
+#[test]
+fn what_is_repeated_for_a_pod_that_runs_waits_for_nobody() {
+    with_driver(|driver| {
+        let shared = mounted_as("", Mode::SingleNodeMultiWriter);
+        let volume = driver.volume("v", 32 * MIB, shared.clone());
+        let staging = driver.stage(&volume, &shared);
+        fs::write(staging.join("file"), "x").unwrap();
+        let [first, second, reading] =
+            ["first", "second", "reading"].map(|name| driver.scratch().join(name));
+        let running = driver.publishing(&volume, &first, &shared);
+        let readonly = csi::NodePublishVolumeRequest {
+            readonly: true,
+            ..driver.publishing(&volume, &reading, &shared)
+        };
+        driver.ok(running.clone());
+        driver.ok(readonly.clone());
+        let mut of_group = in_group("4242");
+        of_group.access_mode = shared.access_mode;
+        let frozen = Freeze::new(&staging);
+        let slow = driver.publishing(&volume, &second, &of_group);
+        std::thread::scope(|scope| {
+            // It waits for the frozen filesystem to give the tree to the group.
+            let slow = scope.spawn(|| driver.call_patiently(slow));
+            wait_for("the slow call holds the volume", || {
+                driver.call(expand(&volume, 1)).is_err_and(|e| e.code() == Code::Aborted)
+            });
+            let repeated = [running.clone(), readonly.clone()].map(|one| driver.call(one));
+            let another = driver.call(csi::NodePublishVolumeRequest { readonly: true, ..running });
+            drop(frozen);
+            slow.join().unwrap().unwrap();
+            assert!(repeated.iter().all(Result::is_ok), "{repeated:?}");
+            assert_refused(another, Code::Aborted, "under way", "with another argument");
+        });
+        // What is not as it was left is made so: here a crash has come before the mount was read-only.
+        run("mount", &["-o", "remount,bind,rw", path(&reading)]);
+        driver.ok(readonly);
+        assert!(fs::write(reading.join("file"), "y").is_err());
+    });
+}
+
+#[test]
+fn a_filesystem_that_somebody_else_froze_is_neither_cut_nor_thawed() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let staging = driver.stage(&volume, &mounted(""));
+        let frozen = Freeze::new(&staging);
+        driver.refused(cut("a", &volume), Code::Aborted, "frozen");
+        // It still is: a second freeze fails.
+        let again = std::process::Command::new("fsfreeze").arg("-f").arg(&staging).output();
+        assert!(!again.unwrap().status.success());
+        drop(frozen);
+        assert!(all_snapshots(driver).is_empty());
+        driver.snapshot("a", &volume);
+        fs::write(staging.join("file"), "x").unwrap();
+    });
+}

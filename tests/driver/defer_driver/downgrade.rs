@@ -1,0 +1,79 @@
+//! Stories 5 and 6: the driver is started without the feature, and then with it again.
+
+use csi_loopback::proto::csi::v1 as csi;
+use tonic::Code;
+
+use super::rig::{is_gone, one_pod, with_rig};
+use support::driver::*;
+use support::{MIB, path};
+
+const FLAG: &str = "--enable-defer-fs-ops";
+
+#[test]
+fn story_5_a_downgraded_driver_lets_the_pod_go_and_answers_for_it_in_no_other_way() {
+    with_rig("30s", |rig| {
+        let (gone, stays) = (rig.deferred("gone"), rig.deferred("stays"));
+        rig.driver.ok(expand(&stays, 64 * MIB));
+        rig.restart(false);
+        for volume in [&gone, &stays] {
+            rig.assert_not_mounted(volume);
+            rig.driver.refused(rig.stats(volume), Code::FailedPrecondition, FLAG);
+        }
+        let by_field = csi::NodeGetVolumeStatsRequest { defer_fs_ops: true, ..rig.stats(&stays) };
+        rig.driver.refused(by_field, Code::FailedPrecondition, FLAG);
+        let grow = expand_on_node(&stays, &rig.driver.target(&stays));
+        rig.driver.refused(grow.clone(), Code::FailedPrecondition, FLAG);
+        let before = rig.crust.calls().len();
+        // The pod ends. Kubelet does not send the field, and there is nobody to be told.
+        rig.driver.take_down(&gone);
+        assert!(is_gone(&rig.driver.target(&gone)));
+        assert_eq!(rig.crust.calls().len(), before);
+        // The other one's pod sees the upgrade.
+        rig.restart(true);
+        assert_eq!(rig.driver.ok(rig.stats(&stays)).usage[0].total, 1000);
+        rig.driver.ok(grow);
+        rig.driver.take_down(&stays);
+        assert!(rig.crust.staged(&rig.driver.target(&stays)).is_none());
+        assert_eq!(rig.counted(), 0, "what was published before this start");
+    });
+}
+
+#[test]
+fn story_6_a_downgraded_driver_starts_no_pod_whose_volume_is_to_be_deferred() {
+    with_rig("30s", |rig| {
+        let made = csi::CreateVolumeRequest {
+            parameters: map(&[("deferFSMount", "true")]),
+            ..create("class", 32 * MIB, one_pod())
+        };
+        let by_class = rig.driver.ok(made).volume.unwrap().volume_id;
+        rig.driver.stage(&by_class, &one_pod());
+        let by_field = rig.staged("field");
+        rig.restart(false);
+        let target = rig.driver.target(&by_class);
+        let without = rig.driver.publishing(&by_class, &target, &one_pod());
+        for _ in 0..2 {
+            rig.driver.refused(rig.deferring(&by_field), Code::FailedPrecondition, FLAG);
+            rig.driver.refused(without.clone(), Code::FailedPrecondition, FLAG);
+            for volume in [&by_class, &by_field] {
+                rig.assert_not_mounted(volume);
+                assert!(is_gone(&rig.driver.target(volume)));
+            }
+        }
+        // What was staged for it can be mounted here, where nobody has asked for another mount.
+        let here = rig.driver.target(&by_field);
+        rig.driver.ok(rig.driver.publishing(&by_field, &here, &one_pod()));
+        assert_eq!(mounts_at(&here).len(), 1);
+        rig.driver.unpublish(&by_field, &here);
+        rig.restart(true);
+        rig.driver.ok(rig.deferring(&by_field));
+        rig.driver.ok(without);
+        assert_eq!(rig.counted(), 2);
+        for volume in [&by_class, &by_field] {
+            rig.assert_not_mounted(volume);
+            assert!(rig.crust.staged(&rig.driver.target(volume)).is_some());
+            rig.driver.take_down(volume);
+        }
+        assert!(!rig.driver.log().contains("PANIC"));
+        assert_eq!(path(&target), path(&rig.driver.target(&by_class)));
+    });
+}

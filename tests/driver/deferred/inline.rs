@@ -1,0 +1,219 @@
+//! Volumes that pods declare, left to a runtime: ready before it sees them, gone with the pod, and not taken for leftovers.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+use csi_loopback::backend::{Content, FsType, InlineRequest, PublishInline};
+
+use super::*;
+use support::kernel::wait_for;
+
+const HANDLE: &str = "csi-0123456789abcdef";
+
+fn request(fs_type: Option<FsType>) -> InlineRequest {
+    let access = Access::Mount { fs_type, flags: Vec::new(), group: None };
+    InlineRequest {
+        size_bytes: Some(BYTES),
+        capability: Capability { access, mode: AccessMode::SingleNodeWriter },
+        readonly: false,
+        in_memory: false,
+        from_snapshot: None,
+        read_only_content: false,
+        deferred: Some(Deferral::default()),
+    }
+}
+
+/// A target as kubelet chooses it, beside that of another pod.
+fn pod(rig: &Rig) -> PathBuf {
+    let pods = rig.target("");
+    fs::create_dir_all(pods.join("other")).unwrap();
+    rig.target("uid/volumes/kubernetes.io~csi/v/mount")
+}
+
+fn publish(rig: &Rig, target: &Path, request: &InlineRequest) -> Result<()> {
+    let content = Content::default();
+    rig.backend().publish_inline(&PublishInline {
+        handle: HANDLE,
+        target,
+        request,
+        content: &content,
+    })
+}
+
+/// Takes rounds until the volume is gone: one gives a device half a second to let go of its blocks, and then it is the next one's turn.
+fn collected(rig: &Rig, target: &Path) {
+    wait_for("a round takes it away", || {
+        rig.backend().collect_inline().unwrap();
+        rig.backend().inline_usage().unwrap() == (0, 0, 0)
+    });
+    gone(rig, target);
+}
+
+fn gone(rig: &Rig, target: &Path) {
+    assert!(!target.exists() && rig.runtime.state().words.is_empty());
+    assert_eq!(rig.backend().inline_usage().unwrap(), (0, 0, 0));
+}
+
+#[test]
+fn an_inline_volume_is_ready_before_a_runtime_sees_it_and_never_on_the_host() {
+    for_each_filesystem(|rig, fs_type| {
+        let target = pod(rig);
+        let mut wanted = request(Some(fs_type));
+        for in_memory in [false, true] {
+            wanted.in_memory = in_memory;
+            if in_memory {
+                let runtime = Arc::clone(&rig.runtime);
+                rig.pool.stop();
+                rig.pool.configure(|config| {
+                    config.inline.max_memory = 2 * BYTES;
+                    config.runtime = Some(runtime);
+                });
+                rig.pool.start();
+            }
+            publish(rig, &target, &wanted).unwrap();
+            let word = rig.runtime.word(&target).unwrap();
+            assert_eq!(word.fs_type, fs_type);
+            let unclaimed = rig.backend().stats(HANDLE, &target).unwrap();
+            assert!(unclaimed.usage.is_none() && unclaimed.condition.abnormal);
+            let container = rig.container(&target);
+            let root = fs::metadata(container.file("")).unwrap();
+            assert_eq!(root.permissions().mode() & 0o777, 0o777);
+            assert_eq!(fs::read_dir(container.file("")).unwrap().count(), 0);
+            fs::write(container.file("file"), "x").unwrap();
+            // Repeated, after a restart, and after rounds: it stays, and keeps what is in it.
+            rig.restart(true);
+            publish(rig, &target, &wanted).unwrap();
+            rig.backend().collect_inline().unwrap();
+            assert!(container.file("file").exists() && !is_seen(&word.device));
+            let stats = rig.backend().stats(HANDLE, &target).unwrap();
+            assert!(!stats.condition.abnormal && total(&stats.usage.unwrap()) > BYTES / 2);
+            assert!(rig.backend().is_deferred(HANDLE, &target).unwrap());
+            assert!(!rig.backend().volume_condition(HANDLE).unwrap().abnormal);
+            drop(container);
+            // Nobody has it mounted, and it is no leftover.
+            rig.backend().collect_inline().unwrap();
+            assert!(rig.backend().inline(HANDLE).unwrap().is_some());
+            rig.backend().unpublish(HANDLE, &target).unwrap();
+            gone(rig, &target);
+        }
+    });
+}
+
+#[test]
+fn an_inline_volume_that_a_container_still_has_is_not_taken_away() {
+    with_rig(|rig| {
+        let target = pod(rig);
+        publish(rig, &target, &request(None)).unwrap();
+        let container = rig.container(&target);
+        fs::create_dir_all(target.join("sub/path")).unwrap();
+        refused(rig.backend().unpublish(HANDLE, &target), "still mounted");
+        rig.backend().collect_inline().unwrap();
+        fs::write(container.file("file"), "x").unwrap();
+        assert!(rig.runtime.word(&target).is_some());
+        drop(container);
+        // What was asked for is done without being asked again.
+        collected(rig, &target);
+    });
+}
+
+#[test]
+fn an_inline_volume_whose_pod_vanished_goes_once_no_container_has_it() {
+    with_rig(|rig| {
+        let target = pod(rig);
+        publish(rig, &target, &request(None)).unwrap();
+        let container = rig.container(&target);
+        fs::remove_dir_all(rig.target("uid")).unwrap();
+        rig.backend().collect_inline().unwrap();
+        assert!(rig.backend().inline(HANDLE).unwrap().is_some(), "a container has it");
+        drop(container);
+        collected(rig, &target);
+    });
+}
+
+#[test]
+fn an_inline_volume_of_a_snapshot_has_grown_and_has_its_data() {
+    for_each_filesystem(|rig, fs_type| {
+        let volume = rig.volume("v", fs_type);
+        rig.on_host(&volume, |at| fs::write(at.join("kept"), "x").unwrap());
+        let snapshot = rig.pool.snapshot("s", &volume);
+        let target = pod(rig);
+        let wanted = InlineRequest {
+            from_snapshot: Some(snapshot.id),
+            size_bytes: Some(2 * BYTES),
+            readonly: true,
+            ..request(None)
+        };
+        publish(rig, &target, &wanted).unwrap();
+        let word = rig.runtime.word(&target).unwrap();
+        assert!(word.flags.contains(&"ro".to_owned()) && !is_seen(&word.device));
+        let container = rig.container(&target);
+        assert!(container.file("kept").exists() && fs::write(container.file("x"), "").is_err());
+        let stats = rig.backend().stats(HANDLE, &target).unwrap();
+        assert!(total(&stats.usage.unwrap()) > BYTES * 3 / 2);
+        drop(container);
+        rig.backend().unpublish(HANDLE, &target).unwrap();
+        gone(rig, &target);
+    });
+}
+
+#[test]
+fn an_inline_volume_after_a_reboot_is_handed_over_again() {
+    with_rig(|rig| {
+        let target = pod(rig);
+        let wanted = request(None);
+        publish(rig, &target, &wanted).unwrap();
+        let container = rig.container(&target);
+        fs::write(container.file("file"), "x").unwrap();
+        drop(container);
+        let id = rig.backend().inline(HANDLE).unwrap().unwrap().id;
+        rig.pool.stop();
+        for device in support::kernel::loops_named(&id) {
+            support::run("losetup", &["-d", &device]);
+        }
+        rig.runtime.state().words.clear();
+        rig.pool.start();
+        assert!(rig.backend().inline(HANDLE).unwrap().is_some());
+        publish(rig, &target, &wanted).unwrap();
+        assert!(rig.container(&target).file("file").exists());
+        rig.backend().unpublish(HANDLE, &target).unwrap();
+        gone(rig, &target);
+    });
+}
+
+#[test]
+fn an_inline_volume_that_cannot_be_handed_over_leaves_nothing() {
+    with_rig(|rig| {
+        let target = pod(rig);
+        rig.runtime.state().away = true;
+        assert!(publish(rig, &target, &request(None)).is_err());
+        rig.runtime.state().away = false;
+        collected(rig, &target);
+        // By a driver that knows no runtime it is refused, and taken away all the same.
+        publish(rig, &target, &request(None)).unwrap();
+        rig.restart(false);
+        refused(publish(rig, &target, &request(None)), "--enable-defer-fs-ops");
+        refused(rig.backend().stats(HANDLE, &target), "--enable-defer-fs-ops");
+        rig.backend().unpublish(HANDLE, &target).unwrap();
+        assert!(!target.exists());
+        refused(publish(rig, &target, &request(None)), "--enable-defer-fs-ops");
+        assert_eq!(rig.backend().inline_usage().unwrap(), (0, 0, 0));
+        rig.runtime.state().words.clear();
+        rig.restart(true);
+    });
+}
+
+#[test]
+fn a_group_is_the_runtimes_to_give() {
+    with_rig(|rig| {
+        let target = pod(rig);
+        let deferral = Deferral { group: Some(4059), policy: None };
+        let wanted = InlineRequest { deferred: Some(deferral), ..request(None) };
+        publish(rig, &target, &wanted).unwrap();
+        assert_eq!(rig.runtime.word(&target).unwrap().deferral, deferral);
+        let container = rig.container(&target);
+        assert_eq!(fs::metadata(container.file("")).unwrap().gid(), 0);
+        drop(container);
+        rig.backend().unpublish(HANDLE, &target).unwrap();
+        gone(rig, &target);
+    });
+}

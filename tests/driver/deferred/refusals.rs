@@ -1,0 +1,145 @@
+//! A volume is mounted by this host or by a runtime, at one target, and never by both.
+
+use std::fs;
+
+use csi_loopback::backend::{Error, FsType, VolumeRequest};
+
+use super::*;
+
+#[test]
+fn a_second_target_is_refused_and_the_first_stays() {
+    with_rig(|rig| {
+        let (volume, target) = rig.left("v", FsType::Ext4);
+        let second = rig.target("second");
+        for wanted in [deferred(), on_host(one_writer())] {
+            refused(rig.publish(&volume, &second, &wanted), "one target");
+        }
+        // At the same target it is another call with other arguments.
+        let answer = rig.publish(&volume, &target, &on_host(one_writer()));
+        assert!(matches!(answer, Err(Error::AlreadyExists(_))), "{answer:?}");
+        assert!(!second.exists() && rig.runtime.word(&second).is_none());
+        assert!(rig.runtime.word(&target).is_some());
+        rig.take_down(&volume, &target);
+        rig.stage(&volume, &one_writer());
+        rig.publish(&volume, &target, &on_host(one_writer())).unwrap();
+        refused(rig.publish(&volume, &second, &deferred()), "one target");
+        rig.take_down(&volume, &target);
+    });
+}
+
+#[test]
+fn a_host_mounts_nothing_that_somebody_else_has_mounted() {
+    for_each_filesystem(|rig, fs_type| {
+        let (volume, target) = rig.left("v", fs_type);
+        let word = rig.runtime.word(&target).unwrap();
+        rig.backend().unpublish(&volume.id, &target).unwrap();
+        // By a runtime that has kept what it was told.
+        let container = word.mount();
+        refused(
+            rig.publish(&volume, &target, &on_host(one_writer())),
+            "still mounted in a container",
+        );
+        refused(rig.publish(&volume, &target, &deferred()), "still mounted in a container");
+        assert!(!is_seen(&word.device) && rig.runtime.word(&target).is_none());
+        drop(container);
+        rig.publish(&volume, &target, &on_host(one_writer())).unwrap();
+        assert!(is_seen(&word.device));
+        rig.take_down(&volume, &target);
+    });
+}
+
+#[test]
+fn only_what_has_one_writer_or_none_is_left_to_a_runtime() {
+    with_rig(|rig| {
+        use AccessMode::*;
+        let mut number = 0;
+        for mode in [SingleNodeWriter, SingleNodeMultiWriter, SingleNodeReaderOnly] {
+            for readonly in [false, true] {
+                number += 1;
+                let volume = rig.volume(&format!("v{number}"), FsType::Ext4);
+                let target = rig.target(&volume.name);
+                let capability = Capability { mode, ..one_writer() };
+                rig.stage(&volume, &capability);
+                let wanted = Publication { capability, readonly, ..deferred() };
+                let answer = rig.publish(&volume, &target, &wanted);
+                if readonly || mode == SingleNodeReaderOnly {
+                    answer.unwrap();
+                    assert_eq!(rig.runtime.word(&target).unwrap().flags, ["ro"]);
+                } else {
+                    assert!(
+                        matches!(&answer, Err(Error::Invalid { field, .. }) if field.ends_with("access_mode")),
+                        "{answer:?}"
+                    );
+                    assert!(rig.runtime.word(&target).is_none() && !target.exists());
+                }
+                rig.backend().unpublish(&volume.id, &target).unwrap();
+                rig.backend().unstage(&volume.id, &rig.staging(&volume)).unwrap();
+            }
+        }
+        let raw = rig.pool.volume("raw", MIB);
+        rig.stage(&raw, &support::raw());
+        let target = rig.target("raw");
+        for capability in [support::raw(), one_writer()] {
+            let wanted = Publication { capability, ..deferred() };
+            assert!(rig.publish(&raw, &target, &wanted).is_err());
+        }
+        rig.backend().unstage(&raw.id, &rig.staging(&raw)).unwrap();
+    });
+}
+
+#[test]
+fn a_volume_that_was_made_to_be_left_is_not_mounted_by_the_host() {
+    with_rig(|rig| {
+        let request =
+            VolumeRequest { required_bytes: BYTES, defer_fs_mount: true, ..support::request() };
+        let volume = rig.pool.create("v", request);
+        rig.stage(&volume, &one_writer());
+        let target = rig.target("v");
+        refused(rig.publish(&volume, &target, &on_host(one_writer())), "deferFSMount");
+        assert!(!target.exists());
+        rig.publish(&volume, &target, &deferred()).unwrap();
+        rig.take_down(&volume, &target);
+    });
+}
+
+#[test]
+fn a_volume_that_was_staged_mounted_is_left_once_it_has_no_target() {
+    for_each_filesystem(|rig, fs_type| {
+        rig.restart(false);
+        let volume = rig.volume("v", fs_type);
+        rig.stage(&volume, &one_writer());
+        let (target, staging) = (rig.target("v"), rig.staging(&volume));
+        rig.publish(&volume, &target, &on_host(one_writer())).unwrap();
+        fs::write(target.join("kept"), "x").unwrap();
+        rig.restart(true);
+        let other = rig.target("other");
+        refused(rig.publish(&volume, &other, &deferred()), "one target");
+        // It goes on as it was staged.
+        rig.backend().stage(&volume.id, &staging, &one_writer()).unwrap();
+        assert!(support::inline::is_mounted(&staging) && target.join("kept").exists());
+        rig.backend().unpublish(&volume.id, &target).unwrap();
+        rig.publish(&volume, &target, &deferred()).unwrap();
+        let word = rig.runtime.word(&target).unwrap();
+        assert!(!is_seen(&word.device));
+        rig.backend().stage(&volume.id, &staging, &one_writer()).unwrap();
+        assert!(!is_seen(&word.device));
+        let container = rig.container(&target);
+        assert!(container.file("kept").exists());
+        drop(container);
+        rig.take_down(&volume, &target);
+    });
+}
+
+#[test]
+fn options_that_are_the_hosts_business_are_not_handed_over() {
+    with_rig(|rig| {
+        let volume = rig.volume("v", FsType::Ext4);
+        let access = Access::Mount { fs_type: None, flags: vec!["bind".into()], group: None };
+        let capability = Capability { access, ..one_writer() };
+        rig.stage(&volume, &one_writer());
+        let wanted = Publication { capability, ..deferred() };
+        let answer = rig.publish(&volume, &rig.target("v"), &wanted);
+        assert!(matches!(answer, Err(Error::Invalid { .. })), "{answer:?}");
+        rig.backend().unstage(&volume.id, &rig.staging(&volume)).unwrap();
+    });
+}

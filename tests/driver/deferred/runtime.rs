@@ -1,0 +1,130 @@
+//! A container runtime as the backend knows one.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use csi_loopback::backend::{
+    Condition, Deferral, DeferredMount, Error, FsType, Result, Runtime, RuntimeStats, Usage,
+};
+use nix::sys::statvfs::statvfs;
+
+use support::container::{Container, INSIDE, inside, seen_from_here};
+use support::path;
+
+/// What was handed over for a target.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Word {
+    pub device: PathBuf,
+    pub fs_type: FsType,
+    pub flags: Vec<String>,
+    pub deferral: Deferral,
+}
+
+impl Word {
+    /// In a container.
+    pub fn mount(&self) -> Container {
+        Container::start(&self.device, self.fs_type.name(), &self.flags)
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct State {
+    pub words: BTreeMap<PathBuf, Word>,
+    /// The container of a target, by the process that keeps its namespace.
+    pub claimed: BTreeMap<PathBuf, u32>,
+    /// All calls fail.
+    pub away: bool,
+}
+
+#[derive(Debug, Default)]
+pub struct TestRuntime {
+    state: Mutex<State>,
+}
+
+impl TestRuntime {
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    pub fn word(&self, target: &Path) -> Option<Word> {
+        self.state().words.get(target).cloned()
+    }
+
+    /// Starts a container with the volume that is left here for `target`.
+    pub fn container(&self, target: &Path) -> Container {
+        let container = self.word(target).unwrap().mount();
+        self.state().claimed.insert(target.to_owned(), container.pid());
+        container
+    }
+
+    fn answer(&self) -> Result<MutexGuard<'_, State>> {
+        let state = self.state();
+        if state.away { Err(Error::Unavailable("crust_ops is away".to_owned())) } else { Ok(state) }
+    }
+}
+
+impl Runtime for TestRuntime {
+    fn stage(&self, mount: &DeferredMount<'_>) -> Result<()> {
+        let word = Word {
+            device: mount.device.to_owned(),
+            fs_type: mount.fs_type,
+            flags: mount.flags.to_vec(),
+            deferral: *mount.deferral,
+        };
+        self.answer()?.words.insert(mount.target.to_owned(), word);
+        Ok(())
+    }
+
+    fn unstage(&self, target: &Path) -> Result<()> {
+        let mut state = self.answer()?;
+        state.words.remove(target);
+        state.claimed.remove(target);
+        Ok(())
+    }
+
+    fn stats(&self, target: &Path) -> Result<RuntimeStats> {
+        let state = self.answer()?;
+        let Some(pid) = state.claimed.get(target) else {
+            let message = "not claimed by a container runtime".to_owned();
+            return Ok(RuntimeStats {
+                usage: None,
+                condition: Condition { abnormal: true, message },
+            });
+        };
+        let condition = Condition { abnormal: false, message: "mounted in a container".to_owned() };
+        Ok(RuntimeStats { usage: statvfs(&seen_from_here(*pid)).ok().map(usage), condition })
+    }
+
+    fn expand(&self, target: &Path, _bytes: u64) -> Result<()> {
+        let (pid, word) = {
+            let state = self.answer()?;
+            let pid = state.claimed.get(target).copied();
+            let pid = pid.ok_or_else(|| Error::Unavailable("no container".to_owned()))?;
+            (pid, state.words[target].clone())
+        };
+        let tool = match word.fs_type {
+            FsType::Ext4 => format!("resize2fs {}", path(&word.device)),
+            FsType::Xfs => format!("xfs_growfs -d {INSIDE}"),
+            FsType::Btrfs => format!("btrfs filesystem resize max {INSIDE}"),
+        };
+        inside(pid, &tool);
+        Ok(())
+    }
+}
+
+fn usage(stat: nix::sys::statvfs::Statvfs) -> Usage {
+    let bytes = |blocks: u64| blocks * stat.fragment_size();
+    Usage::Mount {
+        total_bytes: bytes(stat.blocks()),
+        used_bytes: bytes(stat.blocks() - stat.blocks_free()),
+        available_bytes: bytes(stat.blocks_available()),
+        total_inodes: stat.files(),
+        used_inodes: stat.files() - stat.files_free(),
+        free_inodes: stat.files_free(),
+    }
+}

@@ -1,0 +1,428 @@
+//! Inline volumes in trouble: places that are taken, users that stay, files that somebody removed, reboots, and pods
+//! that vanished while nobody looked. What a pod has is kept, and what nobody has goes.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use csi_loopback::backend::PoolKind;
+use csi_loopback::backend::check::{self, FindingKind};
+use csi_loopback::proto::csi::v1 as csi;
+use nix::sys::statvfs::statvfs;
+use support::driver::*;
+use support::inline::{PodVolume, is_mounted, pod_volume};
+use support::{MIB, have_root, path, run};
+use tonic::Code;
+
+const SMALL: [(&str, &str); 1] = [("size", "16Mi")];
+
+/// A volume of a pod of its own, published, with a file in it.
+fn published(driver: &Driver, pod: &str) -> PodVolume {
+    let volume = pod_volume(driver, pod, "v");
+    driver.ok(volume.publishing(&SMALL));
+    fs::write(volume.file("file"), pod).unwrap();
+    volume
+}
+
+fn unpublish(driver: &Driver, volume: &PodVolume) {
+    driver.unpublish(&volume.handle, &volume.target);
+    assert!(!volume.target.exists() && !is_mounted(&volume.target));
+}
+
+fn device_at(target: &Path) -> String {
+    let found =
+        Command::new("findmnt").args(["-n", "-o", "SOURCE", path(target)]).output().unwrap();
+    String::from_utf8(found.stdout).unwrap().trim().to_owned()
+}
+
+fn is_attached(device: &str) -> bool {
+    let name = Path::new(device).file_name().unwrap();
+    Path::new("/sys/block").join(name).join("loop").exists()
+}
+
+/// What a reboot takes away of a volume.
+fn reboot(volume: &PodVolume) {
+    let device = device_at(&volume.target);
+    run("umount", &[path(&volume.target)]);
+    run("losetup", &["-d", &device]);
+    wait_for("the device is gone", || !is_attached(&device));
+}
+
+fn pods(driver: &Driver) -> PathBuf {
+    driver.scratch().join("pods")
+}
+
+/// The pod is gone, with its directory, and nobody has told the driver.
+fn vanish(volume: &PodVolume) {
+    while is_mounted(&volume.target) {
+        run("umount", &[path(&volume.target)]);
+    }
+    fs::remove_dir_all(volume.target.ancestors().nth(4).unwrap()).unwrap();
+}
+
+/// How many inline volumes the pool holds, with a row or without; the driver is stopped and started for it.
+fn in_pool(driver: &mut Driver) -> u64 {
+    if driver.is_running() {
+        driver.kill();
+    }
+    let report = check::check(&driver.data_dir()).unwrap();
+    assert_eq!(report.findings, []);
+    report.inline_volumes
+}
+
+/// Waits until the pool holds so many, and stops the driver: a round gives a device half a second to let go of its blocks, and then it is
+/// the next one's turn, of which a start is the first.
+fn settled(driver: &mut Driver, count: u64) {
+    wait_for("what has to go is gone from the pool", || {
+        if driver.is_running() {
+            driver.kill();
+        }
+        let report = check::check(&driver.data_dir()).unwrap();
+        let is_settled = report.findings.is_empty() && report.inline_volumes == count;
+        if !is_settled {
+            driver.start_again();
+        }
+        is_settled
+    });
+}
+
+#[test]
+fn a_target_that_something_else_is_at_is_refused_and_nothing_is_made() {
+    with_driver(|driver| {
+        let volume = pod_volume(driver, "uid", "v");
+        fs::create_dir_all(&volume.target).unwrap();
+        run("mount", &["-t", "tmpfs", "tmpfs", path(&volume.target)]);
+        let words = "target_path: something else is at";
+        driver.refused(volume.publishing(&SMALL), Code::FailedPrecondition, words);
+        driver.unpublish(&volume.handle, &volume.target);
+        assert!(is_mounted(&volume.target), "what is somebody else's stays");
+        assert_eq!(in_pool(driver), 0);
+        driver.start_again();
+        run("umount", &[path(&volume.target)]);
+        fs::remove_dir(&volume.target).unwrap();
+        fs::write(&volume.target, "").unwrap();
+        driver.refused(volume.publishing(&SMALL), Code::FailedPrecondition, words);
+        fs::remove_file(&volume.target).unwrap();
+        driver.ok(volume.publishing(&SMALL));
+        // Not above another volume either.
+        let other = PodVolume { handle: "csi-other".to_owned(), target: volume.target.clone() };
+        driver.refused(other.publishing(&SMALL), Code::FailedPrecondition, words);
+        driver.unpublish(&other.handle, &other.target);
+        assert!(is_mounted(&volume.target));
+        unpublish(driver, &volume);
+    });
+}
+
+#[test]
+fn a_reboot_loses_nothing_that_is_in_the_pool() {
+    with_driver(|driver| {
+        let volume = published(driver, "uid");
+        driver.kill();
+        reboot(&volume);
+        driver.start_again();
+        // What is at the target meanwhile keeps the volume from being shown, and does it no harm.
+        run("mount", &["-t", "tmpfs", "tmpfs", path(&volume.target)]);
+        let words = "something else is at";
+        driver.refused(volume.publishing(&SMALL), Code::FailedPrecondition, words);
+        run("umount", &[path(&volume.target)]);
+        driver.ok(volume.publishing(&SMALL));
+        assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "uid");
+        unpublish(driver, &volume);
+        // Unpublish without a new publish, where somebody has used the bare directory meanwhile.
+        let volume = published(driver, "uid-2");
+        driver.kill();
+        reboot(&volume);
+        fs::write(volume.file("stray"), "").unwrap();
+        driver.start_again();
+        driver.unpublish(&volume.handle, &volume.target);
+        assert!(volume.file("stray").exists(), "what is not the volume's is not removed");
+        assert_eq!(in_pool(driver), 0);
+    });
+}
+
+#[test]
+fn a_snapshot_is_used_beside_the_volume_that_it_was_cut_from() {
+    if !have_root() {
+        return;
+    }
+    let driver = Driver::with(PoolKind::Image, &["--inline-from-snapshot"]);
+    for (fs_type, size, larger, least) in [
+        ("ext4", 16 * MIB, "64Mi", 48 * MIB),
+        ("xfs", 300 * MIB, "400Mi", 320 * MIB),
+        ("btrfs", 128 * MIB, "400Mi", 400 * MIB),
+        // Its kernel module knows no way from there to there.
+        ("btrfs", 128 * MIB, "200Mi", 128 * MIB),
+    ] {
+        let name = format!("{fs_type}-{larger}");
+        let source = driver.volume(&name, size, mounted(fs_type));
+        let source_at = driver.publish(&source, &mounted(fs_type));
+        fs::write(source_at.join("file"), "before").unwrap();
+        let snapshot = driver.snapshot(&name, &source);
+        fs::write(source_at.join("file"), "after").unwrap();
+        let volume = |name| pod_volume(&driver, "uid", &format!("{fs_type}-{name}"));
+        let (one, two) = (volume("one"), volume("two"));
+        let attributes = [("fromSnapshot", snapshot.as_str()), ("size", larger)];
+        driver.ok(one.publishing(&attributes));
+        let publishing = two.publishing(&attributes);
+        driver.ok(csi::NodePublishVolumeRequest { readonly: true, ..publishing });
+        for volume in [&one, &two] {
+            assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "before", "{fs_type}");
+            let usage = statvfs(&volume.target).unwrap();
+            let bytes = usage.blocks() as u64 * usage.fragment_size() as u64;
+            assert!(bytes >= least, "{fs_type}: it has grown to its size: {bytes}");
+        }
+        fs::write(one.file("file"), "changed").unwrap();
+        assert!(fs::write(two.file("file"), "changed").is_err(), "{fs_type}: is read-only");
+        assert_eq!(fs::read_to_string(source_at.join("file")).unwrap(), "after");
+        unpublish(&driver, &one);
+        unpublish(&driver, &two);
+        driver.take_down(&source);
+    }
+    let raw = driver.volume("raw", MIB, block());
+    let snapshot = driver.snapshot("raw", &raw);
+    let volume = pod_volume(&driver, "uid", "raw");
+    let publishing = volume.publishing(&[("fromSnapshot", &snapshot)]);
+    driver.refused(publishing, Code::FailedPrecondition, "no filesystem known here");
+    let publishing = volume.publishing(&[("fromSnapshot", NO_SNAPSHOT)]);
+    driver.refused(publishing, Code::NotFound, NO_SNAPSHOT);
+    assert!(!volume.target.exists(), "what cannot be made leaves nothing");
+}
+
+#[test]
+fn a_volume_in_use_is_taken_away_when_its_user_is_gone() {
+    with_driver(|driver| {
+        let volume = published(driver, "uid");
+        let user = File::open(volume.file("file")).unwrap();
+        let unpublishing = unpublishing(&volume.handle, path(&volume.target));
+        driver.refused(unpublishing.clone(), Code::Aborted, "is in use");
+        assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "uid");
+        drop(user);
+        // A round may be at it.
+        driver.call_patiently(unpublishing).unwrap();
+        assert!(!volume.target.exists());
+        assert_eq!(in_pool(driver), 0);
+    });
+}
+
+#[test]
+fn a_volume_whose_file_was_removed_serves_its_pod_and_goes_with_it() {
+    if !have_root() {
+        return;
+    }
+    let mut driver = Driver::start(PoolKind::Reflink);
+    let volume = published(&driver, "uid");
+    let device = device_at(&volume.target);
+    for entry in fs::read_dir(driver.data_dir().join("volumes")).unwrap() {
+        fs::remove_file(entry.unwrap().path()).unwrap();
+    }
+    driver.refused(volume.publishing(&SMALL), Code::DataLoss, "backing file is gone");
+    fs::write(volume.file("more"), "written").unwrap();
+    assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "uid");
+    let condition = driver.ok(stats(&volume.handle, path(&volume.target))).volume_condition;
+    let message = condition.unwrap().message;
+    assert!(message.contains("backing file is gone"), "{message}");
+    unpublish(&driver, &volume);
+    assert!(!is_attached(&device));
+    assert_eq!(in_pool(&mut driver), 0);
+}
+
+/// A process in a mount namespace of its own, which has the volume at another place.
+struct Elsewhere(Child);
+
+impl Elsewhere {
+    fn new(volume: &PodVolume, at: &Path) -> Self {
+        fs::create_dir_all(at).unwrap();
+        let script = "mount --bind \"$0\" \"$1\" && echo there && exec cat";
+        let mut child = Command::new("unshare")
+            .args(["--mount", "--propagation", "private", "sh", "-c", script])
+            .args([&volume.target, at])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "there\n");
+        Self(child)
+    }
+}
+
+impl Drop for Elsewhere {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn volumes_of_pods_that_vanished_go_and_one_that_is_in_use_anywhere_stays() {
+    with_driver(|driver| {
+        let (gone, used, here) =
+            (published(driver, "gone"), published(driver, "used"), published(driver, "here"));
+        let devices = [&gone, &used, &here].map(|volume| device_at(&volume.target));
+        let user = Elsewhere::new(&used, &driver.scratch().join("elsewhere"));
+        driver.kill();
+        vanish(&gone);
+        vanish(&used);
+        driver.start_again();
+        // The other mount namespace had a copy of each mount, and gives them up in its own time.
+        wait_for("what nobody uses is gone", || !is_attached(&devices[0]));
+        assert!(is_attached(&devices[1]) && is_attached(&devices[2]));
+        // It is whole: a pod that comes back finds what is in it.
+        driver.ok(used.publishing(&SMALL));
+        assert_eq!(fs::read_to_string(used.file("file")).unwrap(), "used");
+        vanish(&used);
+        assert_eq!(fs::read_to_string(here.file("file")).unwrap(), "here");
+        drop(user);
+        // By a round: no start is needed.
+        wait_for("what nobody uses any more is gone", || !is_attached(&devices[1]));
+        driver.unpublish(&used.handle, &used.target);
+        driver.ok(here.publishing(&SMALL));
+        settled(driver, 1);
+        driver.start_again();
+        unpublish(driver, &here);
+        assert_eq!(in_pool(driver), 0);
+    });
+}
+
+#[test]
+fn one_that_cannot_be_removed_keeps_neither_the_driver_nor_the_others() {
+    with_driver(|driver| {
+        // In the order in which they are looked after the stuck one may be first or last.
+        let (before, stuck, after) =
+            (published(driver, "a"), published(driver, "b"), published(driver, "c"));
+        let devices = [&before, &stuck, &after].map(|volume| device_at(&volume.target));
+        let user = Elsewhere::new(&stuck, &driver.scratch().join("elsewhere"));
+        let leaving = unpublishing(&stuck.handle, path(&stuck.target));
+        driver.refused(leaving.clone(), Code::Aborted, "still in use");
+        driver.kill();
+        vanish(&before);
+        vanish(&after);
+        driver.start_again();
+        let others = [&devices[0], &devices[2]];
+        wait_for("the others are gone", || !others.iter().any(|device| is_attached(device)));
+        assert!(is_attached(&devices[1]));
+        let log = driver.log();
+        assert!(log.contains("mounted in another place or mount namespace"), "{log}");
+        drop(user);
+        wait_for("it is gone when it can be", || !is_attached(&devices[1]));
+        // The round that has let go of it may still be at the rest.
+        driver.call_patiently(leaving).unwrap();
+        settled(driver, 0);
+    });
+}
+
+#[test]
+fn a_directory_of_pods_that_is_not_there_yet_costs_no_volume() {
+    with_driver(|driver| {
+        let volume = published(driver, "uid");
+        driver.kill();
+        reboot(&volume);
+        let (pods, away) = (pods(driver), driver.scratch().join("away"));
+        fs::rename(&pods, &away).unwrap();
+        driver.start_again();
+        assert_eq!(in_pool(driver), 1, "there is no directory of pods");
+        fs::create_dir(&pods).unwrap();
+        driver.start_again();
+        assert_eq!(in_pool(driver), 1, "it is empty: a mount point");
+        fs::remove_dir(&pods).unwrap();
+        fs::rename(&away, &pods).unwrap();
+        driver.start_again();
+        driver.ok(volume.publishing(&SMALL));
+        assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "uid");
+        // With the pods of others in it, it says that this one is gone.
+        driver.kill();
+        reboot(&volume);
+        vanish(&volume);
+        fs::create_dir(pods.join("other")).unwrap();
+        driver.start_again();
+        assert_eq!(in_pool(driver), 0);
+    });
+}
+
+#[test]
+fn pool_check_knows_inline_volumes_and_what_is_wrong_with_them() {
+    if !have_root() {
+        return;
+    }
+    let mut driver = Driver::start(PoolKind::Reflink);
+    let volumes = ["missing", "truncated", "whole"].map(|pod| published(&driver, pod));
+    driver.kill();
+    volumes.iter().for_each(reboot);
+    let directory = driver.data_dir().join("volumes");
+    let file_of = |volume: &PodVolume| {
+        let begins = format!("inline-{}", csi_loopback::backend::ids::slug(&volume.handle));
+        let mut files = fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path());
+        let named =
+            |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(&begins);
+        files.find(named).unwrap()
+    };
+    let files = volumes.each_ref().map(file_of);
+    let names = files.each_ref().map(|file| file.file_name().unwrap().to_str().unwrap().to_owned());
+    fs::remove_file(&files[0]).unwrap();
+    File::options().write(true).open(&files[1]).unwrap().set_len(8 * MIB).unwrap();
+    fs::write(directory.join("inline-x-0123456789abcdef"), "").unwrap();
+    let report = check::check(&driver.data_dir()).unwrap();
+    assert_eq!(report.inline_volumes, 3);
+    let mut found: Vec<_> =
+        report.findings.iter().map(|one| (one.kind.to_string(), one.object.clone())).collect();
+    found.sort();
+    let mut expected = vec![
+        (FindingKind::MissingFile.to_string(), names[0].clone()),
+        (FindingKind::TruncatedFile.to_string(), names[1].clone()),
+        (FindingKind::Orphan.to_string(), "volumes/inline-x-0123456789abcdef".to_owned()),
+    ];
+    expected.sort();
+    assert_eq!(found, expected);
+    fs::remove_file(directory.join("inline-x-0123456789abcdef")).unwrap();
+    // Neither is mounted, and both can be taken away.
+    driver.start_again();
+    driver.refused(volumes[0].publishing(&SMALL), Code::DataLoss, "backing file is gone");
+    driver.refused(volumes[1].publishing(&SMALL), Code::DataLoss, "instead of");
+    driver.ok(volumes[2].publishing(&SMALL));
+    volumes.iter().for_each(|volume| unpublish(&driver, volume));
+    assert_eq!(in_pool(&mut driver), 0);
+}
+
+#[test]
+fn neither_content_nor_secrets_are_in_the_catalog() {
+    if !have_root() {
+        return;
+    }
+    let mut driver = Driver::start(PoolKind::Copy);
+    let volume = pod_volume(&driver, "uid", "v");
+    let content = [("content/config", "hunter-in-content")];
+    let publishing = volume.publishing_content(&content, &[("password", "hunter-in-secret")]);
+    // Written or not: what was asked for is what must not be there.
+    for _ in 0..2 {
+        drop(driver.call(publishing.clone()));
+    }
+    driver.kill();
+    let catalog = fs::read(driver.data_dir().join("catalog.redb")).unwrap();
+    let holds = |words: &[u8]| catalog.windows(words.len()).any(|window| window == words);
+    assert!(holds(volume.handle.as_bytes()) && holds(b"carries_secret"));
+    assert!(!holds(b"hunter-in-"), "what is in files is in no row");
+    driver.start_again();
+    unpublish(&driver, &volume);
+}
+
+#[test]
+fn a_new_volume_is_empty_and_open_to_every_user_as_an_empty_dir_is() {
+    with_driver(|driver| {
+        for fs_type in ["ext4", "xfs", "btrfs"] {
+            let volume = pod_volume(driver, "uid", fs_type);
+            let publishing = volume.publishing(&[("size", "300Mi")]);
+            driver.ok(csi::NodePublishVolumeRequest {
+                volume_capability: Some(mounted(fs_type)),
+                ..publishing
+            });
+            assert_eq!(mounts_at(&volume.target)[0].fs_type, fs_type);
+            assert_eq!(fs::read_dir(&volume.target).unwrap().count(), 0, "{fs_type}");
+            let mode = fs::metadata(&volume.target).unwrap().permissions().mode();
+            assert_eq!(mode & 0o7777, 0o777, "{fs_type}");
+            unpublish(driver, &volume);
+        }
+    });
+}

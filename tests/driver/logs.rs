@@ -1,0 +1,221 @@
+//! What the driver logs, and what never reaches a log.
+
+use csi_loopback::backend::PoolKind;
+use csi_loopback::proto::csi::v1 as csi;
+use support::driver::*;
+use support::{BLOCK, MIB, have_root, path, pattern, write_direct};
+use tonic::Code;
+
+use csi::volume_capability::access_mode::Mode;
+
+/// In every value of this kind a client may keep a secret.
+const SECRET: &str = "1481516234";
+
+fn secrets() -> std::collections::HashMap<String, String> {
+    map(&[("password", SECRET), ("csi.storage.k8s.io/serviceAccount.tokens", SECRET)])
+}
+
+/// Every RPC that carries secrets or values that may be secret, with these as they are to be (an
+/// error comes of something else) and as they must not be.
+fn calls_with_secrets(driver: &Driver, volume: &str, snapshot: &str, group: &str) {
+    let (secret, kubernetes) = (secrets(), map(&[("csi.storage.k8s.io/pvc/name", SECRET)]));
+    let bad = map(&[("changeTracking", SECRET), ("csi.storage.k8s.io/pvc/name", SECRET)]);
+    let unknown = map(&[("colour", SECRET)]);
+    for values in [&kubernetes, &bad, &unknown] {
+        for name in ["secretive", ""] {
+            let _ = driver.call(csi::CreateVolumeRequest {
+                secrets: secret.clone(),
+                parameters: values.clone(),
+                mutable_parameters: values.clone(),
+                ..create(name, MIB, block())
+            });
+            let _ = driver.call(csi::CreateSnapshotRequest {
+                secrets: secret.clone(),
+                parameters: values.clone(),
+                ..cut(name, volume)
+            });
+            let _ = driver.call(csi::CreateVolumeGroupSnapshotRequest {
+                secrets: secret.clone(),
+                parameters: values.clone(),
+                ..cut_group(name, &[volume])
+            });
+        }
+        for id in [volume, "vol-none-0123456789abcdef", ""] {
+            let _ = driver.call(csi::ControllerModifyVolumeRequest {
+                volume_id: id.to_owned(),
+                secrets: secret.clone(),
+                mutable_parameters: values.clone(),
+            });
+            let _ = driver.call(csi::ValidateVolumeCapabilitiesRequest {
+                volume_id: id.to_owned(),
+                secrets: secret.clone(),
+                parameters: values.clone(),
+                mutable_parameters: values.clone(),
+                volume_context: values.clone(),
+                volume_capabilities: vec![with_flags("", Mode::SingleNodeWriter, &[SECRET])],
+            });
+        }
+        let _ = driver.call(csi::GetCapacityRequest {
+            parameters: values.clone(),
+            volume_capabilities: vec![with_flags("", Mode::SingleNodeWriter, &[SECRET])],
+            ..Default::default()
+        });
+    }
+    for id in [volume, "vol-none-0123456789abcdef", ""] {
+        let _ = driver.call(csi::ControllerExpandVolumeRequest {
+            secrets: secret.clone(),
+            volume_capability: Some(with_flags("", Mode::SingleNodeWriter, &[SECRET])),
+            ..expand(id, 2 * MIB)
+        });
+        let _ = driver.call(csi::NodeExpandVolumeRequest {
+            secrets: secret.clone(),
+            volume_capability: Some(with_flags("", Mode::SingleNodeWriter, &[SECRET])),
+            ..expand_on_node(id, &driver.staging(volume))
+        });
+    }
+    for id in [snapshot, "snap-none-0123456789abcdef", ""] {
+        let _ = driver
+            .call(csi::GetSnapshotRequest { snapshot_id: id.to_owned(), secrets: secret.clone() });
+        let _ = driver.call(csi::ListSnapshotsRequest {
+            snapshot_id: id.to_owned(),
+            secrets: secret.clone(),
+            ..Default::default()
+        });
+        let _ = driver
+            .call(csi::GetMetadataAllocatedRequest { secrets: secret.clone(), ..allocated(id) });
+        let _ = driver
+            .call(csi::GetMetadataDeltaRequest { secrets: secret.clone(), ..delta(id, snapshot) });
+    }
+    for id in [group, "group-none-0123456789abcdef", ""] {
+        let _ = driver.call(csi::GetVolumeGroupSnapshotRequest {
+            group_snapshot_id: id.to_owned(),
+            secrets: secret.clone(),
+            ..Default::default()
+        });
+    }
+    for id in ["vol-none-0123456789abcdef", ""] {
+        let _ =
+            driver.call(csi::DeleteVolumeRequest { secrets: secret.clone(), ..delete_volume(id) });
+        let _ = driver
+            .call(csi::DeleteSnapshotRequest { secrets: secret.clone(), ..delete_snapshot(id) });
+        let _ = driver.call(csi::DeleteVolumeGroupSnapshotRequest {
+            group_snapshot_id: id.to_owned(),
+            secrets: secret.clone(),
+            ..Default::default()
+        });
+        let _ = driver.call(csi::ControllerPublishVolumeRequest {
+            volume_id: id.to_owned(),
+            secrets: secret.clone(),
+            volume_context: unknown.clone(),
+            ..Default::default()
+        });
+        let _ = driver.call(csi::ControllerUnpublishVolumeRequest {
+            volume_id: id.to_owned(),
+            secrets: secret.clone(),
+            ..Default::default()
+        });
+    }
+}
+
+#[test]
+fn secrets_mount_flags_and_parameter_values_never_reach_the_log() {
+    if !have_root() {
+        return;
+    }
+    for format in ["text", "json"] {
+        let flags = ["--log-level", "trace", "--log-format", format];
+        let driver = Driver::with(PoolKind::Copy, &flags);
+        let raw = driver.volume("raw", MIB, block());
+        let snapshot = driver.snapshot("s", &raw);
+        let group = driver.ok(cut_group("g", &[&raw])).group_snapshot.unwrap();
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let secret = secrets();
+        let context = map(&[("csi.storage.k8s.io/pod.name", SECRET)]);
+        // A flag that works and whose value is free, and flags that no filesystem knows.
+        let works = format!("init_itable={SECRET}");
+        for flags in [&[SECRET][..], &["bind", SECRET], &[&works]] {
+            let wanted = with_flags("", Mode::SingleNodeMultiWriter, flags);
+            for values in [&context, &map(&[("colour", SECRET)])] {
+                let _ = driver.call(csi::NodeStageVolumeRequest {
+                    secrets: secret.clone(),
+                    volume_context: values.clone(),
+                    publish_context: values.clone(),
+                    ..driver.staging_of(&volume, &wanted)
+                });
+                let _ = driver.call(csi::NodePublishVolumeRequest {
+                    secrets: secret.clone(),
+                    volume_context: values.clone(),
+                    publish_context: values.clone(),
+                    ..driver.publishing(&volume, &driver.target(&volume), &wanted)
+                });
+            }
+        }
+        assert!(mounts_at(&driver.target(&volume)).len() == 1, "some of that succeeds");
+        calls_with_secrets(&driver, &volume, &snapshot, &group.group_snapshot_id);
+        driver.take_down(&volume);
+        let log = driver.log();
+        let said: Vec<_> = log.lines().filter(|line| line.contains(SECRET)).collect();
+        assert!(said.is_empty(), "{said:#?}");
+        // It is the log of these calls, and as detailed as it gets.
+        for word in ["TRACE", "NodeStageVolume", "GetMetadataDelta", "OK", "INVALID_ARGUMENT"] {
+            assert!(log.contains(word), "{word}");
+        }
+    }
+}
+
+#[test]
+fn an_error_never_repeats_a_value_that_may_be_secret() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let wanted = with_flags("", Mode::SingleNodeWriter, &[SECRET]);
+        let status = driver.call(driver.staging_of(&volume, &wanted)).unwrap_err();
+        assert!(!format!("{status:?}").contains(SECRET), "{status:?}");
+        assert!(status.message().contains("mount_flags"), "{status:?}");
+        for key in ["colour", "changeTracking"] {
+            let status = driver.call(modify(&volume, &[(key, SECRET)])).unwrap_err();
+            assert!(!format!("{status:?}").contains(SECRET), "{status:?}");
+            assert!(status.message().contains(key), "{status:?}");
+        }
+    });
+}
+
+#[test]
+fn each_call_is_one_line_of_json_with_its_ids_duration_and_code() {
+    if !have_root() {
+        return;
+    }
+    let driver = Driver::with(PoolKind::Copy, &["--log-format", "json"]);
+    let volume = driver.volume("v", MIB, block());
+    driver.with_device(&volume, |device| write_direct(device, 0, &pattern(1, BLOCK as usize)));
+    let a = driver.snapshot("a", &volume);
+    let b = driver.snapshot("b", &volume);
+    driver.ok(delta(&a, &b));
+    driver.ok(allocated(&a));
+    driver.refused(get_volume("nobody"), Code::NotFound, "nobody");
+    driver.refused(create("", MIB, block()), Code::InvalidArgument, "name");
+    let lines: Vec<serde_json::Value> =
+        driver.log().lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    let calls: Vec<_> = lines.iter().filter(|line| line["rpc"].is_string()).collect();
+    for call in &calls {
+        assert!(call["duration_ms"].as_f64().is_some_and(|ms| ms >= 0.0), "{call}");
+        assert!(call["code"].is_string() && call["timestamp"].is_string(), "{call}");
+        assert!(call["timestamp"].as_str().unwrap().ends_with('Z'), "UTC: {call}");
+    }
+    let has = |fields: &[(&str, &str)]| {
+        let found = calls
+            .iter()
+            .filter(|call| fields.iter().all(|(key, value)| call[*key].as_str() == Some(value)));
+        assert_eq!(found.count(), 1, "{fields:?} in {calls:#?}");
+    };
+    let (staging, target) = (driver.staging(&volume), driver.target(&volume));
+    has(&[("rpc", "CreateVolume"), ("name", "v"), ("volume_id", &volume), ("code", "OK")]);
+    has(&[("rpc", "NodeStageVolume"), ("volume_id", &volume), ("path", path(&staging))]);
+    has(&[("rpc", "NodePublishVolume"), ("volume_id", &volume), ("path", path(&target))]);
+    has(&[("rpc", "CreateSnapshot"), ("volume_id", &volume), ("snapshot_id", &a)]);
+    has(&[("rpc", "GetMetadataDelta"), ("base_snapshot_id", &a), ("snapshot_id", &b)]);
+    has(&[("rpc", "GetMetadataAllocated"), ("snapshot_id", &a), ("code", "OK")]);
+    has(&[("rpc", "ControllerGetVolume"), ("volume_id", "nobody"), ("code", "NOT_FOUND")]);
+    has(&[("rpc", "CreateVolume"), ("code", "INVALID_ARGUMENT")]);
+    let stream = calls.iter().find(|call| call["rpc"] == "GetMetadataAllocated").unwrap();
+    assert_eq!((stream["messages"].as_u64(), stream["extents"].as_u64()), (Some(1), Some(1)));
+}

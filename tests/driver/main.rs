@@ -1,0 +1,26 @@
+//! The driver and what runs beside it on a node, over their sockets: real pools, loop devices and mounts, as root. No
+//! Kubernetes.
+
+mod conditions;
+mod controller;
+mod defer_driver;
+mod deferred;
+mod faults;
+mod groups;
+mod growth;
+mod hostile_requests;
+mod inline;
+mod inline_content;
+mod inline_limits;
+mod inline_trouble;
+mod lists;
+mod logs;
+mod many_pools;
+mod metadata;
+mod node;
+mod node_proxy_forwarding;
+mod process;
+mod runtime_ops;
+mod session_driver;
+mod snapshot_deltas;
+mod takeover;

@@ -1,0 +1,474 @@
+//! Volumes on a node over the wire: staged, published, used, grown and taken away again, with
+//! interruptions.
+
+mod foreign;
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+use std::process::Command;
+
+use csi_loopback::proto::csi::v1 as csi;
+use nix::sys::statvfs::statvfs;
+use support::driver::*;
+use support::{BLOCK, MIB, path, pattern, read_all, run, write_direct};
+use tonic::Code;
+
+use csi::volume_capability::access_mode::Mode;
+use csi::volume_usage::Unit;
+
+/// Filesystems with the smallest size, in MiB, that they are made in.
+const FILESYSTEMS: [(&str, u64); 4] = [("", 32), ("ext4", 32), ("xfs", 300), ("btrfs", 128)];
+
+/// Everything of a second publish: whether it is at the same target, and with the same arguments.
+fn second_publish(driver: &Driver, mode: Mode, same_target: bool, same: bool) -> Result<(), Code> {
+    let name = format!("{mode:?}-{same_target}-{same}");
+    let volume = driver.volume(&name, 32 * MIB, mounted(""));
+    let wanted = mounted_as("", mode);
+    let target = driver.publish(&volume, &wanted);
+    let second = if same_target { target.clone() } else { target.with_extension("2") };
+    let answer = driver.call(csi::NodePublishVolumeRequest {
+        readonly: !same,
+        ..driver.publishing(&volume, &second, &wanted)
+    });
+    // Whatever the answer, who was there first is still there, once, and as it was.
+    let mounts = mounts_at(&target);
+    assert_eq!(mounts.len(), 1, "{name}");
+    assert_eq!(mounts[0].has("ro"), mode == Mode::SingleNodeReaderOnly, "{name}");
+    assert_eq!(mounts_at(&second).len(), usize::from(same_target || answer.is_ok()), "{name}");
+    driver.unpublish(&volume, &second);
+    driver.take_down(&volume);
+    answer.map(drop).map_err(|status| status.code())
+}
+
+#[test]
+fn a_volume_is_mounted_with_the_filesystem_that_it_was_made_for() {
+    with_driver(|driver| {
+        for (fs_type, mib) in FILESYSTEMS {
+            let wanted = mounted(fs_type);
+            let volume = driver.volume(&format!("v-{fs_type}"), mib * MIB, wanted.clone());
+            let target = driver.publish(&volume, &wanted);
+            let expected = if fs_type.is_empty() { "ext4" } else { fs_type };
+            for place in [&driver.staging(&volume), &target] {
+                let mounts = mounts_at(place);
+                assert_eq!(mounts.len(), 1, "{fs_type}");
+                assert_eq!(mounts[0].fs_type, expected);
+            }
+            fs::write(target.join("file"), pattern(1, 100_000)).unwrap();
+            driver.take_down(&volume);
+            assert!(!target.exists(), "{fs_type}");
+            assert!(mounts_at(&driver.staging(&volume)).is_empty(), "{fs_type}");
+            // A capability that names no filesystem takes the one that is there.
+            let target = driver.publish(&volume, &mounted(""));
+            assert_eq!(mounts_at(&target)[0].fs_type, expected);
+            assert_eq!(fs::read(target.join("file")).unwrap(), pattern(1, 100_000));
+            driver.take_down(&volume);
+        }
+    });
+}
+
+#[test]
+fn a_raw_volume_is_a_device_of_its_size_with_4096_byte_sectors() {
+    for_each_driver(|driver| {
+        let volume = driver.volume("v", 5 * MIB, block());
+        let device = driver.publish(&volume, &block());
+        let content = pattern(1, 5 << 20);
+        write_direct(&device, 0, &content);
+        assert!(read_all(&device) == content);
+        let sector = Command::new("blockdev").args(["--getss", path(&device)]).output().unwrap();
+        assert_eq!(sector.stdout, b"4096\n");
+        driver.take_down(&volume);
+        assert!(!device.exists());
+        assert!(driver.with_device(&volume, read_all) == content);
+    });
+}
+
+#[test]
+fn stage_publish_unpublish_and_unstage_can_be_repeated() {
+    with_driver(|driver| {
+        for (name, wanted) in [("fs", mounted("")), ("raw", block())] {
+            let volume = driver.volume(name, 32 * MIB, wanted.clone());
+            let (staging, target) = (driver.staging(&volume), driver.target(&volume));
+            for _ in 0..2 {
+                (0..3).for_each(|_| drop(driver.stage(&volume, &wanted)));
+                for _ in 0..3 {
+                    driver.ok(driver.publishing(&volume, &target, &wanted));
+                    assert_eq!(mounts_at(&target).len(), 1);
+                }
+                assert!(mounts_at(&staging).len() <= 1);
+                let elsewhere = driver.scratch().join("elsewhere");
+                let again = csi::NodeStageVolumeRequest {
+                    staging_target_path: path(&elsewhere).to_owned(),
+                    ..driver.staging_of(&volume, &wanted)
+                };
+                driver.refused(again, Code::FailedPrecondition, "staging_target_path");
+                let other = driver.staging_of(&volume, &mounted_as("", Mode::SingleNodeWriter));
+                driver.refused(other, Code::AlreadyExists, "volume_capability");
+                let early = unstaging(&volume, path(&staging));
+                driver.refused(early, Code::FailedPrecondition, "unpublish");
+                (0..3).for_each(|_| driver.unpublish(&volume, &target));
+                assert!(!target.exists());
+                // Unstaging it from where it is not changes nothing.
+                driver.ok(unstaging(&volume, path(&elsewhere)));
+                driver.ok(driver.publishing(&volume, &target, &wanted));
+                driver.unpublish(&volume, &target);
+                (0..3).for_each(|_| driver.unstage(&volume));
+                assert!(mounts_at(&staging).is_empty());
+            }
+        }
+    });
+}
+
+#[test]
+fn taking_away_what_is_gone_or_was_never_known_is_ok() {
+    with_driver(|driver| {
+        let nowhere = driver.scratch().join("nowhere");
+        driver.ok(unpublishing("vol-none-0123456789abcdef", path(&nowhere)));
+        driver.ok(unstaging("vol-none-0123456789abcdef", path(&nowhere)));
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        driver.unpublish(&volume, &nowhere);
+        driver.ok(unstaging(&volume, path(&nowhere)));
+        // Somebody else was faster.
+        let (staging, target) = (driver.staging(&volume), driver.publish(&volume, &mounted("")));
+        run("umount", &[path(&target)]);
+        fs::remove_dir(&target).unwrap();
+        run("umount", &[path(&staging)]);
+        driver.take_down(&volume);
+        driver.ok(delete_volume(&volume));
+    });
+}
+
+#[test]
+fn a_second_publish_follows_the_table_of_access_modes() {
+    with_driver(|driver| {
+        for mode in [
+            Mode::SingleNodeWriter,
+            Mode::SingleNodeReaderOnly,
+            Mode::SingleNodeSingleWriter,
+            Mode::SingleNodeMultiWriter,
+        ] {
+            let elsewhere = match mode {
+                Mode::SingleNodeMultiWriter => Ok(()),
+                _ => Err(Code::FailedPrecondition),
+            };
+            let publish = |same_target, same| second_publish(driver, mode, same_target, same);
+            assert_eq!(publish(true, true), Ok(()), "{mode:?}");
+            assert_eq!(publish(true, false), Err(Code::AlreadyExists), "{mode:?}");
+            assert_eq!(publish(false, true), elsewhere, "{mode:?}");
+            assert_eq!(publish(false, false), elsewhere, "{mode:?}");
+        }
+    });
+}
+
+#[test]
+fn a_second_publish_with_another_capability_is_refused() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let target = driver.publish(&volume, &mounted(""));
+        let other = driver.scratch().join("other");
+        let noatime = with_flags("", Mode::SingleNodeMultiWriter, &["noatime"]);
+        for wanted in [mounted_as("", Mode::SingleNodeSingleWriter), noatime, block()] {
+            let again = driver.publishing(&volume, &target, &wanted);
+            driver.refused(again, Code::AlreadyExists, "target_path");
+            let elsewhere = driver.publishing(&volume, &other, &wanted);
+            driver.refused(elsewhere, Code::FailedPrecondition, "");
+            assert!(!other.exists());
+            assert_eq!(mounts_at(&target).len(), 1);
+        }
+    });
+}
+
+#[test]
+fn a_publish_that_fails_leaves_nothing_and_never_unmounts_a_pod() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let (staging, target) = (driver.staging(&volume), driver.target(&volume));
+        let publishing = driver.publishing(&volume, &target, &mounted(""));
+        driver.refused(publishing.clone(), Code::FailedPrecondition, "staging_target_path");
+        let nowhere = csi::NodePublishVolumeRequest {
+            staging_target_path: String::new(),
+            ..publishing.clone()
+        };
+        driver.refused(nowhere, Code::FailedPrecondition, "staging_target_path");
+        driver.stage(&volume, &mounted(""));
+        let elsewhere = csi::NodePublishVolumeRequest {
+            staging_target_path: "/nowhere".to_owned(),
+            ..publishing.clone()
+        };
+        driver.refused(elsewhere, Code::FailedPrecondition, "staging_target_path");
+        assert!(!target.exists());
+
+        driver.ok(publishing.clone());
+        fs::write(target.join("file"), "of the pod").unwrap();
+        run("umount", &[path(&staging)]);
+        let _ = driver.call(publishing.clone());
+        let other = csi::NodePublishVolumeRequest { readonly: true, ..publishing.clone() };
+        driver.refused(other, Code::AlreadyExists, "target_path");
+        let elsewhere = driver.publishing(&volume, &target.with_extension("2"), &mounted(""));
+        driver.refused(elsewhere, Code::FailedPrecondition, "staging_target_path");
+        assert!(!target.with_extension("2").exists());
+        assert_eq!(fs::read_to_string(target.join("file")).unwrap(), "of the pod");
+        // Staging it anew makes it whole.
+        driver.stage(&volume, &mounted(""));
+        driver.ok(publishing);
+        assert_eq!(fs::read_to_string(staging.join("file")).unwrap(), "of the pod");
+    });
+}
+
+#[test]
+fn writes_to_a_read_only_publication_fail_and_other_targets_stay_writable() {
+    with_driver(|driver| {
+        for fs_type in ["ext4", "xfs", "btrfs"] {
+            let wanted = mounted(fs_type);
+            let volume = driver.volume(fs_type, 300 * MIB, wanted.clone());
+            let writable = driver.publish(&volume, &wanted);
+            let readonly = driver.scratch().join("readonly");
+            let request = csi::NodePublishVolumeRequest {
+                readonly: true,
+                ..driver.publishing(&volume, &readonly, &wanted)
+            };
+            for _ in 0..2 {
+                driver.ok(request.clone());
+                let refused = fs::write(readonly.join("file"), "x").unwrap_err();
+                assert_eq!(refused.kind(), ErrorKind::ReadOnlyFilesystem, "{fs_type}");
+                fs::write(writable.join("file"), "y").unwrap();
+                assert_eq!(fs::read_to_string(readonly.join("file")).unwrap(), "y");
+            }
+            driver.unpublish(&volume, &readonly);
+            driver.take_down(&volume);
+
+            let reader = mounted_as(fs_type, Mode::SingleNodeReaderOnly);
+            let target = driver.publish(&volume, &reader);
+            for place in [&target, &driver.staging(&volume)] {
+                let refused = fs::write(place.join("file"), "z").unwrap_err();
+                assert_eq!(refused.kind(), ErrorKind::ReadOnlyFilesystem, "{fs_type}");
+            }
+            driver.take_down(&volume);
+        }
+    });
+}
+
+#[test]
+fn a_read_only_block_volume_refuses_writes_and_is_writable_again_after() {
+    with_driver(|driver| {
+        let write = |device: &Path| -> io::Result<()> {
+            let mut file = File::options().write(true).open(device)?;
+            file.write_all(&pattern(1, BLOCK as usize))?;
+            file.sync_all()
+        };
+        let volume = driver.volume("v", MIB, block());
+        let wanted = block_as(Mode::SingleNodeMultiWriter);
+        driver.stage(&volume, &wanted);
+        let (target, other) = (driver.target(&volume), driver.scratch().join("other"));
+        let request = |target: &Path, readonly| csi::NodePublishVolumeRequest {
+            readonly,
+            ..driver.publishing(&volume, target, &wanted)
+        };
+        driver.ok(request(&target, true));
+        write(&target).unwrap_err();
+        // A device is read-only everywhere or nowhere; who was first is not harmed.
+        driver.refused(request(&other, false), Code::FailedPrecondition, "readonly");
+        assert!(!other.exists());
+        write(&target).unwrap_err();
+        driver.ok(request(&other, true));
+        driver.unpublish(&volume, &other);
+        write(&target).unwrap_err();
+        driver.unpublish(&volume, &target);
+        driver.ok(request(&target, false));
+        write(&target).unwrap();
+        driver.refused(request(&other, true), Code::FailedPrecondition, "readonly");
+        write(&target).unwrap();
+        driver.take_down(&volume);
+        let reader = block_as(Mode::SingleNodeReaderOnly);
+        let target = driver.publish(&volume, &reader);
+        write(&target).unwrap_err();
+        driver.take_down(&volume);
+    });
+}
+
+#[test]
+fn mount_flags_are_applied_and_survive_a_read_only_publication() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let flags = ["noatime", "nosuid,nodev", "noexec"];
+        let wanted = with_flags("", Mode::SingleNodeMultiWriter, &flags);
+        let target = driver.publish(&volume, &wanted);
+        let readonly = driver.scratch().join("readonly");
+        driver.ok(csi::NodePublishVolumeRequest {
+            readonly: true,
+            ..driver.publishing(&volume, &readonly, &wanted)
+        });
+        for (place, mode) in [(driver.staging(&volume), "rw"), (target, "rw"), (readonly, "ro")] {
+            let mount = &mounts_at(&place)[0];
+            for option in [mode, "noatime", "nosuid", "nodev", "noexec"] {
+                assert!(mount.has(option), "{option} is not in {mount:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn mount_flags_that_would_make_another_mount_are_refused() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        for flag in ["bind", "rbind", "remount", "move", "loop", "noatime,bind", "no-such-flag"] {
+            let wanted = with_flags("", Mode::SingleNodeWriter, &[flag]);
+            let status = driver.call(driver.staging_of(&volume, &wanted)).unwrap_err();
+            assert!(status.message().contains("mount_flags"), "{flag}: {status:?}");
+            let expected =
+                if flag == "no-such-flag" { Code::Internal } else { Code::InvalidArgument };
+            assert_eq!(status.code(), expected, "{flag}: {status:?}");
+            assert!(mounts_at(&driver.staging(&volume)).is_empty(), "{flag}");
+        }
+        // Nothing was left attached.
+        driver.ok(delete_volume(&volume));
+    });
+}
+
+#[test]
+fn a_mount_group_owns_the_tree_and_what_is_made_in_it() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let target = driver.publish(&volume, &mounted(""));
+        fs::create_dir(target.join("directory")).unwrap();
+        fs::write(target.join("directory/file"), "x").unwrap();
+        fs::set_permissions(target.join("directory/file"), PermissionsExt::from_mode(0o600))
+            .unwrap();
+        symlink("/etc/passwd", target.join("link")).unwrap();
+        let passwd = fs::metadata("/etc/passwd").unwrap();
+        driver.take_down(&volume);
+
+        let target = driver.publish(&volume, &in_group("4242"));
+        for (name, bits) in [("", 0o2770), ("directory", 0o2770), ("directory/file", 0o660)] {
+            let found = fs::metadata(target.join(name)).unwrap();
+            assert_eq!(found.gid(), 4242, "{name}");
+            assert_eq!(found.mode() & bits, bits, "{name}: {:o}", found.mode());
+        }
+        assert_eq!(fs::symlink_metadata(target.join("link")).unwrap().gid(), 4242);
+        let after = fs::metadata("/etc/passwd").unwrap();
+        assert_eq!((after.gid(), after.mode()), (passwd.gid(), passwd.mode()));
+        fs::write(target.join("directory/new"), "y").unwrap();
+        assert_eq!(fs::metadata(target.join("directory/new")).unwrap().gid(), 4242);
+        driver.take_down(&volume);
+
+        // Pods that share a volume may come with a group each; the last one's counts.
+        let shared = driver.publish(&volume, &mounted(""));
+        let other = driver.scratch().join("other");
+        driver.ok(driver.publishing(&volume, &other, &in_group("4243")));
+        assert_eq!(fs::metadata(shared.join("directory/file")).unwrap().gid(), 4243);
+        driver.unpublish(&volume, &other);
+        driver.take_down(&volume);
+
+        for group in ["staff", "-1", "4294967295", "4294967296", "1 2"] {
+            let request = driver.staging_of(&volume, &in_group(group));
+            driver.refused(request, Code::InvalidArgument, "volume_mount_group");
+        }
+    });
+}
+
+#[test]
+fn stats_tell_bytes_and_inodes_or_the_size_of_a_device() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 64 * MIB, mounted(""));
+        let target = driver.publish(&volume, &mounted(""));
+        let usage = |place: &Path| {
+            let answer = driver.ok(stats(&volume, path(place)));
+            assert!(!answer.volume_condition.unwrap().abnormal);
+            let find = |unit: Unit| {
+                let mut of_unit = answer.usage.iter().filter(|usage| usage.unit() == unit);
+                let found = *of_unit.next().unwrap();
+                assert!(of_unit.next().is_none());
+                found
+            };
+            (find(Unit::Bytes), find(Unit::Inodes))
+        };
+        let (bytes, inodes) = usage(&target);
+        let stat = statvfs(&target).unwrap();
+        assert_eq!(bytes.total as u64, stat.blocks() * stat.fragment_size());
+        assert_eq!(inodes.total as u64, stat.files());
+        assert!(bytes.used + bytes.available <= bytes.total && bytes.available > 0);
+        assert_eq!(inodes.used + inodes.available, inodes.total);
+        fs::write(target.join("file"), pattern(1, 10 << 20)).unwrap();
+        File::open(target.join("file")).unwrap().sync_all().unwrap();
+        let (more, more_inodes) = usage(&driver.staging(&volume));
+        assert_eq!(more.total, bytes.total);
+        assert!((10 << 20..11 << 20).contains(&(more.used - bytes.used)), "{more:?} {bytes:?}");
+        assert_eq!(more_inodes.used, inodes.used + 1);
+
+        let raw = driver.volume("r", 5 * MIB, block());
+        let device = driver.publish(&raw, &block());
+        let answer = driver.ok(stats(&raw, path(&device)));
+        assert_eq!(answer.usage.len(), 1);
+        assert_eq!((answer.usage[0].unit(), answer.usage[0].total), (Unit::Bytes, 5 << 20));
+
+        let elsewhere = driver.scratch().join("elsewhere");
+        let unknown = "vol-none-0123456789abcdef";
+        let long = "/x".repeat(5000);
+        for (id, place) in [
+            (unknown, path(&target)),
+            (&volume, path(&elsewhere)),
+            (&volume, path(&device)),
+            (&volume, "relative"),
+            (&volume, "/etc"),
+            (&volume, "a\0b"),
+            (&volume, &long),
+        ] {
+            driver.refused(stats(id, place), Code::NotFound, "");
+            driver.refused(expand_on_node(id, Path::new(place)), Code::NotFound, "");
+        }
+        driver.refused(stats("", path(&target)), Code::InvalidArgument, "volume_id");
+        driver.refused(stats(&volume, ""), Code::InvalidArgument, "volume_path");
+    });
+}
+
+#[test]
+fn a_volume_is_shown_either_as_a_filesystem_or_as_a_device() {
+    with_driver(|driver| {
+        for (name, wanted, other) in [("f", mounted(""), block()), ("r", block(), mounted(""))] {
+            let volume = driver.volume(name, 32 * MIB, wanted.clone());
+            driver.stage(&volume, &wanted);
+            let request = driver.publishing(&volume, &driver.target(&volume), &other);
+            driver.refused(request, Code::FailedPrecondition, "volume_capability");
+            assert!(!driver.target(&volume).exists());
+            driver.unstage(&volume);
+        }
+    });
+}
+
+#[test]
+fn inline_volumes_and_unknown_context_are_refused_by_name() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 32 * MIB, mounted(""));
+        let stage = driver.staging_of(&volume, &mounted(""));
+        let publish = driver.publishing(&volume, &driver.target(&volume), &mounted(""));
+        let pod = map(&[
+            ("csi.storage.k8s.io/pod.name", "p"),
+            ("csi.storage.k8s.io/ephemeral", "false"),
+            ("storage.kubernetes.io/csiProvisionerIdentity", "1"),
+        ]);
+        for (context, field) in [(map(&[("colour", "red")]), "colour")] {
+            for field_name in ["volume_context", "publish_context"] {
+                let mut stage = stage.clone();
+                let mut publish = publish.clone();
+                let (a, b) = if field_name == "volume_context" {
+                    (&mut stage.volume_context, &mut publish.volume_context)
+                } else {
+                    (&mut stage.publish_context, &mut publish.publish_context)
+                };
+                a.clone_from(&context);
+                b.clone_from(&context);
+                driver.refused(stage.clone(), Code::InvalidArgument, field);
+                driver.refused(stage, Code::InvalidArgument, field_name);
+                driver.refused(publish, Code::InvalidArgument, field_name);
+            }
+        }
+        let inline = map(&[("csi.storage.k8s.io/ephemeral", "true")]);
+        let publish_inline =
+            csi::NodePublishVolumeRequest { volume_context: inline, ..publish.clone() };
+        driver.refused(publish_inline, Code::InvalidArgument, "inline");
+        driver.ok(csi::NodeStageVolumeRequest { volume_context: pod.clone(), ..stage });
+        driver.ok(csi::NodePublishVolumeRequest { volume_context: pod, ..publish });
+        driver.take_down(&volume);
+    });
+}

@@ -1,0 +1,5 @@
+//! What holds of files and messages alone: these tests run as any user, in parallel.
+
+mod deploy_crds;
+mod session_promises;
+mod wire;

@@ -1,0 +1,334 @@
+//! csi-spec/csi.proto is CSI v1.12 on the wire and what proposals add to it, csi-spec/snapshotmetadata.proto the released Kubernetes
+//! SnapshotMetadata API, csi-spec/snapshotsession.proto the one of the proposal with session tokens, csi-spec/crust.proto the Runtime API of
+//! crust_ops, with the field that its proposal forgets: no more, no less. The tables of facts in tests/data and the compiled descriptor are
+//! both brought into the same form, one `Fact` for each line, and the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret`,
+//! `alpha` and `extension` from the markers in its comments. What is in a message that is an extension is one, too.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    fmt,
+};
+
+use csi_loopback::proto::FILE_DESCRIPTOR_SET;
+use prost::Message;
+use prost_types::{
+    DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorProto,
+    FileDescriptorSet, ServiceDescriptorProto,
+    field_descriptor_proto::{Label, Type},
+};
+
+/// Packages and what is known of them.
+const TABLES: [(&str, &str); 5] = [
+    ("csi.v1", include_str!("../data/csi-v1.12.tsv")),
+    ("csi.v1", EXTENSIONS),
+    ("snapshotmetadata", include_str!("../data/snapshotmetadata-v1.tsv")),
+    ("snapshotsession", include_str!("../data/snapshotsession-v1alpha2.tsv")),
+    ("crust", include_str!("../data/crust-v1.tsv")),
+];
+/// What a proposal adds to CSI.
+const EXTENSIONS: &str = include_str!("../data/csi-extensions.tsv");
+const HEADER: &str = "kind\tin\tname\tnumber\ttype\tnotes";
+
+/// Marker in a comment of csi.proto, and the note of the table that it stands for.
+const MARKERS: [(&[&str], &str); 3] = [
+    (&["Secret: never logged."], "secret"),
+    (&["Alpha."], "alpha"),
+    (&EXTENSION_MARKERS, EXTENSION_NOTE),
+];
+const EXTENSION_MARKERS: [&str; 2] = ["KEP-3314 extension.", "KEP-2857 extension."];
+const EXTENSION_NOTE: &str = "extension";
+
+/// One row: kind, in, name, number, type, notes. A column that does not apply is empty.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Fact([String; 6]);
+
+const NUMBER: usize = 3;
+const TYPE: usize = 4;
+const NOTES: usize = 5;
+
+impl Fact {
+    fn new(kind: &str, parent: &str, name: &str) -> Self {
+        Fact([kind, parent, name, "", "", ""].map(str::to_owned))
+    }
+
+    fn with(mut self, column: usize, value: impl ToString) -> Self {
+        self.0[column] = value.to_string();
+        self
+    }
+
+    /// What the row is about, without what it says about it.
+    fn subject(&self) -> &[String] {
+        &self.0[..NUMBER]
+    }
+}
+
+impl fmt::Display for Fact {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0.join(" | ").trim_end_matches(" | "))
+    }
+}
+
+fn table() -> BTreeSet<Fact> {
+    let mut facts = BTreeSet::new();
+    for (package, table) in TABLES {
+        let mut lines = table.lines();
+        assert_eq!(lines.next(), Some(HEADER), "columns of the table of {package}");
+        for (line, number) in lines.zip(2..) {
+            let columns: Vec<_> = line.split('\t').map(str::to_owned).collect();
+            let fact = Fact(columns.try_into().unwrap_or_else(|columns: Vec<_>| {
+                panic!("{package}: line {number} has {} columns: {line}", columns.len())
+            }));
+            assert!(facts.insert(fact), "{package}: line {number} is a repetition: {line}");
+        }
+    }
+    facts
+}
+
+fn descriptor() -> BTreeSet<Fact> {
+    let set = FileDescriptorSet::decode(FILE_DESCRIPTOR_SET).expect("a descriptor set");
+    let known = |package| TABLES.iter().any(|(known, _)| *known == package);
+    let files = set.file.iter().filter(|file| known(file.package()));
+    files.flat_map(|file| Reader::new(file).facts()).collect()
+}
+
+/// Writes one file's descriptor down as facts.
+struct Reader<'a> {
+    file: &'a FileDescriptorProto,
+    comments: HashMap<&'a [i32], String>,
+    facts: Vec<Fact>,
+    /// Within a message that is an extension.
+    extending: bool,
+}
+
+impl<'a> Reader<'a> {
+    fn new(file: &'a FileDescriptorProto) -> Self {
+        let info = file.source_code_info.as_ref().expect("comments are kept");
+        let comments = info.location.iter().map(|at| {
+            let text = format!("{}\n{}", at.leading_comments(), at.trailing_comments());
+            (at.path.as_slice(), text)
+        });
+        Reader { file, comments: comments.collect(), facts: Vec::new(), extending: false }
+    }
+
+    /// The numbers in paths are field numbers of descriptor.proto, as in `SourceCodeInfo`.
+    fn facts(mut self) -> Vec<Fact> {
+        let file = self.file;
+        // Field presence follows from it, so it is part of the wire format.
+        assert_eq!(file.syntax(), "proto3", "syntax of {}", file.name());
+        self.extensions(&file.extension);
+        for (message, i) in file.message_type.iter().zip(0..) {
+            self.message(file.package(), message, &[4, i]);
+        }
+        for (declared, i) in file.enum_type.iter().zip(0..) {
+            self.enumeration(file.package(), declared, &[5, i]);
+        }
+        for (service, i) in file.service.iter().zip(0..) {
+            self.service(service, &[6, i]);
+        }
+        self.facts
+    }
+
+    fn message(&mut self, parent: &str, message: &DescriptorProto, path: &[i32]) {
+        let name = format!("{parent}.{}", message.name());
+        let outside = self.extending;
+        let comment = self.comment(path);
+        self.extending |= EXTENSION_MARKERS.iter().any(|marker| comment.contains(marker));
+        self.add(Fact::new("message", &name, ""), None, path);
+        self.extensions(&message.extension);
+        for (field, i) in message.field.iter().zip(0..) {
+            // A proto3 `optional` makes a oneof of its own, which is no oneof of the standard.
+            let oneof = (field.oneof_index.filter(|_| !field.proto3_optional()))
+                .map(|at| format!("oneof {}", message.oneof_decl[at as usize].name()));
+            let fact = Fact::new("field", &name, field.name())
+                .with(NUMBER, field.number())
+                .with(TYPE, field_type(field, message));
+            self.add(fact, oneof, &join(path, &[2, i]));
+        }
+        for (nested, i) in message.nested_type.iter().zip(0..) {
+            if !is_map_entry(nested) {
+                self.message(&name, nested, &join(path, &[3, i]));
+            }
+        }
+        for (declared, i) in message.enum_type.iter().zip(0..) {
+            self.enumeration(&name, declared, &join(path, &[4, i]));
+        }
+        self.extending = outside;
+    }
+
+    fn enumeration(&mut self, parent: &str, declared: &EnumDescriptorProto, path: &[i32]) {
+        let name = format!("{parent}.{}", declared.name());
+        self.add(Fact::new("enum", &name, ""), None, path);
+        for (value, i) in declared.value.iter().zip(0..) {
+            let fact = Fact::new("value", &name, value.name()).with(NUMBER, value.number());
+            self.add(fact, None, &join(path, &[2, i]));
+        }
+    }
+
+    fn service(&mut self, service: &ServiceDescriptorProto, path: &[i32]) {
+        let name = format!("{}.{}", self.file.package(), service.name());
+        self.add(Fact::new("service", &name, ""), None, path);
+        for (method, i) in service.method.iter().zip(0..) {
+            let side =
+                |streams, of| format!("{}{}", if streams { "stream " } else { "" }, bare(of));
+            let input = side(method.client_streaming(), method.input_type());
+            let output = side(method.server_streaming(), method.output_type());
+            let fact = Fact::new("rpc", &name, method.name());
+            let fact = fact.with(TYPE, format!("{input} -> {output}"));
+            self.add(fact, None, &join(path, &[2, i]));
+        }
+    }
+
+    /// The table has none; a kind of their own keeps them from going unseen.
+    fn extensions(&mut self, extensions: &[FieldDescriptorProto]) {
+        for field in extensions {
+            let fact = Fact::new("extension", bare(field.extendee()), field.name());
+            self.facts.push(fact.with(NUMBER, field.number()));
+        }
+    }
+
+    fn comment(&self, path: &[i32]) -> &str {
+        self.comments.get(path).map_or("", String::as_str)
+    }
+
+    fn add(&mut self, fact: Fact, oneof: Option<String>, path: &[i32]) {
+        let comment = self.comment(path);
+        let marked = MARKERS.iter().filter(|(texts, note)| {
+            let is_said = texts.iter().any(|text| comment.contains(text));
+            is_said || (self.extending && *note == EXTENSION_NOTE)
+        });
+        let notes: Vec<_> =
+            oneof.into_iter().chain(marked.map(|(_, note)| (*note).to_owned())).collect();
+        self.facts.push(fact.with(NOTES, notes.join(",")));
+    }
+}
+
+fn join(path: &[i32], rest: &[i32]) -> Vec<i32> {
+    [path, rest].concat()
+}
+
+/// Descriptors write full names with a dot in front.
+fn bare(name: &str) -> &str {
+    name.strip_prefix('.').unwrap_or(name)
+}
+
+fn is_map_entry(message: &DescriptorProto) -> bool {
+    message.options.as_ref().is_some_and(|it| it.map_entry())
+}
+
+/// The type as the table writes it, label included. `message` is the one that holds the field.
+fn field_type(field: &FieldDescriptorProto, message: &DescriptorProto) -> String {
+    let entry = message.nested_type.iter().find(|nested| {
+        let name = format!(".{}", nested.name());
+        is_map_entry(nested) && field.type_name().ends_with(&name)
+    });
+    if let Some(DescriptorProto { field: pair, .. }) = entry {
+        let [key, value] = [0, 1].map(|at| plain_type(&pair[at]));
+        return format!("map<{key},{value}>");
+    }
+    let plain = plain_type(field);
+    match field.label() {
+        Label::Repeated => format!("repeated {plain}"),
+        Label::Required => format!("required {plain}"),
+        Label::Optional if field.proto3_optional() => format!("optional {plain}"),
+        Label::Optional => plain,
+    }
+}
+
+fn plain_type(field: &FieldDescriptorProto) -> String {
+    match field.r#type() {
+        Type::Message | Type::Enum => bare(field.type_name()).to_owned(),
+        scalar => scalar.as_str_name().trim_start_matches("TYPE_").to_lowercase(),
+    }
+}
+
+/// Facts of `these` that `those` lack, each with what `those` say of the same subject.
+fn lacking(these: &BTreeSet<Fact>, those: &BTreeSet<Fact>) -> Vec<String> {
+    let name = |fact: &Fact| {
+        let instead = those.iter().find(|it| it.subject() == fact.subject());
+        match instead {
+            Some(instead) => format!("{fact}\n    but there: {instead}"),
+            None => format!("{fact}\n    not there at all"),
+        }
+    };
+    these.difference(those).map(name).collect()
+}
+
+#[test]
+fn every_row_of_the_tables_is_in_the_descriptor() {
+    let missing = lacking(&table(), &descriptor());
+    assert!(
+        missing.is_empty(),
+        "rows of a table that its .proto does not keep:\n{}",
+        missing.join("\n")
+    );
+}
+
+#[test]
+fn the_descriptor_has_nothing_the_tables_lack() {
+    let surplus = lacking(&descriptor(), &table());
+    assert!(surplus.is_empty(), "a .proto has what its table does not:\n{}", surplus.join("\n"));
+}
+
+/// So the table of CSI is that of the standard alone, and an addition without its mark is in none.
+#[test]
+fn extensions_have_a_table_of_their_own_and_are_marked() {
+    let marked = |line: &str| line.split([',', '\t']).any(|note| note == EXTENSION_NOTE);
+    for (package, table) in TABLES {
+        for line in table.lines().skip(1) {
+            assert_eq!(marked(line), table == EXTENSIONS, "{package}: {line}");
+        }
+    }
+    let descriptor = descriptor();
+    for row in EXTENSIONS.lines().skip(1) {
+        let columns: Vec<_> = row.split('\t').map(str::to_owned).collect();
+        let row = Fact(columns.try_into().expect("columns"));
+        let notes = row.0[NOTES].clone();
+        let without: Vec<_> = notes.split(',').filter(|note| *note != EXTENSION_NOTE).collect();
+        assert_noticed(&descriptor, &row, row.clone().with(NOTES, without.join(",")));
+    }
+}
+
+/// Replaces one row by a wrong one: both directions must complain, of that row and of no other.
+fn assert_noticed(descriptor: &BTreeSet<Fact>, row: &Fact, wrong: Fact) {
+    let mut table = table();
+    assert!(table.remove(row) && table.insert(wrong.clone()), "{row}");
+    let missing = lacking(&table, descriptor);
+    let surplus = lacking(descriptor, &table);
+    assert_eq!(missing, [format!("{wrong}\n    but there: {row}")]);
+    assert_eq!(surplus, [format!("{row}\n    but there: {wrong}")]);
+}
+
+#[test]
+fn a_wrong_number_is_noticed_in_every_row_that_has_one() {
+    let (table, descriptor) = (table(), descriptor());
+    let numbered = table.iter().filter(|row| !row.0[NUMBER].is_empty());
+    let mut seen = 0;
+    for row in numbered {
+        let number: i32 = row.0[NUMBER].parse().expect("a number");
+        assert_noticed(&descriptor, row, row.clone().with(NUMBER, number + 1));
+        seen += 1;
+    }
+    assert!(seen > 0, "the table has numbers");
+}
+
+#[test]
+fn a_wrong_type_label_stream_oneof_or_marker_is_noticed() {
+    let (table, descriptor) = (table(), descriptor());
+    for (column, right, wrong) in [
+        (TYPE, "int64", "uint64"),
+        (TYPE, "string", "repeated string"),
+        (TYPE, "map<string,string>", "map<string,bytes>"),
+        (
+            TYPE,
+            "csi.v1.GetMetadataDeltaRequest -> stream csi.v1.GetMetadataDeltaResponse",
+            "csi.v1.GetMetadataDeltaRequest -> csi.v1.GetMetadataDeltaResponse",
+        ),
+        (NOTES, "oneof access_type", ""),
+        (NOTES, "secret", ""),
+        (NOTES, "alpha", ""),
+    ] {
+        let row = table.iter().find(|row| row.0[column] == right);
+        let row = row.unwrap_or_else(|| panic!("the table has no {right:?}"));
+        assert_noticed(&descriptor, row, row.clone().with(column, wrong));
+    }
+}

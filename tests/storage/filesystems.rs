@@ -1,0 +1,429 @@
+//! Real filesystems under real load, through the real binary's socket: fio, stress-ng and a writer that
+//! knows what it wrote work on a volume while it is cut at random moments. Every snapshot passes the
+//! filesystem's own check as it is, mounts, and holds one moment of the writer's file; and every
+//! snapshot plus the delta to another is that other, byte by byte, also when the base is deleted.
+//!
+//! `FILESYSTEMS_SECONDS` sets how long each filesystem on each kind of pool is under load (2).
+
+use std::fs::{self, File};
+use std::ops::RangeInclusive;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use csi_loopback::backend::PoolKind;
+use csi_loopback::proto::csi::v1 as csi;
+use support::delta::apply_and_compare;
+use support::driver::*;
+use support::exerciser::{Exerciser, History, read_tree};
+use support::load::{Load, have_load};
+use support::random::Random;
+use support::{ALL_KINDS, BLOCK, MIB, SetOnDrop, fsck, have_root, path, run};
+
+use csi::volume_capability::access_mode::Mode;
+
+/// Snapshots in one piece of load; more time means more such pieces.
+const MOST_CUTS: usize = 5;
+const PIECE: Duration = Duration::from_secs(6);
+/// Milliseconds between two cuts.
+const LONGEST_PAUSE: u64 = 600;
+
+fn seconds() -> u64 {
+    let asked = std::env::var("FILESYSTEMS_SECONDS").ok();
+    asked.map_or(2, |text| text.parse().expect("FILESYSTEMS_SECONDS is a number"))
+}
+
+/// In the place of a filesystem's name: a raw block volume.
+const RAW: &str = "raw";
+/// Where on it the writer of the test counts; fio has what is before.
+const COUNTER: u64 = 56 * MIB;
+
+/// The smallest volume that has room for the load.
+fn size_for(fs_type: &str) -> u64 {
+    match fs_type {
+        RAW => 64 * MIB,
+        "ext4" => 128 * MIB,
+        "xfs" => 300 * MIB,
+        _ => 224 * MIB,
+    }
+}
+
+fn read_only(fs_type: &str) -> csi::VolumeCapability {
+    mounted_as(fs_type, Mode::SingleNodeReaderOnly)
+}
+
+/// A volume under load.
+struct Member {
+    fs_type: &'static str,
+    volume: String,
+    target: PathBuf,
+}
+
+impl Member {
+    fn new(driver: &Driver, fs_type: &'static str) -> Self {
+        let wanted = if fs_type == RAW { block() } else { mounted(fs_type) };
+        let volume = driver.volume(&format!("busy-{fs_type}"), size_for(fs_type), wanted.clone());
+        let target = driver.publish(&volume, &wanted);
+        Self { fs_type, volume, target }
+    }
+
+    fn size(&self) -> u64 {
+        size_for(self.fs_type)
+    }
+}
+
+/// Snapshots of all members at one moment.
+struct Cut {
+    parts: Vec<Part>,
+    /// Of several members.
+    group: Option<String>,
+    /// How far the writer was, before and after.
+    steps: RangeInclusive<usize>,
+    deleted: bool,
+}
+
+/// A snapshot of one member, and a volume that was made from it at once.
+struct Part {
+    snapshot: String,
+    restored: String,
+}
+
+/// What was seen, for the report.
+#[derive(Default)]
+struct Counts {
+    cuts: usize,
+    deleted: usize,
+    pairs: usize,
+    extents: usize,
+    reported: u64,
+    differing: u64,
+}
+
+impl Counts {
+    fn report(&self, what: &str) {
+        let Self { cuts, deleted, pairs, extents, reported, differing } = self;
+        println!(
+            "report: {what}: {cuts} snapshots cut under load, {deleted} of them deleted under load, \
+             {pairs} pairs compared, {extents} extents, reported/differing {:.2}",
+            *reported as f64 / (*differing).max(1) as f64
+        );
+        assert!(*pairs > 0 && *differing > 0, "{what}: nothing was compared");
+    }
+}
+
+/// Volumes under load, one or, cut as a group, several.
+struct Busy<'a> {
+    driver: &'a Driver,
+    members: Vec<Member>,
+    random: Random,
+    counts: Counts,
+    names: usize,
+}
+
+impl<'a> Busy<'a> {
+    fn new(driver: &'a Driver, fs_types: &[&'static str]) -> Self {
+        let members = fs_types.iter().map(|fs_type| Member::new(driver, fs_type)).collect();
+        let random = Random::new(Random::new_seed());
+        Self { driver, members, random, counts: Counts::default(), names: 0 }
+    }
+
+    fn name(&mut self, what: &str) -> String {
+        self.names += 1;
+        format!("{what}-{}", self.names)
+    }
+
+    /// Load, cuts and checks, until that time has been spent under load.
+    fn run(mut self, load: Duration) -> Counts {
+        let mut kept = None;
+        let pieces = load.as_secs_f64() / PIECE.as_secs_f64();
+        let pieces = pieces.ceil().max(1.0) as u32;
+        for _ in 0..pieces {
+            let history = History::default();
+            let mut all: Vec<Cut> = kept.take().into_iter().collect();
+            let old = all.len();
+            all.extend(self.piece(load / pieces, &history));
+            kept = Some(self.compare_all(&mut all));
+            all[old..].iter().for_each(|cut| self.check_cut(cut, &history));
+            all.iter().for_each(|cut| self.remove(cut));
+        }
+        for member in &self.members {
+            self.driver.take_down(&member.volume);
+            self.driver.with_device(&member.volume, |device| fsck::check(member.fs_type, device));
+        }
+        self.counts
+    }
+
+    fn piece(&mut self, time: Duration, history: &History) -> Vec<Cut> {
+        let scratch = self.driver.scratch();
+        let on = |member: &Member| {
+            let logs = scratch.join(format!("logs-{}", member.fs_type));
+            fs::create_dir_all(&logs).unwrap();
+            Load::on_filesystem(&member.target, &logs)
+        };
+        let loads: Vec<Load> = self.members.iter().map(on).collect();
+        let files: Vec<PathBuf> = self.members.iter().map(|m| m.target.join("exercised")).collect();
+        let mut writer = Exerciser::new(&files, self.random.next(), history);
+        let stop = AtomicBool::new(false);
+        let cuts = thread::scope(|scope| {
+            let _stop = SetOnDrop(&stop);
+            scope.spawn(|| writer.run(&stop));
+            self.cut_for(time, || history.now())
+        });
+        loads.into_iter().for_each(Load::stop);
+        cuts
+    }
+
+    /// Cuts at random moments, at least so often that a pair is left that are no neighbours.
+    fn cut_for(&mut self, time: Duration, progress: impl Fn() -> usize) -> Vec<Cut> {
+        let until = Instant::now() + time;
+        let mut cuts = Vec::new();
+        while cuts.len() < 3 || (Instant::now() < until && cuts.len() < MOST_CUTS) {
+            thread::sleep(Duration::from_millis(self.random.below(LONGEST_PAUSE)));
+            let mounts = self.members.iter().filter(|member| member.fs_type != RAW);
+            if self.random.one_in(3) {
+                mounts.for_each(|member| run("fstrim", &[path(&member.target)]));
+            }
+            cuts.push(self.cut(&progress));
+            let last = cuts.len() >= 3 && (Instant::now() >= until || cuts.len() == MOST_CUTS);
+            // If it is the newest, the next cut counts from its hidden copy.
+            let number = self.random.below(cuts.len() as u64) as usize;
+            if !last && !cuts[number].deleted && self.random.one_in(2) {
+                self.delete(&mut cuts[number]);
+                self.counts.deleted += 1;
+            }
+        }
+        cuts
+    }
+
+    fn cut(&mut self, progress: impl Fn() -> usize) -> Cut {
+        let name = self.name("cut");
+        let first = progress();
+        let (snapshots, group) = match &*self.members {
+            // Nothing holds up who writes to a raw volume; a copy pool waits for it to pause.
+            [raw] if raw.fs_type == RAW => {
+                let cut = self.driver.call_patiently(cut(&name, &raw.volume));
+                (vec![cut.unwrap().snapshot.unwrap()], None)
+            }
+            [one] => (vec![self.driver.ok(cut(&name, &one.volume)).snapshot.unwrap()], None),
+            several => {
+                let ids: Vec<&str> = several.iter().map(|one| &*one.volume).collect();
+                let group = self.driver.ok(cut_group(&name, &ids)).group_snapshot.unwrap();
+                (group.snapshots, Some(group.group_snapshot_id))
+            }
+        };
+        let steps = first..=progress();
+        self.counts.cuts += 1;
+        let of = |member: &Member| {
+            let mut all = snapshots.iter();
+            let snapshot = all.find(|one| one.source_volume_id == member.volume).unwrap();
+            let snapshot = snapshot.snapshot_id.clone();
+            let name = format!("{name}-{}", member.fs_type);
+            let restored = self.driver.copy(&name, Source::Snapshot(&snapshot), block());
+            Part { snapshot, restored }
+        };
+        Cut { parts: self.members.iter().map(of).collect(), group, steps, deleted: false }
+    }
+
+    fn delete(&self, cut: &mut Cut) {
+        let mut ids = cut.parts.iter().map(|part| part.snapshot.clone());
+        if let Some(group_snapshot_id) = cut.group.clone() {
+            self.driver.ok(csi::DeleteVolumeGroupSnapshotRequest {
+                group_snapshot_id,
+                snapshot_ids: ids.collect(),
+                ..Default::default()
+            });
+        } else {
+            self.driver.ok(delete_snapshot(&ids.next().unwrap()));
+        }
+        cut.deleted = true;
+    }
+
+    /// Compares every snapshot with what its map and its deltas say; all but the last are deleted. The
+    /// last is returned once more, with volumes of its own.
+    fn compare_all(&mut self, all: &mut [Cut]) -> Cut {
+        let members = 0..self.members.len();
+        for member in members.clone() {
+            self.compare_member(member, all);
+        }
+        // A base is as good when it is gone.
+        let last = all.len() - 1;
+        let deltas = |all: &[Cut]| -> Vec<Vec<(u64, u64)>> {
+            let bases = all[..last].iter();
+            let one = |base, member| self.delta(base, &all[last], member);
+            bases.flat_map(|base| members.clone().map(move |member| one(base, member))).collect()
+        };
+        let before = deltas(all);
+        all[..last].iter_mut().filter(|cut| !cut.deleted).for_each(|cut| self.delete(cut));
+        assert!(deltas(all) == before, "a deleted base changes the delta");
+        let again = |part: &Part| {
+            let (name, source) =
+                (format!("{}-again", part.snapshot), Source::Volume(&part.restored));
+            let restored = self.driver.copy(&name, source, block());
+            Part { snapshot: part.snapshot.clone(), restored }
+        };
+        let Cut { parts, group, steps, deleted } = &all[last];
+        let parts = parts.iter().map(again).collect();
+        Cut { parts, group: group.clone(), steps: steps.clone(), deleted: *deleted }
+    }
+
+    fn delta(&self, base: &Cut, target: &Cut, member: usize) -> Vec<(u64, u64)> {
+        let [base, target] = [base, target].map(|cut| &*cut.parts[member].snapshot);
+        self.driver.ok(delta(base, target)).extents()
+    }
+
+    /// Neighbours, and others up to the last. What is deleted already is good as a base alone.
+    fn pairs(&mut self, all: &[Cut]) -> Vec<(usize, usize)> {
+        let last = all.len() - 1;
+        let mut pairs: Vec<(usize, usize)> = (0..last).map(|base| (base, base + 1)).collect();
+        pairs.push((0, last));
+        pairs.push((self.random.below(last as u64) as usize, last));
+        pairs.retain(|(_, target)| !all[*target].deleted);
+        pairs.sort_unstable();
+        pairs.dedup();
+        pairs
+    }
+
+    fn compare_member(&mut self, member: usize, all: &[Cut]) {
+        let size = self.members[member].size();
+        let part = |number: usize| &all[number].parts[member];
+        let open =
+            |number| File::open(self.driver.publish(&part(number).restored, &block())).unwrap();
+        let devices: Vec<File> = (0..all.len()).map(open).collect();
+        for (base, target) in self.pairs(all) {
+            let what = format!("delta from {} to {}", part(base).snapshot, part(target).snapshot);
+            let extents = self.delta(&all[base], &all[target], member);
+            let (from, to) = (Some(&devices[base]), &devices[target]);
+            let differing = apply_and_compare(&what, from, to, &extents, size);
+            self.counts.pairs += 1;
+            self.counts.extents += extents.len();
+            self.counts.reported += extents.iter().map(|(_, length)| length / BLOCK).sum::<u64>();
+            self.counts.differing += differing;
+        }
+        for number in (0..all.len()).filter(|number| !all[*number].deleted) {
+            let snapshot = &part(number).snapshot;
+            let extents = self.driver.ok(allocated(snapshot)).extents();
+            let what = format!("what {snapshot} has allocated");
+            apply_and_compare(&what, None, &devices[number], &extents, size);
+        }
+        drop(devices);
+        (0..all.len()).for_each(|number| self.driver.take_down(&part(number).restored));
+    }
+
+    /// The filesystems' own opinion of a cut, and the writer's.
+    fn check_cut(&self, cut: &Cut, history: &History) {
+        let parts: Vec<(&Member, &str)> = self
+            .members
+            .iter()
+            .zip(&cut.parts)
+            .map(|(member, part)| (member, &*part.restored))
+            .collect();
+        let mut files = Vec::new();
+        for (member, restored) in &parts {
+            self.driver.with_device(restored, |device| fsck::check_as_cut(member.fs_type, device));
+            let target = self.driver.publish(restored, &read_only(member.fs_type));
+            assert!(read_tree(&target) > 0);
+            files.push(target.join("exercised"));
+        }
+        history.holds(&files, cut.steps.clone());
+        for (member, restored) in &parts {
+            self.driver.take_down(restored);
+            self.driver.with_device(restored, |device| fsck::check(member.fs_type, device));
+        }
+    }
+
+    fn remove(&self, cut: &Cut) {
+        for part in &cut.parts {
+            self.driver.ok(delete_volume(&part.restored));
+        }
+    }
+}
+
+impl Busy<'_> {
+    /// A raw block volume is as after a power cut: what a writer was told is written, is there.
+    fn run_raw(mut self, load: Duration) -> Counts {
+        let pause = (self.driver.kind() == PoolKind::Copy).then_some(Duration::from_millis(300));
+        let target = self.members[0].target.clone();
+        let tools = Load::on_device(&target, COUNTER, pause, self.driver.scratch());
+        let (stop, counted) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let mut cuts = thread::scope(|scope| {
+            let _stop = SetOnDrop(&stop);
+            scope.spawn(|| {
+                let device = File::options().write(true).open(&target).unwrap();
+                for number in 1_u64.. {
+                    device.write_all_at(&number.to_ne_bytes(), COUNTER).unwrap();
+                    counted.store(number as usize, Ordering::SeqCst);
+                    if stop.load(Ordering::Relaxed) {
+                        break;
+                    }
+                }
+            });
+            self.cut_for(load, || counted.load(Ordering::SeqCst))
+        });
+        tools.stop();
+        self.compare_all(&mut cuts);
+        for cut in cuts {
+            self.driver.with_device(&cut.parts[0].restored, |device| {
+                let mut found = [0; 8];
+                File::open(device).unwrap().read_exact_at(&mut found, COUNTER).unwrap();
+                let (found, steps) = (u64::from_ne_bytes(found) as usize, &cut.steps);
+                assert!((*steps.start()..=steps.end() + 1).contains(&found), "{found} {steps:?}");
+            });
+        }
+        self.counts
+    }
+}
+
+/// One filesystem, on each kind of pool.
+fn on_each_pool(fs_type: &'static str) {
+    if !have_root() || !have_load() {
+        return;
+    }
+    for kind in ALL_KINDS {
+        println!("{fs_type} on a pool of kind {kind}");
+        let driver = Driver::start(kind);
+        let counts = Busy::new(&driver, &[fs_type]).run(Duration::from_secs(seconds()));
+        counts.report(&format!("{fs_type} on {kind}"));
+    }
+}
+
+#[test]
+fn every_snapshot_of_a_busy_ext4_is_clean_and_its_deltas_are_complete() {
+    on_each_pool("ext4");
+}
+
+#[test]
+fn every_snapshot_of_a_busy_xfs_is_clean_and_its_deltas_are_complete() {
+    on_each_pool("xfs");
+}
+
+#[test]
+fn every_snapshot_of_a_busy_btrfs_is_clean_and_its_deltas_are_complete() {
+    on_each_pool("btrfs");
+}
+
+/// The writer turns from one filesystem to the other with each step: what it has written to both at some
+/// moment is what the members of a group hold.
+#[test]
+fn a_group_of_busy_filesystems_holds_one_moment_of_both() {
+    if !have_root() || !have_load() {
+        return;
+    }
+    let driver = Driver::start(PoolKind::Image);
+    let counts = Busy::new(&driver, &["ext4", "xfs"]).run(Duration::from_secs(seconds()));
+    counts.report("a group of ext4 and xfs on image");
+}
+
+#[test]
+fn every_snapshot_of_a_busy_raw_volume_holds_what_was_written_and_its_deltas_are_complete() {
+    if !have_root() || !have_load() {
+        return;
+    }
+    for kind in ALL_KINDS {
+        println!("a raw volume on a pool of kind {kind}");
+        let driver = Driver::start(kind);
+        let counts = Busy::new(&driver, &[RAW]).run_raw(Duration::from_secs(seconds()));
+        counts.report(&format!("a raw volume on {kind}"));
+    }
+}

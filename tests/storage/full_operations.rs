@@ -1,0 +1,325 @@
+//! Every operation meets the end of the room, at every place in it: with each amount of room from none to
+//! enough, it is refused in plain words and leaves nothing, and the same call succeeds once there is
+//! room. Pods lose no data by that.
+
+use std::fs::{self, File};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use csi_loopback::backend::{
+    Backend, CreateVolume, Error, FsType, PoolKind, Publication, Snapshot, Source, VolumeRequest,
+    check,
+};
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::statvfs::statvfs;
+use support::full::*;
+use support::kernel::wait_for;
+use support::*;
+
+/// What is there while operations are tried: a volume in use that is written to, with a snapshot.
+struct World {
+    volume_id: String,
+    device: Attached,
+    base: Snapshot,
+    /// Deleted, past its retention, and with a snapshot after it: its record is to be folded.
+    expired: Snapshot,
+    content: Vec<u8>,
+    changed: Vec<u64>,
+}
+
+impl World {
+    fn of(pool: &mut Pool) -> Self {
+        let volume = pool.volume("v", 32 * MIB);
+        let device = pool.attach(&volume.id);
+        let mut content = vec![0; (32 * MIB) as usize];
+        let mut put = |at: u64, count: u64, seed: u64| {
+            let data = pattern(seed, (count * BLOCK) as usize);
+            write_direct(&device.target, at * BLOCK, &data);
+            content[(at * BLOCK) as usize..][..data.len()].copy_from_slice(&data);
+            at
+        };
+        // Many extents, so that their maps need room, and more data than a pool keeps back.
+        (0..400).map(|number| put(number * 20, 8, number)).for_each(drop);
+        let base = pool.snapshot("base", &volume);
+        let mut changed: Vec<u64> = (0..10).map(|n| put(n * 50, 1, 1000 + n)).collect();
+        let expired = pool.snapshot("expired", &volume);
+        changed.extend((10..20).map(|n| put(n * 50, 1, 1000 + n)));
+        pool.snapshot("after", &volume);
+        pool.backend().delete_snapshot(&expired.id).unwrap();
+        Self { volume_id: volume.id, device, base, expired, content, changed }
+    }
+
+    /// The volume's data is what was written, and the next delta says what changed.
+    fn assert_whole(&self, pool: &Pool) {
+        assert!(read_all(&self.device.target) == self.content, "the volume's data is another");
+        let made = pool.backend().create_snapshot("last", &self.volume_id).unwrap();
+        // A retention ends with the second that it ends in.
+        wait_for("what has expired is forgotten", || {
+            pool.backend().forget_expired().unwrap();
+            let forgotten = pool.backend().delta(&self.expired.id, &made.id);
+            matches!(forgotten, Err(Error::Precondition(_)))
+        });
+        assert_eq!(blocks(pool.backend().delta(&self.base.id, &made.id).unwrap()), self.changed);
+    }
+}
+
+/// What the API shows.
+fn shown(backend: &Backend) -> Vec<String> {
+    let volumes = backend.volumes(None, 0).unwrap().items.into_iter().map(|row| row.id);
+    let snapshots = backend.snapshots(&Default::default(), None, 0).unwrap().items;
+    volumes.chain(snapshots.into_iter().map(|row| row.id)).collect()
+}
+
+/// An operation by its name, the objects that it is given made before.
+type Operation = (&'static str, fn(&Pool, &World, &str) -> Result<(), Error>);
+
+fn created(pool: &Pool, name: &str, source: Option<Source>) -> Result<(), Error> {
+    let required_bytes = if source.is_some() { 0 } else { 8 * MIB };
+    let request = VolumeRequest { required_bytes, source, ..request() };
+    pool.backend().create_volume(&CreateVolume { name: name.to_owned(), request }).map(drop)
+}
+
+/// The spare volume of an operation: small, raw, with nothing on it. Once it is deleted, another id. To look for it may be what
+/// meets the end of the room: after a write that failed the catalog is opened anew.
+fn spare(pool: &Pool, name: &str) -> Result<String, Error> {
+    let volumes = pool.backend().volumes(None, 0)?.items;
+    let found = volumes.into_iter().find(|row| row.name == format!("for-{name}"));
+    Ok(found.map_or("vol-gone-0123456789abcdef".to_owned(), |row| row.id))
+}
+
+fn snapshot_of_spare(pool: &Pool, name: &str) -> Result<String, Error> {
+    let snapshots = pool.backend().snapshots(&Default::default(), None, 0)?.items;
+    let found = snapshots.into_iter().find(|row| row.name == format!("of-{name}"));
+    Ok(found.map_or("snap-gone-0123456789abcdef".to_owned(), |row| row.id))
+}
+
+/// Those that need room, all but the last two for something that the API shows then.
+const NEEDY: [Operation; 8] = [
+    ("create volume", |pool, _, name| created(pool, name, None)),
+    ("clone", |pool, world, name| {
+        created(pool, name, Some(Source::Volume(world.volume_id.clone())))
+    }),
+    ("restore", |pool, world, name| {
+        created(pool, name, Some(Source::Snapshot(world.base.id.clone())))
+    }),
+    ("snapshot", |pool, world, name| {
+        pool.backend().create_snapshot(name, &world.volume_id).map(drop)
+    }),
+    ("group", |pool, world, name| {
+        let ids = [world.volume_id.clone(), spare(pool, name)?];
+        pool.backend().create_group(name, &ids).map(drop)
+    }),
+    ("expand", |pool, _, name| {
+        pool.backend().expand_volume(&spare(pool, name)?, 16 * MIB, 0).map(drop)
+    }),
+    ("stage with mkfs", |pool, _, name| {
+        let path = pool.scratch().join(name);
+        pool.backend().stage(&spare(pool, name)?, &path, &mounted(FsType::Ext4))
+    }),
+    ("publish", |pool, _, name| {
+        let (id, path) = (spare(pool, name)?, pool.scratch().join(name));
+        let target = pool.scratch().join(format!("{name} target"));
+        pool.backend().stage(&id, &path, &raw())?;
+        pool.backend().publish(&id, &path, &target, &Publication::on_host(raw(), false))
+    }),
+];
+
+/// Those that have to succeed in a pool without a block left.
+const ALWAYS: [Operation; 5] = [
+    ("modify", |pool, _, name| {
+        let id = spare(pool, name)?;
+        pool.backend().set_change_tracking(&id, false)?;
+        pool.backend().set_change_tracking(&id, true)
+    }),
+    ("delete snapshot", |pool, _, name| {
+        pool.backend().delete_snapshot(&snapshot_of_spare(pool, name)?)
+    }),
+    ("delete volume", |pool, _, name| pool.backend().delete_volume(&spare(pool, name)?)),
+    ("relieve pressure", |pool, _, _| pool.backend().relieve_pressure()),
+    ("forget", |pool, _, _| pool.backend().forget_expired()),
+];
+
+fn prepare(pool: &Pool, operations: &[Operation]) {
+    for (name, _) in operations {
+        let volume = pool.volume(&format!("for-{name}"), 8 * MIB);
+        pool.snapshot(&format!("of-{name}"), &volume);
+    }
+}
+
+/// Takes the volumes of the operations out of use.
+fn clean_up(pool: &Pool) {
+    for (name, _) in NEEDY {
+        let id = spare(pool, name).unwrap();
+        let _ = pool.backend().unpublish(&id, &pool.scratch().join(format!("{name} target")));
+        let _ = pool.backend().unstage(&id, &pool.scratch().join(name));
+    }
+}
+
+/// Room for the next attempt, in blocks: all small amounts, then coarser.
+fn more(room: u64) -> u64 {
+    match room {
+        0..8 => room + 1,
+        8..32 => room + 4,
+        32..128 => room + 16,
+        _ => room * 3 / 2,
+    }
+}
+
+#[test]
+fn an_operation_that_meets_the_end_of_the_pool_leaves_nothing_and_succeeds_with_room() {
+    if !have_root() {
+        return;
+    }
+    let pool = Pool::with(PoolKind::Image, |config| {
+        config.pool_size = Some(400 * MIB);
+        config.retention = Duration::ZERO;
+    });
+    with_spares(pool, try_everything);
+}
+
+#[test]
+fn an_operation_that_meets_the_end_of_a_copy_pool_leaves_nothing_and_succeeds_with_room() {
+    if !have_root() {
+        return;
+    }
+    let directory = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
+    let _small = Small::mount(directory.path(), 160 * MIB);
+    let pool = Pool::with(PoolKind::Copy, |config| {
+        config.data_dir = directory.path().join("small/data");
+        config.retention = Duration::ZERO;
+    });
+    with_spares(pool, try_everything);
+}
+
+/// Runs a test, and takes the volumes of the operations out of use also when it fails.
+fn with_spares(mut pool: Pool, test: impl FnOnce(&mut Pool)) {
+    prepare(&pool, &NEEDY);
+    prepare(&pool, &ALWAYS);
+    let result = catch_unwind(AssertUnwindSafe(|| test(&mut pool)));
+    if pool.is_open() {
+        clean_up(&pool);
+    }
+    if let Err(panic) = result {
+        resume_unwind(panic);
+    }
+}
+
+fn try_everything(pool: &mut Pool) {
+    let world = World::of(pool);
+    let filler = pool.volume("filler", GIB);
+    let filler = pool.attach(&filler.id);
+    let mut end = fill(&filler.target, 0);
+    let mut levels = Vec::new();
+    for (name, operation) in NEEDY {
+        let (mut room, mut refusals) = (0, 0);
+        let before = shown(pool.backend());
+        while let Err(error) = operation(pool, &world, name) {
+            exhausted::<()>(Err(error), &format!("{name} with {room} blocks"));
+            assert_eq!(shown(pool.backend()), before, "{name} with {room} blocks");
+            refusals += 1;
+            let next = more(room);
+            discard(&filler.target, (end - next) * BLOCK, (next - room) * BLOCK);
+            room = next;
+            assert!(room < 1 << 16, "{name} never succeeds");
+        }
+        levels.push(format!("{name} {refusals}"));
+        end = fill(&filler.target, end - room);
+    }
+    println!("report: refused before they succeeded: {}", levels.join(", "));
+    clean_up(pool);
+    for (name, operation) in ALWAYS {
+        let result = operation(pool, &world, name);
+        assert!(result.is_ok(), "{name}: {result:?}");
+    }
+    assert!(pool.backend().healthy().is_ok());
+    pool.detach(&filler);
+    pool.backend().delete_volume(&filler.volume_id).unwrap();
+    wait_for_room(pool, 40 * MIB);
+    world.assert_whole(pool);
+    pool.detach(&world.device);
+    pool.stop();
+    assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
+}
+
+/// Takes all room of the filesystem below an image, but some.
+struct HostFiller(PathBuf);
+
+impl HostFiller {
+    fn new(host: &Path, leave_bytes: u64) -> Self {
+        let path = host.join("filler");
+        let file = File::create(&path).unwrap();
+        let stat = statvfs(host).unwrap();
+        let free = stat.blocks_available() * stat.fragment_size();
+        // What it takes by itself differs a little from what it says is free.
+        let size = free.saturating_sub(leave_bytes) as i64;
+        let _ = fallocate(&file, FallocateFlags::empty(), 0, size.max(1));
+        Self(path)
+    }
+}
+
+impl Drop for HostFiller {
+    /// In any case: the pool's filesystem waits for room before it lets itself be unmounted.
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// The image is sparse: its filesystem has room that the one below does not have.
+#[test]
+fn an_image_that_meets_the_end_of_the_filesystem_below_converges_once_there_is_room() {
+    if !have_root() {
+        return;
+    }
+    let directory = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
+    let _small = Small::mount(directory.path(), 700 * MIB);
+    let host = directory.path().join("small");
+    let pool = Pool::with(PoolKind::Image, |config| {
+        config.data_dir = host.join("data");
+        config.pool_size = Some(500 * MIB);
+        config.retention = Duration::ZERO;
+    });
+    with_spares(pool, |pool| try_everything_on(pool, &host));
+}
+
+fn try_everything_on(pool: &mut Pool, host: &Path) {
+    let world = World::of(pool);
+    let mut tally = Vec::new();
+    for (name, operation) in NEEDY.into_iter().chain(ALWAYS) {
+        let (mut refused, mut failed) = (0, 0);
+        for room in [0, 4, 8, 16, 32, 64, 128, 512, 2048] {
+            let _filler = HostFiller::new(host, room << 10);
+            match operation(pool, &world, name) {
+                Ok(()) => break,
+                Err(Error::Exhausted(_)) => refused += 1,
+                // Some of it looks like a broken disk from within.
+                Err(error @ (Error::Io { .. } | Error::Failed(_))) => {
+                    println!("{name} with {room} KiB: {error}");
+                    failed += 1;
+                }
+                Err(other) => panic!("{name} with {room} KiB: {other:?}"),
+            }
+        }
+        tally.push(format!("{name} {refused}+{failed}"));
+        // What the failed ones had takes the pool's filesystem a moment, too.
+        wait_for_room(pool, 40 * MIB);
+        let result = operation(pool, &world, name);
+        assert!(result.is_ok(), "{name}, once there is room: {result:?}");
+        assert!(pool.backend().healthy().is_ok(), "after {name}");
+    }
+    println!("report: refused with a full host, plus failed otherwise: {}", tally.join(", "));
+    clean_up(pool);
+    world.assert_whole(pool);
+    pool.detach(&world.device);
+    pool.stop();
+    assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
+}
+
+/// XFS frees what was removed in the background.
+fn wait_for_room(pool: &Pool, bytes: u64) {
+    let until = Instant::now() + Duration::from_secs(20);
+    while pool.backend().pool_room().unwrap().available < bytes {
+        assert!(Instant::now() < until, "there is no room");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}

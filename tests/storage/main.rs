@@ -1,0 +1,12 @@
+//! The proofs about stored data: pools of every kind, as root, through the backend and through the driver. They need
+//! loop devices and filesystem tools, and nothing else.
+
+mod attachment;
+mod corruption;
+mod filesystems;
+mod full_operations;
+mod full_pool;
+mod oracle;
+mod pool_check;
+mod power_loss;
+mod tracking;

@@ -1,0 +1,361 @@
+//! What can be done to volumes and snapshots. An operation names nothing: what it is done to is
+//! chosen, when it is run, among what there is then. So every part of a sequence is a sequence that
+//! can be run, which is what lets one that fails be cut down.
+
+use std::ops::Range;
+
+use csi_loopback::backend::Style;
+use proptest::prelude::*;
+
+use support::{BLOCK, MIB, pattern};
+
+/// A choice among however many there are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Pick(u8);
+
+impl Pick {
+    /// An index below `count`, which is not 0.
+    pub fn of(self, count: usize) -> usize {
+        usize::from(self.0) % count
+    }
+
+    /// A choice among the members of a set: each is in or out, and at least one is in.
+    pub fn some_of(self, count: usize) -> Vec<usize> {
+        let chosen: Vec<usize> =
+            (0..count).filter(|index| self.0 >> (index % 8) & 1 == 1).collect();
+        if chosen.is_empty() { vec![self.of(count)] } else { chosen }
+    }
+}
+
+impl std::fmt::Debug for Pick {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "#{}", self.0)
+    }
+}
+
+/// A range of a volume or file whose size is not known yet, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct Place {
+    pub at: u32,
+    pub length: u32,
+}
+
+impl Place {
+    /// The range in something of `size` bytes, in whole `unit`s; empty if not even one fits.
+    pub fn within(self, size: u64, unit: u64) -> Range<u64> {
+        let units = size / unit;
+        if units == 0 {
+            return 0..0;
+        }
+        let start = u64::from(self.at) / unit % units;
+        let length = (u64::from(self.length) / unit).clamp(1, units - start);
+        start * unit..(start + length) * unit
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum How {
+    /// Past the page cache, in whole blocks.
+    Direct,
+    /// Through the page cache, at any byte.
+    Buffered,
+    /// Through memory that the file is mapped to; like `Buffered` on a raw volume.
+    Mapped,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fill {
+    /// What was never written before.
+    Fresh,
+    /// What is there already.
+    Same,
+    /// Zeros, which are data as well.
+    Zeros,
+}
+
+/// What is written, where and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Write {
+    pub place: Place,
+    pub how: How,
+    pub fill: Fill,
+    /// Whether it is flushed at once.
+    pub sync: bool,
+}
+
+impl Write {
+    /// The range in something of `size` bytes.
+    pub fn within(self, size: u64) -> Range<u64> {
+        self.place.within(size, if self.how == How::Direct { BLOCK } else { 1 })
+    }
+
+    /// What to write over `there`; `number` tells it from all that was written before.
+    pub fn bytes(self, there: &[u8], number: u64) -> Vec<u8> {
+        match self.fill {
+            Fill::Fresh => pattern(number, there.len()),
+            Fill::Same => there.to_vec(),
+            Fill::Zeros => vec![0; there.len()],
+        }
+    }
+}
+
+/// Ways to make a range read zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Erase {
+    /// On a mounted volume: of all that its filesystem does not use.
+    Discard,
+    /// Gives the blocks back.
+    Punch,
+    /// Keeps them reserved.
+    Zero,
+}
+
+/// Changes to a file as a whole. A raw volume has none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shape {
+    Allocate,
+    Truncate,
+    Rename(Pick),
+    Remove,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub enum Which {
+    Oldest,
+    Newest,
+    Any(Pick),
+}
+
+impl Which {
+    pub fn of(self, count: usize) -> usize {
+        match self {
+            Self::Oldest => 0,
+            Self::Newest => count - 1,
+            Self::Any(pick) => pick.of(count),
+        }
+    }
+}
+
+/// What a volume is made from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum From {
+    Volume,
+    Snapshot,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    Orderly,
+    /// kill -9, where there is a process to kill.
+    Killed,
+}
+
+/// How to ask for a map.
+#[derive(Debug, Clone, Copy)]
+pub struct Look {
+    pub style: Style,
+    /// Where to start: a byte of the volume.
+    pub from: u32,
+    /// Extents in a message; 0 leaves it to the driver.
+    pub page: u16,
+    /// The stream is cut off after so many messages.
+    pub messages: u8,
+}
+
+/// `volume` is a choice among the volumes, `file` among a mounted volume's files.
+#[derive(Debug, Clone, Copy)]
+pub enum Operation {
+    Write {
+        volume: Pick,
+        file: Pick,
+        write: Write,
+    },
+    Erase {
+        volume: Pick,
+        file: Pick,
+        place: Place,
+        how: Erase,
+    },
+    Reshape {
+        volume: Pick,
+        file: Pick,
+        place: Place,
+        shape: Shape,
+    },
+    Expand {
+        volume: Pick,
+        blocks: u16,
+    },
+    Snapshot {
+        volume: Pick,
+    },
+    Group {
+        volumes: Pick,
+    },
+    DeleteSnapshot {
+        volume: Pick,
+        which: Which,
+    },
+    Ask {
+        volume: Pick,
+        snapshots: [Pick; 3],
+        look: Look,
+    },
+    Derive {
+        volume: Pick,
+        from: From,
+    },
+    DeleteVolume {
+        volume: Pick,
+        before_its_snapshots: bool,
+    },
+    Track {
+        volume: Pick,
+        on: bool,
+    },
+    Restart {
+        ending: Ending,
+        style: Style,
+    },
+    /// Records of deleted snapshots that are past their retention go.
+    Forget,
+}
+
+/// How often each kind of operation comes up, out of about 1000.
+#[derive(Debug, Clone, Copy)]
+pub struct Mix {
+    pub reshape: u32,
+    pub snapshot: u32,
+    pub ask: u32,
+    pub derive: u32,
+    pub restart: u32,
+}
+
+fn pick() -> impl Strategy<Value = Pick> + Clone {
+    any::<u8>().prop_map(Pick)
+}
+
+fn place() -> impl Strategy<Value = Place> {
+    let far = 24 * MIB as u32;
+    // Much of it in one corner, where blocks are written, erased and written again.
+    let at = prop_oneof![3 => 0..far, 1 => 0..64 * BLOCK as u32];
+    let length = prop_oneof![6 => 1..20_000u32, 2 => 1..65_536u32, 1 => 1..262_144u32];
+    (at, length).prop_map(|(at, length)| Place { at, length })
+}
+
+pub fn style() -> impl Strategy<Value = Style> {
+    let size = prop_oneof![Just(4u64), Just(8), Just(64), Just(1024)];
+    prop_oneof![
+        1 => Just(Style::Variable),
+        1 => size.prop_map(|size| Style::Fixed(size << 10)),
+    ]
+}
+
+fn look() -> impl Strategy<Value = Look> {
+    let page = prop_oneof![Just(0u16), Just(1), Just(2), Just(7), 1..300u16];
+    (style(), 0..24 * MIB as u32, page, 0..5u8).prop_map(|(style, from, page, messages)| Look {
+        style,
+        from,
+        page,
+        messages,
+    })
+}
+
+fn write() -> impl Strategy<Value = Operation> {
+    let how = prop_oneof![
+        5 => Just(How::Direct),
+        2 => Just(How::Buffered),
+        1 => Just(How::Mapped),
+    ];
+    let fill = prop_oneof![
+        94 => Just(Fill::Fresh),
+        3 => Just(Fill::Same),
+        1 => Just(Fill::Zeros),
+    ];
+    let write = (place(), how, fill, any::<bool>()).prop_map(|(place, how, fill, sync)| Write {
+        place,
+        how,
+        fill,
+        sync,
+    });
+    (pick(), pick(), write).prop_map(|(volume, file, write)| Operation::Write {
+        volume,
+        file,
+        write,
+    })
+}
+
+fn erase() -> impl Strategy<Value = Operation> {
+    let how = prop_oneof![
+        1 => Just(Erase::Discard),
+        2 => Just(Erase::Punch),
+        2 => Just(Erase::Zero),
+    ];
+    (pick(), pick(), place(), how).prop_map(|(volume, file, place, how)| Operation::Erase {
+        volume,
+        file,
+        place,
+        how,
+    })
+}
+
+fn reshape() -> impl Strategy<Value = Operation> {
+    let shape = prop_oneof![
+        Just(Shape::Allocate),
+        Just(Shape::Truncate),
+        pick().prop_map(Shape::Rename),
+        Just(Shape::Remove),
+    ];
+    (pick(), pick(), place(), shape).prop_map(|(volume, file, place, shape)| Operation::Reshape {
+        volume,
+        file,
+        place,
+        shape,
+    })
+}
+
+/// In blocks; sometimes such that large units divide the capacity.
+fn growth() -> impl Strategy<Value = u16> {
+    prop_oneof![2 => 0..512u16, 1 => Just(256), 1 => Just(16)]
+}
+
+fn delete_snapshot() -> impl Strategy<Value = Operation> {
+    // The newest often: it is the one whose data has to stay.
+    let which = prop_oneof![Just(Which::Newest), Just(Which::Oldest), pick().prop_map(Which::Any)];
+    (pick(), which).prop_map(|(volume, which)| Operation::DeleteSnapshot { volume, which })
+}
+
+fn tracking() -> impl Strategy<Value = Operation> {
+    let on = prop_oneof![3 => Just(true), 1 => Just(false)];
+    (pick(), on).prop_map(|(volume, on)| Operation::Track { volume, on })
+}
+
+fn restart() -> impl Strategy<Value = Operation> {
+    let ending = prop_oneof![Just(Ending::Orderly), Just(Ending::Killed)];
+    (ending, style()).prop_map(|(ending, style)| Operation::Restart { ending, style })
+}
+
+/// One operation, drawn at random.
+pub fn operation(mix: Mix) -> BoxedStrategy<Operation> {
+    prop_oneof![
+        800 => write(),
+        100 => erase(),
+        mix.reshape => reshape(),
+        4 => (pick(), growth())
+            .prop_map(|(volume, blocks)| Operation::Expand { volume, blocks }),
+        mix.snapshot => pick().prop_map(|volume| Operation::Snapshot { volume }),
+        mix.snapshot / 5 => pick().prop_map(|volumes| Operation::Group { volumes }),
+        mix.snapshot * 2 / 3 => delete_snapshot(),
+        mix.ask => (pick(), [pick(), pick(), pick()], look())
+            .prop_map(|(volume, snapshots, look)| Operation::Ask { volume, snapshots, look }),
+        mix.derive => pick().prop_map(|volume| Operation::Derive { volume, from: From::Volume }),
+        mix.derive * 2 => pick().prop_map(|volume| Operation::Derive { volume, from: From::Snapshot }),
+        2 => (pick(), any::<bool>()).prop_map(|(volume, before_its_snapshots)| {
+            Operation::DeleteVolume { volume, before_its_snapshots }
+        }),
+        2 => tracking(),
+        mix.restart => restart(),
+        2 => Just(Operation::Forget),
+    ]
+    .boxed()
+}

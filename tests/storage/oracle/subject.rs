@@ -1,0 +1,214 @@
+//! What is put to the test, and the backend in this process as one such thing.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use csi_loopback::backend::{
+    Capability, Error, FsType, PoolKind, Source, Style, VolumeRequest, check,
+};
+
+use super::operation::Ending;
+use support::{Attached, Pool, mounted, raw, request};
+
+/// What is asked of snapshot metadata, by ids of snapshots.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Question {
+    Allocated(String),
+    Delta(String, String),
+}
+
+/// Which part of an answer is wanted, and how it is cut.
+#[derive(Debug, Clone, Copy)]
+pub struct Window {
+    /// Where to start, in bytes.
+    pub from: u64,
+    /// Extents in a message; 0 leaves it to the subject.
+    pub page: usize,
+    /// The client goes away after so many messages.
+    pub messages: Option<usize>,
+}
+
+impl Window {
+    pub const WHOLE: Self = Self { from: 0, page: 0, messages: None };
+}
+
+#[derive(Debug)]
+pub struct Answer {
+    /// Bytes of the (target) snapshot.
+    pub capacity: u64,
+    /// Offset and length in bytes, message by message.
+    pub messages: Vec<Vec<(u64, u64)>>,
+}
+
+impl Answer {
+    pub fn extents(&self) -> Vec<(u64, u64)> {
+        self.messages.concat()
+    }
+}
+
+/// Why there is no answer. Whatever else may be said instead fails the test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refused {
+    /// The changes are not known.
+    NotKnown,
+    /// There is no such snapshot.
+    Missing,
+}
+
+/// A driver, or what stands for one. Calls that fail panic.
+pub trait Subject {
+    fn kind(&self) -> PoolKind;
+    /// Creates a volume, raw where no filesystem is given, and returns its id.
+    fn create(&mut self, name: &str, bytes: u64, fs_type: Option<FsType>) -> String;
+    fn copy(&mut self, name: &str, source: Source, fs_type: Option<FsType>) -> String;
+    fn delete_volume(&mut self, id: &str);
+    /// Stages and publishes a volume, and returns where.
+    fn attach(&mut self, id: &str, fs_type: Option<FsType>) -> PathBuf;
+    fn detach(&mut self, id: &str);
+    /// Grows a volume that is attached, filesystem included.
+    fn expand(&mut self, id: &str, bytes: u64, fs_type: Option<FsType>);
+    fn track(&mut self, id: &str, on: bool);
+    fn snapshot(&mut self, name: &str, volume: &str) -> String;
+    /// The group's id, and those of its snapshots in the order of the volumes.
+    fn group(&mut self, name: &str, volumes: &[&str]) -> (String, Vec<String>);
+    fn delete_snapshot(&mut self, id: &str);
+    fn delete_group(&mut self, id: &str);
+    /// From then on answers have this style, if it takes a start to change that.
+    fn restart(&mut self, ending: Ending, style: Style);
+    /// The style that an answer comes in when this one is wanted.
+    fn style(&self, wanted: Style) -> Style;
+    fn ask(&self, question: &Question, window: Window, wanted: Style) -> Result<Answer, Refused>;
+    /// Forgets records of deleted snapshots, if it can be made to.
+    fn forget(&mut self);
+    /// Stops it and checks its pool.
+    fn finish(&mut self);
+}
+
+/// What is found in a pool that nobody has open.
+pub fn check_pool(data_dir: &Path) {
+    let report = check::check(data_dir).unwrap();
+    assert!(report.findings.is_empty(), "pool check: {:?}", report.findings);
+}
+
+/// The backend in this process.
+pub struct InProcess {
+    pool: Pool,
+    attached: BTreeMap<String, Attached>,
+}
+
+impl InProcess {
+    pub fn new(kind: PoolKind) -> Self {
+        let pool = Pool::with(kind, |config| config.retention = Duration::ZERO);
+        Self { pool, attached: BTreeMap::new() }
+    }
+}
+
+fn capability(fs_type: Option<FsType>) -> Capability {
+    fs_type.map_or_else(raw, mounted)
+}
+
+impl Subject for InProcess {
+    fn kind(&self) -> PoolKind {
+        self.pool.kind()
+    }
+
+    fn create(&mut self, name: &str, bytes: u64, fs_type: Option<FsType>) -> String {
+        self.pool.create(name, VolumeRequest { required_bytes: bytes, fs_type, ..request() }).id
+    }
+
+    fn copy(&mut self, name: &str, source: Source, fs_type: Option<FsType>) -> String {
+        self.pool.create(name, VolumeRequest { source: Some(source), fs_type, ..request() }).id
+    }
+
+    fn delete_volume(&mut self, id: &str) {
+        self.pool.backend().delete_volume(id).unwrap();
+    }
+
+    fn attach(&mut self, id: &str, fs_type: Option<FsType>) -> PathBuf {
+        let attached = self.pool.attach_as(id, &capability(fs_type));
+        let at = attached.target.clone();
+        self.attached.insert(id.to_owned(), attached);
+        at
+    }
+
+    fn detach(&mut self, id: &str) {
+        let attached = self.attached.remove(id).unwrap();
+        self.pool.detach(&attached);
+    }
+
+    fn expand(&mut self, id: &str, bytes: u64, fs_type: Option<FsType>) {
+        let grown = self.pool.backend().expand_volume(id, bytes, 0).unwrap();
+        assert_eq!(grown.capacity_bytes, bytes);
+        if fs_type.is_some() {
+            let staging = &self.attached[id].staging;
+            assert_eq!(self.pool.backend().expand_on_node(id, staging).unwrap(), bytes);
+        }
+    }
+
+    fn track(&mut self, id: &str, on: bool) {
+        self.pool.backend().set_change_tracking(id, on).unwrap();
+    }
+
+    fn snapshot(&mut self, name: &str, volume: &str) -> String {
+        self.pool.backend().create_snapshot(name, volume).unwrap().id
+    }
+
+    fn group(&mut self, name: &str, volumes: &[&str]) -> (String, Vec<String>) {
+        let volumes: Vec<String> = volumes.iter().map(|id| (*id).to_owned()).collect();
+        let made = self.pool.backend().create_group(name, &volumes).unwrap();
+        let ids = volumes.iter().map(|volume| {
+            let mut members = made.snapshots.iter();
+            members.find(|member| member.volume_id == *volume).unwrap().id.clone()
+        });
+        (made.group.id.clone(), ids.collect())
+    }
+
+    fn delete_snapshot(&mut self, id: &str) {
+        self.pool.backend().delete_snapshot(id).unwrap();
+        assert!(matches!(self.pool.backend().snapshot(id), Err(Error::NotFound { .. })));
+    }
+
+    fn delete_group(&mut self, id: &str) {
+        self.pool.backend().delete_group(id, &[]).unwrap();
+        assert!(matches!(self.pool.backend().group(id, &[]), Err(Error::NotFound { .. })));
+    }
+
+    fn restart(&mut self, _ending: Ending, _style: Style) {
+        self.pool.restart();
+    }
+
+    fn style(&self, wanted: Style) -> Style {
+        wanted
+    }
+
+    fn ask(&self, question: &Question, window: Window, wanted: Style) -> Result<Answer, Refused> {
+        let map = match question {
+            Question::Allocated(id) => self.pool.backend().allocated(id),
+            Question::Delta(base, target) => self.pool.backend().delta(base, target),
+        };
+        let map = map.map_err(|error| match error {
+            Error::Precondition(_) => Refused::NotKnown,
+            Error::NotFound { .. } => Refused::Missing,
+            error => panic!("{question:?}: {error:?}"),
+        })?;
+        let capacity = map.capacity_bytes();
+        let Window { from, page, messages } = window;
+        let page = if page == 0 { usize::MAX } else { page };
+        // Lazily, as the driver's stream does: what is not asked for is not produced.
+        let extents = map.extents(wanted, from).unwrap();
+        let wanted = messages.map_or(usize::MAX, |messages| messages.saturating_mul(page));
+        let extents = extents.take(wanted).map(|extent| extent.unwrap());
+        let extents: Vec<_> = extents.map(|extent| (extent.offset, extent.length)).collect();
+        Ok(Answer { capacity, messages: extents.chunks(page).map(<[_]>::to_vec).collect() })
+    }
+
+    fn forget(&mut self) {
+        self.pool.backend().forget_expired().unwrap();
+    }
+
+    fn finish(&mut self) {
+        self.pool.stop();
+        check_pool(self.pool.data_dir());
+    }
+}

@@ -1,0 +1,535 @@
+//! The rules that keep deltas true, one test each, on every kind of pool.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use csi_loopback::backend::{Error, FsType, Source, Style, VolumeRequest};
+use support::*;
+
+#[test]
+fn a_delta_reports_what_was_written_and_nothing_else() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        write_direct(&device, 0, &pattern(1, 10 * BLOCK as usize));
+        let a = pool.snapshot("a", &volume);
+        write_direct(&device, 3 * BLOCK, &pattern(2, BLOCK as usize));
+        write_direct(&device, 1000 * BLOCK, &pattern(3, 2 * BLOCK as usize));
+        let b = pool.snapshot("b", &volume);
+        assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), [3, 1000, 1001]);
+        let allocated: Vec<u64> = (0..10).chain([1000, 1001]).collect();
+        assert_eq!(blocks(pool.backend().allocated(&b.id).unwrap()), allocated);
+        assert!(blocks(pool.backend().delta(&b.id, &b.id).unwrap()).is_empty());
+    });
+}
+
+#[test]
+fn a_discard_and_a_zero_out_are_changes_and_no_longer_allocated() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        write_direct(&device, 0, &pattern(1, 64 * BLOCK as usize));
+        let a = pool.snapshot("a", &volume);
+        discard(&device, 0, 4 * BLOCK);
+        zero(&device, 8 * BLOCK, 4 * BLOCK, true);
+        zero(&device, 16 * BLOCK, 4 * BLOCK, false);
+        let b = pool.snapshot("b", &volume);
+        let gone: Vec<u64> = (0..4).chain(8..12).chain(16..20).collect();
+        assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), gone);
+        let left: Vec<u64> = (0..64).filter(|block| !gone.contains(block)).collect();
+        assert_eq!(blocks(pool.backend().allocated(&b.id).unwrap()), left);
+    });
+}
+
+#[test]
+fn zeros_that_were_written_are_allocated() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        write_direct(&device, BLOCK, &vec![0; BLOCK as usize]);
+        let a = pool.snapshot("a", &volume);
+        assert_eq!(blocks(pool.backend().allocated(&a.id).unwrap()), [1]);
+    });
+}
+
+#[test]
+fn growth_is_changed_where_it_holds_data_and_each_snapshot_keeps_its_capacity() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        write_direct(&device, 0, &pattern(1, BLOCK as usize));
+        let a = pool.snapshot("a", &volume);
+        let grown = pool.backend().expand_volume(&volume.id, 128 * MIB, 0).unwrap();
+        assert_eq!(grown.capacity_bytes, 128 * MIB);
+        write_direct(&device, 100 * MIB, &pattern(2, BLOCK as usize));
+        let b = pool.snapshot("b", &volume);
+        let delta = pool.backend().delta(&a.id, &b.id).unwrap();
+        assert_eq!(delta.capacity_bytes(), 128 * MIB);
+        assert_eq!(blocks(delta), [100 * MIB / BLOCK]);
+        assert_eq!(pool.backend().allocated(&a.id).unwrap().capacity_bytes(), 64 * MIB);
+    });
+}
+
+#[test]
+fn a_delta_from_a_deleted_base_is_exact() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        let mut last: Option<String> = None;
+        // Blocks are overwritten as soon as the snapshot that holds them is deleted: were its data
+        // not kept as the hidden baseline, they would be written in place and the change lost.
+        for round in 0..12 {
+            write_direct(&device, round % 3 * BLOCK, &pattern(round, BLOCK as usize));
+            let snapshot = pool.snapshot(&format!("s{round}"), &volume);
+            if let Some(base) = last {
+                let delta = pool.backend().delta(&base, &snapshot.id).unwrap();
+                assert_eq!(blocks(delta), [round % 3], "round {round}");
+            }
+            pool.backend().delete_snapshot(&snapshot.id).unwrap();
+            assert!(matches!(pool.backend().snapshot(&snapshot.id), Err(Error::NotFound { .. })));
+            if round % 4 == 3 {
+                pool.restart();
+            }
+            last = Some(snapshot.id);
+        }
+    });
+}
+
+#[test]
+fn a_delta_across_deleted_snapshots_is_their_union() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        let snapshots: Vec<_> = (0..6)
+            .map(|number| {
+                write_direct(&device, number * 2 * BLOCK, &pattern(number, BLOCK as usize));
+                pool.snapshot(&format!("s{number}"), &volume)
+            })
+            .collect();
+        for middle in [1, 3, 4] {
+            pool.backend().delete_snapshot(&snapshots[middle].id).unwrap();
+        }
+        pool.restart();
+        let delta = |from: usize, to: usize| {
+            blocks(pool.backend().delta(&snapshots[from].id, &snapshots[to].id).unwrap())
+        };
+        assert_eq!(delta(0, 5), [2, 4, 6, 8, 10]);
+        assert_eq!(delta(1, 5), [4, 6, 8, 10]);
+        assert_eq!(delta(4, 5), [10]);
+        assert_eq!(delta(0, 2), [2, 4]);
+        let to_deleted = pool.backend().delta(&snapshots[0].id, &snapshots[4].id);
+        assert!(matches!(to_deleted, Err(Error::NotFound { .. })));
+    });
+}
+
+#[test]
+fn a_snapshot_outlives_its_volume() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let attached = pool.attach(&volume.id);
+        let content = pattern(7, 3 * BLOCK as usize);
+        write_direct(&attached.target, 0, &content);
+        let a = pool.snapshot("a", &volume);
+        write_direct(&attached.target, BLOCK, &pattern(8, BLOCK as usize));
+        let b = pool.snapshot("b", &volume);
+        pool.detach(&attached);
+        pool.backend().delete_volume(&volume.id).unwrap();
+        assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), [1]);
+        assert!(pool.read_snapshot(&a).starts_with(&content));
+        // With the last snapshot the volume is forgotten altogether.
+        pool.backend().delete_snapshot(&a.id).unwrap();
+        assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), [1]);
+        pool.backend().delete_snapshot(&b.id).unwrap();
+        assert!(matches!(pool.backend().delta(&a.id, &b.id), Err(Error::NotFound { .. })));
+    });
+}
+
+#[test]
+fn a_delta_that_cannot_be_known_is_refused_with_its_reason() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let other = pool.volume("w", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        write_direct(&device, 0, &pattern(1, BLOCK as usize));
+        let a = pool.snapshot("a", &volume);
+        let b = pool.snapshot("b", &volume);
+        let foreign = pool.snapshot("f", &other);
+        let backend = pool.backend();
+        let newer = backend.delta(&b.id, &a.id).unwrap_err();
+        assert!(matches!(newer, Error::Invalid { field: "base_snapshot_id", .. }), "{newer}");
+        let alien = backend.delta(&foreign.id, &b.id).unwrap_err();
+        assert!(matches!(alien, Error::Invalid { field: "base_snapshot_id", .. }), "{alien}");
+        let unknown = backend.delta("snap-x-0123456789abcdef", &b.id).unwrap_err();
+        assert!(matches!(unknown, Error::NotFound { .. }), "{unknown}");
+
+        backend.set_change_tracking(&volume.id, false).unwrap();
+        let untracked = pool.snapshot("c", &volume);
+        backend.set_change_tracking(&volume.id, true).unwrap();
+        let tracked = pool.snapshot("d", &volume);
+        let again = pool.snapshot("e", &volume);
+        for (base, target) in [(&b, &untracked), (&b, &tracked), (&untracked, &tracked)] {
+            let refused = backend.delta(&base.id, &target.id).unwrap_err();
+            assert!(matches!(refused, Error::Precondition(_)), "{refused}");
+            assert!(refused.to_string().contains("full backup"), "{refused}");
+        }
+        // What does not need the missing records goes on working.
+        assert_eq!(blocks(backend.allocated(&untracked.id).unwrap()), [0]);
+        assert!(blocks(backend.delta(&tracked.id, &again.id).unwrap()).is_empty());
+        assert!(blocks(backend.delta(&a.id, &b.id).unwrap()).is_empty());
+    });
+}
+
+#[test]
+fn a_restored_volume_and_a_clone_start_a_chain_of_their_own() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        write_direct(&device, 0, &pattern(1, 4 * BLOCK as usize));
+        let a = pool.snapshot("a", &volume);
+        let sources = [Source::Snapshot(a.id.clone()), Source::Volume(volume.id.clone())];
+        for (number, source) in sources.into_iter().enumerate() {
+            let name = format!("copy-{number}");
+            let copy = pool.create(&name, VolumeRequest { source: Some(source), ..request() });
+            assert_eq!(copy.capacity_bytes, volume.capacity_bytes);
+            let attached = pool.attach(&copy.id);
+            let first = pool.snapshot(&format!("{name}-1"), &copy);
+            write_direct(&attached.target, 2 * BLOCK, &pattern(9, BLOCK as usize));
+            let second = pool.snapshot(&format!("{name}-2"), &copy);
+            let backend = pool.backend();
+            assert_eq!(blocks(backend.delta(&first.id, &second.id).unwrap()), [2]);
+            assert_eq!(blocks(backend.allocated(&first.id).unwrap()), [0, 1, 2, 3]);
+            assert!(matches!(backend.delta(&a.id, &second.id), Err(Error::Invalid { .. })));
+        }
+        // The source was not touched.
+        assert_eq!(pool.read_snapshot(&a)[..], read_all(&device)[..]);
+    });
+}
+
+#[test]
+fn a_record_past_its_retention_is_folded_into_the_next_and_refused_as_a_base() {
+    if !have_root() {
+        return;
+    }
+    for kind in ALL_KINDS {
+        let retention = std::time::Duration::ZERO;
+        let mut pool = Pool::with(kind, |config| config.retention = retention);
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        let snapshots: Vec<_> = (0..5)
+            .map(|number| {
+                write_direct(&device, number * 2 * BLOCK, &pattern(number, BLOCK as usize));
+                pool.snapshot(&format!("s{number}"), &volume)
+            })
+            .collect();
+        for number in [0, 2] {
+            pool.backend().delete_snapshot(&snapshots[number].id).unwrap();
+        }
+        let delta = |pool: &Pool, from: usize, to: usize| {
+            pool.backend().delta(&snapshots[from].id, &snapshots[to].id).map(blocks)
+        };
+        assert_eq!(delta(&pool, 0, 4).unwrap(), [2, 4, 6, 8]);
+        std::thread::sleep(std::time::Duration::from_millis(1100));
+        pool.backend().forget_expired().unwrap();
+        for restarted in [false, true] {
+            assert!(matches!(delta(&pool, 0, 4), Err(Error::Precondition(_))), "{restarted}");
+            assert!(matches!(delta(&pool, 2, 4), Err(Error::Precondition(_))), "{restarted}");
+            assert_eq!(delta(&pool, 1, 4).unwrap(), [4, 6, 8]);
+            assert_eq!(delta(&pool, 1, 3).unwrap(), [4, 6]);
+            assert_eq!(delta(&pool, 3, 4).unwrap(), [8]);
+            pool.restart();
+        }
+    }
+}
+
+#[test]
+fn the_newest_deleted_snapshot_stays_a_base_whatever_its_age() {
+    if !have_root() {
+        return;
+    }
+    let mut pool = Pool::with(ALL_KINDS[1], |config| config.retention = std::time::Duration::ZERO);
+    let volume = pool.volume("v", 64 * MIB);
+    let device = pool.attach(&volume.id).target;
+    let a = pool.snapshot("a", &volume);
+    pool.backend().delete_snapshot(&a.id).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    pool.backend().forget_expired().unwrap();
+    write_direct(&device, 0, &pattern(1, BLOCK as usize));
+    let b = pool.snapshot("b", &volume);
+    assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), [0]);
+}
+
+#[test]
+fn hidden_baselines_go_before_the_pool_is_full_and_the_gap_is_refused() {
+    if !have_root() {
+        return;
+    }
+    let mut pool = Pool::with(ALL_KINDS[1], |config| config.pool_size = Some(GIB));
+    let volume = pool.volume("v", GIB);
+    let device = pool.attach(&volume.id).target;
+    let chunk = pattern(1, 4 << 20);
+    let fill = |from: u64, to: u64| {
+        (from..to).for_each(|at| write_direct(&device, at * 4 * MIB, &chunk));
+    };
+    fill(0, 80);
+    let a = pool.snapshot("a", &volume);
+    pool.backend().delete_snapshot(&a.id).unwrap();
+    pool.backend().relieve_pressure().unwrap();
+    // Every block is written anew: now the baseline holds 320 MiB that nobody can see.
+    fill(0, 80);
+    let mut next = 80;
+    while pool.backend().pool_room().unwrap().available
+        > pool.backend().pool_room().unwrap().total / 20
+    {
+        fill(next, next + 1);
+        next += 1;
+    }
+    let full = pool.backend().pool_room().unwrap().available;
+    pool.backend().relieve_pressure().unwrap();
+    let relieved = pool.backend().pool_room().unwrap().available;
+    assert!(relieved > full + 300 * MIB, "{full} {relieved}");
+    let b = pool.snapshot("b", &volume);
+    let refused = pool.backend().delta(&a.id, &b.id).unwrap_err();
+    assert!(matches!(refused, Error::Precondition(_)), "{refused}");
+    assert!(refused.to_string().contains("nearly full"), "{refused}");
+}
+
+#[test]
+fn a_stream_that_is_cut_anywhere_and_resumed_is_the_whole() {
+    with_pool(ALL_KINDS[1], |pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        for number in [0, 1, 2, 7, 9, 10, 100, 16383] {
+            write_direct(&device, number * BLOCK, &pattern(number, BLOCK as usize));
+        }
+        let a = pool.snapshot("a", &volume);
+        let extents = |style, from| -> Vec<_> {
+            let map = pool.backend().allocated(&a.id).unwrap();
+            map.extents(style, from).unwrap().map(|extent| extent.unwrap()).collect()
+        };
+        for style in [Style::Variable, Style::Fixed(BLOCK), Style::Fixed(4 * BLOCK)] {
+            let unit = if let Style::Fixed(size) = style { size } else { BLOCK };
+            let whole = extents(style, 0);
+            for from in (0..=12 * BLOCK).step_by(1000).chain([64 * MIB - 1, 64 * MIB]) {
+                let rest = extents(style, from);
+                let start = from / unit * unit;
+                let expected: Vec<_> = whole
+                    .iter()
+                    .filter(|extent| extent.end() > start)
+                    .map(|extent| {
+                        let cut = start.saturating_sub(extent.offset);
+                        (extent.offset + cut, extent.length - cut)
+                    })
+                    .collect();
+                let got: Vec<_> = rest.iter().map(|e| (e.offset, e.length)).collect();
+                assert_eq!(got, expected, "{style:?} from {from}");
+            }
+        }
+        let fixed = extents(Style::Fixed(4 * BLOCK), 0);
+        assert!(
+            fixed
+                .iter()
+                .all(|extent| extent.length == 4 * BLOCK && extent.offset % (4 * BLOCK) == 0)
+        );
+        let past = pool.backend().allocated(&a.id).unwrap().extents(Style::Variable, 64 * MIB + 1);
+        assert!(matches!(past, Err(Error::OutOfRange(_))));
+    });
+}
+
+#[test]
+fn the_largest_volume_is_tracked_to_its_last_block() {
+    if !have_root() {
+        return;
+    }
+    for kind in &ALL_KINDS[..2] {
+        let mut pool = Pool::new(*kind);
+        let bytes = 64 << 40;
+        let volume = pool.volume("v", bytes);
+        let device = pool.attach(&volume.id).target;
+        let places = [0, (16 << 40) - BLOCK, 16 << 40, (32 << 40) + BLOCK, bytes - BLOCK];
+        let a = pool.snapshot("a", &volume);
+        for (seed, at) in places.into_iter().enumerate() {
+            write_direct(&device, at, &pattern(seed as u64, BLOCK as usize));
+        }
+        let b = pool.snapshot("b", &volume);
+        let expected = places.map(|at| at / BLOCK);
+        assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), expected);
+        let last = pool.backend().delta(&a.id, &b.id).unwrap();
+        let from = last.extents(Style::Variable, bytes - 1).unwrap();
+        assert_eq!(from.count(), 1);
+        let over = pool.backend().expand_volume(&volume.id, bytes + BLOCK, 0);
+        assert!(matches!(over, Err(Error::OutOfRange(_))));
+    }
+}
+
+#[test]
+fn a_filesystem_is_consistent_in_a_snapshot_that_was_cut_under_load() {
+    for_each_pool(|pool| {
+        for fs_type in FsType::ALL {
+            let volume = pool.create(
+                &format!("fs-{fs_type}"),
+                VolumeRequest { required_bytes: 512 * MIB, fs_type: Some(fs_type), ..request() },
+            );
+            let staging = pool.scratch().join(format!("mount-{fs_type}"));
+            let backend = pool.backend().clone();
+            backend.stage(&volume.id, &staging, &mounted(fs_type)).unwrap();
+            let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
+            let snapshots: Vec<_> = std::thread::scope(|scope| {
+                let _stop = SetOnDrop(&stop);
+                scope.spawn(|| {
+                    let mut number = 0u64;
+                    while !stop.load(Ordering::Relaxed) {
+                        number += 1;
+                        let file = staging.join(format!("file-{}", number % 50));
+                        std::fs::write(file, pattern(number, 20_000)).unwrap();
+                        written.store(number, Ordering::Relaxed);
+                    }
+                });
+                let cut = |number| {
+                    let before = written.load(Ordering::Relaxed);
+                    let goes_on = || written.load(Ordering::Relaxed) > before + 20;
+                    kernel::wait_for("the pod writes", goes_on);
+                    pool.snapshot(&format!("{fs_type}-{number}"), &volume)
+                };
+                (0..3).map(cut).collect()
+            });
+            backend.unstage(&volume.id, &staging).unwrap();
+            for snapshot in &snapshots {
+                let source = Some(Source::Snapshot(snapshot.id.clone()));
+                let name = format!("check-{}", snapshot.id);
+                let copy = pool.create(&name, VolumeRequest { source, ..request() });
+                // Mounting replays the journal, without which xfs_repair would complain of it.
+                let mount = pool.scratch().join(&name);
+                backend.stage(&copy.id, &mount, &mounted(fs_type)).unwrap();
+                assert!(std::fs::read_dir(&mount).unwrap().count() > 0);
+                backend.unstage(&copy.id, &mount).unwrap();
+                let attached = pool.attach(&copy.id);
+                match fs_type {
+                    FsType::Ext4 => run("e2fsck", &["-fn", path(&attached.target)]),
+                    FsType::Xfs => run("xfs_repair", &["-n", path(&attached.target)]),
+                    FsType::Btrfs => run("btrfs", &["check", path(&attached.target)]),
+                }
+                pool.detach(&attached);
+            }
+            for pair in snapshots.windows(2) {
+                let delta = blocks(backend.delta(&pair[0].id, &pair[1].id).unwrap());
+                let (before, after) = (pool.read_snapshot(&pair[0]), pool.read_snapshot(&pair[1]));
+                let differing = (0..before.len() / BLOCK as usize)
+                    .filter(|block| {
+                        let at = block * BLOCK as usize..(block + 1) * BLOCK as usize;
+                        before[at.clone()] != after[at]
+                    })
+                    .map(|block| block as u64);
+                for block in differing {
+                    assert!(delta.binary_search(&block).is_ok(), "{fs_type}: missed block {block}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn no_tool_can_move_or_change_the_blocks_of_a_snapshot() {
+    with_pool(ALL_KINDS[0], |pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        let device = pool.attach(&volume.id).target;
+        write_direct(&device, 0, &pattern(1, BLOCK as usize));
+        let a = pool.snapshot("a", &volume);
+        let flags = |file: &std::path::Path| {
+            let output = std::process::Command::new("xfs_io")
+                .args(["-r", "-c", "lsattr", path(file)])
+                .output()
+                .unwrap();
+            String::from_utf8(output.stdout).unwrap().split_once(' ').unwrap().0.to_owned()
+        };
+        let volume_flags = flags(&pool.data_dir().join("volumes").join(&volume.id));
+        assert!(volume_flags.contains('f') && !volume_flags.contains('i'), "{volume_flags}");
+        let file = pool.data_dir().join("snapshots").join(&a.id);
+        let snapshot_flags = flags(&file);
+        assert!(snapshot_flags.contains('f') && snapshot_flags.contains('i'), "{snapshot_flags}");
+        assert!(std::fs::File::options().write(true).open(&file).is_err());
+        assert!(std::fs::remove_file(&file).is_err());
+    });
+}
+
+#[test]
+fn a_device_has_4096_byte_sectors_and_direct_io_before_and_after_a_snapshot() {
+    for_each_pool(|pool| {
+        let volume = pool.volume("v", 64 * MIB);
+        for round in 0..2 {
+            let attached = pool.attach(&volume.id);
+            // The device's number, from that of the bound node.
+            use std::os::unix::fs::MetadataExt;
+            let rdev = std::fs::metadata(&attached.target).unwrap().rdev();
+            let sys = format!("/sys/block/loop{}", nix::sys::stat::minor(rdev));
+            let value = |name: &str| std::fs::read_to_string(format!("{sys}/{name}")).unwrap();
+            assert_eq!(value("queue/logical_block_size").trim(), "4096", "round {round}");
+            assert_eq!(value("loop/dio").trim(), "1", "round {round}");
+            pool.snapshot(&format!("s{round}"), &volume);
+            pool.detach(&attached);
+        }
+    });
+}
+
+#[test]
+fn nobody_sees_the_mount_of_an_image_pool() {
+    with_pool(ALL_KINDS[1], |pool| {
+        let image = pool.data_dir().join("pool.img");
+        let devices = |image: &std::path::Path| {
+            let output =
+                std::process::Command::new("losetup").args(["-j", path(image)]).output().unwrap();
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let device = devices(&image).split(':').next().unwrap().to_owned();
+        assert!(device.starts_with("/dev/loop"), "{device}");
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        assert!(!mounts.contains(&format!(" {device} ")), "{mounts}");
+        pool.stop();
+        // The kernel writes the filesystem's log before it lets go, in its own time.
+        kernel::wait_for("the image is let go of", || devices(&image).is_empty());
+    });
+}
+
+#[test]
+fn retention_goes_on_past_what_it_has_forgotten() {
+    if !have_root() {
+        return;
+    }
+    let mut pool = Pool::with(ALL_KINDS[1], |config| config.retention = std::time::Duration::ZERO);
+    let volume = pool.volume("v", 64 * MIB);
+    let device = pool.attach(&volume.id).target;
+    let snapshots: Vec<_> = (0..4)
+        .map(|number| {
+            write_direct(&device, number * 2 * BLOCK, &pattern(number, BLOCK as usize));
+            pool.snapshot(&format!("s{number}"), &volume)
+        })
+        .collect();
+    // The newer one first: it is forgotten, and still names the older one as its predecessor.
+    for number in [2, 1] {
+        pool.backend().delete_snapshot(&snapshots[number].id).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(1100));
+        pool.backend().forget_expired().unwrap();
+        let refused = pool.backend().delta(&snapshots[number].id, &snapshots[3].id);
+        assert!(matches!(refused, Err(Error::Precondition(_))), "{number}");
+        let delta = pool.backend().delta(&snapshots[0].id, &snapshots[3].id).unwrap();
+        assert_eq!(blocks(delta), [2, 4, 6]);
+    }
+}
+
+#[test]
+fn a_pool_that_has_lost_its_image_or_its_catalog_is_not_taken_for_a_new_one() {
+    if !have_root() {
+        return;
+    }
+    for (kind, lost) in [(ALL_KINDS[1], "pool.img"), (ALL_KINDS[2], "catalog.redb")] {
+        let mut pool = Pool::new(kind);
+        pool.volume("v", 64 * MIB);
+        pool.stop();
+        let (file, aside) = (pool.data_dir().join(lost), pool.scratch().join(lost));
+        std::fs::rename(&file, &aside).unwrap();
+        let refused = pool.try_start().unwrap_err();
+        assert!(matches!(refused, Error::Damaged(_)), "{refused}");
+        assert!(refused.to_string().contains("missing"), "{refused}");
+        std::fs::rename(&aside, &file).unwrap();
+        pool.start();
+        assert_eq!(pool.backend().volumes(None, 0).unwrap().items.len(), 1);
+    }
+}

@@ -1,0 +1,275 @@
+//! Who may do what: ServiceAccounts, rules, kubeconfigs and tokens, good and bad.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use k8s_openapi::api::authentication::v1::{TokenRequest, TokenReview, TokenReviewStatus};
+use k8s_openapi::api::authorization::v1::SubjectAccessReview;
+use k8s_openapi::api::core::v1::ServiceAccount;
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule, Role, RoleBinding};
+use kube::api::PostParams;
+use serde_json::{Value, json};
+
+use super::Cluster;
+use crate::path;
+
+/// The shortest time that the API server makes tokens for.
+pub const SHORTEST: Duration = Duration::from_secs(600);
+
+/// A ServiceAccount.
+#[derive(Debug, Clone)]
+pub struct Account {
+    pub namespace: String,
+    pub name: String,
+}
+
+impl Account {
+    /// Its name as a user.
+    pub fn user(&self) -> String {
+        format!("system:serviceaccount:{}:{}", self.namespace, self.name)
+    }
+}
+
+/// A rule for objects of one API group; `""` is that of Kubernetes itself.
+pub fn rule(group: &str, resources: &[&str], verbs: &[&str]) -> PolicyRule {
+    let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    PolicyRule {
+        api_groups: Some(owned(&[group])),
+        resources: Some(owned(resources)),
+        verbs: owned(verbs),
+        ..PolicyRule::default()
+    }
+}
+
+/// What the proposal's sidecar needs.
+pub fn sidecar_rules() -> Vec<PolicyRule> {
+    vec![
+        rule("authentication.k8s.io", &["tokenreviews"], &["create"]),
+        rule("authorization.k8s.io", &["subjectaccessreviews"], &["create"]),
+        rule(
+            "snapshot.storage.k8s.io",
+            &["volumesnapshots", "volumesnapshotcontents", "volumesnapshotclasses"],
+            &["get", "list", "watch"],
+        ),
+        rule("cbt.storage.k8s.io", &["snapshotmetadataservices"], &["get", "list", "watch"]),
+        rule("", &["secrets"], &["get"]),
+    ]
+}
+
+/// What a backup application needs: to find the service and its snapshots, and to make its own token.
+pub fn backup_rules() -> Vec<PolicyRule> {
+    vec![
+        rule(
+            "snapshot.storage.k8s.io",
+            &["volumesnapshots", "volumesnapshotcontents"],
+            &["get", "list", "watch"],
+        ),
+        rule("cbt.storage.k8s.io", &["snapshotmetadataservices"], &["get", "list"]),
+        rule("", &["serviceaccounts/token"], &["create"]),
+    ]
+}
+
+impl Cluster {
+    /// Makes a ServiceAccount, which may do nothing yet.
+    pub fn account(&self, namespace: &str, name: &str) -> Account {
+        let object = json!({ "metadata": { "name": name } });
+        self.create(&self.api_in::<ServiceAccount>(namespace), object);
+        Account { namespace: namespace.to_owned(), name: name.to_owned() }
+    }
+
+    /// Lets it do what the rules say everywhere (ClusterRole), and waits until that holds. Returns the name of
+    /// role and binding.
+    pub fn grant(&self, account: &Account, rules: &[PolicyRule]) -> String {
+        let name = self.unique(&account.name);
+        let metadata = json!({ "name": name });
+        self.create(&self.api::<ClusterRole>(), json!({ "metadata": metadata, "rules": rules }));
+        self.create(
+            &self.api::<ClusterRoleBinding>(),
+            binding(&metadata, "ClusterRole", &name, account),
+        );
+        self.wait_until_allowed(account, None, rules);
+        name
+    }
+
+    /// Lets it do what the rules say in one namespace (Role), and waits until that holds. Returns the name of
+    /// role and binding.
+    pub fn grant_in(&self, namespace: &str, account: &Account, rules: &[PolicyRule]) -> String {
+        let name = self.unique(&account.name);
+        let metadata = json!({ "name": name });
+        self.create(
+            &self.api_in::<Role>(namespace),
+            json!({ "metadata": metadata, "rules": rules }),
+        );
+        self.create(
+            &self.api_in::<RoleBinding>(namespace),
+            binding(&metadata, "Role", &name, account),
+        );
+        self.wait_until_allowed(account, Some(namespace), rules);
+        name
+    }
+
+    /// The API server takes a moment to heed what it was told.
+    fn wait_until_allowed(&self, account: &Account, namespace: Option<&str>, rules: &[PolicyRule]) {
+        for rule in rules {
+            let word = |list: &Option<Vec<String>>| list.as_ref().unwrap()[0].clone();
+            let (group, resource) = (word(&rule.api_groups), word(&rule.resources));
+            let name = rule.resource_names.as_ref().map(|names| names[0].as_str());
+            let verb = &rule.verbs[0];
+            self.wait_for(&format!("the right to {verb} {resource}"), || {
+                self.allowed_for(name, account, namespace, verb, &group, &resource).then_some(())
+            });
+        }
+    }
+
+    /// Whether it may do so in the namespace, or everywhere (SubjectAccessReview). `resource` may name a
+    /// subresource behind a slash.
+    pub fn allowed(
+        &self,
+        account: &Account,
+        namespace: Option<&str>,
+        verb: &str,
+        group: &str,
+        resource: &str,
+    ) -> bool {
+        self.allowed_for(None, account, namespace, verb, group, resource)
+    }
+
+    /// The same for the object of this name.
+    fn allowed_for(
+        &self,
+        name: Option<&str>,
+        account: &Account,
+        namespace: Option<&str>,
+        verb: &str,
+        group: &str,
+        resource: &str,
+    ) -> bool {
+        let (resource, subresource) = resource.split_once('/').unwrap_or((resource, ""));
+        let review = self.create(
+            &self.api::<SubjectAccessReview>(),
+            json!({ "metadata": {}, "spec": {
+                "user": account.user(),
+                "resourceAttributes": {
+                    "namespace": namespace, "verb": verb, "group": group, "resource": resource,
+                    "subresource": subresource, "name": name,
+                },
+            }}),
+        );
+        review.status.unwrap().allowed
+    }
+
+    /// A token of the account (TokenRequest) for this audience, or for the API server.
+    pub fn token(&self, account: &Account, audience: Option<&str>) -> String {
+        self.token_for(account, audience, SHORTEST)
+    }
+
+    /// The same, which is good for so long, at least [`SHORTEST`].
+    pub fn token_for(
+        &self,
+        account: &Account,
+        audience: Option<&str>,
+        validity: Duration,
+    ) -> String {
+        let audiences: Vec<&str> = audience.into_iter().collect();
+        let request: TokenRequest = serde_json::from_value(json!({ "metadata": {}, "spec": {
+            "audiences": audiences, "expirationSeconds": validity.as_secs(),
+        }}))
+        .unwrap();
+        let accounts = self.api_in::<ServiceAccount>(&account.namespace);
+        let post = PostParams::default();
+        let made = accounts.create_token_request(&account.name, &post, &request);
+        self.block_on(made).unwrap().status.unwrap().token
+    }
+
+    /// A token as [`Cluster::token`] makes it, which was good until an hour ago.
+    pub fn expired_token(&self, account: &Account, audience: Option<&str>) -> String {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+        self.resigned(&self.token(account, audience), |claims| {
+            claims["iat"] = (now - 7200).into();
+            claims["nbf"] = (now - 7200).into();
+            claims["exp"] = (now - 3600).into();
+        })
+    }
+
+    /// The token with other claims, signed with the API server's own key.
+    pub fn resigned(&self, token: &str, change: impl FnOnce(&mut Value)) -> String {
+        let mut parts = token.split('.');
+        let (header, claims) = (parts.next().unwrap(), parts.next().unwrap());
+        let mut claims: Value = serde_json::from_slice(&base64_decoded(claims)).unwrap();
+        change(&mut claims);
+        let signed = format!("{header}.{}", base64(claims.to_string().as_bytes()));
+        let (input, key) = (self.write("claims", &signed), self.directory().join("pki/sa.key"));
+        let output = Command::new("openssl")
+            .args(["dgst", "-sha256", "-sign", path(&key), path(&input)])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        format!("{signed}.{}", base64(&output.stdout))
+    }
+
+    /// What the API server says of a token (TokenReview).
+    pub fn review(&self, token: &str, audience: &str) -> TokenReviewStatus {
+        let spec = json!({ "token": token, "audiences": [audience] });
+        let object = json!({ "metadata": {}, "spec": spec });
+        self.create(&self.api::<TokenReview>(), object).status.unwrap()
+    }
+
+    /// A kubeconfig with which a program is this account, for an hour.
+    pub fn kubeconfig_of(&self, account: &Account) -> PathBuf {
+        self.kubeconfig_at(&self.server(), account)
+    }
+
+    /// The same with another address of the API server: `https://127.0.0.1:PORT`.
+    pub fn kubeconfig_at(&self, server: &str, account: &Account) -> PathBuf {
+        let token = self.token_for(account, None, Duration::from_secs(3600));
+        self.write_kubeconfig(server, &token)
+    }
+
+    /// A kubeconfig with this token in it.
+    pub fn write_kubeconfig(&self, server: &str, token: &str) -> PathBuf {
+        let authority = fs::read(self.directory().join("pki/ca.crt")).unwrap();
+        let config = json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{ "name": "local", "cluster": {
+                "server": server,
+                "certificate-authority-data": k8s_openapi::ByteString(authority),
+            }}],
+            "users": [{ "name": "account", "user": { "token": token } }],
+            "contexts": [{ "name": "local", "context": { "cluster": "local", "user": "account" } }],
+            "current-context": "local",
+        });
+        // JSON is YAML.
+        self.write("kubeconfig", &config.to_string())
+    }
+
+    /// A client that is this account.
+    pub fn client_as(&self, account: &Account) -> kube::Client {
+        self.client_of(Path::new(&self.kubeconfig_of(account)))
+    }
+}
+
+fn binding(metadata: &Value, kind: &str, role: &str, account: &Account) -> Value {
+    json!({
+        "metadata": metadata,
+        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role },
+        "subjects": [{
+            "kind": "ServiceAccount", "namespace": account.namespace, "name": account.name,
+        }],
+    })
+}
+
+/// Base64 as tokens have it (RFC 7515): of names of files, without padding. What is between here and
+/// JSON is the standard's alphabet.
+fn base64(bytes: &[u8]) -> String {
+    let text = json!(k8s_openapi::ByteString(bytes.to_vec()));
+    text.as_str().unwrap().trim_end_matches('=').replace('+', "-").replace('/', "_")
+}
+
+fn base64_decoded(text: &str) -> Vec<u8> {
+    let padding = "=".repeat((4 - text.len() % 4) % 4);
+    let text = text.replace('-', "+").replace('_', "/") + &padding;
+    serde_json::from_value::<k8s_openapi::ByteString>(json!(text)).unwrap().0
+}

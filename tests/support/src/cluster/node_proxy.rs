@@ -1,0 +1,295 @@
+//! A node with the node proxy before a driver, and no kubelet: the test makes kubelet's calls, with its paths, in its order and each
+//! on a connection of its own (pkg/volume/csi of Kubernetes), for pods that are objects of the API server and bound to this node.
+//! The proxy is a process with the rights of a ServiceAccount that has only the ClusterRole of deploy/node-proxy.
+
+mod behind;
+mod kubelet;
+mod pods;
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use csi::node_service_capability::rpc;
+use csi_loopback::crust::{Directory, Entry, Target};
+use csi_loopback::proto::csi::v1 as csi;
+use k8s_openapi::api::core::v1::ServiceAccount;
+use k8s_openapi::api::rbac::v1::PolicyRule;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::Cluster;
+use super::access::Account;
+use super::programs::{Process, free_port};
+use super::recorder::Recorder;
+use crate::driver::{PATIENCE, binary, wait_for};
+use crate::{MIB, keep, path};
+
+#[allow(unused_imports)] // Each test binary uses its own part.
+pub use behind::{Behind, Ours};
+#[allow(unused_imports)]
+pub use pods::{Bound, Persistent, Volume};
+
+pub const ANNOTATION: &str = "cbt.storage.k8s.io/defer-fs-mount";
+
+/// Bytes of a volume.
+pub const SIZE: u64 = 32 * MIB;
+
+/// What the proxy may do, as it is shipped.
+pub fn node_proxy_rules() -> Vec<PolicyRule> {
+    shipped_rules("deploy/node-proxy/proxy/rbac.yaml")
+}
+
+/// What it may do besides where it is to tell a pod's claims apart.
+pub fn claim_rules() -> Vec<PolicyRule> {
+    shipped_rules("deploy/components/node-proxy-claims/rbac.yaml")
+}
+
+/// The rules of the one ClusterRole of a file.
+fn shipped_rules(file: &str) -> Vec<PolicyRule> {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
+    let objects = text.split("\n---\n").map(|one| serde_saphyr::from_str::<Value>(one).unwrap());
+    let mut roles = objects.filter(|object| object["kind"] == "ClusterRole");
+    let role = roles.next().expect(file);
+    assert!(roles.next().is_none(), "{file}");
+    serde_json::from_value(role["rules"].clone()).unwrap()
+}
+
+pub struct Rig<'a, B> {
+    pub cluster: &'a Cluster,
+    /// Of the pods.
+    pub namespace: String,
+    pub node: String,
+    /// Whom the proxy is to the API server.
+    pub account: Account,
+    pub kubeconfig: PathBuf,
+    /// Of the proxy, in addition to, or instead of, those that every test has.
+    pub flags: Vec<String>,
+    /// Whether the proxy has no more rights on the node than deploy/node-proxy gives it: root with no capability.
+    pub confined: bool,
+    /// Whether kubelet tells the driver which pod a volume is for; as the driver wants it, at first.
+    pub pod_info: bool,
+    pub http_port: u16,
+    // Dropped in this order: the driver undoes what is in the directory.
+    proxy: Option<Process>,
+    pub behind: B,
+    directory: TempDir,
+}
+
+impl<'a> Rig<'a, Ours> {
+    pub fn ours(cluster: &'a Cluster) -> Self {
+        Self::start(cluster, Ours::start(cluster))
+    }
+}
+
+impl<'a> Rig<'a, Recorder<'a>> {
+    /// With a recording driver that has these capabilities.
+    pub fn recording(cluster: &'a Cluster, capabilities: &[rpc::Type]) -> Self {
+        Self::start(cluster, Recorder::start(cluster, capabilities))
+    }
+}
+
+impl<'a, B: Behind> Rig<'a, B> {
+    /// With a proxy that serves.
+    pub fn start(cluster: &'a Cluster, behind: B) -> Self {
+        let mut rig = Self::prepare(cluster, behind, &node_proxy_rules());
+        rig.start_proxy();
+        rig
+    }
+
+    /// The same with these flags of the proxy.
+    pub fn with_flags(cluster: &'a Cluster, behind: B, flags: &[&str]) -> Self {
+        let mut rig = Self::prepare(cluster, behind, &node_proxy_rules());
+        rig.set_flags(flags);
+        rig.start_proxy();
+        rig
+    }
+
+    /// The same with a proxy that may ask for claims.
+    pub fn telling_claims_apart(cluster: &'a Cluster, behind: B) -> Self {
+        let rules = [node_proxy_rules(), claim_rules()].concat();
+        let mut rig = Self::prepare(cluster, behind, &rules);
+        rig.start_proxy();
+        rig
+    }
+
+    /// All but the proxy, which will have these rights.
+    pub fn prepare(cluster: &'a Cluster, behind: B, rules: &[PolicyRule]) -> Self {
+        let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+        let namespace = cluster.namespace("pods");
+        // No controller makes it.
+        let default = json!({ "metadata": { "name": "default" } });
+        cluster.create(&cluster.api_in::<ServiceAccount>(&namespace), default);
+        let account = cluster.account(&namespace, "node-proxy");
+        cluster.grant(&account, rules);
+        let kubeconfig = cluster.kubeconfig_of(&account);
+        fs::create_dir_all(directory.path().join("kubelet/pods")).unwrap();
+        Self {
+            cluster,
+            namespace,
+            node: cluster.unique("node"),
+            account,
+            kubeconfig,
+            flags: Vec::new(),
+            confined: false,
+            pod_info: B::POD_INFO,
+            http_port: free_port(),
+            proxy: None,
+            behind,
+            directory,
+        }
+    }
+
+    pub fn set_flags(&mut self, flags: &[&str]) {
+        self.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+    }
+
+    pub fn scratch(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Kubelet's own directory.
+    pub fn kubelet(&self) -> PathBuf {
+        self.scratch().join("kubelet")
+    }
+
+    pub fn state_dir(&self) -> PathBuf {
+        self.scratch().join("state")
+    }
+
+    /// The proxy's socket.
+    pub fn socket(&self) -> PathBuf {
+        self.scratch().join("proxy.sock")
+    }
+
+    /// Its command line.
+    pub fn proxy_command(&self) -> Command {
+        let (socket, behind) = (self.socket(), self.behind.socket());
+        let http = format!("127.0.0.1:{}", self.http_port);
+        let state = self.state_dir();
+        let defaults = [
+            ("--kubeconfig", path(&self.kubeconfig)),
+            ("--endpoint", path(&socket)),
+            ("--driver-endpoint", path(&behind)),
+            ("--node-name", &self.node),
+            ("--state-dir", path(&state)),
+            ("--http-endpoint", &http),
+            // A machine that has much to do is to be no reason to pass a call on.
+            ("--pod-timeout", "50s"),
+            ("--kube-api-qps", "1000"),
+            ("--kube-api-burst", "1000"),
+            ("--log-level", "debug"),
+        ];
+        let mut command = match self.confined {
+            false => Command::new(binary()),
+            true => {
+                let mut command = Command::new("setpriv");
+                command.args([
+                    "--bounding-set=-all",
+                    "--inh-caps=-all",
+                    "--no-new-privs",
+                    binary(),
+                ]);
+                command
+            }
+        };
+        command.args(["--mode", "node-proxy"]).env_remove("CSI_ENDPOINT").env_remove("NODE_NAME");
+        for (flag, value) in defaults {
+            if !self.flags.iter().any(|given| given == flag) {
+                command.args([flag, value]);
+            }
+        }
+        command.args(&self.flags);
+        command
+    }
+
+    /// Starts the proxy and waits until it serves.
+    pub fn start_proxy(&mut self) {
+        let command = self.proxy_command();
+        let mut proxy = Process::spawn("node-proxy", command, self.scratch());
+        let socket = self.socket();
+        proxy.wait_for("the proxy serves", |_| UnixStream::connect(&socket).ok());
+        self.proxy = Some(proxy);
+    }
+
+    pub fn proxy(&mut self) -> &mut Process {
+        self.proxy.as_mut().expect("the proxy runs")
+    }
+
+    /// SIGTERM, and waits for its end.
+    pub fn stop_proxy(&mut self) {
+        let mut proxy = self.proxy.take().expect("the proxy runs");
+        proxy.signal(Signal::SIGTERM);
+        let status = proxy.wait(PATIENCE);
+        assert!(status.is_some_and(|status| status.success()), "{status:?}\n{}", self.log());
+    }
+
+    /// SIGKILL.
+    pub fn kill_proxy(&mut self) {
+        let mut proxy = self.proxy.take().expect("the proxy runs");
+        proxy.signal(Signal::SIGKILL);
+        assert!(proxy.wait(PATIENCE).is_some());
+    }
+
+    pub fn restart_proxy(&mut self) {
+        self.stop_proxy();
+        self.start_proxy();
+    }
+
+    /// What the proxy has logged, over all of its starts.
+    pub fn log(&self) -> String {
+        let log = fs::read(self.scratch().join("node-proxy.log")).unwrap_or_default();
+        String::from_utf8_lossy(&log).into_owned()
+    }
+
+    /// Its page of metrics.
+    pub fn metrics(&self) -> String {
+        let address = ([127, 0, 0, 1], self.http_port).into();
+        crate::http::fetch(address, "/metrics").1
+    }
+
+    /// A metric's value by its name and labels as the page has them; 0 where it is not there.
+    pub fn metric(&self, name: &str) -> f64 {
+        let page = self.metrics();
+        let mut lines = page.lines().filter_map(|line| line.rsplit_once(' '));
+        lines.find(|(of, _)| *of == name).map_or(0.0, |(_, value)| value.parse().unwrap())
+    }
+
+    /// `csi_loopback_deferred_failures_total` of a call and a reason.
+    pub fn failures(&self, call: &str, reason: &str) -> f64 {
+        self.metric(&format!(
+            "csi_loopback_deferred_failures_total{{call=\"{call}\",reason=\"{reason}\"}}"
+        ))
+    }
+
+    /// What the proxy has written down for a target.
+    pub fn entry(&self, target: &Path) -> Entry {
+        Directory::new(self.state_dir()).entry(&Target::new("target", target).unwrap())
+    }
+
+    /// Waits until the proxy has heard that the pod has opted in, which it writes down.
+    pub fn wait_until_heard(&self, pod: &Bound) {
+        let file = self.state_dir().join("opted-in/pods.json");
+        wait_for("the proxy's word of the pod", || {
+            fs::read_to_string(&file).is_ok_and(|text| text.contains(&pod.uid))
+        });
+    }
+
+    /// The keys and values of its `vol_data.json`, if it has one.
+    pub fn vol_data(&self, target: &Path) -> Option<Value> {
+        let bytes = self.entry(target).read("vol_data.json").unwrap()?;
+        Some(serde_json::from_slice(&bytes).unwrap())
+    }
+}
+
+impl<B> Drop for Rig<'_, B> {
+    fn drop(&mut self) {
+        self.proxy = None;
+        if keep() {
+            println!("left in place: {}", path(self.directory.path()));
+            self.directory.disable_cleanup(true);
+        }
+    }
+}

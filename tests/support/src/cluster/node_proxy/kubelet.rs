@@ -1,0 +1,298 @@
+//! What kubelet does for a pod's volumes (pkg/volume/csi of Kubernetes): its calls, paths and order.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use csi::node_service_capability::{Type as Capability, rpc};
+use csi::volume_capability::access_mode::Mode;
+use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
+use csi_loopback::proto::csi::v1 as csi;
+use hyper_util::rt::TokioIo;
+use serde_json::json;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Code, Status};
+
+use super::Rig;
+use super::behind::Behind;
+use super::pods::{Bound, Persistent, Volume, digits};
+use crate::cluster::Cluster;
+use crate::driver::{PATIENCE, Rpc, stats, unpublishing, unstaging};
+use crate::path;
+
+impl<B: Behind> Rig<'_, B> {
+    /// A connection of its own to the proxy, as kubelet makes one for each call.
+    pub fn channel(&self) -> Channel {
+        connect(self.cluster, self.socket())
+    }
+
+    /// A call to the proxy.
+    pub fn call<R: Rpc>(&self, request: R) -> Result<R::Answer, Status> {
+        self.behind.note(&request);
+        self.send(self.channel(), request)
+    }
+
+    /// The same to the driver, around the proxy.
+    pub fn call_driver<R: Rpc>(&self, request: R) -> Result<R::Answer, Status> {
+        self.behind.note(&request);
+        self.send(connect(self.cluster, self.behind.socket()), request)
+    }
+
+    fn send<R: Rpc>(&self, channel: Channel, request: R) -> Result<R::Answer, Status> {
+        self.cluster.block_on(async {
+            let answer = tokio::time::timeout(PATIENCE, request.send(channel)).await;
+            answer.unwrap_or_else(|_| Err(Status::unknown("the test ran out of patience")))
+        })
+    }
+
+    /// Whether the node's driver has a capability, as the proxy tells it.
+    pub fn has(&self, wanted: rpc::Type) -> bool {
+        let told = self.call(csi::NodeGetCapabilitiesRequest {}).unwrap().capabilities;
+        told.iter().any(|one| {
+            matches!(&one.r#type, Some(Capability::Rpc(rpc)) if rpc.r#type == i32::from(wanted))
+        })
+    }
+
+    /// Where kubelet has the driver publish the volume.
+    pub fn target(&self, pod: &Bound, volume: &Volume) -> PathBuf {
+        match &volume.persistent {
+            Some(Persistent { name, fs_type: None, .. }) => {
+                let devices = self.kubelet().join("plugins/kubernetes.io/csi/volumeDevices");
+                devices.join("publish").join(name).join(&pod.uid)
+            }
+            persistent => {
+                let name = persistent.as_ref().map_or(&volume.name, |volume| &volume.name);
+                let volumes = self.kubelet().join("pods").join(&pod.uid).join("volumes");
+                volumes.join("kubernetes.io~csi").join(name).join("mount")
+            }
+        }
+    }
+
+    /// Where kubelet has the driver stage it; None for an inline volume.
+    pub fn staging(&self, volume: &Volume) -> Option<PathBuf> {
+        let plugin = self.kubelet().join("plugins/kubernetes.io/csi");
+        let Persistent { name, handle, fs_type, .. } = volume.persistent.as_ref()?;
+        Some(match fs_type {
+            None => plugin.join("volumeDevices/staging").join(name),
+            Some(_) => {
+                let place = plugin.join(self.behind.driver_name()).join(digits(handle));
+                place.join("globalmount")
+            }
+        })
+    }
+
+    pub fn staging_request(&self, pod: &Bound, volume: &Volume) -> csi::NodeStageVolumeRequest {
+        let persistent = volume.persistent.as_ref().expect("an inline volume is not staged");
+        csi::NodeStageVolumeRequest {
+            volume_id: persistent.handle.clone(),
+            staging_target_path: path(&self.staging(volume).unwrap()).to_owned(),
+            volume_capability: Some(self.capability(pod, volume)),
+            volume_context: serde_json::from_value(persistent.attributes.clone()).unwrap(),
+            ..Default::default()
+        }
+    }
+
+    pub fn publishing_request(
+        &self,
+        pod: &Bound,
+        volume: &Volume,
+    ) -> csi::NodePublishVolumeRequest {
+        let attributes = match &volume.persistent {
+            Some(persistent) => persistent.attributes.clone(),
+            None => volume.source["csi"]["volumeAttributes"].clone(),
+        };
+        let mut volume_context: std::collections::HashMap<String, String> =
+            serde_json::from_value(attributes).unwrap();
+        if self.pod_info {
+            volume_context.extend(self.pod_info_of(pod, volume));
+        }
+        let staging = self.staging(volume).filter(|_| self.has(rpc::Type::StageUnstageVolume));
+        csi::NodePublishVolumeRequest {
+            volume_id: volume.handle(pod),
+            staging_target_path: staging.map(|path| path.display().to_string()).unwrap_or_default(),
+            target_path: path(&self.target(pod, volume)).to_owned(),
+            volume_capability: Some(self.capability(pod, volume)),
+            volume_context,
+            ..Default::default()
+        }
+    }
+
+    /// What kubelet adds where the driver wants to know its pods.
+    pub fn pod_info_of(&self, pod: &Bound, volume: &Volume) -> Vec<(String, String)> {
+        let ephemeral = volume.persistent.is_none().to_string();
+        [
+            ("pod.name", pod.name.as_str()),
+            ("pod.namespace", &self.namespace),
+            ("pod.uid", &pod.uid),
+            ("serviceAccount.name", "default"),
+            ("ephemeral", &ephemeral),
+        ]
+        .map(|(key, value)| (format!("csi.storage.k8s.io/{key}"), value.to_owned()))
+        .to_vec()
+    }
+
+    fn capability(&self, pod: &Bound, volume: &Volume) -> csi::VolumeCapability {
+        let (fs_type, options, access) = match &volume.persistent {
+            None => (Some(String::new()), Vec::new(), "ReadWriteOnce"),
+            Some(volume) => {
+                (volume.fs_type.clone(), volume.options.clone(), volume.access.as_str())
+            }
+        };
+        let access_type = match fs_type {
+            None => AccessType::Block(BlockVolume {}),
+            Some(fs_type) => {
+                let group = pod.fs_group.filter(|_| self.has(rpc::Type::VolumeMountGroup));
+                AccessType::Mount(MountVolume {
+                    fs_type,
+                    mount_flags: options,
+                    volume_mount_group: group.map(|id| id.to_string()).unwrap_or_default(),
+                    ..MountVolume::default()
+                })
+            }
+        };
+        let tells_apart = self.has(rpc::Type::SingleNodeMultiWriter);
+        let mode = match (access, tells_apart) {
+            ("ReadWriteOnce", true) => Mode::SingleNodeMultiWriter,
+            ("ReadWriteOncePod", true) => Mode::SingleNodeSingleWriter,
+            ("ReadWriteOnce" | "ReadWriteOncePod", false) => Mode::SingleNodeWriter,
+            (other, _) => panic!("{other}: kubelet does more than is played here"),
+        };
+        csi::VolumeCapability {
+            access_type: Some(access_type),
+            access_mode: Some(AccessMode { mode: mode.into() }),
+        }
+    }
+
+    /// MountDevice, for volumes that are staged.
+    pub fn stage(&self, pod: &Bound, volume: &Volume) -> Result<(), Status> {
+        let Some(staging) = self.staging(volume) else { return Ok(()) };
+        fs::create_dir_all(&staging).unwrap();
+        if !self.has(rpc::Type::StageUnstageVolume) {
+            return Ok(());
+        }
+        self.call(self.staging_request(pod, volume)).map(drop)
+    }
+
+    /// SetUp: NodePublishVolume, for what is staged. Where it fails for good the directory goes.
+    pub fn publish(&self, pod: &Bound, volume: &Volume) -> Result<(), Status> {
+        self.set_up(&self.publishing_request(pod, volume))
+    }
+
+    /// The same with this request.
+    pub fn set_up(&self, request: &csi::NodePublishVolumeRequest) -> Result<(), Status> {
+        let target = Path::new(&request.target_path);
+        let parent = target.parent().unwrap();
+        fs::create_dir_all(parent).unwrap();
+        let is_device = target.to_string_lossy().contains("/volumeDevices/");
+        if !is_device {
+            let data = json!({ "volumeHandle": request.volume_id, "nodeName": self.node });
+            fs::write(parent.join("vol_data.json"), data.to_string()).unwrap();
+        }
+        let answer = self.call(request.clone()).map(drop);
+        if let Err(status) = &answer
+            && is_final(status.code())
+            && !is_device
+        {
+            remove_mount_dir(target);
+        }
+        answer
+    }
+
+    /// All that kubelet does before a container can have the volume. Returns the target.
+    pub fn mount(&self, pod: &Bound, volume: &Volume) -> Result<PathBuf, Status> {
+        self.stage(pod, volume)?;
+        self.publish(pod, volume)?;
+        Ok(self.target(pod, volume))
+    }
+
+    /// GetMetrics.
+    pub fn stats(
+        &self,
+        pod: &Bound,
+        volume: &Volume,
+    ) -> Result<csi::NodeGetVolumeStatsResponse, Status> {
+        self.call(stats(&volume.handle(pod), path(&self.target(pod, volume))))
+    }
+
+    pub fn expansion_request(
+        &self,
+        pod: &Bound,
+        volume: &Volume,
+        bytes: u64,
+    ) -> csi::NodeExpandVolumeRequest {
+        let staging = self.staging(volume);
+        csi::NodeExpandVolumeRequest {
+            volume_id: volume.handle(pod),
+            volume_path: path(&self.target(pod, volume)).to_owned(),
+            staging_target_path: staging.map(|path| path.display().to_string()).unwrap_or_default(),
+            volume_capability: Some(self.capability(pod, volume)),
+            capacity_range: Some(csi::CapacityRange {
+                required_bytes: bytes as i64,
+                limit_bytes: 0,
+            }),
+            ..Default::default()
+        }
+    }
+
+    /// NodeExpand of a volume that is mounted. Returns the new size.
+    pub fn expand(&self, pod: &Bound, volume: &Volume, bytes: u64) -> Result<i64, Status> {
+        let request = self.expansion_request(pod, volume, bytes);
+        self.call(request).map(|answer| answer.capacity_bytes)
+    }
+
+    /// TearDown: NodeUnpublishVolume, and what is left goes.
+    pub fn unpublish(&self, pod: &Bound, volume: &Volume) -> Result<(), Status> {
+        let target = self.target(pod, volume);
+        self.call(unpublishing(&volume.handle(pod), path(&target)))?;
+        remove_mount_dir(&target);
+        Ok(())
+    }
+
+    /// UnmountDevice.
+    pub fn unstage(&self, volume: &Volume) -> Result<(), Status> {
+        let Some(persistent) = &volume.persistent else { return Ok(()) };
+        let staging = self.staging(volume).unwrap();
+        if self.has(rpc::Type::StageUnstageVolume) {
+            self.call(unstaging(&persistent.handle, path(&staging)))?;
+        }
+        let _ = fs::remove_dir(&staging);
+        let _ = fs::remove_dir(staging.parent().unwrap());
+        Ok(())
+    }
+
+    /// All that kubelet does when the pod has ended.
+    pub fn unmount(&self, pod: &Bound, volume: &Volume) {
+        self.unpublish(pod, volume).unwrap();
+        self.unstage(volume).unwrap();
+        let directory = self.kubelet().join("pods").join(&pod.uid);
+        // Until the last of its volumes is gone there is something in it.
+        let _ = fs::remove_dir(directory.join("volumes/kubernetes.io~csi"));
+        let _ = fs::remove_dir(directory.join("volumes"));
+        let _ = fs::remove_dir(directory);
+    }
+}
+
+fn connect(cluster: &Cluster, socket: PathBuf) -> Channel {
+    cluster.block_on(async {
+        Endpoint::from_static("http://localhost")
+            .connect_timeout(Duration::from_secs(20))
+            .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+                let socket = socket.clone();
+                async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
+            }))
+    })
+}
+
+/// Whether kubelet takes the operation for ended with this code (isFinalError).
+fn is_final(code: Code) -> bool {
+    use Code::*;
+    !matches!(code, Cancelled | DeadlineExceeded | Unavailable | ResourceExhausted | Aborted)
+}
+
+/// What kubelet does with a target that is not mounted.
+fn remove_mount_dir(target: &Path) {
+    let _ = fs::remove_dir(target);
+    let parent = target.parent().unwrap();
+    let _ = fs::remove_file(parent.join("vol_data.json"));
+    let _ = fs::remove_dir(parent);
+}

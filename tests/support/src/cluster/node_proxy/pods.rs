@@ -1,0 +1,229 @@
+//! Pods that are objects of the API server and bound to the rig's node, with volumes of each kind.
+
+use csi::volume_capability::access_mode::Mode;
+use csi_loopback::proto::csi::v1 as csi;
+use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim, Pod};
+use kube::api::DeleteParams;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use super::behind::Behind;
+use super::{ANNOTATION, Rig, SIZE};
+use crate::driver::{block, mounted_as};
+
+/// One of a pod's volumes.
+#[derive(Debug, Clone)]
+pub struct Volume {
+    /// In the pod.
+    pub name: String,
+    /// What is said of it in spec.volumes.
+    pub source: Value,
+    /// Its PersistentVolume; none where it is an inline volume.
+    pub persistent: Option<Persistent>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Persistent {
+    /// The PersistentVolume's name, which kubelet puts into paths.
+    pub name: String,
+    /// The claim's name.
+    pub claim: String,
+    pub handle: String,
+    pub access: String,
+    /// None: a raw block volume.
+    pub fs_type: Option<String>,
+    pub options: Vec<String>,
+    pub attributes: Value,
+}
+
+/// A pod that was made and is bound to the node.
+#[derive(Debug, Clone)]
+pub struct Bound {
+    pub name: String,
+    pub uid: String,
+    pub fs_group: Option<i64>,
+}
+
+impl Volume {
+    pub fn is_raw(&self) -> bool {
+        self.persistent.as_ref().is_some_and(|volume| volume.fs_type.is_none())
+    }
+
+    /// Its id in CSI, which for an inline volume is made from the pod.
+    pub fn handle(&self, pod: &Bound) -> String {
+        match &self.persistent {
+            Some(persistent) => persistent.handle.clone(),
+            None => format!("csi-{}", digits(&format!("{}{}", pod.uid, self.name))),
+        }
+    }
+}
+
+impl<B: Behind> Rig<'_, B> {
+    /// A claim that is bound to a new volume of the driver; in pods the volume has the claim's name.
+    pub fn claim(&self, name: &str) -> Volume {
+        let source = json!({ "persistentVolumeClaim": { "claimName": name } });
+        self.bound(name, name, source, Some("ext4"))
+    }
+
+    /// The same as a raw device.
+    pub fn raw_claim(&self, name: &str) -> Volume {
+        let source = json!({ "persistentVolumeClaim": { "claimName": name } });
+        self.bound(name, name, source, None)
+    }
+
+    /// A generic ephemeral volume of a pod that is to have this name, with the claim that a controller would make for it.
+    pub fn ephemeral(&self, pod: &str, name: &str) -> Volume {
+        let spec = json!({
+            "accessModes": ["ReadWriteOncePod"],
+            "resources": { "requests": { "storage": SIZE.to_string() } },
+        });
+        let source = json!({ "ephemeral": { "volumeClaimTemplate": { "spec": spec } } });
+        self.bound(name, &format!("{pod}-{name}"), source, Some("ext4"))
+    }
+
+    /// An inline volume.
+    pub fn inline(&self, name: &str, attributes: &[(&str, &str)]) -> Volume {
+        let attributes: serde_json::Map<_, _> =
+            attributes.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
+        let csi = json!({ "driver": self.behind.driver_name(), "volumeAttributes": attributes });
+        Volume { name: name.to_owned(), source: json!({ "csi": csi }), persistent: None }
+    }
+
+    fn bound(&self, name: &str, claim: &str, source: Value, fs_type: Option<&str>) -> Volume {
+        // As csi-provisioner maps it for a driver that tells single writers apart.
+        let wanted = match fs_type {
+            Some(fs_type) => mounted_as(fs_type, Mode::SingleNodeSingleWriter),
+            None => block(),
+        };
+        let of_driver = format!("{}-{claim}", self.namespace);
+        let (handle, attributes) = self.behind.volume(&of_driver, wanted);
+        let csi = json!({
+            "driver": self.behind.driver_name(), "volumeHandle": handle, "fsType": fs_type,
+            "volumeAttributes": attributes,
+        });
+        let (mode, access) = match fs_type {
+            Some(_) => ("Filesystem", "ReadWriteOncePod"),
+            None => ("Block", "ReadWriteOnce"),
+        };
+        self.cluster.claim_of(&self.namespace, claim, mode, access, csi, SIZE);
+        let persistent = Persistent {
+            name: of_driver,
+            claim: claim.to_owned(),
+            handle,
+            access: access.to_owned(),
+            fs_type: fs_type.map(str::to_owned),
+            options: Vec::new(),
+            attributes,
+        };
+        Volume { name: name.to_owned(), source, persistent: Some(persistent) }
+    }
+
+    pub fn pods(&self) -> kube::Api<Pod> {
+        self.cluster.api_in(&self.namespace)
+    }
+
+    /// Makes a pod with these volumes and binds it to the node; `opted` is the value of the annotation.
+    pub fn pod(&self, name: &str, volumes: &[&Volume], opted: Option<&str>) -> Bound {
+        self.pod_with(name, volumes, opted, json!({}))
+    }
+
+    /// The same with what its spec has besides.
+    pub fn pod_with(
+        &self,
+        name: &str,
+        volumes: &[&Volume],
+        opted: Option<&str>,
+        spec: Value,
+    ) -> Bound {
+        let made = self.cluster.create(&self.pods(), self.pod_object(name, volumes, opted, spec));
+        let bound = Bound {
+            name: name.to_owned(),
+            uid: made.metadata.uid.unwrap(),
+            fs_group: made.spec.and_then(|spec| spec.security_context?.fs_group),
+        };
+        for volume in volumes.iter().filter(|volume| !volume.source["ephemeral"].is_null()) {
+            self.give(volume, &bound);
+        }
+        bound
+    }
+
+    /// The object that [`Rig::pod_with`] makes.
+    pub fn pod_object(
+        &self,
+        name: &str,
+        volumes: &[&Volume],
+        opted: Option<&str>,
+        spec: Value,
+    ) -> Value {
+        let mut object = json!({ "metadata": { "name": name }, "spec": spec });
+        if let Some(names) = opted {
+            object["metadata"]["annotations"] = json!({ ANNOTATION: names });
+        }
+        let in_pod = |volume: &&Volume| {
+            let mut in_pod = volume.source.clone();
+            in_pod["name"] = volume.name.as_str().into();
+            in_pod
+        };
+        object["spec"]["nodeName"] = self.node.as_str().into();
+        object["spec"]["automountServiceAccountToken"] = false.into();
+        object["spec"]["volumes"] = volumes.iter().map(in_pod).collect();
+        let (mut mounts, mut devices) = (Vec::new(), Vec::new());
+        for volume in volumes {
+            let at = format!("/{}", volume.name);
+            match volume.is_raw() {
+                true => devices.push(json!({ "name": volume.name, "devicePath": at })),
+                false => mounts.push(json!({ "name": volume.name, "mountPath": at })),
+            }
+        }
+        object["spec"]["containers"] = json!([{
+            "name": "main", "image": "none", "volumeMounts": mounts, "volumeDevices": devices,
+        }]);
+        object
+    }
+
+    /// A claim of a generic ephemeral volume belongs to its pod.
+    fn give(&self, volume: &Volume, pod: &Bound) {
+        let claims = self.cluster.api_in::<PersistentVolumeClaim>(&self.namespace);
+        let owner = json!({
+            "apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid, "controller": true,
+        });
+        let patch = json!({ "metadata": { "ownerReferences": [owner] } });
+        self.cluster.merge(&claims, &volume.persistent.as_ref().unwrap().claim, &patch);
+    }
+
+    /// Takes the pod away at once, as when its node has said that nothing of it runs.
+    pub fn delete(&self, pod: &Bound) {
+        let now = DeleteParams::default().grace_period(0);
+        self.cluster.block_on(self.pods().delete(&pod.name, &now)).unwrap();
+        self.cluster.wait_until_gone(&self.pods(), &pod.name);
+    }
+
+    /// Has the pod name volumes that it did not.
+    pub fn opt_in(&self, pod: &Bound, names: &str) {
+        let patch = json!({ "metadata": { "annotations": { ANNOTATION: names } } });
+        self.cluster.merge(&self.pods(), &pod.name, &patch);
+    }
+
+    /// The pod's events, in no order.
+    pub fn events(&self, pod: &Bound) -> Vec<Event> {
+        let events = self.cluster.api_in::<Event>(&self.namespace);
+        let all = self.cluster.block_on(events.list(&Default::default())).unwrap();
+        let is_of_pod = |event: &Event| event.involved_object.uid.as_ref() == Some(&pod.uid);
+        all.into_iter().filter(is_of_pod).collect()
+    }
+
+    /// Waits until an event of the pod has all of these words in its message.
+    pub fn told(&self, pod: &Bound, words: &[&str]) -> Event {
+        let has_all = |event: &Event| {
+            let message = event.message.as_deref().unwrap_or_default();
+            words.iter().all(|word| message.contains(word))
+        };
+        self.cluster.wait_for(&format!("an event with {words:?}"), || {
+            self.events(pod).into_iter().find(has_all)
+        })
+    }
+}
+
+pub fn digits(text: &str) -> String {
+    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
+}

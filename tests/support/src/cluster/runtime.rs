@@ -1,0 +1,342 @@
+//! A node whose driver leaves volumes to the container runtime: crust_ops beside it, a RuntimeClass for pods, and who watches that
+//! nothing of it is ever mounted on the node.
+
+use std::fs;
+use std::ops::{Deref, DerefMut};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use csi::volume_capability::access_mode::Mode;
+use csi_loopback::proto::csi::v1 as csi;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::Cluster;
+use super::admission::{Webhooks, With, set_policy};
+use super::kubelet::{Made, NodeRig};
+use super::programs::Process;
+use crate::driver::{Driver, binary, create, loops_named, mounted_as, wait_for};
+use crate::path;
+
+/// The claims' own class, as it is shipped.
+const CLASS: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/runtime/classes/storage-class.yaml");
+/// Keys that csi-provisioner keeps for itself.
+const OF_KUBERNETES: &str = "csi.storage.k8s.io/";
+
+pub struct Rig<'a> {
+    // Dropped in this order: the pods and their volumes, then who has a part in taking them away.
+    node: NodeRig<'a>,
+    ops: Option<Process>,
+    socket: PathBuf,
+    /// Whose pods have their volumes mounted by the runtime.
+    pub class: String,
+}
+
+impl<'a> Deref for Rig<'a> {
+    type Target = NodeRig<'a>;
+
+    fn deref(&self) -> &NodeRig<'a> {
+        &self.node
+    }
+}
+
+impl DerefMut for Rig<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.node
+    }
+}
+
+impl<'a> Rig<'a> {
+    /// None, which is told, where the machine cannot run a node.
+    pub fn new(cluster: &'a Cluster) -> Option<Self> {
+        Self::behind(cluster, Driver::socket)
+    }
+
+    /// With this socket in front of the driver's for kubelet.
+    pub fn behind(cluster: &'a Cluster, front: impl FnOnce(&Driver) -> PathBuf) -> Option<Self> {
+        let socket = cluster.scratch().join(format!("{}.sock", cluster.unique("crust")));
+        let endpoint = format!("--crust-endpoint={}", path(&socket));
+        let flags = ["--enable-defer-fs-ops", &endpoint];
+        let node = NodeRig::behind(cluster, &flags, None, front)?;
+        let class = cluster.unique("deferring");
+        let object = json!({ "metadata": { "name": class }, "handler": "csi-loopback" });
+        cluster.create(&cluster.api::<RuntimeClass>(), object);
+        let mut rig = Self { node, ops: None, socket, class };
+        rig.start_ops();
+        Some(rig)
+    }
+
+    /// On the node, where the runtime runs.
+    pub fn start_ops(&mut self) {
+        let mut command = self.node.node.command(binary());
+        command.args(["--mode", "runtime-ops", "--endpoint", path(&self.socket)]);
+        command.arg("--crust-dir").arg(self.node.node.crust());
+        command.args(["--cli-env", &self.node.node.runtime_environment()]);
+        // What nobody takes back need not be waited for a minute.
+        command.args(["--collect-every", "1s"]);
+        let mut ops = self.cluster.spawn("runtime-ops", command);
+        let socket = self.socket.clone();
+        ops.wait_for("it serves", |_| UnixStream::connect(&socket).ok());
+        self.ops = Some(ops);
+    }
+
+    /// SIGKILL.
+    pub fn kill_ops(&mut self) {
+        let mut ops = self.ops.take().unwrap();
+        ops.signal(nix::sys::signal::Signal::SIGKILL);
+        assert!(ops.wait(Duration::from_secs(20)).is_some());
+        let socket = self.socket.clone();
+        wait_for("the end of crust_ops", || UnixStream::connect(&socket).is_err());
+    }
+
+    /// The driver starts anew, with runtime assisted mounting or without.
+    pub fn restart_driver(&mut self, deferring: bool) {
+        let (name, endpoint) = (self.driver_name.clone(), path(&self.socket).to_owned());
+        let mut flags = vec!["--driver-name", &name, "--crust-endpoint", &endpoint];
+        if deferring {
+            flags.push("--enable-defer-fs-ops");
+        }
+        self.driver.restart_with(&flags);
+    }
+
+    /// Makes a volume as csi-provisioner does for a claim of the shipped class, and the claim. The volume's id.
+    pub fn claim(&self, name: &str, bytes: u64) -> String {
+        let class = shipped_class();
+        let csi = self.provision(name, &class, bytes);
+        let id = csi["volumeHandle"].as_str().unwrap().to_owned();
+        self.cluster.claim_of(&self.namespace, name, "Filesystem", "ReadWriteOncePod", csi, bytes);
+        id
+    }
+
+    /// A volume of this class, as the `csi` of its PersistentVolume.
+    pub fn provision(&self, name: &str, class: &Value, bytes: u64) -> Value {
+        let parameters = class["parameters"].as_object().unwrap();
+        let fs_type = parameters[&format!("{OF_KUBERNETES}fstype")].as_str().unwrap();
+        let of_driver = parameters.iter().filter(|(key, _)| !key.starts_with(OF_KUBERNETES));
+        let request = csi::CreateVolumeRequest {
+            parameters: of_driver
+                .map(|(key, value)| (key.clone(), value.as_str().unwrap().to_owned()))
+                .collect(),
+            ..create(name, bytes, mounted_as(fs_type, Mode::SingleNodeSingleWriter))
+        };
+        let volume = self.driver.ok(request).volume.unwrap();
+        json!({
+            "driver": self.driver_name, "volumeHandle": volume.volume_id, "fsType": fs_type,
+            "volumeAttributes": volume.volume_context,
+        })
+    }
+
+    /// The volume of a pod that is this claim; in the pod it has the claim's name.
+    pub fn claimed(&self, name: &str) -> Value {
+        json!({ "name": name, "persistentVolumeClaim": { "claimName": name } })
+    }
+
+    /// Where kubelet has the driver publish the claim's volume.
+    pub fn target_of_claim(&self, pod: &Made, name: &str) -> PathBuf {
+        self.target(pod, &format!("{}-{name}", self.namespace))
+    }
+
+    /// The webhooks for the driver, with a policy of these entries.
+    pub fn webhooks(&self, entries: &[Value]) -> Webhooks {
+        let policy = policy(entries);
+        let with = With { policy: Some(&policy), ..With::default() };
+        let webhooks = Webhooks::start(self.cluster, self.driver_name.clone(), &with);
+        webhooks.configure(self.cluster, false);
+        let content = json!({ "volumeAttributes": { "content/a": "x" } });
+        self.cluster.wait_for("the webhooks", || {
+            let pod = self.try_out("tried", &[self.inline("content", content.clone())]).ok()?;
+            (pod.spec?.volumes?[0].csi.as_ref()?.read_only == Some(true)).then_some(())
+        });
+        webhooks
+    }
+
+    /// An entry of the policy that has all there is to have, for inline volumes and the rig's class.
+    pub fn entry(&self) -> Value {
+        json!({
+            "storageClass": "", "runtimeClass": self.class, "fsGroup": true,
+            "fsGroupChangePolicies": ["Always", "OnRootMismatch"], "subPath": true, "seLinux": false,
+        })
+    }
+
+    /// The pod as the API server has it.
+    pub fn stored(&self, pod: &Made) -> Pod {
+        self.cluster.get(&self.cluster.api_in::<Pod>(&self.namespace), &pod.name).unwrap()
+    }
+
+    /// What the pod says of its first volume.
+    pub fn opt_in(&self, pod: &Made) -> Option<String> {
+        let csi = self.stored(pod).spec?.volumes?.into_iter().find_map(|volume| volume.csi)?;
+        csi.volume_attributes?.remove("deferFSMount")
+    }
+
+    /// What kubelet says of the volume: bytes, and how many of them are used.
+    pub fn summary(&self, pod: &Made, volume: &str) -> Option<(u64, u64)> {
+        let found = self.measured(pod, volume)?;
+        Some((found["capacityBytes"].as_u64()?, found["usedBytes"].as_u64()?))
+    }
+
+    /// Waits until kubelet has measured the volume again.
+    pub fn is_measured_again(&self, pod: &Made, volume: &str) {
+        let now = Timestamp::now();
+        wait_for("kubelet's new figures", || {
+            let at =
+                self.measured(pod, volume).map(|found| found["time"].as_str().unwrap().parse());
+            at.is_some_and(|at: Result<Timestamp, _>| at.unwrap() > now)
+        });
+    }
+
+    fn measured(&self, pod: &Made, volume: &str) -> Option<Value> {
+        let page = self.node.node.page(self.cluster, "/stats/summary")?;
+        let page: Value = serde_json::from_str(&page).unwrap();
+        let mut pods = page["pods"].as_array()?.iter();
+        let of_pod = pods.find(|one| one["podRef"]["uid"] == pod.uid.as_str())?;
+        let mut volumes = of_pod["volume"].as_array()?.iter();
+        volumes.find(|one| one["name"] == volume).cloned()
+    }
+
+    /// Watches the node until the end of what is returned.
+    pub fn watch(&self) -> Watch {
+        Watch::start(self.node.node.root(), self.node.node.pid())
+    }
+
+    /// Mounts of loop devices in kubelet's directory, on the host.
+    pub fn host_mounts(&self) -> Vec<String> {
+        loop_mounts("self", &self.node.node.root())
+    }
+
+    /// Waits until nothing of the pod is there, nor of its volumes' deferral.
+    pub fn gone(&self, pod: &Made, volumes: &[&str]) {
+        self.delete(pod);
+        self.wait_until_nothing_is_left(pod, volumes);
+        wait_for("the end of what was handed over", || self.handed_over() == 0);
+        assert_eq!(self.host_mounts(), Vec::<String>::new());
+    }
+
+    /// The entries of crust_ops.
+    pub fn handed_over(&self) -> usize {
+        let entries = fs::read_dir(self.node.node.crust()).unwrap().flatten();
+        entries.filter(|entry| entry.file_name().len() == 64).count()
+    }
+
+    pub fn wait_until_detached(&self, volume_id: &str) {
+        wait_for("the volume's detachment", || loops_named(volume_id).is_empty());
+    }
+}
+
+/// The class of deploy/runtime, whose claims defer.
+pub fn shipped_class() -> Value {
+    serde_saphyr::from_str(&fs::read_to_string(CLASS).unwrap()).unwrap()
+}
+
+/// A policy of these entries; JSON is YAML.
+pub fn policy(entries: &[Value]) -> String {
+    json!({ "deferral": entries }).to_string()
+}
+
+/// Changes the policy, and waits until it counts for such a pod.
+pub fn change_policy(
+    rig: &Rig<'_>,
+    webhooks: &Webhooks,
+    entries: &[Value],
+    counts: impl Fn() -> bool,
+) {
+    set_policy(rig.cluster, &webhooks.home, &policy(entries));
+    wait_for("the policy", counts);
+}
+
+/// Lines of a process's mount table: loop devices that are mounted below the directory.
+fn loop_mounts(process: &str, below: &Path) -> Vec<String> {
+    let table = fs::read_to_string(format!("/proc/{process}/mountinfo")).unwrap();
+    let is_one = |line: &&str| {
+        let (mount, filesystem) = line.split_once(" - ").unwrap();
+        let at = mount.split(' ').nth(4).unwrap();
+        let source = filesystem.split(' ').nth(1).unwrap();
+        source.starts_with("/dev/loop") && Path::new(at).starts_with(below)
+    };
+    table.lines().filter(is_one).map(str::to_owned).collect()
+}
+
+/// Looks at the mount tables of the host and of the node's own namespace, all the time.
+pub struct Watch {
+    ends: Arc<AtomicBool>,
+    looks: Option<JoinHandle<(usize, Vec<String>)>>,
+}
+
+impl Watch {
+    fn start(below: PathBuf, node: String) -> Self {
+        let ends = Arc::new(AtomicBool::new(false));
+        let until = Arc::clone(&ends);
+        let looks = thread::spawn(move || {
+            let (mut count, mut seen) = (0, Vec::new());
+            while !until.load(Ordering::Relaxed) {
+                for process in ["self", &node] {
+                    seen.extend(loop_mounts(process, &below));
+                }
+                count += 1;
+                thread::sleep(Duration::from_millis(2));
+            }
+            (count, seen)
+        });
+        Self { ends, looks: Some(looks) }
+    }
+
+    /// That nothing was mounted as long as it has watched.
+    #[track_caller]
+    pub fn saw_nothing(mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        let (count, seen) = self.looks.take().unwrap().join().unwrap();
+        assert!(count > 10, "it has hardly looked");
+        assert_eq!(seen, Vec::<String>::new());
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A pod with all that the stories ask of who mounts: a group that owns all, given when the root is not its own, a part of the
+/// volume, an init container before and two containers beside each other.
+pub fn demanding(class: &str, volume: &str) -> Value {
+    let whole = json!({ "name": volume, "mountPath": "/data" });
+    let part = json!({ "name": volume, "mountPath": "/part", "subPath": "deep/part" });
+    json!({
+        "runtimeClassName": class,
+        "securityContext": { "fsGroup": 4321, "fsGroupChangePolicy": "OnRootMismatch" },
+        "initContainers": [{
+            "name": "init", "command": ["/bin/sh", "-c", "echo by init >>/data/init && echo in part >/part/init"],
+            "volumeMounts": [whole, part],
+        }],
+        "containers": [
+            { "name": "main", "volumeMounts": [whole] },
+            { "name": "second", "securityContext": { "runAsUser": 1234, "runAsGroup": 1234 },
+              "volumeMounts": [whole, part] },
+        ],
+    })
+}
+
+/// That such a pod has what it asks for, whoever has mounted it.
+#[track_caller]
+pub fn assert_served(rig: &Rig<'_>, pod: &Made) {
+    assert_eq!(rig.exec(pod, "stat -c %g /data"), "4321\n");
+    assert_eq!(rig.exec_in(pod, "second", "cat /part/init && echo mine >/part/own"), "in part\n");
+    assert_eq!(rig.exec(pod, "stat -c '%u %g' /data/deep/part/own"), "1234 4321\n");
+    rig.exec(pod, "echo shared >/data/shared; chmod 644 /data/shared");
+    assert_eq!(rig.exec_in(pod, "second", "cat /data/shared"), "shared\n");
+}
+
+/// The device that the container has mounted at `/data`.
+pub fn device_of(rig: &Rig<'_>, pod: &Made, container: &str) -> String {
+    let mount = rig.exec_in(pod, container, "grep ' /data ' /proc/mounts");
+    let device = mount.split(' ').next().unwrap().to_owned();
+    assert!(device.starts_with("/dev/loop"), "{mount}");
+    device
+}

@@ -1,0 +1,238 @@
+//! A sidecar of this project as a process, and a client that asks one, ours or another, over TLS.
+
+use crate::driver::binary;
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use csi_loopback::proto::snapshotmetadata as api;
+use hyper_util::rt::TokioIo;
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, ServerName};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tonic::Status;
+use tonic::transport::{Channel, Endpoint, Uri};
+
+use super::Cluster;
+use super::programs::{Process, Served, free_port};
+use super::tls::Certificate;
+use crate::driver::PATIENCE;
+use crate::path;
+use api::snapshot_metadata_client::SnapshotMetadataClient;
+
+/// What clients are to make their tokens for.
+pub const AUDIENCE: &str = "backup";
+
+/// Offset and size in bytes.
+pub type Extents = Vec<(u64, u64)>;
+
+/// Starts a sidecar and waits until it is ready.
+pub fn start(
+    cluster: &Cluster,
+    socket: &Path,
+    kubeconfig: &Path,
+    certificate: &Certificate,
+    flags: &[&str],
+) -> Served {
+    start_at(free_port(), cluster, socket, kubeconfig, certificate, flags)
+}
+
+/// The same at this port.
+pub fn start_at(
+    port: u16,
+    cluster: &Cluster,
+    socket: &Path,
+    kubeconfig: &Path,
+    certificate: &Certificate,
+    flags: &[&str],
+) -> Served {
+    let ports = (port, free_port());
+    let mut served = spawn_at(ports, cluster, socket, kubeconfig, certificate, flags);
+    let http_port = served.http_port;
+    served.process.wait_for("the sidecar is ready", |_| {
+        http_at(http_port, "/health").filter(|answer| answer.starts_with("HTTP/1.1 200"))
+    });
+    served
+}
+
+/// Starts a sidecar and does not wait for it.
+pub fn spawn(
+    cluster: &Cluster,
+    socket: &Path,
+    kubeconfig: &Path,
+    certificate: &Certificate,
+    flags: &[&str],
+) -> Served {
+    let ports = (free_port(), free_port());
+    spawn_at(ports, cluster, socket, kubeconfig, certificate, flags)
+}
+
+/// The same at these ports: of the service, and of health and metrics.
+pub fn spawn_at(
+    (port, http_port): (u16, u16),
+    cluster: &Cluster,
+    socket: &Path,
+    kubeconfig: &Path,
+    certificate: &Certificate,
+    flags: &[&str],
+) -> Served {
+    let mut command = Command::new(binary());
+    command
+        .args(["--mode", "sidecar", "--csi-address", path(socket)])
+        .args(["--kubeconfig", path(kubeconfig)])
+        .args(["--port", &port.to_string()])
+        .args(["--http-endpoint", &format!("127.0.0.1:{http_port}")]);
+    if !flags.contains(&"--self-signed") {
+        command.args(["--tls-cert", path(&certificate.file), "--tls-key", path(&certificate.key)]);
+    }
+    if !flags.contains(&"--kube-api-qps") {
+        command.args(["--kube-api-qps", "-1"]);
+    }
+    command.args(flags);
+    let process = Process::spawn(&cluster.unique("sidecar"), command, cluster.scratch());
+    Served { process, port, http_port }
+}
+
+pub fn http(sidecar: &Served, page: &str) -> String {
+    http_at(sidecar.http_port, page).expect("the HTTP endpoint answers")
+}
+
+/// A page that somebody serves at this port of 127.0.0.1.
+pub fn http_at(port: u16, page: &str) -> Option<String> {
+    use std::io::{Read, Write};
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
+    stream.set_read_timeout(Some(PATIENCE)).ok()?;
+    write!(stream, "GET {page} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).ok()?;
+    Some(answer)
+}
+
+/// A client that trusts this authority alone.
+pub fn client_at(
+    cluster: &Cluster,
+    sidecar: &Served,
+    authority: &str,
+) -> SnapshotMetadataClient<Channel> {
+    let channel = cluster.block_on(async { channel(sidecar.port, authority) });
+    SnapshotMetadataClient::new(channel)
+}
+
+/// To `localhost`, over TLS, with windows as small as HTTP/2's.
+pub fn channel(port: u16, authority: &str) -> Channel {
+    let endpoint = Endpoint::from_static("http://localhost").initial_stream_window_size(65_535);
+    channel_with(endpoint, port, authority)
+}
+
+/// To `localhost`, over TLS.
+pub fn channel_with(endpoint: Endpoint, port: u16, authority: &str) -> Channel {
+    let trusting = connector(authority);
+    endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+        let trusting = trusting.clone();
+        async move { connect(&trusting, port).await.map(TokioIo::new) }
+    }))
+}
+
+/// HTTP/2 over TLS, for who trusts this authority alone.
+pub fn connector(authority: &str) -> TlsConnector {
+    let mut roots = rustls::RootCertStore::empty();
+    for certificate in CertificateDer::pem_slice_iter(authority.as_bytes()) {
+        roots.add(certificate.unwrap()).unwrap();
+    }
+    let ring = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = rustls::ClientConfig::builder_with_provider(ring)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    TlsConnector::from(Arc::new(config))
+}
+
+/// One connection to `localhost`.
+pub async fn connect(
+    trusting: &TlsConnector,
+    port: u16,
+) -> std::io::Result<TlsStream<tokio::net::TcpStream>> {
+    let stream = tokio::net::TcpStream::connect(("localhost", port)).await?;
+    stream.set_nodelay(true)?;
+    let name = ServerName::try_from("localhost").map_err(std::io::Error::other)?;
+    trusting.connect(name, stream).await
+}
+
+/// A request of either kind.
+#[derive(Debug, Clone)]
+pub enum Asked {
+    Allocated(api::GetMetadataAllocatedRequest),
+    Delta(api::GetMetadataDeltaRequest),
+}
+
+impl From<api::GetMetadataAllocatedRequest> for Asked {
+    fn from(request: api::GetMetadataAllocatedRequest) -> Self {
+        Self::Allocated(request)
+    }
+}
+
+impl From<api::GetMetadataDeltaRequest> for Asked {
+    fn from(request: api::GetMetadataDeltaRequest) -> Self {
+        Self::Delta(request)
+    }
+}
+
+/// An answer that came to its end.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Answer {
+    pub messages: Vec<Message>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Message {
+    pub kind: i32,
+    pub capacity: i64,
+    pub extents: Extents,
+}
+
+impl Answer {
+    pub fn extents(&self) -> Extents {
+        self.messages.iter().flat_map(|message| message.extents.clone()).collect()
+    }
+}
+
+pub async fn collect(
+    mut client: SnapshotMetadataClient<Channel>,
+    asked: Asked,
+) -> Result<Answer, Status> {
+    let extent = |block: &api::BlockMetadata| (block.byte_offset as u64, block.size_bytes as u64);
+    let mut answer = Answer::default();
+    let all = async {
+        match asked {
+            Asked::Allocated(request) => {
+                let mut stream = client.get_metadata_allocated(request).await?.into_inner();
+                while let Some(message) = stream.message().await? {
+                    answer.messages.push(Message {
+                        kind: message.block_metadata_type,
+                        capacity: message.volume_capacity_bytes,
+                        extents: message.block_metadata.iter().map(extent).collect(),
+                    });
+                }
+            }
+            Asked::Delta(request) => {
+                let mut stream = client.get_metadata_delta(request).await?.into_inner();
+                while let Some(message) = stream.message().await? {
+                    answer.messages.push(Message {
+                        kind: message.block_metadata_type,
+                        capacity: message.volume_capacity_bytes,
+                        extents: message.block_metadata.iter().map(extent).collect(),
+                    });
+                }
+            }
+        }
+        Ok::<_, Status>(())
+    };
+    tokio::time::timeout(PATIENCE, all)
+        .await
+        .map_err(|_| Status::unknown("the test ran out of patience"))??;
+    Ok(answer)
+}

@@ -1,0 +1,176 @@
+//! A driver, csi-snapshotter, our sidecar and a backup application's account, all for one test, around the API
+//! server that the tests share. Each rig has a driver with a name of its own.
+
+use std::ops::{Deref, DerefMut};
+
+use csi_loopback::backend::PoolKind;
+use csi_loopback::proto::snapshotmetadata as api;
+use k8s_openapi::api::rbac::v1::PolicyRule;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use crate::cluster::Cluster;
+use crate::cluster::access::{Account, sidecar_rules};
+use crate::cluster::programs::Served;
+use crate::cluster::rig;
+use crate::cluster::tls::{Authority, Certificate};
+use api::snapshot_metadata_client::SnapshotMetadataClient;
+
+use crate::cluster::sidecar::start;
+pub use crate::cluster::sidecar::{AUDIENCE, Answer, Asked, Extents, client_at, collect, http};
+
+pub const CAPACITY: u64 = rig::SIZE;
+
+pub struct Rig<'a> {
+    pub authority: Authority,
+    pub certificate: Certificate,
+    /// The sidecar's account.
+    pub own: Account,
+    pub backup: Account,
+    // Dropped in this order.
+    pub sidecar: Served,
+    base: rig::Rig<'a>,
+}
+
+/// A rig with a sidecar is a rig.
+impl<'a> Deref for Rig<'a> {
+    type Target = rig::Rig<'a>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.base
+    }
+}
+
+impl DerefMut for Rig<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.base
+    }
+}
+
+/// What a rig can have otherwise.
+pub struct Options<'o> {
+    pub pool: PoolKind,
+    pub driver: &'o [&'o str],
+    pub sidecar: &'o [&'o str],
+    pub rules: Vec<PolicyRule>,
+    /// Whether there is a SnapshotMetadataService.
+    pub service: bool,
+    /// Where the sidecar finds the API server, if not at its own place.
+    pub server: Option<String>,
+}
+
+impl Default for Options<'_> {
+    fn default() -> Self {
+        Self {
+            pool: PoolKind::Image,
+            driver: &[],
+            sidecar: &[],
+            rules: sidecar_rules(),
+            service: true,
+            server: None,
+        }
+    }
+}
+
+impl<'a> Rig<'a> {
+    pub fn new(cluster: &'a Cluster) -> Self {
+        Self::with(cluster, Options::default())
+    }
+
+    pub fn with(cluster: &'a Cluster, options: Options<'_>) -> Self {
+        let base = rig::Rig::with(cluster, options.pool, options.driver);
+        let authority = Authority::new("backup authority");
+        let certificate = authority.certify(base.driver.scratch(), "sidecar");
+        let own = cluster.account(&base.namespace, "sidecar");
+        cluster.grant(&own, &options.rules);
+        let server = options.server.clone().unwrap_or_else(|| cluster.server());
+        let kubeconfig = cluster.kubeconfig_at(&server, &own);
+        let sidecar =
+            start(cluster, &base.driver.socket(), &kubeconfig, &certificate, options.sidecar);
+        if options.service {
+            cluster.metadata_service(
+                &base.driver_name,
+                &sidecar.address(),
+                AUDIENCE,
+                &authority.pem(),
+            );
+        }
+        let backup = cluster.account(&base.namespace, "backup");
+        let readable =
+            crate::cluster::access::rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
+        cluster.grant_in(&base.namespace, &backup, &[readable]);
+        Self { authority, certificate, own, backup, sidecar, base }
+    }
+
+    /// A second one beside the first.
+    pub fn another_sidecar(&self, flags: &[&str]) -> Served {
+        let kubeconfig = self.cluster.kubeconfig_of(&self.own);
+        start(self.cluster, &self.driver.socket(), &kubeconfig, &self.certificate, flags)
+    }
+
+    /// Ends the sidecar and starts it with other flags, at another port.
+    pub fn restart_sidecar(&mut self, flags: &[&str]) {
+        self.sidecar.process.stop();
+        self.sidecar = self.another_sidecar(flags);
+    }
+
+    /// A token of the backup application, for the sidecar.
+    pub fn token(&self) -> String {
+        self.cluster.token(&self.backup, Some(AUDIENCE))
+    }
+
+    pub fn allocated(&self, name: &str) -> api::GetMetadataAllocatedRequest {
+        api::GetMetadataAllocatedRequest {
+            security_token: self.token(),
+            namespace: self.namespace.clone(),
+            snapshot_name: name.to_owned(),
+            ..Default::default()
+        }
+    }
+
+    pub fn delta(&self, base: &str, target: &str) -> api::GetMetadataDeltaRequest {
+        api::GetMetadataDeltaRequest {
+            security_token: self.token(),
+            namespace: self.namespace.clone(),
+            base_snapshot_id: base.to_owned(),
+            target_snapshot_name: target.to_owned(),
+            ..Default::default()
+        }
+    }
+
+    pub fn client(&self) -> SnapshotMetadataClient<Channel> {
+        client_at(self.cluster, &self.sidecar, &self.authority.pem())
+    }
+
+    pub fn ask(&self, asked: impl Into<Asked>) -> Result<Answer, Status> {
+        let client = self.client();
+        self.cluster.block_on(collect(client, asked.into()))
+    }
+
+    /// The extents of an answer that has to come.
+    #[track_caller]
+    pub fn extents(&self, asked: impl Into<Asked>) -> Extents {
+        match self.ask(asked) {
+            Ok(answer) => answer.extents(),
+            Err(status) => panic!("{status:?}\n{}", self.sidecar.process.log()),
+        }
+    }
+
+    /// Asks for what has to be refused, with this code and with `words` in the message.
+    #[track_caller]
+    pub fn refused(&self, asked: impl Into<Asked>, code: Code, words: &str) {
+        crate::driver::assert_refused(self.ask(asked), code, words, "the sidecar");
+    }
+
+    /// What the HTTP endpoint says: status line and all.
+    pub fn http(&self, page: &str) -> String {
+        http(&self.sidecar, page)
+    }
+
+    /// The value of a metric's line that begins so.
+    pub fn metric(&self, line: &str) -> f64 {
+        let page = self.http("/metrics");
+        let found = page.lines().find_map(|one| one.strip_prefix(line));
+        found.and_then(|value| value.trim().parse().ok()).unwrap_or_default()
+    }
+}

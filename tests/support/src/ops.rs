@@ -1,0 +1,253 @@
+//! crust_ops as a process on a socket in a private directory, with a real block device to hand over, and programs that
+//! stand in for a runtime's. All of it goes with it.
+
+use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use csi_loopback::crust::{Directory, Entry, Target};
+use csi_loopback::proto::crust as api;
+use hyper_util::rt::TokioIo;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Code, Status};
+
+use api::runtime_client::RuntimeClient;
+use api::volume_group_change_policy::Policy;
+use api::volume_type::Type;
+
+use super::driver::{PATIENCE, binary};
+use super::path;
+
+/// A loop device, which is let go of at the end.
+#[derive(Debug)]
+pub struct Device(String);
+
+impl Device {
+    pub fn new(directory: &Path, bytes: u64) -> Self {
+        let image = directory.join("device.img");
+        File::create(&image).unwrap().set_len(bytes).unwrap();
+        let made =
+            Command::new("losetup").args(["--find", "--show", path(&image)]).output().unwrap();
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        Self(String::from_utf8(made.stdout).unwrap().trim().to_owned())
+    }
+
+    pub fn path(&self) -> &str {
+        &self.0
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+pub struct Ops {
+    child: Option<Child>,
+    flags: Vec<String>,
+    runtime: Runtime,
+    pub device: Device,
+    directory: TempDir,
+}
+
+impl Ops {
+    /// With these flags besides those that every test has.
+    pub fn start(flags: &[&str]) -> Self {
+        let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+        let mut ops = Self {
+            child: None,
+            flags: flags.iter().map(|flag| (*flag).to_owned()).collect(),
+            runtime: Runtime::new().unwrap(),
+            device: Device::new(directory.path(), 16 << 20),
+            directory,
+        };
+        ops.start_again();
+        ops
+    }
+
+    pub fn scratch(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.scratch().join("crust.sock")
+    }
+
+    pub fn crust_dir(&self) -> PathBuf {
+        self.scratch().join("crust")
+    }
+
+    pub fn kata_dir(&self) -> PathBuf {
+        self.scratch().join("direct-volumes")
+    }
+
+    /// Its command line, with `flags` in the place of others of the same name.
+    fn command(&self, flags: &[String]) -> Command {
+        let (socket, crust, kata) = (self.socket(), self.crust_dir(), self.kata_dir());
+        let log = self.scratch().join("ops.log");
+        let log = File::options().create(true).append(true).open(log).unwrap();
+        let mut command = Command::new(binary());
+        command.args(["--mode", "runtime-ops", "--log-level", "debug"]);
+        for (flag, value) in [("--endpoint", socket), ("--crust-dir", crust), ("--kata-dir", kata)]
+        {
+            if !flags.iter().any(|given| given == flag) {
+                command.args([flag, path(&value)]);
+            }
+        }
+        command.args(flags).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        command
+    }
+
+    /// Starts it and waits until it serves.
+    pub fn start_again(&mut self) {
+        self.child = Some(self.command(&self.flags).spawn().unwrap());
+        let until = Instant::now() + PATIENCE;
+        while UnixStream::connect(self.socket()).is_err() {
+            let ended = self.child.as_mut().and_then(|child| child.try_wait().unwrap());
+            assert!(ended.is_none() && Instant::now() < until, "does not serve\n{}", self.log());
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    pub fn start_with(&mut self, flags: &[&str]) {
+        self.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        self.start_again();
+    }
+
+    /// Another one like it, which has to end by itself.
+    pub fn run_another(&self, flags: &[&str]) -> Output {
+        let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        self.command(&flags).stderr(Stdio::piped()).output().unwrap()
+    }
+
+    pub fn log(&self) -> String {
+        String::from_utf8_lossy(&fs::read(self.scratch().join("ops.log")).unwrap()).into_owned()
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.as_ref().unwrap().id() as i32), signal).unwrap();
+    }
+
+    pub fn wait(&mut self) -> ExitStatus {
+        self.child.take().unwrap().wait().unwrap()
+    }
+
+    pub fn stop(&mut self) -> ExitStatus {
+        self.signal(Signal::SIGTERM);
+        self.wait()
+    }
+
+    /// A new connection.
+    fn client(&self) -> RuntimeClient<Channel> {
+        let socket = self.socket();
+        let _inside = self.runtime.enter();
+        let connect = tower::service_fn(move |_: Uri| {
+            let socket = socket.clone();
+            async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
+        });
+        let endpoint = Endpoint::from_static("http://localhost");
+        RuntimeClient::new(endpoint.connect_with_connector_lazy(connect))
+    }
+
+    pub fn stage(&self, asked: api::RuntimeStageVolumeRequest) -> Result<(), Status> {
+        let mut client = self.client();
+        self.runtime.block_on(client.runtime_stage_volume(asked)).map(drop)
+    }
+
+    pub fn unstage(&self, target: &str) -> Result<(), Status> {
+        let asked = api::RuntimeUnstageVolumeRequest { volume_target_path: target.into() };
+        let mut client = self.client();
+        self.runtime.block_on(client.runtime_unstage_volume(asked)).map(drop)
+    }
+
+    pub fn stats(&self, target: &str) -> Result<api::RuntimeGetVolumeStatsResponse, Status> {
+        let asked = api::RuntimeGetVolumeStatsRequest { volume_target_path: target.into() };
+        let mut client = self.client();
+        let answer = self.runtime.block_on(client.runtime_get_volume_stats(asked));
+        answer.map(tonic::Response::into_inner)
+    }
+
+    pub fn expand(&self, target: &str, required: i64, limit: i64) -> Result<i64, Status> {
+        let range = api::CapacityRange { required_bytes: required, limit_bytes: limit };
+        let asked = api::RuntimeExpandVolumeRequest {
+            volume_target_path: target.into(),
+            capacity_range: Some(range),
+        };
+        let mut client = self.client();
+        let answer = self.runtime.block_on(client.runtime_expand_volume(asked));
+        answer.map(|answer| answer.into_inner().capacity_bytes)
+    }
+
+    /// A directory to be mounted at.
+    pub fn target(&self, name: &str) -> String {
+        let target = self.scratch().join("targets").join(name);
+        fs::create_dir_all(&target).unwrap();
+        path(&target).to_owned()
+    }
+
+    /// A good request to stage the device there.
+    pub fn staging(&self, target: &str) -> api::RuntimeStageVolumeRequest {
+        api::RuntimeStageVolumeRequest {
+            volume_type: Some(api::VolumeType { r#type: Type::Block.into() }),
+            volume_target_path: target.into(),
+            volume_backing_path: self.device.path().into(),
+            fs_type: "ext4".into(),
+            mount_flags: vec!["noatime".into()],
+            ..Default::default()
+        }
+    }
+
+    pub fn entry(&self, target: &str) -> Entry {
+        Directory::new(self.crust_dir()).entry(&Target::new("target", target).unwrap())
+    }
+
+    /// A program in `sh`, for its owner alone to change.
+    pub fn program(&self, name: &str, script: &str) -> PathBuf {
+        let program = self.scratch().join(name);
+        fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        program
+    }
+
+    /// Stages a volume that a runtime with this program has claimed.
+    pub fn claimed(&self, name: &str, script: &str) -> String {
+        let target = self.target(name);
+        self.stage(self.staging(&target)).unwrap();
+        let program = self.program(&format!("runtime-of-{name}"), script);
+        self.entry(&target).write_runtime_cli(&program).unwrap();
+        target
+    }
+}
+
+impl Drop for Ops {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("{}", self.log());
+        }
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+pub fn policy(policy: Policy) -> Option<api::VolumeGroupChangePolicy> {
+    Some(api::VolumeGroupChangePolicy { policy: policy.into() })
+}
+
+/// That a call failed with this code and these words.
+#[track_caller]
+pub fn assert_code<T: std::fmt::Debug>(answer: Result<T, Status>, code: Code, words: &str) {
+    let status = answer.expect_err(words);
+    assert_eq!(status.code(), code, "{status:?}");
+    assert!(status.message().contains(words), "{words:?} not in {status:?}");
+}

@@ -8,6 +8,7 @@
 //! CRASH_POOLS=all      every point of every scenario on every kind of pool, points within the commits
 //!                      of the catalog included. By default that is so on image pools for all points
 //!                      between steps; of the rest a sample is taken, another one with each seed.
+//! CRASH_SAMPLE=N       one in N of what is met by default (1).
 //! CRASH_SEED=N         the seed of the sample; by default the day.
 //! CRASH_ONLY=NAME      scenarios with this in their names.
 //! CRASH_WORKERS=N      scenarios that run side by side (3).
@@ -134,9 +135,10 @@ fn seed() -> usize {
     number("CRASH_SEED").unwrap_or_else(|| today() as usize)
 }
 
-/// Whether this one of many is in the sample of one in `every`; with all of them if all are wanted.
-fn sampled(number: usize, every: usize) -> bool {
-    everything() || (number + seed()).is_multiple_of(every)
+/// Whether the one at this index is in the sample of one in `every`; with all of them if all are wanted.
+fn sampled(index: usize, every: usize) -> bool {
+    let thinned = every * number("CRASH_SAMPLE").unwrap_or(1);
+    everything() || (index + seed()).is_multiple_of(thinned)
 }
 
 /// Runs `run` for each kind and scenario, some side by side; fails with all that failed.

@@ -222,6 +222,7 @@ fn a_way_that_is_cut_lets_nothing_through() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn requests_are_told_by_their_user() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("told");
@@ -239,6 +240,7 @@ fn requests_are_told_by_their_user() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_cluster_that_ends_leaves_nothing() {
     let Some(_) = shared() else { return };
     let other = Cluster::start().unwrap_or_else(|why| panic!("{why:?}"));

@@ -257,6 +257,7 @@ impl Drop for Elsewhere {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn volumes_of_pods_that_vanished_go_and_one_that_is_in_use_anywhere_stays() {
     with_driver(|driver| {
         let (gone, used, here) =
@@ -288,6 +289,7 @@ fn volumes_of_pods_that_vanished_go_and_one_that_is_in_use_anywhere_stays() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn one_that_cannot_be_removed_keeps_neither_the_driver_nor_the_others() {
     with_driver(|driver| {
         // In the order in which they are looked after the stuck one may be first or last.

@@ -84,6 +84,7 @@ fn a_pod_whose_runtime_does_all_that_it_needs_is_opted_in() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_that_needs_what_its_runtime_does_not_do_is_left_as_it_is() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);

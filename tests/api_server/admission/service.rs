@@ -59,6 +59,7 @@ fn dry_runs_are_judged_and_leave_nothing() {
 
 /// What the API server trusts and what the webhooks show change one after the other, in both configurations.
 #[test]
+#[ignore = "full tier"]
 fn no_pod_is_refused_while_the_authority_is_replaced() {
     let Some(cluster) = shared() else { return };
     let rig =

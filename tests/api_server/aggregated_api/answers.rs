@@ -108,6 +108,7 @@ const WHOLE: u64 = 100_000;
 const SINGLE: u64 = 2_000;
 
 #[test]
+#[ignore = "full tier"]
 fn a_delta_of_over_100_000_blocks_is_paged_to_its_end() {
     let Some(cluster) = shared() else { return };
     let whole = Whole::new(cluster, &[]);

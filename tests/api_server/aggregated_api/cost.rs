@@ -19,6 +19,7 @@ const BLOCKS: u64 = 25_600;
 const LIMIT: u64 = 256;
 
 #[test]
+#[ignore = "full tier"]
 fn what_a_page_costs_the_api_server_beside_a_stream() {
     let Some(cluster) = shared() else { return };
     // Each page is to be asked for.

@@ -94,6 +94,7 @@ fn goes_on(whole: &Whole<'_>, child: std::process::Child) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_listing_goes_on_when_an_aggregated_server_is_killed() {
     let Some(cluster) = shared() else { return };
     let aggregated = Aggregated::start(cluster, &FAST);
@@ -109,6 +110,7 @@ fn a_listing_goes_on_when_an_aggregated_server_is_killed() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_listing_goes_on_when_the_leading_sidecar_is_killed() {
     let Some(cluster) = shared() else { return };
     let ports = (free_port(), free_port());

@@ -59,6 +59,7 @@ fn freshness(cluster: &Cluster) -> Option<String> {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn while_the_server_is_away_only_its_group_version_stops() {
     let Some(cluster) = shared() else { return };
     let mut rig = Aggregated::start(cluster, &[]);
@@ -78,6 +79,7 @@ fn while_the_server_is_away_only_its_group_version_stops() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn without_the_api_service_discovery_is_whole() {
     let Some(cluster) = shared() else { return };
     let mut rig = Aggregated::start(cluster, &[]);
@@ -146,6 +148,7 @@ fn the_ca_bundle_is_published_and_nothing_else_is_written() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn no_request_fails_while_the_authority_is_replaced() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &["--self-signed-validity", "40s"]);

@@ -43,6 +43,7 @@ fn pages_put_together_are_what_the_driver_streams() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_driver_without_the_list_gives_the_same_pages_by_its_streams() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster, &[]);
@@ -58,6 +59,7 @@ fn a_driver_without_the_list_gives_the_same_pages_by_its_streams() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn extents_of_a_driver_with_large_blocks_are_counted_in_those() {
     let Some(cluster) = shared() else { return };
     let listing = [&LARGE[..], &[LISTS]].concat();
@@ -68,6 +70,7 @@ fn extents_of_a_driver_with_large_blocks_are_counted_in_those() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_page_may_begin_at_any_block_and_not_past_the_end() {
     let Some(cluster) = shared() else { return };
     for flags in [&[LISTS][..], &[], &LARGE] {

@@ -170,6 +170,7 @@ fn each_turn_of_a_request_is_an_event() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_session_whose_data_somebody_deletes_says_so() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { flags: &["--resync", "1s"], ..Options::default() });
@@ -185,6 +186,7 @@ fn a_session_whose_data_somebody_deletes_says_so() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn data_that_no_request_accounts_for_is_deleted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);

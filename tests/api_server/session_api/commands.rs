@@ -98,6 +98,7 @@ fn listed(output: Output) -> Value {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_listing_in_a_session_is_that_of_the_released_api_in_both_styles() {
     let Some(cluster) = shared() else { return };
     let fixed = ["--block-metadata-type", "fixed", "--block-size", "8Ki"];
@@ -124,6 +125,7 @@ fn a_listing_in_a_session_is_that_of_the_released_api_in_both_styles() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_listing_goes_on_in_its_session_when_the_sidecar_is_killed() {
     let Some(cluster) = shared() else { return };
     // So that it is in the middle when the sidecar dies.

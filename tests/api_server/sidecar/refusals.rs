@@ -193,6 +193,7 @@ fn a_broken_chain_asks_for_a_full_backup() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_revoked_token_or_right_is_refused_within_the_stated_time() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
@@ -283,6 +284,7 @@ fn an_api_server_that_is_away_is_unavailable_and_comes_back() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_flood_of_bad_tokens_is_over_when_it_is_over() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);

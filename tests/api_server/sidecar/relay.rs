@@ -130,6 +130,7 @@ fn resident(pid: Pid) -> u64 {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_client_that_stops_reading_costs_little_memory() {
     let Some(cluster) = shared() else { return };
     let seconds = std::env::var("SIDECAR_STALL_SECONDS").ok().and_then(|text| text.parse().ok());
@@ -332,6 +333,7 @@ fn health(rig: &Rig<'_>) -> i32 {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_driver_that_comes_late_or_comes_back_is_found() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);

@@ -257,6 +257,7 @@ fn who_asks_for_the_same_at_once_shares_a_call() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn too_many_a_user_who_asks_too_often_is_told_when_to_come_again() {
     let Some(cluster) = shared() else { return };
     let user_rate = Rate { per_second: 0.05, burst: 2 };

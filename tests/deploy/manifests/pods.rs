@@ -42,6 +42,7 @@ fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn all_but_driver_and_crust_ops_run_confined() {
     let Some(cluster) = shared() else { return };
     let mut privileged = BTreeSet::new();

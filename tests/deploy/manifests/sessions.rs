@@ -61,11 +61,16 @@ pub fn is_served(cluster: &Cluster) -> bool {
     verdict(cluster).is_ok()
 }
 
-/// The webhook as it comes with the manifests, and no configuration of a driver.
+/// The webhook and the manager's Secret as they come with the manifests, and no configuration of a driver.
 pub fn apply_anew(cluster: &Cluster) {
-    said(cluster.kubectl(&["delete", "validatingwebhookconfiguration", MANAGER]));
-    let configuration = ["delete", "--ignore-not-found", "snapshotserviceconfiguration", DRIVER];
-    said(cluster.kubectl(&configuration));
+    for object in [
+        ["validatingwebhookconfiguration", MANAGER],
+        ["secret", "csi-loopback-session-manager-tls"],
+        ["snapshotserviceconfiguration", DRIVER],
+    ] {
+        let delete = ["delete", "--ignore-not-found", "--namespace", MANAGERS];
+        said(cluster.kubectl(&[&delete[..], &object].concat()));
+    }
     apply_sessions(cluster);
 }
 

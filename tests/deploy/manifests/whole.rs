@@ -11,7 +11,7 @@ use csi_loopback::kubernetes::session::SnapshotServiceConfiguration;
 use csi_loopback::proto::snapshotmetadata as api;
 use serde_json::Value;
 
-use super::sessions::{self, apply_sessions};
+use super::sessions;
 use super::{DRIVER, NAMESPACE, account, apply, apply_base_anew, deploy, objects, sidecar};
 use support::cluster::Cluster;
 use support::cluster::manager::{self, Start};
@@ -159,7 +159,7 @@ fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
 fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
     let Some(cluster) = shared() else { return };
     apply_base_anew(cluster);
-    apply_sessions(cluster);
+    sessions::apply_anew(cluster);
     let stage = Stage::set(cluster);
     let mut served = stage.sidecar(cluster, &["--session-api"]);
     let configurations = cluster.api::<SnapshotServiceConfiguration>();

@@ -100,6 +100,7 @@ fn an_inline_volume_is_ready_before_a_runtime_sees_it_and_never_on_the_host() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn an_inline_volume_that_a_container_still_has_is_not_taken_away() {
     with_rig(|rig| {
         let target = pod(rig);

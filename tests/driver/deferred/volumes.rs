@@ -147,6 +147,7 @@ fn a_volume_that_no_runtime_has_claimed_is_told_to_be_abnormal() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_volume_is_taken_back_when_no_container_has_it() {
     with_rig(|rig| {
         let (volume, target) = rig.left("v", FsType::Ext4);

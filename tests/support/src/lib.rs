@@ -35,6 +35,9 @@ use csi_loopback::backend::{
 use nix::fcntl::{FallocateFlags, fallocate};
 use tempfile::TempDir;
 
+/// The tree under test.
+pub const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+
 pub const MIB: u64 = 1 << 20;
 pub const GIB: u64 = 1 << 30;
 pub const BLOCK: u64 = 4096;

@@ -2,7 +2,7 @@
 //! driver. The first test that needs it starts it; it ends with the cluster.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use super::programs::{Process, said};
 use super::{Cluster, NoCluster, await_ready};
 use crate::driver::{Driver, binary, mounts, stats, wait_for};
 use crate::inline::is_mounted;
-use crate::{path, skip};
+use crate::{REPOSITORY, path, skip};
 
 /// The one container of a pod.
 const CONTAINER: &str = "main";
@@ -39,8 +39,7 @@ pub struct Node {
 
 impl Node {
     pub fn start(cluster: &Cluster) -> Result<Self, NoCluster> {
-        let mut command =
-            Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../hack/kubelet.sh"));
+        let mut command = Command::new(Path::new(REPOSITORY).join("hack/kubelet.sh"));
         command.arg(cluster.directory()).env("CSI_LOOPBACK_BINARY", binary());
         let mut process = Process::spawn("kubelet.sh", command, cluster.scratch());
         process.quiet = true;
@@ -135,7 +134,7 @@ pub struct NodeRig<'a> {
 /// The driver as this repository installs it, under another name, and with other lifecycle modes if any are given, which
 /// nobody can change later.
 pub fn definition(name: &str, modes: Option<&[&str]>) -> Value {
-    let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/base/csi-driver.yaml");
+    let shipped = Path::new(REPOSITORY).join("deploy/base/csi-driver.yaml");
     let mut object: Value = serde_saphyr::from_str(&fs::read_to_string(shipped).unwrap()).unwrap();
     object["metadata"]["name"] = name.into();
     if let Some(modes) = modes {

@@ -30,11 +30,12 @@ pub mod storage;
 pub mod tls;
 
 use std::fmt::Debug;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -53,7 +54,7 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
 use crate::driver::wait_for;
-use crate::{keep, path};
+use crate::{REPOSITORY, keep, path};
 use kubelet::Node;
 use programs::Process;
 pub use shared::shared;
@@ -98,6 +99,8 @@ pub struct Cluster {
     client: Client,
     runtime: Runtime,
     names: AtomicU32,
+    /// Bytes of the audit log.
+    requests_from: AtomicU64,
     node: OnceLock<Result<Node, NoCluster>>,
     guard: Option<shared::Guard>,
     // Dropped in this order.
@@ -110,8 +113,7 @@ impl Cluster {
     pub fn start() -> Result<Self, NoCluster> {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let dir = directory.path().join("cluster");
-        let mut command =
-            Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../hack/cluster.sh"));
+        let mut command = Command::new(Path::new(REPOSITORY).join("hack/cluster.sh"));
         command.arg(&dir);
         let mut process = Process::spawn("cluster.sh", command, directory.path());
         process.quiet = true;
@@ -124,7 +126,8 @@ impl Cluster {
         let kubeconfig = dir.join("kubeconfig");
         let client = runtime.block_on(connect(Some(&kubeconfig), RATE)).unwrap();
         let (names, node) = (AtomicU32::new(0), OnceLock::new());
-        Ok(Self { client, runtime, names, node, guard: None, process, directory })
+        let requests_from = AtomicU64::new(0);
+        Ok(Self { client, runtime, names, requests_from, node, guard: None, process, directory })
     }
 
     /// A node, which is started when it is first asked for.
@@ -265,12 +268,24 @@ impl Cluster {
         found.unwrap()
     }
 
-    /// The requests that the API server has answered so far, as its audit log tells them: `verb`,
+    /// The requests that the API server has answered since the test started, as its audit log tells them: `verb`,
     /// `requestURI`, `objectRef`, `user.username`, `userAgent`, `responseStatus.code`.
     pub fn requests(&self) -> Vec<Value> {
-        let log = fs::read_to_string(self.directory().join("requests.log")).unwrap();
+        let mut log = File::open(self.request_log()).unwrap();
+        log.seek(SeekFrom::Start(self.requests_from.load(Ordering::Relaxed))).unwrap();
         // The last line may be half written.
-        log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+        let lines = BufReader::new(log).lines();
+        lines.filter_map(|line| serde_json::from_str(&line.ok()?).ok()).collect()
+    }
+
+    fn request_log(&self) -> PathBuf {
+        self.directory().join("requests.log")
+    }
+
+    /// From here on [`Cluster::requests`] has no earlier ones: the log grows by a thousand lines a second.
+    fn forget_requests(&self) {
+        let length = fs::metadata(self.request_log()).unwrap().len();
+        self.requests_from.store(length, Ordering::Relaxed);
     }
 
     /// How many requests a user has made so far.

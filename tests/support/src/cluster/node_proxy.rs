@@ -24,6 +24,7 @@ use super::Cluster;
 use super::access::Account;
 use super::programs::{Process, free_port};
 use super::recorder::Recorder;
+use crate::REPOSITORY;
 use crate::driver::{PATIENCE, binary, wait_for};
 use crate::{MIB, keep, path};
 
@@ -49,7 +50,7 @@ pub fn claim_rules() -> Vec<PolicyRule> {
 
 /// The rules of the one ClusterRole of a file.
 fn shipped_rules(file: &str) -> Vec<PolicyRule> {
-    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
+    let text = fs::read_to_string(Path::new(REPOSITORY).join(file)).unwrap();
     let objects = text.split("\n---\n").map(|one| serde_saphyr::from_str::<Value>(one).unwrap());
     let mut roles = objects.filter(|object| object["kind"] == "ClusterRole");
     let role = roles.next().expect(file);

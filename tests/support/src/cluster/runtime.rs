@@ -22,11 +22,10 @@ use super::admission::{Webhooks, With, set_policy};
 use super::kubelet::{Made, NodeRig};
 use super::programs::Process;
 use crate::driver::{Driver, binary, create, loops_named, mounted_as, wait_for};
-use crate::path;
+use crate::{REPOSITORY, path};
 
 /// The claims' own class, as it is shipped.
-const CLASS: &str =
-    concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/runtime/classes/storage-class.yaml");
+const CLASS: &str = "deploy/runtime/classes/storage-class.yaml";
 /// Keys that csi-provisioner keeps for itself.
 const OF_KUBERNETES: &str = "csi.storage.k8s.io/";
 
@@ -232,7 +231,7 @@ impl<'a> Rig<'a> {
 
 /// The class of deploy/runtime, whose claims defer.
 pub fn shipped_class() -> Value {
-    serde_saphyr::from_str(&fs::read_to_string(CLASS).unwrap()).unwrap()
+    serde_saphyr::from_str(&fs::read_to_string(Path::new(REPOSITORY).join(CLASS)).unwrap()).unwrap()
 }
 
 /// A policy of these entries; JSON is YAML.

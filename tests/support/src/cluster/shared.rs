@@ -45,7 +45,10 @@ pub fn shared() -> Option<&'static Cluster> {
     }
     tls::install_provider();
     match SHARED.get_or_init(Cluster::start_guarded) {
-        Ok(cluster) => Some(cluster),
+        Ok(cluster) => {
+            cluster.forget_requests();
+            Some(cluster)
+        }
         Err(NoCluster::Lacking(why)) => {
             skip(why);
             None

@@ -97,6 +97,7 @@ fn end_namespace(cluster: &Cluster) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn uninstalled_webhooks_leave_nothing_and_let_pods_be_made() {
     let Some(cluster) = shared() else { return };
     let account = json!({ "metadata": { "name": "default" } });

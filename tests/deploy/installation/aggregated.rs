@@ -70,6 +70,7 @@ fn end_namespace(cluster: &Cluster) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn what_is_uninstalled_leaves_nothing_and_can_be_installed_again() {
     let Some(cluster) = shared() else { return };
     let before = cluster.wait_for("all kinds", || everything(cluster));

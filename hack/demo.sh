@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# hack/demo.sh [SCENE]: shows a part of csi-loopback at work on this machine. No mount, loop device, process or file
-# remains, also when it is interrupted. Each file in hack/demo but stage.sh is a scene.
+# hack/demo.sh [SCENE]: shows a part of csi-loopback at work on this machine. Each file in hack/demo is a scene, but
+# for stage.sh, which they share.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
+# shellcheck source=hack/demo/stage.sh
+source "$repo/hack/demo/stage.sh"
 
 scenes=(main sidecar session aggregated inline admission runtime node-proxy)
 
@@ -16,35 +18,27 @@ list() {
 
 usage() {
     cat <<END
-Usage: hack/demo.sh [SCENE]
+Usage: hack/demo.sh [SCENE | --list | --help]
 
-Show a part of csi-loopback at work on this machine (default: main), then remove all that was made.
-Needs root, for loop devices and mounts. Installs missing commands with apt-get.
+Shows a part of csi-loopback at work on this machine (default: main). Installs missing commands, needs root, and leaves
+no mount, loop device, process or file, also when interrupted. CSI_LOOPBACK_BIN names the binary (default: build it).
 
 Scenes:
-$(list)
-
-Options:
-  --list  List the scenes
-  --help  Print this help
-
-Environment:
-  CSI_LOOPBACK_BIN  Binary to show (default: build this tree)
 END
+    list
 }
 
 scene=${1:-main}
-case $scene in
-    --list) list && exit ;;
-    --help | -h) usage && exit ;;
-esac
-if (($# > 1)) || [[ " ${scenes[*]} " != *" $scene "* ]]; then
-    printf '%s: no such scene: %s\nScenes:\n%s\n' "${0##*/}" "$*" "$(list)" >&2
+if [[ $# -gt 1 || ! " --list --help ${scenes[*]} " == *" $scene "* ]]; then
+    printf '%s: no such scene: %s\n%s\n' "${0##*/}" "$*" "$(list)" >&2
     exit 2
 fi
-
-# shellcheck source=hack/demo/stage.sh
-source "$repo/hack/demo/stage.sh"
-# shellcheck source=/dev/null
-source "$repo/hack/demo/$scene.sh"
-finish
+case $scene in
+    --list) list ;;
+    --help) usage ;;
+    *)
+        # shellcheck source=/dev/null
+        source "$repo/hack/demo/$scene.sh"
+        finish
+        ;;
+esac

@@ -1,11 +1,9 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 # Scene: volumes that a pod declares: a kill, a secret swapped under a reader, limits
 
+# target VOLUME: where kubelet would want it.
 target() { printf '%s/pods/%s/mount' "$tmp" "${1/-//}"; }
-
-publish() { # publish VOLUME ARGUMENT...: as kubelet does
-    show volume inline publish "$1" --target "$(target "$1")" "${@:2}"
-}
+publish() { show volume inline publish "$1" --target "$(target "$1")" "${@:2}"; } # publish VOLUME ARGUMENT...
 
 kill_driver() {
     kill -KILL -- "-${pid_of[driver]}"
@@ -14,11 +12,10 @@ kill_driver() {
 }
 
 begin
-# The limits that this node has for such volumes.
+# The limits of this node for such volumes.
 driver_flags=(--inline-max-size 256Mi --inline-max-volumes 3)
 say "starting the driver, with its pool in \$tmp ($tmp)"
 start_driver
-
 say "a pod's scratch volume: one call creates, formats, attaches and mounts it"
 publish pod1-scratch --attribute size=64Mi
 echo "written by the pod" >"$(target pod1-scratch)/file"
@@ -40,17 +37,16 @@ settings=(--attribute content/app.conf=colour=blue --attribute medium=Memory --s
 refused "readonly" publish pod1-settings "${settings[@]}"
 publish pod1-settings --read-only "${settings[@]}"
 shell ls "$(target pod1-settings)"
-
 say "the secret changes, and kubelet repeats its call: a reader sees the old or the new one"
 # shellcheck disable=SC2016 # for the inner shell
 start reader bash -c 'while :; do word=$(<"$0") || word="no file"; echo "$word"; done' "$(target pod1-settings)/token"
-await "the secret" grep -qx monday "$tmp/reader.log"
+await "the secret" grep -qx monday reader.log
 printf tuesday >"$tmp/secret"
 publish pod1-settings --read-only "${settings[@]}"
-await "the new secret" grep -qx tuesday "$tmp/reader.log"
+await "the new secret" grep -qx tuesday reader.log
 stop_started reader
-shell uniq -c "$tmp/reader.log"
-[[ $(uniq "$tmp/reader.log") == $'monday\ntuesday' ]] || die "something else was read"
+shell uniq -c reader.log
+[[ $(uniq reader.log) == $'monday\ntuesday' ]] || die "something else was read"
 
 say "volumes that are too large, too many, or out of reach are refused"
 refused "--inline-max-size" publish pod2-scratch --attribute size=1Gi
@@ -63,5 +59,5 @@ say "taking everything down: unpublishing deletes, and may be repeated"
 for volume in pod1-scratch pod1-settings pod2-scratch pod1-scratch; do
     run "$driver" volume inline unpublish "$volume" --target "$(target "$volume")"
 done
-kill_driver
+stop_started driver
 show pool check --data-dir "$tmp/data"

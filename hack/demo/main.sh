@@ -1,47 +1,34 @@
 # shellcheck shell=bash disable=SC2154
-# Scene: which blocks of a volume with real files are in use and which changed, and the proof by bytes
+# Scene: which blocks of a volume with real files hold data and which changed, and the proof by bytes
 
-# copy_files: copies up to 100 MiB of this machine's files into the volume, and sets files to them.
-copy_files() {
-    local sources=() source size file copied=0
-    for source in "$repo/src" "$repo/docs" "${CARGO_HOME:-$HOME/.cargo}/registry/src" /usr/share/doc /usr/share; do
-        [[ ! -d $source ]] || sources+=("$source")
-    done
-    files=()
-    while IFS=$'\t' read -r -d '' size file; do
-        ((copied + size <= 100 << 20)) || break
-        files+=("$file")
-        copied=$((copied + size))
-    done < <(find "${sources[@]}" -xdev -type f -size -4M -printf '%s\t%p\0' 2>/dev/null || true)
+copy_files() { # sets files to what it copies into the volume
+    mapfile -d '' files < <(find "$repo/src" "$repo/docs" "${CARGO_HOME:-$HOME/.cargo}/registry/src" /usr/share -xdev \
+        -type f -size -64k -print0 2>/dev/null | head --zero-terminated --lines=8000)
     printf '%s\0' "${files[@]}" | xargs -0 cp --parents --preserve=timestamps -t "$tmp/target"
     sync -f "$tmp/target"
-    printf '    %d files, %d MiB\n' "${#files[@]}" $((copied >> 20))
+    printf '    %d files, %d MiB\n' "${#files[@]}" "$(du -sm "$tmp/target" | cut -f 1)"
 }
 
-# change_files: also gives the freed blocks back.
-change_files() {
-    local index edited=0 deleted=0
-    for ((index = 0; index < ${#files[@]}; index++)); do
-        if ((index % 7 == 3)); then
-            rm -f "$tmp/target${files[index]}"
-            deleted=$((deleted + 1))
-        elif ((index % 40 == 0)); then
-            printf 'edited by the demo\n' >>"$tmp/target${files[index]}"
-            edited=$((edited + 1))
-        fi
+change_files() { # edits, deletes and adds, and gives the freed blocks back
+    local index
+    for ((index = 0; index < ${#files[@]}; index += 40)); do
+        echo "edited by the demo" >>"$tmp/target${files[index]}"
+    done
+    for ((index = 3; index < ${#files[@]}; index += 7)); do
+        rm -f "$tmp/target${files[index]}"
     done
     head -c 4M /dev/urandom >"$tmp/target/new-file"
     sync -f "$tmp/target"
     fstrim "$tmp/target"
-    printf '    %d files edited, %d deleted, 4 MiB added, fstrim\n' "$edited" "$deleted"
+    echo "    each 40th file edited, each 7th deleted, 4 MiB added, fstrim"
 }
 
 begin
 say "starting the driver, with its pool in \$tmp ($tmp)"
 start_driver
 say "creating a volume, staging and publishing it"
-make_volume 1Gi --fs ext4
-
+show volume create "$volume" --size 1Gi --fs ext4
+publish_volume --fs ext4
 say "copying a directory tree into it"
 copy_files
 say "taking snapshot A"
@@ -52,7 +39,6 @@ say "taking snapshot B"
 show snapshot create B --volume "$volume"
 show volume list
 show snapshot list
-
 say "which blocks hold data in A?"
 show snapshot allocated A --limit-rows 5
 say "which blocks changed from A to B?"

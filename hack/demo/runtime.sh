@@ -8,15 +8,14 @@ run_container() { # run_container NAME SCRIPT: with the volume at /data, by csi-
         --mount "type=bind,src=$tmp/target,dst=/data,options=rbind:rw" "$tmp/root" "$1" sh -c "$2"
 }
 
-in_container() { ctr task exec --exec-id "$((++execs))" writer "$@"; }
-execs=0
+in_container() { ctr task exec --exec-id "$SRANDOM" writer "$@"; }
 
 remove_containers() {
     local name
     for name in writer intruder; do
         for _ in {1..50}; do
             ctr task delete --force "$name" >/dev/null 2>&1 || true
-            ctr task list --quiet 2>/dev/null | grep -qx "$name" || break
+            ctr task list --quiet | grep -x "$name" >/dev/null || break
             sleep 0.1
         done
         ctr container delete "$name" >/dev/null 2>&1 || true
@@ -25,12 +24,10 @@ remove_containers() {
 
 before_clean_up() { [[ ! -S $tmp/containerd.sock ]] || remove_containers; }
 
-# is_unseen: the host has no mount of the volume, and its directory is empty.
-is_unseen() {
+check_host() {
     local mounts
     mounts=$(list_mounts | awk -v at="$tmp/" 'index($1, at) == 1 && $1 ~ "/(target|staging|work)"')
-    [[ -z $mounts ]] || die "the host sees it: $mounts"
-    [[ -z $(ls -A "$tmp/target") ]] || die "something is in the host's directory"
+    [[ -z $mounts && -z $(ls -A "$tmp/target") ]] || die "the host sees the volume: $mounts"
     echo "    the host: no mount of the volume, and an empty directory"
 }
 
@@ -38,35 +35,26 @@ begin "${node_commands[@]}"
 say "starting crust_ops, containerd and a driver, with its pool in \$tmp ($tmp)"
 # What containerd starts reads this too.
 export CSI_LOOPBACK_RUNC_CONFIG=$tmp/oci-runtime.yaml
-printf 'crustDir: %s\nworkDir: %s\n' "$tmp/crust" "$tmp/work" >"$CSI_LOOPBACK_RUNC_CONFIG"
+printf '%s\n' "crustDir: $tmp/crust" "workDir: $tmp/work" >"$CSI_LOOPBACK_RUNC_CONFIG"
 start_crust_ops "$tmp"
-driver_flags=("${deferring[@]}")
 start_driver
 # The name selects the mode.
-ln -s "$driver" "$tmp/csi-loopback-runc"
-mkdir -p "$tmp/root/bin"
-cp "$(command -v busybox)" "$tmp/root/bin/"
-for name in sh sleep cat df; do
-    ln -s busybox "$tmp/root/bin/$name"
+ln -s "$driver" csi-loopback-runc
+mkdir -p root/bin
+for name in busybox sh sleep cat df; do
+    cp "$(command -v busybox)" "root/bin/$name"
 done
-cat >containerd.toml <<END
-version = 2
-root = "$tmp/containerd/root"
-state = "$tmp/containerd/state"
-disabled_plugins = ["io.containerd.grpc.v1.cri"]
-[grpc]
-  address = "$tmp/containerd.sock"
-END
-start containerd containerd --config containerd.toml
+printf '%s\n' 'version = 2' 'disabled_plugins = ["io.containerd.grpc.v1.cri"]' >containerd.toml
+start containerd containerd --config containerd.toml --address "$tmp/containerd.sock" \
+    --root "$tmp/containerd/root" --state "$tmp/containerd/state"
 await containerd ctr version
 
 say "creating a volume that asks for it, staging and publishing it: nothing is mounted"
 mode=(--fs xfs --access-mode single-node-single-writer)
 show volume create "$volume" --size 320Mi --defer-fs-mount "${mode[@]}"
 publish_volume "${mode[@]}"
-shell cat "$tmp"/crust/*/mountInfo.json
-echo
-is_unseen
+shell jq . "$tmp"/crust/*/mountInfo.json
+check_host
 say "no runtime has it yet, which its condition reports"
 show volume stats "$volume" --path "$tmp/target"
 
@@ -74,12 +62,12 @@ say "a container by containerd, with csi-loopback-runc in front of runc"
 run_container writer 'echo "written in the container" >/data/file; sleep 1000'
 await "the file" in_container cat /data/file
 shell in_container df -h /data
-is_unseen
+check_host
 say "statistics and growth, while the container runs"
 show volume stats "$volume" --path "$tmp/target"
 show volume expand "$volume" --size 512Mi --path "$tmp/target"
 shell in_container df -h /data
-is_unseen
+check_host
 say "a container of another pod is refused"
 refused "another pod" run_container intruder 'sleep 1000'
 
@@ -87,9 +75,8 @@ say "the container ends; the data is on the volume, which the host may mount now
 remove_containers
 show volume unpublish "$volume" --target "$tmp/target"
 [[ ! -e $tmp/target && -z $(ls -A "$tmp/crust") ]] || die "something of the publication is left"
-device=$(loops_of "$tmp" | awk -v of="vol-$volume-" 'index($2, of) { print $1 }')
-mkdir "$tmp/look"
-mount -o ro "$device" "$tmp/look"
-shell cat "$tmp/look/file"
-umount "$tmp/look"
+mkdir look
+mount -o ro "$(loops_of "$tmp" | awk '/vol-demo-/ { print $1 }')" look
+shell cat look/file
+umount look
 remove_volume

@@ -1,33 +1,24 @@
 # shellcheck shell=bash disable=SC2154
 # Scene: the same in a snapshot session: requested, used, revoked, expired, refused
 
-request() { # request NAME LIFETIME_SECONDS SNAPSHOT: prints a SnapshotSessionRequest
-    cat <<END
+create_session() { # create_session NAME LIFETIME_SECONDS SNAPSHOT
+    cat >"$1.yaml" <<END
 apiVersion: cbt.storage.k8s.io/v1alpha2
 kind: SnapshotSessionRequest
-metadata: {name: $1, namespace: $namespace}
+metadata: {name: $1}
 spec: {snapshots: [$3], lifetimeSeconds: $2}
 END
-}
-
-create_request() { # create_request NAME LIFETIME_SECONDS SNAPSHOT
-    request "$@" | tee "$tmp/$1.yaml" | indent
+    indent <"$1.yaml"
     shell kubectl create -f "$1.yaml"
 }
 
-state_is() { # state_is NAME STATE
-    [[ $(kubectl -n "$namespace" get ssr "$1" -o 'jsonpath={.status.state}') == "$2" ]]
+await_state() { # await_state NAME STATE
+    wait_for "ssr/$1" jsonpath='{.status.state}'="$2"
+    shell kubectl get snapshotsessionrequests
 }
 
-reaches() { # reaches NAME STATE
-    await "session $1, $2" state_is "$@"
-    shell kubectl -n "$namespace" get snapshotsessionrequests
-}
-
-is_gone() { [[ -z $(kubectl -n "$namespace" get ssr "$1" --ignore-not-found -o name) ]]; }
-
-# take_token NAME: sets token. It is not printed: the session belongs to whoever has it.
-take_token() { token=$(kubectl -n "$namespace" get ssr "$1" -o 'jsonpath={.status.sessionToken}'); }
+# take_token NAME: sets token. It is not printed: the session belongs to its holder.
+take_token() { token=$(kubectl get ssr "$1" -o 'jsonpath={.status.sessionToken}'); }
 
 # ask SNAPSHOT STATUS: what the sidecar answers to a GetAllocated with the token and no other right. A gRPC request is a
 # POST of a message behind five bytes with its length; its status comes last. Fields 1 and 3 are token and snapshot.
@@ -35,37 +26,33 @@ ask() {
     local message
     printf -v message '\\x0a\\x%02x%s\\x1a\\x%02x%s' "${#token}" "$token" "${#1}" "$1"
     printf -v message '\\x00\\x00\\x00\\x00\\x%02x%s' $((${#token} + ${#1} + 4)) "$message"
-    answer=$(printf '%b' "$message" | curl --silent --max-time 30 --http2 --cacert "$tmp/session-ca.crt" \
-        --output "$tmp/answer" --dump-header - --data-binary @- \
-        --header 'content-type: application/grpc' --header 'te: trailers' \
-        "https://localhost:$sidecar/snapshotsession.SnapshotMetadata/GetAllocated" | tr -d '\r' | grep '^grpc-')
+    answer=$(printf '%b' "$message" | curl --silent --max-time 30 --http2 --cacert session-ca.crt --output answer \
+        --dump-header - --data-binary @- --header 'content-type: application/grpc' --header 'te: trailers' \
+        "https://localhost:$sidecar/snapshotsession.SnapshotMetadata/GetAllocated" | grep '^grpc-' | tr -d '\r')
     [[ $answer == *"grpc-status: $2"* ]]
 }
 
-# expect SNAPSHOT STATUS: the sidecar learns by a watch that a session has ended, a moment later.
-expect() {
+expect() { # expect SNAPSHOT STATUS: the sidecar learns by a watch that a session has ended, a moment later
     await "grpc-status $2 for the token alone" ask "$@"
-    printf '    %s, by the token alone: %b\n' "$1" "${answer//%/\\x}"
+    printf '%s, by the token alone: %b\n' "$1" "${answer//%/\\x}" | indent
 }
 
-begin curl
+begin
 start_cluster
 apply base session-manager examples/backup-app-session
 kubeconfig_of backup-app-session backup-app
+make_stranger snapshotsessionrequests.cbt.storage.k8s.io
 
 say "starting the driver, csi-snapshotter, the sidecar and the session manager"
-start_driver
-start_snapshotter
-start_sidecar
+start_storage
 sidecar=$port
-free_ports
-call_by_url csi-loopback-session-manager
-start_server csi-loopback-sessions deployment/csi-loopback-session-manager session-manager
-request probe 60 monday >"$tmp/probe.yaml"
-await "trust in the webhook" as backup-app kubectl create --dry-run=server -f "$tmp/probe.yaml"
+webhook=$(free_port)
+call_by_url "$webhook"
+start_role csi-loopback-sessions deployment/csi-loopback-session-manager session-manager "--port=$webhook"
+await "trust in the webhook" as backup-app kubectl create --dry-run=server \
+    -f "$repo/deploy/examples/backup-app-session/request.yaml"
 shell kubectl get snapshotserviceconfigurations
 take_snapshots
-make_account stranger snapshotsessionrequests.cbt.storage.k8s.io
 
 say "from here on as ServiceAccount backup-app, which may request sessions in $namespace"
 act_as backup-app
@@ -77,28 +64,26 @@ show snapshot delta monday tuesday --api session --namespace "$namespace"
 say "a session by hand, for a snapshot that is not ready yet (csi-snapshotter is stopped): Pending"
 kill -STOP -- "-${pid_of[csi-snapshotter]}"
 request_snapshot wednesday
-create_request by-hand 600 wednesday
-reaches by-hand Pending
+create_session by-hand 600 wednesday
+await_state by-hand Pending
 say "the snapshot becomes ready, and so does the session: Ready"
 kill -CONT -- "-${pid_of[csi-snapshotter]}"
-reaches by-hand Ready
+await_state by-hand Ready
 show snapshot allocated wednesday --api session --session by-hand --namespace "$namespace"
 
 say "the token gives access until the request is deleted"
-kubectl -n "$namespace" get ssr by-hand -o 'jsonpath={.status.caCert}' | base64 -d >"$tmp/session-ca.crt"
+kubectl get ssr by-hand -o 'jsonpath={.status.caCert}' | base64 -d >session-ca.crt
 take_token by-hand
 expect wednesday 0
-shell kubectl -n "$namespace" delete ssr by-hand
+shell kubectl delete ssr by-hand
 expect wednesday 16
-
 say "a session of ten seconds expires"
-create_request short 10 monday
-reaches short Ready
+create_session short 10 monday
+await_state short Ready
 take_token short
 expect monday 0
-await "the end of the session" is_gone short
+wait_for ssr/short delete
 expect monday 16
-
 say "a ServiceAccount that may request sessions and may not read these snapshots is refused"
 refused volumesnapshots as stranger show snapshot allocated monday --api session --namespace "$namespace"
 

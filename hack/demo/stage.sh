@@ -1,38 +1,32 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Shared by the scenes of hack/demo.sh: printing, starting and waiting, a driver with a volume, a cluster with
-# snapshots of that volume, and the clean-up.
-# Sourced after lib.sh, never run. A scene begins with `begin`.
+# Shared by the scenes of hack/demo.sh: printing, starting and waiting, the clean-up, a driver with a volume, a cluster
+# with snapshots of that volume. Sourced after lib.sh, never run. A scene begins with `begin`.
 
 driver_name=loopback.csi.local
 volume=demo
 # Namespace of claims, snapshots and pods.
 namespace=backup-demo
-# Seconds that await waits.
+# Flags of the driver, besides those that start_driver gives.
+driver_flags=()
+# Seconds to wait for anything.
 patience=120
 
 tmp=
-driver=
-# Flags of the driver, besides those that start_driver gives.
-driver_flags=()
 # The command that runs in the foreground.
 child_pid=
-# Names of the programs started, in order, and the process of each that has not been stopped.
+# Names of the programs started, the last one first, and the process of each that runs.
 started=()
 declare -A pid_of=()
-
+outcome="cleaned up"
 bold='' dim='' plain=''
-if [[ -t 1 ]]; then
-    bold=$'\e[1m' dim=$'\e[2m' plain=$'\e[0m'
-fi
+[[ ! -t 1 ]] || bold=$'\e[1m' dim=$'\e[2m' plain=$'\e[0m'
 # For what must be seen while a function's output is redirected.
 exec {screen}>&1 {errors}>&2
 
-# --- Printing and running -------------------------------------------------------------------------
+# --- Printing, running and waiting ----------------------------------------------------------------
 
 say() { printf '%s==> %s%s\n' "$bold" "$*" "$plain"; }
-
 tell() { printf '%s    $ %s%s\n' "$dim" "${*//"$tmp"/\$tmp}" "$plain" >&"$screen"; }
-
 indent() { sed "s|$tmp|\$tmp|g; s/^/    /"; }
 
 # run COMMAND...: in the background, so that a signal to this script is handled while it runs, and in a session of its
@@ -46,95 +40,69 @@ run() {
     return "$status"
 }
 
-# show ARGUMENT...: prints and runs a command of the binary.
-show() {
+show() { # show ARGUMENT...: prints and runs a command of the binary
     tell csi-loopback "$@"
     run "$driver" "$@"
 }
 
-# shell COMMAND...: prints and runs any other command.
-shell() {
+shell() { # shell COMMAND...: prints and runs any other command
     tell "$@"
     "$@" 2>&1 | indent
 }
 
-# refused WORDS COMMAND...: runs a command that must fail with these words.
-refused() {
-    local words=$1
-    shift
-    if "$@" >"$tmp/refusal" 2>&1; then
-        die "not refused: $(<"$tmp/refusal")"
-    fi
+refused() { # refused WORDS COMMAND...: runs a command that must fail with these words
+    ! "${@:2}" >"$tmp/refusal" 2>&1 || die "not refused: $(<"$tmp/refusal")"
     indent <"$tmp/refusal"
-    grep -qF -- "$words" "$tmp/refusal" || die "refused, but not with: $words"
+    grep -qF -- "$1" "$tmp/refusal" || die "refused, but not with: $1"
 }
 
-# await WHAT COMMAND...: waits until the command succeeds.
-await() {
-    local what=$1 name deadline=$((SECONDS + patience))
-    shift
-    until "$@" >/dev/null 2>&1; do
+same() { # same WHAT ONE OTHER
+    [[ -n $2 && $2 == "$3" ]] || die "$1: differs: $2 and $3"
+    printf '    %s: the same %d extents\n' "$1" "$(wc -l <<<"$2")"
+}
+
+await() { # await WHAT COMMAND...: until the command succeeds
+    local name deadline=$((SECONDS + patience))
+    until "${@:2}" >/dev/null 2>&1; do
         for name in "${!pid_of[@]}"; do
             kill -0 "${pid_of[$name]}" 2>/dev/null || die "$name has ended"
         done
-        ((SECONDS < deadline)) || die "$what: not within $patience s"
+        ((SECONDS < deadline)) || die "$1: not within $patience s"
         sleep 0.1
     done
 }
 
-# start NAME COMMAND...: in the background, in a session of its own, with its output in $tmp/NAME.log.
-start() {
-    local name=$1
-    shift
-    setsid "$@" >"$tmp/$name.log" 2>&1 </dev/null {screen}>&- {errors}>&- &
-    pid_of[$name]=$!
-    started+=("$name")
+start() { # start NAME COMMAND...: in the background, in a session of its own, with its output in $tmp/NAME.log
+    setsid "${@:2}" >"$tmp/$1.log" 2>&1 </dev/null {screen}>&- {errors}>&- &
+    pid_of[$1]=$!
+    started=("$1" "${started[@]}")
 }
 
-stop() { # stop PID SECONDS: sends SIGTERM to the process and those that it started, and later SIGKILL
-    local deadline=$((SECONDS + $2))
+stop() { # stop PID SECONDS: sends SIGTERM to the process and its group, and SIGKILL after that time
     # Until it has a session of its own, it has no group of its own.
     kill -TERM -- "-$1" 2>/dev/null || kill -TERM "$1" 2>/dev/null || return 0
     # A process that is stopped handles it only when it continues.
     kill -CONT -- "-$1" 2>/dev/null || true
-    while kill -0 "$1" 2>/dev/null; do
-        if ((SECONDS >= deadline)); then
-            kill -KILL "$1" 2>/dev/null || true
-            break
-        fi
-        sleep 0.1
-    done
+    timeout "$2" tail --pid="$1" --sleep-interval=0.1 -f /dev/null || kill -KILL "$1" 2>/dev/null || true
     wait "$1" 2>/dev/null || true
 }
 
-stop_started() { # stop_started NAME
-    stop "${pid_of[$1]}" 30
-    unset "pid_of[$1]"
-}
-
-stop_all() { # the last one first
-    local index name
-    for ((index = ${#started[@]} - 1; index >= 0; index--)); do
-        name=${started[index]}
-        [[ -z ${pid_of[$name]:-} ]] || stop_started "$name"
+stop_started() { # stop_started NAME...
+    local name
+    for name; do
+        [[ -n ${pid_of[$name]:-} ]] || continue
+        stop "${pid_of[$name]}" 30
+        unset "pid_of[$name]"
     done
 }
 
 # --- Begin and end --------------------------------------------------------------------------------
 
-# begin COMMAND...: installs what is missing and makes $tmp. Everything that is started from here on keeps its files
-# below it, and is recognised by it.
+# begin COMMAND...: installs what is missing, finds or builds the binary, and makes $tmp. Everything that is started
+# from here on keeps its files below it, and is recognised by it.
 begin() {
     is_root || die "needs root, for loop devices and mounts: sudo $0"
-    install_missing "${storage_commands[@]}" setsid jq "$@" || die "cannot install what is missing"
-    find_driver
-    tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-loopback-demo.XXXXXX")
-    export TMPDIR=$tmp
-    export CSI_ENDPOINT=unix://$tmp/csi.sock
-    cd "$tmp" || exit
-}
-
-find_driver() {
+    install_missing "${storage_commands[@]}" setsid jq curl "$@" || die "cannot install what is missing"
     driver=${CSI_LOOPBACK_BIN:-}
     if [[ -z $driver ]]; then
         command -v cargo >/dev/null || die "needs Rust: no cargo in PATH"
@@ -145,51 +113,41 @@ find_driver() {
     fi
     driver=$(realpath "$driver")
     [[ -x $driver ]] || die "no binary at $driver"
+    tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-loopback-demo.XXXXXX")
+    export TMPDIR=$tmp CSI_ENDPOINT=unix://$tmp/csi.sock
+    cd "$tmp" || exit
 }
 
-# in_use: processes, mounts and loop devices of this run, a line each, that remain after the kernel had time to release
-# them: a loop device outlives its last user for a moment.
+# in_use: processes, mounts and loop devices of this run that remain after the kernel had time to release them: a loop
+# device outlives its last user for a moment.
 in_use() {
-    local left processes
+    local found
     for _ in {1..50}; do
-        processes=$(processes_of "$tmp")
-        left=$(
-            [[ -z $processes ]] || printf 'process %s\n' "${processes//$'\n'/$'\nprocess '}"
-            mounts_below "$tmp" | sed 's/^/mount /'
-            loops_of "$tmp" | sed 's/^/loop device /'
+        found=$(
+            processes_of "$tmp"
+            mounts_below "$tmp"
+            loops_of "$tmp"
         )
-        [[ -n $left ]] || return 0
+        [[ -n $found ]] || return 0
         sleep 0.1
     done
-    printf '%s\n' "$left"
+    printf '%s\n' "$found"
 }
 
 # finish: ends a scene that has taken down what it made, and fails for what the driver has left.
 finish() {
-    local left
-    stop_all
-    left=$(in_use)
-    [[ -z $left ]] || die "still in use: $left"
-    clear_directory "$tmp"
-    [[ ! -e $tmp ]] || die "still there: $tmp"
-    tmp=
-    say "done: no mount, loop device, process or file is left"
-}
-
-print_logs() {
-    local name
-    for name in "${!pid_of[@]}"; do
-        [[ -s $tmp/$name.log ]] || continue
-        echo "    last lines of the log of $name:"
-        tail -n 20 "$tmp/$name.log" | sed 's/^/    /'
-    done
+    local found
+    stop_started "${started[@]}"
+    found=$(in_use)
+    [[ -z $found ]] || die "still in use: $found"
+    outcome="done"
 }
 
 # before_clean_up: what a scene must do while its programs still run.
 before_clean_up() { :; }
 
 cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
-    local status=$1 left pid
+    local status=$1 found pid
     # A second interrupt must not stop the clean-up of the first.
     trap '' INT TERM HUP PIPE
     trap - EXIT
@@ -198,23 +156,23 @@ cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     # A verification that is running removes its own volumes.
     [[ -z $child_pid ]] || stop "$child_pid" 70
     if [[ -n $tmp ]]; then
-        say "interrupted or failed: cleaning up"
-        ((status == 0 || status >= 128)) || print_logs
+        [[ $outcome == "done" ]] || say "interrupted or failed: cleaning up"
         before_clean_up
-        stop_all
-        # Started in the moment of the interrupt.
+        stop_started "${started[@]}"
+        # What the interrupt met before its process was noted.
         while read -r pid _; do
             stop "$pid" 5
         done < <(processes_of "$tmp")
+        ((status == 0 || status >= 128)) || tail -n 20 "$tmp"/*.log
         clear_directory "$tmp"
         unset TMPDIR
-        left=$(in_use)
-        [[ ! -e $tmp ]] || left+=$'\n'"directory $tmp"
+        found=$(in_use && find "$tmp" -maxdepth 1 2>/dev/null)
     fi
-    if [[ -n ${left:-} ]]; then
-        printf 'still there:\n%s\n' "$left" >&2
+    if [[ -n ${found:-} ]]; then
+        printf 'still there:\n%s\n' "$found" >&2
+        ((status != 0)) || status=1
     elif [[ -n $tmp || $status -ge 128 ]]; then
-        say "cleaned up: no mount, loop device, process or file is left"
+        say "$outcome: no mount, loop device, process or file is left"
     fi
     exit "$status"
 }
@@ -230,16 +188,8 @@ trap 'cleanup 141' PIPE
 # --- Driver and volume ----------------------------------------------------------------------------
 
 start_driver() {
-    start driver "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto \
-        "${driver_flags[@]}"
+    start driver "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto "${driver_flags[@]}"
     await "the driver" "$driver" volume list --timeout 5s
-}
-
-make_volume() { # make_volume SIZE MODE...: creates, stages and publishes it
-    local size=$1
-    shift
-    show volume create "$volume" --size "$size" "$@"
-    publish_volume "$@"
 }
 
 publish_volume() { # publish_volume MODE...: stages and publishes it at $tmp/target
@@ -247,8 +197,7 @@ publish_volume() { # publish_volume MODE...: stages and publishes it at $tmp/tar
     show volume publish "$volume" --staging "$tmp/staging" --target "$tmp/target" "$@"
 }
 
-# remove_volume: through the driver, with its snapshots.
-remove_volume() {
+remove_volume() { # through the driver, with its snapshots
     local snapshot
     say "taking everything down"
     run "$driver" volume unpublish "$volume" --target "$tmp/target"
@@ -259,15 +208,17 @@ remove_volume() {
     run "$driver" volume delete "$volume"
 }
 
+extents() { # extents ARGUMENT...: what a command of `snapshot` lists, one JSON array a line
+    "$driver" snapshot "$@" --output json | jq -c '.extents[] | [.offset, .length]'
+}
+
 # start_crust_ops DIR [PREFIX...]: for a runtime whose configuration is DIR/oci-runtime.yaml; in the namespaces that
-# PREFIX enters.
+# PREFIX enters. Sets driver_flags.
 start_crust_ops() {
-    local dir=$1
-    shift
-    start crust-ops "$@" "$driver" --mode runtime-ops --endpoint "unix://$tmp/crust.sock" --crust-dir "$dir/crust" \
-        --cli-env "CSI_LOOPBACK_RUNC_CONFIG=$dir/oci-runtime.yaml" --collect-every 1s
+    start crust-ops "${@:2}" "$driver" --mode runtime-ops --endpoint "unix://$tmp/crust.sock" --crust-dir "$1/crust" \
+        --cli-env "CSI_LOOPBACK_RUNC_CONFIG=$1/oci-runtime.yaml"
     await crust_ops test -S "$tmp/crust.sock"
-    deferring=(--enable-defer-fs-ops --crust-endpoint "unix://$tmp/crust.sock")
+    driver_flags=(--enable-defer-fs-ops --crust-endpoint "unix://$tmp/crust.sock")
 }
 
 # --- Cluster --------------------------------------------------------------------------------------
@@ -279,129 +230,101 @@ start_cluster() {
     start cluster "$repo/hack/cluster.sh" "$tmp/cluster"
     await "the API server" test -e "$tmp/cluster/ready"
     PATH=$tmp/cluster/tools:$PATH
-    ln -s cluster/kubeconfig "$tmp/administrator.kubeconfig"
+    cp cluster/kubeconfig administrator.kubeconfig
     act_as administrator
+    kubectl config set-context --current --namespace="$namespace" >/dev/null
 }
 
 # act_as ACCOUNT: from here on, with $tmp/ACCOUNT.kubeconfig.
 act_as() { export KUBECONFIG=$tmp/$1.kubeconfig KUBECACHEDIR=$tmp/$1.cache; }
+as() { KUBECONFIG=$tmp/$1.kubeconfig KUBECACHEDIR=$tmp/$1.cache "${@:2}"; } # as ACCOUNT COMMAND...
 
-as() { # as ACCOUNT COMMAND...
-    KUBECONFIG=$tmp/$1.kubeconfig KUBECACHEDIR=$tmp/$1.cache "${@:2}"
-}
-
-# kubeconfig_of NAMESPACE NAME: writes $tmp/NAME.kubeconfig, for a ServiceAccount.
-kubeconfig_of() {
+kubeconfig_of() { # kubeconfig_of NAMESPACE NAME: writes $tmp/NAME.kubeconfig, for a ServiceAccount
     local token
-    token=$(as administrator kubectl -n "$1" create token "$2" --duration=1h)
-    sed "s/client-certificate-data:.*/token: $token/; /client-key-data:/d" "$tmp/cluster/kubeconfig" \
-        >"$tmp/$2.kubeconfig"
+    token=$(kubectl -n "$1" create token "$2" --duration=1h)
+    sed "s/client-certificate-data:.*/token: $token/; /client-key-data:/d" administrator.kubeconfig >"$2.kubeconfig"
 }
+
+quietly() { "$@" >>apply.log; }
 
 # apply DIRECTORY...: of deploy/. Nothing starts its pods here: start_role does what they would do.
 apply() {
     local directory
     for directory; do
         tell kubectl apply --server-side -k "deploy/$directory"
-        kubectl apply --server-side -k "$repo/deploy/$directory" >>"$tmp/apply.log"
+        quietly kubectl apply --server-side -k "$repo/deploy/$directory"
     done
 }
 
-# make_account NAME RESOURCE: a ServiceAccount that may create and get RESOURCE in $namespace, and nothing else.
-make_account() {
-    {
-        kubectl -n "$namespace" create serviceaccount "$1"
-        kubectl -n "$namespace" create role "$1" --verb=create,get --resource="$2"
-        kubectl -n "$namespace" create rolebinding "$1" --role="$1" --serviceaccount="$namespace:$1"
-    } >>"$tmp/apply.log"
-    kubeconfig_of "$namespace" "$1"
+make_stranger() { # make_stranger RESOURCE: a ServiceAccount that may create RESOURCE and read no snapshots
+    quietly kubectl create serviceaccount stranger
+    quietly kubectl create role stranger --verb=create,get --resource="$1"
+    quietly kubectl create rolebinding stranger --role=stranger --serviceaccount="$namespace:stranger"
+    kubeconfig_of "$namespace" stranger
 }
 
-# free_port: below those that the kernel assigns by itself.
-free_port() {
+free_port() { # below those that the kernel assigns by itself
     local port
-    while :; do
-        port=$((20000 + SRANDOM % 12000))
-        (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null || break
-    done
+    until port=$((20000 + SRANDOM % 12000)) && ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do :; done
     printf '%s\n' "$port"
 }
 
-# free_ports: sets port and http, for the next start_role.
-free_ports() { port=$(free_port) http=$(free_port); }
-
 # start_role NAMESPACE WORKLOAD CONTAINER FLAG...: what that container of deploy/ runs, with its flags and the rights
-# of its ServiceAccount. Its ports, sockets and addresses are replaced by this machine's, and by FLAG=VALUE.
+# of its ServiceAccount. Ports, sockets and addresses are replaced by this machine's, and by FLAG=VALUE. Sets port and http.
 start_role() {
-    local namespace=$1 container=$3 workload account flag args
+    local workload account flag args
+    port=$(free_port) http=$(free_port)
     workload=$(kubectl -n "$1" get "$2" -o json)
-    shift 3
     account=$(jq -r .spec.template.spec.serviceAccountName <<<"$workload")
-    kubeconfig_of "$namespace" "$account"
-    mapfile -t args < <(jq -r --arg name "$container" \
-        '.spec.template.spec.containers[] | select(.name == $name) | .args[]' <<<"$workload")
+    kubeconfig_of "$1" "$account"
+    mapfile -t args < <(jq -r '.spec.template.spec.containers[] | select(.name == "'"$3"'") | .args[]' <<<"$workload")
     for flag in "--port=$port" "--http-endpoint=127.0.0.1:$http" "--csi-address=$tmp/csi.sock" \
-        "--service-address=localhost:$port" "$@"; do
+        "--service-address=localhost:$port" "${@:4}"; do
         args=("${args[@]/#"${flag%%=*}="*/"$flag"}")
     done
-    start "$container" env POD_NAMESPACE="$namespace" POD_NAME=demo POD_IP=127.0.0.1 NODE_NAME=node \
-        POD_SERVICE_ACCOUNT="$account" "$driver" "${args[@]}" --kubeconfig "$tmp/$account.kubeconfig"
+    start "$3" env POD_NAMESPACE="$1" POD_NAME=demo POD_IP=127.0.0.1 NODE_NAME=node POD_SERVICE_ACCOUNT="$account" \
+        "$driver" "${args[@]}" --kubeconfig "$tmp/$account.kubeconfig"
+    await "$3" is_healthy
 }
 
-# start_server ARGUMENT...: a role that serves a port besides its health.
-start_server() {
-    start_role "$@"
-    await "$3" healthy
+is_healthy() { curl --silent --fail "http://127.0.0.1:$http/health" || curl --silent --fail "http://127.0.0.1:$http/healthz"; }
+
+# call_by_url PORT: has the API server, which is no pod here, call all webhooks there.
+call_by_url() {
+    kubectl get mutatingwebhookconfigurations,validatingwebhookconfigurations -o json |
+        jq '.items[].webhooks[].clientConfig |= {url: ("https://localhost:'"$1"'" + .service.path)}' |
+        quietly kubectl replace -f -
 }
 
-healthy() {
-    (: <"/dev/tcp/127.0.0.1/$port") && curl --silent --fail "http://127.0.0.1:$http/health"
-}
-
-# start_sidecar FLAG...: the sidecar of deploy/base.
-start_sidecar() {
-    free_ports
-    start_server csi-loopback statefulset/csi-loopback metadata "$@"
-    await "the SnapshotMetadataService" kubectl get snapshotmetadataservice "$driver_name"
-}
-
-start_snapshotter() {
+start_storage() { # start_storage FLAG...: the driver, csi-snapshotter, and the sidecar of deploy/base with these flags
+    start_driver
     start csi-snapshotter csi-snapshotter -kubeconfig "$KUBECONFIG" -csi-address "$tmp/csi.sock" \
         -retry-interval-start=200ms -kube-api-qps=100 -kube-api-burst=200
-}
-
-# call_by_url NAME: has the API server, which is no pod here, call these webhooks at $port.
-call_by_url() {
-    local kind
-    for kind in mutatingwebhookconfiguration validatingwebhookconfiguration; do
-        kubectl get "$kind" "$1" >/dev/null 2>&1 || continue
-        kubectl get "$kind" "$1" -o json | jq --arg server "https://localhost:$port" \
-            '.webhooks[].clientConfig |= {url: ($server + .service.path)}' | kubectl replace -f - >>"$tmp/apply.log"
-    done
+    start_role csi-loopback statefulset/csi-loopback metadata "$@"
+    await "the SnapshotMetadataService" kubectl get snapshotmetadataservice "$driver_name"
 }
 
 # make_claim SIZE ACCESS_MODE VOLUME_MODE: $volume in Kubernetes. No controller binds claims here.
 make_claim() {
     local handle uid common="accessModes: [$2], volumeMode: $3, storageClassName: ''"
     handle=$("$driver" volume list --output json | jq -r '.[0].id')
-    kubectl -n "$namespace" apply -f - >>"$tmp/apply.log" <<END
+    quietly kubectl apply -f - <<END
 apiVersion: v1
 kind: PersistentVolumeClaim
 metadata: {name: data}
 spec: {$common, volumeName: pv-data, resources: {requests: {storage: $1}}}
 END
-    uid=$(kubectl -n "$namespace" get pvc data -o 'jsonpath={.metadata.uid}')
-    kubectl apply -f - >>"$tmp/apply.log" <<END
+    uid=$(kubectl get pvc data -o 'jsonpath={.metadata.uid}')
+    quietly kubectl apply -f - <<END
 apiVersion: v1
 kind: PersistentVolume
 metadata: {name: pv-data}
 spec:
   {$common, persistentVolumeReclaimPolicy: Retain, capacity: {storage: $1},
-   csi: {driver: $driver_name, volumeHandle: $handle},
-   claimRef: {apiVersion: v1, kind: PersistentVolumeClaim, namespace: $namespace, name: data, uid: $uid}}
+   csi: {driver: $driver_name, volumeHandle: $handle}, claimRef: {namespace: $namespace, name: data, uid: $uid}}
 END
-    kubectl -n "$namespace" patch pvc data --subresource=status --type=merge \
-        -p '{"status": {"phase": "Bound", "capacity": {"storage": "'"$1"'"}}}' >>"$tmp/apply.log"
+    quietly kubectl patch pvc data --subresource=status --type=merge \
+        -p '{"status": {"phase": "Bound", "capacity": {"storage": "'"$1"'"}}}'
 }
 
 write() { # write MIB_OFFSET KIB: random data
@@ -409,44 +332,38 @@ write() { # write MIB_OFFSET KIB: random data
     printf '    %5d KiB at %d MiB written\n' "$2" "$1"
 }
 
+wait_for() { quietly run kubectl wait --timeout="${patience}s" "$1" --for="$2"; } # wait_for OBJECT CONDITION
+
 request_snapshot() { # request_snapshot NAME: a VolumeSnapshot of the claim
-    cat >"$tmp/snapshot-$1.yaml" <<END
+    cat >"snapshot-$1.yaml" <<END
 apiVersion: snapshot.storage.k8s.io/v1
 kind: VolumeSnapshot
-metadata: {name: $1, namespace: $namespace}
+metadata: {name: $1}
 spec: {source: {persistentVolumeClaimName: data}, volumeSnapshotClassName: csi-loopback}
 END
-    as administrator shell kubectl apply -f "snapshot-$1.yaml"
+    as administrator shell kubectl create -f "snapshot-$1.yaml"
 }
-
-take_snapshot() { # take_snapshot NAME
-    request_snapshot "$1"
-    run kubectl -n "$namespace" wait --timeout="${patience}s" --for=jsonpath='{.status.readyToUse}'=true \
-        "volumesnapshot/$1" >>"$tmp/apply.log"
-}
-
-# The KiB that differ between the two snapshots of take_snapshots.
-changed=$((64 + 2048 + 512))
 
 # take_snapshots: makes a volume with a claim, and its VolumeSnapshots monday and tuesday.
 take_snapshots() {
     say "creating a volume with a PersistentVolumeClaim, published as a block device"
-    make_volume 1Gi --block
+    show volume create "$volume" --size 1Gi --block
+    publish_volume --block
     make_claim 1Gi ReadWriteOnce Block
     say "writing, then taking the VolumeSnapshot monday"
     write 0 8192
     write 64 1024
-    take_snapshot monday
+    request_snapshot monday
+    wait_for volumesnapshot/monday jsonpath='{.status.readyToUse}'=true
     say "changing, then taking the VolumeSnapshot tuesday"
     write 4 64
     write 300 2048
-    blkdiscard --offset $((64 << 20)) --length $((512 << 10)) "$tmp/target"
-    printf '    %5d KiB at %d MiB discarded\n' 512 64
-    take_snapshot tuesday
+    shell blkdiscard --offset 64MiB --length 512KiB "$tmp/target"
+    request_snapshot tuesday
+    wait_for volumesnapshot/tuesday jsonpath='{.status.readyToUse}'=true
 }
 
 handle_of() { # handle_of NAME: the CSI handle of a VolumeSnapshot
-    local content
-    content=$(kubectl -n "$namespace" get volumesnapshot "$1" -o 'jsonpath={.status.boundVolumeSnapshotContentName}')
-    kubectl get volumesnapshotcontent "$content" -o 'jsonpath={.status.snapshotHandle}'
+    kubectl get volumesnapshotcontent \
+        -o 'jsonpath={.items[?(@.spec.volumeSnapshotRef.name == "'"$1"'")].status.snapshotHandle}'
 }

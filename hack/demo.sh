@@ -16,29 +16,23 @@ list() {
     done
 }
 
-usage() {
+scene=${1:-main}
+if [[ $scene == --list ]]; then
+    list
+elif [[ $scene == --help ]]; then
     cat <<END
 Usage: hack/demo.sh [SCENE | --list | --help]
 
 Shows a part of csi-loopback at work on this machine (default: main). Installs missing commands, needs root, and leaves
 no mount, loop device, process or file, also when interrupted. CSI_LOOPBACK_BIN names the binary (default: build it).
 
-Scenes:
+$(list)
 END
-    list
-}
-
-scene=${1:-main}
-if [[ $# -gt 1 || ! " --list --help ${scenes[*]} " == *" $scene "* ]]; then
+elif [[ $# -gt 1 || " ${scenes[*]} " != *" $scene "* ]]; then
     printf '%s: no such scene: %s\n%s\n' "${0##*/}" "$*" "$(list)" >&2
     exit 2
+else
+    # shellcheck source=/dev/null
+    source "$repo/hack/demo/$scene.sh"
+    outcome="done"
 fi
-case $scene in
-    --list) list ;;
-    --help) usage ;;
-    *)
-        # shellcheck source=/dev/null
-        source "$repo/hack/demo/$scene.sh"
-        finish
-        ;;
-esac

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154
+# shellcheck shell=bash disable=SC2034,SC2154
 # Scene: the webhooks for such pods: what they set, refuse and warn of
 
 namespace=inline-demo
@@ -48,7 +48,7 @@ shell kubectl create -f "$examples/deployment.yaml" | tee warning
 grep -F 'Warning:' warning >/dev/null || die "there is no warning"
 
 say "without the webhooks, pods with such volumes wait, and all others are created"
-stop_started admission
+stop admission
 refused "failed calling webhook" kubectl create -f probe.yaml
 sed '/volumeMounts:/,/mountPath/d; /^  volumes:/,$d' probe.yaml >other.yaml
 shell kubectl create -f other.yaml

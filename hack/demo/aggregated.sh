@@ -5,15 +5,6 @@ server=csi-loopback-aggregated-api
 servers=csi-loopback-aggregated
 api_service=v1alpha1.cbt.storage.k8s.io
 
-apply_overlay() { # deploy/base with deploy/components/cbt-http
-    local deploy
-    mkdir overlay
-    deploy=$(realpath --relative-to=overlay "$repo/deploy")
-    printf '%s\n' "resources: [$deploy/base]" "components: [$deploy/components/cbt-http]" >overlay/kustomization.yaml
-    tell kubectl apply --server-side -k overlay
-    quietly kubectl apply --server-side -k overlay
-}
-
 is_discovered() { [[ $(kubectl api-resources --api-group=cbt.storage.k8s.io -o name) == *volumesnapshotdeltas* ]]; }
 
 # page OFFSET LIMIT: creates a VolumeSnapshotDelta, and writes the answer to page.json. Without --validate=ignore kubectl
@@ -31,7 +22,11 @@ END
 
 begin
 start_cluster
-apply_overlay
+mkdir overlay
+deploy=$(realpath --relative-to=overlay "$repo/deploy")
+printf '%s\n' "resources: [$deploy/base]" "components: [$deploy/components/cbt-http]" >overlay/kustomization.yaml
+shell cat overlay/kustomization.yaml
+quietly kubectl apply --server-side -k overlay
 apply aggregated-api
 quietly kubectl create namespace "$namespace"
 quietly kubectl create serviceaccount backup
@@ -82,7 +77,7 @@ say "a ServiceAccount that may create VolumeSnapshotDeltas and may not read thes
 refused volumesnapshots as stranger show snapshot delta monday tuesday "${flags[@]}"
 
 say "the server ends: the API is unavailable, and the rest of its group remains"
-stop_started aggregated-api
+stop aggregated-api
 wait_for "apiservice/$api_service" condition=Available=False
 refused ServiceUnavailable page 0 3
 shell kubectl get driverdiscoveries

@@ -5,12 +5,6 @@
 target() { printf '%s/pods/%s/mount' "$tmp" "${1/-//}"; }
 publish() { show volume inline publish "$1" --target "$(target "$1")" "${@:2}"; } # publish VOLUME ARGUMENT...
 
-kill_driver() {
-    kill -KILL -- "-${pid_of[driver]}"
-    wait "${pid_of[driver]}" 2>/dev/null || true
-    unset 'pid_of[driver]'
-}
-
 begin
 # The limits of this node for such volumes.
 driver_flags=(--inline-max-size 256Mi --inline-max-volumes 3)
@@ -24,7 +18,8 @@ say "it is no volume for the rest of CSI"
 show volume list
 
 say "the driver dies; the pod continues to write"
-kill_driver
+kill -KILL -- "-${pid_of[driver]}"
+stop driver
 echo "written with no driver" >>"$(target pod1-scratch)/file"
 start_driver
 say "kubelet repeats its call, which finds everything in place"
@@ -44,7 +39,7 @@ await "the secret" grep -qx monday reader.log
 printf tuesday >"$tmp/secret"
 publish pod1-settings --read-only "${settings[@]}"
 await "the new secret" grep -qx tuesday reader.log
-stop_started reader
+stop reader
 shell uniq -c reader.log
 [[ $(uniq reader.log) == $'monday\ntuesday' ]] || die "something else was read"
 
@@ -59,5 +54,5 @@ say "taking everything down: unpublishing deletes, and may be repeated"
 for volume in pod1-scratch pod1-settings pod2-scratch pod1-scratch; do
     run "$driver" volume inline unpublish "$volume" --target "$(target "$volume")"
 done
-stop_started driver
+stop driver
 show pool check --data-dir "$tmp/data"

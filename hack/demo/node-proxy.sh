@@ -16,10 +16,7 @@ spec:
   terminationGracePeriodSeconds: 0
   securityContext: {fsGroup: 4321, fsGroupChangePolicy: OnRootMismatch}
   containers:
-  - name: app
-    image: localhost/busybox:node
-    imagePullPolicy: Never
-    volumeMounts: [{name: data, mountPath: /data}]
+  - {name: app, image: "localhost/busybox:node", imagePullPolicy: Never, volumeMounts: [{name: data, mountPath: /data}]}
   volumes: [{name: data, persistentVolumeClaim: {claimName: data}}]
 END
     indent <"$1.yaml"
@@ -95,14 +92,14 @@ delete_pod deferred
 [[ -z $(find "$tmp/state" -name vol_data.json) ]] || die "it is still stored"
 
 say "the driver is downgraded, and a pod begins: it waits, and an event reports why"
-stop_started driver
+stop driver
 driver_flags=()
 start_driver
 run_pod waits 'cbt.storage.k8s.io/defer-fs-mount: data'
 await "an event" event
 event | fold --spaces --width 116 | indent
 say "with the upgrade it runs"
-stop_started driver
+stop driver
 driver_flags=("${deferring[@]}")
 start_driver
 wait_for pod/waits condition=Ready

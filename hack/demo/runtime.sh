@@ -1,8 +1,6 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 # Scene: a volume that a container's runtime mounts, and the node never does (needs containerd)
 
-ctr() { command ctr --address "$tmp/containerd.sock" "$@"; }
-
 run_container() { # run_container NAME SCRIPT: with the volume at /data, by csi-loopback-runc
     ctr run --detach --rootfs --runc-binary "$tmp/csi-loopback-runc" --env PATH=/bin \
         --mount "type=bind,src=$tmp/target,dst=/data,options=rbind:rw" "$tmp/root" "$1" sh -c "$2"
@@ -33,19 +31,18 @@ check_host() {
 
 begin "${node_commands[@]}"
 say "starting crust_ops, containerd and a driver, with its pool in \$tmp ($tmp)"
-# What containerd starts reads this too.
-export CSI_LOOPBACK_RUNC_CONFIG=$tmp/oci-runtime.yaml
+# For ctr, and for what containerd starts.
+export CONTAINERD_ADDRESS=$tmp/containerd.sock CSI_LOOPBACK_RUNC_CONFIG=$tmp/oci-runtime.yaml
 printf '%s\n' "crustDir: $tmp/crust" "workDir: $tmp/work" >"$CSI_LOOPBACK_RUNC_CONFIG"
 start_crust_ops "$tmp"
 start_driver
 # The name selects the mode.
 ln -s "$driver" csi-loopback-runc
 mkdir -p root/bin
-for name in busybox sh sleep cat df; do
-    cp "$(command -v busybox)" "root/bin/$name"
-done
+cp "$(command -v busybox)" root/bin
+root/bin/busybox --install root/bin
 printf '%s\n' 'version = 2' 'disabled_plugins = ["io.containerd.grpc.v1.cri"]' >containerd.toml
-start containerd containerd --config containerd.toml --address "$tmp/containerd.sock" \
+start containerd containerd --config containerd.toml --address "$CONTAINERD_ADDRESS" \
     --root "$tmp/containerd/root" --state "$tmp/containerd/state"
 await containerd ctr version
 

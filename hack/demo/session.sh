@@ -1,14 +1,11 @@
 # shellcheck shell=bash disable=SC2154
 # Scene: the same in a snapshot session: requested, used, revoked, expired, refused
 
+example=$repo/deploy/examples/backup-app-session
+
 create_session() { # create_session NAME LIFETIME_SECONDS SNAPSHOT
-    cat >"$1.yaml" <<END
-apiVersion: cbt.storage.k8s.io/v1alpha2
-kind: SnapshotSessionRequest
-metadata: {name: $1}
-spec: {snapshots: [$3], lifetimeSeconds: $2}
-END
-    indent <"$1.yaml"
+    sed "/^ *#/d; s/generateName: .*/name: $1/; s/Seconds: .*/Seconds: $2/; s/snapshots: .*/snapshots: [$3]/" \
+        "$example/request.yaml" | tee "$1.yaml" | indent
     shell kubectl create -f "$1.yaml"
 }
 
@@ -16,9 +13,6 @@ await_state() { # await_state NAME STATE
     wait_for "ssr/$1" jsonpath='{.status.state}'="$2"
     shell kubectl get snapshotsessionrequests
 }
-
-# take_token NAME: sets token. It is not printed: the session belongs to its holder.
-take_token() { token=$(kubectl get ssr "$1" -o 'jsonpath={.status.sessionToken}'); }
 
 # ask SNAPSHOT STATUS: what the sidecar answers to a GetAllocated with the token and no other right. A gRPC request is a
 # POST of a message behind five bytes with its length; its status comes last. Fields 1 and 3 are token and snapshot.
@@ -49,18 +43,15 @@ sidecar=$port
 webhook=$(free_port)
 call_by_url "$webhook"
 start_role csi-loopback-sessions deployment/csi-loopback-session-manager session-manager "--port=$webhook"
-await "trust in the webhook" as backup-app kubectl create --dry-run=server \
-    -f "$repo/deploy/examples/backup-app-session/request.yaml"
+await "trust in the webhook" as backup-app kubectl create --dry-run=server -f "$example/request.yaml"
 shell kubectl get snapshotserviceconfigurations
 take_snapshots
 
 say "from here on as ServiceAccount backup-app, which may request sessions in $namespace"
 act_as backup-app
-say "a full backup, in a session that the command requests, waits for and ends"
+say "a full and an incremental backup, each in a session that the command requests, waits for and ends"
 show snapshot allocated monday --api session --namespace "$namespace"
-say "an incremental one"
 show snapshot delta monday tuesday --api session --namespace "$namespace"
-
 say "a session by hand, for a snapshot that is not ready yet (csi-snapshotter is stopped): Pending"
 kill -STOP -- "-${pid_of[csi-snapshotter]}"
 request_snapshot wednesday
@@ -73,14 +64,14 @@ show snapshot allocated wednesday --api session --session by-hand --namespace "$
 
 say "the token gives access until the request is deleted"
 kubectl get ssr by-hand -o 'jsonpath={.status.caCert}' | base64 -d >session-ca.crt
-take_token by-hand
+token=$(kubectl get ssr by-hand -o 'jsonpath={.status.sessionToken}')
 expect wednesday 0
 shell kubectl delete ssr by-hand
 expect wednesday 16
 say "a session of ten seconds expires"
 create_session short 10 monday
 await_state short Ready
-take_token short
+token=$(kubectl get ssr short -o 'jsonpath={.status.sessionToken}')
 expect monday 0
 wait_for ssr/short delete
 expect monday 16

@@ -13,7 +13,7 @@ apply base examples/backup-app
 shell kubectl -n backup-app create role token --verb=create --resource=serviceaccounts/token --resource-name=backup-app
 shell kubectl -n backup-app create rolebinding token --role=token --serviceaccount=backup-app:backup-app
 kubeconfig_of backup-app backup-app
-make_stranger volumesnapshots.snapshot.storage.k8s.io/status
+quietly kubectl create serviceaccount stranger
 
 say "starting the driver, csi-snapshotter and the sidecar"
 start_storage

@@ -12,8 +12,6 @@ driver_flags=()
 patience=120
 
 tmp=
-# The command that runs in the foreground.
-child_pid=
 # Names of the programs started, the last one first, and the process of each that runs.
 started=()
 declare -A pid_of=()
@@ -23,20 +21,20 @@ bold='' dim='' plain=''
 # For what must be seen while a function's output is redirected.
 exec {screen}>&1 {errors}>&2
 
-# --- Printing, running and waiting ----------------------------------------------------------------
-
 say() { printf '%s==> %s%s\n' "$bold" "$*" "$plain"; }
 tell() { printf '%s    $ %s%s\n' "$dim" "${*//"$tmp"/\$tmp}" "$plain" >&"$screen"; }
 indent() { sed "s|$tmp|\$tmp|g; s/^/    /"; }
+quietly() { "$@" >>"$tmp/quiet.log"; }
+wait_for() { quietly run kubectl wait --timeout="${patience}s" "$1" --for="$2"; } # wait_for OBJECT CONDITION
 
 # run COMMAND...: in the background, so that a signal to this script is handled while it runs, and in a session of its
 # own, so that an interrupt from the terminal reaches this script alone, which stops everything in order.
 run() {
     local status=0
     setsid "$@" &
-    child_pid=$!
-    wait "$child_pid" || status=$?
-    child_pid=
+    pid_of[command]=$!
+    wait "$!" || status=$?
+    unset 'pid_of[command]'
     return "$status"
 }
 
@@ -78,25 +76,24 @@ start() { # start NAME COMMAND...: in the background, in a session of its own, w
     started=("$1" "${started[@]}")
 }
 
-stop() { # stop PID SECONDS: sends SIGTERM to the process and its group, and SIGKILL after that time
-    # Until it has a session of its own, it has no group of its own.
-    kill -TERM -- "-$1" 2>/dev/null || kill -TERM "$1" 2>/dev/null || return 0
-    # A process that is stopped handles it only when it continues.
-    kill -CONT -- "-$1" 2>/dev/null || true
-    timeout "$2" tail --pid="$1" --sleep-interval=0.1 -f /dev/null || kill -KILL "$1" 2>/dev/null || true
-    wait "$1" 2>/dev/null || true
-}
-
-stop_started() { # stop_started NAME...
-    local name
+stop() { # stop NAME...: with SIGTERM to each and its group; a verification that is running removes its own volumes
+    local name pid
     for name; do
-        [[ -n ${pid_of[$name]:-} ]] || continue
-        stop "${pid_of[$name]}" 30
+        pid=${pid_of[$name]:-}
+        [[ -n $pid ]] || continue
+        # Until it has a session of its own, it has no group of its own.
+        kill -TERM -- "-$pid" 2>/dev/null || kill -TERM "$pid" 2>/dev/null || true
+        # A process that is stopped handles it only when it continues.
+        kill -CONT -- "-$pid" 2>/dev/null || true
+        for _ in {1..700}; do
+            kill -0 "$pid" 2>/dev/null || break
+            sleep 0.1
+        done
+        kill -KILL "$pid" 2>/dev/null || true
+        wait "$pid" 2>/dev/null || true
         unset "pid_of[$name]"
     done
 }
-
-# --- Begin and end --------------------------------------------------------------------------------
 
 # begin COMMAND...: installs what is missing, finds or builds the binary, and makes $tmp. Everything that is started
 # from here on keeps its files below it, and is recognised by it.
@@ -134,41 +131,34 @@ in_use() {
     printf '%s\n' "$found"
 }
 
-# finish: ends a scene that has taken down what it made, and fails for what the driver has left.
-finish() {
-    local found
-    stop_started "${started[@]}"
-    found=$(in_use)
-    [[ -z $found ]] || die "still in use: $found"
-    outcome="done"
-}
-
 # before_clean_up: what a scene must do while its programs still run.
 before_clean_up() { :; }
 
 cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
-    local status=$1 found pid
+    local status=$1 found='' pid
     # A second interrupt must not stop the clean-up of the first.
     trap '' INT TERM HUP PIPE
     trap - EXIT
     set +e
     exec 1>&"$screen" 2>&"$errors"
-    # A verification that is running removes its own volumes.
-    [[ -z $child_pid ]] || stop "$child_pid" 70
+    stop command
     if [[ -n $tmp ]]; then
         [[ $outcome == "done" ]] || say "interrupted or failed: cleaning up"
         before_clean_up
-        stop_started "${started[@]}"
+        stop "${started[@]}"
         # What the interrupt met before its process was noted.
         while read -r pid _; do
-            stop "$pid" 5
+            pid_of[$pid]=$pid
+            stop "$pid"
         done < <(processes_of "$tmp")
-        ((status == 0 || status >= 128)) || tail -n 20 "$tmp"/*.log
+        ((status == 0 || status >= 128)) || tail -n 20 "$tmp"/*.log 2>/dev/null
+        # A scene that came to its end has taken down everything through the driver.
+        [[ $outcome != "done" ]] || found=$(in_use)
         clear_directory "$tmp"
         unset TMPDIR
-        found=$(in_use && find "$tmp" -maxdepth 1 2>/dev/null)
+        found+=$(in_use && find "$tmp" -maxdepth 1 2>/dev/null)
     fi
-    if [[ -n ${found:-} ]]; then
+    if [[ -n $found ]]; then
         printf 'still there:\n%s\n' "$found" >&2
         ((status != 0)) || status=1
     elif [[ -n $tmp || $status -ge 128 ]]; then
@@ -184,8 +174,6 @@ trap 'cleanup 130' INT
 trap 'cleanup 143' TERM
 trap 'cleanup 129' HUP
 trap 'cleanup 141' PIPE
-
-# --- Driver and volume ----------------------------------------------------------------------------
 
 start_driver() {
     start driver "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto "${driver_flags[@]}"
@@ -221,8 +209,6 @@ start_crust_ops() {
     driver_flags=(--enable-defer-fs-ops --crust-endpoint "unix://$tmp/crust.sock")
 }
 
-# --- Cluster --------------------------------------------------------------------------------------
-
 start_cluster() {
     say "starting an API server, etcd and the snapshot-controller in \$tmp ($tmp)"
     # Here, so that the build of the first run is seen.
@@ -235,8 +221,7 @@ start_cluster() {
     kubectl config set-context --current --namespace="$namespace" >/dev/null
 }
 
-# act_as ACCOUNT: from here on, with $tmp/ACCOUNT.kubeconfig.
-act_as() { export KUBECONFIG=$tmp/$1.kubeconfig KUBECACHEDIR=$tmp/$1.cache; }
+act_as() { export KUBECONFIG=$tmp/$1.kubeconfig KUBECACHEDIR=$tmp/$1.cache; } # act_as ACCOUNT: from here on
 as() { KUBECONFIG=$tmp/$1.kubeconfig KUBECACHEDIR=$tmp/$1.cache "${@:2}"; } # as ACCOUNT COMMAND...
 
 kubeconfig_of() { # kubeconfig_of NAMESPACE NAME: writes $tmp/NAME.kubeconfig, for a ServiceAccount
@@ -244,8 +229,6 @@ kubeconfig_of() { # kubeconfig_of NAMESPACE NAME: writes $tmp/NAME.kubeconfig, f
     token=$(kubectl -n "$1" create token "$2" --duration=1h)
     sed "s/client-certificate-data:.*/token: $token/; /client-key-data:/d" administrator.kubeconfig >"$2.kubeconfig"
 }
-
-quietly() { "$@" >>apply.log; }
 
 # apply DIRECTORY...: of deploy/. Nothing starts its pods here: start_role does what they would do.
 apply() {
@@ -306,33 +289,24 @@ start_storage() { # start_storage FLAG...: the driver, csi-snapshotter, and the 
 
 # make_claim SIZE ACCESS_MODE VOLUME_MODE: $volume in Kubernetes. No controller binds claims here.
 make_claim() {
-    local handle uid common="accessModes: [$2], volumeMode: $3, storageClassName: ''"
+    local handle common="accessModes: [$2], volumeMode: $3, storageClassName: ''"
     handle=$("$driver" volume list --output json | jq -r '.[0].id')
-    quietly kubectl apply -f - <<END
+    quietly kubectl create -f - <<END
 apiVersion: v1
 kind: PersistentVolumeClaim
 metadata: {name: data}
 spec: {$common, volumeName: pv-data, resources: {requests: {storage: $1}}}
-END
-    uid=$(kubectl get pvc data -o 'jsonpath={.metadata.uid}')
-    quietly kubectl apply -f - <<END
+---
 apiVersion: v1
 kind: PersistentVolume
 metadata: {name: pv-data}
 spec:
   {$common, persistentVolumeReclaimPolicy: Retain, capacity: {storage: $1},
-   csi: {driver: $driver_name, volumeHandle: $handle}, claimRef: {namespace: $namespace, name: data, uid: $uid}}
+   csi: {driver: $driver_name, volumeHandle: $handle}, claimRef: {namespace: $namespace, name: data}}
 END
-    quietly kubectl patch pvc data --subresource=status --type=merge \
-        -p '{"status": {"phase": "Bound", "capacity": {"storage": "'"$1"'"}}}'
+    quietly kubectl patch pv pv-data -p "spec: {claimRef: {uid: $(kubectl get pvc data -o 'jsonpath={.metadata.uid}')}}"
+    quietly kubectl patch pvc data --subresource=status -p "status: {phase: Bound, capacity: {storage: $1}}"
 }
-
-write() { # write MIB_OFFSET KIB: random data
-    dd if=/dev/urandom of="$tmp/target" bs=1K seek=$(($1 << 10)) count="$2" conv=notrunc,fsync status=none
-    printf '    %5d KiB at %d MiB written\n' "$2" "$1"
-}
-
-wait_for() { quietly run kubectl wait --timeout="${patience}s" "$1" --for="$2"; } # wait_for OBJECT CONDITION
 
 request_snapshot() { # request_snapshot NAME: a VolumeSnapshot of the claim
     cat >"snapshot-$1.yaml" <<END
@@ -351,14 +325,14 @@ take_snapshots() {
     publish_volume --block
     make_claim 1Gi ReadWriteOnce Block
     say "writing, then taking the VolumeSnapshot monday"
-    write 0 8192
-    write 64 1024
+    shell dd if=/dev/urandom of=target bs=1M seek=0 count=8 conv=notrunc,fsync status=none
+    shell dd if=/dev/urandom of=target bs=1M seek=64 count=1 conv=notrunc,fsync status=none
     request_snapshot monday
     wait_for volumesnapshot/monday jsonpath='{.status.readyToUse}'=true
     say "changing, then taking the VolumeSnapshot tuesday"
-    write 4 64
-    write 300 2048
-    shell blkdiscard --offset 64MiB --length 512KiB "$tmp/target"
+    shell dd if=/dev/urandom of=target bs=64K seek=64 count=1 conv=notrunc,fsync status=none
+    shell dd if=/dev/urandom of=target bs=1M seek=300 count=2 conv=notrunc,fsync status=none
+    shell blkdiscard --offset 64MiB --length 512KiB target
     request_snapshot tuesday
     wait_for volumesnapshot/tuesday jsonpath='{.status.readyToUse}'=true
 }

@@ -24,7 +24,6 @@ scratch probe 'size: 64Mi'
 await "trust in the webhooks" kubectl create --dry-run=server -f probe.yaml
 scratch thief 'fromSnapshot: snap-a-0123456789abcdef'
 await "the policy" is_denied thief.yaml
-
 say "a pod whose volume is content, and which does not say readOnly: the webhook sets it"
 sed '/^ *readOnly: true/d' "$examples/content.yaml" >content.yaml
 shell kubectl create -f content.yaml
@@ -37,7 +36,6 @@ shell kubectl create -f "$examples/scratch.yaml"
 [[ $(kubectl get pod scratch -o 'jsonpath={.spec.volumes[0].csi.readOnly}') != true ]] || die "it was changed"
 say "data of a snapshot is refused, unless the policy allows it"
 refused fromSnapshot kubectl create -f thief.yaml
-
 say "the policy of the namespace changes: at most 32Mi"
 shell kubectl -n "$webhooks" patch configmap "$webhooks" --type=merge \
     -p '{"data": {"policy.yaml": "namespaces: {inline-demo: {maxSize: 32Mi}}"}}'
@@ -46,7 +44,6 @@ refused size kubectl create -f probe.yaml
 say "a template with such a pod is accepted with a warning"
 shell kubectl create -f "$examples/deployment.yaml" | tee warning
 grep -F 'Warning:' warning >/dev/null || die "there is no warning"
-
 say "without the webhooks, pods with such volumes wait, and all others are created"
 stop admission
 refused "failed calling webhook" kubectl create -f probe.yaml

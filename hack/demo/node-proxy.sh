@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 # Scene: the same for a pod that asks for it by an annotation, with the proxy between kubelet and driver
 
-namespace="proxy-demo"
+namespace=default
 
 run_pod() { # run_pod NAME [ANNOTATIONS]: with the claim, on a node that has neither scheduler nor network
     cat >"$1.yaml" <<END
@@ -53,7 +53,6 @@ event() { # what the proxy has reported of the pod
 begin "${node_commands[@]}" setpriv unshare openssl
 start_cluster
 apply node-proxy
-quietly kubectl create namespace "$namespace"
 quietly kubectl create serviceaccount default
 say "starting a node with a released kubelet, crust_ops, the driver, and the proxy, whose socket kubelet gets"
 start node env CSI_LOOPBACK_BINARY="$driver" "$repo/hack/kubelet.sh" "$tmp/cluster"
@@ -69,7 +68,6 @@ start_role csi-loopback daemonset/csi-loopback-node-proxy node-proxy "--endpoint
 start registrar node-driver-registrar -driver-name="$driver_name" -kubelet-registration-path="$tmp/proxy.sock" \
     -plugin-registration-path="$node/kubelet/plugins_registry"
 await "the registration" kubectl wait --timeout=1s --for=jsonpath='{.spec.drivers[0].name}'="$driver_name" csinode/node
-
 say "a volume that does not mention runtimes, and its claim"
 show volume create "$volume" --size 320Mi --fs xfs --access-mode single-node-single-writer
 make_claim 320Mi ReadWriteOncePod Filesystem
@@ -79,7 +77,6 @@ wait_for pod/plain condition=Ready
 in_pod plain 'echo "written in plain" >/data/file; grep " /data " /proc/mounts'
 check_host 1
 delete_pod plain
-
 say "a pod with the annotation: its runtime mounts it, and the host does not"
 run_pod deferred 'cbt.storage.k8s.io/defer-fs-mount: data'
 wait_for pod/deferred condition=Ready
@@ -90,7 +87,6 @@ shell jq . "$tmp"/state/*/vol_data.json
 shell curl --silent --fail "http://127.0.0.1:$http/metrics" | grep -E '^ *(volumes_published_with_|csi_loopback_deferred_)'
 delete_pod deferred
 [[ -z $(find "$tmp/state" -name vol_data.json) ]] || die "it is still stored"
-
 say "the driver is downgraded, and a pod begins: it waits, and an event reports why"
 stop driver
 driver_flags=()

@@ -8,19 +8,15 @@ run_container() { # run_container NAME SCRIPT: with the volume at /data, by csi-
 
 in_container() { ctr task exec --exec-id "$SRANDOM" writer "$@"; }
 
-remove_containers() {
-    local name
-    for name in writer intruder; do
-        for _ in {1..50}; do
-            ctr task delete --force "$name" >/dev/null 2>&1 || true
-            ctr task list --quiet | grep -x "$name" >/dev/null || break
-            sleep 0.1
-        done
-        ctr container delete "$name" >/dev/null 2>&1 || true
+before_clean_up() { # removes the containers, which would outlive containerd
+    [[ -S $tmp/containerd.sock ]] || return 0
+    for _ in {1..50}; do
+        ctr task delete --force writer intruder >/dev/null 2>&1 || true
+        [[ -n $(ctr task list --quiet 2>/dev/null) ]] || break
+        sleep 0.1
     done
+    ctr container delete writer intruder >/dev/null 2>&1 || true
 }
-
-before_clean_up() { [[ ! -S $tmp/containerd.sock ]] || remove_containers; }
 
 check_host() {
     local mounts
@@ -45,7 +41,6 @@ printf '%s\n' 'version = 2' 'disabled_plugins = ["io.containerd.grpc.v1.cri"]' >
 start containerd containerd --config containerd.toml --address "$CONTAINERD_ADDRESS" \
     --root "$tmp/containerd/root" --state "$tmp/containerd/state"
 await containerd ctr version
-
 say "creating a volume that asks for it, staging and publishing it: nothing is mounted"
 mode=(--fs xfs --access-mode single-node-single-writer)
 show volume create "$volume" --size 320Mi --defer-fs-mount "${mode[@]}"
@@ -54,7 +49,6 @@ shell jq . "$tmp"/crust/*/mountInfo.json
 check_host
 say "no runtime has it yet, which its condition reports"
 show volume stats "$volume" --path "$tmp/target"
-
 say "a container by containerd, with csi-loopback-runc in front of runc"
 run_container writer 'echo "written in the container" >/data/file; sleep 1000'
 await "the file" in_container cat /data/file
@@ -67,9 +61,8 @@ shell in_container df -h /data
 check_host
 say "a container of another pod is refused"
 refused "another pod" run_container intruder 'sleep 1000'
-
 say "the container ends; the data is on the volume, which the host may mount now"
-remove_containers
+before_clean_up
 show volume unpublish "$volume" --target "$tmp/target"
 [[ ! -e $tmp/target && -z $(ls -A "$tmp/crust") ]] || die "something of the publication is left"
 mkdir look

@@ -36,7 +36,6 @@ start_cluster
 apply base session-manager examples/backup-app-session
 kubeconfig_of backup-app-session backup-app
 make_stranger snapshotsessionrequests.cbt.storage.k8s.io
-
 say "starting the driver, csi-snapshotter, the sidecar and the session manager"
 start_storage
 sidecar=$port
@@ -46,7 +45,6 @@ start_role csi-loopback-sessions deployment/csi-loopback-session-manager session
 await "trust in the webhook" as backup-app kubectl create --dry-run=server -f "$example/request.yaml"
 shell kubectl get snapshotserviceconfigurations
 take_snapshots
-
 say "from here on as ServiceAccount backup-app, which may request sessions in $namespace"
 act_as backup-app
 say "a full and an incremental backup, each in a session that the command requests, waits for and ends"
@@ -61,7 +59,6 @@ say "the snapshot becomes ready, and so does the session: Ready"
 kill -CONT -- "-${pid_of[csi-snapshotter]}"
 await_state by-hand Ready
 show snapshot allocated wednesday --api session --session by-hand --namespace "$namespace"
-
 say "the token gives access until the request is deleted"
 kubectl get ssr by-hand -o 'jsonpath={.status.caCert}' | base64 -d >session-ca.crt
 token=$(kubectl get ssr by-hand -o 'jsonpath={.status.sessionToken}')
@@ -77,7 +74,6 @@ wait_for ssr/short delete
 expect monday 16
 say "a ServiceAccount that may request sessions and may not read these snapshots is refused"
 refused volumesnapshots as stranger show snapshot allocated monday --api session --namespace "$namespace"
-
 say "no object of a session remains"
 act_as administrator
 shell kubectl get ssr,ssd --all-namespaces

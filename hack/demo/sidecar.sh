@@ -14,13 +14,11 @@ shell kubectl -n backup-app create role token --verb=create --resource=serviceac
 shell kubectl -n backup-app create rolebinding token --role=token --serviceaccount=backup-app:backup-app
 kubeconfig_of backup-app backup-app
 quietly kubectl create serviceaccount stranger
-
 say "starting the driver, csi-snapshotter and the sidecar"
 start_storage
 shell kubectl get snapshotmetadataservices
 take_snapshots
 monday=$(handle_of monday) tuesday=$(handle_of tuesday)
-
 say "from here on as ServiceAccount backup-app, which may read VolumeSnapshots in the namespace $namespace"
 act_as backup-app
 say "a full backup reads what holds data on monday"

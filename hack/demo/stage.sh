@@ -16,6 +16,7 @@ tmp=
 started=()
 declare -A pid_of=()
 outcome="cleaned up"
+before_clean_up() { :; } # what a scene must do while its programs still run
 bold='' dim='' plain=''
 [[ ! -t 1 ]] || bold=$'\e[1m' dim=$'\e[2m' plain=$'\e[0m'
 # For what must be seen while a function's output is redirected.
@@ -42,7 +43,6 @@ show() { # show ARGUMENT...: prints and runs a command of the binary
     tell csi-loopback "$@"
     run "$driver" "$@"
 }
-
 shell() { # shell COMMAND...: prints and runs any other command
     tell "$@"
     "$@" 2>&1 | indent
@@ -130,9 +130,6 @@ in_use() {
     done
     printf '%s\n' "$found"
 }
-
-# before_clean_up: what a scene must do while its programs still run.
-before_clean_up() { :; }
 
 cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     local status=$1 found='' pid
@@ -269,7 +266,6 @@ start_role() {
         "$driver" "${args[@]}" --kubeconfig "$tmp/$account.kubeconfig"
     await "$3" is_healthy
 }
-
 is_healthy() { curl --silent --fail "http://127.0.0.1:$http/health" || curl --silent --fail "http://127.0.0.1:$http/healthz"; }
 
 # call_by_url PORT: has the API server, which is no pod here, call all webhooks there.

@@ -1,0 +1,52 @@
+# shellcheck shell=bash disable=SC2034,SC2154
+# Scene: the webhooks for such pods: what they set, refuse and warn of
+
+namespace=inline-demo
+webhooks=csi-loopback-admission
+examples=$repo/deploy/examples/inline
+
+scratch() { # scratch NAME ATTRIBUTE: writes NAME.yaml, the pod of the example with another attribute
+    sed "s/^  name: scratch/  name: $1/; s/size: .*/$2/" "$examples/scratch.yaml" >"$1.yaml"
+}
+
+is_denied() { [[ $(kubectl create --dry-run=server -f "$1" 2>&1) == *'denied the request'* ]]; }
+
+begin
+start_cluster
+apply base admission
+quietly kubectl create -f "$examples/namespace.yaml"
+say "starting the webhooks"
+port=$(free_port)
+call_by_url "$port"
+start_role "$webhooks" "deployment/$webhooks" admission "--port=$port"
+# The API server learns of each configuration's authority on its own.
+scratch probe 'size: 64Mi'
+await "trust in the webhooks" kubectl create --dry-run=server -f probe.yaml
+scratch thief 'fromSnapshot: snap-a-0123456789abcdef'
+await "the policy" is_denied thief.yaml
+say "a pod whose volume is content, and which does not say readOnly: the webhook sets it"
+sed '/^ *readOnly: true/d' "$examples/content.yaml" >content.yaml
+shell kubectl create -f content.yaml
+read_only=$(kubectl get pod content -o json |
+    jq -c '[.spec.volumes[0].csi.readOnly, .spec.containers[0].volumeMounts[0].readOnly]')
+echo "    readOnly of the volume and of its mount: $read_only"
+[[ $read_only == '[true,true]' ]] || die "it was not set"
+say "a pod that writes is left as it is"
+shell kubectl create -f "$examples/scratch.yaml"
+[[ $(kubectl get pod scratch -o 'jsonpath={.spec.volumes[0].csi.readOnly}') != true ]] || die "it was changed"
+say "data of a snapshot is refused, unless the policy allows it"
+refused fromSnapshot kubectl create -f thief.yaml
+say "the policy of the namespace changes: at most 32Mi"
+shell kubectl -n "$webhooks" patch configmap "$webhooks" --type=merge \
+    -p '{"data": {"policy.yaml": "namespaces: {inline-demo: {maxSize: 32Mi}}"}}'
+await "the new policy" is_denied probe.yaml
+refused size kubectl create -f probe.yaml
+say "a template with such a pod is accepted with a warning"
+shell kubectl create -f "$examples/deployment.yaml" | tee warning
+grep -F 'Warning:' warning >/dev/null || die "there is no warning"
+say "without the webhooks, pods with such volumes wait, and all others are created"
+stop admission
+refused "failed calling webhook" kubectl create -f probe.yaml
+sed '/volumeMounts:/,/mountPath/d; /^  volumes:/,$d' probe.yaml >other.yaml
+shell kubectl create -f other.yaml
+say "taking everything down"

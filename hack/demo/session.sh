@@ -1,0 +1,81 @@
+# shellcheck shell=bash disable=SC2154
+# Scene: the same in a snapshot session: requested, used, revoked, expired, refused
+
+example=$repo/deploy/examples/backup-app-session
+
+create_session() { # create_session NAME LIFETIME_SECONDS SNAPSHOT
+    sed "/^ *#/d; s/generateName: .*/name: $1/; s/Seconds: .*/Seconds: $2/; s/snapshots: .*/snapshots: [$3]/" \
+        "$example/request.yaml" | tee "$1.yaml" | indent
+    shell kubectl create -f "$1.yaml"
+}
+
+await_state() { # await_state NAME STATE
+    wait_for "ssr/$1" jsonpath='{.status.state}'="$2"
+    shell kubectl get snapshotsessionrequests
+}
+
+# ask SNAPSHOT STATUS: what the sidecar answers to a GetAllocated with the token and no other right. A gRPC request is a
+# POST of a message behind five bytes with its length; its status comes last. Fields 1 and 3 are token and snapshot.
+ask() {
+    local message
+    printf -v message '\\x0a\\x%02x%s\\x1a\\x%02x%s' "${#token}" "$token" "${#1}" "$1"
+    printf -v message '\\x00\\x00\\x00\\x00\\x%02x%s' $((${#token} + ${#1} + 4)) "$message"
+    answer=$(printf '%b' "$message" | curl --silent --max-time 30 --http2 --cacert session-ca.crt --output answer \
+        --dump-header - --data-binary @- --header 'content-type: application/grpc' --header 'te: trailers' \
+        "https://localhost:$sidecar/snapshotsession.SnapshotMetadata/GetAllocated" | grep '^grpc-' | tr -d '\r')
+    [[ $answer == *"grpc-status: $2"* ]]
+}
+
+expect() { # expect SNAPSHOT STATUS: the sidecar learns by a watch that a session has ended, a moment later
+    await "grpc-status $2 for the token alone" ask "$@"
+    printf '%s, by the token alone: %b\n' "$1" "${answer//%/\\x}" | indent
+}
+
+begin
+start_cluster
+apply base session-manager examples/backup-app-session
+kubeconfig_of backup-app-session backup-app
+make_stranger snapshotsessionrequests.cbt.storage.k8s.io
+say "starting the driver, csi-snapshotter, the sidecar and the session manager"
+start_storage
+sidecar=$port
+webhook=$(free_port)
+call_by_url "$webhook"
+start_role csi-loopback-sessions deployment/csi-loopback-session-manager session-manager "--port=$webhook"
+await "trust in the webhook" as backup-app kubectl create --dry-run=server -f "$example/request.yaml"
+shell kubectl get snapshotserviceconfigurations
+take_snapshots
+say "from here on as ServiceAccount backup-app, which may request sessions in $namespace"
+act_as backup-app
+say "a full and an incremental backup, each in a session that the command requests, waits for and ends"
+show snapshot allocated monday --api session --namespace "$namespace"
+show snapshot delta monday tuesday --api session --namespace "$namespace"
+say "a session by hand, for a snapshot that is not ready yet (csi-snapshotter is stopped): Pending"
+kill -STOP -- "-${pid_of[csi-snapshotter]}"
+request_snapshot wednesday
+create_session by-hand 600 wednesday
+await_state by-hand Pending
+say "the snapshot becomes ready, and so does the session: Ready"
+kill -CONT -- "-${pid_of[csi-snapshotter]}"
+await_state by-hand Ready
+show snapshot allocated wednesday --api session --session by-hand --namespace "$namespace"
+say "the token gives access until the request is deleted"
+kubectl get ssr by-hand -o 'jsonpath={.status.caCert}' | base64 -d >session-ca.crt
+token=$(kubectl get ssr by-hand -o 'jsonpath={.status.sessionToken}')
+expect wednesday 0
+shell kubectl delete ssr by-hand
+expect wednesday 16
+say "a session of ten seconds expires"
+create_session short 10 monday
+await_state short Ready
+token=$(kubectl get ssr short -o 'jsonpath={.status.sessionToken}')
+expect monday 0
+wait_for ssr/short delete
+expect monday 16
+say "a ServiceAccount that may request sessions and may not read these snapshots is refused"
+refused volumesnapshots as stranger show snapshot allocated monday --api session --namespace "$namespace"
+say "no object of a session remains"
+act_as administrator
+shell kubectl get ssr,ssd --all-namespaces
+[[ -z $(kubectl get ssr,ssd --all-namespaces -o name) ]] || die "there are objects of sessions"
+remove_volume

@@ -62,7 +62,8 @@ if [[ ${#rows[@]} == 0 || " ${rows[*]} " == *" sidecar "* ]]; then
 fi
 
 build=(cargo bench --locked --bench figures --no-run)
-[[ $profile != dev ]] || build=(cargo build --locked --bench figures)
+# With the features of the tests, whose build it then shares.
+[[ $profile != dev ]] || build=(cargo build --locked --all-features --bench figures)
 # Cargo names the binary that it has built; what it says beside that is shown.
 binary=$(cd "$repo" && "${build[@]}" --message-format=json-render-diagnostics |
     jq -r 'select(.reason == "compiler-artifact" and .target.name == "figures") | .executable')

@@ -164,7 +164,7 @@ impl<'a> Busy<'a> {
         };
         let loads: Vec<Load> = self.members.iter().map(on).collect();
         let files: Vec<PathBuf> = self.members.iter().map(|m| m.target.join("exercised")).collect();
-        let mut writer = Exerciser::new(&files, self.random.next(), history);
+        let mut writer = Exerciser::new(&files, self.random.next_u64(), history);
         let stop = AtomicBool::new(false);
         let cuts = thread::scope(|scope| {
             let _stop = SetOnDrop(&stop);

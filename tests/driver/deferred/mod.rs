@@ -161,7 +161,7 @@ fn grows_mounted(fs_type: FsType) -> bool {
     let grows = fs_type != FsType::Ext4 || support::driver::ext4_grows_online();
     if !grows {
         // What it is told then, and that it grows when it is staged, others hold (tests/driver/growth.rs).
-        support::report(&format!("ext4 does not grow online here: no CAP_SYS_RESOURCE"));
+        support::report("ext4 does not grow online here: no CAP_SYS_RESOURCE");
     }
     grows
 }

@@ -139,7 +139,7 @@ impl Load {
     fn write_raw_once(&self, random: &mut Random, buffered: &File) {
         let blocks = RAW_BYTES / BLOCK - 32;
         let (at, length) = (random.below(blocks) * BLOCK, (1 + random.below(8)) * BLOCK);
-        let fresh = pattern(random.next(), length as usize);
+        let fresh = pattern(random.next_u64(), length as usize);
         match random.below(100) {
             0..60 => write_direct(&self.device, at, &fresh),
             60..80 => buffered.write_all_at(&fresh, at + random.below(BLOCK)).unwrap(),
@@ -330,7 +330,7 @@ fn write_file_once(directory: &Path, random: &mut Random) {
     let file = directory.join(format!("file{}", random.below(16)));
     let open = || File::options().create(true).truncate(false).write(true).open(&file).unwrap();
     let length = 1 + random.below(20_000);
-    let fresh = pattern(random.next(), length as usize);
+    let fresh = pattern(random.next_u64(), length as usize);
     match random.below(20) {
         0..12 => open().write_all_at(&fresh, random.below(200_000)).unwrap(),
         12..14 => open().sync_all().unwrap(),

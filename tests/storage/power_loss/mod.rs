@@ -154,7 +154,7 @@ fn take_photos(disk: &Disk, numbers: Range<usize>, seed: u64) -> (Vec<Photo>, Bo
     let flags = ["--pool-size", &size, "--overcommit", "1000"];
     let load = Load::start(Driver::in_place(disk.setup.kind, &place.at, &flags));
     let mut random = Random::new(seed);
-    let seeds = [(); 4].map(|()| random.next());
+    let seeds = [(); 4].map(|()| random.next_u64());
     let begun = Instant::now();
     load.cut("first", &[RAW], false);
     let mut photographer = Photographer {

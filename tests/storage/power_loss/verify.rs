@@ -222,7 +222,8 @@ impl<'a> Look<'a> {
         let file = File::options().write(true).open(&path).unwrap();
         for _ in 0..50 {
             let block = self.random.below(row.capacity_bytes / BLOCK);
-            file.write_all_at(&pattern(self.random.next(), BLOCK as usize), block * BLOCK).unwrap();
+            file.write_all_at(&pattern(self.random.next_u64(), BLOCK as usize), block * BLOCK)
+                .unwrap();
         }
         let next = self.backend.create_snapshot("after-the-power-cut", &row.id).unwrap();
         let content = prints(&path);

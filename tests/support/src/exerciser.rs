@@ -112,7 +112,7 @@ impl Mirrored {
         let (offset, length) = (random.below(MOST_BYTES), 1 + random.below(MOST_BYTES / 4));
         let length = length.min(MOST_BYTES - offset);
         match random.below(12) {
-            0..=3 => self.write(offset, &pattern(random.next(), length as usize)),
+            0..=3 => self.write(offset, &pattern(random.next_u64(), length as usize)),
             4..=6 => self.store_mapped(random),
             7 => self.truncate(offset),
             8 => self.zero(FallocateFlags::FALLOC_FL_PUNCH_HOLE, offset, length),
@@ -136,7 +136,7 @@ impl Mirrored {
         if places == 0 {
             return;
         }
-        let (at, value) = (random.below(places) * 8, random.next());
+        let (at, value) = (random.below(places) * 8, random.next_u64());
         map_and_store(&self.file, at, value).unwrap();
         self.mirror[at as usize..at as usize + 8].copy_from_slice(&value.to_ne_bytes());
     }

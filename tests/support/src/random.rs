@@ -14,7 +14,7 @@ impl Random {
         UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64 % 1_000_000_000
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         // splitmix64
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -25,7 +25,7 @@ impl Random {
 
     /// 0 for a limit of 0.
     pub fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit.max(1)
+        self.next_u64() % limit.max(1)
     }
 
     pub fn one_in(&mut self, times: u64) -> bool {

@@ -32,7 +32,7 @@ pub fn on_node(run: impl FnOnce(&Node)) {
             return;
         }
     }
-    run(&Node::new());
+    run(&Node::set_up());
 }
 
 pub struct Node {
@@ -45,7 +45,7 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new() -> Self {
+    pub fn set_up() -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let at = directory.path();
         let program = at.join(PROGRAM);

@@ -5,7 +5,7 @@
 use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{ChildStdin, Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use csi_loopback::kubernetes::tls;
@@ -57,8 +57,8 @@ pub fn shared() -> Option<&'static Cluster> {
     }
 }
 
-/// The pipe to the process that ends what this one leaves.
-pub struct Guard(Mutex<ChildStdin>);
+/// The process that ends what this one leaves, with the pipe to it.
+pub struct Guard(Mutex<Child>);
 
 impl Guard {
     pub fn new(directory: &Path) -> Self {
@@ -67,14 +67,13 @@ impl Guard {
         // Of a group of its own: an interrupt from the terminal is not for it.
         command.process_group(0).stdin(Stdio::piped());
         command.stdout(Stdio::null()).stderr(Stdio::null());
-        let mut child = command.spawn().unwrap();
-        Self(Mutex::new(child.stdin.take().unwrap()))
+        Self(Mutex::new(command.spawn().unwrap()))
     }
 
     /// A process that is to be ended, before those that were given earlier.
     pub fn add(&self, pid: u32) {
-        let mut pipe = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        writeln!(pipe, "{pid}").unwrap();
+        let mut guard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        writeln!(guard.stdin.as_mut().unwrap(), "{pid}").unwrap();
     }
 }
 

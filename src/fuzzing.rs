@@ -1,4 +1,4 @@
-//! What the fuzz targets in fuzz/ reach of what is private: readers of what may be damaged, parsers of
+//! What the fuzz targets in fuzz/targets reach of what is private: readers of what may be damaged, parsers of
 //! what may be hostile. Only with the feature `fuzzing`; nothing here does anything of its own.
 
 use std::convert::Infallible;

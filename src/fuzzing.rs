@@ -55,6 +55,10 @@ pub fn rewrite(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
     crate::cli::rewrite(line)
 }
 
+pub fn mode_names() -> Vec<String> {
+    crate::cli::mode_names()
+}
+
 pub fn parse_timeout(text: &str) -> Option<Duration> {
     crate::grpc::parse_timeout(text)
 }

@@ -1,9 +1,10 @@
 //! Text from clients and people: ids and names, tokens of lists, sizes, timeouts, sockets, paths, the
 //! command line, rules for faults. Each is refused, or is what its rules promise.
 
-use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt;
-use std::sync::OnceLock;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+use std::sync::{LazyLock, OnceLock};
 
 use crate::fixture::{catalog, volume};
 use csi_loopback::backend::{Error, FsType, Volume, ids};
@@ -21,20 +22,54 @@ pub fn text(input: &[u8]) {
     tokens(text, usize::from(*number));
 }
 
+/// A mode that the program's name or a flag selects stands first, and `--` behind it where all arguments are
+/// another program's. What names a mode in a flag is gone, and all else stays in its order and as it is; only the
+/// sidecar's flags may get a second dash. A line is refused where it names no mode that there is.
 fn command_line(input: &[u8]) {
     let line: Vec<OsString> =
         input.split(|byte| *byte == b'\n').map(|part| OsString::from_vec(part.to_vec())).collect();
-    let Ok(rewritten) = fuzzing::rewrite(line.clone()) else { return };
-    if rewritten == line {
-        return;
+    let wanted = mode_first(&line);
+    let Ok(rewritten) = fuzzing::rewrite(line) else { return assert_eq!(wanted, None) };
+    let wanted = wanted.unwrap_or_else(|| panic!("no error: {rewritten:?}"));
+    let is_sidecar = wanted.get(1).is_some_and(|mode| mode == "sidecar");
+    let is_kept = |(at, (is, was)): (usize, (&OsString, &OsString))| {
+        let may_get_dash = is_sidecar && at > 1 && was.as_bytes().starts_with(b"-");
+        is == was || may_get_dash && is.as_bytes() == [b"-", was.as_bytes()].concat()
+    };
+    let kept = rewritten.iter().zip(&wanted).enumerate().all(is_kept);
+    assert!(kept && rewritten.len() == wanted.len(), "{rewritten:?} is not {wanted:?}");
+}
+
+/// The line with its mode first, in the plainest way; none where it names no mode that there is.
+fn mode_first(line: &[OsString]) -> Option<Vec<OsString>> {
+    static MODES: LazyLock<Vec<String>> = LazyLock::new(fuzzing::mode_names);
+    let with = |first: &[&OsStr], kept: &[&[OsString]]| {
+        let first: Vec<OsString> = first.iter().map(|one| one.to_os_string()).collect();
+        Some([&line[..1], &first, &kept.concat()].concat())
+    };
+    let arguments = &line[1..];
+    let program = Path::new(&line[0]).file_name().unwrap_or_default();
+    if program == "csi-snapshot-metadata" {
+        return with(&["sidecar".as_ref()], &[arguments]);
     }
-    // The mode comes first, and all else stays in its order.
-    assert_eq!(rewritten[1], "driver");
-    let mut rest = rewritten;
-    rest.remove(1);
-    let kept = |argument: &&OsString| rest.contains(*argument);
-    assert!(line.iter().filter(kept).count() >= rest.len());
-    assert!(line.len() == rest.len() + 1 || line.len() == rest.len() + 2);
+    if program == "csi-loopback-runc" {
+        return with(&["oci-runtime".as_ref(), "--".as_ref()], &[arguments]);
+    }
+    let is_flag = |argument: &OsString| argument.to_str().is_some_and(|text| text.starts_with('-'));
+    if !arguments.first().is_some_and(is_flag) {
+        return with(&[], &[arguments]);
+    }
+    for (at, argument) in arguments.iter().enumerate() {
+        let (mode, behind) = match argument.to_str() {
+            Some("--") => break,
+            Some("--mode") => (arguments.get(at + 1)?.as_os_str(), at + 2),
+            Some(text) if text.starts_with("--mode=") => (text["--mode=".len()..].as_ref(), at + 1),
+            _ => continue,
+        };
+        let is_known = MODES.iter().any(|known| mode == known.as_str());
+        return is_known.then(|| with(&[mode], &[&arguments[..at], &arguments[behind..]]))?;
+    }
+    with(&[], &[arguments])
 }
 
 fn checked_fields(text: &str) {
@@ -46,7 +81,7 @@ fn checked_fields(text: &str) {
         assert!(!text.contains('\0') && !text.split('/').any(|part| part == ".."));
     }
     if let Ok(socket) = text.parse::<SocketPath>() {
-        let path: &std::path::Path = socket.as_ref();
+        let path: &Path = socket.as_ref();
         assert!(path.is_absolute() && path.as_os_str().len() <= 107);
         assert_eq!(socket.to_string().parse(), Ok(socket));
     }

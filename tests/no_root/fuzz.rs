@@ -12,7 +12,6 @@ use std::env;
 use std::fs;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -52,26 +51,18 @@ fn names_in(directory: &str) -> BTreeSet<String> {
 }
 
 fn explore(name: &str, target: fn(&[u8])) {
-    let mut runner = Runner::new(target);
+    let runner = Runner::new(target);
     let replay = |file: &Path| {
-        let command =
-            format!("cargo test --locked --all-features --test no_root fuzz::{name} -- --exact");
-        format!(
-            "the input is in {}, replay it with\nFUZZ_INPUT={} {command}",
-            file.display(),
-            file.display()
-        )
+        let input = fs::read(file).unwrap();
+        runner.run(&input).unwrap_or_else(|failure| fail(name, file, &failure));
+        input
     };
-    if let Some(file) = env::var_os("FUZZ_INPUT").map(PathBuf::from) {
-        let failure = runner.run(&fs::read(&file).unwrap());
-        return failure.unwrap_or_else(|failure| panic!("{failure}\n{}", replay(&file)));
+    if let Some(file) = env::var_os("FUZZ_INPUT") {
+        replay(file.as_ref());
+        return;
     }
-    let files = files_of(&repository().join("fuzz/seeds").join(name));
-    let seeds: Vec<Vec<u8>> = files.iter().map(|file| fs::read(file).unwrap()).collect();
-    for (file, input) in files.iter().zip(&seeds) {
-        let result = runner.run(input);
-        result.unwrap_or_else(|failure| panic!("{failure}\n{}", replay(file)));
-    }
+    let seeds: Vec<Vec<u8>> =
+        files_of(&repository().join("fuzz/seeds").join(name)).iter().map(|f| replay(f)).collect();
     let inputs = setting("FUZZ_INPUTS").unwrap_or(INPUTS) / share(name);
     let seed = setting("FUZZ_SEED").unwrap_or_else(Random::new_seed);
     support::report(&format!("{} seeds, {inputs} inputs from seed {seed}", seeds.len()));
@@ -80,9 +71,17 @@ fn explore(name: &str, target: fn(&[u8])) {
         let input = mutator.input();
         if let Err(failure) = runner.run(&input) {
             let file = save(&format!("{name}-{seed}-{number}"), &input);
-            panic!("input {number} from seed {seed}: {failure}\n{}", replay(&file));
+            fail(name, &file, &format!("input {number} from seed {seed}: {failure}"));
         }
     }
+}
+
+fn fail(name: &str, file: &Path, failure: &str) -> ! {
+    let file = file.display();
+    panic!(
+        "{failure}\nThe input is in {file}. To replay it:\n\
+         FUZZ_INPUT={file} cargo test --locked --all-features --test no_root fuzz::{name} -- --exact"
+    );
 }
 
 /// A target takes one in so many of the inputs, so that none takes much longer than the others: an input
@@ -96,7 +95,7 @@ fn share(name: &str) -> u64 {
     }
 }
 
-fn setting<T: FromStr>(name: &str) -> Option<T> {
+fn setting(name: &str) -> Option<u64> {
     let value = env::var(name).ok()?;
     Some(value.parse().unwrap_or_else(|_| panic!("{name}={value} is not a number")))
 }
@@ -144,18 +143,20 @@ impl Runner {
     }
 
     /// The error is what the target panicked with.
-    fn run(&mut self, input: &[u8]) -> Result<(), String> {
+    fn run(&self, input: &[u8]) -> Result<(), String> {
         self.inputs.send(input.to_vec()).unwrap();
         match self.results.recv_timeout(LIMIT) {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(panic)) => Err(match (panic.downcast_ref::<String>(), panic.downcast_ref()) {
-                (Some(text), _) => text.clone(),
-                (None, Some(text)) => <&str>::to_string(text),
-                (None, None) => "the target panicked".to_owned(),
-            }),
+            Ok(Err(panic)) => Err(message(&*panic)),
             Err(_) => Err(format!("it took longer than {LIMIT:?}")),
         }
     }
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    text.unwrap_or_else(|| "the target panicked".to_owned())
 }
 
 /// Makes inputs out of seeds. Equal numbers make equal inputs.

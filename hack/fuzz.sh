@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# hack/fuzz.sh [SECONDS] [TARGET...]: runs each fuzz target of fuzz/ (or those named) for so many
-# seconds (20), as many at once as there are processors, from the seeds in fuzz/seeds and from what former
+# hack/fuzz.sh [SECONDS] [TARGET...]: explores with libFuzzer. Runs each fuzz target of fuzz/ (or those named) for so
+# many seconds (20), as many at once as there are processors, from the seeds in fuzz/seeds and from what former
 # runs have found. For 0 seconds they are only built.
+#
+# Not a part of hack/test.sh: its tests fuzz:: replay the seeds and run a bounded number of inputs, without libFuzzer.
+# An input that this script finds runs there with FUZZ_INPUT=FILE cargo test --all-features --test no_root fuzz::TARGET.
 #
 # One line per target, "ok TARGET: …" or "FAILED TARGET: …", the latter with the input that made it
 # fail and how to run it again. Exit code 77: cargo-fuzz cannot be had here, the last line says why.

@@ -139,7 +139,10 @@ fn by_name(mut line: Vec<OsString>) -> Result<Vec<OsString>, Vec<OsString>> {
 
 fn mode_first(mut line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
     let begins_with_flag = line.get(1).is_some_and(|first| text(first).starts_with('-'));
-    let flag = line.iter().take_while(|argument| *argument != "--").position(is_mode_flag);
+    // The program's name is no flag, whatever it looks like.
+    let arguments = line.iter().enumerate().skip(1);
+    let mut flags = arguments.take_while(|(_, argument)| *argument != "--");
+    let flag = flags.find(|(_, argument)| is_mode_flag(argument)).map(|(at, _)| at);
     let Some(at) = flag.filter(|_| begins_with_flag) else { return Ok(line) };
     let flag = line.remove(at);
     let mode = match text(&flag).split_once('=') {
@@ -162,7 +165,7 @@ fn text(argument: &OsString) -> &str {
     argument.to_str().unwrap_or_default()
 }
 
-fn mode_names() -> Vec<String> {
+pub(crate) fn mode_names() -> Vec<String> {
     let modes = Mode::augment_subcommands(clap::Command::new("modes"));
     modes.get_subcommands().map(|mode| mode.get_name().to_owned()).collect()
 }

@@ -1,4 +1,4 @@
-//! What the fuzz targets in fuzz/ reach of what is private: readers of what may be damaged, parsers of
+//! What the fuzz targets in fuzz/targets reach of what is private: readers of what may be damaged, parsers of
 //! what may be hostile. Only with the feature `fuzzing`; nothing here does anything of its own.
 
 use std::convert::Infallible;
@@ -53,6 +53,10 @@ pub fn compare_extents(
 
 pub fn rewrite(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
     crate::cli::rewrite(line)
+}
+
+pub fn mode_names() -> Vec<String> {
+    crate::cli::mode_names()
 }
 
 pub fn parse_timeout(text: &str) -> Option<Duration> {

@@ -1,25 +1,3 @@
-//! Any bytes as a row of the catalog, or as the header of a record: refused, or a value that reads as
-//! itself once it was written.
 #![no_main]
 
-use std::fmt::Debug;
-
-use csi_loopback::backend::tracker::Header;
-use csi_loopback::backend::{Attachment, Group, Snapshot, Volume};
-use libfuzzer_sys::fuzz_target;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
-
-fuzz_target!(|json: &[u8]| {
-    stays::<Volume>(json);
-    stays::<Snapshot>(json);
-    stays::<Group>(json);
-    stays::<Attachment>(json);
-    stays::<Header>(json);
-});
-
-fn stays<R: Serialize + DeserializeOwned + PartialEq + Debug>(json: &[u8]) {
-    let Ok(row) = serde_json::from_slice::<R>(json) else { return };
-    let written = serde_json::to_vec(&row).unwrap();
-    assert_eq!(serde_json::from_slice::<R>(&written).unwrap(), row);
-}
+libfuzzer_sys::fuzz_target!(|input: &[u8]| csi_loopback_fuzz_targets::rows(input));

@@ -7,13 +7,13 @@ use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
+use arbitrary::Arbitrary;
 use csi_loopback::backend::tracker::{Bitmap, Header, RecordReader, RecordWriter, SEGMENT_BLOCKS};
 use csi_loopback::backend::{
     BLOCK_SIZE, Block, BlockRange, ChainBreak, MAX_VOLUME_BYTES, Phase, Source, Volume,
     VolumeRequest,
 };
 use csi_loopback::fuzzing::Catalog;
-use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 /// A file in memory that holds `bytes`.

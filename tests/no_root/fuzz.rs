@@ -1,0 +1,256 @@
+//! The fuzz targets of fuzz/targets, without a fuzzer: each replays its seeds, then takes a bounded
+//! number of inputs that are mutated from them. hack/fuzz.sh and hack/soak.sh explore further, with
+//! libFuzzer.
+//!
+//! FUZZ_INPUTS  mutated inputs for each target
+//! FUZZ_SEED    makes the same inputs again; without it each run has others
+//! FUZZ_INPUT   a file: the targets that run take only this input
+
+use std::any::Any;
+use std::collections::BTreeSet;
+use std::env;
+use std::fs;
+use std::panic::catch_unwind;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+use csi_loopback_fuzz_targets::{TARGETS, each_target};
+use support::random::Random;
+
+/// As in hack/fuzz.sh.
+const MAX_BYTES: usize = 8192;
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// Takes about 5 s for each target.
+const INPUTS: u64 = 100_000;
+
+macro_rules! tests {
+    ($($name:ident)*) => {
+        $(#[test]
+        fn $name() {
+            explore(stringify!($name), csi_loopback_fuzz_targets::$name);
+        })*
+    };
+}
+
+each_target!(tests);
+
+#[test]
+fn each_target_has_seeds_and_a_binary_of_libfuzzer() {
+    let targets: BTreeSet<String> = TARGETS.iter().map(|(name, _)| name.to_string()).collect();
+    assert_eq!(names_in("fuzz/seeds"), targets);
+    assert_eq!(names_in("fuzz/fuzz_targets"), targets);
+}
+
+/// The files and directories of a directory, without their extensions.
+fn names_in(directory: &str) -> BTreeSet<String> {
+    let stem = |path: &PathBuf| path.file_stem().unwrap().to_str().unwrap().to_owned();
+    files_of(&repository().join(directory)).iter().map(stem).collect()
+}
+
+fn explore(name: &str, target: fn(&[u8])) {
+    let runner = Runner::new(target);
+    let replay = |file: &Path| {
+        let input = fs::read(file).unwrap();
+        runner.run(&input).unwrap_or_else(|failure| fail(name, file, &failure));
+        input
+    };
+    if let Some(file) = env::var_os("FUZZ_INPUT") {
+        replay(file.as_ref());
+        return;
+    }
+    let seeds: Vec<Vec<u8>> =
+        files_of(&repository().join("fuzz/seeds").join(name)).iter().map(|f| replay(f)).collect();
+    let inputs = setting("FUZZ_INPUTS").unwrap_or(INPUTS) / share(name);
+    let seed = setting("FUZZ_SEED").unwrap_or_else(Random::new_seed);
+    support::report(&format!("{} seeds, {inputs} inputs from seed {seed}", seeds.len()));
+    let mut mutator = Mutator { random: Random::new(seed), seeds: &seeds };
+    for number in 0..inputs {
+        let input = mutator.input();
+        if let Err(failure) = runner.run(&input) {
+            let file = save(&format!("{name}-{seed}-{number}"), &input);
+            fail(name, &file, &format!("input {number} from seed {seed}: {failure}"));
+        }
+    }
+}
+
+fn fail(name: &str, file: &Path, failure: &str) -> ! {
+    let file = file.display();
+    panic!(
+        "{failure}\nThe input is in {file}. To replay it:\n\
+         FUZZ_INPUT={file} cargo test --locked --all-features --test no_root fuzz::{name} -- --exact"
+    );
+}
+
+/// A target takes one in so many of the inputs, so that none takes much longer than the others: an input
+/// of the catalog takes 2 ms, as it is a database that is read as a whole, one of `rows` 30 µs.
+fn share(name: &str) -> u64 {
+    match name {
+        "catalog" => 40,
+        "paging" | "record_damage" => 20,
+        "text" => 5,
+        _ => 1,
+    }
+}
+
+fn setting(name: &str) -> Option<u64> {
+    let value = env::var(name).ok()?;
+    Some(value.parse().unwrap_or_else(|_| panic!("{name}={value} is not a number")))
+}
+
+fn repository() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn files_of(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).unwrap();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+/// Keeps the input beside the logs of hack/test.sh.
+fn save(name: &str, input: &[u8]) -> PathBuf {
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("test-logs").join("fuzz");
+    let written = fs::create_dir_all(&directory)
+        .and_then(|()| fs::write(directory.join(name), input).map(|()| directory.join(name)));
+    written.unwrap_or_else(|_| {
+        // Another user's directory, perhaps.
+        let file = env::temp_dir().join(name);
+        fs::write(&file, input).unwrap();
+        file
+    })
+}
+
+/// Runs a target on a thread of its own, which is given up when an input takes too long.
+struct Runner {
+    inputs: SyncSender<Vec<u8>>,
+    results: Receiver<Result<(), Box<dyn Any + Send>>>,
+}
+
+impl Runner {
+    fn new(target: fn(&[u8])) -> Self {
+        let (inputs, taken) = sync_channel::<Vec<u8>>(0);
+        let (reported, results) = channel();
+        thread::spawn(move || {
+            for input in taken {
+                let _ = reported.send(catch_unwind(|| target(&input)));
+            }
+        });
+        Self { inputs, results }
+    }
+
+    /// The error is what the target panicked with.
+    fn run(&self, input: &[u8]) -> Result<(), String> {
+        self.inputs.send(input.to_vec()).unwrap();
+        match self.results.recv_timeout(LIMIT) {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(panic)) => Err(message(&*panic)),
+            Err(_) => Err(format!("it took longer than {LIMIT:?}")),
+        }
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    text.unwrap_or_else(|| "the target panicked".to_owned())
+}
+
+/// Makes inputs out of seeds. Equal numbers make equal inputs.
+struct Mutator<'a> {
+    random: Random,
+    seeds: &'a [Vec<u8>],
+}
+
+impl Mutator<'_> {
+    fn input(&mut self) -> Vec<u8> {
+        let mut bytes = self.seed();
+        if self.random.one_in(16) {
+            let length = self.random.below(256);
+            bytes = self.bytes(length);
+        }
+        for _ in 0..=self.random.below(6) {
+            self.mutate(&mut bytes);
+        }
+        bytes.truncate(MAX_BYTES);
+        bytes
+    }
+
+    fn mutate(&mut self, bytes: &mut Vec<u8>) {
+        let at = self.at(bytes);
+        let run = at..(at + 1 + self.random.below(16) as usize).min(bytes.len());
+        match self.random.below(9) {
+            0 if at < bytes.len() => bytes[at] ^= 1 << self.random.below(8),
+            1 if at < bytes.len() => bytes[at] = self.byte(),
+            2 => {
+                let integer = self.integer();
+                let end = (at + integer.len()).min(bytes.len());
+                bytes[at..end].copy_from_slice(&integer[..end - at]);
+            }
+            3 => {
+                let length = 1 + self.random.below(8);
+                let inserted = self.bytes(length);
+                bytes.splice(at..at, inserted);
+            }
+            4 => {
+                bytes.drain(run);
+            }
+            5 => {
+                let copied = bytes[run].to_vec();
+                let to = self.at(bytes);
+                bytes.splice(to..to, copied);
+            }
+            6 => {
+                let other = self.seed();
+                let from = self.at(&other);
+                bytes.splice(at.., other[from..].iter().copied());
+            }
+            7 => {
+                let other = self.seed();
+                let from = self.at(&other);
+                let length = self.random.below((other.len() - from + 1) as u64) as usize;
+                bytes.splice(at..at, other[from..from + length].iter().copied());
+            }
+            _ if self.random.one_in(4) => bytes.truncate(at),
+            _ => bytes.splice(at..at, [self.byte()]).for_each(drop),
+        }
+    }
+
+    fn seed(&mut self) -> Vec<u8> {
+        self.random.pick(self.seeds).expect("a target has a seed").clone()
+    }
+
+    /// A place in the bytes, or their end.
+    fn at(&mut self, bytes: &[u8]) -> usize {
+        self.random.below(bytes.len() as u64 + 1) as usize
+    }
+
+    fn bytes(&mut self, length: u64) -> Vec<u8> {
+        (0..length).map(|_| self.byte()).collect()
+    }
+
+    /// Half of them have a meaning in a text, or are a small number.
+    fn byte(&mut self) -> u8 {
+        let known = b"\0\x01\n -=/\\.,:;\"'[]{}0123456789aeEzZ\x7f\x80\xff";
+        if self.random.one_in(2) {
+            known[self.random.below(known.len() as u64) as usize]
+        } else {
+            self.random.next() as u8
+        }
+    }
+
+    /// An integer at the end of a range, in one, two, four or eight bytes, in either order.
+    fn integer(&mut self) -> Vec<u8> {
+        let width = 1 << self.random.below(4);
+        let power = 1_u64.rotate_left(self.random.below(64) as u32);
+        let integer = power.wrapping_add(self.random.below(3)).wrapping_sub(1);
+        let mut bytes = integer.to_le_bytes()[..width].to_vec();
+        if self.random.one_in(2) {
+            bytes.reverse();
+        }
+        bytes
+    }
+}

@@ -73,21 +73,17 @@ phase() {
     current_phase=${1:-} phase_started=$now
 }
 
-# tell_phases: the time of each phase, and that of all of them beside the budget.
+# tell_phases [BUDGET]: the time of each phase, and that of all of them beside the budget in seconds.
 tell_phases() {
-    local one budget=
-    case $start in
-        cold) budget=${cold[$tier]:-} ;;
-        warm) budget=${warm[$tier]:-} ;;
-    esac
+    local one
     printf '\nPhases:\n'
     for one in "${phases[@]}"; do
         printf '  %5d s  %s\n' "${one%% *}" "${one#* }"
     done
     printf '  %5d s  in all' "$SECONDS"
-    if [[ -n $budget ]]; then
-        printf ', %s start; the budget is %d s' "$start" "$budget"
-        ((SECONDS <= budget)) || printf ': EXCEEDED by %d s' $((SECONDS - budget))
+    if [[ -n ${1:-} ]]; then
+        printf '; the budget is %d s' "$1"
+        ((SECONDS <= $1)) || printf ': EXCEEDED by %d s' $((SECONDS - $1))
     fi
     printf '\n'
 }

@@ -39,8 +39,8 @@ elif [[ $tier == default ]]; then
 fi
 
 target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
-# Seconds of each phase, on two cores, on a machine where nothing has been built yet and on one where everything has.
-declare -A cold=([default]=1200 [full]=3300) warm=([default]=480 [full]=2100)
+# Seconds on two cores, where nothing has been built yet and where everything has.
+declare -A budgets=([default cold]=1200 [default warm]=480 [full cold]=3300 [full warm]=2100)
 start=warm
 [[ -d $cache/tools/$(go_key kubernetes) && -d $target/debug/deps ]] || start=cold
 
@@ -302,7 +302,7 @@ else
 fi
 ((${#patterns[@]})) || check_left_behind
 phase
-tell_phases
+tell_phases "${budgets[$tier $start]:-}"
 printf '\nSlowest tests:\n'
 sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p' "$logs"/*.log |
     sort -rn | sed -n '1,15 s/^/  /p' # reads to the end: a pipe that is closed early would be an error

@@ -238,7 +238,7 @@ impl Mutator<'_> {
         if self.random.one_in(2) {
             known[self.random.below(known.len() as u64) as usize]
         } else {
-            self.random.next() as u8
+            self.random.next_u64() as u8
         }
     }
 

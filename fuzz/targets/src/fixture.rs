@@ -136,7 +136,9 @@ pub fn volume(number: u64, state: u64) -> Volume {
         phase: Phase::Ready,
         change_tracking: true,
         format: None,
-        source: (number % 3 == 0).then(|| Source::Snapshot("snap-s-0123456789abcdef".to_owned())),
+        source: number
+            .is_multiple_of(3)
+            .then(|| Source::Snapshot("snap-s-0123456789abcdef".to_owned())),
         request: VolumeRequest { required_bytes: 1 << 20, ..VolumeRequest::default() },
         next_sequence: 1 + state,
         baseline: None,

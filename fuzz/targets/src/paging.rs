@@ -67,7 +67,10 @@ fn expected(blocks: &BTreeSet<u64>, style: Style, offset: u64, capacity: u64) ->
         Style::Variable => BLOCK_SIZE,
         Style::Fixed(size) => {
             let sizes = (12..=47).map(|bits| 1_u64 << bits);
-            sizes.filter(|unit| *unit <= size && capacity % unit == 0).max().unwrap_or(BLOCK_SIZE)
+            sizes
+                .filter(|unit| *unit <= size && capacity.is_multiple_of(*unit))
+                .max()
+                .unwrap_or(BLOCK_SIZE)
         }
     };
     let units: BTreeSet<u64> = blocks

@@ -5,7 +5,7 @@ use std::io::{self, IoSlice};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use nix::libc;
@@ -13,7 +13,7 @@ use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Sleep, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::Stream;
@@ -29,6 +29,8 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_HANDSHAKES: usize = 256;
 /// Connections at once, those in their handshake among them.
 const MAX_CONNECTIONS: usize = 4_096;
+/// How long a client may take to close a connection that was shut down.
+const LINGER: Duration = Duration::from_secs(2);
 /// Time to the next attempt when the machine has no room for a connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -37,6 +39,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub struct Connection {
     stream: TlsStream<TcpStream>,
     info: TcpConnectInfo,
+    /// The end of [`LINGER`], once all has been written and shut down.
+    lingering: Option<Pin<Box<Sleep>>>,
     /// Its place among [`MAX_CONNECTIONS`].
     _place: OwnedSemaphorePermit,
 }
@@ -151,7 +155,7 @@ async fn hand_over(
     };
     drop(turn);
     // An error means that nobody serves any more.
-    let _ = ready.send(Ok(Connection { stream, info, _place: place })).await;
+    let _ = ready.send(Ok(Connection { stream, info, lingering: None, _place: place })).await;
 }
 
 impl Connection {
@@ -204,7 +208,26 @@ impl AsyncWrite for Connection {
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
+    /// Waits for the client to close, too. A socket that is closed while bytes of the client are unread is reset, and the
+    /// kernel then drops what it has not sent yet: the client would lose the end of its answer.
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+        let this = &mut *self;
+        if this.lingering.is_none() {
+            ready!(Pin::new(&mut this.stream).poll_shutdown(context))?;
+        }
+        let deadline = this.lingering.get_or_insert_with(|| Box::pin(sleep(LINGER)));
+        if deadline.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Ok(()));
+        }
+        let mut unread = [0; 4096];
+        loop {
+            let mut unread = ReadBuf::new(&mut unread);
+            let read = Pin::new(this.stream.get_mut().0).poll_read(context, &mut unread);
+            match ready!(read) {
+                Ok(()) if !unread.filled().is_empty() => {}
+                // It has closed, or is gone.
+                _ => return Poll::Ready(Ok(())),
+            }
+        }
     }
 }

@@ -211,6 +211,54 @@ async fn a_client_that_says_nothing_holds_up_no_other() {
     gone.expect("a silent client is kept for ever").unwrap();
 }
 
+/// A client of a server that sends `answer` and shuts the connection down, without reading; and the server's end.
+async fn answered(answer: Vec<u8>) -> (TlsStream<TcpStream>, JoinHandle<std::io::Result<()>>) {
+    let leaf = leaf();
+    let dir = TempDir::new().unwrap();
+    leaf.write(dir.path());
+    let (cert, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
+    let (certificates, _) = Certificates::from_files(&cert, &key).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (_phase, shutdown) = Shutdown::by_hand();
+    let config = server_config(&args("x"), certificates, GRPC).unwrap();
+    let mut connections = incoming(listener, config, shutdown);
+    let stream = TcpStream::connect(address).await.unwrap();
+    let name = ServerName::try_from("localhost").unwrap();
+    let connecting = TlsConnector::from(Arc::new(leaf.client())).connect(name, stream);
+    let (client, connection) = tokio::join!(connecting, connections.next());
+    let mut connection = connection.unwrap().unwrap();
+    let ended = tokio::spawn(async move {
+        connection.write_all(&answer).await?;
+        connection.shutdown().await
+    });
+    (client.unwrap(), ended)
+}
+
+#[tokio::test]
+async fn a_slow_client_that_goes_on_sending_receives_an_answer_to_its_end() {
+    const LENGTH: usize = 4 << 20;
+    let (mut client, ended) = answered(vec![7; LENGTH]).await;
+    let (mut received, mut chunk) = (0, vec![0; 16 << 10]);
+    while received < LENGTH {
+        // As HTTP/2 opens its window. An error means that the server has closed.
+        let _ = client.write_all(b"x").await;
+        let read = client.read(&mut chunk).await.unwrap();
+        assert!(read > 0, "{received} bytes of {LENGTH}");
+        received += read;
+        sleep(Duration::from_millis(1)).await;
+    }
+    drop(client);
+    ended.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_close_is_let_go() {
+    let (client, ended) = answered(b"answer".to_vec()).await;
+    timeout(Duration::from_secs(20), ended).await.expect("kept for ever").unwrap().unwrap();
+    drop(client);
+}
+
 #[tokio::test]
 async fn accepting_ends_when_draining_begins() {
     let leaf = leaf();

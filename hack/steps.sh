@@ -13,9 +13,10 @@ failed=0
 skipped=0
 failures=()
 step_pid=
-# Seconds and name of each phase that has ended; the one under way.
+# A line for each phase that has ended; the phase that is under way.
 phases=()
 current_phase=
+phase_budget=
 phase_started=0
 # What runs beside the steps.
 beside=()
@@ -66,26 +67,24 @@ clear_up() {
     clear_directory "$TMPDIR" || true
 }
 
-# phase [NAME]: ends the phase that is under way, and starts one.
+# phase [NAME BUDGET]: ends the phase that is under way, and starts one, which is to take so many seconds at most.
 phase() {
-    local now=$SECONDS
-    [[ -z $current_phase ]] || phases+=("$((now - phase_started)) $current_phase")
-    current_phase=${1:-} phase_started=$now
+    local took=$((SECONDS - phase_started))
+    [[ -z $current_phase ]] || phases+=("$(beside_budget "$took" "$phase_budget" "$current_phase")")
+    current_phase=${1:-} phase_budget=${2:-} phase_started=$SECONDS
 }
 
-# tell_phases [BUDGET]: the time of each phase, and that of all of them beside the budget in seconds.
-tell_phases() {
-    local one
-    printf '\nPhases:\n'
-    for one in "${phases[@]}"; do
-        printf '  %5d s  %s\n' "${one%% *}" "${one#* }"
-    done
-    printf '  %5d s  in all' "$SECONDS"
-    if [[ -n ${1:-} ]]; then
-        printf '; the budget is %d s' "$1"
-        ((SECONDS <= $1)) || printf ': EXCEEDED by %d s' $((SECONDS - $1))
-    fi
+beside_budget() { # beside_budget SECONDS BUDGET WHAT
+    printf '  %5d s of %4d s  %s' "$1" "$2" "$3"
+    (($1 <= $2)) || printf ': BUDGET EXCEEDED by %d s' $(($1 - $2))
     printf '\n'
+}
+
+# tell_phases BUDGET: the time of each phase, and that of all of them, beside the budgets.
+tell_phases() {
+    printf '\nPhases:\n'
+    printf '%s\n' "${phases[@]}"
+    beside_budget "$SECONDS" "$1" "in all"
 }
 
 fail() { # fail COUNT WHAT

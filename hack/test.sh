@@ -35,14 +35,15 @@ done
 if ((${#patterns[@]})); then
     tier=selected
 elif [[ $tier == default ]]; then
-    export ORACLE_CASES=2 POWER_LOSS_IMAGES=12 FILESYSTEMS_SECONDS=2 CRASH_SAMPLE=6 FUZZ_INPUTS=2000
+    export ORACLE_CASES=2 POWER_LOSS_IMAGES=12 FILESYSTEMS_SECONDS=2 CRASH_SAMPLE=6 FUZZ_INPUTS=20000
 fi
 
 target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
-# Seconds on two cores, where nothing has been built yet and where everything has.
-declare -A budgets=([default cold]=1200 [default warm]=480 [full cold]=3300 [full warm]=2100)
+# Budgets are in seconds on two cores, where everything has been built before (warm) and where nothing has (cold).
 start=warm
 [[ -d $cache/tools/$(go_key kubernetes) && -d $target/debug/deps ]] || start=cold
+if_cold() { if [[ $start == cold ]]; then echo "$1"; else echo "$2"; fi; }
+if_full() { if [[ $tier == full ]]; then echo "$1"; else echo "$2"; fi; }
 
 rm -rf "$target/test-logs"
 begin "${TEST_TIMEOUT:-3600}" "$target/test-logs"
@@ -62,7 +63,7 @@ check() { ! wanted "$1" || step "$@"; }
 
 # --- Tools ------------------------------------------------------------------------------------------
 
-phase tools
+phase tools "$(if_cold 330 20)"
 command -v cargo >/dev/null || die "needs Rust: no cargo in PATH"
 install_missing gcc jq || die "needs gcc and jq"
 why_no_root_tests=
@@ -93,7 +94,7 @@ fi
 
 # --- Format, lints, licences ------------------------------------------------------------------------
 
-phase checks
+phase checks "$(if_cold 360 60)"
 if ! cargo_component rustfmt fmt; then
     skip 1 "cargo fmt" "rustfmt is not installed and could not be installed"
 elif wanted "cargo fmt"; then
@@ -122,7 +123,7 @@ fi
 
 # --- Build ------------------------------------------------------------------------------------------
 
-phase build
+phase build "$(if_cold 420 180)"
 # What ships has no fail points. It is built first: the tests' build replaces it in the target directory.
 shipped=
 step "build what ships" cargo build --locked --bin csi-loopback
@@ -149,7 +150,7 @@ export CARGO_MANIFEST_DIR=$repo
 
 # --- Tests ------------------------------------------------------------------------------------------
 
-phase tests
+phase tests "$(if_full 1200 300)"
 arguments=(--show-output)
 [[ $tier == default ]] || arguments+=(--include-ignored)
 # The time of each test is a feature of nightly compilers. The variable asks the test harness alone: it is not set
@@ -257,7 +258,7 @@ sanity() {
     ((status != 0)) || sed 's/^/             /' "$log"
 }
 
-phase scenes
+phase scenes "$(if_full 480 120)"
 if [[ -z $shipped ]]; then
     printf 'FAILED             the demo and csi-sanity: the driver does not build\n'
     fail 1 "the demo and csi-sanity: the driver does not build"
@@ -297,12 +298,12 @@ fi
 if ((lanes == 1)); then
     tests_of run_tests "${with_api_server[@]}"
 else
-    phase "tests with an API server, the rest"
+    phase "the other lane" "$(if_full 420 120)"
     tests_of take_tests "${with_api_server[@]}"
 fi
 ((${#patterns[@]})) || check_left_behind
 phase
-tell_phases "${budgets[$tier $start]:-}"
+((${#patterns[@]})) || tell_phases "$(if_cold "$(if_full 3300 1200)" "$(if_full 2100 480)")"
 printf '\nSlowest tests:\n'
 sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p' "$logs"/*.log |
     sort -rn | sed -n '1,15 s/^/  /p' # reads to the end: a pipe that is closed early would be an error

@@ -86,16 +86,6 @@ fn is_read_only(pod: &Pod) -> bool {
     mount.read_only == Some(true) && volume.read_only == Some(true)
 }
 
-/// What a namespace controller does behind everything else.
-fn end_namespace(cluster: &Cluster) {
-    let found = said(cluster.kubectl(&["get", "namespace", NAME, "-o", "json"]));
-    let mut namespace: Value = serde_json::from_str(&found).unwrap();
-    namespace["spec"]["finalizers"] = json!([]);
-    let file = cluster.write("namespace", &namespace.to_string());
-    let finalize = format!("/api/v1/namespaces/{NAME}/finalize");
-    said(cluster.kubectl(&["replace", "--raw", &finalize, "-f", path(&file)]));
-}
-
 #[test]
 #[ignore = "full tier"]
 fn uninstalled_webhooks_leave_nothing_and_let_pods_be_made() {
@@ -138,6 +128,6 @@ fn uninstalled_webhooks_leave_nothing_and_let_pods_be_made() {
         let left: Vec<_> = left.difference(&before).collect();
         assert!(left.is_empty(), "{left:#?}");
         // There is no namespace controller here to end it.
-        end_namespace(cluster);
+        super::end_namespace(cluster, NAME);
     }
 }

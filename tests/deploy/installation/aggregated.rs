@@ -59,16 +59,6 @@ fn ask(cluster: &Cluster) -> String {
     String::from_utf8(stderr).unwrap()
 }
 
-/// What a namespace controller does behind everything else.
-fn end_namespace(cluster: &Cluster) {
-    let found = said(cluster.kubectl(&["get", "namespace", NAMESPACE, "-o", "json"]));
-    let mut namespace: serde_json::Value = serde_json::from_str(&found).unwrap();
-    namespace["spec"]["finalizers"] = json!([]);
-    let file = cluster.write("namespace", &namespace.to_string());
-    let finalize = format!("/api/v1/namespaces/{NAMESPACE}/finalize");
-    said(cluster.kubectl(&["replace", "--raw", &finalize, "-f", path(&file)]));
-}
-
 #[test]
 #[ignore = "full tier"]
 fn what_is_uninstalled_leaves_nothing_and_can_be_installed_again() {
@@ -96,6 +86,6 @@ fn what_is_uninstalled_leaves_nothing_and_can_be_installed_again() {
         let left: Vec<_> = left.difference(&before).collect();
         assert!(left.is_empty(), "{left:#?}");
         // There is no namespace controller here to end it.
-        end_namespace(cluster);
+        super::end_namespace(cluster, NAMESPACE);
     }
 }

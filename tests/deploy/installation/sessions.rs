@@ -119,4 +119,11 @@ fn uninstalling_as_the_documentation_says_leaves_no_object_behind() {
     });
     let left: Vec<_> = left.difference(&before).collect();
     assert!(left.is_empty(), "{left:#?}");
+
+    // As other tests find it.
+    for namespace in [NAMESPACE, MANAGERS] {
+        super::end_namespace(cluster, namespace);
+    }
+    said(cluster.kubectl(&["apply", "--server-side", "-f", &crds]));
+    said(cluster.kubectl(&["wait", "--for=condition=Established", "-f", &crds]));
 }

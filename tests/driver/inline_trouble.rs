@@ -11,6 +11,7 @@ use csi_loopback::backend::PoolKind;
 use csi_loopback::backend::check::{self, FindingKind};
 use csi_loopback::proto::csi::v1 as csi;
 use nix::sys::statvfs::statvfs;
+use support::container::WITHOUT_OTHERS;
 use support::driver::*;
 use support::inline::{PodVolume, is_mounted, pod_volume};
 use support::{MIB, have_root, path, run};
@@ -234,9 +235,11 @@ struct Elsewhere(Child);
 impl Elsewhere {
     fn new(volume: &PodVolume, at: &Path) -> Self {
         fs::create_dir_all(at).unwrap();
-        let script = "mount --bind \"$0\" \"$1\" && echo there && exec cat";
+        let script = format!(
+            "{WITHOUT_OTHERS}mount --bind \"$0\" \"$1\" && without_others \"$1\" && echo there && exec cat"
+        );
         let mut child = Command::new("unshare")
-            .args(["--mount", "--propagation", "private", "sh", "-c", script])
+            .args(["--mount", "--propagation", "private", "sh", "-c", &script])
             .args([&volume.target, at])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

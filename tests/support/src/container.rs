@@ -12,6 +12,18 @@ pub fn seen_from_here(pid: u32) -> PathBuf {
     PathBuf::from(format!("/proc/{pid}/root{INSIDE}"))
 }
 
+/// A function of the shell, `without_others [KEPT]`: unmounts what others have mounted from loop devices, but for one mount
+/// point. A new mount namespace begins with copies of all mounts, and keeps their devices in use for as long as it
+/// lives; a container runtime changes the root for that.
+pub const WITHOUT_OTHERS: &str = r#"
+without_others() {
+    awk '{ for (i = 7; $i != "-"; i++); if ($(i + 2) ~ "^/dev/loop") print $5 }' /proc/self/mountinfo |
+        while read -r at; do
+            [ "$at" = "${1:-}" ] || umount --lazy "$at" 2>/dev/null || true
+        done
+}
+"#;
+
 /// Runs a script in a container.
 pub fn inside(pid: u32, script: &str) {
     let pid = pid.to_string();
@@ -29,7 +41,7 @@ impl Container {
     /// Mounts `device` in it.
     pub fn start(device: &Path, fs_type: &str, options: &[String]) -> Self {
         let script = format!(
-            "mount -t tmpfs none /mnt; mkdir {INSIDE}; mount -t {fs_type} -o \"$1\" \"$2\" {INSIDE}; echo up; exec cat"
+            "{WITHOUT_OTHERS}without_others; mount -t tmpfs none /mnt; mkdir {INSIDE}; mount -t {fs_type} -o \"$1\" \"$2\" {INSIDE}; echo up; exec cat"
         );
         let mut options = options.join(",");
         if options.is_empty() {

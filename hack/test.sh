@@ -191,21 +191,14 @@ tests_of() { # tests_of HOW NAME...: binaries that need root
     for name; do tests "$how" "$name" --test-threads=1; done
 }
 
-tests run_tests "unit" --skip root_
-tests run_tests "no_root"
 # Two lanes. A lane is a list of test binaries; which one a test is in follows from the binary that it is in.
 with_api_server=(api_server deploy containers)
 without=(driver storage crash)
-if ((${#patterns[@]} == 0)); then
-    lanes=${TEST_LANES:-2}
-else
-    lanes=1
-fi
-if ((lanes == 1)) || [[ -n $why_no_root_tests ]]; then
-    lanes=1
-else
-    run_beside tests_of run_and_leave "${with_api_server[@]}"
-fi
+lanes=${TEST_LANES:-2}
+if ((${#patterns[@]})) || [[ -n $why_no_root_tests ]]; then lanes=1; fi
+((lanes == 1)) || run_beside tests_of run_and_leave "${with_api_server[@]}"
+tests run_tests "unit" --skip root_
+tests run_tests "no_root"
 if ((${#patterns[@]} == 0)); then
     tests run_tests "unit tests that need root" --test-threads=1 root_
 fi

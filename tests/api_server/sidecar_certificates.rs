@@ -219,6 +219,7 @@ fn no_handshake_fails_while_the_authority_is_replaced() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_service_that_drifts_is_put_right() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("drift");
@@ -262,6 +263,7 @@ fn a_service_that_drifts_is_put_right() {
 
 /// `--session-api`: for the session manager.
 #[test]
+#[ignore = "full tier"]
 fn a_service_configuration_says_the_same_and_is_put_right() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("configuration");
@@ -375,6 +377,7 @@ fn an_api_server_that_is_away_is_waited_for() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn authorities_from_a_file_follow_it() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("file");

@@ -394,11 +394,13 @@ fn every_snapshot_of_a_busy_ext4_is_clean_and_its_deltas_are_complete() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn every_snapshot_of_a_busy_xfs_is_clean_and_its_deltas_are_complete() {
     on_each_pool("xfs");
 }
 
 #[test]
+#[ignore = "full tier"]
 fn every_snapshot_of_a_busy_btrfs_is_clean_and_its_deltas_are_complete() {
     on_each_pool("btrfs");
 }
@@ -406,6 +408,7 @@ fn every_snapshot_of_a_busy_btrfs_is_clean_and_its_deltas_are_complete() {
 /// The writer turns from one filesystem to the other with each step: what it has written to both at some
 /// moment is what the members of a group hold.
 #[test]
+#[ignore = "full tier"]
 fn a_group_of_busy_filesystems_holds_one_moment_of_both() {
     if !have_root() || !have_load() {
         return;

@@ -46,6 +46,7 @@ fn publishing(rig: &Rig<'_>, address: &str) -> Replica {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn the_discovery_says_where_and_is_put_right() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[LISTS]);

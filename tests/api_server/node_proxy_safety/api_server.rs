@@ -36,6 +36,7 @@ pub fn wait_until_known<B: support::cluster::node_proxy::Behind>(rig: &Rig<'_, B
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_that_did_not_opt_in_needs_nothing_of_the_api_server() {
     let Some(cluster) = shared() else { return };
     for away in AWAY {

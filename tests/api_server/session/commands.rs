@@ -83,6 +83,7 @@ fn a_command_whose_session_fails_says_why_and_leaves_no_request() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_command_that_is_interrupted_or_out_of_time_leaves_no_request() {
     let Some(cluster) = shared() else { return };
     let rig = certified(cluster);

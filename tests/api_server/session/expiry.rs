@@ -9,6 +9,7 @@ use support::cluster::manager::faketime;
 use support::skip;
 
 #[test]
+#[ignore = "full tier"]
 fn an_expired_request_is_deleted_with_its_data() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
@@ -89,6 +90,7 @@ fn lifetimes_are_those_of_the_config_map_and_follow_it() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn data_that_has_expired_goes_even_if_its_request_cannot() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options::default());

@@ -212,6 +212,7 @@ fn data_that_no_request_accounts_for_is_deleted() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn an_api_server_that_is_away_is_waited_for() {
     let Some(cluster) = shared() else { return };
     let proxy = cluster.proxy();

@@ -88,6 +88,7 @@ fn many_who_ask_for_the_same_at_once_cost_one_call() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn the_right_to_get_is_enough() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { verbs: &["get"], ..Options::default() });

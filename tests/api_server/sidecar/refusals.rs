@@ -226,6 +226,7 @@ fn a_revoked_token_or_right_is_refused_within_the_stated_time() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_token_is_refused_from_its_own_end_on() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
@@ -264,6 +265,7 @@ fn an_empty_or_missing_audience_lets_nobody_in() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn an_api_server_that_is_away_is_unavailable_and_comes_back() {
     let Some(cluster) = shared() else { return };
     let proxy = cluster.proxy();

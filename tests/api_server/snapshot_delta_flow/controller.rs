@@ -221,6 +221,7 @@ fn an_endpoint_that_goes_or_changes_is_seen_at_the_next_look() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn an_endpoint_that_is_late_is_looked_at_again_soon() {
     let Some(cluster) = shared() else { return };
     let authority = Authority::new("cbt-http");

@@ -24,6 +24,7 @@ fn end(rig: &NodeRig<'_>, pod: &Made) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_reads_its_secret_and_cannot_write_where_it_is() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
@@ -35,6 +36,7 @@ fn a_pod_reads_its_secret_and_cannot_write_where_it_is() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_secret_that_changes_reaches_the_pod_that_runs() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
@@ -49,6 +51,7 @@ fn a_secret_that_changes_reaches_the_pod_that_runs() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn content_belongs_to_the_group_of_the_pod() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
@@ -63,6 +66,7 @@ fn content_belongs_to_the_group_of_the_pod() {
 
 /// The whole way of a pod that says no word of readOnly: API server, webhooks, kubelet, driver, container.
 #[test]
+#[ignore = "full tier"]
 fn a_pod_that_says_nothing_of_read_only_runs_as_the_webhooks_have_mended_it() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };

@@ -9,6 +9,7 @@ use support::driver::wait_for;
 use support::inline::is_mounted;
 
 #[test]
+#[ignore = "full tier"]
 fn a_driver_that_is_killed_does_not_disturb_the_pod_and_takes_its_volume_away_later() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = NodeRig::new(cluster) else { return };
@@ -27,6 +28,7 @@ fn a_driver_that_is_killed_does_not_disturb_the_pod_and_takes_its_volume_away_la
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
@@ -65,6 +67,7 @@ fn refused(rig: &NodeRig<'_>, words: &[&str]) -> Made {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_driver_that_offers_inline_volumes_no_more_gets_no_new_ones_and_is_rid_of_the_old() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };

@@ -54,6 +54,7 @@ fn a_pod_writes_to_its_volume_and_nothing_of_it_outlives_the_pod() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn volumes_with_equal_attributes_are_volumes_of_their_own() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
@@ -76,6 +77,7 @@ fn volumes_with_equal_attributes_are_volumes_of_their_own() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn persistent_volumes_of_the_driver_stand_beside_inline_ones() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
@@ -104,6 +106,7 @@ fn persistent_volumes_of_the_driver_stand_beside_inline_ones() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_of_any_user_and_group_writes_to_its_volume() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
@@ -124,6 +127,7 @@ fn a_pod_of_any_user_and_group_writes_to_its_volume() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn pods_begin_with_a_snapshots_data_and_each_has_its_own_copy() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::with(cluster, &["--inline-from-snapshot"], None) else { return };

@@ -19,6 +19,7 @@ fn failed(rig: &Rig<'_>, call: &str) -> u64 {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn after_a_downgrade_figures_and_growth_fail_aloud_until_the_upgrade_and_the_pod_ends_in_any_case()
 {
     let Some(cluster) = shared() else { return };
@@ -70,6 +71,7 @@ fn after_a_downgrade_figures_and_growth_fail_aloud_until_the_upgrade_and_the_pod
 
 /// A driver that has kubelet publish again and again, as ours has: kubelet tries that before all else.
 #[test]
+#[ignore = "full tier"]
 fn a_pod_whose_volume_is_published_again_is_told_of_a_downgrade_and_grows_after_the_upgrade() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
@@ -96,6 +98,7 @@ fn a_pod_whose_volume_is_published_again_is_told_of_a_downgrade_and_grows_after_
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_that_begins_at_a_downgrade_is_told_why_and_runs_after_the_upgrade() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };

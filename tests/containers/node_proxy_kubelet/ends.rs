@@ -6,6 +6,7 @@ use support::cluster::shared;
 use support::driver::wait_for;
 
 #[test]
+#[ignore = "full tier"]
 fn whoever_of_kubelet_proxy_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all_is_as_before() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
@@ -51,6 +52,7 @@ fn whoever_of_kubelet_proxy_driver_and_crust_ops_is_killed_the_pod_runs_on_and_a
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_that_goes_while_kubelet_and_proxy_are_away_leaves_nothing() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
@@ -77,6 +79,7 @@ fn a_pod_that_goes_while_kubelet_and_proxy_are_away_leaves_nothing() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_that_begins_or_ends_while_the_proxy_is_away_does_so_once_it_is_back() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };

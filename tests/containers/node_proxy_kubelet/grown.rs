@@ -14,6 +14,7 @@ fn kib(rig: &Rig<'_>, pod: &Made) -> u64 {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_volume_is_grown_while_only_its_containers_see_it_and_the_claim_says_so() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
@@ -36,6 +37,7 @@ fn a_volume_is_grown_while_only_its_containers_see_it_and_the_claim_says_so() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_claim_that_grew_while_nobody_used_it_has_its_size_once_its_pod_runs() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };

@@ -62,6 +62,7 @@ fn source(rig: &Rig<'_>, pod: &Made, name: &str) -> String {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn each_volume_of_a_pod_is_mounted_by_whom_the_pod_has_named() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
@@ -101,6 +102,7 @@ fn each_volume_of_a_pod_is_mounted_by_whom_the_pod_has_named() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn files_change_their_group_only_where_the_pods_policy_says_so() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
@@ -124,6 +126,7 @@ fn files_change_their_group_only_where_the_pods_policy_says_so() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_may_opt_in_until_its_volumes_are_there() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
@@ -142,6 +145,7 @@ fn a_pod_may_opt_in_until_its_volumes_are_there() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_claim_whose_class_leaves_it_to_the_runtime_is_the_drivers_affair_whatever_its_pod_says() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
@@ -162,6 +166,7 @@ fn a_claim_whose_class_leaves_it_to_the_runtime_is_the_drivers_affair_whatever_i
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_whose_runtime_knows_nothing_of_volumes_is_counted_as_abnormal() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };

@@ -132,6 +132,7 @@ fn signals_reach_a_container_in_the_foreground() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn what_it_costs_to_look_for_volumes() {
     on_node(|node| {
         const ROUNDS: u32 = 10;

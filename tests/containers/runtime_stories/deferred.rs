@@ -46,6 +46,7 @@ fn story_1_a_claim_is_mounted_by_the_runtime_alone() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_volume_is_grown_while_only_its_containers_see_it() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
@@ -78,6 +79,7 @@ fn a_volume_is_grown_while_only_its_containers_see_it() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_of_another_runtime_does_not_use_an_empty_directory_unnoticed() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };

@@ -11,6 +11,7 @@ use support::path;
 const SIZE: u64 = 320 * MIB;
 
 #[test]
+#[ignore = "full tier"]
 fn whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all_is_as_before() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
@@ -54,6 +55,7 @@ fn whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all_is_
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothing_handed_over() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };

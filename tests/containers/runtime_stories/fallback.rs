@@ -57,6 +57,7 @@ fn by_the_runtime(rig: &Rig<'_>, name: &str) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn story_2_what_the_runtime_does_not_do_the_driver_mounts() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
@@ -74,6 +75,7 @@ fn story_2_what_the_runtime_does_not_do_the_driver_mounts() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn story_3_what_the_driver_does_not_defer_it_mounts() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
@@ -86,6 +88,7 @@ fn story_3_what_the_driver_does_not_defer_it_mounts() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn story_4_before_an_upgrade_the_driver_mounts_and_after_it_the_runtime() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };

@@ -259,8 +259,8 @@ elif [[ -n $why_no_root_tests ]]; then
     skip 1 "the demo, csi-sanity and the bench" "$why_no_root_tests"
 else
     export CSI_LOOPBACK_BIN=$shipped
-    scene main
     if [[ $tier == default ]]; then
+        scene main
         sanity image
     else
         scene main 1 3

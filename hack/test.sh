@@ -35,7 +35,7 @@ done
 if ((${#patterns[@]})); then
     tier=selected
 elif [[ $tier == default ]]; then
-    export ORACLE_CASES=2 POWER_LOSS_IMAGES=12 FILESYSTEMS_SECONDS=2 CRASH_SAMPLE=6 FUZZ_INPUTS=20000
+    export ORACLE_CASES=2 POWER_LOSS_IMAGES=12 FILESYSTEMS_SECONDS=1 CRASH_SAMPLE=8 FUZZ_INPUTS=20000
 fi
 
 target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
@@ -150,7 +150,7 @@ export CARGO_MANIFEST_DIR=$repo
 
 # --- Tests ------------------------------------------------------------------------------------------
 
-phase tests "$(if_full 1200 300)"
+phase tests "$(if_full 1500 410)"
 arguments=(--show-output)
 [[ $tier == default ]] || arguments+=(--include-ignored)
 # The time of each test is a feature of nightly compilers. The variable asks the test harness alone: it is not set
@@ -251,7 +251,7 @@ sanity() {
     ((status != 0)) || sed 's/^/             /' "$log"
 }
 
-phase scenes "$(if_full 480 120)"
+phase scenes "$(if_full 420 40)"
 if [[ -z $shipped ]]; then
     printf 'FAILED             the demo and csi-sanity: the driver does not build\n'
     fail 1 "the demo and csi-sanity: the driver does not build"
@@ -291,7 +291,7 @@ fi
 if ((lanes == 1)); then
     tests_of run_tests "${with_api_server[@]}"
 else
-    phase "the other lane" "$(if_full 420 120)"
+    phase "the other lane" "$(if_full 120 30)"
     tests_of take_tests "${with_api_server[@]}"
 fi
 ((${#patterns[@]})) || check_left_behind

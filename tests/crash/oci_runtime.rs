@@ -55,6 +55,7 @@ fn with_scene(node: &Node, round: impl Fn(&Container<'_>, &dyn Fn())) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_runtime_that_dies_or_fails_between_any_two_steps_leaves_nothing() {
     on_node(|node| {
         with_scene(node, |container, afterwards| {

@@ -48,6 +48,8 @@ if_full() { if [[ $tier == full ]]; then echo "$1"; else echo "$2"; fi; }
 rm -rf "$target/test-logs"
 begin "${TEST_TIMEOUT:-3600}" "$target/test-logs"
 
+# Whether any test or step has run that the patterns name.
+matched=
 # wanted NAME: whether a step of this name is to run.
 wanted() {
     local pattern
@@ -59,7 +61,11 @@ wanted() {
 }
 
 # check NAME COMMAND...: a step, if it is wanted.
-check() { ! wanted "$1" || step "$@"; }
+check() {
+    wanted "$1" || return 0
+    matched=1
+    step "$@"
+}
 
 # --- Tools ------------------------------------------------------------------------------------------
 
@@ -97,9 +103,9 @@ fi
 phase checks "$(if_cold 360 60)"
 if ! cargo_component rustfmt fmt; then
     skip 1 "cargo fmt" "rustfmt is not installed and could not be installed"
-elif wanted "cargo fmt"; then
-    step "cargo fmt" cargo fmt --all --check
-    step "cargo fmt, fuzz targets" cargo fmt --check --manifest-path fuzz/Cargo.toml
+else
+    check "cargo fmt" cargo fmt --all --check
+    check "cargo fmt, fuzz targets" cargo fmt --check --manifest-path fuzz/Cargo.toml
 fi
 if ! install_missing shellcheck; then
     skip 1 "shellcheck" "not installed and could not be installed"
@@ -115,7 +121,7 @@ fi
 # Advisories need a database from the network, which changes without a commit: they are not checked.
 if [[ $tier == full ]] || { [[ $tier == selected ]] && wanted "cargo deny"; }; then
     if deny=$(cargo_deny 2>"$logs/cargo-deny-install.log"); then
-        step "cargo deny" "$deny" --locked check bans licenses sources
+        check "cargo deny" "$deny" --locked check bans licenses sources
     else
         skip 1 "cargo deny" "$(tail -n 1 "$logs/cargo-deny-install.log")"
     fi
@@ -178,6 +184,7 @@ tests() {
     mapfile -t chosen < <(filter "$name")
     count=$("$binary" --list --format terse "${chosen[@]}" "$@" 2>/dev/null | grep -c ': test$' || true)
     ((count)) || return 0
+    matched=1
     if [[ -n $why_no_root_tests && " $* " != *" --skip root_ "* && $name != no_root ]]; then
         skip "$count" "$name, $count tests" "$why_no_root_tests"
     else
@@ -230,6 +237,7 @@ scene() { # scene NAME [SECONDS...]: runs a scene, and once more for each of the
 sanity() {
     local line specs_failed=0
     wanted "csi-sanity" || return 0
+    matched=1
     run "csi-sanity" hack/sanity.sh "$@"
     if ((status == 77)); then
         skip 1 "csi-sanity" "$(tail -n 1 "$log")"
@@ -294,6 +302,7 @@ else
     phase "the other lane" "$(if_full 120 30)"
     tests_of take_tests "${with_api_server[@]}"
 fi
+[[ -n $matched ]] || die "no test and no step has a name that contains: ${patterns[*]}"
 ((${#patterns[@]})) || check_left_behind
 phase
 ((${#patterns[@]})) || tell_phases "$(if_cold "$(if_full 3300 1200)" "$(if_full 2100 480)")"

@@ -156,7 +156,7 @@ export CARGO_MANIFEST_DIR=$repo
 
 # --- Tests ------------------------------------------------------------------------------------------
 
-phase tests "$(if_full 1500 410)"
+phase tests "$(if_full 1500 430)"
 arguments=(--show-output)
 [[ $tier == default ]] || arguments+=(--include-ignored)
 # The time of each test is a feature of nightly compilers. The variable asks the test harness alone: it is not set

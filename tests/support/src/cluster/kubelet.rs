@@ -13,6 +13,7 @@ use csi_loopback::backend::PoolKind;
 use k8s_openapi::api::core::v1::{Event, Pod, Secret, ServiceAccount};
 use k8s_openapi::api::storage::v1::{CSIDriver, CSINode};
 use kube::api::{DeleteParams, PostParams};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tonic::Code;
@@ -49,8 +50,8 @@ impl Node {
     }
 
     /// The process of the script that runs it.
-    pub fn script(&self) -> u32 {
-        self.process.id()
+    pub fn script(&self) -> Pid {
+        self.process.pid()
     }
 
     /// Kubelet's own.

@@ -268,7 +268,7 @@ impl Cluster {
         found.unwrap()
     }
 
-    /// The requests that the API server has answered since the test started, as its audit log tells them: `verb`,
+    /// The requests that the API server has answered since the test started, as its audit log has them: `verb`,
     /// `requestURI`, `objectRef`, `user.username`, `userAgent`, `responseStatus.code`.
     pub fn requests(&self) -> Vec<Value> {
         let mut log = File::open(self.request_log()).unwrap();

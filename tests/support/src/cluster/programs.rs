@@ -47,10 +47,6 @@ impl Process {
         String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()
     }
 
-    pub fn id(&self) -> u32 {
-        self.child.id()
-    }
-
     pub fn pid(&self) -> Pid {
         Pid::from_raw(self.child.id() as i32)
     }

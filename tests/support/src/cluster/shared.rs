@@ -9,6 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use csi_loopback::kubernetes::tls;
+use nix::unistd::Pid;
 
 use super::{Cluster, NoCluster};
 use crate::{have_root, keep, skip};
@@ -71,7 +72,7 @@ impl Guard {
     }
 
     /// A process that is to be ended, before those that were given earlier.
-    pub fn add(&self, pid: u32) {
+    pub fn add(&self, pid: Pid) {
         let mut guard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         writeln!(guard.stdin.as_mut().unwrap(), "{pid}").unwrap();
     }
@@ -83,7 +84,7 @@ impl Cluster {
         let mut cluster = Self::start()?;
         if !keep() {
             let guard = Guard::new(cluster.scratch());
-            guard.add(cluster.process.id());
+            guard.add(cluster.process.pid());
             cluster.guard = Some(guard);
         }
         Ok(cluster)

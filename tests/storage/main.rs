@@ -3,6 +3,7 @@
 
 mod attachment;
 mod corruption;
+mod earlier_versions;
 mod filesystems;
 mod full_operations;
 mod full_pool;

@@ -3,13 +3,16 @@
 
 use support::cluster::shared;
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use csi_loopback::kubernetes::snapshot::VolumeSnapshot;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
 use kube::{Api, Client};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::getpid;
 use serde_json::Value;
 use support::cluster::access::{backup_rules, rule, sidecar_rules};
 use support::cluster::programs::{Process, Served, json_extents, said, table_extents};
@@ -18,7 +21,8 @@ use support::cluster::rig::Rig;
 use support::cluster::tls::Authority;
 use support::cluster::{Cluster, processes_of};
 use support::driver::{Driver, PATIENCE, all_snapshots, block, wait_for};
-use support::{BLOCK, MIB, pattern, write_direct};
+use support::{BLOCK, MIB, pattern, test_name, write_direct};
+use tempfile::TempDir;
 
 const AUDIENCE: &str = "backup";
 
@@ -259,6 +263,33 @@ fn a_cluster_that_ends_leaves_nothing() {
 /// Of the processes that work in the directory or name it.
 fn command_lines(directory: &Path) -> Vec<String> {
     processes_of(directory).into_iter().map(|(_, line)| line).collect()
+}
+
+/// This test starts its own binary for itself alone. That process kills itself as soon as its cluster runs.
+#[test]
+#[ignore = "full tier"]
+fn a_killed_test_process_leaves_no_cluster() {
+    const IS_TO_DIE: &str = "CSI_LOOPBACK_TEST_IS_TO_DIE";
+    if shared().is_none() {
+        return;
+    }
+    if std::env::var_os(IS_TO_DIE).is_some() {
+        kill(getpid(), Signal::SIGKILL).unwrap();
+    }
+    let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+    let status = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--include-ignored", &test_name()])
+        .env(IS_TO_DIE, "yes")
+        .env("TMPDIR", directory.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .unwrap();
+    assert_eq!(status.signal(), Some(Signal::SIGKILL as i32), "{status}");
+    wait_for("the cluster of the killed process ends", || {
+        let is_empty = directory.path().read_dir().unwrap().next().is_none();
+        is_empty && processes_of(directory.path()).is_empty()
+    });
 }
 
 #[test]

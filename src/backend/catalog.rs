@@ -2,31 +2,31 @@
 //! pool beside the files that it speaks of, so that both meet a power cut together. Rows are JSON,
 //! keyed by id; a second table leads from names to ids. Every commit is durable when it returns.
 
+mod direct;
+mod file;
+mod verify;
+
 use std::fmt;
-use std::fs::{self, File};
-use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
 use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, fallocate};
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use redb::{
-    Database, ReadTransaction, ReadableDatabase, ReadableTable, StorageBackend, TableDefinition,
-    WriteTransaction,
+    Database, ReadTransaction, ReadableDatabase, ReadableTable, TableDefinition, WriteTransaction,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tracing::warn;
 
 use super::error::{Context, Error, Kind, Result};
-use super::fail_point::{meet, reach};
+use super::fail_point::reach;
 use super::model::{Attachment, Group, Inline, Snapshot, Volume};
 use super::pool::sync_directory;
+use direct::DirectFile;
+use file::{CatalogFile, Mode};
+
+pub use verify::{read_verified, verify_or_rescue};
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
 
@@ -75,123 +75,23 @@ row!(Group, "groups", id, Kind::GroupSnapshot);
 row!(Attachment, "attachments", volume_id);
 row!(Inline, "inline", handle);
 
-/// Room that a small catalog holds, in bytes. Constant, so that it does not come and go.
-const LEAST_BYTES: u64 = 4 << 20;
-
-/// The file under the store. It takes room when the store grows, not when a page is first written,
-/// and the room to double once more ahead of that. Where that is not to be had nothing new is given
-/// a name: what there is for growth is left to deletions, which need some too. (Were the store to
-/// meet ENOSPC itself it would refuse everything until it is opened again.)
-#[derive(Debug, Clone)]
-struct Reserved {
-    file: Arc<File>,
-    /// Whether the room that [`Self::held`] says is there.
-    ahead: Arc<AtomicBool>,
-    /// An operation has failed: the store above then refuses everything until it is opened again.
-    failed: Arc<AtomicBool>,
-}
-
-impl Reserved {
-    fn new(file: Arc<File>) -> Self {
-        let reserved = Self { file, ahead: Arc::default(), failed: Arc::default() };
-        reserved.reserve_ahead();
-        reserved
-    }
-
-    /// How much room is held for a store of `len` bytes.
-    fn held(len: u64) -> u64 {
-        LEAST_BYTES.max(2 * len)
-    }
-
-    fn reserve_ahead(&self) {
-        let held = self.file.metadata().map_or(0, |metadata| Self::held(metadata.len()));
-        let mode = FallocateFlags::FALLOC_FL_KEEP_SIZE;
-        let taken = fallocate(&self.file, mode, 0, held as i64);
-        // A filesystem that cannot reserve is taken as it is.
-        let full = matches!(taken, Err(Errno::ENOSPC | Errno::EDQUOT));
-        self.ahead.store(!full, Ordering::Relaxed);
-    }
-
-    /// Does something with the file, unless anything has failed before: whoever still has this store
-    /// when it was opened again must not write.
-    fn unless_failed<T>(&self, operate: impl FnOnce(&File) -> io::Result<T>) -> io::Result<T> {
-        if self.failed.load(Ordering::Acquire) {
-            return Err(io::Error::other("there was an I/O error before"));
-        }
-        operate(&self.file).inspect_err(|_| self.failed.store(true, Ordering::Release))
-    }
-
-    /// Writes all of the file again and waits until it is on disk: after a flush that failed, pages
-    /// that are on no disk pass for clean ones.
-    fn rewrite(&self) -> io::Result<()> {
-        let mut bytes = vec![0; self.file.metadata()?.len() as usize];
-        self.file.read_exact_at(&mut bytes, 0)?;
-        self.file.write_all_at(&bytes, 0)?;
-        self.file.sync_all()
-    }
-
-    fn resize(&self, len: u64) -> io::Result<()> {
-        let old = self.file.metadata()?.len();
-        // Asked for what is there already, a full XFS would say ENOSPC.
-        let reserved = self.ahead.load(Ordering::Relaxed) && len <= Self::held(old);
-        self.file.set_len(len)?;
-        if len > old && !reserved {
-            let reserve = nix::fcntl::posix_fallocate(&self.file, old as i64, (len - old) as i64);
-            if let Err(errno) = reserve {
-                self.file.set_len(old)?;
-                return Err(errno.into());
-            }
-        }
-        self.reserve_ahead();
-        meet("page.sized")
-    }
-
-    fn has_room(&self) -> bool {
-        if !self.ahead.load(Ordering::Relaxed) {
-            self.reserve_ahead();
-        }
-        self.ahead.load(Ordering::Relaxed)
-    }
-}
-
-impl StorageBackend for Reserved {
-    fn len(&self) -> io::Result<u64> {
-        self.unless_failed(|file| Ok(file.metadata()?.len()))
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        self.unless_failed(|file| file.read_exact_at(out, offset))
-    }
-
-    fn set_len(&self, len: u64) -> io::Result<()> {
-        self.unless_failed(|_| self.resize(len))
-    }
-
-    fn sync_data(&self) -> io::Result<()> {
-        self.unless_failed(|file| file.sync_data().and_then(|()| meet("page.flushed")))
-    }
-
-    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.unless_failed(|file| {
-            file.write_all_at(data, offset).and_then(|()| meet("page.written"))
-        })
-    }
-}
+/// The size of a page of the store, in bytes.
+const PAGE_BYTES: u64 = 4096;
 
 pub struct Catalog {
-    /// Held for reading while a transaction is written, and for writing while the store is opened
-    /// anew.
+    path: PathBuf,
+    /// Held for reading while a transaction is written, and for writing while the store is opened again.
     store: RwLock<Opened>,
 }
 
 struct Opened {
     database: Database,
-    file: Reserved,
+    file: CatalogFile,
 }
 
 impl Opened {
-    fn new(file: Arc<File>) -> Result<Self> {
-        let file = Reserved::new(file);
+    fn new(file: DirectFile, mode: Mode) -> Result<Self> {
+        let file = CatalogFile::new(file, mode).map_err(|e| Error::io("catalog", e))?;
         let database = Database::builder()
             .set_cache_size(CACHE_BYTES)
             .create_with_backend(file.clone())
@@ -199,9 +99,18 @@ impl Opened {
         Ok(Self { database, file })
     }
 
-    fn has_failed(&self) -> bool {
-        self.file.failed.load(Ordering::Acquire)
+    fn open(path: &Path, mode: Mode) -> Result<Self> {
+        Self::new(open_file(path)?, mode)
     }
+
+    /// Whether it can be used as a file of this mode. A durable one serves readers, too.
+    fn serves(&self, mode: Mode) -> bool {
+        !self.file.has_failed() && (mode == Mode::Overlay || self.file.is_durable())
+    }
+}
+
+fn open_file(path: &Path) -> Result<DirectFile> {
+    DirectFile::open(path).context(|| format!("opening the catalog {}", path.display()))
 }
 
 impl fmt::Debug for Catalog {
@@ -217,57 +126,65 @@ impl Catalog {
         if !path.try_exists().context(making)? {
             // Under another name: the store does not open what a crash leaves of its own making.
             let part = path.with_extension("part");
-            drop(Self::open_file(&part, true)?);
+            drop(Self::with(&part, DirectFile::create(&part).context(making)?)?);
             reach("catalog.made")?;
             fs::rename(&part, path).context(making)?;
             reach("catalog.named")?;
             path.parent().map_or(Ok(()), sync_directory)?;
         }
-        Self::open_file(path, false)
+        Self::with(path, open_file(path)?)
     }
 
-    fn open_file(path: &Path, anew: bool) -> Result<Self> {
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create(anew)
-            .truncate(anew)
-            .mode(0o600)
-            .open(path)
-            .context(|| format!("opening the catalog {}", path.display()))?;
-        let opening = || format!("opening the catalog {}", path.display());
-        let is_blank = file.metadata().context(opening)?.len() == 0;
-        let catalog = Self { store: RwLock::new(Opened::new(Arc::new(file))?) };
+    fn with(path: &Path, file: DirectFile) -> Result<Self> {
+        let is_blank = file.len().context(|| format!("opening {}", path.display()))? == 0;
+        let store = RwLock::new(Opened::new(file, Mode::Durable)?);
+        let catalog = Self { path: path.to_owned(), store };
         catalog.prepare(is_blank)?;
         Ok(catalog)
     }
 
-    /// The store, opened again if it has met an I/O error since. What was committed before is there,
-    /// what was being committed then may be. Readers of the former store go on with what they have in
-    /// memory, or get an error: it reads and writes nothing any more.
-    fn store(&self) -> Result<RwLockReadGuard<'_, Opened>> {
+    /// The store, opened again if it has met an I/O error since.
+    fn store(&self, mode: Mode) -> Result<RwLockReadGuard<'_, Opened>> {
         let store = self.store.read().unwrap_or_else(PoisonError::into_inner);
-        if !store.has_failed() {
+        if store.serves(mode) {
             return Ok(store);
         }
         drop(store);
-        let mut store = self.store.write().unwrap_or_else(PoisonError::into_inner);
-        if store.has_failed() {
-            let again = || "opening the catalog again after an I/O error".to_owned();
-            store.file.rewrite().context(again)?;
-            *store = Opened::new(store.file.file.clone())?;
-            warn!("the catalog met an I/O error; it was opened again");
-        }
-        drop(store);
+        self.reopen(mode)?;
         Ok(self.store.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Makes the tables, where nothing was written yet, and checks the format's version. A catalog that has a name has its tables: one
-    /// that seems to have none was damaged, and is not taken for a new one.
-    fn prepare(&self, is_blank: bool) -> Result<()> {
-        if !is_blank && self.read()?.0.open_table(META).is_err() {
-            return Err(damaged("it has lost its tables"));
+    /// Opens the store from what the disk holds: what was committed before, and perhaps what was being committed when
+    /// the I/O error came. Readers of the former store get an error at their next access to the file. While the disk
+    /// does not accept writes, readers get a store that keeps the repairs of opening in memory.
+    fn reopen(&self, mode: Mode) -> Result<()> {
+        let mut store = self.store.write().unwrap_or_else(PoisonError::into_inner);
+        if store.serves(mode) {
+            return Ok(());
         }
+        store.file.retire();
+        verify::verify(&self.path)?;
+        *store = match Opened::open(&self.path, Mode::Durable) {
+            Ok(opened) => {
+                warn!("the catalog met an I/O error; it was opened again");
+                opened
+            }
+            Err(error) if mode == Mode::Overlay => {
+                warn!(%error, "the catalog cannot be written; it is read-only until the next change succeeds");
+                Opened::open(&self.path, Mode::Overlay)?
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(())
+    }
+
+    /// Fails while the catalog cannot be written.
+    pub fn check_writable(&self) -> Result<()> {
+        self.store(Mode::Durable).map(drop)
+    }
+
+    /// Makes the tables, where nothing was written yet, and checks the format's version.
+    fn prepare(&self, is_blank: bool) -> Result<()> {
         if is_blank {
             self.write(|tx| {
                 tx.inner.open_table(Volume::TABLE).map_err(failed)?;
@@ -280,29 +197,22 @@ impl Catalog {
                 Ok(())
             })?;
         }
+        self.read()?.check_format()?;
         // It came later than the others.
         if self.read()?.0.open_table(Inline::TABLE).is_err() {
             self.write(|tx| tx.inner.open_table(Inline::TABLE).map(drop).map_err(failed))?;
         }
-        let tx = self.read()?;
-        let meta = tx.0.open_table(META).map_err(failed)?;
-        let version = meta.get("version").map_err(failed)?;
-        match version.as_ref().map(|version| version.value()) {
-            Some(FORMAT_VERSION) => Ok(()),
-            other => Err(Error::Damaged(format!(
-                "the catalog has format version {other:?}, this program knows {FORMAT_VERSION}"
-            ))),
-        }
+        Ok(())
     }
 
     /// A consistent view of all rows.
     pub fn read(&self) -> Result<Reading> {
-        self.store()?.database.begin_read().map(Reading).map_err(failed)
+        self.store(Mode::Overlay)?.database.begin_read().map(Reading).map_err(failed)
     }
 
     /// Runs `change` in a transaction: all of it is durable on `Ok`, none of it happened on `Err`.
     pub fn write<T>(&self, change: impl FnOnce(&Writing) -> Result<T>) -> Result<T> {
-        let store = self.store()?;
+        let store = self.store(Mode::Durable)?;
         let has_room = store.file.has_room();
         let tx = Writing { inner: store.database.begin_write().map_err(failed)?, has_room };
         let result = change(&tx).and_then(|value| reach("catalog.changed").map(|()| value));
@@ -321,45 +231,24 @@ impl Catalog {
     }
 }
 
-/// What `read` finds in the catalog at `path`, of which every checksum was looked at: without that a
-/// flipped bit passes for what was written. It is done on a copy in memory, so that nothing is
-/// repaired or changed. Memory: the size of the catalog, for as long as this runs.
-pub fn read_verified<T>(path: &Path, read: impl FnOnce(&Reading) -> Result<T>) -> Result<T> {
-    let mut file = match File::open(path) {
-        Ok(file) => file,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(damaged("it is missing")),
-        Err(e) => return Err(Error::io("opening the catalog", e)),
-    };
-    let copying = || "copying the catalog".to_owned();
-    let mut copy =
-        memfd_create("catalog", MFdFlags::MFD_CLOEXEC).map(File::from).context(copying)?;
-    if io::copy(&mut file, &mut copy).context(copying)? == 0 {
-        return Err(damaged("it is empty"));
-    }
-    let copy_path = format!("/proc/self/fd/{}", copy.as_raw_fd());
-    // The store below panics at some of what cannot be.
-    let result = catch_unwind(AssertUnwindSafe(|| {
-        let whole = Database::open(&copy_path).and_then(|mut store| store.check_integrity());
-        match whole {
-            Ok(true) => {}
-            Ok(false) => return Err(damaged("its checksums do not match")),
-            Err(error) => return Err(damaged(error)),
-        }
-        let catalog = Catalog::open(Path::new(&copy_path))?;
-        let rows = catalog.read()?;
-        read(&rows)
-    }));
-    result.unwrap_or_else(|_| Err(damaged("it contradicts itself")))
-}
-
-fn damaged(what: impl fmt::Display) -> Error {
-    Error::Damaged(format!("the catalog is damaged: {what}; restore it from a backup"))
-}
-
 /// A read transaction.
 pub struct Reading(ReadTransaction);
 
 impl Reading {
+    /// Checks the format's version. A catalog that has a name has its tables: one that seems to have none was damaged, and
+    /// is not taken for a new one.
+    fn check_format(&self) -> Result<()> {
+        let meta = self.0.open_table(META);
+        let meta = meta.map_err(|_| verify::damaged("it has lost its tables"))?;
+        let version = meta.get("version").map_err(failed)?;
+        match version.as_ref().map(|version| version.value()) {
+            Some(FORMAT_VERSION) => Ok(()),
+            other => Err(Error::Damaged(format!(
+                "the catalog has format version {other:?}, this program knows {FORMAT_VERSION}"
+            ))),
+        }
+    }
+
     pub fn get<R: Row>(&self, key: &str) -> Result<Option<R>> {
         let table = self.0.open_table(R::TABLE).map_err(failed)?;
         let row = table.get(key).map_err(failed)?;

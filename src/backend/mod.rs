@@ -58,7 +58,7 @@ use tracing::info;
 use catalog::Catalog;
 use error::Context;
 use locks::Locks;
-use pool::Directory;
+use pool::{Directory, Pool};
 use store::Store;
 
 pub use error::{Error, Kind, Result};
@@ -127,7 +127,7 @@ impl Backend {
         check_catalog(opened.pool.root())?;
         let store = Store {
             catalog: Catalog::open(&catalog_path(opened.pool.root()))?,
-            max_volume_bytes: largest_file(opened.pool.root())?,
+            max_volume_bytes: largest_file(opened.pool.as_ref()),
             pool: opened.pool,
             pool_reason: opened.reason,
             locks: Locks::default(),
@@ -166,9 +166,9 @@ impl Backend {
         upkeep::forget_expired(&self.store)
     }
 
-    /// Whether catalog and pool answer.
+    /// Whether the catalog can be written and the pool answers.
     pub fn healthy(&self) -> Result<()> {
-        self.store.catalog.read()?;
+        self.store.catalog.check_writable()?;
         self.store.pool.room().map(drop)
     }
 
@@ -359,7 +359,7 @@ impl Backend {
 fn check_catalog(root: &Path) -> Result<()> {
     let catalog = catalog_path(root);
     if catalog.metadata().is_ok_and(|metadata| metadata.len() > 0) {
-        return catalog::read_verified(&catalog, |_| Ok(()));
+        return catalog::verify_or_rescue(&catalog);
     }
     for directory in [Directory::Volumes, Directory::Snapshots] {
         let path = directory.path(root);
@@ -375,19 +375,21 @@ fn check_catalog(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The largest volume whose backing file the filesystem of `root` can hold, in bytes.
-fn largest_file(root: &Path) -> Result<u64> {
-    let path = root.join(".probe-size");
-    let file = match pool::new_file(&path) {
-        // A full pool has to be opened too; growing a file too far then says so itself.
-        Err(Error::Exhausted(_)) => return Ok(MAX_VOLUME_BYTES),
-        file => file?,
-    };
+/// The largest volume whose backing file the pool can hold, in bytes. Where that is not known it is the largest that
+/// the driver supports: a file that grows too far then fails with `OutOfRange`.
+fn largest_file(pool: &dyn Pool) -> u64 {
+    // XFS holds more than that. To open a pool without room must not need any.
+    if pool.kind() != PoolKind::Copy {
+        return MAX_VOLUME_BYTES;
+    }
+    let path = pool.root().join(".probe-size");
+    let Ok(file) = pool::new_file(&path) else { return MAX_VOLUME_BYTES };
     let mut bytes = MAX_VOLUME_BYTES;
     while file.set_len(bytes).is_err() && bytes > MIN_VOLUME_BYTES {
         // ext4 ends one block below 16 TiB.
         bytes = if bytes.is_power_of_two() { bytes - BLOCK_SIZE } else { (bytes + BLOCK_SIZE) / 2 };
     }
-    pool::remove(&path)?;
-    Ok(bytes)
+    // Left over at worst, and overwritten at the next start.
+    let _ = fs::remove_file(&path);
+    bytes
 }

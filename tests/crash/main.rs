@@ -13,6 +13,7 @@
 //! CRASH_ONLY=NAME      scenarios with this in their names.
 //! CRASH_WORKERS=N      scenarios that run side by side (3).
 
+mod catalog;
 mod deferred;
 mod harness;
 mod inline;
@@ -354,6 +355,7 @@ fn every_fail_point_of_the_source_is_met_by_a_scenario() {
     let mut scene = Scene::start(PoolKind::Image, &[]);
     note(scene.make_pool(0, ALL));
     scene.end();
+    note(catalog::rescue(None));
     let (met, mut known) = (met.into_inner().unwrap(), source::points());
     // Another program's, with scenarios of its own.
     known.retain(|point| !point.starts_with(oci_runtime::OWN));

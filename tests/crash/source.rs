@@ -44,18 +44,24 @@ const STEPS: [&str; 35] = [
 ];
 
 /// Functions that need no point, and why.
-const EXCEPT: [(&str, &str); 11] = [
+const EXCEPT: [(&str, &str); 17] = [
     ("append", "into a buffer; the point comes when that is written"),
     ("clone", "the point is the caller's, who knows what is cloned"),
+    ("copy_of", "in memory"),
     ("ensure_node", "a node in /dev that belongs to nobody"),
+    ("fill_with_zeros", "the point comes when the file has its size"),
     ("flush", "what is in the kernel's hands a dead process loses no more"),
     ("largest_file", "a file that the next start makes again"),
     ("meet", "the points themselves"),
     ("overwrite", "once more what is overwritten by a repeat from its beginning"),
     ("probe", "files that the next start makes again"),
     ("probe_files", "files that the next start makes again"),
-    ("rewrite", "what is there already, once more"),
-    ("reserve_ahead", "room and no content, taken again at the next start"),
+    ("open_with", "what an earlier process wrote, once more"),
+    ("read_copy", "in memory"),
+    ("reserve", "room and no content, taken again at the next start"),
+    ("resize", "the point is the caller's"),
+    ("sync_data", "the point is the caller's"),
+    ("write_pages", "the point is the caller's"),
 ];
 
 fn sources(directory: &Path) -> Vec<PathBuf> {

@@ -5,6 +5,7 @@ mod attachment;
 mod corruption;
 mod earlier_versions;
 mod filesystems;
+mod full_disk;
 mod full_operations;
 mod full_pool;
 mod oracle;

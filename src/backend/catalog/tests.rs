@@ -1,4 +1,5 @@
 use super::*;
+use crate::backend::fail_point::in_tests;
 use crate::backend::model::{ChainBreak, Phase, VolumeRequest};
 
 fn volume(id: &str) -> Volume {
@@ -24,7 +25,7 @@ fn ids(catalog: &Catalog) -> Vec<String> {
 
 /// From now on every operation on the file fails, until it is opened again.
 fn fail(catalog: &Catalog) {
-    catalog.store.read().unwrap().file.failed.store(true, Ordering::Release);
+    catalog.store.read().unwrap().file.retire();
 }
 
 #[test]
@@ -54,6 +55,31 @@ fn a_catalog_that_met_an_io_error_goes_on_with_what_was_committed() {
     drop(catalog);
     read_verified(&path, |_| Ok(())).unwrap();
     assert_eq!(ids(&Catalog::open(&path).unwrap()), ["a", "b0", "b1", "b2"]);
+}
+
+#[test]
+fn a_catalog_that_cannot_be_written_can_be_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("catalog.redb");
+    let catalog = Catalog::open(&path).unwrap();
+    catalog.write(|tx| tx.put(&volume("a"))).unwrap();
+    for round in 0..2 {
+        fail(&catalog);
+        in_tests::fail_after(Some(0));
+        assert!(catalog.check_writable().is_err());
+        assert_eq!(ids(&catalog)[0], "a", "round {round}");
+        assert!(catalog.write(|tx| tx.put(&volume("lost"))).is_err());
+        assert_eq!(ids(&catalog).len(), 1 + round);
+        in_tests::fail_after(None);
+        // Readers alone do not end it.
+        assert!(!ids(&catalog).contains(&"lost".to_owned()));
+        catalog.check_writable().unwrap();
+        catalog.write(|tx| tx.put(&volume(&format!("b{round}")))).unwrap();
+        assert_eq!(ids(&catalog).len(), 2 + round);
+    }
+    drop(catalog);
+    read_verified(&path, |_| Ok(())).unwrap();
+    assert_eq!(ids(&Catalog::open(&path).unwrap()), ["a", "b0", "b1"]);
 }
 
 #[test]

@@ -67,17 +67,17 @@ fn probe(root: &Path) -> Result<()> {
     if flags & FS_XFLAG_RTINHERIT != 0 {
         return Err(realtime(root));
     }
+    // A pool was probed when it was made. To open one that has no room must not need any.
+    if Directory::Volumes.path(root).exists() {
+        return Ok(());
+    }
     let paths = [root.join(".probe-a"), root.join(".probe-b")];
     let result = probe_files(root, &paths);
     for path in &paths {
         // Left over at worst, and overwritten by the next probe.
         let _ = fs::remove_file(path);
     }
-    match result {
-        // A pool that has no room was probed when it was made, and has to be opened to make some.
-        Err(Error::Exhausted(_)) if Directory::Volumes.path(root).exists() => Ok(()),
-        result => result,
-    }
+    result
 }
 
 fn probe_files(root: &Path, [a, b]: &[PathBuf; 2]) -> Result<()> {

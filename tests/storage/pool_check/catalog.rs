@@ -8,6 +8,7 @@ use csi_loopback::backend::check;
 use csi_loopback::backend::{Error, PoolKind};
 
 use super::damage::{History, checked, findings};
+use support::kernel::{damage_below_page_cache, drop_page_cache};
 use support::*;
 
 /// The store itself does not notice a changed row after an orderly end.
@@ -31,6 +32,28 @@ fn a_damaged_catalog_is_not_served() {
         fs::write(&catalog, &whole).unwrap();
         pool.start();
         assert_eq!(pool.backend().volume(&volume.id).unwrap(), volume);
+    });
+}
+
+/// A failed write can leave pages in the cache that never reached the disk.
+#[test]
+fn a_catalog_that_is_whole_in_the_page_cache_alone_is_written_again() {
+    with_pool(PoolKind::Reflink, |pool| {
+        let volume = pool.volume("v", MIB);
+        let snapshot = pool.snapshot("s", &volume);
+        pool.stop();
+        let catalog = pool.data_dir().join("catalog.redb");
+        damage_below_page_cache(&catalog, &pool.scratch().join("xfs.img"));
+        assert!(matches!(check::check(pool.data_dir()), Err(Error::Damaged(_))));
+        pool.start();
+        assert_eq!(pool.backend().snapshot(&snapshot.id).unwrap(), snapshot);
+        assert!(pool.data_dir().join("catalog.damaged").exists());
+        pool.stop();
+        drop_page_cache();
+        pool.start();
+        assert_eq!(pool.backend().snapshot(&snapshot.id).unwrap(), snapshot);
+        let next = pool.snapshot("next", &volume);
+        assert!(blocks(pool.backend().delta(&snapshot.id, &next.id).unwrap()).is_empty());
     });
 }
 

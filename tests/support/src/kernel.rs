@@ -1,13 +1,14 @@
 //! What the kernel says of mounts and loop devices, and ways to disturb it.
 
-use std::fs::{self};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::driver::PATIENCE;
-use super::{path, run};
+use super::{BLOCK, path, run};
 
 /// A mount of this machine.
 #[derive(Debug, Clone)]
@@ -97,4 +98,25 @@ pub fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
         assert!(Instant::now() < until, "waited in vain: {what}");
         thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Everything is read from the disk from now on, as after a reboot.
+pub fn drop_page_cache() {
+    nix::unistd::sync();
+    fs::write("/proc/sys/vm/drop_caches", "1").unwrap();
+}
+
+/// Overwrites part of a file on the disk, which is an image, and leaves it whole in the page cache: as a failed write
+/// does that the kernel has given up. The first block stays.
+pub fn damage_below_page_cache(file: &Path, disk: &Path) {
+    let whole = fs::read(file).unwrap();
+    let output = Command::new("filefrag").args(["-b4096", "-v", path(file)]).output().unwrap();
+    let output = String::from_utf8(output.stdout).unwrap();
+    let first = output.lines().find(|line| line.trim_start().starts_with("0:")).unwrap();
+    let physical = first.split(':').nth(2).unwrap().split("..").next().unwrap();
+    let place = physical.trim().parse::<u64>().unwrap() * BLOCK;
+    let disk = File::options().write(true).open(disk).unwrap();
+    disk.write_all_at(&[0xa5; 16 * BLOCK as usize], place + BLOCK).unwrap();
+    disk.sync_all().unwrap();
+    assert_eq!(fs::read(file).unwrap(), whole, "the page cache does not hold it any more");
 }

@@ -1,0 +1,115 @@
+//! Whether a catalog is whole, before anything in it is believed. Every checksum is compared, on a copy in memory, of
+//! what the disk holds and not of what the page cache holds.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::AsRawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use redb::{Database, ReadableDatabase};
+use tracing::error;
+
+use super::direct::{CHUNK, DirectFile};
+use super::{PAGE_BYTES, Reading, Row, failed};
+use crate::backend::error::{Context, Error, Result};
+use crate::backend::fail_point::reach;
+use crate::backend::model::Inline;
+use crate::backend::pool::sync_directory;
+
+/// What `read` finds in the catalog at `path`, which is verified first. Nothing is repaired or changed.
+/// Memory: the size of the catalog, while this runs.
+pub fn read_verified<T>(path: &Path, read: impl FnOnce(&Reading) -> Result<T>) -> Result<T> {
+    let file = match DirectFile::open_for_reading(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(damaged("it is missing")),
+        Err(e) => return Err(Error::io("opening the catalog", e)),
+    };
+    read_copy(&copy_of(|out, offset| file.read_some(out, offset))?, read)
+}
+
+/// Fails unless the catalog at `path` is whole.
+pub fn verify(path: &Path) -> Result<()> {
+    read_verified(path, |_| Ok(()))
+}
+
+/// Like [`verify`], for a start. A catalog that is damaged on disk and whole in the page cache is written again from
+/// there: pages that a failed write left in the cache are lost for good when the cache is dropped.
+pub fn verify_or_rescue(path: &Path) -> Result<()> {
+    let Err(damage) = verify(path) else { return Ok(()) };
+    let Ok(file) = File::open(path) else { return Err(damage) };
+    let cached = copy_of(|out, offset| std::os::unix::fs::FileExt::read_at(&file, out, offset));
+    let Ok(cached) = cached else { return Err(damage) };
+    if read_copy(&cached, |_| Ok(())).is_err() {
+        return Err(damage);
+    }
+    error!(%damage, "the catalog is damaged on disk and whole in the page cache; writing it again");
+    replace(path, &cached)
+}
+
+/// Replaces the catalog at `path` by a copy. The former file stays, as `catalog.damaged`.
+fn replace(path: &Path, copy: &File) -> Result<()> {
+    let doing = || format!("writing {} again", path.display());
+    let part = path.with_extension("part");
+    let file = DirectFile::create(&part).context(doing)?;
+    file.resize(copy.metadata().context(doing)?.len()).context(doing)?;
+    let mut bytes = vec![0; CHUNK];
+    let mut offset = 0;
+    while let read @ 1.. =
+        std::os::unix::fs::FileExt::read_at(copy, &mut bytes, offset).context(doing)?
+    {
+        file.write_pages(bytes[..read].chunks_exact(PAGE_BYTES as usize), offset).context(doing)?;
+        offset += read as u64;
+    }
+    file.sync_data().context(doing)?;
+    reach("catalog.written_again")?;
+    verify(&part)?;
+    let damaged = path.with_extension("damaged");
+    match fs::remove_file(&damaged) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Error::io(doing(), e)),
+        _ => {}
+    }
+    fs::hard_link(path, &damaged).context(doing)?;
+    fs::rename(&part, path).context(doing)?;
+    reach("catalog.replaced")?;
+    path.parent().map_or(Ok(()), sync_directory)
+}
+
+/// A copy in memory of what `read` returns: bytes at an offset, 0 at the end.
+fn copy_of(read: impl Fn(&mut [u8], u64) -> io::Result<usize>) -> Result<File> {
+    let copying = || "reading the catalog".to_owned();
+    let mut copy =
+        memfd_create("catalog", MFdFlags::MFD_CLOEXEC).map(File::from).context(copying)?;
+    let mut bytes = vec![0; CHUNK];
+    let mut offset = 0;
+    while let read @ 1.. = read(&mut bytes, offset).context(copying)? {
+        copy.write_all(&bytes[..read]).context(copying)?;
+        offset += read as u64;
+    }
+    if offset == 0 { Err(damaged("it is empty")) } else { Ok(copy) }
+}
+
+fn read_copy<T>(copy: &File, read: impl FnOnce(&Reading) -> Result<T>) -> Result<T> {
+    let path = format!("/proc/self/fd/{}", copy.as_raw_fd());
+    // The store below panics at some of what cannot be.
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let mut store = Database::open(&path).map_err(damaged)?;
+        if !store.check_integrity().map_err(damaged)? {
+            return Err(damaged("its checksums do not match"));
+        }
+        let rows = || store.begin_read().map(Reading).map_err(failed);
+        rows()?.check_format()?;
+        // The copy gets what a start would add.
+        let tx = store.begin_write().map_err(failed)?;
+        tx.open_table(Inline::TABLE).map_err(failed)?;
+        tx.commit().map_err(failed)?;
+        read(&rows()?)
+    }));
+    result.unwrap_or_else(|_| Err(damaged("it contradicts itself")))
+}
+
+pub fn damaged(what: impl fmt::Display) -> Error {
+    Error::Damaged(format!("the catalog is damaged: {what}; restore it from a backup"))
+}

@@ -1,0 +1,51 @@
+//! A catalog that is damaged on disk and whole in the page cache is written again at a start, whatever ends that start.
+
+use csi_loopback::backend::PoolKind;
+use support::driver::{all_snapshots, block};
+use support::kernel::{damage_below_page_cache, drop_page_cache};
+use support::{MIB, have_root};
+
+use super::harness::{Fault, STEPS, Scene};
+
+/// Names of the points of this.
+const OWN: [&str; 2] = ["catalog.written_again", "catalog.replaced"];
+
+/// The points that a start meets which writes the catalog again. It is killed at the one named `die_at`.
+pub fn rescue(die_at: Option<&str>) -> Vec<String> {
+    let mut scene = Scene::start(PoolKind::Reflink, &[]);
+    let volume = scene.driver.volume(&scene.name("v", 0), MIB, block());
+    let snapshot = scene.driver.snapshot(&scene.name("s", 0), &volume);
+    assert!(scene.driver.stop().success());
+    let disk = scene.driver.scratch().join("xfs.img");
+    damage_below_page_cache(&scene.driver.data_dir().join("catalog.redb"), &disk);
+    match die_at {
+        Some(name) => scene.plan(Fault::Kill, 1, name),
+        None => scene.plan(Fault::Kill, 0, STEPS),
+    }
+    let started = scene.start_anew(|| {});
+    let met = scene.met();
+    if die_at.is_some() {
+        started.unwrap_err();
+        scene.has_died();
+        scene.driver.start_again();
+    }
+    let is_listed = |scene: &Scene| {
+        let listed = all_snapshots(&scene.driver);
+        assert!(listed.iter().any(|one| one.snapshot_id == snapshot), "{die_at:?}: {listed:?}");
+    };
+    is_listed(&scene);
+    assert!(scene.driver.stop().success());
+    drop_page_cache();
+    scene.driver.start_again();
+    is_listed(&scene);
+    scene.check_pool();
+    scene.end();
+    met
+}
+
+#[test]
+fn a_driver_killed_while_it_writes_its_catalog_again_writes_it_at_the_next_start() {
+    if have_root() {
+        OWN.iter().for_each(|name| drop(rescue(Some(name))));
+    }
+}

@@ -1,0 +1,156 @@
+//! The filesystem below a sparse image pool runs full, and then the driver is stopped or killed and started again.
+//! Whatever the order, acknowledged snapshots stay, and lists and deletions work.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::PathBuf;
+
+use csi_loopback::backend::PoolKind;
+use support::driver::*;
+use support::full::Small;
+use support::{MIB, have_root, pattern};
+use tempfile::TempDir;
+
+/// How a driver ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Stopped,
+    Killed,
+}
+
+impl End {
+    fn of(self, driver: &mut Driver) {
+        match self {
+            Self::Stopped => drop(driver.stop()),
+            Self::Killed => driver.kill(),
+        }
+    }
+}
+
+/// A driver with a sparse image pool on a small ext4, with a mounted volume and two acknowledged snapshots.
+struct Rig {
+    // Dropped in this order.
+    driver: Driver,
+    _small: Small,
+    directory: TempDir,
+    volume: String,
+    snapshots: Vec<String>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let directory = TempDir::with_prefix("csi-loopback-").unwrap();
+        let small = Small::mount(directory.path(), 700 * MIB);
+        let place = directory.path().join("small");
+        let driver = Driver::in_place(PoolKind::Image, &place, &["--pool-size", "2Gi"]);
+        let volume = driver.volume("v", 256 * MIB, mounted("ext4"));
+        driver.publish(&volume, &mounted("ext4"));
+        let mut rig = Self { driver, _small: small, directory, volume, snapshots: Vec::new() };
+        for number in 0..2 {
+            rig.write(number).unwrap();
+            let name = format!("acknowledged-{number}");
+            rig.snapshots.push(rig.driver.snapshot(&name, &rig.volume));
+        }
+        rig
+    }
+
+    /// Writes 1 MiB in the pod's filesystem, as a pod that wants it on disk.
+    fn write(&self, number: u64) -> std::io::Result<()> {
+        let mut file = File::create(self.driver.target(&self.volume).join(number.to_string()))?;
+        file.write_all(&pattern(number, MIB as usize))?;
+        file.sync_all()
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.directory.path().join("small/filler")
+    }
+
+    fn fill_below(&self) {
+        let file = File::create(self.filler()).unwrap();
+        for (size, mut at) in [(MIB, 0), (4096, 0)] {
+            at = at.max(file.metadata().unwrap().len());
+            let chunk = vec![7; size as usize];
+            while std::os::unix::fs::FileExt::write_all_at(&file, &chunk, at).is_ok() {
+                at += size;
+            }
+        }
+        file.sync_all().unwrap();
+    }
+
+    fn make_room_below(&self) {
+        fs::remove_file(self.filler()).unwrap();
+    }
+
+    /// Every acknowledged snapshot is listed.
+    #[track_caller]
+    fn assert_listed(&self, when: &str) {
+        let listed: Vec<String> =
+            all_snapshots(&self.driver).into_iter().map(|one| one.snapshot_id).collect();
+        for snapshot in &self.snapshots {
+            assert!(listed.contains(snapshot), "{when}: {snapshot} is not among {listed:?}");
+        }
+        assert!(volume_ids(&self.driver).contains(&self.volume), "{when}: the volume is gone");
+    }
+
+    /// What a pod and csi-snapshotter do on a full disk: they try again and again.
+    fn try_for_a_while(&mut self) {
+        for number in 10..22 {
+            let _ = self.write(number);
+            if let Ok(made) = self.driver.call(cut(&format!("s{number}"), &self.volume)) {
+                self.snapshots.push(made.snapshot.unwrap().snapshot_id);
+            }
+            self.assert_listed("on a full disk");
+        }
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        // What cleans up behind a failed test needs room.
+        let _ = fs::remove_file(self.filler());
+    }
+}
+
+fn a_full_disk_and_restarts(first: End, second: End) {
+    let mut rig = Rig::new();
+    rig.fill_below();
+    rig.try_for_a_while();
+    first.of(&mut rig.driver);
+    rig.driver.start_again();
+    rig.assert_listed("after a start on a full disk");
+    // What is deleted there stays deleted.
+    let deleted = rig.snapshots.remove(1);
+    rig.driver.ok(delete_snapshot(&deleted));
+    rig.try_for_a_while();
+    second.of(&mut rig.driver);
+    rig.make_room_below();
+    drop_page_cache();
+    rig.driver.start_again();
+    rig.assert_listed("with room again");
+    assert!(all_snapshots(&rig.driver).iter().all(|one| one.snapshot_id != deleted));
+    drop_page_cache();
+    rig.driver.restart();
+    rig.assert_listed("after one more start");
+    // Everything works again, at most after the volume was staged again.
+    rig.driver.take_down(&rig.volume);
+    rig.driver.publish(&rig.volume, &mounted("ext4"));
+    rig.write(100).unwrap();
+    let last = rig.driver.snapshot("last", &rig.volume);
+    assert!(!rig.driver.ok(delta(&rig.snapshots[0], &last)).extents().is_empty());
+    rig.driver.take_down(&rig.volume);
+}
+
+#[test]
+#[ignore = "full tier"]
+fn a_full_disk_then_a_stop_then_a_kill_lose_no_acknowledged_snapshot() {
+    if have_root() {
+        a_full_disk_and_restarts(End::Stopped, End::Killed);
+    }
+}
+
+#[test]
+fn a_full_disk_then_a_kill_then_a_stop_lose_no_acknowledged_snapshot() {
+    if have_root() {
+        a_full_disk_and_restarts(End::Killed, End::Stopped);
+    }
+}

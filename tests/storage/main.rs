@@ -4,6 +4,7 @@
 mod attachment;
 mod corruption;
 mod earlier_versions;
+mod failures;
 mod filesystems;
 mod full_disk;
 mod full_operations;

@@ -13,7 +13,7 @@ use proptest::test_runner::{Config, RngSeed, TestError, TestRunner};
 use super::operation::{Mix, Operation, operation};
 
 /// Milliseconds that cutting down may take; what is reported is the shortest found by then.
-const SHRINK_MILLISECONDS: u32 = 150_000;
+const SHRINK_MILLISECONDS: u32 = 60_000;
 
 /// What runs have covered.
 #[derive(Debug, Clone, Copy, Default)]
@@ -117,19 +117,36 @@ pub fn setting(name: &str) -> Option<u64> {
 
 /// Runs sequences one after the other, each with its seed by `run`, which panics when a law is broken.
 pub fn explore(plan: &Plan<'_>, run: impl Fn(u64, &[Operation]) -> Counts) -> Counts {
+    explore_with(plan.on, plan.cases, plan.length, operation(plan.mix), run)
+}
+
+/// Like [`explore`], for any kind of operation. A sequence has `length` of them.
+pub fn explore_with<O, C>(
+    on: &str,
+    cases: u64,
+    length: usize,
+    operation: BoxedStrategy<O>,
+    run: impl Fn(u64, &[O]) -> C,
+) -> C
+where
+    O: fmt::Debug + 'static,
+    C: AddAssign + Default + fmt::Display,
+{
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
     let first = setting("ORACLE_SEED").unwrap_or(now % 1_000_000_000);
-    let cases = setting("ORACLE_CASES").unwrap_or(plan.cases);
-    let total = RefCell::new(Counts::default());
+    let cases = setting("ORACLE_CASES").unwrap_or(cases);
+    let total = RefCell::new(C::default());
     let started = Instant::now();
+    let sequences = Sequences { operation, length };
     for seed in first..first + cases {
-        explore_one(plan, seed, |operations| {
+        println!("{on}: seed {seed}");
+        explore_one(on, &sequences, seed, |operations| {
             let counts = run(seed, operations);
             *total.borrow_mut() += counts;
         });
     }
     let (total, seconds) = (total.into_inner(), started.elapsed().as_secs());
-    println!("report: {}: {cases} cases from seed {first}, {seconds} s: {total}", plan.on);
+    println!("report: {on}: {cases} cases from seed {first}, {seconds} s: {total}");
     total
 }
 
@@ -151,7 +168,12 @@ fn silence_panics_on_demand() {
     });
 }
 
-fn explore_one(plan: &Plan<'_>, seed: u64, run: impl Fn(&[Operation])) {
+fn explore_one<O: fmt::Debug + 'static>(
+    on: &str,
+    sequences: &Sequences<O>,
+    seed: u64,
+    run: impl Fn(&[O]),
+) {
     let mut runner = TestRunner::new(Config {
         cases: 1,
         failure_persistence: None,
@@ -162,8 +184,7 @@ fn explore_one(plan: &Plan<'_>, seed: u64, run: impl Fn(&[Operation])) {
     });
     silence_panics_on_demand();
     let attempts = Cell::new(0);
-    let sequences = Sequences { operation: operation(plan.mix), length: plan.length };
-    let result = runner.run(&sequences, |operations| {
+    let result = runner.run(sequences, |operations| {
         attempts.set(attempts.get() + 1);
         let failed = panic::catch_unwind(panic::AssertUnwindSafe(|| run(&operations)));
         SILENT.set(SILENT.get() || failed.is_err());
@@ -176,28 +197,27 @@ fn explore_one(plan: &Plan<'_>, seed: u64, run: impl Fn(&[Operation])) {
         Err(TestError::Abort(why)) => panic!("{why}"),
         Err(TestError::Fail(why, operations)) => {
             println!(
-                "report: {}: a law is broken; {} operations do it, of {}, found in {} runs:",
-                plan.on,
+                "report: {on}: a law is broken; {} operations do it, of {}, found in {} runs:",
                 operations.len(),
-                plan.length,
+                sequences.length,
                 attempts.get(),
             );
             operations.iter().for_each(|operation| println!("    {operation:?}"));
             println!("replay with: ORACLE_SEED={seed} ORACLE_CASES=1 and the name of the test");
-            panic!("{}: {why}", plan.on);
+            panic!("{on}: {why}");
         }
     }
 }
 
 #[derive(Debug)]
-struct Sequences {
-    operation: BoxedStrategy<Operation>,
+struct Sequences<O> {
+    operation: BoxedStrategy<O>,
     length: usize,
 }
 
-impl Strategy for Sequences {
-    type Tree = Sequence;
-    type Value = Vec<Operation>;
+impl<O: fmt::Debug + 'static> Strategy for Sequences<O> {
+    type Tree = Sequence<O>;
+    type Value = Vec<O>;
 
     fn new_tree(&self, runner: &mut TestRunner) -> NewTree<Self> {
         let trees = (0..self.length).map(|_| self.operation.new_tree(runner));
@@ -208,12 +228,12 @@ impl Strategy for Sequences {
     }
 }
 
-type Tree = <BoxedStrategy<Operation> as Strategy>::Tree;
+type Tree<O> = <BoxedStrategy<O> as Strategy>::Tree;
 
 /// A sequence that is being cut down. Proptest's own vectors leave out one element after the other,
 /// which takes hours where every attempt takes seconds.
-struct Sequence {
-    trees: Vec<Tree>,
+struct Sequence<O: fmt::Debug + 'static> {
+    trees: Vec<Tree<O>>,
     /// The operations that are left, by index.
     kept: Vec<usize>,
     /// What the last attempt left out, and from where; `None` when it was not of that kind.
@@ -228,7 +248,7 @@ struct Sequence {
     next: usize,
 }
 
-impl Sequence {
+impl<O: fmt::Debug + 'static> Sequence<O> {
     /// The next attempt, if there is any.
     fn attempt(&mut self) -> bool {
         while self.size > 0 {
@@ -257,10 +277,10 @@ impl Sequence {
     }
 }
 
-impl ValueTree for Sequence {
-    type Value = Vec<Operation>;
+impl<O: fmt::Debug + 'static> ValueTree for Sequence<O> {
+    type Value = Vec<O>;
 
-    fn current(&self) -> Vec<Operation> {
+    fn current(&self) -> Vec<O> {
         self.kept.iter().map(|index| self.trees[*index].current()).collect()
     }
 

@@ -44,7 +44,7 @@ const FILES: Mix = Mix { reshape: 150, snapshot: 40, ask: 40, derive: 15, restar
 const SOCKET: Mix = Mix { reshape: 1, snapshot: 40, ask: 60, derive: 3, restart: 20 };
 
 /// The kinds of pool that were asked for.
-fn kinds() -> impl Iterator<Item = PoolKind> {
+pub fn kinds() -> impl Iterator<Item = PoolKind> {
     let only = std::env::var("ORACLE_POOL").ok();
     ALL_KINDS
         .into_iter()

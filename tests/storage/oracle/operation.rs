@@ -231,7 +231,7 @@ pub struct Mix {
     pub restart: u32,
 }
 
-fn pick() -> impl Strategy<Value = Pick> + Clone {
+pub fn pick() -> impl Strategy<Value = Pick> + Clone {
     any::<u8>().prop_map(Pick)
 }
 

@@ -1,6 +1,7 @@
 //! A disk with a cache that does not survive a power cut: a file, served through FUSE, whose writes
 //! become durable when it is flushed. Of what was written since, a copy holds what chance decides,
-//! block by block: as if the disk had written it back already, in any order, or not yet.
+//! block by block: as if the disk had written it back already, in any order, or not yet. The disk can also fail
+//! ([`Fault`]).
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -29,6 +30,19 @@ const TTL: Duration = Duration::from_secs(3600);
 const MOST_WANTED: u64 = 16;
 const PATIENCE: Duration = Duration::from_millis(40);
 
+/// How the disk fails, until it is told not to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// A flush fails, and what was written since the last one is lost.
+    Flush,
+    /// Reads fail.
+    Read,
+    /// Writes fail.
+    Write,
+    /// Writes to blocks that never held data fail: a thin disk without room.
+    Full,
+}
+
 /// What a block holds; `None` is a hole.
 type Content = Option<Vec<u8>>;
 
@@ -40,9 +54,21 @@ struct State {
     /// By block, all that was written since the last flush, in order.
     pending: BTreeMap<u64, Vec<Content>>,
     random: Random,
+    fault: Option<Fault>,
 }
 
 impl State {
+    /// Whether the disk has no block for part of this range.
+    fn lacks_room(&self, offset: u64, length: u64) -> bool {
+        let end = offset + length;
+        let mut blocks = offset / BLOCK..end.div_ceil(BLOCK);
+        blocks.any(|block| {
+            let place = (block * BLOCK) as i64;
+            let data = nix::unistd::lseek(&self.file, place, nix::unistd::Whence::SeekData);
+            !self.pending.contains_key(&block) && data != Ok(place)
+        })
+    }
+
     fn write(&mut self, offset: u64, length: u64, data: Option<&[u8]>) {
         assert_eq!((offset % BLOCK, length % BLOCK), (0, 0), "whole sectors");
         for number in 0..length / BLOCK {
@@ -115,7 +141,7 @@ impl Cache {
         let file = File::options().read(true).write(true).open(below).unwrap();
         let bytes = file.metadata().unwrap().len();
         let (pending, random) = (BTreeMap::new(), Random::new(Random::new_seed()));
-        let state = State { path: below.to_owned(), file, bytes, pending, random };
+        let state = State { path: below.to_owned(), file, bytes, pending, random, fault: None };
         let state = Arc::new(Mutex::new(state));
         let mut config = Config::default();
         config.mount_options = vec![MountOption::FSName("csi-loopback-test".to_owned())];
@@ -125,6 +151,11 @@ impl Cache {
 
     pub fn image(&self) -> PathBuf {
         self.mounted_at.join(NAME)
+    }
+
+    /// The disk fails like this from now on, or works again.
+    pub fn fail(&self, fault: Option<Fault>) {
+        lock(&self.state).fault = fault;
     }
 
     /// A copy as after a power cut, when there is something to lose, or after a while. Returns how many
@@ -215,7 +246,11 @@ impl Filesystem for Served {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        reply.data(&lock(&self.0).read(offset, u64::from(size)));
+        let state = lock(&self.0);
+        match state.fault {
+            Some(Fault::Read) => reply.error(Errno::EIO),
+            _ => reply.data(&state.read(offset, u64::from(size))),
+        }
     }
 
     fn write(
@@ -230,12 +265,26 @@ impl Filesystem for Served {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        lock(&self.0).write(offset, data.len() as u64, Some(data));
+        let mut state = lock(&self.0);
+        let length = data.len() as u64;
+        match state.fault {
+            Some(Fault::Write) => return reply.error(Errno::EIO),
+            Some(Fault::Full) if state.lacks_room(offset, length) => {
+                return reply.error(Errno::ENOSPC);
+            }
+            _ => {}
+        }
+        state.write(offset, length, Some(data));
         reply.written(data.len() as u32);
     }
 
     fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
-        lock(&self.0).flush();
+        let mut state = lock(&self.0);
+        if state.fault == Some(Fault::Flush) {
+            state.pending.clear();
+            return reply.error(Errno::EIO);
+        }
+        state.flush();
         reply.ok();
     }
 

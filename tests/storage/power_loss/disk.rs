@@ -111,7 +111,7 @@ impl Disk {
     }
 }
 
-fn make_filesystem(filesystem: FsType, image: &Path) {
+pub fn make_filesystem(filesystem: FsType, image: &Path) {
     let (program, options): (_, &[&str]) = match filesystem {
         // Sectors as large as those that a loop device of a cloned file has.
         FsType::Xfs => ("mkfs.xfs", &["-q", "-s", "size=4096", "-m", "reflink=1,rmapbt=0"]),
@@ -125,7 +125,7 @@ fn make_filesystem(filesystem: FsType, image: &Path) {
     run(program, &[options, &[path(image)]].concat());
 }
 
-fn mount(filesystem: FsType, image: &Path, at: &Path) {
+pub fn mount(filesystem: FsType, image: &Path, at: &Path) {
     // Direct, or everything would be cached, and written, twice.
     let attach = ["--find", "--show", "--direct-io=on", "--sector-size=4096", path(image)];
     let attached = Command::new("losetup").args(attach).output().unwrap();
@@ -139,7 +139,7 @@ fn mount(filesystem: FsType, image: &Path, at: &Path) {
     assert!(mounted.unwrap().success(), "{} does not mount", image.display());
 }
 
-fn is_attached(image: &Path) -> bool {
+pub fn is_attached(image: &Path) -> bool {
     let listed = Command::new("losetup").arg("-j").arg(image).output().unwrap();
     !listed.stdout.is_empty()
 }

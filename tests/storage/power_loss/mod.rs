@@ -15,8 +15,8 @@
 //! `POWER_LOSS_KEEP`    a directory for the copies on which something does not hold, before anything
 //!                      has touched them (`power-loss` in cargo's directory for tests)
 
-mod cache;
-mod disk;
+pub mod cache;
+pub mod disk;
 mod ledger;
 mod load;
 mod operator;

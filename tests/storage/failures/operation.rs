@@ -1,0 +1,86 @@
+//! What can happen in a sequence. As in [`crate::oracle::operation`], an operation names nothing, so that every part of
+//! a sequence can be run by itself.
+
+use proptest::prelude::*;
+
+use crate::oracle::operation::{Pick, pick};
+use crate::power_loss::cache::Fault;
+
+#[derive(Debug, Clone, Copy)]
+pub enum Operation {
+    /// Blocks of 4 KiB, past the page cache or through it, where they are not flushed.
+    Write {
+        volume: Pick,
+        at: u16,
+        blocks: u8,
+        direct: bool,
+    },
+    CreateVolume,
+    DeleteVolume {
+        volume: Pick,
+    },
+    Snapshot {
+        volume: Pick,
+    },
+    DeleteSnapshot {
+        snapshot: Pick,
+    },
+    /// Lists of volumes and snapshots.
+    List,
+    /// A delta between two snapshots of a volume.
+    Delta {
+        volume: Pick,
+        snapshots: [Pick; 2],
+    },
+    /// The volume is taken out of use and back into it.
+    Restage {
+        volume: Pick,
+    },
+    /// The disk fails from now on.
+    Disk(Fault),
+    /// The filesystem below the pool is filled.
+    Fill,
+    /// The disk works, and there is room.
+    Repair,
+    DropPageCache,
+    /// The driver cannot open any file more.
+    NoDescriptors,
+    /// The driver ends, and starts again at once or later.
+    Kill {
+        starts: bool,
+    },
+    Stop {
+        starts: bool,
+    },
+    Start,
+    /// The machine ends at once, and starts again.
+    Reboot,
+}
+
+pub fn operation() -> BoxedStrategy<Operation> {
+    let write = (pick(), 0..1000u16, 1..16u8, any::<bool>())
+        .prop_map(|(volume, at, blocks, direct)| Operation::Write { volume, at, blocks, direct });
+    let fault =
+        prop_oneof![Just(Fault::Flush), Just(Fault::Read), Just(Fault::Write), Just(Fault::Full),];
+    prop_oneof![
+        24 => write,
+        2 => Just(Operation::CreateVolume),
+        1 => pick().prop_map(|volume| Operation::DeleteVolume { volume }),
+        18 => pick().prop_map(|volume| Operation::Snapshot { volume }),
+        6 => pick().prop_map(|snapshot| Operation::DeleteSnapshot { snapshot }),
+        5 => Just(Operation::List),
+        5 => (pick(), [pick(), pick()])
+            .prop_map(|(volume, snapshots)| Operation::Delta { volume, snapshots }),
+        4 => pick().prop_map(|volume| Operation::Restage { volume }),
+        4 => fault.prop_map(Operation::Disk),
+        3 => Just(Operation::Fill),
+        6 => Just(Operation::Repair),
+        2 => Just(Operation::DropPageCache),
+        1 => Just(Operation::NoDescriptors),
+        4 => prop::bool::weighted(0.8).prop_map(|starts| Operation::Kill { starts }),
+        4 => prop::bool::weighted(0.8).prop_map(|starts| Operation::Stop { starts }),
+        8 => Just(Operation::Start),
+        2 => Just(Operation::Reboot),
+    ]
+    .boxed()
+}

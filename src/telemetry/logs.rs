@@ -5,7 +5,7 @@ use std::io::{IsTerminal, stderr};
 
 use clap::ValueEnum;
 use tracing::{Level, Metadata};
-use tracing_subscriber::filter::{FilterExt, filter_fn};
+use tracing_subscriber::filter::{FilterExt, LevelFilter, filter_fn};
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
@@ -43,7 +43,21 @@ fn directives(text: &str) -> Result<String, String> {
     if text.trim().is_empty() {
         return Err("no level given; use error, warn, info, debug or trace".into());
     }
+    if let Some(word) = text.split(',').map(str::trim).find(|one| is_mistyped(one)) {
+        return Err(format!(
+            "{word:?} is not a level; use error, warn, info, debug, trace or off, or directives such as \
+             info,csi_loopback::driver=debug"
+        ));
+    }
     EnvFilter::try_new(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
+}
+
+/// Whether the directive is a bare word that is neither a level nor a module of this program. The filter
+/// takes any word for the name of a library, of which it then shows everything, and nothing else.
+fn is_mistyped(directive: &str) -> bool {
+    let is_bare = !directive.is_empty() && !directive.contains(['=', '[', ']']);
+    let of_ours = directive.split("::").next() == Some(env!("CARGO_CRATE_NAME"));
+    is_bare && !of_ours && directive.parse::<LevelFilter>().is_err()
 }
 
 /// What libraries say below info may hold anything that passes through them: addresses with the names of objects in
@@ -84,10 +98,21 @@ mod tests {
 
     #[test]
     fn log_levels_and_directives_are_checked_when_parsed() {
-        for good in ["info", "debug", "warn,csi_loopback::driver=trace"] {
+        for good in [
+            "info",
+            "DEBUG",
+            "off",
+            "2",
+            "warn,csi_loopback::driver=trace",
+            "csi_loopback::driver",
+            "info,h2=warn",
+            "info,csi_loopback[call]=debug",
+        ] {
             assert!(directives(good).is_ok(), "{good}");
         }
-        for bad in ["", " ", "info=loud", "a=b=c"] {
+        for bad in
+            ["", " ", "info=loud", "a=b=c", "foo", "inf", "infos,csi_loopback=debug", "info,h2"]
+        {
             assert!(directives(bad).is_err(), "{bad}");
         }
     }

@@ -135,6 +135,21 @@ fn a_second_driver_on_the_same_data_directory_or_socket_is_refused() {
 }
 
 #[test]
+fn a_log_level_that_is_none_is_refused() {
+    with_driver(|driver| {
+        let data = driver.scratch().join("other-data");
+        let flags = ["--data-dir", path(&data), "--log-level", "foo"];
+        let output = driver.run_another(&flags);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success());
+        for words in ["--log-level", "\"foo\"", "error, warn, info, debug, trace"] {
+            assert!(said.contains(words), "{words}: {said}");
+        }
+        assert!(!data.exists());
+    });
+}
+
+#[test]
 fn a_stale_socket_is_replaced_and_an_orderly_end_removes_its_own() {
     with_driver(|driver| {
         driver.kill();

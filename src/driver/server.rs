@@ -97,6 +97,10 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         inline: inline.limits(),
         runtime: defer.runtime(),
     };
+    let path = endpoint.as_ref();
+    // What refuses the start later on must do so before a new pool is made.
+    http::try_listen(http_endpoint.as_ref()).await?;
+    socket::try_listen(path, socket_group.as_deref())?;
     // Before the socket is made: the backend's lock refuses a second driver.
     let backend = spawn_blocking(move || Backend::open(config)).await??;
     let metrics = Metrics::new(vec![Box::new(Gauges::new(backend.clone()))]);
@@ -115,7 +119,6 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     };
     let scrape = Arc::new(move || metrics.scrape());
     http::start_if_asked(http_endpoint.as_ref(), health(&backend), scrape, &shutdown).await?;
-    let path = endpoint.as_ref();
     let (listener, _guard) = socket::listen(path, socket_mode, socket_group.as_deref())?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),

@@ -39,15 +39,17 @@ impl Drop for Guard {
     }
 }
 
-/// Listens on `path` with this mode and group. A socket that nobody listens on is replaced; one that
-/// answers is an error. To be called inside a runtime.
-pub fn listen(
-    path: &Path,
-    mode: u32,
-    group: Option<&str>,
-) -> anyhow::Result<(UnixListener, Guard)> {
+/// A socket that has no name yet that clients know.
+struct Bound {
+    socket: UnixSocket,
+    gid: Option<u32>,
+    temporary: PathBuf,
+    _turn: Option<Flock<File>>,
+}
+
+/// Binds a socket beside `path`, where that is free.
+fn bind(path: &Path, group: Option<&str>) -> anyhow::Result<Bound> {
     let directory = path.parent().context("the socket needs a directory")?;
-    let shown = path.display();
     DirBuilder::new()
         .recursive(true)
         .mode(0o755)
@@ -56,7 +58,7 @@ pub fn listen(
     let gid = group.map(group_id).transpose()?;
     // One at a time: two containers that share the directory may have the same process number, and each would take the other's
     // socket for its own.
-    let _turn = turn(directory)?;
+    let turn = turn(directory)?;
     refuse_if_taken(path)?;
 
     // Bound under a name of its own first: nobody can connect before `listen`, and by then mode and
@@ -68,6 +70,25 @@ pub fn listen(
     socket
         .bind(&temporary)
         .with_context(|| format!("binding a socket in {}", directory.display()))?;
+    Ok(Bound { socket, gid, temporary, _turn: turn })
+}
+
+/// Finds out whether [`listen`] would succeed, and leaves no socket. To be called inside a runtime.
+pub fn try_listen(path: &Path, group: Option<&str>) -> anyhow::Result<()> {
+    let bound = bind(path, group)?;
+    let temporary = bound.temporary.display();
+    fs::remove_file(&bound.temporary).with_context(|| format!("removing {temporary}"))
+}
+
+/// Listens on `path` with this mode and group. A socket that nobody listens on is replaced; one that
+/// answers is an error. To be called inside a runtime.
+pub fn listen(
+    path: &Path,
+    mode: u32,
+    group: Option<&str>,
+) -> anyhow::Result<(UnixListener, Guard)> {
+    let shown = path.display();
+    let Bound { socket, gid, temporary, _turn } = bind(path, group)?;
     let placed = (|| {
         meet("socket.bound")?;
         chown(&temporary, None, gid).context("setting the group of the socket")?;

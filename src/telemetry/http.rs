@@ -87,6 +87,17 @@ pub async fn start(
     start_with(endpoint, pages, Checks::new(), shutdown).await
 }
 
+/// Finds out whether an endpoint that flags ask for can be had, and does not keep it.
+///
+/// # Errors
+/// It cannot be had.
+pub async fn try_listen(endpoint: Option<&Endpoint>) -> anyhow::Result<()> {
+    match endpoint {
+        Some(endpoint) => endpoint.listen().await.map(drop).context("--http-endpoint"),
+        None => Ok(()),
+    }
+}
+
 /// `/healthz` and `/metrics` of a role on a node, where its flags ask for them.
 ///
 /// # Errors

@@ -135,6 +135,34 @@ fn a_second_driver_on_the_same_data_directory_or_socket_is_refused() {
 }
 
 #[test]
+fn a_start_that_is_refused_makes_no_pool() {
+    with_driver(|driver| {
+        let data = driver.scratch().join("other-data");
+        let file = driver.scratch().join("file");
+        fs::write(&file, "precious").unwrap();
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let taken = port.local_addr().unwrap().to_string();
+        let socket = driver.scratch().join("other.sock");
+        let (below_a_file, answering) = (file.join("csi.sock"), driver.socket());
+        let flags: [(&[&str], &str); 5] = [
+            (&["--endpoint", path(&socket), "--http-endpoint", &taken], "--http-endpoint"),
+            (&["--endpoint", path(&below_a_file)], "making the directory"),
+            (&["--endpoint", path(&file)], "is not a socket"),
+            (&["--endpoint", path(&answering)], "in use"),
+            (&["--endpoint", path(&socket), "--socket-group", "no such group"], "--socket-group"),
+        ];
+        for (flags, words) in flags {
+            let output = driver.run_another(&[flags, &["--data-dir", path(&data)]].concat());
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(!output.status.success() && said.contains(words), "{flags:?}: {said}");
+            assert!(!data.exists(), "{flags:?}");
+            assert!(!socket.exists(), "{flags:?}");
+        }
+        driver.ok(csi::ProbeRequest {});
+    });
+}
+
+#[test]
 fn a_log_level_that_is_none_is_refused() {
     with_driver(|driver| {
         let data = driver.scratch().join("other-data");

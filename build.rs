@@ -6,8 +6,8 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message;
 
-const PROTOS: [&str; 4] =
-    ["csi.proto", "snapshotmetadata.proto", "snapshotsession.proto", "crust.proto"];
+const PROTOS: [&str; 5] =
+    ["csi.proto", "snapshotmetadata.proto", "snapshotsession.proto", "crust.proto", "admin.proto"];
 
 /// Answers of which there can be millions a second: servers give them already encoded.
 const RAW_ANSWERS: [&str; 6] = [
@@ -34,7 +34,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         .extern_path(".csi.v1", "crate::proto::csi::v1")
         .extern_path(".snapshotmetadata", "crate::proto::snapshotmetadata")
         .extern_path(".snapshotsession", "crate::proto::snapshotsession")
-        .extern_path(".crust", "crate::proto::crust");
+        .extern_path(".crust", "crate::proto::crust")
+        .extern_path(".csiloopback.admin.v1", "crate::proto::admin::v1");
     RAW_ANSWERS
         .iter()
         .fold(configuration, |all, answer| all.extern_path(answer, "crate::grpc::RawMessage"))

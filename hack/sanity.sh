@@ -117,7 +117,7 @@ start_driver() { # start_driver POOL
             mount -o loop "$tmp/xfs.img" "$data" || return 1
     fi
     "$driver" --mode driver --endpoint "unix://$tmp/csi.sock" --node-id sanity-node \
-        --data-dir "$data" --pool "$pool" --pool-size "$pool_size" >"$tmp/driver.log" 2>&1 &
+        --data-dir "$data" --pool "$pool" --pool-size "$pool_size" --pool-sparse >"$tmp/driver.log" 2>&1 &
     driver_pid=$!
     await_socket "$tmp/csi.sock" "$driver_pid"
 }

@@ -36,5 +36,15 @@ pub mod crust {
     include!(concat!(env!("OUT_DIR"), "/servers/crust.rs"));
 }
 
+/// Package `csiloopback.admin`.
+pub mod admin {
+    /// Package `csiloopback.admin.v1`: administration of a running driver, of this project's own.
+    pub mod v1 {
+        #![allow(clippy::all)]
+        tonic::include_proto!("csiloopback.admin.v1");
+        include!(concat!(env!("OUT_DIR"), "/servers/csiloopback.admin.v1.rs"));
+    }
+}
+
 /// Encoded `google.protobuf.FileDescriptorSet` of csi-spec/ and its imports, with comments.
 pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("csi_descriptor");

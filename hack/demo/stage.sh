@@ -173,7 +173,7 @@ trap 'cleanup 129' HUP
 trap 'cleanup 141' PIPE
 
 start_driver() {
-    start driver "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto "${driver_flags[@]}"
+    start driver "$driver" --mode driver --endpoint "$CSI_ENDPOINT" --data-dir "$tmp/data" --pool auto --pool-sparse "${driver_flags[@]}"
     await "the driver" "$driver" volume list --timeout 5s
 }
 

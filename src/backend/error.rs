@@ -6,6 +6,9 @@ use std::io;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// What helps where a pool is full, whatever its kind.
+pub const MORE_ROOM: &str = "delete volumes or snapshots, or give the pool more room (docs/driver.md, \"Room in the pool\")";
+
 /// What an id names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -87,9 +90,9 @@ impl Error {
     pub fn io(doing: impl Into<String>, source: io::Error) -> Self {
         let doing = doing.into();
         match source.raw_os_error() {
-            Some(libc::ENOSPC | libc::EDQUOT) => Self::Exhausted(format!(
-                "{doing}: no room left in the pool; delete volumes or snapshots, or grow the pool"
-            )),
+            Some(libc::ENOSPC | libc::EDQUOT) => {
+                Self::Exhausted(format!("{doing}: no room left in the pool; {MORE_ROOM}"))
+            }
             Some(libc::EFBIG) => Self::OutOfRange(format!(
                 "{doing}: the pool's filesystem does not hold files of this size"
             )),
@@ -112,5 +115,22 @@ impl<T> Context<T> for io::Result<T> {
 impl<T> Context<T> for nix::Result<T> {
     fn context(self, doing: impl FnOnce() -> String) -> Result<T> {
         self.map_err(|errno| Error::io(doing(), io::Error::from(errno)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_advice_for_a_full_pool_names_a_section_of_the_documentation() {
+        let page = include_str!("../../docs/driver.md");
+        let section = MORE_ROOM.split('"').nth(1).unwrap();
+        assert!(
+            page.lines()
+                .any(|line| line.trim_start_matches('#').trim() == section
+                    && line.starts_with("## ")),
+            "{section}"
+        );
     }
 }

@@ -58,14 +58,14 @@ use tracing::info;
 use catalog::Catalog;
 use error::Context;
 use locks::Locks;
-use pool::{Directory, Pool};
+use pool::{Directory, ImageChoice, Pool};
 use store::Store;
 
 pub use error::{Error, Kind, Result};
 pub use inline::{Content, InlineLimits, PublishInline};
 pub use list::Page;
 pub use model::*;
-pub use pool::{PoolChoice, PoolKind};
+pub use pool::{ImageStatus, PoolChoice, PoolKind, PoolStatus};
 pub use runtime::{DeferredMount, Runtime, RuntimeStats};
 pub use snapshot::SnapshotFilter;
 pub use sys::bound_arenas;
@@ -78,8 +78,10 @@ pub use volume::CreateVolume;
 pub struct Config {
     pub data_dir: PathBuf,
     pub pool: PoolChoice,
-    /// Size of an image pool's image in bytes, when it is made.
+    /// Size of an image pool's image in bytes. An image that is smaller grows, one that is larger is refused.
     pub pool_size: Option<u64>,
+    /// Whether the image of a new image pool is sparse.
+    pub pool_sparse: bool,
     /// How long the record of a deleted snapshot stays usable as a base.
     pub retention: Duration,
     /// How much larger than the pool the volumes may be in all.
@@ -123,7 +125,8 @@ impl Backend {
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(data_dir);
         made.context(|| format!("making {}", data_dir.display()))?;
         let instance_lock = lock_instance(data_dir)?;
-        let opened = pool::open(data_dir, config.pool, config.pool_size)?;
+        let image = ImageChoice { size: config.pool_size, sparse: config.pool_sparse };
+        let opened = pool::open(data_dir, config.pool, &image)?;
         check_catalog(opened.pool.root())?;
         let store = Store {
             catalog: Catalog::open(&catalog_path(opened.pool.root()))?,
@@ -154,8 +157,28 @@ impl Backend {
         self.store.pool.room()
     }
 
-    /// Drops hidden baselines when the pool is nearly full. Cheap when it is not: to be called about
-    /// once a second, before a pod meets ENOSPC.
+    /// The pool, its room, and what it stands on.
+    pub fn pool_status(&self) -> Result<PoolStatus> {
+        let pool = &self.store.pool;
+        let image = pool.image().map(pool::Image::status).transpose()?;
+        Ok(PoolStatus {
+            kind: pool.kind(),
+            reason: self.store.pool_reason.clone(),
+            room: pool.room()?,
+            image,
+        })
+    }
+
+    /// Grows the image of an image pool to `size` bytes, while volumes are attached. Idempotent; to the
+    /// size that it has is OK, to less is `OutOfRange`. `Precondition` for another kind of pool.
+    pub fn grow_pool(&self, size: u64) -> Result<PoolStatus> {
+        let Config { data_dir, pool_size, .. } = &self.store.config;
+        pool::grow(data_dir, self.store.pool.as_ref(), *pool_size, size)?;
+        self.pool_status()
+    }
+
+    /// Drops hidden baselines when the pool is nearly full, and releases the reserve below a sparse pool
+    /// image. Cheap when there is room: to be called about once a second, before a pod meets ENOSPC.
     pub fn relieve_pressure(&self) -> Result<()> {
         upkeep::relieve_pressure(&self.store)
     }

@@ -224,28 +224,43 @@ pub fn block_size_bytes(device: &File) -> io::Result<u64> {
     Ok(size)
 }
 
+/// From linux/xfs_fs.h (xfsprogs): what XFS_IOC_FSGEOMETRY_V1 returns.
+#[repr(C)]
+#[derive(Default)]
+struct XfsGeometry {
+    block_size: u32,
+    between: [u32; 6],
+    imax_percent: u32,
+    data_blocks: u64,
+    rest: [u64; 9],
+}
+
+fn xfs_geometry(file: &File) -> io::Result<XfsGeometry> {
+    const GEOMETRY: u32 = 0x8070_5864;
+    const { assert!(size_of::<XfsGeometry>() == 112) };
+    let mut geometry = XfsGeometry::default();
+    ioctl_struct(file, GEOMETRY, &mut geometry)?;
+    Ok(geometry)
+}
+
+/// Bytes of its device that the XFS of a file uses.
+pub fn xfs_bytes(file: &File) -> io::Result<u64> {
+    let geometry = xfs_geometry(file)?;
+    Ok(geometry.data_blocks.saturating_mul(geometry.block_size.into()))
+}
+
 /// Grows the XFS that a file is on to its device, which has so many bytes.
 pub fn xfs_grow(file: &File, device_bytes: u64) -> io::Result<()> {
-    // From linux/xfs_fs.h (xfsprogs): XFS_IOC_FSGEOMETRY_V1 and XFS_IOC_FSGROWFSDATA with what they are given.
-    const GEOMETRY: u32 = 0x8070_5864;
+    // From linux/xfs_fs.h (xfsprogs): XFS_IOC_FSGROWFSDATA with what it is given.
     const GROW_DATA: u32 = 0x4010_586e;
-    #[repr(C)]
-    #[derive(Default)]
-    struct Geometry {
-        block_size: u32,
-        between: [u32; 6],
-        imax_percent: u32,
-        rest: [u64; 10],
-    }
     #[repr(C)]
     struct Grow {
         blocks: u64,
         imax_percent: u32,
         padding: u32,
     }
-    const { assert!(size_of::<Geometry>() == 112 && size_of::<Grow>() == 16) };
-    let mut geometry = Geometry::default();
-    ioctl_struct(file, GEOMETRY, &mut geometry)?;
+    const { assert!(size_of::<Grow>() == 16) };
+    let geometry = xfs_geometry(file)?;
     let blocks = device_bytes / u64::from(geometry.block_size.max(1));
     let mut grow = Grow { blocks, imax_percent: geometry.imax_percent, padding: 0 };
     ioctl_struct(file, GROW_DATA, &mut grow).map(drop)

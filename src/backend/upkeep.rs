@@ -3,9 +3,9 @@
 
 use tracing::{info, warn};
 
-use super::error::{Error, Result};
+use super::error::{Error, MORE_ROOM, Result};
 use super::model::{ChainBreak, Predecessor, Snapshot, SnapshotPhase, Volume};
-use super::pool::{self, Directory, Room};
+use super::pool::{self, Directory, Image, Room};
 use super::store::{Store, now};
 use super::tracker::{Bitmap, BlockMap, Header, RecordWriter, Style};
 use super::units::{Block, BlockRange};
@@ -25,16 +25,38 @@ pub fn under_pressure(room: Room) -> bool {
 pub fn or_exhausted(store: &Store, error: Error) -> Error {
     let of_device = matches!(error, Error::Io { .. } | Error::Failed(_));
     match store.pool.room() {
-        Ok(room) if of_device && under_pressure(room) => Error::Exhausted(format!(
-            "{error}: the pool is nearly full; delete volumes or snapshots, or grow the pool"
-        )),
+        Ok(room) if of_device && under_pressure(room) => {
+            Error::Exhausted(format!("{error}: the pool is nearly full; {MORE_ROOM}"))
+        }
         _ => error,
     }
 }
 
+/// What volumes have to fear of a lack of room, if anything.
+pub fn shortage(store: &Store) -> Result<Option<String>> {
+    if let Some(image) = store.pool.image()
+        && let Some(danger) = image.danger()?
+    {
+        return Ok(Some(danger));
+    }
+    let room = store.pool.room()?;
+    Ok(under_pressure(room).then(|| {
+        format!(
+            "the pool is nearly full: {} of {} bytes are left; {MORE_ROOM}",
+            room.available, room.total
+        )
+    }))
+}
+
+/// Makes room before pods meet the end of it, in the pool and below its image.
+pub fn relieve_pressure(store: &Store) -> Result<()> {
+    let below = store.pool.image().map_or(Ok(()), Image::relieve);
+    drop_baselines(store).and(below)
+}
+
 /// Drops hidden baselines, oldest first, until there is room. A delta across the gap then fails; it
 /// is never guessed.
-pub fn relieve_pressure(store: &Store) -> Result<()> {
+fn drop_baselines(store: &Store) -> Result<()> {
     if !under_pressure(store.pool.room()?) {
         return Ok(());
     }

@@ -4,7 +4,7 @@ use std::fs::File;
 
 use super::attachment;
 use super::cut;
-use super::error::{Context, Error, Result};
+use super::error::{Context, Error, MORE_ROOM, Result};
 use super::fail_point::reach;
 use super::ids::{self, VOLUME_PREFIX};
 use super::inline;
@@ -163,7 +163,7 @@ fn capacity(store: &Store, request: &VolumeRequest, source: Option<&OpenSource>)
     if bytes > room.maximum_volume {
         return Err(Error::Exhausted(format!(
             "capacity_range: {bytes} bytes are more than the {} that the pool can promise now; \
-             delete volumes, grow the pool or raise --overcommit",
+             {MORE_ROOM}, or raise --overcommit",
             room.maximum_volume
         )));
     }
@@ -358,13 +358,7 @@ pub fn defect(
     {
         return Ok(Some(message));
     }
-    let room = store.pool.room()?;
-    Ok(upkeep::under_pressure(room).then(|| {
-        format!(
-            "the pool is nearly full: {} of {} bytes are left; delete data or grow the pool",
-            room.available, room.total
-        )
-    }))
+    upkeep::shortage(store)
 }
 
 fn attachment_defect(

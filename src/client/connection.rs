@@ -17,6 +17,7 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Request, Status};
 
 use crate::grpc::{SocketPath, code_name};
+use crate::proto::admin::v1::pool_admin_client::PoolAdminClient;
 use crate::proto::csi::v1::controller_client::ControllerClient;
 use crate::proto::csi::v1::node_client::NodeClient;
 use crate::proto::csi::v1::snapshot_metadata_client::SnapshotMetadataClient;
@@ -64,6 +65,10 @@ impl Connection {
 
     pub fn node(&self) -> NodeClient<Wire> {
         NodeClient::with_interceptor(self.channel.clone(), Deadline(self.deadline))
+    }
+
+    pub fn pool_admin(&self) -> PoolAdminClient<Wire> {
+        PoolAdminClient::with_interceptor(self.channel.clone(), Deadline(self.deadline))
     }
 
     pub fn snapshot_metadata(&self) -> SnapshotMetadataClient<Wire> {

@@ -1,6 +1,7 @@
 //! The commands for people: `volume`, `snapshot` and `pool`. They own what a person types and
 //! reads; everything else they ask of a driver's socket over CSI, so they work with no cluster, and
-//! as far as CSI goes with other drivers too (`pool check` alone reads the disk, with no driver). Which
+//! as far as CSI goes with other drivers too (`pool status` and `pool grow` are this driver's own, and
+//! `pool check` alone reads the disk, with no driver). Which
 //! blocks a snapshot holds they also ask through Kubernetes, as a backup application does ([`cluster`]).
 //!
 //! Three promises: a name works wherever an id does, nothing waits longer than `--timeout`, and an
@@ -44,7 +45,7 @@ pub enum Command {
     Volume(volume::VolumeArgs),
     /// Cut snapshots and ask which blocks are allocated or changed
     Snapshot(snapshot::SnapshotArgs),
-    /// Look at a pool on disk
+    /// Show, grow and check a pool
     Pool(pool::PoolArgs),
 }
 
@@ -213,6 +214,10 @@ mod tests {
             "x snapshot allocated s --starting-offset=-1x",
             "x snapshot verify a",
             "x pool check --endpoint unix:///a",
+            "x pool status --data-dir /a",
+            "x pool grow",
+            "x pool grow --size 0",
+            "x pool grow --size banana",
             "x snapshot allocated s --kubeconfig k",
             "x snapshot allocated s --token-file f",
             "x snapshot allocated s --address h:1",

@@ -1,14 +1,18 @@
-//! `pool check`: verifies a pool on disk, with no driver running on it.
+//! `pool status` and `pool grow`, of a running driver; `pool check`: verifies a pool on disk, with no
+//! driver running on it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use super::{Output, format};
+use super::connection::{Connection, refused};
+use super::{Options, Output, bounded, format, on_runtime};
 use crate::backend::check::{self, Report};
+use crate::proto::admin::v1 as admin;
+use crate::quantity;
 
 #[derive(Debug, Args)]
 pub struct PoolArgs {
@@ -18,6 +22,19 @@ pub struct PoolArgs {
 
 #[derive(Debug, Subcommand)]
 enum PoolCommand {
+    /// Show the pool of a running driver: its kind, its room, and what it stands on
+    Status {
+        #[command(flatten)]
+        options: Options,
+    },
+    /// Grow the image of an image pool while volumes are in use
+    Grow {
+        /// Size of the image afterwards
+        #[arg(long, value_parser = size, value_name = "SIZE")]
+        size: u64,
+        #[command(flatten)]
+        options: Options,
+    },
     /// Verify every file of a pool; exits with 1 when something is wrong, 2 when it cannot tell
     Check {
         /// Data directory of a driver that is not running
@@ -33,8 +50,68 @@ enum PoolCommand {
 const UNCHECKED: u8 = 2;
 
 pub fn run(args: PoolArgs) -> Result<ExitCode> {
-    let PoolCommand::Check { data_dir, output } = args.command;
-    let report = match check::check(&data_dir) {
+    match args.command {
+        PoolCommand::Status { options } => on_runtime(status(options)),
+        PoolCommand::Grow { size, options } => on_runtime(grow(size, options)),
+        PoolCommand::Check { data_dir, output } => check(&data_dir, output),
+    }
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    match quantity::parse(text)? {
+        0 => Err("must be more than 0".to_owned()),
+        size => Ok(size),
+    }
+}
+
+async fn status(options: Options) -> Result<ExitCode> {
+    let pool = bounded(&options, async |connection: Connection| {
+        let answer = connection.pool_admin().get_pool(admin::GetPoolRequest {}).await;
+        Ok(answer.map_err(refused)?.into_inner().pool)
+    });
+    print_status(&pool.await?.unwrap_or_default(), options.output)
+}
+
+async fn grow(size_bytes: u64, options: Options) -> Result<ExitCode> {
+    let pool = bounded(&options, async |connection: Connection| {
+        let answer = connection.pool_admin().grow_pool(admin::GrowPoolRequest { size_bytes }).await;
+        Ok(answer.map_err(refused)?.into_inner().pool)
+    });
+    print_status(&pool.await?.unwrap_or_default(), options.output)
+}
+
+fn print_status(pool: &admin::Pool, output: Output) -> Result<ExitCode> {
+    match output {
+        Output::Json => format::print_json(&json!({
+            "kind": pool.kind,
+            "reason": pool.reason,
+            "total_bytes": pool.total_bytes,
+            "available_bytes": pool.available_bytes,
+            "image": pool.image.map(|image| json!({
+                "size_bytes": image.size_bytes,
+                "allocated": image.allocated,
+                "available_below_bytes": image.available_below_bytes,
+            })),
+        }))?,
+        Output::Table => {
+            let mut facts = vec![
+                ("pool", format!("{}: {}", pool.kind, pool.reason)),
+                ("total", format::bytes(pool.total_bytes)),
+                ("available", format::bytes(pool.available_bytes)),
+            ];
+            if let Some(image) = &pool.image {
+                let kind = if image.allocated { "allocated" } else { "sparse" };
+                facts.push(("image", format!("{}, {kind}", format::bytes(image.size_bytes))));
+                facts.push(("available below", format::bytes(image.available_below_bytes)));
+            }
+            format::print(&format::facts(&facts))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn check(data_dir: &Path, output: Output) -> Result<ExitCode> {
+    let report = match check::check(data_dir) {
         Ok(report) => report,
         Err(error) => {
             eprintln!("csi-loopback: {} cannot be checked: {error}", data_dir.display());

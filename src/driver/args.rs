@@ -59,9 +59,15 @@ pub struct Args {
         PossibleValuesParser::new(["auto", "reflink", "image", "copy"]).try_map(|kind| kind.parse::<PoolChoice>()))]
     pub pool: PoolChoice,
 
-    /// Size of an image pool when it is made, such as 100Gi; by default chosen from the room there is.
+    /// Size of an image pool, such as 100Gi; by default chosen from the room there is when it is made. A
+    /// larger size than it has grows it.
     #[arg(long, value_parser = quantity::parse, value_name = "SIZE")]
     pub pool_size: Option<u64>,
+
+    /// Make the image of a new image pool sparse: it takes room when it is written to, and pods get I/O
+    /// errors when the filesystem below is full.
+    #[arg(long)]
+    pub pool_sparse: bool,
 
     /// How much larger than the pool all volumes may be together.
     #[arg(long, default_value = "10", value_parser = overcommit, value_name = "FACTOR")]

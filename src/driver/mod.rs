@@ -19,6 +19,7 @@ pub(crate) mod group_controller;
 mod identity;
 pub(crate) mod inline;
 mod node;
+mod pool_admin;
 pub(crate) mod request;
 mod response;
 mod server;

@@ -21,6 +21,7 @@ use crate::backend::{self, Backend, Config};
 #[cfg(feature = "failpoints")]
 use crate::fail_point;
 use crate::grpc::{serve, socket};
+use crate::proto::admin::v1::pool_admin_server::PoolAdminServer;
 use crate::proto::csi::v1::controller_server::ControllerServer;
 use crate::proto::csi::v1::group_controller_server::GroupControllerServer;
 use crate::proto::csi::v1::identity_server::IdentityServer;
@@ -69,6 +70,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         data_dir,
         pool,
         pool_size,
+        pool_sparse,
         overcommit,
         block_metadata_type,
         block_size,
@@ -92,6 +94,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         data_dir,
         pool,
         pool_size,
+        pool_sparse,
         retention: change_record_retention,
         overcommit,
         inline: inline.limits(),
@@ -139,6 +142,7 @@ fn router(plugin: Plugin) -> tonic::transport::server::Router {
         .add_service(GroupControllerServer::new(plugin.clone()))
         .add_service(SnapshotMetadataServer::new(plugin.clone()))
         .add_service(SessionServer::new(plugin.clone()))
+        .add_service(PoolAdminServer::new(plugin.clone()))
         .add_service(NodeServer::new(plugin))
 }
 

@@ -21,6 +21,7 @@ mod inline_content;
 mod node;
 mod node_proxy;
 mod oci_runtime;
+mod pool;
 mod runtime_ops;
 mod snapshots;
 mod source;
@@ -64,6 +65,7 @@ const ENTRIES: &[Entry] = entries! {
     "stage larger" => OnNode::new(Call::StageLarger),
     "stage new" => OnNode::new(Call::StageNew),
     "pressure" [snapshots::Pressure::FLAGS] => snapshots::Pressure::default(),
+    "grow the pool" [pool::Grow::FLAGS] => pool::Grow::default(),
     "cut mounted" => snapshots::CutMounted::default(),
     "cut raw" => snapshots::CutRaw::default(),
     "clone mounted" => volumes::CloneMounted::default(),
@@ -193,9 +195,9 @@ fn own(met: &[String], scenario: &dyn Scenario) -> usize {
     scenario.begins_after().map_or(0, |name| last(name) + 1)
 }
 
-/// A full pool is the pool's own only where that is an image.
+/// A full pool is the pool's own only where that is an image, and only that grows.
 fn fits(kind: PoolKind, entry: &Entry) -> bool {
-    kind == PoolKind::Image || entry.name != "pressure"
+    kind == PoolKind::Image || !["pressure", "grow the pool"].contains(&entry.name)
 }
 
 /// Whether a call meets the same points each time: what a mounted filesystem has written, of which a copy
@@ -302,18 +304,23 @@ fn a_driver_killed_while_it_makes_its_pool_makes_it_at_the_next_start() {
     }
     let begun = Instant::now();
     let rounds: usize = thread::scope(|scope| {
-        let threads = ALL_KINDS.map(|kind| scope.spawn(move || made_after_deaths(kind)));
+        let allocated: &[&str] = &["--pool-size", "320Mi"];
+        let pools = ALL_KINDS.map(|kind| (kind, &[][..])).into_iter();
+        let pools = pools.chain([(PoolKind::Image, allocated)]);
+        let threads: Vec<_> = pools
+            .map(|(kind, flags)| scope.spawn(move || made_after_deaths(kind, flags)))
+            .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
     support::report(&format!("{rounds} rounds in {:.0?}, seed {}", begun.elapsed(), seed()));
 }
 
 /// A new pool of this kind for each death that its making can meet; says how many.
-fn made_after_deaths(kind: PoolKind) -> usize {
+fn made_after_deaths(kind: PoolKind, flags: &[&str]) -> usize {
     let mut rounds = 0;
     for names in [STEPS, PAGES] {
         let every = if kind == PoolKind::Image { 1 } else { 4 };
-        let mut scene = Scene::start(kind, &[]);
+        let mut scene = Scene::start(kind, flags);
         let met = scene.make_pool(0, names);
         for at in (0..met.len()).filter(|at| sampled(*at, every)) {
             println!("{kind}: killed at {} of {}, {}", at + 1, met.len(), met[at]);

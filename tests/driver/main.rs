@@ -19,6 +19,7 @@ mod many_pools;
 mod metadata;
 mod node;
 mod node_proxy_forwarding;
+mod pool_admin;
 mod process;
 mod runtime_ops;
 mod session_driver;

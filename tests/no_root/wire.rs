@@ -1,6 +1,6 @@
 //! csi-spec/csi.proto is CSI v1.12 on the wire and what proposals add to it, csi-spec/snapshotmetadata.proto the released Kubernetes
 //! SnapshotMetadata API, csi-spec/snapshotsession.proto the one of the proposal with session tokens, csi-spec/crust.proto the Runtime API of
-//! crust_ops, with the field that its proposal forgets: no more, no less. The tables of facts in tests/data and the compiled descriptor are
+//! crust_ops, with the field that its proposal forgets, csi-spec/admin.proto the driver's own administration: no more, no less. The tables of facts in tests/data and the compiled descriptor are
 //! both brought into the same form, one `Fact` for each line, and the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret`,
 //! `alpha` and `extension` from the markers in its comments. What is in a message that is an extension is one, too.
 
@@ -18,12 +18,13 @@ use prost_types::{
 };
 
 /// Packages and what is known of them.
-const TABLES: [(&str, &str); 5] = [
+const TABLES: [(&str, &str); 6] = [
     ("csi.v1", include_str!("../data/csi-v1.12.tsv")),
     ("csi.v1", EXTENSIONS),
     ("snapshotmetadata", include_str!("../data/snapshotmetadata-v1.tsv")),
     ("snapshotsession", include_str!("../data/snapshotsession-v1alpha2.tsv")),
     ("crust", include_str!("../data/crust-v1.tsv")),
+    ("csiloopback.admin.v1", include_str!("../data/admin-v1.tsv")),
 ];
 /// What a proposal adds to CSI.
 const EXTENSIONS: &str = include_str!("../data/csi-extensions.tsv");

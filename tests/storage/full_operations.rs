@@ -2,17 +2,14 @@
 //! enough, it is refused in plain words and leaves nothing, and the same call succeeds once there is
 //! room. Pods lose no data by that.
 
-use std::fs::{self, File};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use csi_loopback::backend::{
     Backend, CreateVolume, Error, FsType, PoolKind, Publication, Snapshot, Source, VolumeRequest,
     check,
 };
-use nix::fcntl::{FallocateFlags, fallocate};
-use nix::sys::statvfs::statvfs;
 use support::full::*;
 use support::kernel::wait_for;
 use support::*;
@@ -240,29 +237,6 @@ fn try_everything(pool: &mut Pool) {
     pool.detach(&world.device);
     pool.stop();
     assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
-}
-
-/// Takes all room of the filesystem below an image, but some.
-struct HostFiller(PathBuf);
-
-impl HostFiller {
-    fn new(host: &Path, leave_bytes: u64) -> Self {
-        let path = host.join("filler");
-        let file = File::create(&path).unwrap();
-        let stat = statvfs(host).unwrap();
-        let free = stat.blocks_available() * stat.fragment_size();
-        // What it takes by itself differs a little from what it says is free.
-        let size = free.saturating_sub(leave_bytes) as i64;
-        let _ = fallocate(&file, FallocateFlags::empty(), 0, size.max(1));
-        Self(path)
-    }
-}
-
-impl Drop for HostFiller {
-    /// In any case: the pool's filesystem waits for room before it lets itself be unmounted.
-    fn drop(&mut self) {
-        let _ = fs::remove_file(&self.0);
-    }
 }
 
 /// The image is sparse: its filesystem has room that the one below does not have.

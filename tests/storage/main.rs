@@ -9,6 +9,7 @@ mod filesystems;
 mod full_disk;
 mod full_operations;
 mod full_pool;
+mod image_room;
 mod oracle;
 mod pool_check;
 mod power_loss;

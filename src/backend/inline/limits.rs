@@ -1,6 +1,6 @@
 //! How much inline volumes may take, so that no pod fills the pool, or the memory, of its node.
 
-use super::super::error::{Error, Result};
+use super::super::error::{Error, MORE_ROOM, Result};
 use super::super::model::Inline;
 use super::super::store::Store;
 use super::super::upkeep;
@@ -36,7 +36,7 @@ pub fn admit(store: &Store, row: &Inline) -> Result<()> {
     let room = store.pool.room()?;
     if !row.request.in_memory && upkeep::under_pressure(room) {
         return Err(exhausted(format!(
-            "the pool is nearly full, {} of {} bytes are left; delete volumes or snapshots, or grow the pool",
+            "the pool is nearly full, {} of {} bytes are left; {MORE_ROOM}",
             room.available, room.total
         )));
     }

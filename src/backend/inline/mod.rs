@@ -347,7 +347,5 @@ fn defect(store: &Store, row: &Inline) -> Result<Option<String>> {
         let target = row.target.display();
         return Ok(Some(format!("the volume is not mounted at {target}; restart the pod")));
     }
-    let room = store.pool.room()?;
-    Ok((!row.request.in_memory && upkeep::under_pressure(room))
-        .then(|| "the pool is nearly full; delete data or grow the pool".to_owned()))
+    if row.request.in_memory { Ok(None) } else { upkeep::shortage(store) }
 }

@@ -108,10 +108,11 @@ mod tests {
 
     #[test]
     fn root_what_another_file_holds_too_is_left_to_it_and_the_rest_is_overwritten() {
-        use crate::backend::pool::{self, PoolChoice, PoolKind};
+        use crate::backend::pool::{self, ImageChoice, PoolChoice, PoolKind};
         let directory = tempfile::tempdir().unwrap();
         let choice = PoolChoice::Kind(PoolKind::Image);
-        let opened = pool::open(directory.path(), choice, Some(1 << 30)).unwrap();
+        let image = ImageChoice { size: Some(1 << 30), sparse: true };
+        let opened = pool::open(directory.path(), choice, &image).unwrap();
         let [path, other_path] = ["file", "other"].map(|name| opened.pool.root().join(name));
         let [file, other] = [&path, &other_path].map(|path| pool::new_file(path).unwrap());
         let content = |byte, bytes: usize| vec![byte; bytes];

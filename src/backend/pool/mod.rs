@@ -6,6 +6,7 @@
 //! catalog.redb   volumes/<volume>   snapshots/<snapshot>   records/<snapshot>.<generation>
 //! ```
 
+mod below;
 mod copy;
 mod image;
 mod reflink;
@@ -19,14 +20,17 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use tracing::info;
+use tracing::{info, warn};
 
 use super::error::{Context, Error, Result};
 use super::extents::Finding;
 use super::fail_point::reach;
 use super::sys;
+use super::units::BLOCK_SIZE;
 
 pub use copy::CopyPool;
+pub use image::Image;
+use image::Purpose;
 pub use reflink::ReflinkPool;
 
 const MARKER: &str = "pool.json";
@@ -82,11 +86,42 @@ impl FromStr for PoolChoice {
     }
 }
 
+/// What is asked of the image of an image pool.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ImageChoice {
+    /// Bytes; by default chosen from the room in the data directory. An image that is smaller grows, one
+    /// that is larger is refused.
+    pub size: Option<u64>,
+    /// Whether a new image is sparse.
+    pub sparse: bool,
+}
+
 /// Room in a pool, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     pub total: u64,
     pub available: u64,
+}
+
+/// An open pool, as an administrator sees it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PoolStatus {
+    pub kind: PoolKind,
+    /// Why the pool is of this kind.
+    pub reason: String,
+    pub room: Room,
+    /// Of an image pool.
+    pub image: Option<ImageStatus>,
+}
+
+/// The image of an image pool. All in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageStatus {
+    pub size: u64,
+    /// Whether every block of it has room of its own on the filesystem below.
+    pub allocated: bool,
+    /// Available on the filesystem below.
+    pub available_below: u64,
 }
 
 /// What the backend needs of a pool.
@@ -97,6 +132,11 @@ pub trait Pool: fmt::Debug + Send + Sync {
     fn root(&self) -> &Path;
 
     fn room(&self) -> Result<Room>;
+
+    /// The image of an image pool.
+    fn image(&self) -> Option<&Image> {
+        None
+    }
 
     /// Marks a new file so that no tool moves its blocks.
     fn adopt(&self, file: &File) -> Result<()>;
@@ -144,31 +184,41 @@ pub struct Opened {
     pub reason: String,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
+/// What `pool.json` holds. Fields that a pool does not have are left out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Marker {
     version: u32,
     kind: PoolKind,
+    /// Whether the image of an image pool is meant to be allocated. Those from before this field are
+    /// sparse.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    allocated: bool,
+    /// The `--pool-size` that was in force when [`grow`] made the image larger than that. A start that
+    /// still has it changes nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    outgrown: Option<u64>,
 }
 
-/// Opens the pool of a data directory, or makes it. `image_size`: bytes of a new image; by default
-/// nine tenths of the room in the data directory.
-pub fn open(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Result<Opened> {
+/// Opens the pool of a data directory, or makes it.
+pub fn open(data_dir: &Path, choice: PoolChoice, image: &ImageChoice) -> Result<Opened> {
     let opened = match (read_marker(data_dir)?, choice) {
-        (Some(kind), PoolChoice::Kind(asked)) if kind != asked => {
+        (Some(Marker { kind, .. }), PoolChoice::Kind(asked)) if kind != asked => {
             return Err(Error::Precondition(format!(
                 "--pool {asked}: {} already holds a pool of kind {kind}; use that or another \
                  --data-dir",
                 data_dir.display()
             )));
         }
-        (Some(kind), _) => {
-            check_image(data_dir, kind)?;
-            let pool = open_kind(data_dir, kind, image_size)?;
+        (Some(marker), _) => {
+            check_image(data_dir, marker.kind)?;
+            let pool = open_kind(data_dir, &marker, Purpose::Serve)?;
+            if let Some(opened) = pool.image() {
+                apply(image, opened, &marker)?;
+            }
             Opened { pool, reason: "the data directory already holds it".to_owned() }
         }
-        (None, choice) => open_new(data_dir, choice, image_size)?,
+        (None, choice) => open_new(data_dir, choice, image)?,
     };
-    write_marker(data_dir, opened.pool.kind())?;
     for directory in [Directory::Volumes, Directory::Snapshots, Directory::Records] {
         let path = directory.path(opened.pool.root());
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&path);
@@ -181,14 +231,50 @@ pub fn open(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Res
 
 /// Opens what is there: never makes a pool.
 pub fn open_existing(data_dir: &Path) -> Result<Box<dyn Pool>> {
-    let Some(kind) = read_marker(data_dir)? else {
+    let Some(marker) = read_marker(data_dir)? else {
         return Err(Error::Missing(format!(
             "{}: no pool here ({MARKER} is missing)",
             data_dir.display()
         )));
     };
-    check_image(data_dir, kind)?;
-    open_kind(data_dir, kind, None)
+    check_image(data_dir, marker.kind)?;
+    open_kind(data_dir, &marker, Purpose::Check)
+}
+
+/// Applies to an image that is there what is asked of it.
+fn apply(asked: &ImageChoice, image: &Image, marker: &Marker) -> Result<()> {
+    if asked.sparse && marker.allocated {
+        warn!("--pool-sparse changes nothing: the image of this pool was made allocated");
+    }
+    let (Some(size), old) = (asked.size, image.size()?) else { return Ok(()) };
+    if size >= old {
+        return image.grow(size);
+    }
+    if marker.outgrown == Some(size) || size.next_multiple_of(BLOCK_SIZE) == old {
+        return Ok(());
+    }
+    Err(Error::Precondition(format!(
+        "--pool-size: the image of this pool has {old} bytes and cannot shrink to {size}; ask for at \
+         least {old}, or leave the flag out"
+    )))
+}
+
+/// Grows the image of an image pool to `size` bytes. `flag`: the `--pool-size` in force.
+pub fn grow(data_dir: &Path, pool: &dyn Pool, flag: Option<u64>, size: u64) -> Result<()> {
+    let Some(image) = pool.image() else {
+        return Err(Error::Precondition(format!(
+            "a {} pool has the room of the filesystem of {}: grow that",
+            pool.kind(),
+            data_dir.display()
+        )));
+    };
+    if flag.is_some_and(|flag| flag < size)
+        && let Some(marker) = read_marker(data_dir)?
+    {
+        // Before the image is larger than that: a start in between would refuse the flag.
+        write_marker(data_dir, &Marker { outgrown: flag, ..marker })?;
+    }
+    image.grow(size)
 }
 
 /// A pool that has lost its image is not a new one.
@@ -205,7 +291,7 @@ fn check_image(data_dir: &Path, kind: PoolKind) -> Result<()> {
 
 /// A pool that has lost its marker is not a new one, and its kind is not guessed: what a snapshot cut
 /// compares depends on it. (An image without a marker may be of a first start that was cut off.)
-fn open_new(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Result<Opened> {
+fn open_new(data_dir: &Path, choice: PoolChoice, image: &ImageChoice) -> Result<Opened> {
     let lost = || {
         Error::Damaged(format!(
             "{MARKER} is missing though {} holds a pool; write it again as docs/on-disk-format.md \
@@ -218,32 +304,58 @@ fn open_new(data_dir: &Path, choice: PoolChoice, image_size: Option<u64>) -> Res
     }
     let opened = match choice {
         PoolChoice::Kind(kind) => {
-            let pool = open_kind(data_dir, kind, image_size)?;
+            let pool = open_new_kind(data_dir, kind, image)?;
             Opened { pool, reason: "asked for".to_owned() }
         }
-        PoolChoice::Auto => first_that_works(data_dir, image_size)?,
+        PoolChoice::Auto => first_that_works(data_dir, image)?,
     };
-    if opened.pool.kind() != PoolKind::Image && image::path(data_dir).exists() {
+    let kind = opened.pool.kind();
+    if kind != PoolKind::Image && image::path(data_dir).exists() {
         return Err(lost());
     }
+    write_marker(data_dir, &Marker::new(kind, image))?;
     Ok(opened)
 }
 
-fn open_kind(data_dir: &Path, kind: PoolKind, image_size: Option<u64>) -> Result<Box<dyn Pool>> {
-    Ok(match kind {
+impl Marker {
+    /// Of a new pool.
+    fn new(kind: PoolKind, image: &ImageChoice) -> Self {
+        let allocated = kind == PoolKind::Image && !image.sparse;
+        Self { version: MARKER_VERSION, kind, allocated, outgrown: None }
+    }
+}
+
+/// Opens a pool that has no marker yet, with an image if it needs one.
+fn open_new_kind(data_dir: &Path, kind: PoolKind, image: &ImageChoice) -> Result<Box<dyn Pool>> {
+    if kind == PoolKind::Image && !image::path(data_dir).exists() {
+        image::make(data_dir, image)?;
+    }
+    open_kind(data_dir, &Marker::new(kind, image), Purpose::Serve)
+}
+
+fn open_kind(data_dir: &Path, marker: &Marker, purpose: Purpose) -> Result<Box<dyn Pool>> {
+    Ok(match marker.kind {
         PoolKind::Reflink => Box::new(ReflinkPool::open(data_dir)?),
-        PoolKind::Image => Box::new(image::open(data_dir, image_size)?),
+        PoolKind::Image => {
+            Box::new(ReflinkPool::on_image(Image::open(data_dir, marker.allocated, purpose)?)?)
+        }
         PoolKind::Copy => Box::new(CopyPool::open(data_dir)),
     })
 }
 
-fn first_that_works(data_dir: &Path, image_size: Option<u64>) -> Result<Opened> {
+fn first_that_works(data_dir: &Path, image: &ImageChoice) -> Result<Opened> {
     let mut reasons = Vec::new();
     for kind in [PoolKind::Reflink, PoolKind::Image] {
-        match open_kind(data_dir, kind, image_size) {
+        match open_new_kind(data_dir, kind, image) {
             Ok(pool) => {
                 reasons.push(format!("{kind} works here"));
                 return Ok(Opened { pool, reason: reasons.join("; ") });
+            }
+            // Another kind is no answer to a size that cannot be had.
+            Err(error @ (Error::Invalid { .. } | Error::Exhausted(_)))
+                if kind == PoolKind::Image && image.size.is_some() =>
+            {
+                return Err(error);
             }
             Err(error) => {
                 info!(pool = %kind, %error, "this kind of pool does not work here");
@@ -255,7 +367,7 @@ fn first_that_works(data_dir: &Path, image_size: Option<u64>) -> Result<Opened> 
     Ok(Opened { pool: Box::new(CopyPool::open(data_dir)), reason: reasons.join("; ") })
 }
 
-fn read_marker(data_dir: &Path) -> Result<Option<PoolKind>> {
+fn read_marker(data_dir: &Path) -> Result<Option<Marker>> {
     let path = data_dir.join(MARKER);
     let json = match fs::read(&path) {
         Ok(json) => json,
@@ -271,18 +383,18 @@ fn read_marker(data_dir: &Path) -> Result<Option<PoolKind>> {
             marker.version
         )));
     }
-    Ok(Some(marker.kind))
+    Ok(Some(marker))
 }
 
-/// Written once: a pool never changes its kind.
-fn write_marker(data_dir: &Path, kind: PoolKind) -> Result<()> {
-    if read_marker(data_dir)?.is_some() {
+/// A pool never changes its kind.
+fn write_marker(data_dir: &Path, marker: &Marker) -> Result<()> {
+    if read_marker(data_dir)?.as_ref() == Some(marker) {
         return Ok(());
     }
     let path = data_dir.join(MARKER);
     let temporary = data_dir.join("pool.json.part");
-    let json = serde_json::to_vec(&Marker { version: MARKER_VERSION, kind })
-        .map_err(|e| Error::Failed(format!("encoding {MARKER}: {e}")))?;
+    let json =
+        serde_json::to_vec(marker).map_err(|e| Error::Failed(format!("encoding {MARKER}: {e}")))?;
     let mut file = new_file(&temporary)?;
     let writing = || format!("writing {}", path.display());
     file.write_all(&json).and_then(|()| file.sync_all()).context(writing)?;

@@ -3,7 +3,6 @@
 //! data directory is on, or one of the pool's own in an image ([`super::image`]).
 
 use std::fs::{self, File};
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use linux_raw_sys::general::{FS_XFLAG_NODEFRAG, FS_XFLAG_REALTIME, FS_XFLAG_RTINHERIT};
@@ -13,6 +12,7 @@ use super::super::error::{Context, Error, Result};
 use super::super::extents::{self, Finding};
 use super::super::fail_point::reach;
 use super::super::sys;
+use super::image::Image;
 use super::{Directory, Pool, PoolKind, Room, filesystem_room, new_file};
 
 /// statfs(2). nix has it for glibc only.
@@ -29,15 +29,6 @@ pub struct ReflinkPool {
     image: Option<Image>,
 }
 
-/// What a pool in an image has beside its files.
-#[derive(Debug)]
-struct Image {
-    /// The mount lives as long as this descriptor, or any file of it.
-    _mount: OwnedFd,
-    /// The directory that the image is in.
-    below: PathBuf,
-}
-
 impl ReflinkPool {
     /// Uses the directory `root` itself; an error when its filesystem cannot share blocks.
     pub fn open(root: &Path) -> Result<Self> {
@@ -45,12 +36,13 @@ impl ReflinkPool {
         Ok(Self { root: root.to_owned(), image: None })
     }
 
-    /// Uses a detached mount, whose image is in the directory `below`.
-    pub fn on_image(mount: OwnedFd, below: &Path) -> Result<Self> {
-        // The root of the mount, for this process alone.
-        let root = PathBuf::from(format!("/proc/self/fd/{}", mount.as_raw_fd()));
-        probe(&root)?;
-        let image = Image { _mount: mount, below: below.to_owned() };
+    /// Uses the XFS of an image.
+    pub fn on_image(image: Image) -> Result<Self> {
+        let root = image.root();
+        // One that is in use was probed when it was made, and may have no room for another probe.
+        if !Directory::Volumes.path(&root).exists() {
+            probe(&root)?;
+        }
         Ok(Self { root, image: Some(image) })
     }
 }
@@ -121,11 +113,17 @@ impl Pool for ReflinkPool {
         &self.root
     }
 
-    /// An image is sparse: what the filesystem below it lacks is not there either.
+    fn image(&self) -> Option<&Image> {
+        self.image.as_ref()
+    }
+
+    /// What the filesystem below a sparse image lacks is not there either.
     fn room(&self) -> Result<Room> {
         let room = filesystem_room(&self.root)?;
-        let Some(image) = &self.image else { return Ok(room) };
-        let below = filesystem_room(&image.below)?;
+        let Some(image) = self.image.as_ref().filter(|image| !image.is_allocated()) else {
+            return Ok(room);
+        };
+        let below = image.room_below()?;
         Ok(Room { available: room.available.min(below.available), ..room })
     }
 

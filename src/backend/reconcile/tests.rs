@@ -44,6 +44,7 @@ impl Pool {
             data_dir: directory.path().join("data"),
             pool: PoolChoice::Kind(kind),
             pool_size: Some(4 << 30),
+            pool_sparse: true,
             retention: Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),

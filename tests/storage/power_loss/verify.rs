@@ -56,6 +56,7 @@ impl<'a> Look<'a> {
             data_dir: data_dir.to_owned(),
             pool: PoolChoice::Kind(kind),
             pool_size: None,
+            pool_sparse: false,
             retention: std::time::Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),

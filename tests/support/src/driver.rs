@@ -169,7 +169,6 @@ impl Driver {
             ("--endpoint", endpoint.as_str()),
             ("--data-dir", &data_dir),
             ("--pool", &kind),
-            ("--pool-size", "16Gi"),
             ("--node-id", "node-1"),
         ];
         let mut command = Command::new(binary());
@@ -178,6 +177,10 @@ impl Driver {
             if !flags.iter().any(|given| given == flag) {
                 command.args([flag, value]);
             }
+        }
+        if !flags.iter().any(|flag| flag.starts_with("--pool-size")) {
+            // Larger than what there is room for.
+            command.args(["--pool-size", "16Gi", "--pool-sparse"]);
         }
         command.args(flags).stdin(Stdio::null()).stdout(Stdio::null());
         command

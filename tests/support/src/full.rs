@@ -1,10 +1,12 @@
 //! Ways to fill a pool, and what a refusal for want of room looks like.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use csi_loopback::backend::Error;
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::statvfs::statvfs;
 
 use super::kernel::unmount;
 use super::{BLOCK, MIB, path, pattern, run};
@@ -36,15 +38,24 @@ pub fn exhausted<T: std::fmt::Debug>(result: Result<T, Error>, what: &str) {
     }
 }
 
-/// A small ext4 of its own, in the directory `small`.
+/// A small filesystem of its own, in the directory `small`.
 pub struct Small(PathBuf);
 
 impl Small {
+    /// An ext4.
     pub fn mount(directory: &Path, bytes: u64) -> Self {
+        Self::mount_as(directory, bytes, &["mkfs.ext4", "-q", "-m", "0"])
+    }
+
+    pub fn mount_btrfs(directory: &Path, bytes: u64) -> Self {
+        Self::mount_as(directory, bytes, &["mkfs.btrfs", "-q", "-f"])
+    }
+
+    fn mount_as(directory: &Path, bytes: u64, mkfs: &[&str]) -> Self {
         let (image, at) = (directory.join("small.img"), directory.join("small"));
         File::create(&image).unwrap().set_len(bytes).unwrap();
-        std::fs::create_dir(&at).unwrap();
-        run("mkfs.ext4", &["-q", "-m", "0", path(&image)]);
+        fs::create_dir(&at).unwrap();
+        run(mkfs[0], &[&mkfs[1..], &[path(&image)]].concat());
         run("mount", &["-o", "loop", path(&image), path(&at)]);
         Self(at)
     }
@@ -53,5 +64,39 @@ impl Small {
 impl Drop for Small {
     fn drop(&mut self) {
         unmount(&self.0);
+    }
+}
+
+/// Takes all room of the filesystem below an image, but some.
+pub struct HostFiller(PathBuf);
+
+impl HostFiller {
+    pub fn new(host: &Path, leave_bytes: u64) -> Self {
+        let path = host.join("filler");
+        let file = File::create(&path).unwrap();
+        let stat = statvfs(host).unwrap();
+        let free = stat.blocks_available() * stat.fragment_size();
+        // What it takes by itself differs a little from what it says is free.
+        let size = free.saturating_sub(leave_bytes) as i64;
+        let _ = fallocate(&file, FallocateFlags::empty(), 0, size.max(1));
+        Self(path)
+    }
+
+    /// Takes the last block, too.
+    pub fn all_of(host: &Path) -> Self {
+        let filler = Self::new(host, 0);
+        let file = File::options().write(true).open(&filler.0).unwrap();
+        for size in [MIB as i64, BLOCK as i64] {
+            let end = || file.metadata().unwrap().len() as i64;
+            while fallocate(&file, FallocateFlags::empty(), end(), size).is_ok() {}
+        }
+        filler
+    }
+}
+
+impl Drop for HostFiller {
+    /// In any case: the pool's filesystem waits for room before it lets itself be unmounted.
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
     }
 }

@@ -1,5 +1,6 @@
 //! Requests as tests make them, the calls that they belong to, and what answers hold.
 
+use admin::pool_admin_client::PoolAdminClient;
 use csi::controller_client::ControllerClient;
 use csi::group_controller_client::GroupControllerClient;
 use csi::identity_client::IdentityClient;
@@ -7,6 +8,7 @@ use csi::node_client::NodeClient;
 use csi::snapshot_metadata_client::SnapshotMetadataClient;
 use csi::volume_capability::access_mode::Mode;
 use csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
+use csi_loopback::proto::admin::v1 as admin;
 use csi_loopback::proto::csi::v1 as csi;
 use csi_loopback::proto::snapshotsession as session;
 use session::snapshot_metadata_client::SnapshotMetadataClient as SessionClient;
@@ -332,6 +334,24 @@ rpcs! {
         node_expand_volume(NodeExpandVolumeRequest) -> NodeExpandVolumeResponse,
         node_get_capabilities(NodeGetCapabilitiesRequest) -> NodeGetCapabilitiesResponse,
         node_get_info(NodeGetInfoRequest) -> NodeGetInfoResponse;
+}
+
+impl Rpc for admin::GetPoolRequest {
+    type Answer = admin::Pool;
+
+    async fn send(self, channel: Channel) -> Result<admin::Pool, Status> {
+        let answer = PoolAdminClient::new(channel).get_pool(self).await?;
+        Ok(answer.into_inner().pool.unwrap())
+    }
+}
+
+impl Rpc for admin::GrowPoolRequest {
+    type Answer = admin::Pool;
+
+    async fn send(self, channel: Channel) -> Result<admin::Pool, Status> {
+        let answer = PoolAdminClient::new(channel).grow_pool(self).await?;
+        Ok(answer.into_inner().pool.unwrap())
+    }
 }
 
 #[track_caller]

@@ -344,6 +344,7 @@ fn root_an_image_that_was_being_made_is_made_again() {
         data_dir: data_dir.clone(),
         pool: PoolChoice::Kind(PoolKind::Image),
         pool_size: Some(1 << 30),
+        pool_sparse: false,
         retention: Duration::from_secs(3600),
         overcommit: 1.0,
         inline: Default::default(),

@@ -1,0 +1,68 @@
+//! The PoolAdmin service: what an administrator asks about the pool of a running driver, and its growth.
+
+use tonic::{Request, Response, Status};
+
+use super::Plugin;
+use super::call::{Describe, Subject};
+use crate::backend::{Error, PoolStatus};
+use crate::proto::admin::v1 as admin;
+use admin::pool_admin_server::PoolAdmin;
+
+#[tonic::async_trait]
+impl PoolAdmin for Plugin {
+    async fn get_pool(
+        &self,
+        request: Request<admin::GetPoolRequest>,
+    ) -> Result<Response<admin::GetPoolResponse>, Status> {
+        self.call("GetPool", request, get_pool).await
+    }
+
+    async fn grow_pool(
+        &self,
+        request: Request<admin::GrowPoolRequest>,
+    ) -> Result<Response<admin::GrowPoolResponse>, Status> {
+        self.call("GrowPool", request, grow_pool).await
+    }
+}
+
+fn get_pool(plugin: &Plugin, _: admin::GetPoolRequest) -> Result<admin::GetPoolResponse, Status> {
+    Ok(admin::GetPoolResponse { pool: Some(pool(plugin.backend.pool_status()?)) })
+}
+
+fn grow_pool(
+    plugin: &Plugin,
+    request: admin::GrowPoolRequest,
+) -> Result<admin::GrowPoolResponse, Status> {
+    let admin::GrowPoolRequest { size_bytes } = request;
+    // The length of a file is an int64.
+    if size_bytes == 0 || i64::try_from(size_bytes).is_err() {
+        let reason = format!("{size_bytes} is not a size in bytes");
+        return Err(Error::invalid("size_bytes", reason).into());
+    }
+    Ok(admin::GrowPoolResponse { pool: Some(pool(plugin.backend.grow_pool(size_bytes)?)) })
+}
+
+fn pool(status: PoolStatus) -> admin::Pool {
+    let PoolStatus { kind, reason, room, image } = status;
+    admin::Pool {
+        kind: kind.to_string(),
+        reason,
+        total_bytes: room.total,
+        available_bytes: room.available,
+        image: image.map(|image| admin::Image {
+            size_bytes: image.size,
+            allocated: image.allocated,
+            available_below_bytes: image.available_below,
+        }),
+    }
+}
+
+macro_rules! describe_nothing {
+    ($($message:ident)*) => {$(
+        impl Describe for admin::$message {
+            fn describe(&self, _: &mut Subject) {}
+        }
+    )*};
+}
+
+describe_nothing! { GetPoolRequest GetPoolResponse GrowPoolRequest GrowPoolResponse }

@@ -39,10 +39,7 @@ impl ReflinkPool {
     /// Uses the XFS of an image.
     pub fn on_image(image: Image) -> Result<Self> {
         let root = image.root();
-        // One that is in use was probed when it was made, and may have no room for another probe.
-        if !Directory::Volumes.path(&root).exists() {
-            probe(&root)?;
-        }
+        probe(&root)?;
         Ok(Self { root, image: Some(image) })
     }
 }

@@ -9,6 +9,7 @@ use super::ids::{self, GROUP_PREFIX};
 use super::model::{Group, GroupSnapshot, Phase, Snapshot, SnapshotPhase};
 use super::snapshot;
 use super::store::{GROUP_NAME_LOCK, Store, now};
+use super::writeback;
 
 /// Cuts the volumes together, or returns what a call with this name has cut before.
 pub fn create(store: &Store, name: &str, volume_ids: &[String]) -> Result<GroupSnapshot> {
@@ -33,6 +34,7 @@ pub fn create(store: &Store, name: &str, volume_ids: &[String]) -> Result<GroupS
     let mut rows = Vec::with_capacity(volume_ids.len());
     for (number, id) in volume_ids.iter().enumerate() {
         let volume = reading.live_volume(id)?;
+        writeback::check(store, &volume)?;
         let row = snapshot::new_row(&volume, &format!("{name}-{number}"), Some(&group_id))?;
         rows.push((volume, row));
     }

@@ -10,6 +10,7 @@
 //! | `catalog`, `store`, `locks` | rows, files and who may change them |
 //! | `deferral`, `runtime` | volumes that a container runtime mounts in the place of this host |
 //! | `inline` | volumes that live and die with a pod's mount |
+//! | `writeback` | writes that the kernel lost |
 //! | `reconcile`, `upkeep`, [`check`] | after a crash, in the background, offline |
 //! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and its tools |
 //! | [`fail_point`] | places where tests end or fail an operation; nothing in what ships |
@@ -44,6 +45,7 @@ pub mod tracker;
 pub mod units;
 mod upkeep;
 mod volume;
+mod writeback;
 
 use std::fs::{self, File};
 use std::os::unix::fs::DirBuilderExt;
@@ -136,6 +138,7 @@ impl Backend {
             locks: Locks::default(),
             config,
             crash_consistent: AtomicU64::new(0),
+            unrecorded: Default::default(),
             _instance_lock: instance_lock,
         };
         info!(pool = %store.pool.kind(), reason = store.pool_reason, "opened the pool");

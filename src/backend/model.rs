@@ -111,6 +111,22 @@ pub struct Volume {
     pub baseline: Option<String>,
     /// Why there is no baseline, when there is none.
     pub chain_break: ChainBreak,
+    /// Writes that the kernel accepted and then lost. While this is set, the volume has no new snapshots and no clones.
+    #[serde(default)]
+    pub lost_writes: Option<LostWrites>,
+}
+
+/// A failure to write data of a volume back to the pool. The next stage after an unstage clears it: its user then starts
+/// from what is on disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LostWrites {
+    /// When the driver received the first error, in seconds since the epoch.
+    pub since: u64,
+    /// The call that failed, and its error.
+    pub cause: String,
+    /// The volume was unstaged since.
+    #[serde(default)]
+    pub unstaged: bool,
 }
 
 /// The parts of a CreateVolume request that a repeated call must agree with.

@@ -16,8 +16,8 @@ use super::fail_point::reach;
 use super::filesystem::{self, Frozen};
 use super::loop_device::LoopDevice;
 use super::model::{Access, Attachment, Mounted, Volume};
-use super::pool::Pool;
 use super::store::{Store, now};
+use super::writeback;
 
 /// The longest freeze where a clone is one call.
 const CLONE_DEADLINE: Duration = Duration::from_secs(30);
@@ -70,7 +70,7 @@ pub struct Copied {
 enum Writers {
     /// Nobody writes, and nobody could.
     None,
-    /// Nobody has the filesystem on this device, and nobody gets it now.
+    /// Nobody has the filesystem on this device, or writes to it raw, and nobody gets it now.
     Idle(LoopDevice),
     /// The filesystem on this device, opened where it is mounted.
     Filesystem(File, LoopDevice),
@@ -104,6 +104,13 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<Copied> {
         timed(&mut took.pre_clone, || pool.pre_clone(copy.source, copy.target))?;
         reach("copy.begun")?;
     }
+    // What there is to write is written before anybody stands still.
+    for (copy, writers) in &members {
+        if let Some(mounted) = writers.mounted() {
+            writeback::sync_filesystem(store, &copy.volume.id, mounted)?;
+            reach("copy.synced")?;
+        }
+    }
     let deadline = if pool.clones_atomically() { CLONE_DEADLINE } else { COPY_DEADLINE };
     let mounted: io::Result<Vec<File>> =
         members.iter().filter_map(|(_, w)| w.mounted()).map(File::try_clone).collect();
@@ -111,7 +118,7 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<Copied> {
     let frozen = Frozen::freeze(mounted, deadline)?;
     let moment = now();
     for (copy, writers) in &members {
-        clone_one(pool, copy, writers, &mut took)?;
+        clone_one(store, copy, writers, &mut took)?;
         reach("copy.made")?;
     }
     took.frozen = frozen.thaw()?;
@@ -162,7 +169,7 @@ fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
         Access::Block if attachment.published.values().any(|p| !p.is_read_only()) => {
             Writers::Raw(device)
         }
-        Access::Block => Writers::None,
+        Access::Block => Writers::Idle(device),
         Access::Mount { .. } => {
             // The kernel is asked where it is mounted: by the catalog's word another filesystem, the
             // host's own, might be frozen.
@@ -177,21 +184,22 @@ fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
 }
 
 fn clone_one(
-    pool: &dyn Pool,
+    store: &Store,
     copy: &Copy<'_>,
     writers: &Writers,
     took: &mut Durations,
 ) -> Result<()> {
+    let pool = store.pool.as_ref();
     let (Writers::Raw(device) | Writers::Unknown(device)) = writers else {
-        timed(&mut took.settle, || settle(copy, writers.device()))?;
+        timed(&mut took.settle, || settle(store, copy, writers))?;
         return timed(&mut took.clone, || pool.clone(copy.source, copy.target));
     };
     if pool.clones_atomically() {
-        timed(&mut took.settle, || settle(copy, Some(device)))?;
+        timed(&mut took.settle, || settle(store, copy, writers))?;
         return timed(&mut took.clone, || pool.clone(copy.source, copy.target));
     }
     for _ in 0..QUIET_ATTEMPTS {
-        timed(&mut took.settle, || settle(copy, Some(device)))?;
+        timed(&mut took.settle, || settle(store, copy, writers))?;
         let Some(before) = device.write_mark()? else { continue };
         timed(&mut took.clone, || pool.clone(copy.source, copy.target))?;
         if device.write_mark()? == Some(before) {
@@ -206,10 +214,15 @@ fn clone_one(
 }
 
 /// What was acknowledged to a writer reaches the backing file.
-fn settle(copy: &Copy<'_>, device: Option<&LoopDevice>) -> Result<()> {
-    if let Some(device) = device {
-        device.flush()?;
+fn settle(store: &Store, copy: &Copy<'_>, writers: &Writers) -> Result<()> {
+    let volume_id = &copy.volume.id;
+    if let Some(mounted) = writers.mounted() {
+        // The filesystem is frozen. The freeze wrote what was changed since the sync before it, and reports no error of that.
+        writeback::sync_filesystem(store, volume_id, mounted)?;
     }
-    copy.source.sync_all().context(|| format!("flushing volume {:?}", copy.volume.id))?;
+    if let Some(device) = writers.device() {
+        writeback::flush_device(store, volume_id, device)?;
+    }
+    writeback::flush_file(store, volume_id, copy.source)?;
     reach("copy.settled")
 }

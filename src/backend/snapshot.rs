@@ -11,6 +11,7 @@ use super::model::{Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool;
 use super::store::{SNAPSHOT_NAME_LOCK, Store, now};
 use super::tracker::{Bitmap, BlockMap, RecordReader};
+use super::writeback;
 
 /// Which snapshots to list (CSI ListSnapshotsRequest).
 #[derive(Debug, Clone, Default)]
@@ -35,6 +36,7 @@ pub fn create(store: &Store, name: &str, volume_id: &str) -> Result<Snapshot> {
     }
     let volume = reading.live_volume(volume_id)?;
     drop(reading);
+    writeback::check(store, &volume)?;
     let row = new_row(&volume, name, None)?;
     let snapshots = cut::cut(store, vec![(volume, row)], None)?;
     snapshots.into_iter().next().ok_or_else(|| Error::Failed("the cut made no snapshot".to_owned()))

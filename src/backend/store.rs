@@ -14,6 +14,7 @@ use super::loop_device::LoopDevice;
 use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::Pool;
 use super::tracker::RecordReader;
+use super::writeback::Unrecorded;
 
 /// Names of snapshots and groups are locked apart from ids, under these prefixes.
 pub const SNAPSHOT_NAME_LOCK: &str = "name of snapshot ";
@@ -31,6 +32,8 @@ pub struct Store {
     pub max_volume_bytes: u64,
     /// Snapshots whose filesystem should have been frozen and could not be, since this backend was opened.
     pub crash_consistent: AtomicU64,
+    /// Lost writes that the catalog could not record.
+    pub unrecorded: Unrecorded,
     /// Keeps a second instance away as long as it is open.
     pub _instance_lock: nix::fcntl::Flock<File>,
 }

@@ -20,6 +20,7 @@ use super::snapshot;
 use super::store::{Store, VOLUME_NAME_LOCK, length};
 use super::units::{BLOCK_SIZE, MIN_VOLUME_BYTES};
 use super::upkeep;
+use super::writeback;
 
 /// A new volume's capacity when neither the request nor a source says one.
 const DEFAULT_BYTES: u64 = 1 << 30;
@@ -62,6 +63,7 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
         next_sequence: 1,
         baseline: None,
         chain_break: ChainBreak::First,
+        lost_writes: None,
     };
     store.catalog.write(|tx| tx.put(&volume).and_then(|()| tx.name(&volume)))?;
     let ready = Volume { phase: Phase::Ready, ..volume.clone() };
@@ -135,6 +137,7 @@ fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
         }
         Source::Volume(id) => {
             let volume = reading.live_volume(id)?;
+            writeback::check(store, &volume)?;
             let file = store.open_volume(&volume)?;
             OpenSource::Volume(Box::new(volume), file)
         }
@@ -279,7 +282,7 @@ pub fn expand(store: &Store, id: &str, required_bytes: u64, limit_bytes: u64) ->
     let doing = || format!("growing volume {id:?}");
     file.set_len(bytes).context(doing)?;
     reach("volume.grown")?;
-    file.sync_all().context(doing)?;
+    writeback::flush_file(store, id, &file)?;
     reach("volume.growth_flushed")?;
     volume.capacity_bytes = bytes;
     store.catalog.write(|tx| tx.put(&volume))?;
@@ -352,6 +355,9 @@ pub fn defect(
             "the backing file has {bytes} bytes instead of {}; restore the volume from a backup",
             volume.capacity_bytes
         )));
+    }
+    if let Some(lost) = writeback::lost(store, volume) {
+        return Ok(Some(writeback::describe(&volume.id, &lost)));
     }
     if let Some(attachment) = attachment
         && let Some(message) = attachment_defect(volume, attachment, &backing)?

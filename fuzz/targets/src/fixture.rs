@@ -143,6 +143,7 @@ pub fn volume(number: u64, state: u64) -> Volume {
         next_sequence: 1 + state,
         baseline: None,
         chain_break: ChainBreak::First,
+        lost_writes: None,
     }
 }
 

@@ -13,6 +13,7 @@ use super::super::model::{
 };
 use super::super::store::Store;
 use super::super::volume;
+use super::super::writeback;
 use super::{device_of, shown_at};
 
 /// A volume in use, seen from one of its places.
@@ -172,5 +173,5 @@ pub fn forget_if_gone(store: &Store, attachment: &Attachment) -> Result<()> {
         deferral::take_back(store, target, None, Duration::ZERO)?;
     }
     tracing::info!(volume = id, "no longer attached; forgetting where it was");
-    store.catalog.write(|tx| tx.remove::<Attachment>(id))
+    writeback::unstaged(store, id)
 }

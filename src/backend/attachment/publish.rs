@@ -14,6 +14,7 @@ use super::super::model::{Access, Attachment, Format, Mounted, Publication, Volu
 use super::super::pool;
 use super::super::store::Store;
 use super::super::target::{check_directory, check_file, present, remove_target};
+use super::super::writeback;
 use super::{deferred, device_of, is_of, not_staged, shown_at};
 
 /// How long a container's mount may take to go, where the next pod comes.
@@ -292,8 +293,11 @@ fn hide(
 ) -> Result<()> {
     match device {
         Some(device) => {
-            filesystem::unmount(target, |mount| is_of(mount, device))?;
             let last = attachment.published.keys().all(|other| other == target);
+            if last && attachment.mounted == Mounted::AtTargets && shown_at(target, device)? {
+                writeback::sync_before_unmount(store, &attachment.volume_id, target);
+            }
+            filesystem::unmount(target, |mount| is_of(mount, device))?;
             let raw = matches!(attachment.capability.access, Access::Block);
             if last && raw && device.is_read_only()? {
                 device.set_read_only(false)?;

@@ -13,6 +13,7 @@ use super::super::model::{Access, Attachment, Capability, FsType, Mounted, Volum
 use super::super::store::Store;
 use super::super::target::check_directory;
 use super::super::upkeep;
+use super::super::writeback;
 use super::{device_of, shown_at};
 
 /// Attaches a volume and, unless it is used raw, makes its filesystem where there is none. It is mounted at `path`, or at no
@@ -24,7 +25,8 @@ pub fn stage(store: &Store, volume_id: &str, path: &Path, capability: &Capabilit
     if let Some(attachment) = reading.get::<Attachment>(volume_id)? {
         let attachment = same_stage(attachment, path, capability)?;
         let staged = bring_up(store, volume, &attachment);
-        return staged.map_err(|error| upkeep::or_exhausted(store, error));
+        staged.map_err(|error| upkeep::or_exhausted(store, error))?;
+        return writeback::staged(store, volume_id);
     }
     let attachment = Attachment {
         volume_id: volume_id.to_owned(),
@@ -43,7 +45,8 @@ pub fn stage(store: &Store, volume_id: &str, path: &Path, capability: &Capabilit
         // next stage or unstage what to look for.
         let _ = take_down(store, &attachment);
     }
-    staged.map_err(|error| upkeep::or_exhausted(store, error))
+    staged.map_err(|error| upkeep::or_exhausted(store, error))?;
+    writeback::staged(store, volume_id)
 }
 
 /// An earlier stage of the volume, if it is the same one.
@@ -141,8 +144,14 @@ pub fn unstage(store: &Store, volume_id: &str, path: &Path) -> Result<()> {
 fn take_down(store: &Store, attachment: &Attachment) -> Result<()> {
     let id = &attachment.volume_id;
     if let Some(device) = device_of(store, id)? {
-        filesystem::unmount(&attachment.staging_path, |mount| mount.shows(&device))?;
+        let staging = &attachment.staging_path;
+        if shown_at(staging, &device)? {
+            writeback::sync_before_unmount(store, id, staging);
+        }
+        filesystem::unmount(staging, |mount| mount.shows(&device))?;
+        writeback::flush_before_detach(store, id, &device);
+        reach("unstage.flushed")?;
         device.release()?;
     }
-    store.catalog.write(|tx| tx.remove::<Attachment>(id))
+    writeback::unstaged(store, id)
 }

@@ -15,6 +15,7 @@ fn volume(id: &str) -> Volume {
         next_sequence: 1,
         baseline: None,
         chain_break: ChainBreak::First,
+        lost_writes: None,
     }
 }
 

@@ -50,13 +50,9 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Frozen {
-    /// Freezes the filesystems that these directories are on, all or none, for at most `deadline`.
+    /// Freezes the filesystems that these directories are on, all or none, for at most `deadline`. The caller has synced
+    /// them, so that the freeze has little to write.
     pub fn freeze(directories: Vec<File>, deadline: Duration) -> Result<Self> {
-        // What there is to write is written before anybody stands still.
-        for directory in &directories {
-            nix::unistd::syncfs(directory).context(|| "syncing a filesystem".to_owned())?;
-            reach("freeze.synced")?;
-        }
         let state = Arc::new(Mutex::new(State::default()));
         let (end, watched) = mpsc::channel();
         let frozen = Self { state: Arc::clone(&state), since: Instant::now(), _end: end };

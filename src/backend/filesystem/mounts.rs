@@ -73,10 +73,18 @@ pub fn mounts_of(device: &LoopDevice) -> Result<Vec<Mount>> {
 pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
     let mounts = mounts_of(device)?;
     for mount in &mounts {
-        if let Ok(file) = File::open(&mount.target)
-            && sys::mount_id(&file).is_ok_and(|id| id == mount.id)
-        {
-            return Ok(Some(file));
+        match File::open(&mount.target) {
+            Ok(file) if sys::mount_id(&file).is_ok_and(|id| id == mount.id) => {
+                return Ok(Some(file));
+            }
+            Err(e) if e.raw_os_error() == Some(libc::EIO) => {
+                return Err(Error::Precondition(format!(
+                    "the filesystem mounted at {} has shut down after an error (see the kernel log); delete the pods that use \
+                     it, so that it is unstaged and staged again",
+                    mount.target.display()
+                )));
+            }
+            Ok(_) | Err(_) => {}
         }
     }
     match mounts.first() {

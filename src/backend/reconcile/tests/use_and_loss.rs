@@ -466,6 +466,7 @@ fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
             next_sequence: 1,
             baseline: None,
             chain_break: ChainBreak::First,
+            lost_writes: None,
         };
         let add = |number: u64| {
             catalog.write(|tx| tx.put(&row(number)).and_then(|()| tx.name(&row(number))))

@@ -1,0 +1,241 @@
+//! Writes that the kernel accepted from a pod and could not write back: no snapshot or clone is made of such a volume
+//! until it was unstaged and staged again.
+
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use csi_loopback::backend::{
+    Capability, CreateVolume, Error, FsType, PoolKind, Snapshot, Source, Volume, VolumeRequest,
+};
+use support::full::*;
+use support::kernel::loops_named;
+use support::*;
+
+const VOLUME_BYTES: u64 = 64 * MIB;
+
+/// A pool that is full, with a volume in use that has a snapshot.
+struct Full {
+    pool: Pool,
+    volume: Volume,
+    attached: Attached,
+    capability: Capability,
+    base: Snapshot,
+    other: Volume,
+    filler: Attached,
+    /// The first block of the filler that was not written.
+    end: u64,
+}
+
+impl Full {
+    fn new(kind: PoolKind, data_dir: Option<&Path>, capability: Capability) -> Self {
+        let mut pool = Pool::with(kind, |config| {
+            config.pool_size = Some(512 * MIB);
+            if let Some(data_dir) = data_dir {
+                config.data_dir = data_dir.to_owned();
+            }
+        });
+        let volume = pool.volume("v", VOLUME_BYTES);
+        let other = pool.volume("other", MIB);
+        let filler = pool.volume("filler", GIB);
+        let attached = pool.attach_as(&volume.id, &capability);
+        let kept = pattern(1, MIB as usize);
+        if attached.target.is_dir() {
+            fs::write(attached.target.join("kept"), &kept).unwrap();
+        } else {
+            write_direct(&attached.target, 0, &kept);
+        }
+        let base = pool.snapshot("base", &volume);
+        let filler = pool.attach(&filler.id);
+        let end = fill(&filler.target, 0);
+        Self { pool, volume, attached, capability, base, other, filler, end }
+    }
+
+    /// What a pod does that writes without fsync. The kernel fails to write it back, and reports that to nobody.
+    fn lose_a_write(&self) {
+        let target = &self.attached.target;
+        let data = pattern(2, (4 * MIB) as usize);
+        let at = 8 * MIB;
+        if target.is_dir() {
+            let file = File::create(target.join("lost")).unwrap();
+            file.write_all_at(&data, at).unwrap();
+            assert!(write_back(&file).is_err(), "the pool has room for it");
+            return;
+        }
+        let device = File::options().write(true).open(target).unwrap();
+        device.write_all_at(&data, at).unwrap();
+        // The last close writes the pages back.
+        drop(device);
+        let mut there = vec![1; data.len()];
+        File::open(target).unwrap().read_exact_at(&mut there, at).unwrap();
+        assert!(there != data, "the pool has room for it");
+    }
+
+    /// As if the administrator had made room.
+    fn free_room(&self) {
+        discard(&self.filler.target, (self.end - 10_000) * BLOCK, 10_000 * BLOCK);
+    }
+
+    fn clone_volume(&self) -> Result<Volume, Error> {
+        let source = Some(Source::Volume(self.volume.id.clone()));
+        let request = VolumeRequest { required_bytes: 0, source, ..request() };
+        self.pool.backend().create_volume(&CreateVolume { name: "clone".to_owned(), request })
+    }
+
+    /// Neither a snapshot nor a clone is made, however often it is tried, and the condition says why.
+    #[track_caller]
+    fn assert_refused(&self, when: &str) {
+        let backend = self.pool.backend();
+        let members = [self.other.id.clone(), self.volume.id.clone()];
+        for _ in 0..2 {
+            refused(backend.create_snapshot("s", &self.volume.id), when);
+            refused(backend.create_group("g", &members), when);
+            refused(self.clone_volume(), when);
+        }
+        let condition = backend.volume_condition(&self.volume.id).unwrap();
+        assert!(
+            condition.abnormal && condition.message.contains("were lost"),
+            "{when}: {condition:?}"
+        );
+        let condition = backend.volume_condition(&self.other.id).unwrap();
+        assert!(!condition.message.contains("were lost"), "{when}: {condition:?}");
+        // The other volume is not affected.
+        let made = backend.create_snapshot("of other", &self.other.id).unwrap();
+        backend.delete_snapshot(&made.id).unwrap();
+    }
+
+    fn stage_again(&mut self) {
+        let Attached { volume_id, staging, target } = &self.attached;
+        let backend = self.pool.backend();
+        let wanted = csi_loopback::backend::Publication::on_host(self.capability.clone(), false);
+        backend.stage(volume_id, staging, &self.capability).unwrap();
+        // What kubelet may repeat changes nothing.
+        backend.stage(volume_id, staging, &self.capability).unwrap();
+        backend.publish(volume_id, staging, target, &wanted).unwrap();
+    }
+
+    fn unstage(&self) {
+        let Attached { volume_id, staging, target } = &self.attached;
+        self.pool.backend().unpublish(volume_id, target).unwrap();
+        self.pool.backend().unstage(volume_id, staging).unwrap();
+    }
+
+    /// Everything works again, and the next delta has every block that differs.
+    fn assert_whole(mut self) {
+        let condition = self.pool.backend().volume_condition(&self.volume.id).unwrap();
+        assert!(!condition.message.contains("were lost"), "{condition:?}");
+        let made = self.pool.snapshot("s", &self.volume);
+        let delta = blocks(self.pool.backend().delta(&self.base.id, &made.id).unwrap());
+        let before = self.pool.read_snapshot(&self.base);
+        let after = self.pool.read_snapshot(&made);
+        let pairs = before.chunks(BLOCK as usize).zip(after.chunks(BLOCK as usize));
+        let differing = (0..).zip(pairs).filter(|(_, (before, after))| before != after);
+        for (block, _) in differing {
+            assert!(delta.contains(&block), "block {block} is missing");
+        }
+        let clone = self.clone_volume().unwrap();
+        self.pool.backend().delete_volume(&clone.id).unwrap();
+        if self.attached.target.is_dir() {
+            let kept = fs::read(self.attached.target.join("kept")).unwrap();
+            assert!(kept == pattern(1, MIB as usize));
+        }
+    }
+}
+
+/// Writes back the pages of a file. The error is reported for this file alone, and not for the filesystem.
+fn write_back(file: &File) -> std::io::Result<()> {
+    let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE
+        | libc::SYNC_FILE_RANGE_WRITE
+        | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    // SAFETY: the call takes integers.
+    match unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, flags) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: Result<T, Error>, when: &str) {
+    match result {
+        Err(Error::Precondition(message)) => {
+            let says = ["were lost", "unstaged and staged again", "restore it from a snapshot"];
+            assert!(says.iter().all(|words| message.contains(words)), "{when}: {message}");
+        }
+        other => panic!("{when}: {other:?}"),
+    }
+}
+
+fn a_snapshot_meets_the_loss(mut full: Full) {
+    full.lose_a_write();
+    full.free_room();
+    full.assert_refused("at first");
+    full.pool.restart();
+    full.assert_refused("after a restart");
+    full.stage_again();
+    full.assert_refused("staged twice");
+    full.unstage();
+    full.assert_refused("unstaged");
+    full.pool.restart();
+    full.stage_again();
+    full.assert_whole();
+}
+
+#[test]
+fn a_mounted_volume_that_lost_writes_has_no_snapshot_until_it_is_staged_again() {
+    if !have_root() {
+        return;
+    }
+    a_snapshot_meets_the_loss(Full::new(PoolKind::Image, None, mounted(FsType::Ext4)));
+}
+
+#[test]
+fn a_volume_of_a_copy_pool_that_lost_writes_has_no_snapshot_until_it_is_staged_again() {
+    if !have_root() {
+        return;
+    }
+    let directory = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
+    let _small = Small::mount(directory.path(), 400 * MIB);
+    let data_dir = directory.path().join("small/data");
+    let full = Full::new(PoolKind::Copy, Some(&data_dir), mounted(FsType::Ext4));
+    a_snapshot_meets_the_loss(full);
+}
+
+#[test]
+fn a_raw_volume_that_lost_writes_has_no_snapshot_until_it_is_staged_again() {
+    if !have_root() {
+        return;
+    }
+    let mut full = Full::new(PoolKind::Image, None, raw());
+    full.lose_a_write();
+    full.free_room();
+    full.assert_refused("at first");
+    // As a machine that starts again: the device is gone, and nobody has unstaged the volume.
+    full.pool.stop();
+    run("umount", &[path(&full.attached.target)]);
+    let devices = loops_named(&full.volume.id);
+    devices.iter().for_each(|device| run("losetup", &["-d", device]));
+    full.pool.start();
+    full.assert_refused("after a reboot");
+    full.stage_again();
+    full.assert_whole();
+}
+
+/// An unmount reports no errors, so the unstage asks for them; a full pool records them.
+#[test]
+fn a_loss_that_nobody_met_before_the_unstage_is_recorded_by_it() {
+    if !have_root() {
+        return;
+    }
+    for capability in [mounted(FsType::Ext4), raw()] {
+        let mut full = Full::new(PoolKind::Image, None, capability);
+        full.lose_a_write();
+        full.unstage();
+        full.free_room();
+        full.assert_refused("unstaged");
+        full.pool.restart();
+        full.assert_refused("after a restart");
+        full.stage_again();
+        full.assert_whole();
+    }
+}

@@ -2,6 +2,8 @@
 //! letting go of them. Devices are told by the inode behind them, never by a name, and only devices
 //! of files that the caller names are ever touched.
 
+mod named;
+
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};

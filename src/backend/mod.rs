@@ -10,7 +10,7 @@
 //! | `catalog`, `store`, `locks` | rows, files and who may change them |
 //! | `deferral`, `runtime` | volumes that a container runtime mounts in the place of this host |
 //! | `inline` | volumes that live and die with a pod's mount |
-//! | `writeback` | writes that the kernel lost |
+//! | `writeback`, `lost_pool` | writes that the kernel lost; a pool whose filesystem has shut down |
 //! | `reconcile`, `upkeep`, [`check`] | after a crash, in the background, offline |
 //! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and its tools |
 //! | [`fail_point`] | places where tests end or fail an operation; nothing in what ships |
@@ -32,6 +32,7 @@ mod inline;
 pub(crate) mod list;
 mod locks;
 mod loop_device;
+mod lost_pool;
 mod model;
 mod point_in_time;
 pub mod pool;
@@ -106,9 +107,14 @@ fn catalog_path(root: &Path) -> PathBuf {
     root.join("catalog.redb")
 }
 
+/// The file in a data directory that one instance has locked.
+fn lock_path(data_dir: &Path) -> PathBuf {
+    data_dir.join("lock")
+}
+
 /// Keeps other instances away from a data directory as long as the file is open.
 fn lock_instance(data_dir: &Path) -> Result<Flock<File>> {
-    let path = data_dir.join("lock");
+    let path = lock_path(data_dir);
     let file = pool::new_file(&path)?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
         nix::Error::EWOULDBLOCK => Error::Precondition(format!(
@@ -123,6 +129,11 @@ impl Backend {
     /// Opens the data directory, or makes it, and brings what a former process left half-way to an
     /// end. A second instance on the same directory is refused.
     pub fn open(config: Config) -> Result<Self> {
+        let data_dir = config.data_dir.clone();
+        Self::open_pool(config).map_err(|error| lost_pool::explain_start(&data_dir, error))
+    }
+
+    fn open_pool(config: Config) -> Result<Self> {
         let data_dir = &config.data_dir;
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(data_dir);
         made.context(|| format!("making {}", data_dir.display()))?;
@@ -192,8 +203,14 @@ impl Backend {
         upkeep::forget_expired(&self.store)
     }
 
+    /// An operation on the pool. Where it fails since the pool's filesystem has shut down, the error says so.
+    fn on_pool<T>(&self, operate: impl FnOnce(&Store) -> Result<T>) -> Result<T> {
+        operate(&self.store).map_err(|error| lost_pool::explain(&self.store, error))
+    }
+
     /// Whether the catalog can be written and the pool answers.
     pub fn healthy(&self) -> Result<()> {
+        lost_pool::check(&self.store)?;
         self.store.catalog.check_writable()?;
         self.store.pool.room().map(drop)
     }
@@ -201,50 +218,50 @@ impl Backend {
     /// Creates a volume (CSI CreateVolume). Idempotent by name; the same name with other parameters
     /// is `AlreadyExists`. `required_bytes` 0 means the source's size, else 1 GiB.
     pub fn create_volume(&self, request: &CreateVolume) -> Result<Volume> {
-        volume::create(&self.store, request)
+        self.on_pool(|store| volume::create(store, request))
     }
 
     /// Deletes a volume; its snapshots stay. OK when unknown, `Precondition` while in use.
     pub fn delete_volume(&self, id: &str) -> Result<()> {
-        volume::delete(&self.store, id)
+        self.on_pool(|store| volume::delete(store, id))
     }
 
     pub fn volume(&self, id: &str) -> Result<Volume> {
-        volume::get(&self.store, id)
+        self.on_pool(|store| volume::get(store, id))
     }
 
     /// A page of up to `max` volumes (0: all) after a token; `Busy` for a bad token.
     pub fn volumes(&self, after: Option<&str>, max: usize) -> Result<Page<Volume>> {
-        volume::list(&self.store, after, max)
+        self.on_pool(|store| volume::list(store, after, max))
     }
 
     /// Grows a volume to `required_bytes`, rounded up to blocks; `limit_bytes` 0 means none. To less
     /// than it has is OK. Returns the volume as it then is.
     pub fn expand_volume(&self, id: &str, required_bytes: u64, limit_bytes: u64) -> Result<Volume> {
-        volume::expand(&self.store, id, required_bytes, limit_bytes)
+        self.on_pool(|store| volume::expand(store, id, required_bytes, limit_bytes))
     }
 
     /// Switches change tracking; switching it off breaks the chain of change records.
     pub fn set_change_tracking(&self, id: &str, on: bool) -> Result<()> {
-        volume::set_change_tracking(&self.store, id, on)
+        self.on_pool(|store| volume::set_change_tracking(store, id, on))
     }
 
     pub fn volume_condition(&self, id: &str) -> Result<Condition> {
-        match inline::find(&self.store, id)? {
-            Some(row) => inline::condition(&self.store, &row),
-            None => volume::condition(&self.store, id),
-        }
+        self.on_pool(|store| match inline::find(store, id)? {
+            Some(row) => inline::condition(store, &row),
+            None => volume::condition(store, id),
+        })
     }
 
     /// Room for volumes (CSI GetCapacity).
     pub fn capacity(&self) -> Result<Capacity> {
-        volume::room(&self.store)
+        self.on_pool(volume::room)
     }
 
     /// Cuts a snapshot (CSI CreateSnapshot): consistent, durable and with its change record when
     /// this returns. Idempotent by name.
     pub fn create_snapshot(&self, name: &str, volume_id: &str) -> Result<Snapshot> {
-        snapshot::create(&self.store, name, volume_id)
+        self.on_pool(|store| snapshot::create(store, name, volume_id))
     }
 
     /// Snapshots since this was opened whose filesystem could not be frozen, since a virtual machine may have it.
@@ -255,11 +272,11 @@ impl Backend {
     /// Deletes a snapshot; it stays usable as the base of a delta. OK when unknown, `Invalid` for a
     /// member of a group.
     pub fn delete_snapshot(&self, id: &str) -> Result<()> {
-        snapshot::delete(&self.store, id)
+        self.on_pool(|store| snapshot::delete(store, id))
     }
 
     pub fn snapshot(&self, id: &str) -> Result<Snapshot> {
-        self.store.catalog.read()?.live_snapshot(id)
+        self.on_pool(|store| store.catalog.read()?.live_snapshot(id))
     }
 
     /// A page of snapshots, like [`Backend::volumes`].
@@ -269,44 +286,47 @@ impl Backend {
         after: Option<&str>,
         max: usize,
     ) -> Result<Page<Snapshot>> {
-        snapshot::list(&self.store, filter, after, max)
+        self.on_pool(|store| snapshot::list(store, filter, after, max))
     }
 
     /// Cuts several volumes at one moment, all or none (CSI CreateVolumeGroupSnapshot).
     pub fn create_group(&self, name: &str, volume_ids: &[String]) -> Result<GroupSnapshot> {
-        group::create(&self.store, name, volume_ids)
+        self.on_pool(|store| group::create(store, name, volume_ids))
     }
 
     /// Deletes a group with its members. OK when unknown; `Invalid` when `snapshot_ids`, unless
     /// empty, are not its members.
     pub fn delete_group(&self, id: &str, snapshot_ids: &[String]) -> Result<()> {
-        group::delete(&self.store, id, snapshot_ids)
+        self.on_pool(|store| group::delete(store, id, snapshot_ids))
     }
 
     pub fn group(&self, id: &str, snapshot_ids: &[String]) -> Result<GroupSnapshot> {
-        group::get(&self.store, id, snapshot_ids)
+        self.on_pool(|store| group::get(store, id, snapshot_ids))
     }
 
     /// The blocks that hold data in a snapshot (CSI GetMetadataAllocated).
     pub fn allocated(&self, snapshot_id: &str) -> Result<BlockMap> {
-        snapshot::allocated(&self.store, snapshot_id)
+        self.on_pool(|store| snapshot::allocated(store, snapshot_id))
     }
 
     /// The blocks that changed between two snapshots of a volume (CSI GetMetadataDelta). The base may
     /// be a deleted snapshot. `Precondition` when the changes are not known.
     pub fn delta(&self, base_id: &str, target_id: &str) -> Result<BlockMap> {
-        snapshot::delta(&self.store, base_id, target_id)
+        self.on_pool(|store| snapshot::delta(store, base_id, target_id))
     }
 
     /// Attaches a volume (CSI NodeStageVolume), and mounts it unless [`Config::runtime`] is given: then that is done
     /// where it is published.
     pub fn stage(&self, volume_id: &str, path: &Path, capability: &Capability) -> Result<()> {
-        attachment::stage(&self.store, volume_id, path, capability)
+        self.on_pool(|store| attachment::stage(store, volume_id, path, capability))
     }
 
     /// OK when unknown, or not staged there.
     pub fn unstage(&self, volume_id: &str, path: &Path) -> Result<()> {
-        attachment::unstage(&self.store, volume_id, path)
+        if lost_pool::is_lost(&self.store) {
+            return lost_pool::unstage(&self.store, volume_id, path);
+        }
+        self.on_pool(|store| attachment::unstage(store, volume_id, path))
     }
 
     /// Shows a staged volume at `target`, or leaves it to a container runtime (CSI NodePublishVolume).
@@ -317,67 +337,71 @@ impl Backend {
         target: &Path,
         wanted: &Publication,
     ) -> Result<()> {
-        attachment::publish(&self.store, volume_id, staging, target, wanted)
+        self.on_pool(|store| attachment::publish(store, volume_id, staging, target, wanted))
     }
 
     /// Removes the target, and an inline volume altogether. OK when unknown, or not published there.
     pub fn unpublish(&self, volume_id: &str, target: &Path) -> Result<()> {
-        match inline::find(&self.store, volume_id)? {
-            Some(_) => inline::unpublish(&self.store, volume_id, target),
-            None => attachment::unpublish(&self.store, volume_id, target),
+        if lost_pool::is_lost(&self.store) {
+            return lost_pool::unpublish(&self.store, volume_id, target);
         }
+        self.on_pool(|store| match inline::find(store, volume_id)? {
+            Some(_) => inline::unpublish(store, volume_id, target),
+            None => attachment::unpublish(store, volume_id, target),
+        })
     }
 
     /// Makes a pod's own volume and shows it at its target, or refreshes the content of one that is there
     /// (KEP-596).
     pub fn publish_inline(&self, publish: &PublishInline<'_>) -> Result<()> {
-        inline::publish(&self.store, publish)
+        self.on_pool(|store| inline::publish(store, publish))
     }
 
     /// The inline volume of this handle that a pod has, if one is there.
     pub fn inline(&self, handle: &str) -> Result<Option<Inline>> {
-        Ok(inline::find(&self.store, handle)?.filter(|row| row.phase == Phase::Ready))
+        let found = self.on_pool(|store| inline::find(store, handle))?;
+        Ok(found.filter(|row| row.phase == Phase::Ready))
     }
 
     /// How many inline volumes there are, and their bytes in the pool and in memory.
     pub fn inline_usage(&self) -> Result<(u64, u64, u64)> {
-        inline::in_all(&self.store)
+        self.on_pool(inline::in_all)
     }
 
     /// Removes inline volumes whose pod is gone, and what a failure has left of others. Looks at every inline volume: to be
     /// called every few seconds.
     pub fn collect_inline(&self) -> Result<()> {
-        inline::collect(&self.store)
+        self.on_pool(inline::collect)
     }
 
     /// How full a volume is that is mounted on this host; `path` is its staging path or a target.
     pub fn usage(&self, volume_id: &str, path: &Path) -> Result<Usage> {
-        match inline::find(&self.store, volume_id)? {
-            Some(row) => inline::usage(&self.store, &row, path),
-            None => attachment::usage(&self.store, volume_id, path),
-        }
+        self.on_pool(|store| match inline::find(store, volume_id)? {
+            Some(row) => inline::usage(store, &row, path),
+            None => attachment::usage(store, volume_id, path),
+        })
     }
 
     /// How a volume is (CSI NodeGetVolumeStats); `path` is its staging path or a target. Of a volume that is left to a
     /// container runtime the runtime is asked.
     pub fn stats(&self, volume_id: &str, path: &Path) -> Result<Stats> {
-        match inline::find(&self.store, volume_id)? {
-            Some(row) => inline::stats(&self.store, &row, path),
-            None => attachment::stats(&self.store, volume_id, path),
-        }
+        self.on_pool(|store| match inline::find(store, volume_id)? {
+            Some(row) => inline::stats(store, &row, path),
+            None => attachment::stats(store, volume_id, path),
+        })
     }
 
     /// Whether the volume that is in use at `path` is left to a container runtime. False when it is not in use there.
     pub fn is_deferred(&self, volume_id: &str, path: &Path) -> Result<bool> {
-        match inline::find(&self.store, volume_id)? {
+        self.on_pool(|store| match inline::find(store, volume_id)? {
             Some(row) => Ok(row.request.deferred.is_some() && row.target == path),
-            None => attachment::is_deferred(&self.store, volume_id, path),
-        }
+            None => attachment::is_deferred(store, volume_id, path),
+        })
     }
 
     /// Grows device and filesystem to the volume's capacity, which is returned in bytes.
     pub fn expand_on_node(&self, volume_id: &str, path: &Path) -> Result<u64> {
-        attachment::expand(&self.store, volume_id, path)
+        self.on_pool(|store| attachment::expand(store, volume_id, path))
     }
 }
 

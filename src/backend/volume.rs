@@ -10,6 +10,7 @@ use super::ids::{self, VOLUME_PREFIX};
 use super::inline;
 use super::list::{self, Page};
 use super::loop_device::LoopDevice;
+use super::lost_pool;
 use super::model::{
     Access, Attachment, Capacity, ChainBreak, Condition, Format, FsType, Phase, Snapshot,
     SnapshotPhase, Source, Volume, VolumeRequest,
@@ -344,6 +345,9 @@ pub fn defect(
     volume: &Volume,
     attachment: Option<&Attachment>,
 ) -> Result<Option<String>> {
+    if let Some(message) = lost_pool::defect(store)? {
+        return Ok(Some(message));
+    }
     let backing = match store.open_volume(volume) {
         Ok(backing) => backing,
         Err(Error::Damaged(message)) => return Ok(Some(message)),

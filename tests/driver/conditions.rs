@@ -6,6 +6,8 @@ use std::fs::{self, File};
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
 use support::driver::*;
+use support::http::{fetch, http_address};
+use support::inline::pod_volume;
 use support::{BLOCK, GIB, MIB, have_root, path, run, zero};
 use tonic::{Code, Status};
 
@@ -153,6 +155,51 @@ fn a_loop_device_that_was_taken_away_makes_its_volume_abnormal() {
         driver.stage(&volume, &block());
         assert!(!condition(driver, &volume).abnormal);
     });
+}
+
+#[test]
+fn a_pool_that_has_shut_down_is_unhealthy_and_its_volumes_can_be_taken_away() {
+    if !have_root() {
+        return;
+    }
+    let mut driver = Driver::with(PoolKind::Image, &["--http-endpoint", "127.0.0.1:0"]);
+    let volume = driver.volume("v", 32 * MIB, mounted(""));
+    let idle = driver.volume("idle", MIB, block());
+    driver.publish(&volume, &mounted(""));
+    let inline = pod_volume(&driver, "pod", "scratch");
+    driver.ok(inline.publishing(&[("size", "16Mi")]));
+    assert!(fetch(http_address(&driver), "/healthz").0.contains(" 200 "));
+
+    shut_down_pool(driver.pid().as_raw() as u32);
+    let (status, body) = fetch(http_address(&driver), "/healthz");
+    assert!(status.contains(" 503 ") && body.contains("shut down"), "{status}: {body}");
+    driver.refused(csi::ProbeRequest {}, Code::FailedPrecondition, "shut down");
+    let entries = driver.ok(csi::ListVolumesRequest::default()).entries;
+    assert_eq!(entries.len(), 2);
+    for entry in entries {
+        let found = entry.status.unwrap().volume_condition.unwrap();
+        assert!(found.abnormal && found.message.contains("shut down"), "{found:?}");
+    }
+    let answer = driver.ok(stats(&inline.handle, path(&inline.target)));
+    assert!(answer.volume_condition.unwrap().message.contains("shut down"));
+    driver.refused(cut("s", &idle), Code::Unavailable, "shut down");
+    driver.refused(create("w", MIB, block()), Code::Unavailable, "shut down");
+
+    for _ in 0..2 {
+        driver.ok(unpublishing(&inline.handle, path(&inline.target)));
+        driver.take_down(&volume);
+    }
+    assert!(!inline.target.exists() && loops_named(&volume).is_empty());
+    // That the driver starts shows that nothing keeps the filesystem mounted.
+    driver.restart();
+    assert!(fetch(http_address(&driver), "/healthz").0.contains(" 200 "));
+    assert!(driver.log().contains("removing an inline volume"));
+    for id in [&volume, &idle] {
+        assert!(!condition(&driver, id).abnormal);
+        driver.snapshot(&format!("of {id}"), id);
+    }
+    driver.publish(&volume, &mounted(""));
+    driver.ok(inline.publishing(&[("size", "16Mi")]));
 }
 
 #[test]

@@ -27,6 +27,7 @@ use super::format;
 use super::ids::{self, INLINE_PREFIX};
 use super::locks::Lock;
 use super::loop_device::LoopDevice;
+use super::lost_pool;
 use super::model::{
     Access, Condition, Deferral, FsType, Inline, InlineRequest, Phase, Stats, Usage,
 };
@@ -332,6 +333,9 @@ pub fn condition(store: &Store, row: &Inline) -> Result<Condition> {
 fn defect(store: &Store, row: &Inline) -> Result<Option<String>> {
     if row.phase != Phase::Ready {
         return Ok(Some("the volume is being made or removed".to_owned()));
+    }
+    if let Some(message) = lost_pool::defect(store)? {
+        return Ok(Some(message));
     }
     if let Some(message) = blocks::defect(store, row)? {
         return Ok(Some(message));

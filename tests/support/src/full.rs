@@ -59,6 +59,13 @@ impl Small {
         run("mount", &["-o", "loop", path(&image), path(&at)]);
         Self(at)
     }
+
+    /// Unmounts it and mounts it again, as an administrator does after an error.
+    pub fn remount(&self) {
+        unmount(&self.0);
+        let image = self.0.with_file_name("small.img");
+        run("mount", &["-o", "loop", path(&image), path(&self.0)]);
+    }
 }
 
 impl Drop for Small {

@@ -74,6 +74,16 @@ impl Drop for Freeze {
     }
 }
 
+/// Shuts down the filesystem of the pool that a process has open, as an error does (XFS_IOC_GOINGDOWN, EXT4_IOC_SHUTDOWN).
+pub fn shut_down_pool(pid: u32) {
+    let mut open =
+        fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|file| file.unwrap().path());
+    let is_catalog =
+        |file: &PathBuf| fs::read_link(file).is_ok_and(|name| name.ends_with("catalog.redb"));
+    let catalog = open.find(is_catalog).expect("the catalog is open");
+    run("xfs_io", &["-x", "-c", "shutdown", path(&catalog)]);
+}
+
 /// Takes a mount away, at the end of a test. For a moment after the last user the kernel still holds a
 /// filesystem that a loop device stood on.
 pub fn unmount(at: &Path) {

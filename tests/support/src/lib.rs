@@ -128,6 +128,13 @@ impl Xfs {
     pub fn path(&self) -> &Path {
         &self.mounted_at
     }
+
+    /// Unmounts it and mounts it again, as an administrator does after an error.
+    fn remount(&self) {
+        kernel::unmount(&self.mounted_at);
+        let image = self.mounted_at.with_file_name("xfs.img");
+        run("mount", &["-o", "loop", path(&image), path(&self.mounted_at)]);
+    }
 }
 
 impl Drop for Xfs {
@@ -149,7 +156,7 @@ pub struct Pool {
     config: Config,
     attached: Vec<Attached>,
     // Dropped in this order: the filesystem before its directory.
-    _xfs: Option<Xfs>,
+    xfs: Option<Xfs>,
     directory: TempDir,
 }
 
@@ -184,7 +191,7 @@ impl Pool {
         };
         configure(&mut config);
         let backend = Backend::open(config.clone()).unwrap();
-        Self { backend: Some(backend), config, attached: Vec::new(), _xfs: xfs, directory }
+        Self { backend: Some(backend), config, attached: Vec::new(), xfs, directory }
     }
 
     pub fn backend(&self) -> &Backend {
@@ -225,6 +232,12 @@ impl Pool {
     pub fn try_start(&mut self) -> csi_loopback::backend::Result<()> {
         self.backend = Some(Backend::open(self.config.clone())?);
         Ok(())
+    }
+
+    /// Mounts the filesystem of a reflink pool again. The backend is closed.
+    pub fn remount(&self) {
+        assert!(!self.is_open());
+        self.xfs.iter().for_each(Xfs::remount);
     }
 
     /// Closes the backend and opens it again, as a driver that is restarted.
@@ -303,10 +316,16 @@ impl Drop for Pool {
         if self.backend.is_none() {
             self.backend = Backend::open(self.config.clone()).ok();
         }
-        for attached in self.attached.drain(..) {
-            let Some(backend) = &self.backend else { break };
-            let _ = backend.unpublish(&attached.volume_id, &attached.target);
-            let _ = backend.unstage(&attached.volume_id, &attached.staging);
+        for Attached { volume_id, staging, target } in self.attached.drain(..) {
+            if let Some(backend) = &self.backend {
+                let _ = backend.unpublish(&volume_id, &target);
+                let _ = backend.unstage(&volume_id, &staging);
+            }
+            // What no backend can undo.
+            for device in kernel::loops_named(&volume_id) {
+                [&target, &staging].into_iter().for_each(|place| kernel::unmount(place));
+                let _ = Command::new("losetup").args(["-d", &device]).output();
+            }
         }
         self.backend = None;
         // Immutable files keep the directory from going.

@@ -1,0 +1,164 @@
+//! A pool whose filesystem has shut down. XFS and ext4 do so when they cannot write their log: from then on every file
+//! of theirs fails, until the filesystem is unmounted, which attached volumes prevent. What remains is to detect it, to
+//! say what to do, and to let go of volumes by what the kernel knows, without the catalog: their rows go at the next
+//! start.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use super::deferral;
+use super::error::{Error, Result};
+use super::filesystem::{self, Mount};
+use super::ids::{self, INLINE_PREFIX};
+use super::loop_device::LoopDevice;
+use super::pool::PoolKind;
+use super::store::Store;
+use super::target::remove_target;
+use super::{catalog_path, lock_path};
+
+/// `Unavailable` when the pool's filesystem refuses to open files that are there.
+///
+/// A filesystem that has shut down, or that an error made read-only, refuses to open a file for writing. (statfs and
+/// FS_IOC_FSGETXATTR still succeed.) The call reads no disk, as the inode is in use, and consumes no writeback error.
+pub fn check(store: &Store) -> Result<()> {
+    let path = catalog_path(store.pool.root());
+    match File::options().read(true).write(true).open(&path) {
+        Ok(_) => Ok(()),
+        Err(error) if is_of_a_lost_filesystem(&error) => {
+            Err(Error::Unavailable(describe(store.pool.kind(), &error)))
+        }
+        Err(error) => Err(Error::io(format!("opening {}", path.display()), error)),
+    }
+}
+
+fn is_of_a_lost_filesystem(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EIO | libc::EROFS | libc::ESHUTDOWN | libc::EUCLEAN))
+}
+
+fn describe(kind: PoolKind, error: &io::Error) -> String {
+    let remount = match kind {
+        PoolKind::Image => "restart the driver, which mounts it again",
+        PoolKind::Reflink | PoolKind::Copy => {
+            "stop the driver, unmount and mount that filesystem, and start the driver"
+        }
+    };
+    format!(
+        "the pool's filesystem has shut down or become read-only after an error ({error}; see the kernel log): delete the pods \
+         that use its volumes, so that they are unstaged, then {remount}; if it does not mount, repair it"
+    )
+}
+
+pub fn is_lost(store: &Store) -> bool {
+    matches!(check(store), Err(Error::Unavailable(_)))
+}
+
+/// What is wrong with every volume of the pool, if anything.
+pub fn defect(store: &Store) -> Result<Option<String>> {
+    match check(store) {
+        Err(Error::Unavailable(message)) => Ok(Some(message)),
+        checked => checked.map(|()| None),
+    }
+}
+
+/// The cause of an error, where that is the pool.
+pub fn explain(store: &Store, error: Error) -> Error {
+    match (&error, check(store)) {
+        (Error::Invalid { .. } | Error::NotFound { .. } | Error::Busy(_), _) => error,
+        (_, Err(Error::Unavailable(cause))) => Error::Unavailable(format!("{cause} ({error})")),
+        _ => error,
+    }
+}
+
+/// Names in the message of a failed start, at most.
+const MAX_NAMES: usize = 20;
+
+/// The cause of a failed start, where that is the pool: its filesystem cannot be unmounted while volumes are attached.
+pub fn explain_start(data_dir: &Path, error: Error) -> Error {
+    let lock = File::options().write(true).open(lock_path(data_dir));
+    let is_of_directory = lock.is_err_and(|error| is_of_a_lost_filesystem(&error));
+    let attached = LoopDevice::named_and_lost(is_of_directory.then_some(data_dir));
+    let attached = attached.unwrap_or_default();
+    // The filesystem of an image pool is not the one that the data directory is on.
+    let is_io = matches!(&error, Error::Io { source, .. } if is_of_a_lost_filesystem(source));
+    if !is_of_directory && (!is_io || attached.is_empty()) {
+        return error;
+    }
+    let what = "the pool's filesystem has shut down or become read-only after an error (see the kernel log)";
+    let then = match is_of_directory {
+        true => "unmount and mount it, and start the driver",
+        false => "start the driver, which mounts it again",
+    };
+    let repair = "if it does not mount, repair it";
+    if attached.is_empty() {
+        return Error::Unavailable(format!("{what}: {then}; {repair} ({error})"));
+    }
+    let name = |(device, id): &(LoopDevice, String)| format!("{id} ({})", device.path().display());
+    let mut names: Vec<String> = attached.iter().take(MAX_NAMES).map(name).collect();
+    if attached.len() > MAX_NAMES {
+        names.push(format!("{} more", attached.len() - MAX_NAMES));
+    }
+    Error::Unavailable(format!(
+        "{what}, and attached volumes keep it mounted: {}; delete the pods that use them, unmount their filesystems \
+         (umount), detach the devices (losetup -d), then {then}; {repair} ({error})",
+        names.join(", ")
+    ))
+}
+
+/// Takes a volume away from `target` (CSI NodeUnpublishVolume).
+pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
+    let _lock = store.locks.take([volume_id])?;
+    let found = device_of(volume_id, target)?;
+    let device = found.as_ref().map(|(device, _)| device);
+    if store.config.runtime.is_some() && filesystem::mount_at(target)?.is_none() {
+        // A container runtime may have it. To take back what it does not have changes nothing.
+        deferral::take_back(store, target, device, deferral::PATIENCE)?;
+    }
+    match device {
+        Some(device) => {
+            filesystem::unmount(target, |mount| mount.shows(device) || mount.is_node_of(device))?;
+        }
+        None => filesystem::unmount(target, Mount::is_loop_node)?,
+    }
+    if let Some((device, id)) = found.filter(|(_, id)| is_inline(id)) {
+        device.release_named(&id)?;
+    }
+    remove_target(target)
+}
+
+/// Unmounts and detaches a volume (CSI NodeUnstageVolume).
+pub fn unstage(store: &Store, volume_id: &str, staging: &Path) -> Result<()> {
+    let _lock = store.locks.take([volume_id])?;
+    let Some((device, id)) = device_of(volume_id, staging)? else { return Ok(()) };
+    let is_elsewhere = |mount: &Mount| {
+        (mount.shows(&device) || mount.is_node_of(&device)) && mount.target != staging
+    };
+    if let Some(mount) = filesystem::all_mounts()?.into_iter().find(is_elsewhere) {
+        return Err(Error::Precondition(format!(
+            "volume_id: {volume_id:?} is still published at {}; unpublish it first",
+            mount.target.display()
+        )));
+    }
+    filesystem::unmount(staging, |mount| mount.shows(&device))?;
+    device.release_named(&id)
+}
+
+fn is_inline(id: &str) -> bool {
+    id.split_once('-').is_some_and(|(prefix, _)| prefix == INLINE_PREFIX)
+}
+
+/// The device of a volume, with the id of its backing file. That of an inline volume is told by its handle, of which the
+/// id is made, and its target.
+fn device_of(volume_id: &str, target: &Path) -> Result<Option<(LoopDevice, String)>> {
+    let devices = LoopDevice::named()?.into_iter();
+    if ids::name_of(volume_id).is_some() {
+        return Ok(devices.into_iter().find(|(_, id)| id == volume_id));
+    }
+    let slug = ids::slug(volume_id);
+    let mounted = filesystem::mount_at(target)?;
+    let mut of_handle = devices.filter(|(device, id)| {
+        let is_there = mounted.as_ref().is_some_and(|mount| mount.shows(device));
+        is_there && is_inline(id) && ids::name_of(id) == Some(slug.as_str())
+    });
+    Ok(of_handle.next())
+}

@@ -1,0 +1,148 @@
+//! A pool whose filesystem shuts down, as XFS does when it cannot write its log: everything says so and what to do, volumes
+//! are let go of, and after the recovery everything acknowledged is there.
+
+use std::fs;
+
+use csi_loopback::backend::{
+    Backend, CreateVolume, Error, FsType, PoolKind, Source, VolumeRequest, check,
+};
+use support::full::Small;
+use support::kernel::{loops_named, mounts_at, shut_down_pool, wait_for};
+use support::*;
+
+#[track_caller]
+fn lost<T: std::fmt::Debug>(result: Result<T, Error>) -> String {
+    match result {
+        Err(Error::Unavailable(message)) => {
+            let says = ["shut down", "delete the pods", "driver"];
+            assert!(says.iter().all(|words| message.contains(words)), "{message}");
+            message
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[track_caller]
+fn assert_abnormal(backend: &Backend, volume_id: &str) {
+    // A catalog that cannot be read is another way to say it.
+    match backend.volume_condition(volume_id) {
+        Ok(found) => assert!(found.abnormal && found.message.contains("shut down"), "{found:?}"),
+        result => drop(lost(result)),
+    }
+}
+
+#[test]
+fn a_pool_that_has_shut_down_says_so_and_is_recovered_with_everything_acknowledged() {
+    if !have_root() {
+        return;
+    }
+    for kind in [PoolKind::Reflink, PoolKind::Image] {
+        println!("with a pool of kind {kind}");
+        recovered(Pool::new(kind), Pool::remount);
+    }
+}
+
+#[test]
+fn a_copy_pool_whose_ext4_has_shut_down_says_so_and_is_recovered() {
+    if !have_root() {
+        return;
+    }
+    let directory = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
+    let small = Small::mount(directory.path(), 400 * MIB);
+    let data_dir = directory.path().join("small/data");
+    let pool = Pool::with(PoolKind::Copy, |config| config.data_dir = data_dir);
+    recovered(pool, |_| small.remount());
+}
+
+fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
+    let volume = pool.volume("v", 32 * MIB);
+    let raw_volume = pool.volume("r", 8 * MIB);
+    let kept = pool.volume("kept", 8 * MIB);
+    let idle = pool.volume("idle", MIB);
+    let ids = [&volume.id, &raw_volume.id, &kept.id, &idle.id];
+    let mounted_at = pool.attach_as(&volume.id, &mounted(FsType::Ext4));
+    let raw_at = pool.attach(&raw_volume.id);
+    let kept_at = pool.attach(&kept.id);
+    let content = pattern(1, MIB as usize);
+    fs::write(mounted_at.target.join("file"), &content).unwrap();
+    write_direct(&raw_at.target, 0, &content);
+    let a = pool.snapshot("a", &raw_volume);
+    write_direct(&raw_at.target, 4 * BLOCK, &pattern(2, BLOCK as usize));
+    let b = pool.snapshot("b", &raw_volume);
+    let of_filesystem = pool.snapshot("of filesystem", &volume);
+
+    let backend = pool.backend();
+    assert!(backend.healthy().is_ok());
+    shut_down_pool(std::process::id());
+    lost(backend.healthy());
+    ids.iter().for_each(|id| assert_abnormal(backend, id));
+    let stats = backend.stats(&volume.id, &mounted_at.target).unwrap();
+    assert!(stats.condition.abnormal && stats.condition.message.contains("shut down"), "{stats:?}");
+    for _ in 0..2 {
+        lost(backend.create_volume(&CreateVolume { name: "new".to_owned(), request: request() }));
+        lost(backend.create_snapshot("c", &idle.id));
+        lost(backend.create_snapshot("d", &volume.id));
+        lost(backend.create_group("g", &[volume.id.clone(), idle.id.clone()]));
+        lost(backend.delete_snapshot(&a.id));
+        lost(backend.delete_volume(&idle.id));
+        lost(backend.expand_volume(&idle.id, 2 * MIB, 0));
+        lost(backend.stage(&idle.id, &pool.scratch().join("idle"), &raw()));
+        lost(backend.delta(&a.id, &b.id));
+        lost(backend.healthy());
+        ids.iter().for_each(|id| assert_abnormal(backend, id));
+    }
+
+    // What is in use is let go of, in the order of CSI, and once more.
+    let wrong_order = backend.unstage(&volume.id, &mounted_at.staging);
+    assert!(matches!(wrong_order, Err(Error::Precondition(_))), "{wrong_order:?}");
+    for attached in [&mounted_at, &raw_at] {
+        for _ in 0..2 {
+            backend.unpublish(&attached.volume_id, &attached.target).unwrap();
+            assert!(!attached.target.exists());
+        }
+        for _ in 0..2 {
+            backend.unstage(&attached.volume_id, &attached.staging).unwrap();
+        }
+        assert!(mounts_at(&attached.staging).is_empty());
+        assert!(loops_named(&attached.volume_id).is_empty());
+    }
+
+    // What is still attached keeps the filesystem as it is, also for the next start, which names it.
+    pool.stop();
+    let message = lost(pool.try_start());
+    let device = loops_named(&kept.id).pop().expect("it is still attached");
+    assert!(message.contains(&kept.id) && message.contains(&device), "{message}");
+    assert!(!message.contains(&volume.id) && !message.contains(&raw_volume.id), "{message}");
+    run("umount", &[path(&kept_at.target)]);
+    run("losetup", &["-d", &device]);
+    remount(&pool);
+    wait_for("the pool opens", || pool.try_start().is_ok());
+
+    // Nobody has to unstage what the recovery has taken away.
+    let backend = pool.backend();
+    for id in ids {
+        let condition = backend.volume_condition(id).unwrap();
+        assert!(!condition.abnormal, "{condition:?}");
+    }
+    assert!(backend.healthy().is_ok());
+    assert_eq!(blocks(backend.delta(&a.id, &b.id).unwrap()), [4]);
+    let mut written = content.clone();
+    assert!(pool.read_snapshot(&a)[..written.len()] == written);
+    written[4 * BLOCK as usize..][..BLOCK as usize].copy_from_slice(&pattern(2, BLOCK as usize));
+    assert!(pool.read_snapshot(&b)[..written.len()] == written);
+    let source = Some(Source::Snapshot(of_filesystem.id.clone()));
+    let restored = pool.create("restored", VolumeRequest { source, ..request() });
+    for id in [&volume.id, &restored.id] {
+        let attached = pool.attach_as(id, &mounted(FsType::Ext4));
+        assert!(fs::read(attached.target.join("file")).unwrap() == content);
+        pool.detach(&attached);
+    }
+    let attached = pool.attach(&raw_volume.id);
+    assert!(read_all(&attached.target)[..written.len()] == written);
+    write_direct(&attached.target, 9 * BLOCK, &pattern(3, BLOCK as usize));
+    let c = pool.snapshot("c", &raw_volume);
+    assert_eq!(blocks(pool.backend().delta(&a.id, &c.id).unwrap()), [4, 9]);
+    pool.detach(&attached);
+    pool.stop();
+    assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
+}

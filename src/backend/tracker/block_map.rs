@@ -1,5 +1,6 @@
 //! The answers to `allocated` and `delta`: the union of bitmaps, walked lazily. Cost follows the
-//! number of extents, memory is bounded by one segment, and starting anywhere reads nothing before.
+//! number of extents, memory is bounded by one segment and a small window for each record, and starting anywhere reads
+//! nothing before.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -129,15 +130,18 @@ struct Runs {
     segments: Vec<u64>,
     /// The first block of the segment that is being walked, and how.
     current: Option<(u64, Walk)>,
-    /// For each record, what was read of it last.
+    /// For each record, what was read of it last; then one for all segments that are larger than such a window. So a long
+    /// chain of large segments takes the memory of one.
     windows: Vec<Window>,
+    /// Bytes of a record's window.
+    ahead: usize,
     pending: Option<BlockRange>,
 }
 
 /// How a segment is walked.
 enum Walk {
     /// It is in one record only: as it lies there.
-    Stored { record: usize, stored: Stored, cursor: Cursor },
+    Stored { window: usize, stored: Stored, cursor: Cursor },
     /// The union of several.
     Union(IntoIter),
 }
@@ -153,8 +157,9 @@ impl Runs {
         segments.sort_unstable_by(|a, b| b.cmp(a));
         segments.dedup();
         let ahead = (ALL_WINDOWS_BYTES / map.records.len().max(1)).min(WINDOW_BYTES);
-        let windows = map.records.iter().map(|_| Window::reading_ahead(ahead)).collect();
-        Self { map, first, segments, current: None, windows, pending: None }
+        let of_records = map.records.iter().map(|_| Window::reading_ahead(ahead));
+        let windows = of_records.chain([Window::default()]).collect();
+        Self { map, first, segments, current: None, windows, ahead, pending: None }
     }
 
     /// The next run within a segment.
@@ -178,24 +183,42 @@ impl Runs {
 
     /// Begins to walk a segment that at least one of the records has.
     fn walk(&mut self, segment: u64, first: u32) -> Result<Walk> {
-        let mut found = Vec::new();
-        for (record, (reader, window)) in self.map.records.iter().zip(&mut self.windows).enumerate()
+        let bitmap = self.map.bitmap;
+        let sizes = self.map.records.iter().map(|record| record.stored_bytes(bitmap, segment));
+        let found: Vec<(usize, usize)> =
+            sizes.enumerate().filter_map(|(record, size)| Some((record, size?))).collect();
+        if let [(record, bytes)] = found.as_slice()
+            && let (window, Some(stored)) = self.read(*record, segment, *bytes)?
         {
-            let stored = reader.stored(self.map.bitmap, segment, window)?;
-            found.extend(stored.map(|stored| (record, stored)));
-        }
-        if let [(record, stored)] = found.as_slice() {
-            let (record, stored) = (*record, stored.clone());
-            let cursor = Cursor::new(self.windows[record].bytes(&stored), first)?;
-            return Ok(Walk::Stored { record, stored, cursor });
+            let cursor = Cursor::new(self.windows[window].bytes(&stored), first)?;
+            return Ok(Walk::Stored { window, stored, cursor });
         }
         let mut union = RoaringBitmap::new();
-        for (record, stored) in &found {
-            union |= self.windows[*record].bitmap(stored)?;
+        for (record, bytes) in found {
+            if let (window, Some(stored)) = self.read(record, segment, bytes)? {
+                union |= self.windows[window].bitmap(&stored)?;
+            }
         }
         let mut blocks = union.into_iter();
         blocks.advance_to(first);
         Ok(Walk::Union(blocks))
+    }
+
+    /// Reads a segment of so many bytes, and says into which window. What a window of several records held before is lost.
+    fn read(
+        &mut self,
+        record: usize,
+        segment: u64,
+        bytes: usize,
+    ) -> Result<(usize, Option<Stored>)> {
+        let records = &self.map.records;
+        let at = if bytes > self.ahead { records.len() } else { record };
+        if at == records.len() {
+            // What is in it is of another record.
+            self.windows[at].clear();
+        }
+        let stored = records[record].stored(self.map.bitmap, segment, &mut self.windows[at])?;
+        Ok((at, stored))
     }
 
     fn advance(&mut self) -> Result<Option<BlockRange>> {
@@ -222,8 +245,8 @@ impl Walk {
     #[inline]
     fn next(&mut self, windows: &[Window]) -> Result<Option<Range<u32>>> {
         match self {
-            Self::Stored { record, stored, cursor } => {
-                let run = cursor.next(windows[*record].bytes(stored))?;
+            Self::Stored { window, stored, cursor } => {
+                let run = cursor.next(windows[*window].bytes(stored))?;
                 let right = match &run {
                     Some(run) => run.end <= stored.limit,
                     None => cursor.found() == stored.blocks,
@@ -259,5 +282,63 @@ impl Iterator for Runs {
     fn next(&mut self) -> Option<Self::Item> {
         let run = self.advance();
         self.ending(run)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Header, RecordWriter};
+    use super::*;
+
+    /// Every so many blocks one is set, so that a segment is much larger than a window of a record.
+    const EVERY: u64 = 128;
+
+    /// A record with a block set in each stretch of the given segments.
+    fn record(number: u64, segments: &[u64]) -> Arc<RecordReader> {
+        let file = tempfile::tempfile().unwrap();
+        let header = Header::new("snap-a", "vol-a", Some("snap-b"), 7, capacity());
+        let mut writer = RecordWriter::new(file.try_clone().unwrap(), &header).unwrap();
+        for segment in segments {
+            let first = segment * SEGMENT_BLOCKS;
+            for block in (first + number..first + SEGMENT_BLOCKS).step_by(EVERY as usize) {
+                writer
+                    .set(Bitmap::Changed, BlockRange::new(Block(block), Block(block + 1)))
+                    .unwrap();
+            }
+        }
+        writer.finish().unwrap();
+        Arc::new(RecordReader::open(file).unwrap())
+    }
+
+    fn capacity() -> u64 {
+        2 * SEGMENT_BLOCKS * BLOCK_SIZE
+    }
+
+    #[test]
+    fn a_chain_of_large_segments_takes_the_memory_of_one_and_is_whole() {
+        const RECORDS: u64 = 8;
+        let records: Vec<_> =
+            (0..RECORDS).map(|n| record(n, if n == 3 { &[0, 1] } else { &[0] })).collect();
+        let segment = records[0].stored_bytes(Bitmap::Changed, 0).unwrap();
+        assert!(segment > 2 * WINDOW_BYTES, "{segment}");
+        let map = || BlockMap::new(capacity(), Bitmap::Changed, records.clone());
+        let mut answer = map().extents(Style::Variable, 0).unwrap();
+        for stretch in 0..SEGMENT_BLOCKS / EVERY {
+            let expected =
+                BlockRange::new(Block(stretch * EVERY), Block(stretch * EVERY + RECORDS));
+            assert_eq!(answer.next().unwrap().unwrap(), expected.extent());
+        }
+        let held: usize = answer.runs.windows.iter().map(Window::held).sum();
+        assert!(held < 3 * segment, "{held} bytes are held for segments of {segment}");
+        // The segment that one record alone has.
+        let of_one: Vec<Extent> = answer.map(Result::unwrap).collect();
+        assert_eq!(of_one.len() as u64, SEGMENT_BLOCKS / EVERY);
+        let last = Block(2 * SEGMENT_BLOCKS - EVERY + 3);
+        assert_eq!(of_one.last(), Some(&BlockRange::new(last, Block(last.0 + 1)).extent()));
+        let from_the_last = map().extents(Style::Variable, last.0 * BLOCK_SIZE).unwrap();
+        assert_eq!(
+            from_the_last.map(Result::unwrap).collect::<Vec<_>>(),
+            of_one[of_one.len() - 1..]
+        );
     }
 }

@@ -63,12 +63,7 @@ impl RecordReader {
         segment: u64,
         window: &mut Window,
     ) -> Result<Option<Stored>> {
-        let wanted = (bitmap.number(), segment);
-        let found = self
-            .index
-            .binary_search_by_key(&wanted, |entry| (entry.bitmap, u64::from(entry.segment)));
-        let Ok(position) = found else { return Ok(None) };
-        let entry = self.index[position];
+        let Some(entry) = self.entry(bitmap, segment) else { return Ok(None) };
         let range = window.read(&self.file, entry.offset, entry.length as usize)?;
         // Roaring does not notice a flipped bit, so the checksum comes first.
         if crc32c::crc32c(&window.bytes[range.clone()]) != entry.checksum {
@@ -78,6 +73,18 @@ impl RecordReader {
         // At most 2^24.
         let limit = left.min(SEGMENT_BLOCKS) as u32;
         Ok(Some(Stored { segment, range, blocks: entry.blocks, limit }))
+    }
+
+    /// The bytes that a segment takes in the file; `None` when none of its blocks is set.
+    pub(super) fn stored_bytes(&self, bitmap: Bitmap, segment: u64) -> Option<usize> {
+        self.entry(bitmap, segment).map(|entry| entry.length as usize)
+    }
+
+    fn entry(&self, bitmap: Bitmap, segment: u64) -> Option<IndexEntry> {
+        let wanted = (bitmap.number(), segment);
+        let key = |entry: &IndexEntry| (entry.bitmap, u64::from(entry.segment));
+        let position = self.index.binary_search_by_key(&wanted, key).ok()?;
+        Some(self.index[position])
     }
 
     fn capacity_blocks(&self) -> u64 {
@@ -125,6 +132,16 @@ pub(super) struct Window {
 impl Window {
     pub fn reading_ahead(ahead: usize) -> Self {
         Self { ahead, ..Self::default() }
+    }
+
+    /// Forgets what was read, before another record is read into it. Keeps the memory.
+    pub fn clear(&mut self) {
+        self.bytes.clear();
+    }
+
+    #[cfg(test)]
+    pub fn held(&self) -> usize {
+        self.bytes.capacity()
     }
 
     pub fn bytes(&self, stored: &Stored) -> &[u8] {

@@ -10,6 +10,7 @@ use roaring::RoaringBitmap;
 
 use super::catalog;
 use super::error::{Context, Error, Result};
+use super::lost_pool;
 use super::model::{Inline, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Directory, Pool};
 use super::store::length;
@@ -81,6 +82,10 @@ struct Checker<'a> {
 /// Checks the pool of a data directory that no driver is using. An error means that it could not be
 /// checked at all; damage is in the report.
 pub fn check(data_dir: &Path) -> Result<Report> {
+    check_pool(data_dir).map_err(|error| lost_pool::explain_start(data_dir, error))
+}
+
+fn check_pool(data_dir: &Path) -> Result<Report> {
     if !data_dir.is_dir() {
         return Err(Error::Missing(format!("{}: no such directory", data_dir.display())));
     }

@@ -109,6 +109,7 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
 
     // What is still attached keeps the filesystem as it is, also for the next start, which names it.
     pool.stop();
+    lost(check::check(pool.data_dir()));
     let message = lost(pool.try_start());
     let device = loops_named(&kept.id).pop().expect("it is still attached");
     assert!(message.contains(&kept.id) && message.contains(&device), "{message}");

@@ -7,13 +7,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use csi_loopback::backend::{
-    Capability, CreateVolume, Error, FsType, PoolKind, Snapshot, Source, Volume, VolumeRequest,
+    Access, Capability, CreateVolume, Error, FsType, PoolKind, Snapshot, Source, Volume,
+    VolumeRequest,
 };
 use support::full::*;
 use support::kernel::loops_named;
 use support::*;
-
-const VOLUME_BYTES: u64 = 64 * MIB;
 
 /// A pool that is full, with a volume in use that has a snapshot.
 struct Full {
@@ -36,7 +35,11 @@ impl Full {
                 config.data_dir = data_dir.to_owned();
             }
         });
-        let volume = pool.volume("v", VOLUME_BYTES);
+        let least = match capability.access {
+            Access::Mount { fs_type: Some(fs_type), .. } => fs_type.min_bytes(),
+            Access::Mount { .. } | Access::Block => 0,
+        };
+        let volume = pool.volume("v", least.max(64 * MIB));
         let other = pool.volume("other", MIB);
         let filler = pool.volume("filler", GIB);
         let attached = pool.attach_as(&volume.id, &capability);
@@ -186,7 +189,10 @@ fn a_mounted_volume_that_lost_writes_has_no_snapshot_until_it_is_staged_again() 
     if !have_root() {
         return;
     }
-    a_snapshot_meets_the_loss(Full::new(PoolKind::Image, None, mounted(FsType::Ext4)));
+    for fs_type in FsType::ALL {
+        println!("with {fs_type}");
+        a_snapshot_meets_the_loss(Full::new(PoolKind::Image, None, mounted(fs_type)));
+    }
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! Loop devices: attaching a backing file, finding the devices of a file again after a restart, and
 //! letting go of them. Devices are told by the inode behind them, never by a name, and only devices
-//! of files that the caller names are ever touched.
+//! of files that the caller names are ever touched. A device of such a file that this driver cannot have
+//! made (it has an offset, a size limit, other sectors, or was attached read-only) is never used and never
+//! detached.
 
 mod named;
 
@@ -12,7 +14,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use linux_raw_sys::loop_device::{LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO};
+use linux_raw_sys::loop_device::{LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO, LO_FLAGS_READ_ONLY};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
@@ -80,6 +82,46 @@ impl Incarnation {
     }
 }
 
+/// How a device shows its backing file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    /// In bytes, as the next two.
+    offset: u64,
+    /// 0: none.
+    size_limit: u64,
+    sector: u64,
+    /// Attached so. Not whether the device refuses writes, which a publication decides (BLKROSET).
+    read_only: bool,
+}
+
+impl Shape {
+    /// That of every device that this driver has ever made.
+    const OURS: Self = Self { offset: 0, size_limit: 0, sector: BLOCK_SIZE, read_only: false };
+}
+
+/// The devices of one backing file, lowest numbers first.
+#[derive(Debug, Default)]
+pub struct Devices {
+    pub ours: Vec<LoopDevice>,
+    foreign: Vec<(LoopDevice, Shape)>,
+}
+
+impl Devices {
+    /// Refuses a file that has a writable device of somebody else's: each device has a page cache of its own, so two of
+    /// them overwrite each other's blocks. A read-only one does no harm.
+    pub fn refuse_foreign(&self) -> Result<()> {
+        let Some((device, shape)) = self.foreign.iter().find(|(_, shape)| !shape.read_only) else {
+            return Ok(());
+        };
+        let path = device.path.display();
+        Err(Error::Precondition(format!(
+            "{path} was attached to the same backing file by somebody else (offset {}, size limit {}, sectors of {} \
+             bytes), and writes through two devices destroy data; detach it (losetup -d {path}) and try again",
+            shape.offset, shape.size_limit, shape.sector
+        )))
+    }
+}
+
 /// Who lets go of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
@@ -91,8 +133,14 @@ pub enum Lifetime {
 
 impl LoopDevice {
     /// Attaches `backing` (open for reading and writing) with 4096-byte sectors and, where its
-    /// filesystem allows, direct I/O. The returned handle keeps the device open.
+    /// filesystem allows, direct I/O. The returned handle keeps the device open. `Precondition` while somebody else has the
+    /// file attached for writing.
     pub fn attach(backing: &File, lifetime: Lifetime) -> Result<(Self, File)> {
+        Self::of_file(backing)?.refuse_foreign()?;
+        Self::take(backing, lifetime)
+    }
+
+    fn take(backing: &File, lifetime: Lifetime) -> Result<(Self, File)> {
         let control = File::options().read(true).write(true).open(CONTROL).context(|| {
             format!("opening {CONTROL} (loop devices need root and the loop module)")
         })?;
@@ -121,19 +169,34 @@ impl LoopDevice {
         Err(Error::Busy("no free loop device: others take them as fast as they appear".to_owned()))
     }
 
-    /// The devices behind which `backing` stands, lowest number first.
+    /// Our devices of `backing`, lowest number first.
     pub fn find(backing: &File) -> Result<Vec<Self>> {
+        Self::of_file(backing).map(|devices| devices.ours)
+    }
+
+    /// All devices of `backing`.
+    pub fn of_file(backing: &File) -> Result<Devices> {
         let wanted = Identity::of(backing).context(|| "reading a backing file".to_owned())?;
-        let mut devices = Self::all()?;
-        devices.retain(|device| device.has_file() && device.identity() == Some(wanted));
+        let mut devices = Devices::default();
+        for device in Self::all()?.into_iter().filter(Self::has_file) {
+            let info = device.status().filter(|info| Identity::of_status(info) == wanted);
+            match info.and_then(|info| device.shape(&info)) {
+                None => {}
+                Some(Shape::OURS) => devices.ours.push(device),
+                Some(shape) => devices.foreign.push((device, shape)),
+            }
+        }
         Ok(devices)
     }
 
-    /// The device of `backing`: the one it has, or a new one.
+    /// The device of `backing`: the one it has, or a new one. `Precondition` while somebody else has the file attached for
+    /// writing.
     pub fn ensure(backing: &File) -> Result<Self> {
-        match Self::find(backing)?.into_iter().next() {
+        let devices = Self::of_file(backing)?;
+        devices.refuse_foreign()?;
+        match devices.ours.into_iter().next() {
             Some(device) => device.keep().map(|()| device),
-            None => Self::attach(backing, Lifetime::Explicit).map(|(device, _)| device),
+            None => Self::take(backing, Lifetime::Explicit).map(|(device, _)| device),
         }
     }
 
@@ -163,11 +226,14 @@ impl LoopDevice {
         Self::find_by_name(|file| file == wanted)
     }
 
-    /// The device whose backing file is called so by the kernel.
+    /// Our device whose backing file is called so by the kernel.
     fn find_by_name(is_wanted: impl Fn(&str) -> bool) -> Result<Option<Self>> {
         for device in Self::all()? {
             let path = format!("/sys/block/loop{}/loop/backing_file", device.number);
-            if fs::read_to_string(path).is_ok_and(|file| is_wanted(file.trim_end_matches('\n'))) {
+            let named = fs::read_to_string(path);
+            if named.is_ok_and(|file| is_wanted(file.trim_end_matches('\n')))
+                && device.status().and_then(|info| device.shape(&info)) == Some(Shape::OURS)
+            {
                 return Ok(Some(device));
             }
         }
@@ -304,9 +370,14 @@ impl LoopDevice {
         Ok(())
     }
 
-    /// Detaches every device of `backing`.
+    /// Detaches our devices of `backing`, which is about to be removed.
     pub fn detach_all(backing: &File) -> Result<()> {
-        Self::find(backing)?.iter().try_for_each(Self::release)
+        let devices = Self::of_file(backing)?;
+        for (device, _) in &devices.foreign {
+            let path = device.path.display();
+            warn!(%path, "left attached by somebody else; the room of the file is free when it is detached");
+        }
+        devices.ours.iter().try_for_each(Self::release)
     }
 
     /// Asks the kernel to end this attachment; false once it is another, or none. The file is
@@ -346,8 +417,15 @@ impl LoopDevice {
         Path::new(&format!("/sys/block/loop{}/loop", self.number)).exists()
     }
 
-    fn identity(&self) -> Option<Identity> {
-        self.status().map(|info| Identity::of_status(&info))
+    /// `None` when it was let go of meanwhile.
+    fn shape(&self, info: &sys::loop_info64) -> Option<Shape> {
+        let path = format!("/sys/block/loop{}/queue/logical_block_size", self.number);
+        Some(Shape {
+            offset: info.lo_offset,
+            size_limit: info.lo_sizelimit,
+            sector: fs::read_to_string(path).ok()?.trim().parse().ok()?,
+            read_only: info.lo_flags & LO_FLAGS_READ_ONLY as u32 != 0,
+        })
     }
 
     fn status(&self) -> Option<sys::loop_info64> {

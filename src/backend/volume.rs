@@ -376,7 +376,11 @@ fn attachment_defect(
     attachment: &Attachment,
     backing: &File,
 ) -> Result<Option<String>> {
-    let Some(device) = LoopDevice::find(backing)?.into_iter().next() else {
+    let devices = LoopDevice::of_file(backing)?;
+    if let Err(foreign) = devices.refuse_foreign() {
+        return Ok(Some(foreign.to_string()));
+    }
+    let Some(device) = devices.ours.into_iter().next() else {
         return Ok(Some("the volume is staged but has no loop device; stage it again".to_owned()));
     };
     let bytes = device.size()?;

@@ -7,6 +7,7 @@ mod defer_driver;
 mod deferred;
 mod faults;
 mod groups;
+mod foreign_devices;
 mod growth;
 mod hostile_requests;
 mod inline;

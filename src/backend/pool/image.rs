@@ -261,7 +261,9 @@ fn settle_reserve(data_dir: &Path, in_place: bool, is_allocated: bool) {
 /// The device of the image, held open. One that is still there serves volumes that stayed attached:
 /// XFS then hands out the mount that it already has.
 fn attach(backing: &File) -> Result<(LoopDevice, File)> {
-    if let Some(device) = LoopDevice::find(backing)?.into_iter().next() {
+    let devices = LoopDevice::of_file(backing)?;
+    devices.refuse_foreign()?;
+    if let Some(device) = devices.ours.into_iter().next() {
         let handle = device.open(true)?;
         // It may have gone with its last user before it was opened; now it cannot.
         if LoopDevice::find(backing)?.contains(&device) {

@@ -1,0 +1,171 @@
+//! Loop devices that somebody else attached to the files of a pool: never used, never detached, and refused where they
+//! would destroy data.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use csi_loopback::backend::PoolKind;
+use tonic::Code;
+
+use support::driver::*;
+use support::{BLOCK, MIB, have_root, path, pattern, read_all, write_direct};
+
+/// A loop device of an administrator, detached at the end.
+struct Foreign {
+    device: String,
+    options: String,
+}
+
+impl Foreign {
+    fn attach(options: &[&str], file: &Path) -> Self {
+        let mut command = Command::new("losetup");
+        let output = command.args(["-f", "--show"]).args(options).arg(file).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let device = String::from_utf8(output.stdout).unwrap().trim().to_owned();
+        Self { options: Self::options(&device), device }
+    }
+
+    fn options(device: &str) -> String {
+        let columns = "OFFSET,SIZELIMIT,RO,LOG-SEC,AUTOCLEAR,BACK-FILE";
+        let mut command = Command::new("losetup");
+        let output = command.args(["-l", "-n", "-O", columns, device]).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    #[track_caller]
+    fn is_untouched(&self) {
+        assert_eq!(Self::options(&self.device), self.options);
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["-d", &self.device]).status();
+    }
+}
+
+/// Writable devices that the driver cannot have made.
+const WRITABLE: [&[&str]; 4] = [
+    &["-b", "4096", "-o", "4096"],
+    &["-b", "4096", "--sizelimit", "1048576"],
+    &["-b", "512"],
+    &["-b", "512", "-o", "512"],
+];
+
+#[test]
+fn a_writable_device_of_somebody_else_is_refused_by_name_and_left_alone() {
+    if !have_root() {
+        return;
+    }
+    let driver = Driver::start(PoolKind::Copy);
+    let volume = driver.volume("v", 4 * MIB, block());
+    let file = driver.backing_file(&volume);
+    for options in WRITABLE {
+        let foreign = Foreign::attach(options, &file);
+        let stage = driver.staging_of(&volume, &block());
+        driver.refused(stage.clone(), Code::FailedPrecondition, &foreign.device);
+        driver.refused(stage, Code::FailedPrecondition, "losetup -d");
+        foreign.is_untouched();
+        drop(foreign);
+        // One at a time is fine.
+        let content = pattern(1, BLOCK as usize);
+        driver.with_device(&volume, |device| write_direct(device, 3 * MIB, &content));
+        let all = fs::read(&file).unwrap();
+        assert!(all[3 * MIB as usize..].starts_with(&content), "{options:?}");
+    }
+}
+
+#[test]
+fn a_device_that_somebody_else_attaches_meanwhile_is_an_abnormal_condition() {
+    if !have_root() {
+        return;
+    }
+    let driver = Driver::start(PoolKind::Copy);
+    let volume = driver.volume("v", 4 * MIB, block());
+    let target = driver.publish(&volume, &block());
+    let condition = || driver.ok(stats(&volume, path(&target))).volume_condition.unwrap();
+    assert!(!condition().abnormal);
+    for options in WRITABLE {
+        let foreign = Foreign::attach(options, &driver.backing_file(&volume));
+        let told = condition();
+        assert!(told.abnormal && told.message.contains(&foreign.device), "{told:?}");
+        // What a pod has goes on, and ends.
+        write_direct(&target, 0, &pattern(2, BLOCK as usize));
+        foreign.is_untouched();
+        drop(foreign);
+        assert!(!condition().abnormal);
+    }
+    let foreign = Foreign::attach(WRITABLE[2], &driver.backing_file(&volume));
+    driver.take_down(&volume);
+    foreign.is_untouched();
+    driver.ok(delete_volume(&volume));
+    assert!(Foreign::options(&foreign.device).contains("(deleted)"));
+}
+
+#[test]
+fn a_read_only_device_of_somebody_else_is_in_nobodys_way() {
+    if !have_root() {
+        return;
+    }
+    let mut driver = Driver::start(PoolKind::Copy);
+    let volume = driver.volume("v", 4 * MIB, block());
+    let file = driver.backing_file(&volume);
+    for options in [&["-r", "-b", "4096"][..], &["-r"], &["-r", "-o", "4096"]] {
+        let foreign = Foreign::attach(options, &file);
+        let target = driver.publish(&volume, &block());
+        let content = pattern(3, BLOCK as usize);
+        write_direct(&target, 0, &content);
+        driver.restart();
+        driver.publish(&volume, &block());
+        assert!(read_all(&target).starts_with(&content), "{options:?}");
+        driver.take_down(&volume);
+        foreign.is_untouched();
+        assert_eq!(loops_named(&volume), std::slice::from_ref(&foreign.device));
+    }
+}
+
+#[test]
+fn a_volume_that_is_published_read_only_keeps_its_device_over_a_restart() {
+    with_driver(|driver| {
+        let volume = driver.volume("v", 4 * MIB, block());
+        driver.stage(&volume, &block());
+        let target = driver.target(&volume);
+        let mut publish = driver.publishing(&volume, &target, &block());
+        publish.readonly = true;
+        driver.ok(publish.clone());
+        let devices = loops_named(&volume);
+        driver.restart();
+        driver.stage(&volume, &block());
+        driver.ok(publish);
+        assert_eq!((loops_named(&volume), devices.len()), (devices, 1));
+        driver.take_down(&volume);
+        assert!(loops_named(&volume).is_empty());
+    });
+}
+
+#[test]
+fn a_pool_image_that_somebody_else_may_write_to_is_not_opened() {
+    with_driver(|driver| {
+        driver.volume("v", MIB, block());
+        assert!(driver.stop().success());
+        let image = driver.data_dir().join("pool.img");
+        wait_for("the device of the pool goes", || {
+            loops_named("pool.img")
+                .iter()
+                .all(|device| !Foreign::options(device).contains(path(&image)))
+        });
+        for options in WRITABLE {
+            let foreign = Foreign::attach(options, &image);
+            let output = driver.run_another(&[]);
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(!output.status.success() && said.contains(&foreign.device), "{said}");
+            foreign.is_untouched();
+        }
+        let foreign = Foreign::attach(&["-r"], &image);
+        driver.start_again();
+        driver.volume("w", MIB, block());
+        foreign.is_untouched();
+        drop(foreign);
+    });
+}

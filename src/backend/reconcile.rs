@@ -14,7 +14,7 @@ use super::inline;
 use super::model::{Attachment, Group, Phase, Snapshot, SnapshotPhase, Source, Volume};
 use super::pool::{self, Directory};
 use super::snapshot;
-use super::store::{Store, length};
+use super::store::Store;
 use super::volume;
 
 /// Runs before anything else is served.
@@ -78,22 +78,18 @@ fn told(result: Result<()>, object: &str) {
 }
 
 fn settle_volumes(store: &Store) -> Result<()> {
-    for volume in store.catalog.read()?.select(|_: &Volume| true)? {
+    for mut volume in store.catalog.read()?.select(|_: &Volume| true)? {
         if volume.phase != Phase::Ready {
             info!(volume = volume.id, phase = ?volume.phase, "removing an unfinished volume");
             let id = volume.id.clone();
             told(volume::drop_volume(store, volume), &id);
             continue;
         }
-        match store.open_volume(&volume).and_then(|file| length(&file)) {
-            // An expansion ended between file and catalog: take over what is there.
-            Ok(bytes) if bytes > volume.capacity_bytes => {
-                info!(volume = volume.id, bytes, "finishing an expansion");
-                let grown = Volume { capacity_bytes: bytes, ..volume };
-                store.catalog.write(|tx| tx.put(&grown))?;
-            }
-            Ok(_) => {}
-            Err(error) => error!(volume = volume.id, %error, "a volume is damaged"),
+        let settled = store
+            .open_volume(&volume)
+            .and_then(|file| volume::settle_growth(store, &mut volume, &file));
+        if let Err(error) = settled {
+            error!(volume = volume.id, %error, "a volume is damaged, or its growth not settled yet");
         }
     }
     Ok(())

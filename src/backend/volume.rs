@@ -2,6 +2,8 @@
 
 use std::fs::File;
 
+use tracing::info;
+
 use super::attachment;
 use super::cut;
 use super::error::{Context, Error, MORE_ROOM, Result};
@@ -105,7 +107,7 @@ fn same_or_taken(existing: Volume, request: &VolumeRequest) -> Result<Volume> {
 
 /// What a volume is made from, held open so that a deletion meanwhile does not matter.
 enum OpenSource {
-    Snapshot(Snapshot, File),
+    Snapshot(Box<Snapshot>, File),
     Volume(Box<Volume>, File),
 }
 
@@ -134,7 +136,7 @@ fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
                 // Deleted since it was looked up?
                 store.catalog.read()?.live_snapshot(id).and(Err(error))
             })?;
-            OpenSource::Snapshot(snapshot, file)
+            OpenSource::Snapshot(Box::new(snapshot), file)
         }
         Source::Volume(id) => {
             let volume = reading.live_volume(id)?;
@@ -266,10 +268,22 @@ pub fn list(store: &Store, after: Option<&str>, max: usize) -> Result<Page<Volum
 pub fn expand(store: &Store, id: &str, required_bytes: u64, limit_bytes: u64) -> Result<Volume> {
     let _lock = store.locks.take([id])?;
     let mut volume = store.catalog.read()?.live_volume(id)?;
-    if required_bytes <= volume.capacity_bytes {
-        return Ok(volume);
+    let file = store.open_volume(&volume)?;
+    settle_growth(store, &mut volume, &file)?;
+    if required_bytes > volume.capacity_bytes {
+        let bytes = whole_blocks(store, required_bytes, limit_bytes)?;
+        grow_file(store, &mut volume, &file, bytes)?;
     }
-    let bytes = whole_blocks(store, required_bytes, limit_bytes)?;
+    for device in LoopDevice::find(&file)? {
+        if device.size()? < volume.capacity_bytes {
+            device.grow()?;
+        }
+    }
+    Ok(volume)
+}
+
+/// Grows the backing file and the row of a volume to `bytes`, which are more than it has.
+fn grow_file(store: &Store, volume: &mut Volume, file: &File, bytes: u64) -> Result<()> {
     let more = bytes - volume.capacity_bytes;
     let room = room(store)?;
     if more > room.maximum_volume {
@@ -278,19 +292,27 @@ pub fn expand(store: &Store, id: &str, required_bytes: u64, limit_bytes: u64) ->
             room.maximum_volume
         )));
     }
-    // File first: after a crash in between start-up takes over the size that it finds.
-    let file = store.open_volume(&volume)?;
-    let doing = || format!("growing volume {id:?}");
-    file.set_len(bytes).context(doing)?;
+    // File first: whatever comes in between, the size that is found is taken over.
+    file.set_len(bytes).context(|| format!("growing volume {:?}", volume.id))?;
     reach("volume.grown")?;
-    writeback::flush_file(store, id, &file)?;
-    reach("volume.growth_flushed")?;
-    volume.capacity_bytes = bytes;
-    store.catalog.write(|tx| tx.put(&volume))?;
-    for device in LoopDevice::find(&file)? {
-        device.grow()?;
+    settle_growth(store, volume, file)
+}
+
+/// Completes an expansion that ended between the backing file and the catalog. The file is never truncated: a loop device
+/// may show its new size already, and hold data there. To be called with the volume's lock, before a device is made or
+/// grown: then no device is larger than the volume.
+pub fn settle_growth(store: &Store, volume: &mut Volume, file: &File) -> Result<()> {
+    let bytes = length(file)? / BLOCK_SIZE * BLOCK_SIZE;
+    if bytes <= volume.capacity_bytes {
+        return Ok(());
     }
-    Ok(volume)
+    info!(volume = volume.id, bytes, "growing a volume to the size of its backing file");
+    writeback::flush_file(store, &volume.id, file)?;
+    reach("volume.growth_flushed")?;
+    let grown = Volume { capacity_bytes: bytes, ..volume.clone() };
+    store.catalog.write(|tx| tx.put(&grown))?;
+    *volume = grown;
+    Ok(())
 }
 
 /// Switches change tracking. Off breaks the chain of records: nothing is kept for the next cut.

@@ -113,10 +113,11 @@ pub fn expand(store: &Store, volume_id: &str, path: &Path) -> Result<u64> {
         Access::Mount { .. } if !is_deferred => used.mounted_at(path)?,
         Access::Mount { .. } | Access::Block => None,
     };
-    if used.device.size()? < used.volume.capacity_bytes {
+    let mut volume = used.volume.clone();
+    volume::settle_growth(store, &mut volume, &store.open_volume(&used.volume)?)?;
+    if used.device.size()? < volume.capacity_bytes {
         used.device.grow()?;
     }
-    let mut volume = used.volume.clone();
     let left_read_only =
         || is_deferred && used.attachment.published.values().all(Publication::is_read_only);
     if capability.access == Access::Block || capability.is_read_only() || left_read_only() {

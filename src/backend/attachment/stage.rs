@@ -13,6 +13,7 @@ use super::super::model::{Access, Attachment, Capability, FsType, Mounted, Volum
 use super::super::store::Store;
 use super::super::target::check_directory;
 use super::super::upkeep;
+use super::super::volume;
 use super::super::writeback;
 use super::{device_of, shown_at};
 
@@ -69,6 +70,7 @@ fn same_stage(attachment: Attachment, path: &Path, capability: &Capability) -> R
 
 fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Result<()> {
     let backing = store.open_volume(&volume)?;
+    volume::settle_growth(store, &mut volume, &backing)?;
     let device = LoopDevice::ensure(&backing)?;
     if device.size()? < volume.capacity_bytes {
         device.grow()?;

@@ -1,6 +1,7 @@
 //! Volumes, snapshots, groups and records that were being made or removed.
 
 use super::*;
+use crate::fail_point::in_tests::fail_after;
 
 #[test]
 fn root_a_volume_that_was_being_created_is_undone() {
@@ -255,5 +256,61 @@ fn root_an_expansion_that_was_cut_short_is_finished() {
                 pool.backend().unstage(&volume.id, &staged).unwrap();
             }
         }
+    });
+}
+
+/// Steps of a growth that fail: after the file has grown, and after that is durable; what fails then is the catalog.
+#[test]
+fn root_a_growth_that_failed_never_makes_the_next_one_shrink_the_volume() {
+    let name = "root_a_growth_that_failed_never_makes_the_next_one_shrink_the_volume";
+    for_each_pool(name, |pool| {
+        for steps in 0..3 {
+            let volume = pool.volume(&format!("v{steps}"));
+            let backend = pool.backend().clone();
+            fail_after(Some(steps));
+            let failed = backend.expand_volume(&volume.id, 8 * MIB, 0);
+            fail_after(None);
+            assert!(failed.is_err(), "{steps}: {failed:?}");
+            assert_eq!(backend.volume(&volume.id).unwrap().capacity_bytes, 4 * MIB);
+            // Whoever attaches the file has all of it.
+            let staged = pool.stage(&volume, &raw());
+            let device = pool.device(&volume).unwrap();
+            device.grow().unwrap();
+            assert_eq!(device.size().unwrap(), 8 * MIB);
+            let written = device.open(true).unwrap();
+            written.write_all_at(&[7; BLOCK as usize], 7 * MIB).unwrap();
+            written.sync_all().unwrap();
+            for required in [5 * MIB, 6 * MIB] {
+                let grown = backend.expand_volume(&volume.id, required, required).unwrap();
+                assert_eq!(grown.capacity_bytes, 8 * MIB, "{steps}");
+            }
+            assert_eq!(backend.expand_on_node(&volume.id, &staged).unwrap(), 8 * MIB);
+            let snapshot = pool.snapshot(&format!("s{steps}"), &volume);
+            assert_eq!(snapshot.capacity_bytes, 8 * MIB);
+            let data = File::open(pool.store().snapshot_path(&snapshot.id)).unwrap();
+            let mut block = [0; BLOCK as usize];
+            data.read_exact_at(&mut block, 7 * MIB).unwrap();
+            assert_eq!(block, [7; BLOCK as usize]);
+            let grown = backend.expand_volume(&volume.id, 12 * MIB, 0).unwrap();
+            assert_eq!((grown.capacity_bytes, device.size().unwrap()), (12 * MIB, 12 * MIB));
+            drop(written);
+            backend.unstage(&volume.id, &staged).unwrap();
+        }
+        pool.recover();
+    });
+}
+
+#[test]
+fn root_a_staged_volume_is_never_smaller_than_its_device() {
+    for_each_pool("root_a_staged_volume_is_never_smaller_than_its_device", |pool| {
+        let volume = pool.volume("v");
+        fail_after(Some(0));
+        assert!(pool.backend().expand_volume(&volume.id, 8 * MIB, 0).is_err());
+        fail_after(None);
+        let staged = pool.stage(&volume, &raw());
+        assert_eq!(pool.device(&volume).unwrap().size().unwrap(), 8 * MIB);
+        assert_eq!(pool.snapshot("s", &volume).capacity_bytes, 8 * MIB);
+        pool.backend().unstage(&volume.id, &staged).unwrap();
+        pool.recover();
     });
 }

@@ -14,7 +14,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::telemetry::klog;
 use crate::{
-    admission, aggregated_api, client, driver, node_proxy, oci_runtime, runtime_ops,
+    admission, aggregated_api, client, driver, freeze_guard, node_proxy, oci_runtime, runtime_ops,
     session_manager, sidecar,
 };
 
@@ -51,6 +51,8 @@ enum Command {
 enum Mode {
     /// Mode: the CSI driver on a unix socket.
     Driver(Box<driver::Args>),
+    /// Mode: thaws filesystems that a driver froze for a snapshot if the driver is killed.
+    FreezeGuard(Box<freeze_guard::Args>),
     /// Mode: the Kubernetes SnapshotMetadata API over TLS, in front of a CSI driver.
     Sidecar(Box<sidecar::Args>),
     /// Mode: the webhook and the controller of snapshot sessions, for all CSI drivers of a cluster.
@@ -82,6 +84,7 @@ impl Cli {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.command {
             Command::Mode(Mode::Driver(args)) => driver::run(*args),
+            Command::Mode(Mode::FreezeGuard(args)) => freeze_guard::run(*args),
             Command::Mode(Mode::Sidecar(args)) => sidecar::run(*args),
             Command::Mode(Mode::SessionManager(args)) => session_manager::run(*args),
             Command::Mode(Mode::AggregatedApi(args)) => aggregated_api::run(*args),
@@ -261,7 +264,7 @@ mod tests {
         let sidecar = include_str!("../docs/sidecar.md");
         let aggregated = include_str!("../docs/aggregated-api.md");
         match mode {
-            "driver" => vec![include_str!("../docs/driver.md")],
+            "driver" | "freeze-guard" => vec![include_str!("../docs/driver.md")],
             "sidecar" => vec![sidecar, aggregated],
             "session-manager" => vec![include_str!("../docs/session-manager.md"), sidecar],
             "aggregated-api" => vec![aggregated, sidecar],

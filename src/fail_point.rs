@@ -6,6 +6,7 @@
 //! (absent, or empty)   nothing happens, and the count begins anew
 //! kill N NAMES         at the N-th such point from now on the process kills itself (SIGKILL)
 //! error N NAMES        the N-th such point answers with EIO, as the step before it might have done
+//! hang N NAMES         the N-th such point waits until the plan changes, so that a test can do something in between
 //! ```
 //!
 //! NAMES is how the names begin that count, or how those begin that do not (`!page.`). While there is
@@ -68,6 +69,8 @@ mod on_purpose {
     use std::io::{self, Write};
     use std::path::PathBuf;
     use std::sync::{Mutex, OnceLock, PoisonError};
+    use std::thread::sleep;
+    use std::time::Duration;
 
     use nix::sys::signal::{Signal, raise};
 
@@ -103,15 +106,24 @@ mod on_purpose {
         if !counts {
             return Ok(());
         }
-        let (kills, at) = (what == "kill", at.parse::<usize>());
+        let (what, at) = (what.to_owned(), at.parse::<usize>());
         progress.met += 1;
         let met = File::options().create(true).append(true).open(directory.join("met"));
         met.and_then(|mut met| met.write_all(format!("{name}\n").as_bytes()))?;
         if at != Ok(progress.met) {
             return Ok(());
         }
-        if kills {
-            raise(Signal::SIGKILL).map_err(io::Error::from)?;
+        match what.as_str() {
+            "hang" => {
+                let plan = progress.plan.clone();
+                drop(progress);
+                while fs::read_to_string(directory.join("plan")).is_ok_and(|now| now == plan) {
+                    sleep(Duration::from_millis(5));
+                }
+                return Ok(());
+            }
+            "kill" => raise(Signal::SIGKILL).map_err(io::Error::from)?,
+            _ => {}
         }
         Err(io::Error::from_raw_os_error(libc::EIO))
     }

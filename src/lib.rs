@@ -22,6 +22,7 @@ pub mod delta_token;
 mod documented;
 pub mod driver;
 pub mod fail_point;
+pub mod freeze_guard;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod grpc;

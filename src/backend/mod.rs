@@ -11,6 +11,7 @@
 //! | `deferral`, `runtime` | volumes that a container runtime mounts in the place of this host |
 //! | `inline` | volumes that live and die with a pod's mount |
 //! | `writeback`, `lost_pool` | writes that the kernel lost; a pool whose filesystem has shut down |
+//! | [`freeze_guard`] | the process that thaws what a killed driver froze |
 //! | `reconcile`, `upkeep`, [`check`] | after a crash, in the background, offline |
 //! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and its tools |
 //! | [`fail_point`] | places where tests end or fail an operation; nothing in what ships |
@@ -26,6 +27,7 @@ pub mod extents;
 pub mod fail_point;
 pub(crate) mod filesystem;
 mod format;
+pub mod freeze_guard;
 mod group;
 pub mod ids;
 mod inline;
@@ -60,11 +62,13 @@ use tracing::info;
 
 use catalog::Catalog;
 use error::Context;
+use freeze_guard::Guard;
 use locks::Locks;
 use pool::{Directory, ImageChoice, Pool};
 use store::Store;
 
 pub use error::{Error, Kind, Result};
+pub use freeze_guard::FreezeGuard;
 pub use inline::{Content, InlineLimits, PublishInline};
 pub use list::Page;
 pub use model::*;
@@ -93,6 +97,8 @@ pub struct Config {
     /// The way to container runtimes that mount in the place of this host. With one, volumes are mounted when they are
     /// published and not when they are staged, and can be left to a runtime.
     pub runtime: Option<Arc<dyn Runtime>>,
+    /// The process that thaws what this one froze if it is killed.
+    pub freeze_guard: FreezeGuard,
 }
 
 /// The backend of one data directory. Cheap to clone. Operations that change the same volume
@@ -147,6 +153,7 @@ impl Backend {
             pool: opened.pool,
             pool_reason: opened.reason,
             locks: Locks::default(),
+            freeze_guard: Guard::new(config.freeze_guard.clone()),
             config,
             crash_consistent: AtomicU64::new(0),
             unrecorded: Default::default(),

@@ -115,7 +115,7 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<Copied> {
     let mounted: io::Result<Vec<File>> =
         members.iter().filter_map(|(_, w)| w.mounted()).map(File::try_clone).collect();
     let mounted = mounted.context(|| "opening filesystems to freeze".to_owned())?;
-    let frozen = Frozen::freeze(mounted, deadline)?;
+    let frozen = Frozen::freeze(&store.freeze_guard, mounted, deadline)?;
     let moment = now();
     for (copy, writers) in &members {
         clone_one(store, copy, writers, &mut took)?;

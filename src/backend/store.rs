@@ -9,6 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::Config;
 use super::catalog::{Catalog, Reading};
 use super::error::{Context, Error, Kind, Result};
+use super::freeze_guard::Guard;
 use super::locks::Locks;
 use super::loop_device::LoopDevice;
 use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
@@ -34,6 +35,8 @@ pub struct Store {
     pub crash_consistent: AtomicU64,
     /// Lost writes that the catalog could not record.
     pub unrecorded: Unrecorded,
+    /// Thaws what this process froze if it is killed.
+    pub freeze_guard: Arc<Guard>,
     /// Keeps a second instance away as long as it is open.
     pub _instance_lock: nix::fcntl::Flock<File>,
 }

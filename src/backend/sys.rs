@@ -5,9 +5,10 @@
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::raw::{c_int, c_long, c_ulong};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -18,6 +19,8 @@ use linux_raw_sys::loop_device::{
     LOOP_SET_STATUS64,
 };
 pub use linux_raw_sys::loop_device::{loop_config, loop_info64};
+use nix::cmsg_space;
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 
 fn check(result: c_int) -> io::Result<c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
@@ -383,6 +386,45 @@ fn open_resolved(
             size_of::<libc::open_how>(),
         )
     })
+}
+
+/// Sends bytes, and with them a copy of a descriptor (unix(7), SCM_RIGHTS). Returns how many bytes went out.
+pub fn send_with_descriptor(
+    socket: &UnixStream,
+    bytes: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+) -> io::Result<usize> {
+    let descriptors: Vec<RawFd> = descriptor.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&descriptors)];
+    let rights = if descriptors.is_empty() { &[][..] } else { &rights[..] };
+    loop {
+        let parts = [IoSlice::new(bytes)];
+        match sendmsg::<()>(socket.as_raw_fd(), &parts, rights, MsgFlags::MSG_NOSIGNAL, None) {
+            Err(nix::Error::EINTR) => {}
+            sent => return Ok(sent?),
+        }
+    }
+}
+
+/// Receives bytes, 0 of them at the end, and the descriptors that were sent with them: at most one, and none where this process
+/// can have no more.
+pub fn receive_with_descriptors(
+    socket: &UnixStream,
+    bytes: &mut [u8],
+) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut parts = [IoSliceMut::new(bytes)];
+    let mut room = cmsg_space!(RawFd);
+    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+    let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut room), flags)?;
+    let mut descriptors = Vec::new();
+    // An error means that a descriptor did not fit, or could not be had.
+    for control in received.cmsgs().into_iter().flatten() {
+        if let ControlMessageOwned::ScmRights(owned) = control {
+            // SAFETY: the kernel has just made these descriptors and nobody else owns them.
+            descriptors.extend(owned.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+        }
+    }
+    Ok((received.bytes, descriptors))
 }
 
 /// Gives the calling thread a copy of its mount namespace. The process must have no other thread, for that one would

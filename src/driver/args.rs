@@ -11,7 +11,7 @@ use clap::{ArgAction, ValueEnum};
 
 use super::crust::Crust;
 use super::fault::Rule;
-use crate::backend::{BLOCK_SIZE, InlineLimits, PoolChoice, Runtime, Style};
+use crate::backend::{BLOCK_SIZE, FreezeGuard, InlineLimits, PoolChoice, Runtime, Style};
 use crate::grpc::SocketPath;
 use crate::grpc::socket::octal_mode;
 use crate::telemetry::http;
@@ -90,6 +90,11 @@ pub struct Args {
     #[arg(long)]
     pub enable_snapshot_deltas: bool,
 
+    /// Socket of the freeze guard (--mode freeze-guard), which thaws filesystems if the driver is killed: unix:///path, unix:/path
+    /// or /path. By default the driver starts one of its own, which in a container is killed with it.
+    #[arg(long, value_name = "SOCKET")]
+    pub freeze_guard: Option<SocketPath>,
+
     #[command(flatten)]
     pub inline: InlineArgs,
 
@@ -151,6 +156,23 @@ pub struct InlineArgs {
     /// Most bytes of all inline volumes in memory (attribute medium).
     #[arg(long = "inline-max-memory", default_value = "256Mi", value_parser = quantity::parse, value_name = "SIZE")]
     pub max_memory: u64,
+}
+
+impl Args {
+    /// The one at the given socket, or this program once more.
+    pub fn freeze_guard(&self) -> FreezeGuard {
+        match &self.freeze_guard {
+            Some(socket) => FreezeGuard::At(socket.as_ref().to_owned()),
+            None => FreezeGuard::Own {
+                program: "/proc/self/exe".into(),
+                arguments: [vec!["freeze-guard".to_owned()], self.log.line()]
+                    .concat()
+                    .into_iter()
+                    .map(Into::into)
+                    .collect(),
+            },
+        }
+    }
 }
 
 impl InlineArgs {

@@ -17,7 +17,7 @@ use super::fault::Faults;
 use super::gauges::Gauges;
 use super::inline::Policy;
 use super::topology::Place;
-use crate::backend::{self, Backend, Config};
+use crate::backend::{self, Backend, Config, FreezeGuard};
 #[cfg(feature = "failpoints")]
 use crate::fail_point;
 use crate::grpc::{serve, socket};
@@ -61,6 +61,13 @@ fn raise_file_limit() {
 }
 
 async fn serve(args: Args) -> anyhow::Result<()> {
+    let guard = args.freeze_guard();
+    if std::process::id() == 1 && matches!(guard, FreezeGuard::Own { .. }) {
+        tracing::warn!(
+            "the driver is the first process of its container, so its own freeze guard is killed with it; run one in another \
+             container and give its socket as --freeze-guard"
+        );
+    }
     let Args {
         endpoint,
         socket_mode,
@@ -76,6 +83,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         block_size,
         change_record_retention,
         enable_snapshot_deltas,
+        freeze_guard: _,
         inline,
         defer,
         http_endpoint,
@@ -99,6 +107,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         overcommit,
         inline: inline.limits(),
         runtime: defer.runtime(),
+        freeze_guard: guard,
     };
     let path = endpoint.as_ref();
     // What refuses the start later on must do so before a new pool is made.

@@ -37,6 +37,15 @@ pub struct Args {
     pub log_level: String,
 }
 
+impl Args {
+    /// The same flags, for another process of this program.
+    pub fn line(&self) -> Vec<String> {
+        let format = self.log_format.to_possible_value();
+        let format = format.map(|format| format!("--log-format={}", format.get_name()));
+        format.into_iter().chain([format!("--log-level={}", self.log_level)]).collect()
+    }
+}
+
 /// Checked here so that a wrong directive is an error of the command line; kept as text because the
 /// filter itself cannot be cloned.
 fn directives(text: &str) -> Result<String, String> {

@@ -27,14 +27,13 @@ pub const PAGES: &str = "page.";
 /// No name begins so.
 pub const ALL: &str = "!-";
 
-/// How long a write to a frozen filesystem is watched for not ending, and to any other for ending.
-const STANDSTILL: Duration = Duration::from_millis(150);
-
 /// What is done at a point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     Kill,
     Error,
+    /// It stays there until the plan changes.
+    Hang,
 }
 
 /// A call of the driver, with all that has to be there before and to hold after it.
@@ -53,7 +52,8 @@ pub trait Scenario {
         None
     }
 
-    /// Directories and devices that pods use, which go on serving them whatever becomes of the driver.
+    /// Directories and devices that pods use, which go on serving them whatever becomes of the driver; also those that it had
+    /// frozen, which its guard thaws.
     fn in_use(&self) -> Vec<PathBuf> {
         Vec::new()
     }
@@ -99,12 +99,18 @@ pub struct Scene {
 impl Scene {
     /// SCENE in a flag stands for [`Scene::place`].
     pub fn start(kind: PoolKind, flags: &[&str]) -> Self {
+        Self::start_by(&[], kind, flags)
+    }
+
+    /// With a driver that this program runs.
+    pub fn start_by(program: &[&str], kind: PoolKind, flags: &[&str]) -> Self {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
         let points = TempDir::with_prefix("points-").unwrap();
         let watched = path(points.path()).to_owned();
         let flags: Vec<String> = flags.iter().map(|flag| flag.replace("SCENE", &watched)).collect();
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-        let driver = Driver::with(kind, &[flags.as_slice(), &["--fail-points", &watched]].concat());
+        let flags = [flags.as_slice(), &["--fail-points", &watched]].concat();
+        let driver = Driver::run_by(program, kind, &flags);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         Self { driver, tag: format!("crash{}x{number}", std::process::id()), points }
     }
@@ -125,18 +131,27 @@ impl Scene {
             // Its socket is there a moment before the last point of its start: an answer comes after.
             self.driver.ok(csi::ProbeRequest {});
         }
-        let what = if fault == Fault::Kill { "kill" } else { "error" };
+        let what = match fault {
+            Fault::Kill => "kill",
+            Fault::Error => "error",
+            Fault::Hang => "hang",
+        };
         let _ = fs::remove_file(self.points.path().join("met"));
         let temporary = self.points.path().join("plan.part");
         fs::write(&temporary, format!("{what} {at} {names}")).unwrap();
         fs::rename(temporary, self.points.path().join("plan")).unwrap();
     }
 
+    /// The points met since the plan was made.
+    pub fn met_so_far(&self) -> Vec<String> {
+        let met = fs::read_to_string(self.points.path().join("met")).unwrap_or_default();
+        met.lines().map(str::to_owned).collect()
+    }
+
     /// The points met since the plan was made, which ends here.
     pub fn met(&self) -> Vec<String> {
         let _ = fs::remove_file(self.points.path().join("plan"));
-        let met = fs::read_to_string(self.points.path().join("met")).unwrap_or_default();
-        met.lines().map(str::to_owned).collect()
+        self.met_so_far()
     }
 
     /// Kills the driver if it runs, does `meanwhile`, and starts it; an error when that ends at a
@@ -259,13 +274,13 @@ impl Scene {
 }
 
 /// A write that a pod makes, which a frozen filesystem lets wait.
-struct PodWrite {
+pub struct PodWrite {
     place: PathBuf,
     done: mpsc::Receiver<()>,
 }
 
 impl PodWrite {
-    fn begin(place: &Path) -> Self {
+    pub fn begin(place: &Path) -> Self {
         let (send, done) = mpsc::channel();
         let to = place.to_owned();
         thread::spawn(move || {
@@ -279,28 +294,19 @@ impl PodWrite {
         Self { place: place.to_owned(), done }
     }
 
-    fn ends_within(&self, time: Duration) -> bool {
-        match self.done.recv_timeout(time) {
-            Ok(()) => true,
-            Err(RecvTimeoutError::Timeout) => false,
+    #[track_caller]
+    pub fn has_to_end(&self) {
+        match self.done.recv_timeout(Duration::from_secs(20)) {
+            Ok(()) => {}
+            Err(RecvTimeoutError::Timeout) => {
+                let _ = Command::new("fsfreeze").arg("-u").arg(&self.place).status();
+                panic!("{} is still frozen", self.place.display());
+            }
             Err(RecvTimeoutError::Disconnected) => {
                 panic!("a pod could not write to {}", self.place.display())
             }
         }
     }
-
-    fn has_to_end(&self) {
-        if !self.ends_within(Duration::from_secs(20)) {
-            let _ = Command::new("fsfreeze").arg("-u").arg(&self.place).status();
-            panic!("{} is still frozen", self.place.display());
-        }
-    }
-}
-
-/// How many filesystems are frozen after these points.
-fn frozen_after(met: &[String]) -> usize {
-    let count = |name: &str| met.iter().filter(|point| *point == name).count();
-    count("freeze.frozen") - count("freeze.thawed")
 }
 
 /// A scenario in progress.
@@ -336,14 +342,9 @@ impl<'a> Play<'a> {
         met
     }
 
-    /// The driver dies at the N-th point of the call, and is not started again yet. What pods use goes
-    /// on; what was frozen waits and is returned. False when the call met fewer points.
-    pub fn die_at(
-        &mut self,
-        at: usize,
-        names: &str,
-        expected: Option<&[String]>,
-    ) -> Option<Waiting> {
+    /// The driver dies at the N-th point of the call, and is not started again yet. What pods use goes on. False when the
+    /// call met fewer points.
+    pub fn die_at(&mut self, at: usize, names: &str, expected: Option<&[String]>) -> bool {
         self.prepare();
         self.scene.plan(Fault::Kill, at, names);
         let answer = self.scenario.call(&mut self.scene);
@@ -351,7 +352,7 @@ impl<'a> Play<'a> {
         if met.len() < at {
             assert_eq!(expected, None, "the call met other points: {met:?}");
             answer.unwrap();
-            return None;
+            return false;
         }
         // A start that dies there has served.
         let served = met.last().is_some_and(|point| point == "socket.named");
@@ -360,30 +361,20 @@ impl<'a> Play<'a> {
         if let Some(expected) = expected {
             assert_same_way(&met, expected);
         }
-        let writes: Vec<PodWrite> =
-            self.scenario.in_use().iter().map(|place| PodWrite::begin(place)).collect();
-        let frozen = if names == STEPS { frozen_after(&met) } else { 0 };
-        let waiting = self.waiting(writes, frozen, names == STEPS);
-        Some(Waiting(waiting))
+        self.pods_go_on();
+        true
     }
 
-    fn waiting(&self, writes: Vec<PodWrite>, frozen: usize, exact: bool) -> Vec<PodWrite> {
-        if frozen == 0 && exact {
-            writes.iter().for_each(PodWrite::has_to_end);
-            return Vec::new();
-        }
-        thread::sleep(STANDSTILL);
-        let waiting: Vec<PodWrite> =
-            writes.into_iter().filter(|write| !write.ends_within(Duration::ZERO)).collect();
-        assert!(!exact || waiting.len() >= frozen, "{frozen} filesystems should stand still");
-        waiting
+    fn pods_go_on(&self) {
+        let places = self.scenario.in_use();
+        let writes: Vec<PodWrite> = places.iter().map(|place| PodWrite::begin(place)).collect();
+        writes.iter().for_each(PodWrite::has_to_end);
     }
 
     /// A killed driver starts again, and the same call does what it promises. With a `check`, the start
     /// alone has to have settled everything.
-    pub fn converge(&mut self, waiting: Waiting, check: bool) {
+    pub fn converge(&mut self, check: bool) {
         self.scene.driver.start_again();
-        waiting.0.iter().for_each(PodWrite::has_to_end);
         // Where the start is the call, its work goes on after it has served.
         if check && self.scenario.begins_after().is_none() {
             self.scene.driver.kill();
@@ -405,9 +396,7 @@ impl<'a> Play<'a> {
         if let Some(expected) = expected {
             assert_same_way(&met[..at.min(met.len())], expected);
         }
-        let writes: Vec<PodWrite> =
-            self.scenario.in_use().iter().map(|place| PodWrite::begin(place)).collect();
-        writes.iter().for_each(PodWrite::has_to_end);
+        self.pods_go_on();
         if let Err(status) = &answer {
             assert!(
                 status.code() == Code::Internal && status.message().contains("os error 5"),
@@ -458,9 +447,6 @@ impl<'a> Play<'a> {
         self.scene.end();
     }
 }
-
-/// Writes that wait for a frozen filesystem.
-pub struct Waiting(Vec<PodWrite>);
 
 /// A call goes the same way each time, but for how often it has to let go of a device that somebody else's mount namespace,
 /// begun at that moment, still has: then it came less far.

@@ -15,6 +15,7 @@
 
 mod catalog;
 mod deferred;
+mod freeze_guard;
 mod harness;
 mod inline;
 mod inline_content;
@@ -40,7 +41,7 @@ use harness::{ALL, PAGES, Play, STEPS, Scenario, Scene};
 use inline::OnPod;
 use inline_content::{Call as ContentCall, InlineContent};
 use node::{Call, OnNode};
-use support::driver::block;
+use support::driver::{Freeze, block};
 use support::{ALL_KINDS, MIB, have_root};
 
 /// A scenario by name, with the flags that its driver needs.
@@ -217,8 +218,10 @@ fn a_driver_killed_at_any_point_of_a_call_converges_when_it_is_repeated() {
         for at in (own(&met, play.scenario)..met.len()).filter(|at| sampled(*at, every)) {
             println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
             let expected = is_exact(kind).then_some(&met[..=at]);
-            let Some(waiting) = play.die_at(at + 1, STEPS, expected) else { continue };
-            play.converge(waiting, sampled(at, 3));
+            if !play.die_at(at + 1, STEPS, expected) {
+                continue;
+            }
+            play.converge(sampled(at, 3));
             rounds += 1;
         }
         play.end();
@@ -238,8 +241,10 @@ fn a_driver_killed_within_a_commit_of_the_catalog_finds_it_before_or_after() {
         for at in (0..met.len()).filter(|at| sampled(*at, 4)) {
             println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
             // How many there are is the store's business, and changes with what it holds.
-            let Some(waiting) = play.die_at(at + 1, PAGES, None) else { continue };
-            play.converge(waiting, everything());
+            if !play.die_at(at + 1, PAGES, None) {
+                continue;
+            }
+            play.converge(everything());
             rounds += 1;
         }
         play.end();
@@ -267,10 +272,12 @@ fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
         for at in (own(&met, play.scenario)..met.len()).filter(|at| sampled(*at, 5)) {
             println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
             let expected = is_exact(kind).then_some(&met[..=at]);
-            let Some(waiting) = play.die_at(at + 1, STEPS, expected) else { continue };
+            if !play.die_at(at + 1, STEPS, expected) {
+                continue;
+            }
             let from = if everything() && deaths == 0 { 1 } else { settles_from };
             deaths += play.die_while_starting(from);
-            play.converge(waiting, true);
+            play.converge(true);
         }
         play.end();
         deaths
@@ -345,13 +352,15 @@ fn every_fail_point_of_the_source_is_met_by_a_scenario() {
         let mut scenario = (entry.make)();
         let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
         note(play.learn(ALL));
-        // A start that has something to thaw.
+        // A start that has something to thaw, as if the guard had been killed, too.
         if entry.name == "cut mounted" {
             let steps = play.learn(STEPS);
             let frozen = steps.iter().position(|point| point == "freeze.frozen").unwrap() + 1;
-            let waiting = play.die_at(frozen, STEPS, Some(&steps[..frozen])).unwrap();
+            assert!(play.die_at(frozen, STEPS, Some(&steps[..frozen])));
+            let left_over = Freeze::new(&play.scenario.in_use()[0]);
             note(play.watch_start(ALL));
-            play.converge(waiting, false);
+            drop(left_over);
+            play.converge(false);
         }
         play.end();
         1

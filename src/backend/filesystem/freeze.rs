@@ -1,5 +1,6 @@
 //! The freeze that a snapshot is cut under. It ends by [`Frozen::thaw`], by drop, or by a watchdog at
-//! its deadline, whichever comes first; after a crash start-up ends it ([`thaw_left_over`]).
+//! its deadline, whichever comes first; after a crash the freeze guard ends it, or else the next start
+//! ([`thaw_left_over`]).
 
 use std::fs::File;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -9,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::{meet, reach};
+use super::super::freeze_guard::{Guard, Hold};
 use super::super::sys;
 
 /// Mounted filesystems that are frozen while this lives.
@@ -18,6 +20,8 @@ pub struct Frozen {
     since: Instant,
     /// Dropped to end the watchdog.
     _end: Sender<()>,
+    /// Dropped when all is thawed, so that no descriptor keeps a mount busy.
+    hold: Option<Hold>,
 }
 
 #[derive(Debug, Default)]
@@ -51,11 +55,12 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 
 impl Frozen {
     /// Freezes the filesystems that these directories are on, all or none, for at most `deadline`. The caller has synced
-    /// them, so that the freeze has little to write.
-    pub fn freeze(directories: Vec<File>, deadline: Duration) -> Result<Self> {
+    /// them, so that the freeze has little to write. `Unavailable` when nobody would thaw them should this process be killed.
+    pub fn freeze(guard: &Arc<Guard>, directories: Vec<File>, deadline: Duration) -> Result<Self> {
+        let hold = guard.hold(&directories, deadline)?;
         let state = Arc::new(Mutex::new(State::default()));
         let (end, watched) = mpsc::channel();
-        let frozen = Self { state: Arc::clone(&state), since: Instant::now(), _end: end };
+        let frozen = Self { state: Arc::clone(&state), since: Instant::now(), _end: end, hold };
         thread::Builder::new()
             .name("freeze-watchdog".to_owned())
             .spawn(move || {
@@ -90,16 +95,20 @@ impl Frozen {
 
     /// Ends the freeze and says how long it lasted. An error when it had ended before: what was copied
     /// is then not consistent.
-    pub fn thaw(self) -> Result<Duration> {
-        let mut state = lock(&self.state);
-        let lasted = state.thaw()?;
-        if state.expired || !lasted {
+    pub fn thaw(mut self) -> Result<Duration> {
+        let (lasted, took) = {
+            let mut state = lock(&self.state);
+            let lasted = state.thaw()?;
+            (lasted && !state.expired, self.since.elapsed())
+        };
+        drop(self.hold.take());
+        if !lasted {
             return Err(Error::Busy(
                 "the filesystem did not stay frozen long enough; try again when it is less busy"
                     .to_owned(),
             ));
         }
-        Ok(self.since.elapsed())
+        Ok(took)
     }
 }
 

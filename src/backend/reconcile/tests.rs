@@ -49,6 +49,7 @@ impl Pool {
             overcommit: 1e6,
             inline: Default::default(),
             runtime: None,
+            freeze_guard: Default::default(),
         };
         let backend = Some(Backend::open(config.clone()).unwrap());
         Self { backend, config, staged: Vec::new(), directory }

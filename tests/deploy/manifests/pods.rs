@@ -36,8 +36,8 @@ fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
         }
     }
     aggregated::without_api_service(cluster);
-    // Seven of the base, three times, the session manager's, the aggregated API server's, the webhooks', and those of the examples.
-    assert!(found.len() >= 32, "{}", found.len());
+    // Eight of the base, four times, the session manager's, the aggregated API server's, the webhooks', and those of the examples.
+    assert!(found.len() >= 36, "{}", found.len());
     found
 }
 
@@ -63,11 +63,17 @@ fn all_but_driver_and_crust_ops_run_confined() {
             privileged.insert(name.to_owned());
             continue;
         }
-        assert_eq!(own["allowPrivilegeEscalation"], json!(false), "{what}");
-        assert_eq!(own["capabilities"], json!({ "drop": ["ALL"] }), "{what}");
+        // Thawing asks for it, and whoever has it could escalate anyway (PodSpec, allowPrivilegeEscalation).
+        let is_guard = name == "freeze-guard";
+        let capabilities = match is_guard {
+            true => json!({ "drop": ["ALL"], "add": ["SYS_ADMIN"] }),
+            false => json!({ "drop": ["ALL"] }),
+        };
+        assert_eq!(own["capabilities"], capabilities, "{what}");
+        assert_eq!(own["allowPrivilegeEscalation"] == json!(false), !is_guard, "{what}");
         assert_eq!(either("seccompProfile"), json!({ "type": "RuntimeDefault" }), "{what}");
         let is_root = either("runAsUser") == json!(0);
-        let has_to_be = ["node-driver-registrar", "node-proxy"].contains(&name);
+        let has_to_be = ["node-driver-registrar", "node-proxy", "freeze-guard"].contains(&name);
         assert_eq!(is_root, has_to_be, "{what}");
         if !is_root {
             assert_eq!(either("runAsNonRoot"), json!(true), "{what}");
@@ -76,8 +82,8 @@ fn all_but_driver_and_crust_ops_run_confined() {
         }
         for mount in container["volumeMounts"].as_array().into_iter().flatten() {
             // Where it makes its socket, and its memory.
-            let its_own =
-                name == "node-proxy" && (mount["name"] == "socket" || mount["name"] == "state");
+            let its_own = is_guard && mount["name"] == "freeze-guard"
+                || name == "node-proxy" && (mount["name"] == "socket" || mount["name"] == "state");
             let read_only =
                 mount["readOnly"] == json!(true) || mount["name"] == "registration" || its_own;
             // Or one of the pod's own.
@@ -104,6 +110,31 @@ fn only_the_sidecar_of_the_drivers_pod_has_a_token() {
                 || !volume["secret"].is_null()
         });
         assert_eq!(has_token, container["name"] == "metadata", "{what}");
+    }
+}
+
+#[test]
+fn driver_and_freeze_guard_meet_at_a_socket_and_are_not_killed_together() {
+    let Some(cluster) = shared() else { return };
+    let found = containers(cluster);
+    let guards: Vec<_> =
+        found.iter().filter(|(_, container, _)| container["name"] == "freeze-guard").collect();
+    assert_eq!(guards.len(), 4);
+    for (what, guard, pod) in guards {
+        let all = pod["containers"].as_array().unwrap();
+        let driver = all.iter().find(|container| container["name"] == "driver").unwrap();
+        assert_eq!(guard["image"], driver["image"], "{what}");
+        let socket = "unix:///freeze-guard/guard.sock";
+        for (container, flag) in [(guard, "--endpoint"), (driver, "--freeze-guard")] {
+            let arguments = container["args"].as_array().unwrap();
+            assert!(
+                arguments.contains(&json!(format!("{flag}={socket}"))),
+                "{what}: {arguments:?}"
+            );
+            let mounts = container["volumeMounts"].as_array().unwrap();
+            let place = json!({ "name": "freeze-guard", "mountPath": "/freeze-guard" });
+            assert!(mounts.contains(&place), "{what}: {mounts:?}");
+        }
     }
 }
 
@@ -143,9 +174,9 @@ fn the_arguments_of_the_manifests_are_known_to_the_binary() {
             seen += 1;
         }
     }
-    // Driver and sidecar, four times; crust_ops, twice; the node proxy, twice, and twice for another's driver; session manager,
+    // Driver, its freeze guard and sidecar, four times; crust_ops, twice; the node proxy, twice, and twice for another's driver; session manager,
     // aggregated API server and webhooks; a full and an incremental backup, twice.
-    assert_eq!(seen, 21);
+    assert_eq!(seen, 25);
 }
 
 /// The one object of a kind.

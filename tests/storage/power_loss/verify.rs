@@ -61,6 +61,7 @@ impl<'a> Look<'a> {
             overcommit: 1e6,
             inline: Default::default(),
             runtime: None,
+            freeze_guard: Default::default(),
         };
         let backend = Backend::open(config).expect("the driver starts after a power cut");
         let volumes = backend.volumes(None, 0).unwrap().items;

@@ -76,6 +76,8 @@ pub fn ext4_grows_online() -> bool {
 /// A driver and the directory that all of its files are in.
 pub struct Driver {
     child: Option<Child>,
+    /// What runs it, with its arguments, if it is not started as it is.
+    program: Vec<String>,
     kind: PoolKind,
     flags: Vec<String>,
     place: PathBuf,
@@ -101,19 +103,25 @@ impl Driver {
 
     /// With these flags in addition to, or instead of, those that every test has.
     pub fn with(kind: PoolKind, flags: &[&str]) -> Self {
+        Self::run_by(&[], kind, flags)
+    }
+
+    /// Run by another program, such as `unshare`, which has to end with it; of the driver's own process nothing is known then.
+    pub fn run_by(program: &[&str], kind: PoolKind, flags: &[&str]) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let xfs = (kind == PoolKind::Reflink).then(|| Xfs::mount(directory.path(), 16 * GIB));
         let place = xfs.as_ref().map_or(directory.path(), Xfs::path).to_owned();
-        Self::assemble(kind, flags, place, xfs, directory)
+        Self::assemble(program, kind, flags, place, xfs, directory)
     }
 
     /// With its data directory in `place`, where there may be one already.
     pub fn in_place(kind: PoolKind, place: &Path, flags: &[&str]) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
-        Self::assemble(kind, flags, place.to_owned(), None, directory)
+        Self::assemble(&[], kind, flags, place.to_owned(), None, directory)
     }
 
     fn assemble(
+        program: &[&str],
         kind: PoolKind,
         flags: &[&str],
         place: PathBuf,
@@ -127,6 +135,7 @@ impl Driver {
             .unwrap();
         let mut driver = Self {
             child: None,
+            program: program.iter().map(|word| (*word).to_owned()).collect(),
             kind,
             flags: flags.iter().map(|flag| (*flag).to_owned()).collect(),
             place,
@@ -171,8 +180,13 @@ impl Driver {
             ("--pool", &kind),
             ("--node-id", "node-1"),
         ];
-        let mut command = Command::new(binary());
-        command.args(["--mode", "driver"]).env_remove("CSI_ENDPOINT").env_remove("NODE_ID");
+        let mut line = self.program.iter().map(String::as_str).chain([binary()]);
+        let mut command = Command::new(line.next().unwrap());
+        command
+            .args(line)
+            .args(["--mode", "driver"])
+            .env_remove("CSI_ENDPOINT")
+            .env_remove("NODE_ID");
         for (flag, value) in defaults {
             if !flags.iter().any(|given| given == flag) {
                 command.args([flag, value]);

@@ -188,6 +188,7 @@ impl Pool {
             overcommit: 1e6,
             inline: Default::default(),
             runtime: None,
+            freeze_guard: Default::default(),
         };
         configure(&mut config);
         let backend = Backend::open(config.clone()).unwrap();

@@ -349,6 +349,7 @@ fn root_an_image_that_was_being_made_is_made_again() {
         overcommit: 1.0,
         inline: Default::default(),
         runtime: None,
+        freeze_guard: Default::default(),
     };
     let opened = Backend::open(config.clone());
     if opened.is_err() {

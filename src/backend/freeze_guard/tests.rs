@@ -1,0 +1,131 @@
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use super::super::error::Error;
+use super::super::sys;
+use super::{FreezeGuard, Guard, Message, listen};
+
+const LONG: Duration = Duration::from_secs(600);
+
+/// A descriptor that stands for a directory, and the other end of its connection, which tells when all copies of it are closed.
+fn directory() -> (File, UnixStream) {
+    let (told, directory) = UnixStream::pair().unwrap();
+    told.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    (OwnedFd::from(directory).into(), told)
+}
+
+fn guard_at(place: &TempDir) -> PathBuf {
+    let path = place.path().join("guard.sock");
+    listen(UnixListener::bind(&path).unwrap()).unwrap();
+    path
+}
+
+#[test]
+fn messages_are_read_as_they_were_written_and_others_are_none() {
+    for message in [Message::Hold { cut: u64::MAX, seconds: 40 }, Message::Forget { cut: 7 }] {
+        assert_eq!(Message::decode(&message.encode()), Some(message));
+    }
+    let mut bytes = Message::Forget { cut: 7 }.encode();
+    assert_eq!(Message::decode(&bytes[..15]), None);
+    for at in 0..5 {
+        let before = std::mem::replace(&mut bytes[at], b'x');
+        assert_eq!(Message::decode(&bytes), None, "byte {at}");
+        bytes[at] = before;
+    }
+}
+
+#[test]
+fn no_descriptor_is_left_once_a_hold_has_ended() {
+    let place = TempDir::new().unwrap();
+    let guard = Guard::new(FreezeGuard::At(guard_at(&place)));
+    for _ in 0..3 {
+        let ((first, told), (second, told_too)) = (directory(), directory());
+        let other = directory();
+        let kept = guard.hold(std::slice::from_ref(&other.0), LONG).unwrap().unwrap();
+        let hold = guard.hold(&[first, second], LONG).unwrap().unwrap();
+        drop(hold);
+        // An error, and that after a while, as long as anybody has a copy.
+        for mut told in [told, told_too] {
+            assert_eq!(told.read(&mut [0]).unwrap(), 0);
+        }
+        drop((kept, other));
+    }
+}
+
+#[test]
+fn a_guard_that_is_away_is_unavailable_and_one_that_comes_back_is_found() {
+    let place = TempDir::new().unwrap();
+    let path = place.path().join("guard.sock");
+    let guard = Guard::new(FreezeGuard::At(path.clone()));
+    let (held, _told) = directory();
+    let refused = |words: &str| match guard.hold(std::slice::from_ref(&held), LONG) {
+        Err(Error::Unavailable(message)) => assert!(message.contains(words), "{message}"),
+        other => panic!("{other:?}"),
+    };
+    refused("nothing was frozen");
+    // One that takes a connection, and ends before it answers or says what is no answer.
+    let listener = UnixListener::bind(&path).unwrap();
+    let ends = thread::spawn(move || {
+        for answer in [&b""[..], b"?"] {
+            let (mut connection, _) = listener.accept().unwrap();
+            let _ = connection.write_all(answer);
+        }
+        std::fs::remove_file(&path).unwrap();
+        listen(UnixListener::bind(&path).unwrap()).unwrap();
+    });
+    refused("guard.sock");
+    refused("guard.sock");
+    ends.join().unwrap();
+    assert!(guard.hold(std::slice::from_ref(&held), LONG).unwrap().is_some());
+}
+
+#[test]
+fn nothing_to_freeze_needs_no_guard() {
+    let guard = Guard::new(FreezeGuard::At("/nonexistent/guard.sock".into()));
+    assert!(guard.hold(&[], LONG).unwrap().is_none());
+    let (held, _told) = directory();
+    assert!(Guard::new(FreezeGuard::None).hold(&[held], LONG).unwrap().is_none());
+}
+
+#[test]
+fn what_is_no_message_ends_the_connection_and_the_guard_serves_others() {
+    let place = TempDir::new().unwrap();
+    let path = guard_at(&place);
+    let (held, mut told) = directory();
+    let mut hostile = UnixStream::connect(&path).unwrap();
+    let hold = Message::Hold { cut: 1, seconds: 600 }.encode();
+    assert_eq!(sys::send_with_descriptor(&hostile, &hold, Some(held.as_fd())).unwrap(), 16);
+    hostile.read_exact(&mut [0]).unwrap();
+    // A hold without a descriptor is refused, and no more.
+    assert_eq!(sys::send_with_descriptor(&hostile, &hold, None).unwrap(), 16);
+    let mut answer = [0];
+    hostile.read_exact(&mut answer).unwrap();
+    assert_eq!(&answer, b"R");
+    drop(held);
+    hostile.write_all(b"GET / HTTP/1.1\r\n").unwrap();
+    assert_eq!(hostile.read(&mut [0]).unwrap(), 0);
+    assert_eq!(told.read(&mut [0]).unwrap(), 0);
+    let (held, _told) = directory();
+    let guard = Guard::new(FreezeGuard::At(path));
+    assert!(guard.hold(&[held], LONG).unwrap().is_some());
+}
+
+#[test]
+fn a_hold_ends_at_its_deadline_whatever_the_driver_does() {
+    let place = TempDir::new().unwrap();
+    let driver = UnixStream::connect(guard_at(&place)).unwrap();
+    let (held, mut told) = directory();
+    let hold = Message::Hold { cut: 1, seconds: 0 }.encode();
+    let directory: OwnedFd = held.into();
+    assert_eq!(sys::send_with_descriptor(&driver, &hold, Some(directory.as_fd())).unwrap(), 16);
+    drop(directory);
+    assert_eq!(told.read(&mut [0]).unwrap(), 0);
+    drop(driver);
+}

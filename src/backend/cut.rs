@@ -19,7 +19,7 @@ use super::fail_point::reach;
 use super::model::{ChainBreak, Group, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::point_in_time::{self, Copy, Durations, timed};
 use super::pool::{self, Directory};
-use super::store::Store;
+use super::store::{Store, now};
 use super::tracker::{Bitmap, Header, RecordWriter};
 use super::units::BlockRange;
 
@@ -223,6 +223,7 @@ fn commit(
             && matches!(former.phase, SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten)
         {
             former.has_data = false;
+            former.baseline_until = Some(now().0);
             unneeded.push(former);
         }
         snapshot.phase = SnapshotPhase::Ready;

@@ -224,6 +224,20 @@ pub struct Snapshot {
     /// being written is as a power cut would have left it.
     #[serde(default)]
     pub crash_consistent: bool,
+    /// When it ceased to be the baseline (seconds since the epoch), if it was deleted before: until then it was kept whatever
+    /// its age.
+    #[serde(default)]
+    pub baseline_until: Option<u64>,
+}
+
+impl Snapshot {
+    /// When the retention of the record of a deleted snapshot begins, in seconds since the epoch.
+    pub fn retained_since(&self) -> Option<u64> {
+        match self.phase {
+            SnapshotPhase::Deleted { at } => Some(at.max(self.baseline_until.unwrap_or(0))),
+            SnapshotPhase::Cutting | SnapshotPhase::Ready | SnapshotPhase::Forgotten => None,
+        }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -68,6 +68,7 @@ pub fn new_row(volume: &Volume, name: &str, group_id: Option<&str>) -> Result<Sn
         has_data: false,
         format: volume.format,
         crash_consistent: false,
+        baseline_until: None,
     })
 }
 

@@ -114,11 +114,10 @@ pub fn drop_baseline(store: &Store, mut volume: Volume, reason: ChainBreak) -> R
     unneeded.map_or(Ok(()), |row| pool::remove_and_free(&store.snapshot_path(&row.id)))
 }
 
-/// Forgets the records of snapshots that were deleted longer than the retention ago.
+/// Forgets the records of snapshots that were deleted, and ceased to be a baseline, longer than the retention ago.
 pub fn forget_expired(store: &Store) -> Result<()> {
     let oldest = now().0.saturating_sub(store.config.retention.as_secs());
-    let expired =
-        |row: &Snapshot| matches!(row.phase, SnapshotPhase::Deleted { at } if at < oldest);
+    let expired = |row: &Snapshot| row.retained_since().is_some_and(|since| since < oldest);
     let mut rows = store.catalog.read()?.select(expired)?;
     rows.sort_unstable_by_key(|row| row.sequence);
     for row in rows {

@@ -314,3 +314,33 @@ fn root_a_staged_volume_is_never_smaller_than_its_device() {
         pool.recover();
     });
 }
+
+#[test]
+fn root_the_retention_of_a_deleted_baseline_begins_when_it_ceases_to_be_one() {
+    let name = "root_the_retention_of_a_deleted_baseline_begins_when_it_ceases_to_be_one";
+    for_each_pool(name, |pool| {
+        let volume = pool.volume("v");
+        let base = pool.snapshot("base", &volume);
+        pool.backend().delete_snapshot(&base.id).unwrap();
+        let row = |pool: &Pool, id: &str| {
+            pool.store().catalog.read().unwrap().get::<Snapshot>(id).unwrap().unwrap()
+        };
+        // Deleted long before the retention of an hour.
+        let long_ago = super::super::super::store::now().0 - 7200;
+        let deleted = SnapshotPhase::Deleted { at: long_ago };
+        pool.put(&Snapshot { phase: deleted, ..row(pool, &base.id) });
+        pool.backend().forget_expired().unwrap();
+        pool.write(&volume, 3, 1);
+        let target = pool.snapshot("target", &volume);
+        for _ in 0..2 {
+            pool.backend().forget_expired().unwrap();
+            assert_eq!(pool.delta(&base, &target), [3], "the base of a backup under way");
+            pool.recover();
+        }
+        pool.put(&Snapshot { baseline_until: Some(long_ago), ..row(pool, &base.id) });
+        pool.backend().forget_expired().unwrap();
+        let refused = pool.backend().delta(&base.id, &target.id).unwrap_err();
+        assert!(matches!(refused, Error::Precondition(_)), "{refused}");
+        pool.recover();
+    });
+}

@@ -1,8 +1,8 @@
 //! A gRPC server on a unix socket from its first call to its last.
 
 use std::convert::Infallible;
+use std::io;
 use std::pin::pin;
-use std::time::Duration;
 
 use anyhow::Context as _;
 use hyper::body::Incoming;
@@ -10,18 +10,17 @@ use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::sleep;
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tonic::transport::server::Router;
 
 use super::call::Calls;
+use crate::telemetry::accept::Accepting;
 use crate::telemetry::shutdown::Shutdown;
 
-/// How long to wait when no connection can be taken.
-const TAKE_AGAIN: Duration = Duration::from_millis(50);
 /// Calls at once over one connection, and bytes under way of each. The connection has room for all of them: one that nobody reads
 /// holds up no other.
 const STREAMS: u32 = 200;
@@ -34,7 +33,7 @@ pub async fn until_told(
     calls: &Calls,
     shutdown: &Shutdown,
 ) -> anyhow::Result<()> {
-    let incoming = UnixListenerStream::new(listener);
+    let incoming = incoming(listener, shutdown.clone());
     let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
         served = served => served.context("serving")?,
@@ -42,6 +41,25 @@ pub async fn until_told(
     }
     ended(calls, shutdown).await;
     Ok(())
+}
+
+/// The connections until draining begins. (tonic itself polls a listener that fails again at once.)
+fn incoming(listener: UnixListener, shutdown: Shutdown) -> ReceiverStream<io::Result<UnixStream>> {
+    let (ready, connections) = mpsc::channel(1);
+    tokio::spawn(async move {
+        let mut accepting = Accepting::default();
+        loop {
+            let next = tokio::select! {
+                next = accepting.next(&listener) => next,
+                () = shutdown.draining() => return,
+                () = ready.closed() => return,
+            };
+            if ready.send(Ok(next)).await.is_err() {
+                return;
+            }
+        }
+    });
+    ReceiverStream::new(connections)
 }
 
 /// Calls whose client has gone run on without a connection.
@@ -64,18 +82,12 @@ where
     F: Future<Output = Response<Body>> + Send + 'static,
 {
     let mut connections = JoinSet::new();
+    let mut accepting = Accepting::default();
     loop {
         tokio::select! {
-            taken = listener.accept() => match taken {
-                Ok((stream, _)) => {
-                    connections.spawn(attend(stream, answer.clone(), shutdown.clone()));
-                }
-                // None is left to the process, or the client has gone again.
-                Err(error) => {
-                    tracing::warn!(%error, "a connection could not be taken");
-                    sleep(TAKE_AGAIN).await;
-                }
-            },
+            stream = accepting.next(&listener) => {
+                connections.spawn(attend(stream, answer.clone(), shutdown.clone()));
+            }
             Some(_) = connections.join_next() => {}
             () = shutdown.draining() => break,
         }

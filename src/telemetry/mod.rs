@@ -1,6 +1,7 @@
 //! What every role shows of itself: logs on stderr, Prometheus metrics and health over HTTP, and the
 //! one place that turns signals into an orderly end. Knows no role and no backend.
 
+pub mod accept;
 pub mod complaint;
 pub mod http;
 pub mod klog;

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use nix::libc;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -21,6 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use super::ClientChain;
+use crate::telemetry::accept::Accepting;
 use crate::telemetry::shutdown::Shutdown;
 
 /// How long a handshake may take.
@@ -31,8 +31,6 @@ const MAX_HANDSHAKES: usize = 256;
 const MAX_CONNECTIONS: usize = 4_096;
 /// How long a client may take to close a connection that was shut down.
 const LINGER: Duration = Duration::from_secs(2);
-/// Time to the next attempt when the machine has no room for a connection.
-const PAUSE: Duration = Duration::from_millis(100);
 
 /// A connection on which TLS is spoken.
 #[derive(Debug)]
@@ -90,48 +88,15 @@ struct Acceptor {
 
 impl Acceptor {
     async fn accept_all(&self) {
+        let mut accepting = Accepting::default();
         loop {
             // Nobody closes them.
             let Ok(place) = self.connections.clone().acquire_owned().await else { return };
             let Ok(turn) = self.handshakes.clone().acquire_owned().await else { return };
-            match self.listener.accept().await {
-                Ok((stream, _)) => {
-                    tokio::spawn(hand_over(
-                        self.tls.clone(),
-                        stream,
-                        place,
-                        turn,
-                        self.ready.clone(),
-                    ));
-                }
-                Err(error) if is_of_one_client(&error) => {
-                    tracing::debug!(%error, "a client went before it was accepted");
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "no room for another connection; trying again");
-                    sleep(PAUSE).await;
-                }
-            }
+            let stream = accepting.next(&self.listener).await;
+            tokio::spawn(hand_over(self.tls.clone(), stream, place, turn, self.ready.clone()));
         }
     }
-}
-
-/// What accept(2) reports of the connection that it would have returned.
-fn is_of_one_client(error: &io::Error) -> bool {
-    let of_the_network = [
-        libc::ENETDOWN,
-        libc::EPROTO,
-        libc::ENOPROTOOPT,
-        libc::EHOSTDOWN,
-        libc::ENONET,
-        libc::EHOSTUNREACH,
-        libc::EOPNOTSUPP,
-        libc::ENETUNREACH,
-        libc::ECONNABORTED,
-        libc::EPERM,
-        libc::EINTR,
-    ];
-    error.raw_os_error().is_some_and(|code| of_the_network.contains(&code))
 }
 
 async fn hand_over(

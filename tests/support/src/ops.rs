@@ -134,7 +134,11 @@ impl Ops {
     }
 
     pub fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.child.as_ref().unwrap().id() as i32), signal).unwrap();
+        kill(self.pid(), signal).unwrap();
+    }
+
+    pub fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.as_ref().unwrap().id() as i32)
     }
 
     pub fn wait(&mut self) -> ExitStatus {

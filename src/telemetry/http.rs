@@ -1,5 +1,6 @@
 //! `--http-endpoint`: health for a probe and metrics for Prometheus, at the paths that the role has always
-//! had. Plain HTTP, nothing secret on it.
+//! had. Plain HTTP, nothing secret on it. Whoever reaches the port may ask, and what answers may hang with a disk, so everything
+//! has a bound: connections, the time that each may take, and threads ([`Alone`]).
 
 use std::fmt;
 use std::io;
@@ -13,14 +14,31 @@ use axum::Router;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use tokio::net::TcpListener;
-use tokio::task::spawn_blocking;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
+use super::accept::Accepting;
+use super::alone::{Alone, NoResult};
 use super::shutdown::Shutdown;
 
-/// How long a health check may take before it counts as failed.
-const HEALTH_DEADLINE: Duration = Duration::from_secs(5);
+/// How long a health check may take before it counts as failed, and a scrape.
+const ANSWER_DEADLINE: Duration = short_in_tests(Duration::from_secs(5));
+/// How long a client may take for the head of its request.
+const HEAD: Duration = short_in_tests(Duration::from_secs(10));
+/// The longest life of a connection, which is for one request.
+const CONNECTION: Duration = Duration::from_secs(30);
+/// Connections at once; while there are so many, further clients wait in the kernel's queue.
+const MAX_CONNECTIONS: usize = 64;
+/// Bytes of a request's head.
+const MAX_HEAD: usize = 16 << 10;
+
+const fn short_in_tests(time: Duration) -> Duration {
+    if cfg!(test) { Duration::from_millis(200) } else { time }
+}
 
 /// Says what is wrong, or nothing. May block.
 pub type HealthCheck = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
@@ -128,46 +146,80 @@ pub async fn start_with(
     let Pages { health_path, health, metrics } = pages;
     let mut routes = Router::new();
     for (path, check) in checks.into_iter().chain([(health_path, health)]) {
+        let check = Alone::new(check);
         routes = routes.route(path, get(move || healthz(check.clone())));
     }
     if let Some((path, scrape)) = metrics {
+        let scrape = Alone::new(scrape);
         routes = routes.route(&path, get(move || scraped(scrape.clone())));
     }
     tokio::spawn(async move {
-        let ended = async move { shutdown.ending().await };
-        if let Err(error) = axum::serve(listener, routes).with_graceful_shutdown(ended).await {
-            tracing::error!(%error, "the HTTP endpoint stopped");
+        tokio::select! {
+            () = serve(listener, routes) => {}
+            () = shutdown.ending() => {}
         }
     });
     Ok(address)
 }
 
-async fn healthz(health: HealthCheck) -> Response {
-    match timeout(HEALTH_DEADLINE, spawn_blocking(move || health())).await {
-        Ok(Ok(Ok(()))) => (StatusCode::OK, "ok\n").into_response(),
-        Ok(Ok(Err(reason))) => unhealthy(&reason),
-        Ok(Err(_)) => unhealthy("the health check panicked"),
-        Err(_) => unhealthy("the health check did not answer in time"),
+async fn serve(listener: TcpListener, routes: Router) {
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut accepting = Accepting::default();
+    // Nobody closes it.
+    while let Ok(place) = places.clone().acquire_owned().await {
+        let stream = accepting.next(&listener).await;
+        let routes = routes.clone();
+        tokio::spawn(async move {
+            if timeout(CONNECTION, attend(stream, routes)).await.is_err() {
+                tracing::debug!("closing a connection that took too long");
+            }
+            drop(place);
+        });
     }
 }
 
-fn unhealthy(reason: &str) -> Response {
+async fn attend(stream: TcpStream, routes: Router) {
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(HEAD);
+    builder.max_buf_size(MAX_HEAD).keep_alive(false);
+    let served = builder
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes.into_service()));
+    if let Err(error) = served.await {
+        tracing::debug!(%error, "a connection broke");
+    }
+}
+
+async fn healthz(health: Alone<Result<(), String>>) -> Response {
+    match health.result(ANSWER_DEADLINE).await {
+        Ok(Ok(())) => (StatusCode::OK, "ok\n").into_response(),
+        Ok(Err(reason)) => unavailable(&reason),
+        Err(NoResult::Failed) => unavailable("the health check panicked"),
+        Err(NoResult::Late) => unavailable("the health check did not answer in time"),
+    }
+}
+
+fn unavailable(reason: &str) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response()
 }
 
-async fn scraped(scrape: Scrape) -> Response {
+async fn scraped(scrape: Alone<Result<String, fmt::Error>>) -> Response {
     const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    match spawn_blocking(move || scrape()).await {
+    match scrape.result(ANSWER_DEADLINE).await {
         Ok(Ok(body)) => ([(header::CONTENT_TYPE, OPEN_METRICS)], body).into_response(),
-        _ => (StatusCode::INTERNAL_SERVER_ERROR, "collecting metrics failed\n").into_response(),
+        Ok(Err(_)) | Err(NoResult::Failed) => {
+            (StatusCode::INTERNAL_SERVER_ERROR, "collecting metrics failed\n").into_response()
+        }
+        Err(NoResult::Late) => unavailable("the metrics were not collected in time"),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    use tokio::net::TcpStream;
+    use tokio::task::JoinSet;
 
     #[test]
     fn endpoints_are_host_and_port() {
@@ -214,5 +266,80 @@ mod tests {
         let answer = fetch(address, "/healthz").await;
         assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("the pool is gone"));
         drop(end);
+    }
+
+    /// In a runtime where one thread may block, which has to stay free for calls.
+    fn with_one_blocking_thread(test: impl Future<Output = ()>) {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        let runtime = builder.worker_threads(2).max_blocking_threads(1).enable_all().build();
+        runtime.unwrap().block_on(test);
+    }
+
+    #[test]
+    fn a_check_that_hangs_takes_one_thread_and_none_of_those_for_calls() {
+        with_one_blocking_thread(async {
+            let (let_go, hangs) = std::sync::mpsc::channel::<()>();
+            let hangs = std::sync::Mutex::new(hangs);
+            let runs = Arc::new(AtomicUsize::new(0));
+            let counted = runs.clone();
+            let health: HealthCheck = Arc::new(move || {
+                counted.fetch_add(1, Ordering::Relaxed);
+                let _ = hangs.lock().unwrap().recv();
+                Ok(())
+            });
+            let (_end, shutdown) = Shutdown::by_hand();
+            let endpoint = "127.0.0.1:0".parse().unwrap();
+            let address = start(&endpoint, pages(health), shutdown).await.unwrap();
+            for _ in 0..3 {
+                let at_once: JoinSet<String> =
+                    (0..20).map(|_| fetch(address, "/healthz")).collect();
+                for answer in at_once.join_all().await {
+                    assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("in time"));
+                }
+                tokio::task::spawn_blocking(|| ()).await.unwrap();
+                assert!(fetch(address, "/metrics").await.contains("# EOF"));
+            }
+            assert_eq!(runs.load(Ordering::Relaxed), 1);
+            drop(let_go);
+            while !fetch(address, "/healthz").await.starts_with("HTTP/1.1 200") {}
+        });
+    }
+
+    #[tokio::test]
+    async fn a_scrape_that_hangs_is_answered_in_time() {
+        let (let_go, hangs) = std::sync::mpsc::channel::<()>();
+        let hangs = std::sync::Mutex::new(hangs);
+        let scrape: Scrape = Arc::new(move || {
+            let _ = hangs.lock().unwrap().recv();
+            Ok("# EOF\n".into())
+        });
+        let pages =
+            Pages { metrics: Some(("/metrics".into(), scrape)), ..pages(Arc::new(|| Ok(()))) };
+        let (_end, shutdown) = Shutdown::by_hand();
+        let address = start(&"127.0.0.1:0".parse().unwrap(), pages, shutdown).await.unwrap();
+        assert!(fetch(address, "/metrics").await.starts_with("HTTP/1.1 503"));
+        assert!(fetch(address, "/healthz").await.starts_with("HTTP/1.1 200"));
+        drop(let_go);
+        while !fetch(address, "/metrics").await.contains("# EOF") {}
+    }
+
+    #[tokio::test]
+    async fn clients_that_say_nothing_are_few_and_do_not_stay() {
+        let (_end, shutdown) = Shutdown::by_hand();
+        let pages = pages(Arc::new(|| Ok(())));
+        let address = start(&"127.0.0.1:0".parse().unwrap(), pages, shutdown).await.unwrap();
+        let mut silent = Vec::new();
+        for number in 0..2 * MAX_CONNECTIONS {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            let begun: &[u8] = if number % 2 == 0 { b"" } else { b"GET /healthz HTTP/1.1\r\nHo" };
+            stream.write_all(begun).await.unwrap();
+            silent.push(stream);
+        }
+        // After them in the queue.
+        assert!(fetch(address, "/healthz").await.starts_with("HTTP/1.1 200"));
+        for mut stream in silent {
+            // Closed, or told so and closed.
+            let _ = stream.read_to_string(&mut String::new()).await;
+        }
     }
 }

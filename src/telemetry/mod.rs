@@ -2,6 +2,7 @@
 //! one place that turns signals into an orderly end. Knows no role and no backend.
 
 pub mod accept;
+pub mod alone;
 pub mod complaint;
 pub mod http;
 pub mod klog;

@@ -185,6 +185,8 @@ mod tests {
             data_dir: directory.path().join("data"),
             pool: PoolChoice::Kind(PoolKind::Copy),
             pool_size: None,
+            pool_sparse: true,
+            freeze_guard: Default::default(),
             retention: Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),

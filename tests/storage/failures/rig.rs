@@ -39,7 +39,7 @@ impl Rig {
         let below = directory.path().join("below");
         fs::create_dir(&below).unwrap();
         mount(filesystem(kind), &disk.image(), &below);
-        let driver = Driver::in_place(kind, &below, &["--pool-size", "320Mi"]);
+        let driver = Driver::in_place(kind, &below, &["--pool-size", "320Mi", "--pool-sparse"]);
         Self {
             kind,
             driver,

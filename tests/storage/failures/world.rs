@@ -131,6 +131,8 @@ impl World {
             Operation::Repair => self.rig.repair(),
             Operation::DropPageCache => self.rig.drop_page_cache(),
             Operation::NoDescriptors if self.rig.driver.is_running() => {
+                // A call needs a connection that is there.
+                self.list();
                 self.rig.limit_descriptors(true);
                 self.snapshot(0);
                 self.list();

@@ -118,7 +118,11 @@ pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
         Some(device) => {
             filesystem::unmount(target, |mount| mount.shows(device) || mount.is_node_of(device))?;
         }
-        None => filesystem::unmount(target, Mount::is_loop_node)?,
+        // It was taken away from under its node, which is of no use to anybody now.
+        None if ids::name_of(volume_id).is_some() => {
+            filesystem::unmount(target, Mount::is_loop_node)?;
+        }
+        None => return Ok(()),
     }
     if let Some((device, id)) = found.filter(|(_, id)| is_inline(id)) {
         device.release_named(&id)?;
@@ -130,8 +134,11 @@ pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
 pub fn unstage(store: &Store, volume_id: &str, staging: &Path) -> Result<()> {
     let _lock = store.locks.take([volume_id])?;
     let Some((device, id)) = device_of(volume_id, staging)? else { return Ok(()) };
+    // As mountinfo has it: the path may lead through symbolic links.
+    let staged_at = filesystem::mount_at(staging)?.map(|mount| mount.target);
     let is_elsewhere = |mount: &Mount| {
-        (mount.shows(&device) || mount.is_node_of(&device)) && mount.target != staging
+        let is_of_device = mount.shows(&device) || mount.is_node_of(&device);
+        is_of_device && Some(&mount.target) != staged_at.as_ref()
     };
     if let Some(mount) = filesystem::all_mounts()?.into_iter().find(is_elsewhere) {
         return Err(Error::Precondition(format!(

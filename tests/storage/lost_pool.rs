@@ -2,6 +2,7 @@
 //! are let go of, and after the recovery everything acknowledged is there.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 
 use csi_loopback::backend::{
     Backend, CreateVolume, Error, FsType, PoolKind, Source, VolumeRequest, check,
@@ -95,13 +96,21 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
     // What is in use is let go of, in the order of CSI, and once more.
     let wrong_order = backend.unstage(&volume.id, &mounted_at.staging);
     assert!(matches!(wrong_order, Err(Error::Precondition(_))), "{wrong_order:?}");
+    for unknown in ["vol-unknown-0123456789abcdef", "csi-unknown"] {
+        backend.unpublish(unknown, &mounted_at.target).unwrap();
+        backend.unstage(unknown, &mounted_at.staging).unwrap();
+        assert!(!mounts_at(&mounted_at.target).is_empty());
+    }
+    let linked = pool.scratch().join("linked");
+    symlink(pool.scratch(), &linked).unwrap();
     for attached in [&mounted_at, &raw_at] {
         for _ in 0..2 {
             backend.unpublish(&attached.volume_id, &attached.target).unwrap();
             assert!(!attached.target.exists());
         }
+        let staging = linked.join(attached.staging.file_name().unwrap());
         for _ in 0..2 {
-            backend.unstage(&attached.volume_id, &attached.staging).unwrap();
+            backend.unstage(&attached.volume_id, &staging).unwrap();
         }
         assert!(mounts_at(&attached.staging).is_empty());
         assert!(loops_named(&attached.volume_id).is_empty());

@@ -60,6 +60,11 @@ impl LoopDevice {
                     if self.name().as_deref() != Some(id) {
                         return Ok(());
                     }
+                    // The next user of the device would find it read-only.
+                    if sys::block_is_read_only(&file).context(doing)? {
+                        sys::set_block_read_only(&file, false).context(doing)?;
+                        reach("loop.mode_reset")?;
+                    }
                     match sys::loop_clear(&file) {
                         Err(e) if !matches!(e.raw_os_error(), Some(libc::ENXIO | libc::EBUSY)) => {
                             return Err(Error::io(doing(), e));

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# hack/soak.sh [MINUTES]: runs the long versions of the tests that look for a missed change: the oracle,
-# real filesystems under load, crashes at every fail point, power loss and the fuzz targets, and those of the
+# hack/soak.sh [MINUTES]: runs the long versions of the tests that look for a missed change or a lost snapshot: the
+# oracle, sequences of failures, real filesystems under load, crashes at every fail point, power loss and the fuzz targets, and those of the
 # sidecar, in rounds, each with fresh seeds and larger settings, until the time (60 minutes, building included) is
 # up.
 # A step that the rest of the time is too short for is made smaller or left out.
@@ -9,7 +9,7 @@
 # whatever a test keeps of a failure (images after a power cut, inputs of fuzz targets) stay in
 # target/soak/TIME, which is printed, when something failed, and go when nothing did.
 #
-# SOAK_STEPS  which steps to run ("oracle filesystems crash power-loss fuzz sidecar")
+# SOAK_STEPS  which steps to run ("oracle failures filesystems crash power-loss fuzz sidecar")
 #
 # Needs root. Interrupt it at any time: it takes away what it has made.
 set -euo pipefail
@@ -21,17 +21,17 @@ cd "$repo"
 
 minutes=${1:-60}
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || die "not a number of minutes: $minutes"
-steps=${SOAK_STEPS:-oracle filesystems crash power-loss fuzz sidecar}
+steps=${SOAK_STEPS:-oracle failures filesystems crash power-loss fuzz sidecar}
 
 # What each step is given: in the first round, at least, at most. Cases, seconds, images; crashes come
 # as they are.
-declare -A size=([oracle]=20 [filesystems]=12 [crash]=1 [power-loss]=100 [fuzz]=30 [sidecar]=1)
-declare -A least=([oracle]=2 [filesystems]=3 [crash]=1 [power-loss]=20 [fuzz]=5 [sidecar]=1)
-declare -A most=([oracle]=2000 [filesystems]=600 [crash]=1 [power-loss]=2000 [fuzz]=1200 [sidecar]=1)
+declare -A size=([oracle]=20 [failures]=40 [filesystems]=12 [crash]=1 [power-loss]=100 [fuzz]=30 [sidecar]=1)
+declare -A least=([oracle]=2 [failures]=2 [filesystems]=3 [crash]=1 [power-loss]=20 [fuzz]=5 [sidecar]=1)
+declare -A most=([oracle]=2000 [failures]=5000 [filesystems]=600 [crash]=1 [power-loss]=2000 [fuzz]=1200 [sidecar]=1)
 # What it takes, in milliseconds: at least, and for each unit. A guess until it has been run; then
 # measured, with what it takes at least in it.
-declare -A fixed=([oracle]=5000 [filesystems]=60000 [crash]=300000 [power-loss]=20000 [fuzz]=5000 [sidecar]=240000)
-declare -A each=([oracle]=6000 [filesystems]=15000 [crash]=0 [power-loss]=2000 [fuzz]=9000 [sidecar]=0)
+declare -A fixed=([oracle]=5000 [failures]=5000 [filesystems]=60000 [crash]=300000 [power-loss]=20000 [fuzz]=5000 [sidecar]=240000)
+declare -A each=([oracle]=6000 [failures]=12000 [filesystems]=15000 [crash]=0 [power-loss]=2000 [fuzz]=9000 [sidecar]=0)
 for name in $steps; do
     [[ -n ${size[$name]:-} ]] || die "no such step: $name; there are ${!size[*]}"
 done
@@ -79,6 +79,7 @@ start() {
     local seed=$(((RANDOM << 15 | RANDOM) % 1000000000))
     case $1 in
         oracle) tests oracle --test storage oracle:: -- "ORACLE_SEED=$seed" "ORACLE_CASES=$2" ;;
+        failures) tests failures --test storage failures:: -- "ORACLE_SEED=$seed" "ORACLE_CASES=$2" ;;
         filesystems) tests filesystems --test storage filesystems:: -- "FILESYSTEMS_SECONDS=$2" ;;
         crash) tests crash --test crash -- CRASH_POOLS=all ;;
         sidecar) tests sidecar --test api_server sidecar:: -- SIDECAR_STALL_SECONDS=60 ;;

@@ -72,15 +72,15 @@ pub fn operation() -> BoxedStrategy<Operation> {
         5 => (pick(), [pick(), pick()])
             .prop_map(|(volume, snapshots)| Operation::Delta { volume, snapshots }),
         4 => pick().prop_map(|volume| Operation::Restage { volume }),
-        4 => fault.prop_map(Operation::Disk),
+        3 => fault.prop_map(Operation::Disk),
         3 => Just(Operation::Fill),
-        6 => Just(Operation::Repair),
+        7 => Just(Operation::Repair),
         2 => Just(Operation::DropPageCache),
         1 => Just(Operation::NoDescriptors),
         4 => prop::bool::weighted(0.8).prop_map(|starts| Operation::Kill { starts }),
         4 => prop::bool::weighted(0.8).prop_map(|starts| Operation::Stop { starts }),
         8 => Just(Operation::Start),
-        2 => Just(Operation::Reboot),
+        5 => Just(Operation::Reboot),
     ]
     .boxed()
 }

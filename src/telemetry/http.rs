@@ -296,7 +296,8 @@ mod tests {
                 for answer in at_once.join_all().await {
                     assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("in time"));
                 }
-                tokio::task::spawn_blocking(|| ()).await.unwrap();
+                let call = tokio::task::spawn_blocking(|| ());
+                timeout(Duration::from_secs(20), call).await.expect("a thread for a call").unwrap();
                 assert!(fetch(address, "/metrics").await.contains("# EOF"));
             }
             assert_eq!(runs.load(Ordering::Relaxed), 1);

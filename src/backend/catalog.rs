@@ -26,6 +26,7 @@ use super::pool::sync_directory;
 use direct::DirectFile;
 use file::{CatalogFile, Mode};
 
+pub use file::Relief;
 pub use verify::{read_verified, verify_or_rescue};
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
@@ -80,6 +81,7 @@ const PAGE_BYTES: u64 = 4096;
 
 pub struct Catalog {
     path: PathBuf,
+    relief: Relief,
     /// Held for reading while a transaction is written, and for writing while the store is opened again.
     store: RwLock<Opened>,
 }
@@ -90,8 +92,8 @@ struct Opened {
 }
 
 impl Opened {
-    fn new(file: DirectFile, mode: Mode) -> Result<Self> {
-        let file = CatalogFile::new(file, mode).map_err(|e| Error::io("catalog", e))?;
+    fn new(file: DirectFile, mode: Mode, relief: Relief) -> Result<Self> {
+        let file = CatalogFile::new(file, mode, relief).map_err(|e| Error::io("catalog", e))?;
         let database = Database::builder()
             .set_cache_size(CACHE_BYTES)
             .create_with_backend(file.clone())
@@ -99,8 +101,8 @@ impl Opened {
         Ok(Self { database, file })
     }
 
-    fn open(path: &Path, mode: Mode) -> Result<Self> {
-        Self::new(open_file(path)?, mode)
+    fn open(path: &Path, mode: Mode, relief: &Relief) -> Result<Self> {
+        Self::new(open_file(path)?, mode, relief.clone())
     }
 
     /// Whether it can be used as a file of this mode. A durable one serves readers, too.
@@ -122,23 +124,28 @@ impl fmt::Debug for Catalog {
 impl Catalog {
     /// Opens the catalog at `path`, or makes it. After a crash the last commit is what is found.
     pub fn open(path: &Path) -> Result<Self> {
+        Self::open_with(path, Relief::none())
+    }
+
+    /// Like [`Self::open`], with room that is held back for it.
+    pub fn open_with(path: &Path, relief: Relief) -> Result<Self> {
         let making = || format!("making the catalog {}", path.display());
         if !path.try_exists().context(making)? {
             // Under another name: the store does not open what a crash leaves of its own making.
             let part = path.with_extension("part");
-            drop(Self::with(&part, DirectFile::create(&part).context(making)?)?);
+            drop(Self::with(&part, DirectFile::create(&part).context(making)?, relief.clone())?);
             reach("catalog.made")?;
             fs::rename(&part, path).context(making)?;
             reach("catalog.named")?;
             path.parent().map_or(Ok(()), sync_directory)?;
         }
-        Self::with(path, open_file(path)?)
+        Self::with(path, open_file(path)?, relief)
     }
 
-    fn with(path: &Path, file: DirectFile) -> Result<Self> {
+    fn with(path: &Path, file: DirectFile, relief: Relief) -> Result<Self> {
         let is_blank = file.len().context(|| format!("opening {}", path.display()))? == 0;
-        let store = RwLock::new(Opened::new(file, Mode::Durable)?);
-        let catalog = Self { path: path.to_owned(), store };
+        let store = RwLock::new(Opened::new(file, Mode::Durable, relief.clone())?);
+        let catalog = Self { path: path.to_owned(), relief, store };
         catalog.prepare(is_blank)?;
         Ok(catalog)
     }
@@ -164,14 +171,14 @@ impl Catalog {
         }
         store.file.retire();
         verify::verify(&self.path)?;
-        *store = match Opened::open(&self.path, Mode::Durable) {
+        *store = match Opened::open(&self.path, Mode::Durable, &self.relief) {
             Ok(opened) => {
                 warn!("the catalog met an I/O error; it was opened again");
                 opened
             }
             Err(error) if mode == Mode::Overlay => {
                 warn!(%error, "the catalog cannot be written; it is read-only until the next change succeeds");
-                Opened::open(&self.path, Mode::Overlay)?
+                Opened::open(&self.path, Mode::Overlay, &self.relief)?
             }
             Err(error) => return Err(error),
         };

@@ -58,9 +58,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
-use tracing::info;
+use tracing::{info, warn};
 
-use catalog::Catalog;
+use catalog::{Catalog, Relief};
 use error::Context;
 use freeze_guard::Guard;
 use locks::Locks;
@@ -146,11 +146,12 @@ impl Backend {
         let instance_lock = lock_instance(data_dir)?;
         let image = ImageChoice { size: config.pool_size, sparse: config.pool_sparse };
         let opened = pool::open(data_dir, config.pool, &image)?;
-        check_catalog(opened.pool.root())?;
+        let pool: Arc<dyn Pool> = opened.pool.into();
+        check_catalog(pool.root())?;
         let store = Store {
-            catalog: Catalog::open(&catalog_path(opened.pool.root()))?,
-            max_volume_bytes: largest_file(opened.pool.as_ref()),
-            pool: opened.pool,
+            catalog: Catalog::open_with(&catalog_path(pool.root()), relief(&pool))?,
+            max_volume_bytes: largest_file(pool.as_ref()),
+            pool,
             pool_reason: opened.reason,
             locks: Locks::default(),
             freeze_guard: Guard::new(config.freeze_guard.clone()),
@@ -430,6 +431,16 @@ fn check_catalog(root: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// What a catalog without room falls back on: the reserve of a sparse image.
+fn relief(pool: &Arc<dyn Pool>) -> Relief {
+    let pool = Arc::clone(pool);
+    Relief::new(move || {
+        if let Some(Err(error)) = pool.image().map(pool::Image::release_reserve) {
+            warn!(%error, "could not release the reserve of the pool image");
+        }
+    })
 }
 
 /// The largest volume whose backing file the pool can hold, in bytes. Where that is not known it is the largest that

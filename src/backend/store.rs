@@ -24,7 +24,7 @@ pub const GROUP_NAME_LOCK: &str = "name of group snapshot ";
 
 #[derive(Debug)]
 pub struct Store {
-    pub pool: Box<dyn Pool>,
+    pub pool: Arc<dyn Pool>,
     pub pool_reason: String,
     pub catalog: Catalog,
     pub locks: Locks,

@@ -50,7 +50,7 @@ pub fn shortage(store: &Store) -> Result<Option<String>> {
 
 /// Makes room before pods meet the end of it, in the pool and below its image.
 pub fn relieve_pressure(store: &Store) -> Result<()> {
-    let below = store.pool.image().map_or(Ok(()), Image::relieve);
+    let below = store.pool.image().map_or(Ok(()), Image::restore_reserve);
     drop_baselines(store).and(below)
 }
 

@@ -202,7 +202,7 @@ fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Res
     store.pool.adopt(&file)?;
     match source {
         Some(OpenSource::Snapshot(_, source)) => {
-            store.pool.clone(source, &file)?;
+            store.pool.as_ref().clone(source, &file)?;
             reach("volume.cloned")?;
         }
         Some(OpenSource::Volume(volume, source)) => {

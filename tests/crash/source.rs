@@ -44,7 +44,7 @@ const STEPS: [&str; 35] = [
 ];
 
 /// Functions that need no point, and why.
-const EXCEPT: [(&str, &str); 17] = [
+const EXCEPT: [(&str, &str); 18] = [
     ("append", "into a buffer; the point comes when that is written"),
     ("clone", "the point is the caller's, who knows what is cloned"),
     ("copy_of", "in memory"),
@@ -58,6 +58,7 @@ const EXCEPT: [(&str, &str); 17] = [
     ("probe_files", "files that the next start makes again"),
     ("open_with", "what an earlier process wrote, once more"),
     ("read_copy", "in memory"),
+    ("release", "room and no content, taken again when there is plenty"),
     ("reserve", "room and no content, taken again at the next start"),
     ("resize", "the point is the caller's"),
     ("sync_data", "the point is the caller's"),

@@ -42,7 +42,8 @@ impl Rig {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let small = Small::mount(directory.path(), 700 * MIB);
         let place = directory.path().join("small");
-        let driver = Driver::in_place(PoolKind::Image, &place, &["--pool-size", "2Gi", "--pool-sparse"]);
+        let driver =
+            Driver::in_place(PoolKind::Image, &place, &["--pool-size", "2Gi", "--pool-sparse"]);
         let volume = driver.volume("v", 256 * MIB, mounted("ext4"));
         driver.publish(&volume, &mounted("ext4"));
         let mut rig = Self { driver, _small: small, directory, volume, snapshots: Vec::new() };

@@ -2,6 +2,7 @@
 //! A file in the mode [`Mode::Overlay`] never writes: what the store changes stays in memory.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -29,6 +30,27 @@ pub enum Mode {
     Overlay,
 }
 
+/// Releases room that is held back for a full disk. To be called when the store cannot grow.
+#[derive(Clone)]
+pub struct Relief(Arc<dyn Fn() + Send + Sync>);
+
+impl Relief {
+    pub fn new(release: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(release))
+    }
+
+    /// Nothing is held back.
+    pub fn none() -> Self {
+        Self::new(|| {})
+    }
+}
+
+impl fmt::Debug for Relief {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Relief")
+    }
+}
+
 /// Cheap to clone: the store has one, the catalog another.
 #[derive(Debug, Clone)]
 pub struct CatalogFile(Arc<Inner>);
@@ -37,6 +59,7 @@ pub struct CatalogFile(Arc<Inner>);
 struct Inner {
     file: DirectFile,
     mode: Mode,
+    relief: Relief,
     written: RwLock<Written>,
     /// The space that [`reserved_bytes`] demands is allocated.
     has_reserve: AtomicBool,
@@ -59,11 +82,12 @@ fn reserved_bytes(len: u64) -> u64 {
 }
 
 impl CatalogFile {
-    pub fn new(file: DirectFile, mode: Mode) -> io::Result<Self> {
+    pub fn new(file: DirectFile, mode: Mode, relief: Relief) -> io::Result<Self> {
         let written = Written { len: file.len()?, pages: BTreeMap::new() };
         let file = Self(Arc::new(Inner {
             file,
             mode,
+            relief,
             written: RwLock::new(written),
             has_reserve: AtomicBool::default(),
             failed: AtomicBool::default(),
@@ -124,7 +148,14 @@ impl CatalogFile {
             written.len = len;
             return Ok(());
         }
-        self.0.file.resize(len)?;
+        self.0.file.resize(len).or_else(|e| {
+            if !matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) {
+                return Err(e);
+            }
+            // A deletion may need a page, too.
+            (self.0.relief.0)();
+            self.0.file.resize(len)
+        })?;
         written.len = len;
         drop(written);
         self.reserve_ahead();

@@ -133,7 +133,7 @@ fn make(store: &Store, row: &Inline) -> Result<File> {
     let file = pool::new_file(&store.volume_path(&row.id))?;
     store.pool.adopt(&file)?;
     if let Some(id) = &row.request.from_snapshot {
-        store.pool.clone(&open_snapshot(store, id)?, &file)?;
+        store.pool.as_ref().clone(&open_snapshot(store, id)?, &file)?;
         reach("inline.cloned")?;
     }
     file.set_len(row.capacity_bytes).context(doing)?;

@@ -26,13 +26,15 @@ const COPY_ON_WRITE: [FsType; 3] = [
 
 /// Bytes of the reserve file.
 const RESERVE: u64 = 64 << 20;
-/// The reserve is released when less than this is available.
-const LOW: u64 = 32 << 20;
+/// Bytes of it that are released at a time: whatever fills the filesystem below takes the rest of what is released.
+const STEP: u64 = 16 << 20;
+/// A start releases a step when less than this is available: replaying a log may need room.
+const LOW: u64 = 8 << 20;
 /// The reserve is made when at least this is available: more than its release gives back, so that it
 /// does not come and go.
 const PLENTY: u64 = 4 * RESERVE;
-/// A sparse image is in danger when less than this is available. Includes a released reserve.
-pub const DANGER: u64 = LOW + RESERVE;
+/// A sparse image is in danger when less than this is available.
+pub const DANGER: u64 = 96 << 20;
 
 /// Bytes written at a time.
 const CHUNK: usize = 1 << 20;
@@ -86,37 +88,58 @@ pub fn allocate(file: &File, start: u64, length: u64) -> io::Result<()> {
     meet("image.allocated")
 }
 
-/// The reserve of a sparse image: room on the filesystem below that nothing else has. It is released
-/// when that filesystem is nearly full, so that volumes can still be taken out of use and deleted.
+/// The reserve of a sparse image: room on the filesystem below that nothing else has. It is released in steps when the
+/// catalog has no room, so that volumes can still be taken out of use and deleted.
 pub fn reserve_path(data_dir: &Path) -> PathBuf {
     data_dir.join("pool.reserve")
 }
 
-/// Releases the reserve if room below is short, and makes it if there is plenty and it is not there.
-pub fn settle_reserve(data_dir: &Path, in_place: bool) -> Result<()> {
-    let path = reserve_path(data_dir);
-    let available = filesystem_room(data_dir)?.available;
-    let length = match fs::metadata(&path) {
-        Ok(metadata) => Some(metadata.len()),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-        Err(e) => return Err(Error::io(format!("looking at {}", path.display()), e)),
-    };
-    if length.is_some() && available < LOW {
-        remove_and_free(&path)?;
-        warn!(
-            available,
-            "the filesystem below the pool image is full; released the reserve {}",
-            path.display()
-        );
-    } else if length != Some(RESERVE) && available >= PLENTY {
-        make_reserve(&path, in_place)?;
-        sync_directory(data_dir)?;
-        info!(bytes = RESERVE, "made the reserve {}", path.display());
+/// Bytes of the reserve, if there is one.
+fn reserve_length(path: &Path) -> Result<Option<u64>> {
+    match fs::metadata(path) {
+        Ok(metadata) => Ok(Some(metadata.len())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::io(format!("looking at {}", path.display()), e)),
     }
+}
+
+/// Makes the reserve whole if there is plenty of room.
+pub fn make_reserve(data_dir: &Path, in_place: bool) -> Result<()> {
+    let path = reserve_path(data_dir);
+    let is_whole = reserve_length(&path)? == Some(RESERVE);
+    if is_whole || filesystem_room(data_dir)?.available < PLENTY {
+        return Ok(());
+    }
+    write_reserve(&path, in_place)?;
+    sync_directory(data_dir)?;
+    info!(bytes = RESERVE, "made the reserve {}", path.display());
     Ok(())
 }
 
-fn make_reserve(path: &Path, in_place: bool) -> Result<()> {
+/// Releases a step of the reserve if a start may need it.
+pub fn release_for_start(data_dir: &Path) -> Result<()> {
+    if filesystem_room(data_dir)?.available < LOW { release(data_dir) } else { Ok(()) }
+}
+
+/// Releases a step of the reserve. OK when there is none left.
+pub fn release(data_dir: &Path) -> Result<()> {
+    let path = reserve_path(data_dir);
+    let left = match reserve_length(&path)? {
+        None => return Ok(()),
+        Some(length) => length.saturating_sub(STEP),
+    };
+    if left == 0 {
+        remove_and_free(&path)?;
+    } else {
+        let releasing = || format!("releasing part of {}", path.display());
+        let file = File::options().write(true).open(&path).context(releasing)?;
+        file.set_len(left).and_then(|()| file.sync_all()).context(releasing)?;
+    }
+    warn!(left, "the filesystem below the pool image is full; released part of {}", path.display());
+    Ok(())
+}
+
+fn write_reserve(path: &Path, in_place: bool) -> Result<()> {
     let making = || format!("making {}", path.display());
     let mut file = new_file(path)?;
     if in_place {

@@ -129,12 +129,19 @@ impl Image {
         filesystem_room(&self.data_dir)
     }
 
-    /// Keeps the reserve of a sparse image as the room below demands. Cheap: to be called about once a
-    /// second.
-    pub fn relieve(&self) -> Result<()> {
+    /// Makes the reserve of a sparse image whole when there is room. Cheap: to be called about once a second.
+    pub fn restore_reserve(&self) -> Result<()> {
         match self.is_allocated {
             true => Ok(()),
-            false => below::settle_reserve(&self.data_dir, self.in_place),
+            false => below::make_reserve(&self.data_dir, self.in_place),
+        }
+    }
+
+    /// Releases part of the reserve of a sparse image, for a write that found no room below.
+    pub fn release_reserve(&self) -> Result<()> {
+        match self.is_allocated {
+            true => Ok(()),
+            false => below::release(&self.data_dir),
         }
     }
 
@@ -251,7 +258,8 @@ fn log_kind(image: &Path, allocated: bool, in_place: bool, is_allocated: bool) {
 fn settle_reserve(data_dir: &Path, in_place: bool, is_allocated: bool) {
     let settled = match is_allocated {
         true => remove_and_free(&below::reserve_path(data_dir)),
-        false => below::settle_reserve(data_dir, in_place),
+        false => below::release_for_start(data_dir)
+            .and_then(|()| below::make_reserve(data_dir, in_place)),
     };
     if let Err(error) = settled {
         warn!(%error, "could not settle the reserve of the pool image");

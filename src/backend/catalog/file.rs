@@ -227,7 +227,7 @@ impl Inner {
     fn write_out(&self, written: &mut Written) -> io::Result<()> {
         let pages: Vec<(u64, Box<[u8]>)> = std::mem::take(&mut written.pages).into_iter().collect();
         let adjacent = |a: &(u64, Box<[u8]>), b: &(u64, Box<[u8]>)| {
-            a.0 + PAGE_BYTES == b.0 && b.0 % CHUNK as u64 != 0
+            a.0 + PAGE_BYTES == b.0 && !b.0.is_multiple_of(CHUNK as u64)
         };
         for run in pages.chunk_by(adjacent) {
             let Some((offset, _)) = run.first() else { continue };

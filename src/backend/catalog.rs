@@ -122,13 +122,9 @@ impl fmt::Debug for Catalog {
 }
 
 impl Catalog {
-    /// Opens the catalog at `path`, or makes it. After a crash the last commit is what is found.
-    pub fn open(path: &Path) -> Result<Self> {
-        Self::open_with(path, Relief::none())
-    }
-
-    /// Like [`Self::open`], with room that is held back for it.
-    pub fn open_with(path: &Path, relief: Relief) -> Result<Self> {
+    /// Opens the catalog at `path`, or makes it. After a crash the last commit is what is found. `relief`: room that is held
+    /// back for it.
+    pub fn open(path: &Path, relief: Relief) -> Result<Self> {
         let making = || format!("making the catalog {}", path.display());
         if !path.try_exists().context(making)? {
             // Under another name: the store does not open what a crash leaves of its own making.

@@ -149,7 +149,7 @@ impl Backend {
         let pool: Arc<dyn Pool> = opened.pool.into();
         check_catalog(pool.root())?;
         let store = Store {
-            catalog: Catalog::open_with(&catalog_path(pool.root()), relief(&pool))?,
+            catalog: Catalog::open(&catalog_path(pool.root()), relief(&pool))?,
             max_volume_bytes: largest_file(pool.as_ref()),
             pool,
             pool_reason: opened.reason,

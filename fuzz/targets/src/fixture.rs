@@ -159,7 +159,7 @@ fn commit(catalog: &Catalog, volumes: &[Volume]) {
 /// A catalog with these volumes. Its file is gone, and stays open.
 pub fn catalog(volumes: &[Volume]) -> Catalog {
     let directory = tempfile::tempdir().unwrap();
-    let catalog = Catalog::open(&directory.path().join("catalog")).unwrap();
+    let catalog = Catalog::open(&directory.path().join("catalog"), Default::default()).unwrap();
     commit(&catalog, volumes);
     catalog
 }
@@ -169,7 +169,7 @@ pub fn catalog(volumes: &[Volume]) -> Catalog {
 pub fn catalog_bytes(history: &[&[Volume]]) -> (Vec<u8>, Vec<u8>) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog");
-    let catalog = Catalog::open(&path).unwrap();
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
     history.iter().for_each(|volumes| commit(&catalog, volumes));
     let crashed = std::fs::read(&path).unwrap();
     drop(catalog);

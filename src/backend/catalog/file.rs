@@ -38,9 +38,11 @@ impl Relief {
     pub fn new(release: impl Fn() + Send + Sync + 'static) -> Self {
         Self(Arc::new(release))
     }
+}
 
-    /// Nothing is held back.
-    pub fn none() -> Self {
+/// Nothing is held back.
+impl Default for Relief {
+    fn default() -> Self {
         Self::new(|| {})
     }
 }

@@ -33,7 +33,7 @@ fn fail(catalog: &Catalog) {
 fn a_catalog_that_met_an_io_error_goes_on_with_what_was_committed() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog.redb");
-    let catalog = Catalog::open(&path).unwrap();
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
     catalog.write(|tx| tx.put(&volume("a"))).unwrap();
     for round in 0..3 {
         let reading = catalog.read().unwrap();
@@ -55,14 +55,14 @@ fn a_catalog_that_met_an_io_error_goes_on_with_what_was_committed() {
     }
     drop(catalog);
     read_verified(&path, |_| Ok(())).unwrap();
-    assert_eq!(ids(&Catalog::open(&path).unwrap()), ["a", "b0", "b1", "b2"]);
+    assert_eq!(ids(&Catalog::open(&path, Default::default()).unwrap()), ["a", "b0", "b1", "b2"]);
 }
 
 #[test]
 fn a_catalog_that_cannot_be_written_can_be_read() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog.redb");
-    let catalog = Catalog::open(&path).unwrap();
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
     catalog.write(|tx| tx.put(&volume("a"))).unwrap();
     for round in 0..2 {
         fail(&catalog);
@@ -80,14 +80,14 @@ fn a_catalog_that_cannot_be_written_can_be_read() {
     }
     drop(catalog);
     read_verified(&path, |_| Ok(())).unwrap();
-    assert_eq!(ids(&Catalog::open(&path).unwrap()), ["a", "b0", "b1"]);
+    assert_eq!(ids(&Catalog::open(&path, Default::default()).unwrap()), ["a", "b0", "b1"]);
 }
 
 #[test]
 fn a_catalog_from_before_inline_volumes_gets_their_table_and_keeps_the_rest() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog.redb");
-    let catalog = Catalog::open(&path).unwrap();
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
     catalog.write(|tx| tx.put(&volume("a"))).unwrap();
     catalog.write(|tx| tx.inner.delete_table(Inline::TABLE).map_err(failed)).unwrap();
     assert!(catalog.read().unwrap().select(|_: &Inline| true).is_err());
@@ -95,7 +95,7 @@ fn a_catalog_from_before_inline_volumes_gets_their_table_and_keeps_the_rest() {
     let check = |rows: &Reading| rows.select(|_: &Inline| true);
     // As `pool check` reads it, which changes nothing.
     assert!(read_verified(&path, check).unwrap().is_empty());
-    let catalog = Catalog::open(&path).unwrap();
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
     assert!(check(&catalog.read().unwrap()).unwrap().is_empty());
     assert_eq!(ids(&catalog), ["a"]);
 }
@@ -108,5 +108,5 @@ fn a_catalog_that_has_lost_its_tables_is_damaged_and_not_new() {
     drop(Database::create(&path).unwrap());
     let read = read_verified(&path, |rows| rows.select(|_: &Volume| true));
     assert!(matches!(read, Err(Error::Damaged(_))), "{read:?}");
-    assert!(matches!(Catalog::open(&path), Err(Error::Damaged(_))));
+    assert!(matches!(Catalog::open(&path, Default::default()), Err(Error::Damaged(_))));
 }

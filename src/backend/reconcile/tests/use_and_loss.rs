@@ -453,7 +453,7 @@ fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
         println!("on {kind}");
         let small = Small::mount(kind, bytes);
         let path = small.path().join("catalog.redb");
-        let catalog = Catalog::open(&path).unwrap();
+        let catalog = Catalog::open(&path, Default::default()).unwrap();
         let row = |number: u64| Volume {
             id: format!("vol-{number:04}"),
             name: format!("volume-{number:04}-{}", "n".repeat(100)),
@@ -507,7 +507,7 @@ fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
         fs::remove_file(small.path().join("filler")).unwrap();
         add(0).unwrap();
         drop(catalog);
-        let catalog = Catalog::open(&path).unwrap();
+        let catalog = Catalog::open(&path, Default::default()).unwrap();
         let rows = catalog.read().unwrap().select(|_: &Volume| true).unwrap();
         assert_eq!(rows.len() as u64, count - count / 2 + 1);
     }

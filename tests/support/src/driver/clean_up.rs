@@ -1,0 +1,86 @@
+//! Ends a driver and takes away what its test left in use, whatever state both are in.
+
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tonic::Code;
+
+use super::{Driver, InUse, loops_named, mounts, unpublishing, unstaging, wait};
+use crate::Xfs;
+
+/// How long undoing what a test left may take, before it is done the hard way.
+const CLEAN_UP: Duration = Duration::from_secs(10);
+
+impl Driver {
+    pub(super) fn clean_up(&mut self) {
+        let in_use = std::mem::take(&mut *self.in_use());
+        if !in_use.is_empty() {
+            self.revive();
+        }
+        let until = Instant::now() + CLEAN_UP;
+        // What was published last is undone first.
+        in_use.iter().rev().for_each(|one| self.undo(one, until));
+        if let Some(mut child) = self.child.take() {
+            let _ = kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM);
+            if wait(&mut child, CLEAN_UP).is_none() {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+        }
+        self.take_away_rest(&in_use);
+        // Immutable files keep the directory from going.
+        let _ = Command::new("chattr").args(["-R", "-i"]).arg(self.data_dir()).output();
+    }
+
+    /// Starts the driver again if it does not run.
+    fn revive(&mut self) {
+        let running = self.child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(None)));
+        if running && self.channel.is_some() {
+            return;
+        }
+        self.channel = None;
+        self.child = self.spawn(&[]).ok();
+        if let Err(error) = self.wait_until_served() {
+            eprintln!("cleaning up without a driver: {error}");
+        }
+    }
+
+    fn undo(&self, one: &InUse, until: Instant) {
+        while self.channel.is_some() && Instant::now() < until {
+            let undone = match one {
+                InUse::Published(id, target) => self.send(unpublishing(id, target)).map(drop),
+                InUse::Staged(id, staging) => self.send(unstaging(id, staging)).map(drop),
+            };
+            match undone {
+                // Another call of the test may still hold the volume.
+                Err(status) if status.code() == Code::Aborted => {
+                    thread::sleep(Duration::from_millis(100));
+                }
+                Err(status) => return eprintln!("cleaning up {one:?}: {status:?}"),
+                Ok(()) => return,
+            }
+        }
+    }
+
+    /// The last resort, where the driver could not undo what is there: everything that is mounted
+    /// below the private directory, and the loop devices of these volumes, whose ids are unique.
+    fn take_away_rest(&self, in_use: &[InUse]) {
+        let own = self.xfs.as_ref().map(Xfs::path);
+        let rest = mounts().into_iter().filter(|mount| {
+            mount.target.starts_with(self.directory.path()) && Some(mount.target.as_path()) != own
+        });
+        for mount in rest.collect::<Vec<_>>().into_iter().rev() {
+            eprintln!("cleaning up: {} was still mounted", mount.target.display());
+            let _ = Command::new("umount").arg(&mount.target).status();
+        }
+        for InUse::Staged(id, _) | InUse::Published(id, _) in in_use {
+            for device in loops_named(id) {
+                eprintln!("cleaning up: {id} was still attached to {device}");
+                let _ = Command::new("losetup").arg("-d").arg(device).status();
+            }
+        }
+    }
+}

@@ -7,10 +7,13 @@
 //! room below when it is written to and gives it back by discards.
 
 use std::fs::{self, File};
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
@@ -30,6 +33,9 @@ const MIN_BYTES: u64 = 300 << 20;
 
 /// The largest image that is made where no size is asked for, if it is allocated.
 const DEFAULT_BYTES: u64 = 10 << 30;
+
+/// How long a former user of the image's device may take to let go of it.
+const BUSY_DEADLINE: Duration = Duration::from_secs(5);
 
 pub fn path(data_dir: &Path) -> PathBuf {
     data_dir.join("pool.img")
@@ -286,10 +292,26 @@ fn mount(device: &LoopDevice, keeps_room: bool) -> Result<OwnedFd> {
     // nouuid: a copy of a pool may be looked at beside the pool. discard: what is deleted in the pool
     // becomes free below it, which an allocated image must not allow.
     let options: &[&str] = if keeps_room { &["nouuid"] } else { &["nouuid", "discard"] };
-    let mounted = sys::detached_mount(c"xfs", &source, options).context(|| {
-        format!("mounting the pool image on {source} (is XFS in this kernel, and the image whole?)")
-    })?;
+    let mounted =
+        retried_while_busy(|| sys::detached_mount(c"xfs", &source, options)).context(|| {
+            format!(
+                "mounting the pool image on {source} (is XFS in this kernel, and the image whole?)"
+            )
+        })?;
     reach("image.mounted").map(|()| mounted)
+}
+
+/// A process that has just ended may still hold the device: the kernel unmounts what it had a moment later.
+fn retried_while_busy<T>(mut mount: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let deadline = Instant::now() + BUSY_DEADLINE;
+    loop {
+        match mount() {
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
+                thread::sleep(Duration::from_millis(20));
+            }
+            result => return result,
+        }
+    }
 }
 
 /// Makes the image under a temporary name. What an interrupted attempt left goes first, and what a
@@ -389,6 +411,6 @@ fn no_room(data_dir: &Path, bytes: u64) -> Error {
     ))
 }
 
-fn is_full(error: &std::io::Error) -> bool {
+fn is_full(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }

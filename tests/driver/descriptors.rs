@@ -65,6 +65,7 @@ fn a_driver_without_descriptors_waits_says_so_once_and_serves_again() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn crust_ops_without_descriptors_waits_says_so_once_and_serves_again() {
     if !have_root() {
         return;

@@ -33,6 +33,7 @@ fn nothing_acknowledged_is_lost(kind: PoolKind) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn no_sequence_of_failures_loses_what_a_reflink_pool_acknowledged() {
     nothing_acknowledged_is_lost(PoolKind::Reflink);
 }
@@ -43,6 +44,7 @@ fn no_sequence_of_failures_loses_what_an_image_pool_acknowledged() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn no_sequence_of_failures_loses_what_a_copy_pool_acknowledged() {
     nothing_acknowledged_is_lost(PoolKind::Copy);
 }

@@ -357,8 +357,22 @@ impl LoopDevice {
         let Some(attached) = self.status().map(|info| Incarnation::of_status(&info)) else {
             return Ok(());
         };
+        self.release_while(patience, |file| match sys::loop_status(file) {
+            Ok(info) => Ok(Incarnation::of_status(&info) == attached),
+            Err(e) if is_gone(&e) => Ok(false),
+            Err(e) => Err(Error::io(self.detaching(), e)),
+        })
+    }
+
+    /// Detaches the device for as long as `is_attached` says that it has the file that is meant, and waits until it has
+    /// not. `Busy` when that takes longer than `patience`.
+    fn release_while(
+        &self,
+        patience: Duration,
+        is_attached: impl Fn(&File) -> Result<bool>,
+    ) -> Result<()> {
         let deadline = Instant::now() + patience;
-        while self.detach(&attached)? {
+        while self.detach(&is_attached)? {
             if Instant::now() > deadline {
                 return Err(Error::Busy(format!(
                     "{} is still in use; unmount it or close what has it open",
@@ -381,24 +395,20 @@ impl LoopDevice {
     }
 
     /// Asks the kernel to end this attachment; false once it is another, or none. The file is
-    /// looked at and let go of through one descriptor: as long as that is open the device cannot
+    /// checked and let go of through one descriptor: as long as that is open the device cannot
     /// pass to somebody else, whose file would be let go of in its stead.
-    fn detach(&self, attached: &Incarnation) -> Result<bool> {
+    fn detach(&self, is_attached: &impl Fn(&File) -> Result<bool>) -> Result<bool> {
         if !self.has_file() {
             return Ok(false);
         }
-        let doing = || format!("detaching {}", self.path.display());
-        let gone = |e: &io::Error| matches!(e.raw_os_error(), Some(libc::ENXIO | libc::EBUSY));
+        let doing = || self.detaching();
         let file = match File::open(&self.path) {
             Ok(file) => file,
-            Err(e) if gone(&e) => return Ok(true),
+            Err(e) if is_gone(&e) => return Ok(true),
             Err(e) => return Err(Error::io(doing(), e)),
         };
-        match sys::loop_status(&file) {
-            Ok(info) if Incarnation::of_status(&info) == *attached => {}
-            Ok(_) => return Ok(false),
-            Err(e) if gone(&e) => return Ok(false),
-            Err(e) => return Err(Error::io(doing(), e)),
+        if !is_attached(&file)? {
+            return Ok(false);
         }
         // The next user of the device would find it read-only.
         if sys::block_is_read_only(&file).context(doing)? {
@@ -407,9 +417,13 @@ impl LoopDevice {
         }
         match sys::loop_clear(&file) {
             Ok(()) => reach("loop.let_go").map(|()| true),
-            Err(e) if gone(&e) => Ok(true),
+            Err(e) if is_gone(&e) => Ok(true),
             Err(e) => Err(Error::io(doing(), e)),
         }
+    }
+
+    fn detaching(&self) -> String {
+        format!("detaching {}", self.path.display())
     }
 
     /// sysfs shows the directory `loop` only while the device has a backing file.
@@ -445,6 +459,11 @@ impl LoopDevice {
             Err(e) => Err(e).context(|| format!("making {}", self.path.display())),
         }
     }
+}
+
+/// Whether a device cannot be used at this moment since it is being detached.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENXIO | libc::EBUSY))
 }
 
 /// Direct I/O where possible. The sector size is always given: the kernel's own choice changes after

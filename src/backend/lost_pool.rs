@@ -154,7 +154,7 @@ fn is_inline(id: &str) -> bool {
     id.split_once('-').is_some_and(|(prefix, _)| prefix == INLINE_PREFIX)
 }
 
-/// The device of a volume, with the id of its backing file. That of an inline volume is told by its handle, of which the
+/// The device of a volume, with the id of its backing file. That of an inline volume is found by its handle, of which the
 /// id is made, and its target.
 fn device_of(volume_id: &str, target: &Path) -> Result<Option<(LoopDevice, String)>> {
     let devices = LoopDevice::named()?.into_iter();

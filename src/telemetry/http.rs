@@ -1,5 +1,5 @@
 //! `--http-endpoint`: health for a probe and metrics for Prometheus, at the paths that the role has always
-//! had. Plain HTTP, nothing secret on it. Whoever reaches the port may ask, and what answers may hang with a disk, so everything
+//! had. Plain HTTP, nothing secret on it. Every client that reaches the port is served, and a check can hang with a disk, so everything
 //! has a bound: connections, the time that each may take, and threads ([`Alone`]).
 
 use std::fmt;
@@ -339,7 +339,7 @@ mod tests {
         // After them in the queue.
         assert!(fetch(address, "/healthz").await.starts_with("HTTP/1.1 200"));
         for mut stream in silent {
-            // Closed, or told so and closed.
+            // Closed, with an answer or without one.
             let _ = stream.read_to_string(&mut String::new()).await;
         }
     }

@@ -56,7 +56,7 @@ impl Drop for Guard {
     }
 }
 
-/// A scene whose driver is told of a guard in another process.
+/// A scene whose driver uses a guard in another process.
 struct Guarded {
     guard: Option<Guard>,
     program: &'static [&'static str],

@@ -88,8 +88,8 @@ fn a_device_that_somebody_else_attaches_meanwhile_is_an_abnormal_condition() {
     assert!(!condition().abnormal);
     for options in WRITABLE {
         let foreign = Foreign::attach(options, &driver.backing_file(&volume));
-        let told = condition();
-        assert!(told.abnormal && told.message.contains(&foreign.device), "{told:?}");
+        let found = condition();
+        assert!(found.abnormal && found.message.contains(&foreign.device), "{found:?}");
         // What a pod has goes on, and ends.
         write_direct(&target, 0, &pattern(2, BLOCK as usize));
         foreign.is_untouched();

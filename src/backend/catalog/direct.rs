@@ -81,7 +81,7 @@ impl DirectFile {
         }
         let file = options.custom_flags(0).open(path)?;
         // The nearest to direct I/O: only pages that are on disk can be dropped from the cache. An error of the flush
-        // belongs to whoever wrote; what it left on disk is what this file now shows.
+        // belongs to the writer; the file now shows what is on disk.
         let _ = file.sync_data();
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
         Ok(Self { file, direct: false })

@@ -5,6 +5,7 @@ use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
@@ -40,7 +41,7 @@ pub fn verify(path: &Path) -> Result<()> {
 pub fn verify_or_rescue(path: &Path) -> Result<()> {
     let Err(damage) = verify(path) else { return Ok(()) };
     let Ok(file) = File::open(path) else { return Err(damage) };
-    let cached = copy_of(|out, offset| std::os::unix::fs::FileExt::read_at(&file, out, offset));
+    let cached = copy_of(|out, offset| file.read_at(out, offset));
     let Ok(cached) = cached else { return Err(damage) };
     if read_copy(&cached, |_| Ok(())).is_err() {
         return Err(damage);
@@ -57,9 +58,7 @@ fn replace(path: &Path, copy: &File) -> Result<()> {
     file.resize(copy.metadata().context(doing)?.len()).context(doing)?;
     let mut bytes = vec![0; CHUNK];
     let mut offset = 0;
-    while let read @ 1.. =
-        std::os::unix::fs::FileExt::read_at(copy, &mut bytes, offset).context(doing)?
-    {
+    while let read @ 1.. = copy.read_at(&mut bytes, offset).context(doing)? {
         file.write_pages(bytes[..read].chunks_exact(PAGE_BYTES as usize), offset).context(doing)?;
         offset += read as u64;
     }

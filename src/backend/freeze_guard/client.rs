@@ -160,7 +160,7 @@ impl Link {
         Ok((self, true))
     }
 
-    /// Whether the guard does as it is told.
+    /// Whether the guard follows the protocol.
     fn request(&self, message: Message, descriptor: Option<BorrowedFd<'_>>) -> io::Result<bool> {
         let sent = sys::send_with_descriptor(&self.stream, &message.encode(), descriptor)?;
         if sent != MESSAGE_BYTES {

@@ -14,11 +14,11 @@ use super::{FreezeGuard, Guard, Message, listen};
 
 const LONG: Duration = Duration::from_secs(600);
 
-/// A descriptor that stands for a directory, and the other end of its connection, which tells when all copies of it are closed.
+/// A descriptor that stands for a directory, and the other end of its connection, which ends when all copies of it are closed.
 fn directory() -> (File, UnixStream) {
-    let (told, directory) = UnixStream::pair().unwrap();
-    told.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    (OwnedFd::from(directory).into(), told)
+    let (peer, directory) = UnixStream::pair().unwrap();
+    peer.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    (OwnedFd::from(directory).into(), peer)
 }
 
 fn guard_at(place: &TempDir) -> PathBuf {
@@ -46,14 +46,14 @@ fn no_descriptor_is_left_once_a_hold_has_ended() {
     let place = TempDir::new().unwrap();
     let guard = Guard::new(FreezeGuard::At(guard_at(&place)));
     for _ in 0..3 {
-        let ((first, told), (second, told_too)) = (directory(), directory());
+        let ((first, peer), (second, second_peer)) = (directory(), directory());
         let other = directory();
         let kept = guard.hold(std::slice::from_ref(&other.0), LONG).unwrap().unwrap();
         let hold = guard.hold(&[first, second], LONG).unwrap().unwrap();
         drop(hold);
         // An error, and that after a while, as long as anybody has a copy.
-        for mut told in [told, told_too] {
-            assert_eq!(told.read(&mut [0]).unwrap(), 0);
+        for mut peer in [peer, second_peer] {
+            assert_eq!(peer.read(&mut [0]).unwrap(), 0);
         }
         drop((kept, other));
     }
@@ -64,7 +64,7 @@ fn a_guard_that_is_away_is_unavailable_and_one_that_comes_back_is_found() {
     let place = TempDir::new().unwrap();
     let path = place.path().join("guard.sock");
     let guard = Guard::new(FreezeGuard::At(path.clone()));
-    let (held, _told) = directory();
+    let (held, _peer) = directory();
     let refused = |words: &str| match guard.hold(std::slice::from_ref(&held), LONG) {
         Err(Error::Unavailable(message)) => assert!(message.contains(words), "{message}"),
         other => panic!("{other:?}"),
@@ -90,7 +90,7 @@ fn a_guard_that_is_away_is_unavailable_and_one_that_comes_back_is_found() {
 fn nothing_to_freeze_needs_no_guard() {
     let guard = Guard::new(FreezeGuard::At("/nonexistent/guard.sock".into()));
     assert!(guard.hold(&[], LONG).unwrap().is_none());
-    let (held, _told) = directory();
+    let (held, _peer) = directory();
     assert!(Guard::new(FreezeGuard::None).hold(&[held], LONG).unwrap().is_none());
 }
 
@@ -98,7 +98,7 @@ fn nothing_to_freeze_needs_no_guard() {
 fn what_is_no_message_ends_the_connection_and_the_guard_serves_others() {
     let place = TempDir::new().unwrap();
     let path = guard_at(&place);
-    let (held, mut told) = directory();
+    let (held, mut peer) = directory();
     let mut hostile = UnixStream::connect(&path).unwrap();
     let hold = Message::Hold { cut: 1, seconds: 600 }.encode();
     assert_eq!(sys::send_with_descriptor(&hostile, &hold, Some(held.as_fd())).unwrap(), 16);
@@ -111,8 +111,8 @@ fn what_is_no_message_ends_the_connection_and_the_guard_serves_others() {
     drop(held);
     hostile.write_all(b"GET / HTTP/1.1\r\n").unwrap();
     assert_eq!(hostile.read(&mut [0]).unwrap(), 0);
-    assert_eq!(told.read(&mut [0]).unwrap(), 0);
-    let (held, _told) = directory();
+    assert_eq!(peer.read(&mut [0]).unwrap(), 0);
+    let (held, _peer) = directory();
     let guard = Guard::new(FreezeGuard::At(path));
     assert!(guard.hold(&[held], LONG).unwrap().is_some());
 }
@@ -121,11 +121,11 @@ fn what_is_no_message_ends_the_connection_and_the_guard_serves_others() {
 fn a_hold_ends_at_its_deadline_whatever_the_driver_does() {
     let place = TempDir::new().unwrap();
     let driver = UnixStream::connect(guard_at(&place)).unwrap();
-    let (held, mut told) = directory();
+    let (held, mut peer) = directory();
     let hold = Message::Hold { cut: 1, seconds: 0 }.encode();
     let directory: OwnedFd = held.into();
     assert_eq!(sys::send_with_descriptor(&driver, &hold, Some(directory.as_fd())).unwrap(), 16);
     drop(directory);
-    assert_eq!(told.read(&mut [0]).unwrap(), 0);
+    assert_eq!(peer.read(&mut [0]).unwrap(), 0);
     drop(driver);
 }

@@ -1,16 +1,13 @@
 //! Loop devices by the name of their backing file. When the XFS of that file has shut down, the kernel reports
 //! neither its device nor its inode, and the name is all that remains. It is an id of this driver, unique for ever.
 
-use std::fs::{self, File};
+use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use nix::sys::stat::{major, minor};
 
-use super::super::error::{Context, Error, Result};
-use super::super::fail_point::reach;
+use super::super::error::Result;
 use super::super::{ids, sys};
 use super::{DETACH_DEADLINE, Identity, LoopDevice};
 
@@ -51,37 +48,6 @@ impl LoopDevice {
 
     /// Detaches the device from the backing file named `id`, and waits until that is done.
     pub fn release_named(&self, id: &str) -> Result<()> {
-        let doing = || format!("detaching {}", self.path.display());
-        let deadline = Instant::now() + DETACH_DEADLINE;
-        loop {
-            match File::open(&self.path) {
-                Ok(file) => {
-                    // While it is open the device cannot pass to another file.
-                    if self.name().as_deref() != Some(id) {
-                        return Ok(());
-                    }
-                    // The next user of the device would find it read-only.
-                    if sys::block_is_read_only(&file).context(doing)? {
-                        sys::set_block_read_only(&file, false).context(doing)?;
-                        reach("loop.mode_reset")?;
-                    }
-                    match sys::loop_clear(&file) {
-                        Err(e) if !matches!(e.raw_os_error(), Some(libc::ENXIO | libc::EBUSY)) => {
-                            return Err(Error::io(doing(), e));
-                        }
-                        _ => reach("loop.let_go")?,
-                    }
-                }
-                Err(e) if matches!(e.raw_os_error(), Some(libc::ENXIO | libc::EBUSY)) => {}
-                opened => return opened.map(drop).context(doing),
-            }
-            if Instant::now() > deadline {
-                return Err(Error::Busy(format!(
-                    "{} is still in use; unmount it or close what has it open",
-                    self.path.display()
-                )));
-            }
-            thread::sleep(Duration::from_millis(2));
-        }
+        self.release_while(DETACH_DEADLINE, |_| Ok(self.name().as_deref() == Some(id)))
     }
 }

@@ -63,7 +63,7 @@ fn all_but_driver_and_crust_ops_run_confined() {
             privileged.insert(name.to_owned());
             continue;
         }
-        // Thawing asks for it, and whoever has it could escalate anyway (PodSpec, allowPrivilegeEscalation).
+        // Thawing asks for it, and a holder of it could escalate anyway (PodSpec, allowPrivilegeEscalation).
         let is_guard = name == "freeze-guard";
         let capabilities = match is_guard {
             true => json!({ "drop": ["ALL"], "add": ["SYS_ADMIN"] }),

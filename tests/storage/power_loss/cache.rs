@@ -30,7 +30,7 @@ const TTL: Duration = Duration::from_secs(3600);
 const MOST_WANTED: u64 = 16;
 const PATIENCE: Duration = Duration::from_millis(40);
 
-/// How the disk fails, until it is told not to.
+/// How the disk fails, until the fault is cleared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     /// A flush fails, and what was written since the last one is lost.

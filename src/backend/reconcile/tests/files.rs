@@ -272,7 +272,7 @@ fn root_a_growth_that_failed_never_makes_the_next_one_shrink_the_volume() {
             fail_after(None);
             assert!(failed.is_err(), "{steps}: {failed:?}");
             assert_eq!(backend.volume(&volume.id).unwrap().capacity_bytes, 4 * MIB);
-            // Whoever attaches the file has all of it.
+            // An attached device shows all of the file.
             let staged = pool.stage(&volume, &raw());
             let device = pool.device(&volume).unwrap();
             device.grow().unwrap();

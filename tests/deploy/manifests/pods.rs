@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::process::Command;
+use std::sync::OnceLock;
 use support::cluster::shared;
 use support::driver::binary;
 
@@ -15,7 +16,12 @@ use support::cluster::Cluster;
 use support::cluster::programs::said;
 
 /// (object, container, pod's spec) of everything that runs, as the API server has it, of all directories.
-fn containers(cluster: &Cluster) -> Vec<(String, Value, Value)> {
+fn containers(cluster: &Cluster) -> &'static [(String, Value, Value)] {
+    static CONTAINERS: OnceLock<Vec<(String, Value, Value)>> = OnceLock::new();
+    CONTAINERS.get_or_init(|| apply_and_read(cluster))
+}
+
+fn apply_and_read(cluster: &Cluster) -> Vec<(String, Value, Value)> {
     let mut found = Vec::new();
     for directory in directories() {
         said(apply(cluster, &deploy(&directory)));

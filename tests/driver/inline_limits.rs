@@ -185,6 +185,7 @@ where
 }
 
 #[test]
+#[ignore = "full tier"]
 fn two_hundred_volumes_are_published_and_unpublished_at_once_and_none_is_refused() {
     with_flags(&[], |driver| {
         let pod = |number| format!("pod-{number}");

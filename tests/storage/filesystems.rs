@@ -389,6 +389,7 @@ fn on_each_pool(fs_type: &'static str) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn every_snapshot_of_a_busy_ext4_is_clean_and_its_deltas_are_complete() {
     on_each_pool("ext4");
 }

@@ -153,6 +153,7 @@ fn pods_begin_with_a_snapshots_data_and_each_has_its_own_copy() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn what_the_driver_refuses_is_an_event_of_the_pod() {
     let Some(cluster) = shared() else { return };
     let flags = ["--inline-max-size", "32Mi"];

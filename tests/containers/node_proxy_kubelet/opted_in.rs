@@ -13,6 +13,7 @@ use support::cluster::runtime::{assert_served, demanding, device_of};
 use support::driver::loops_named;
 
 #[test]
+#[ignore = "full tier"]
 fn a_claim_of_any_class_is_mounted_by_the_runtime_alone_since_its_pod_says_so() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };

@@ -156,6 +156,7 @@ fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
     let Some(cluster) = shared() else { return };
     apply_base_anew(cluster);

@@ -128,6 +128,7 @@ fn what_files_on_ext4_become_is_never_missed() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn what_files_on_xfs_become_is_never_missed() {
     under_a_filesystem(FsType::Xfs);
 }

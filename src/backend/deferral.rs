@@ -19,7 +19,7 @@ use tracing::warn;
 
 use super::error::{Context, Error, Result};
 use super::fail_point::{meet, reach};
-use super::filesystem;
+use super::filesystem::{self, Mount};
 use super::format::{self, Formatted};
 use super::loop_device::LoopDevice;
 use super::model::{Access, AccessMode, Condition, FsType, Publication, Stats};
@@ -163,14 +163,14 @@ pub fn stats(
 }
 
 /// What is wrong with where a volume is that a runtime has, if anything.
-pub fn defect(device: &LoopDevice) -> Result<Option<String>> {
-    Ok(filesystem::mounts_of(device)?.first().map(|mount| {
+pub fn defect(device: &LoopDevice, mounts: &[Mount]) -> Option<String> {
+    mounts.iter().find(|mount| mount.shows(device)).map(|mount| {
         format!(
             "{} is left to a container runtime and yet mounted on this host, at {}; unmount it there, and check the filesystem",
             device.path().display(),
             mount.target.display()
         )
-    }))
+    })
 }
 
 /// Removes the empty directories below the target of a volume that was not mounted there: kubelet makes them for

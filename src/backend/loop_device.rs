@@ -6,6 +6,7 @@
 
 mod named;
 
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -45,7 +46,7 @@ pub struct LoopDevice {
 }
 
 /// What tells a backing file: device and inode.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Identity {
     device: (u64, u64),
     inode: u64,
@@ -122,6 +123,35 @@ impl Devices {
     }
 }
 
+/// The devices of all files, at one moment.
+#[derive(Debug, Default)]
+pub struct AttachedFiles(HashMap<Identity, Vec<(LoopDevice, sys::loop_info64)>>);
+
+impl AttachedFiles {
+    /// Opens every device that has a file, once.
+    pub fn read() -> Result<Self> {
+        let mut files: HashMap<_, Vec<_>> = HashMap::new();
+        for device in LoopDevice::all()?.into_iter().filter(LoopDevice::has_file) {
+            let Some(info) = device.status() else { continue };
+            files.entry(Identity::of_status(&info)).or_default().push((device, info));
+        }
+        Ok(Self(files))
+    }
+
+    pub fn of_file(&self, backing: &File) -> Result<Devices> {
+        let wanted = Identity::of(backing).context(|| "reading a backing file".to_owned())?;
+        let mut devices = Devices::default();
+        for (device, info) in self.0.get(&wanted).into_iter().flatten() {
+            match device.shape(info) {
+                None => {}
+                Some(Shape::OURS) => devices.ours.push(device.clone()),
+                Some(shape) => devices.foreign.push((device.clone(), shape)),
+            }
+        }
+        Ok(devices)
+    }
+}
+
 /// Who lets go of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
@@ -176,17 +206,7 @@ impl LoopDevice {
 
     /// All devices of `backing`.
     pub fn of_file(backing: &File) -> Result<Devices> {
-        let wanted = Identity::of(backing).context(|| "reading a backing file".to_owned())?;
-        let mut devices = Devices::default();
-        for device in Self::all()?.into_iter().filter(Self::has_file) {
-            let info = device.status().filter(|info| Identity::of_status(info) == wanted);
-            match info.and_then(|info| device.shape(&info)) {
-                None => {}
-                Some(Shape::OURS) => devices.ours.push(device),
-                Some(shape) => devices.foreign.push((device, shape)),
-            }
-        }
-        Ok(devices)
+        AttachedFiles::read()?.of_file(backing)
     }
 
     /// The device of `backing`: the one it has, or a new one. `Precondition` while somebody else has the file attached for
@@ -286,8 +306,12 @@ impl LoopDevice {
 
     /// Size in bytes.
     pub fn size(&self) -> Result<u64> {
-        sys::block_size_bytes(&self.open(false)?)
-            .context(|| format!("reading the size of {}", self.path.display()))
+        let path = format!("/sys/block/loop{}/size", self.number);
+        let sectors = fs::read_to_string(&path).context(|| format!("reading {path}"))?;
+        let sectors = sectors.trim().parse::<u64>();
+        let sectors = sectors.map_err(|e| Error::Failed(format!("{path} is not a number: {e}")))?;
+        // Of 512 bytes, whatever the device has (Documentation/ABI/stable/sysfs-block).
+        Ok(sectors * 512)
     }
 
     /// Takes over the size that the backing file has grown to.

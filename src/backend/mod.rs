@@ -10,6 +10,7 @@
 //! | `catalog`, `store`, `locks` | rows, files and who may change them |
 //! | `deferral`, `runtime` | volumes that a container runtime mounts in the place of this host |
 //! | `inline` | volumes that live and die with a pod's mount |
+//! | `health` | what is wrong with volumes |
 //! | `writeback`, `lost_pool` | writes that the kernel lost; a pool whose filesystem has shut down |
 //! | [`freeze_guard`] | the process that thaws what a killed driver froze |
 //! | `reconcile`, `upkeep`, [`check`] | after a crash, in the background, offline |
@@ -29,6 +30,7 @@ pub(crate) mod filesystem;
 mod format;
 pub mod freeze_guard;
 mod group;
+mod health;
 pub mod ids;
 mod inline;
 pub(crate) mod list;
@@ -205,8 +207,8 @@ impl Backend {
         upkeep::relieve_pressure(&self.store)
     }
 
-    /// Forgets the change records of deleted snapshots that are past their retention. Looks at every
-    /// snapshot: to be called about once a minute.
+    /// Drops the change records of deleted snapshots that are past their retention, and their ids after another retention
+    /// period. Cheap when there are none: to be called about once a minute.
     pub fn forget_expired(&self) -> Result<()> {
         upkeep::forget_expired(&self.store)
     }
@@ -243,6 +245,15 @@ impl Backend {
         self.on_pool(|store| volume::list(store, after, max))
     }
 
+    /// Like [`Self::volumes`], each volume with its condition.
+    pub fn volumes_with_conditions(
+        &self,
+        after: Option<&str>,
+        max: usize,
+    ) -> Result<Page<(Volume, Condition)>> {
+        self.on_pool(|store| health::list(store, after, max))
+    }
+
     /// Grows a volume to `required_bytes`, rounded up to blocks; `limit_bytes` 0 means none. To less
     /// than it has is OK. Returns the volume as it then is.
     pub fn expand_volume(&self, id: &str, required_bytes: u64, limit_bytes: u64) -> Result<Volume> {
@@ -257,7 +268,7 @@ impl Backend {
     pub fn volume_condition(&self, id: &str) -> Result<Condition> {
         self.on_pool(|store| match inline::find(store, id)? {
             Some(row) => inline::condition(store, &row),
-            None => volume::condition(store, id),
+            None => health::condition(store, id),
         })
     }
 

@@ -4,7 +4,6 @@ use std::fs::File;
 
 use tracing::info;
 
-use super::attachment;
 use super::cut;
 use super::error::{Context, Error, MORE_ROOM, Result};
 use super::fail_point::reach;
@@ -12,10 +11,9 @@ use super::ids::{self, VOLUME_PREFIX};
 use super::inline;
 use super::list::{self, Page};
 use super::loop_device::LoopDevice;
-use super::lost_pool;
 use super::model::{
-    Access, Attachment, Capacity, ChainBreak, Condition, Format, FsType, Phase, Snapshot,
-    SnapshotPhase, Source, Volume, VolumeRequest,
+    Attachment, Capacity, ChainBreak, Format, FsType, Phase, Snapshot, SnapshotPhase, Source,
+    Volume, VolumeRequest,
 };
 use super::point_in_time::{self, Copy};
 use super::pool::{self, Directory};
@@ -347,76 +345,6 @@ pub fn room(store: &Store) -> Result<Capacity> {
         maximum_volume: maximum.min(store.max_volume_bytes) / BLOCK_SIZE * BLOCK_SIZE,
         minimum_volume: MIN_VOLUME_BYTES,
     })
-}
-
-/// What is wrong with a volume, if anything (CSI VolumeCondition).
-pub fn condition(store: &Store, id: &str) -> Result<Condition> {
-    let reading = store.catalog.read()?;
-    let volume = reading.live_volume(id)?;
-    let attachment = reading.get::<Attachment>(id)?;
-    let found = defect(store, &volume, attachment.as_ref())?;
-    Ok(match found {
-        Some(message) => Condition { abnormal: true, message },
-        None => Condition { abnormal: false, message: "the volume is healthy".to_owned() },
-    })
-}
-
-/// What is wrong with a volume, if anything.
-pub fn defect(
-    store: &Store,
-    volume: &Volume,
-    attachment: Option<&Attachment>,
-) -> Result<Option<String>> {
-    if let Some(message) = lost_pool::defect(store)? {
-        return Ok(Some(message));
-    }
-    let backing = match store.open_volume(volume) {
-        Ok(backing) => backing,
-        Err(Error::Damaged(message)) => return Ok(Some(message)),
-        Err(error) => return Err(error),
-    };
-    let bytes = length(&backing)?;
-    if bytes < volume.capacity_bytes {
-        return Ok(Some(format!(
-            "the backing file has {bytes} bytes instead of {}; restore the volume from a backup",
-            volume.capacity_bytes
-        )));
-    }
-    if let Some(lost) = writeback::lost(store, volume) {
-        return Ok(Some(writeback::describe(&volume.id, &lost)));
-    }
-    if let Some(attachment) = attachment
-        && let Some(message) = attachment_defect(volume, attachment, &backing)?
-    {
-        return Ok(Some(message));
-    }
-    upkeep::shortage(store)
-}
-
-fn attachment_defect(
-    volume: &Volume,
-    attachment: &Attachment,
-    backing: &File,
-) -> Result<Option<String>> {
-    let devices = LoopDevice::of_file(backing)?;
-    if let Err(foreign) = devices.refuse_foreign() {
-        return Ok(Some(foreign.to_string()));
-    }
-    let Some(device) = devices.ours.into_iter().next() else {
-        return Ok(Some("the volume is staged but has no loop device; stage it again".to_owned()));
-    };
-    let bytes = device.size()?;
-    if bytes != volume.capacity_bytes {
-        return Ok(Some(format!(
-            "{} has {bytes} bytes, the volume {}; expand or stage it again",
-            device.path().display(),
-            volume.capacity_bytes
-        )));
-    }
-    if matches!(attachment.capability.access, Access::Block) {
-        return Ok(None);
-    }
-    attachment::defect(attachment, &device)
 }
 
 /// The volume, or `NotFound`.

@@ -284,23 +284,15 @@ fn list_volumes(
     asked: csi::ListVolumesRequest,
 ) -> Result<csi::ListVolumesResponse, Status> {
     let page = page(request::max_entries(asked.max_entries)?);
-    let page = plugin.backend.volumes(token(&asked.starting_token), page)?;
-    let mut entries = Vec::with_capacity(page.items.len());
-    for volume in &page.items {
-        let condition = match plugin.backend.volume_condition(&volume.id) {
-            // Deleted since the page was read.
-            Err(Error::NotFound { .. }) => continue,
-            Err(error) => Condition { abnormal: true, message: error.to_string() },
-            Ok(condition) => condition,
-        };
-        entries.push(csi::list_volumes_response::Entry {
-            volume: Some(response::volume(volume, &plugin.place)),
-            status: Some(csi::list_volumes_response::VolumeStatus {
-                published_node_ids: Vec::new(),
-                volume_condition: Some(response::condition(condition)),
-            }),
-        });
-    }
+    let page = plugin.backend.volumes_with_conditions(token(&asked.starting_token), page)?;
+    let entry = |(volume, condition): (Volume, Condition)| csi::list_volumes_response::Entry {
+        volume: Some(response::volume(&volume, &plugin.place)),
+        status: Some(csi::list_volumes_response::VolumeStatus {
+            published_node_ids: Vec::new(),
+            volume_condition: Some(response::condition(condition)),
+        }),
+    };
+    let entries = page.items.into_iter().map(entry).collect();
     Ok(csi::ListVolumesResponse { entries, next_token: page.next.unwrap_or_default() })
 }
 

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use super::super::deferral;
 use super::super::error::{Error, Result};
-use super::super::filesystem;
+use super::super::filesystem::{self, Mount};
 use super::super::format;
+use super::super::health::{self, Surroundings};
 use super::super::loop_device::LoopDevice;
 use super::super::model::{
     Access, Attachment, Condition, Mounted, Publication, Stats, Usage, Volume,
@@ -14,7 +15,7 @@ use super::super::model::{
 use super::super::store::Store;
 use super::super::volume;
 use super::super::writeback;
-use super::{device_of, shown_at};
+use super::{device_of, is_of, shown_at};
 
 /// A volume in use, seen from one of its places.
 struct InUse {
@@ -74,10 +75,11 @@ pub fn stats(store: &Store, volume_id: &str, path: &Path) -> Result<Stats> {
             return Err(missing(volume_id, path));
         };
         return deferral::stats(store, target, || {
-            volume::defect(store, &volume, Some(&attachment))
+            let surroundings = Surroundings::read(store)?;
+            health::defect(store, &volume, Some(&attachment), &surroundings)
         });
     }
-    let condition = volume::condition(store, volume_id)?;
+    let condition = health::condition(store, volume_id)?;
     readable(usage(store, volume_id, path), condition)
 }
 
@@ -132,18 +134,26 @@ pub fn expand(store: &Store, volume_id: &str, path: &Path) -> Result<u64> {
 }
 
 /// What is wrong with a volume in use whose device is as it should be, if anything.
-pub fn defect(attachment: &Attachment, device: &LoopDevice) -> Result<Option<String>> {
+pub fn defect(
+    attachment: &Attachment,
+    device: &LoopDevice,
+    mounts: &[Mount],
+) -> Result<Option<String>> {
     let staging = &attachment.staging_path;
     if attachment.deferred_at().is_some() {
-        return deferral::defect(device);
+        return Ok(deferral::defect(device, mounts));
     }
+    let shown_at = |path| {
+        let mount = filesystem::mount_among(mounts, path)?;
+        Ok::<_, Error>(mount.is_some_and(|mount| is_of(mount, device)))
+    };
     if let Mounted::AtStaging = attachment.mounted {
-        return Ok((!shown_at(staging, device)?).then(|| {
+        return Ok((!shown_at(staging)?).then(|| {
             format!("the volume is staged but not mounted at {}; stage it again", staging.display())
         }));
     }
     for target in attachment.published.keys() {
-        if !shown_at(target, device)? {
+        if !shown_at(target)? {
             let target = target.display();
             return Ok(Some(format!(
                 "the volume is published but not mounted at {target}; restart the pod"

@@ -24,7 +24,9 @@ use super::model::{FsType, Usage};
 
 pub use detached::{grow as grow_unseen, join, live, mount_unseen};
 pub use freeze::{Frozen, thaw_left_over};
-pub use mounts::{Mount, all_mounts, mount_at, mounts_of, mounts_of_process, open_mounted};
+pub use mounts::{
+    Mount, all_mounts, mount_among, mount_at, mounts_of, mounts_of_process, open_mounted,
+};
 pub use ownership::{give_all_to_group, give_to_group};
 
 /// Makes a filesystem on a device whose content nobody needs. Nothing is discarded first: the

@@ -57,8 +57,13 @@ fn resolved(path: &Path) -> Result<Option<PathBuf>> {
 
 /// The uppermost mount at `target`.
 pub fn mount_at(target: &Path) -> Result<Option<Mount>> {
+    Ok(mount_among(&all_mounts()?, target)?.cloned())
+}
+
+/// The uppermost mount at `target` among these, lower ones first.
+pub fn mount_among<'a>(mounts: &'a [Mount], target: &Path) -> Result<Option<&'a Mount>> {
     let Some(target) = resolved(target)? else { return Ok(None) };
-    Ok(all_mounts()?.into_iter().rfind(|mount| mount.target == target))
+    Ok(mounts.iter().rfind(|mount| mount.target == target))
 }
 
 /// Where this mount namespace shows the filesystem of a loop device.

@@ -187,7 +187,7 @@ fn leave(
         let root = filesystem::mount_unseen(device, fs_type)?;
         fill(row, &root.path(), content)?;
     }
-    if let Some(message) = deferral::defect(device)? {
+    if let Some(message) = deferral::defect(device, &filesystem::all_mounts()?) {
         return Err(Error::Precondition(format!("volume_id: {:?}: {message}", row.handle)));
     }
     let read_only = row.request.is_read_only();
@@ -344,7 +344,7 @@ fn defect(store: &Store, row: &Inline) -> Result<Option<String>> {
         return Ok(Some("the volume has no loop device; restart the pod".to_owned()));
     };
     if row.request.deferred.is_some() {
-        if let Some(message) = deferral::defect(&device)? {
+        if let Some(message) = deferral::defect(&device, &filesystem::all_mounts()?) {
             return Ok(Some(message));
         }
     } else if !is_shown(row, &device)? {

@@ -4,12 +4,14 @@
 
 mod direct;
 mod file;
+mod snapshots;
 mod verify;
+mod version_1;
 
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use nix::errno::Errno;
 use redb::{
@@ -17,34 +19,53 @@ use redb::{
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::error::{Context, Error, Kind, Result};
 use super::fail_point::reach;
-use super::model::{Attachment, Group, Inline, Snapshot, Volume};
+use super::model::{Attachment, Group, Inline, Volume};
 use super::pool::sync_directory;
 use direct::DirectFile;
 use file::{CatalogFile, Mode};
 
 pub use file::Relief;
+pub use snapshots::SnapshotFile;
 pub use verify::{read_verified, verify_or_rescue};
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
 
 const NAMES: TableDefinition<&str, &str> = TableDefinition::new("names");
 const META: TableDefinition<&str, &str> = TableDefinition::new("meta");
-const FORMAT_VERSION: &str = "1";
+const FORMAT_VERSION: &str = "2";
+
+/// Keys of `META`: the version of the format; present while leftover files are known only from a look at the directories.
+const VERSION: &str = "version";
+const SWEEP: &str = "sweep";
 
 /// Memory for pages of the catalog, in bytes.
 const CACHE_BYTES: usize = 4 << 20;
 
-/// A row type, its table and how its names are told from those of other types.
+/// A row type and its table.
 pub trait Row: Serialize + DeserializeOwned {
     const TABLE: Table;
+
     fn key(&self) -> &str;
+
+    fn find(tx: &ReadTransaction, key: &str) -> Result<Option<Self>> {
+        find_in(tx, Self::TABLE, key)
+    }
+
+    fn store(&self, tx: &WriteTransaction) -> Result<()> {
+        insert_into(tx, Self::TABLE, self)
+    }
+
+    fn discard(tx: &WriteTransaction, key: &str) -> Result<()> {
+        tx.open_table(Self::TABLE).map_err(failed)?.remove(key).map_err(failed)?;
+        Ok(())
+    }
 }
 
-/// A row that has a name beside its id.
+/// A row that has a name beside its id. Names of different types do not collide.
 pub trait Named: Row {
     const KIND: Kind;
     fn name(&self) -> &str;
@@ -71,7 +92,6 @@ macro_rules! row {
 }
 
 row!(Volume, "volumes", id, Kind::Volume);
-row!(Snapshot, "snapshots", id, Kind::Snapshot);
 row!(Group, "groups", id, Kind::GroupSnapshot);
 row!(Attachment, "attachments", volume_id);
 row!(Inline, "inline", handle);
@@ -84,6 +104,8 @@ pub struct Catalog {
     relief: Relief,
     /// Held for reading while a transaction is written, and for writing while the store is opened again.
     store: RwLock<Opened>,
+    /// Files that were removed since the last change, which will record it.
+    removed: Mutex<Vec<SnapshotFile>>,
 }
 
 struct Opened {
@@ -141,7 +163,7 @@ impl Catalog {
     fn with(path: &Path, file: DirectFile, relief: Relief) -> Result<Self> {
         let is_blank = file.len().context(|| format!("opening {}", path.display()))? == 0;
         let store = RwLock::new(Opened::new(file, Mode::Durable, relief.clone())?);
-        let catalog = Self { path: path.to_owned(), relief, store };
+        let catalog = Self { path: path.to_owned(), relief, store, removed: Mutex::default() };
         catalog.prepare(is_blank)?;
         Ok(catalog)
     }
@@ -186,24 +208,24 @@ impl Catalog {
         self.store(Mode::Durable).map(drop)
     }
 
-    /// Makes the tables, where nothing was written yet, and checks the format's version.
+    /// Makes the tables, where nothing was written yet, converts those of an earlier version, and refuses a later one.
     fn prepare(&self, is_blank: bool) -> Result<()> {
         if is_blank {
-            self.write(|tx| {
+            return self.write(|tx| {
                 tx.inner.open_table(Volume::TABLE).map_err(failed)?;
-                tx.inner.open_table(Snapshot::TABLE).map_err(failed)?;
                 tx.inner.open_table(Group::TABLE).map_err(failed)?;
                 tx.inner.open_table(Attachment::TABLE).map_err(failed)?;
+                tx.inner.open_table(Inline::TABLE).map_err(failed)?;
                 tx.inner.open_table(NAMES).map_err(failed)?;
+                snapshots::make_tables(&tx.inner)?;
                 let mut meta = tx.inner.open_table(META).map_err(failed)?;
-                meta.insert("version", FORMAT_VERSION).map_err(failed)?;
+                meta.insert(VERSION, FORMAT_VERSION).map_err(failed)?;
                 Ok(())
-            })?;
+            });
         }
-        self.read()?.check_format()?;
-        // It came later than the others.
-        if self.read()?.0.open_table(Inline::TABLE).is_err() {
-            self.write(|tx| tx.inner.open_table(Inline::TABLE).map(drop).map_err(failed))?;
+        if self.read()?.is_of_version_1()? {
+            info!(to = FORMAT_VERSION, "converting the catalog from format version 1");
+            self.write(|tx| version_1::migrate(&tx.inner))?;
         }
         Ok(())
     }
@@ -218,19 +240,35 @@ impl Catalog {
         let store = self.store(Mode::Durable)?;
         let has_room = store.file.has_room();
         let tx = Writing { inner: store.database.begin_write().map_err(failed)?, has_room };
-        let result = change(&tx).and_then(|value| reach("catalog.changed").map(|()| value));
-        match result {
-            Ok(value) => {
-                tx.inner.commit().map_err(failed)?;
-                reach("catalog.committed")?;
-                Ok(value)
-            }
+        let removed = std::mem::take(&mut *self.removed());
+        // First: the change may name one of them again.
+        let result = tx
+            .are_removed(&removed)
+            .and_then(|()| change(&tx))
+            .and_then(|value| reach("catalog.changed").map(|()| value));
+        let result = match result {
+            Ok(value) => tx.inner.commit().map_err(failed).map(|()| value),
             Err(error) => {
                 // After an I/O error this fails too; the first one is what has to be told.
                 let _ = tx.inner.abort();
                 Err(error)
             }
+        };
+        if result.is_err() {
+            self.removed().extend(removed);
         }
+        let value = result?;
+        reach("catalog.committed")?;
+        Ok(value)
+    }
+
+    /// To be called when a file that was to be removed is gone. It is recorded with the next change.
+    pub fn is_removed(&self, file: SnapshotFile) {
+        self.removed().push(file);
+    }
+
+    fn removed(&self) -> MutexGuard<'_, Vec<SnapshotFile>> {
+        self.removed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -238,24 +276,31 @@ impl Catalog {
 pub struct Reading(ReadTransaction);
 
 impl Reading {
-    /// Checks the format's version. A catalog that has a name has its tables: one that seems to have none was damaged, and
-    /// is not taken for a new one.
-    fn check_format(&self) -> Result<()> {
+    /// Whether it has the former format. A catalog that has a name has its tables: one that seems to have none was damaged,
+    /// and is not taken for a new one.
+    fn is_of_version_1(&self) -> Result<bool> {
         let meta = self.0.open_table(META);
         let meta = meta.map_err(|_| verify::damaged("it has lost its tables"))?;
-        let version = meta.get("version").map_err(failed)?;
+        let version = meta.get(VERSION).map_err(failed)?;
         match version.as_ref().map(|version| version.value()) {
-            Some(FORMAT_VERSION) => Ok(()),
+            Some(FORMAT_VERSION) => Ok(false),
+            Some(version_1::FORMAT_VERSION) => Ok(true),
             other => Err(Error::Damaged(format!(
-                "the catalog has format version {other:?}, this program knows {FORMAT_VERSION}"
+                "the catalog has format version {}, and this program knows 1 and {FORMAT_VERSION}; use the version of \
+                 csi-loopback that wrote it, or a later one",
+                other.unwrap_or("none")
             ))),
         }
     }
 
+    /// Whether leftover files have to be looked for in the directories.
+    pub fn is_sweep_due(&self) -> Result<bool> {
+        let meta = self.0.open_table(META).map_err(failed)?;
+        Ok(meta.get(SWEEP).map_err(failed)?.is_some())
+    }
+
     pub fn get<R: Row>(&self, key: &str) -> Result<Option<R>> {
-        let table = self.0.open_table(R::TABLE).map_err(failed)?;
-        let row = table.get(key).map_err(failed)?;
-        row.map(|row| decode(key, row.value())).transpose()
+        R::find(&self.0, key)
     }
 
     pub fn by_name<R: Named>(&self, name: &str) -> Result<Option<R>> {
@@ -273,7 +318,7 @@ impl Reading {
         scan(&self.0.open_table(R::TABLE).map_err(failed)?, after, visit)
     }
 
-    /// All rows for which `wanted` holds.
+    /// All rows for which `wanted` holds. Of snapshots, those that exist or are being created.
     pub fn select<R: Row>(&self, wanted: impl Fn(&R) -> bool) -> Result<Vec<R>> {
         select(&self.0.open_table(R::TABLE).map_err(failed)?, wanted)
     }
@@ -287,14 +332,16 @@ pub struct Writing {
 
 impl Writing {
     pub fn put<R: Row>(&self, row: &R) -> Result<()> {
-        let mut table = self.inner.open_table(R::TABLE).map_err(failed)?;
-        let json = serde_json::to_vec(row).map_err(|e| Error::Failed(format!("catalog: {e}")))?;
-        table.insert(row.key(), json.as_slice()).map_err(failed)?;
-        Ok(())
+        row.store(&self.inner)
     }
 
     pub fn remove<R: Row>(&self, key: &str) -> Result<()> {
-        self.inner.open_table(R::TABLE).map_err(failed)?.remove(key).map_err(failed)?;
+        R::discard(&self.inner, key)
+    }
+
+    /// Records that no leftover files have to be looked for.
+    pub fn sweep_is_done(&self) -> Result<()> {
+        self.inner.open_table(META).map_err(failed)?.remove(SWEEP).map_err(failed)?;
         Ok(())
     }
 
@@ -327,6 +374,18 @@ impl Writing {
         }
         Ok(())
     }
+}
+
+fn find_in<R: Row>(tx: &ReadTransaction, table: Table, key: &str) -> Result<Option<R>> {
+    let table = tx.open_table(table).map_err(failed)?;
+    let row = table.get(key).map_err(failed)?;
+    row.map(|row| decode(key, row.value())).transpose()
+}
+
+fn insert_into<R: Row>(tx: &WriteTransaction, table: Table, row: &R) -> Result<()> {
+    let json = serde_json::to_vec(row).map_err(|e| Error::Failed(format!("catalog: {e}")))?;
+    tx.open_table(table).map_err(failed)?.insert(row.key(), json.as_slice()).map_err(failed)?;
+    Ok(())
 }
 
 fn scan<R: Row>(
@@ -379,4 +438,4 @@ fn failed(error: impl Into<redb::Error>) -> Error {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

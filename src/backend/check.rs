@@ -8,7 +8,7 @@ use std::path::Path;
 
 use roaring::RoaringBitmap;
 
-use super::catalog;
+use super::catalog::{self, SnapshotFile};
 use super::error::{Context, Error, Result};
 use super::lost_pool;
 use super::model::{Inline, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
@@ -75,6 +75,7 @@ struct Checker<'a> {
     volumes: Vec<Volume>,
     inline: Vec<Inline>,
     snapshots: BTreeMap<String, Snapshot>,
+    removals: Vec<SnapshotFile>,
     findings: Vec<Finding>,
     records: u64,
 }
@@ -94,16 +95,22 @@ fn check_pool(data_dir: &Path) -> Result<Report> {
         data_dir.join("lock").exists().then(|| super::lock_instance(data_dir)).transpose()?;
     let pool = pool::open_existing(data_dir)?;
     let _lock = early.map_or_else(|| super::lock_instance(data_dir), Ok)?;
-    let (volumes, inline, snapshots) =
+    let (volumes, inline, snapshots, removals) =
         catalog::read_verified(&super::catalog_path(pool.root()), |rows| {
+            let mut snapshots = BTreeMap::new();
+            rows.every_snapshot(|row| {
+                snapshots.insert(row.id.clone(), row);
+                Ok(())
+            })?;
             let volumes = rows.select(|_: &Volume| true)?;
-            Ok((volumes, rows.select(|_: &Inline| true)?, rows.select(|_: &Snapshot| true)?))
+            Ok((volumes, rows.select(|_: &Inline| true)?, snapshots, rows.removals()?))
         })?;
     let mut checker = Checker {
         pool: pool.as_ref(),
         volumes,
         inline,
-        snapshots: snapshots.into_iter().map(|row| (row.id.clone(), row)).collect(),
+        snapshots,
+        removals,
         findings: Vec::new(),
         records: 0,
     };
@@ -209,7 +216,7 @@ impl Checker<'_> {
                 continue;
             }
             let data = if row.has_data { self.check_data(&row)? } else { None };
-            if row.phase == SnapshotPhase::Forgotten {
+            if row.is_forgotten() {
                 continue;
             }
             let chained = self.check_chain(&row);
@@ -250,7 +257,7 @@ impl Checker<'_> {
             Some(before) if before.sequence >= row.sequence => {
                 Some(format!("its predecessor {id:?} is not older"))
             }
-            Some(before) if before.phase == SnapshotPhase::Forgotten => {
+            Some(before) if before.is_forgotten() => {
                 Some(format!("its predecessor {id:?} was forgotten"))
             }
             Some(_) => None,
@@ -352,6 +359,11 @@ impl Checker<'_> {
             .values()
             .map(|row| format!("{}.{}", row.id, row.record_generation))
             .collect();
+        let record = |file: &SnapshotFile| match file {
+            SnapshotFile::Record { id, generation } => Some(format!("records/{id}.{generation}")),
+            SnapshotFile::Data { .. } => None,
+        };
+        let removals: BTreeSet<String> = self.removals.iter().filter_map(record).collect();
         let places = [
             (Directory::Volumes, volumes),
             (Directory::Snapshots, data),
@@ -372,10 +384,14 @@ impl Checker<'_> {
             };
             for entry in entries {
                 let name = entry.context(listing)?.file_name().to_string_lossy().into_owned();
-                if !known.contains(&name) {
+                let file = format!("{place}/{name}");
+                if removals.contains(&file) {
+                    let message = "to be removed; start the driver to settle it";
+                    self.find(FindingKind::Unfinished, &file, message);
+                } else if !known.contains(&name) {
                     self.find(
                         FindingKind::Orphan,
-                        &format!("{place}/{name}"),
+                        &file,
                         "no row of the catalog accounts for it; move it away after a look",
                     );
                 }

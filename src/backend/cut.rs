@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use tracing::{debug, error, warn};
 
+use super::catalog::SnapshotFile;
 use super::error::{Context, Error, Result};
 use super::extents::Finding;
 use super::fail_point::reach;
@@ -220,7 +221,10 @@ fn commit(
     for Member { mut volume, mut snapshot, .. } in members {
         if let Some(former) = &volume.baseline
             && let Some(mut former) = reading.get::<Snapshot>(former)?
-            && matches!(former.phase, SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten)
+            && matches!(
+                former.phase,
+                SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten { .. }
+            )
         {
             former.has_data = false;
             former.baseline_until = Some(now().0);
@@ -249,7 +253,7 @@ fn commit(
 /// next start.
 pub fn remove_data(store: &Store, snapshots: &[Snapshot]) {
     for snapshot in snapshots {
-        if let Err(error) = pool::remove(&store.snapshot_path(&snapshot.id)) {
+        if let Err(error) = store.remove(SnapshotFile::data(snapshot)) {
             warn!(snapshot = snapshot.id, %error, "data that nobody needs stays until the next start");
         }
     }

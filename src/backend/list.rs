@@ -21,13 +21,7 @@ pub fn page<R: Row>(
     max: usize,
     wanted: impl Fn(&R) -> bool,
 ) -> Result<Page<R>> {
-    if let Some(token) = after
-        && ids::name_of(token).is_none()
-    {
-        return Err(Error::Busy(format!(
-            "starting_token: {token:?} is not a token of this list; start from the beginning"
-        )));
-    }
+    check_token(after)?;
     let mut items: Vec<R> = Vec::new();
     let mut more = false;
     reading.scan(after, |row: R| {
@@ -42,4 +36,25 @@ pub fn page<R: Row>(
     })?;
     let next = items.last().filter(|_| more).map(|last| last.key().to_owned());
     Ok(Page { items, next })
+}
+
+/// Like [`page`], of rows in order of their keys.
+pub fn page_of<R: Row>(mut rows: Vec<R>, after: Option<&str>, max: usize) -> Result<Page<R>> {
+    check_token(after)?;
+    rows.retain(|row| after.is_none_or(|after| row.key() > after));
+    let more = max > 0 && rows.len() > max;
+    if more {
+        rows.truncate(max);
+    }
+    let next = rows.last().filter(|_| more).map(|last| last.key().to_owned());
+    Ok(Page { items: rows, next })
+}
+
+fn check_token(after: Option<&str>) -> Result<()> {
+    match after {
+        Some(token) if ids::name_of(token).is_none() => Err(Error::Busy(format!(
+            "starting_token: {token:?} is not a token of this list; start from the beginning"
+        ))),
+        _ => Ok(()),
+    }
 }

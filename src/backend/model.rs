@@ -196,8 +196,9 @@ pub enum SnapshotPhase {
     /// Deleted through the API at this time (seconds since the epoch); its record stays, so that it
     /// can still be the base of a delta.
     Deleted { at: u64 },
-    /// Its record is gone too; the id is remembered so that a delta from it can say why it fails.
-    Forgotten,
+    /// Its record is gone too, since this time (seconds since the epoch). The id is kept for another retention period, so
+    /// that a delta from it can say why it fails.
+    Forgotten { at: u64 },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -212,6 +213,7 @@ pub struct Snapshot {
     pub created_at: (u64, u32),
     /// Ascending within the volume: the order of base and target.
     pub sequence: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group_id: Option<String>,
     pub predecessor: Predecessor,
     /// Which file holds the change record: `records/<id>.<generation>`; folding writes a new one.
@@ -219,24 +221,35 @@ pub struct Snapshot {
     /// The copy of the backing file is on disk.
     pub has_data: bool,
     /// The filesystem of the volume at that moment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
     /// A container runtime had the filesystem, maybe mounted in a virtual machine, and it could not be frozen: what was
     /// being written is as a power cut would have left it.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_false")]
     pub crash_consistent: bool,
     /// When it ceased to be the baseline (seconds since the epoch), if it was deleted before: until then it was kept whatever
     /// its age.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub baseline_until: Option<u64>,
 }
 
+/// Most rows are of deleted snapshots, and what they do not have takes no room.
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
 impl Snapshot {
-    /// When the retention of the record of a deleted snapshot begins, in seconds since the epoch.
+    /// When the retention begins of what is kept of a deleted snapshot, its record or its id, in seconds since the epoch.
     pub fn retained_since(&self) -> Option<u64> {
         match self.phase {
             SnapshotPhase::Deleted { at } => Some(at.max(self.baseline_until.unwrap_or(0))),
-            SnapshotPhase::Cutting | SnapshotPhase::Ready | SnapshotPhase::Forgotten => None,
+            SnapshotPhase::Forgotten { at } => Some(at),
+            SnapshotPhase::Cutting | SnapshotPhase::Ready => None,
         }
+    }
+
+    pub fn is_forgotten(&self) -> bool {
+        matches!(self.phase, SnapshotPhase::Forgotten { .. })
     }
 }
 

@@ -4,15 +4,16 @@
 
 use std::fs;
 
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use super::attachment;
+use super::catalog::SnapshotFile;
 use super::cut;
 use super::error::{Context, Result};
 use super::group;
 use super::inline;
 use super::model::{Attachment, Group, Phase, Snapshot, SnapshotPhase, Source, Volume};
-use super::pool::{self, Directory};
+use super::pool::Directory;
 use super::snapshot;
 use super::store::Store;
 use super::volume;
@@ -22,8 +23,8 @@ pub fn reconcile(store: &Store) -> Result<()> {
     thaw(store)?;
     undo_cuts(store)?;
     settle_volumes(store)?;
-    settle_data(store)?;
-    settle_records(store)?;
+    settle_removals(store)?;
+    report_lost_data(store)?;
     settle_attachments(store)?;
     inline::collect(store)?;
     forget_gone_volumes(store)
@@ -95,26 +96,35 @@ fn settle_volumes(store: &Store) -> Result<()> {
     Ok(())
 }
 
-/// Snapshots' data: what is not needed goes; what is needed and missing is said.
-fn settle_data(store: &Store) -> Result<()> {
-    for row in store.catalog.read()?.select(|_: &Snapshot| true)? {
-        let path = store.snapshot_path(&row.id);
-        match (row.has_data, path.exists()) {
-            (true, false) => error!(snapshot = row.id, "the data of a snapshot is gone"),
-            (false, true) => {
-                info!(snapshot = row.id, "removing data that nobody needs");
-                told(pool::remove(&path), &row.id);
-            }
-            (true, true) | (false, false) => {}
-        }
+/// Files of snapshots that nothing refers to go.
+fn settle_removals(store: &Store) -> Result<()> {
+    if store.catalog.read()?.is_sweep_due()? {
+        let files = leftover_files(store)?;
+        store.catalog.write(|tx| {
+            files.iter().try_for_each(|file| tx.remove_later(file))?;
+            tx.sweep_is_done()
+        })?;
+    }
+    let files = store.catalog.read()?.removals()?;
+    for file in files {
+        debug!(?file, "removing a file that nothing refers to");
+        let object = format!("{file:?}");
+        told(store.remove(file), &object);
     }
     Ok(())
 }
 
-/// Record files of former generations, and of snapshots that are forgotten, go.
-fn settle_records(store: &Store) -> Result<()> {
-    let directory = Directory::Records.path(store.pool.root());
+/// Files of snapshots that no row refers to, for a catalog that has no list of them.
+fn leftover_files(store: &Store) -> Result<Vec<SnapshotFile>> {
+    let mut files = Vec::new();
     let reading = store.catalog.read()?;
+    reading.every_snapshot(|row| {
+        if !row.has_data && store.snapshot_path(&row.id).exists() {
+            files.push(SnapshotFile::data(&row));
+        }
+        Ok(())
+    })?;
+    let directory = Directory::Records.path(store.pool.root());
     let listing = || format!("listing {}", directory.display());
     for entry in fs::read_dir(&directory).context(listing)? {
         let name = entry.context(listing)?.file_name();
@@ -127,12 +137,21 @@ fn settle_records(store: &Store) -> Result<()> {
             warn!(?name, "a change record of no known snapshot; `pool check` says more");
             continue;
         };
-        if row.record_generation != generation || row.phase == SnapshotPhase::Forgotten {
-            info!(snapshot = id, generation, "removing a change record that was replaced");
-            told(pool::remove(&store.record_path(id, generation)), id);
+        if row.record_generation != generation || row.is_forgotten() {
+            files.push(SnapshotFile::Record { id: row.id, generation });
         }
     }
-    Ok(())
+    Ok(files)
+}
+
+/// The data of a snapshot that is needed and missing is reported.
+fn report_lost_data(store: &Store) -> Result<()> {
+    store.catalog.read()?.scan(None, |row: Snapshot| {
+        if row.has_data && !store.snapshot_path(&row.id).exists() {
+            error!(snapshot = row.id, "the data of a snapshot is gone");
+        }
+        Ok(true)
+    })
 }
 
 fn settle_attachments(store: &Store) -> Result<()> {
@@ -143,15 +162,7 @@ fn settle_attachments(store: &Store) -> Result<()> {
 }
 
 fn forget_gone_volumes(store: &Store) -> Result<()> {
-    let mut ids: Vec<String> = store
-        .catalog
-        .read()?
-        .select(|_: &Snapshot| true)?
-        .into_iter()
-        .map(|row| row.volume_id)
-        .collect();
-    ids.sort_unstable();
-    ids.dedup();
+    let ids = store.catalog.read()?.volumes_with_snapshots()?;
     ids.iter().for_each(|id| told(snapshot::collect(store, id), id));
     Ok(())
 }

@@ -84,7 +84,7 @@ pub fn delete(store: &Store, id: &str) -> Result<()> {
         SnapshotPhase::Ready => {}
         SnapshotPhase::Cutting => return Ok(()),
         // A deletion that met an error may have left what nobody needs any more.
-        SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten => {
+        SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten { .. } => {
             return finish_deletion(store, &[snapshot]);
         }
     }
@@ -148,6 +148,12 @@ pub fn list(
         let found = reading.get::<Snapshot>(id)?.filter(|row| matches(filter, row));
         return Ok(Page { items: found.into_iter().collect(), next: None });
     }
+    if let Some(volume_id) = &filter.volume_id {
+        let mut rows = reading.existing_snapshots_of(volume_id)?;
+        rows.retain(|row| matches(filter, row));
+        rows.sort_unstable_by(|a, b| a.id.cmp(&b.id));
+        return list::page_of(rows, after, max);
+    }
     list::page(&reading, after, max, |row| matches(filter, row))
 }
 
@@ -202,7 +208,7 @@ fn chain(
             format!("{:?} is newer than the target {:?}; swap them", base.id, target.id),
         ));
     }
-    if base.phase == SnapshotPhase::Forgotten {
+    if base.is_forgotten() {
         return Err(no_delta(base, target, "the base's change record was dropped"));
     }
     let mut records = Vec::new();

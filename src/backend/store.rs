@@ -7,13 +7,13 @@ use std::sync::atomic::AtomicU64;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Config;
-use super::catalog::{Catalog, Reading};
+use super::catalog::{Catalog, Reading, SnapshotFile};
 use super::error::{Context, Error, Kind, Result};
 use super::freeze_guard::Guard;
 use super::locks::Locks;
 use super::loop_device::LoopDevice;
 use super::model::{Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
-use super::pool::Pool;
+use super::pool::{self, Pool};
 use super::tracker::RecordReader;
 use super::writeback::Unrecorded;
 
@@ -52,6 +52,27 @@ impl Store {
 
     pub fn record_path(&self, id: &str, generation: u64) -> PathBuf {
         self.pool.record_path(id, generation)
+    }
+
+    /// Removes a file that the catalog no longer refers to.
+    pub fn remove(&self, file: SnapshotFile) -> Result<()> {
+        pool::remove(&self.path_of(&file))?;
+        self.catalog.is_removed(file);
+        Ok(())
+    }
+
+    /// Like [`Self::remove`], with the blocks free when this returns, however long that takes.
+    pub fn remove_and_free(&self, file: SnapshotFile) -> Result<()> {
+        pool::remove_and_free(&self.path_of(&file))?;
+        self.catalog.is_removed(file);
+        Ok(())
+    }
+
+    fn path_of(&self, file: &SnapshotFile) -> PathBuf {
+        match file {
+            SnapshotFile::Data { id } => self.snapshot_path(id),
+            SnapshotFile::Record { id, generation } => self.record_path(id, *generation),
+        }
     }
 
     /// The backing file of a volume, for reading and writing.
@@ -125,10 +146,6 @@ impl Reading {
         self.get::<Snapshot>(id)?
             .filter(|snapshot| snapshot.phase == SnapshotPhase::Ready)
             .ok_or_else(|| Error::not_found(Kind::Snapshot, id))
-    }
-
-    pub fn snapshots_of(&self, volume_id: &str) -> Result<Vec<Snapshot>> {
-        self.select(|snapshot: &Snapshot| snapshot.volume_id == volume_id)
     }
 }
 

@@ -12,7 +12,9 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use linux_raw_sys::general::{file_clone_range, fsxattr};
+use linux_raw_sys::general::{
+    __NR_cachestat, cachestat, cachestat_range, file_clone_range, fsxattr,
+};
 use linux_raw_sys::ioctl as nr;
 use linux_raw_sys::loop_device::{
     LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_GET_FREE, LOOP_GET_STATUS64, LOOP_SET_CAPACITY,
@@ -166,6 +168,25 @@ pub fn add_extended_flags(file: &File, flags: u32) -> io::Result<()> {
 fn empty_fsxattr() -> fsxattr {
     // SAFETY: fsxattr is a plain C structure of integers; all zeros is a value of it.
     unsafe { std::mem::zeroed() }
+}
+
+/// Pages of a file in the page cache. An error before Linux 6.5.
+pub fn cached_pages(file: &File) -> io::Result<u64> {
+    let range = cachestat_range { off: 0, len: 0 };
+    // SAFETY: cachestat is a plain C structure of integers; all zeros is a value of it.
+    let mut found: cachestat = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel reads the one structure and writes the other, and both outlive the call.
+    let result = unsafe {
+        libc::syscall(
+            __NR_cachestat as c_long,
+            file.as_raw_fd(),
+            &raw const range,
+            &raw mut found,
+            0,
+        )
+    };
+    check(result as c_int)?;
+    Ok(found.nr_cache)
 }
 
 /// The number of a free loop device; another process may take it first.

@@ -3,6 +3,7 @@
 
 use tracing::{info, warn};
 
+use super::catalog::SnapshotFile;
 use super::error::{Error, MORE_ROOM, Result};
 use super::model::{ChainBreak, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Directory, Image, Room};
@@ -111,52 +112,58 @@ pub fn drop_baseline(store: &Store, mut volume: Volume, reason: ChainBreak) -> R
         unneeded.iter().try_for_each(|row| tx.put(row))
     })?;
     // At once: whether one more has to go is decided by the room that this one has made.
-    unneeded.map_or(Ok(()), |row| pool::remove_and_free(&store.snapshot_path(&row.id)))
+    unneeded.map_or(Ok(()), |row| store.remove_and_free(SnapshotFile::data(&row)))
 }
 
-/// Forgets the records of snapshots that were deleted, and ceased to be a baseline, longer than the retention ago.
+/// Drops the records of snapshots that were deleted, and ceased to be a baseline, longer than the retention ago; and the ids
+/// of those whose records were dropped as long ago.
 pub fn forget_expired(store: &Store) -> Result<()> {
     let oldest = now().0.saturating_sub(store.config.retention.as_secs());
-    let expired = |row: &Snapshot| row.retained_since().is_some_and(|since| since < oldest);
-    let mut rows = store.catalog.read()?.select(expired)?;
-    rows.sort_unstable_by_key(|row| row.sequence);
-    for row in rows {
+    for id in store.catalog.read()?.retained_before(oldest)? {
+        let Some(row) = store.catalog.read()?.get::<Snapshot>(&id)? else { continue };
         let Ok(_lock) = store.locks.take([row.volume_id.as_str()]) else { continue };
-        match forget(store, &row.id) {
+        match forget(store, &id, oldest) {
             Ok(()) => {}
             // One that cannot be folded, for want of room or worse, does not keep the others.
-            Err(error) => warn!(snapshot = row.id, %error, "not forgotten yet"),
+            Err(error) => warn!(snapshot = id, %error, "not forgotten yet"),
         }
     }
     Ok(())
 }
 
+/// Drops the record of a deleted snapshot, or its row where the record was dropped before. The caller holds the volume's lock.
+fn forget(store: &Store, id: &str, oldest: u64) -> Result<()> {
+    let row = store.catalog.read()?.get::<Snapshot>(id)?;
+    let is_expired = |row: &Snapshot| row.retained_since().is_some_and(|since| since < oldest);
+    let Some(row) = row.filter(is_expired) else { return Ok(()) };
+    if row.is_forgotten() {
+        return store.catalog.write(|tx| tx.remove::<Snapshot>(id));
+    }
+    drop_record(store, row)
+}
+
 /// Drops the record of a deleted snapshot. Its changes are folded into its successor's, so that
 /// deltas across it stay exact; as a base it is gone. The newest of a chain stays: the next cut
 /// counts from it.
-fn forget(store: &Store, id: &str) -> Result<()> {
+fn drop_record(store: &Store, row: Snapshot) -> Result<()> {
     let reading = store.catalog.read()?;
-    let Some(row) = reading.get::<Snapshot>(id)? else { return Ok(()) };
     let volume = reading.get::<Volume>(&row.volume_id)?;
-    let is_baseline = volume.is_some_and(|volume| volume.baseline.as_deref() == Some(id));
-    if is_baseline || !matches!(row.phase, SnapshotPhase::Deleted { .. }) {
+    if volume.is_some_and(|volume| volume.baseline.as_deref() == Some(row.id.as_str())) {
         return Ok(());
     }
-    let follows = Predecessor::Snapshot(id.to_owned());
-    let successor = reading
-        .snapshots_of(&row.volume_id)?
-        .into_iter()
-        .find(|next| next.predecessor == follows && next.phase != SnapshotPhase::Forgotten);
+    let follows = Predecessor::Snapshot(row.id.clone());
+    let successor = reading.find_snapshot_of(&row.volume_id, row.sequence + 1, |next| {
+        next.predecessor == follows && !next.is_forgotten()
+    })?;
     let folded = successor.as_ref().map(|next| fold(store, &row, next)).transpose()?;
-    let forgotten = Snapshot { phase: SnapshotPhase::Forgotten, ..row.clone() };
+    let forgotten = Snapshot { phase: SnapshotPhase::Forgotten { at: now().0 }, ..row.clone() };
     store.catalog.write(|tx| {
         folded.iter().try_for_each(|next| tx.put(next))?;
         tx.put(&forgotten)
     })?;
-    info!(snapshot = id, "forgot a change record that was past its retention");
-    pool::remove(&store.record_path(id, row.record_generation))?;
-    successor
-        .map_or(Ok(()), |next| pool::remove(&store.record_path(&next.id, next.record_generation)))
+    info!(snapshot = row.id, "forgot a change record that was past its retention");
+    store.remove(SnapshotFile::record(&row))?;
+    successor.map_or(Ok(()), |next| store.remove(SnapshotFile::record(&next)))
 }
 
 /// Writes the successor's record anew, counting from before `row`; returns the successor's new row.
@@ -182,6 +189,8 @@ fn fold(store: &Store, row: &Snapshot, successor: &Snapshot) -> Result<Snapshot>
     let capacity = successor.capacity_bytes;
     let header =
         Header::new(&successor.id, &successor.volume_id, since, successor.sequence, capacity);
+    // Until the commit no row refers to the file.
+    store.catalog.write(|tx| tx.remove_later(&SnapshotFile::record(&folded)))?;
     let path = store.record_path(&successor.id, folded.record_generation);
     let mut writer = RecordWriter::new(pool::new_file(&path)?, &header)?;
     let parts = [(Bitmap::Allocated, vec![newer]), (Bitmap::Changed, changes)];

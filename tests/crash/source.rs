@@ -57,7 +57,7 @@ const EXCEPT: [(&str, &str); 18] = [
     ("probe", "files that the next start makes again"),
     ("probe_files", "files that the next start makes again"),
     ("open_with", "what an earlier process wrote, once more"),
-    ("read_copy", "in memory"),
+    ("read_verified", "in memory"),
     ("release", "room and no content, taken again when there is plenty"),
     ("reserve", "room and no content, taken again at the next start"),
     ("resize", "the point is the caller's"),

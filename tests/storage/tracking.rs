@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use csi_loopback::backend::{Error, FsType, Source, Style, VolumeRequest};
+use csi_loopback::backend::{Error, FsType, Source, Style, VolumeRequest, check};
 use support::*;
 
 #[test]
@@ -496,10 +496,10 @@ fn retention_goes_on_past_what_it_has_forgotten() {
     }
     let mut pool = Pool::with(ALL_KINDS[1], |config| config.retention = std::time::Duration::ZERO);
     let volume = pool.volume("v", 64 * MIB);
-    let device = pool.attach(&volume.id).target;
+    let attached = pool.attach(&volume.id);
     let snapshots: Vec<_> = (0..4)
         .map(|number| {
-            write_direct(&device, number * 2 * BLOCK, &pattern(number, BLOCK as usize));
+            write_direct(&attached.target, number * 2 * BLOCK, &pattern(number, BLOCK as usize));
             pool.snapshot(&format!("s{number}"), &volume)
         })
         .collect();
@@ -513,6 +513,19 @@ fn retention_goes_on_past_what_it_has_forgotten() {
         let delta = pool.backend().delta(&snapshots[0].id, &snapshots[3].id).unwrap();
         assert_eq!(blocks(delta), [2, 4, 6]);
     }
+    // After another retention period nothing is left of them.
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    pool.backend().forget_expired().unwrap();
+    for number in [1, 2] {
+        let refused = pool.backend().delta(&snapshots[number].id, &snapshots[3].id);
+        assert!(matches!(refused, Err(Error::NotFound { .. })), "{number}: {refused:?}");
+    }
+    let delta = pool.backend().delta(&snapshots[0].id, &snapshots[3].id).unwrap();
+    assert_eq!(blocks(delta), [2, 4, 6]);
+    pool.detach(&attached);
+    pool.stop();
+    let report = check::check(pool.data_dir()).unwrap();
+    assert_eq!((report.snapshots, report.findings.as_slice()), (2, &[][..]));
 }
 
 #[test]

@@ -4,11 +4,14 @@
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
+
+use crate::backend::sys;
 
 /// Alignment of offsets, lengths and memory for direct I/O, in bytes. Enough for every disk that the kernel supports.
 const PAGE: u64 = super::PAGE_BYTES;
@@ -21,6 +24,16 @@ pub struct DirectFile {
     file: File,
     /// False where the filesystem does not support direct I/O, such as tmpfs.
     direct: bool,
+    /// What was read through the page cache is dropped from it in the end.
+    fills_cache: bool,
+}
+
+impl Drop for DirectFile {
+    fn drop(&mut self) {
+        if self.fills_cache {
+            let _ = posix_fadvise(&self.file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
+        }
+    }
 }
 
 /// Memory at an address that direct I/O accepts.
@@ -57,6 +70,21 @@ impl DirectFile {
         Self::open_with(path, File::options().read(true))
     }
 
+    /// The same file read through the page cache, filled in one sequential read, if the cache holds no page of it: so what is
+    /// read is what the disk holds, and much faster than page by page.
+    pub fn through_an_empty_cache(self) -> io::Result<Self> {
+        let file = File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd()))?;
+        if !self.direct || sys::cached_pages(&file).map_or(true, |pages| pages > 0) {
+            return Ok(self);
+        }
+        let mut bytes = vec![0; CHUNK];
+        let mut offset = 0;
+        while let read @ 1.. = file.read_at(&mut bytes, offset)? {
+            offset += read as u64;
+        }
+        Ok(Self { file, direct: false, fills_cache: true })
+    }
+
     /// Creates an empty file that only root can read. An existing one is truncated.
     pub fn create(path: &Path) -> io::Result<Self> {
         Self::open_with(
@@ -68,7 +96,7 @@ impl DirectFile {
     fn open_with(path: &Path, options: &mut std::fs::OpenOptions) -> io::Result<Self> {
         match options.custom_flags(libc::O_DIRECT).open(path) {
             Ok(file) => {
-                let direct = Self { file, direct: true };
+                let direct = Self { file, direct: true, fills_cache: false };
                 // Some filesystems accept the flag and refuse the first read.
                 match direct.read_some(&mut [0; 1], 0) {
                     Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
@@ -84,7 +112,7 @@ impl DirectFile {
         // belongs to the writer; the file now shows what is on disk.
         let _ = file.sync_data();
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
-        Ok(Self { file, direct: false })
+        Ok(Self { file, direct: false, fills_cache: false })
     }
 
     /// Length in bytes.

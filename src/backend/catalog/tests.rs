@@ -1,3 +1,5 @@
+pub mod snapshots;
+
 use super::*;
 use crate::backend::fail_point::in_tests;
 use crate::backend::model::{ChainBreak, Phase, VolumeRequest};
@@ -81,23 +83,6 @@ fn a_catalog_that_cannot_be_written_can_be_read() {
     drop(catalog);
     read_verified(&path, |_| Ok(())).unwrap();
     assert_eq!(ids(&Catalog::open(&path, Default::default()).unwrap()), ["a", "b0", "b1"]);
-}
-
-#[test]
-fn a_catalog_from_before_inline_volumes_gets_their_table_and_keeps_the_rest() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("catalog.redb");
-    let catalog = Catalog::open(&path, Default::default()).unwrap();
-    catalog.write(|tx| tx.put(&volume("a"))).unwrap();
-    catalog.write(|tx| tx.inner.delete_table(Inline::TABLE).map_err(failed)).unwrap();
-    assert!(catalog.read().unwrap().select(|_: &Inline| true).is_err());
-    drop(catalog);
-    let check = |rows: &Reading| rows.select(|_: &Inline| true);
-    // As `pool check` reads it, which changes nothing.
-    assert!(read_verified(&path, check).unwrap().is_empty());
-    let catalog = Catalog::open(&path, Default::default()).unwrap();
-    assert!(check(&catalog.read().unwrap()).unwrap().is_empty());
-    assert_eq!(ids(&catalog), ["a"]);
 }
 
 /// It has them since before it had its name.

@@ -1,5 +1,5 @@
-//! Whether a catalog is whole, before anything in it is believed. Every checksum is compared, on a copy in memory, of
-//! what the disk holds and not of what the page cache holds.
+//! Whether a catalog is whole, before anything in it is believed. Every checksum is compared with what the disk holds, and
+//! not with what the page cache holds; nothing is written.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -14,26 +14,36 @@ use redb::{Database, ReadableDatabase};
 use tracing::error;
 
 use super::direct::{CHUNK, DirectFile};
-use super::{PAGE_BYTES, Reading, Row, failed};
+use super::file::{CatalogFile, Mode, Relief};
+use super::{PAGE_BYTES, Reading, failed, version_1};
 use crate::backend::error::{Context, Error, Result};
 use crate::backend::fail_point::reach;
-use crate::backend::model::Inline;
 use crate::backend::pool::sync_directory;
 
+/// A catalog up to this size, in bytes, is verified on a copy in memory. A larger one is read page by page, through the page
+/// cache where that holds none of it yet: the kernel then keeps as much of it as there is memory for.
+const MAX_COPIED_BYTES: u64 = 32 << 20;
+
+/// Memory for pages of a larger catalog while it is verified, in bytes.
+const CACHE_BYTES: usize = 16 << 20;
+
 /// What `read` finds in the catalog at `path`, which is verified first. Nothing is repaired or changed.
-/// Memory: the size of the catalog, while this runs.
 pub fn read_verified<T>(path: &Path, read: impl FnOnce(&Reading) -> Result<T>) -> Result<T> {
-    let file = match DirectFile::open_for_reading(path) {
-        Ok(file) => file,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(damaged("it is missing")),
-        Err(e) => return Err(Error::io("opening the catalog", e)),
-    };
-    read_copy(&copy_of(|out, offset| file.read_some(out, offset))?, read)
+    unless_it_panics(|| {
+        let store = verified(open(path)?)?;
+        let rows = || store.begin_read().map(Reading).map_err(failed);
+        if rows()?.is_of_version_1()? {
+            let tx = store.begin_write().map_err(failed)?;
+            version_1::migrate(&tx)?;
+            tx.commit().map_err(failed)?;
+        }
+        read(&rows()?)
+    })
 }
 
 /// Fails unless the catalog at `path` is whole.
 pub fn verify(path: &Path) -> Result<()> {
-    read_verified(path, |_| Ok(()))
+    unless_it_panics(|| verified(open(path)?).map(drop))
 }
 
 /// Like [`verify`], for a start. A catalog that is damaged on disk and whole in the page cache is written again from
@@ -43,11 +53,47 @@ pub fn verify_or_rescue(path: &Path) -> Result<()> {
     let Ok(file) = File::open(path) else { return Err(damage) };
     let cached = copy_of(|out, offset| file.read_at(out, offset));
     let Ok(cached) = cached else { return Err(damage) };
-    if read_copy(&cached, |_| Ok(())).is_err() {
+    if unless_it_panics(|| verified(open_copy(&cached)?)).is_err() {
         return Err(damage);
     }
     error!(%damage, "the catalog is damaged on disk and whole in the page cache; writing it again");
     replace(path, &cached)
+}
+
+/// The store below panics at some of what cannot be.
+fn unless_it_panics<T>(read: impl FnOnce() -> Result<T>) -> Result<T> {
+    let result = catch_unwind(AssertUnwindSafe(read));
+    result.unwrap_or_else(|_| Err(damaged("it contradicts itself")))
+}
+
+/// Opens what the disk holds. Changes stay in memory.
+fn open(path: &Path) -> Result<Database> {
+    let file = match DirectFile::open_for_reading(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(damaged("it is missing")),
+        Err(e) => return Err(Error::io("opening the catalog", e)),
+    };
+    let reading = || "reading the catalog".to_owned();
+    if file.len().context(reading)? <= MAX_COPIED_BYTES {
+        return open_copy(&copy_of(|out, offset| file.read_some(out, offset))?);
+    }
+    let file = file.through_an_empty_cache().context(reading)?;
+    let file = CatalogFile::new(file, Mode::Overlay, Relief::default()).context(reading)?;
+    let mut builder = Database::builder();
+    builder.set_cache_size(CACHE_BYTES).create_with_backend(file).map_err(damaged)
+}
+
+fn open_copy(copy: &File) -> Result<Database> {
+    Database::open(format!("/proc/self/fd/{}", copy.as_raw_fd())).map_err(damaged)
+}
+
+/// Compares every checksum of a store, and looks at the version of its format.
+fn verified(mut store: Database) -> Result<Database> {
+    if !store.check_integrity().map_err(damaged)? {
+        return Err(damaged("its checksums do not match"));
+    }
+    store.begin_read().map(Reading).map_err(failed)?.is_of_version_1()?;
+    Ok(store)
 }
 
 /// Replaces the catalog at `path` by a copy. The former file stays, as `catalog.damaged`.
@@ -88,25 +134,6 @@ fn copy_of(read: impl Fn(&mut [u8], u64) -> io::Result<usize>) -> Result<File> {
         offset += read as u64;
     }
     if offset == 0 { Err(damaged("it is empty")) } else { Ok(copy) }
-}
-
-fn read_copy<T>(copy: &File, read: impl FnOnce(&Reading) -> Result<T>) -> Result<T> {
-    let path = format!("/proc/self/fd/{}", copy.as_raw_fd());
-    // The store below panics at some of what cannot be.
-    let result = catch_unwind(AssertUnwindSafe(|| {
-        let mut store = Database::open(&path).map_err(damaged)?;
-        if !store.check_integrity().map_err(damaged)? {
-            return Err(damaged("its checksums do not match"));
-        }
-        let rows = || store.begin_read().map(Reading).map_err(failed);
-        rows()?.check_format()?;
-        // The copy gets what a start would add.
-        let tx = store.begin_write().map_err(failed)?;
-        tx.open_table(Inline::TABLE).map_err(failed)?;
-        tx.commit().map_err(failed)?;
-        read(&rows()?)
-    }));
-    result.unwrap_or_else(|_| Err(damaged("it contradicts itself")))
 }
 
 pub fn damaged(what: impl fmt::Display) -> Error {

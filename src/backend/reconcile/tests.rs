@@ -15,7 +15,8 @@ use super::super::model::{
     Access, AccessMode, Capability, ChainBreak, Format, FsType, Predecessor, Publication,
     VolumeRequest,
 };
-use super::super::pool::{PoolChoice, PoolKind};
+use super::super::pool::{self, PoolChoice, PoolKind};
+use super::super::store::now;
 use super::super::tracker::{Bitmap, Header, RecordWriter, Style};
 use super::super::units::{Block, BlockRange};
 use super::super::{Backend, Config, CreateVolume, Error, check, filesystem, sys};
@@ -114,6 +115,10 @@ impl Pool {
     fn device(&self, volume: &Volume) -> Option<LoopDevice> {
         let file = File::open(self.store().volume_path(&volume.id)).unwrap();
         LoopDevice::find(&file).unwrap().into_iter().next()
+    }
+
+    fn row(&self, id: &str) -> Snapshot {
+        self.store().catalog.read().unwrap().get(id).unwrap().unwrap()
     }
 
     fn put<R: crate::backend::catalog::Row>(&self, row: &R) {

@@ -158,7 +158,11 @@ impl Answers {
             assert_eq!(answer.err(), Some(Refused::Missing), "{question:?}");
             return None;
         }
-        let forgotten = old.perhaps_forgotten && answer.as_ref().err() == Some(&Refused::NotKnown);
+        let refused = answer.as_ref().err();
+        if old.perhaps_dropped && refused == Some(&Refused::Missing) {
+            return None;
+        }
+        let forgotten = old.perhaps_forgotten && refused == Some(&Refused::NotKnown);
         if old.chain != new.chain || forgotten {
             assert_eq!(answer.err(), Some(Refused::NotKnown), "{question:?}");
             return None;

@@ -168,6 +168,8 @@ pub struct Cut {
     pub deleted: bool,
     /// Whether its record may have gone since, so that it is no base any more.
     pub perhaps_forgotten: bool,
+    /// Whether its id may have gone, too.
+    pub perhaps_dropped: bool,
     /// Between cuts of one chain changes are known, across chains they are not.
     pub chain: u32,
     pub content: Content,

@@ -237,7 +237,10 @@ impl World {
         self.subject.forget();
         // Which of them are old enough by now, the clock knows.
         let cuts = self.volumes.iter_mut().flat_map(|volume| &mut volume.cuts);
-        cuts.for_each(|cut| cut.perhaps_forgotten |= cut.deleted);
+        for cut in cuts {
+            cut.perhaps_dropped |= cut.perhaps_forgotten;
+            cut.perhaps_forgotten |= cut.deleted;
+        }
     }
 
     fn check_newest(&mut self, style: Style) {
@@ -302,6 +305,7 @@ impl World {
             group,
             deleted: false,
             perhaps_forgotten: false,
+            perhaps_dropped: false,
             chain,
             content,
             touched,

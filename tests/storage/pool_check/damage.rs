@@ -272,7 +272,11 @@ pub const DAMAGES: &[(&str, Damage)] = &[
         vec![(FindingKind::BrokenChain, b.id.clone())]
     }),
     ("predecessor-forgotten", |files, history| {
-        files.edit("snapshots", &history.snapshots[0].id, set("phase", json!("forgotten")));
+        files.edit(
+            "snapshots",
+            &history.snapshots[0].id,
+            set("phase", json!({ "forgotten": { "at": 1 } })),
+        );
         vec![(FindingKind::BrokenChain, history.snapshots[1].id.clone())]
     }),
     ("baseline-unknown", |files, history| {

@@ -1,6 +1,7 @@
 //! Volumes, snapshots, groups and records that were being made or removed.
 
 use super::*;
+use crate::backend::catalog::tests::snapshots::downgrade;
 use crate::fail_point::in_tests::fail_after;
 
 #[test]
@@ -163,6 +164,9 @@ fn root_data_that_nobody_needs_goes_and_what_is_needed_stays() {
         // The commit was the last thing that happened: the old baseline is still on disk.
         let left = pool.store().snapshot_path(&a.id);
         assert!(!left.exists());
+        let row = pool.row(&a.id);
+        pool.put(&Snapshot { has_data: true, ..row.clone() });
+        pool.put(&row);
         let file = pool::new_file(&left).unwrap();
         file.set_len(a.capacity_bytes).unwrap();
         pool::set_immutable(&file, true).unwrap();
@@ -177,6 +181,38 @@ fn root_data_that_nobody_needs_goes_and_what_is_needed_stays() {
         assert_eq!(pool.delta(&b, &c), [2]);
         assert_eq!(pool.delta(&a, &c), [1, 2]);
     });
+}
+
+/// Version 1 of the format had no list of them.
+#[test]
+fn root_leftover_files_of_a_pool_of_version_1_are_removed_once() {
+    if !nix::unistd::geteuid().is_root() {
+        println!(
+            "SKIPPED: root_leftover_files_of_a_pool_of_version_1_are_removed_once: needs root"
+        );
+        return;
+    }
+    let mut pool = Pool::new(PoolKind::Copy);
+    let volume = pool.volume("v");
+    let [a, b, c] = ["a", "b", "c"].map(|name| {
+        pool.write(&volume, 1, name.as_bytes()[0]);
+        pool.snapshot(name, &volume)
+    });
+    pool.backend().delete_snapshot(&a.id).unwrap();
+    let left = [pool.store().snapshot_path(&a.id), pool.store().record_path(&b.id, 1)];
+    left.iter().for_each(|path| fs::write(path, "left over").unwrap());
+    let unknown = pool.store().record_path("snap-unknown-0123456789abcdef", 0);
+    fs::write(&unknown, "not ours").unwrap();
+    pool.backend = None;
+    downgrade(&pool.config.data_dir.join("catalog.redb"));
+    pool.restart();
+    assert!(left.iter().all(|path| !path.exists()));
+    assert!(unknown.exists(), "what no row accounts for is left to `pool check`");
+    fs::remove_file(unknown).unwrap();
+    assert_eq!(pool.delta(&a, &c), [1]);
+    pool.recover();
+    assert!(!pool.store().catalog.read().unwrap().is_sweep_due().unwrap());
+    assert_eq!(pool.delta(&b, &c), [1]);
 }
 
 #[test]
@@ -207,19 +243,23 @@ fn root_only_the_record_of_the_right_generation_stays() {
         let [a, b, c] = &snapshots;
         pool.backend().delete_snapshot(&b.id).unwrap();
         // A fold of b into c had written its file and not yet committed it.
+        let newer = SnapshotFile::Record { id: c.id.clone(), generation: 1 };
+        pool.store().catalog.write(|tx| tx.remove_later(&newer)).unwrap();
         let newer = pool.store().record_path(&c.id, 1);
         write_record(&newer, c, Some(&a.id), 3, &[1, 2]);
+        pool.backend = None;
+        let found = check::check(&pool.config.data_dir).unwrap().findings;
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!(found[0].kind, check::FindingKind::Unfinished);
         pool.recover();
         assert!(!pool.store().record_path(&c.id, 1).exists());
         assert_eq!(pool.delta(a, c), [1, 2]);
         assert_eq!(pool.delta(b, c), [2]);
         // The fold was committed and the old files were not yet gone.
         write_record(&pool.store().record_path(&c.id, 1), c, Some(&a.id), 3, &[1, 2]);
-        let row =
-            |id: &str| pool.store().catalog.read().unwrap().get::<Snapshot>(id).unwrap().unwrap();
         let predecessor = Predecessor::Snapshot(a.id.clone());
-        pool.put(&Snapshot { predecessor, record_generation: 1, ..row(&c.id) });
-        pool.put(&Snapshot { phase: SnapshotPhase::Forgotten, ..row(&b.id) });
+        pool.put(&Snapshot { predecessor, record_generation: 1, ..pool.row(&c.id) });
+        pool.put(&Snapshot { phase: SnapshotPhase::Forgotten { at: now().0 }, ..pool.row(&b.id) });
         pool.recover();
         let store = pool.store();
         assert!(store.record_path(&c.id, 1).exists() && !store.record_path(&c.id, 0).exists());
@@ -322,13 +362,10 @@ fn root_the_retention_of_a_deleted_baseline_begins_when_it_ceases_to_be_one() {
         let volume = pool.volume("v");
         let base = pool.snapshot("base", &volume);
         pool.backend().delete_snapshot(&base.id).unwrap();
-        let row = |pool: &Pool, id: &str| {
-            pool.store().catalog.read().unwrap().get::<Snapshot>(id).unwrap().unwrap()
-        };
         // Deleted long before the retention of an hour.
-        let long_ago = super::super::super::store::now().0 - 7200;
+        let long_ago = now().0 - 7200;
         let deleted = SnapshotPhase::Deleted { at: long_ago };
-        pool.put(&Snapshot { phase: deleted, ..row(pool, &base.id) });
+        pool.put(&Snapshot { phase: deleted, ..pool.row(&base.id) });
         pool.backend().forget_expired().unwrap();
         pool.write(&volume, 3, 1);
         let target = pool.snapshot("target", &volume);
@@ -337,7 +374,7 @@ fn root_the_retention_of_a_deleted_baseline_begins_when_it_ceases_to_be_one() {
             assert_eq!(pool.delta(&base, &target), [3], "the base of a backup under way");
             pool.recover();
         }
-        pool.put(&Snapshot { baseline_until: Some(long_ago), ..row(pool, &base.id) });
+        pool.put(&Snapshot { baseline_until: Some(long_ago), ..pool.row(&base.id) });
         pool.backend().forget_expired().unwrap();
         let refused = pool.backend().delta(&base.id, &target.id).unwrap_err();
         assert!(matches!(refused, Error::Precondition(_)), "{refused}");

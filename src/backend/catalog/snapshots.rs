@@ -1,0 +1,266 @@
+//! The tables of snapshots. Rows of snapshots that exist are kept apart from those of deleted ones, which are many: a list
+//! and a start read only the former. Two indexes lead from a volume to its snapshots and from a time to what is past its
+//! retention, and a third table names the files that are to be removed. All of them are written with the row, in the
+//! same transaction.
+
+use redb::{ReadTransaction, ReadableTable, TableDefinition, WriteTransaction};
+
+use super::{Named, Reading, Row, Table, Writing, decode, failed, find_in, insert_into, scan};
+use crate::backend::error::{Kind, Result};
+use crate::backend::model::{Snapshot, SnapshotPhase};
+
+/// Deleted snapshots of which the change record, or only the id, is kept.
+const RETAINED: Table = TableDefinition::new("retained_snapshots");
+/// Volume, sequence number and id of every snapshot that has a row.
+const BY_VOLUME: TableDefinition<(&str, u64, &str), ()> =
+    TableDefinition::new("snapshots_by_volume");
+/// Beginning of the retention, in seconds since the epoch, and id of every row in `RETAINED`.
+const BY_AGE: TableDefinition<(u64, &str), ()> = TableDefinition::new("snapshots_by_age");
+/// Files that nothing refers to and that may still be there: kind, id of the snapshot, generation of the record.
+const REMOVALS: TableDefinition<(&str, &str, u64), ()> = TableDefinition::new("removals");
+
+/// A file of a snapshot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SnapshotFile {
+    Data { id: String },
+    Record { id: String, generation: u64 },
+}
+
+const DATA: &str = "data";
+const RECORD: &str = "record";
+
+impl SnapshotFile {
+    pub fn data(row: &Snapshot) -> Self {
+        Self::Data { id: row.id.clone() }
+    }
+
+    pub fn record(row: &Snapshot) -> Self {
+        Self::Record { id: row.id.clone(), generation: row.record_generation }
+    }
+
+    fn key(&self) -> (&str, &str, u64) {
+        match self {
+            Self::Data { id } => (DATA, id, 0),
+            Self::Record { id, generation } => (RECORD, id, *generation),
+        }
+    }
+
+    fn from_key((kind, id, generation): (&str, &str, u64)) -> Self {
+        let id = id.to_owned();
+        if kind == DATA { Self::Data { id } } else { Self::Record { id, generation } }
+    }
+
+    /// The files that a row refers to.
+    fn of(row: &Snapshot) -> impl Iterator<Item = Self> {
+        let data = row.has_data.then(|| Self::data(row));
+        let record = (!row.is_forgotten()).then(|| Self::record(row));
+        data.into_iter().chain(record)
+    }
+}
+
+impl Row for Snapshot {
+    /// Snapshots that exist, or are being created.
+    const TABLE: Table = TableDefinition::new("snapshots");
+
+    fn key(&self) -> &str {
+        &self.id
+    }
+
+    fn find(tx: &ReadTransaction, id: &str) -> Result<Option<Self>> {
+        match find_in(tx, Self::TABLE, id)? {
+            None => find_in(tx, RETAINED, id),
+            found => Ok(found),
+        }
+    }
+
+    /// What the former row referred to and this one does not is to be removed.
+    fn store(&self, tx: &WriteTransaction) -> Result<()> {
+        let former = take(tx, &self.id)?;
+        let table = if is_retained(self) { RETAINED } else { Self::TABLE };
+        insert_into(tx, table, self)?;
+        let mut by_volume = tx.open_table(BY_VOLUME).map_err(failed)?;
+        by_volume.insert(volume_key(self), ()).map_err(failed)?;
+        if let Some(since) = self.retained_since() {
+            let mut by_age = tx.open_table(BY_AGE).map_err(failed)?;
+            by_age.insert((since, self.id.as_str()), ()).map_err(failed)?;
+        }
+        let mut removals = tx.open_table(REMOVALS).map_err(failed)?;
+        for file in former.iter().flat_map(SnapshotFile::of) {
+            removals.insert(file.key(), ()).map_err(failed)?;
+        }
+        for file in SnapshotFile::of(self) {
+            removals.remove(file.key()).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// The files are removed before.
+    fn discard(tx: &WriteTransaction, id: &str) -> Result<()> {
+        let Some(row) = take(tx, id)? else { return Ok(()) };
+        let mut by_volume = tx.open_table(BY_VOLUME).map_err(failed)?;
+        by_volume.remove(volume_key(&row)).map_err(failed)?;
+        let mut removals = tx.open_table(REMOVALS).map_err(failed)?;
+        for file in [SnapshotFile::data(&row), SnapshotFile::record(&row)] {
+            removals.remove(file.key()).map_err(failed)?;
+        }
+        Ok(())
+    }
+}
+
+impl Named for Snapshot {
+    const KIND: Kind = Kind::Snapshot;
+    fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+fn is_retained(row: &Snapshot) -> bool {
+    match row.phase {
+        SnapshotPhase::Cutting | SnapshotPhase::Ready => false,
+        SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten { .. } => true,
+    }
+}
+
+fn volume_key(row: &Snapshot) -> (&str, u64, &str) {
+    (&row.volume_id, row.sequence, &row.id)
+}
+
+/// Takes a row out of its table and out of the index by age.
+fn take(tx: &WriteTransaction, id: &str) -> Result<Option<Snapshot>> {
+    for table in [Snapshot::TABLE, RETAINED] {
+        let mut table = tx.open_table(table).map_err(failed)?;
+        let Some(json) = table.remove(id).map_err(failed)? else { continue };
+        let row: Snapshot = decode(id, json.value())?;
+        if let Some(since) = row.retained_since() {
+            let mut by_age = tx.open_table(BY_AGE).map_err(failed)?;
+            by_age.remove((since, id)).map_err(failed)?;
+        }
+        return Ok(Some(row));
+    }
+    Ok(None)
+}
+
+/// Makes the tables, where they are not there yet.
+pub fn make_tables(tx: &WriteTransaction) -> Result<()> {
+    tx.open_table(Snapshot::TABLE).map_err(failed)?;
+    tx.open_table(RETAINED).map_err(failed)?;
+    tx.open_table(BY_VOLUME).map_err(failed)?;
+    tx.open_table(BY_AGE).map_err(failed)?;
+    tx.open_table(REMOVALS).map_err(failed)?;
+    Ok(())
+}
+
+impl Reading {
+    /// The ids of a volume's snapshots from this sequence number on, in order of it, deleted ones included, until `visit`
+    /// says false.
+    fn visit_ids_of(
+        &self,
+        volume_id: &str,
+        from: u64,
+        mut visit: impl FnMut(&str) -> Result<bool>,
+    ) -> Result<()> {
+        let table = self.0.open_table(BY_VOLUME).map_err(failed)?;
+        for entry in table.range((volume_id, from, "")..).map_err(failed)? {
+            let (key, _) = entry.map_err(failed)?;
+            let (volume, _, id) = key.value();
+            if volume != volume_id || !visit(id)? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// All snapshots of a volume in order of their sequence, deleted ones included.
+    pub fn snapshots_of(&self, volume_id: &str) -> Result<Vec<Snapshot>> {
+        let mut rows = Vec::new();
+        self.visit_ids_of(volume_id, 0, |id| {
+            rows.extend(self.get::<Snapshot>(id)?);
+            Ok(true)
+        })?;
+        Ok(rows)
+    }
+
+    /// The snapshots of a volume that exist or are being created, in order of their sequence.
+    pub fn existing_snapshots_of(&self, volume_id: &str) -> Result<Vec<Snapshot>> {
+        let mut rows = Vec::new();
+        self.visit_ids_of(volume_id, 0, |id| {
+            rows.extend(find_in::<Snapshot>(&self.0, Snapshot::TABLE, id)?);
+            Ok(true)
+        })?;
+        Ok(rows)
+    }
+
+    /// The first snapshot of a volume with this sequence number or a later one for which `wanted` holds.
+    pub fn find_snapshot_of(
+        &self,
+        volume_id: &str,
+        from: u64,
+        wanted: impl Fn(&Snapshot) -> bool,
+    ) -> Result<Option<Snapshot>> {
+        let mut found = None;
+        self.visit_ids_of(volume_id, from, |id| {
+            found = self.get::<Snapshot>(id)?.filter(&wanted);
+            Ok(found.is_none())
+        })?;
+        Ok(found)
+    }
+
+    /// The volumes of which there are snapshots, deleted ones included.
+    pub fn volumes_with_snapshots(&self) -> Result<Vec<String>> {
+        let table = self.0.open_table(BY_VOLUME).map_err(failed)?;
+        let mut volumes: Vec<String> = Vec::new();
+        loop {
+            // One look-up for each volume, however many snapshots it has.
+            let from = volumes.last().map_or(String::new(), |last| format!("{last}\0"));
+            let mut rest = table.range((from.as_str(), 0, "")..).map_err(failed)?;
+            let Some(entry) = rest.next() else { return Ok(volumes) };
+            let (key, _) = entry.map_err(failed)?;
+            volumes.push(key.value().0.to_owned());
+        }
+    }
+
+    /// The ids of deleted snapshots whose retention began before this time (seconds since the epoch), oldest first.
+    pub fn retained_before(&self, time: u64) -> Result<Vec<String>> {
+        let table = self.0.open_table(BY_AGE).map_err(failed)?;
+        let mut ids = Vec::new();
+        for entry in table.range(..(time, "")).map_err(failed)? {
+            let (key, _) = entry.map_err(failed)?;
+            ids.push(key.value().1.to_owned());
+        }
+        Ok(ids)
+    }
+
+    /// Visits the rows of all snapshots, deleted ones included.
+    pub fn every_snapshot(&self, mut visit: impl FnMut(Snapshot) -> Result<()>) -> Result<()> {
+        for table in [Snapshot::TABLE, RETAINED] {
+            let table = self.0.open_table(table).map_err(failed)?;
+            scan(&table, None, |row| visit(row).map(|()| true))?;
+        }
+        Ok(())
+    }
+
+    /// The files that nothing refers to and that may still be there.
+    pub fn removals(&self) -> Result<Vec<SnapshotFile>> {
+        let table = self.0.open_table(REMOVALS).map_err(failed)?;
+        let mut files = Vec::new();
+        for entry in table.iter().map_err(failed)? {
+            files.push(SnapshotFile::from_key(entry.map_err(failed)?.0.value()));
+        }
+        Ok(files)
+    }
+}
+
+impl Writing {
+    /// Records that a file is to be removed unless a row refers to it by the next start.
+    pub fn remove_later(&self, file: &SnapshotFile) -> Result<()> {
+        let mut removals = self.inner.open_table(REMOVALS).map_err(failed)?;
+        removals.insert(file.key(), ()).map_err(failed)?;
+        Ok(())
+    }
+
+    /// Records that files are gone.
+    pub fn are_removed(&self, files: &[SnapshotFile]) -> Result<()> {
+        let mut removals = self.inner.open_table(REMOVALS).map_err(failed)?;
+        files.iter().try_for_each(|file| removals.remove(file.key()).map(drop)).map_err(failed)
+    }
+}

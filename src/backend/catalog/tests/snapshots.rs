@@ -1,0 +1,346 @@
+//! Rows of snapshots, their indexes, and the files to be removed; catalogs of the former format.
+
+use std::collections::BTreeMap;
+
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use proptest::prelude::*;
+
+use super::super::snapshots::SnapshotFile;
+use super::super::verify::verify;
+use super::*;
+use crate::backend::model::{Predecessor, Snapshot, SnapshotPhase};
+use crate::backend::sys;
+
+fn snapshot(id: &str, volume: u64, sequence: u64, phase: SnapshotPhase) -> Snapshot {
+    Snapshot {
+        id: id.to_owned(),
+        name: id.to_owned(),
+        volume_id: format!("vol-{volume}"),
+        phase,
+        capacity_bytes: 1 << 20,
+        created_at: (1, 0),
+        sequence,
+        group_id: None,
+        predecessor: Predecessor::None(ChainBreak::First),
+        record_generation: 0,
+        has_data: phase == SnapshotPhase::Ready,
+        format: None,
+        crash_consistent: false,
+        baseline_until: None,
+    }
+}
+
+/// What rows are expected, by id, and which files nothing refers to.
+#[derive(Default)]
+struct Model {
+    rows: BTreeMap<String, Snapshot>,
+    removals: Vec<SnapshotFile>,
+}
+
+impl Model {
+    fn files(row: &Snapshot) -> Vec<SnapshotFile> {
+        let mut files = Vec::new();
+        if row.has_data {
+            files.push(SnapshotFile::data(row));
+        }
+        if !row.is_forgotten() {
+            files.push(SnapshotFile::record(row));
+        }
+        files
+    }
+
+    fn put(&mut self, row: &Snapshot) {
+        let former = self.rows.insert(row.id.clone(), row.clone());
+        self.removals.extend(former.iter().flat_map(Self::files));
+        let files = Self::files(row);
+        self.removals.retain(|file| !files.contains(file));
+    }
+
+    fn remove(&mut self, id: &str) {
+        let Some(row) = self.rows.remove(id) else { return };
+        let files = [SnapshotFile::data(&row), SnapshotFile::record(&row)];
+        self.removals.retain(|file| !files.contains(file));
+    }
+
+    fn check(&self, catalog: &Catalog) {
+        let reading = catalog.read().unwrap();
+        let exists =
+            |row: &&Snapshot| matches!(row.phase, SnapshotPhase::Ready | SnapshotPhase::Cutting);
+        let existing: Vec<_> = self.rows.values().filter(exists).cloned().collect();
+        assert_eq!(reading.select(|_: &Snapshot| true).unwrap(), existing);
+        let mut every = BTreeMap::new();
+        reading
+            .every_snapshot(|row| {
+                assert!(every.insert(row.id.clone(), row).is_none());
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(every, self.rows);
+        for (id, row) in &self.rows {
+            assert_eq!(reading.get::<Snapshot>(id).unwrap().as_ref(), Some(row));
+        }
+        let mut volumes: Vec<_> = self.rows.values().map(|row| row.volume_id.clone()).collect();
+        volumes.sort();
+        volumes.dedup();
+        assert_eq!(reading.volumes_with_snapshots().unwrap(), volumes);
+        for volume in volumes {
+            let mut of: Vec<_> =
+                self.rows.values().filter(|row| row.volume_id == volume).cloned().collect();
+            of.sort_by_key(|row| (row.sequence, row.id.clone()));
+            assert_eq!(reading.snapshots_of(&volume).unwrap(), of);
+            let found = reading.find_snapshot_of(&volume, 3, |row| row.has_data).unwrap();
+            assert_eq!(found.as_ref(), of.iter().find(|row| row.sequence >= 3 && row.has_data));
+            of.retain(|row| exists(&row));
+            assert_eq!(reading.existing_snapshots_of(&volume).unwrap(), of);
+        }
+        for time in 0..8 {
+            let aged = |row: &&Snapshot| row.retained_since().is_some_and(|since| since < time);
+            let mut ids: Vec<_> = self.rows.values().filter(aged).collect();
+            ids.sort_by_key(|row| (row.retained_since(), row.id.clone()));
+            let ids: Vec<_> = ids.into_iter().map(|row| row.id.clone()).collect();
+            assert_eq!(reading.retained_before(time).unwrap(), ids);
+        }
+        let mut found = reading.removals().unwrap();
+        let mut expected = self.removals.clone();
+        found.sort_by_key(|file| format!("{file:?}"));
+        expected.sort_by_key(|file| format!("{file:?}"));
+        assert_eq!(found, expected);
+    }
+}
+
+fn any_row() -> impl Strategy<Value = Snapshot> {
+    let phase = prop_oneof![
+        Just(SnapshotPhase::Cutting),
+        Just(SnapshotPhase::Ready),
+        (0..8u64).prop_map(|at| SnapshotPhase::Deleted { at }),
+        (0..8u64).prop_map(|at| SnapshotPhase::Forgotten { at }),
+    ];
+    let until = proptest::option::of(0..8u64);
+    (0..6u64, phase, any::<bool>(), 0..2u64, until).prop_map(
+        |(n, phase, has_data, generation, until)| {
+            // Two of a volume can have one sequence number: a failed snapshot that is not undone yet, and the next one.
+            let row = snapshot(&format!("snap-{n}"), n / 3, n % 3 / 2 + 3, phase);
+            Snapshot { has_data, record_generation: generation, baseline_until: until, ..row }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn tables_and_indexes_of_snapshots_agree_after_any_changes(
+        changes in prop::collection::vec(
+            prop_oneof![4 => any_row().prop_map(Ok), 1 => (0..6u64).prop_map(Err)], 1..24),
+    ) {
+        let directory = tempfile::tempdir().unwrap();
+        let catalog = Catalog::open(&directory.path().join("catalog.redb"), Default::default()).unwrap();
+        let mut model = Model::default();
+        for change in changes {
+            match change {
+                Ok(row) => {
+                    catalog.write(|tx| tx.put(&row)).unwrap();
+                    model.put(&row);
+                }
+                Err(n) => {
+                    let id = format!("snap-{n}");
+                    catalog.write(|tx| tx.remove::<Snapshot>(&id)).unwrap();
+                    model.remove(&id);
+                }
+            }
+            model.check(&catalog);
+        }
+    }
+}
+
+#[test]
+fn a_file_stays_listed_until_a_change_after_its_removal() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("catalog.redb");
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
+    let row = snapshot("snap-a", 1, 1, SnapshotPhase::Ready);
+    catalog.write(|tx| tx.put(&row)).unwrap();
+    let deleted =
+        Snapshot { phase: SnapshotPhase::Deleted { at: 1 }, has_data: false, ..row.clone() };
+    catalog.write(|tx| tx.put(&deleted)).unwrap();
+    let data = SnapshotFile::data(&row);
+    let listed = |catalog: &Catalog| catalog.read().unwrap().removals().unwrap();
+    assert_eq!(listed(&catalog), std::slice::from_ref(&data));
+    catalog.is_removed(data.clone());
+    let failing: Result<()> = catalog.write(|_| Err(Error::Failed("no".into())));
+    assert!(failing.is_err());
+    assert_eq!(listed(&catalog), std::slice::from_ref(&data), "nothing was written");
+    catalog.write(|_| Ok(())).unwrap();
+    assert_eq!(listed(&catalog), []);
+    // A change that names it again is not undone by the record of the former removal.
+    catalog.is_removed(data.clone());
+    catalog.write(|tx| tx.remove_later(&data)).unwrap();
+    assert_eq!(listed(&catalog), [data]);
+}
+
+/// Rewrites a catalog as format version 1 had it.
+pub fn downgrade(path: &Path) {
+    let database = Database::open(path).unwrap();
+    let tx = database.begin_write().unwrap();
+    let mut rows = Vec::new();
+    Reading(database.begin_read().unwrap())
+        .every_snapshot(|row| {
+            rows.push(row);
+            Ok(())
+        })
+        .unwrap();
+    for name in
+        ["snapshots", "retained_snapshots", "snapshots_by_volume", "snapshots_by_age", "removals"]
+    {
+        let table = tx.list_tables().unwrap().find(|table| redb::TableHandle::name(table) == name);
+        tx.delete_table(table.unwrap()).unwrap();
+    }
+    {
+        let mut table = tx.open_table(Snapshot::TABLE).unwrap();
+        for row in rows {
+            let mut json = serde_json::to_value(&row).unwrap();
+            if row.is_forgotten() {
+                json["phase"] = "forgotten".into();
+            }
+            table.insert(row.id.as_str(), json.to_string().as_bytes()).unwrap();
+        }
+        tx.open_table(META).unwrap().insert(VERSION, "1").unwrap();
+    }
+    tx.commit().unwrap();
+}
+
+#[test]
+fn a_catalog_of_version_1_is_converted_whole_or_not_at_all() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("catalog.redb");
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
+    let mut model = Model::default();
+    let phases = [
+        SnapshotPhase::Cutting,
+        SnapshotPhase::Ready,
+        SnapshotPhase::Deleted { at: 5 },
+        SnapshotPhase::Forgotten { at: 7 },
+    ];
+    for (n, phase) in phases.into_iter().cycle().take(12).enumerate() {
+        let row = snapshot(&format!("snap-{n}"), n as u64 % 5, n as u64, phase);
+        catalog.write(|tx| tx.put(&row)).unwrap();
+        model.put(&row);
+    }
+    catalog.write(|tx| tx.put(&volume("vol-1"))).unwrap();
+    // The first pools of version 1 had none for inline volumes.
+    catalog.write(|tx| tx.inner.delete_table(Inline::TABLE).map(drop).map_err(failed)).unwrap();
+    drop(catalog);
+    downgrade(&path);
+    let former = std::fs::read(&path).unwrap();
+
+    // As `pool check` reads it, which changes nothing.
+    read_verified(&path, |rows| {
+        assert_eq!(rows.snapshots_of("vol-1").unwrap().len(), 3);
+        assert!(rows.select(|_: &Inline| true).unwrap().is_empty());
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), former);
+
+    // An error anywhere leaves what was there.
+    let mut steps = 0;
+    let catalog = loop {
+        in_tests::fail_after(Some(steps));
+        let opened = Catalog::open(&path, Default::default());
+        in_tests::fail_after(None);
+        match opened {
+            Ok(catalog) => break catalog,
+            Err(error) => println!("{steps}: {error}"),
+        }
+        steps += 1;
+        read_verified(&path, |rows| {
+            assert_eq!(rows.snapshots_of("vol-1").unwrap().len(), 3);
+            Ok(())
+        })
+        .unwrap();
+    };
+    assert!(steps > 2, "{steps} steps failed");
+    let reading = catalog.read().unwrap();
+    assert!(reading.is_sweep_due().unwrap());
+    for (id, row) in &mut model.rows {
+        let converted: Snapshot = reading.get(id).unwrap().unwrap();
+        if let (SnapshotPhase::Forgotten { at }, SnapshotPhase::Forgotten { at: now }) =
+            (&mut row.phase, converted.phase)
+        {
+            assert!(now > 1_700_000_000, "it counts from the conversion");
+            *at = now;
+        }
+    }
+    model.check(&catalog);
+    assert!(reading.select(|_: &Inline| true).unwrap().is_empty());
+    assert_eq!(ids(&catalog), ["vol-1"]);
+}
+
+#[test]
+fn a_catalog_of_a_later_version_is_refused_and_left_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("catalog.redb");
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
+    catalog
+        .write(|tx| {
+            let mut meta = tx.inner.open_table(META).map_err(failed)?;
+            meta.insert(VERSION, "3").map_err(failed)?;
+            Ok(())
+        })
+        .unwrap();
+    drop(catalog);
+    let before = std::fs::read(&path).unwrap();
+    for refused in [verify(&path), verify_or_rescue(&path), read_verified(&path, |_| Ok(()))] {
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("format version 3"), "{refused}");
+    }
+    assert_eq!(std::fs::read(&path).unwrap(), before);
+}
+
+/// Larger than what is copied into memory.
+#[test]
+#[ignore = "full tier"]
+fn damage_in_a_large_catalog_is_found_without_a_copy_of_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("catalog.redb");
+    let catalog = Catalog::open(&path, Default::default()).unwrap();
+    for batch in 0..50 {
+        catalog
+            .write(|tx| {
+                (0..2000).try_for_each(|n| {
+                    let n = batch * 2000 + n;
+                    let deleted = SnapshotPhase::Deleted { at: n };
+                    tx.put(&snapshot(&format!("snap-{n:08}"), n % 100, n, deleted))
+                })
+            })
+            .unwrap();
+    }
+    drop(catalog);
+    let count = |rows: &Reading| {
+        let mut count = 0;
+        rows.every_snapshot(|_| {
+            count += 1;
+            Ok(())
+        })?;
+        Ok(count)
+    };
+    let cached = || sys::cached_pages(&std::fs::File::open(&path).unwrap()).unwrap();
+    assert_eq!(cached(), 0, "the driver does not use the page cache");
+    assert_eq!(read_verified(&path, count).unwrap(), 100_000);
+    assert_eq!(cached(), 0, "what was read through it is dropped");
+    let mut bytes = std::fs::read(&path).unwrap();
+    assert!(bytes.len() > 34 << 20, "{} bytes", bytes.len());
+    // And past a cache that holds pages of it.
+    assert!(cached() > 0);
+    assert_eq!(read_verified(&path, count).unwrap(), 100_000);
+    assert_eq!(std::fs::read(&path).unwrap(), bytes, "nothing is written");
+    let row = b"snap-00040000";
+    let at = bytes.windows(row.len()).rposition(|window| window == row).unwrap();
+    bytes[at] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    assert!(matches!(verify(&path), Err(Error::Damaged(_))));
+    let file = std::fs::File::open(&path).unwrap();
+    file.sync_all().unwrap();
+    posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
+    assert_eq!(cached(), 0);
+    assert!(matches!(verify(&path), Err(Error::Damaged(_))));
+}

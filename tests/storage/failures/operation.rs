@@ -40,6 +40,8 @@ pub enum Operation {
     Disk(Fault),
     /// The filesystem below the pool is filled.
     Fill,
+    /// The pool's filesystem shuts down, as it does when it cannot write its log.
+    ShutDown,
     /// The disk works, and there is room.
     Repair,
     DropPageCache,
@@ -74,6 +76,7 @@ pub fn operation() -> BoxedStrategy<Operation> {
         4 => pick().prop_map(|volume| Operation::Restage { volume }),
         3 => fault.prop_map(Operation::Disk),
         3 => Just(Operation::Fill),
+        1 => Just(Operation::ShutDown),
         7 => Just(Operation::Repair),
         2 => Just(Operation::DropPageCache),
         1 => Just(Operation::NoDescriptors),

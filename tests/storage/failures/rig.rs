@@ -7,7 +7,7 @@ use std::process::Command;
 
 use csi_loopback::backend::{FsType, PoolKind};
 use support::driver::*;
-use support::kernel::{drop_page_cache, loops_named, mounts, unmount, wait_for};
+use support::kernel::{drop_page_cache, loops_named, mounts, shut_down_pool, unmount, wait_for};
 use support::{MIB, run};
 use tempfile::TempDir;
 
@@ -82,6 +82,14 @@ impl Rig {
             }
         }
         let _ = file.sync_all();
+    }
+
+    pub fn shut_down(&mut self) {
+        // A second time it could not be asked to.
+        if !self.needs_reboot {
+            shut_down_pool(self.driver.pid().as_raw() as u32);
+            self.needs_reboot = true;
+        }
     }
 
     pub fn repair(&mut self) {

@@ -128,6 +128,10 @@ impl World {
                 self.rig.fail_disk(fault);
             }
             Operation::Fill => self.rig.fill(),
+            Operation::ShutDown if self.rig.driver.is_running() => {
+                self.is_unreadable = true;
+                self.rig.shut_down();
+            }
             Operation::Repair => self.rig.repair(),
             Operation::DropPageCache => self.rig.drop_page_cache(),
             Operation::NoDescriptors if self.rig.driver.is_running() => {

@@ -10,6 +10,7 @@
 # target/soak/TIME, which is printed, when something failed, and go when nothing did.
 #
 # SOAK_STEPS  which steps to run ("oracle failures filesystems crash power-loss fuzz sidecar")
+# SOAK_POOL   the kind of pool that oracle and failures run on: reflink, image or copy (all of them)
 #
 # Needs root. Interrupt it at any time: it takes away what it has made.
 set -euo pipefail
@@ -76,10 +77,11 @@ tests() {
 
 # start NAME SIZE: runs the step.
 start() {
-    local seed=$(((RANDOM << 15 | RANDOM) % 1000000000))
+    local settings=("ORACLE_SEED=$(((RANDOM << 15 | RANDOM) % 1000000000))" "ORACLE_CASES=$2")
+    [[ -z ${SOAK_POOL:-} ]] || settings+=("ORACLE_POOL=$SOAK_POOL")
     case $1 in
-        oracle) tests oracle --test storage oracle:: -- "ORACLE_SEED=$seed" "ORACLE_CASES=$2" ;;
-        failures) tests failures --test storage failures:: -- "ORACLE_SEED=$seed" "ORACLE_CASES=$2" ;;
+        oracle) tests oracle --test storage oracle:: -- "${settings[@]}" ;;
+        failures) tests failures --test storage failures:: -- "${settings[@]}" ;;
         filesystems) tests filesystems --test storage filesystems:: -- "FILESYSTEMS_SECONDS=$2" ;;
         crash) tests crash --test crash -- CRASH_POOLS=all ;;
         sidecar) tests sidecar --test api_server sidecar:: -- SIDECAR_STALL_SECONDS=60 ;;

@@ -3,7 +3,7 @@
 # side in one run, prints them as one table and writes table.md, figures.json and figures.svg to DIR
 # (target/bench). Leaves nothing else behind, also when it is interrupted.
 #
-# ROW       idle delta snapshot large sizes stream memory sidecar proxy extents fio; without any, all of
+# ROW       idle delta snapshot large sizes stream memory sidecar proxy extents catalog fio; without any, all of
 #           them
 # --quick   tiny sizes and a debug build, in about a minute: a check that everything still runs. Its
 #           figures mean nothing

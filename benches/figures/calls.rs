@@ -67,7 +67,10 @@ rpcs! {
     IdentityClient get_plugin_info(GetPluginInfoRequest) -> GetPluginInfoResponse;
     ControllerClient create_volume(CreateVolumeRequest) -> CreateVolumeResponse;
     ControllerClient delete_volume(DeleteVolumeRequest) -> DeleteVolumeResponse;
+    ControllerClient list_volumes(ListVolumesRequest) -> ListVolumesResponse;
     ControllerClient create_snapshot(CreateSnapshotRequest) -> CreateSnapshotResponse;
+    ControllerClient delete_snapshot(DeleteSnapshotRequest) -> DeleteSnapshotResponse;
+    ControllerClient list_snapshots(ListSnapshotsRequest) -> ListSnapshotsResponse;
     NodeClient node_get_capabilities(NodeGetCapabilitiesRequest) -> NodeGetCapabilitiesResponse;
     NodeClient node_get_volume_stats(NodeGetVolumeStatsRequest) -> NodeGetVolumeStatsResponse;
     NodeClient node_stage_volume(NodeStageVolumeRequest) -> NodeStageVolumeResponse;

@@ -153,6 +153,10 @@ impl Driver {
     }
 
     pub fn start_again(&mut self) -> Result<()> {
+        self.start_within(PATIENCE)
+    }
+
+    pub fn start_within(&mut self, patience: Duration) -> Result<()> {
         let log = File::options().create(true).append(true).open(self.log_path())?;
         let mut command = Command::new(BINARY);
         command
@@ -167,7 +171,7 @@ impl Driver {
             .stdout(Stdio::null())
             .stderr(log);
         let mut child = command.spawn().with_context(|| format!("starting {BINARY}"))?;
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + patience;
         while UnixStream::connect(self.socket()).is_err() {
             if child.try_wait()?.is_some() || Instant::now() > until {
                 let _ = child.kill();
@@ -196,6 +200,15 @@ impl Driver {
             self.runtime.block_on(async { tokio::time::sleep(Duration::from_millis(5)).await });
         }
         Ok(())
+    }
+
+    pub fn kill(&mut self) -> Result<()> {
+        self.channel = None;
+        let Some(mut child) = self.child.take() else { return Ok(()) };
+        child.kill()?;
+        child.wait()?;
+        // What it leaves of its socket would look like a driver that serves.
+        fs::remove_file(self.socket()).context("removing the socket")
     }
 
     pub fn channel(&self) -> Result<Channel> {

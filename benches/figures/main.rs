@@ -41,7 +41,7 @@ impl Options {
 /// Measures one row, or several that share what they are measured on.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 11] = [
+const ROWS: [(&str, Measure); 12] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -52,6 +52,7 @@ const ROWS: [(&str, Measure); 11] = [
     ("sidecar", rows::sidecar::measure),
     ("proxy", rows::proxy::measure),
     ("extents", rows::extents::measure),
+    ("catalog", rows::catalog::measure),
     ("fio", rows::fio::measure),
 ];
 

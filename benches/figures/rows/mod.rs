@@ -1,5 +1,6 @@
 //! The rows of the table, each in the file of its name.
 
+pub mod catalog;
 pub mod extents;
 pub mod fio;
 pub mod large;

@@ -35,7 +35,7 @@ done
 if ((${#patterns[@]})); then
     tier=selected
 elif [[ $tier == default ]]; then
-    export ORACLE_CASES=2 POWER_LOSS_IMAGES=6 FILESYSTEMS_SECONDS=1 CRASH_SAMPLE=20 FUZZ_INPUTS=20000
+    export ORACLE_CASES=2 POWER_LOSS_IMAGES=6 FILESYSTEMS_SECONDS=1 CRASH_SAMPLE=20 FUZZ_INPUTS=8000
 fi
 
 target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")

@@ -253,6 +253,7 @@ fn a_driver_killed_within_a_commit_of_the_catalog_finds_it_before_or_after() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
     let wanted = |kind, entry: &Entry| {
         fits(kind, entry)
@@ -295,12 +296,14 @@ fn an_error_at_any_point_of_a_call_is_told_and_the_call_converges() {
         let mut scenario = (entry.make)();
         let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
         let met = play.learn(STEPS);
-        for at in 0..met.len() {
+        let mut rounds = 0;
+        for at in (0..met.len()).filter(|at| sampled(*at, 1)) {
             println!("{kind}: {}: fails at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
             play.fail_at(at + 1, is_exact(kind).then_some(&met[..=at]));
+            rounds += 1;
         }
         play.end();
-        met.len()
+        rounds
     });
 }
 

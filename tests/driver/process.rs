@@ -341,6 +341,7 @@ fn metrics_count_rpcs_by_method_and_code_and_no_client_can_make_them_grow() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn in_the_commands_a_name_works_wherever_an_id_does() {
     with_driver(|driver| {
         let run = |arguments: &[&str]| {

@@ -369,11 +369,13 @@ fn damaged_pools(kind: PoolKind, share: u64) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_damaged_reflink_pool_answers_right_or_says_so() {
     damaged_pools(PoolKind::Reflink, 1);
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_damaged_copy_pool_answers_right_or_says_so() {
     damaged_pools(PoolKind::Copy, 1);
 }

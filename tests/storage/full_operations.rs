@@ -176,6 +176,7 @@ fn an_operation_that_meets_the_end_of_the_pool_leaves_nothing_and_succeeds_with_
 }
 
 #[test]
+#[ignore = "full tier"]
 fn an_operation_that_meets_the_end_of_a_copy_pool_leaves_nothing_and_succeeds_with_room() {
     if !have_root() {
         return;

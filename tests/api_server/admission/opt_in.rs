@@ -271,6 +271,7 @@ fn while_the_webhook_is_away_only_what_changes_the_annotation_is_refused() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn hostile_opt_ins_are_answered_and_hold_up_nobody() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);

@@ -97,6 +97,7 @@ fn without_the_api_service_discovery_is_whole() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn the_server_outlives_the_api_server() {
     let Some(cluster) = shared() else { return };
     let mut rig = Aggregated::start(cluster, &[]);
@@ -109,6 +110,7 @@ fn the_server_outlives_the_api_server() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn the_ca_bundle_is_published_and_nothing_else_is_written() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &[]);

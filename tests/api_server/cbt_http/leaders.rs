@@ -135,6 +135,7 @@ fn a_standby_that_cannot_reach_the_leader_says_so() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_request_is_passed_on_to_nobody_whom_the_authority_does_not_vouch_for() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, &[LISTS], &LONG);

@@ -61,6 +61,7 @@ fn a_manager_whose_clock_was_moved_ends_what_has_expired_by_it() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn lifetimes_are_those_of_the_config_map_and_follow_it() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);

@@ -282,6 +282,7 @@ fn an_object_that_cannot_be_used_is_said_so_and_harms_no_other() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn only_the_leader_looks_and_another_takes_over() {
     let Some(cluster) = shared() else { return };
     let authority = Authority::new("cbt-http");

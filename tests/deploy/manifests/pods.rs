@@ -176,7 +176,7 @@ fn the_arguments_of_the_manifests_are_known_to_the_binary() {
     for (what, container, _) in containers(cluster) {
         let ours = container["image"].as_str().unwrap().starts_with("csi-loopback:");
         if ours && !container["args"].is_null() {
-            are_known(&what, &container);
+            are_known(what, container);
             seen += 1;
         }
     }

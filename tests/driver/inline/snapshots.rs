@@ -33,6 +33,7 @@ fn from(
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_volume_begins_with_a_snapshots_data_and_never_changes_it() {
     if !have_root() {
         return;

@@ -49,6 +49,7 @@ fn the_program_of_the_runtime_says_how_full_the_volume_is_and_grows_it() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn each_failure_of_a_program_has_its_code() {
     with_ops(&["--cli-timeout", "2s"], |ops| {
         assert_code(ops.stats("/not/staged"), Code::NotFound, "/not/staged");

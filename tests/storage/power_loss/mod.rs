@@ -342,6 +342,7 @@ fn a_copy_pool_keeps_what_was_acknowledged_through_a_power_cut() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_copy_pool_on_btrfs_keeps_what_was_acknowledged_through_a_power_cut() {
     if have_root() {
         power_loss(Setup { filesystem: FsType::Btrfs, ..COPY }, images().div_ceil(4));

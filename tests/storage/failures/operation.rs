@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 
 use crate::oracle::operation::{Pick, pick};
-use crate::power_loss::cache::Fault;
+use crate::power_loss::cache::{BLOCKS_APART, Fault};
 
 #[derive(Debug, Clone, Copy)]
 pub enum Operation {
@@ -62,8 +62,13 @@ pub enum Operation {
 pub fn operation() -> BoxedStrategy<Operation> {
     let write = (pick(), 0..1000u16, 1..16u8, any::<bool>())
         .prop_map(|(volume, at, blocks, direct)| Operation::Write { volume, at, blocks, direct });
-    let fault =
-        prop_oneof![Just(Fault::Flush), Just(Fault::Read), Just(Fault::Write), Just(Fault::Full),];
+    let fault = prop_oneof![
+        Just(Fault::Flush),
+        Just(Fault::Read),
+        (0..BLOCKS_APART).prop_map(Fault::Blocks),
+        Just(Fault::Write),
+        Just(Fault::Full),
+    ];
     prop_oneof![
         24 => write,
         2 => Just(Operation::CreateVolume),

@@ -37,11 +37,16 @@ pub enum Fault {
     Flush,
     /// Reads fail.
     Read,
+    /// Reads of one block in [`BLOCKS_APART`] fail: those whose numbers leave this remainder.
+    Blocks(u64),
     /// Writes fail.
     Write,
     /// Writes to blocks that never held data fail: a thin disk without room.
     Full,
 }
+
+/// A prime, so that the blocks that fail are spread over whatever has a period.
+pub const BLOCKS_APART: u64 = 61;
 
 /// What a block holds; `None` is a hole.
 type Content = Option<Vec<u8>>;
@@ -247,8 +252,12 @@ impl Filesystem for Served {
         reply: ReplyData,
     ) {
         let state = lock(&self.0);
+        let mut blocks = offset / BLOCK..(offset + u64::from(size)).div_ceil(BLOCK);
         match state.fault {
             Some(Fault::Read) => reply.error(Errno::EIO),
+            Some(Fault::Blocks(bad)) if blocks.any(|block| block % BLOCKS_APART == bad) => {
+                reply.error(Errno::EIO);
+            }
             _ => reply.data(&state.read(offset, u64::from(size))),
         }
     }

@@ -293,7 +293,8 @@ impl World {
     }
 
     fn delete_snapshot(&mut self, snapshot: usize) {
-        let deleted = self.rig.driver.call(delete_snapshot(&self.snapshots[snapshot].id));
+        // The driver itself may be at work on the volume.
+        let deleted = self.rig.driver.call_patiently(delete_snapshot(&self.snapshots[snapshot].id));
         match self.note(deleted, "DeleteSnapshot") {
             Some(_) => self.deleted.push(self.snapshots.remove(snapshot).id),
             None => {

@@ -30,6 +30,7 @@ declare -A package_of=(
     [busybox]=busybox-static
     [chattr]=e2fsprogs
     [ctr]=containerd
+    [depmod]=kmod
     [findmnt]=util-linux
     [fsfreeze]=util-linux
     [fstrim]=util-linux
@@ -40,8 +41,10 @@ declare -A package_of=(
     [mkfs.btrfs]=btrfs-progs
     [mkfs.ext4]=e2fsprogs
     [mkfs.xfs]=xfsprogs
+    [qemu-system-x86_64]=qemu-system-x86
     [resize2fs]=e2fsprogs
     [xfs_io]=xfsprogs
+    [xz]=xz-utils
 )
 
 # What the driver and its tests call: filesystem tools for volumes and pools, loop devices, mounts.

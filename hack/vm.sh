@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# hack/vm.sh KERNEL COMMAND [ARGUMENT...]: runs a command of this machine, as root, in a virtual machine with another
+# kernel: tests of the driver on kernels that this machine does not run.
+#
+# KERNEL  a Debian package of a kernel, such as linux-image-6.1.0-56-amd64, which is downloaded and not installed; `list`
+#         prints those that there are
+#
+# The virtual machine sees the files of this one, and what it writes stays in its memory. TMPDIR is on a disk of its own,
+# an ext4 of 20 GiB, sparse. Its exit code is that of the command. It ends with this script.
+#
+#     hack/vm.sh linux-image-6.12-amd64 env ORACLE_POOL=image ORACLE_CASES=20 \
+#         target/debug/deps/storage-0123456789abcdef --include-ignored --test-threads=1 failures
+#
+# VM_CPUS    processors (2)
+# VM_MEMORY  memory in MiB (3072)
+# VM_ACCEL   kvm or tcg, which is software emulation, some twenty times slower (kvm where it can be used)
+set -euo pipefail
+# shellcheck source=hack/lib.sh
+source "$(dirname "$0")/lib.sh"
+
+case ${1:-} in
+    '' | -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;;
+    list) apt-cache search --names-only '^linux-image-[0-9].*-amd64$' | grep -v -e -cloud- -e -rt-; exit ;;
+esac
+package=$1
+shift
+(($#)) || die "which command? see --help"
+is_root || die "needs root"
+install_missing qemu-system-x86_64 busybox depmod mkfs.ext4 cpio xz || die "needs what could not be installed"
+
+# What the virtual machine needs to reach the files of this one, and what the driver and its tests need.
+wanted=(crc32c_generic virtio_pci virtio_blk 9p 9pnet_virtio overlay loop ext4 xfs btrfs fuse
+    dm-mod dm-flakey dm-snapshot)
+
+work=$(mktemp --directory --tmpdir csi-loopback-vm.XXXXXX)
+trap 'rm -rf "$work"' EXIT
+
+# --- The kernel ---------------------------------------------------------------------------------------
+
+kernels=$cache/kernels
+if [[ ! -d $kernels/$package ]]; then
+    mkdir -p "$kernels"
+    # A package that stands for the newest one depends on it.
+    real=$(apt-cache depends --no-pre-depends --no-recommends --no-suggests "$package" |
+        sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1)
+    (cd "$work" && apt-get download "${real:-$package}") || die "$package: cannot be downloaded; see hack/vm.sh list"
+    dpkg-deb --extract "$work"/*.deb "$work/kernel"
+    mv "$work/kernel" "$kernels/$package"
+fi
+release=$(ls "$kernels/$package/lib/modules")
+modules=$kernels/$package/lib/modules/$release
+[[ -f $modules/modules.dep ]] || depmod --basedir "$kernels/$package" "$release"
+
+# --- What it starts with --------------------------------------------------------------------------------
+
+root=$work/root
+mkdir -p "$root"/{bin,dev,host,modules,new,proc,rw,sys}
+cp "$(command -v busybox)" "$root/bin/busybox"
+
+# module NAME: copies a module after those that it depends on, each once.
+module() {
+    local line file name
+    # Some are part of the kernel.
+    line=$(grep -E "/${1//[-_]/[-_]}\.ko(\.xz)?:" "$modules/modules.dep") || return 0
+    file=${line%%:*} name=${file##*/} name=${name%.xz}
+    [[ ! -e $root/modules/$name ]] || return 0
+    for dependency in ${line#*:}; do
+        dependency=${dependency##*/}
+        module "${dependency%%.ko*}"
+    done
+    case $file in
+        *.xz) xz --decompress --stdout "$modules/$file" >"$root/modules/$name" ;;
+        *) cp "$modules/$file" "$root/modules/$name" ;;
+    esac
+    echo "$name" >>"$root/modules/order"
+}
+for name in "${wanted[@]}"; do module "$name"; done
+
+printf '%q ' "$@" >"$root/command"
+cat >"$root/init" <<END
+#!/bin/busybox sh
+/bin/busybox mkdir -p /proc /sys /dev
+/bin/busybox --install -s /bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+while read -r name; do insmod "/modules/\$name"; done </modules/order
+mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=524288,cache=loose host /host
+mount -t tmpfs rw /rw
+mkdir /rw/upper /rw/work
+mount -t overlay -o lowerdir=/host,upperdir=/rw/upper,workdir=/rw/work overlay /new
+mkdir -p /new/scratch
+mount -t ext4 /dev/vda /new/scratch
+for name in proc sys dev; do mount --move "/\$name" "/new/\$name"; done
+mkdir -p /new/dev/shm /new/dev/pts /new/run
+mount -t tmpfs run /new/run
+mount -t tmpfs shm /new/dev/shm
+cp /command /new/run/command
+chroot /new /bin/bash -c 'cd "$PWD" && export TMPDIR=/scratch HOME=/root PATH="$PATH" CARGO_MANIFEST_DIR="$repo" && eval "\$(</run/command)"' </new/dev/null
+echo "exit code \$?"
+poweroff -f
+END
+chmod +x "$root/init"
+(cd "$root" && find . | cpio --quiet --create --format=newc | gzip -1) >"$work/initramfs"
+
+truncate --size=20G "$work/scratch"
+mkfs.ext4 -q "$work/scratch"
+
+# --- The virtual machine --------------------------------------------------------------------------------
+
+accel=${VM_ACCEL:-}
+if [[ -z $accel ]]; then
+    accel=tcg
+    if [[ -w /dev/kvm ]] && timeout 5 qemu-system-x86_64 -accel kvm -display none -S -qmp stdio </dev/null &>/dev/null; then
+        accel=kvm
+    fi
+fi
+echo "Linux $release in a virtual machine ($accel)" >&2
+qemu-system-x86_64 -accel "$accel" -cpu max -smp "${VM_CPUS:-2}" -m "${VM_MEMORY:-3072}" -display none -no-reboot \
+    -kernel "$kernels/$package/boot/vmlinuz-$release" -initrd "$work/initramfs" \
+    -append "console=ttyS0 quiet loglevel=1 panic=-1" -serial stdio -monitor none -nic none \
+    -drive "file=$work/scratch,format=raw,if=virtio,cache=unsafe" \
+    -virtfs local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap |
+    tr -d '\r' | tee "$work/output"
+code=$(sed -n 's/^exit code \([0-9]*\)$/\1/p' "$work/output" | tail -n 1)
+[[ -n $code ]] || die "the virtual machine ended before the command did"
+exit "$code"

@@ -77,7 +77,8 @@ impl Rig {
         let mut at = 0;
         for size in [16 * MIB, MIB, 4096] {
             let chunk = vec![7; size as usize];
-            while file.write_all_at(&chunk, at).is_ok() {
+            // Where blocks cannot be allocated since the disk fails, XFS accepts writes without end and drops them later.
+            while at < DISK_BYTES && file.write_all_at(&chunk, at).is_ok() {
                 at += size;
             }
         }

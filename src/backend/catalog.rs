@@ -38,8 +38,9 @@ const NAMES: TableDefinition<&str, &str> = TableDefinition::new("names");
 const META: TableDefinition<&str, &str> = TableDefinition::new("meta");
 const FORMAT_VERSION: &str = "2";
 
-/// Keys of `META`: the version of the format; present while leftover files are known only from a look at the directories.
+/// Key of `META`: the version of the format.
 const VERSION: &str = "version";
+/// Key of `META` that is there until a start has searched the directories for leftover files.
 const SWEEP: &str = "sweep";
 
 /// Memory for pages of the catalog, in bytes.
@@ -249,7 +250,7 @@ impl Catalog {
         let result = match result {
             Ok(value) => tx.inner.commit().map_err(failed).map(|()| value),
             Err(error) => {
-                // After an I/O error this fails too; the first one is what has to be told.
+                // After an I/O error this fails too; the first one is reported.
                 let _ = tx.inner.abort();
                 Err(error)
             }
@@ -423,8 +424,11 @@ fn name_key<R: Named>(name: &str) -> String {
 }
 
 fn decode<R: Row>(key: &str, json: &[u8]) -> Result<R> {
-    serde_json::from_slice(json)
-        .map_err(|e| Error::Damaged(format!("catalog: the row of {key:?} is not readable: {e}")))
+    serde_json::from_slice(json).map_err(|e| unreadable(key, &e))
+}
+
+fn unreadable(key: &str, error: &serde_json::Error) -> Error {
+    Error::Damaged(format!("catalog: the row of {key:?} is not readable: {error}"))
 }
 
 fn failed(error: impl Into<redb::Error>) -> Error {

@@ -5,12 +5,13 @@ use std::fs::File;
 use super::attachment;
 use super::error::{Error, Result};
 use super::filesystem::{self, Mount};
-use super::list::{self, Page};
+use super::list::Page;
 use super::loop_device::AttachedFiles;
 use super::lost_pool;
-use super::model::{Access, Attachment, Condition, Phase, Volume};
+use super::model::{Access, Attachment, Condition, Volume};
 use super::store::{Store, length};
 use super::upkeep;
+use super::volume;
 use super::writeback;
 
 /// What the pool and the kernel show at one moment: read once, however many volumes are judged by it.
@@ -25,27 +26,33 @@ pub struct Surroundings {
 }
 
 impl Surroundings {
-    pub fn read(store: &Store) -> Result<Self> {
+    /// Devices and mounts only where a volume is in use: the others have none.
+    pub fn read(store: &Store, is_any_in_use: bool) -> Result<Self> {
         if let Some(message) = lost_pool::defect(store)? {
             return Ok(Self { lost_pool: Some(message), ..Self::default() });
         }
-        Ok(Self {
-            lost_pool: None,
-            shortage: upkeep::shortage(store)?,
-            attached: AttachedFiles::read()?,
-            mounts: filesystem::all_mounts()?,
-        })
+        let mut surroundings = Self { shortage: upkeep::shortage(store)?, ..Self::default() };
+        if is_any_in_use {
+            surroundings.attached = AttachedFiles::read()?;
+            surroundings.mounts = filesystem::all_mounts()?;
+        }
+        Ok(surroundings)
     }
 }
 
 /// A page of volumes, each with its condition.
 pub fn list(store: &Store, after: Option<&str>, max: usize) -> Result<Page<(Volume, Condition)>> {
+    let page = volume::list(store, after, max)?;
     let reading = store.catalog.read()?;
-    let page = list::page(&reading, after, max, |volume: &Volume| volume.phase == Phase::Ready)?;
-    let surroundings = Surroundings::read(store);
-    let mut items = Vec::with_capacity(page.items.len());
+    let mut volumes = Vec::with_capacity(page.items.len());
     for volume in page.items {
         let attachment = reading.get::<Attachment>(&volume.id)?;
+        volumes.push((volume, attachment));
+    }
+    let is_any_in_use = volumes.iter().any(|(_, attachment)| attachment.is_some());
+    let surroundings = Surroundings::read(store, is_any_in_use);
+    let mut items = Vec::with_capacity(volumes.len());
+    for (volume, attachment) in volumes {
         // A volume that cannot be judged does not hide the others.
         let found = match &surroundings {
             Ok(surroundings) => defect(store, &volume, attachment.as_ref(), surroundings),
@@ -62,7 +69,7 @@ pub fn condition(store: &Store, id: &str) -> Result<Condition> {
     let reading = store.catalog.read()?;
     let volume = reading.live_volume(id)?;
     let attachment = reading.get::<Attachment>(id)?;
-    let surroundings = Surroundings::read(store)?;
+    let surroundings = Surroundings::read(store, attachment.is_some())?;
     defect(store, &volume, attachment.as_ref(), &surroundings).map(of_defect)
 }
 

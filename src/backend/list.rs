@@ -22,32 +22,31 @@ pub fn page<R: Row>(
     wanted: impl Fn(&R) -> bool,
 ) -> Result<Page<R>> {
     check_token(after)?;
-    let mut items: Vec<R> = Vec::new();
-    let mut more = false;
+    let mut rows: Vec<R> = Vec::new();
     reading.scan(after, |row: R| {
-        if !wanted(&row) {
-            return Ok(true);
+        if wanted(&row) {
+            rows.push(row);
         }
-        more = max > 0 && items.len() == max;
-        if !more {
-            items.push(row);
-        }
-        Ok(!more)
+        // One more than the page holds says that there is a next one.
+        Ok(max == 0 || rows.len() <= max)
     })?;
-    let next = items.last().filter(|_| more).map(|last| last.key().to_owned());
-    Ok(Page { items, next })
+    Ok(first_of(rows, max))
 }
 
 /// Like [`page`], of rows in order of their keys.
 pub fn page_of<R: Row>(mut rows: Vec<R>, after: Option<&str>, max: usize) -> Result<Page<R>> {
     check_token(after)?;
     rows.retain(|row| after.is_none_or(|after| row.key() > after));
-    let more = max > 0 && rows.len() > max;
-    if more {
-        rows.truncate(max);
+    Ok(first_of(rows, max))
+}
+
+fn first_of<R: Row>(mut items: Vec<R>, max: usize) -> Page<R> {
+    let has_more = max > 0 && items.len() > max;
+    if has_more {
+        items.truncate(max);
     }
-    let next = rows.last().filter(|_| more).map(|last| last.key().to_owned());
-    Ok(Page { items: rows, next })
+    let next = items.last().filter(|_| has_more).map(|last| last.key().to_owned());
+    Page { items, next }
 }
 
 fn check_token(after: Option<&str>) -> Result<()> {

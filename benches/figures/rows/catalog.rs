@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, ensure};
 use csi_loopback::proto::csi::v1 as csi;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use redb::{Database, ReadableDatabase, TableDefinition};
+use redb::{Database, TableDefinition};
 use serde_json::json;
 
 use crate::Options;
@@ -81,12 +81,11 @@ impl Bench {
         let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
         let path = self.driver.pool.data_dir().join("catalog.redb");
         let catalog = Database::builder().set_cache_size(256 << 20).open(&path)?;
-        let has_indexes = version(&catalog)? != "1";
         let id = |row, volume| format!("snap-snapshot-{row:08}-{volume:08}-0123456789abcdef");
         let tx = catalog.begin_write()?;
-        let name = if has_indexes { "retained_snapshots" } else { "snapshots" };
         {
-            let mut table = tx.open_table(TableDefinition::<&str, &[u8]>::new(name))?;
+            let retained = TableDefinition::<&str, &[u8]>::new("retained_snapshots");
+            let mut table = tx.open_table(retained)?;
             for row in rows.clone() {
                 for (number, volume) in self.volumes.iter().enumerate() {
                     let id = id(row, number);
@@ -101,7 +100,7 @@ impl Bench {
                 }
             }
         }
-        if has_indexes {
+        {
             let by_volume = TableDefinition::<(&str, u64, &str), ()>::new("snapshots_by_volume");
             let mut by_volume = tx.open_table(by_volume)?;
             for (number, volume) in self.volumes.iter().enumerate() {
@@ -194,10 +193,4 @@ impl Bench {
             Ok(begun.elapsed())
         })
     }
-}
-
-/// Of the catalog's format.
-fn version(catalog: &Database) -> Result<String> {
-    let meta = catalog.begin_read()?.open_table(TableDefinition::<&str, &str>::new("meta"))?;
-    Ok(meta.get("version")?.context("a catalog without a version")?.value().to_owned())
 }

@@ -75,7 +75,7 @@ pub fn stats(store: &Store, volume_id: &str, path: &Path) -> Result<Stats> {
             return Err(missing(volume_id, path));
         };
         return deferral::stats(store, target, || {
-            let surroundings = Surroundings::read(store)?;
+            let surroundings = Surroundings::read(store, true)?;
             health::defect(store, &volume, Some(&attachment), &surroundings)
         });
     }

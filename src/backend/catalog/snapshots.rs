@@ -7,7 +7,7 @@ use redb::{ReadTransaction, ReadableTable, TableDefinition, WriteTransaction};
 
 use super::{Named, Reading, Row, Table, Writing, decode, failed, find_in, insert_into, scan};
 use crate::backend::error::{Kind, Result};
-use crate::backend::model::{Snapshot, SnapshotPhase};
+use crate::backend::model::Snapshot;
 
 /// Deleted snapshots of which the change record, or only the id, is kept.
 const RETAINED: Table = TableDefinition::new("retained_snapshots");
@@ -76,11 +76,12 @@ impl Row for Snapshot {
     /// What the former row referred to and this one does not is to be removed.
     fn store(&self, tx: &WriteTransaction) -> Result<()> {
         let former = take(tx, &self.id)?;
-        let table = if is_retained(self) { RETAINED } else { Self::TABLE };
+        let retained_since = self.retained_since();
+        let table = if retained_since.is_some() { RETAINED } else { Self::TABLE };
         insert_into(tx, table, self)?;
         let mut by_volume = tx.open_table(BY_VOLUME).map_err(failed)?;
         by_volume.insert(volume_key(self), ()).map_err(failed)?;
-        if let Some(since) = self.retained_since() {
+        if let Some(since) = retained_since {
             let mut by_age = tx.open_table(BY_AGE).map_err(failed)?;
             by_age.insert((since, self.id.as_str()), ()).map_err(failed)?;
         }
@@ -111,13 +112,6 @@ impl Named for Snapshot {
     const KIND: Kind = Kind::Snapshot;
     fn name(&self) -> &str {
         &self.name
-    }
-}
-
-fn is_retained(row: &Snapshot) -> bool {
-    match row.phase {
-        SnapshotPhase::Cutting | SnapshotPhase::Ready => false,
-        SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten { .. } => true,
     }
 }
 
@@ -172,19 +166,22 @@ impl Reading {
 
     /// All snapshots of a volume in order of their sequence, deleted ones included.
     pub fn snapshots_of(&self, volume_id: &str) -> Result<Vec<Snapshot>> {
-        let mut rows = Vec::new();
-        self.visit_ids_of(volume_id, 0, |id| {
-            rows.extend(self.get::<Snapshot>(id)?);
-            Ok(true)
-        })?;
-        Ok(rows)
+        self.rows_of(volume_id, |id| self.get(id))
     }
 
     /// The snapshots of a volume that exist or are being created, in order of their sequence.
     pub fn existing_snapshots_of(&self, volume_id: &str) -> Result<Vec<Snapshot>> {
+        self.rows_of(volume_id, |id| find_in(&self.0, Snapshot::TABLE, id))
+    }
+
+    fn rows_of(
+        &self,
+        volume_id: &str,
+        find: impl Fn(&str) -> Result<Option<Snapshot>>,
+    ) -> Result<Vec<Snapshot>> {
         let mut rows = Vec::new();
         self.visit_ids_of(volume_id, 0, |id| {
-            rows.extend(find_in::<Snapshot>(&self.0, Snapshot::TABLE, id)?);
+            rows.extend(find(id)?);
             Ok(true)
         })?;
         Ok(rows)
@@ -260,6 +257,9 @@ impl Writing {
 
     /// Records that files are gone.
     pub fn are_removed(&self, files: &[SnapshotFile]) -> Result<()> {
+        if files.is_empty() {
+            return Ok(());
+        }
         let mut removals = self.inner.open_table(REMOVALS).map_err(failed)?;
         files.iter().try_for_each(|file| removals.remove(file.key()).map(drop)).map_err(failed)
     }

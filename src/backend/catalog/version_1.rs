@@ -3,8 +3,8 @@
 use redb::{ReadableTable, TableDefinition, WriteTransaction};
 use serde_json::Value;
 
-use super::{META, Row, SWEEP, Table, VERSION, failed, snapshots};
-use crate::backend::error::{Error, Result};
+use super::{META, Row, SWEEP, Table, VERSION, failed, snapshots, unreadable};
+use crate::backend::error::Result;
 use crate::backend::model::{Inline, Snapshot};
 use crate::backend::store::now;
 
@@ -35,10 +35,9 @@ pub fn migrate(tx: &WriteTransaction) -> Result<()> {
 
 /// A row as it is now. When a change record was dropped was not recorded: it counts from the migration.
 fn snapshot(id: &str, json: &[u8], now: u64) -> Result<Snapshot> {
-    let unreadable = |e| Error::Damaged(format!("catalog: the row of {id:?} is not readable: {e}"));
-    let mut row: Value = serde_json::from_slice(json).map_err(unreadable)?;
+    let mut row: Value = serde_json::from_slice(json).map_err(|e| unreadable(id, &e))?;
     if row["phase"] == "forgotten" {
         row["phase"] = serde_json::json!({ "forgotten": { "at": now } });
     }
-    serde_json::from_value(row).map_err(unreadable)
+    serde_json::from_value(row).map_err(|e| unreadable(id, &e))
 }

@@ -230,10 +230,17 @@ fn mounted(fs_type: FsType) -> Capability {
     Capability { access, mode: AccessMode::SingleNodeWriter }
 }
 
+fn have_root(test: &str) -> bool {
+    let is_root = nix::unistd::geteuid().is_root();
+    if !is_root {
+        println!("SKIPPED: {test}: needs root");
+    }
+    is_root
+}
+
 /// Runs a test on a fresh pool of the kinds that differ in how files are made and removed.
 fn for_each_pool(test: &str, run: impl Fn(&mut Pool)) {
-    if !nix::unistd::geteuid().is_root() {
-        println!("SKIPPED: {test}: needs root");
+    if !have_root(test) {
         return;
     }
     for kind in [PoolKind::Image, PoolKind::Copy] {

@@ -186,10 +186,7 @@ fn root_data_that_nobody_needs_goes_and_what_is_needed_stays() {
 /// Version 1 of the format had no list of them.
 #[test]
 fn root_leftover_files_of_a_pool_of_version_1_are_removed_once() {
-    if !nix::unistd::geteuid().is_root() {
-        println!(
-            "SKIPPED: root_leftover_files_of_a_pool_of_version_1_are_removed_once: needs root"
-        );
+    if !have_root("root_leftover_files_of_a_pool_of_version_1_are_removed_once") {
         return;
     }
     let mut pool = Pool::new(PoolKind::Copy);

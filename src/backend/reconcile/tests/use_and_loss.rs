@@ -325,8 +325,7 @@ fn root_what_is_damaged_does_not_stop_a_start() {
 
 #[test]
 fn root_an_image_that_was_being_made_is_made_again() {
-    if !nix::unistd::geteuid().is_root() {
-        println!("SKIPPED: root_an_image_that_was_being_made_is_made_again: needs root");
+    if !have_root("root_an_image_that_was_being_made_is_made_again") {
         return;
     }
     let directory = TempDir::with_prefix("csi-loopback-").unwrap();
@@ -445,8 +444,7 @@ impl Drop for Small {
 
 #[test]
 fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
-    if !nix::unistd::geteuid().is_root() {
-        println!("SKIPPED: root_a_catalog_without_room_goes_on: needs root");
+    if !have_root("root_a_catalog_without_room_goes_on") {
         return;
     }
     for (kind, bytes) in [("ext4", 16 * MIB), ("xfs", 320 * MIB)] {

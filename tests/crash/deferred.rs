@@ -219,7 +219,7 @@ impl Deferred {
 }
 
 impl Scenario for Deferred {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         self.round = round;
         if self.crust_ops.is_none() {
             self.crust_ops = Some(CrustOps::start(on));

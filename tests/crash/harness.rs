@@ -39,7 +39,7 @@ pub enum Fault {
 /// A call of the driver, with all that has to be there before and to hold after it.
 pub trait Scenario {
     /// Makes what the call needs, under names of this round; the first time also what all rounds share.
-    fn prepare(&mut self, on: &Scene, round: usize);
+    fn prepare(&mut self, on: &mut Scene, round: usize);
 
     /// The call. It is made again, as it was, after the driver died in it.
     fn call(&mut self, on: &mut Scene) -> Result<(), Status>;
@@ -323,7 +323,7 @@ impl<'a> Play<'a> {
 
     fn prepare(&mut self) {
         self.round += 1;
-        self.scenario.prepare(&self.scene, self.round);
+        self.scenario.prepare(&mut self.scene, self.round);
     }
 
     fn settled(&mut self) {

@@ -139,7 +139,7 @@ impl OnPod {
 }
 
 impl Scenario for OnPod {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         self.round = round;
         let keeps = matches!(self.call, Call::Repeat);
         if self.volume.is_none() || !keeps {

@@ -62,7 +62,7 @@ impl InlineContent {
 }
 
 impl Scenario for InlineContent {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.call != Call::Refresh || self.volume.is_none() {
             self.release(on);
             let handle = on.name("inline", round);

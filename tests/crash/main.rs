@@ -62,7 +62,8 @@ macro_rules! entries {
 /// The longest first, so that none of them is alone at the end.
 const ENTRIES: &[Entry] = entries! {
     "cut a group" => snapshots::CutGroup::default(),
-    "forget" [snapshots::Forget::FLAGS] => snapshots::Forget::default(),
+    "forget an id" [snapshots::Forget::FLAGS] => snapshots::Forget::new(snapshots::Dropped::Id),
+    "forget a record" [snapshots::Forget::FLAGS] => snapshots::Forget::new(snapshots::Dropped::Record),
     "stage larger" => OnNode::new(Call::StageLarger),
     "stage new" => OnNode::new(Call::StageNew),
     "pressure" [snapshots::Pressure::FLAGS] => snapshots::Pressure::default(),
@@ -289,7 +290,8 @@ fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
 fn an_error_at_any_point_of_a_call_is_told_and_the_call_converges() {
     let wanted = |kind, entry: &Entry| {
         // Nobody waits for an answer there, and a start that fails is tried again.
-        let calls = !["pressure", "forget"].contains(&entry.name) && !STARTS.contains(&entry.name);
+        let calls = !["pressure", "forget a record", "forget an id"].contains(&entry.name)
+            && !STARTS.contains(&entry.name);
         calls && (everything() || kind == PoolKind::Image)
     };
     for_each_scenario(wanted, |kind, entry| {

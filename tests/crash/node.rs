@@ -131,7 +131,7 @@ impl OnNode {
 }
 
 impl Scenario for OnNode {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         use Call::*;
         self.round = round;
         let reuses = matches!(

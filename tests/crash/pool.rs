@@ -23,7 +23,7 @@ impl Grow {
 }
 
 impl Scenario for Grow {
-    fn prepare(&mut self, on: &Scene, _round: usize) {
+    fn prepare(&mut self, on: &mut Scene, _round: usize) {
         if self.volume.is_empty() {
             self.volume = on.driver.volume(&on.name("v", 0), MIB, block());
             self.device = on.driver.publish(&self.volume, &block());

@@ -110,7 +110,7 @@ pub struct CutRaw {
 }
 
 impl Scenario for CutRaw {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         let raw = self.raw.get_or_insert_with(|| {
             let mut raw = Raw::new(on, "raw");
             let first = on.driver.snapshot(&on.name("cut", 0), &raw.id);
@@ -187,7 +187,7 @@ pub struct CutMounted {
 }
 
 impl Scenario for CutMounted {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         let volume = self.volume.get_or_insert_with(|| Mounted::new(on, "mounted"));
         if self.base.is_none() {
             self.base = Some(on.driver.snapshot(&on.name("cut", 0), &volume.id));
@@ -241,7 +241,7 @@ impl CutGroup {
 }
 
 impl Scenario for CutGroup {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.raw.is_none() {
             self.mounted = ["a", "b"].map(|what| Mounted::new(on, what)).into();
             let mut raw = Raw::new(on, "raw");
@@ -306,7 +306,7 @@ pub struct DeleteSnapshot {
 }
 
 impl Scenario for DeleteSnapshot {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.volume.is_empty() {
             self.volume = on.driver.volume(&on.name("v", 0), MIB, block());
             self.newer = on.driver.snapshot(&on.name("cut", 0), &self.volume);
@@ -334,7 +334,7 @@ pub struct DeleteLastSnapshot {
 }
 
 impl Scenario for DeleteLastSnapshot {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         let volume = on.driver.volume(&on.name("v", round), MIB, block());
         let older = on.driver.snapshot(&on.name("older", round), &volume);
         self.snapshot = on.driver.snapshot(&on.name("last", round), &volume);
@@ -360,7 +360,7 @@ pub struct DeleteGroup {
 }
 
 impl Scenario for DeleteGroup {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.volumes.is_empty() {
             self.volumes =
                 ["a", "b"].map(|one| on.driver.volume(&on.name(one, 0), MIB, block())).into();
@@ -412,7 +412,7 @@ impl Pressure {
 }
 
 impl Scenario for Pressure {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.volume.is_empty() {
             self.volume = on.driver.volume(&on.name("v", 0), 128 * MIB, block());
             self.device = on.driver.publish(&self.volume, &block());
@@ -466,10 +466,10 @@ impl Scenario for Pressure {
     }
 }
 
-/// A driver that starts forgets the records that are past their retention: they are folded into the
-/// next ones.
-#[derive(Default)]
+/// A driver that starts drops the records that are past their retention, which are folded into the next ones; and the ids
+/// of those whose records it dropped one retention before.
 pub struct Forget {
+    what: Dropped,
     raw: Option<Raw>,
     older: String,
     forgotten: String,
@@ -477,22 +477,41 @@ pub struct Forget {
     written: BTreeSet<u64>,
 }
 
+/// What a start of the driver drops of a deleted snapshot.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Dropped {
+    Record,
+    Id,
+}
+
 impl Forget {
     pub const FLAGS: [&str; 2] = ["--change-record-retention", "0s"];
 
-    /// Until a delta from the deleted snapshot is refused in one of these ways.
-    fn wait_until(&self, on: &Scene, codes: &[Code]) -> Result<(), Status> {
+    pub fn new(what: Dropped) -> Self {
+        let [older, forgotten, newer] = Default::default();
+        Self { what, raw: None, older, forgotten, newer, written: BTreeSet::new() }
+    }
+
+    /// A new start of the driver, until it has dropped this: it does so as soon as it serves.
+    fn start(&self, on: &mut Scene, what: Dropped) -> Result<(), Status> {
+        on.start_anew(|| {})?;
         let until = Instant::now() + PATIENCE;
         loop {
             match on.driver.call(delta(&self.forgotten, &self.newer)) {
-                Err(status) if codes.contains(&status.code()) => return Ok(()),
-                Err(status) if status.code() == Code::FailedPrecondition => {}
+                Err(status) if status.code() == Code::NotFound => break,
+                Err(status) if status.code() == Code::FailedPrecondition => {
+                    if what == Dropped::Record {
+                        break;
+                    }
+                }
                 Err(status) => return Err(status),
                 Ok(_) => {}
             }
             assert!(Instant::now() < until, "not forgotten");
             thread::sleep(Duration::from_millis(5));
         }
+        // It waits until the volume is free, and changes nothing.
+        on.driver.call_patiently(expand(&self.raw.as_ref().unwrap().id, Raw::BYTES)).map(drop)
     }
 }
 
@@ -503,7 +522,12 @@ fn next_second() {
 }
 
 impl Scenario for Forget {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
+        if self.what == Dropped::Record && round > 1 {
+            // Otherwise the next start would drop the former round's id, too.
+            next_second();
+            self.start(on, Dropped::Id).unwrap();
+        }
         let raw = self.raw.get_or_insert_with(|| Raw::new(on, "raw"));
         let ids = [(0, "older"), (1, "forgotten"), (2, "newer")].map(|(number, what)| {
             raw.change(round * 3 + number);
@@ -521,17 +545,14 @@ impl Scenario for Forget {
         [self.older, self.forgotten, self.newer] = ids;
         on.driver.ok(delete_snapshot(&self.forgotten));
         next_second();
+        if self.what == Dropped::Id {
+            self.start(on, Dropped::Record).unwrap();
+            next_second();
+        }
     }
 
-    /// Two new starts of the driver, which drops as soon as it serves what is past its retention: the record, then the id.
     fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
-        on.start_anew(|| {})?;
-        self.wait_until(on, &[Code::FailedPrecondition, Code::NotFound])?;
-        next_second();
-        on.start_anew(|| {})?;
-        self.wait_until(on, &[Code::NotFound])?;
-        // It waits until the volume is free, and changes nothing.
-        on.driver.call_patiently(expand(&self.raw.as_ref().unwrap().id, Raw::BYTES)).map(drop)
+        self.start(on, self.what)
     }
 
     fn check(&mut self, on: &Scene) {

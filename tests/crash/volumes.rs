@@ -26,7 +26,7 @@ pub struct CreateEmpty {
 }
 
 impl Scenario for CreateEmpty {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         self.name = on.name("v", round);
     }
 
@@ -50,7 +50,7 @@ pub struct CreateFromSnapshot {
 }
 
 impl Scenario for CreateFromSnapshot {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.snapshot.is_empty() {
             let volume = on.driver.volume(&on.name("source", 0), 2 * MIB, block());
             let content = pattern(7, MIB as usize);
@@ -84,7 +84,7 @@ pub struct CloneMounted {
 }
 
 impl Scenario for CloneMounted {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         let source = self.source.get_or_insert_with(|| Mounted::new(on, "source"));
         source.change(round);
         (self.name, self.round) = (on.name("v", round), round);
@@ -129,7 +129,7 @@ pub struct Delete {
 }
 
 impl Scenario for Delete {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         self.id = on.driver.volume(&on.name("v", round), MIB, block());
         for what in ["older", "newer"] {
             let snapshot = on.driver.snapshot(&on.name(what, round), &self.id);
@@ -161,7 +161,7 @@ fn size_of(device: &Path) -> u64 {
 }
 
 impl Scenario for Expand {
-    fn prepare(&mut self, on: &Scene, _: usize) {
+    fn prepare(&mut self, on: &mut Scene, _: usize) {
         if self.id.is_empty() {
             self.bytes = 4 * MIB;
             self.id = on.driver.volume(&on.name("v", 0), self.bytes, block());
@@ -204,7 +204,7 @@ pub struct TrackingOff {
 }
 
 impl Scenario for TrackingOff {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.id.is_empty() {
             self.id = on.driver.volume(&on.name("v", 0), MIB, block());
         }
@@ -234,7 +234,7 @@ pub struct TrackingOn {
 }
 
 impl Scenario for TrackingOn {
-    fn prepare(&mut self, on: &Scene, round: usize) {
+    fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.id.is_empty() {
             self.id = on.driver.volume(&on.name("v", 0), MIB, block());
         }

@@ -44,7 +44,7 @@ const COUNTER: u64 = 56 * MIB;
 fn size_for(fs_type: &str) -> u64 {
     match fs_type {
         RAW => 64 * MIB,
-        "ext4" => 128 * MIB,
+        "ext4" => 256 * MIB,
         "xfs" => 300 * MIB,
         _ => 224 * MIB,
     }

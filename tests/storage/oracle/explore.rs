@@ -2,10 +2,12 @@
 //! operations are left out as long as it still fails, then what they are done with is made simpler.
 
 use std::cell::{Cell, RefCell};
+use std::io::{self, Write};
 use std::ops::AddAssign;
 use std::sync::Once;
-use std::time::Instant;
-use std::{fmt, panic};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+use std::{fmt, panic, thread};
 
 use proptest::strategy::{BoxedStrategy, NewTree, Strategy, ValueTree};
 use proptest::test_runner::{Config, RngSeed, TestError, TestRunner};
@@ -14,6 +16,9 @@ use super::operation::{Mix, Operation, operation};
 
 /// Milliseconds that cutting down may take; what is reported is the shortest found by then.
 const SHRINK_MILLISECONDS: u32 = 60_000;
+
+/// A sequence takes seconds, and a minute beside a load.
+const LONGEST: Duration = Duration::from_secs(600);
 
 /// What runs have covered.
 #[derive(Debug, Clone, Copy, Default)]
@@ -141,13 +146,28 @@ where
     for seed in first..first + cases {
         println!("{on}: seed {seed}");
         explore_one(on, &sequences, seed, |operations| {
-            let counts = run(seed, operations);
+            let counts = watched(&format!("{on}: seed {seed}"), || run(seed, operations));
             *total.borrow_mut() += counts;
         });
     }
     let (total, seconds) = (total.into_inner(), started.elapsed().as_secs());
     println!("report: {on}: {cases} cases from seed {first}, {seconds} s: {total}");
     total
+}
+
+/// Runs a sequence, and says so if it hangs. The process goes on: with a disk of its own that hangs it could not end.
+fn watched<T>(what: &str, run: impl FnOnce() -> T) -> T {
+    let (ended, watch) = mpsc::channel::<()>();
+    let hangs = format!("{what}: a sequence has run for {} s: it hangs", LONGEST.as_secs());
+    thread::spawn(move || {
+        if watch.recv_timeout(LONGEST) == Err(RecvTimeoutError::Timeout) {
+            // The output of the macros is kept back until the test ends.
+            let _ = writeln!(io::stderr(), "{hangs}");
+        }
+    });
+    let result = run();
+    drop(ended);
+    result
 }
 
 thread_local! {

@@ -272,7 +272,7 @@ fn a_client_that_does_not_read_holds_up_nobody_else() {
 fn a_sidecar_that_is_told_to_end_lets_answers_finish_and_cuts_off_the_rest() {
     let Some(cluster) = shared() else { return };
     let count = 1_000_000;
-    let mut rig = with_long_delta(cluster, count, &["--drain-timeout", "3s"]);
+    let mut rig = with_long_delta(cluster, count, &["--drain-timeout", "8s"]);
     let mut reading = open(&rig, rig.delta("first", "second"));
     let mut slow = open(&rig, rig.delta("first", "second"));
     for stream in [&mut reading, &mut slow] {
@@ -290,7 +290,7 @@ fn a_sidecar_that_is_told_to_end_lets_answers_finish_and_cuts_off_the_rest() {
     // Reads on, but not fast enough.
     let end = loop {
         match next(&rig, &mut slow) {
-            Ok(Some(_)) => std::thread::sleep(Duration::from_millis(50)),
+            Ok(Some(_)) => std::thread::sleep(Duration::from_millis(100)),
             Ok(None) => panic!("a slow answer became whole in the grace period"),
             Err(status) => break status,
         }

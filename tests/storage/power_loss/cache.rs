@@ -181,11 +181,8 @@ impl Cache {
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        if let Some(session) = self.session.take()
-            && let Err(error) = session.umount_and_join()
-        {
-            eprintln!("cleaning up {}: {error}", self.mounted_at.display());
-        }
+        // Unmounts it. Its thread is not waited for: a container that runs meanwhile may have a copy of the mount.
+        drop(self.session.take());
         let _ = std::fs::remove_dir(&self.mounted_at);
     }
 }

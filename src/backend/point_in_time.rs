@@ -1,9 +1,10 @@
 //! Copies of volumes as they were at one moment, while pods write to them.
 //!
-//! First, with the volumes running, as much as possible is cloned. Then mounted filesystems are
-//! frozen, what is in flight reaches the backing files, and the rest is cloned; the freeze lasts as
-//! long as that and no longer. A raw block volume cannot be frozen: one may take part, and it is
-//! cloned while the others stand still, so that there is one moment that holds for all.
+//! Volumes that nobody writes to are cloned first. Of the others as much as possible is cloned while
+//! they run. Then mounted filesystems are frozen, what is in flight reaches the backing files, and the
+//! rest is cloned; the freeze lasts as long as that and no longer. A raw block volume cannot be frozen:
+//! one may take part, and it is cloned while the others stand still, so that there is one moment that
+//! holds for all.
 
 use std::fs::File;
 use std::io;
@@ -100,12 +101,19 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<Copied> {
     // The one that runs on first: while it is cloned the others are frozen already.
     members.sort_by_key(|(_, writers)| !writers.is_running());
     let pool = store.pool.as_ref();
-    for (copy, _) in &members {
+    let (written, still): (Vec<_>, Vec<_>) =
+        members.into_iter().partition(|(_, writers)| writers.may_write());
+    // Their locks keep them as they are. One clone of the whole, and nobody waits for it.
+    for (copy, writers) in &still {
+        clone_one(store, copy, writers, &mut took)?;
+        reach("copy.made")?;
+    }
+    for (copy, _) in &written {
         timed(&mut took.pre_clone, || pool.pre_clone(copy.source, copy.target))?;
         reach("copy.begun")?;
     }
     // What there is to write is written before anybody stands still.
-    for (copy, writers) in &members {
+    for (copy, writers) in &written {
         if let Some(mounted) = writers.mounted() {
             writeback::sync_filesystem(store, &copy.volume.id, mounted)?;
             reach("copy.synced")?;
@@ -113,11 +121,11 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<Copied> {
     }
     let deadline = if pool.clones_atomically() { CLONE_DEADLINE } else { COPY_DEADLINE };
     let mounted: io::Result<Vec<File>> =
-        members.iter().filter_map(|(_, w)| w.mounted()).map(File::try_clone).collect();
+        written.iter().filter_map(|(_, w)| w.mounted()).map(File::try_clone).collect();
     let mounted = mounted.context(|| "opening filesystems to freeze".to_owned())?;
     let frozen = Frozen::freeze(&store.freeze_guard, mounted, deadline)?;
     let moment = now();
-    for (copy, writers) in &members {
+    for (copy, writers) in &written {
         clone_one(store, copy, writers, &mut took)?;
         reach("copy.made")?;
     }
@@ -143,7 +151,12 @@ impl Writers {
         }
     }
 
-    /// Whether somebody may go on writing.
+    /// Whether somebody may write until a freeze.
+    fn may_write(&self) -> bool {
+        !matches!(self, Self::None | Self::Idle(_))
+    }
+
+    /// Whether somebody may go on writing during a freeze.
     fn is_running(&self) -> bool {
         matches!(self, Self::Raw(_) | Self::Unknown(_))
     }

@@ -2,7 +2,6 @@
 //! pool beside the files that it speaks of, so that both meet a power cut together. Rows are JSON,
 //! keyed by id; a second table leads from names to ids. Every commit is durable when it returns.
 
-mod direct;
 mod file;
 mod snapshots;
 mod verify;
@@ -21,11 +20,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tracing::{info, warn};
 
+use super::direct::DirectFile;
 use super::error::{Context, Error, Kind, Result};
 use super::fail_point::reach;
 use super::model::{Attachment, Group, Inline, Volume};
 use super::pool::sync_directory;
-use direct::DirectFile;
 use file::{CatalogFile, Mode};
 
 pub use file::Relief;

@@ -11,7 +11,7 @@ use roaring::RoaringBitmap;
 use super::catalog::{self, SnapshotFile};
 use super::error::{Context, Error, Result};
 use super::lost_pool;
-use super::model::{Inline, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
+use super::model::{Inline, Phase, Precision, Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool::{self, Directory, Pool};
 use super::store::length;
 use super::tracker::{Bitmap, RecordReader, SEGMENT_BLOCKS};
@@ -322,7 +322,9 @@ impl Checker<'_> {
         let mut changed = Cover::new(record, Bitmap::Changed);
         let mut missed = None;
         let old_ref = old.as_ref().map(|(file, bytes)| (file, *bytes));
-        self.pool.compare(old_ref, (data, row.capacity_bytes), &mut |finding| {
+        // Whatever precision the record was made with: it has to cover what differs.
+        let new = (data, row.capacity_bytes);
+        self.pool.compare(old_ref, new, Precision::Exact, &mut |finding| {
             let range = BlockRange::covering(finding.start..finding.end);
             let wrong = (finding.allocated && !allocated.covers(range)?)
                 || (finding.changed && old_ref.is_some() && !changed.covers(range)?);

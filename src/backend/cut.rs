@@ -181,7 +181,8 @@ fn record(store: &Store, member: &Member, steps: &mut Steps) -> Result<Predecess
         Ok(())
     };
     timed(&mut steps.compare, || {
-        store.pool.compare(old, (target, snapshot.capacity_bytes), &mut report)
+        let new = (target, snapshot.capacity_bytes);
+        store.pool.compare(old, new, volume.change_precision, &mut report)
     })?;
     timed(&mut steps.record, || writer.finish())?;
     Ok(predecessor)

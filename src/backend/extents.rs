@@ -75,6 +75,13 @@ pub struct Finding {
     pub changed: bool,
 }
 
+impl Finding {
+    /// Whether `next` follows without a gap and says the same.
+    pub fn goes_on(&self, next: &Self) -> bool {
+        self.end == next.start && self.allocated == next.allocated && self.changed == next.changed
+    }
+}
+
 /// Reads extents in batches: (first byte asked for) → the extents from there on.
 type Fetch<'a> = Box<dyn FnMut(u64) -> Result<Vec<FiemapExtent>> + 'a>;
 

@@ -23,6 +23,7 @@ pub mod check;
 mod command;
 mod cut;
 mod deferral;
+mod direct;
 pub mod error;
 pub mod extents;
 pub mod fail_point;
@@ -74,13 +75,15 @@ pub use freeze_guard::FreezeGuard;
 pub use inline::{Content, InlineLimits, PublishInline};
 pub use list::Page;
 pub use model::*;
-pub use pool::{ImageStatus, PoolChoice, PoolKind, PoolStatus};
+pub use pool::{
+    ImageStatus, MAX_BLOCK_SIZE as MAX_POOL_BLOCK_SIZE, PoolChoice, PoolKind, PoolStatus,
+};
 pub use runtime::{DeferredMount, Runtime, RuntimeStats};
 pub use snapshot::SnapshotFilter;
 pub use sys::bound_arenas;
 pub use tracker::{BlockMap, Extents, Style};
 pub use units::{BLOCK_SIZE, Block, BlockRange, Extent, MAX_VOLUME_BYTES, MIN_VOLUME_BYTES};
-pub use volume::CreateVolume;
+pub use volume::{CreateVolume, ModifyVolume};
 
 /// What a backend is opened with.
 #[derive(Debug, Clone)]
@@ -91,6 +94,8 @@ pub struct Config {
     pub pool_size: Option<u64>,
     /// Whether the image of a new image pool is sparse.
     pub pool_sparse: bool,
+    /// Bytes in a block of the filesystem of a new image pool.
+    pub pool_block_size: Option<u64>,
     /// How long the record of a deleted snapshot stays usable as a base.
     pub retention: Duration,
     /// How much larger than the pool the volumes may be in all.
@@ -146,7 +151,11 @@ impl Backend {
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(data_dir);
         made.context(|| format!("making {}", data_dir.display()))?;
         let instance_lock = lock_instance(data_dir)?;
-        let image = ImageChoice { size: config.pool_size, sparse: config.pool_sparse };
+        let image = ImageChoice {
+            size: config.pool_size,
+            sparse: config.pool_sparse,
+            block_size: config.pool_block_size,
+        };
         let opened = pool::open(data_dir, config.pool, &image)?;
         let pool: Arc<dyn Pool> = opened.pool.into();
         check_catalog(pool.root())?;
@@ -260,9 +269,9 @@ impl Backend {
         self.on_pool(|store| volume::expand(store, id, required_bytes, limit_bytes))
     }
 
-    /// Switches change tracking; switching it off breaks the chain of change records.
-    pub fn set_change_tracking(&self, id: &str, on: bool) -> Result<()> {
-        self.on_pool(|store| volume::set_change_tracking(store, id, on))
+    /// Changes how a volume is tracked.
+    pub fn modify_volume(&self, id: &str, modify: ModifyVolume) -> Result<()> {
+        self.on_pool(|store| volume::modify(store, id, modify))
     }
 
     pub fn volume_condition(&self, id: &str) -> Result<Condition> {

@@ -100,6 +100,8 @@ pub struct Volume {
     pub phase: Phase,
     /// Whether snapshots of this volume get a change record.
     pub change_tracking: bool,
+    #[serde(default)]
+    pub change_precision: Precision,
     pub format: Option<Format>,
     pub source: Option<Source>,
     /// What CreateVolume was asked for, to tell a repeated call from another one with the name.
@@ -138,11 +140,24 @@ pub struct VolumeRequest {
     /// The filesystem asked for; `None` for a raw block volume.
     pub fs_type: Option<FsType>,
     pub change_tracking: bool,
+    #[serde(default)]
+    pub change_precision: Precision,
     pub source: Option<Source>,
     /// Whether a container runtime is to mount it wherever it is published, without having to be asked each time
     /// (KEP-2857).
     #[serde(default)]
     pub defer_fs_mount: bool,
+}
+
+/// How finely a change record says what has changed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// In units of 4 KiB. Where the blocks of the pool are larger, contents are compared.
+    #[default]
+    Exact,
+    /// In blocks of the pool's filesystem: what a write copied counts as changed.
+    Block,
 }
 
 /// Why a chain of change records starts anew at a snapshot.

@@ -12,8 +12,8 @@ use super::inline;
 use super::list::{self, Page};
 use super::loop_device::LoopDevice;
 use super::model::{
-    Attachment, Capacity, ChainBreak, Format, FsType, Phase, Snapshot, SnapshotPhase, Source,
-    Volume, VolumeRequest,
+    Attachment, Capacity, ChainBreak, Format, FsType, Phase, Precision, Snapshot, SnapshotPhase,
+    Source, Volume, VolumeRequest,
 };
 use super::point_in_time::{self, Copy};
 use super::pool::{self, Directory};
@@ -58,6 +58,7 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
         capacity_bytes: capacity(store, request, source.as_ref())?,
         phase: Phase::Creating,
         change_tracking: request.change_tracking,
+        change_precision: request.change_precision,
         format: source.as_ref().and_then(OpenSource::format),
         source: request.source.clone(),
         request: request.clone(),
@@ -313,19 +314,29 @@ pub fn settle_growth(store: &Store, volume: &mut Volume, file: &File) -> Result<
     Ok(())
 }
 
-/// Switches change tracking. Off breaks the chain of records: nothing is kept for the next cut.
-pub fn set_change_tracking(store: &Store, id: &str, on: bool) -> Result<()> {
+/// What ModifyVolume changes; `None` leaves it as it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ModifyVolume {
+    /// Off breaks the chain of records: nothing is kept for the next cut.
+    pub change_tracking: Option<bool>,
+    pub change_precision: Option<Precision>,
+}
+
+pub fn modify(store: &Store, id: &str, modify: ModifyVolume) -> Result<()> {
     let _lock = store.locks.take([id])?;
-    let reading = store.catalog.read()?;
-    let mut volume = reading.live_volume(id)?;
-    if volume.change_tracking == on {
+    let volume = store.catalog.read()?.live_volume(id)?;
+    let modified = Volume {
+        change_tracking: modify.change_tracking.unwrap_or(volume.change_tracking),
+        change_precision: modify.change_precision.unwrap_or(volume.change_precision),
+        ..volume.clone()
+    };
+    if modified == volume {
         return Ok(());
     }
-    volume.change_tracking = on;
-    if on {
-        return store.catalog.write(|tx| tx.put(&volume));
+    if volume.change_tracking && !modified.change_tracking {
+        return upkeep::drop_baseline(store, modified, ChainBreak::TrackingOff);
     }
-    upkeep::drop_baseline(store, volume, ChainBreak::TrackingOff)
+    store.catalog.write(|tx| tx.put(&modified))
 }
 
 /// Room for volumes. Thin ones may be larger than the pool in all, by the factor `--overcommit`.

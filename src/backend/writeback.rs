@@ -186,6 +186,7 @@ mod tests {
             pool: PoolChoice::Kind(PoolKind::Copy),
             pool_size: None,
             pool_sparse: true,
+            pool_block_size: None,
             freeze_guard: Default::default(),
             retention: Duration::from_secs(3600),
             overcommit: 1e6,

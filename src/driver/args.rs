@@ -11,7 +11,9 @@ use clap::{ArgAction, ValueEnum};
 
 use super::crust::Crust;
 use super::fault::Rule;
-use crate::backend::{BLOCK_SIZE, FreezeGuard, InlineLimits, PoolChoice, Runtime, Style};
+use crate::backend::{
+    BLOCK_SIZE, FreezeGuard, InlineLimits, MAX_POOL_BLOCK_SIZE, PoolChoice, Runtime, Style,
+};
 use crate::grpc::SocketPath;
 use crate::grpc::socket::octal_mode;
 use crate::telemetry::http;
@@ -68,6 +70,11 @@ pub struct Args {
     /// errors when the filesystem below is full.
     #[arg(long)]
     pub pool_sparse: bool,
+
+    /// Bytes in a block of the filesystem of a new image pool: 4Ki to 64Ki, a power of two. A first write after a snapshot
+    /// copies a whole block. More than a page of memory needs Linux 6.12.
+    #[arg(long, value_parser = pool_block_size, value_name = "SIZE")]
+    pub pool_block_size: Option<u64>,
 
     /// How much larger than the pool all volumes may be together.
     #[arg(long, default_value = "10", value_parser = overcommit, value_name = "FACTOR")]
@@ -303,6 +310,14 @@ fn block_size(text: &str) -> Result<u64, String> {
         return Ok(bytes);
     }
     Err(format!("{text:?} is not a power of two of at least 4Ki"))
+}
+
+fn pool_block_size(text: &str) -> Result<u64, String> {
+    let bytes = quantity::parse(text)?;
+    if bytes.is_power_of_two() && (BLOCK_SIZE..=MAX_POOL_BLOCK_SIZE).contains(&bytes) {
+        return Ok(bytes);
+    }
+    Err(format!("{text:?} is not one of 4Ki, 8Ki, 16Ki, 32Ki and 64Ki"))
 }
 
 #[cfg(test)]

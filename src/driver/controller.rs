@@ -195,7 +195,11 @@ pub(crate) fn wanted_volume(
         required_bytes: range.required,
         limit_bytes: range.limit,
         fs_type,
-        change_tracking: mutable.or(fixed.change_tracking).unwrap_or(true),
+        change_tracking: mutable.change_tracking.or(fixed.tracking.change_tracking).unwrap_or(true),
+        change_precision: mutable
+            .change_precision
+            .or(fixed.tracking.change_precision)
+            .unwrap_or_default(),
         source,
         // Also with the feature off: who publishes it may be another process, and says so then.
         defer_fs_mount: fixed.defer_fs_mount,
@@ -384,10 +388,7 @@ fn modify_volume(
     asked: csi::ControllerModifyVolumeRequest,
 ) -> Result<csi::ControllerModifyVolumeResponse, Status> {
     let id = request::id("volume_id", &asked.volume_id)?;
-    match request::mutable_parameters(&asked.mutable_parameters)? {
-        Some(on) => plugin.backend.set_change_tracking(id, on)?,
-        None => drop(plugin.backend.volume(id)?),
-    }
+    plugin.backend.modify_volume(id, request::mutable_parameters(&asked.mutable_parameters)?)?;
     Ok(csi::ControllerModifyVolumeResponse {})
 }
 

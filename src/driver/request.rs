@@ -7,7 +7,9 @@ use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
 use super::deferral;
-use crate::backend::{Access, AccessMode, Capability, Error, FsType, Result};
+use crate::backend::{
+    Access, AccessMode, Capability, Error, FsType, ModifyVolume, Precision, Result,
+};
 use crate::grpc::cut;
 use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
@@ -26,8 +28,9 @@ const MAX_SHOWN: usize = 128;
 const KUBERNETES_PREFIXES: [&str; 2] = ["csi.storage.k8s.io/", "storage.kubernetes.io/"];
 /// Says that a volume is made for one pod (KEP-596).
 const EPHEMERAL_KEY: &str = "csi.storage.k8s.io/ephemeral";
-/// The parameter of this driver that is both immutable and mutable.
+/// The parameters of this driver that are both immutable and mutable.
 const CHANGE_TRACKING: &str = "changeTracking";
+const CHANGE_PRECISION: &str = "changePrecision";
 
 /// A required id of something that exists.
 pub fn id<'a>(field: &'static str, value: &'a str) -> Result<&'a str> {
@@ -272,8 +275,8 @@ pub fn volume_context(context: &HashMap<String, String>) -> Result<Option<bool>>
 /// The parameters that a volume is made with and keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Parameters {
-    /// `None` where nothing is said of it.
-    pub change_tracking: Option<bool>,
+    /// What [`mutable_parameters`] can change later.
+    pub tracking: ModifyVolume,
     /// Whether a container runtime mounts it (KEP-2857).
     pub defer_fs_mount: bool,
 }
@@ -281,18 +284,33 @@ pub struct Parameters {
 /// Checks all keys of the immutable parameters.
 pub fn parameters(map: &HashMap<String, String>) -> Result<Parameters> {
     const FIELD: &str = "parameters";
-    keys(FIELD, map, &[CHANGE_TRACKING, DEFER_FS_MOUNT])?;
+    keys(FIELD, map, &[CHANGE_TRACKING, CHANGE_PRECISION, DEFER_FS_MOUNT])?;
     Ok(Parameters {
-        change_tracking: boolean(FIELD, map, CHANGE_TRACKING)?,
+        tracking: tracking(FIELD, map)?,
         defer_fs_mount: boolean(FIELD, map, DEFER_FS_MOUNT)?.unwrap_or_default(),
     })
 }
 
-/// Whether the mutable parameters turn change tracking on or off, if they say so. Checks all of their keys.
-pub fn mutable_parameters(map: &HashMap<String, String>) -> Result<Option<bool>> {
+/// How the volume is tracked, as far as the mutable parameters say so. Checks all of their keys.
+pub fn mutable_parameters(map: &HashMap<String, String>) -> Result<ModifyVolume> {
     const FIELD: &str = "mutable_parameters";
-    keys(FIELD, map, &[CHANGE_TRACKING])?;
-    boolean(FIELD, map, CHANGE_TRACKING)
+    keys(FIELD, map, &[CHANGE_TRACKING, CHANGE_PRECISION])?;
+    tracking(FIELD, map)
+}
+
+fn tracking(field: &'static str, map: &HashMap<String, String>) -> Result<ModifyVolume> {
+    Ok(ModifyVolume {
+        change_tracking: boolean(field, map, CHANGE_TRACKING)?,
+        change_precision: match map.get(CHANGE_PRECISION).map(String::as_str) {
+            None => None,
+            Some("exact") => Some(Precision::Exact),
+            Some("block") => Some(Precision::Block),
+            Some(_) => {
+                let message = format!("{CHANGE_PRECISION} is neither exact nor block");
+                return Err(Error::invalid(field, message));
+            }
+        },
+    })
 }
 
 /// What `map` says of `key`, if it does.

@@ -155,23 +155,31 @@ fn keys_of_kubernetes_pass_and_unknown_ones_are_named() {
 }
 
 #[test]
-fn parameters_are_true_or_false() {
+fn parameters_have_the_values_that_the_table_has() {
     let fixed = |pairs: &[(&str, &str)]| parameters(&map(pairs));
     let mutable = |pairs: &[(&str, &str)]| mutable_parameters(&map(pairs));
     assert_eq!(fixed(&[]).unwrap(), Parameters::default());
-    assert_eq!(mutable(&[]).unwrap(), None);
+    assert_eq!(mutable(&[]).unwrap(), ModifyVolume::default());
     let both = fixed(&[("changeTracking", "false"), ("deferFSMount", "true")]).unwrap();
-    assert_eq!(both, Parameters { change_tracking: Some(false), defer_fs_mount: true });
+    let off = ModifyVolume { change_tracking: Some(false), change_precision: None };
+    assert_eq!(both, Parameters { tracking: off, defer_fs_mount: true });
     assert!(!fixed(&[("deferFSMount", "false")]).unwrap().defer_fs_mount);
-    assert_eq!(mutable(&[("changeTracking", "true")]).unwrap(), Some(true));
+    assert_eq!(mutable(&[("changeTracking", "false")]).unwrap(), off);
+    for (value, precision) in [("exact", Precision::Exact), ("block", Precision::Block)] {
+        let wanted = ModifyVolume { change_tracking: None, change_precision: Some(precision) };
+        assert_eq!(mutable(&[("changePrecision", value)]).unwrap(), wanted);
+        assert_eq!(fixed(&[("changePrecision", value)]).unwrap().tracking, wanted);
+    }
     for bad in ["", "yes", "True"] {
-        for key in ["changeTracking", "deferFSMount"] {
+        for key in ["changeTracking", "changePrecision", "deferFSMount"] {
             let words = message(fixed(&[(key, bad)]));
             assert!(words.starts_with("parameters: ") && words.contains(key), "{words}");
         }
-        assert!(message(mutable(&[("changeTracking", bad)])).starts_with("mutable_parameters: "));
+        for key in ["changeTracking", "changePrecision"] {
+            assert!(message(mutable(&[(key, bad)])).starts_with("mutable_parameters: "));
+        }
     }
-    for unknown in ["changetracking", "deferFsMount"] {
+    for unknown in ["changetracking", "changeprecision", "deferFsMount"] {
         assert!(message(fixed(&[(unknown, "true")])).contains("unknown key"));
     }
     // A volume keeps it.

@@ -127,8 +127,8 @@ const NEEDY: [Operation; 8] = [
 const ALWAYS: [Operation; 5] = [
     ("modify", |pool, _, name| {
         let id = spare(pool, name)?;
-        pool.backend().set_change_tracking(&id, false)?;
-        pool.backend().set_change_tracking(&id, true)
+        pool.backend().modify_volume(&id, tracking(false))?;
+        pool.backend().modify_volume(&id, tracking(true))
     }),
     ("delete snapshot", |pool, _, name| {
         pool.backend().delete_snapshot(&snapshot_of_spare(pool, name)?)

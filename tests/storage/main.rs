@@ -10,6 +10,7 @@ mod full_disk;
 mod full_operations;
 mod full_pool;
 mod image_room;
+mod large_blocks;
 mod lost_pool;
 mod lost_writes;
 mod oracle;

@@ -161,9 +161,9 @@ fn a_delta_that_cannot_be_known_is_refused_with_its_reason() {
         let unknown = backend.delta("snap-x-0123456789abcdef", &b.id).unwrap_err();
         assert!(matches!(unknown, Error::NotFound { .. }), "{unknown}");
 
-        backend.set_change_tracking(&volume.id, false).unwrap();
+        backend.modify_volume(&volume.id, tracking(false)).unwrap();
         let untracked = pool.snapshot("c", &volume);
-        backend.set_change_tracking(&volume.id, true).unwrap();
+        backend.modify_volume(&volume.id, tracking(true)).unwrap();
         let tracked = pool.snapshot("d", &volume);
         let again = pool.snapshot("e", &volume);
         for (base, target) in [(&b, &untracked), (&b, &tracked), (&untracked, &tracked)] {

@@ -135,6 +135,7 @@ pub fn volume(number: u64, state: u64) -> Volume {
         capacity_bytes: (1 + number) << 20,
         phase: Phase::Ready,
         change_tracking: true,
+        change_precision: Default::default(),
         format: None,
         source: number
             .is_multiple_of(3)

@@ -10,7 +10,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use redb::StorageBackend;
 
 use super::PAGE_BYTES;
-use super::direct::{CHUNK, DirectFile};
+use crate::backend::direct::{CHUNK, DirectFile};
 use crate::backend::fail_point::meet;
 
 const PAGE: usize = PAGE_BYTES as usize;

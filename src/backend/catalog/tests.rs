@@ -11,6 +11,7 @@ fn volume(id: &str) -> Volume {
         capacity_bytes: 1 << 20,
         phase: Phase::Ready,
         change_tracking: true,
+        change_precision: Default::default(),
         format: None,
         source: None,
         request: VolumeRequest::default(),

@@ -13,9 +13,9 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use redb::{Database, ReadableDatabase};
 use tracing::error;
 
-use super::direct::{CHUNK, DirectFile};
 use super::file::{CatalogFile, Mode, Relief};
 use super::{PAGE_BYTES, Reading, failed, version_1};
+use crate::backend::direct::{CHUNK, DirectFile};
 use crate::backend::error::{Context, Error, Result};
 use crate::backend::fail_point::reach;
 use crate::backend::pool::sync_directory;

@@ -111,7 +111,7 @@ mod tests {
         use crate::backend::pool::{self, ImageChoice, PoolChoice, PoolKind};
         let directory = tempfile::tempdir().unwrap();
         let choice = PoolChoice::Kind(PoolKind::Image);
-        let image = ImageChoice { size: Some(1 << 30), sparse: true };
+        let image = ImageChoice { size: Some(1 << 30), sparse: true, block_size: None };
         let opened = pool::open(directory.path(), choice, &image).unwrap();
         let [path, other_path] = ["file", "other"].map(|name| opened.pool.root().join(name));
         let [file, other] = [&path, &other_path].map(|path| pool::new_file(path).unwrap());

@@ -12,6 +12,7 @@ use nix::unistd::{Whence, lseek};
 use super::super::error::{Context, Error, Result};
 use super::super::extents::Finding;
 use super::super::fail_point::reach;
+use super::super::model::Precision;
 use super::super::units::BLOCK_SIZE;
 use super::{Pool, PoolKind, Room, filesystem_room};
 
@@ -62,6 +63,7 @@ impl Pool for CopyPool {
         &self,
         old: Option<(&File, u64)>,
         new: (&File, u64),
+        _precision: Precision,
         report: &mut dyn FnMut(Finding) -> Result<()>,
     ) -> Result<()> {
         compare(old, new, report)

@@ -34,6 +34,9 @@ const MIN_BYTES: u64 = 300 << 20;
 /// The largest image that is made where no size is asked for, if it is allocated.
 const DEFAULT_BYTES: u64 = 10 << 30;
 
+/// The largest block of an XFS, in bytes.
+pub const MAX_BLOCK_SIZE: u64 = 64 << 10;
+
 /// How long a former user of the image's device may take to let go of it.
 const BUSY_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -327,7 +330,8 @@ pub fn make(data_dir: &Path, choice: &ImageChoice) -> Result<()> {
     remove()?;
     let keeps_room = !choice.sparse && below::writes_in_place(data_dir)?;
     let size = size(data_dir, choice.size, keeps_room)?;
-    let made = fill(&temporary, size, keeps_room).and_then(|()| {
+    let block_size = choice.block_size.unwrap_or(BLOCK_SIZE);
+    let made = fill(&temporary, size, block_size, keeps_room).and_then(|()| {
         fs::rename(&temporary, path(data_dir))
             .context(|| "publishing the pool image".to_owned())?;
         reach("image.named")
@@ -342,7 +346,7 @@ pub fn make(data_dir: &Path, choice: &ImageChoice) -> Result<()> {
             error => error,
         });
     }
-    info!(bytes = size, sparse = !keeps_room, "made the pool image");
+    info!(bytes = size, block_size, sparse = !keeps_room, "made the pool image");
     sync_directory(data_dir)
 }
 
@@ -368,7 +372,7 @@ fn size(data_dir: &Path, asked: Option<u64>, keeps_room: bool) -> Result<u64> {
 }
 
 /// Makes an image that is whole and durable when this returns.
-fn fill(path: &Path, size: u64, keeps_room: bool) -> Result<()> {
+fn fill(path: &Path, size: u64, block_size: u64, keeps_room: bool) -> Result<()> {
     let sizing = || format!("sizing {}", path.display());
     let file = new_file(path)?;
     if keeps_room {
@@ -385,8 +389,17 @@ fn fill(path: &Path, size: u64, keeps_room: bool) -> Result<()> {
     command::run(
         Command::new("mkfs.xfs")
             .args(["-q", "-f", "-K", "-m", "reflink=1,rmapbt=0", "-L", "csi-loopback"])
+            .args(["-b", &format!("size={block_size}")])
             .arg(device.path()),
     )?;
+    if block_size > BLOCK_SIZE {
+        mount(&device, keeps_room).map_err(|error| {
+            Error::Precondition(format!(
+                "--pool-block-size: this kernel does not mount an XFS with blocks of {block_size} bytes ({error}); blocks \
+                 larger than a page of memory need Linux 6.12: ask for 4Ki"
+            ))
+        })?;
+    }
     reach("image.formatted")?;
     handle.sync_all().context(|| format!("flushing {}", path.display()))?;
     drop(handle);

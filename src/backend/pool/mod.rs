@@ -8,6 +8,7 @@
 
 mod below;
 mod copy;
+mod exact;
 mod image;
 mod reflink;
 
@@ -25,12 +26,13 @@ use tracing::{info, warn};
 use super::error::{Context, Error, Result};
 use super::extents::Finding;
 use super::fail_point::reach;
+use super::model::Precision;
 use super::sys;
 use super::units::BLOCK_SIZE;
 
 pub use copy::CopyPool;
-pub use image::Image;
 use image::Purpose;
+pub use image::{Image, MAX_BLOCK_SIZE};
 pub use reflink::ReflinkPool;
 
 const MARKER: &str = "pool.json";
@@ -94,6 +96,8 @@ pub struct ImageChoice {
     pub size: Option<u64>,
     /// Whether a new image is sparse.
     pub sparse: bool,
+    /// Bytes in a block of a new image's filesystem.
+    pub block_size: Option<u64>,
 }
 
 /// Room in a pool, in bytes.
@@ -158,6 +162,7 @@ pub trait Pool: fmt::Debug + Send + Sync {
         &self,
         old: Option<(&File, u64)>,
         new: (&File, u64),
+        precision: Precision,
         report: &mut dyn FnMut(Finding) -> Result<()>,
     ) -> Result<()>;
 }
@@ -245,6 +250,10 @@ pub fn open_existing(data_dir: &Path) -> Result<Box<dyn Pool>> {
 fn apply(asked: &ImageChoice, image: &Image, marker: &Marker) -> Result<()> {
     if asked.sparse && marker.allocated {
         warn!("--pool-sparse changes nothing: the image of this pool was made allocated");
+    }
+    let block_size = filesystem_block_size(&image.root())?;
+    if asked.block_size.is_some_and(|asked| asked != block_size) {
+        warn!("--pool-block-size changes nothing: this pool has blocks of {block_size} bytes");
     }
     let (Some(size), old) = (asked.size, image.size()?) else { return Ok(()) };
     if size >= old {
@@ -497,6 +506,13 @@ fn unlink(path: &Path) -> Result<Option<File>> {
     reach("file.removed")?;
     path.parent().map_or(Ok(()), sync_directory)?;
     Ok(Some(file))
+}
+
+/// Bytes in a block of the filesystem that `path` is on.
+fn filesystem_block_size(path: &Path) -> Result<u64> {
+    let stat = nix::sys::statvfs::statvfs(path)
+        .context(|| format!("reading the block size of {}", path.display()))?;
+    Ok(stat.fragment_size())
 }
 
 /// Room of the filesystem that `path` is on.

@@ -11,9 +11,13 @@ use nix::sys::statfs::{FsType, statfs};
 use super::super::error::{Context, Error, Result};
 use super::super::extents::{self, Finding};
 use super::super::fail_point::reach;
+use super::super::model::Precision;
 use super::super::sys;
+use super::super::units::BLOCK_SIZE;
 use super::image::Image;
-use super::{Directory, Pool, PoolKind, Room, filesystem_room, new_file};
+use super::{
+    Directory, Pool, PoolKind, Room, exact, filesystem_block_size, filesystem_room, new_file,
+};
 
 /// statfs(2). nix has it for glibc only.
 const XFS_SUPER_MAGIC: FsType = FsType(0x5846_5342);
@@ -27,20 +31,25 @@ const STEP_BYTES: u64 = 1 << 30;
 pub struct ReflinkPool {
     root: PathBuf,
     image: Option<Image>,
+    /// Bytes in a block of the filesystem: what a first write after a snapshot copies.
+    block_size: u64,
 }
 
 impl ReflinkPool {
     /// Uses the directory `root` itself; an error when its filesystem cannot share blocks.
     pub fn open(root: &Path) -> Result<Self> {
-        probe(root)?;
-        Ok(Self { root: root.to_owned(), image: None })
+        Self::on(root.to_owned(), None)
     }
 
     /// Uses the XFS of an image.
     pub fn on_image(image: Image) -> Result<Self> {
-        let root = image.root();
+        Self::on(image.root(), Some(image))
+    }
+
+    fn on(root: PathBuf, image: Option<Image>) -> Result<Self> {
         probe(&root)?;
-        Ok(Self { root, image: Some(image) })
+        let block_size = filesystem_block_size(&root)?;
+        Ok(Self { root, image, block_size })
     }
 }
 
@@ -155,8 +164,14 @@ impl Pool for ReflinkPool {
         &self,
         old: Option<(&File, u64)>,
         new: (&File, u64),
+        precision: Precision,
         report: &mut dyn FnMut(Finding) -> Result<()>,
     ) -> Result<()> {
-        extents::compare(old, new, report)
+        match old {
+            Some(old) if precision == Precision::Exact && self.block_size > BLOCK_SIZE => {
+                exact::compare(old, new, report)
+            }
+            _ => extents::compare(old, new, report),
+        }
     }
 }

@@ -46,6 +46,7 @@ impl Pool {
             pool: PoolChoice::Kind(kind),
             pool_size: Some(4 << 30),
             pool_sparse: true,
+            pool_block_size: None,
             retention: Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),

@@ -2,7 +2,7 @@
 //!
 //! - no block that differs is missing from a delta, none that holds something from `allocated`;
 //! - a delta reports nothing but blocks that were written or erased in between, `allocated` nothing but
-//!   blocks that were written;
+//!   blocks that were written, where the pool has blocks of that size;
 //! - a delta from a snapshot to itself is empty, one from A to C lies within those from A to B and from B
 //!   to C together, and one across a break in the chain is refused;
 //! - an answer is the same set of blocks whatever the style, the size of messages and where it is begun,
@@ -15,7 +15,7 @@ use csi_loopback::backend::{PoolKind, Style};
 use super::model::{Blocks, Cut, Volume};
 use super::operation::Look;
 use super::subject::{Answer, Question, Refused, Subject, Window};
-use support::BLOCK;
+use support::{BLOCK, pool_block_size};
 
 /// An answer as a set of blocks.
 pub struct Told {
@@ -136,6 +136,8 @@ impl Answers {
         // A copy pool may lie on ext4, which fills small reserved ranges with zeros that are data.
         if let Some(data) = cut.content.data()
             && subject.kind() != PoolKind::Copy
+            // A larger block stays allocated until all of it is erased in one piece.
+            && pool_block_size().is_none_or(|bytes| bytes == BLOCK)
         {
             told.lies_within(&data, &question);
         }

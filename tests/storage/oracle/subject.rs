@@ -9,7 +9,7 @@ use csi_loopback::backend::{
 };
 
 use super::operation::Ending;
-use support::{Attached, Pool, mounted, raw, request};
+use support::{Attached, Pool, mounted, raw, request, tracking};
 
 /// What is asked of snapshot metadata, by ids of snapshots.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -147,7 +147,7 @@ impl Subject for InProcess {
     }
 
     fn track(&mut self, id: &str, on: bool) {
-        self.pool.backend().set_change_tracking(id, on).unwrap();
+        self.pool.backend().modify_volume(id, tracking(on)).unwrap();
     }
 
     fn snapshot(&mut self, name: &str, volume: &str) -> String {

@@ -112,9 +112,9 @@ fn a_healthy_pool_has_no_findings_whatever_has_happened_in_it() {
         }
         backend.delete_volume(&emptied.volume.id).unwrap();
         backend.delete_volume(&gone.volume.id).unwrap();
-        backend.set_change_tracking(&b.volume.id, false).unwrap();
+        backend.modify_volume(&b.volume.id, tracking(false)).unwrap();
         pool.snapshot("untracked", &b.volume);
-        backend.set_change_tracking(&b.volume.id, true).unwrap();
+        backend.modify_volume(&b.volume.id, tracking(true)).unwrap();
         pool.snapshot("tracked", &b.volume);
         let sources = [
             Source::Snapshot(a.snapshots[0].id.clone()),

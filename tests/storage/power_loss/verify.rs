@@ -57,6 +57,7 @@ impl<'a> Look<'a> {
             pool: PoolChoice::Kind(kind),
             pool_size: None,
             pool_sparse: false,
+            pool_block_size: None,
             retention: std::time::Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),

@@ -28,7 +28,7 @@ use csi::snapshot_metadata_client::SnapshotMetadataClient;
 
 pub use super::kernel::*;
 pub use super::requests::*;
-use super::{ALL_KINDS, GIB, Xfs, have_root, keep, path};
+use super::{ALL_KINDS, GIB, Xfs, have_root, keep, path, pool_block_size};
 
 /// The binary under test, which cargo builds beside the tests.
 pub fn binary() -> &'static str {
@@ -194,6 +194,9 @@ impl Driver {
         if !flags.iter().any(|flag| flag.starts_with("--pool-size")) {
             // Larger than what there is room for.
             command.args(["--pool-size", "16Gi", "--pool-sparse"]);
+        }
+        if let Some(bytes) = pool_block_size() {
+            command.args(["--pool-block-size", &bytes.to_string()]);
         }
         command.args(flags).stdin(Stdio::null()).stdout(Stdio::null());
         command

@@ -29,8 +29,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use csi_loopback::backend::{
-    Access, AccessMode, Backend, BlockMap, Capability, Config, CreateVolume, FsType, PoolChoice,
-    PoolKind, Publication, Snapshot, Style, Volume, VolumeRequest,
+    Access, AccessMode, Backend, BlockMap, Capability, Config, CreateVolume, FsType, ModifyVolume,
+    PoolChoice, PoolKind, Publication, Snapshot, Style, Volume, VolumeRequest,
 };
 use nix::fcntl::{FallocateFlags, fallocate};
 use tempfile::TempDir;
@@ -90,6 +90,11 @@ fn take_turn() {
     });
 }
 
+/// Turns change tracking on or off.
+pub fn tracking(on: bool) -> ModifyVolume {
+    ModifyVolume { change_tracking: Some(on), change_precision: None }
+}
+
 /// Runs a test against a fresh pool of each kind.
 pub fn for_each_pool(run: impl Fn(&mut Pool)) {
     if !have_root() {
@@ -108,6 +113,24 @@ pub fn with_pool(kind: PoolKind, run: impl FnOnce(&mut Pool)) {
     }
 }
 
+/// Bytes in a block of the filesystems that pools are made on, if the variable says so: with 65536 the tests run on large
+/// blocks.
+pub fn pool_block_size() -> Option<u64> {
+    let asked = std::env::var("POOL_BLOCK_SIZE").ok();
+    asked.map(|bytes| bytes.parse().expect("POOL_BLOCK_SIZE is a number"))
+}
+
+/// Whether the kernel mounts filesystems whose blocks are larger than a page of memory.
+pub fn have_large_blocks() -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
+    let have = (numbers.next(), numbers.next()) >= (Some(6), Some(12));
+    if !have {
+        skip("needs Linux 6.12, for blocks of 64 KiB");
+    }
+    have
+}
+
 /// An XFS with reflink in an image, mounted in a directory.
 pub struct Xfs {
     mounted_at: PathBuf,
@@ -118,7 +141,8 @@ impl Xfs {
     pub fn mount(directory: &Path, size: u64) -> Self {
         let image = directory.join("xfs.img");
         File::create(&image).unwrap().set_len(size).unwrap();
-        run("mkfs.xfs", &["-q", "-m", "reflink=1,rmapbt=0", path(&image)]);
+        let block_size = format!("size={}", pool_block_size().unwrap_or(BLOCK));
+        run("mkfs.xfs", &["-q", "-m", "reflink=1,rmapbt=0", "-b", &block_size, path(&image)]);
         let mounted_at = directory.join("xfs");
         fs::create_dir(&mounted_at).unwrap();
         run("mount", &["-o", "loop", path(&image), path(&mounted_at)]);
@@ -184,6 +208,7 @@ impl Pool {
             pool_size: Some(16 * GIB),
             // No machine of the tests has room for all of that.
             pool_sparse: true,
+            pool_block_size: pool_block_size(),
             retention: std::time::Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),

@@ -344,6 +344,7 @@ fn root_an_image_that_was_being_made_is_made_again() {
         pool: PoolChoice::Kind(PoolKind::Image),
         pool_size: Some(1 << 30),
         pool_sparse: false,
+        pool_block_size: None,
         retention: Duration::from_secs(3600),
         overcommit: 1.0,
         inline: Default::default(),
@@ -458,6 +459,7 @@ fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
             capacity_bytes: number,
             phase: Phase::Ready,
             change_tracking: true,
+            change_precision: Default::default(),
             format: None,
             // Large, for the sake of time.
             source: Some(Source::Snapshot("s".repeat(3000))),

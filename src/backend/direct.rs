@@ -11,10 +11,10 @@ use std::path::Path;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
 
-use crate::backend::sys;
+use super::sys;
 
 /// Alignment of offsets, lengths and memory for direct I/O, in bytes. Enough for every disk that the kernel supports.
-const PAGE: u64 = super::PAGE_BYTES;
+const PAGE_BYTES: u64 = 4096;
 
 /// Bytes that are copied or filled at a time.
 pub const CHUNK: usize = 1 << 20;
@@ -37,24 +37,24 @@ impl Drop for DirectFile {
 }
 
 /// Memory at an address that direct I/O accepts.
-struct Aligned {
+pub struct Aligned {
     bytes: Vec<u8>,
     start: usize,
     len: usize,
 }
 
 impl Aligned {
-    fn zeroed(len: usize) -> Self {
-        let bytes = vec![0; len + PAGE as usize];
-        let start = bytes.as_ptr().align_offset(PAGE as usize);
+    pub fn zeroed(len: usize) -> Self {
+        let bytes = vec![0; len + PAGE_BYTES as usize];
+        let start = bytes.as_ptr().align_offset(PAGE_BYTES as usize);
         Self { bytes, start, len }
     }
 
-    fn as_slice(&self) -> &[u8] {
+    pub fn as_slice(&self) -> &[u8] {
         &self.bytes[self.start..self.start + self.len]
     }
 
-    fn as_mut_slice(&mut self) -> &mut [u8] {
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut self.bytes[self.start..self.start + self.len]
     }
 }
@@ -139,13 +139,28 @@ impl DirectFile {
             return self.file.read_at(out, offset);
         }
         let len = out.len().min(CHUNK);
-        let start = offset - offset % PAGE;
+        let start = offset - offset % PAGE_BYTES;
         let skipped = (offset - start) as usize;
-        let mut buffer = Aligned::zeroed((skipped + len).next_multiple_of(PAGE as usize));
+        let mut buffer = Aligned::zeroed((skipped + len).next_multiple_of(PAGE_BYTES as usize));
         let read = self.file.read_at(buffer.as_mut_slice(), start)?;
         let len = read.saturating_sub(skipped).min(len);
         out[..len].copy_from_slice(&buffer.as_slice()[skipped..skipped + len]);
         Ok(len)
+    }
+
+    /// Reads whole pages into `out`, from `offset` on. What lies behind the file's first `len` bytes is zeros; `UnexpectedEof`
+    /// where the file is shorter than that. All of them are multiples of the page size, and `out` is [`Aligned`].
+    pub fn read_pages(&self, out: &mut [u8], offset: u64, len: u64) -> io::Result<()> {
+        let wanted = len.saturating_sub(offset).min(out.len() as u64) as usize;
+        let mut done = 0;
+        while done < wanted {
+            match self.file.read_at(&mut out[done..wanted], offset + done as u64)? {
+                0 => return Err(ErrorKind::UnexpectedEof.into()),
+                read => done += read,
+            }
+        }
+        out[wanted..].fill(0);
+        Ok(())
     }
 
     /// Writes whole pages at an offset that is a multiple of the page size. They are durable after [`Self::sync_data`].
@@ -154,8 +169,8 @@ impl DirectFile {
         pages: impl ExactSizeIterator<Item = &'a [u8]>,
         offset: u64,
     ) -> io::Result<()> {
-        let mut buffer = Aligned::zeroed(pages.len() * PAGE as usize);
-        for (to, page) in buffer.as_mut_slice().chunks_exact_mut(PAGE as usize).zip(pages) {
+        let mut buffer = Aligned::zeroed(pages.len() * PAGE_BYTES as usize);
+        for (to, page) in buffer.as_mut_slice().chunks_exact_mut(PAGE_BYTES as usize).zip(pages) {
             to.copy_from_slice(page);
         }
         self.file.write_all_at(buffer.as_slice(), offset)

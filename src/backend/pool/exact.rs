@@ -1,0 +1,315 @@
+//! Changes in units of 4 KiB where the pool's blocks are larger. Copy-on-write copies whole blocks: an extent map shows a
+//! block of 64 KiB as changed when 4 KiB of it were written. So wherever the maps of two files differ their contents are
+//! compared, in batches of bounded size and on all processors.
+//!
+//! What cannot be read counts as changed.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use tracing::warn;
+
+use super::super::direct::{Aligned, DirectFile};
+use super::super::error::{Context, Result};
+use super::super::extents::{self, Finding};
+use super::super::units::BLOCK_SIZE;
+
+/// Bytes that one thread compares at a time. It holds twice that in memory.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// Changed bytes in a batch.
+const BATCH_BYTES: u64 = 64 << 20;
+
+/// Findings in a batch.
+const BATCH_FINDINGS: usize = 16_384;
+
+/// Threads at most: more do not make a disk faster.
+const MAX_WORKERS: usize = 8;
+
+/// Compares two immutable files of the given sizes in bytes, as [`extents::compare`] does, and reports of what differs only the
+/// blocks of 4 KiB with other contents. Whether a range is allocated follows the filesystem's own blocks.
+pub fn compare(
+    old: (&File, u64),
+    new: (&File, u64),
+    report: &mut dyn FnMut(Finding) -> Result<()>,
+) -> Result<()> {
+    let contents = Contents { old: Content::open(old)?, new: Content::open(new)? };
+    let mut batch = Batch::default();
+    extents::compare(Some(old), new, |finding| batch.add(finding, &contents, report))?;
+    batch.settle(&contents, report)
+}
+
+/// A file for comparison, read from the disk.
+struct Content {
+    file: DirectFile,
+    bytes: u64,
+}
+
+impl Content {
+    fn open((file, bytes): (&File, u64)) -> Result<Self> {
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let file = DirectFile::open_for_reading(&path)
+            .context(|| "opening a snapshot's data to compare it".to_owned())?;
+        Ok(Self { file, bytes })
+    }
+
+    fn read<'b>(&self, to: &'b mut Aligned, offset: u64, length: usize) -> io::Result<&'b [u8]> {
+        let out = &mut to.as_mut_slice()[..length];
+        self.file.read_pages(out, offset, self.bytes)?;
+        Ok(out)
+    }
+}
+
+struct Contents {
+    old: Content,
+    new: Content,
+}
+
+/// What is to be compared: at most [`PIECE_BYTES`] of a finding.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    start: u64,
+    end: u64,
+}
+
+/// For each block of a piece whether it differs.
+type Differs = Vec<bool>;
+
+/// The buffers of one thread.
+struct Buffers {
+    old: Aligned,
+    new: Aligned,
+}
+
+impl Buffers {
+    fn new(bytes: u64) -> Self {
+        Self { old: Aligned::zeroed(bytes as usize), new: Aligned::zeroed(bytes as usize) }
+    }
+}
+
+impl Contents {
+    fn differs(&self, piece: Piece, buffers: &mut Buffers) -> io::Result<Differs> {
+        let length = (piece.end - piece.start) as usize;
+        let old = self.old.read(&mut buffers.old, piece.start, length)?;
+        let new = self.new.read(&mut buffers.new, piece.start, length)?;
+        let blocks = |bytes| <[u8]>::chunks(bytes, BLOCK_SIZE as usize);
+        Ok(blocks(old).zip(blocks(new)).map(|(old, new)| old != new).collect())
+    }
+
+    /// Compares pieces on all processors.
+    fn compare(&self, pieces: &[Piece]) -> Vec<Differs> {
+        let processors = thread::available_parallelism().map_or(1, usize::from);
+        let next = AtomicUsize::new(0);
+        let results: Mutex<Vec<Differs>> = Mutex::new(vec![Differs::new(); pieces.len()]);
+        let largest = pieces.iter().map(|piece| piece.end - piece.start).max().unwrap_or(0);
+        let work = || {
+            let mut buffers = Buffers::new(largest);
+            while let index = next.fetch_add(1, Ordering::Relaxed)
+                && let Some(&piece) = pieces.get(index)
+            {
+                let differs = self.differs(piece, &mut buffers).unwrap_or_else(|error| {
+                    let Piece { start, end } = piece;
+                    warn!(start, end, %error, "data cannot be compared, and counts as changed");
+                    vec![true; (end - start).div_ceil(BLOCK_SIZE) as usize]
+                });
+                results.lock().unwrap_or_else(PoisonError::into_inner)[index] = differs;
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 1..processors.min(MAX_WORKERS).min(pieces.len()) {
+                scope.spawn(work);
+            }
+            work();
+        });
+        results.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Findings of the extent maps, not yet reported.
+#[derive(Default)]
+struct Batch {
+    findings: Vec<Finding>,
+    changed_bytes: u64,
+}
+
+impl Batch {
+    fn add(
+        &mut self,
+        mut finding: Finding,
+        contents: &Contents,
+        report: &mut dyn FnMut(Finding) -> Result<()>,
+    ) -> Result<()> {
+        while finding.changed && finding.end - finding.start > BATCH_BYTES - self.changed_bytes {
+            let end = finding.start + BATCH_BYTES - self.changed_bytes;
+            if end > finding.start {
+                self.push(Finding { end, ..finding });
+                finding.start = end;
+            }
+            self.settle(contents, report)?;
+        }
+        self.push(finding);
+        if self.findings.len() >= BATCH_FINDINGS { self.settle(contents, report) } else { Ok(()) }
+    }
+
+    fn push(&mut self, finding: Finding) {
+        if finding.changed {
+            self.changed_bytes += finding.end - finding.start;
+        }
+        match self.findings.last_mut() {
+            Some(last) if last.goes_on(&finding) => last.end = finding.end,
+            _ => self.findings.push(finding),
+        }
+    }
+
+    /// Compares what the maps call changed, and reports all of the batch.
+    fn settle(
+        &mut self,
+        contents: &Contents,
+        report: &mut dyn FnMut(Finding) -> Result<()>,
+    ) -> Result<()> {
+        let findings = std::mem::take(&mut self.findings);
+        self.changed_bytes = 0;
+        let changed = findings.iter().filter(|finding| finding.changed);
+        let pieces: Vec<Piece> = changed.flat_map(pieces).collect();
+        let mut compared = pieces.iter().zip(contents.compare(&pieces));
+        for finding in findings {
+            let count = if finding.changed { pieces_in(&finding) } else { 0 };
+            if count == 0 {
+                report(finding)?;
+            }
+            for (piece, differs) in compared.by_ref().take(count) {
+                report_piece(finding, *piece, &differs, report)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn pieces(finding: &Finding) -> impl Iterator<Item = Piece> + use<> {
+    let Finding { start, end, .. } = *finding;
+    (0..pieces_in(finding) as u64).map(move |number| {
+        let start = start + number * PIECE_BYTES;
+        Piece { start, end: end.min(start + PIECE_BYTES) }
+    })
+}
+
+fn pieces_in(finding: &Finding) -> usize {
+    (finding.end - finding.start).div_ceil(PIECE_BYTES) as usize
+}
+
+/// Reports the runs of blocks that differ, and those that do not and are allocated.
+fn report_piece(
+    finding: Finding,
+    piece: Piece,
+    differs: &[bool],
+    report: &mut dyn FnMut(Finding) -> Result<()>,
+) -> Result<()> {
+    let mut start = piece.start;
+    for run in differs.chunk_by(|a, b| a == b) {
+        let end = piece.end.min(start + run.len() as u64 * BLOCK_SIZE);
+        let changed = run.first() == Some(&true);
+        if changed || finding.allocated {
+            report(Finding { start, end, changed, ..finding })?;
+        }
+        start = end;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    const KIB: u64 = 1 << 10;
+    const MIB: u64 = 1 << 20;
+
+    fn file(bytes: u64, written: &[(u64, u8)]) -> File {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(bytes).unwrap();
+        for &(offset, byte) in written {
+            file.write_all_at(&[byte], offset).unwrap();
+        }
+        file
+    }
+
+    fn finding(start: u64, end: u64, allocated: bool, changed: bool) -> Finding {
+        Finding { start, end, allocated, changed }
+    }
+
+    /// What is reported of these findings.
+    fn narrowed(old: (&File, u64), new: (&File, u64), findings: &[Finding]) -> Vec<Finding> {
+        let contents =
+            Contents { old: Content::open(old).unwrap(), new: Content::open(new).unwrap() };
+        let mut reported: Vec<Finding> = Vec::new();
+        let mut report = |finding: Finding| {
+            match reported.last_mut() {
+                Some(last) if last.goes_on(&finding) => last.end = finding.end,
+                _ => reported.push(finding),
+            }
+            Ok(())
+        };
+        let mut batch = Batch::default();
+        for finding in findings {
+            batch.add(*finding, &contents, &mut report).unwrap();
+        }
+        batch.settle(&contents, &mut report).unwrap();
+        reported
+    }
+
+    #[test]
+    fn of_a_copied_block_only_what_differs_is_changed() {
+        let size = 256 * KIB;
+        let old = file(size, &[(70 * KIB, 1)]);
+        let new = file(size, &[(70 * KIB, 1), (81 * KIB, 2), (130 * KIB, 3)]);
+        let findings = [
+            finding(0, 64 * KIB, true, false),
+            finding(64 * KIB, 128 * KIB, true, true),
+            finding(128 * KIB, 192 * KIB, false, true),
+        ];
+        let expected = [
+            finding(0, 80 * KIB, true, false),
+            finding(80 * KIB, 84 * KIB, true, true),
+            finding(84 * KIB, 128 * KIB, true, false),
+            finding(128 * KIB, 132 * KIB, false, true),
+        ];
+        assert_eq!(narrowed((&old, size), (&new, size), &findings), expected);
+    }
+
+    #[test]
+    fn what_the_old_file_does_not_reach_is_compared_with_zeros() {
+        let (old, new) = (file(64 * KIB, &[(0, 1)]), file(128 * KIB, &[(0, 1), (100 * KIB, 1)]));
+        // As when a volume was grown: the old file may be longer than the snapshot that is in it.
+        let findings = [finding(0, 128 * KIB, true, true)];
+        let reported = narrowed((&old, 64 * KIB), (&new, 128 * KIB), &findings);
+        let changed: Vec<_> = reported.iter().filter(|finding| finding.changed).collect();
+        assert_eq!(changed, [&finding(100 * KIB, 104 * KIB, true, true)]);
+    }
+
+    #[test]
+    fn more_than_a_batch_is_compared_to_its_end() {
+        let size = 2 * BATCH_BYTES + 3 * MIB;
+        let places: Vec<u64> = (0..size / MIB).map(|number| number * MIB + 516 * KIB).collect();
+        let written: Vec<(u64, u8)> = places.iter().map(|place| (*place, 7)).collect();
+        let (old, new) = (file(size, &[]), file(size, &written));
+        let reported = narrowed((&old, size), (&new, size), &[finding(0, size, false, true)]);
+        let expected: Vec<_> =
+            places.iter().map(|place| finding(*place, place + 4 * KIB, false, true)).collect();
+        assert_eq!(reported, expected);
+    }
+
+    #[test]
+    fn what_cannot_be_read_counts_as_changed() {
+        let (old, new) = (file(64 * KIB, &[]), file(64 * KIB, &[]));
+        let findings = [finding(0, 128 * KIB, true, true)];
+        // The file is shorter than the snapshot is said to be.
+        let reported = narrowed((&old, 128 * KIB), (&new, 128 * KIB), &findings);
+        assert_eq!(reported, findings);
+    }
+}

@@ -41,8 +41,8 @@ pub struct Copy<'a> {
 pub struct Durations {
     /// What was cloned while the volumes ran.
     pub pre_clone: Duration,
-    /// From the first filesystem that stood still to the last that ran again (with none: as long as the
-    /// next two take).
+    /// From the first filesystem that stood still to the last that ran again (with a raw volume
+    /// that is written to and none that stands still: as long as the next two take; 0 where nobody writes).
     pub frozen: Duration,
     /// What was in flight reached the backing files.
     pub settle: Duration,

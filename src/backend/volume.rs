@@ -323,6 +323,9 @@ pub struct ModifyVolume {
 }
 
 pub fn modify(store: &Store, id: &str, modify: ModifyVolume) -> Result<()> {
+    if modify == ModifyVolume::default() {
+        return get(store, id).map(drop);
+    }
     let _lock = store.locks.take([id])?;
     let volume = store.catalog.read()?.live_volume(id)?;
     let modified = Volume {

@@ -344,6 +344,10 @@ mod tests {
         assert!(["0s", "99ms", "11min", "1", ""].iter().all(|text| crust_timeout(text).is_err()));
         assert_eq!(block_size("1Mi"), Ok(1 << 20));
         assert!(["0", "2Ki", "5000", "16383Pi"].iter().all(|text| block_size(text).is_err()));
+        assert_eq!(["4Ki", "65536"].map(pool_block_size), [Ok(4 << 10), Ok(64 << 10)]);
+        for text in ["0", "2Ki", "12Ki", "128Ki", "large"] {
+            assert!(pool_block_size(text).is_err(), "{text}");
+        }
     }
 
     #[test]

@@ -375,6 +375,7 @@ fn change_tracking_is_a_parameter_and_can_be_modified() {
                 driver.ok(modify(volume, &[("changeTracking", value)]));
             }
             driver.ok(modify(volume, &[]));
+            driver.ok(modify(volume, &[("changePrecision", "block")]));
             driver.ok(modify(volume, &[("csi.storage.k8s.io/pvc/name", "claim")]));
         }
         assert!(!tracked(&on, "4") && tracked(&off, "5"));

@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -70,33 +71,19 @@ struct Contents {
     new: Content,
 }
 
-/// What is to be compared: at most [`PIECE_BYTES`] of a finding.
-#[derive(Debug, Clone, Copy)]
-struct Piece {
-    start: u64,
-    end: u64,
-}
+/// What one thread compares at a time: at most [`PIECE_BYTES`] of a finding, in bytes.
+type Piece = Range<u64>;
 
 /// For each block of a piece whether it differs.
 type Differs = Vec<bool>;
 
-/// The buffers of one thread.
-struct Buffers {
-    old: Aligned,
-    new: Aligned,
-}
-
-impl Buffers {
-    fn new(bytes: u64) -> Self {
-        Self { old: Aligned::zeroed(bytes as usize), new: Aligned::zeroed(bytes as usize) }
-    }
-}
-
 impl Contents {
-    fn differs(&self, piece: Piece, buffers: &mut Buffers) -> io::Result<Differs> {
+    /// `buffers` hold the piece of the old file and of the new one.
+    fn differs(&self, piece: &Piece, buffers: &mut [Aligned; 2]) -> io::Result<Differs> {
         let length = (piece.end - piece.start) as usize;
-        let old = self.old.read(&mut buffers.old, piece.start, length)?;
-        let new = self.new.read(&mut buffers.new, piece.start, length)?;
+        let [old, new] = buffers;
+        let old = self.old.read(old, piece.start, length)?;
+        let new = self.new.read(new, piece.start, length)?;
         let blocks = |bytes| <[u8]>::chunks(bytes, BLOCK_SIZE as usize);
         Ok(blocks(old).zip(blocks(new)).map(|(old, new)| old != new).collect())
     }
@@ -106,14 +93,13 @@ impl Contents {
         let processors = thread::available_parallelism().map_or(1, usize::from);
         let next = AtomicUsize::new(0);
         let results: Mutex<Vec<Differs>> = Mutex::new(vec![Differs::new(); pieces.len()]);
-        let largest = pieces.iter().map(|piece| piece.end - piece.start).max().unwrap_or(0);
         let work = || {
-            let mut buffers = Buffers::new(largest);
+            let mut buffers = [(); 2].map(|()| Aligned::zeroed(PIECE_BYTES as usize));
             while let index = next.fetch_add(1, Ordering::Relaxed)
-                && let Some(&piece) = pieces.get(index)
+                && let Some(piece) = pieces.get(index)
             {
                 let differs = self.differs(piece, &mut buffers).unwrap_or_else(|error| {
-                    let Piece { start, end } = piece;
+                    let Piece { start, end } = *piece;
                     warn!(start, end, %error, "data cannot be compared, and counts as changed");
                     vec![true; (end - start).div_ceil(BLOCK_SIZE) as usize]
                 });
@@ -175,15 +161,15 @@ impl Batch {
         let findings = std::mem::take(&mut self.findings);
         self.changed_bytes = 0;
         let changed = findings.iter().filter(|finding| finding.changed);
-        let pieces: Vec<Piece> = changed.flat_map(pieces).collect();
-        let mut compared = pieces.iter().zip(contents.compare(&pieces));
+        let all: Vec<Piece> = changed.flat_map(pieces).collect();
+        let mut compared = contents.compare(&all).into_iter();
         for finding in findings {
-            let count = if finding.changed { pieces_in(&finding) } else { 0 };
-            if count == 0 {
+            if !finding.changed {
                 report(finding)?;
+                continue;
             }
-            for (piece, differs) in compared.by_ref().take(count) {
-                report_piece(finding, *piece, &differs, report)?;
+            for (piece, differs) in pieces(&finding).zip(compared.by_ref()) {
+                report_piece(finding, piece, &differs, report)?;
             }
         }
         Ok(())
@@ -192,14 +178,7 @@ impl Batch {
 
 fn pieces(finding: &Finding) -> impl Iterator<Item = Piece> + use<> {
     let Finding { start, end, .. } = *finding;
-    (0..pieces_in(finding) as u64).map(move |number| {
-        let start = start + number * PIECE_BYTES;
-        Piece { start, end: end.min(start + PIECE_BYTES) }
-    })
-}
-
-fn pieces_in(finding: &Finding) -> usize {
-    (finding.end - finding.start).div_ceil(PIECE_BYTES) as usize
+    (start..end).step_by(PIECE_BYTES as usize).map(move |start| start..end.min(start + PIECE_BYTES))
 }
 
 /// Reports the runs of blocks that differ, and those that do not and are allocated.

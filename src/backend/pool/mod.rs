@@ -251,9 +251,11 @@ fn apply(asked: &ImageChoice, image: &Image, marker: &Marker) -> Result<()> {
     if asked.sparse && marker.allocated {
         warn!("--pool-sparse changes nothing: the image of this pool was made allocated");
     }
-    let block_size = filesystem_block_size(&image.root())?;
-    if asked.block_size.is_some_and(|asked| asked != block_size) {
-        warn!("--pool-block-size changes nothing: this pool has blocks of {block_size} bytes");
+    if let Some(asked) = asked.block_size
+        && let has = filesystem_block_size(&image.root())?
+        && asked != has
+    {
+        warn!("--pool-block-size changes nothing: this pool has blocks of {has} bytes");
     }
     let (Some(size), old) = (asked.size, image.size()?) else { return Ok(()) };
     if size >= old {

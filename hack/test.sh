@@ -3,7 +3,7 @@
 #
 #   (no argument)  the default tier: format, lints, unit tests and the core of every promise; 8 minutes
 #   --full         every test at its full size, csi-sanity on every pool kind, every scene of the demo, the bench's
-#                  rows in small, licences; 37 minutes. What a continuous build runs
+#                  rows in small, licences; 42 minutes. What a continuous build runs
 #   PATTERN...     the tests, of both tiers, and the steps whose names contain one of the patterns, at full size; the
 #                  name of a test binary (driver, storage, crash, api_server, ...) stands for all of its tests
 #
@@ -156,7 +156,7 @@ export CARGO_MANIFEST_DIR=$repo
 
 # --- Tests ------------------------------------------------------------------------------------------
 
-phase tests "$(if_full 1620 430)"
+phase tests "$(if_full 1920 430)"
 arguments=(--show-output)
 [[ $tier == default ]] || arguments+=(--include-ignored)
 # The time of each test is a feature of nightly compilers. The variable asks the test harness alone: it is not set
@@ -318,7 +318,7 @@ fi
 [[ -n $matched ]] || die "no test and no step has a name that contains: ${patterns[*]}"
 ((${#patterns[@]})) || check_left_behind
 phase
-((${#patterns[@]})) || tell_phases "$(if_cold "$(if_full 3420 1200)" "$(if_full 2220 480)")"
+((${#patterns[@]})) || tell_phases "$(if_cold "$(if_full 3720 1200)" "$(if_full 2520 480)")"
 printf '\nSlowest tests:\n'
 sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p' "$logs"/*.log |
     sort -rn | sed -n '1,15 s/^/  /p' # reads to the end: a pipe that is closed early would be an error

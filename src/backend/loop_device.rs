@@ -174,10 +174,6 @@ impl LoopDevice {
         let control = File::options().read(true).write(true).open(CONTROL).context(|| {
             format!("opening {CONTROL} (loop devices need root and the loop module)")
         })?;
-        let flags = match lifetime {
-            Lifetime::Explicit => 0,
-            Lifetime::LastUser => LO_FLAGS_AUTOCLEAR as u32,
-        };
         let _taking = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
         for _ in 0..ATTACH_ATTEMPTS {
             let number = sys::loop_free_number(&control)
@@ -185,7 +181,7 @@ impl LoopDevice {
             let device = Self::numbered(number);
             device.ensure_node()?;
             let file = device.open(true)?;
-            match configure(&file, backing, flags) {
+            match configure(&file, backing, lifetime) {
                 Ok(()) => {
                     // A former user may have left it read-only: the kernel keeps that.
                     device.set_read_only(false)?;
@@ -490,9 +486,9 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENXIO | libc::EBUSY))
 }
 
-/// Direct I/O where possible. The sector size is always given: the kernel's own choice changes after
+/// Direct I/O where possible and of use. The sector size is always given: the kernel's own choice changes after
 /// the first clone of the backing file, and a filesystem made on 512 would not mount on 4096.
-fn configure(device: &File, backing: &File, flags: u32) -> io::Result<()> {
+fn configure(device: &File, backing: &File, lifetime: Lifetime) -> io::Result<()> {
     let mut name = [0; 32];
     getrandom::fill(&mut name).map_err(io::Error::other)?;
     // Text, for whoever prints it.
@@ -502,15 +498,37 @@ fn configure(device: &File, backing: &File, flags: u32) -> io::Result<()> {
         config.info.lo_file_name[..name.len()].copy_from_slice(&name);
         sys::loop_configure(device, &mut config)
     };
+    let flags = match lifetime {
+        Lifetime::Explicit => 0,
+        Lifetime::LastUser => LO_FLAGS_AUTOCLEAR as u32,
+    };
+    if is_better_cached(backing, lifetime)? {
+        attempt(flags)?;
+        return meet("loop.attached");
+    }
     match attempt(flags | LO_FLAGS_DIRECT_IO as u32) {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => attempt(flags)?,
         result => result?,
     }
     meet("loop.attached")?;
-    // The kernel may turn it off without a word. What is in memory anyway has no other way.
-    let in_memory = fstatfs(backing)?.filesystem_type() == TMPFS_MAGIC;
-    if !in_memory && sys::loop_status(device)?.lo_flags & LO_FLAGS_DIRECT_IO as u32 == 0 {
+    // The kernel may turn it off without a word.
+    if sys::loop_status(device)?.lo_flags & LO_FLAGS_DIRECT_IO as u32 == 0 {
         warn!("no direct I/O on this filesystem: data is cached twice");
     }
     Ok(())
+}
+
+/// Whether the page cache is to stand between a device and its backing file. What is in memory has no other way. On an XFS
+/// whose blocks are larger than the device's sectors the kernel does not write a part of a block directly once a snapshot
+/// has shared the file, and a direct first write into a hole holds up all others until the rest of its block is zeroed.
+/// The image of a pool is never shared, and its catalog is checked by what the disk holds: it stays direct.
+fn is_better_cached(backing: &File, lifetime: Lifetime) -> io::Result<bool> {
+    let filesystem = fstatfs(backing)?;
+    Ok(match filesystem.filesystem_type() {
+        TMPFS_MAGIC => true,
+        sys::XFS_SUPER_MAGIC => {
+            lifetime == Lifetime::Explicit && filesystem.block_size() as u64 > BLOCK_SIZE
+        }
+        _ => false,
+    })
 }

@@ -23,6 +23,7 @@ use linux_raw_sys::loop_device::{
 pub use linux_raw_sys::loop_device::{loop_config, loop_info64};
 use nix::cmsg_space;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use nix::sys::statfs::FsType;
 
 fn check(result: c_int) -> io::Result<c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
@@ -74,6 +75,9 @@ pub fn clone_range(target: &File, source: &File, offset: u64, length: u64) -> io
     };
     ioctl_struct(target, nr::FICLONERANGE, &mut range).map(drop)
 }
+
+/// statfs(2). nix has it for glibc only.
+pub const XFS_SUPER_MAGIC: FsType = FsType(0x5846_5342);
 
 /// Extents asked of the kernel at a time.
 const FIEMAP_BATCH: usize = 2048;

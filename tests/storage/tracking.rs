@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use csi_loopback::backend::{Error, FsType, Source, Style, VolumeRequest, check};
+use csi_loopback::backend::{Error, FsType, PoolKind, Source, Style, VolumeRequest, check};
 use support::*;
 
 #[test]
@@ -451,23 +451,40 @@ fn no_tool_can_move_or_change_the_blocks_of_a_snapshot() {
     });
 }
 
+/// Whether each stage of a volume, before and after a snapshot, has a device with direct I/O. Its sectors have 4096 bytes.
+fn direct_io_of_stages(pool: &mut Pool) -> [bool; 2] {
+    use std::os::unix::fs::MetadataExt;
+    let volume = pool.volume("v", 64 * MIB);
+    [0, 1].map(|round| {
+        let attached = pool.attach(&volume.id);
+        // The device's number, from that of the bound node.
+        let rdev = std::fs::metadata(&attached.target).unwrap().rdev();
+        let sys = format!("/sys/block/loop{}", nix::sys::stat::minor(rdev));
+        let value = |name: &str| std::fs::read_to_string(format!("{sys}/{name}")).unwrap();
+        assert_eq!(value("queue/logical_block_size").trim(), "4096", "round {round}");
+        write_direct(&attached.target, 0, &pattern(round, 64 << 10));
+        pool.snapshot(&format!("s{round}"), &volume);
+        let is_direct = value("loop/dio").trim() == "1";
+        pool.detach(&attached);
+        is_direct
+    })
+}
+
 #[test]
 fn a_device_has_4096_byte_sectors_and_direct_io_before_and_after_a_snapshot() {
     for_each_pool(|pool| {
-        let volume = pool.volume("v", 64 * MIB);
-        for round in 0..2 {
-            let attached = pool.attach(&volume.id);
-            // The device's number, from that of the bound node.
-            use std::os::unix::fs::MetadataExt;
-            let rdev = std::fs::metadata(&attached.target).unwrap().rdev();
-            let sys = format!("/sys/block/loop{}", nix::sys::stat::minor(rdev));
-            let value = |name: &str| std::fs::read_to_string(format!("{sys}/{name}")).unwrap();
-            assert_eq!(value("queue/logical_block_size").trim(), "4096", "round {round}");
-            assert_eq!(value("loop/dio").trim(), "1", "round {round}");
-            pool.snapshot(&format!("s{round}"), &volume);
-            pool.detach(&attached);
-        }
+        let is_large =
+            pool.kind() != PoolKind::Copy && pool_block_size().is_some_and(|bytes| bytes > BLOCK);
+        assert_eq!(direct_io_of_stages(pool), [!is_large; 2]);
     });
+}
+
+#[test]
+fn a_device_on_larger_blocks_goes_through_the_page_cache_before_and_after_a_snapshot() {
+    if have_root() && have_large_blocks() {
+        let pool = &mut Pool::with(ALL_KINDS[1], |config| config.pool_block_size = Some(64 << 10));
+        assert_eq!(direct_io_of_stages(pool), [false; 2]);
+    }
 }
 
 #[test]

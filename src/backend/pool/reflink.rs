@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use linux_raw_sys::general::{FS_XFLAG_NODEFRAG, FS_XFLAG_REALTIME, FS_XFLAG_RTINHERIT};
-use nix::sys::statfs::{FsType, statfs};
+use nix::sys::statfs::statfs;
 
 use super::super::error::{Context, Error, Result};
 use super::super::extents::{self, Finding};
@@ -18,9 +18,6 @@ use super::image::Image;
 use super::{
     Directory, Pool, PoolKind, Room, exact, filesystem_block_size, filesystem_room, new_file,
 };
-
-/// statfs(2). nix has it for glibc only.
-const XFS_SUPER_MAGIC: FsType = FsType(0x5846_5342);
 
 /// How much one step of the first, unfrozen part of a clone takes on: the kernel stalls the
 /// writers of the file for as long as a step lasts (some 10 µs per extent).
@@ -56,7 +53,7 @@ impl ReflinkPool {
 /// Tries a clone in `root`, and refuses what would make extent maps lie.
 fn probe(root: &Path) -> Result<()> {
     let stat = statfs(root).context(|| format!("looking at {}", root.display()))?;
-    if stat.filesystem_type() != XFS_SUPER_MAGIC {
+    if stat.filesystem_type() != sys::XFS_SUPER_MAGIC {
         return Err(Error::Precondition(format!("{} is not on XFS", root.display())));
     }
     let directory = File::open(root).context(|| format!("opening {}", root.display()))?;

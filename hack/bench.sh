@@ -3,8 +3,8 @@
 # side in one run, prints them as one table and writes table.md, figures.json and figures.svg to DIR
 # (target/bench). Leaves nothing else behind, also when it is interrupted.
 #
-# ROW       idle delta snapshot large sizes stream memory sidecar proxy extents catalog fio; without any, all of
-#           them
+# ROW       idle delta snapshot large sizes stream memory sidecar proxy extents catalog fio
+#           writers month; without any, all of them
 # --quick   tiny sizes and a debug build, in about a minute: a check that everything still runs. Its
 #           figures mean nothing
 #

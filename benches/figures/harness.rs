@@ -47,13 +47,29 @@ pub struct Pool {
     directory: TempDir,
 }
 
+/// What a pool is made as.
+#[derive(Debug, Clone, Copy)]
+pub struct Layout {
+    pub bytes: u64,
+    /// Bytes in a block of its filesystem.
+    pub block_size: u64,
+    /// Whether the image has all of its room from the start, as an image pool's, or takes it as it is written.
+    pub is_allocated: bool,
+}
+
 impl Pool {
-    /// `size` bytes, none of which are taken until they are written.
-    pub fn new(size: u64) -> Result<Self> {
+    pub fn new(layout: Layout) -> Result<Self> {
         let pool = Self { directory: TempDir::with_prefix("figures-")? };
         let image = pool.directory().join("xfs.img");
-        File::create(&image)?.set_len(size)?;
-        run("mkfs.xfs", &["-q", "-m", "reflink=1,rmapbt=0", text(&image)])?;
+        File::create(&image)?.set_len(layout.bytes)?;
+        if layout.is_allocated {
+            run("fallocate", &["--length", &layout.bytes.to_string(), text(&image)])?;
+        }
+        let block_size = format!("size={}", layout.block_size);
+        run(
+            "mkfs.xfs",
+            &["-q", "-K", "-m", "reflink=1,rmapbt=0", "-b", &block_size, text(&image)],
+        )?;
         fs::create_dir(pool.path())?;
         let attach = ["--find", "--show", "--direct-io=on", text(&image)];
         let device = run("losetup", &attach)?;
@@ -130,10 +146,14 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// On a new pool of `size` bytes.
+    /// On a new pool of `size` bytes, none of which are taken until they are written.
     pub fn start(size: u64) -> Result<Self> {
+        Self::start_on(Layout { bytes: size, block_size: 4096, is_allocated: false })
+    }
+
+    pub fn start_on(layout: Layout) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let pool = Pool::new(size)?;
+        let pool = Pool::new(layout)?;
         let mut driver =
             Self { pool, runtime, child: None, channel: None, in_use: RefCell::default() };
         driver.start_again()?;

@@ -117,6 +117,14 @@ impl HostPath {
         Ok(answer.snapshot.context("no snapshot in the answer")?.snapshot_id)
     }
 
+    /// The loop device of a raw block volume, which it makes with the volume.
+    pub fn device(&self, volume: &Volume) -> Result<PathBuf> {
+        let shown =
+            run("losetup", &["--noheadings", "--output", "NAME", "-j", text(&volume.file)])?;
+        let device = shown.lines().next().context("the volume has no loop device")?;
+        Ok(PathBuf::from(device.trim()))
+    }
+
     /// Its delta, with no more than it sends by itself in a message.
     pub fn ask(&self, base: &str, target: &str) -> Result<Answer> {
         self.runtime.block_on(calls::ask(self.channel.clone(), Some(base), target, 0))

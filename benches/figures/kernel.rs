@@ -20,6 +20,34 @@ pub fn clone_file(target: &File, source: &File) -> io::Result<()> {
     }
 }
 
+/// How many extents a file has (FIEMAP that only counts).
+pub fn extents(file: &File) -> io::Result<u32> {
+    const FIEMAP: libc::c_ulong = 0xc020_660b;
+    #[repr(C)]
+    struct Fiemap {
+        start: u64,
+        length: u64,
+        flags: u32,
+        mapped_extents: u32,
+        extent_count: u32,
+        reserved: u32,
+    }
+    const SYNC: u32 = 1;
+    let mut map = Fiemap {
+        start: 0,
+        length: u64::MAX,
+        flags: SYNC,
+        mapped_extents: 0,
+        extent_count: 0,
+        reserved: 0,
+    };
+    // SAFETY: `map` has the layout of struct fiemap without extents, and no room for any is claimed.
+    match unsafe { libc::ioctl(file.as_raw_fd(), FIEMAP, &raw mut map) } {
+        0 => Ok(map.mapped_extents),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// The processor time that a process has taken, of all of its threads, those that ended included:
 /// what /proc/PID/stat gives as utime and stime, in nanoseconds instead of ticks of 10 ms.
 #[derive(Debug, Clone, Copy)]

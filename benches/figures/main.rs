@@ -8,6 +8,7 @@ mod calls;
 mod harness;
 mod host_path;
 mod kernel;
+mod load;
 mod peers;
 mod plot;
 mod raw;
@@ -41,7 +42,7 @@ impl Options {
 /// Measures one row, or several that share what they are measured on.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 12] = [
+const ROWS: [(&str, Measure); 14] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -54,6 +55,8 @@ const ROWS: [(&str, Measure); 12] = [
     ("extents", rows::extents::measure),
     ("catalog", rows::catalog::measure),
     ("fio", rows::fio::measure),
+    ("writers", rows::writers::measure),
+    ("month", rows::month::measure),
 ];
 
 struct Arguments {

@@ -1,0 +1,97 @@
+//! Load by fio on a block device, and a plain loop device to compare with.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::harness::{run, text};
+
+/// A plain loop device with direct I/O and sectors as a volume has them; it is detached when this goes.
+pub struct PlainLoop(pub String);
+
+impl PlainLoop {
+    pub fn attach(file: &Path) -> Result<Self> {
+        let flags = ["--find", "--show", "--sector-size", "4096", "--direct-io=on", text(file)];
+        run("losetup", &flags).map(Self)
+    }
+
+    pub fn path(&self) -> &Path {
+        Path::new(&self.0)
+    }
+}
+
+impl Drop for PlainLoop {
+    fn drop(&mut self) {
+        if let Err(error) = run("losetup", &["--detach", &self.0]) {
+            eprintln!("detaching {}: {error:#}", self.0);
+        }
+    }
+}
+
+/// Whether there is a fio.
+pub fn is_available() -> bool {
+    Command::new("fio").arg("--version").output().is_ok()
+}
+
+/// Direct I/O at queue depth 16 (libaio).
+#[derive(Debug, Clone, Copy)]
+pub struct Load {
+    /// fio's: randwrite, write, …
+    pub pattern: &'static str,
+    /// Bytes, as fio writes them: 4k, 128k.
+    pub block_size: &'static str,
+    pub milliseconds: u64,
+    /// A flush after so many writes; 0: none.
+    pub flush_every: u32,
+    /// Whether each run writes to the same places in the same order.
+    pub repeats: bool,
+}
+
+/// What a load met.
+#[derive(Debug, Clone, Copy)]
+pub struct Met {
+    pub bytes_per_second: f64,
+    pub iops: f64,
+    /// The 99th percentile of the time from submission to completion, in seconds.
+    pub p99: f64,
+}
+
+impl Load {
+    pub fn run(&self, device: &Path) -> Result<Met> {
+        let said = run(
+            "fio",
+            &[
+                "--name=figure",
+                &format!("--filename={}", device.display()),
+                &format!("--rw={}", self.pattern),
+                &format!("--bs={}", self.block_size),
+                &format!("--runtime={}ms", self.milliseconds),
+                &format!("--fsync={}", self.flush_every),
+                &format!("--randrepeat={}", u8::from(self.repeats)),
+                "--norandommap",
+                "--time_based",
+                "--ioengine=libaio",
+                "--iodepth=16",
+                "--direct=1",
+                "--output-format=json",
+            ],
+        )?;
+        let json = said.find('{').map(|start| &said[start..]).context("fio said nothing")?;
+        let said: serde_json::Value =
+            serde_json::from_str(json).context("reading what fio said")?;
+        let job = &said["jobs"][0];
+        let number = |value: &serde_json::Value| value.as_f64().unwrap_or_default();
+        let sides = ["read", "write"].map(|side| &job[side]);
+        let sum = |name: &str| sides.iter().map(|side| number(&side[name])).sum::<f64>();
+        let percentile =
+            |side: &&serde_json::Value| number(&side["clat_ns"]["percentile"]["99.000000"]);
+        let met = Met {
+            bytes_per_second: sum("bw_bytes"),
+            iops: sum("iops"),
+            p99: sides.iter().map(percentile).fold(0.0, f64::max) / 1e9,
+        };
+        ensure!(met.iops > 0.0, "fio moved nothing");
+        Ok(met)
+    }
+}

@@ -198,6 +198,7 @@ impl Backend {
             kind: pool.kind(),
             reason: self.store.pool_reason.clone(),
             room: pool.room()?,
+            block_size: pool::filesystem_block_size(pool.root())?,
             image,
         })
     }

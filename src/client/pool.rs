@@ -87,6 +87,7 @@ fn print_status(pool: &admin::Pool, output: Output) -> Result<ExitCode> {
             "reason": pool.reason,
             "total_bytes": pool.total_bytes,
             "available_bytes": pool.available_bytes,
+            "block_size_bytes": pool.block_size_bytes,
             "image": pool.image.map(|image| json!({
                 "size_bytes": image.size_bytes,
                 "allocated": image.allocated,
@@ -98,6 +99,7 @@ fn print_status(pool: &admin::Pool, output: Output) -> Result<ExitCode> {
                 ("pool", format!("{}: {}", pool.kind, pool.reason)),
                 ("total", format::bytes(pool.total_bytes)),
                 ("available", format::bytes(pool.available_bytes)),
+                ("block size", format::bytes(pool.block_size_bytes)),
             ];
             if let Some(image) = &pool.image {
                 let kind = if image.allocated { "allocated" } else { "sparse" };

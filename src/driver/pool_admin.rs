@@ -43,12 +43,13 @@ fn grow_pool(
 }
 
 fn pool(status: PoolStatus) -> admin::Pool {
-    let PoolStatus { kind, reason, room, image } = status;
+    let PoolStatus { kind, reason, room, block_size, image } = status;
     admin::Pool {
         kind: kind.to_string(),
         reason,
         total_bytes: room.total,
         available_bytes: room.available,
+        block_size_bytes: block_size,
         image: image.map(|image| admin::Image {
             size_bytes: image.size,
             allocated: image.allocated,

@@ -41,6 +41,10 @@ fn the_commands_show_the_pool_and_grow_it_under_its_volumes() {
     let shown = driver.cli(&["pool", "status"]);
     let shown = String::from_utf8(shown.stdout).unwrap();
     assert!(shown.contains("600Mi (629,145,600 bytes), allocated"), "{shown}");
+    assert!(
+        shown.contains("4Ki (4,096 bytes)") && number(&before, "block_size_bytes") == 4096,
+        "{shown}"
+    );
     assert_eq!(read_all(&device), pattern(1, MIB as usize));
     driver.refused(grow(500 * MIB), Code::OutOfRange, "cannot shrink");
     driver.refused(grow(0), Code::InvalidArgument, "size_bytes");

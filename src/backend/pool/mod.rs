@@ -114,6 +114,8 @@ pub struct PoolStatus {
     /// Why the pool is of this kind.
     pub reason: String,
     pub room: Room,
+    /// Bytes in a block of its filesystem.
+    pub block_size: u64,
     /// Of an image pool.
     pub image: Option<ImageStatus>,
 }
@@ -511,7 +513,7 @@ fn unlink(path: &Path) -> Result<Option<File>> {
 }
 
 /// Bytes in a block of the filesystem that `path` is on.
-fn filesystem_block_size(path: &Path) -> Result<u64> {
+pub fn filesystem_block_size(path: &Path) -> Result<u64> {
     let stat = nix::sys::statvfs::statvfs(path)
         .context(|| format!("reading the block size of {}", path.display()))?;
     Ok(stat.fragment_size())

@@ -224,6 +224,10 @@ mod tests {
             "x snapshot allocated s --namespace a/b",
             "x snapshot allocated s --namespace n --token-expiry 1min",
             "x snapshot allocated s --namespace n --service-account-namespace m",
+            "x snapshot delta a",
+            "x snapshot delta --base-id h",
+            "x snapshot delta a b --base-id h",
+            "x snapshot allocated s --namespace n --base-id h",
             "x snapshot delta a b --namespace n --service-account s --token-file f",
             "x snapshot delta a b --namespace n --token-file f --token-expiry 20min",
             "x snapshot list --namespace n",
@@ -265,8 +269,11 @@ mod tests {
             ("--api aggregated --lifetime 1h", "--lifetime "),
             ("--api aggregated --session r", "--session "),
             ("--api aggregated --address h:1", "--address "),
+            ("--api session --base-id h", "--base-id "),
+            ("--api aggregated --base-id h", "--base-id "),
         ] {
-            let line = format!("x snapshot allocated s --namespace n {flags}");
+            let what = if flags.contains("--base-id") { "delta" } else { "allocated" };
+            let line = format!("x snapshot {what} s --namespace n {flags}");
             let error = run(parse(&line).unwrap()).unwrap_err().to_string();
             assert!(error.starts_with(flag) && error.contains("--api"), "{error}");
         }

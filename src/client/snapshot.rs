@@ -53,12 +53,18 @@ enum SnapshotCommand {
         cluster: Box<ClusterArgs>,
     },
     /// Print the extents that changed from one snapshot to a later one
+    #[command(override_usage = DELTA_USAGE)]
     Delta {
-        /// The earlier snapshot, by name or id; a deleted one by id. With --namespace, name of a
-        /// VolumeSnapshot, or (with --api metadata) the CSI handle of one that may be gone
-        base: String,
+        /// The earlier snapshot, by name or id; a deleted one by id. With --namespace, name of a VolumeSnapshot. With
+        /// --base-id there is no BASE
+        #[arg(value_name = "BASE")]
+        first: String,
         /// The later snapshot, by name or id; with --namespace, name of a VolumeSnapshot
-        target: String,
+        #[arg(required_unless_present = "base_id", conflicts_with = "base_id")]
+        target: Option<String>,
+        /// CSI handle of the earlier snapshot, whose VolumeSnapshot may be gone, instead of BASE
+        #[arg(long, value_name = "HANDLE")]
+        base_id: Option<String>,
         #[command(flatten)]
         window: WindowArgs,
         #[command(flatten)]
@@ -72,6 +78,9 @@ enum SnapshotCommand {
         target: String,
     },
 }
+
+const DELTA_USAGE: &str = "csi-loopback snapshot delta [OPTIONS] <BASE> <TARGET>
+       csi-loopback snapshot delta [OPTIONS] --base-id <HANDLE> <TARGET>";
 
 #[derive(Debug, Args)]
 struct WindowArgs {
@@ -109,8 +118,13 @@ pub async fn run(args: SnapshotArgs) -> Result<ExitCode> {
                 let snapshot = names::snapshot_id(connection, &snapshot).await?;
                 ask(connection, Query::Allocated { snapshot }, &window, output).await
             }
-            SnapshotCommand::Delta { base, target, window, cluster: _ } => {
-                let base = names::snapshot_id(connection, &base).await?;
+            SnapshotCommand::Delta { first, target, base_id, window, cluster: _ } => {
+                let is_id = base_id.is_some();
+                let (base, target) = pair(first, target, base_id);
+                let base = match is_id {
+                    true => base,
+                    false => names::snapshot_id(connection, &base).await?,
+                };
                 let target = names::snapshot_id(connection, &target).await?;
                 ask(connection, Query::Delta { base, target }, &window, output).await
             }
@@ -130,13 +144,24 @@ async fn in_cluster(
         SnapshotCommand::Allocated { snapshot, window, cluster } if cluster.asked() => {
             (Query::Allocated { snapshot }, window, cluster)
         }
-        SnapshotCommand::Delta { base, target, window, cluster } if cluster.asked() => {
+        SnapshotCommand::Delta { first, target, base_id, window, cluster } if cluster.asked() => {
+            let cluster = Box::new(cluster.base_by_handle(base_id.is_some()));
+            let (base, target) = pair(first, target, base_id);
             (Query::Delta { base, target }, window, cluster)
         }
         other => return Ok(Some(other)),
     };
     cluster::ask(options, *cluster, query, window.window(), window.limit_rows).await?;
     Ok(None)
+}
+
+/// Base and target, whichever of the two usages has them.
+fn pair(first: String, target: Option<String>, base_id: Option<String>) -> (String, String) {
+    match base_id {
+        Some(base) => (base, first),
+        // It is required then.
+        None => (first, target.unwrap_or_default()),
+    }
 }
 
 impl WindowArgs {

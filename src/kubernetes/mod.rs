@@ -10,6 +10,8 @@ pub mod cbt_http;
 pub mod client;
 pub mod defer_annotation;
 pub mod driver_discovery;
+#[cfg(test)]
+pub mod fake_api;
 pub mod https;
 pub mod leader;
 pub mod metadata_service;

@@ -52,9 +52,9 @@ pub struct Args {
     #[arg(long, value_parser = not_empty, value_name = "NAME")]
     pub service_name: Option<String>,
 
-    /// What base_snapshot_id of a delta request may be: a CSI handle (id), the name of a VolumeSnapshot
-    /// (name), or a name that exists and else a handle (either).
-    #[arg(long, value_enum, default_value_t = BaseReference::Either, value_name = "KIND")]
+    /// What base_snapshot_id of a delta request may be: a CSI handle (id), the name of a VolumeSnapshot (name), or both
+    /// (either). What is the name of one snapshot and the handle of another is refused.
+    #[arg(long, value_enum, default_value_t = BaseReference::Id, value_name = "KIND")]
     pub base_reference: BaseReference,
 
     /// Code for users who may not get VolumeSnapshots in the namespace.
@@ -192,4 +192,27 @@ fn absolute(text: &str) -> Result<String, String> {
         return Ok(text.to_owned());
     }
     Err(format!("{text:?} is not a path such as /metrics"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn parse(line: &str) -> Args {
+        Line::try_parse_from(line.split(' ')).unwrap_or_else(|error| panic!("{line}: {error}")).args
+    }
+
+    #[test]
+    fn a_base_is_a_handle_unless_a_flag_says_otherwise() {
+        assert_eq!(parse("x").base_reference, BaseReference::Id);
+        assert_eq!(parse("x --base-reference either").base_reference, BaseReference::Either);
+    }
 }

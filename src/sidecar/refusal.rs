@@ -22,6 +22,7 @@ pub enum Reason {
     SnapshotDeleting,
     SnapshotNotReady,
     OtherDriver,
+    AmbiguousBase,
     ForeignBase,
     OtherVolume,
     BaseNewer,
@@ -44,7 +45,7 @@ pub enum Reason {
 
 impl Reason {
     #[cfg(test)]
-    const ALL: [Self; 29] = [
+    const ALL: [Self; 30] = [
         Self::MissingArgument,
         Self::InvalidArgument,
         Self::OutOfRange,
@@ -58,6 +59,7 @@ impl Reason {
         Self::SnapshotDeleting,
         Self::SnapshotNotReady,
         Self::OtherDriver,
+        Self::AmbiguousBase,
         Self::ForeignBase,
         Self::OtherVolume,
         Self::BaseNewer,
@@ -81,6 +83,7 @@ impl Reason {
             Self::MissingArgument
             | Self::InvalidArgument
             | Self::OtherDriver
+            | Self::AmbiguousBase
             | Self::OtherVolume
             | Self::BaseNewer => Code::InvalidArgument,
             Self::OutOfRange => Code::OutOfRange,
@@ -123,6 +126,7 @@ impl Reason {
             Self::SnapshotDeleting => "snapshot_deleting",
             Self::SnapshotNotReady => "snapshot_not_ready",
             Self::OtherDriver => "other_driver",
+            Self::AmbiguousBase => "ambiguous_base",
             Self::ForeignBase => "foreign_base",
             Self::OtherVolume => "other_volume",
             Self::BaseNewer => "base_newer",

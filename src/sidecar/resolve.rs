@@ -2,6 +2,9 @@
 //! External Snapshot Metadata Sidecar"). Whose data a handle stands for is decided here: a base that belongs to
 //! another namespace is refused.
 
+#[cfg(test)]
+mod tests;
+
 use std::sync::Arc;
 
 use clap::ValueEnum;
@@ -24,7 +27,7 @@ pub enum BaseReference {
     Id,
     /// The name of a VolumeSnapshot, as in the proposal.
     Name,
-    /// A name that exists, else a handle.
+    /// Both. What is the name of one snapshot and the handle of another is refused.
     Either,
 }
 
@@ -48,7 +51,7 @@ impl Resolver {
         Ok(self.bound.resolve(Some(driver), &key, Part::Target).await?)
     }
 
-    /// The handle of the base, which `reference` names, once it is known to fit `target`.
+    /// The handle of the base, to which `reference` refers, once it is known to fit `target`.
     pub async fn base(
         &self,
         driver: &str,
@@ -56,23 +59,65 @@ impl Resolver {
         target: &Snapshot,
     ) -> Result<String, Refusal> {
         let namespace = target.object.namespace().unwrap_or_default();
-        if self.base_reference != BaseReference::Id && name::is_object(reference) {
-            let key = Key::new(&namespace, reference);
-            let object = match self.is_known_handle(driver, &key).await {
-                true => None,
-                false => self.bound.object(&key).await?,
-            };
-            if let Some(object) = object {
-                let base = self.bound.bound(Some(driver), &key, object, Part::Base).await?;
-                fits(BASE_ID, &base.content, &target.content)?;
-                return Ok(base.handle);
-            }
-        }
+        let key = Key::new(&namespace, reference);
         if self.base_reference == BaseReference::Name {
-            return Err(missing(&Key::new(&namespace, reference)));
+            let named = self.named(driver, &key).await?.ok_or_else(|| missing(&key))?;
+            return handle_of(named, target);
         }
-        self.owned(driver, reference, &namespace, target).await?;
+        let contents = self.contents(driver, reference).await?;
+        if self.base_reference == BaseReference::Either
+            && let Some(named) = self.named_only(driver, &key, &contents).await?
+        {
+            return handle_of(named, target);
+        }
+        owned(&contents, &namespace, target)?;
         Ok(reference.to_owned())
+    }
+
+    /// The snapshot of the VolumeSnapshot of that name, if there is one.
+    async fn named(&self, driver: &str, key: &Key) -> Result<Option<Snapshot>, Refusal> {
+        if !name::is_object(&key.name) {
+            return Ok(None);
+        }
+        match self.bound.object(key).await? {
+            Some(object) => {
+                Ok(Some(self.bound.bound(Some(driver), key, object, Part::Base).await?))
+            }
+            None => Ok(None),
+        }
+    }
+
+    /// The same, unless the name is the handle of these contents, too. Whoever may create VolumeSnapshots chooses their names: one
+    /// that won over a handle would make the delta of another's backup smaller than it is.
+    async fn named_only(
+        &self,
+        driver: &str,
+        key: &Key,
+        contents: &[Arc<VolumeSnapshotContent>],
+    ) -> Result<Option<Snapshot>, Refusal> {
+        // Where a working watch reports no VolumeSnapshot of that name, a handle that exists is enough: asking for a newer
+        // VolumeSnapshot would cost each request a call.
+        let is_known_missing = matches!(self.bound.snapshots.told(key), Some(None));
+        if is_known_missing && !contents.is_empty() {
+            return Ok(None);
+        }
+        match self.named(driver, key).await? {
+            Some(named) if named.handle != key.name && !contents.is_empty() => Err(ambiguous(key)),
+            named => Ok(named),
+        }
+    }
+
+    /// The driver's contents with this handle.
+    async fn contents(
+        &self,
+        driver: &str,
+        handle: &str,
+    ) -> Result<Vec<Arc<VolumeSnapshotContent>>, Refusal> {
+        let found = self.bound.contents.with(handle).await;
+        let mut found =
+            found.map_err(|error| Refusal::api("read VolumeSnapshotContents", &error))?;
+        found.retain(|content| content.spec.driver == driver);
+        Ok(found)
     }
 
     /// A snapshot of a session: the VolumeSnapshot has to be the one that it was when the session began, and to lead to
@@ -100,49 +145,34 @@ impl Resolver {
         }
         Ok(snapshot)
     }
+}
 
-    /// Whether a content of the driver has such a handle and, as far as working watches tell, no VolumeSnapshot such a
-    /// name. Without this every request with a handle would ask the API server for a name that is newer.
-    async fn is_known_handle(&self, driver: &str, key: &Key) -> bool {
-        self.base_reference == BaseReference::Either
-            && matches!(self.bound.snapshots.told(key), Some(None))
-            && self.bound.contents.is_live()
-            && self
-                .bound
-                .contents
-                .with(&key.name)
-                .await
-                .is_ok_and(|contents| contents.iter().any(|content| content.spec.driver == driver))
-    }
+/// The handle of a base that fits.
+fn handle_of(base: Snapshot, target: &Snapshot) -> Result<String, Refusal> {
+    fits(BASE_ID, &base.content, &target.content)?;
+    Ok(base.handle)
+}
 
-    /// Whether a handle may be used in `namespace`: no content has it (its VolumeSnapshot was deleted, and the
-    /// driver holds it to the target's volume), or one of a VolumeSnapshot there.
-    async fn owned(
-        &self,
-        driver: &str,
-        handle: &str,
-        namespace: &str,
-        target: &Snapshot,
-    ) -> Result<(), Refusal> {
-        let contents = self.bound.contents.with(handle).await;
-        let contents =
-            contents.map_err(|error| Refusal::api("read VolumeSnapshotContents", &error))?;
-        let of_driver = contents.iter().filter(|content| content.spec.driver == driver);
-        let own = |content: &&Arc<VolumeSnapshotContent>| {
-            content.spec.volume_snapshot_ref.namespace.as_deref() == Some(namespace)
-        };
-        let (own, foreign): (Vec<_>, Vec<_>) = of_driver.partition(own);
-        match (own.first(), foreign.first()) {
-            (Some(content), _) => fits(BASE_ID, content, &target.content),
-            (None, None) => Ok(()),
-            (None, Some(_)) => Err(Refusal::new(
-                Reason::ForeignBase,
-                format!(
-                    "{BASE_ID}: is a snapshot that belongs to another namespace than {namespace}; \
-                     use one of a VolumeSnapshot of this namespace"
-                ),
-            )),
-        }
+/// Whether a handle with these contents may be used in `namespace`: no content has it (its VolumeSnapshot was deleted, and
+/// the driver holds it to the target's volume), or one of a VolumeSnapshot there.
+fn owned(
+    contents: &[Arc<VolumeSnapshotContent>],
+    namespace: &str,
+    target: &Snapshot,
+) -> Result<(), Refusal> {
+    let own = contents
+        .iter()
+        .find(|content| content.spec.volume_snapshot_ref.namespace.as_deref() == Some(namespace));
+    match own {
+        Some(content) => fits(BASE_ID, content, &target.content),
+        None if contents.is_empty() => Ok(()),
+        None => Err(Refusal::new(
+            Reason::ForeignBase,
+            format!(
+                "{BASE_ID}: is a snapshot that belongs to another namespace than {namespace}; \
+                 use one of a VolumeSnapshot of this namespace"
+            ),
+        )),
     }
 }
 
@@ -178,6 +208,16 @@ impl From<Problem> for Refusal {
 
 fn missing(key: &Key) -> Refusal {
     Problem::Missing(key.clone()).into()
+}
+
+fn ambiguous(key: &Key) -> Refusal {
+    let Key { namespace, name } = key;
+    let message = format!(
+        "{BASE_ID}: {name} is the name of a VolumeSnapshot in the namespace {namespace} and the CSI handle of another \
+         snapshot; for the VolumeSnapshot send its handle (status.snapshotHandle of its content); for the other one start \
+         the sidecar with --base-reference id, or delete the VolumeSnapshot"
+    );
+    Refusal::new(Reason::AmbiguousBase, message)
 }
 
 fn replaced(key: &Key) -> Refusal {

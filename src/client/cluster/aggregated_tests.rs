@@ -414,7 +414,9 @@ async fn a_window_that_cannot_be_is_refused_by_name() {
     let told = refused(&server, Question { window, ..Question::default() }).await;
     assert!(told.contains("--starting-offset must lie within"), "{told}");
     let handle = Question { query: delta("Handle/7"), ..Question::default() };
-    assert!(refused(&server, handle).await.contains("--api metadata takes the CSI handle"));
+    assert!(
+        refused(&server, handle).await.contains("--api metadata --base-id takes the CSI handle")
+    );
 }
 
 /// What the API of streams says (docs/driver.md): from the block on that holds the offset.

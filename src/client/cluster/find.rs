@@ -46,37 +46,27 @@ impl Finder {
 
     /// The CSI driver that holds a snapshot.
     pub async fn driver(&self, snapshot: &str) -> Result<String, Failure> {
+        let what = self.what(snapshot);
         if !name::is_object(snapshot) {
-            return Err(Failure::never(anyhow!(
-                "{snapshot:?} cannot be the name of a VolumeSnapshot: with --namespace snapshots go by \
-                 that, not by id"
-            )));
+            return Err(no_name(snapshot, ""));
         }
-        let what = format!("VolumeSnapshot {}/{snapshot}", self.namespace);
         let found = get(&self.snapshots(), &what, snapshot).await?;
-        let Some(content) = content_of(&found) else {
-            let status = found.status.unwrap_or_default();
-            let error = status.error.and_then(|error| error.message).unwrap_or_default();
-            let because = if error.is_empty() { error } else { format!(": {error}") };
-            return Err(Failure::new(
-                Retry::Always,
-                anyhow!("{what} is not bound to a VolumeSnapshotContent yet{because}"),
-            ));
-        };
-        Ok(self.content(&content).await?.spec.driver)
+        Ok(self.content(&what, &found).await?.spec.driver)
     }
 
-    /// How to name the base of a delta. Where there is a VolumeSnapshot of that name and it has a CSI
-    /// handle, by that, which every sidecar understands; else as it is given, for the sidecar to judge.
+    /// The CSI handle of the base of a delta, which is what every sidecar understands. Names are looked up here, with the
+    /// caller's rights, so that nobody else's object can stand for a handle.
     pub async fn base(&self, base: &str) -> Result<String, Failure> {
+        let what = self.what(base);
         if !name::is_object(base) {
-            return Ok(base.to_owned());
+            return Err(no_name(base, BASE_ID));
         }
-        let what = format!("VolumeSnapshot {}/{base}", self.namespace);
         let found = call(&what, self.snapshots().get_opt(base)).await?;
-        let Some(content) = found.as_ref().and_then(content_of) else { return Ok(base.to_owned()) };
-        let handle = self.content(&content).await?.status.and_then(|status| status.snapshot_handle);
-        Ok(handle.unwrap_or_else(|| base.to_owned()))
+        let found =
+            found.ok_or_else(|| Failure::never(anyhow!("{what} does not exist{BASE_ID}")))?;
+        let status = self.content(&what, &found).await?.status;
+        let handle = status.and_then(|status| status.snapshot_handle).filter(|it| !it.is_empty());
+        handle.ok_or_else(|| Failure::new(Retry::Always, anyhow!("{what} has no CSI handle yet")))
     }
 
     /// The SnapshotMetadataService of a driver: the one with its name, else the one with its label.
@@ -98,15 +88,38 @@ impl Finder {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
 
-    async fn content(&self, name: &str) -> Result<VolumeSnapshotContent, Failure> {
+    fn what(&self, snapshot: &str) -> String {
+        format!("VolumeSnapshot {}/{snapshot}", self.namespace)
+    }
+
+    /// The content of a VolumeSnapshot, which is `what` to people.
+    async fn content(
+        &self,
+        what: &str,
+        snapshot: &VolumeSnapshot,
+    ) -> Result<VolumeSnapshotContent, Failure> {
+        let status = snapshot.status.clone().unwrap_or_default();
+        let name = status.bound_volume_snapshot_content_name.filter(|name| !name.is_empty());
+        let Some(name) = name else {
+            let error = status.error.and_then(|error| error.message).unwrap_or_default();
+            let because = if error.is_empty() { error } else { format!(": {error}") };
+            return Err(Failure::new(
+                Retry::Always,
+                anyhow!("{what} is not bound to a VolumeSnapshotContent yet{because}"),
+            ));
+        };
         let what = format!("VolumeSnapshotContent {name}");
-        get(&Api::all(self.client.clone()), &what, name).await
+        get(&Api::all(self.client.clone()), &what, &name).await
     }
 }
 
-fn content_of(snapshot: &VolumeSnapshot) -> Option<String> {
-    let status = snapshot.status.as_ref()?;
-    status.bound_volume_snapshot_content_name.clone().filter(|name| !name.is_empty())
+/// The next step for a base that is no VolumeSnapshot any more.
+const BASE_ID: &str = "; --base-id takes the CSI handle of a base that is gone";
+
+fn no_name(snapshot: &str, step: &str) -> Failure {
+    Failure::never(anyhow!(
+        "{snapshot:?} cannot be the name of a VolumeSnapshot: with --namespace snapshots go by that, not by id{step}"
+    ))
 }
 
 fn only(

@@ -21,6 +21,8 @@ pub struct Metadata {
     finder: Finder,
     tokens: Tokens,
     query: Query,
+    /// Whether the base is a CSI handle, and not the name of a VolumeSnapshot.
+    base_is_handle: bool,
     window: Window,
     deadline: Instant,
     /// What stays the same for all attempts, once known.
@@ -45,7 +47,12 @@ impl Metadata {
         window: Window,
         deadline: Instant,
     ) -> Self {
-        Self { finder, tokens, query, window, deadline, driver: None }
+        Self { finder, tokens, query, base_is_handle: false, window, deadline, driver: None }
+    }
+
+    /// The same about a base that goes by its CSI handle.
+    pub fn base_by_handle(self, base_is_handle: bool) -> Self {
+        Self { base_is_handle, ..self }
     }
 
     /// The driver; and the base by its handle from here on. Neither can change.
@@ -57,7 +64,9 @@ impl Metadata {
             Query::Allocated { snapshot } => self.finder.driver(snapshot).await?,
             Query::Delta { base, target } => {
                 let driver = self.finder.driver(target).await?;
-                *base = self.finder.base(base).await?;
+                if !self.base_is_handle {
+                    *base = self.finder.base(base).await?;
+                }
                 driver
             }
         };

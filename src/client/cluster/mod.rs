@@ -102,12 +102,15 @@ pub struct ClusterArgs {
     /// With --api metadata and session: connect to this address instead of the one that the cluster names (port-forward)
     #[arg(long, requires = "namespace", value_name = "HOST:PORT", help_heading = HEADING)]
     address: Option<String>,
+    /// Whether the base of a delta is given by its CSI handle (--base-id, which only deltas have).
+    #[arg(skip)]
+    base_is_handle: bool,
 }
 
 /// An API that tells blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Api {
-    /// The released one of the driver's sidecar, with a ServiceAccount's token. The base may also be a CSI handle
+    /// The released one of the driver's sidecar, with a ServiceAccount's token. --base-id names a base that is gone
     Metadata,
     /// The sidecar's for snapshot sessions: makes a SnapshotSessionRequest, waits until it is Ready, and deletes it at the end.
     /// The base goes by name, too, not by handle
@@ -133,6 +136,11 @@ impl ClusterArgs {
         self.namespace.is_some()
     }
 
+    /// The same for a base that goes by its CSI handle.
+    pub fn base_by_handle(self, base_is_handle: bool) -> Self {
+        Self { base_is_handle, ..self }
+    }
+
     /// # Errors
     /// A flag that says nothing to the API that is asked.
     fn check(&self) -> Result<()> {
@@ -144,6 +152,7 @@ impl ClusterArgs {
             ("--service-account", self.service_account.is_some(), METADATA),
             ("--token-expiry", self.token_expiry.is_some(), METADATA),
             ("--token-file", self.token_file.is_some(), METADATA),
+            ("--base-id", self.base_is_handle, METADATA),
             ("--lifetime", self.lifetime.is_some(), SESSION),
             ("--session", self.session.is_some(), SESSION),
             ("--address", self.address.is_some(), SIDECAR),
@@ -155,6 +164,7 @@ impl ClusterArgs {
         let apis: Vec<_> = apis.iter().map(|api| api.name()).collect();
         let because = match self.api {
             Api::Metadata => "",
+            _ if *flag == "--base-id" => ": there the base is a VolumeSnapshot and goes by name",
             Api::Session => {
                 ": a session has a token of its own, which the session manager gives to the caller"
             }
@@ -211,7 +221,8 @@ async fn ask_metadata(options: &Options, args: ClusterArgs, listing: Listing<'_>
         };
         let finder = Finder::new(client, namespace, args.address);
         let limits = Limits { deadline, timeout: options.timeout };
-        let metadata = Metadata::new(finder, tokens, query, window, deadline);
+        let metadata = Metadata::new(finder, tokens, query, window, deadline)
+            .base_by_handle(args.base_is_handle);
         Ok(BlockMap::new(Resuming::new(metadata, limits)))
     };
     in_time(options, async |deadline| {
@@ -271,7 +282,7 @@ fn named<'a>(query: &'a Query, how: &str) -> Result<Vec<&'a String>> {
     match names.iter().find(|one| !name::is_object(one)) {
         Some(other) => bail!(
             "{other:?} cannot be the name of a VolumeSnapshot: {how} snapshots go by that, the base too; --api \
-             metadata takes the CSI handle of a base"
+             metadata --base-id takes the CSI handle of a base"
         ),
         None => Ok(names),
     }

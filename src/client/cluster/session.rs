@@ -162,7 +162,10 @@ mod tests {
         assert_eq!(snapshots(&delta("monday")).unwrap(), ["monday", "tuesday"]);
         assert_eq!(snapshots(&delta("tuesday")).unwrap(), ["tuesday"]);
         let error = snapshots(&delta("Handle/7")).unwrap_err().to_string();
-        assert!(error.contains("Handle/7") && error.contains("--api metadata"), "{error}");
+        assert!(
+            error.contains("Handle/7") && error.contains("--api metadata --base-id"),
+            "{error}"
+        );
     }
 
     #[test]

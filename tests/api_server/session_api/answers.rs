@@ -58,7 +58,7 @@ fn a_session_is_answered_as_the_released_api_and_the_driver_are_in_both_styles()
         let changed = released::GetMetadataDeltaRequest {
             security_token,
             namespace: rig.namespace.clone(),
-            base_snapshot_id: "first".into(),
+            base_snapshot_id: first.clone(),
             target_snapshot_name: "second".into(),
             ..Default::default()
         };

@@ -38,30 +38,34 @@ fn changed_blocks_are_found_from_a_handle_and_from_a_name() {
     let first = rig.snapshot("first");
     rig.write(2, [7, 9]);
     rig.snapshot("second");
-    for base in ["first", &first.handle] {
-        assert_eq!(rig.extents(rig.delta(base, "second")), blocks(&[7, 9]), "{base}");
-    }
-    rig.restart_sidecar(&["--base-reference", "id"]);
+    // A handle, unless a flag allows more.
     assert_eq!(rig.extents(rig.delta(&first.handle, "second")), blocks(&[7, 9]));
-    rig.refused(rig.delta("first", "second"), Code::NotFound, "first");
+    rig.refused(rig.delta_from("first", "second"), Code::NotFound, "first");
+    rig.restart_sidecar(&["--base-reference", "either"]);
+    for base in ["first", &first.handle] {
+        assert_eq!(rig.extents(rig.delta_from(base, "second")), blocks(&[7, 9]), "{base}");
+    }
     rig.restart_sidecar(&["--base-reference", "name"]);
-    assert_eq!(rig.extents(rig.delta("first", "second")), blocks(&[7, 9]));
-    rig.refused(rig.delta(&first.handle, "second"), Code::NotFound, "does not exist");
+    assert_eq!(rig.extents(rig.delta_from("first", "second")), blocks(&[7, 9]));
+    rig.refused(rig.delta_from(&first.handle, "second"), Code::NotFound, "does not exist");
 }
 
 #[test]
-fn a_name_that_exists_wins_over_a_handle() {
+fn a_name_never_wins_over_a_handle() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
+    let mut rig = Rig::new(cluster);
     rig.write(1, [0]);
     let first = rig.snapshot("first");
     rig.write(2, [1]);
     let second = rig.snapshot("second");
-    rig.write(3, [2]);
+    rig.write(3, [5]);
     rig.snapshot("third");
     // A VolumeSnapshot whose name is the first one's handle, and which is the second.
     cluster.adopt_snapshot(&rig.namespace, &first.handle, &rig.driver_name, &second.handle, None);
-    assert_eq!(rig.extents(rig.delta(&first.handle, "third")), blocks(&[2]));
+    assert_eq!(rig.extents(rig.delta_from(&first.handle, "third")), blocks(&[1, 5]));
+    rig.restart_sidecar(&["--base-reference", "either"]);
+    let asked = rig.delta_from(&first.handle, "third");
+    rig.refused(asked, Code::InvalidArgument, "base_snapshot_id");
 }
 
 #[test]

@@ -50,9 +50,10 @@ fn the_commands_find_the_service_by_the_names_of_snapshots() {
     rig.snapshot("second");
     let all = found(command(&rig, &["allocated", "second"]).output().unwrap());
     assert_eq!(all, [(3 * BLOCK, BLOCK), (9 * BLOCK, BLOCK)]);
-    for base in ["first", &first.handle] {
-        let changed = found(command(&rig, &["delta", base, "second"]).output().unwrap());
-        assert_eq!(changed, [(3 * BLOCK, BLOCK), (9 * BLOCK, BLOCK)], "{base}");
+    let by_handle = ["delta", "--base-id", &first.handle, "second"];
+    for arguments in [&["delta", "first", "second"][..], &by_handle] {
+        let changed = found(command(&rig, arguments).output().unwrap());
+        assert_eq!(changed, [(3 * BLOCK, BLOCK), (9 * BLOCK, BLOCK)], "{arguments:?}");
     }
     // A projected token does as well.
     let token = cluster.write("token", &cluster.token(&rig.backup, Some(AUDIENCE)));

@@ -15,6 +15,11 @@ use support::cluster::proxy::Way;
 use support::cluster::sidecar_rig::{AUDIENCE, CAPACITY, Options, Rig, collect};
 use support::driver::block;
 
+/// A sidecar that takes the name of a VolumeSnapshot for a base, too.
+fn by_name_too() -> Options<'static> {
+    Options { sidecar: &["--base-reference", "either"], ..Options::default() }
+}
+
 type Change = fn(&mut api::GetMetadataDeltaRequest);
 
 #[test]
@@ -87,14 +92,14 @@ fn a_user_without_the_right_to_the_namespace_is_denied() {
 #[test]
 fn a_snapshot_that_cannot_be_asked_about_says_why() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
+    let rig = Rig::with(cluster, by_name_too());
     let first = rig.snapshot("first");
     rig.refused(rig.allocated("none"), Code::NotFound, "does not exist");
     rig.refused(rig.delta("first", "none"), Code::NotFound, "does not exist");
     // Nobody makes it ready: there is no such claim.
     cluster.ask_for_snapshot(&rig.namespace, "waiting", "no-claim", &rig.class);
     rig.refused(rig.allocated("waiting"), Code::Unavailable, "not ready to use");
-    rig.refused(rig.delta("waiting", "first"), Code::Unavailable, "not ready to use");
+    rig.refused(rig.delta_from("waiting", "first"), Code::Unavailable, "not ready to use");
     // Bound to what is not there, and to what does not know of it. The snapshot-controller would mend it.
     let _still = cluster.pause("snapshot-controller");
     let snapshots = cluster.api_in::<VolumeSnapshot>(&rig.namespace);
@@ -141,17 +146,17 @@ fn another_drivers_snapshot_is_refused() {
 #[test]
 fn a_base_has_to_be_of_the_same_volume_and_not_newer() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
+    let rig = Rig::with(cluster, by_name_too());
     let first = rig.snapshot("first");
     let second = rig.snapshot("second");
     let volume = rig.driver.volume("other", CAPACITY, block());
     cluster.claim(&rig.namespace, "other", &rig.driver_name, &volume, CAPACITY);
     let other = cluster.snapshot(&rig.namespace, "other", "other", &rig.class);
     for base in ["other", &other.handle] {
-        rig.refused(rig.delta(base, "second"), Code::InvalidArgument, "another volume");
+        rig.refused(rig.delta_from(base, "second"), Code::InvalidArgument, "another volume");
     }
     for base in ["second", &second.handle] {
-        rig.refused(rig.delta(base, "first"), Code::InvalidArgument, "newer");
+        rig.refused(rig.delta_from(base, "first"), Code::InvalidArgument, "newer");
     }
     // What only the driver can know: a handle that nothing in Kubernetes has any more.
     cluster.delete_snapshot(&other);
@@ -330,9 +335,7 @@ fn the_released_cluster_role_is_enough() {
     rig.write(2, [2]);
     rig.snapshot("second");
     assert_eq!(rig.extents(rig.allocated("second")).len(), 1);
-    for base in ["first", &first.handle] {
-        assert_eq!(rig.extents(rig.delta(base, "second")).len(), 1);
-    }
+    assert_eq!(rig.extents(rig.delta(&first.handle, "second")).len(), 1);
     let neighbours = cluster.namespace("neighbours");
     let foreign = rig.driver.volume("foreign", CAPACITY, block());
     cluster.claim(&neighbours, "foreign", &rig.driver_name, &foreign, CAPACITY);

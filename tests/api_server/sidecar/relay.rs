@@ -367,13 +367,13 @@ fn a_driver_that_comes_late_or_comes_back_is_found() {
 fn requests_cost_the_api_server_nothing_once_they_are_known() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
-    rig.restart_sidecar(&["--review-cache-ttl", "60s"]);
+    rig.restart_sidecar(&["--review-cache-ttl", "60s", "--base-reference", "either"]);
     let first = rig.snapshot("first");
     rig.snapshot("second");
     let asked = [
         Asked::from(rig.allocated("first")),
-        Asked::from(rig.delta("first", "second")),
-        Asked::from(rig.delta(&first.handle, "second")),
+        Asked::from(rig.delta_from("first", "second")),
+        Asked::from(rig.delta_from(&first.handle, "second")),
     ];
     let all = |times: usize| {
         for asked in std::iter::repeat_n(&asked, times).flatten() {

@@ -4,6 +4,7 @@
 use std::ops::{Deref, DerefMut};
 
 use csi_loopback::backend::PoolKind;
+use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 use csi_loopback::proto::snapshotmetadata as api;
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use tonic::transport::Channel;
@@ -128,7 +129,21 @@ impl<'a> Rig<'a> {
         }
     }
 
+    /// As a client asks: a base that is the name of a VolumeSnapshot goes by its handle.
     pub fn delta(&self, base: &str, target: &str) -> api::GetMetadataDeltaRequest {
+        self.delta_from(self.handle(base).as_deref().unwrap_or(base), target)
+    }
+
+    fn handle(&self, name: &str) -> Option<String> {
+        let snapshot =
+            self.cluster.get(&self.cluster.api_in::<VolumeSnapshot>(&self.namespace), name)?;
+        let content = snapshot.status?.bound_volume_snapshot_content_name?;
+        let content = self.cluster.get(&self.cluster.api::<VolumeSnapshotContent>(), &content)?;
+        content.status?.snapshot_handle
+    }
+
+    /// With this base_snapshot_id, whatever it is.
+    pub fn delta_from(&self, base: &str, target: &str) -> api::GetMetadataDeltaRequest {
         api::GetMetadataDeltaRequest {
             security_token: self.token(),
             namespace: self.namespace.clone(),

@@ -1,0 +1,99 @@
+//! An API server for tests of what reads objects: those that were put there, by path, and reviews of access. It allows no
+//! watch, as the role of the released sidecar does, and takes neither process nor file.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use kube::Client;
+use kube::client::Body;
+use serde_json::{Value, json};
+use tonic::codegen::http;
+
+/// Cheap to clone.
+#[derive(Clone, Default)]
+pub struct FakeApi(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    objects: BTreeMap<String, Value>,
+    /// What may be done: verb, namespace and name.
+    rights: BTreeSet<[String; 3]>,
+    /// Method and path of every call, those of watches not included.
+    calls: Vec<String>,
+}
+
+impl FakeApi {
+    pub fn put(&self, path: &str, object: Value) {
+        self.state().objects.insert(path.to_owned(), object);
+    }
+
+    /// From now on a review says that everybody may `get` this object.
+    pub fn allow_get(&self, namespace: &str, name: &str) {
+        self.state().rights.insert(["get", namespace, name].map(str::to_owned));
+    }
+
+    /// The calls so far that begin so.
+    pub fn calls(&self, begin: &str) -> usize {
+        self.state().calls.iter().filter(|call| call.starts_with(begin)).count()
+    }
+
+    pub fn client(&self) -> Client {
+        let api = self.clone();
+        let service = tower::service_fn(move |request: http::Request<Body>| {
+            let api = api.clone();
+            async move { Ok::<_, std::io::Error>(api.answer(request).await) }
+        });
+        Client::new(service, "default")
+    }
+
+    async fn answer(&self, request: http::Request<Body>) -> http::Response<Body> {
+        let (uri, method) = (request.uri().clone(), request.method().clone());
+        // A watch begins with a list, which is told by its selector.
+        if uri.query().is_some_and(|query| query.contains(WATCHED) || query.contains("watch=")) {
+            return failure(403);
+        }
+        self.state().calls.push(format!("{method} {}", uri.path()));
+        if method == http::Method::POST {
+            let body = request.into_body().collect_bytes().await.unwrap();
+            return self.reviewed(serde_json::from_slice(&body).unwrap());
+        }
+        // Whoever asks at the same time has asked by then.
+        tokio::task::yield_now().await;
+        let state = self.state();
+        if let Some(object) = state.objects.get(uri.path()) {
+            return respond(200, object);
+        }
+        let within = format!("{}/", uri.path());
+        let items = state.objects.iter().filter(|(path, _)| path.starts_with(&within));
+        let items: Vec<_> = items.map(|(_, object)| object).collect();
+        match uri.query().is_some_and(|query| query.contains("limit=")) {
+            true => respond(200, &json!({ "metadata": {}, "items": items })),
+            false => failure(404),
+        }
+    }
+
+    fn reviewed(&self, mut review: Value) -> http::Response<Body> {
+        let asked = review["spec"]["resourceAttributes"].clone();
+        let word = |field: &str| asked[field].as_str().unwrap_or_default().to_owned();
+        let right = [word("verb"), word("namespace"), word("name")];
+        review["status"] = json!({ "allowed": self.state().rights.contains(&right) });
+        respond(201, &review)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap()
+    }
+}
+
+/// Selects what a cache watches in a test, so that a list of its watch is not taken for one of its own.
+pub const WATCHED: &str = "watched";
+
+fn respond(code: u16, body: &Value) -> http::Response<Body> {
+    let body = Body::from(serde_json::to_vec(body).unwrap());
+    http::Response::builder().status(code).body(body).unwrap()
+}
+
+fn failure(code: u16) -> http::Response<Body> {
+    let reason = if code == 404 { "NotFound" } else { "Forbidden" };
+    respond(code, &json!({ "status": "Failure", "code": code, "message": "", "reason": reason }))
+}

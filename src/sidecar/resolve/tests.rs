@@ -1,0 +1,132 @@
+//! What base_snapshot_id leads to, and what is refused, against an API server that allows no watch.
+
+use kube::Api;
+use kube::runtime::watcher;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tonic::Code;
+
+use super::*;
+use crate::kubernetes::cache::Cache;
+use crate::kubernetes::fake_api::{FakeApi, WATCHED};
+use crate::kubernetes::snapshot;
+use crate::telemetry::shutdown::{Phase, Shutdown};
+
+const DRIVER: &str = "d.example";
+const GROUP: &str = "/apis/snapshot.storage.k8s.io/v1";
+
+/// An API server with the VolumeSnapshot `shop/target`, which has the handle `target-1`.
+fn api() -> FakeApi {
+    let api = FakeApi::default();
+    put(&api, "shop", "target", "target-1");
+    api
+}
+
+/// A VolumeSnapshot of the volume `volume-1` and its content.
+fn put(api: &FakeApi, namespace: &str, name: &str, handle: &str) {
+    put_from(api, namespace, name, handle, json!({ "volumeHandle": "volume-1" }), 1);
+}
+
+/// The same from another source, taken at this time.
+fn put_from(api: &FakeApi, namespace: &str, name: &str, handle: &str, source: Value, time: i64) {
+    let content = format!("content-{namespace}-{name}");
+    let object = json!({
+        "metadata": { "namespace": namespace, "name": name, "uid": content },
+        "spec": { "source": {} },
+        "status": { "readyToUse": true, "boundVolumeSnapshotContentName": content },
+    });
+    api.put(&format!("{GROUP}/namespaces/{namespace}/volumesnapshots/{name}"), object);
+    let object = json!({
+        "metadata": { "name": content },
+        "spec": {
+            "driver": DRIVER, "deletionPolicy": "Delete", "source": source,
+            "volumeSnapshotRef": { "namespace": namespace, "name": name, "uid": content },
+        },
+        "status": { "readyToUse": true, "snapshotHandle": handle, "creationTime": time },
+    });
+    api.put(&format!("{GROUP}/volumesnapshotcontents/{content}"), object);
+}
+
+/// A sidecar's look-ups, while the sender is there.
+struct Stage {
+    resolver: Resolver,
+    _phase: watch::Sender<Phase>,
+}
+
+impl Stage {
+    fn new(api: &FakeApi, base_reference: BaseReference) -> Self {
+        let (phase, shutdown) = Shutdown::by_hand();
+        let client = api.client();
+        let watched = || watcher::Config::default().labels(WATCHED);
+        let snapshots = {
+            let (all, client) = (Api::all(client.clone()), client.clone());
+            let of = move |namespace: &str| Api::namespaced(client.clone(), namespace);
+            Cache::start(all, of, watched(), |_| None, shutdown.clone())
+        };
+        let all: Api<VolumeSnapshotContent> = Api::all(client);
+        let one = all.clone();
+        let contents =
+            Cache::start(all, move |_| one.clone(), watched(), snapshot::handle, shutdown);
+        let bound = bound_snapshot::Resolver { snapshots, contents };
+        Self { resolver: Resolver { bound, base_reference }, _phase: phase }
+    }
+
+    /// What the base of a delta to `shop/target` is to the driver.
+    async fn base(&self, reference: &str) -> Result<String, Refusal> {
+        let target = self.resolver.target(DRIVER, "shop", "target").await?;
+        self.resolver.base(DRIVER, reference, &target).await
+    }
+}
+
+/// The same for one request.
+async fn base(api: &FakeApi, kind: BaseReference, reference: &str) -> Result<String, Refusal> {
+    Stage::new(api, kind).base(reference).await
+}
+
+#[tokio::test]
+async fn a_name_never_wins_over_a_handle() {
+    let api = api();
+    put(&api, "shop", "first", "handle-1");
+    // Made by somebody who knows the handle of the base and wants the next delta to lack something.
+    put(&api, "shop", "handle-1", "handle-2");
+    assert_eq!(base(&api, BaseReference::Id, "handle-1").await.unwrap(), "handle-1");
+    assert_eq!(base(&api, BaseReference::Name, "handle-1").await.unwrap(), "handle-2");
+    let refusal = base(&api, BaseReference::Either, "handle-1").await.unwrap_err();
+    assert_eq!((refusal.reason, refusal.code()), (Reason::AmbiguousBase, Code::InvalidArgument));
+    let message = refusal.message();
+    assert!(message.starts_with("base_snapshot_id: ") && message.contains("send its handle"));
+    assert!(message.contains("--base-reference id"), "{message}");
+}
+
+#[tokio::test]
+async fn a_name_that_is_the_handle_of_its_own_snapshot_is_not_ambiguous() {
+    let api = api();
+    put(&api, "shop", "handle-1", "handle-1");
+    // The same snapshot, brought in once more.
+    put(&api, "elsewhere", "first", "handle-1");
+    for kind in [BaseReference::Id, BaseReference::Name, BaseReference::Either] {
+        assert_eq!(base(&api, kind, "handle-1").await.unwrap(), "handle-1", "{kind:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_base_is_what_the_flag_lets_it_be() {
+    let api = api();
+    put(&api, "shop", "first", "handle-1");
+    use BaseReference::{Either, Id, Name};
+    for (kind, reference, found) in [
+        // What no content has is for the driver to judge.
+        (Id, "first", Ok("first")),
+        (Id, "handle-1", Ok("handle-1")),
+        (Id, "gone", Ok("gone")),
+        (Name, "first", Ok("handle-1")),
+        (Name, "handle-1", Err(Reason::SnapshotMissing)),
+        (Name, "Handle/7", Err(Reason::SnapshotMissing)),
+        (Either, "first", Ok("handle-1")),
+        (Either, "handle-1", Ok("handle-1")),
+        (Either, "Handle/7", Ok("Handle/7")),
+    ] {
+        let base = base(&api, kind, reference).await.map_err(|refusal| refusal.reason);
+        assert_eq!(base, found.map(str::to_owned), "{kind:?} {reference}");
+    }
+}

@@ -149,7 +149,7 @@ impl<P: Publication> Publisher<P> {
         format!("{} {}", P::Object::kind(&()), self.publication.name())
     }
 
-    /// Returns whether it had to write.
+    /// Returns whether it changed the object.
     async fn publish(&mut self) -> anyhow::Result<bool> {
         let pem = self.place.pem.borrow_and_update().clone();
         let name = self.publication.name().to_owned();
@@ -173,30 +173,35 @@ impl<P: Publication> Publisher<P> {
             within(CALL, cleared).await.map_err(|error| told::<P>(error, "clearing"))?;
         }
         let wanted = self.publication.wanted(found.as_ref(), &pem)?;
-        self.apply(wanted).await.map_err(|error| told::<P>(error, "writing"))?;
-        tracing::info!("{} written", self.title());
+        let written = self.apply(wanted).await.map_err(|error| told::<P>(error, "writing"))?;
         self.place.tell(&pem);
-        Ok(true)
+        // Where the definition lacks the optional field, the object never is as it should be.
+        let before = found.and_then(|found| found.meta().resource_version.clone());
+        let changed = before.is_none() || before != written.meta().resource_version;
+        if changed {
+            tracing::info!("{} written", self.title());
+        }
+        Ok(changed)
     }
 
     /// Server-side apply refuses a field that the definition lacks, as an older one does; other writes drop it.
-    async fn apply(&mut self, mut wanted: Value) -> kube::Result<()> {
+    async fn apply(&mut self, mut wanted: Value) -> kube::Result<P::Object> {
         let params = PatchParams::apply(self.publication.manager()).force();
         let (objects, name) = (self.objects.clone(), self.publication.name().to_owned());
         let write = async |wanted: Value| {
             within(CALL, objects.patch(&name, &params, &Patch::Apply(wanted))).await
         };
-        let Some(field) = P::OPTIONAL_FIELD else { return write(wanted).await.map(drop) };
+        let Some(field) = P::OPTIONAL_FIELD else { return write(wanted).await };
         if !self.crd_lacks_field {
             match write(wanted.clone()).await {
                 Err(error) if is_unknown(field, &error) => self.crd_lacks_field = true,
-                written => return written.map(drop),
+                written => return written,
             }
         }
         if let Some(spec) = wanted["spec"].as_object_mut() {
             spec.remove(field);
         }
-        write(wanted).await.map(drop)
+        write(wanted).await
     }
 }
 

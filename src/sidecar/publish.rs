@@ -15,6 +15,7 @@ use crate::kubernetes::publish::Publication;
 use crate::kubernetes::session::SnapshotServiceConfiguration;
 use crate::kubernetes::tls::{self, Bundles};
 use crate::kubernetes::{cbt_http, name};
+use crate::telemetry::klog;
 use crate::telemetry::shutdown::Shutdown;
 
 /// As whom the fields are written (server-side apply).
@@ -42,6 +43,12 @@ pub struct Args {
     /// --tls-cert. It may change at any time.
     #[arg(long, requires = "manage_service", conflicts_with = "self_signed", value_name = "FILE")]
     pub service_ca: Option<PathBuf>,
+
+    /// Publish in the SnapshotMetadataService whether the base of a delta has to exist still; by default the field is left as
+    /// others set it.
+    #[arg(long, requires = "manage_service", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+        value_parser = klog::boolean, value_name = "BOOL")]
+    pub require_base_snapshot_for_delta: Option<bool>,
 }
 
 /// What the SnapshotMetadataService says.
@@ -51,6 +58,9 @@ pub struct Service {
     pub driver: String,
     pub address: Address,
     pub audience: String,
+    /// requireBaseSnapshotForDelta, where it is published. What a driver can do is not for every sidecar to know, and unset is the
+    /// safe value.
+    pub requires_base: Option<bool>,
 }
 
 /// What the SnapshotServiceConfiguration says.
@@ -131,7 +141,7 @@ impl Publication for Service {
     }
 
     fn wanted(&self, _: Option<&SnapshotMetadataService>, pem: &str) -> anyhow::Result<Value> {
-        Ok(json!({
+        let mut object = json!({
             "apiVersion": SnapshotMetadataService::api_version(&()),
             "kind": SnapshotMetadataService::kind(&()),
             "metadata": { "name": self.driver, "labels": { DRIVER_LABEL: self.driver } },
@@ -139,9 +149,13 @@ impl Publication for Service {
                 "address": self.address.to_string(),
                 "audience": self.audience,
                 "caCert": k8s_openapi::ByteString(pem.as_bytes().to_vec()),
-                OPTIONAL_FIELD: false,
             },
-        }))
+        });
+        // What is not written stays as another manager set it.
+        if let Some(required) = self.requires_base {
+            object["spec"][OPTIONAL_FIELD] = required.into();
+        }
+        Ok(object)
     }
 
     fn is_as_it_should_be(&self, found: &SnapshotMetadataService, pem: &str) -> bool {
@@ -150,7 +164,9 @@ impl Publication for Service {
             && spec.address == self.address.to_string()
             && spec.audience == self.audience
             && spec.ca_cert.0 == pem.as_bytes()
-            && spec.require_base_snapshot_for_delta != Some(true)
+            && self
+                .requires_base
+                .is_none_or(|required| spec.require_base_snapshot_for_delta == Some(required))
     }
 }
 
@@ -282,10 +298,34 @@ mod tests {
         }
     }
 
+    fn service(requires_base: Option<bool>) -> Service {
+        let (driver, audience) = ("d".to_owned(), "u".to_owned());
+        Service { driver, address: "a:1".parse().unwrap(), audience, requires_base }
+    }
+
     #[test]
-    fn a_field_that_the_crd_lacks_is_no_drift_and_any_other_difference_is() {
-        let service =
-            Service { driver: "d".into(), address: "a:1".parse().unwrap(), audience: "u".into() };
+    fn whether_a_base_has_to_exist_is_published_only_if_a_flag_says_so() {
+        let line = "x --manage-service --service-address a:1";
+        assert_eq!(parse(line).unwrap().require_base_snapshot_for_delta, None);
+        let given = format!("{line} --require-base-snapshot-for-delta=false");
+        assert_eq!(parse(&given).unwrap().require_base_snapshot_for_delta, Some(false));
+        for published in [None, Some(false), Some(true)] {
+            let service = service(published);
+            let object = service.wanted(None, "pem").unwrap();
+            assert_eq!(object["spec"].get(OPTIONAL_FIELD), published.map(Value::from).as_ref());
+            let object: SnapshotMetadataService = serde_json::from_value(object).unwrap();
+            for found in [None, Some(false), Some(true)] {
+                let mut object = object.clone();
+                object.spec.require_base_snapshot_for_delta = found;
+                let is_left_alone = published.is_none() || found == published;
+                assert_eq!(service.is_as_it_should_be(&object, "pem"), is_left_alone, "{found:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn any_difference_of_a_service_is_drift() {
+        let service = service(None);
         let object: SnapshotMetadataService =
             serde_json::from_value(service.wanted(None, "pem").unwrap()).unwrap();
         let spec = object.spec.clone();
@@ -295,16 +335,9 @@ mod tests {
         };
         let good = |object: &SnapshotMetadataService| service.is_as_it_should_be(object, "pem");
         assert!(good(&object));
-        let pruned =
-            SnapshotMetadataServiceSpec { require_base_snapshot_for_delta: None, ..spec.clone() };
-        assert!(good(&with(pruned)));
-        let required = SnapshotMetadataServiceSpec {
-            require_base_snapshot_for_delta: Some(true),
-            ..spec.clone()
-        };
         let address = SnapshotMetadataServiceSpec { address: "b:1".into(), ..spec.clone() };
         let audience = SnapshotMetadataServiceSpec { audience: "v".into(), ..spec.clone() };
-        for other in [required, address, audience] {
+        for other in [address, audience] {
             assert!(!good(&with(other.clone())), "{other:?}");
         }
         assert!(!service.is_as_it_should_be(&object, "other"));

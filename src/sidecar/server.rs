@@ -367,7 +367,8 @@ impl Attend {
         }
         if let Some(place) = released {
             let audience = self.base.args.audience.clone().unwrap_or_else(|| driver.clone());
-            self.keep(publish::Service { driver, address, audience }, place);
+            let requires_base = self.base.args.publish.require_base_snapshot_for_delta;
+            self.keep(publish::Service { driver, address, audience, requires_base }, place);
         }
     }
 

@@ -56,7 +56,8 @@ fn self_signed(namespace: &str, validity: &str) -> Flags {
 
 fn service(driver: &str, flags: &Flags) -> Service {
     let address = flags.publish.service_address.clone().unwrap();
-    Service { driver: driver.to_owned(), address, audience: "backup".to_owned() }
+    let requires_base = flags.publish.require_base_snapshot_for_delta;
+    Service { driver: driver.to_owned(), address, audience: "backup".to_owned(), requires_base }
 }
 
 /// What the sidecar needs for this, beside what it needs anyway.
@@ -231,7 +232,7 @@ fn a_service_that_drifts_is_put_right() {
     assert_eq!(good.spec.address, "localhost:1");
     assert_eq!(good.spec.audience, "backup");
     assert_eq!(good.metadata.labels.as_ref().unwrap()[DRIVER_LABEL], driver);
-    assert_ne!(good.spec.require_base_snapshot_for_delta, Some(true));
+    assert_eq!(good.spec.require_base_snapshot_for_delta, None);
     let put_right = |what: &str| {
         cluster.wait_for(what, || {
             let now = cluster.get(&api, driver)?;
@@ -259,6 +260,33 @@ fn a_service_that_drifts_is_put_right() {
     cluster.delete(&api, driver);
     put_right("a new service");
     assert!(started.elapsed() < Duration::from_secs(25), "it was the resync that found it");
+}
+
+#[test]
+fn whether_a_base_has_to_exist_stays_as_the_administrator_has_said() {
+    let Some(cluster) = shared() else { return };
+    let namespace = cluster.namespace("base");
+    let client = cluster.client_as(&grant(cluster, &namespace, true));
+    let driver = "base.example";
+    let replica = start(cluster, &client, self_signed(&namespace, "1h"), driver);
+    let api = services(cluster);
+    let put_right = |said: Option<bool>| {
+        cluster.merge(&api, driver, &json!({ "spec": { "address": "elsewhere:2" } }));
+        cluster.wait_for("the address", || {
+            let spec = cluster.get(&api, driver)?.spec;
+            let is_right = spec.address == "localhost:1";
+            (is_right && spec.require_base_snapshot_for_delta == said).then_some(())
+        });
+    };
+    cluster.wait_for("the service", || ca_cert(cluster, driver));
+    put_right(None);
+    cluster.merge(&api, driver, &json!({ "spec": { "requireBaseSnapshotForDelta": true } }));
+    put_right(Some(true));
+    drop(replica);
+    let mut flags = self_signed(&namespace, "1h");
+    flags.publish.require_base_snapshot_for_delta = Some(false);
+    let _replica = start(cluster, &client, flags, driver);
+    put_right(Some(false));
 }
 
 /// `--session-api`: for the session manager.
@@ -447,7 +475,9 @@ fn a_crd_without_the_newest_field_is_enough() {
     install(cluster, &older);
     let driver = "older.example";
     {
-        let _replica = start(cluster, &client, self_signed(&namespace, "1h"), driver);
+        let mut flags = self_signed(&namespace, "1h");
+        flags.publish.require_base_snapshot_for_delta = Some(false);
+        let _replica = start(cluster, &client, flags, driver);
         cluster.wait_for("the service", || ca_cert(cluster, driver));
     }
     install(cluster, &crd);

@@ -165,11 +165,13 @@ impl Resolver {
     }
 }
 
-/// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest.
+/// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest. Only contents that were
+/// created dynamically are compared: of an imported snapshot Kubernetes does not know the volume, and its time of creation may
+/// be that of the import.
 pub fn fits(base: &VolumeSnapshotContent, target: &VolumeSnapshotContent) -> Result<(), Misfit> {
-    let volumes =
-        base.spec.source.volume_handle.as_ref().zip(target.spec.source.volume_handle.as_ref());
-    if volumes.is_some_and(|(base, target)| base != target) {
+    let volumes = (&base.spec.source.volume_handle, &target.spec.source.volume_handle);
+    let (Some(base_volume), Some(target_volume)) = volumes else { return Ok(()) };
+    if base_volume != target_volume {
         return Err(Misfit::OtherVolume);
     }
     let cut_at =
@@ -186,4 +188,41 @@ fn unread_snapshots(error: kube::Error) -> Problem {
 
 fn shown(key: &Key) -> String {
     format!("{}/{}", key.namespace, key.name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kubernetes::snapshot::{
+        VolumeSnapshotContentSource, VolumeSnapshotContentSpec, VolumeSnapshotContentStatus,
+    };
+
+    /// One that was taken of this volume, or imported, at this time.
+    fn content(volume: Option<&str>, time: i64) -> VolumeSnapshotContent {
+        let source = VolumeSnapshotContentSource {
+            volume_handle: volume.map(str::to_owned),
+            snapshot_handle: volume.is_none().then(|| "handle".to_owned()),
+        };
+        let spec = VolumeSnapshotContentSpec { source, ..Default::default() };
+        let status =
+            VolumeSnapshotContentStatus { creation_time: Some(time), ..Default::default() };
+        VolumeSnapshotContent { spec, status: Some(status), ..Default::default() }
+    }
+
+    #[test]
+    fn only_snapshots_that_were_taken_through_kubernetes_are_compared_by_time() {
+        for (base, target, expected) in [
+            ((Some("v"), 1), (Some("v"), 2), Ok(())),
+            ((Some("v"), 1), (Some("v"), 1), Ok(())),
+            ((Some("v"), 2), (Some("v"), 1), Err(Misfit::BaseNewer)),
+            ((Some("v"), 1), (Some("w"), 2), Err(Misfit::OtherVolume)),
+            // The driver judges these.
+            ((None, 2), (Some("v"), 1), Ok(())),
+            ((Some("v"), 2), (None, 1), Ok(())),
+            ((None, 2), (None, 1), Ok(())),
+        ] {
+            let fits = fits(&content(base.0, base.1), &content(target.0, target.1));
+            assert_eq!(fits, expected, "{base:?} {target:?}");
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! Who asks, and may they: the token is reviewed for this driver's audience, then the right to get VolumeSnapshots
-//! in the namespace (KEP-3314, "The External Snapshot Metadata Sidecar").
+//! in the namespace (KEP-3314, "The External Snapshot Metadata Sidecar"), and, where the base is a VolumeSnapshot of another
+//! namespace, the right to get that one.
 
 use std::sync::Arc;
 
@@ -47,12 +48,18 @@ pub struct Gate {
     pub reviewer: Reviewer,
 }
 
+/// The user of a token that is good.
+pub struct Caller<'g> {
+    reviewer: &'g Reviewer,
+    user: Arc<UserInfo>,
+}
+
 impl Gate {
     /// The user of the token.
-    pub async fn authenticate(&self, asked: &Asked) -> Result<Arc<UserInfo>, Refusal> {
+    pub async fn authenticate(&self, asked: &Asked) -> Result<Caller<'_>, Refusal> {
         let audience = self.audience.current().await?;
         match self.reviewer.authenticate(asked.token.reveal(), &audience).await {
-            Ok(user) => Ok(user),
+            Ok(user) => Ok(Caller { reviewer: &self.reviewer, user }),
             Err(Denied::Refused(reason)) => Err(Refusal::new(
                 Reason::Unauthenticated,
                 format!(
@@ -63,27 +70,46 @@ impl Gate {
             Err(Denied::Unknown(error)) => Err(Refusal::api("create TokenReviews", &error)),
         }
     }
+}
 
-    pub async fn authorize(&self, user: &UserInfo, asked: &Asked) -> Result<(), Refusal> {
-        let namespace = asked.namespace.as_str();
+impl<'g> Caller<'g> {
+    #[cfg(test)]
+    pub fn new(reviewer: &'g Reviewer, user: UserInfo) -> Self {
+        Self { reviewer, user: Arc::new(user) }
+    }
+
+    pub fn username(&self) -> Option<&str> {
+        self.user.username.as_deref()
+    }
+
+    /// Refuses a caller that may not get the VolumeSnapshots of the namespace.
+    pub async fn authorize(&self, namespace: &str) -> Result<(), Refusal> {
+        if self.may_get(namespace, None).await? {
+            return Ok(());
+        }
+        Err(Refusal::new(
+            Reason::NotAllowed,
+            format!(
+                "{} may not get volumesnapshots.{GROUP} in the namespace {namespace}; a Role there or a \
+                 ClusterRole has to allow it",
+                self.username().unwrap_or("the user")
+            ),
+        ))
+    }
+
+    /// Whether the caller may get the VolumeSnapshot of this name, or all of the namespace.
+    pub async fn may_get(&self, namespace: &str, name: Option<&str>) -> Result<bool, Refusal> {
         let action = Action {
             verb: "get",
             group: GROUP,
             resource: "volumesnapshots",
             subresource: None,
             namespace,
-            name: None,
+            name,
         };
-        match self.reviewer.authorize(user, action).await {
-            Ok(()) => Ok(()),
-            Err(Denied::Refused(_)) => Err(Refusal::new(
-                Reason::NotAllowed,
-                format!(
-                    "{} may not get volumesnapshots.{GROUP} in the namespace {namespace}; a Role there or a \
-                     ClusterRole has to allow it",
-                    user.username.as_deref().unwrap_or("the user")
-                ),
-            )),
+        match self.reviewer.authorize(&self.user, action).await {
+            Ok(()) => Ok(true),
+            Err(Denied::Refused(_)) => Ok(false),
             Err(Denied::Unknown(error)) => Err(Refusal::api("create SubjectAccessReviews", &error)),
         }
     }

@@ -51,14 +51,14 @@ impl Released {
             // Without the driver's name nobody knows the audience.
             return Err(driver.name().err().unwrap_or_else(exiting));
         };
-        let user = gate.authenticate(asked).await?;
-        call.by(user.username.as_deref());
-        gate.authorize(&user, asked).await?;
+        let caller = gate.authenticate(asked).await?;
+        call.by(caller.username());
+        caller.authorize(&asked.namespace).await?;
         let driver = driver.capable()?;
         let stream = self.sidecar.stream()?;
         let target = resolver.target(&driver, &asked.namespace, &asked.target).await?;
         let base = match &asked.base {
-            Some(base) => Some(resolver.base(&driver, base, &target).await?),
+            Some(base) => Some(resolver.base(&driver, base, &target, &caller).await?),
             None => None,
         };
         let window = (asked.starting_offset, asked.max_results);

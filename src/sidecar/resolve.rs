@@ -1,6 +1,6 @@
 //! From names of Kubernetes to handles of the driver, with every check that belongs in between (KEP-3314, "The
 //! External Snapshot Metadata Sidecar"). Whose data a handle stands for is decided here: a base that belongs to
-//! another namespace is refused.
+//! another namespace is refused to callers that may not get its VolumeSnapshot there.
 
 #[cfg(test)]
 mod tests;
@@ -10,6 +10,7 @@ use std::sync::Arc;
 use clap::ValueEnum;
 use kube::ResourceExt;
 
+use super::access::Caller;
 use super::refusal::{Reason, Refusal};
 use crate::kubernetes::bound_snapshot::{self, Misfit, Part, Problem, Snapshot};
 use crate::kubernetes::cache::Key;
@@ -57,6 +58,7 @@ impl Resolver {
         driver: &str,
         reference: &str,
         target: &Snapshot,
+        caller: &Caller<'_>,
     ) -> Result<String, Refusal> {
         let namespace = target.object.namespace().unwrap_or_default();
         let key = Key::new(&namespace, reference);
@@ -70,7 +72,7 @@ impl Resolver {
         {
             return handle_of(named, target);
         }
-        owned(&contents, &namespace, target)?;
+        readable(&contents, &namespace, target, caller).await?;
         Ok(reference.to_owned())
     }
 
@@ -153,27 +155,43 @@ fn handle_of(base: Snapshot, target: &Snapshot) -> Result<String, Refusal> {
     Ok(base.handle)
 }
 
-/// Whether a handle with these contents may be used in `namespace`: no content has it (its VolumeSnapshot was deleted, and
-/// the driver holds it to the target's volume), or one of a VolumeSnapshot there.
-fn owned(
+/// Whether the caller may use a handle with these contents in `namespace`: no content has it (its VolumeSnapshot was deleted,
+/// and the driver holds it to the target's volume), or one of a VolumeSnapshot there, or one of a VolumeSnapshot that the caller
+/// may get elsewhere. Which namespace that is, is not for everybody to know.
+async fn readable(
     contents: &[Arc<VolumeSnapshotContent>],
     namespace: &str,
     target: &Snapshot,
+    caller: &Caller<'_>,
 ) -> Result<(), Refusal> {
-    let own = contents
-        .iter()
-        .find(|content| content.spec.volume_snapshot_ref.namespace.as_deref() == Some(namespace));
-    match own {
-        Some(content) => fits(BASE_ID, content, &target.content),
-        None if contents.is_empty() => Ok(()),
-        None => Err(Refusal::new(
-            Reason::ForeignBase,
-            format!(
-                "{BASE_ID}: is a snapshot that belongs to another namespace than {namespace}; \
-                 use one of a VolumeSnapshot of this namespace"
-            ),
-        )),
+    let owner = |content: &VolumeSnapshotContent| {
+        let object = &content.spec.volume_snapshot_ref;
+        object.namespace.clone().zip(object.name.clone())
+    };
+    let is_own = |content: &&Arc<VolumeSnapshotContent>| {
+        owner(content).is_some_and(|(home, _)| home == namespace)
+    };
+    if let Some(own) = contents.iter().find(is_own) {
+        return fits(BASE_ID, own, &target.content);
     }
+    for content in contents {
+        if let Some((home, name)) = owner(content)
+            && caller.may_get(&home, Some(&name)).await?
+        {
+            return fits(BASE_ID, content, &target.content);
+        }
+    }
+    if contents.is_empty() {
+        return Ok(());
+    }
+    Err(Refusal::new(
+        Reason::ForeignBase,
+        format!(
+            "{BASE_ID}: is a snapshot of another namespace than {namespace}, whose VolumeSnapshot {} may not get; use one of \
+             this namespace, or have a Role there allow it",
+            caller.username().unwrap_or("the user")
+        ),
+    ))
 }
 
 /// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest. `field` is what the

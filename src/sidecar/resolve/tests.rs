@@ -1,5 +1,8 @@
 //! What base_snapshot_id leads to, and what is refused, against an API server that allows no watch.
 
+use std::time::Duration;
+
+use k8s_openapi::api::authentication::v1::UserInfo;
 use kube::Api;
 use kube::runtime::watcher;
 use serde_json::{Value, json};
@@ -9,6 +12,7 @@ use tonic::Code;
 use super::*;
 use crate::kubernetes::cache::Cache;
 use crate::kubernetes::fake_api::{FakeApi, WATCHED};
+use crate::kubernetes::review::Reviewer;
 use crate::kubernetes::snapshot;
 use crate::telemetry::shutdown::{Phase, Shutdown};
 
@@ -50,6 +54,7 @@ fn put_from(api: &FakeApi, namespace: &str, name: &str, handle: &str, source: Va
 /// A sidecar's look-ups, while the sender is there.
 struct Stage {
     resolver: Resolver,
+    reviewer: Reviewer,
     _phase: watch::Sender<Phase>,
 }
 
@@ -68,13 +73,16 @@ impl Stage {
         let contents =
             Cache::start(all, move |_| one.clone(), watched(), snapshot::handle, shutdown);
         let bound = bound_snapshot::Resolver { snapshots, contents };
-        Self { resolver: Resolver { bound, base_reference }, _phase: phase }
+        let reviewer = Reviewer::new(api.client(), Duration::from_secs(60));
+        Self { resolver: Resolver { bound, base_reference }, reviewer, _phase: phase }
     }
 
     /// What the base of a delta to `shop/target` is to the driver.
     async fn base(&self, reference: &str) -> Result<String, Refusal> {
         let target = self.resolver.target(DRIVER, "shop", "target").await?;
-        self.resolver.base(DRIVER, reference, &target).await
+        let user = UserInfo { username: Some("backup".into()), ..UserInfo::default() };
+        let caller = Caller::new(&self.reviewer, user);
+        self.resolver.base(DRIVER, reference, &target, &caller).await
     }
 }
 
@@ -129,4 +137,42 @@ async fn a_base_is_what_the_flag_lets_it_be() {
         let base = base(&api, kind, reference).await.map_err(|refusal| refusal.reason);
         assert_eq!(base, found.map(str::to_owned), "{kind:?} {reference}");
     }
+}
+
+#[tokio::test]
+async fn a_base_of_another_namespace_is_for_callers_that_may_get_it_there() {
+    let api = api();
+    put(&api, "elsewhere", "first", "handle-1");
+    let stage = Stage::new(&api, BaseReference::Id);
+    let refusal = stage.base("handle-1").await.unwrap_err();
+    assert_eq!(refusal.reason, Reason::ForeignBase);
+    assert!(!refusal.message().contains("elsewhere"), "{refusal:?}");
+    // Neither another one there nor one of that name here.
+    api.allow_get("elsewhere", "second");
+    api.allow_get("shop", "first");
+    assert_eq!(stage.base("handle-1").await.unwrap_err().reason, Reason::ForeignBase);
+    api.allow_get("elsewhere", "first");
+    assert_eq!(stage.base("handle-1").await.unwrap(), "handle-1");
+}
+
+#[tokio::test]
+async fn a_base_of_another_namespace_has_to_fit_all_the_same() {
+    let api = api();
+    let other = json!({ "volumeHandle": "volume-2" });
+    put_from(&api, "elsewhere", "first", "handle-1", other, 1);
+    let reason = async || base(&api, BaseReference::Id, "handle-1").await.unwrap_err().reason;
+    // Whoever may not get it is not told of what volume it is.
+    assert_eq!(reason().await, Reason::ForeignBase);
+    api.allow_get("elsewhere", "first");
+    assert_eq!(reason().await, Reason::OtherVolume);
+}
+
+#[tokio::test]
+async fn a_base_of_this_namespace_costs_no_further_review() {
+    let api = api();
+    put(&api, "elsewhere", "first", "handle-1");
+    put(&api, "shop", "first", "handle-1");
+    assert_eq!(base(&api, BaseReference::Id, "handle-1").await.unwrap(), "handle-1");
+    assert_eq!(base(&api, BaseReference::Id, "gone").await.unwrap(), "gone");
+    assert_eq!(api.calls("POST"), 0);
 }

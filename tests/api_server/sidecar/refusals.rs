@@ -166,7 +166,7 @@ fn a_base_has_to_be_of_the_same_volume_and_not_newer() {
 }
 
 #[test]
-fn a_base_of_another_namespace_is_refused() {
+fn a_base_of_another_namespace_is_refused_unless_the_caller_may_get_it_there() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let first = rig.snapshot("first");
@@ -182,6 +182,23 @@ fn a_base_of_another_namespace_is_refused() {
     let said = rig.ask(rig.delta(&foreign.handle, "second")).unwrap_err();
     assert!(!said.message().contains(&neighbours), "{said:?}");
     cluster.adopt_snapshot(&neighbours, "shared", &rig.driver_name, &first.handle, None);
+    assert_eq!(rig.extents(rig.delta(&first.handle, "second")).len(), 1);
+    // Brought into the neighbours' namespace alone, it takes the right to get it there.
+    let (snapshots, contents) =
+        (cluster.api_in::<VolumeSnapshot>(&rig.namespace), cluster.api::<VolumeSnapshotContent>());
+    let retain = json!({ "spec": { "deletionPolicy": "Retain" } });
+    cluster.merge(&contents, &first.content, &retain);
+    cluster.delete(&snapshots, "first");
+    cluster.wait_until_gone(&snapshots, "first");
+    cluster.delete(&contents, &first.content);
+    cluster.wait_until_gone(&contents, &first.content);
+    cluster.wait_for("the sidecar sees the neighbours' content alone", || {
+        let status = rig.ask(rig.delta(&first.handle, "second")).err()?;
+        (status.code() == Code::PermissionDenied).then_some(())
+    });
+    let mut readable = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
+    readable.resource_names = Some(vec!["shared".to_owned()]);
+    cluster.grant_in(&neighbours, &rig.backup, &[readable]);
     assert_eq!(rig.extents(rig.delta(&first.handle, "second")).len(), 1);
 }
 

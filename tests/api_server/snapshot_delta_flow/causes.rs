@@ -123,11 +123,9 @@ fn content_missing_a_content_that_is_gone_is_named() {
 fn base_unfit_one_that_is_newer_or_of_another_driver_is_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
-    let (monday, tuesday) = (rig.snapshot("monday"), rig.snapshot("tuesday"));
-    let contents = cluster.api::<VolumeSnapshotContent>();
-    for (at, one) in [(1, &monday), (2, &tuesday)] {
-        cluster.merge_status(&contents, &one.content, &json!({ "creationTime": at }));
-    }
+    cluster.claim(&rig.apps, "data", &rig.driver, "volume-1", 1 << 30);
+    rig.taken("monday", 1);
+    rig.taken("tuesday", 2);
     let failure = rig.fails(Cause::BaseUnfit, &spec("tuesday", "monday"));
     assert!(failure.message.starts_with("spec.baseVolumeSnapshotName: is newer"), "{failure}");
     rig.answer(spec("monday", "tuesday"));

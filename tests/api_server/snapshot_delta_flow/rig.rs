@@ -9,7 +9,7 @@ use csi_loopback::aggregated_api::endpoint::Endpoints;
 use csi_loopback::aggregated_api::failure::{Cause, Failure};
 use csi_loopback::kubernetes::client::Rate;
 use csi_loopback::kubernetes::driver_discovery::DriverDiscovery;
-use csi_loopback::kubernetes::snapshot::VolumeSnapshot;
+use csi_loopback::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 use csi_loopback::kubernetes::snapshot_delta::{
     API_VERSION, KIND, VolumeSnapshotDelta, VolumeSnapshotDeltaSpec, VolumeSnapshotDeltaStatus,
 };
@@ -193,6 +193,22 @@ impl<'a> Rig<'a> {
 
     pub fn snapshot_with(&self, name: &str, handle: &str) -> Ready {
         self.cluster.believed_snapshot(&self.apps, name, &self.driver, &self.class, handle)
+    }
+
+    /// One that was taken of the claim `data` at this time, and not imported.
+    pub fn taken(&self, name: &str, time: i64) -> Ready {
+        let cluster = self.cluster;
+        cluster.ask_for_snapshot(&self.apps, name, "data", &self.class);
+        let snapshots = cluster.api_in::<VolumeSnapshot>(&self.apps);
+        let content = cluster.wait_for("the content", || {
+            cluster.get(&snapshots, name)?.status?.bound_volume_snapshot_content_name
+        });
+        // As csi-snapshotter writes it.
+        let status = json!({
+            "readyToUse": true, "snapshotHandle": format!("handle-{name}"), "creationTime": time,
+        });
+        cluster.merge_status(&cluster.api::<VolumeSnapshotContent>(), &content, &status);
+        cluster.wait_until_ready(&self.apps, name)
     }
 
     /// Removes the VolumeSnapshot at once, as nobody here does otherwise.

@@ -227,6 +227,23 @@ mod tests {
         }
     }
 
+    /// Copies of their arguments.
+    #[test]
+    fn the_arguments_of_the_released_sidecars_manifests_start_this_one() {
+        for rest in [
+            "--csi-address=/csi/csi.sock --tls-cert=/tmp/certificates/tls.crt --tls-key=/tmp/certificates/tls.key",
+            "--csi-address=/csi/csi.sock --tls-cert=/c --tls-key=/k --audience=test-backup-client",
+            "-csi-address /csi/csi.sock -tls-cert /c -tls-key /k -v=5 --audience= --kubeconfig= --tls-min-version=",
+            "-port 50052 -http-endpoint :9090 -metrics-path /m -timeout 30s -kube-api-qps 50 -kube-api-burst 100",
+            "--max-streaming-duration-min=0 --disable-metrics --logtostderr --v=5 --v=4 --port=1 --port=2",
+        ] {
+            let line = format!("/csi-snapshot-metadata {rest}");
+            let Ok(Cli { command: Command::Mode(Mode::Sidecar(_)) }) = parse(&line) else {
+                panic!("{line}: {}", error(&line))
+            };
+        }
+    }
+
     #[test]
     fn an_unknown_mode_is_an_error_that_lists_the_modes() {
         for line in ["c --mode drivel", "c --mode=volume", "c --mode", "c --mode="] {

@@ -1,10 +1,12 @@
 //! The flags of the mode: those of the released external-snapshot-metadata sidecar, under the same names and with
-//! the same defaults, and some more.
+//! the same defaults, and some more. They are read as Go's flag package reads them, so that manifests written for that
+//! sidecar mean the same here: the last of several wins, and an empty value is one that was not given.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::ValueEnum;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use tonic::Code;
 
 use super::resolve::BaseReference;
@@ -17,7 +19,7 @@ use crate::telemetry::{http, klog, logs};
 
 #[derive(Debug, clap::Args)]
 // `-version` of the released sidecar is `--version` here.
-#[command(version)]
+#[command(version, args_override_self = true)]
 pub struct Args {
     /// Socket of the CSI driver: unix:///path, unix:/path or /path.
     #[arg(long, default_value = "/run/csi/socket", value_name = "SOCKET")]
@@ -45,11 +47,11 @@ pub struct Args {
     pub metadata_api: bool,
 
     /// Audience that a client's token must have; by default that of the SnapshotMetadataService.
-    #[arg(long, value_parser = not_empty, value_name = "AUDIENCE")]
+    #[arg(long, value_parser = not_blank, value_name = "AUDIENCE")]
     pub audience: Option<String>,
 
     /// SnapshotMetadataService that names the audience; by default the one named after the driver.
-    #[arg(long, value_parser = not_empty, value_name = "NAME")]
+    #[arg(long, value_parser = not_blank, value_name = "NAME")]
     pub service_name: Option<String>,
 
     /// What base_snapshot_id of a delta request may be: a CSI handle (id), the name of a VolumeSnapshot (name), or both
@@ -61,8 +63,8 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = DeniedAs::PermissionDenied, value_name = "CODE")]
     pub denied_as: DeniedAs,
 
-    /// Longest time that one answer may take, in minutes.
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=525_600), value_name = "MINUTES")]
+    /// Longest time that one answer may take, in minutes; 0 for the default.
+    #[arg(long, default_value_t = DEFAULT_LONGEST, value_parser = clap::value_parser!(u64).range(..=525_600), value_name = "MINUTES")]
     pub max_streaming_duration_min: u64,
 
     /// Answers at once, at most; more are turned away with RESOURCE_EXHAUSTED.
@@ -79,7 +81,7 @@ pub struct Args {
     pub drain_timeout: Duration,
 
     /// Kubeconfig file; by default the ServiceAccount of the pod is used.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_parser = OsStringValueParser::new().map(PathBuf::from), value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
 
     /// Calls to the API server a second; 0 for the default, below 0 for no limit.
@@ -121,10 +123,23 @@ pub struct Args {
 
 /// Of the released sidecar.
 const DEFAULT_QPS: f64 = 5.0;
+/// Minutes, of the released sidecar.
+const DEFAULT_LONGEST: u64 = 10;
 /// Where there is no limit.
 const UNLIMITED: Rate = Rate { per_second: 1e6, burst: 1_000_000 };
 
 impl Args {
+    /// What the flags mean: those that say nothing are as if they had not been given.
+    pub fn settled(mut self) -> Self {
+        self.audience = self.audience.filter(|audience| !audience.is_empty());
+        self.service_name = self.service_name.filter(|name| !name.is_empty());
+        self.kubeconfig = self.kubeconfig.filter(|file| !file.as_os_str().is_empty());
+        if self.max_streaming_duration_min == 0 {
+            self.max_streaming_duration_min = DEFAULT_LONGEST;
+        }
+        self
+    }
+
     /// # Errors
     /// Flags that leave nothing to do.
     pub fn check(&self) -> anyhow::Result<()> {
@@ -175,9 +190,10 @@ impl DeniedAs {
     }
 }
 
-fn not_empty(text: &str) -> Result<String, String> {
-    if text.trim().is_empty() {
-        return Err("is empty; leave the flag away for the default".into());
+/// An empty one is the default; blanks are a mistake.
+fn not_blank(text: &str) -> Result<String, String> {
+    if text.trim().is_empty() && !text.is_empty() {
+        return Err("is blank; leave the flag away for the default".into());
     }
     Ok(text.to_owned())
 }
@@ -207,7 +223,34 @@ mod tests {
     }
 
     fn parse(line: &str) -> Args {
-        Line::try_parse_from(line.split(' ')).unwrap_or_else(|error| panic!("{line}: {error}")).args
+        let line = Line::try_parse_from(line.split(' ')).unwrap_or_else(|error| panic!("{error}"));
+        line.args.settled()
+    }
+
+    #[test]
+    fn a_flag_without_a_value_is_as_one_that_was_not_given() {
+        let args = parse(
+            "x --audience= --service-name= --kubeconfig= --tls-min-version= --max-streaming-duration-min=0",
+        );
+        assert_eq!((args.audience, args.service_name, args.kubeconfig), (None, None, None));
+        assert_eq!(args.tls.tls_min_version, tls::MinVersion::Tls12);
+        assert_eq!(args.max_streaming_duration_min, DEFAULT_LONGEST);
+        // As a variable of a pod that is not set.
+        assert_eq!(parse("x --audience ").audience, None);
+        let blank = Line::try_parse_from(["x", "--audience", " "]).unwrap_err();
+        assert!(blank.to_string().contains("is blank"), "{blank}");
+    }
+
+    #[test]
+    fn the_last_of_a_flags_values_counts() {
+        let args = parse(
+            "x --audience=a --port 1 --session-api --disable-metrics --kubeconfig=/a --port=2 \
+             --session-api=false --audience=b --manage-service --service-address a:1 --manage-service \
+             --disable-metrics --kubeconfig=",
+        );
+        assert_eq!((args.audience.as_deref(), args.port), (Some("b"), 2));
+        assert_eq!((args.session_api, args.disable_metrics, args.kubeconfig), (false, true, None));
+        assert_eq!(parse("x --audience=a --audience=").audience, None);
     }
 
     #[test]

@@ -52,6 +52,7 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Serves until a signal has come and the running answers are done.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let args = args.settled();
     let mut log = args.log.clone();
     args.klog.apply(&mut log);
     logs::init(log)?;

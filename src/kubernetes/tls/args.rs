@@ -70,7 +70,8 @@ pub struct Args {
 /// `--tls-min-version`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum MinVersion {
-    #[value(name = "VersionTLS12")]
+    // As in Go, an empty value is the default.
+    #[value(name = "VersionTLS12", alias = "")]
     Tls12,
     #[value(name = "VersionTLS13")]
     Tls13,

@@ -1,6 +1,7 @@
 //! Objects of one kind as a watch tells them, so that a look-up costs no call to the API server. Where the
 //! watch does not run (the API server is away, or the role allows no watch) every look-up asks the API
-//! server: an answer is never older than what a working watch last told.
+//! server: an answer is never older than what a working watch last told. Only [`Cache::with_recent`], whose look-up is a
+//! list of all objects then, answers from one list for some seconds.
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
@@ -13,6 +14,7 @@ use std::time::Duration;
 use kube::api::ListParams;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client, Resource, ResourceExt};
+use moka::future;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -25,6 +27,8 @@ use crate::telemetry::shutdown::Shutdown;
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(15);
 /// Objects in one page of a list.
 const PAGE: u32 = 500;
+/// How old a list may be that [`Cache::with_recent`] answers from.
+const LISTED_FOR: Duration = Duration::from_secs(5);
 /// Pauses after a watch that broke: the first, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
@@ -59,17 +63,22 @@ pub struct Cache<K> {
     index: Index<K>,
     of: Of<K>,
     all: Api<K>,
+    listed: future::Cache<(), Arc<Listed<K>>>,
     changes: watch::Sender<u64>,
 }
 
+/// A list of all objects, by the value of the index.
+type Listed<K> = HashMap<String, Vec<Arc<K>>>;
+
 impl<K: Clone> Clone for Cache<K> {
     fn clone(&self) -> Self {
-        let Self { state, index, of, all, changes } = self;
+        let Self { state, index, of, all, listed, changes } = self;
         Self {
             state: state.clone(),
             index: *index,
             of: of.clone(),
             all: all.clone(),
+            listed: listed.clone(),
             changes: changes.clone(),
         }
     }
@@ -93,7 +102,8 @@ impl<K: Object> Cache<K> {
     ) -> Self {
         let state = State { live: false, objects: HashMap::new(), indexed: HashMap::new() };
         let (state, changes) = (Arc::new(RwLock::new(state)), watch::Sender::new(0));
-        let cache = Self { state, index, of: Arc::new(of), all, changes };
+        let listed = future::Cache::builder().max_capacity(1).time_to_live(LISTED_FOR).build();
+        let cache = Self { state, index, of: Arc::new(of), all, listed, changes };
         tokio::spawn(cache.clone().follow(select, shutdown));
         cache
     }
@@ -148,6 +158,27 @@ impl<K: Object> Cache<K> {
         Ok(found.into_iter().map(Arc::new).collect())
     }
 
+    /// The same, but where the watch does not run as of a list that is some seconds old at most, and that all share who ask at
+    /// the same time: otherwise each look-up would list all objects.
+    pub async fn with_recent(&self, value: &str) -> Result<Vec<Arc<K>>, Arc<kube::Error>> {
+        if let Some(told) = self.told_with(value) {
+            return Ok(told);
+        }
+        let listed = self.listed.try_get_with((), self.list()).await?;
+        Ok(listed.get(value).cloned().unwrap_or_default())
+    }
+
+    async fn list(&self) -> kube::Result<Arc<Listed<K>>> {
+        let mut listed = Listed::<K>::new();
+        for mut object in list(&self.all, ListParams::default(), |_| true).await? {
+            shrink(&mut object);
+            if let Some(value) = (self.index)(&object).map(Cow::into_owned) {
+                listed.entry(value).or_default().push(Arc::new(object));
+            }
+        }
+        Ok(Arc::new(listed))
+    }
+
     /// All objects. Nothing where the watch does not run.
     pub fn all(&self) -> Option<Vec<Arc<K>>> {
         let state = self.read();
@@ -168,8 +199,11 @@ impl<K: Object> Cache<K> {
         let mut pause = FIRST_PAUSE;
         loop {
             tokio::select! {
-                error = self.watch(&select, &mut pause) => {
+                error = self.watch(&select) => {
                     self.write().live = false;
+                    if has_run(&error) {
+                        pause = FIRST_PAUSE;
+                    }
                     tracing::warn!(kind = %K::kind(&()), %error, "the watch broke; asking the API server instead");
                 }
                 () = shutdown.ending() => return,
@@ -182,7 +216,7 @@ impl<K: Object> Cache<K> {
     }
 
     /// Takes in what one watch tells, until it breaks.
-    async fn watch(&self, select: &watcher::Config, pause: &mut Duration) -> watcher::Error {
+    async fn watch(&self, select: &watcher::Config) -> watcher::Error {
         let mut events = pin!(watcher::watcher(self.all.clone(), select.clone()));
         let mut listed = Vec::new();
         loop {
@@ -191,7 +225,6 @@ impl<K: Object> Cache<K> {
                 Some(Ok(Event::InitApply(object))) => listed.push(object),
                 Some(Ok(Event::InitDone)) => {
                     self.replace(std::mem::take(&mut listed));
-                    *pause = FIRST_PAUSE;
                 }
                 Some(Ok(Event::Apply(object))) => self.put(object),
                 Some(Ok(Event::Delete(object))) => self.remove(&key(&object)),
@@ -238,8 +271,7 @@ impl<K: Object> Cache<K> {
 
 impl<K: Object> State<K> {
     fn put(&mut self, mut object: K, index: Index<K>) {
-        // Nobody reads them, and they are larger than the rest.
-        object.managed_fields_mut().clear();
+        shrink(&mut object);
         let key = key(&object);
         self.remove(&key, index);
         if let Some(value) = index(&object) {
@@ -258,6 +290,18 @@ impl<K: Object> State<K> {
             }
         }
     }
+}
+
+/// Takes away what nobody reads and is larger than the rest.
+fn shrink(object: &mut impl ResourceExt) {
+    object.managed_fields_mut().clear();
+}
+
+/// Whether a watch began before it broke. Each attempt lists all objects first, so that one that cannot begin, since the role
+/// does not allow it or the API server is away, is tried less and less often.
+fn has_run(error: &watcher::Error) -> bool {
+    use watcher::Error::{InitialListFailed, WatchStartFailed};
+    !matches!(error, InitialListFailed(_) | WatchStartFailed(_))
 }
 
 /// Everything in the cluster, for a kind that has namespaces.
@@ -320,4 +364,59 @@ pub async fn list<K: Object>(
 /// A call to the API server that does not wait for ever.
 pub async fn in_time<T>(call: impl Future<Output = kube::Result<T>>) -> kube::Result<T> {
     within(CALL_TIMEOUT, call).await
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use tokio::task::JoinSet;
+
+    use super::*;
+    use crate::kubernetes::fake_api::{FakeApi, WATCHED};
+    use crate::kubernetes::snapshot::{self, VolumeSnapshotContent};
+
+    const CONTENTS: &str = "/apis/snapshot.storage.k8s.io/v1/volumesnapshotcontents";
+
+    fn put(api: &FakeApi, handle: &str) {
+        let object = json!({
+            "metadata": { "name": handle },
+            "spec": { "driver": "d", "deletionPolicy": "Delete", "source": {}, "volumeSnapshotRef": {} },
+            "status": { "snapshotHandle": handle },
+        });
+        api.put(&format!("{CONTENTS}/{handle}"), object);
+    }
+
+    #[tokio::test]
+    async fn without_a_watch_all_who_look_for_a_value_share_one_list() {
+        let api = FakeApi::default();
+        (0..10).for_each(|number| put(&api, &format!("handle-{number}")));
+        let (_phase, shutdown) = Shutdown::by_hand();
+        let select = watcher::Config::default().labels(WATCHED);
+        let contents: Cache<VolumeSnapshotContent> =
+            of_cluster(&api.client(), select, snapshot::handle, shutdown);
+        let mut all = JoinSet::new();
+        // As many again look for what is not there.
+        for number in 0..20 {
+            let contents = contents.clone();
+            all.spawn(async move {
+                let handle = format!("handle-{number}");
+                (number, contents.with_recent(&handle).await.unwrap().len())
+            });
+        }
+        for (number, found) in all.join_all().await {
+            assert_eq!(found, usize::from(number < 10), "handle-{number}");
+        }
+        // Also for who comes later.
+        assert_eq!(contents.with_recent("handle-1").await.unwrap().len(), 1);
+        assert_eq!(api.calls(&format!("GET {CONTENTS}")), 1);
+    }
+
+    #[test]
+    fn a_watch_that_may_not_begin_is_tried_less_and_less_often() {
+        let refused = || kube::Error::Service("403".into());
+        assert!(!has_run(&watcher::Error::WatchStartFailed(refused())));
+        assert!(!has_run(&watcher::Error::InitialListFailed(refused())));
+        assert!(has_run(&watcher::Error::WatchFailed(refused())));
+        assert!(has_run(&watcher::Error::NoResourceVersion));
+    }
 }

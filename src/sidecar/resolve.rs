@@ -115,7 +115,7 @@ impl Resolver {
         driver: &str,
         handle: &str,
     ) -> Result<Vec<Arc<VolumeSnapshotContent>>, Refusal> {
-        let found = self.bound.contents.with(handle).await;
+        let found = self.bound.contents.with_recent(handle).await;
         let mut found =
             found.map_err(|error| Refusal::api("read VolumeSnapshotContents", &error))?;
         found.retain(|content| content.spec.driver == driver);

@@ -99,10 +99,10 @@ impl Call {
 
     /// Ends it with a refusal; returns what the client is told.
     pub fn refused(&mut self, refusal: &Refusal) -> Status {
-        let mut status = refusal.status();
-        if refusal.reason == Reason::NotAllowed && self.denied_as != status.code() {
-            status = Status::new(self.denied_as, status.message());
-        }
+        let status = match refusal.reason {
+            Reason::NotAllowed => refusal.status_with(self.denied_as),
+            _ => refusal.status(),
+        };
         self.metrics.refused(refusal.reason.label());
         self.end(status.code(), Some(refusal.reason.label()), Some(status.message()));
         status

@@ -1,10 +1,17 @@
-//! Why a request gets no answer, and the one place where a reason becomes a gRPC code. The table of
-//! docs/sidecar.md says the same, and a test holds the two together.
+//! Why a request gets no answer, and the one place where a reason becomes a gRPC code and the details that programs
+//! read (google.rpc.ErrorInfo and RetryInfo). The tables of docs/sidecar.md say the same, and tests hold them to the code.
+
+use std::collections::HashMap;
+use std::time::Duration;
 
 use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
 
 use crate::grpc::{MAX_MESSAGE, cut};
 use crate::kubernetes::client;
+
+/// Domain of ErrorInfo: whose reasons they are.
+const DOMAIN: &str = "csi-loopback";
 
 /// Each is a row of the table and a value of the label `reason` in the metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -110,6 +117,19 @@ impl Reason {
         }
     }
 
+    /// How long to wait before the same request may succeed, where nothing has to be done but wait.
+    fn retry_after(self) -> Option<Duration> {
+        let seconds = match self {
+            Self::DriverNotReady | Self::Exiting | Self::DriverBrokeOff => 1,
+            Self::SnapshotNotReady
+            | Self::ApiServer
+            | Self::TooMany
+            | Self::Driver(Code::Unavailable | Code::Aborted) => 5,
+            _ => return None,
+        };
+        Some(Duration::from_secs(seconds))
+    }
+
     /// As it stands in metrics, logs and the table.
     pub const fn label(self) -> &'static str {
         match self {
@@ -177,7 +197,21 @@ impl Refusal {
     }
 
     pub fn status(&self) -> Status {
-        Status::new(self.code(), cut(&self.message, MAX_MESSAGE))
+        self.status_with(self.code())
+    }
+
+    /// The same with another code than the reason's.
+    pub fn status_with(&self, code: Code) -> Status {
+        let mut details = ErrorDetails::new();
+        details.set_error_info(
+            self.reason.label().to_uppercase(),
+            DOMAIN,
+            HashMap::<String, String>::new(),
+        );
+        if let Some(delay) = self.reason.retry_after() {
+            details.set_retry_info(Some(delay));
+        }
+        Status::with_error_details(code, cut(&self.message, MAX_MESSAGE), details)
     }
 }
 
@@ -187,15 +221,136 @@ mod tests {
     use crate::documented::{row, rows};
     use crate::grpc::code_name;
 
+    const PAGE: &str = include_str!("../../docs/sidecar.md");
+
+    /// What the released sidecar does where this one refuses, as its source has it (v1.1.0).
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    enum Released {
+        /// It refuses with the same code.
+        Same,
+        /// It refuses with this one.
+        As(Code),
+        /// It does not refuse.
+        Answers,
+        /// Its process ends.
+        Ends,
+        /// It has no such API.
+        Lacks,
+    }
+
+    fn released(reason: Reason) -> Released {
+        use Released::{Answers, As, Ends, Lacks, Same};
+        match reason {
+            Reason::MissingArgument
+            | Reason::Unauthenticated
+            | Reason::NotAllowed
+            | Reason::OtherDriver
+            | Reason::SecretMissing
+            | Reason::TooLong
+            | Reason::DriverBrokeOff
+            | Reason::MessageTooLarge
+            | Reason::Driver(_) => Same,
+            Reason::NoAudience | Reason::ApiServer => As(Code::Internal),
+            Reason::InvalidArgument
+            | Reason::SnapshotMissing
+            | Reason::ContentMissing
+            | Reason::SidecarNotAllowed => As(Code::Unavailable),
+            Reason::OutOfRange
+            | Reason::SnapshotDeleting
+            | Reason::AmbiguousBase
+            | Reason::ForeignBase
+            | Reason::OtherVolume
+            | Reason::BaseNewer
+            | Reason::TooMany
+            | Reason::Exiting => Answers,
+            Reason::DriverNotReady | Reason::NoMetadataService | Reason::SnapshotNotReady => Ends,
+            Reason::SessionInvalid
+            | Reason::NotInSession
+            | Reason::SnapshotReplaced
+            | Reason::OtherVolumeId
+            | Reason::NoStyle => Lacks,
+        }
+    }
+
+    /// The rows of the table under this heading: the cells of each.
+    fn table(heading: &str) -> Vec<Vec<&'static str>> {
+        let (_, section) = PAGE.split_once(heading).expect(heading);
+        let rows = section.lines().skip_while(|line| !line.starts_with("|---")).skip(1);
+        let rows = rows.take_while(|line| line.starts_with('|'));
+        rows.map(|row| row.trim_matches('|').split('|').map(str::trim).collect()).collect()
+    }
+
+    #[test]
+    fn the_table_of_differences_has_each_code_that_the_released_sidecar_does_not_have() {
+        let rows = table("### Codes that differ");
+        for reason in Reason::ALL {
+            let label = format!("`{}`", reason.label());
+            let row = rows.iter().find(|row| row[2] == label);
+            let before = match released(reason) {
+                Released::Same | Released::Lacks => {
+                    assert_eq!(row, None, "{label} is no difference");
+                    continue;
+                }
+                Released::As(code) => code_name(code),
+                Released::Answers => "answers",
+                Released::Ends => "ends",
+            };
+            let row = row.unwrap_or_else(|| panic!("{label} is not in the table"));
+            assert_eq!((row[0], row[1]), (before, code_name(reason.code())), "{label}");
+        }
+        let is_known = |row: &Vec<&str>| {
+            Reason::ALL.iter().any(|reason| row[2] == format!("`{}`", reason.label()))
+        };
+        assert!(rows.iter().all(is_known), "a reason that does not exist");
+    }
+
+    #[test]
+    fn a_refusal_tells_programs_its_reason_and_where_waiting_helps_how_long() {
+        let delays = table("### What programs read");
+        let driver = [Code::Unavailable, Code::NotFound].map(Reason::Driver);
+        for reason in Reason::ALL.into_iter().chain(driver) {
+            let status = Refusal::new(reason, "why").status();
+            assert_eq!((status.code(), status.message()), (reason.code(), "why"));
+            let details = status.get_error_details();
+            let info = details.error_info().expect("an ErrorInfo");
+            assert_eq!(
+                (info.reason.to_lowercase().as_str(), info.domain.as_str()),
+                (reason.label(), DOMAIN)
+            );
+            // As google.rpc.ErrorInfo has it.
+            let plain = |byte: u8| byte.is_ascii_uppercase() || byte == b'_';
+            assert!(info.reason.bytes().all(plain) && info.reason.len() <= 63, "{}", info.reason);
+            let delay = details.retry_info().and_then(|info| info.retry_delay);
+            let label = format!("`{}`", reason.label());
+            let told = delays.iter().find(|row| match reason {
+                Reason::Driver(code) => {
+                    row[1].contains("`driver` with") && row[1].contains(code_name(code))
+                }
+                _ => row[1].contains(&label),
+            });
+            assert_eq!(
+                delay.map(|delay| format!("{} s", delay.as_secs())).as_deref(),
+                told.map(|row| row[0]),
+                "{label}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_refusal_with_another_code_keeps_its_reason() {
+        let status = Refusal::new(Reason::NotAllowed, "why").status_with(Code::Unauthenticated);
+        assert_eq!(status.code(), Code::Unauthenticated);
+        assert_eq!(status.get_details_error_info().unwrap().reason, "NOT_ALLOWED");
+    }
+
     #[test]
     fn the_table_of_the_documentation_has_each_reason_with_its_code() {
-        let page = include_str!("../../docs/sidecar.md");
         for reason in Reason::ALL {
             let label = reason.label();
-            let row = row(page, label);
+            let row = row(PAGE, label);
             assert_eq!(row[2], code_name(reason.code()), "{label}");
         }
-        let rows = rows(page);
+        let rows = rows(PAGE);
         let known =
             rows.iter().filter(|row| row[2].starts_with(|first: char| first.is_ascii_uppercase()));
         assert_eq!(known.count(), Reason::ALL.len(), "rows for reasons that do not exist");

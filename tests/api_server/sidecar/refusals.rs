@@ -8,6 +8,7 @@ use csi_loopback::proto::snapshotmetadata as api;
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, RoleBinding};
 use serde_json::json;
 use tonic::Code;
+use tonic_types::StatusExt;
 
 use support::cluster::access::rule;
 use support::cluster::proxy::Way;
@@ -114,6 +115,22 @@ fn a_snapshot_that_cannot_be_asked_about_says_why() {
         let status = json!({ "readyToUse": true, "boundVolumeSnapshotContentName": content });
         cluster.merge_status(&snapshots, name, &status);
         rig.refused(rig.allocated(name), code, words);
+    }
+}
+
+#[test]
+fn a_refusal_says_to_programs_why_and_when_to_try_again() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::new(cluster);
+    // Nobody makes it ready: there is no such claim.
+    cluster.ask_for_snapshot(&rig.namespace, "waiting", "no-claim", &rig.class);
+    for (name, reason, waits) in
+        [("waiting", "SNAPSHOT_NOT_READY", true), ("none", "SNAPSHOT_MISSING", false)]
+    {
+        let details = rig.ask(rig.allocated(name)).unwrap_err().get_error_details();
+        let info = details.error_info().unwrap();
+        assert_eq!((info.reason.as_str(), info.domain.as_str()), (reason, "csi-loopback"));
+        assert_eq!(details.retry_info().is_some(), waits, "{name}");
     }
 }
 

@@ -67,6 +67,10 @@ pub struct Args {
     #[arg(long, default_value_t = DEFAULT_LONGEST, value_parser = clap::value_parser!(u64).range(..=525_600), value_name = "MINUTES")]
     pub max_streaming_duration_min: u64,
 
+    /// Hold every answer of the driver to the contract of its stream, and end one that breaks it.
+    #[arg(long)]
+    pub check_streams: bool,
+
     /// Answers at once, at most; more are turned away with RESOURCE_EXHAUSTED.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096), value_name = "N")]
     pub max_streams: u32,

@@ -9,6 +9,7 @@ mod access;
 mod args;
 mod call;
 mod cbt_http;
+mod check;
 mod driver_link;
 mod metrics;
 pub mod publish;

@@ -41,6 +41,7 @@ pub enum Reason {
     Exiting,
     DriverBrokeOff,
     MessageTooLarge,
+    ContractBroken,
     SessionInvalid,
     NotInSession,
     SnapshotReplaced,
@@ -52,7 +53,7 @@ pub enum Reason {
 
 impl Reason {
     #[cfg(test)]
-    const ALL: [Self; 30] = [
+    const ALL: [Self; 31] = [
         Self::MissingArgument,
         Self::InvalidArgument,
         Self::OutOfRange,
@@ -78,6 +79,7 @@ impl Reason {
         Self::Exiting,
         Self::DriverBrokeOff,
         Self::MessageTooLarge,
+        Self::ContractBroken,
         Self::SessionInvalid,
         Self::NotInSession,
         Self::SnapshotReplaced,
@@ -110,7 +112,7 @@ impl Reason {
             | Self::ApiServer
             | Self::Exiting
             | Self::DriverBrokeOff => Code::Unavailable,
-            Self::SidecarNotAllowed | Self::NoStyle => Code::Internal,
+            Self::SidecarNotAllowed | Self::ContractBroken | Self::NoStyle => Code::Internal,
             Self::TooMany | Self::MessageTooLarge => Code::ResourceExhausted,
             Self::TooLong => Code::DeadlineExceeded,
             Self::Driver(code) => code,
@@ -158,6 +160,7 @@ impl Reason {
             Self::Exiting => "exiting",
             Self::DriverBrokeOff => "driver_broke_off",
             Self::MessageTooLarge => "message_too_large",
+            Self::ContractBroken => "contract_broken",
             Self::SessionInvalid => "session_invalid",
             Self::NotInSession => "not_in_session",
             Self::SnapshotReplaced => "snapshot_replaced",
@@ -262,7 +265,8 @@ mod tests {
             | Reason::OtherVolume
             | Reason::BaseNewer
             | Reason::TooMany
-            | Reason::Exiting => Answers,
+            | Reason::Exiting
+            | Reason::ContractBroken => Answers,
             Reason::DriverNotReady | Reason::NoMetadataService | Reason::SnapshotNotReady => Ends,
             Reason::SessionInvalid
             | Reason::NotInSession

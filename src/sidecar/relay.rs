@@ -14,14 +14,12 @@ use tokio_stream::Stream;
 use tonic::{Code, Status};
 
 use super::call::{Call, Running};
+use super::check::{BLOCK_METADATA, StreamCheck};
 use super::driver_link::Answer;
 use super::refusal::{Reason, Refusal};
 use crate::grpc::RawMessage;
 use crate::kubernetes::secret::Secrets;
 use crate::telemetry::shutdown::Shutdown;
-
-/// Field of both responses that holds the extents.
-const BLOCK_METADATA: u32 = 3;
 
 /// What cuts an answer off.
 pub struct Limits {
@@ -55,6 +53,7 @@ enum State {
 
 struct Open {
     from: Answer,
+    check: Option<StreamCheck>,
     rewrite: Option<Rewrite>,
     secrets: Secrets,
     call: Call,
@@ -68,6 +67,8 @@ pub type Rewrite = fn(RawMessage) -> Result<RawMessage, Refusal>;
 /// A driver's answer that has begun, and what goes with it.
 pub struct Opened {
     pub answer: Answer,
+    /// What each message is held to, with `--check-streams`.
+    pub check: Option<StreamCheck>,
     /// For each message, where it is not the client's API that was asked.
     pub rewrite: Option<Rewrite>,
     /// Which the driver was given.
@@ -76,19 +77,25 @@ pub struct Opened {
 }
 
 impl Open {
-    fn rewritten(&self, message: RawMessage) -> Result<RawMessage, Refusal> {
-        match self.rewrite {
-            None => Ok(message),
-            Some(rewrite) => rewrite(message),
-        }
+    /// The message as it goes to the client, and how many extents it has.
+    fn passed(&mut self, message: RawMessage) -> Result<(RawMessage, u64), Refusal> {
+        let extents = match &mut self.check {
+            None => extents(&message.0),
+            Some(check) => check.check(&message.0)?,
+        };
+        let message = match self.rewrite {
+            None => message,
+            Some(rewrite) => rewrite(message)?,
+        };
+        Ok((message, extents))
     }
 }
 
 impl Relay {
     pub fn new(opened: Opened, limits: Limits, mut call: Call) -> Self {
         call.relaying();
-        let Opened { answer: from, rewrite, secrets, stream } = opened;
-        let open = Open { from, rewrite, secrets, call, reader: None, _stream: stream };
+        let Opened { answer: from, check, rewrite, secrets, stream } = opened;
+        let open = Open { from, check, rewrite, secrets, call, reader: None, _stream: stream };
         let state = Arc::new(Mutex::new(State::Open(Box::new(open))));
         let (done, ended) = oneshot::channel();
         let minded = state.clone();
@@ -147,9 +154,9 @@ impl Stream for Relay {
                     open.reader = Some(context.waker().clone());
                     return Poll::Pending;
                 }
-                Poll::Ready(Some(Ok(message))) => match open.rewritten(message) {
-                    Ok(message) => {
-                        open.call.relayed(extents(&message.0), message.0.len() as u64);
+                Poll::Ready(Some(Ok(message))) => match open.passed(message) {
+                    Ok((message, extents)) => {
+                        open.call.relayed(extents, message.0.len() as u64);
                         return Poll::Ready(Some(Ok(message)));
                     }
                     Err(refusal) => Some(refusal),

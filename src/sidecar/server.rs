@@ -213,6 +213,7 @@ impl Base {
             calls: Calls::new(CALLS),
             streams: Calls::new(args.max_streams as usize),
             longest: Duration::from_secs(args.max_streaming_duration_min * 60),
+            check_streams: args.check_streams,
             denied_as: args.denied_as.code(),
             shutdown: shutdown.clone(),
         }

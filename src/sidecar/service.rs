@@ -8,6 +8,7 @@ use tonic::metadata::MetadataMap;
 use tonic::{Code, Response, Status};
 
 use super::call::{Call, Calls, Running};
+use super::check::StreamCheck;
 use super::driver_link::{DriverLink, Question};
 use super::metrics::{Metrics, Operation};
 use super::refusal::{Reason, Refusal};
@@ -30,6 +31,8 @@ pub struct Sidecar {
     pub calls: Calls,
     pub streams: Calls,
     pub longest: Duration,
+    /// Whether answers are held to the contract of their stream.
+    pub check_streams: bool,
     /// The code for a user who may not.
     pub denied_as: Code,
     pub shutdown: Shutdown,
@@ -74,6 +77,11 @@ impl Sidecar {
         Ok(Cleared { question, secrets, stream })
     }
 
+    /// What the answer to this is held to.
+    pub fn check(&self, question: &Question) -> Option<StreamCheck> {
+        self.check_streams.then(|| StreamCheck::new(question.starting_offset))
+    }
+
     /// The answer of the driver's CSI service, whose messages are rewritten if that is said.
     pub async fn ask(
         &self,
@@ -83,8 +91,9 @@ impl Sidecar {
     ) -> Result<Opened, Refusal> {
         let Cleared { question, secrets, stream } = cleared;
         let left = deadline.saturating_duration_since(Instant::now());
+        let check = self.check(&question);
         match self.driver.ask(question, secrets.reveal(), left).await {
-            Ok(answer) => Ok(Opened { answer, rewrite, secrets, stream }),
+            Ok(answer) => Ok(Opened { answer, check, rewrite, secrets, stream }),
             Err(status) => Err(of_driver(&status, &secrets)),
         }
     }

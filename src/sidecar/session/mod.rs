@@ -53,10 +53,11 @@ impl Front for Sessions {
         if cleared.secrets.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
             let question = cleared.question.clone();
+            let check = self.sidecar.check(&question);
             let own = self.sidecar.driver.ask_session(question, session, volume, left).await;
             if let Some(answer) = own.map_err(|status| of_driver(&status, &cleared.secrets))? {
                 let Cleared { secrets, stream, .. } = cleared;
-                return Ok(Opened { answer, rewrite: None, secrets, stream });
+                return Ok(Opened { answer, check, rewrite: None, secrets, stream });
             }
         }
         self.sidecar.ask(cleared, Some(rewrite::of_csi), deadline).await

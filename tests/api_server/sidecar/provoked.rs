@@ -29,6 +29,11 @@ struct Stage<'a> {
 
 impl<'a> Stage<'a> {
     fn new(cluster: &'a Cluster, capable: bool, script: Script) -> Self {
+        Self::with(cluster, capable, script, &[])
+    }
+
+    /// With these flags of the sidecar, too.
+    fn with(cluster: &'a Cluster, capable: bool, script: Script, more: &[&str]) -> Self {
         let name = cluster.unique("fake");
         let driver =
             cluster.block_on(async { Fake::start(cluster.scratch(), &name, capable, script) });
@@ -41,7 +46,7 @@ impl<'a> Stage<'a> {
         let own = cluster.account(&namespace, "sidecar");
         cluster.grant(&own, &sidecar_rules());
         let kubeconfig = cluster.kubeconfig_of(&own);
-        let flags = ["--audience", AUDIENCE, "--log-level", "trace"];
+        let flags = [&["--audience", AUDIENCE, "--log-level", "trace"], more].concat();
         let sidecar = spawn(cluster, &driver.socket, &kubeconfig, &certificate, &flags);
         wait_for("the HTTP endpoint", || {
             std::net::TcpStream::connect(("127.0.0.1", sidecar.http_port)).is_ok()
@@ -126,6 +131,23 @@ fn a_message_that_is_too_large_says_what_to_do() {
     let refused = stage.ask().unwrap_err();
     assert_eq!(refused.code(), Code::ResourceExhausted, "{refused:?}");
     assert!(refused.message().contains("max_results"), "{refused:?}");
+}
+
+#[test]
+fn an_answer_that_breaks_the_contract_of_its_stream_is_ended_if_asked_for() {
+    let Some(cluster) = shared() else { return };
+    let overlapping = csi::GetMetadataAllocatedResponse {
+        block_metadata_type: 2,
+        volume_capacity_bytes: 1 << 30,
+        block_metadata: vec![csi::BlockMetadata { byte_offset: 0, size_bytes: 4096 }; 2],
+    };
+    let script = Script::Bytes(overlapping.encode_to_vec());
+    let stage = Stage::new(cluster, true, script.clone());
+    assert_eq!(stage.ask().unwrap().extents(), [(0, 4096), (0, 4096)], "relayed as it is");
+    let stage = Stage::with(cluster, true, script, &["--check-streams"]);
+    let refused = stage.ask().unwrap_err();
+    assert_eq!(refused.code(), Code::Internal, "{refused:?}");
+    assert!(refused.message().contains("overlap"), "{refused:?}");
 }
 
 #[test]

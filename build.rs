@@ -19,13 +19,17 @@ const RAW_ANSWERS: [&str; 6] = [
     ".snapshotsession.GetDeltaResponse",
 ];
 
+/// A request that servers read by a type of their own.
+const FORMER_REQUEST: (&str, &str) =
+    (".csi.v1.NodePublishVolumeRequest", "crate::proto::former::PublishRequest");
+
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=csi-spec");
     let descriptors = protox::compile(PROTOS, ["csi-spec"])?;
     let out = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(out.join("csi_descriptor.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::configure().build_server(false).compile_fds(descriptors.clone())?;
-    // By themselves, since only they differ in the type of those answers.
+    // By themselves, since only they differ in the types of these messages.
     let servers = out.join("servers");
     fs::create_dir_all(&servers)?;
     let configuration = tonic_prost_build::configure()
@@ -35,7 +39,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         .extern_path(".snapshotmetadata", "crate::proto::snapshotmetadata")
         .extern_path(".snapshotsession", "crate::proto::snapshotsession")
         .extern_path(".crust", "crate::proto::crust")
-        .extern_path(".csiloopback.admin.v1", "crate::proto::admin::v1");
+        .extern_path(".csiloopback.admin.v1", "crate::proto::admin::v1")
+        .extern_path(FORMER_REQUEST.0, FORMER_REQUEST.1);
     RAW_ANSWERS
         .iter()
         .fold(configuration, |all, answer| all.extern_path(answer, "crate::grpc::RawMessage"))

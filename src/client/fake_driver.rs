@@ -16,6 +16,7 @@ use tonic::{Code, Request, Response, Status};
 
 use crate::grpc::{RawMessage, SocketPath};
 use crate::proto::csi::v1 as csi;
+use crate::proto::former::PublishRequest;
 use csi::controller_server::{Controller, ControllerServer};
 use csi::node_server::{Node, NodeServer};
 use csi::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
@@ -294,9 +295,9 @@ service! { Node, [
 
     async fn node_publish_volume(
         &self,
-        request: Request<csi::NodePublishVolumeRequest>,
+        request: Request<PublishRequest>,
     ) -> Answer<csi::NodePublishVolumeResponse> {
-        let request = request.into_inner();
+        let PublishRequest { request, .. } = request.into_inner();
         let target = PathBuf::from(request.target_path);
         self.call("node_publish_volume", |state| {
             assert!(request.readonly && !target.exists(), "{}", target.display());

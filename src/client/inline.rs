@@ -11,7 +11,7 @@ use super::Output;
 use super::capability::CapabilityArgs;
 use super::connection::{Connection, refused};
 use super::stats::stats;
-use super::volume::{absolute, done, make_parent};
+use super::volume::{absolute, check_defers, done, make_parent};
 use crate::proto::csi::v1 as csi;
 
 /// What kubelet says of the volume of a pod (podInfoOnMount).
@@ -88,6 +88,9 @@ pub async fn run(connection: &Connection, command: InlineCommand, output: Output
 async fn publish(connection: &Connection, args: PublishArgs, output: Output) -> Result<()> {
     let PublishArgs { handle, target, attribute, secret, read_only, defer_fs_ops, capability } =
         args;
+    if defer_fs_ops {
+        check_defers(connection).await?;
+    }
     make_parent(&target)?;
     let ephemeral = (EPHEMERAL.0.to_owned(), EPHEMERAL.1.to_owned());
     let secrets = secret.into_iter().map(|(key, file)| {

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use serde_json::json;
@@ -18,6 +18,7 @@ use super::{Options, Output, bounded, format, names};
 use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
 use crate::quantity;
+use csi::node_service_capability::{Rpc, Type, rpc};
 
 #[derive(Debug, Args)]
 pub struct VolumeArgs {
@@ -365,6 +366,9 @@ async fn publish(
     output: Output,
 ) -> Result<()> {
     let Publish { staging, target, read_only, defer_fs_ops, capability } = how;
+    if defer_fs_ops {
+        check_defers(connection).await?;
+    }
     let volume = names::volume(connection, reference).await?;
     make_parent(&target)?;
     let request = csi::NodePublishVolumeRequest {
@@ -379,6 +383,22 @@ async fn publish(
     };
     connection.node().node_publish_volume(request).await.map_err(refused)?;
     done(output, &volume.volume_id, "published")
+}
+
+/// That the driver knows `defer_fs_ops`: one that does not passes the field over, and mounts on this host.
+pub async fn check_defers(connection: &Connection) -> Result<()> {
+    let asked = csi::NodeGetCapabilitiesRequest {};
+    let told = connection.node().node_get_capabilities(asked).await.map_err(refused)?;
+    ensure!(
+        defers(told.get_ref()),
+        "--defer-fs-ops: the driver does not have the capability DEFER_FS_OPS; start it with --enable-defer-fs-ops, or upgrade it"
+    );
+    Ok(())
+}
+
+fn defers(told: &csi::NodeGetCapabilitiesResponse) -> bool {
+    let wanted = Some(Type::Rpc(Rpc { r#type: rpc::Type::DeferFsOps.into() }));
+    told.capabilities.iter().any(|one| one.r#type == wanted)
 }
 
 /// CSI NodePublishVolume: the parent is the caller's to make, the target the driver's.
@@ -501,6 +521,18 @@ b      vol-b-0123456789abcdef       1Gi  abnormal: no file
 pvc-7  pvc-7                        1Gi  unknown";
         assert_eq!(shown(&rows), expected);
         assert_eq!(shown(&[]), "NAME  ID  CAPACITY  CONDITION");
+    }
+
+    #[test]
+    fn a_driver_of_csi_1_13_or_with_the_former_numbers_does_not_defer() {
+        let with = |numbers: &[i32]| {
+            let rpc = |number: &i32| Some(Type::Rpc(Rpc { r#type: *number }));
+            let capability = |number| csi::NodeServiceCapability { r#type: rpc(number) };
+            let capabilities = numbers.iter().map(capability).collect();
+            defers(&csi::NodeGetCapabilitiesResponse { capabilities })
+        };
+        assert!(with(&[1, 2857]));
+        assert!(!with(&[]) && !with(&[1, 7, 8]) && !with(&[1, 7, 8, 9]));
     }
 
     #[test]

@@ -4,6 +4,7 @@ pub use crate::grpc::call::{Call, Calls, Describe, Subject};
 use crate::grpc::call::{note, note_session};
 use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
+use crate::proto::former::PublishRequest;
 use crate::proto::snapshotsession as session;
 
 macro_rules! describe {
@@ -100,6 +101,13 @@ impl Describe for csi::NodePublishVolumeRequest {
         subject.path = note(&self.target_path);
         let opted_in = self.volume_context.get(DEFER_FS_MOUNT).is_some_and(|value| value == "true");
         subject.deferred = self.defer_fs_ops || opted_in;
+    }
+}
+
+impl Describe for PublishRequest {
+    fn describe(&self, subject: &mut Subject) {
+        self.request.describe(subject);
+        subject.deferred |= self.is_former;
     }
 }
 

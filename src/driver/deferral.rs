@@ -78,6 +78,18 @@ pub fn of_publish(
     Ok(Some(asked_for.unwrap_or(Deferral { group, policy: None })))
 }
 
+/// That the caller numbers `defer_fs_ops` as this driver does. Its group would not be seen either, so it is not served.
+pub fn check_number(is_former: bool) -> Checked<()> {
+    match is_former {
+        false => Ok(()),
+        true => Err(Error::Precondition(
+            "defer_fs_ops: has the number that it had before CSI v1.13, and this host does not mount what is to be left to a \
+             container runtime; upgrade the node proxy, or the command that sent it"
+                .to_owned(),
+        )),
+    }
+}
+
 /// A secret would lie on the disk, for the runtime to read (the proposal, "Handling of NodePublish secrets").
 fn check_secrets(asked: &csi::NodePublishVolumeRequest) -> Checked<()> {
     match asked.secrets.is_empty() {

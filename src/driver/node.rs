@@ -7,6 +7,7 @@ use tonic::{Request, Response, Status};
 use super::{Plugin, deferral, inline, request, response};
 use crate::backend::{Access, Capability, Error, Publication, Result as Checked, Stats};
 use crate::proto::csi::v1 as csi;
+use crate::proto::former::PublishRequest;
 use csi::node_server::Node;
 use csi::node_service_capability::{Rpc, Type, rpc};
 
@@ -44,7 +45,7 @@ impl Node for Plugin {
 
     async fn node_publish_volume(
         &self,
-        request: Request<csi::NodePublishVolumeRequest>,
+        request: Request<PublishRequest>,
     ) -> Result<Response<csi::NodePublishVolumeResponse>, Status> {
         self.call("NodePublishVolume", request, publish).await
     }
@@ -135,8 +136,10 @@ fn unstage(
 
 fn publish(
     plugin: &Plugin,
-    asked: csi::NodePublishVolumeRequest,
+    asked: PublishRequest,
 ) -> Result<csi::NodePublishVolumeResponse, Status> {
+    let PublishRequest { request: asked, is_former } = asked;
+    deferral::check_number(is_former)?;
     if request::is_inline(&asked.volume_context)? {
         return inline::publish(plugin, asked);
     }

@@ -19,13 +19,18 @@ use prost_types::{
 
 /// Packages and what is known of them.
 const TABLES: [(&str, &str); 6] = [
-    ("csi.v1", include_str!("../data/csi-v1.12.tsv")),
+    ("csi.v1", RELEASES[0]),
     ("csi.v1", EXTENSIONS),
     ("snapshotmetadata", include_str!("../data/snapshotmetadata-v1.tsv")),
     ("snapshotsession", include_str!("../data/snapshotsession-v1alpha2.tsv")),
     ("crust", include_str!("../data/crust-v1.tsv")),
     ("csiloopback.admin.v1", include_str!("../data/admin-v1.tsv")),
 ];
+/// CSI v1.12 and v1.13.
+const RELEASES: [&str; 2] =
+    [include_str!("../data/csi-v1.12.tsv"), include_str!("../data/csi-v1.13.tsv")];
+/// CSI numbers fields and values one after the other: no release comes near this number.
+const OUT_OF_REACH: i32 = 1000;
 /// What a proposal adds to CSI.
 const EXTENSIONS: &str = include_str!("../data/csi-extensions.tsv");
 const HEADER: &str = "kind\tin\tname\tnumber\ttype\tnotes";
@@ -43,6 +48,7 @@ const EXTENSION_NOTE: &str = "extension";
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Fact([String; 6]);
 
+const PARENT: usize = 1;
 const NUMBER: usize = 3;
 const TYPE: usize = 4;
 const NOTES: usize = 5;
@@ -70,17 +76,20 @@ impl fmt::Display for Fact {
 }
 
 fn table() -> BTreeSet<Fact> {
+    TABLES.iter().flat_map(|(_, table)| facts_of(table)).collect()
+}
+
+/// The rows of one table.
+fn facts_of(table: &str) -> BTreeSet<Fact> {
     let mut facts = BTreeSet::new();
-    for (package, table) in TABLES {
-        let mut lines = table.lines();
-        assert_eq!(lines.next(), Some(HEADER), "columns of the table of {package}");
-        for (line, number) in lines.zip(2..) {
-            let columns: Vec<_> = line.split('\t').map(str::to_owned).collect();
-            let fact = Fact(columns.try_into().unwrap_or_else(|columns: Vec<_>| {
-                panic!("{package}: line {number} has {} columns: {line}", columns.len())
-            }));
-            assert!(facts.insert(fact), "{package}: line {number} is a repetition: {line}");
-        }
+    let mut lines = table.lines();
+    assert_eq!(lines.next(), Some(HEADER), "columns");
+    for (line, number) in lines.zip(2..) {
+        let columns: Vec<_> = line.split('\t').map(str::to_owned).collect();
+        let fact = Fact(columns.try_into().unwrap_or_else(|columns: Vec<_>| {
+            panic!("line {number} has {} columns: {line}", columns.len())
+        }));
+        assert!(facts.insert(fact), "line {number} is a repetition: {line}");
     }
     facts
 }
@@ -280,13 +289,34 @@ fn extensions_have_a_table_of_their_own_and_are_marked() {
         }
     }
     let descriptor = descriptor();
-    for row in EXTENSIONS.lines().skip(1) {
-        let columns: Vec<_> = row.split('\t').map(str::to_owned).collect();
-        let row = Fact(columns.try_into().expect("columns"));
+    for row in facts_of(EXTENSIONS) {
         let notes = row.0[NOTES].clone();
         let without: Vec<_> = notes.split(',').filter(|note| *note != EXTENSION_NOTE).collect();
         assert_noticed(&descriptor, &row, row.clone().with(NOTES, without.join(",")));
     }
+}
+
+/// A number that CSI gives to something else makes a driver of CSI's mean what it does not: it mounts on the host, where it was
+/// taken for one that leaves the mount to a container runtime.
+#[test]
+fn no_extension_has_a_number_or_a_name_that_a_release_of_csi_has_or_comes_near() {
+    let released: Vec<Fact> = RELEASES.into_iter().flat_map(facts_of).collect();
+    for extension in facts_of(EXTENSIONS) {
+        let beside = || released.iter().filter(|one| one.0[PARENT] == extension.0[PARENT]);
+        let clash = beside().find(|one| collide(one, &extension));
+        assert_eq!(clash, None, "{extension}");
+        if beside().next().is_some() && !extension.0[NUMBER].is_empty() {
+            let number: i32 = extension.0[NUMBER].parse().expect("a number");
+            assert!(number >= OUT_OF_REACH, "CSI may come to this number: {extension}");
+        }
+    }
+}
+
+/// Whether two rows of one parent have the same name or the same number.
+fn collide(one: &Fact, other: &Fact) -> bool {
+    let has_number = !one.0[NUMBER].is_empty();
+    one.subject()[PARENT..] == other.subject()[PARENT..]
+        || (has_number && one.0[NUMBER] == other.0[NUMBER])
 }
 
 /// Replaces one row by a wrong one: both directions must complain, of that row and of no other.

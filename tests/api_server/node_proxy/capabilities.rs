@@ -58,6 +58,34 @@ fn story_6_a_mount_fails_with_the_reason_and_an_event_until_the_driver_has_the_c
     assert!(rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
 }
 
+/// CSI v1.13 has given to the health of volumes and storage the numbers, 7 and 8, that extensions had here before; 9 was one, too.
+#[test]
+fn a_driver_of_csi_1_13_or_with_the_former_numbers_gets_no_deferred_volume() {
+    let Some(cluster) = shared() else { return };
+    let rig = Rig::recording(cluster, &DEFERRING);
+    let (left, claim) = (rig.claim("left"), rig.claim("data"));
+    let (before, pod) =
+        (rig.pod("before", &[&left], Some("left")), rig.pod("app", &[&claim], Some("data")));
+    let target = rig.mount(&before, &left).unwrap();
+    rig.behind.forget();
+    for numbers in [&[1, 2, 3, 7, 8][..], &[1, 2, 3, 7, 8, 9]] {
+        rig.behind.set_capability_numbers(numbers);
+        let said = format!("{numbers:?}");
+        for (pod, volume) in [(&pod, &claim), (&before, &left)] {
+            let answer = rig.mount(pod, volume);
+            assert_refused(answer, Code::FailedPrecondition, "DEFER_FS_OPS", &said);
+        }
+        let figures = rig.stats(&before, &left);
+        assert_refused(figures, Code::FailedPrecondition, "DEFER_FS_OPS", &said);
+        let growth = rig.expand(&before, &left, 1 << 30);
+        assert_refused(growth, Code::Unimplemented, "DEFER_FS_OPS", &said);
+        assert!(rig.behind.calls().iter().all(|call| call == "NodeStageVolume"), "{said}");
+    }
+    rig.unmount(&before, &left);
+    assert!(!rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
+    assert!(rig.vol_data(&target).is_none());
+}
+
 #[test]
 fn story_6_with_the_driver_of_this_project() {
     let Some(cluster) = shared() else { return };

@@ -9,3 +9,4 @@ mod publish;
 mod real;
 mod refused;
 mod rig;
+mod skew;

@@ -27,7 +27,7 @@ fn the_capabilities_are_advertised_with_the_flag_and_only_then() {
             N::DeferFsOpsWithSupplementalGroupChangePolicy,
         ]
         .map(i32::from);
-        assert_eq!(extensions, [7, 8, 9]);
+        assert_eq!(extensions, [2857, 2858, 2859]);
         let on = capabilities(&rig.driver);
         assert!(extensions.iter().all(|one| on.contains(one)), "{on:?}");
         rig.restart(false);

@@ -37,7 +37,7 @@ pub type Answer = Result<Vec<u8>, (Code, String)>;
 #[derive(Default)]
 struct State {
     /// None: it does not have the call.
-    capabilities: Option<Vec<Type>>,
+    capabilities: Option<Vec<i32>>,
     calls: Vec<(String, Bytes)>,
     answers: BTreeMap<String, Answer>,
     held: BTreeSet<String>,
@@ -95,7 +95,13 @@ impl<'a> Recorder<'a> {
 
     /// What it has from now on; None: it says UNIMPLEMENTED.
     pub fn set_capabilities(&self, capabilities: Option<&[Type]>) {
-        self.shared.state().capabilities = capabilities.map(<[Type]>::to_vec);
+        let numbers = |types: &[Type]| types.iter().map(|one| i32::from(*one)).collect();
+        self.shared.state().capabilities = capabilities.map(numbers);
+    }
+
+    /// The same by numbers, which may mean something else to it than to us.
+    pub fn set_capability_numbers(&self, numbers: &[i32]) {
+        self.shared.state().capabilities = Some(numbers.to_vec());
     }
 
     /// What it answers from now on to calls of this name (`NodeGetVolumeStats`), instead of what it does by itself.
@@ -193,7 +199,7 @@ fn answer(shared: &Shared, method: &str, asked: Bytes) -> Option<Messages> {
     Some(answer.map(|message| vec![message]))
 }
 
-fn by_itself(method: &str, asked: Bytes, capabilities: Option<Vec<Type>>) -> Answer {
+fn by_itself(method: &str, asked: Bytes, capabilities: Option<Vec<i32>>) -> Answer {
     let unimplemented = || Err((Code::Unimplemented, format!("no {method} here")));
     Ok(match method {
         "NodeGetCapabilities" => match capabilities {
@@ -228,11 +234,11 @@ fn by_itself(method: &str, asked: Bytes, capabilities: Option<Vec<Type>>) -> Ans
     })
 }
 
-fn capabilities_of(types: &[Type]) -> csi::NodeGetCapabilitiesResponse {
-    let capability = |one: &Type| csi::NodeServiceCapability {
-        r#type: Some(node_service_capability::Type::Rpc(Capability { r#type: (*one).into() })),
+fn capabilities_of(numbers: &[i32]) -> csi::NodeGetCapabilitiesResponse {
+    let capability = |number: &i32| csi::NodeServiceCapability {
+        r#type: Some(node_service_capability::Type::Rpc(Capability { r#type: *number })),
     };
-    csi::NodeGetCapabilitiesResponse { capabilities: types.iter().map(capability).collect() }
+    csi::NodeGetCapabilitiesResponse { capabilities: numbers.iter().map(capability).collect() }
 }
 
 /// A volume of some bytes, in this condition: whether it is abnormal, and why.

@@ -286,7 +286,7 @@ pub struct GroupSnapshot {
     pub snapshots: Vec<Snapshot>,
 }
 
-/// CSI's access modes for one node (CSI VolumeCapability.AccessMode).
+/// CSI's access modes that one node can satisfy (CSI VolumeCapability.AccessMode): many nodes that only read may be one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AccessMode {
@@ -294,17 +294,18 @@ pub enum AccessMode {
     SingleNodeReaderOnly,
     SingleNodeSingleWriter,
     SingleNodeMultiWriter,
+    MultiNodeReaderOnly,
 }
 
 impl AccessMode {
     /// Whether the volume may be published at more than one target path at a time (CSI
     /// NodePublishVolume, tables on the second call).
     pub const fn shares(self) -> bool {
-        matches!(self, Self::SingleNodeMultiWriter)
+        matches!(self, Self::SingleNodeMultiWriter | Self::MultiNodeReaderOnly)
     }
 
     pub const fn read_only(self) -> bool {
-        matches!(self, Self::SingleNodeReaderOnly)
+        matches!(self, Self::SingleNodeReaderOnly | Self::MultiNodeReaderOnly)
     }
 }
 

@@ -109,6 +109,7 @@ fn one_writer_or_none() {
     let modes = [
         (Mode::SingleNodeSingleWriter, true),
         (Mode::SingleNodeReaderOnly, true),
+        (Mode::MultiNodeReaderOnly, true),
         (Mode::SingleNodeWriter, false),
         (Mode::SingleNodeMultiWriter, false),
     ];

@@ -144,7 +144,9 @@ fn access_mode(
 ) -> Result<AccessMode, Refusal> {
     let refused = |name: &str| Refusal::Unsupported {
         field,
-        reason: format!("access_mode {name} is not supported: volumes are used on one node"),
+        reason: format!(
+            "access_mode {name} is not supported: a volume is used on one node; use a SINGLE_NODE mode, or MULTI_NODE_READER_ONLY"
+        ),
     };
     let number = mode.map_or(0, |mode| mode.mode);
     match Mode::try_from(number) {
@@ -155,6 +157,7 @@ fn access_mode(
         Ok(Mode::SingleNodeReaderOnly) => Ok(AccessMode::SingleNodeReaderOnly),
         Ok(Mode::SingleNodeSingleWriter) => Ok(AccessMode::SingleNodeSingleWriter),
         Ok(Mode::SingleNodeMultiWriter) => Ok(AccessMode::SingleNodeMultiWriter),
+        Ok(Mode::MultiNodeReaderOnly) => Ok(AccessMode::MultiNodeReaderOnly),
         Ok(other) => Err(refused(other.as_str_name())),
         Err(_) => Err(refused(&number.to_string())),
     }

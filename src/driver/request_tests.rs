@@ -55,12 +55,13 @@ fn capacity_ranges_are_possible_ones() {
 }
 
 #[test]
-fn one_node_access_modes_are_accepted() {
+fn access_modes_that_one_node_can_satisfy_are_accepted() {
     let modes = [
         (Mode::SingleNodeWriter, AccessMode::SingleNodeWriter),
         (Mode::SingleNodeReaderOnly, AccessMode::SingleNodeReaderOnly),
         (Mode::SingleNodeSingleWriter, AccessMode::SingleNodeSingleWriter),
         (Mode::SingleNodeMultiWriter, AccessMode::SingleNodeMultiWriter),
+        (Mode::MultiNodeReaderOnly, AccessMode::MultiNodeReaderOnly),
     ];
     for (mode, expected) in modes {
         let block = wire(mode, Some(AccessType::Block(BlockVolume {})));
@@ -97,7 +98,6 @@ fn what_is_malformed_and_what_is_unsupported_are_told_apart() {
     let mut future = wire(Mode::SingleNodeWriter, block());
     future.access_mode = Some(WireMode { mode: 99 });
     let unsupported = [
-        wire(Mode::MultiNodeReaderOnly, block()),
         wire(Mode::MultiNodeSingleWriter, block()),
         wire(Mode::MultiNodeMultiWriter, block()),
         with_fs("ntfs"),
@@ -106,7 +106,7 @@ fn what_is_malformed_and_what_is_unsupported_are_told_apart() {
     for wanted in &unsupported {
         assert!(matches!(check(wanted), Err(Refusal::Unsupported { .. })), "{wanted:?}");
     }
-    assert!(message(check(&unsupported[0])).contains("MULTI_NODE_READER_ONLY"));
+    assert!(message(check(&unsupported[0])).contains("MULTI_NODE_SINGLE_WRITER"));
 }
 
 #[test]

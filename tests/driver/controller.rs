@@ -460,7 +460,7 @@ fn capabilities_that_are_not_supported_are_answered_and_not_confirmed() {
             &[mounted("ext4")],
             &[mounted("xfs"), mounted("btrfs")],
             &[mounted_as("xfs", Mode::MultiNodeMultiWriter)],
-            &[block(), block_as(Mode::MultiNodeReaderOnly)],
+            &[block(), block_as(Mode::MultiNodeSingleWriter)],
         ] {
             let answer = driver.ok(request(wanted));
             assert!(answer.confirmed.is_none() && !answer.message.is_empty(), "{wanted:?}");

@@ -35,7 +35,8 @@ fn second_publish(driver: &Driver, mode: Mode, same_target: bool, same: bool) ->
     // Whatever the answer, who was there first is still there, once, and as it was.
     let mounts = mounts_at(&target);
     assert_eq!(mounts.len(), 1, "{name}");
-    assert_eq!(mounts[0].has("ro"), mode == Mode::SingleNodeReaderOnly, "{name}");
+    let reads = matches!(mode, Mode::SingleNodeReaderOnly | Mode::MultiNodeReaderOnly);
+    assert_eq!(mounts[0].has("ro"), reads, "{name}");
     assert_eq!(mounts_at(&second).len(), usize::from(same_target || answer.is_ok()), "{name}");
     driver.unpublish(&volume, &second);
     driver.take_down(&volume);
@@ -147,9 +148,10 @@ fn a_second_publish_follows_the_table_of_access_modes() {
             Mode::SingleNodeReaderOnly,
             Mode::SingleNodeSingleWriter,
             Mode::SingleNodeMultiWriter,
+            Mode::MultiNodeReaderOnly,
         ] {
             let elsewhere = match mode {
-                Mode::SingleNodeMultiWriter => Ok(()),
+                Mode::SingleNodeMultiWriter | Mode::MultiNodeReaderOnly => Ok(()),
                 _ => Err(Code::FailedPrecondition),
             };
             let publish = |same_target, same| second_publish(driver, mode, same_target, same);
@@ -244,6 +246,44 @@ fn writes_to_a_read_only_publication_fail_and_other_targets_stay_writable() {
                 let refused = fs::write(place.join("file"), "z").unwrap_err();
                 assert_eq!(refused.kind(), ErrorKind::ReadOnlyFilesystem, "{fs_type}");
             }
+            driver.take_down(&volume);
+        }
+    });
+}
+
+/// As a backup product makes it to read a snapshot: a claim that is ReadOnlyMany.
+#[test]
+fn a_volume_from_a_snapshot_that_many_may_read_is_read_only_at_each_target_of_the_node() {
+    with_driver(|driver| {
+        let source = driver.volume("source", 32 * MIB, mounted(""));
+        fs::write(driver.publish(&source, &mounted("")).join("file"), "kept").unwrap();
+        let snapshot = driver.snapshot("s", &source);
+        let readers =
+            [mounted_as("", Mode::MultiNodeReaderOnly), block_as(Mode::MultiNodeReaderOnly)];
+        for (name, wanted) in ["files", "device"].into_iter().zip(readers) {
+            let volume = driver.copy(name, Source::Snapshot(&snapshot), wanted.clone());
+            let asked = csi::ValidateVolumeCapabilitiesRequest {
+                volume_id: volume.clone(),
+                volume_capabilities: vec![wanted.clone()],
+                ..Default::default()
+            };
+            assert!(driver.ok(asked).confirmed.is_some(), "{name}");
+            let (target, other) = (driver.publish(&volume, &wanted), driver.scratch().join(name));
+            driver.ok(driver.publishing(&volume, &other, &wanted));
+            for target in [&target, &other] {
+                let refused = match target.is_dir() {
+                    true => {
+                        assert_eq!(fs::read_to_string(target.join("file")).unwrap(), "kept");
+                        fs::write(target.join("file"), "new")
+                    }
+                    false => File::options().write(true).open(target).and_then(|mut device| {
+                        device.write_all(&pattern(1, BLOCK as usize))?;
+                        device.sync_all()
+                    }),
+                };
+                assert!(refused.is_err(), "{}", target.display());
+            }
+            driver.unpublish(&volume, &other);
             driver.take_down(&volume);
         }
     });

@@ -19,12 +19,6 @@ declare -A expected_skips=(
     ["ControllerPublishVolume not supported"]=1
     ["ControllerUnpublishVolume not supported"]=1
     ["Controller Publish, UnpublishVolume not supported"]=1
-    # Additions of CSI v1.13; the driver speaks v1.12.
-    ["SNAPSHOT_ACCESSIBILITY_CONSTRAINTS not supported"]=1
-    ["ControllerGetVolumeHealth not supported"]=1
-    ["ControllerListVolumeHealth not supported"]=1
-    ["NodeGetVolumeHealth not supported"]=1
-    ["NodeGetStorageHealth not supported"]=1
 )
 # Specs that csi-sanity itself has switched off, by the end of their name.
 expected_pending="pagination should detect volumes added between pages and accept tokens when the last volume from a page is deleted"

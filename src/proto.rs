@@ -6,7 +6,7 @@
 
 /// Package `csi`.
 pub mod csi {
-    /// Package `csi.v1`: CSI v1.12, and what KEP-3314 and KEP-2857 add to it.
+    /// Package `csi.v1`: CSI v1.13 and what v1.12 had besides, and what KEP-3314 and KEP-2857 add to it.
     pub mod v1 {
         // Generated; variant sizes and the like are not ours to choose.
         #![allow(clippy::all)]

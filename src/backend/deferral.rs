@@ -22,7 +22,7 @@ use super::fail_point::{meet, reach};
 use super::filesystem::{self, Mount};
 use super::format::{self, Formatted};
 use super::loop_device::LoopDevice;
-use super::model::{Access, AccessMode, Condition, FsType, Publication, Stats};
+use super::model::{Access, AccessMode, Condition, FsType, HealthProblem, Publication, Stats};
 use super::runtime::{DeferredMount, Runtime};
 use super::store::Store;
 use super::target::present;
@@ -153,24 +153,24 @@ pub fn grow<R: Formatted>(
 pub fn stats(
     store: &Store,
     target: &Path,
-    defect: impl FnOnce() -> Result<Option<String>>,
+    defect: impl FnOnce() -> Result<Option<Condition>>,
 ) -> Result<Stats> {
     let stats = runtime(store)?.stats(target)?;
     Ok(match defect()? {
-        Some(message) => Stats { condition: Condition { abnormal: true, message }, ..stats },
+        Some(condition) => Stats { condition, ..stats },
         None => stats,
     })
 }
 
 /// What is wrong with where a volume is that a runtime has, if anything.
-pub fn defect(device: &LoopDevice, mounts: &[Mount]) -> Option<String> {
-    mounts.iter().find(|mount| mount.shows(device)).map(|mount| {
-        format!(
-            "{} is left to a container runtime and yet mounted on this host, at {}; unmount it there, and check the filesystem",
-            device.path().display(),
-            mount.target.display()
-        )
-    })
+pub fn defect(device: &LoopDevice, mounts: &[Mount]) -> Option<Condition> {
+    let mount = mounts.iter().find(|mount| mount.shows(device))?;
+    let message = format!(
+        "{} is left to a container runtime and yet mounted on this host, at {}; unmount it there, and check the filesystem",
+        device.path().display(),
+        mount.target.display()
+    );
+    Some(Condition::abnormal(HealthProblem::MountedOnHost, message))
 }
 
 /// Removes the empty directories below the target of a volume that was not mounted there: kubelet makes them for

@@ -1,4 +1,4 @@
-//! What is wrong with volumes, if anything (CSI VolumeCondition).
+//! What is wrong with volumes and with the pool, if anything (CSI VolumeCondition, VolumeHealth).
 
 use std::fs::File;
 
@@ -8,7 +8,7 @@ use super::filesystem::{self, Mount};
 use super::list::Page;
 use super::loop_device::AttachedFiles;
 use super::lost_pool;
-use super::model::{Access, Attachment, Condition, Volume};
+use super::model::{Access, Attachment, Condition, HealthProblem, Volume};
 use super::store::{Store, length};
 use super::upkeep;
 use super::volume;
@@ -18,9 +18,9 @@ use super::writeback;
 #[derive(Debug, Default)]
 pub struct Surroundings {
     /// Why no volume of the pool can be used.
-    lost_pool: Option<String>,
+    lost_pool: Option<Condition>,
     /// What volumes have to fear of a lack of room.
-    shortage: Option<String>,
+    shortage: Option<Condition>,
     attached: AttachedFiles,
     mounts: Vec<Mount>,
 }
@@ -28,8 +28,8 @@ pub struct Surroundings {
 impl Surroundings {
     /// Devices and mounts only where a volume is in use: the others have none.
     pub fn read(store: &Store, is_any_in_use: bool) -> Result<Self> {
-        if let Some(message) = lost_pool::defect(store)? {
-            return Ok(Self { lost_pool: Some(message), ..Self::default() });
+        if let Some(found) = lost_pool::defect(store)? {
+            return Ok(Self { lost_pool: Some(found), ..Self::default() });
         }
         let mut surroundings = Self { shortage: upkeep::shortage(store)?, ..Self::default() };
         if is_any_in_use {
@@ -56,9 +56,9 @@ pub fn list(store: &Store, after: Option<&str>, max: usize) -> Result<Page<(Volu
         // A volume that cannot be judged does not hide the others.
         let found = match &surroundings {
             Ok(surroundings) => defect(store, &volume, attachment.as_ref(), surroundings),
-            Err(error) => Ok(Some(error.to_string())),
+            Err(error) => Ok(Some(unknown(error))),
         };
-        let condition = found.map_or_else(|error| abnormal(error.to_string()), of_defect);
+        let condition = found.map_or_else(|error| unknown(&error), of_defect);
         items.push((volume, condition));
     }
     Ok(Page { items, next: page.next })
@@ -73,13 +73,18 @@ pub fn condition(store: &Store, id: &str) -> Result<Condition> {
     defect(store, &volume, attachment.as_ref(), &surroundings).map(of_defect)
 }
 
-fn of_defect(found: Option<String>) -> Condition {
-    let healthy = || Condition { abnormal: false, message: "the volume is healthy".to_owned() };
-    found.map_or_else(healthy, abnormal)
+/// The condition of the pool: what is wrong with all of its volumes.
+pub fn of_pool(store: &Store) -> Result<Condition> {
+    let Surroundings { lost_pool, shortage, .. } = Surroundings::read(store, false)?;
+    Ok(lost_pool.or(shortage).unwrap_or_else(|| Condition::healthy("the pool is healthy")))
 }
 
-fn abnormal(message: String) -> Condition {
-    Condition { abnormal: true, message }
+pub fn of_defect(found: Option<Condition>) -> Condition {
+    found.unwrap_or_else(|| Condition::healthy("the volume is healthy"))
+}
+
+fn unknown(error: &Error) -> Condition {
+    Condition::abnormal(HealthProblem::Unknown, error.to_string())
 }
 
 /// What is wrong with a volume, if anything.
@@ -88,29 +93,33 @@ pub fn defect(
     volume: &Volume,
     attachment: Option<&Attachment>,
     surroundings: &Surroundings,
-) -> Result<Option<String>> {
-    if let Some(message) = &surroundings.lost_pool {
-        return Ok(Some(message.clone()));
+) -> Result<Option<Condition>> {
+    let abnormal = |problem, message| Ok(Some(Condition::abnormal(problem, message)));
+    if let Some(found) = &surroundings.lost_pool {
+        return Ok(Some(found.clone()));
     }
     let backing = match store.open_volume(volume) {
         Ok(backing) => backing,
-        Err(Error::Damaged(message)) => return Ok(Some(message)),
+        Err(Error::Damaged(message)) => {
+            return abnormal(HealthProblem::BackingFileMissing, message);
+        }
         Err(error) => return Err(error),
     };
     let bytes = length(&backing)?;
     if bytes < volume.capacity_bytes {
-        return Ok(Some(format!(
+        let message = format!(
             "the backing file has {bytes} bytes instead of {}; restore the volume from a backup",
             volume.capacity_bytes
-        )));
+        );
+        return abnormal(HealthProblem::BackingFileShort, message);
     }
     if let Some(lost) = writeback::lost(store, volume) {
-        return Ok(Some(writeback::describe(&volume.id, &lost)));
+        return abnormal(HealthProblem::WritesLost, writeback::describe(&volume.id, &lost));
     }
     if let Some(attachment) = attachment
-        && let Some(message) = attachment_defect(volume, attachment, &backing, surroundings)?
+        && let Some(found) = attachment_defect(volume, attachment, &backing, surroundings)?
     {
-        return Ok(Some(message));
+        return Ok(Some(found));
     }
     Ok(surroundings.shortage.clone())
 }
@@ -120,21 +129,24 @@ fn attachment_defect(
     attachment: &Attachment,
     backing: &File,
     surroundings: &Surroundings,
-) -> Result<Option<String>> {
+) -> Result<Option<Condition>> {
+    let abnormal = |problem, message| Ok(Some(Condition::abnormal(problem, message)));
     let devices = surroundings.attached.of_file(backing)?;
     if let Err(foreign) = devices.refuse_foreign() {
-        return Ok(Some(foreign.to_string()));
+        return abnormal(HealthProblem::ForeignLoopDevice, foreign.to_string());
     }
     let Some(device) = devices.ours.into_iter().next() else {
-        return Ok(Some("the volume is staged but has no loop device; stage it again".to_owned()));
+        let message = "the volume is staged but has no loop device; stage it again".to_owned();
+        return abnormal(HealthProblem::LoopDeviceMissing, message);
     };
     let bytes = device.size()?;
     if bytes != volume.capacity_bytes {
-        return Ok(Some(format!(
+        let message = format!(
             "{} has {bytes} bytes, the volume {}; expand or stage it again",
             device.path().display(),
             volume.capacity_bytes
-        )));
+        );
+        return abnormal(HealthProblem::LoopDeviceSize, message);
     }
     if matches!(attachment.capability.access, Access::Block) {
         return Ok(None);

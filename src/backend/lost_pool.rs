@@ -12,6 +12,7 @@ use super::error::{Error, Result};
 use super::filesystem::{self, Mount};
 use super::ids::{self, INLINE_PREFIX};
 use super::loop_device::LoopDevice;
+use super::model::{Condition, HealthProblem};
 use super::pool::PoolKind;
 use super::store::Store;
 use super::target::remove_target;
@@ -54,9 +55,11 @@ pub fn is_lost(store: &Store) -> bool {
 }
 
 /// What is wrong with every volume of the pool, if anything.
-pub fn defect(store: &Store) -> Result<Option<String>> {
+pub fn defect(store: &Store) -> Result<Option<Condition>> {
     match check(store) {
-        Err(Error::Unavailable(message)) => Ok(Some(message)),
+        Err(Error::Unavailable(message)) => {
+            Ok(Some(Condition::abnormal(HealthProblem::PoolShutDown, message)))
+        }
         checked => checked.map(|()| None),
     }
 }

@@ -282,6 +282,11 @@ impl Backend {
         })
     }
 
+    /// What is wrong with all volumes of the pool, if anything (CSI NodeGetStorageHealth).
+    pub fn pool_condition(&self) -> Result<Condition> {
+        self.on_pool(health::of_pool)
+    }
+
     /// Room for volumes (CSI GetCapacity).
     pub fn capacity(&self) -> Result<Capacity> {
         self.on_pool(volume::room)

@@ -469,11 +469,51 @@ impl InlineRequest {
     }
 }
 
-/// CSI VolumeCondition.
+/// How a volume is, or the pool (CSI VolumeCondition, VolumeHealth).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
-    pub abnormal: bool,
+    /// What is wrong with it, if anything.
+    pub problem: Option<HealthProblem>,
     pub message: String,
+}
+
+impl Condition {
+    pub fn healthy(message: impl Into<String>) -> Self {
+        Self { problem: None, message: message.into() }
+    }
+
+    pub fn abnormal(problem: HealthProblem, message: impl Into<String>) -> Self {
+        Self { problem: Some(problem), message: message.into() }
+    }
+
+    pub fn is_abnormal(&self) -> bool {
+        self.problem.is_some()
+    }
+}
+
+/// What can be wrong with a volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HealthProblem {
+    /// The pool's filesystem has shut down.
+    PoolShutDown,
+    /// The pool, or the filesystem below a sparse pool image, is nearly full.
+    PoolNearlyFull,
+    BackingFileMissing,
+    BackingFileShort,
+    WritesLost,
+    /// Somebody else has attached the backing file, and may write to it.
+    ForeignLoopDevice,
+    LoopDeviceMissing,
+    LoopDeviceSize,
+    NotMounted,
+    /// It is left to a container runtime, and mounted on this host as well.
+    MountedOnHost,
+    /// The container runtime that it is left to says so, or does not have it.
+    Runtime,
+    /// An inline volume that is being made or removed.
+    NotReady,
+    /// How it is could not be found out.
+    Unknown,
 }
 
 /// How a volume in use on this node is.

@@ -5,7 +5,9 @@ use tracing::{info, warn};
 
 use super::catalog::SnapshotFile;
 use super::error::{Error, MORE_ROOM, Result};
-use super::model::{ChainBreak, Predecessor, Snapshot, SnapshotPhase, Volume};
+use super::model::{
+    ChainBreak, Condition, HealthProblem, Predecessor, Snapshot, SnapshotPhase, Volume,
+};
 use super::pool::{self, Directory, Image, Room};
 use super::store::{Store, now};
 use super::tracker::{Bitmap, BlockMap, Header, RecordWriter, Style};
@@ -34,19 +36,21 @@ pub fn or_exhausted(store: &Store, error: Error) -> Error {
 }
 
 /// What volumes have to fear of a lack of room, if anything.
-pub fn shortage(store: &Store) -> Result<Option<String>> {
+pub fn shortage(store: &Store) -> Result<Option<Condition>> {
+    let abnormal = |message| Ok(Some(Condition::abnormal(HealthProblem::PoolNearlyFull, message)));
     if let Some(image) = store.pool.image()
         && let Some(danger) = image.danger()?
     {
-        return Ok(Some(danger));
+        return abnormal(danger);
     }
     let room = store.pool.room()?;
-    Ok(under_pressure(room).then(|| {
-        format!(
-            "the pool is nearly full: {} of {} bytes are left; {MORE_ROOM}",
-            room.available, room.total
-        )
-    }))
+    if !under_pressure(room) {
+        return Ok(None);
+    }
+    abnormal(format!(
+        "the pool is nearly full: {} of {} bytes are left; {MORE_ROOM}",
+        room.available, room.total
+    ))
 }
 
 /// Makes room before pods meet the end of it, in the pool and below its image.

@@ -220,7 +220,7 @@ mod tests {
         assert!(is_refused(&backend.store, &lost.id));
         fail_after(None);
         assert_eq!(row(&lost.id).lost_writes, None);
-        assert!(backend.volume_condition(&lost.id).unwrap().abnormal);
+        assert!(backend.volume_condition(&lost.id).unwrap().is_abnormal());
         assert!(is_refused(&backend.store, &lost.id) && !is_refused(&backend.store, &whole.id));
         let recorded = row(&lost.id).lost_writes.unwrap();
         assert!(recorded.cause.contains("flushing"), "{recorded:?}");

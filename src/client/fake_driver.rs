@@ -174,6 +174,8 @@ service! { Controller, [
     controller_publish_volume ControllerPublishVolumeRequest ControllerPublishVolumeResponse,
     controller_unpublish_volume ControllerUnpublishVolumeRequest ControllerUnpublishVolumeResponse,
     validate_volume_capabilities ValidateVolumeCapabilitiesRequest ValidateVolumeCapabilitiesResponse,
+    controller_list_volume_health ControllerListVolumeHealthRequest ControllerListVolumeHealthResponse,
+    controller_get_volume_health ControllerGetVolumeHealthRequest ControllerGetVolumeHealthResponse,
     get_capacity GetCapacityRequest GetCapacityResponse,
     controller_get_capabilities ControllerGetCapabilitiesRequest ControllerGetCapabilitiesResponse,
     create_snapshot CreateSnapshotRequest CreateSnapshotResponse,
@@ -262,6 +264,8 @@ service! { Controller, [
 
 service! { Node, [
     node_get_volume_stats NodeGetVolumeStatsRequest NodeGetVolumeStatsResponse,
+    node_get_volume_health NodeGetVolumeHealthRequest NodeGetVolumeHealthResponse,
+    node_get_storage_health NodeGetStorageHealthRequest NodeGetStorageHealthResponse,
     node_expand_volume NodeExpandVolumeRequest NodeExpandVolumeResponse,
     node_get_capabilities NodeGetCapabilitiesRequest NodeGetCapabilitiesResponse,
     node_get_info NodeGetInfoRequest NodeGetInfoResponse

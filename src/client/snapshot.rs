@@ -283,7 +283,7 @@ mod tests {
             source_volume_id: "vol-v-0123456789abcdef".to_owned(),
             creation_time: Some(prost_types::Timestamp { seconds: 1_763_673_303, nanos: 0 }),
             ready_to_use: true,
-            group_snapshot_id: String::new(),
+            ..csi::Snapshot::default()
         });
         let expected = "\
 NAME  ID                       VOLUME  SIZE  CREATED                   READY

@@ -36,6 +36,10 @@ describe! {
     ValidateVolumeCapabilitiesResponse {}
     ListVolumesRequest {}
     ListVolumesResponse {}
+    ControllerListVolumeHealthRequest {}
+    ControllerListVolumeHealthResponse {}
+    ControllerGetVolumeHealthRequest { volume_id: volume_id }
+    ControllerGetVolumeHealthResponse {}
     GetCapacityRequest {}
     GetCapacityResponse {}
     ControllerGetCapabilitiesRequest {}
@@ -68,6 +72,10 @@ describe! {
     NodePublishVolumeResponse {}
     NodeUnpublishVolumeResponse {}
     NodeGetVolumeStatsResponse {}
+    NodeGetVolumeHealthRequest { volume_id: volume_id, path: volume_publish_path }
+    NodeGetVolumeHealthResponse {}
+    NodeGetStorageHealthRequest {}
+    NodeGetStorageHealthResponse {}
     NodeExpandVolumeResponse {}
     NodeGetCapabilitiesRequest {}
     NodeGetCapabilitiesResponse {}

@@ -5,7 +5,7 @@ use tonic::{Request, Response, Status};
 use super::controller_snapshots as snapshots;
 use super::request::{self, Refusal};
 use super::topology::Place;
-use super::{Plugin, deferral, response, snapshot_deltas, status};
+use super::{Plugin, deferral, health, response, snapshot_deltas, status};
 use crate::backend::{
     Condition, CreateVolume, Error, Result as Checked, Source, Volume, VolumeRequest,
 };
@@ -18,7 +18,7 @@ use csi::volume_content_source::Type as ContentSource;
 /// Entries in a page of a list, at most: the message stays under gRPC's 4 MiB.
 pub const MAX_ENTRIES: usize = 4096;
 
-const CAPABILITIES: [rpc::Type; 12] = [
+const CAPABILITIES: [rpc::Type; 14] = [
     rpc::Type::CreateDeleteVolume,
     rpc::Type::ListVolumes,
     rpc::Type::GetCapacity,
@@ -28,7 +28,10 @@ const CAPABILITIES: [rpc::Type; 12] = [
     rpc::Type::CloneVolume,
     rpc::Type::ExpandVolume,
     rpc::Type::GetVolume,
+    // What CSI v1.12 has in the place of health.
     rpc::Type::VolumeCondition,
+    rpc::Type::GetVolumeHealth,
+    rpc::Type::ListVolumeHealth,
     rpc::Type::SingleNodeMultiWriter,
     rpc::Type::ModifyVolume,
 ];
@@ -77,6 +80,20 @@ impl Controller for Plugin {
         request: Request<csi::ListVolumesRequest>,
     ) -> Result<Response<csi::ListVolumesResponse>, Status> {
         self.call("ListVolumes", request, list_volumes).await
+    }
+
+    async fn controller_list_volume_health(
+        &self,
+        request: Request<csi::ControllerListVolumeHealthRequest>,
+    ) -> Result<Response<csi::ControllerListVolumeHealthResponse>, Status> {
+        self.call("ControllerListVolumeHealth", request, health::list).await
+    }
+
+    async fn controller_get_volume_health(
+        &self,
+        request: Request<csi::ControllerGetVolumeHealthRequest>,
+    ) -> Result<Response<csi::ControllerGetVolumeHealthResponse>, Status> {
+        self.call("ControllerGetVolumeHealth", request, health::of_volume).await
     }
 
     async fn get_capacity(

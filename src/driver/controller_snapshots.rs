@@ -14,8 +14,9 @@ pub fn create(
     let name = request::name(&asked.name)?;
     let volume_id = request::id("source_volume_id", &asked.source_volume_id)?;
     request::keys("parameters", &asked.parameters, &[])?;
+    plugin.place.check(asked.accessibility_requirements.as_ref())?;
     let made = plugin.backend.create_snapshot(name, volume_id)?;
-    Ok(csi::CreateSnapshotResponse { snapshot: Some(response::snapshot(&made, &plugin.faults)) })
+    Ok(csi::CreateSnapshotResponse { snapshot: Some(response::snapshot(&made, plugin)) })
 }
 
 pub fn delete(
@@ -38,7 +39,7 @@ pub fn list(
     let max = page(request::max_entries(asked.max_entries)?);
     let page = plugin.backend.snapshots(&filter, token(&asked.starting_token), max)?;
     let entry = |snapshot| csi::list_snapshots_response::Entry {
-        snapshot: Some(response::snapshot(snapshot, &plugin.faults)),
+        snapshot: Some(response::snapshot(snapshot, plugin)),
     };
     Ok(csi::ListSnapshotsResponse {
         entries: page.items.iter().map(entry).collect(),
@@ -51,5 +52,5 @@ pub fn get(
     asked: csi::GetSnapshotRequest,
 ) -> Result<csi::GetSnapshotResponse, Status> {
     let found = plugin.backend.snapshot(request::id("snapshot_id", &asked.snapshot_id)?)?;
-    Ok(csi::GetSnapshotResponse { snapshot: Some(response::snapshot(&found, &plugin.faults)) })
+    Ok(csi::GetSnapshotResponse { snapshot: Some(response::snapshot(&found, plugin)) })
 }

@@ -20,7 +20,8 @@ use tonic::{Code, Request, Response, Status};
 
 use super::response;
 use crate::backend::{
-    Condition, DeferredMount, Error, GroupPolicy, Result, Runtime, RuntimeStats, Usage,
+    Condition, DeferredMount, Error, GroupPolicy, HealthProblem, Result, Runtime, RuntimeStats,
+    Usage,
 };
 use crate::grpc::{MAX_MESSAGE, SocketPath, code_name, cut};
 use crate::proto::crust;
@@ -247,8 +248,7 @@ impl Failure {
             ),
             _ => return None,
         };
-        let condition = Condition { abnormal, message: cut(&message, MAX_MESSAGE) };
-        Some(RuntimeStats { usage: None, condition })
+        Some(RuntimeStats { usage: None, condition: condition(abnormal, &message) })
     }
 }
 
@@ -294,17 +294,17 @@ fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
     }
 }
 
+fn condition(abnormal: bool, message: &str) -> Condition {
+    let problem = abnormal.then_some(HealthProblem::Runtime);
+    Condition { problem, message: cut(message, MAX_MESSAGE) }
+}
+
 /// What crust_ops says of a volume, as far as it can be true.
 fn stats(answer: crust::RuntimeGetVolumeStatsResponse) -> Result<RuntimeStats> {
     let wrong = |what: &str| Error::Failed(format!("{STATS}: crust_ops answers {what}"));
     let condition = match answer.volume_condition {
-        Some(told) => {
-            Condition { abnormal: told.abnormal, message: cut(&told.message, MAX_MESSAGE) }
-        }
-        None => Condition {
-            abnormal: false,
-            message: "its container runtime says nothing of its condition".to_owned(),
-        },
+        Some(told) => condition(told.abnormal, &told.message),
+        None => Condition::healthy("its container runtime says nothing of its condition"),
     };
     if answer.usage.is_empty() {
         return Ok(RuntimeStats { usage: None, condition });

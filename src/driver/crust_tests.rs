@@ -150,7 +150,7 @@ fn that_nobody_can_measure_a_volume_is_told_as_its_condition() {
         (Code::Unavailable, false, "no container has it mounted"),
     ] {
         let RuntimeStats { usage, condition } = told(code);
-        assert_eq!((usage, condition.abnormal), (None, abnormal), "{code:?}");
+        assert_eq!((usage, condition.is_abnormal()), (None, abnormal), "{code:?}");
         assert!(condition.message.contains(words), "{condition:?}");
         assert!(condition.message.contains("its words"), "{condition:?}");
     }
@@ -184,12 +184,12 @@ fn what_a_runtime_measures_is_passed_on() {
         free_inodes: 2000,
     };
     assert_eq!(both.usage, Some(expected));
-    assert_eq!(both.condition, Condition { abnormal: false, message: "mounted".into() });
+    assert_eq!(both.condition, Condition::healthy("mounted"));
     assert_eq!(stats(answer(vec![])).unwrap().usage, None);
     assert!(stats(answer(vec![bytes])).unwrap().usage.is_some());
     let unsaid =
         crust::RuntimeGetVolumeStatsResponse { usage: vec![bytes], volume_condition: None };
-    assert!(!stats(unsaid).unwrap().condition.abnormal);
+    assert!(!stats(unsaid).unwrap().condition.is_abnormal());
 }
 
 #[test]

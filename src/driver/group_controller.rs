@@ -54,7 +54,7 @@ fn create(
     request::keys("parameters", &asked.parameters, &[])?;
     let made = plugin.backend.create_group(name, volume_ids)?;
     Ok(csi::CreateVolumeGroupSnapshotResponse {
-        group_snapshot: Some(response::group(&made, &plugin.faults)),
+        group_snapshot: Some(response::group(&made, plugin)),
     })
 }
 
@@ -93,7 +93,7 @@ fn get(
     let id = request::id("group_snapshot_id", &asked.group_snapshot_id)?;
     let found = plugin.backend.group(id, ids("snapshot_ids", &asked.snapshot_ids)?)?;
     Ok(csi::GetVolumeGroupSnapshotResponse {
-        group_snapshot: Some(response::group(&found, &plugin.faults)),
+        group_snapshot: Some(response::group(&found, plugin)),
     })
 }
 

@@ -16,11 +16,12 @@ use crate::proto::csi::v1::{
     GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse,
 };
 
-const SERVICES: [service::Type; 4] = [
+const SERVICES: [service::Type; 5] = [
     service::Type::ControllerService,
     service::Type::VolumeAccessibilityConstraints,
     service::Type::GroupControllerService,
     service::Type::SnapshotMetadataService,
+    service::Type::SnapshotAccessibilityConstraints,
 ];
 
 #[tonic::async_trait]

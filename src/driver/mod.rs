@@ -16,6 +16,7 @@ pub(crate) mod fault;
 mod frame;
 mod gauges;
 pub(crate) mod group_controller;
+mod health;
 mod identity;
 pub(crate) mod inline;
 mod node;

@@ -4,18 +4,21 @@ use std::path::Path;
 
 use tonic::{Request, Response, Status};
 
-use super::{Plugin, deferral, inline, request, response};
+use super::{Plugin, deferral, health, inline, request, response};
 use crate::backend::{Access, Capability, Error, Publication, Result as Checked, Stats};
 use crate::proto::csi::v1 as csi;
 use crate::proto::former::PublishRequest;
 use csi::node_server::Node;
 use csi::node_service_capability::{Rpc, Type, rpc};
 
-const CAPABILITIES: [rpc::Type; 6] = [
+const CAPABILITIES: [rpc::Type; 8] = [
     rpc::Type::StageUnstageVolume,
     rpc::Type::GetVolumeStats,
     rpc::Type::ExpandVolume,
+    // What CSI v1.12 has in the place of health.
     rpc::Type::VolumeCondition,
+    rpc::Type::GetVolumeHealth,
+    rpc::Type::GetStorageHealth,
     rpc::Type::SingleNodeMultiWriter,
     rpc::Type::VolumeMountGroup,
 ];
@@ -62,6 +65,20 @@ impl Node for Plugin {
         request: Request<csi::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<csi::NodeGetVolumeStatsResponse>, Status> {
         self.call("NodeGetVolumeStats", request, stats).await
+    }
+
+    async fn node_get_volume_health(
+        &self,
+        request: Request<csi::NodeGetVolumeHealthRequest>,
+    ) -> Result<Response<csi::NodeGetVolumeHealthResponse>, Status> {
+        self.call("NodeGetVolumeHealth", request, health::on_node).await
+    }
+
+    async fn node_get_storage_health(
+        &self,
+        request: Request<csi::NodeGetStorageHealthRequest>,
+    ) -> Result<Response<csi::NodeGetStorageHealthResponse>, Status> {
+        self.call("NodeGetStorageHealth", request, health::of_storage).await
     }
 
     async fn node_expand_volume(

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use prost_types::Timestamp;
 
-use super::fault::Faults;
+use super::Plugin;
 use super::topology::Place;
 use crate::backend::{Condition, GroupSnapshot, Snapshot, Source, Usage, Volume};
 use crate::inline::DEFER_FS_MOUNT;
@@ -42,25 +42,26 @@ fn content_source(source: &Source) -> csi::VolumeContentSource {
 }
 
 pub fn condition(condition: Condition) -> csi::VolumeCondition {
-    csi::VolumeCondition { abnormal: condition.abnormal, message: condition.message }
+    csi::VolumeCondition { abnormal: condition.is_abnormal(), message: condition.message }
 }
 
 /// A snapshot is ready as soon as it exists, for its copy is complete when the cut returns; unless a
-/// fault says otherwise.
-pub fn snapshot(snapshot: &Snapshot, faults: &Faults) -> csi::Snapshot {
+/// fault says otherwise. Volumes made from it are where it is.
+pub fn snapshot(snapshot: &Snapshot, plugin: &Plugin) -> csi::Snapshot {
     csi::Snapshot {
         size_bytes: bytes(snapshot.capacity_bytes),
         snapshot_id: snapshot.id.clone(),
         source_volume_id: snapshot.volume_id.clone(),
         creation_time: Some(timestamp(snapshot.created_at)),
-        ready_to_use: faults.ready(snapshot),
+        ready_to_use: plugin.faults.ready(snapshot),
         group_snapshot_id: snapshot.group_id.clone().unwrap_or_default(),
+        accessible_topology: vec![plugin.place.topology()],
     }
 }
 
 /// A group is ready when all of its snapshots are.
-pub fn group(group: &GroupSnapshot, faults: &Faults) -> csi::VolumeGroupSnapshot {
-    let snapshots: Vec<_> = group.snapshots.iter().map(|member| snapshot(member, faults)).collect();
+pub fn group(group: &GroupSnapshot, plugin: &Plugin) -> csi::VolumeGroupSnapshot {
+    let snapshots: Vec<_> = group.snapshots.iter().map(|member| snapshot(member, plugin)).collect();
     csi::VolumeGroupSnapshot {
         group_snapshot_id: group.group.id.clone(),
         ready_to_use: snapshots.iter().all(|snapshot| snapshot.ready_to_use),

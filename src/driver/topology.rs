@@ -1,4 +1,4 @@
-//! Where volumes are: all of them on this node, and nowhere else (CSI Topology).
+//! Where volumes and snapshots are: all of them on this node, and nowhere else (CSI Topology).
 
 use crate::backend::{Error, Result};
 use crate::proto::csi::v1 as csi;
@@ -29,7 +29,7 @@ impl Place {
         topology.segments.iter().all(|(key, value)| *key == self.key && *value == self.node_id)
     }
 
-    /// Fails unless a volume on this node meets the requirement: one of `requisite` or, without
+    /// Fails unless a volume or snapshot on this node meets the requirement: one of `requisite` or, without
     /// those, one of `preferred` has to hold this node.
     pub fn check(&self, requirement: Option<&csi::TopologyRequirement>) -> Result<()> {
         let Some(requirement) = requirement else { return Ok(()) };
@@ -41,7 +41,7 @@ impl Place {
             return Ok(());
         }
         Err(Error::Exhausted(format!(
-            "accessibility_requirements: volumes of this driver are on {}={} only",
+            "accessibility_requirements: volumes and snapshots of this driver are on {}={} only",
             self.key, self.node_id
         )))
     }

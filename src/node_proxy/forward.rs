@@ -25,7 +25,7 @@ use crate::proto::csi::v1 as csi;
 use csi::node_client::NodeClient;
 use csi::node_service_capability::{Type, rpc};
 
-/// How long the driver may take to say what it can do, or to take a connection.
+/// How long the driver may take to answer a call of the proxy's own, or to take a connection.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time between two tries to connect to a driver whose queue is full.
 const CONNECT_AGAIN: Duration = Duration::from_millis(10);
@@ -97,19 +97,8 @@ impl Driver {
     pub async fn capabilities(&self) -> Result<Vec<rpc::Type>> {
         let mut node = NodeClient::new(self.clone());
         let asked = node.node_get_capabilities(csi::NodeGetCapabilitiesRequest {});
-        let answer = match tokio::time::timeout(ASK_TIMEOUT, asked).await {
-            Ok(Ok(answer)) => answer.into_inner(),
-            // One that does not know the call has none.
-            Ok(Err(status)) if status.code() == Code::Unimplemented => return Ok(Vec::new()),
-            Ok(Err(status)) => {
-                let code = code_name(status.code());
-                return Err(Refusal::DriverAway(format!("NodeGetCapabilities: {code}")));
-            }
-            Err(_) => {
-                let why = format!("NodeGetCapabilities takes longer than {ASK_TIMEOUT:?}");
-                return Err(Refusal::DriverAway(why));
-            }
-        };
+        // One that does not know the call has none.
+        let answer = answered("NodeGetCapabilities", asked).await?.unwrap_or_default();
         let said = answer.capabilities.into_iter();
         Ok(said
             .filter_map(|capability| match capability.r#type {
@@ -117,6 +106,38 @@ impl Driver {
                 _ => None,
             })
             .collect())
+    }
+
+    /// Whether it reports any problem with a volume (CSI v1.13).
+    ///
+    /// # Errors
+    /// The driver does not say.
+    pub async fn reports_problem(&self, volume: &str, target: &str) -> Result<bool> {
+        let mut node = NodeClient::new(self.clone());
+        let asked = node.node_get_volume_health(csi::NodeGetVolumeHealthRequest {
+            volume_id: volume.to_owned(),
+            volume_publish_path: target.to_owned(),
+            ..Default::default()
+        });
+        let health =
+            answered("NodeGetVolumeHealth", asked).await?.and_then(|one| one.volume_health);
+        Ok(health.is_some_and(|health| !health.health_statuses.is_empty()))
+    }
+}
+
+/// The answer to a call of the proxy's own; None where the driver does not have it.
+async fn answered<T>(
+    method: &str,
+    asked: impl Future<Output = Result<tonic::Response<T>, Status>>,
+) -> Result<Option<T>> {
+    match tokio::time::timeout(ASK_TIMEOUT, asked).await {
+        Ok(Ok(answer)) => Ok(Some(answer.into_inner())),
+        Ok(Err(status)) if status.code() == Code::Unimplemented => Ok(None),
+        Ok(Err(status)) => {
+            let code = code_name(status.code());
+            Err(Refusal::DriverAway(format!("{method}: {code}")))
+        }
+        Err(_) => Err(Refusal::DriverAway(format!("{method} takes longer than {ASK_TIMEOUT:?}"))),
     }
 }
 

@@ -57,7 +57,7 @@ enum Next {
 enum After {
     Published(Publishing),
     Unpublished { target: String },
-    Measured { target: String },
+    Measured { volume: String, target: String, has_health: bool },
     Grown,
 }
 
@@ -171,8 +171,9 @@ impl Proxy {
                 if self.memory.of(&asked.volume_id, &asked.volume_path).is_none() {
                     return Ok(Next::Pass);
                 }
-                self.check_defers().await?;
-                Next::Add(After::Measured { target: asked.volume_path }, None)
+                let has_health = self.check_defers().await?.contains(&Type::GetVolumeHealth);
+                let (volume, target) = (asked.volume_id, asked.volume_path);
+                Next::Add(After::Measured { volume, target, has_health }, None)
             }
             Asked::Expand(asked) => {
                 if self.memory.of(&asked.volume_id, &asked.volume_path).is_none() {
@@ -189,10 +190,12 @@ impl Proxy {
         Ok(Next::Add(After::Published(publishing), left.group))
     }
 
-    async fn check_defers(&self) -> Result<()> {
+    /// The capabilities of the driver, where it defers.
+    async fn check_defers(&self) -> Result<Vec<Type>> {
         let capability = Type::DeferFsOps;
-        match self.driver.capabilities().await?.contains(&capability) {
-            true => Ok(()),
+        let has = self.driver.capabilities().await?;
+        match has.contains(&capability) {
+            true => Ok(has),
             false => Err(Refusal::MissingCapability {
                 capability: capability.as_str_name(),
                 because: ANNOTATION,
@@ -258,11 +261,20 @@ impl Proxy {
                 point("node_proxy.unpublished")?;
                 self.memory.forget(&target).await?;
             }
-            After::Measured { target } => {
+            After::Measured { volume, target, has_health } => {
                 let said = message::unframed(&held.bytes).and_then(|message| {
                     csi::NodeGetVolumeStatsResponse::decode(message).ok()?.volume_condition
                 });
-                self.memory.measured(&target, said.is_some_and(|said| said.abnormal));
+                let abnormal = match said {
+                    // CSI v1.13 has no condition.
+                    None if has_health => self.driver.reports_problem(&volume, &target).await,
+                    said => Ok(said.is_some_and(|said| said.abnormal)),
+                };
+                match abnormal {
+                    Ok(abnormal) => self.memory.measured(&target, abnormal),
+                    // The figures are there all the same, and what was known of it stays.
+                    Err(why) => tracing::warn!(volume, %why, "the health of a volume is not known"),
+                }
             }
             After::Grown => {}
         }

@@ -2,6 +2,7 @@
 //! operation is under way.
 
 use std::fs::{self, File};
+use std::path::Path;
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
@@ -11,6 +12,7 @@ use support::inline::pod_volume;
 use support::{BLOCK, GIB, MIB, have_root, path, run, zero};
 use tonic::{Code, Status};
 
+use csi::StorageHealthErrorType as Storage;
 use csi::volume_capability::access_mode::Mode;
 
 fn condition(driver: &Driver, volume_id: &str) -> csi::VolumeCondition {
@@ -78,11 +80,14 @@ fn a_pool_that_is_nearly_full_is_told_and_takes_no_new_volumes() {
     driver.refused(expand(&idle, 2 * MIB), Code::ResourceExhausted, "capacity_range");
     let answer = driver.ok(stats(&volume, path(&device)));
     assert!(answer.volume_condition.unwrap().abnormal);
+    let storage = || driver.ok(csi::NodeGetStorageHealthRequest::default()).backend_health;
+    let [full]: [_; 1] = storage().try_into().unwrap();
+    assert_eq!((full.status(), full.reason.as_str()), (Storage::StorageDegraded, "PoolNearlyFull"));
     // Deleting is what helps, and works.
     driver.take_down(&volume);
     driver.ok(delete_volume(&volume));
     wait_for("there is room again", || room(&driver).0 > 200 * MIB);
-    assert!(!condition(&driver, &idle).abnormal);
+    assert!(!condition(&driver, &idle).abnormal && storage().is_empty());
     driver.volume("w", MIB, block());
 }
 
@@ -182,6 +187,16 @@ fn a_pool_that_has_shut_down_is_unhealthy_and_its_volumes_can_be_taken_away() {
     }
     let answer = driver.ok(stats(&inline.handle, path(&inline.target)));
     assert!(answer.volume_condition.unwrap().message.contains("shut down"));
+    let storage = driver.ok(csi::NodeGetStorageHealthRequest::default()).backend_health;
+    let [lost]: [_; 1] = storage.try_into().unwrap();
+    assert_eq!(
+        (lost.status(), lost.reason.as_str()),
+        (Storage::StorageUnreachable, "PoolShutDown")
+    );
+    assert!(lost.message.contains("shut down"), "{lost:?}");
+    for (id, at) in [(&idle, Path::new("")), (&inline.handle, inline.target.as_path())] {
+        assert_eq!(health_on_node(&driver, id, at)[0].reason, "PoolShutDown");
+    }
     driver.refused(cut("s", &idle), Code::Unavailable, "shut down");
     driver.refused(create("w", MIB, block()), Code::Unavailable, "shut down");
 

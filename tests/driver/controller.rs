@@ -277,7 +277,7 @@ fn a_clone_of_a_volume_in_use_is_consistent_and_its_source_goes_on() {
 }
 
 #[test]
-fn volumes_are_made_on_this_node_and_nowhere_else() {
+fn volumes_and_snapshots_are_made_on_this_node_and_nowhere_else() {
     with_driver(|driver| {
         let at = |node: &str| csi::Topology {
             segments: map(&[("topology.loopback.csi.local/node", node)]),
@@ -293,6 +293,18 @@ fn volumes_are_made_on_this_node_and_nowhere_else() {
         driver.refused(elsewhere, Code::ResourceExhausted, "accessibility_requirements");
         let made = driver.ok(request(vec![at("node-2"), at("node-1")])).volume.unwrap();
         assert_eq!(made.accessible_topology, [at("node-1")]);
+        let snapshot = |name: &str, requisite: Vec<csi::Topology>| csi::CreateSnapshotRequest {
+            accessibility_requirements: Some(csi::TopologyRequirement {
+                requisite,
+                preferred: Vec::new(),
+            }),
+            ..cut(name, &made.volume_id)
+        };
+        let elsewhere = snapshot("elsewhere", vec![at("node-2")]);
+        driver.refused(elsewhere, Code::ResourceExhausted, "accessibility_requirements");
+        let cut = driver.ok(snapshot("here", vec![at("node-2"), at("node-1")])).snapshot.unwrap();
+        assert_eq!(cut.accessible_topology, [at("node-1")]);
+        assert_eq!(all_snapshots(driver), [cut]);
         let room = |place: csi::Topology| {
             let accessible_topology = Some(place);
             driver.ok(csi::GetCapacityRequest { accessible_topology, ..Default::default() })

@@ -133,6 +133,17 @@ fn wrong_id(volume: &str, id: &str) -> Vec<Case> {
         case("name", cut_group(id, &[volume])),
         case("volume_id", delete_volume(id)),
         case("volume_id", get_volume(id)),
+        case(
+            "volume_id",
+            csi::ControllerGetVolumeHealthRequest {
+                volume_id: id.to_owned(),
+                ..Default::default()
+            },
+        ),
+        case(
+            "volume_id",
+            csi::NodeGetVolumeHealthRequest { volume_id: id.to_owned(), ..Default::default() },
+        ),
         case("volume_id", expand(id, 1)),
         case("volume_id", modify(id, &[])),
         case("volume_id", validate(id)),

@@ -10,6 +10,7 @@ mod faults;
 mod foreign_devices;
 mod groups;
 mod growth;
+mod health;
 mod hostile_requests;
 mod inline;
 mod inline_content;

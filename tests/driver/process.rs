@@ -54,6 +54,7 @@ fn a_driver_advertises_what_it_serves_and_nothing_else() {
             S::VolumeAccessibilityConstraints,
             S::GroupControllerService,
             S::SnapshotMetadataService,
+            S::SnapshotAccessibilityConstraints,
             S::Unknown,
         ];
         assert_eq!(services, expected);
@@ -77,6 +78,8 @@ fn a_driver_advertises_what_it_serves_and_nothing_else() {
             C::ExpandVolume,
             C::GetVolume,
             C::VolumeCondition,
+            C::GetVolumeHealth,
+            C::ListVolumeHealth,
             C::SingleNodeMultiWriter,
             C::ModifyVolume,
         ]
@@ -101,6 +104,8 @@ fn a_driver_advertises_what_it_serves_and_nothing_else() {
             N::GetVolumeStats,
             N::ExpandVolume,
             N::VolumeCondition,
+            N::GetVolumeHealth,
+            N::GetStorageHealth,
             N::SingleNodeMultiWriter,
             N::VolumeMountGroup,
         ]

@@ -1,4 +1,4 @@
-//! csi-spec/csi.proto is CSI v1.12 on the wire and what proposals add to it, csi-spec/snapshotmetadata.proto the released Kubernetes
+//! csi-spec/csi.proto is CSI v1.12 and v1.13 on the wire and what proposals add to it, csi-spec/snapshotmetadata.proto the released Kubernetes
 //! SnapshotMetadata API, csi-spec/snapshotsession.proto the one of the proposal with session tokens, csi-spec/crust.proto the Runtime API of
 //! crust_ops, with the field that its proposal forgets, csi-spec/admin.proto the driver's own administration: no more, no less. The tables of facts in tests/data and the compiled descriptor are
 //! both brought into the same form, one `Fact` for each line, and the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret`,
@@ -18,8 +18,9 @@ use prost_types::{
 };
 
 /// Packages and what is known of them.
-const TABLES: [(&str, &str); 6] = [
+const TABLES: [(&str, &str); 7] = [
     ("csi.v1", RELEASES[0]),
+    ("csi.v1", RELEASES[1]),
     ("csi.v1", EXTENSIONS),
     ("snapshotmetadata", include_str!("../data/snapshotmetadata-v1.tsv")),
     ("snapshotsession", include_str!("../data/snapshotsession-v1alpha2.tsv")),

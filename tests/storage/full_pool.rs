@@ -68,7 +68,7 @@ fn a_full_pool_refuses_keeps_what_it_has_and_recovers_by_deletions() {
     assert!(backend.healthy().is_ok());
     assert_eq!(backend.capacity().unwrap().available, 0);
     let condition = backend.volume_condition(&small.id).unwrap();
-    assert!(condition.abnormal && condition.message.contains("nearly full"), "{condition:?}");
+    assert!(condition.is_abnormal() && condition.message.contains("nearly full"), "{condition:?}");
     // Answers need no room, and neither does taking a volume out of use and back into it.
     let delta: Vec<u64> = (0..10 * MIB / BLOCK).collect();
     assert_eq!(blocks(backend.delta(&a.id, &b.id).unwrap()), delta);

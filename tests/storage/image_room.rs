@@ -83,7 +83,7 @@ fn pods_write_and_snapshots_are_taken_when_the_filesystem_below_an_allocated_ima
         write_direct(&attached.target, (8 + part) * MIB, &pattern(part, 1 << 20));
     }
     let condition = on.pool.backend().volume_condition(&volume.id).unwrap();
-    assert!(!condition.abnormal, "{condition:?}");
+    assert!(!condition.is_abnormal(), "{condition:?}");
     let b = on.pool.snapshot("b", &volume);
     let changed: Vec<u64> = (8 * MIB / BLOCK..208 * MIB / BLOCK).collect();
     assert_eq!(blocks(on.pool.backend().delta(&a.id, &b.id).unwrap()), changed);
@@ -226,7 +226,7 @@ fn an_allocated_image_with_holes_is_allocated_again_where_there_is_room() {
     assert!(!status.allocated, "{status:?}");
     assert_eq!(on.pool.backend().pool_room().unwrap().available, status.available_below);
     let condition = on.pool.backend().volume_condition(&volume.id).unwrap();
-    assert!(condition.abnormal && condition.message.contains("sparse"), "{condition:?}");
+    assert!(condition.is_abnormal() && condition.message.contains("sparse"), "{condition:?}");
     drop(filler);
     on.pool.restart();
     assert!(on.status().allocated);
@@ -247,11 +247,11 @@ fn the_reserve_of_a_sparse_image_serves_deletions_when_the_filesystem_below_is_f
     let volumes: Vec<String> =
         (0..20).map(|number| on.pool.volume(&format!("v{number}"), MIB).id).collect();
     on.pool.backend().relieve_pressure().unwrap();
-    assert!(!on.pool.backend().volume_condition(&volume.id).unwrap().abnormal);
+    assert!(!on.pool.backend().volume_condition(&volume.id).unwrap().is_abnormal());
     let filler = HostFiller::all_of(&on.host);
     on.pool.backend().relieve_pressure().unwrap();
     let condition = on.pool.backend().volume_condition(&volume.id).unwrap();
-    assert!(condition.abnormal && condition.message.contains("I/O errors"), "{condition:?}");
+    assert!(condition.is_abnormal() && condition.message.contains("I/O errors"), "{condition:?}");
     // Whatever fills the disk does not get the reserve. Deletions do, each as much as it needs.
     assert!(reserve().unwrap() >= 64 * MIB);
     assert_eq!(on.status().available_below, 0);
@@ -265,7 +265,7 @@ fn the_reserve_of_a_sparse_image_serves_deletions_when_the_filesystem_below_is_f
     drop(filler);
     on.pool.backend().relieve_pressure().unwrap();
     assert!(reserve().unwrap() >= 64 * MIB);
-    assert!(!on.pool.backend().volume_condition(&volume.id).unwrap().abnormal);
+    assert!(!on.pool.backend().volume_condition(&volume.id).unwrap().is_abnormal());
     // Filled while no driver runs: a start has part of it.
     on.pool.stop();
     let filler = HostFiller::all_of(&on.host);

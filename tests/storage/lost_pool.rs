@@ -27,7 +27,9 @@ fn lost<T: std::fmt::Debug>(result: Result<T, Error>) -> String {
 fn assert_abnormal(backend: &Backend, volume_id: &str) {
     // A catalog that cannot be read is another way to say it.
     match backend.volume_condition(volume_id) {
-        Ok(found) => assert!(found.abnormal && found.message.contains("shut down"), "{found:?}"),
+        Ok(found) => {
+            assert!(found.is_abnormal() && found.message.contains("shut down"), "{found:?}")
+        }
         result => drop(lost(result)),
     }
 }
@@ -78,7 +80,10 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
     lost(backend.healthy());
     ids.iter().for_each(|id| assert_abnormal(backend, id));
     let stats = backend.stats(&volume.id, &mounted_at.target).unwrap();
-    assert!(stats.condition.abnormal && stats.condition.message.contains("shut down"), "{stats:?}");
+    assert!(
+        stats.condition.is_abnormal() && stats.condition.message.contains("shut down"),
+        "{stats:?}"
+    );
     for _ in 0..2 {
         lost(backend.create_volume(&CreateVolume { name: "new".to_owned(), request: request() }));
         lost(backend.create_snapshot("c", &idle.id));
@@ -132,7 +137,7 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
     let backend = pool.backend();
     for id in ids {
         let condition = backend.volume_condition(id).unwrap();
-        assert!(!condition.abnormal, "{condition:?}");
+        assert!(!condition.is_abnormal(), "{condition:?}");
     }
     assert!(backend.healthy().is_ok());
     assert_eq!(blocks(backend.delta(&a.id, &b.id).unwrap()), [4]);

@@ -98,7 +98,7 @@ impl Full {
         }
         let condition = backend.volume_condition(&self.volume.id).unwrap();
         assert!(
-            condition.abnormal && condition.message.contains("were lost"),
+            condition.is_abnormal() && condition.message.contains("were lost"),
             "{when}: {condition:?}"
         );
         let condition = backend.volume_condition(&self.other.id).unwrap();

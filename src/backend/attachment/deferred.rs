@@ -44,8 +44,8 @@ pub fn publish(
         attachment.published.insert(target.to_owned(), wanted.clone());
         store.catalog.write(|tx| tx.put(&attachment))?;
     }
-    if let Some(message) = deferral::defect(device, &filesystem::all_mounts()?) {
-        return Err(Error::Precondition(format!("volume_id: {:?}: {message}", volume.id)));
+    if let Some(found) = deferral::defect(device, &filesystem::all_mounts()?) {
+        return Err(Error::Precondition(format!("volume_id: {:?}: {}", volume.id, found.message)));
     }
     let read_only = wanted.is_read_only() || attachment.capability.is_read_only();
     deferral::hand_over(

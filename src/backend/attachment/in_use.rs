@@ -10,7 +10,7 @@ use super::super::format;
 use super::super::health::{self, Surroundings};
 use super::super::loop_device::LoopDevice;
 use super::super::model::{
-    Access, Attachment, Condition, Mounted, Publication, Stats, Usage, Volume,
+    Access, Attachment, Condition, HealthProblem, Mounted, Publication, Stats, Usage, Volume,
 };
 use super::super::store::Store;
 use super::super::volume;
@@ -87,7 +87,9 @@ pub fn stats(store: &Store, volume_id: &str, path: &Path) -> Result<Stats> {
 /// what the caller needs to know then.
 pub fn readable(usage: Result<Usage>, condition: Condition) -> Result<Stats> {
     let usage = match usage {
-        Err(Error::Io { .. } | Error::Damaged(_) | Error::Failed(_)) if condition.abnormal => None,
+        Err(Error::Io { .. } | Error::Damaged(_) | Error::Failed(_)) if condition.is_abnormal() => {
+            None
+        }
         usage => Some(usage?),
     };
     Ok(Stats { usage, condition })
@@ -138,8 +140,9 @@ pub fn defect(
     attachment: &Attachment,
     device: &LoopDevice,
     mounts: &[Mount],
-) -> Result<Option<String>> {
+) -> Result<Option<Condition>> {
     let staging = &attachment.staging_path;
+    let not_mounted = |message| Ok(Some(Condition::abnormal(HealthProblem::NotMounted, message)));
     if attachment.deferred_at().is_some() {
         return Ok(deferral::defect(device, mounts));
     }
@@ -148,16 +151,20 @@ pub fn defect(
         Ok::<_, Error>(mount.is_some_and(|mount| is_of(mount, device)))
     };
     if let Mounted::AtStaging = attachment.mounted {
-        return Ok((!shown_at(staging)?).then(|| {
-            format!("the volume is staged but not mounted at {}; stage it again", staging.display())
-        }));
+        if shown_at(staging)? {
+            return Ok(None);
+        }
+        let staging = staging.display();
+        return not_mounted(format!(
+            "the volume is staged but not mounted at {staging}; stage it again"
+        ));
     }
     for target in attachment.published.keys() {
         if !shown_at(target)? {
             let target = target.display();
-            return Ok(Some(format!(
+            return not_mounted(format!(
                 "the volume is published but not mounted at {target}; restart the pod"
-            )));
+            ));
         }
     }
     Ok(None)

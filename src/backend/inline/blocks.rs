@@ -8,7 +8,9 @@ use super::super::fail_point::reach;
 use super::super::filesystem;
 use super::super::format;
 use super::super::loop_device::{Lifetime, LoopDevice};
-use super::super::model::{Access, Format, FsType, Inline, InlineRequest, Phase, Snapshot};
+use super::super::model::{
+    Access, Condition, Format, FsType, HealthProblem, Inline, InlineRequest, Phase, Snapshot,
+};
 use super::super::pool::{self, Directory};
 use super::super::store::{Store, length};
 use super::super::units::{BLOCK_SIZE, MIN_VOLUME_BYTES};
@@ -74,18 +76,21 @@ fn open(store: &Store, row: &Inline, write: bool) -> Result<Option<File>> {
 }
 
 /// What is wrong with the backing file, if anything.
-fn wrong_with(row: &Inline, backing: Option<&File>) -> Result<Option<String>> {
+fn wrong_with(row: &Inline, backing: Option<&File>) -> Result<Option<Condition>> {
     let Some(backing) = backing else {
-        return Ok(Some("its backing file is gone; delete the pod".to_owned()));
+        let message = "its backing file is gone; delete the pod";
+        return Ok(Some(Condition::abnormal(HealthProblem::BackingFileMissing, message)));
     };
     let (bytes, capacity) = (length(backing)?, row.capacity_bytes);
     Ok((bytes < capacity).then(|| {
-        format!("its backing file has {bytes} bytes instead of {capacity}; delete the pod")
+        let message =
+            format!("its backing file has {bytes} bytes instead of {capacity}; delete the pod");
+        Condition::abnormal(HealthProblem::BackingFileShort, message)
     }))
 }
 
 /// What is wrong with the blocks, if anything.
-pub fn defect(store: &Store, row: &Inline) -> Result<Option<String>> {
+pub fn defect(store: &Store, row: &Inline) -> Result<Option<Condition>> {
     if row.request.in_memory {
         return Ok(None);
     }
@@ -119,7 +124,7 @@ pub fn attach(store: &Store, row: &Inline) -> Result<LoopDevice> {
             match (wrong_with(row, backing.as_ref())?, backing) {
                 (None, Some(backing)) => LoopDevice::ensure(&backing),
                 (wrong, _) => {
-                    let wrong = wrong.unwrap_or_default();
+                    let wrong = wrong.map(|found| found.message).unwrap_or_default();
                     Err(Error::Damaged(format!("{:?}: {wrong}", row.handle)))
                 }
             }

@@ -24,12 +24,13 @@ use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::filesystem;
 use super::format;
+use super::health;
 use super::ids::{self, INLINE_PREFIX};
 use super::locks::Lock;
 use super::loop_device::LoopDevice;
 use super::lost_pool;
 use super::model::{
-    Access, Condition, Deferral, FsType, Inline, InlineRequest, Phase, Stats, Usage,
+    Access, Condition, Deferral, FsType, HealthProblem, Inline, InlineRequest, Phase, Stats, Usage,
 };
 use super::runtime::DeferredMount;
 use super::store::Store;
@@ -187,8 +188,8 @@ fn leave(
         let root = filesystem::mount_unseen(device, fs_type)?;
         fill(row, &root.path(), content)?;
     }
-    if let Some(message) = deferral::defect(device, &filesystem::all_mounts()?) {
-        return Err(Error::Precondition(format!("volume_id: {:?}: {message}", row.handle)));
+    if let Some(found) = deferral::defect(device, &filesystem::all_mounts()?) {
+        return Err(Error::Precondition(format!("volume_id: {:?}: {}", row.handle, found.message)));
     }
     let read_only = row.request.is_read_only();
     let flags = deferral::mount_flags(&mount_flags(row, read_only), fs_type, read_only);
@@ -321,35 +322,34 @@ pub fn usage(store: &Store, row: &Inline, path: &Path) -> Result<Usage> {
     if is_shown(row, &device)? { filesystem::usage(path) } else { Err(missing()) }
 }
 
-/// What is wrong with it, if anything (CSI VolumeCondition).
+/// What is wrong with it, if anything.
 pub fn condition(store: &Store, row: &Inline) -> Result<Condition> {
-    let healthy = || "the volume is healthy".to_owned();
-    Ok(match defect(store, row)? {
-        Some(message) => Condition { abnormal: true, message },
-        None => Condition { abnormal: false, message: healthy() },
-    })
+    defect(store, row).map(health::of_defect)
 }
 
-fn defect(store: &Store, row: &Inline) -> Result<Option<String>> {
+fn defect(store: &Store, row: &Inline) -> Result<Option<Condition>> {
+    let abnormal = |problem, message: &str| Ok(Some(Condition::abnormal(problem, message)));
     if row.phase != Phase::Ready {
-        return Ok(Some("the volume is being made or removed".to_owned()));
+        return abnormal(HealthProblem::NotReady, "the volume is being made or removed");
     }
-    if let Some(message) = lost_pool::defect(store)? {
-        return Ok(Some(message));
+    if let Some(found) = lost_pool::defect(store)? {
+        return Ok(Some(found));
     }
-    if let Some(message) = blocks::defect(store, row)? {
-        return Ok(Some(message));
+    if let Some(found) = blocks::defect(store, row)? {
+        return Ok(Some(found));
     }
     let Some(device) = blocks::device(store, row)? else {
-        return Ok(Some("the volume has no loop device; restart the pod".to_owned()));
+        let message = "the volume has no loop device; restart the pod";
+        return abnormal(HealthProblem::LoopDeviceMissing, message);
     };
     if row.request.deferred.is_some() {
-        if let Some(message) = deferral::defect(&device, &filesystem::all_mounts()?) {
-            return Ok(Some(message));
+        if let Some(found) = deferral::defect(&device, &filesystem::all_mounts()?) {
+            return Ok(Some(found));
         }
     } else if !is_shown(row, &device)? {
         let target = row.target.display();
-        return Ok(Some(format!("the volume is not mounted at {target}; restart the pod")));
+        let message = format!("the volume is not mounted at {target}; restart the pod");
+        return abnormal(HealthProblem::NotMounted, &message);
     }
     if row.request.in_memory { Ok(None) } else { upkeep::shortage(store) }
 }

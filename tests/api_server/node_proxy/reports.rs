@@ -1,5 +1,6 @@
 //! What the proxy tells: numbers, and the driver's answers as they are.
 
+use csi::node_service_capability::rpc::Type;
 use csi_loopback::proto::csi::v1 as csi;
 use prost::Message;
 use serde_json::Value;
@@ -9,6 +10,7 @@ use tonic::Code;
 use support::cluster::node_proxy::{Rig, node_proxy_rules};
 use support::cluster::recorder::{self, DEFERRING, Recorder};
 use support::driver::{assert_refused, wait_for};
+use support::path;
 
 #[test]
 fn each_publish_of_a_volume_that_is_left_is_counted_when_it_succeeds() {
@@ -65,6 +67,56 @@ fn a_volumes_condition_is_told_from_its_first_measurement_until_it_is_taken_back
     assert_eq!(told(&rig), [format!("{name} 0")]);
     rig.unmount(&pod, &left);
     assert!(told(&rig).is_empty());
+}
+
+/// CSI v1.13 has no condition in the answer of NodeGetVolumeStats.
+#[test]
+fn the_health_of_a_volume_is_read_where_the_driver_tells_no_condition() {
+    let Some(cluster) = shared() else { return };
+    let has = [&DEFERRING[..], &[Type::GetVolumeHealth]].concat();
+    let rig = Rig::recording(cluster, &has);
+    let claim = rig.claim("data");
+    let pod = rig.pod("app", &[&claim], Some("data"));
+    let target = rig.mount(&pod, &claim).unwrap();
+    let told = || {
+        let page = rig.metrics();
+        let line =
+            page.lines().find(|line| line.starts_with("volume_stats_health_status_abnormal{"));
+        line.and_then(|line| line.rsplit_once(' ')).map(|(_, value)| value.to_owned())
+    };
+    let health = |reasons: &[&str]| {
+        let entry = |reason: &&str| csi::volume_health::VolumeHealthEntry {
+            reason: (*reason).to_owned(),
+            ..Default::default()
+        };
+        let health_statuses = reasons.iter().map(entry).collect();
+        let volume_health = csi::VolumeHealth { volume_id: String::new(), health_statuses };
+        csi::NodeGetVolumeHealthResponse { volume_health: Some(volume_health) }.encode_to_vec()
+    };
+    let not_mounted = ["NotMounted"].as_slice();
+    for (reasons, wanted) in [(not_mounted, "1"), (&[], "0"), (not_mounted, "1")] {
+        rig.behind.answer("NodeGetVolumeHealth", Ok(health(reasons)));
+        rig.stats(&pod, &claim).unwrap();
+        assert_eq!(told().as_deref(), Some(wanted));
+    }
+    let asked: csi::NodeGetVolumeHealthRequest = rig.behind.last();
+    assert_eq!(
+        (asked.volume_id, asked.volume_publish_path.as_str()),
+        (claim.handle(&pod), path(&target))
+    );
+    // What is not known changes nothing, and costs kubelet no figures.
+    rig.behind.refuse("NodeGetVolumeHealth", Code::Internal, "not now");
+    assert_eq!(rig.stats(&pod, &claim).unwrap(), recorder::stats(None));
+    assert_eq!(told().as_deref(), Some("1"));
+    // A driver that tells a condition is not asked as well.
+    rig.behind.forget();
+    let fine = recorder::stats(Some((false, "fine")));
+    rig.behind.answer("NodeGetVolumeStats", Ok(fine.encode_to_vec()));
+    rig.stats(&pod, &claim).unwrap();
+    assert_eq!(
+        (told().as_deref(), rig.behind.calls()),
+        (Some("0"), vec!["NodeGetVolumeStats".to_owned()])
+    );
 }
 
 #[test]

@@ -91,6 +91,9 @@ fn with_the_real_crust_ops_a_volume_is_handed_over_measured_grown_and_taken_back
     let condition = told.volume_condition.unwrap();
     assert!(told.usage.is_empty() && condition.abnormal, "{condition:?}");
     assert!(condition.message.contains("not claimed by a container runtime"), "{condition:?}");
+    let health = || health_on_node(&driver, &volume, &target);
+    assert_eq!(health()[0].reason, "RuntimeReportsAbnormal");
+    assert_eq!(health()[0].message, condition.message);
     driver.ok(expand(&volume, 64 * MIB));
     let grow = expand_on_node(&volume, &target);
     driver.refused(grow.clone(), Code::Unavailable, "claimed");
@@ -109,6 +112,7 @@ esac"#;
     let told = driver.ok(stats(&volume, path(&target)));
     assert_eq!((told.usage[0].total, told.usage[0].used), (100, 40));
     assert_eq!(told.volume_condition.unwrap().message, "well");
+    assert!(health().is_empty());
     assert_eq!(driver.ok(grow).capacity_bytes as u64, 64 * MIB);
 
     real.claim(&target, "echo nonsense");

@@ -31,7 +31,7 @@ fn a_volume_is_mounted_at_each_target_and_not_where_it_is_staged() {
         assert!(!is_mounted(&rig.staging(&volume)));
         let staging = rig.staging(&volume);
         assert!(total(&rig.backend().usage(&volume.id, &staging).unwrap()) > BYTES / 2);
-        assert!(!rig.backend().volume_condition(&volume.id).unwrap().abnormal);
+        assert!(!rig.backend().volume_condition(&volume.id).unwrap().is_abnormal());
         assert!(!rig.pool.snapshot("s", &volume).crash_consistent);
         if grows_mounted(fs_type) {
             // By one target, for all.
@@ -87,7 +87,7 @@ fn a_group_has_the_files_before_a_pod_can_look_and_takes_none_from_another_pod()
         assert_eq!(group(), 5002);
         // Taken down behind the driver's back: the next call makes it good, group included.
         support::kernel::unmount(&one);
-        assert!(rig.backend().volume_condition(&volume.id).unwrap().abnormal);
+        assert!(rig.backend().volume_condition(&volume.id).unwrap().is_abnormal());
         rig.publish(&volume, &one, &in_group(5001)).unwrap();
         assert_eq!(group(), 5001);
         rig.backend().unpublish(&volume.id, &two).unwrap();

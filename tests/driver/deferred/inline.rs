@@ -74,7 +74,7 @@ fn an_inline_volume_is_ready_before_a_runtime_sees_it_and_never_on_the_host() {
             let word = rig.runtime.word(&target).unwrap();
             assert_eq!(word.fs_type, fs_type);
             let unclaimed = rig.backend().stats(HANDLE, &target).unwrap();
-            assert!(unclaimed.usage.is_none() && unclaimed.condition.abnormal);
+            assert!(unclaimed.usage.is_none() && unclaimed.condition.is_abnormal());
             let container = rig.container(&target);
             let root = fs::metadata(container.file("")).unwrap();
             assert_eq!(root.permissions().mode() & 0o777, 0o777);
@@ -86,9 +86,9 @@ fn an_inline_volume_is_ready_before_a_runtime_sees_it_and_never_on_the_host() {
             rig.backend().collect_inline().unwrap();
             assert!(container.file("file").exists() && !is_seen(&word.device));
             let stats = rig.backend().stats(HANDLE, &target).unwrap();
-            assert!(!stats.condition.abnormal && total(&stats.usage.unwrap()) > BYTES / 2);
+            assert!(!stats.condition.is_abnormal() && total(&stats.usage.unwrap()) > BYTES / 2);
             assert!(rig.backend().is_deferred(HANDLE, &target).unwrap());
-            assert!(!rig.backend().volume_condition(HANDLE).unwrap().abnormal);
+            assert!(!rig.backend().volume_condition(HANDLE).unwrap().is_abnormal());
             drop(container);
             // Nobody has it mounted, and it is no leftover.
             rig.backend().collect_inline().unwrap();

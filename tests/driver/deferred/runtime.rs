@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use csi_loopback::backend::{
-    Condition, Deferral, DeferredMount, Error, FsType, Result, Runtime, RuntimeStats, Usage,
+    Condition, Deferral, DeferredMount, Error, FsType, HealthProblem, Result, Runtime,
+    RuntimeStats, Usage,
 };
 use nix::sys::statvfs::statvfs;
 
@@ -93,10 +94,10 @@ impl Runtime for TestRuntime {
             let message = "not claimed by a container runtime".to_owned();
             return Ok(RuntimeStats {
                 usage: None,
-                condition: Condition { abnormal: true, message },
+                condition: Condition::abnormal(HealthProblem::Runtime, message),
             });
         };
-        let condition = Condition { abnormal: false, message: "mounted in a container".to_owned() };
+        let condition = Condition::healthy("mounted in a container");
         Ok(RuntimeStats { usage: statvfs(&seen_from_here(*pid)).ok().map(usage), condition })
     }
 

@@ -25,7 +25,7 @@ fn a_volume_that_is_left_to_a_runtime_is_never_mounted_on_the_host() {
         assert!(!is_seen(&word.device));
         fs::write(container.file("more"), "x").unwrap();
         let stats = rig.backend().stats(&volume.id, &target).unwrap();
-        assert!(total(&stats.usage.unwrap()) > BYTES / 2 && !stats.condition.abnormal);
+        assert!(total(&stats.usage.unwrap()) > BYTES / 2 && !stats.condition.is_abnormal());
         drop(container);
         rig.take_down(&volume, &target);
         assert_eq!(rig.runtime.word(&target), None);
@@ -128,18 +128,18 @@ fn a_volume_that_no_runtime_has_claimed_is_told_to_be_abnormal() {
         for path in [&target, &rig.staging(&volume)] {
             assert!(rig.backend().is_deferred(&volume.id, path).unwrap());
             let stats = rig.backend().stats(&volume.id, path).unwrap();
-            assert!(stats.usage.is_none() && stats.condition.abnormal, "{stats:?}");
+            assert!(stats.usage.is_none() && stats.condition.is_abnormal(), "{stats:?}");
             assert!(stats.condition.message.contains("not claimed"), "{stats:?}");
         }
         // On the host it is as it should be, unless somebody mounts it there.
         let condition = || rig.backend().volume_condition(&volume.id).unwrap();
-        assert!(!condition().abnormal, "{:?}", condition());
+        assert!(!condition().is_abnormal(), "{:?}", condition());
         let device = rig.runtime.word(&target).unwrap().device;
         support::run("mount", &[path(&device), path(&target)]);
         let stats = rig.backend().stats(&volume.id, &target).unwrap();
         let repeated = rig.publish(&volume, &target, &deferred());
         support::kernel::unmount(&target);
-        assert!(stats.condition.abnormal, "{stats:?}");
+        assert!(stats.condition.is_abnormal(), "{stats:?}");
         assert!(stats.condition.message.contains("mounted on this host"), "{stats:?}");
         refused(repeated, "mounted on this host");
         rig.take_down(&volume, &target);

@@ -163,6 +163,21 @@ pub fn expand(id: &str, bytes: u64) -> csi::ControllerExpandVolumeRequest {
     }
 }
 
+pub fn health_on_node(
+    driver: &Driver,
+    id: &str,
+    at: &Path,
+) -> Vec<csi::volume_health::VolumeHealthEntry> {
+    let asked = csi::NodeGetVolumeHealthRequest {
+        volume_id: id.to_owned(),
+        volume_publish_path: at.display().to_string(),
+        ..Default::default()
+    };
+    let health = driver.ok(asked).volume_health.unwrap();
+    assert_eq!(health.volume_id, id);
+    health.health_statuses
+}
+
 pub fn expand_on_node(id: &str, at: &Path) -> csi::NodeExpandVolumeRequest {
     csi::NodeExpandVolumeRequest {
         volume_id: id.to_owned(),
@@ -306,6 +321,10 @@ rpcs! {
         validate_volume_capabilities(ValidateVolumeCapabilitiesRequest)
             -> ValidateVolumeCapabilitiesResponse,
         list_volumes(ListVolumesRequest) -> ListVolumesResponse,
+        controller_list_volume_health(ControllerListVolumeHealthRequest)
+            -> ControllerListVolumeHealthResponse,
+        controller_get_volume_health(ControllerGetVolumeHealthRequest)
+            -> ControllerGetVolumeHealthResponse,
         get_capacity(GetCapacityRequest) -> GetCapacityResponse,
         controller_get_capabilities(ControllerGetCapabilitiesRequest)
             -> ControllerGetCapabilitiesResponse,
@@ -331,6 +350,8 @@ rpcs! {
         node_publish_volume(NodePublishVolumeRequest) -> NodePublishVolumeResponse,
         node_unpublish_volume(NodeUnpublishVolumeRequest) -> NodeUnpublishVolumeResponse,
         node_get_volume_stats(NodeGetVolumeStatsRequest) -> NodeGetVolumeStatsResponse,
+        node_get_volume_health(NodeGetVolumeHealthRequest) -> NodeGetVolumeHealthResponse,
+        node_get_storage_health(NodeGetStorageHealthRequest) -> NodeGetStorageHealthResponse,
         node_expand_volume(NodeExpandVolumeRequest) -> NodeExpandVolumeResponse,
         node_get_capabilities(NodeGetCapabilitiesRequest) -> NodeGetCapabilitiesResponse,
         node_get_info(NodeGetInfoRequest) -> NodeGetInfoResponse;

@@ -309,8 +309,8 @@ fn root_what_is_damaged_does_not_stop_a_start() {
         fs::remove_file(pool.store().volume_path(&broken.id)).unwrap();
         pool.restart();
         let backend = pool.backend();
-        assert!(backend.volume_condition(&broken.id).unwrap().abnormal);
-        assert!(!backend.volume_condition(&whole.id).unwrap().abnormal);
+        assert!(backend.volume_condition(&broken.id).unwrap().is_abnormal());
+        assert!(!backend.volume_condition(&whole.id).unwrap().is_abnormal());
         let refused = backend.stage(&broken.id, &pool.directory.path().join("s"), &raw());
         assert!(matches!(refused, Err(Error::Damaged(_))), "{refused:?}");
         assert!(matches!(backend.allocated(&b.id), Err(Error::Damaged(_))));

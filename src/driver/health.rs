@@ -1,0 +1,196 @@
+//! The health of volumes and of the pool, as CSI v1.13 has it. Clients of v1.12 find the same conditions in the answers of ListVolumes,
+//! ControllerGetVolume and NodeGetVolumeStats.
+
+use std::path::Path;
+
+use tonic::Status;
+
+use super::controller::{MAX_ENTRIES, page, token};
+use super::{Plugin, request};
+use crate::backend::{Condition, HealthProblem};
+use crate::proto::csi::v1 as csi;
+use csi::node_get_storage_health_response::StorageBackendHealth;
+use csi::volume_health::VolumeHealthEntry;
+use csi::{StorageHealthErrorType, VolumeHealthErrorType};
+
+/// ControllerGetVolumeHealth.
+pub fn of_volume(
+    plugin: &Plugin,
+    asked: csi::ControllerGetVolumeHealthRequest,
+) -> Result<csi::ControllerGetVolumeHealthResponse, Status> {
+    let id = request::id("volume_id", &asked.volume_id)?;
+    // Controller calls know no inline volumes.
+    let volume = plugin.backend.volume(id)?;
+    let condition = plugin.backend.volume_condition(&volume.id)?;
+    let volume_health = Some(health(volume.id, condition));
+    Ok(csi::ControllerGetVolumeHealthResponse { volume_health })
+}
+
+/// ControllerListVolumeHealth. Each call judges a whole page of volumes, however few entries it may return.
+pub fn list(
+    plugin: &Plugin,
+    asked: csi::ControllerListVolumeHealthRequest,
+) -> Result<csi::ControllerListVolumeHealthResponse, Status> {
+    let max = page(request::max_entries(asked.max_entries)?);
+    let all = plugin.backend.volumes_with_conditions(token(&asked.starting_token), MAX_ENTRIES)?;
+    let conditions = all.items.into_iter().map(|(volume, condition)| (volume.id, condition));
+    Ok(abnormal_page(conditions, all.next, max))
+}
+
+/// The first `max` abnormal volumes. The token of a page is the last volume that was judged, as in ListVolumes.
+fn abnormal_page(
+    conditions: impl Iterator<Item = (String, Condition)>,
+    next: Option<String>,
+    max: usize,
+) -> csi::ControllerListVolumeHealthResponse {
+    let mut abnormal = conditions.filter(|(_, condition)| condition.is_abnormal());
+    let entries: Vec<_> =
+        abnormal.by_ref().take(max).map(|(id, condition)| health(id, condition)).collect();
+    let next = match (abnormal.next(), entries.last()) {
+        (Some(_), Some(last)) => Some(last.volume_id.clone()),
+        _ => next,
+    };
+    csi::ControllerListVolumeHealthResponse { entries, next_token: next.unwrap_or_default() }
+}
+
+/// NodeGetVolumeHealth. Of a volume that is left to a container runtime, what that says counts as well.
+pub fn on_node(
+    plugin: &Plugin,
+    asked: csi::NodeGetVolumeHealthRequest,
+) -> Result<csi::NodeGetVolumeHealthResponse, Status> {
+    let id = request::id("volume_id", &asked.volume_id)?;
+    let path = match asked.volume_publish_path.as_str() {
+        "" => Path::new(&asked.staging_target_path),
+        published => Path::new(published),
+    };
+    let condition = match plugin.backend.is_deferred(id, path)? {
+        true => plugin.backend.stats(id, path)?.condition,
+        false => plugin.backend.volume_condition(id)?,
+    };
+    let volume_health = Some(health(id.to_owned(), condition));
+    Ok(csi::NodeGetVolumeHealthResponse { volume_health })
+}
+
+/// NodeGetStorageHealth: the pool is all the storage that there is.
+pub fn of_storage(
+    plugin: &Plugin,
+    _: csi::NodeGetStorageHealthRequest,
+) -> Result<csi::NodeGetStorageHealthResponse, Status> {
+    let Condition { problem, message } = plugin.backend.pool_condition()?;
+    let backend = problem.map(|problem| {
+        let (status, reason) = of_problem(problem);
+        StorageBackendHealth {
+            status: of_pool(status).into(),
+            reason: reason.to_owned(),
+            message,
+            volume_capability: None,
+        }
+    });
+    Ok(csi::NodeGetStorageHealthResponse { backend_health: backend.into_iter().collect() })
+}
+
+fn health(volume_id: String, condition: Condition) -> csi::VolumeHealth {
+    let Condition { problem, message } = condition;
+    let entry = problem.map(|problem| {
+        let (status, reason) = of_problem(problem);
+        VolumeHealthEntry { status: status.into(), reason: reason.to_owned(), message }
+    });
+    csi::VolumeHealth { volume_id, health_statuses: entry.into_iter().collect() }
+}
+
+/// What is wrong with the pool is wrong with its volumes in the same way.
+fn of_pool(status: VolumeHealthErrorType) -> StorageHealthErrorType {
+    match status {
+        VolumeHealthErrorType::Degraded => StorageHealthErrorType::StorageDegraded,
+        _ => StorageHealthErrorType::StorageUnreachable,
+    }
+}
+
+/// How bad it is, and CSI's word for programs; docs/driver.md has the table.
+fn of_problem(problem: HealthProblem) -> (VolumeHealthErrorType, &'static str) {
+    use VolumeHealthErrorType::{DataLoss, Degraded, Inaccessible};
+    match problem {
+        HealthProblem::PoolShutDown => (Inaccessible, "PoolShutDown"),
+        HealthProblem::PoolNearlyFull => (Degraded, "PoolNearlyFull"),
+        HealthProblem::BackingFileMissing => (DataLoss, "BackingFileMissing"),
+        HealthProblem::BackingFileShort => (DataLoss, "BackingFileShort"),
+        HealthProblem::WritesLost => (DataLoss, "WritesLost"),
+        HealthProblem::ForeignLoopDevice => (Degraded, "ForeignLoopDevice"),
+        HealthProblem::LoopDeviceMissing => (Inaccessible, "LoopDeviceMissing"),
+        HealthProblem::LoopDeviceSize => (Degraded, "LoopDeviceSize"),
+        HealthProblem::NotMounted => (Inaccessible, "NotMounted"),
+        HealthProblem::MountedOnHost => (Degraded, "MountedOnHost"),
+        HealthProblem::Runtime => (Degraded, "RuntimeReportsAbnormal"),
+        HealthProblem::NotReady => (Inaccessible, "NotReady"),
+        HealthProblem::Unknown => (Degraded, "ConditionUnknown"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::documented::{row, rows};
+
+    const ALL: [HealthProblem; 13] = [
+        HealthProblem::PoolShutDown,
+        HealthProblem::PoolNearlyFull,
+        HealthProblem::BackingFileMissing,
+        HealthProblem::BackingFileShort,
+        HealthProblem::WritesLost,
+        HealthProblem::ForeignLoopDevice,
+        HealthProblem::LoopDeviceMissing,
+        HealthProblem::LoopDeviceSize,
+        HealthProblem::NotMounted,
+        HealthProblem::MountedOnHost,
+        HealthProblem::Runtime,
+        HealthProblem::NotReady,
+        HealthProblem::Unknown,
+    ];
+
+    #[test]
+    fn the_table_of_the_documentation_has_each_reason_with_its_status() {
+        let page = include_str!("../../docs/driver.md");
+        let (_, page) = page.split_once("**Health.**").unwrap();
+        let (table, _) = page.split_once("\n**").unwrap();
+        for problem in ALL {
+            let (status, reason) = of_problem(problem);
+            assert_eq!(row(table, reason)[2], status.as_str_name(), "{reason}");
+        }
+        assert_eq!(rows(table).len(), ALL.len(), "rows for reasons that do not exist");
+    }
+
+    #[test]
+    fn a_page_leaves_out_healthy_volumes_and_the_next_one_continues_after_it() {
+        let told = |max, next: Option<&str>| {
+            let lost = || Condition::abnormal(HealthProblem::WritesLost, "lost");
+            let conditions = [
+                ("a", Condition::healthy("well")),
+                ("b", lost()),
+                ("c", Condition::healthy("well")),
+                ("d", lost()),
+            ];
+            let conditions = conditions.map(|(id, condition)| (id.to_owned(), condition));
+            let answer = abnormal_page(conditions.into_iter(), next.map(str::to_owned), max);
+            let ids = answer.entries.iter().map(|one| one.volume_id.clone()).collect::<Vec<_>>();
+            (ids.join(" "), answer.next_token)
+        };
+        let of = |ids: &str, token: &str| (ids.to_owned(), token.to_owned());
+        assert_eq!(told(2, None), of("b d", ""));
+        assert_eq!(told(7, Some("d")), of("b d", "d"));
+        assert_eq!(told(1, None), of("b", "b"));
+        assert_eq!(told(1, Some("d")), of("b", "b"));
+    }
+
+    #[test]
+    fn an_abnormal_volume_has_one_entry_and_a_healthy_one_none() {
+        assert!(health("v".into(), Condition::healthy("well")).health_statuses.is_empty());
+        let broken =
+            health("v".into(), Condition::abnormal(HealthProblem::BackingFileMissing, "gone"));
+        let entry = VolumeHealthEntry {
+            status: VolumeHealthErrorType::DataLoss.into(),
+            reason: "BackingFileMissing".into(),
+            message: "gone".into(),
+        };
+        assert_eq!((broken.volume_id.as_str(), broken.health_statuses), ("v", vec![entry]));
+    }
+}

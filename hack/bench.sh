@@ -15,7 +15,7 @@
 #                   they are built; where they cannot be had the row says why
 # TMPDIR            where the pools are made: up to 25 GB, on the disk that is to be measured
 #
-# Needs root, for loop devices and mounts. The full run takes up to 20 minutes and wants the machine for
+# Needs root, for loop devices and mounts. The full run takes up to 50 minutes and wants the machine for
 # itself. The exit code says whether every row ran; whether the figures are good is for the reader.
 set -euo pipefail
 # shellcheck source=hack/lib.sh

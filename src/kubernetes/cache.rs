@@ -1,7 +1,7 @@
 //! Objects of one kind as a watch tells them, so that a look-up costs no call to the API server. Where the
 //! watch does not run (the API server is away, or the role allows no watch) every look-up asks the API
 //! server: an answer is never older than what a working watch last told. Only [`Cache::with_recent`], whose look-up is a
-//! list of all objects then, answers from one list for some seconds.
+//! list of all objects then, finds objects in one list for some seconds.
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
@@ -9,14 +9,13 @@ use std::fmt::Debug;
 use std::hash::Hash;
 use std::pin::pin;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kube::api::ListParams;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client, Resource, ResourceExt};
-use moka::future;
 use serde::de::DeserializeOwned;
-use tokio::sync::watch;
+use tokio::sync::{Mutex, watch};
 use tokio::time::sleep;
 use tokio_stream::StreamExt;
 
@@ -63,12 +62,15 @@ pub struct Cache<K> {
     index: Index<K>,
     of: Of<K>,
     all: Api<K>,
-    listed: future::Cache<(), Arc<Listed<K>>>,
+    listed: Arc<Mutex<Option<Listed<K>>>>,
     changes: watch::Sender<u64>,
 }
 
-/// A list of all objects, by the value of the index.
-type Listed<K> = HashMap<String, Vec<Arc<K>>>;
+/// A list of all objects.
+struct Listed<K> {
+    began: Instant,
+    indexed: HashMap<String, Vec<Arc<K>>>,
+}
 
 impl<K: Clone> Clone for Cache<K> {
     fn clone(&self) -> Self {
@@ -102,7 +104,7 @@ impl<K: Object> Cache<K> {
     ) -> Self {
         let state = State { live: false, objects: HashMap::new(), indexed: HashMap::new() };
         let (state, changes) = (Arc::new(RwLock::new(state)), watch::Sender::new(0));
-        let listed = future::Cache::builder().max_capacity(1).time_to_live(LISTED_FOR).build();
+        let listed = Arc::new(Mutex::new(None));
         let cache = Self { state, index, of: Arc::new(of), all, listed, changes };
         tokio::spawn(cache.clone().follow(select, shutdown));
         cache
@@ -158,25 +160,36 @@ impl<K: Object> Cache<K> {
         Ok(found.into_iter().map(Arc::new).collect())
     }
 
-    /// The same, but where the watch does not run as of a list that is some seconds old at most, and that all share who ask at
-    /// the same time: otherwise each look-up would list all objects.
-    pub async fn with_recent(&self, value: &str) -> Result<Vec<Arc<K>>, Arc<kube::Error>> {
+    /// The same, but where the watch does not run from a list that all share who ask at the same time: otherwise each look-up
+    /// would list all objects. What is found may be as of some seconds ago. What is not found is in no list that began after
+    /// the question.
+    pub async fn with_recent(&self, value: &str) -> kube::Result<Vec<Arc<K>>> {
         if let Some(told) = self.told_with(value) {
             return Ok(told);
         }
-        let listed = self.listed.try_get_with((), self.list()).await?;
-        Ok(listed.get(value).cloned().unwrap_or_default())
+        let asked = Instant::now();
+        let mut listed = self.listed.lock().await;
+        if let Some(list) = &*listed {
+            let found = list.indexed.get(value);
+            if list.began > asked || (found.is_some() && list.began.elapsed() < LISTED_FOR) {
+                return Ok(found.cloned().unwrap_or_default());
+            }
+        }
+        let list = self.list().await?;
+        let found = list.indexed.get(value).cloned().unwrap_or_default();
+        *listed = Some(list);
+        Ok(found)
     }
 
-    async fn list(&self) -> kube::Result<Arc<Listed<K>>> {
-        let mut listed = Listed::<K>::new();
+    async fn list(&self) -> kube::Result<Listed<K>> {
+        let mut listed = Listed { began: Instant::now(), indexed: HashMap::new() };
         for mut object in list(&self.all, ListParams::default(), |_| true).await? {
             shrink(&mut object);
             if let Some(value) = (self.index)(&object).map(Cow::into_owned) {
-                listed.entry(value).or_default().push(Arc::new(object));
+                listed.indexed.entry(value).or_default().push(Arc::new(object));
             }
         }
-        Ok(Arc::new(listed))
+        Ok(listed)
     }
 
     /// All objects. Nothing where the watch does not run.
@@ -406,9 +419,27 @@ mod tests {
         for (number, found) in all.join_all().await {
             assert_eq!(found, usize::from(number < 10), "handle-{number}");
         }
-        // Also for who comes later.
+        let lists = || api.calls(&format!("GET {CONTENTS}"));
+        // One for those who were there when it began, and one for those who came while it ran and did not find theirs.
+        assert_eq!(lists(), 2);
+        // Who comes later has one of its own if it finds nothing.
         assert_eq!(contents.with_recent("handle-1").await.unwrap().len(), 1);
-        assert_eq!(api.calls(&format!("GET {CONTENTS}")), 1);
+        assert_eq!(lists(), 2);
+        assert!(contents.with_recent("handle-10").await.unwrap().is_empty());
+        assert_eq!(lists(), 3);
+    }
+
+    #[tokio::test]
+    async fn without_a_watch_what_was_made_after_a_list_is_found() {
+        let api = FakeApi::default();
+        put(&api, "first");
+        let (_phase, shutdown) = Shutdown::by_hand();
+        let select = watcher::Config::default().labels(WATCHED);
+        let contents: Cache<VolumeSnapshotContent> =
+            of_cluster(&api.client(), select, snapshot::handle, shutdown);
+        assert_eq!(contents.with_recent("first").await.unwrap().len(), 1);
+        put(&api, "second");
+        assert_eq!(contents.with_recent("second").await.unwrap().len(), 1);
     }
 
     #[test]

@@ -22,6 +22,10 @@ declare -A expected_skips=(
 )
 # Specs that csi-sanity itself has switched off, by the end of their name.
 expected_pending="pagination should detect volumes added between pages and accept tokens when the last volume from a page is deleted"
+# The spec compares messages of Go with what they keep for themselves: the topology that it has sent holds its encoded size, the one that
+# it gets does not. So it fails with each driver that reports a topology. A test of the driver asks for the same
+# (volumes_and_snapshots_are_made_on_this_node_and_nowhere_else).
+faulty_spec="should succeed when creating a snapshot with accessibility requirements"
 
 GiB=$((1 << 30))
 # Thin, so the size costs nothing; the pool holds many times what a run keeps at once.
@@ -153,7 +157,7 @@ run_specs() { # run_specs POOL ACCESS_TYPE WAY: straight to the driver, or throu
         --csi.testvolumemutableparameters="$tmp/mutable-parameters.yaml" \
         --csi.testsnapshotparameters="$tmp/snapshot-parameters.yaml" \
         --csi.secrets="$tmp/secrets.yaml" \
-        --ginkgo.v --ginkgo.no-color --ginkgo.timeout=20m --ginkgo.json-report="$report" \
+        --ginkgo.skip="$faulty_spec" --ginkgo.v --ginkgo.no-color --ginkgo.timeout=20m --ginkgo.json-report="$report" \
         >"$log" 2>&1 &
     sanity_pid=$!
     wait "$sanity_pid" || status=$?
@@ -183,7 +187,9 @@ run_specs() { # run_specs POOL ACCESS_TYPE WAY: straight to the driver, or throu
         problem "$pool" "csi-sanity ($access) ended with $status after $passed specs passed"
     fi
     while IFS=$'\t' read -r spec reason; do
-        if [[ -n ${expected_skips[$reason]:-} ]]; then
+        if [[ $spec == *"$faulty_spec" ]]; then
+            once '  skipped: %s: it fails with each driver that reports a topology\n' "$spec"
+        elif [[ -n ${expected_skips[$reason]:-} ]]; then
             once '  skipped: %s: %s\n' "$spec" "$reason"
         else
             problem "$pool" "unexpected skip ($access): $spec: ${reason:-no reason given}"

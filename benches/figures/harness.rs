@@ -66,6 +66,7 @@ impl Pool {
             run("fallocate", &["--length", &layout.bytes.to_string(), text(&image)])?;
         }
         let block_size = format!("size={}", layout.block_size);
+        // -K: mkfs would give back the room of an allocated image.
         run(
             "mkfs.xfs",
             &["-q", "-K", "-m", "reflink=1,rmapbt=0", "-b", &block_size, text(&image)],

@@ -44,7 +44,7 @@ pub struct Load {
     pub milliseconds: u64,
     /// A flush after so many writes; 0: none.
     pub flush_every: u32,
-    /// Whether each run writes to the same places in the same order.
+    /// Whether each run goes to each place once, in the same order; else to any place, also again.
     pub repeats: bool,
 }
 
@@ -59,24 +59,21 @@ pub struct Met {
 
 impl Load {
     pub fn run(&self, device: &Path) -> Result<Met> {
-        let said = run(
-            "fio",
-            &[
-                "--name=figure",
-                &format!("--filename={}", device.display()),
-                &format!("--rw={}", self.pattern),
-                &format!("--bs={}", self.block_size),
-                &format!("--runtime={}ms", self.milliseconds),
-                &format!("--fsync={}", self.flush_every),
-                &format!("--randrepeat={}", u8::from(self.repeats)),
-                "--norandommap",
-                "--time_based",
-                "--ioengine=libaio",
-                "--iodepth=16",
-                "--direct=1",
-                "--output-format=json",
-            ],
-        )?;
+        let job = [
+            format!("--filename={}", device.display()),
+            format!("--rw={}", self.pattern),
+            format!("--bs={}", self.block_size),
+            format!("--runtime={}ms", self.milliseconds),
+            format!("--fsync={}", self.flush_every),
+        ];
+        let mut arguments = vec!["--name=figure", "--time_based", "--output-format=json"];
+        arguments.extend(["--ioengine=libaio", "--iodepth=16", "--direct=1"]);
+        arguments.extend(job.iter().map(String::as_str));
+        arguments.extend(match self.repeats {
+            true => &["--randrepeat=1"][..],
+            false => &["--randrepeat=0", "--norandommap"],
+        });
+        let said = run("fio", &arguments)?;
         let json = said.find('{').map(|start| &said[start..]).context("fio said nothing")?;
         let said: serde_json::Value =
             serde_json::from_str(json).context("reading what fio said")?;

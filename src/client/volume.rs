@@ -387,18 +387,18 @@ async fn publish(
 
 /// That the driver knows `defer_fs_ops`: one that does not passes the field over, and mounts on this host.
 pub async fn check_defers(connection: &Connection) -> Result<()> {
-    let asked = csi::NodeGetCapabilitiesRequest {};
-    let told = connection.node().node_get_capabilities(asked).await.map_err(refused)?;
+    let request = csi::NodeGetCapabilitiesRequest {};
+    let answer = connection.node().node_get_capabilities(request).await.map_err(refused)?;
     ensure!(
-        defers(told.get_ref()),
+        defers(answer.get_ref()),
         "--defer-fs-ops: the driver does not have the capability DEFER_FS_OPS; start it with --enable-defer-fs-ops, or upgrade it"
     );
     Ok(())
 }
 
-fn defers(told: &csi::NodeGetCapabilitiesResponse) -> bool {
+fn defers(answer: &csi::NodeGetCapabilitiesResponse) -> bool {
     let wanted = Some(Type::Rpc(Rpc { r#type: rpc::Type::DeferFsOps.into() }));
-    told.capabilities.iter().any(|one| one.r#type == wanted)
+    answer.capabilities.iter().any(|one| one.r#type == wanted)
 }
 
 /// CSI NodePublishVolume: the parent is the caller's to make, the target the driver's.

@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn a_page_leaves_out_healthy_volumes_and_the_next_one_continues_after_it() {
-        let told = |max, next: Option<&str>| {
+        let listed = |max, next: Option<&str>| {
             let lost = || Condition::abnormal(HealthProblem::WritesLost, "lost");
             let conditions = [
                 ("a", Condition::healthy("well")),
@@ -175,10 +175,10 @@ mod tests {
             (ids.join(" "), answer.next_token)
         };
         let of = |ids: &str, token: &str| (ids.to_owned(), token.to_owned());
-        assert_eq!(told(2, None), of("b d", ""));
-        assert_eq!(told(7, Some("d")), of("b d", "d"));
-        assert_eq!(told(1, None), of("b", "b"));
-        assert_eq!(told(1, Some("d")), of("b", "b"));
+        assert_eq!(listed(2, None), of("b d", ""));
+        assert_eq!(listed(7, Some("d")), of("b d", "d"));
+        assert_eq!(listed(1, None), of("b", "b"));
+        assert_eq!(listed(1, Some("d")), of("b", "b"));
     }
 
     #[test]

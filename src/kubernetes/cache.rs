@@ -1,6 +1,6 @@
 //! Objects of one kind as a watch tells them, so that a look-up costs no call to the API server. Where the
 //! watch does not run (the API server is away, or the role allows no watch) every look-up asks the API
-//! server: an answer is never older than what a working watch last told. Only [`Cache::with_recent`], whose look-up is a
+//! server: an answer is never older than what a working watch last reported. Only [`Cache::with_recent`], whose look-up is a
 //! list of all objects then, finds objects in one list for some seconds.
 
 use std::borrow::Cow;
@@ -66,10 +66,17 @@ pub struct Cache<K> {
     changes: watch::Sender<u64>,
 }
 
-/// A list of all objects.
+/// A list of all objects, or why there is none.
 struct Listed<K> {
     began: Instant,
-    indexed: HashMap<String, Vec<Arc<K>>>,
+    indexed: Result<HashMap<String, Vec<Arc<K>>>, Arc<kube::Error>>,
+}
+
+impl<K> Listed<K> {
+    fn with(&self, value: &str) -> Result<Vec<Arc<K>>, Arc<kube::Error>> {
+        let indexed = self.indexed.as_ref().map_err(Arc::clone)?;
+        Ok(indexed.get(value).cloned().unwrap_or_default())
+    }
 }
 
 impl<K: Clone> Clone for Cache<K> {
@@ -161,35 +168,35 @@ impl<K: Object> Cache<K> {
     }
 
     /// The same, but where the watch does not run from a list that all share who ask at the same time: otherwise each look-up
-    /// would list all objects. What is found may be as of some seconds ago. What is not found is in no list that began after
-    /// the question.
-    pub async fn with_recent(&self, value: &str) -> kube::Result<Vec<Arc<K>>> {
+    /// would list all objects. What is found may be some seconds old. What is not found is in no list that began after
+    /// the call. A list that fails fails for all callers that waited for it, so that none waits for more than two.
+    pub async fn with_recent(&self, value: &str) -> Result<Vec<Arc<K>>, Arc<kube::Error>> {
         if let Some(told) = self.told_with(value) {
             return Ok(told);
         }
-        let asked = Instant::now();
+        let called = Instant::now();
         let mut listed = self.listed.lock().await;
         if let Some(list) = &*listed {
-            let found = list.indexed.get(value);
-            if list.began > asked || (found.is_some() && list.began.elapsed() < LISTED_FOR) {
-                return Ok(found.cloned().unwrap_or_default());
+            let found = list.with(value);
+            let is_found = found.as_ref().is_ok_and(|found| !found.is_empty());
+            if list.began > called || (is_found && list.began.elapsed() < LISTED_FOR) {
+                return found;
             }
         }
-        let list = self.list().await?;
-        let found = list.indexed.get(value).cloned().unwrap_or_default();
-        *listed = Some(list);
-        Ok(found)
+        let began = Instant::now();
+        let indexed = self.list().await.map_err(Arc::new);
+        listed.insert(Listed { began, indexed }).with(value)
     }
 
-    async fn list(&self) -> kube::Result<Listed<K>> {
-        let mut listed = Listed { began: Instant::now(), indexed: HashMap::new() };
+    async fn list(&self) -> kube::Result<HashMap<String, Vec<Arc<K>>>> {
+        let mut indexed: HashMap<_, Vec<_>> = HashMap::new();
         for mut object in list(&self.all, ListParams::default(), |_| true).await? {
             shrink(&mut object);
             if let Some(value) = (self.index)(&object).map(Cow::into_owned) {
-                listed.indexed.entry(value).or_default().push(Arc::new(object));
+                indexed.entry(value).or_default().push(Arc::new(object));
             }
         }
-        Ok(listed)
+        Ok(indexed)
     }
 
     /// All objects. Nothing where the watch does not run.
@@ -399,14 +406,18 @@ mod tests {
         api.put(&format!("{CONTENTS}/{handle}"), object);
     }
 
+    /// Without a watch, which this API server does not allow.
+    fn contents(api: &FakeApi) -> Cache<VolumeSnapshotContent> {
+        let (_phase, shutdown) = Shutdown::by_hand();
+        let select = watcher::Config::default().labels(WATCHED);
+        of_cluster(&api.client(), select, snapshot::handle, shutdown)
+    }
+
     #[tokio::test]
     async fn without_a_watch_all_who_look_for_a_value_share_one_list() {
         let api = FakeApi::default();
         (0..10).for_each(|number| put(&api, &format!("handle-{number}")));
-        let (_phase, shutdown) = Shutdown::by_hand();
-        let select = watcher::Config::default().labels(WATCHED);
-        let contents: Cache<VolumeSnapshotContent> =
-            of_cluster(&api.client(), select, snapshot::handle, shutdown);
+        let contents = contents(&api);
         let mut all = JoinSet::new();
         // As many again look for what is not there.
         for number in 0..20 {
@@ -430,13 +441,25 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn without_a_watch_a_list_that_fails_fails_for_all_who_wait_for_it() {
+        let api = FakeApi::default();
+        put(&api, "first");
+        api.fail();
+        let contents = contents(&api);
+        let mut all = JoinSet::new();
+        for _ in 0..20 {
+            let contents = contents.clone();
+            all.spawn(async move { contents.with_recent("first").await.is_err() });
+        }
+        assert!(all.join_all().await.into_iter().all(|failed| failed));
+        assert_eq!(api.calls(&format!("GET {CONTENTS}")), 2);
+    }
+
+    #[tokio::test]
     async fn without_a_watch_what_was_made_after_a_list_is_found() {
         let api = FakeApi::default();
         put(&api, "first");
-        let (_phase, shutdown) = Shutdown::by_hand();
-        let select = watcher::Config::default().labels(WATCHED);
-        let contents: Cache<VolumeSnapshotContent> =
-            of_cluster(&api.client(), select, snapshot::handle, shutdown);
+        let contents = contents(&api);
         assert_eq!(contents.with_recent("first").await.unwrap().len(), 1);
         put(&api, "second");
         assert_eq!(contents.with_recent("second").await.unwrap().len(), 1);

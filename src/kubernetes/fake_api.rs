@@ -20,6 +20,7 @@ struct State {
     rights: BTreeSet<[String; 3]>,
     /// Method and path of every call, those of watches not included.
     calls: Vec<String>,
+    fails: bool,
 }
 
 impl FakeApi {
@@ -30,6 +31,11 @@ impl FakeApi {
     /// From now on a review says that everybody may `get` this object.
     pub fn allow_get(&self, namespace: &str, name: &str) {
         self.state().rights.insert(["get", namespace, name].map(str::to_owned));
+    }
+
+    /// From now on it answers no call.
+    pub fn fail(&self) {
+        self.state().fails = true;
     }
 
     /// The calls so far that begin so.
@@ -48,7 +54,7 @@ impl FakeApi {
 
     async fn answer(&self, request: http::Request<Body>) -> http::Response<Body> {
         let (uri, method) = (request.uri().clone(), request.method().clone());
-        // A watch begins with a list, which is told by its selector.
+        // A watch begins with a list, which its selector distinguishes.
         if uri.query().is_some_and(|query| query.contains(WATCHED) || query.contains("watch=")) {
             return failure(403);
         }
@@ -57,9 +63,12 @@ impl FakeApi {
             let body = request.into_body().collect_bytes().await.unwrap();
             return self.reviewed(serde_json::from_slice(&body).unwrap());
         }
-        // Whoever asks at the same time has asked by then.
+        // Concurrent callers have sent their requests by then.
         tokio::task::yield_now().await;
         let state = self.state();
+        if state.fails {
+            return failure(503);
+        }
         if let Some(object) = state.objects.get(uri.path()) {
             return respond(200, object);
         }
@@ -94,6 +103,10 @@ fn respond(code: u16, body: &Value) -> http::Response<Body> {
 }
 
 fn failure(code: u16) -> http::Response<Body> {
-    let reason = if code == 404 { "NotFound" } else { "Forbidden" };
+    let reason = match code {
+        404 => "NotFound",
+        503 => "ServiceUnavailable",
+        _ => "Forbidden",
+    };
     respond(code, &json!({ "status": "Failure", "code": code, "message": "", "reason": reason }))
 }

@@ -125,7 +125,7 @@ fn take<'m>(rest: &mut &'m [u8], length: u64) -> Result<&'m [u8], &'static str> 
 fn broken(how: &str) -> Refusal {
     let message = format!(
         "the CSI driver broke the contract of its answer (--check-streams): {how}; discard what was sent, and report it to \
-         whoever makes the driver"
+         the driver's maintainers"
     );
     Refusal::new(Reason::ContractBroken, message)
 }

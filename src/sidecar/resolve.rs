@@ -89,7 +89,7 @@ impl Resolver {
         }
     }
 
-    /// The same, unless the name is the handle of these contents, too. Whoever may create VolumeSnapshots chooses their names: one
+    /// The same, unless the name is the handle of these contents, too. Users who may create VolumeSnapshots choose their names: one
     /// that won over a handle would make the delta of another's backup smaller than it is.
     async fn named_only(
         &self,

@@ -1,5 +1,6 @@
 //! A month of hourly snapshots of a volume that is written to at random: how CreateSnapshot and the number of extents grow.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use crate::calls::Capability;
 use crate::harness::{Driver, Layout};
 use crate::kernel::{self, Random};
 use crate::report::{Report, Row};
-use crate::stats::{Samples, bytes, grouped};
+use crate::stats::{Samples, bytes, grouped, time};
 use crate::{Options, writer};
 
 /// Snapshots that are kept: a day of them.
@@ -34,7 +35,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
         bytes(size),
         grouped(WRITTEN as i64)
     );
-    let row = Row::samples("month", what, &last, "seconds", crate::stats::time);
+    let row = Row::samples("month", what, &last, "seconds", time);
     let row = row.against(
         format!(
             "snapshot 10: {}; {}; on blocks of 4 KiB snapshot 10: {}, snapshot {}: {}; {}",
@@ -79,7 +80,7 @@ fn month(options: Options, size: u64, block_size: u64) -> Result<Month> {
     let file = File::open(driver.pool.volume(&volume))?;
     writer::fill(&device, size)?;
     let mut month = Month { times: Vec::new(), extents: [0; 2] };
-    let mut kept = std::collections::VecDeque::new();
+    let mut kept = VecDeque::new();
     let begun = Instant::now();
     for round in 0..rounds {
         if begun.elapsed() > ENOUGH {

@@ -1,8 +1,9 @@
-//! What a snapshot costs who writes: fio on a raw block volume before, right after and long after snapshots, on pools with
+//! What a snapshot costs writers: fio on a raw block volume before, right after and long after snapshots, on pools with
 //! blocks of 64 KiB and of 4 KiB, beside a plain loop device on the filesystem of TMPDIR and beside csi-driver-host-path.
 
 use std::fs::File;
 use std::path::Path;
+use std::time::Instant;
 
 use anyhow::Result;
 
@@ -12,7 +13,7 @@ use crate::host_path::{self, HostPath};
 use crate::load::{self, Load, Met, PlainLoop};
 use crate::report::{Report, Row};
 use crate::stats::{bytes, digits, grouped, time};
-use crate::{Options, writer};
+use crate::{Options, kernel, writer};
 
 /// A load at some time of a volume's life, and what it must reach.
 struct Phase {
@@ -185,10 +186,10 @@ fn ours(options: Options, size: u64, block_size: u64) -> Result<Life> {
     let device = driver.publish(&volume, Capability::Block)?;
     let file = File::open(driver.pool.volume(&volume))?;
     live(options, &device, size, |number| {
-        let begun = std::time::Instant::now();
+        let begun = Instant::now();
         driver.snapshot(&format!("after-{number}"), &volume)?;
         let took = begun.elapsed().as_secs_f64();
-        let extents = crate::kernel::extents(&file)?;
+        let extents = kernel::extents(&file)?;
         println!("    snapshot {number}: {}, {} extents", time(took), digits(f64::from(extents)));
         Ok(())
     })

@@ -280,6 +280,16 @@ impl Driver {
 
     /// Creates a volume that nobody uses yet.
     pub fn volume(&self, name: &str, bytes: u64, wanted: Capability) -> Result<String> {
+        self.volume_with(name, bytes, wanted, &[])
+    }
+
+    pub fn volume_with(
+        &self,
+        name: &str,
+        bytes: u64,
+        wanted: Capability,
+        parameters: &[(&str, &str)],
+    ) -> Result<String> {
         let request = csi::CreateVolumeRequest {
             name: name.to_owned(),
             capacity_range: Some(csi::CapacityRange {
@@ -287,6 +297,7 @@ impl Driver {
                 limit_bytes: 0,
             }),
             volume_capabilities: vec![wanted.into()],
+            parameters: parameters.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
             ..Default::default()
         };
         Ok(self.call(request)?.volume.context("no volume in the answer")?.volume_id)

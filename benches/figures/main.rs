@@ -42,7 +42,7 @@ impl Options {
 /// Measures one row, or several that share what they are measured on.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 14] = [
+const ROWS: [(&str, Measure); 15] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -57,6 +57,7 @@ const ROWS: [(&str, Measure); 14] = [
     ("fio", rows::fio::measure),
     ("writers", rows::writers::measure),
     ("month", rows::month::measure),
+    ("changes", rows::changes::measure),
 ];
 
 struct Arguments {

@@ -1,6 +1,7 @@
 //! The rows of the table, each in the file of its name.
 
 pub mod catalog;
+pub mod changes;
 pub mod extents;
 pub mod fio;
 pub mod large;

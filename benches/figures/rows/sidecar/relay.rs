@@ -116,6 +116,7 @@ pub fn measure(options: Options, report: &mut Report, rig: &Rig<'_>, extents: u6
             tell(report, client, max, extents, &spent);
         }
     }
+    checks(options, report, rig, &ours, extents)?;
     let streams = options.pick(MANY, 4);
     for count in [1, streams] {
         // So long that all of them run beside each other, and not longer than it takes.
@@ -148,16 +149,50 @@ fn requests(rig: &Rig<'_>, max: i32) -> [RawMessage; 3] {
     [RawMessage::of(&direct), through.clone(), through]
 }
 
-/// All ways once in each round.
-fn in_turn(
+/// What `--check-streams` costs: a sidecar with it beside one without.
+fn checks(
+    options: Options,
+    report: &mut Report,
     rig: &Rig<'_>,
-    ways: &[Way; 3],
-    requests: &[RawMessage; 3],
+    plain: &Sidecar,
+    extents: u64,
+) -> Result<()> {
+    let checking = rig.sidecar(Whose::Ours, &["--check-streams"])?;
+    let ways = [Way::through(rig, plain), Way::through(rig, &checking)];
+    for max in PER_MESSAGE {
+        let [_, one, other] = requests(rig, max);
+        let requests = [one, other];
+        // The first answer is slower.
+        in_turn(rig, &ways, &requests, Client::Raw, extents, 1)?;
+        let runs = options.pick(11, 1);
+        let [plain, checked] = in_turn(rig, &ways, &requests, Client::Raw, extents, runs)?;
+        let shares = plain.times.iter().zip(&checked.times).map(|(plain, checked)| plain / checked);
+        let what = format!(
+            "through the sidecar with --check-streams, {} extents, {} a message, {}",
+            grouped(extents as i64),
+            grouped(max.into()),
+            Client::Raw.what()
+        );
+        let rates = checked.rates(extents);
+        let row = Row::samples("sidecar", what, &rates, "extents per second", millions);
+        let peer = format!("without: {}", millions(plain.rates(extents).median()));
+        let mut row = row.against(peer, shares.collect::<Samples>().median());
+        row.cpu_seconds = Some(checked.cpu(1));
+        report.row(row);
+    }
+    Ok(())
+}
+
+/// All ways once in each round.
+fn in_turn<const WAYS: usize>(
+    rig: &Rig<'_>,
+    ways: &[Way; WAYS],
+    requests: &[RawMessage; WAYS],
     client: Client,
     extents: u64,
     rounds: usize,
-) -> Result<[Spent; 3]> {
-    let mut spent = [Spent::default(), Spent::default(), Spent::default()];
+) -> Result<[Spent; WAYS]> {
+    let mut spent = std::array::from_fn(|_| Spent::default());
     for _ in 0..rounds {
         for ((way, request), spent) in ways.iter().zip(requests).zip(&mut spent) {
             let clocks = [

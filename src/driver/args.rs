@@ -71,8 +71,8 @@ pub struct Args {
     #[arg(long)]
     pub pool_sparse: bool,
 
-    /// Bytes in a block of the filesystem of a new image pool: 4Ki to 64Ki, a power of two. A first write after a snapshot
-    /// copies a whole block. More than a page of memory needs Linux 6.12.
+    /// Bytes in a block of the filesystem of a new image pool: 4Ki to 64Ki, a power of two; by default 64Ki where the kernel
+    /// mounts it (Linux 6.12), else 4Ki.
     #[arg(long, value_parser = pool_block_size, value_name = "SIZE")]
     pub pool_block_size: Option<u64>,
 

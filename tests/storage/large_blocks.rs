@@ -63,6 +63,36 @@ fn with_the_precision_block_whole_blocks_of_the_pool_are_reported() {
 }
 
 #[test]
+fn a_small_write_after_a_snapshot_takes_the_room_of_one_block() {
+    if !have_root() || !have_large_blocks() {
+        return;
+    }
+    let mut pool = Pool::with(PoolKind::Image, |config| {
+        (config.pool_block_size, config.pool_size) = (Some(LARGE), Some(2 * GIB));
+    });
+    let volume = pool.volume("v", 256 * MIB);
+    let device = pool.attach(&volume.id).target;
+    write_direct(&device, 0, &pattern(1, 256 << 20));
+    pool.snapshot("first", &volume);
+    let available = || pool.backend().pool_status().unwrap().room.available;
+    let before = available();
+    for number in 0..64 {
+        write_buffered(&device, number * 4 * MIB, &pattern(2, BLOCK as usize));
+    }
+    let taken = before.saturating_sub(available());
+    assert!(taken < 64 * LARGE + 2 * MIB, "{taken} bytes for 64 blocks of 64 KiB");
+}
+
+#[test]
+fn a_new_image_pool_has_the_largest_blocks_that_the_kernel_mounts() {
+    if have_root() {
+        let pool = Pool::with(PoolKind::Image, |config| config.pool_block_size = None);
+        let expected = if kernel_mounts_large_blocks() { LARGE } else { BLOCK };
+        assert_eq!(pool.backend().pool_status().unwrap().block_size, expected);
+    }
+}
+
+#[test]
 fn a_pool_keeps_the_block_size_that_it_was_made_with() {
     with_large_blocks(|pool| {
         let (volume, device, first) = written(pool);

@@ -34,7 +34,8 @@ const MIN_BYTES: u64 = 300 << 20;
 /// The largest image that is made where no size is asked for, if it is allocated.
 const DEFAULT_BYTES: u64 = 10 << 30;
 
-/// The largest block of an XFS, in bytes.
+/// The largest block of an XFS, in bytes. New images have such blocks where the kernel mounts them: snapshots cost
+/// writers least.
 pub const MAX_BLOCK_SIZE: u64 = 64 << 10;
 
 /// How long a former user of the image's device may take to let go of it.
@@ -291,17 +292,33 @@ fn attach(backing: &File) -> Result<(LoopDevice, File)> {
 }
 
 fn mount(device: &LoopDevice, keeps_room: bool) -> Result<OwnedFd> {
+    let mounted = try_mount(device, keeps_room).map_err(|error| match error {
+        error if is_unsupported(&error) => Error::Precondition(
+            "mounting the pool image: blocks larger than a page of memory need Linux 6.12"
+                .to_owned(),
+        ),
+        error => Error::io(
+            format!(
+                "mounting the pool image on {} (is XFS in this kernel, and the image whole?)",
+                device.path().display()
+            ),
+            error,
+        ),
+    })?;
+    reach("image.mounted").map(|()| mounted)
+}
+
+fn try_mount(device: &LoopDevice, keeps_room: bool) -> io::Result<OwnedFd> {
     let source = device.path().to_string_lossy();
     // nouuid: a copy of a pool may be looked at beside the pool. discard: what is deleted in the pool
     // becomes free below it, which an allocated image must not allow.
     let options: &[&str] = if keeps_room { &["nouuid"] } else { &["nouuid", "discard"] };
-    let mounted =
-        retried_while_busy(|| sys::detached_mount(c"xfs", &source, options)).context(|| {
-            format!(
-                "mounting the pool image on {source} (is XFS in this kernel, and the image whole?)"
-            )
-        })?;
-    reach("image.mounted").map(|()| mounted)
+    retried_while_busy(|| sys::detached_mount(c"xfs", &source, options))
+}
+
+/// Whether the kernel does not mount an XFS because of its block size.
+fn is_unsupported(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ENOSYS)
 }
 
 /// A process that has just ended may still hold the device: the kernel unmounts what it had a moment later.
@@ -330,22 +347,21 @@ pub fn make(data_dir: &Path, choice: &ImageChoice) -> Result<()> {
     remove()?;
     let keeps_room = !choice.sparse && below::writes_in_place(data_dir)?;
     let size = size(data_dir, choice.size, keeps_room)?;
-    let block_size = choice.block_size.unwrap_or(BLOCK_SIZE);
-    let made = fill(&temporary, size, block_size, keeps_room).and_then(|()| {
+    let made = fill(&temporary, size, choice.block_size, keeps_room).and_then(|block_size| {
         fs::rename(&temporary, path(data_dir))
             .context(|| "publishing the pool image".to_owned())?;
-        reach("image.named")
+        reach("image.named").map(|()| block_size)
     });
-    if let Err(error) = made {
+    let block_size = made.map_err(|error| {
         if let Err(error) = remove() {
             warn!(%error, "could not remove {}", temporary.display());
         }
-        // Its own words would speak of room in the pool.
-        return Err(match error {
+        match error {
+            // Its own words would speak of room in the pool.
             Error::Exhausted(_) => no_room(data_dir, size),
             error => error,
-        });
-    }
+        }
+    })?;
     info!(bytes = size, block_size, sparse = !keeps_room, "made the pool image");
     sync_directory(data_dir)
 }
@@ -371,8 +387,8 @@ fn size(data_dir: &Path, asked: Option<u64>, keeps_room: bool) -> Result<u64> {
     Ok(size)
 }
 
-/// Makes an image that is whole and durable when this returns.
-fn fill(path: &Path, size: u64, block_size: u64, keeps_room: bool) -> Result<()> {
+/// Makes an image that is whole and durable when this returns. Returns the bytes in a block of its filesystem.
+fn fill(path: &Path, size: u64, block_size: Option<u64>, keeps_room: bool) -> Result<u64> {
     let sizing = || format!("sizing {}", path.display());
     let file = new_file(path)?;
     if keeps_room {
@@ -385,26 +401,40 @@ fn fill(path: &Path, size: u64, block_size: u64, keeps_room: bool) -> Result<()>
     file.set_len(size).context(sizing)?;
     reach("image.sized")?;
     let (device, handle) = LoopDevice::attach(&file, Lifetime::LastUser)?;
+    let block_size = format(&device, block_size, keeps_room)?;
+    reach("image.formatted")?;
+    handle.sync_all().context(|| format!("flushing {}", path.display()))?;
+    drop(handle);
+    file.sync_all().context(|| format!("flushing {}", path.display()))?;
+    reach("image.flushed").map(|()| block_size)
+}
+
+/// Makes the filesystem, with blocks of the given size or else of the largest that the kernel mounts. Returns the size.
+fn format(device: &LoopDevice, block_size: Option<u64>, keeps_room: bool) -> Result<u64> {
+    let bytes = block_size.unwrap_or(MAX_BLOCK_SIZE);
+    make_filesystem(device, bytes)?;
+    match try_mount(device, keeps_room) {
+        Ok(_) => Ok(bytes),
+        Err(error) if is_unsupported(&error) && block_size.is_none() => {
+            info!("this kernel mounts no XFS with larger blocks than {BLOCK_SIZE} bytes");
+            make_filesystem(device, BLOCK_SIZE).map(|()| BLOCK_SIZE)
+        }
+        Err(error) if is_unsupported(&error) => Err(Error::Precondition(format!(
+            "--pool-block-size: this kernel does not mount an XFS with blocks of {bytes} bytes; blocks larger than a page \
+             of memory need Linux 6.12: use 4Ki, or leave the flag out"
+        ))),
+        Err(error) => Err(Error::io("mounting the new pool image", error)),
+    }
+}
+
+fn make_filesystem(device: &LoopDevice, block_size: u64) -> Result<()> {
     // rmapbt doubles to trebles the cost of a clone and can run out of metadata room.
     command::run(
         Command::new("mkfs.xfs")
             .args(["-q", "-f", "-K", "-m", "reflink=1,rmapbt=0", "-L", "csi-loopback"])
             .args(["-b", &format!("size={block_size}")])
             .arg(device.path()),
-    )?;
-    if block_size > BLOCK_SIZE {
-        mount(&device, keeps_room).map_err(|error| {
-            Error::Precondition(format!(
-                "--pool-block-size: this kernel does not mount an XFS with blocks of {block_size} bytes ({error}); blocks \
-                 larger than a page of memory need Linux 6.12: ask for 4Ki"
-            ))
-        })?;
-    }
-    reach("image.formatted")?;
-    handle.sync_all().context(|| format!("flushing {}", path.display()))?;
-    drop(handle);
-    file.sync_all().context(|| format!("flushing {}", path.display()))?;
-    reach("image.flushed")
+    )
 }
 
 /// Whether the filesystem below has room for so many more bytes of the image.

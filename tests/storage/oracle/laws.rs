@@ -15,7 +15,7 @@ use csi_loopback::backend::{PoolKind, Style};
 use super::model::{Blocks, Cut, Volume};
 use super::operation::Look;
 use super::subject::{Answer, Question, Refused, Subject, Window};
-use support::{BLOCK, pool_block_size};
+use support::BLOCK;
 
 /// An answer as a set of blocks.
 pub struct Told {
@@ -137,7 +137,7 @@ impl Answers {
         if let Some(data) = cut.content.data()
             && subject.kind() != PoolKind::Copy
             // A larger block stays allocated until all of it is erased in one piece.
-            && pool_block_size().is_none_or(|bytes| bytes == BLOCK)
+            && subject.block_size() == BLOCK
         {
             told.lies_within(&data, &question);
         }

@@ -9,6 +9,7 @@ use tonic::{Code, Status, Streaming};
 use super::operation::Ending;
 use super::subject::{Answer, Question, Refused, Subject, Window, check_pool};
 use support::driver::{self, Driver};
+use support::{BLOCK, pool_block_size};
 
 pub struct Socket {
     driver: Driver,
@@ -38,6 +39,10 @@ fn flags(style: Style) -> Vec<String> {
 impl Subject for Socket {
     fn kind(&self) -> PoolKind {
         self.driver.kind()
+    }
+
+    fn block_size(&self) -> u64 {
+        pool_block_size().unwrap_or(BLOCK)
     }
 
     fn create(&mut self, name: &str, bytes: u64, fs_type: Option<FsType>) -> String {

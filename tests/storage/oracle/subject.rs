@@ -9,7 +9,7 @@ use csi_loopback::backend::{
 };
 
 use super::operation::Ending;
-use support::{Attached, Pool, mounted, raw, request, tracking};
+use support::{Attached, Pool, block_size_of, mounted, raw, request, tracking};
 
 /// What is asked of snapshot metadata, by ids of snapshots.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -59,6 +59,8 @@ pub enum Refused {
 /// A driver, or what stands for one. Calls that fail panic.
 pub trait Subject {
     fn kind(&self) -> PoolKind;
+    /// Bytes in a block of the pool.
+    fn block_size(&self) -> u64;
     /// Creates a volume, raw where no filesystem is given, and returns its id.
     fn create(&mut self, name: &str, bytes: u64, fs_type: Option<FsType>) -> String;
     fn copy(&mut self, name: &str, source: Source, fs_type: Option<FsType>) -> String;
@@ -111,6 +113,10 @@ fn capability(fs_type: Option<FsType>) -> Capability {
 impl Subject for InProcess {
     fn kind(&self) -> PoolKind {
         self.pool.kind()
+    }
+
+    fn block_size(&self) -> u64 {
+        block_size_of(self.kind())
     }
 
     fn create(&mut self, name: &str, bytes: u64, fs_type: Option<FsType>) -> String {

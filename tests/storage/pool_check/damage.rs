@@ -213,7 +213,8 @@ pub const DAMAGES: &[(&str, Damage)] = &[
     ("record-with-blocks-too-many", |files, history| {
         // Over-reporting is allowed.
         let since = history.snapshots[0].id.as_str();
-        forge(files, history, since, &[0, 1, 10], &[5, 10, 20]);
+        let allocated: Vec<u64> = (0..32).collect();
+        forge(files, history, since, &allocated, &[5, 10, 20]);
         vec![]
     }),
     ("record-counts-from-elsewhere", |files, history| {

@@ -28,7 +28,7 @@ use csi::snapshot_metadata_client::SnapshotMetadataClient;
 
 pub use super::kernel::*;
 pub use super::requests::*;
-use super::{ALL_KINDS, GIB, Xfs, have_root, keep, path, pool_block_size};
+use super::{ALL_KINDS, BLOCK, GIB, Xfs, have_root, keep, path, pool_block_size};
 
 /// The binary under test, which cargo builds beside the tests.
 pub fn binary() -> &'static str {
@@ -195,9 +195,8 @@ impl Driver {
             // Larger than what there is room for.
             command.args(["--pool-size", "16Gi", "--pool-sparse"]);
         }
-        if let Some(bytes) = pool_block_size() {
-            command.args(["--pool-block-size", &bytes.to_string()]);
-        }
+        // So that what is allocated is known to 4 KiB. csi-sanity, the demo and the pools of the storage tests have the default.
+        command.args(["--pool-block-size", &pool_block_size().unwrap_or(BLOCK).to_string()]);
         command.args(flags).stdin(Stdio::null()).stdout(Stdio::null());
         command
     }

@@ -19,6 +19,7 @@ pub mod requests;
 pub mod runtime;
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -113,18 +114,37 @@ pub fn with_pool(kind: PoolKind, run: impl FnOnce(&mut Pool)) {
     }
 }
 
-/// Bytes in a block of the filesystems that pools are made on, if the variable says so: with 65536 the tests run on large
-/// blocks.
+/// Bytes in a block of the filesystems that pools are made on, if the variable says so: 4096 or 65536.
 pub fn pool_block_size() -> Option<u64> {
     let asked = std::env::var("POOL_BLOCK_SIZE").ok();
     asked.map(|bytes| bytes.parse().expect("POOL_BLOCK_SIZE is a number"))
 }
 
-/// Whether the kernel mounts filesystems whose blocks are larger than a page of memory.
-pub fn have_large_blocks() -> bool {
+/// Bytes in a block of the filesystem that a pool of this kind is on.
+pub fn block_size_of(kind: PoolKind) -> u64 {
+    match kind {
+        PoolKind::Copy => BLOCK,
+        PoolKind::Image if kernel_mounts_large_blocks() => pool_block_size().unwrap_or(64 << 10),
+        _ => pool_block_size().unwrap_or(BLOCK),
+    }
+}
+
+/// What is allocated when these blocks of 4 KiB are written: whole blocks of the filesystem that the pool is on.
+pub fn whole_blocks(kind: PoolKind, written: impl IntoIterator<Item = u64>) -> Vec<u64> {
+    let unit = block_size_of(kind) / BLOCK;
+    let units: BTreeSet<u64> = written.into_iter().map(|block| block / unit).collect();
+    units.into_iter().flat_map(|number| number * unit..(number + 1) * unit).collect()
+}
+
+pub fn kernel_mounts_large_blocks() -> bool {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
-    let have = (numbers.next(), numbers.next()) >= (Some(6), Some(12));
+    (numbers.next(), numbers.next()) >= (Some(6), Some(12))
+}
+
+/// Whether the kernel mounts filesystems whose blocks are larger than a page of memory.
+pub fn have_large_blocks() -> bool {
+    let have = kernel_mounts_large_blocks();
     if !have {
         skip("needs Linux 6.12, for blocks of 64 KiB");
     }

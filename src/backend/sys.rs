@@ -13,7 +13,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use linux_raw_sys::general::{
-    __NR_cachestat, cachestat, cachestat_range, file_clone_range, fsxattr,
+    __NR_cachestat, FS_XFLAG_COWEXTSIZE, cachestat, cachestat_range, file_clone_range, fsxattr,
 };
 use linux_raw_sys::ioctl as nr;
 use linux_raw_sys::loop_device::{
@@ -162,10 +162,15 @@ pub fn extended_flags(file: &File) -> io::Result<u32> {
     Ok(attributes.fsx_xflags)
 }
 
-pub fn add_extended_flags(file: &File, flags: u32) -> io::Result<()> {
+/// Adds extended inode flags. With `copy_bytes`, copy-on-write of an XFS allocates in pieces of so many bytes.
+pub fn add_extended_flags(file: &File, flags: u32, copy_bytes: Option<u32>) -> io::Result<()> {
     let mut attributes = empty_fsxattr();
     ioctl_struct(file, nr::FS_IOC_FSGETXATTR, &mut attributes)?;
     attributes.fsx_xflags |= flags;
+    if let Some(bytes) = copy_bytes {
+        attributes.fsx_xflags |= FS_XFLAG_COWEXTSIZE;
+        attributes.fsx_cowextsize = bytes;
+    }
     ioctl_struct(file, nr::FS_IOC_FSSETXATTR, &mut attributes).map(drop)
 }
 

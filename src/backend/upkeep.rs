@@ -1,10 +1,13 @@
 //! What happens without being asked: hidden baselines go when the pool runs full, and the records of
 //! deleted snapshots are forgotten when their retention is over.
 
+use std::fs::File;
+
+use nix::unistd::syncfs;
 use tracing::{info, warn};
 
 use super::catalog::SnapshotFile;
-use super::error::{Error, MORE_ROOM, Result};
+use super::error::{Context, Error, MORE_ROOM, Result};
 use super::model::{
     ChainBreak, Condition, HealthProblem, Predecessor, Snapshot, SnapshotPhase, Volume,
 };
@@ -71,6 +74,12 @@ fn drop_baselines(store: &Store) -> Result<()> {
             hidden.push((since, volume.id));
         }
     }
+    if hidden.is_empty() {
+        return Ok(());
+    }
+    // Blocks that a write in the page cache is to replace are shared until it is written back. Until then a baseline that
+    // is dropped frees nothing, and so all would be dropped.
+    write_back(store)?;
     hidden.sort_unstable();
     for (_, volume_id) in hidden {
         if !under_pressure(store.pool.room()?) {
@@ -88,6 +97,11 @@ fn drop_baselines(store: &Store) -> Result<()> {
         drop_baseline(store, volume, ChainBreak::BaselineDropped)?;
     }
     Ok(())
+}
+
+fn write_back(store: &Store) -> Result<()> {
+    let root = File::open(store.pool.root()).and_then(|root| Ok(syncfs(root)?));
+    root.context(|| "writing back what is cached of the pool".to_owned())
 }
 
 /// When the baseline of a volume was cut, if only the next cut still needs its data.

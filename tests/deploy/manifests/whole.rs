@@ -9,7 +9,7 @@ use csi_loopback::backend::PoolKind;
 use csi_loopback::kubernetes::metadata_service::SnapshotMetadataService;
 use csi_loopback::kubernetes::session::SnapshotServiceConfiguration;
 use csi_loopback::proto::snapshotmetadata as api;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::sessions;
 use super::{DRIVER, NAMESPACE, account, apply, apply_base_anew, deploy, objects, sidecar};
@@ -21,7 +21,8 @@ use support::cluster::sidecar_rig::{CAPACITY, client_at, collect};
 use support::cluster::storage::Ready;
 use support::cluster::tls::Authority;
 use support::driver::{Driver, block};
-use support::{BLOCK, pattern, write_direct};
+use support::requests::{all_snapshots, delta};
+use support::{BLOCK, path, pattern, write_direct};
 
 /// Where examples/backup-app may read snapshots, and the class of the base.
 const DEMO: &str = "backup-demo";
@@ -42,6 +43,9 @@ fn audience(cluster: &Cluster) -> String {
 
 /// Driver and csi-snapshotter, with two snapshots: of a block, and of another one beside it.
 struct Stage {
+    /// Of the claim.
+    volume: String,
+    claim: String,
     first: Ready,
     second: Ready,
     // Dropped in this order.
@@ -66,7 +70,7 @@ impl Stage {
         let first = cluster.snapshot(DEMO, "first", &claim, CLASS);
         write(700);
         let second = cluster.snapshot(DEMO, "second", &claim, CLASS);
-        Self { first, second, snapshotter, driver }
+        Self { volume, claim, first, second, snapshotter, driver }
     }
 
     /// The sidecar with the flags of its container, and where it really is.
@@ -151,6 +155,68 @@ fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
     };
     assert_eq!(ask(delta.into()), [(700 * BLOCK, BLOCK)]);
     stage.strike(cluster, &[("sidecar", &served.process)]);
+}
+
+#[test]
+fn the_rights_of_deploy_suffice_for_group_snapshots() {
+    let Some(cluster) = shared() else { return };
+    apply_base_anew(cluster);
+    said(apply(cluster, &deploy("examples/backup-app")));
+    let stage = Stage::set(cluster);
+    let (other, other_claim) =
+        (stage.driver.volume("other", CAPACITY, block()), cluster.unique("other"));
+    cluster.claim(DEMO, &other_claim, DRIVER, &other, CAPACITY);
+    stage.driver.with_device(&stage.volume, |device| {
+        write_direct(device, 900 * BLOCK, &pattern(900, BLOCK as usize));
+    });
+    let kubectl = |arguments: &[&str]| said(cluster.kubectl(&[&["-n", DEMO], arguments].concat()));
+    for claim in [&stage.claim, &other_claim] {
+        kubectl(&["label", "persistentvolumeclaim", claim, "part-of=database"]);
+    }
+    let class = json!({
+        "apiVersion": "groupsnapshot.storage.k8s.io/v1", "kind": "VolumeGroupSnapshotClass",
+        "metadata": { "name": cluster.unique("group-class") }, "driver": DRIVER, "deletionPolicy": "Delete",
+    });
+    let group = json!({
+        "apiVersion": "groupsnapshot.storage.k8s.io/v1", "kind": "VolumeGroupSnapshot",
+        "metadata": { "name": "group", "namespace": DEMO },
+        "spec": {
+            "source": { "selector": { "matchLabels": { "part-of": "database" } } },
+            "volumeGroupSnapshotClassName": class["metadata"]["name"],
+        },
+    });
+    for object in [class, group] {
+        let file = stage.driver.scratch().join("object.json");
+        std::fs::write(&file, object.to_string()).unwrap();
+        kubectl(&["create", "-f", path(&file)]);
+    }
+    kubectl(&[
+        "wait",
+        "volumegroupsnapshot/group",
+        "--timeout=60s",
+        "--for=jsonpath={.status.readyToUse}=true",
+    ]);
+
+    // One VolumeSnapshot for each claim; that of the first has what was written since the snapshot before.
+    let list: Value =
+        serde_json::from_str(&kubectl(&["get", "volumesnapshots", "-o", "json"])).unwrap();
+    let handles = [&stage.claim, &other_claim].map(|claim| {
+        let of_claim = |snapshot: &&Value| {
+            snapshot["status"]["volumeGroupSnapshotName"] == "group"
+                && snapshot["spec"]["source"]["persistentVolumeClaimName"] == claim.as_str()
+        };
+        let snapshot =
+            list["items"].as_array().unwrap().iter().find(of_claim).expect("one for each claim");
+        cluster.wait_until_ready(DEMO, snapshot["metadata"]["name"].as_str().unwrap()).handle
+    });
+    let changed = stage.driver.ok(delta(&stage.second.handle, &handles[0])).extents();
+    assert_eq!(changed, [(900 * BLOCK, BLOCK)]);
+    kubectl(&["delete", "volumegroupsnapshot/group", "--timeout=60s"]);
+    cluster.wait_for("the driver has deleted the snapshots of the group", || {
+        let left = all_snapshots(&stage.driver);
+        left.iter().all(|one| !handles.contains(&one.snapshot_id)).then_some(())
+    });
+    stage.strike(cluster, &[]);
 }
 
 #[test]

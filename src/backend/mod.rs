@@ -6,6 +6,7 @@
 //! | [`pool`] | where backing files live, and how they are cloned and compared |
 //! | `volume`, `attachment` | a volume's life, and its use on this node |
 //! | `cut`, `point_in_time`, `snapshot`, `group` | from running volumes to snapshots with records |
+//! | `base` | how long a snapshot stays good as the base of a delta |
 //! | [`tracker`], [`extents`] | change records, and the rule that fills them |
 //! | `catalog`, `store`, `locks` | rows, files and who may change them |
 //! | `deferral`, `runtime` | volumes that a container runtime mounts in the place of this host |
@@ -18,6 +19,7 @@
 //! | [`fail_point`] | places where tests end or fail an operation; nothing in what ships |
 
 mod attachment;
+mod base;
 pub(crate) mod catalog;
 pub mod check;
 mod command;
@@ -70,6 +72,7 @@ use locks::Locks;
 use pool::{Directory, ImageChoice, Pool};
 use store::Store;
 
+pub use base::{Base, BasesOf};
 pub use error::{Error, Kind, Result};
 pub use freeze_guard::FreezeGuard;
 pub use inline::{Content, InlineLimits, PublishInline};
@@ -80,6 +83,7 @@ pub use pool::{
 };
 pub use runtime::{DeferredMount, Runtime, RuntimeStats};
 pub use snapshot::SnapshotFilter;
+pub use store::now;
 pub use sys::bound_arenas;
 pub use tracker::{BlockMap, Extents, Style};
 pub use units::{BLOCK_SIZE, Block, BlockRange, Extent, MAX_VOLUME_BYTES, MIN_VOLUME_BYTES};
@@ -336,6 +340,23 @@ impl Backend {
 
     pub fn group(&self, id: &str, snapshot_ids: &[String]) -> Result<GroupSnapshot> {
         self.on_pool(|store| group::get(store, id, snapshot_ids))
+    }
+
+    /// A page of the snapshots that can be bases, newest first, like [`Backend::volumes`].
+    pub fn bases(&self, of: &BasesOf, after: Option<&str>, max: usize) -> Result<Page<Base>> {
+        self.on_pool(|store| base::list(store, of, after, max))
+    }
+
+    /// Changes how long a snapshot stays good as a base after its deletion; `None`: as [`Config::retention`] says. One whose
+    /// retention is over is dropped by the next [`Backend::forget_expired`].
+    pub fn retain_base(&self, snapshot_id: &str, retention: Option<Retention>) -> Result<Base> {
+        self.on_pool(|store| base::retain(store, snapshot_id, retention))
+    }
+
+    /// Deleted snapshots of which the record or the id is kept, and when the first of them ceases to be a base (seconds since the
+    /// epoch).
+    pub fn retained_bases(&self) -> Result<(u64, Option<u64>)> {
+        self.on_pool(base::retained)
     }
 
     /// The blocks that hold data in a snapshot (CSI GetMetadataAllocated).

@@ -246,6 +246,19 @@ pub struct Snapshot {
     /// its age.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub baseline_until: Option<u64>,
+    /// How long its record is kept, where that is not for the driver to say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retention: Option<Retention>,
+}
+
+/// How long the record of a deleted snapshot is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Retention {
+    /// For so many seconds from the beginning of the retention on.
+    For(u64),
+    /// Until this time (seconds since the epoch).
+    Until(u64),
 }
 
 /// Most rows are of deleted snapshots, and what they do not have takes no room.
@@ -261,6 +274,26 @@ impl Snapshot {
             SnapshotPhase::Forgotten { at } => Some(at),
             SnapshotPhase::Cutting | SnapshotPhase::Ready => None,
         }
+    }
+
+    /// When its own retention ends, if it has one and was deleted, in seconds since the epoch.
+    pub fn own_end(&self) -> Option<u64> {
+        let since = self.retained_since()?;
+        Some(match self.retention? {
+            Retention::For(seconds) => since.saturating_add(seconds),
+            Retention::Until(time) => time.max(since),
+        })
+    }
+
+    /// When the retention ends of what is kept of a deleted snapshot, which is `default` seconds long unless it has its own.
+    pub fn retained_until(&self, default: u64) -> Option<u64> {
+        let by_default = || Some(self.retained_since()?.saturating_add(default));
+        self.own_end().or_else(by_default)
+    }
+
+    /// Whether it can be the base of a delta.
+    pub fn is_base(&self) -> bool {
+        matches!(self.phase, SnapshotPhase::Ready | SnapshotPhase::Deleted { .. })
     }
 
     pub fn is_forgotten(&self) -> bool {

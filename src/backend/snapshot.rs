@@ -69,6 +69,7 @@ pub fn new_row(volume: &Volume, name: &str, group_id: Option<&str>) -> Result<Sn
         format: volume.format,
         crash_consistent: false,
         baseline_until: None,
+        retention: None,
     })
 }
 

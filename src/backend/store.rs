@@ -75,6 +75,11 @@ impl Store {
         }
     }
 
+    /// How long the record of a deleted snapshot is kept that has no retention of its own, in seconds.
+    pub fn retention(&self) -> u64 {
+        self.config.retention.as_secs()
+    }
+
     /// The backing file of a volume, for reading and writing.
     pub fn open_volume(&self, volume: &Volume) -> Result<File> {
         let path = self.volume_path(&volume.id);

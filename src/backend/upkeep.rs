@@ -133,14 +133,18 @@ pub fn drop_baseline(store: &Store, mut volume: Volume, reason: ChainBreak) -> R
     unneeded.map_or(Ok(()), |row| store.remove_and_free(SnapshotFile::data(&row)))
 }
 
-/// Drops the records of snapshots that were deleted, and ceased to be a baseline, longer than the retention ago; and the ids
-/// of those whose records were dropped as long ago.
+/// Drops the records of deleted snapshots that are past their retention; and the ids of those whose records were dropped as long
+/// ago as the driver keeps records.
 pub fn forget_expired(store: &Store) -> Result<()> {
-    let oldest = now().0.saturating_sub(store.config.retention.as_secs());
-    for id in store.catalog.read()?.retained_before(oldest)? {
+    let now = now().0;
+    let reading = store.catalog.read()?;
+    let mut due = reading.retained_before(now.saturating_sub(store.retention()))?;
+    due.extend(reading.ended_before(now)?);
+    drop(reading);
+    for id in due {
         let Some(row) = store.catalog.read()?.get::<Snapshot>(&id)? else { continue };
         let Ok(_lock) = store.locks.take([row.volume_id.as_str()]) else { continue };
-        match forget(store, &id, oldest) {
+        match forget(store, &id, now) {
             Ok(()) => {}
             // One that cannot be folded, for want of room or worse, does not keep the others.
             Err(error) => warn!(snapshot = id, %error, "not forgotten yet"),
@@ -150,9 +154,10 @@ pub fn forget_expired(store: &Store) -> Result<()> {
 }
 
 /// Drops the record of a deleted snapshot, or its row where the record was dropped before. The caller holds the volume's lock.
-fn forget(store: &Store, id: &str, oldest: u64) -> Result<()> {
+fn forget(store: &Store, id: &str, now: u64) -> Result<()> {
     let row = store.catalog.read()?.get::<Snapshot>(id)?;
-    let is_expired = |row: &Snapshot| row.retained_since().is_some_and(|since| since < oldest);
+    let is_expired =
+        |row: &Snapshot| row.retained_until(store.retention()).is_some_and(|end| end < now);
     let Some(row) = row.filter(is_expired) else { return Ok(()) };
     if row.is_forgotten() {
         return store.catalog.write(|tx| tx.remove::<Snapshot>(id));
@@ -174,7 +179,8 @@ fn drop_record(store: &Store, row: Snapshot) -> Result<()> {
         next.predecessor == follows && !next.is_forgotten()
     })?;
     let folded = successor.as_ref().map(|next| fold(store, &row, next)).transpose()?;
-    let forgotten = Snapshot { phase: SnapshotPhase::Forgotten { at: now().0 }, ..row.clone() };
+    let phase = SnapshotPhase::Forgotten { at: now().0 };
+    let forgotten = Snapshot { phase, retention: None, ..row.clone() };
     store.catalog.write(|tx| {
         folded.iter().try_for_each(|next| tx.put(next))?;
         tx.put(&forgotten)

@@ -17,6 +17,7 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Request, Status};
 
 use crate::grpc::{SocketPath, code_name};
+use crate::proto::admin::v1::base_admin_client::BaseAdminClient;
 use crate::proto::admin::v1::pool_admin_client::PoolAdminClient;
 use crate::proto::csi::v1::controller_client::ControllerClient;
 use crate::proto::csi::v1::node_client::NodeClient;
@@ -69,6 +70,10 @@ impl Connection {
 
     pub fn pool_admin(&self) -> PoolAdminClient<Wire> {
         PoolAdminClient::with_interceptor(self.channel.clone(), Deadline(self.deadline))
+    }
+
+    pub fn base_admin(&self) -> BaseAdminClient<Wire> {
+        BaseAdminClient::with_interceptor(self.channel.clone(), Deadline(self.deadline))
     }
 
     pub fn snapshot_metadata(&self) -> SnapshotMetadataClient<Wire> {

@@ -1,12 +1,13 @@
-//! The commands for people: `volume`, `snapshot` and `pool`. They own what a person types and
+//! The commands for people: `volume`, `snapshot`, `base` and `pool`. They own what a person types and
 //! reads; everything else they ask of a driver's socket over CSI, so they work with no cluster, and
-//! as far as CSI goes with other drivers too (`pool status` and `pool grow` are this driver's own, and
+//! as far as CSI goes with other drivers too (`base`, `pool status` and `pool grow` are this driver's own, and
 //! `pool check` alone reads the disk, with no driver). Which
 //! blocks a snapshot holds they also ask through Kubernetes, as a backup application does ([`cluster`]).
 //!
 //! Three promises: a name works wherever an id does, nothing waits longer than `--timeout`, and an
 //! answer that was cut short never looks complete.
 
+mod base;
 mod block_map;
 mod capability;
 mod cluster;
@@ -45,6 +46,8 @@ pub enum Command {
     Volume(volume::VolumeArgs),
     /// Cut snapshots and ask which blocks are allocated or changed
     Snapshot(snapshot::SnapshotArgs),
+    /// Show which snapshots can be the base of a delta and for how long, deleted ones too
+    Base(base::BaseArgs),
     /// Show, grow and check a pool
     Pool(pool::PoolArgs),
 }
@@ -103,6 +106,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
     let outcome = match command {
         Command::Volume(args) => on_runtime(volume::run(args)),
         Command::Snapshot(args) => on_runtime(snapshot::run(args)),
+        Command::Base(args) => on_runtime(base::run(args)),
         Command::Pool(args) => pool::run(args),
     };
     match outcome {
@@ -213,6 +217,13 @@ mod tests {
             "x volume inline publish h --target t --attribute size",
             "x snapshot allocated s --starting-offset=-1x",
             "x snapshot verify a",
+            "x base list",
+            "x base list --volume v --target s",
+            "x base keep s",
+            "x base keep s --for 1h --default",
+            "x base keep s --until tomorrow",
+            "x base keep s --for banana",
+            "x base release",
             "x pool check --endpoint unix:///a",
             "x pool status --data-dir /a",
             "x pool grow",

@@ -38,6 +38,24 @@ impl Gauges {
         ])
     }
 
+    /// The second one is missing where nothing is to expire.
+    fn bases(&self) -> Result<impl Iterator<Item = Gauge>> {
+        let (count, first) = self.0.retained_bases()?;
+        let first = first.map(|time| {
+            (
+                "base_expiry_timestamp_seconds",
+                "When the first of the deleted snapshots ceases to be a base of deltas",
+                time,
+            )
+        });
+        let count = (
+            "retained_snapshots",
+            "Deleted snapshots of which the change record, or then only the id, is kept",
+            count,
+        );
+        Ok([count].into_iter().chain(first))
+    }
+
     fn inline(&self) -> Result<[Gauge; 3]> {
         let (count, pool, memory) = self.0.inline_usage()?;
         Ok([
@@ -65,7 +83,8 @@ impl Collector for Gauges {
         // A pool that does not answer has no numbers; /healthz says why.
         let room = self.room().into_iter().flatten();
         let inline = self.inline().into_iter().flatten();
-        for (name, help, value) in room.chain(inline) {
+        let bases = self.bases().into_iter().flatten();
+        for (name, help, value) in room.chain(inline).chain(bases) {
             let gauge = ConstGauge::new(response::bytes(value));
             gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
         }

@@ -7,6 +7,7 @@
 //! the backend finds on disk.
 
 mod args;
+mod base_admin;
 pub(crate) mod call;
 pub(crate) mod controller;
 mod controller_snapshots;

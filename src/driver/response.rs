@@ -70,7 +70,7 @@ pub fn group(group: &GroupSnapshot, plugin: &Plugin) -> csi::VolumeGroupSnapshot
     }
 }
 
-fn timestamp((seconds, nanoseconds): (u64, u32)) -> Timestamp {
+pub fn timestamp((seconds, nanoseconds): (u64, u32)) -> Timestamp {
     // Fewer than 10^9 nanoseconds always fit.
     Timestamp { seconds: bytes(seconds), nanos: i32::try_from(nanoseconds).unwrap_or_default() }
 }

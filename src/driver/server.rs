@@ -21,6 +21,7 @@ use crate::backend::{self, Backend, Config, FreezeGuard};
 #[cfg(feature = "failpoints")]
 use crate::fail_point;
 use crate::grpc::{serve, socket};
+use crate::proto::admin::v1::base_admin_server::BaseAdminServer;
 use crate::proto::admin::v1::pool_admin_server::PoolAdminServer;
 use crate::proto::csi::v1::controller_server::ControllerServer;
 use crate::proto::csi::v1::group_controller_server::GroupControllerServer;
@@ -154,6 +155,7 @@ fn router(plugin: Plugin) -> tonic::transport::server::Router {
         .add_service(SnapshotMetadataServer::new(plugin.clone()))
         .add_service(SessionServer::new(plugin.clone()))
         .add_service(PoolAdminServer::new(plugin.clone()))
+        .add_service(BaseAdminServer::new(plugin.clone()))
         .add_service(NodeServer::new(plugin))
 }
 

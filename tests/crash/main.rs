@@ -13,6 +13,7 @@
 //! CRASH_ONLY=NAME      scenarios with this in their names.
 //! CRASH_WORKERS=N      scenarios that run side by side (3).
 
+mod bases;
 mod catalog;
 mod deferred;
 mod freeze_guard;
@@ -64,6 +65,7 @@ const ENTRIES: &[Entry] = entries! {
     "cut a group" => snapshots::CutGroup::default(),
     "forget an id" [snapshots::Forget::FLAGS] => snapshots::Forget::new(snapshots::Dropped::Id),
     "forget a record" [snapshots::Forget::FLAGS] => snapshots::Forget::new(snapshots::Dropped::Record),
+    "forget a released base" => snapshots::Forget::new(snapshots::Dropped::Released),
     "stage larger" => OnNode::new(Call::StageLarger),
     "stage new" => OnNode::new(Call::StageNew),
     "pressure" [snapshots::Pressure::FLAGS] => snapshots::Pressure::default(),
@@ -76,6 +78,7 @@ const ENTRIES: &[Entry] = entries! {
     "create from a snapshot" => volumes::CreateFromSnapshot::default(),
     "create" => volumes::CreateEmpty::default(),
     "delete a snapshot" => snapshots::DeleteSnapshot::default(),
+    "keep a base" => bases::Keep::default(),
     "delete the last snapshot" => snapshots::DeleteLastSnapshot::default(),
     "expand" => volumes::Expand::default(),
     "expand on the node" => OnNode::new(Call::Expand),
@@ -290,8 +293,8 @@ fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
 fn an_error_at_any_point_of_a_call_is_told_and_the_call_converges() {
     let wanted = |kind, entry: &Entry| {
         // Nobody waits for an answer there, and a start that fails is tried again.
-        let calls = !["pressure", "forget a record", "forget an id"].contains(&entry.name)
-            && !STARTS.contains(&entry.name);
+        let is_unasked = entry.name == "pressure" || entry.name.starts_with("forget ");
+        let calls = !is_unasked && !STARTS.contains(&entry.name);
         calls && (everything() || kind == PoolKind::Image)
     };
     for_each_scenario(wanted, |kind, entry| {

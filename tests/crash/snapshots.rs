@@ -10,6 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::{Code, Status};
 
+use crate::bases::keep;
 use crate::harness::{Attached, Scenario, Scene};
 use support::driver::*;
 use support::{BLOCK, MIB, pattern, read_all, write_direct, zero};
@@ -481,6 +482,8 @@ pub struct Forget {
 #[derive(Clone, Copy, PartialEq)]
 pub enum Dropped {
     Record,
+    /// The record of one whose own retention is over, long before that of the driver.
+    Released,
     Id,
 }
 
@@ -500,7 +503,7 @@ impl Forget {
             match on.driver.call(delta(&self.forgotten, &self.newer)) {
                 Err(status) if status.code() == Code::NotFound => break,
                 Err(status) if status.code() == Code::FailedPrecondition => {
-                    if what == Dropped::Record {
+                    if what != Dropped::Id {
                         break;
                     }
                 }
@@ -544,6 +547,9 @@ impl Scenario for Forget {
         });
         [self.older, self.forgotten, self.newer] = ids;
         on.driver.ok(delete_snapshot(&self.forgotten));
+        if self.what == Dropped::Released {
+            on.driver.ok(keep(&self.forgotten, 0));
+        }
         next_second();
         if self.what == Dropped::Id {
             self.start(on, Dropped::Record).unwrap();

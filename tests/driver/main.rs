@@ -1,6 +1,7 @@
 //! The driver and what runs beside it on a node, over their sockets: real pools, loop devices and mounts, as root. No
 //! Kubernetes.
 
+mod bases;
 mod conditions;
 mod controller;
 mod defer_driver;

@@ -2,6 +2,7 @@
 //! loop devices and filesystem tools, and nothing else.
 
 mod attachment;
+mod bases;
 mod corruption;
 mod earlier_versions;
 mod failures;

@@ -1,9 +1,12 @@
 //! The tables of snapshots. Rows of snapshots that exist are kept apart from those of deleted ones, which are many: a list
-//! and a start read only the former. Two indexes lead from a volume to its snapshots and from a time to what is past its
-//! retention, and a third table names the files that are to be removed. All of them are written with the row, in the
+//! and a start read only the former. Indexes lead from a volume to its snapshots and from a time to what is past its
+//! retention, and one more table names the files that are to be removed. All of them are written with the row, in the
 //! same transaction.
 
-use redb::{ReadTransaction, ReadableTable, TableDefinition, WriteTransaction};
+use redb::{
+    ReadOnlyTable, ReadTransaction, ReadableTable, ReadableTableMetadata, TableDefinition,
+    TableError, TableHandle, WriteTransaction,
+};
 
 use super::{Named, Reading, Row, Table, Writing, decode, failed, find_in, insert_into, scan};
 use crate::backend::error::{Kind, Result};
@@ -14,8 +17,13 @@ const RETAINED: Table = TableDefinition::new("retained_snapshots");
 /// Volume, sequence number and id of every snapshot that has a row.
 const BY_VOLUME: TableDefinition<(&str, u64, &str), ()> =
     TableDefinition::new("snapshots_by_volume");
-/// Beginning of the retention, in seconds since the epoch, and id of every row in `RETAINED`.
-const BY_AGE: TableDefinition<(u64, &str), ()> = TableDefinition::new("snapshots_by_age");
+/// A time in seconds since the epoch, and the id of a row in `RETAINED`.
+type TimeIndex = TableDefinition<'static, (u64, &'static str), ()>;
+
+/// Beginning of the retention of rows without a retention of their own.
+const BY_AGE: TimeIndex = TableDefinition::new("snapshots_by_age");
+/// End of the retention of the others. It came later than the other tables, and is made with the first of its entries.
+const BY_EXPIRY: TimeIndex = TableDefinition::new("snapshots_by_expiry");
 /// Files that nothing refers to and that may still be there: kind, id of the snapshot, generation of the record.
 const REMOVALS: TableDefinition<(&str, &str, u64), ()> = TableDefinition::new("removals");
 
@@ -76,14 +84,13 @@ impl Row for Snapshot {
     /// What the former row referred to and this one does not is to be removed.
     fn store(&self, tx: &WriteTransaction) -> Result<()> {
         let former = take(tx, &self.id)?;
-        let retained_since = self.retained_since();
-        let table = if retained_since.is_some() { RETAINED } else { Self::TABLE };
+        let table = if self.retained_since().is_some() { RETAINED } else { Self::TABLE };
         insert_into(tx, table, self)?;
         let mut by_volume = tx.open_table(BY_VOLUME).map_err(failed)?;
         by_volume.insert(volume_key(self), ()).map_err(failed)?;
-        if let Some(since) = retained_since {
-            let mut by_age = tx.open_table(BY_AGE).map_err(failed)?;
-            by_age.insert((since, self.id.as_str()), ()).map_err(failed)?;
+        if let Some((index, time)) = time_index(self) {
+            let mut index = tx.open_table(index).map_err(failed)?;
+            index.insert((time, self.id.as_str()), ()).map_err(failed)?;
         }
         let mut removals = tx.open_table(REMOVALS).map_err(failed)?;
         for file in former.iter().flat_map(SnapshotFile::of) {
@@ -119,15 +126,23 @@ fn volume_key(row: &Snapshot) -> (&str, u64, &str) {
     (&row.volume_id, row.sequence, &row.id)
 }
 
-/// Takes a row out of its table and out of the index by age.
+/// The index by time that a row of a deleted snapshot is in, and where.
+fn time_index(row: &Snapshot) -> Option<(TimeIndex, u64)> {
+    match row.own_end() {
+        Some(end) => Some((BY_EXPIRY, end)),
+        None => row.retained_since().map(|since| (BY_AGE, since)),
+    }
+}
+
+/// Takes a row out of its table and out of the index by time.
 fn take(tx: &WriteTransaction, id: &str) -> Result<Option<Snapshot>> {
     for table in [Snapshot::TABLE, RETAINED] {
         let mut table = tx.open_table(table).map_err(failed)?;
         let Some(json) = table.remove(id).map_err(failed)? else { continue };
         let row: Snapshot = decode(id, json.value())?;
-        if let Some(since) = row.retained_since() {
-            let mut by_age = tx.open_table(BY_AGE).map_err(failed)?;
-            by_age.remove((since, id)).map_err(failed)?;
+        if let Some((index, time)) = time_index(&row) {
+            let mut index = tx.open_table(index).map_err(failed)?;
+            index.remove((time, id)).map_err(failed)?;
         }
         return Ok(Some(row));
     }
@@ -216,15 +231,77 @@ impl Reading {
         }
     }
 
-    /// The ids of deleted snapshots whose retention began before this time (seconds since the epoch), oldest first.
+    /// The ids of deleted snapshots without a retention of their own, whose retention began before this time (seconds since the
+    /// epoch), oldest first.
     pub fn retained_before(&self, time: u64) -> Result<Vec<String>> {
-        let table = self.0.open_table(BY_AGE).map_err(failed)?;
+        self.ids_before(BY_AGE, time)
+    }
+
+    /// The ids of deleted snapshots with a retention of their own that ended before this time (seconds since the epoch), in order
+    /// of it.
+    pub fn ended_before(&self, time: u64) -> Result<Vec<String>> {
+        self.ids_before(BY_EXPIRY, time)
+    }
+
+    fn ids_before(&self, index: TimeIndex, time: u64) -> Result<Vec<String>> {
         let mut ids = Vec::new();
-        for entry in table.range(..(time, "")).map_err(failed)? {
-            let (key, _) = entry.map_err(failed)?;
-            ids.push(key.value().1.to_owned());
+        if let Some(index) = self.time_index(index)? {
+            for entry in index.range(..(time, "")).map_err(failed)? {
+                let (key, _) = entry.map_err(failed)?;
+                ids.push(key.value().1.to_owned());
+            }
         }
         Ok(ids)
+    }
+
+    fn time_index(
+        &self,
+        index: TimeIndex,
+    ) -> Result<Option<ReadOnlyTable<(u64, &'static str), ()>>> {
+        match self.0.open_table(index) {
+            Err(TableError::TableDoesNotExist(_)) if index.name() == BY_EXPIRY.name() => Ok(None),
+            index => index.map(Some).map_err(failed),
+        }
+    }
+
+    /// The rows of deleted snapshots in the order in which their retention ends, until `visit` says false: first those with a
+    /// retention of their own, then, again until it says false, the others.
+    pub fn visit_ends(&self, mut visit: impl FnMut(Snapshot) -> Result<bool>) -> Result<()> {
+        for index in [BY_EXPIRY, BY_AGE] {
+            let Some(index) = self.time_index(index)? else { continue };
+            for entry in index.iter().map_err(failed)? {
+                let (key, _) = entry.map_err(failed)?;
+                let row = self.get::<Snapshot>(key.value().1)?;
+                if !row.map_or(Ok(true), &mut visit)? {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// How many deleted snapshots there are of which the record, or only the id, is kept.
+    pub fn retained_count(&self) -> Result<u64> {
+        self.0.open_table(RETAINED).map_err(failed)?.len().map_err(failed)
+    }
+
+    /// Visits the snapshots of a volume, deleted ones included, from the last one before this sequence number back to the first,
+    /// until `visit` says false.
+    pub fn visit_newest_first(
+        &self,
+        volume_id: &str,
+        before: u64,
+        mut visit: impl FnMut(Snapshot) -> bool,
+    ) -> Result<()> {
+        let table = self.0.open_table(BY_VOLUME).map_err(failed)?;
+        let range = table.range((volume_id, 0, "")..(volume_id, before, "")).map_err(failed)?;
+        for entry in range.rev() {
+            let (key, _) = entry.map_err(failed)?;
+            if self.get(key.value().2)?.is_some_and(|row| !visit(row)) {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Visits the rows of all snapshots, deleted ones included.

@@ -1,5 +1,6 @@
 //! Requests as tests make them, the calls that they belong to, and what answers hold.
 
+use admin::base_admin_client::BaseAdminClient;
 use admin::pool_admin_client::PoolAdminClient;
 use csi::controller_client::ControllerClient;
 use csi::group_controller_client::GroupControllerClient;
@@ -372,6 +373,23 @@ impl Rpc for admin::GrowPoolRequest {
     async fn send(self, channel: Channel) -> Result<admin::Pool, Status> {
         let answer = PoolAdminClient::new(channel).grow_pool(self).await?;
         Ok(answer.into_inner().pool.unwrap())
+    }
+}
+
+impl Rpc for admin::ListBasesRequest {
+    type Answer = admin::ListBasesResponse;
+
+    async fn send(self, channel: Channel) -> Result<admin::ListBasesResponse, Status> {
+        Ok(BaseAdminClient::new(channel).list_bases(self).await?.into_inner())
+    }
+}
+
+impl Rpc for admin::SetBaseRetentionRequest {
+    type Answer = admin::Base;
+
+    async fn send(self, channel: Channel) -> Result<admin::Base, Status> {
+        let answer = BaseAdminClient::new(channel).set_base_retention(self).await?;
+        Ok(answer.into_inner().base.unwrap())
     }
 }
 

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::super::snapshots::SnapshotFile;
 use super::super::verify::verify;
 use super::*;
-use crate::backend::model::{Predecessor, Snapshot, SnapshotPhase};
+use crate::backend::model::{Predecessor, Retention, Snapshot, SnapshotPhase};
 use crate::backend::sys;
 
 fn snapshot(id: &str, volume: u64, sequence: u64, phase: SnapshotPhase) -> Snapshot {
@@ -27,6 +27,7 @@ fn snapshot(id: &str, volume: u64, sequence: u64, phase: SnapshotPhase) -> Snaps
         format: None,
         crash_consistent: false,
         baseline_until: None,
+        retention: None,
     }
 }
 
@@ -90,16 +91,45 @@ impl Model {
             assert_eq!(reading.snapshots_of(&volume).unwrap(), of);
             let found = reading.find_snapshot_of(&volume, 3, |row| row.has_data).unwrap();
             assert_eq!(found.as_ref(), of.iter().find(|row| row.sequence >= 3 && row.has_data));
+            let mut newest_first = Vec::new();
+            reading
+                .visit_newest_first(&volume, 5, |row| {
+                    newest_first.push(row);
+                    true
+                })
+                .unwrap();
+            newest_first.reverse();
+            assert_eq!(
+                newest_first,
+                of.iter().filter(|row| row.sequence < 5).cloned().collect::<Vec<_>>()
+            );
             of.retain(|row| exists(&row));
             assert_eq!(reading.existing_snapshots_of(&volume).unwrap(), of);
         }
-        for time in 0..8 {
-            let aged = |row: &&Snapshot| row.retained_since().is_some_and(|since| since < time);
-            let mut ids: Vec<_> = self.rows.values().filter(aged).collect();
-            ids.sort_by_key(|row| (row.retained_since(), row.id.clone()));
-            let ids: Vec<_> = ids.into_iter().map(|row| row.id.clone()).collect();
-            assert_eq!(reading.retained_before(time).unwrap(), ids);
+        // By the beginning of the retention, and those with a retention of their own by its end.
+        let ids = |time: u64, of: fn(&Snapshot) -> Option<u64>| -> Vec<String> {
+            let mut rows: Vec<_> =
+                self.rows.values().filter(|row| of(row).is_some_and(|at| at < time)).collect();
+            rows.sort_by_key(|row| (of(row), row.id.clone()));
+            rows.into_iter().map(|row| row.id.clone()).collect()
+        };
+        let since = |row: &Snapshot| row.retained_since().filter(|_| row.own_end().is_none());
+        for time in 0..16 {
+            assert_eq!(reading.retained_before(time).unwrap(), ids(time, since));
+            assert_eq!(reading.ended_before(time).unwrap(), ids(time, Snapshot::own_end));
         }
+        let mut ends = Vec::new();
+        reading
+            .visit_ends(|row| {
+                Ok({
+                    ends.push(row.id);
+                    true
+                })
+            })
+            .unwrap();
+        let all = [ids(u64::MAX, Snapshot::own_end), ids(u64::MAX, since)].concat();
+        assert_eq!(ends, all);
+        assert_eq!(reading.retained_count().unwrap(), all.len() as u64);
         let mut found = reading.removals().unwrap();
         let mut expected = self.removals.clone();
         found.sort_by_key(|file| format!("{file:?}"));
@@ -116,11 +146,21 @@ fn any_row() -> impl Strategy<Value = Snapshot> {
         (0..8u64).prop_map(|at| SnapshotPhase::Forgotten { at }),
     ];
     let until = proptest::option::of(0..8u64);
-    (0..6u64, phase, any::<bool>(), 0..2u64, until).prop_map(
-        |(n, phase, has_data, generation, until)| {
+    let retention = proptest::option::of(prop_oneof![
+        (0..8u64).prop_map(Retention::For),
+        (0..8u64).prop_map(Retention::Until),
+    ]);
+    (0..6u64, phase, any::<bool>(), 0..2u64, until, retention).prop_map(
+        |(n, phase, has_data, generation, until, retention)| {
             // Two of a volume can have one sequence number: a failed snapshot that is not undone yet, and the next one.
             let row = snapshot(&format!("snap-{n}"), n / 3, n % 3 / 2 + 3, phase);
-            Snapshot { has_data, record_generation: generation, baseline_until: until, ..row }
+            Snapshot {
+                has_data,
+                record_generation: generation,
+                baseline_until: until,
+                retention,
+                ..row
+            }
         },
     )
 }

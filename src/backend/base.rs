@@ -1,0 +1,149 @@
+//! How long snapshots stay good as bases of deltas: which ones are, and the retention that each may have of its own.
+
+use super::error::{Error, Kind, Result};
+use super::list::Page;
+use super::model::{Predecessor, Retention, Snapshot, SnapshotPhase, Volume};
+use super::store::Store;
+
+/// Rows that are looked at, at most, to find the base that goes first: before it can be ids that are no bases any more.
+const MAX_VISITED: usize = 10_000;
+
+/// A snapshot that can be the base of a delta.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Base {
+    pub snapshot: Snapshot,
+    /// When it ceases to be one, in seconds since the epoch. `None` for a snapshot that exists, and for a deleted one that the next
+    /// cut of its volume counts from: their time has not begun.
+    pub expires_at: Option<u64>,
+}
+
+/// Which bases to list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BasesOf {
+    /// All snapshots of this volume.
+    Volume(String),
+    /// Those from which the changes to this snapshot are known, itself included.
+    Target(String),
+}
+
+impl Base {
+    fn new(store: &Store, snapshot: Snapshot) -> Self {
+        let expires_at = end(&snapshot, store.retention());
+        Self { snapshot, expires_at }
+    }
+}
+
+/// Of a deleted snapshot, only the data of a baseline is kept.
+fn end(row: &Snapshot, default: u64) -> Option<u64> {
+    row.retained_until(default).filter(|_| !row.has_data)
+}
+
+/// Up to `max` bases (0: all) after the token `after`, newest first. `Busy` for a token that this list never gave out.
+pub fn list(store: &Store, of: &BasesOf, after: Option<&str>, max: usize) -> Result<Page<Base>> {
+    let before = after.map_or(Ok(u64::MAX), sequence)?;
+    let mut rows: Vec<Snapshot> = Vec::new();
+    // One more than the page holds says that there is a next one.
+    let take = |row: Snapshot| {
+        if row.is_base() && row.sequence < before {
+            rows.push(row);
+        }
+        max == 0 || rows.len() <= max
+    };
+    match of {
+        BasesOf::Volume(id) => of_volume(store, id, before, take)?,
+        BasesOf::Target(id) => of_target(store, id, take)?,
+    }
+    let has_more = max > 0 && rows.len() > max;
+    if has_more {
+        rows.truncate(max);
+    }
+    let next = rows.last().filter(|_| has_more).map(|last| last.sequence.to_string());
+    Ok(Page { items: rows.into_iter().map(|row| Base::new(store, row)).collect(), next })
+}
+
+/// The token of a page is the sequence number of the last snapshot that the caller has seen.
+fn sequence(token: &str) -> Result<u64> {
+    let is_number = token.bytes().all(|byte| byte.is_ascii_digit());
+    token.parse().ok().filter(|_| is_number).ok_or_else(|| {
+        Error::Busy(format!(
+            "starting_token: {token:?} is not a token of this list; start from the beginning"
+        ))
+    })
+}
+
+fn of_volume(
+    store: &Store,
+    id: &str,
+    before: u64,
+    mut take: impl FnMut(Snapshot) -> bool,
+) -> Result<()> {
+    let reading = store.catalog.read()?;
+    let mut is_known = false;
+    reading.visit_newest_first(id, before, |row| {
+        is_known = true;
+        take(row)
+    })?;
+    if is_known || reading.get::<Volume>(id)?.is_some() {
+        return Ok(());
+    }
+    let snapshots = reading.find_snapshot_of(id, 0, |_| true)?;
+    snapshots.map(drop).ok_or_else(|| Error::not_found(Kind::Volume, id))
+}
+
+fn of_target(store: &Store, id: &str, mut take: impl FnMut(Snapshot) -> bool) -> Result<()> {
+    let reading = store.catalog.read()?;
+    let mut current = Some(reading.live_snapshot(id)?);
+    while let Some(row) = current.take() {
+        if let Predecessor::Snapshot(id) = &row.predecessor {
+            current = reading.get::<Snapshot>(id)?;
+        }
+        if !take(row) {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Gives a snapshot a retention of its own, or takes it away. Idempotent. `Precondition` where its record was dropped.
+pub fn retain(store: &Store, id: &str, retention: Option<Retention>) -> Result<Base> {
+    let row = base(store, id)?;
+    let _lock = store.locks.take([row.volume_id.as_str()])?;
+    let row = base(store, id)?;
+    if row.retention == retention {
+        return Ok(Base::new(store, row));
+    }
+    let row = Snapshot { retention, ..row };
+    store.catalog.write(|tx| {
+        // What makes room is never refused for want of it.
+        if retention != Some(Retention::For(0)) {
+            tx.check_room()?;
+        }
+        tx.put(&row)
+    })?;
+    Ok(Base::new(store, row))
+}
+
+fn base(store: &Store, id: &str) -> Result<Snapshot> {
+    let row = store.catalog.read()?.get::<Snapshot>(id)?;
+    match row {
+        Some(row) if row.is_base() => Ok(row),
+        Some(row) if row.is_forgotten() => Err(Error::Precondition(format!(
+            "snapshot_id: {id:?} is no base any more: its change record was dropped when its retention was over"
+        ))),
+        _ => Err(Error::not_found(Kind::Snapshot, id)),
+    }
+}
+
+/// How many rows there are of deleted snapshots, and when the first of them ceases to be a base.
+pub fn retained(store: &Store) -> Result<(u64, Option<u64>)> {
+    let reading = store.catalog.read()?;
+    let (mut first, mut visited): (Option<u64>, usize) = (None, 0);
+    reading.visit_ends(|row| {
+        visited += 1;
+        let end = end(&row, store.retention())
+            .filter(|_| matches!(row.phase, SnapshotPhase::Deleted { .. }));
+        first = first.into_iter().chain(end).min();
+        Ok(end.is_none() && visited < MAX_VISITED)
+    })?;
+    Ok((reading.retained_count()?, first))
+}

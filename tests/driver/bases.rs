@@ -1,0 +1,182 @@
+//! Which snapshots can be the base of a delta and for how long: the BaseAdmin service, its commands and its metrics.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use csi_loopback::backend::PoolKind;
+use csi_loopback::proto::admin::v1 as admin;
+use prost_types::Timestamp;
+use serde_json::Value;
+use support::driver::*;
+use support::http::{fetch, http_address};
+use support::{MIB, have_root, kernel};
+use tonic::Code;
+
+use admin::base::Retention as Kept;
+use admin::set_base_retention_request::Retention;
+
+const DAY: i64 = 86_400;
+
+fn now() -> i64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs().try_into().unwrap()
+}
+
+fn of_volume(id: &str) -> admin::ListBasesRequest {
+    admin::ListBasesRequest { volume_id: id.to_owned(), ..Default::default() }
+}
+
+fn keep(id: &str, retention: Retention) -> admin::SetBaseRetentionRequest {
+    admin::SetBaseRetentionRequest { snapshot_id: id.to_owned(), retention: Some(retention) }
+}
+
+fn ids(answer: &admin::ListBasesResponse) -> Vec<String> {
+    answer.bases.iter().map(|base| base.snapshot_id.clone()).collect()
+}
+
+/// A driver, a volume and three snapshots of it, of which the first two were deleted.
+fn sample() -> (Driver, String, [String; 3]) {
+    let driver = Driver::with(PoolKind::Image, &["--http-endpoint", "127.0.0.1:0"]);
+    let volume = driver.volume("v", MIB, block());
+    let snapshots = ["a", "b", "c"].map(|name| driver.snapshot(name, &volume));
+    for id in &snapshots[..2] {
+        driver.ok(delete_snapshot(id));
+    }
+    (driver, volume, snapshots)
+}
+
+#[test]
+fn bases_are_listed_with_their_ends_and_what_is_said_of_one_outlives_a_kill() {
+    if !have_root() {
+        return;
+    }
+    let (mut driver, volume, [a, b, c]) = sample();
+    let listed = driver.ok(of_volume(&volume));
+    assert_eq!(
+        (ids(&listed), listed.next_token.as_str()),
+        (vec![c.clone(), b.clone(), a.clone()], "")
+    );
+    for base in &listed.bases {
+        assert_eq!((&base.volume_id, &base.retention), (&volume, &None));
+        let ends = base.expires_at.map(|end| end.seconds);
+        let expected = base.deleted_at.map(|at| at.seconds + 90 * DAY);
+        assert_eq!((ends, base.deleted_at.is_none()), (expected, base.snapshot_id == c));
+        assert!((now() - base.created_at.unwrap().seconds) < 600, "{base:?}");
+    }
+    let until = Timestamp { seconds: now() + 365 * DAY, nanos: 0 };
+    assert_eq!(driver.ok(keep(&a, Retention::Until(until))).expires_at, Some(until));
+    let week = u64::try_from(7 * DAY).unwrap();
+    assert_eq!(driver.ok(keep(&c, Retention::ForSeconds(week))).expires_at, None);
+    driver.kill();
+    driver.start_again();
+    let listed = driver.ok(of_volume(&volume)).bases;
+    let kept: Vec<_> = listed.iter().map(|base| base.retention).collect();
+    assert_eq!(kept, [Some(Kept::ForSeconds(week)), None, Some(Kept::Until(until))]);
+    assert_eq!(listed[2].expires_at, Some(until));
+    // Given up, it goes with the next housekeeping; a start does that first.
+    driver.ok(keep(&b, Retention::ForSeconds(0)));
+    driver.ok(delta(&b, &c));
+    std::thread::sleep(std::time::Duration::from_millis(2100));
+    driver.restart();
+    kernel::wait_for("the base is dropped", || driver.call(delta(&b, &c)).is_err());
+    driver.refused(delta(&b, &c), Code::FailedPrecondition, "full backup");
+    driver.refused(keep(&b, Retention::ByDefault(true)), Code::FailedPrecondition, "no base");
+    driver.ok(delta(&a, &c));
+    let target = admin::ListBasesRequest { target_snapshot_id: c.clone(), ..Default::default() };
+    assert_eq!(ids(&driver.ok(target)), [c, a]);
+}
+
+#[test]
+fn the_metrics_tell_how_many_are_kept_and_when_the_first_of_them_goes() {
+    if !have_root() {
+        return;
+    }
+    let (driver, _, [a, b, _]) = sample();
+    let told = |end: i64| {
+        let (_, body) = fetch(http_address(&driver), "/metrics");
+        for line in [
+            "\ncsi_loopback_retained_snapshots 2\n".to_owned(),
+            format!("\ncsi_loopback_base_expiry_timestamp_seconds {end}\n"),
+        ] {
+            assert!(body.contains(&line), "{line} is not in\n{body}");
+        }
+    };
+    let end =
+        |id: &str| driver.ok(keep(id, Retention::ByDefault(true))).expires_at.unwrap().seconds;
+    told(end(&a).min(end(&b)));
+    let soon = Timestamp { seconds: now() + DAY, nanos: 0 };
+    driver.ok(keep(&b, Retention::Until(soon)));
+    told(soon.seconds);
+}
+
+#[test]
+fn each_error_names_its_field() {
+    if !have_root() {
+        return;
+    }
+    let (driver, volume, [a, _, c]) = sample();
+    let (list, long) = (of_volume(&volume), "x".repeat(129));
+    let target = |id: &str| admin::ListBasesRequest {
+        target_snapshot_id: id.to_owned(),
+        ..Default::default()
+    };
+    let (volume_id, target_snapshot_id) = (volume, c.clone());
+    let both = admin::ListBasesRequest { volume_id, target_snapshot_id, ..Default::default() };
+    for (bad, field) in [
+        (Default::default(), "volume_id: "),
+        (of_volume(&long), "volume_id: "),
+        (target(&long), "target_snapshot_id: "),
+        (both, "target_snapshot_id: "),
+        (admin::ListBasesRequest { max_entries: -1, ..list.clone() }, "max_entries: "),
+    ] {
+        driver.refused(bad, Code::InvalidArgument, field);
+    }
+    let starting_token = "x".into();
+    let bad = admin::ListBasesRequest { starting_token, ..list };
+    driver.refused(bad, Code::Aborted, "starting_token: ");
+    driver.refused(of_volume("vol-none"), Code::NotFound, "vol-none");
+    // A target has to be there.
+    driver.refused(target(&a), Code::NotFound, &a);
+    let none = admin::SetBaseRetentionRequest { snapshot_id: a.clone(), retention: None };
+    driver.refused(none, Code::InvalidArgument, "retention: ");
+    let past = Timestamp { seconds: now() - 1, nanos: 0 };
+    for (id, retention, field) in [
+        ("", Retention::ForSeconds(1), "snapshot_id: "),
+        (&a, Retention::ForSeconds(u64::MAX), "for_seconds: "),
+        (&a, Retention::Until(past), "until: "),
+        (&a, Retention::ByDefault(false), "by_default: "),
+    ] {
+        driver.refused(keep(id, retention), Code::InvalidArgument, field);
+    }
+    driver.refused(keep("snap-none", Retention::ForSeconds(1)), Code::NotFound, "snap-none");
+}
+
+#[test]
+fn the_commands_list_keep_and_release_bases() {
+    if !have_root() {
+        return;
+    }
+    let (driver, volume, [a, b, c]) = sample();
+    let listed = driver.cli_json(&["base", "list", "--volume", "v"]);
+    let listed: Vec<_> = listed.as_array().unwrap().iter().map(|row| &row["snapshot_id"]).collect();
+    assert_eq!(listed, [&c, &b, &a]);
+    let kept = driver.cli_json(&["base", "keep", &a, "--until", "2099-01-31"]);
+    assert_eq!(kept[0]["expires"], "2099-01-31T00:00:00.000Z");
+    assert_eq!(kept[0]["volume_id"], volume.as_str());
+    let kept = driver.cli_json(&["base", "keep", "c", "--for", "30days"]);
+    assert_eq!(
+        (&kept[0]["kept_for_seconds"], &kept[0]["expires"]),
+        (&(30 * DAY).into(), &Value::Null)
+    );
+    let shown = driver.cli(&["base", "list", "--target", "c"]);
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    assert!(
+        shown.contains("for 30days") && shown.contains("until 2099-01-31T00:00:00.000Z"),
+        "{shown}"
+    );
+    let kept = driver.cli_json(&["base", "keep", &a, "--default"]);
+    assert_eq!(kept[0]["kept_until"], Value::Null);
+    let released = driver.cli_json(&["base", "release", &b]);
+    assert_eq!(released[0]["expires"], released[0]["deleted"]);
+    let refused = driver.cli(&["base", "keep", &a, "--until", "2001-01-01"]);
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(!refused.status.success() && said.contains("until: is not in the future"), "{said}");
+}

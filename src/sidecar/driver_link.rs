@@ -20,9 +20,11 @@ use tonic_prost::ProstCodec;
 use super::refusal::{Reason, Refusal};
 use crate::delta_token::MANIFEST;
 use crate::grpc::{RawMessage, SocketPath, code_name};
+use crate::proto::admin::v1 as admin;
 use crate::proto::csi::v1 as csi;
 use crate::proto::snapshotsession as session;
 use crate::telemetry::shutdown::Shutdown;
+use admin::base_admin_client::BaseAdminClient;
 use csi::controller_client::ControllerClient;
 use csi::controller_service_capability::rpc::Type as Rpc;
 use csi::identity_client::IdentityClient;
@@ -242,6 +244,26 @@ impl DriverLink {
         let controller = ControllerClient::new(self.channel.clone());
         let mut controller = controller.max_decoding_message_size(MAX_MESSAGE);
         controller.list_snapshot_deltas(bounded(request, left)).await.map(Response::into_inner)
+    }
+
+    /// A page of the bases that the driver's BaseAdmin service knows, for which it has `left`.
+    pub async fn list_bases(
+        &self,
+        request: admin::ListBasesRequest,
+        left: Duration,
+    ) -> Result<admin::ListBasesResponse, Status> {
+        let mut bases = BaseAdminClient::new(self.channel.clone());
+        bases.list_bases(bounded(request, left)).await.map(Response::into_inner)
+    }
+
+    /// Changes how long a snapshot stays a base, for which the driver has `left`.
+    pub async fn set_base_retention(
+        &self,
+        request: admin::SetBaseRetentionRequest,
+        left: Duration,
+    ) -> Result<(), Status> {
+        let mut bases = BaseAdminClient::new(self.channel.clone());
+        bases.set_base_retention(bounded(request, left)).await.map(drop)
     }
 
     async fn stream<Q: prost::Message + Send + Sync + 'static>(

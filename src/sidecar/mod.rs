@@ -7,6 +7,7 @@
 
 mod access;
 mod args;
+mod bases;
 mod call;
 mod cbt_http;
 mod check;

@@ -2,6 +2,7 @@
 //! are kept so is [`crate::kubernetes::publish`]'s business.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::ByteString;
@@ -49,6 +50,24 @@ pub struct Args {
     #[arg(long, requires = "manage_service", num_args = 0..=1, require_equals = true, default_missing_value = "true",
         value_parser = klog::boolean, value_name = "BOOL")]
     pub require_base_snapshot_for_delta: Option<bool>,
+
+    /// Publish the bases of deltas and when they expire in annotations of VolumeSnapshotContents, and heed the annotation that says
+    /// how long a snapshot is to stay one. Only for csi-loopback's driver.
+    #[arg(long)]
+    pub publish_bases: bool,
+
+    /// Time between two looks at the bases of the driver.
+    #[arg(long, default_value = "1min", value_parser = bases_interval, value_name = "TIME")]
+    pub publish_bases_interval: Duration,
+}
+
+fn bases_interval(text: &str) -> Result<Duration, String> {
+    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    let (least, most) = (Duration::from_secs(1), Duration::from_secs(86_400));
+    if !(least..=most).contains(&time) {
+        return Err("is not within 1s and 1day".into());
+    }
+    Ok(time)
 }
 
 /// What the SnapshotMetadataService says.
@@ -292,6 +311,8 @@ mod tests {
             ("x --self-signed --service-address a:1 --self-signed-validity 11years", "3650days"),
             ("x --self-signed --service-address a:1 --self-signed-secret A_b", "a-z"),
             ("x --service-address https://a:1", "host:port"),
+            ("x --publish-bases-interval 999ms", "1s and 1day"),
+            ("x --publish-bases-interval 2days", "1s and 1day"),
         ] {
             let error = parse(bad).unwrap_err().to_string();
             assert!(error.contains(named), "{bad}: {error}");

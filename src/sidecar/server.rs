@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use kube::Client;
 use kube::runtime::watcher;
-use tokio::sync::watch;
+use kube::{Api, Client};
+use tokio::sync::{mpsc, watch};
 use tokio_stream::Stream;
 use tonic::transport::Server;
 use tonic::transport::server::Router;
@@ -17,6 +17,7 @@ use tonic_health::server::HealthReporter;
 
 use super::access::{Audience, Gate};
 use super::args::Args;
+use super::bases::Bases;
 use super::call::Calls;
 use super::driver_link::{Driver, DriverLink};
 use super::metrics::Metrics;
@@ -26,13 +27,14 @@ use super::secrets::SecretFinder;
 use super::service::Sidecar;
 use super::session::{Sessions, Tokens};
 use super::{HEALTH_PATH, cbt_http, publish};
+use crate::kubernetes::cache::{self, Cache};
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::publish::{Publication, keep};
 use crate::kubernetes::review::Reviewer;
-use crate::kubernetes::snapshot::{self, VolumeSnapshotClass};
+use crate::kubernetes::snapshot::{self, VolumeSnapshotClass, VolumeSnapshotContent};
 use crate::kubernetes::tls::identity::{Identity, Wanted};
 use crate::kubernetes::tls::{Bundles, Connection, Place};
-use crate::kubernetes::{bound_snapshot, cache, client, tls};
+use crate::kubernetes::{bound_snapshot, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 use crate::telemetry::http::{self, Checks, HealthCheck, Pages};
@@ -77,6 +79,8 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let base = Base { args, namespace, kubernetes, driver, metrics, shutdown };
     let (gate_sender, gate) = watch::channel(None);
     let apis = base.apis(gate).await?;
+    let contents = base.args.publish.publish_bases.then(|| base.contents(&apis));
+    let (refused, mut refusals) = mpsc::channel(1);
     let pages = base.pages(&identity, &numbers).await?;
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
@@ -86,11 +90,13 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     base.serve_http(attended.subscribe(), pages.as_ref().map(|pages| pages.leads.clone())).await?;
     let bundles = identity.bundles.take();
     let shutdown = base.shutdown.clone();
-    tokio::spawn(Attend { base, gate: gate_sender, health, attended }.driver(bundles));
+    let attend = Attend { base, gate: gate_sender, health, attended, contents, refused };
+    tokio::spawn(attend.driver(bundles));
     let router = router(apis).add_service(health_service);
     let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
         served = served => served.context("serving")?,
+        Some(refused) = refusals.recv() => return Err(refused),
         () = shutdown.overdue() => tracing::warn!("closing connections that did not end in time"),
     }
     if let Some(pages) = pages {
@@ -219,6 +225,21 @@ impl Base {
         }
     }
 
+    /// The contents that an API watches anyway, or else a watch of them.
+    fn contents(&self, apis: &Apis) -> Cache<VolumeSnapshotContent> {
+        let released = apis.released.iter().map(|api| &api.sidecar);
+        let mut sidecars = released.chain(apis.sessions.iter().map(|api| &api.sidecar));
+        match sidecars.next() {
+            Some(sidecar) => sidecar.resolver.bound.contents.clone(),
+            None => cache::of_cluster(
+                &self.kubernetes,
+                watcher::Config::default(),
+                snapshot::handle,
+                self.shutdown.clone(),
+            ),
+        }
+    }
+
     /// The session API, whose look-ups of unknown tokens have a client with a rate of their own.
     async fn sessions(&self, namespace: &str, sidecar: &Sidecar) -> anyhow::Result<Sessions> {
         let asking = client::connect(self.args.kubeconfig.as_deref(), self.args.rate()).await?;
@@ -291,16 +312,24 @@ struct Attend {
     health: HealthReporter,
     /// The driver as all of that knows it by now.
     attended: watch::Sender<Driver>,
+    /// For --publish-bases.
+    contents: Option<Cache<VolumeSnapshotContent>>,
+    /// Where it is told that the driver cannot do what the flags ask for.
+    refused: mpsc::Sender<anyhow::Error>,
 }
 
 impl Attend {
-    async fn driver(self, mut bundles: Option<Bundles>) {
+    async fn driver(mut self, mut bundles: Option<Bundles>) {
         let mut state = self.base.driver.state();
+        let mut contents = self.contents.take();
         loop {
             let now = state.borrow_and_update().clone();
             let status = match &now {
                 Driver::Ready { name, capable, .. } => {
                     self.base.metrics.driver(name, *capable);
+                    if let Some(contents) = contents.take() {
+                        self.publish_bases(name, contents);
+                    }
                     if self.gate.borrow().is_none() {
                         self.begin(name, bundles.take());
                     }
@@ -321,6 +350,14 @@ impl Attend {
                 }
             }
         }
+    }
+
+    fn publish_bases(&self, driver: &str, contents: Cache<VolumeSnapshotContent>) {
+        let Base { args, kubernetes, shutdown, driver: link, .. } = &self.base;
+        let objects = Api::all(kubernetes.clone());
+        let bases = Bases::new(link.clone(), driver, contents, objects, args.timeout);
+        let every = args.publish.publish_bases_interval;
+        tokio::spawn(bases.keep(every, self.refused.clone(), shutdown.clone()));
     }
 
     /// What can begin once the driver's name is known.

@@ -2,6 +2,7 @@
 //! snapshot-controller and csi-snapshotter, the driver of this project on real loop devices.
 
 mod answers;
+mod bases;
 mod commands;
 mod provoked;
 mod refusals;

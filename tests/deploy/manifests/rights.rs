@@ -294,3 +294,25 @@ fn a_snapshotter_secret_is_for_those_who_need_it() {
     }
     apply_base(cluster);
 }
+
+#[test]
+fn the_sidecar_may_annotate_contents_only_where_it_publishes_bases() {
+    let Some(cluster) = shared() else { return };
+    apply_base(cluster);
+    let who = account(NAMESPACE, "csi-loopback-metadata");
+    let may_patch =
+        |what: &str| may(cluster, &who, "", "patch", "snapshot.storage.k8s.io", what, "");
+    assert!(!may_patch("volumesnapshotcontents"));
+    said(apply(cluster, &overlay(cluster, "base", "publish-bases")));
+    cluster.wait_for("the right", || may_patch("volumesnapshotcontents").then_some(()));
+    assert!(!may_patch("volumesnapshotcontents/status") && !may_patch("volumesnapshots"));
+    let driver = ["get", "-n", NAMESPACE, "statefulset", "csi-loopback", "-o", "json"];
+    let driver: Value = serde_json::from_str(&said(cluster.kubectl(&driver))).unwrap();
+    let sidecar = &driver["spec"]["template"]["spec"]["containers"][3];
+    assert!(sidecar["args"].as_array().unwrap().contains(&json!("--publish-bases")), "{sidecar}");
+    // The other tests expect it without.
+    for kind in ["clusterrolebinding", "clusterrole"] {
+        said(cluster.kubectl(&["delete", kind, "csi-loopback-publish-bases"]));
+    }
+    apply_base(cluster);
+}

@@ -17,7 +17,6 @@ pub mod backend;
 pub mod cli;
 pub mod client;
 pub mod crust;
-pub mod delta_token;
 #[cfg(test)]
 mod documented;
 pub mod driver;

@@ -33,7 +33,6 @@ quietly kubectl create serviceaccount backup
 kubeconfig_of "$namespace" backup
 shell kubectl create rolebinding backup --serviceaccount="$namespace:backup" --clusterrole=csi-loopback-snapshot-delta-user
 say "starting the driver, csi-snapshotter, the sidecar with cbt-http and the aggregated API server"
-driver_flags=(--enable-snapshot-deltas)
 cbt=$(free_port)
 start_storage "--cbt-http-port=$cbt" "--cbt-http-service-address=localhost:$cbt"
 start_role "$servers" "deployment/$server" aggregated-api "--service-address=$server.$servers.svc:443"

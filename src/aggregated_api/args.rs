@@ -53,10 +53,6 @@ pub struct Args {
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
     pub burst: u32,
 
-    /// Bytes of answers that are remembered for identical requests; 0 for none.
-    #[arg(long, default_value_t = 32 << 20, value_name = "BYTES")]
-    pub cache_bytes: u64,
-
     /// How long a permission that the API server has granted is remembered; 0s for not at all.
     #[arg(long, default_value = "10s", value_parser = review_ttl, value_name = "TIME")]
     pub review_cache_ttl: Duration,
@@ -137,7 +133,6 @@ mod tests {
             ("x --lease-duration 0s", "1s"),
             ("x --review-cache-ttl 2h", "0s"),
             ("x --api-service A_b", "a-z"),
-            ("x --cache-bytes -1", "invalid"),
         ] {
             let error = parse(bad).unwrap_err().to_string();
             assert!(error.contains(named) || error.contains("unexpected"), "{bad}: {error}");

@@ -84,7 +84,6 @@ async fn deltas(
         max_limit: args.max_limit,
         user_rate: args.user_rate(),
         rate: args.total_rate(),
-        cache_bytes: args.cache_bytes,
         timeout: delta::TIMEOUT,
         metrics,
         shutdown: shutdown.clone(),

@@ -13,6 +13,7 @@ pub(crate) mod controller;
 mod controller_snapshots;
 mod crust;
 pub(crate) mod deferral;
+mod delta_token;
 pub(crate) mod fault;
 mod frame;
 mod gauges;

@@ -5,11 +5,11 @@
 use tonic::Status;
 
 use super::controller::{page, token};
+use super::delta_token::DeltaToken;
 use super::fault::Stream;
 use super::snapshot_metadata::{Asked, Window};
 use super::{Plugin, request, status};
 use crate::backend::{BLOCK_SIZE, Backend, Error, Extent, Result as Checked, Style};
-use crate::delta_token::DeltaToken;
 use crate::proto::csi::v1 as csi;
 
 pub const METHOD: &str = "ListSnapshotDeltas";
@@ -34,8 +34,7 @@ pub fn list(
         Stream::Whole(extents) => take(extents, size, max)?,
         Stream::Spoilt(extents) => take(extents, size, max)?,
     };
-    let token =
-        |next| DeltaToken::new(&asked.from_snapshot_id, &asked.to_snapshot_id, next, Some(size));
+    let token = |next| DeltaToken::new(&asked.from_snapshot_id, &asked.to_snapshot_id, next, size);
     Ok(csi::ListSnapshotDeltasResponse {
         volume_size_bytes: opened.capacity_bytes,
         next_token: next.map(|next| token(next).to_string()).unwrap_or_default(),
@@ -76,9 +75,8 @@ fn start(text: &str, base: &str, target: &str) -> Checked<DeltaToken> {
 
 /// Where in the volume the page begins, in bytes; past any volume for a block that is.
 fn offset(token: &DeltaToken, block_size: u64) -> Checked<u64> {
-    if let Some(counted_in) = token.block_size()
-        && counted_in != block_size
-    {
+    let counted_in = token.block_size();
+    if counted_in != block_size {
         return Err(stale(&format!(
             "it counts in blocks of {counted_in} bytes, and those of this driver have {block_size}"
         )));
@@ -154,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_block_past_any_volume_is_no_overflow() {
-        let token = DeltaToken::new("a", "b", u64::MAX, None);
+        let token = DeltaToken::new("a", "b", u64::MAX, 4096);
         assert_eq!(offset(&token, 4096).unwrap(), u64::MAX);
     }
 }

@@ -18,7 +18,6 @@ use tonic::{Code, Request, Response, Status};
 use tonic_prost::ProstCodec;
 
 use super::refusal::{Reason, Refusal};
-use crate::delta_token::MANIFEST;
 use crate::grpc::{RawMessage, SocketPath, code_name};
 use crate::proto::admin::v1 as admin;
 use crate::proto::csi::v1 as csi;
@@ -69,19 +68,9 @@ pub enum Driver {
         name: String,
         /// Whether it has the SnapshotMetadata service.
         capable: bool,
-        deltas: Deltas,
+        /// Whether it has ListSnapshotDeltas (KEP-3314, VolumeSnapshotDelta). False where nobody needs to know.
+        lists: bool,
     },
-}
-
-/// ListSnapshotDeltas (KEP-3314, VolumeSnapshotDelta) of a driver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Deltas {
-    /// It does not have it, or was not asked.
-    Lacking,
-    /// Where a page begins, only tokens of the page before tell.
-    Opaque,
-    /// Its tokens are [`DeltaToken`](crate::delta_token::DeltaToken)s.
-    Derivable,
 }
 
 /// Cheap to clone.
@@ -293,19 +282,12 @@ impl DriverLink {
             matches!(&capability.r#type, Some(csi::plugin_capability::Type::Service(service))
                 if service.r#type() == Type::SnapshotMetadataService)
         });
-        let about = about.into_inner();
-        let name = about.name;
+        let name = about.into_inner().name;
         if name.is_empty() {
             return Ok(Driver::Away("it has no name".into()));
         }
-        let deltas = match self.asks_deltas && self.has_deltas(timeout).await? {
-            false => Deltas::Lacking,
-            true if about.manifest.get(MANIFEST.0).is_some_and(|said| said == MANIFEST.1) => {
-                Deltas::Derivable
-            }
-            true => Deltas::Opaque,
-        };
-        Ok(Driver::Ready { name, capable, deltas })
+        let lists = self.asks_deltas && self.has_deltas(timeout).await?;
+        Ok(Driver::Ready { name, capable, lists })
     }
 
     async fn has_deltas(&self, timeout: Duration) -> Result<bool, Status> {
@@ -375,10 +357,10 @@ fn tell(state: &watch::Sender<Driver>, found: Driver) {
         changed
     });
     match &found {
-        Driver::Ready { name, deltas, capable: true } if changed => {
-            tracing::info!(driver = %name, ?deltas, "the driver is ready")
+        Driver::Ready { name, capable: true, .. } if changed => {
+            tracing::info!(driver = %name, "the driver is ready")
         }
-        Driver::Ready { name, deltas: Deltas::Opaque | Deltas::Derivable, .. } if changed => {
+        Driver::Ready { name, lists: true, .. } if changed => {
             tracing::info!(driver = %name, "the driver has ListSnapshotDeltas and no SnapshotMetadata service");
         }
         Driver::Ready { name, .. } if changed => {

@@ -2,7 +2,6 @@
 //! tokens outlive the driver and nothing else, and without its flag it is not there.
 
 use csi_loopback::backend::PoolKind;
-use csi_loopback::delta_token::{DeltaToken, LENGTH, MANIFEST};
 use csi_loopback::proto::csi::v1 as csi;
 use support::driver::*;
 use support::{BLOCK, MIB, have_root, pattern, write_direct};
@@ -153,31 +152,12 @@ fn a_token_is_good_after_the_driver_was_killed() {
 }
 
 #[test]
-fn a_token_that_was_made_from_a_block_leads_there() {
-    with_deltas(|driver| {
-        let (_, first, second) = sample(driver);
-        let whole = rest(driver, &first, &second, 0, "");
-        let last = 64 * MIB / BLOCK;
-        for (next, size) in [(0, None), (41, None), (61, Some(BLOCK)), (2001, None), (last, None)] {
-            let token = DeltaToken::new(&first, &second, next, size).to_string();
-            let expected: Vec<_> = whole.iter().copied().filter(|(n, _)| *n >= next).collect();
-            assert_eq!(rest(driver, &first, &second, 5, &token), expected, "from {next}");
-        }
-        for next in [last + 1, u64::MAX / BLOCK, u64::MAX] {
-            let token = DeltaToken::new(&first, &second, next, None).to_string();
-            let asked = page(&first, &second, 0, &token);
-            driver.refused(asked, Code::OutOfRange, "starting_token: ");
-        }
-    });
-}
-
-#[test]
 fn a_token_that_is_foreign_forged_cut_or_overlong_is_refused() {
     with_deltas(|driver| {
         let (volume, first, second) = sample(driver);
         let third = driver.snapshot("third", &volume);
         let token = driver.ok(page(&first, &second, 1, "")).next_token;
-        assert_eq!(token.len(), LENGTH);
+        assert!(token.len() <= 128, "CSI, Size limits");
         let refused = |from: &str, to: &str, token: &str| {
             driver.refused(page(from, to, 0, token), Code::InvalidArgument, "starting_token: ");
         };
@@ -190,7 +170,7 @@ fn a_token_that_is_foreign_forged_cut_or_overlong_is_refused() {
         let lists = csi::ListSnapshotsRequest { max_entries: 1, ..Default::default() };
         refused(&first, &second, &driver.ok(lists).next_token);
         refused(&first, &second, &second);
-        for at in 0..LENGTH {
+        for at in 0..token.len() {
             let other = if token.as_bytes()[at] == b'A' { "B" } else { "A" };
             refused(&first, &second, &format!("{}{other}{}", &token[..at], &token[at + 1..]));
             if at > 0 {
@@ -199,7 +179,8 @@ fn a_token_that_is_foreign_forged_cut_or_overlong_is_refused() {
         }
         let more = format!("{token}A");
         let long = "A".repeat(1 << 20);
-        for token in [" ", "\0", &more, &long, &"+".repeat(LENGTH), &"é".repeat(LENGTH / 2)] {
+        let (odd, wide) = ("+".repeat(token.len()), "é".repeat(token.len() / 2));
+        for token in [" ", "\0", &more, &long, &odd, &wide] {
             refused(&first, &second, token);
         }
         assert!(driver.ok(page(&first, &second, 0, &token)).next_token.is_empty());
@@ -288,9 +269,6 @@ fn without_the_flag_it_is_neither_advertised_nor_served() {
     with_driver(|driver| {
         let (_, first, second) = sample(driver);
         let of_csi = advertised(driver);
-        let (key, value) = MANIFEST;
-        let manifest = |driver: &Driver| driver.ok(csi::GetPluginInfoRequest {}).manifest;
-        assert!(!manifest(driver).contains_key(key));
         let is_of_csi = |number: &i32| *number < 1000;
         assert!(of_csi.iter().all(is_of_csi), "{of_csi:?}");
         for asked in [deltas(&first, &second), deltas("", ""), page("", &second, -1, "x")] {
@@ -299,7 +277,6 @@ fn without_the_flag_it_is_neither_advertised_nor_served() {
         driver.restart_with(&VARIABLE);
         let capability = rpc::Type::ListBlockSnapshotDeltas.into();
         assert_eq!(advertised(driver), [of_csi, vec![capability]].concat());
-        assert_eq!(manifest(driver).get(key).map(String::as_str), Some(value));
         assert!(!driver.ok(deltas(&first, &second)).changed_blocks.is_empty());
     });
 }

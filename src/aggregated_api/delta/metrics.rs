@@ -23,26 +23,16 @@ struct Outcome {
 #[derive(Clone)]
 pub struct Metrics {
     answers: Family<Outcome, Counter>,
-    cache_hits: Counter,
     endpoint: Histogram,
 }
 
 impl Metrics {
     pub fn new(registry: &mut Registry) -> Self {
-        let metrics = Self {
-            answers: Family::default(),
-            cache_hits: Counter::default(),
-            endpoint: Histogram::new(BUCKETS),
-        };
+        let metrics = Self { answers: Family::default(), endpoint: Histogram::new(BUCKETS) };
         registry.register(
             "delta_answers",
             "VolumeSnapshotDeltas answered, by their state or the cause of their failure",
             Family::clone(&metrics.answers),
-        );
-        registry.register(
-            "delta_cache_hits",
-            "Pages that cost no call of a driver's endpoint of their own",
-            metrics.cache_hits.clone(),
         );
         registry.register(
             "delta_endpoint_seconds",
@@ -62,10 +52,6 @@ impl Metrics {
             Err(failure) => failure.cause.label(),
         };
         self.answers.get_or_create(&Outcome { outcome }).inc();
-    }
-
-    pub(super) fn cache_hit(&self) {
-        self.cache_hits.inc();
     }
 
     pub(super) fn called(&self, duration: Duration) {

@@ -47,8 +47,6 @@ pub struct Settings {
     /// Requests of one user, and in all.
     pub user_rate: Rate,
     pub rate: Rate,
-    /// Room for pages that may be asked for again; 0: none.
-    pub cache_bytes: u64,
     /// See [`TIMEOUT`].
     pub timeout: Duration,
     pub metrics: Metrics,
@@ -79,7 +77,6 @@ impl Deltas {
             max_limit,
             user_rate,
             rate,
-            cache_bytes,
             timeout,
             metrics,
             shutdown,
@@ -87,7 +84,7 @@ impl Deltas {
         Self {
             finder: Finder::start(client, &shutdown),
             reviewer: Reviewer::new(reviews, review_ttl),
-            pages: Pages::new(endpoints, cache_bytes, metrics.clone()),
+            pages: Pages::new(endpoints, metrics.clone()),
             rates: Rates::new(user_rate, rate),
             max_limit: max_limit.clamp(1, cbt_http::MAX_LIMIT),
             timeout,
@@ -136,7 +133,7 @@ impl Deltas {
         let found = self.finder.find(namespace, &asked.spec).await?;
         let (offset, limit) = (asked.spec.offset, limit(asked.spec.limit, self.max_limit));
         let status = match self.pages.page(found, offset, limit).await {
-            Ok(page) => answered(&page),
+            Ok(page) => answered(page),
             Err(Refused::Driver(error)) => VolumeSnapshotDeltaStatus {
                 error,
                 state: VolumeSnapshotDeltaState::Failed,
@@ -167,9 +164,9 @@ fn limit(asked: u64, max: u32) -> u32 {
     u32::try_from(asked).map_or(max, |asked| asked.min(max))
 }
 
-fn answered(page: &Page) -> VolumeSnapshotDeltaStatus {
+fn answered(page: Page) -> VolumeSnapshotDeltaStatus {
     VolumeSnapshotDeltaStatus {
-        changed_blocks: page.changed_blocks.clone(),
+        changed_blocks: page.changed_blocks,
         state: match page.next {
             Some(_) => VolumeSnapshotDeltaState::Continue,
             None => VolumeSnapshotDeltaState::Completed,

@@ -1,6 +1,6 @@
-//! From the extents of a stream to blocks of one size. A driver whose extents have one length (FIXED_LENGTH) counts in
-//! those; any other is counted in blocks of [`UNIT`], which are widened outwards: a byte that the driver tells is in a block
-//! that is told, and no block is told twice.
+//! From the extents of a stream to blocks of one size. Extents of one length (FIXED_LENGTH) are blocks, if that is not below
+//! [`UNIT`]; all others are widened outwards to blocks of [`UNIT`]: each byte that the driver reports is in a block of the
+//! page, and no block is there twice.
 
 use super::problem::{misbehaves, stale};
 use crate::kubernetes::cbt_http::{Page, Problem};
@@ -8,8 +8,8 @@ use crate::kubernetes::snapshot_delta::ChangedBlock;
 use crate::proto::csi::v1 as csi;
 use csi::BlockMetadataType as Type;
 
-/// Bytes of a block where extents differ in length.
-const UNIT: u64 = 4096;
+/// Bytes of a block where extents differ in length, and of the smallest block.
+pub const UNIT: u64 = 4096;
 /// Messages without an extent that may follow each other.
 const MAX_EMPTY: usize = 1024;
 
@@ -20,6 +20,8 @@ pub struct Blocks {
     limit: usize,
     /// Bytes of a block, once it is known.
     unit: Option<u64>,
+    /// Whether the page begins at another place than the one that was read, since blocks are not of [`UNIT`].
+    elsewhere: bool,
     style: Option<Type>,
     /// Bytes.
     capacity: u64,
@@ -33,12 +35,13 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// `unit`: what blocks were counted in before.
+    /// Without a `unit`, the caller has read from the place where the page begins if blocks are of [`UNIT`].
     pub fn new(offset: u64, limit: usize, unit: Option<u64>) -> Self {
         Self {
             offset,
             limit,
             unit,
+            elsewhere: false,
             style: None,
             capacity: 0,
             end: 0,
@@ -55,10 +58,15 @@ impl Blocks {
 
     /// Whether nothing of what follows is on this page.
     pub fn are_enough(&self) -> bool {
-        self.next.is_some()
+        self.next.is_some() || self.elsewhere
     }
 
-    /// Bytes of a block, if that was known or there was one.
+    /// Whether the page begins at another place than the one that was read.
+    pub fn is_elsewhere(&self) -> bool {
+        self.elsewhere
+    }
+
+    /// Bytes of a block, if they are known.
     pub fn unit(&self) -> Option<u64> {
         self.unit
     }
@@ -76,7 +84,7 @@ impl Blocks {
     /// Takes a message in.
     ///
     /// # Errors
-    /// It is none that a driver may send, or blocks have another size than before.
+    /// No driver may send it, or blocks have another size than `unit`.
     pub fn add(&mut self, message: &csi::GetMetadataDeltaResponse) -> Result<(), Problem> {
         let style = message.block_metadata_type();
         if style == Type::Unknown || self.style.is_some_and(|before| before != style) {
@@ -93,6 +101,9 @@ impl Blocks {
             let (begin, end) = self.bounds(extent)?;
             if std::mem::take(&mut first) {
                 self.learn(style, begin, end)?;
+                if self.elsewhere {
+                    break;
+                }
             }
             self.take(style, begin, end)?;
             self.end = end;
@@ -119,16 +130,22 @@ impl Blocks {
         Ok((begin, end.unsigned_abs()))
     }
 
-    /// Finds out what is counted in, and that it has not changed.
+    /// Finds the block size by the first extent, or checks that it is the one that was found before.
     fn learn(&mut self, style: Type, begin: u64, end: u64) -> Result<(), Problem> {
-        let unit = if style == Type::FixedLength { end - begin } else { UNIT };
-        let before = *self.unit.get_or_insert(unit);
-        if before == unit || (style == Type::FixedLength && self.is_cut(begin, end, before)) {
+        let is_fixed = style == Type::FixedLength;
+        let unit = if is_fixed { (end - begin).max(UNIT) } else { UNIT };
+        let Some(before) = self.unit else {
+            // Part of a block does not show how large a block is.
+            let is_whole = begin.is_multiple_of(unit) && end != self.capacity;
+            self.unit = Some(unit).filter(|_| !is_fixed || is_whole || self.offset == 0);
+            self.elsewhere = self.offset != 0 && self.unit != Some(UNIT);
+            return Ok(());
+        };
+        if before == unit || (is_fixed && self.is_cut(begin, end, before)) {
             return Ok(());
         }
         Err(stale(format!(
-            "offset: counts in blocks of {before} bytes, and those of the CSI driver have {unit} by now; start from \
-             offset 0"
+            "offset: the CSI driver's blocks have changed from {before} to {unit} bytes; start from offset 0"
         )))
     }
 
@@ -139,7 +156,7 @@ impl Blocks {
 
     fn take(&mut self, style: Type, begin: u64, end: u64) -> Result<(), Problem> {
         let unit = self.unit.unwrap_or(UNIT);
-        if style == Type::FixedLength {
+        if style == Type::FixedLength && unit > UNIT {
             let is_whole = end - begin == unit || self.is_cut(begin, end, unit);
             if !begin.is_multiple_of(unit) || !is_whole {
                 return Err(misbehaves(format!(
@@ -193,11 +210,10 @@ mod tests {
         })
     }
 
-    /// All pages of a stream, which is asked for as a driver answers: from the extent on that holds the offset.
+    /// All pages of a stream, as they are read of a driver: from the extent on that holds the offset.
     fn paged(style: Type, extents: &[(i64, i64)], limit: usize, portion: usize) -> Vec<u64> {
-        let (mut all, mut offset, mut unit) = (Vec::new(), 0, None);
-        loop {
-            let begin = (offset * unit.unwrap_or(0)) as i64;
+        let read = |offset: u64, unit: Option<u64>| {
+            let begin = (offset * unit.unwrap_or(UNIT)) as i64;
             let from: Vec<_> =
                 extents.iter().copied().filter(|(at, length)| at + length > begin).collect();
             let mut blocks = Blocks::new(offset, limit, unit);
@@ -206,7 +222,16 @@ mod tests {
                     blocks.add(&message(style, part)).unwrap();
                 }
             }
-            unit = blocks.unit();
+            blocks
+        };
+        let (mut all, mut offset) = (Vec::new(), 0);
+        loop {
+            let mut blocks = read(offset, None);
+            if blocks.is_elsewhere() {
+                let unit = blocks.unit().or_else(|| read(0, None).unit());
+                blocks = read(offset, unit);
+                assert!(!blocks.is_elsewhere());
+            }
             let page = blocks.page();
             assert!(page.changed_blocks.len() <= limit);
             assert!(page.next.is_none_or(|_| page.changed_blocks.len() == limit));
@@ -230,8 +255,18 @@ mod tests {
         }
 
         #[test]
+        fn fixed_extents_below_the_smallest_block_are_widened(
+            numbers in prop::collection::btree_set(0..9000i64, 0..60), limit in 1..40usize,
+        ) {
+            let extents: Vec<_> = numbers.iter().map(|number| (number * 512, 512)).collect();
+            let widened: BTreeSet<u64> = numbers.iter().map(|number| *number as u64 / 8).collect();
+            let widened: Vec<u64> = widened.into_iter().collect();
+            prop_assert_eq!(paged(Type::FixedLength, &extents, limit, 3), widened);
+        }
+
+        #[test]
         fn pages_of_fixed_extents_are_those_extents(
-            numbers in prop::collection::btree_set(0..500i64, 0..60), size in 1..5000i64,
+            numbers in prop::collection::btree_set(0..500i64, 0..60), size in 4096..20_000i64,
             limit in 1..40usize, portion in 1..8usize,
         ) {
             let extents: Vec<_> = numbers.iter().map(|number| (number * size, size)).collect();
@@ -264,9 +299,9 @@ mod tests {
             (VariableLength, &[(0, 4097), (4096, 1)], "the one before"),
             (VariableLength, &[(4096, 1), (0, 1)], "the one before"),
             (VariableLength, &[(i64::MAX, 1)], "any volume"),
-            (FixedLength, &[(0, 4096), (4096, 8192)], "4096 bytes"),
-            (FixedLength, &[(0, 4096), (8192, 512)], "4096 bytes"),
-            (FixedLength, &[(512, 4096)], "4096 bytes"),
+            (FixedLength, &[(0, 8192), (8192, 16384)], "8192 bytes"),
+            (FixedLength, &[(0, 8192), (16384, 512)], "8192 bytes"),
+            (FixedLength, &[(512, 8192)], "8192 bytes"),
         ] {
             let refused = Blocks::new(0, 9, None).add(&message(style, extents)).unwrap_err();
             assert!(refused.message.contains(words), "{}", refused.message);
@@ -282,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_another_size_than_before_are_told_as_such() {
+    fn blocks_of_another_size_than_a_moment_before_are_refused() {
         let mut blocks = Blocks::new(3, 9, Some(4096));
         let refused = blocks.add(&message(Type::FixedLength, &[(65536, 65536)])).unwrap_err();
         assert_eq!((refused.kind, refused.code.as_deref()), (ProblemKind::Driver, Some("ABORTED")));
@@ -304,5 +339,9 @@ mod tests {
         let mut blocks = Blocks::new(1, 9, blocks.unit());
         blocks.add(&sent).unwrap();
         assert_eq!(blocks.numbers, [1]);
+        // It does not show how large the others are.
+        let mut blocks = Blocks::new(1, 9, None);
+        blocks.add(&sent).unwrap();
+        assert!(blocks.is_elsewhere() && blocks.unit().is_none());
     }
 }

@@ -1,20 +1,13 @@
-//! Pages by the driver's own ListSnapshotDeltas. Its pages begin where a token says, those of the caller at a block: the token
-//! is made from the block where the driver's tokens can be, remembered from earlier pages, or looked for page by page
-//! from the start.
-
-use std::collections::HashMap;
-use std::sync::Arc;
+//! Pages by ListSnapshotDeltas, for a driver without the SnapshotMetadata service. The driver's pages begin at a token, those of
+//! the caller at a block: the list is read from its start until that block is reached.
 
 use k8s_openapi::jiff::Timestamp;
 
 use super::pages::Asking;
 use super::problem::{misbehaves, of_driver};
-use crate::delta_token::DeltaToken;
 use crate::kubernetes::cbt_http::{MAX_LIMIT, Page, PageRequest, Problem};
 use crate::kubernetes::snapshot_delta::{ChangedBlock, DataToken};
 use crate::proto::csi::v1 as csi;
-use crate::sidecar::driver_link::Deltas;
-use tonic::Code;
 
 /// Bytes of a driver's token, at most. CSI allows 128 where it says nothing else.
 const MAX_TOKEN: usize = 4096;
@@ -23,102 +16,46 @@ const MAX_DATA_TOKEN: usize = 1024;
 /// Pages without a block that may follow each other.
 const MAX_EMPTY: usize = 16;
 
-/// Where the driver is to begin.
+/// A page of the driver's list.
 struct Start {
-    token: Arc<str>,
-    /// Known from an earlier page, and so perhaps no longer good.
-    remembered: bool,
-    /// Entries to ask for: many on the way to the page that is meant.
+    token: String,
+    /// Entries to request.
     entries: u32,
 }
 
-impl Start {
-    async fn of(asking: &Asking<'_>, deltas: Deltas) -> Self {
-        let (asked, memory) = (asking.asked, asking.memory);
-        let exact = |token: Arc<str>| Self { token, remembered: false, entries: asked.limit };
-        match (asked.offset, deltas) {
-            (0, _) => exact("".into()),
-            (block, Deltas::Derivable) => {
-                let (base, target) = (&asked.base_snapshot_id, &asked.target_snapshot_id);
-                // With the size that blocks had so far, so that the driver refuses where it has changed.
-                let unit = memory.unit(asked).await;
-                exact(DeltaToken::new(base, target, block, unit).to_string().into())
-            }
-            _ => match memory.token(asked).await {
-                Some(token) => Self { remembered: true, ..exact(token) },
-                None => Self::beginning(),
-            },
-        }
-    }
-
-    fn beginning() -> Self {
-        Self { token: "".into(), remembered: false, entries: MAX_LIMIT }
-    }
-}
-
-pub async fn page(asking: &Asking<'_>, deltas: Deltas) -> Result<Page, Problem> {
-    let (asked, memory) = (asking.asked, asking.memory);
-    let mut start = Start::of(asking, deltas).await;
+pub async fn page(asking: &Asking<'_>) -> Result<Page, Problem> {
+    let asked = asking.asked;
+    // On the way to a block the largest pages cost the fewest calls.
+    let entries = if asked.offset == 0 { asked.limit } else { MAX_LIMIT };
+    let mut start = Start { token: String::new(), entries };
     let mut seen = Seen::default();
     loop {
-        let answer = match ask(asking, &start).await {
-            Ok(answer) => answer,
-            Err(status)
-                if start.remembered
-                    && matches!(status.code(), Code::Aborted | Code::InvalidArgument) =>
-            {
-                memory.forget_token(asked).await;
-                start = Start::beginning();
-                continue;
-            }
-            Err(status) => return Err(of_driver(&status, &asked.secrets)),
-        };
+        let answer = list(asking, &start).await;
+        let answer = answer.map_err(|status| of_driver(&status, &asked.secrets))?;
         seen.check(&answer, &start)?;
-        if let Some(found) = cut(asked, &answer, &start.token)? {
-            let mut page = found.page;
-            match (deltas, found.next) {
-                (Deltas::Derivable, Some((next, token))) => {
-                    page.next = Some(derived(&token, asked).unwrap_or(next).max(next));
-                }
-                (_, Some((next, token))) => memory.note_token(asked, next, &token).await,
-                (_, None) => {}
-            }
-            if let (Deltas::Derivable, Some(first)) = (deltas, page.changed_blocks.first()) {
-                memory.note_unit(asked, first.block_size_bytes).await;
-            }
+        if let Some(page) = cut(asked, &answer)? {
             return Ok(page);
         }
         if answer.next_token.is_empty() {
             return Ok(Page { volume_size_bytes: size(&answer), ..Page::default() });
         }
-        if let Some(next) = seen.last.and_then(|last| last.checked_add(1)) {
-            memory.note_token(asked, next, &answer.next_token).await;
-        }
-        start = Start { token: answer.next_token.into(), ..Start::beginning() };
+        start = Start { token: answer.next_token, entries: MAX_LIMIT };
     }
 }
 
-async fn ask(
+async fn list(
     asking: &Asking<'_>,
     start: &Start,
 ) -> Result<csi::ListSnapshotDeltasResponse, tonic::Status> {
     let asked = asking.asked;
-    let secrets: HashMap<String, String> = asked.secrets.reveal();
     let request = csi::ListSnapshotDeltasRequest {
         from_snapshot_id: asked.base_snapshot_id.clone(),
         to_snapshot_id: asked.target_snapshot_id.clone(),
-        secrets,
+        secrets: asked.secrets.reveal(),
         max_entries: start.entries as i32,
-        starting_token: start.token.to_string(),
+        starting_token: start.token.clone(),
     };
     asking.driver.list_deltas(request, asking.left()).await
-}
-
-/// The number of the block that this token leads to, where the driver's tokens say.
-fn derived(token: &str, asked: &PageRequest) -> Option<u64> {
-    let token: DeltaToken = token.parse().ok()?;
-    let is_of = token.is_of(&asked.base_snapshot_id, &asked.target_snapshot_id);
-    is_of.then(|| token.next_block())
 }
 
 /// What pages of the driver have shown on the way.
@@ -145,7 +82,7 @@ impl Seen {
         if answer.next_token.len() > MAX_TOKEN {
             return Err(misbehaves(format!("next_token has more than {MAX_TOKEN} bytes")));
         }
-        if !answer.next_token.is_empty() && *answer.next_token == *start.token {
+        if !answer.next_token.is_empty() && answer.next_token == start.token {
             return Err(misbehaves("next_token leads to the page that it came with"));
         }
         self.empty = if blocks.is_empty() { self.empty + 1 } else { 0 };
@@ -172,39 +109,27 @@ impl Seen {
     }
 }
 
-/// A page for the caller, and from where to go on: the number of a block and the token of a driver's page that has it.
-struct Found {
-    page: Page,
-    next: Option<(u64, Arc<str>)>,
-}
-
 /// What a driver's page has for the caller: blocks from the offset on, of one size, up to the limit; nothing if there is none.
 fn cut(
     asked: &PageRequest,
     answer: &csi::ListSnapshotDeltasResponse,
-    token: &Arc<str>,
-) -> Result<Option<Found>, Problem> {
+) -> Result<Option<Page>, Problem> {
     let wanted = |block: &&csi::BlockSnapshotChangedBlock| block.offset >= asked.offset;
     let mut blocks: Vec<ChangedBlock> = Vec::new();
     let mut next = None;
     for block in answer.changed_blocks.iter().filter(wanted) {
         let is_other = |first: &ChangedBlock| first.block_size_bytes != block.block_size_bytes;
         if blocks.len() >= asked.limit as usize || blocks.first().is_some_and(is_other) {
-            next = Some((block.offset, token.clone()));
+            next = Some(block.offset);
             break;
         }
         blocks.push(changed(block)?);
     }
     let Some(last) = blocks.last() else { return Ok(None) };
     if next.is_none() && !answer.next_token.is_empty() {
-        next = Some((last.offset.saturating_add(1), answer.next_token.as_str().into()));
+        next = Some(last.offset.saturating_add(1));
     }
-    let page = Page {
-        volume_size_bytes: size(answer),
-        changed_blocks: blocks,
-        next: next.as_ref().map(|(block, _)| *block),
-    };
-    Ok(Some(Found { page, next }))
+    Ok(Some(Page { volume_size_bytes: size(answer), changed_blocks: blocks, next }))
 }
 
 fn size(answer: &csi::ListSnapshotDeltasResponse) -> Option<u64> {
@@ -274,26 +199,23 @@ mod tests {
     #[test]
     fn a_page_ends_before_a_block_of_another_size_and_at_the_limit() {
         let of = |offset, limit, blocks: &[(u64, u64)], token: &str| {
-            let found = cut(&asked(offset, limit), &answer(blocks, token), &"own".into()).unwrap();
-            found.map(|found| {
-                let numbers = found.page.changed_blocks.iter().map(|block| block.offset);
-                (
-                    numbers.collect::<Vec<_>>(),
-                    found.next.map(|(next, token)| (next, token.to_string())),
-                )
+            let found = cut(&asked(offset, limit), &answer(blocks, token)).unwrap();
+            found.map(|page| {
+                let numbers = page.changed_blocks.iter().map(|block| block.offset);
+                (numbers.collect::<Vec<_>>(), page.next)
             })
         };
         let mixed = [(1, 512), (2, 512), (7, 1024), (9, 1024)];
-        assert_eq!(of(0, 9, &mixed, ""), Some((vec![1, 2], Some((7, "own".into())))));
-        assert_eq!(of(7, 9, &mixed, "on"), Some((vec![7, 9], Some((10, "on".into())))));
+        assert_eq!(of(0, 9, &mixed, ""), Some((vec![1, 2], Some(7))));
+        assert_eq!(of(7, 9, &mixed, "on"), Some((vec![7, 9], Some(10))));
         assert_eq!(of(7, 9, &mixed, ""), Some((vec![7, 9], None)));
-        assert_eq!(of(0, 1, &mixed, ""), Some((vec![1], Some((2, "own".into())))));
+        assert_eq!(of(0, 1, &mixed, ""), Some((vec![1], Some(2))));
         assert_eq!(of(10, 9, &mixed, "on"), None);
     }
 
     #[test]
     fn an_answer_that_no_driver_may_give_is_refused() {
-        let start = || Start { token: "here".into(), remembered: false, entries: 2 };
+        let start = || Start { token: "here".into(), entries: 2 };
         let refused = |blocks: &[(u64, u64)], token: &str| {
             let mut seen = Seen { last: Some(4), empty: 0 };
             seen.check(&answer(blocks, token), &start()).unwrap_err().message

@@ -1,13 +1,12 @@
 //! cbt-http (KEP-3314, VolumeSnapshotDelta): pages of changed blocks over HTTPS, for the aggregated API server, in the words of
 //! [`crate::kubernetes::cbt_http`]. One of several replicas leads and asks the driver; the others pass requests on to it.
-//! How the driver tells changed blocks is found out: by ListSnapshotDeltas ([`listed`]) or by the SnapshotMetadata service
-//! ([`streamed`]). No state is kept but what spares work ([`memory`]).
+//! Pages are those of the driver's SnapshotMetadata service ([`streamed`]), or of its ListSnapshotDeltas where it lacks that
+//! ([`listed`]). No state is kept between pages.
 
 mod args;
 mod blocks;
 mod forward;
 mod listed;
-mod memory;
 mod metrics;
 mod pages;
 mod problem;
@@ -23,7 +22,6 @@ use rustls_pki_types::ServerName;
 use tokio::task::JoinHandle;
 
 use self::forward::{Leadership, Trust};
-use self::memory::Memory;
 use self::routes::{Desk, Known};
 use super::call::Calls;
 use super::driver_link::{Driver, DriverLink};
@@ -74,7 +72,6 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
         driver: driver.clone(),
         reviewer: Reviewer::new(asking, args.review_cache_ttl),
         known: OnceLock::new(),
-        memory: Memory::new(),
         requests: Calls::new(REQUESTS),
         pages: Calls::new(args.max_streams as usize),
         metrics: metrics.clone(),

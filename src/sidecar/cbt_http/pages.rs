@@ -1,16 +1,15 @@
-//! A page: by whichever call of the driver there is, in the driver's own blocks.
+//! A page: by the driver's SnapshotMetadata service, else by its ListSnapshotDeltas.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::memory::Memory;
 use super::problem::{problem, unavailable};
 use super::{listed, streamed};
 use crate::kubernetes::cbt_http::{
     Capability, Info, MAX_LIMIT, Page, PageRequest, Problem, ProblemKind,
 };
-use crate::sidecar::driver_link::{Deltas, Driver, DriverLink};
+use crate::sidecar::driver_link::{Driver, DriverLink};
 
 /// CSI "Size limits": bytes of a handle.
 const MAX_HANDLE: usize = 128;
@@ -20,7 +19,6 @@ const BEHIND: Duration = Duration::from_secs(1);
 /// A page that is asked for, and where from.
 pub struct Asking<'a> {
     pub driver: &'a DriverLink,
-    pub memory: &'a Memory,
     pub asked: &'a PageRequest,
     pub deadline: Instant,
 }
@@ -35,11 +33,11 @@ impl Asking<'_> {
 /// What the driver is and can do.
 pub fn info(driver: &DriverLink) -> Result<Info, Problem> {
     match &*driver.state().borrow() {
-        Driver::Ready { name, capable, deltas } => {
-            let capability = match (deltas, capable) {
-                (Deltas::Opaque | Deltas::Derivable, _) => Capability::ListSnapshotDeltas,
-                (Deltas::Lacking, true) => Capability::SnapshotMetadata,
-                (Deltas::Lacking, false) => Capability::None,
+        Driver::Ready { name, capable, lists } => {
+            let capability = match (capable, lists) {
+                (true, _) => Capability::SnapshotMetadata,
+                (false, true) => Capability::ListSnapshotDeltas,
+                (false, false) => Capability::None,
             };
             Ok(Info { driver: name.clone(), capability })
         }
@@ -84,10 +82,8 @@ pub fn check(asked: &PageRequest, driver: &str) -> Result<(), Problem> {
 pub async fn page(asking: &Asking<'_>) -> Result<Page, Problem> {
     let state = asking.driver.state().borrow().clone();
     match state {
-        Driver::Ready { deltas: deltas @ (Deltas::Opaque | Deltas::Derivable), .. } => {
-            listed::page(asking, deltas).await
-        }
         Driver::Ready { capable: true, .. } => streamed::page(asking).await,
+        Driver::Ready { lists: true, .. } => listed::page(asking).await,
         Driver::Ready { name, .. } => {
             let message = format!(
                 "the CSI driver {name} has neither ListSnapshotDeltas nor the SnapshotMetadata service: its changed \

@@ -14,7 +14,6 @@ use axum::routing::get;
 use k8s_openapi::api::authentication::v1::UserInfo;
 
 use super::forward::{FORWARDED, Leadership};
-use super::memory::Memory;
 use super::metrics::Metrics;
 use super::pages::{self, Asking};
 use super::problem::{self, problem, unavailable};
@@ -42,7 +41,6 @@ pub struct Desk {
     pub reviewer: Reviewer,
     /// Once the driver has said its name.
     pub known: OnceLock<Known>,
-    pub memory: Memory,
     /// Requests in all, and those that were let in and are being answered: who is not let in takes no place from the others.
     pub requests: Calls,
     pub pages: Calls,
@@ -145,8 +143,8 @@ impl Desk {
         pages::check(&asked, &known.driver)?;
         let _running = self.pages.begin().ok_or_else(busy)?;
         if known.leadership.leads() {
-            let (driver, memory, asked) = (&self.driver, &self.memory, &asked);
-            return pages::page(&Asking { driver, memory, asked, deadline })
+            let (driver, asked) = (&self.driver, &asked);
+            return pages::page(&Asking { driver, asked, deadline })
                 .await
                 .map(Answer::Page);
         }

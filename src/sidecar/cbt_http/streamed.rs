@@ -1,9 +1,13 @@
-//! Pages by CSI's SnapshotMetadata service, for a driver without ListSnapshotDeltas. A stream is read as far as the page
-//! goes and then dropped.
+//! Pages by CSI's SnapshotMetadata service, from the page's own starting_offset. A stream is read as far as the page goes and
+//! then dropped.
+//!
+//! An offset counts blocks, and what a block is follows from the driver's extents. Extents of variable length are counted in
+//! blocks of [`UNIT`] bytes, so the first call is made for those; where extents turn out to have a fixed length that
+//! is larger, a second call starts at the right place.
 
 use prost::Message;
 
-use super::blocks::Blocks;
+use super::blocks::{Blocks, UNIT};
 use super::pages::Asking;
 use super::problem::{misbehaves, of_driver, out_of_range};
 use crate::kubernetes::cbt_http::{Page, Problem};
@@ -11,39 +15,33 @@ use crate::proto::csi::v1 as csi;
 use crate::sidecar::driver_link::{Answer, Question};
 
 pub async fn page(asking: &Asking<'_>) -> Result<Page, Problem> {
-    let (asked, memory) = (asking.asked, asking.memory);
-    let unit = match asked.offset {
-        0 => None,
-        _ => match memory.unit(asked).await {
-            Some(unit) => Some(unit),
-            None => {
-                // What the numbers of blocks count is told by the first of them.
-                let first = read(asking, 0, Blocks::new(0, 1, None)).await?;
-                let Some(unit) = first.unit() else { return Ok(first.page()) };
-                Some(unit)
-            }
-        },
-    };
-    let begin = asked.offset.checked_mul(unit.unwrap_or_default());
-    let Some(begin) = begin.and_then(|begin| i64::try_from(begin).ok()) else {
-        let message = format!("offset: block {} is past the end of any volume", asked.offset);
-        return Err(out_of_range(message));
-    };
-    let blocks = Blocks::new(asked.offset, asked.limit as usize, unit);
-    let blocks = read(asking, begin, blocks).await?;
-    if let Some(unit) = blocks.unit() {
-        memory.note_unit(asked, unit).await;
+    let asked = asking.asked;
+    let blocks = |unit| Blocks::new(asked.offset, asked.limit as usize, unit);
+    let found = read(asking, position(asked.offset, UNIT)?, blocks(None)).await?;
+    if !found.is_elsewhere() {
+        return Ok(found.page());
     }
-    Ok(blocks.page())
+    let unit = match found.unit() {
+        Some(unit) => unit,
+        None => read(asking, 0, Blocks::new(0, 1, None)).await?.unit().unwrap_or(UNIT),
+    };
+    Ok(read(asking, position(asked.offset, unit)?, blocks(Some(unit))).await?.page())
 }
 
-/// Fills `blocks` with what the driver tells from `begin` (bytes) on.
+/// Where in the volume a block begins, in bytes.
+fn position(block: u64, unit: u64) -> Result<i64, Problem> {
+    let begin = block.checked_mul(unit).and_then(|begin| i64::try_from(begin).ok());
+    begin
+        .ok_or_else(|| out_of_range(format!("offset: block {block} is past the end of any volume")))
+}
+
+/// Fills `blocks` with the driver's extents from `begin` (bytes) on.
 async fn read(asking: &Asking<'_>, begin: i64, mut blocks: Blocks) -> Result<Blocks, Problem> {
     let mut answer = open(asking, begin, blocks.extents()).await?;
     while !blocks.are_enough() {
         match answer.message().await {
             Ok(Some(message)) => {
-                // Both answers are alike on the wire.
+                // The answers for a delta and for allocated blocks are alike on the wire.
                 let message = csi::GetMetadataDeltaResponse::decode(message.0);
                 blocks.add(&message.map_err(|_| misbehaves("a message cannot be decoded"))?)?;
             }

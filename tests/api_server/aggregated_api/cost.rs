@@ -22,9 +22,7 @@ const LIMIT: u64 = 256;
 #[ignore = "full tier"]
 fn what_a_page_costs_the_api_server_beside_a_stream() {
     let Some(cluster) = shared() else { return };
-    // Each page is to be asked for.
-    let flags = [&FAST[..], &["--cache-bytes", "0"]].concat();
-    let whole = Whole::with(cluster, &[], &flags);
+    let whole = Whole::with(cluster, &[], &FAST);
     let bytes = BLOCKS * BLOCK;
     let volume = whole.driver.volume("large", bytes, block());
     cluster.claim(&whole.namespace, "large", &whole.driver_name, &volume, bytes);

@@ -70,8 +70,7 @@ impl<'a> Whole<'a> {
         aggregated: Aggregated<'a>,
         cbt_http: Option<(u16, u16)>,
     ) -> Self {
-        let flags = [&["--enable-snapshot-deltas"], driver].concat();
-        let base = rig::Rig::with(cluster, PoolKind::Image, &flags);
+        let base = rig::Rig::with(cluster, PoolKind::Image, driver);
         let authority = Authority::new("backup authority");
         let certificate = authority.certify_for(base.driver.scratch(), "sidecar", VALIDITY);
         std::fs::write(certificate.file.with_file_name("ca.crt"), authority.pem()).unwrap();

@@ -61,7 +61,7 @@ fn who_asks_too_fast_is_told_when_to_come_again() {
 #[test]
 fn a_driver_that_fails_is_told_in_the_status() {
     let Some(cluster) = shared() else { return };
-    let fault = "stream-abort,after=0,code=INTERNAL,method=ListSnapshotDeltas,times=1";
+    let fault = "stream-abort,after=0,code=INTERNAL,method=GetMetadataAllocated,times=1";
     let whole = Whole::new(cluster, &["--enable-faults", "--fault", fault]);
     whole.snapshot("monday");
     let spec = json!({ "targetVolumeSnapshotName": "monday" });

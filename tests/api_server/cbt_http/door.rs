@@ -7,7 +7,7 @@ use http::Method;
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use support::cluster::shared;
 
-use super::rig::{Desk, LISTS, Rig, page_of};
+use super::rig::{Desk, Rig, page_of};
 use support::cluster::access::rule;
 use support::cluster::cbt_http::{asked_with, caller_rules};
 use support::cluster::proxy::Way;
@@ -19,7 +19,7 @@ const POST: (Method, &str) = (Method::POST, PATH);
 #[test]
 fn only_a_good_token_for_this_driver_is_let_in() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let desk = &rig.desk;
     let (first, second) = rig.sample();
     let asked = desk.asked(&first, &second, 0, 1);
@@ -56,7 +56,7 @@ fn only_a_good_token_for_this_driver_is_let_in() {
 #[test]
 fn a_user_without_the_right_is_refused_and_one_for_this_driver_alone_is_not() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let desk = &rig.desk;
     let (first, second) = rig.sample();
     let asked = desk.asked(&first, &second, 0, 1);
@@ -95,7 +95,7 @@ fn of(resource: &str, verb: &str) -> PolicyRule {
 #[test]
 fn a_request_for_another_driver_is_refused() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
     let asked =
         PageRequest { driver: "another.csi.local".into(), ..rig.desk.asked(&first, &second, 0, 1) };
@@ -107,7 +107,7 @@ fn a_request_for_another_driver_is_refused() {
 #[test]
 fn limits_and_names_out_of_bounds_are_named() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
     let long = "x".repeat(129);
     for (base, target, limit, field) in [
@@ -131,7 +131,7 @@ fn limits_and_names_out_of_bounds_are_named() {
 #[test]
 fn bodies_that_are_none_are_refused_without_being_told() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let bearer = format!("Bearer {}", rig.desk.token());
     let send =
         |body: Vec<u8>| rig.desk.send(&rig.replica, POST, &[("authorization", &bearer)], body);
@@ -152,7 +152,7 @@ fn bodies_that_are_none_are_refused_without_being_told() {
 #[test]
 fn other_verbs_and_paths_are_refused() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let bearer = format!("Bearer {}", rig.desk.token());
     let send = |method: Method, path: &str| {
         rig.desk.send(&rig.replica, (method, path), &[("authorization", &bearer)], "")
@@ -171,15 +171,15 @@ fn other_verbs_and_paths_are_refused() {
 #[test]
 fn what_the_driver_can_do_is_told() {
     let Some(cluster) = shared() else { return };
-    for (flags, capability) in
-        [(&[LISTS][..], Capability::ListSnapshotDeltas), (&[], Capability::SnapshotMetadata)]
-    {
+    // With the list, too, pages are those of the streams.
+    for flags in [&["--enable-snapshot-deltas"][..], &[]] {
         let rig = Rig::new(cluster, flags);
         let bearer = format!("Bearer {}", rig.desk.token());
         let headers = [("authorization", bearer.as_str())];
         let reply = rig.desk.send(&rig.replica, (Method::GET, PATH), &headers, "");
         assert_eq!(reply.status, 200);
         let driver = rig.desk.driver_name.clone();
+        let capability = Capability::SnapshotMetadata;
         assert_eq!(reply.json::<Info>(), Info { driver, capability });
     }
 }
@@ -188,7 +188,7 @@ fn what_the_driver_can_do_is_told() {
 fn an_api_server_that_is_away_is_unavailable() {
     let Some(cluster) = shared() else { return };
     let proxy = cluster.proxy();
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
     let driver = &rig.desk.driver_name;
     let desk = Desk::at(cluster, driver, rig.driver.socket(), proxy.server());
@@ -209,7 +209,7 @@ fn an_api_server_that_is_away_is_unavailable() {
 #[test]
 fn tokens_and_secrets_are_never_shown() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let desk = &rig.desk;
     let (first, second) = rig.sample();
     let standby = desk.spawn(&[]);

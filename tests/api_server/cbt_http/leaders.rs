@@ -7,7 +7,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 use support::cluster::shared;
 
-use super::rig::{Desk, LISTS, Replica, Rig};
+use super::rig::{Desk, Replica, Rig};
 use support::cluster::tls::Authority;
 
 const SHORT: [&str; 2] = ["--cbt-http-lease-duration", "2s"];
@@ -34,7 +34,7 @@ fn standby(rig: &Rig<'_>, flags: &[&str]) -> Replica {
 #[test]
 fn one_replica_leads_and_the_others_pass_requests_on() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
     let standby = standby(&rig, &[]);
     let whole = rig.desk.all(&rig.replica, (&first, &second), 0, 4096);
@@ -74,7 +74,7 @@ fn one_replica_leads_and_the_others_pass_requests_on() {
 #[test]
 fn a_standby_takes_over_when_the_leader_is_killed() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::with(cluster, &[LISTS], &SHORT);
+    let rig = Rig::with(cluster, &[], &SHORT);
     let (first, second) = rig.sample();
     let standby = standby(&rig, &SHORT);
     let page = rig.desk.page(&rig.replica, &rig.desk.asked(&first, &second, 0, 3));
@@ -100,7 +100,7 @@ fn a_standby_takes_over_when_the_leader_is_killed() {
 #[test]
 fn a_leader_that_is_told_to_end_hands_over() {
     let Some(cluster) = shared() else { return };
-    let mut rig = Rig::with(cluster, &[LISTS], &LONG);
+    let mut rig = Rig::with(cluster, &[], &LONG);
     let (first, second) = rig.sample();
     let standby = standby(&rig, &LONG);
     rig.replica.served.process.stop();
@@ -112,7 +112,7 @@ fn a_leader_that_is_told_to_end_hands_over() {
 #[ignore = "full tier"]
 fn a_standby_that_cannot_reach_the_leader_says_so() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::with(cluster, &[LISTS], &LONG);
+    let rig = Rig::with(cluster, &[], &LONG);
     let (first, second) = rig.sample();
     let standby = standby(&rig, &LONG);
     let asked = rig.desk.asked(&first, &second, 0, 1);
@@ -138,7 +138,7 @@ fn a_standby_that_cannot_reach_the_leader_says_so() {
 #[ignore = "full tier"]
 fn a_request_is_passed_on_to_nobody_whom_the_authority_does_not_vouch_for() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::with(cluster, &[LISTS], &LONG);
+    let rig = Rig::with(cluster, &[], &LONG);
     let (first, second) = rig.sample();
     let standby = standby(&rig, &LONG);
     // It serves what the leader would, with a certificate of its own, and has written itself into the lease.

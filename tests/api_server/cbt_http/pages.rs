@@ -3,7 +3,7 @@
 use csi_loopback::kubernetes::cbt_http::ProblemKind;
 use support::cluster::shared;
 
-use super::rig::{LISTS, Rig, SIZE};
+use super::rig::{Rig, SIZE};
 use support::BLOCK;
 use support::driver::{Metadata, allocated, delete_snapshot, delta};
 
@@ -39,47 +39,27 @@ fn pages_equal_streams(rig: &Rig<'_>, size: u64) -> (String, String) {
 #[test]
 fn pages_put_together_are_what_the_driver_streams() {
     let Some(cluster) = shared() else { return };
-    pages_equal_streams(&Rig::new(cluster, &[LISTS]), BLOCK);
-}
-
-#[test]
-#[ignore = "full tier"]
-fn a_driver_without_the_list_gives_the_same_pages_by_its_streams() {
-    let Some(cluster) = shared() else { return };
-    let mut rig = Rig::new(cluster, &[]);
-    let (first, second) = pages_equal_streams(&rig, BLOCK);
-    // In one and the same numbers: a caller may go on after the driver has learnt the list.
-    let streamed = rig.desk.all(&rig.replica, (&first, &second), 3, 2);
-    rig.restart_driver(&[LISTS]);
-    cluster.wait_for("the driver with its list", || {
-        let log = rig.replica.served.process.log();
-        log.contains("deltas=Derivable").then_some(())
-    });
-    assert_eq!(rig.desk.all(&rig.replica, (&first, &second), 3, 2), streamed);
+    pages_equal_streams(&Rig::new(cluster, &[]), BLOCK);
 }
 
 #[test]
 #[ignore = "full tier"]
 fn extents_of_a_driver_with_large_blocks_are_counted_in_those() {
     let Some(cluster) = shared() else { return };
-    let listing = [&LARGE[..], &[LISTS]].concat();
-    for flags in [&LARGE[..], &listing] {
-        let rig = Rig::new(cluster, flags);
-        pages_equal_streams(&rig, 64 << 10);
-    }
+    pages_equal_streams(&Rig::new(cluster, &LARGE), 64 << 10);
 }
 
 #[test]
 #[ignore = "full tier"]
 fn a_page_may_begin_at_any_block_and_not_past_the_end() {
     let Some(cluster) = shared() else { return };
-    for flags in [&[LISTS][..], &[], &LARGE] {
+    for flags in [&[][..], &LARGE] {
         let rig = Rig::new(cluster, flags);
         let (first, second) = rig.sample();
         let whole = rig.desk.all(&rig.replica, (&first, &second), 0, 4096);
         let size = whole[0].1;
         let last = SIZE / size;
-        // A replica that has seen no page before has nothing to remember.
+        // A replica that has served no page before serves the same.
         let fresh = rig.desk.spawn(&["--cbt-http-lease", "another"]);
         cluster.wait_for("the other leads, too", || fresh.leads().then_some(()));
         for from in [1, 3, whole[1].0, whole[whole.len() - 1].0, last] {
@@ -102,82 +82,58 @@ fn a_page_may_begin_at_any_block_and_not_past_the_end() {
 #[test]
 fn a_page_costs_the_driver_one_call() {
     let Some(cluster) = shared() else { return };
-    for (flags, method) in [(&[LISTS][..], "ListSnapshotDeltas"), (&[], "GetMetadataDelta")] {
-        let rig = Rig::new(cluster, flags);
-        let (first, second) = rig.sample();
-        let calls = || {
-            let log = rig.driver.log();
-            log.lines().filter(|line| line.contains(method) && line.contains("code=")).count()
-        };
-        let pages = 8;
-        assert_eq!(rig.desk.all(&rig.replica, (&first, &second), 0, 2).len(), 2 * pages - 1);
-        cluster.wait_for("the calls in the log", || (calls() >= pages).then_some(()));
-        assert_eq!(calls(), pages, "{method}");
-    }
+    let rig = Rig::new(cluster, &[]);
+    let (first, second) = rig.sample();
+    let calls = || {
+        let log = rig.driver.log();
+        let is_call = |line: &&str| line.contains("GetMetadataDelta") && line.contains("code=");
+        log.lines().filter(is_call).count()
+    };
+    let pages = 8;
+    assert_eq!(rig.desk.all(&rig.replica, (&first, &second), 0, 2).len(), 2 * pages - 1);
+    cluster.wait_for("the calls in the log", || (calls() >= pages).then_some(()));
+    assert_eq!(calls(), pages);
 }
 
 #[test]
 fn pages_go_on_after_the_driver_was_killed() {
     let Some(cluster) = shared() else { return };
-    for flags in [&[LISTS][..], &[]] {
-        let mut rig = Rig::new(cluster, flags);
-        let (first, second) = rig.sample();
-        let whole = rig.desk.all(&rig.replica, (&first, &second), 0, 4096);
-        let page = rig.desk.page(&rig.replica, &rig.desk.asked(&first, &second, 0, 3));
-        rig.driver.kill();
-        rig.driver.start_again();
-        let next = page.next.unwrap();
-        let rest = cluster.wait_for("the driver is found again", || {
-            let reply = rig.desk.ask(&rig.replica, &rig.desk.asked(&first, &second, next, 4096));
-            (reply.status == 200).then(|| reply.page())
-        });
-        let all = page.changed_blocks.iter().chain(&rest.changed_blocks);
-        assert_eq!(all.map(|one| (one.offset, one.block_size_bytes)).collect::<Vec<_>>(), whole);
-    }
-}
-
-#[test]
-fn a_driver_whose_blocks_have_another_size_by_now_says_so() {
-    let Some(cluster) = shared() else { return };
-    for lists in [&[LISTS][..], &[]] {
-        let mut rig = Rig::new(cluster, lists);
-        let (first, second) = rig.sample();
-        let page = rig.desk.page(&rig.replica, &rig.desk.asked(&first, &second, 0, 3));
-        rig.restart_driver(&[&LARGE[..], lists].concat());
-        let on = rig.desk.asked(&first, &second, page.next.unwrap(), 3);
-        let problem = cluster.wait_for("the driver is found again", || {
-            let problem = rig.desk.problem(&rig.replica, &on);
-            (problem.kind != ProblemKind::Unavailable).then_some(problem)
-        });
-        assert_eq!((problem.kind, problem.code.as_deref()), (ProblemKind::Driver, Some("ABORTED")));
-        let again = rig.desk.all(&rig.replica, (&first, &second), 0, 3);
-        assert!(again.iter().all(|(_, size)| *size == 64 << 10));
-    }
+    let mut rig = Rig::new(cluster, &[]);
+    let (first, second) = rig.sample();
+    let whole = rig.desk.all(&rig.replica, (&first, &second), 0, 4096);
+    let page = rig.desk.page(&rig.replica, &rig.desk.asked(&first, &second, 0, 3));
+    rig.driver.kill();
+    rig.driver.start_again();
+    let next = page.next.unwrap();
+    let rest = cluster.wait_for("the driver is found again", || {
+        let reply = rig.desk.ask(&rig.replica, &rig.desk.asked(&first, &second, next, 4096));
+        (reply.status == 200).then(|| reply.page())
+    });
+    let all = page.changed_blocks.iter().chain(&rest.changed_blocks);
+    assert_eq!(all.map(|one| (one.offset, one.block_size_bytes)).collect::<Vec<_>>(), whole);
 }
 
 #[test]
 fn a_drivers_refusal_is_told_with_its_code() {
     let Some(cluster) = shared() else { return };
-    for flags in [&[LISTS][..], &[]] {
-        let rig = Rig::new(cluster, flags);
-        let (first, second) = rig.sample();
-        let refused = |base: &str, target: &str| {
-            let problem = rig.desk.problem(&rig.replica, &rig.desk.asked(base, target, 0, 9));
-            assert_eq!(problem.kind, ProblemKind::Driver);
-            (problem.code.unwrap(), problem.message)
-        };
-        assert_eq!(refused(&second, &first).0, "INVALID_ARGUMENT");
-        rig.driver.ok(delete_snapshot(&second));
-        let (code, message) = refused(&first, &second);
-        assert_eq!(code, "NOT_FOUND");
-        assert!(message.contains(&second), "{message}");
-    }
+    let rig = Rig::new(cluster, &[]);
+    let (first, second) = rig.sample();
+    let refused = |base: &str, target: &str| {
+        let problem = rig.desk.problem(&rig.replica, &rig.desk.asked(base, target, 0, 9));
+        assert_eq!(problem.kind, ProblemKind::Driver);
+        (problem.code.unwrap(), problem.message)
+    };
+    assert_eq!(refused(&second, &first).0, "INVALID_ARGUMENT");
+    rig.driver.ok(delete_snapshot(&second));
+    let (code, message) = refused(&first, &second);
+    assert_eq!(code, "NOT_FOUND");
+    assert!(message.contains(&second), "{message}");
 }
 
 #[test]
 fn a_driver_that_is_away_is_unavailable_and_comes_back() {
     let Some(cluster) = shared() else { return };
-    let mut rig = Rig::new(cluster, &[LISTS]);
+    let mut rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
     let asked = rig.desk.asked(&first, &second, 0, 9);
     let before = rig.desk.page(&rig.replica, &asked);

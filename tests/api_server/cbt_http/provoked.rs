@@ -77,54 +77,87 @@ fn many(count: u64) -> Vec<(u64, u64)> {
 }
 
 #[test]
-fn tokens_of_another_driver_are_remembered_and_else_looked_for_from_the_start() {
+fn a_list_is_read_from_its_start_for_each_page() {
     let Some(cluster) = shared() else { return };
     let blocks = many(100);
     let (answers, seen) = listing(paging(blocks.clone(), 40));
     let stage = Stage::new(cluster, false, answers, &[]);
     let calls = || std::mem::take(&mut *seen.lock().unwrap());
-    assert_eq!(stage.desk.all(&stage.replica, ("b", "t"), 0, 7), blocks);
-    let asked = calls();
-    assert_eq!(asked.len(), 100_usize.div_ceil(7), "one call for each page");
-    assert!(asked.iter().all(|asked| asked.max_entries == 7));
-    // A block that no page has led to, for other snapshots of which nothing is known.
+    assert_eq!(stage.desk.all(&stage.replica, ("b", "t"), 0, 4096), blocks);
+    // One page of the driver, then two, then three.
+    assert_eq!(calls().len(), 1 + 2 + 3);
     let from = |at: u64| blocks.iter().copied().filter(|(n, _)| *n >= at).collect::<Vec<_>>();
     for at in [200, 201, 1] {
-        assert_eq!(stage.desk.all(&stage.replica, ("b", "u"), at, 4096), from(at));
+        assert_eq!(stage.desk.all(&stage.replica, ("b", "t"), at, 7), from(at));
     }
     let asked = calls();
     assert!(asked[0].starting_token.is_empty() && asked[0].max_entries == 4096);
-    // By now one has: its last block is 117.
-    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "u", 118, 4096));
-    assert_eq!((page.changed_blocks[0].offset, page.changed_blocks.len()), (120, 40));
+    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 7));
+    assert_eq!((page.changed_blocks.len(), page.next), (7, Some(19)));
     let asked = calls();
-    assert_eq!((asked.len(), asked[0].starting_token.as_str()), (1, "place/40"));
-    let behind = stage.desk.page(&stage.replica, &stage.desk.asked("b", "u", 5000, 9));
+    assert_eq!((asked.len(), asked[0].max_entries), (1, 7), "no more than is on the page");
+    let behind = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 5000, 9));
     assert_eq!((behind.changed_blocks.len(), behind.next), (0, None));
 }
 
 #[test]
-fn a_remembered_token_that_is_stale_is_looked_for_anew() {
+fn a_driver_with_both_calls_is_asked_by_its_streams() {
     let Some(cluster) = shared() else { return };
-    let blocks = many(30);
-    let page = paging(blocks.clone(), 10);
-    let stale = Arc::new(AtomicBool::new(false));
-    let is_stale = stale.clone();
-    let (answers, seen) = listing(move |asked: &Asked| {
-        if is_stale.load(Ordering::SeqCst) && asked.starting_token == "place/10" {
-            is_stale.store(false, Ordering::SeqCst);
-            return Err((Code::Aborted, "starting_token: is stale".into()));
+    let (answers, seen) = listing(|_| panic!("the list is read"));
+    let stage = Stage::new(cluster, true, answers, &[]);
+    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 9));
+    assert_eq!((page.changed_blocks.len(), page.next), (0, None));
+    assert!(seen.lock().unwrap().is_empty());
+}
+
+/// A driver that tells fixed blocks of this size, each with the call's starting_offset.
+fn fixed(size: i64, numbers: &'static [i64]) -> (Answers, Arc<Mutex<Vec<i64>>>) {
+    let begun = Arc::<Mutex<Vec<i64>>>::default();
+    let noted = begun.clone();
+    let answers: Answers = Arc::new(move |method, body| {
+        if method != "GetMetadataDelta" {
+            return None;
         }
-        page(asked)
+        let asked = csi::GetMetadataDeltaRequest::decode(body).unwrap();
+        noted.lock().unwrap().push(asked.starting_offset);
+        let rest = numbers.iter().filter(|number| (**number + 1) * size > asked.starting_offset);
+        let extent =
+            |number: &i64| csi::BlockMetadata { byte_offset: number * size, size_bytes: size };
+        let message = csi::GetMetadataDeltaResponse {
+            block_metadata_type: csi::BlockMetadataType::FixedLength.into(),
+            volume_capacity_bytes: 100 * size,
+            block_metadata: rest.map(extent).collect(),
+        };
+        Some(Ok(vec![message.encode_to_vec()]))
     });
-    let stage = Stage::new(cluster, false, answers, &[]);
-    let first = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 10));
-    stale.store(true, Ordering::SeqCst);
-    let rest = stage.desk.all(&stage.replica, ("b", "t"), first.next.unwrap(), 10);
-    assert_eq!(rest, blocks[10..]);
-    let tokens: Vec<_> =
-        seen.lock().unwrap().iter().map(|asked| asked.starting_token.clone()).collect();
-    assert_eq!(tokens, ["", "place/10", "", "place/10", "place/20"]);
+    (answers, begun)
+}
+
+#[test]
+fn a_page_of_large_blocks_costs_the_driver_two_calls_and_the_first_one_one() {
+    let Some(cluster) = shared() else { return };
+    let (answers, begun) = fixed(65536, &[1, 5, 6, 50, 99]);
+    let stage = Stage::new(cluster, true, answers, &[]);
+    let page = |offset| {
+        let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", offset, 2));
+        let blocks = page.changed_blocks.iter().map(|one| one.offset).collect::<Vec<_>>();
+        (blocks, page.next, std::mem::take(&mut *begun.lock().unwrap()))
+    };
+    assert_eq!(page(0), (vec![1, 5], Some(6), vec![0]));
+    assert_eq!(page(6), (vec![6, 50], Some(99), vec![6 * 4096, 6 * 65536]));
+    assert_eq!(page(99), (vec![99], None, vec![99 * 4096, 99 * 65536]));
+}
+
+#[test]
+fn an_offset_past_any_volume_is_refused_without_a_call() {
+    let Some(cluster) = shared() else { return };
+    let (answers, begun) = fixed(65536, &[1]);
+    let stage = Stage::new(cluster, true, answers, &[]);
+    for offset in [u64::MAX, 1 << 52, (1 << 51)] {
+        let problem = stage.desk.problem(&stage.replica, &stage.desk.asked("b", "t", offset, 2));
+        assert_eq!(problem.code.as_deref(), Some("OUT_OF_RANGE"), "{problem:?}");
+    }
+    assert!(begun.lock().unwrap().is_empty());
 }
 
 #[test]

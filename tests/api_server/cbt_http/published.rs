@@ -9,7 +9,7 @@ use k8s_openapi::ByteString;
 use serde_json::json;
 use support::cluster::shared;
 
-use super::rig::{Desk, LISTS, Replica, Rig};
+use super::rig::{Desk, Replica, Rig};
 use support::cluster::Cluster;
 use support::cluster::access::rule;
 use support::cluster::cbt_http::send;
@@ -49,7 +49,7 @@ fn publishing(rig: &Rig<'_>, address: &str) -> Replica {
 #[ignore = "full tier"]
 fn the_discovery_says_where_and_is_put_right() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     let driver = &rig.desk.driver_name;
     let replica = publishing(&rig, "cbt.example.org:443");
     let made = cluster.wait_for("the discovery", || found(cluster, driver));
@@ -93,7 +93,7 @@ fn the_discovery_says_where_and_is_put_right() {
 #[test]
 fn a_discovery_of_a_service_names_it() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     for address in ["cbt.drivers.svc:8443", "cbt.drivers.svc.cluster.local:8443"] {
         let _replica = publishing(&rig, address);
         let made = cluster.wait_for("the discovery", || found(cluster, &rig.desk.driver_name));
@@ -110,7 +110,7 @@ fn a_discovery_of_a_service_names_it() {
 #[ignore = "full tier"]
 fn certificates_serve_both_hosts_and_the_bundle_follows_the_authority() {
     let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster, &[LISTS]);
+    let rig = Rig::new(cluster, &[]);
     allow(cluster, &rig.desk);
     let driver = &rig.desk.driver_name;
     let replica = rig.desk.spawn(&[

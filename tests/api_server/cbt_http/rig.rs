@@ -20,8 +20,6 @@ use support::{BLOCK, MIB, pattern, write_direct};
 
 /// Bytes of the volume.
 pub const SIZE: u64 = 64 * MIB;
-/// Of the driver: ListSnapshotDeltas.
-pub const LISTS: &str = "--enable-snapshot-deltas";
 
 /// A sidecar and the port of its cbt-http.
 pub struct Replica {
@@ -223,12 +221,6 @@ impl<'a> Rig<'a> {
         let desk = Desk::new(cluster, &name, driver.socket());
         let replica = desk.start(sidecar);
         Self { replica, desk, driver, volume }
-    }
-
-    /// Ends the driver and starts it with other flags, and waits until the sidecar has seen it.
-    pub fn restart_driver(&mut self, flags: &[&str]) {
-        let name = self.desk.driver_name.clone();
-        self.driver.restart_with(&[&["--driver-name", &name], flags].concat());
     }
 
     /// Writes these blocks, and cuts a snapshot.

@@ -1,6 +1,5 @@
 //! What is asked and what is answered; rights, tokens, the cache and the rate.
 
-use std::sync::Arc;
 use support::cluster::shared;
 
 use csi_loopback::aggregated_api::failure::Cause;
@@ -10,9 +9,8 @@ use csi_loopback::kubernetes::snapshot_delta::{
     SecretReference, VolumeSnapshotDeltaSpec, VolumeSnapshotDeltaState,
 };
 use k8s_openapi::api::rbac::v1::{PolicyRule, Role};
-use tokio::sync::Semaphore;
 
-use super::endpoint::{Reply, page, problem};
+use super::endpoint::{page, problem};
 use super::rig::{GROUP, Options, Rig, SNAPSHOT_GROUP, spec, user_rules, without};
 use support::cluster::access::{Account, rule};
 
@@ -169,91 +167,6 @@ fn a_token_that_is_refused_is_renewed_once() {
     assert_eq!(failure.cause, Cause::EndpointUnavailable);
     assert!(!failure.message.contains(&token), "{failure}");
     assert_eq!(rig.endpoint.pages().len(), 5);
-}
-
-#[test]
-fn the_same_page_is_asked_of_the_driver_once() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::new(cluster);
-    let first = rig.snapshot("monday");
-    rig.snapshot("tuesday");
-    let calls = |spec: VolumeSnapshotDeltaSpec| {
-        let before = rig.endpoint.pages().len();
-        rig.answer(spec);
-        rig.endpoint.pages().len() - before
-    };
-    assert_eq!([(); 3].map(|()| calls(spec("", "monday"))), [1, 0, 0]);
-    assert_eq!(rig.number("delta_cache_hits_total"), 2);
-    // Anything else is another page.
-    assert_eq!(calls(VolumeSnapshotDeltaSpec { offset: 1, ..spec("", "monday") }), 1);
-    assert_eq!(calls(VolumeSnapshotDeltaSpec { limit: 100, ..spec("", "monday") }), 1);
-    assert_eq!(calls(spec("", "tuesday")), 1);
-    assert_eq!(calls(spec("tuesday", "monday")), 1);
-    assert_eq!(calls(VolumeSnapshotDeltaSpec { limit: 256, ..spec("", "monday") }), 0);
-    // And a snapshot that has the name by now, even with the same handle, is another snapshot.
-    rig.remove(&first);
-    rig.fails(Cause::SnapshotMissing, &spec("", "monday"));
-    rig.snapshot_with("monday", "handle-monday");
-    assert_eq!(calls(spec("", "monday")), 1);
-    assert_eq!(calls(spec("", "monday")), 0);
-}
-
-#[test]
-fn what_failed_or_came_with_a_secret_is_never_kept() {
-    let Some(cluster) = shared() else { return };
-    let mut rules = user_rules();
-    rules.push(rule("", &["secrets"], &["get"]));
-    let rig = Rig::with(cluster, Options { user_rules: rules, ..Options::default() });
-    rig.snapshot("monday");
-    cluster.secret(&rig.apps, "login", &[("key", "value")]);
-    rig.endpoint.says(problem(ProblemKind::Driver, "no", Some("INTERNAL")));
-    rig.answer(spec("", "monday"));
-    rig.endpoint.says(problem(ProblemKind::Unavailable, "no", None));
-    rig.fails(Cause::EndpointUnavailable, &spec("", "monday"));
-    rig.endpoint.says(page(&[1], None));
-    let before = rig.endpoint.pages().len();
-    rig.answer(with_secret("login"));
-    rig.answer(with_secret("login"));
-    assert_eq!(rig.endpoint.pages().len() - before, 2);
-    // Nor does one without find what was told for it.
-    rig.answer(spec("", "monday"));
-    assert_eq!(rig.endpoint.pages().len() - before, 3);
-}
-
-#[test]
-fn without_room_no_page_is_kept() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::with(cluster, Options { cache_bytes: 0, ..Options::default() });
-    rig.snapshot("monday");
-    for _ in 0..3 {
-        rig.answer(spec("", "monday"));
-    }
-    assert_eq!(rig.endpoint.pages().len(), 3);
-}
-
-#[test]
-fn who_asks_for_the_same_at_once_shares_a_call() {
-    let Some(cluster) = shared() else { return };
-    const ALL: usize = 6;
-    let rig = Rig::new(cluster);
-    rig.snapshot("monday");
-    let gate = Arc::new(Semaphore::new(0));
-    rig.endpoint.says(Reply::Gated(Arc::clone(&gate), Box::new(page(&[3], None))));
-    let reviews = || {
-        let all = cluster.requests();
-        let own = all.iter().filter(|one| one["user"]["username"] == rig.server.user().as_str());
-        own.filter(|one| one["objectRef"]["resource"] == "subjectaccessreviews").count()
-    };
-    let asking: Vec<_> = (0..ALL).map(|_| rig.begin(spec("", "monday"))).collect();
-    // Two reviews for each: then all have come.
-    cluster.wait_for("all that ask", || (reviews() == 2 * ALL).then_some(()));
-    cluster.wait_for("a call", || (!rig.endpoint.pages().is_empty()).then_some(()));
-    gate.add_permits(ALL);
-    for one in asking {
-        let status = cluster.block_on(one).unwrap().unwrap().status.unwrap();
-        assert_eq!(status.changed_blocks.len(), 1);
-    }
-    assert_eq!(rig.endpoint.pages().len(), 1);
 }
 
 #[test]

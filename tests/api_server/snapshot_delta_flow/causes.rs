@@ -316,7 +316,7 @@ fn timed_out_there_is_a_deadline_for_all_of_it() {
 fn too_many_a_driver_that_is_slow_holds_up_itself_alone() {
     let Some(cluster) = shared() else { return };
     let timeout = Duration::from_secs(20);
-    let rig = Rig::with(cluster, Options { timeout, cache_bytes: 0, ..Options::default() });
+    let rig = Rig::with(cluster, Options { timeout, ..Options::default() });
     rig.snapshot("monday");
     rig.endpoint.says(Reply::Hang);
     let asked = |offset| VolumeSnapshotDeltaSpec { offset, ..spec("", "monday") };

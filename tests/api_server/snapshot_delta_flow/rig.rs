@@ -17,7 +17,6 @@ use csi_loopback::telemetry::shutdown::{Phase, Shutdown};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::authentication::v1::UserInfo;
 use k8s_openapi::api::rbac::v1::PolicyRule;
-use kube::api::{Patch, PatchParams};
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -44,7 +43,6 @@ pub struct Rig<'a> {
     pub endpoint: Endpoint,
     pub deltas: Deltas,
     pub phase: watch::Sender<Phase>,
-    registry: Registry,
     class: String,
 }
 
@@ -55,7 +53,6 @@ pub struct Options {
     pub user_rate: Rate,
     pub rate: Rate,
     pub max_limit: u32,
-    pub cache_bytes: u64,
     pub timeout: Duration,
     /// Whether the driver has a DriverDiscovery.
     pub discovered: bool,
@@ -71,7 +68,6 @@ impl Default for Options {
             user_rate: FAST,
             rate: FAST,
             max_limit: 4096,
-            cache_bytes: 1 << 20,
             timeout: TIMEOUT,
             discovered: true,
         }
@@ -150,26 +146,14 @@ impl<'a> Rig<'a> {
             max_limit: options.max_limit,
             user_rate: options.user_rate,
             rate: options.rate,
-            cache_bytes: options.cache_bytes,
             timeout: options.timeout,
             metrics,
             shutdown,
         };
         let deltas = cluster.block_on(async { Deltas::new(settings) });
         let class = cluster.snapshot_class(&driver, &[]);
-        let rig = Self {
-            cluster,
-            apps,
-            driver,
-            server,
-            user,
-            authority,
-            endpoint,
-            deltas,
-            phase,
-            registry,
-            class,
-        };
+        let rig =
+            Self { cluster, apps, driver, server, user, authority, endpoint, deltas, phase, class };
         if options.discovered {
             rig.discover(&rig.endpoint.url(), &rig.authority.pem());
         }
@@ -188,11 +172,8 @@ impl<'a> Rig<'a> {
 
     /// A VolumeSnapshot of the driver that can be used.
     pub fn snapshot(&self, name: &str) -> Ready {
-        self.snapshot_with(name, &format!("handle-{name}"))
-    }
-
-    pub fn snapshot_with(&self, name: &str, handle: &str) -> Ready {
-        self.cluster.believed_snapshot(&self.apps, name, &self.driver, &self.class, handle)
+        let handle = format!("handle-{name}");
+        self.cluster.believed_snapshot(&self.apps, name, &self.driver, &self.class, &handle)
     }
 
     /// One that was taken of the claim `data` at this time, and not imported.
@@ -209,20 +190,6 @@ impl<'a> Rig<'a> {
         });
         cluster.merge_status(&cluster.api::<VolumeSnapshotContent>(), &content, &status);
         cluster.wait_until_ready(&self.apps, name)
-    }
-
-    /// Removes the VolumeSnapshot at once, as nobody here does otherwise.
-    pub fn remove(&self, snapshot: &Ready) {
-        let snapshots = self.cluster.api_in::<VolumeSnapshot>(&self.apps);
-        self.cluster.delete(&snapshots, &snapshot.name);
-        self.cluster.wait_for("the end of the VolumeSnapshot", || {
-            let free = json!({ "metadata": { "finalizers": null } });
-            let patch = Patch::Merge(&free);
-            let params = PatchParams::default();
-            let freed = snapshots.patch(&snapshot.name, &params, &patch);
-            self.cluster.block_on(freed).is_err().then_some(())
-        });
-        self.cluster.wait_until_gone(&snapshots, &snapshot.name);
     }
 
     /// What the user gets.
@@ -257,11 +224,6 @@ impl<'a> Rig<'a> {
         self.cluster.wait_for(cause.label(), || {
             self.ask(spec.clone()).err().filter(|failure| failure.cause == cause)
         })
-    }
-
-    /// The value of a number without labels.
-    pub fn number(&self, name: &str) -> u64 {
-        number(&self.registry, name)
     }
 }
 

@@ -1,15 +1,13 @@
-//! The token that names where the next page of ListSnapshotDeltas (KEP-3314) begins: which snapshots are compared, the next
-//! block, and the size that blocks were counted in. All that the driver needs to go on is in it, so that it
-//! survives a restart; it says nothing that its bearer could not ask for, so that it is checked against
-//! accidents and mix-ups and is no secret.
+//! The token that names where the next page of ListSnapshotDeltas (KEP-3314) begins: the snapshots that are compared, the next
+//! block, and the block size. The driver needs nothing else to continue, so a token survives a restart. It grants no
+//! access and is not a secret; the checksum detects accidents and mix-ups.
 //!
-//! It stays within the 128 bytes that CSI allows a string, however long the ids are: of those it holds a digest.
-//! Here, and not in the driver, since who knows a pair and a block can make one.
+//! It stays within the 128 bytes that CSI allows a string, however long the ids are: it holds a digest of them.
 //!
 //! | bytes | content |
 //! |---|---|
 //! | 1 | version, 1 |
-//! | 1 | binary logarithm of the block size in bytes; 0: not known |
+//! | 1 | binary logarithm of the block size in bytes |
 //! | 8 | number of the next block, big-endian |
 //! | 16 | of the SHA-256 of base and target, each after its length |
 //! | 8 | of the SHA-256 of all that precedes |
@@ -23,18 +21,14 @@ use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use sha2::{Digest, Sha256};
 
-/// Entry of GetPluginInfo's manifest by which a driver says that its tokens are these, so that whoever knows a block need
-/// not page up to it.
-pub const MANIFEST: (&str, &str) = ("cbt.storage.k8s.io/delta-token", "v1");
-
 const VERSION: u8 = 1;
 /// Of SHA-256, bytes that stand for the pair of snapshots.
 const PAIR: usize = 16;
 /// Bytes that are checked by the last eight.
 const CHECKED: usize = 2 + 8 + PAIR;
 const ALL: usize = CHECKED + 8;
-/// Characters of a token: always as many.
-pub const LENGTH: usize = (ALL * 8).div_ceil(6);
+/// Characters of every token.
+const LENGTH: usize = (ALL * 8).div_ceil(6);
 // CSI "Size limits".
 const _: () = assert!(LENGTH <= 128);
 /// Binary logarithms of the block sizes that there are: 4 KiB and more, within an int64.
@@ -46,15 +40,14 @@ pub struct DeltaToken {
     pair: [u8; PAIR],
     next_block: u64,
     /// Binary logarithm.
-    block_size: Option<u8>,
+    block_size: u8,
 }
 
 impl DeltaToken {
-    /// `base` is empty where there is none. The block size is in bytes, a power of two of at least 4096; without it,
-    /// blocks are counted in whatever the driver's size is when it is asked.
-    pub fn new(base: &str, target: &str, next_block: u64, block_size: Option<u64>) -> Self {
-        let logarithm = |bytes: u64| u8::try_from(bytes.checked_ilog2()?).ok();
-        let block_size = block_size.and_then(logarithm).filter(|size| BLOCK_SIZES.contains(size));
+    /// `base` is empty where there is none. The block size is in bytes, a power of two of at least 4096.
+    pub fn new(base: &str, target: &str, next_block: u64, block_size: u64) -> Self {
+        let block_size = block_size.trailing_zeros() as u8;
+        debug_assert!(BLOCK_SIZES.contains(&block_size));
         Self { pair: pair(base, target), next_block, block_size }
     }
 
@@ -67,24 +60,19 @@ impl DeltaToken {
         self.next_block
     }
 
-    /// In bytes, if the token says.
-    pub fn block_size(&self) -> Option<u64> {
-        self.block_size.map(|logarithm| 1 << logarithm)
+    /// In bytes.
+    pub fn block_size(&self) -> u64 {
+        1 << self.block_size
     }
 }
 
 fn pair(base: &str, target: &str) -> [u8; PAIR] {
-    first(digest(base, target))
-}
-
-/// Of the SHA-256 of both, each after its length, for who has to tell pairs apart.
-pub fn digest(base: &str, target: &str) -> Sha256 {
     let mut digest = Sha256::new();
     for id in [base, target] {
         digest.update((id.len() as u64).to_be_bytes());
         digest.update(id);
     }
-    digest
+    first(digest)
 }
 
 fn check(bytes: &[u8]) -> [u8; ALL - CHECKED] {
@@ -98,7 +86,7 @@ fn first<const N: usize>(digest: Sha256) -> [u8; N] {
 
 impl fmt::Display for DeltaToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut bytes = vec![VERSION, self.block_size.unwrap_or(0)];
+        let mut bytes = vec![VERSION, self.block_size];
         bytes.extend(self.next_block.to_be_bytes());
         bytes.extend(self.pair);
         bytes.extend(check(&bytes));
@@ -121,19 +109,17 @@ impl FromStr for DeltaToken {
         if sum != check(checked) {
             return Err(SPOILT);
         }
-        let ([VERSION, size], rest) = checked.split_first_chunk().ok_or(FOREIGN)? else {
+        let ([VERSION, block_size], rest) = checked.split_first_chunk().ok_or(FOREIGN)? else {
             return Err("is of another version of this driver");
         };
+        if !BLOCK_SIZES.contains(block_size) {
+            return Err(SPOILT);
+        }
         let (next_block, pair) = rest.split_first_chunk().ok_or(FOREIGN)?;
-        let block_size = match size {
-            0 => None,
-            size if BLOCK_SIZES.contains(size) => Some(*size),
-            _ => return Err(SPOILT),
-        };
         Ok(Self {
             pair: pair.try_into().map_err(|_| FOREIGN)?,
             next_block: u64::from_be_bytes(*next_block),
-            block_size,
+            block_size: *block_size,
         })
     }
 }
@@ -150,11 +136,10 @@ mod tests {
     }
 
     fn tokens() -> impl Strategy<Value = (String, String, DeltaToken)> {
-        (ids(), ids(), any::<u64>(), prop::option::of((12..=62u32).prop_map(|bits| 1 << bits)))
-            .prop_map(|(base, target, next, size)| {
-                let token = DeltaToken::new(&base, &target, next, size);
-                (base, target, token)
-            })
+        (ids(), ids(), any::<u64>(), 12..=62u32).prop_map(|(base, target, next, bits)| {
+            let token = DeltaToken::new(&base, &target, next, 1 << bits);
+            (base, target, token)
+        })
     }
 
     /// Bytes with the right check behind them.
@@ -171,9 +156,9 @@ mod tests {
             prop_assert_eq!(text.len(), LENGTH);
             prop_assert_eq!(text.parse(), Ok(token));
             prop_assert!(token.is_of(&base, &target));
-            let whole = DeltaToken::new(&base, &target, next, Some(1 << bits));
+            let whole = DeltaToken::new(&base, &target, next, 1 << bits);
             let read: DeltaToken = whole.to_string().parse().unwrap();
-            prop_assert_eq!((read.next_block(), read.block_size()), (next, Some(1 << bits)));
+            prop_assert_eq!((read.next_block(), read.block_size()), (next, 1 << bits));
         }
 
         #[test]
@@ -220,9 +205,8 @@ mod tests {
             (bytes[0], bytes[1]) = (version, size);
             sealed(&bytes).parse::<DeltaToken>()
         };
-        assert_eq!(token(1, 12).unwrap().block_size(), Some(4096));
-        assert_eq!(token(1, 0).unwrap().block_size(), None);
+        assert_eq!(token(1, 12).unwrap().block_size(), 4096);
         assert!(token(2, 12).unwrap_err().contains("version"));
-        assert!([11, 63, 255].iter().all(|size| token(1, *size).is_err()));
+        assert!([0, 11, 63, 255].iter().all(|size| token(1, *size).is_err()));
     }
 }

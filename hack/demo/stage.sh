@@ -262,7 +262,7 @@ start_role() {
         "--service-address=localhost:$port" "${@:4}"; do
         args=("${args[@]/#"${flag%%=*}="*/"$flag"}")
     done
-    start "$3" env POD_NAMESPACE="$1" POD_NAME=demo POD_IP=127.0.0.1 NODE_NAME=node POD_SERVICE_ACCOUNT="$account" \
+    start "$3" env POD_NAMESPACE="$1" POD_NAME=demo NODE_NAME=node POD_SERVICE_ACCOUNT="$account" \
         "$driver" "${args[@]}" --kubeconfig "$tmp/$account.kubeconfig"
     await "$3" is_healthy
 }

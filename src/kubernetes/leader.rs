@@ -25,12 +25,8 @@ const LONGEST_PERIOD: Duration = Duration::from_secs(2);
 const RELEASE: Duration = Duration::from_secs(3);
 
 /// Tells what is new, and whether it is: who hears of it begins or ends its work then.
-fn tell<T: PartialEq>(told: &watch::Sender<T>, now: T) -> bool {
-    told.send_if_modified(|known| {
-        let is_new = *known != now;
-        *known = now;
-        is_new
-    })
+fn tell(told: &watch::Sender<bool>, now: bool) -> bool {
+    told.send_if_modified(|known| std::mem::replace(known, now) != now)
 }
 
 /// How long a lease lasts that nobody renews, for the command line.
@@ -59,31 +55,14 @@ pub struct Election {
     pub duration: Duration,
 }
 
-/// What a process knows of an election that it takes part in.
-#[derive(Debug, Clone)]
-pub struct Standing {
-    /// Whether it leads itself.
-    pub leads: watch::Receiver<bool>,
-    /// The identity that the lease named when it was read last; none where nobody holds it. Whoever that is may have stopped
-    /// since.
-    pub holder: watch::Receiver<Option<String>>,
-}
-
 impl Election {
     /// Takes part until draining begins, in a task of its own. Tells whether this process leads.
     pub fn start(self, shutdown: Shutdown) -> watch::Receiver<bool> {
-        self.follow(shutdown).leads
-    }
-
-    /// The same, for who wants to know who else leads.
-    pub fn follow(self, shutdown: Shutdown) -> Standing {
         let (leads, told) = watch::channel(false);
-        let (holder, named) = watch::channel(None);
         tokio::spawn(async move {
             let mut candidate = Candidate {
                 election: self,
                 leads,
-                holder,
                 renewed: None,
                 seen: None,
                 complaint: Complaint::default(),
@@ -94,7 +73,7 @@ impl Election {
             }
             candidate.retire().await;
         });
-        Standing { leads: told, holder: named }
+        told
     }
 
     /// The leader renews and the others look as often.
@@ -111,7 +90,6 @@ impl Election {
 struct Candidate {
     election: Election,
     leads: watch::Sender<bool>,
-    holder: watch::Sender<Option<String>>,
     /// When the last successful renewal was begun, while leading.
     renewed: Option<Instant>,
     /// The lease's version that was seen last, and when it was seen first.
@@ -156,8 +134,6 @@ impl Candidate {
             return Ok(());
         };
         if !self.is_to_be_written(&lease, begun) {
-            let holder = lease.spec.and_then(|spec| spec.holder_identity);
-            tell(&self.holder, holder.filter(|holder| !holder.is_empty()));
             self.follow("another holds the lease");
             return Ok(());
         }
@@ -212,7 +188,6 @@ impl Candidate {
     }
 
     fn lead(&mut self, since: Instant) {
-        tell(&self.holder, Some(self.election.identity.clone()));
         self.renewed = Some(since);
         self.seen = None;
         if tell(&self.leads, true) {
@@ -236,7 +211,6 @@ impl Candidate {
     /// Stops leading, and then gives the lease back so that another need not wait.
     async fn retire(&mut self) {
         let led = self.renewed.take().is_some();
-        tell(&self.holder, None);
         tell(&self.leads, false);
         if !led {
             return;
@@ -304,7 +278,6 @@ mod tests {
         Candidate {
             election,
             leads: watch::channel(false).0,
-            holder: watch::channel(None).0,
             renewed: None,
             seen: None,
             complaint: Complaint::default(),

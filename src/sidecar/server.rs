@@ -149,17 +149,9 @@ async fn identity(
     };
     let more: Vec<&str> = args.discovery().map(Address::host).into_iter().collect();
     let mut identity = tls::identity::start(kubernetes, wanted, &more, shutdown).await?;
-    if identity.trust.is_some() {
-        return Ok(identity);
-    }
-    // Without --manage-service only replicas look at it, if they can.
-    match publish::bundles_of_files(publish, &args.tls, shutdown.clone()) {
-        Ok(bundles) => {
-            identity.trust = Some(bundles.pem());
-            identity.bundles = managed.then_some(bundles);
-        }
-        Err(error) if managed => return Err(error),
-        Err(error) => tracing::debug!(error = format!("{error:#}"), "no authority of replicas"),
+    if managed && identity.bundles.is_none() {
+        let bundles = publish::bundles_of_files(publish, &args.tls, shutdown.clone());
+        identity.bundles = Some(bundles?);
     }
     Ok(identity)
 }

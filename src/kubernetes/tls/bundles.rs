@@ -41,11 +41,6 @@ impl Bundles {
         (Self { pem, published }, Published(told))
     }
 
-    /// What is to be published, for who trusts it without publishing it.
-    pub fn pem(&self) -> watch::Receiver<String> {
-        self.pem.clone()
-    }
-
     /// A place for whoever publishes. A next authority does not sign before it is in all of them: so all are to be taken
     /// before the first one is used.
     pub fn place(&self) -> Place {

@@ -3,7 +3,6 @@
 use anyhow::{Context, bail};
 use kube::Client;
 use prometheus_client::registry::Registry;
-use tokio::sync::watch;
 
 use super::{Bundles, Certificates, authority};
 use crate::kubernetes::metadata_service::Address;
@@ -50,8 +49,6 @@ pub struct Identity {
     pub certificates: Certificates,
     /// Of an authority of its own, for the one who publishes it, where somebody does.
     pub bundles: Option<Bundles>,
-    /// The authorities (PEM) that a replica trusts others of its kind by; for files, nothing where they hold none.
-    pub trust: Option<watch::Receiver<String>>,
 }
 
 /// What a mode is to show.
@@ -87,8 +84,7 @@ pub async fn start(
         let (client, shutdown) = (client.clone(), shutdown.clone());
         let started = authority::start(client, authority, mode, names, managed, shutdown);
         let (certificates, bundles) = started.await?;
-        let trust = Some(bundles.pem());
-        return Ok(Identity { certificates, bundles: managed.then_some(bundles), trust });
+        return Ok(Identity { certificates, bundles: managed.then_some(bundles) });
     }
     let Some((cert, key)) = files.files() else {
         bail!(
@@ -98,7 +94,7 @@ pub async fn start(
     };
     let (certificates, watcher) = Certificates::from_files(cert, key)?;
     tokio::spawn(watcher.watch(shutdown.clone()));
-    Ok(Identity { certificates, bundles: None, trust: None })
+    Ok(Identity { certificates, bundles: None })
 }
 
 impl Identity {

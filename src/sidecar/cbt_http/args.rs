@@ -1,7 +1,5 @@
 //! The flags of cbt-http.
 
-use std::net::IpAddr;
-use std::str::FromStr;
 use std::time::Duration;
 
 use crate::grpc::fingerprint;
@@ -46,16 +44,6 @@ pub struct Args {
     #[arg(long = "cbt-http-lease-duration", id = "cbt_http_lease_duration", default_value = "15s",
         value_parser = lease_duration, value_name = "TIME")]
     pub lease_duration: Duration,
-
-    /// Where other replicas reach this one while it leads, as host:port or as an address without port. Without it they
-    /// answer with 503 and pass on nothing.
-    #[arg(
-        long = "cbt-http-advertise-address",
-        id = "cbt_http_advertise_address",
-        env = "POD_IP",
-        value_name = "ADDRESS"
-    )]
-    pub advertise_address: Option<Advertised>,
 }
 
 impl Args {
@@ -70,35 +58,6 @@ impl Args {
             }
         };
         self.lease.clone().unwrap_or_else(own)
-    }
-}
-
-/// `--cbt-http-advertise-address`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Advertised {
-    Whole(Address),
-    /// With the port that is served.
-    Ip(IpAddr),
-}
-
-impl Advertised {
-    /// Where this replica is, if `port` is what it serves.
-    pub fn at(&self, port: u16) -> String {
-        match self {
-            Self::Whole(address) => address.to_string(),
-            Self::Ip(ip) => std::net::SocketAddr::from((*ip, port)).to_string(),
-        }
-    }
-}
-
-impl FromStr for Advertised {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.parse() {
-            Ok(ip) => Ok(Self::Ip(ip)),
-            Err(_) => text.parse().map(Self::Whole),
-        }
     }
 }
 
@@ -122,22 +81,9 @@ mod tests {
             ("x --cbt-http-lease-duration 0s", "1h"),
             ("x --cbt-http-lease A_b", "a-z"),
             ("x --cbt-http-service-address https://a", "host:port"),
-            ("x --cbt-http-advertise-address a", "host:port"),
         ] {
             let error = parse(bad).unwrap_err().to_string();
             assert!(error.contains(named), "{bad}: {error}");
-        }
-    }
-
-    #[test]
-    fn a_replica_is_where_it_says_or_at_its_address_and_the_port_that_it_serves() {
-        for (text, at) in [
-            ("10.0.0.1", "10.0.0.1:7"),
-            ("fd00::1", "[fd00::1]:7"),
-            ("10.0.0.1:8", "10.0.0.1:8"),
-            ("pod-0.driver:8", "pod-0.driver:8"),
-        ] {
-            assert_eq!(text.parse::<Advertised>().unwrap().at(7), at);
         }
     }
 

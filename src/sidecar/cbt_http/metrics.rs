@@ -41,7 +41,7 @@ impl Metrics {
         own.register("requests", "Requests, by how they ended", self.requests.clone());
         own.register("request_seconds", "Duration of requests", self.seconds.clone());
         own.register("blocks", "Changed blocks that were told", self.blocks.clone());
-        own.register("leading", "1 in the replica that asks the driver", self.leading.clone());
+        own.register("leading", "1 in the replica that serves pages", self.leading.clone());
     }
 
     pub fn ended(&self, outcome: &'static str, duration: Duration) {

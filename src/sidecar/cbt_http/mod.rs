@@ -1,11 +1,11 @@
 //! cbt-http (KEP-3314, VolumeSnapshotDelta): pages of changed blocks over HTTPS, for the aggregated API server, in the words of
-//! [`crate::kubernetes::cbt_http`]. One of several replicas leads and asks the driver; the others pass requests on to it.
+//! [`crate::kubernetes::cbt_http`]. One of several replicas leads and serves pages; the others refuse them and fail their readiness
+//! probe ([`LEADER_PATH`]).
 //! Pages are those of the driver's SnapshotMetadata service ([`streamed`]), or of its ListSnapshotDeltas where it lacks that
 //! ([`listed`]). No state is kept between pages.
 
 mod args;
 mod blocks;
-mod forward;
 mod listed;
 mod metrics;
 mod pages;
@@ -18,10 +18,9 @@ use std::sync::{Arc, OnceLock};
 use anyhow::Context;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{Api, Client};
-use rustls_pki_types::ServerName;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use self::forward::{Leadership, Trust};
 use self::routes::{Desk, Known};
 use super::call::Calls;
 use super::driver_link::{Driver, DriverLink};
@@ -35,7 +34,7 @@ use crate::telemetry::shutdown::Shutdown;
 pub use args::Args;
 pub use metrics::Metrics;
 
-/// Where the HTTP endpoint says whether this replica leads.
+/// Path of the readiness probe at the HTTP endpoint: whether this replica leads and has a driver.
 pub const LEADER_PATH: &str = "/cbt-http/leader";
 /// Requests that are being checked or answered, at most.
 const REQUESTS: usize = 1024;
@@ -54,7 +53,7 @@ pub struct Start<'a> {
 
 /// What is being served.
 pub struct Served {
-    /// Whether this replica leads.
+    /// Whether this replica leads and has a driver.
     pub leads: HealthCheck,
     /// Ends when draining is over and the lease is given back.
     pub task: JoinHandle<()>,
@@ -83,58 +82,37 @@ pub async fn start(start: Start<'_>) -> anyhow::Result<Served> {
     let address = listener.local_addr()?;
     let config = tls::server_config(&args.tls, identity.certificates.clone(), tls::HTTPS)?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
-    let standing = standing(&start, address.port())?;
-    let standing = tokio::spawn(stand(desk.clone(), standing, shutdown.clone()));
+    let election = tokio::spawn(elect(desk.clone(), candidate(&start)?, shutdown.clone()));
     let routes = routes::routes(desk.clone());
     let limits = routes::limits(args.timeout);
     tracing::info!(%address, "serving cbt-http");
-    let leads: HealthCheck = Arc::new(move || match desk.known.get() {
-        Some(known) if known.leadership.leads() => Ok(()),
-        Some(_) => Err("another replica leads".into()),
-        None => Err("the CSI driver's name is not known yet".into()),
-    });
+    let leads: HealthCheck = Arc::new(move || desk.is_ready());
     let served = https::serve(incoming, routes, limits, shutdown.clone());
     let task = tokio::spawn(async move {
         served.await;
         // A panic is in the log already.
-        let _ = standing.await;
+        let _ = election.await;
     });
     Ok(Served { leads, task })
 }
 
-/// Makes a replica's part in the election of a driver with this name.
-type Stand = Box<dyn FnOnce(&str) -> Leadership + Send>;
+/// What an election needs for a driver of this name.
+type Candidate = Box<dyn FnOnce(&str) -> Election + Send>;
 
-fn standing(start: &Start<'_>, port: u16) -> anyhow::Result<Stand> {
+fn candidate(start: &Start<'_>) -> anyhow::Result<Candidate> {
     let args = start.args.cbt_http.clone();
-    let advertised = args.advertise_address.as_ref().map(|advertised| advertised.at(port));
-    let identity = own_name(advertised.as_deref().unwrap_or("sidecar"))?;
-    let host = args.service_address.as_ref().or(start.args.publish.service_address.as_ref());
-    let host = host.map(|address| ServerName::try_from(address.host().to_owned())).transpose();
-    let host = host.context("--cbt-http-service-address")?;
-    let trust = start.identity.trust.clone().zip(host);
-    let trust = trust.map(|(authorities, host)| Trust { authorities, host });
-    if trust.is_none() || advertised.is_none() {
-        tracing::warn!(
-            "replicas cannot pass requests on to each other: that needs --cbt-http-advertise-address, \
-             --cbt-http-service-address, and --self-signed or --service-ca (ca.crt beside --tls-cert)"
-        );
-    }
+    let identity = own_name("sidecar")?;
     let leases: Api<Lease> = Api::namespaced(start.kubernetes.clone(), start.namespace);
-    let shutdown = start.shutdown.clone();
-    Ok(Box::new(move |driver| {
-        let election = Election {
-            leases,
-            name: args.lease(driver),
-            identity: identity.clone(),
-            duration: args.lease_duration,
-        };
-        Leadership::new(election.follow(shutdown), &identity, trust)
+    Ok(Box::new(move |driver| Election {
+        leases,
+        name: args.lease(driver),
+        identity,
+        duration: args.lease_duration,
     }))
 }
 
-/// Takes part in the election as soon as the driver has said its name.
-async fn stand(desk: Arc<Desk>, stand: Stand, shutdown: Shutdown) {
+/// Takes part in the election as soon as the driver's name is known.
+async fn elect(desk: Arc<Desk>, candidate: Candidate, shutdown: Shutdown) {
     let mut state = desk.driver.state();
     let known = state.wait_for(|state| matches!(state, Driver::Ready { .. }));
     let name = tokio::select! {
@@ -144,9 +122,8 @@ async fn stand(desk: Arc<Desk>, stand: Stand, shutdown: Shutdown) {
         },
         () = shutdown.draining() => return,
     };
-    let leadership = stand(&name);
-    let mut leads = leadership.watch();
-    let _ = desk.known.set(Known { driver: name, leadership });
+    let mut leads: watch::Receiver<bool> = candidate(&name).start(shutdown);
+    let _ = desk.known.set(Known { driver: name, leads: leads.clone() });
     loop {
         desk.metrics.leading(*leads.borrow_and_update());
         if leads.changed().await.is_err() {

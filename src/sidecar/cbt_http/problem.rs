@@ -102,8 +102,13 @@ pub fn answer(problem: &Problem) -> Response {
 /// The same with a status that no kind has.
 pub fn answer_with(status: StatusCode, problem: &Problem) -> Response {
     let mut response = (status, Json(problem)).into_response();
+    let headers = response.headers_mut();
     if matches!(problem.kind, ProblemKind::Unavailable | ProblemKind::Busy) {
-        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER));
+        headers.insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER));
+    }
+    if problem.kind == ProblemKind::Unavailable {
+        // The next attempt is to go to the replica that leads by then, and not over this connection to this one.
+        headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
     response
 }
@@ -128,9 +133,14 @@ mod tests {
 
     #[test]
     fn whoever_may_try_again_is_told_when() {
-        for (kind, told) in [(ProblemKind::Busy, true), (ProblemKind::Driver, false)] {
+        for (kind, after, closes) in [
+            (ProblemKind::Unavailable, true, true),
+            (ProblemKind::Busy, true, false),
+            (ProblemKind::Driver, false, false),
+        ] {
             let response = answer(&problem(kind, "x"));
-            assert_eq!(response.headers().contains_key(header::RETRY_AFTER), told);
+            assert_eq!(response.headers().contains_key(header::RETRY_AFTER), after);
+            assert_eq!(response.headers().contains_key(header::CONNECTION), closes);
             assert_eq!(response.status(), kind.status());
         }
     }

@@ -12,8 +12,8 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use k8s_openapi::api::authentication::v1::UserInfo;
+use tokio::sync::watch;
 
-use super::forward::{FORWARDED, Leadership};
 use super::metrics::Metrics;
 use super::pages::{self, Asking};
 use super::problem::{self, problem, unavailable};
@@ -54,7 +54,8 @@ pub struct Desk {
 pub struct Known {
     /// Name of the CSI driver, which does not change.
     pub driver: String,
-    pub leadership: Leadership,
+    /// Whether this replica leads.
+    pub leads: watch::Receiver<bool>,
 }
 
 /// The bounds for https::serve: behind those of a page, so that a caller learns what it was.
@@ -96,24 +97,14 @@ async fn page(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) ->
     let mut visit = Visit::begin(&desk.metrics, "page");
     let told = desk.attend(desk.page(&headers, body, &mut visit)).await;
     match told {
-        Ok(Answer::Page(page)) => {
+        Ok(page) => {
             visit.blocks = page.changed_blocks.len();
             desk.metrics.told(visit.blocks);
             visit.end("ok", None);
             Json(page).into_response()
         }
-        Ok(Answer::Forwarded(response)) => {
-            visit.end("forwarded", None);
-            response
-        }
         Err(problem) => visit.refused(&problem),
     }
-}
-
-enum Answer {
-    Page(Page),
-    /// By the replica that leads.
-    Forwarded(Response),
 }
 
 impl Desk {
@@ -134,26 +125,29 @@ impl Desk {
         headers: &HeaderMap,
         body: Bytes,
         visit: &mut Visit,
-    ) -> Result<Answer, Problem> {
+    ) -> Result<Page, Problem> {
         let deadline = tokio::time::Instant::now() + self.timeout;
         let (known, user) = self.admitted(headers).await?;
         visit.user = name_of(&user);
         let asked = decode(&body)?;
         visit.about(&asked);
         pages::check(&asked, &known.driver)?;
-        let _running = self.pages.begin().ok_or_else(busy)?;
-        if known.leadership.leads() {
-            let (driver, asked) = (&self.driver, &asked);
-            return pages::page(&Asking { driver, asked, deadline })
-                .await
-                .map(Answer::Page);
-        }
-        if headers.contains_key(FORWARDED) {
-            let words = "the request was passed on to a replica that leads no more; try again";
+        if !*known.leads.borrow() {
+            let words =
+                "another replica leads; route requests by the readiness probe, and try again";
             return Err(unavailable(words));
         }
-        let authorization = headers.get(header::AUTHORIZATION).ok_or_else(no_token)?;
-        known.leadership.forward(authorization, body).await.map(Answer::Forwarded)
+        let _running = self.pages.begin().ok_or_else(busy)?;
+        pages::page(&Asking { driver: &self.driver, asked: &asked, deadline }).await
+    }
+
+    /// Whether requests are to be routed here.
+    pub fn is_ready(&self) -> Result<(), String> {
+        let known = self.known.get().ok_or("the CSI driver's name is not known yet")?;
+        if !*known.leads.borrow() {
+            return Err("another replica leads".into());
+        }
+        pages::info(&self.driver).map(drop).map_err(|problem| problem.message)
     }
 
     /// A user who may ask.

@@ -194,8 +194,6 @@ impl Place<'_> {
             &cbt_http.to_string(),
             "--cbt-http-service-address",
             &address(found_at),
-            "--cbt-http-advertise-address",
-            &address(cbt_http),
             "--cbt-http-lease-duration",
             "3s",
         ];

@@ -99,9 +99,6 @@ impl<'a> Desk<'a> {
         if !flags.contains(&"--cbt-http-service-address") {
             all.extend(["--cbt-http-service-address", &address]);
         }
-        if !flags.contains(&"--cbt-http-advertise-address") {
-            all.extend(["--cbt-http-advertise-address", "127.0.0.1"]);
-        }
         all.extend(flags);
         let served = spawn(self.cluster, &self.socket, &kubeconfig, &self.certificate, &all);
         Replica { served, port }

@@ -253,6 +253,8 @@ fn a_driver_takes_part_in_deltas_with_the_component() {
     {
         assert!(arguments("metadata").contains(&format!("\"{flag}\"")), "{flag}");
     }
+    let ready = &container("metadata")["readinessProbe"]["httpGet"]["path"];
+    assert_eq!(ready, "/cbt-http/leader", "replicas that do not lead get no requests");
     // Whom Service and policy mean, and by which port.
     let ports = container("metadata")["ports"].as_array().unwrap();
     let served = ports.iter().find(|one| one["name"] == port["targetPort"]).unwrap();

@@ -1,27 +1,39 @@
-//! A VolumeSnapshotDelta as it was sent. What is not one is refused by the field that is wrong; fields that are unknown or there twice are
-//! refused, warned of or ignored, as the request asks, in the API server's own words.
+//! Reads a VolumeSnapshotDelta from a request. A wrong field is refused by its name. Unknown fields are refused, warned of or ignored, as
+//! `fieldValidation` asks, in the API server's own words; a field that is there twice is always refused.
 
 mod fields;
 
 use axum::http::{HeaderMap, header};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use serde::Deserialize;
 use serde_json::Value;
 
 use super::failure::{Cause, Failure};
 use crate::grpc::cut;
 use crate::kubernetes::name;
-use crate::kubernetes::snapshot_delta::{API_VERSION, GROUP, KIND, VERSION, VolumeSnapshotDelta};
+use crate::kubernetes::snapshot_delta::{
+    API_VERSION, GROUP, KIND, VERSION, VolumeSnapshotDelta, VolumeSnapshotDeltaSpec, or_default,
+};
 
 /// Bytes of a request's body.
 pub const MAX_BODY: usize = 64 << 10;
 /// Bytes of a request's query.
 const MAX_QUERY: usize = 4 << 10;
 
-/// What becomes of fields that are unknown or there twice.
+/// What becomes of unknown fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Validation {
     Strict,
     Warn,
     Ignore,
+}
+
+/// What is read of the object: its status is the server's to write, whatever was sent.
+#[derive(Deserialize)]
+struct Sent {
+    #[serde(default, deserialize_with = "or_default")]
+    metadata: ObjectMeta,
+    spec: VolumeSnapshotDeltaSpec,
 }
 
 /// What was asked, and what is to be said about how.
@@ -50,12 +62,12 @@ pub fn decode(
             format!("the body has more than {MAX_BODY} bytes"),
         ));
     }
-    let (mut value, doubled) =
-        fields::read(body).map_err(|error| malformed(format!("the body is not JSON: {error}")))?;
+    let value = serde_json::from_slice(body);
+    let value = value.map_err(|error| malformed(format!("the body is not JSON: {error}")))?;
     check_type(&value)?;
     let warnings = match validation {
         Validation::Ignore => Vec::new(),
-        Validation::Strict | Validation::Warn => fields::odd(&value, doubled),
+        Validation::Strict | Validation::Warn => fields::unknown(&value),
     };
     if validation == Validation::Strict && !warnings.is_empty() {
         return Err(malformed(format!(
@@ -64,17 +76,14 @@ pub fn decode(
         )));
     }
     check_numbers(&value["spec"])?;
-    fields::without_nulls(&mut value["spec"]);
-    if let Some(object) = value.as_object_mut() {
-        // It is this server's to write, whatever was sent.
-        object.remove("status");
-        // Go writes what is empty as null.
-        object.retain(|_, field| !field.is_null());
-    }
-    let delta = serde_path_to_error::deserialize(value).map_err(|error| {
+    // Of the bytes: a `Value` has only the last of fields with the same name.
+    let sent = &mut serde_json::Deserializer::from_slice(body);
+    let Sent { metadata, spec } = serde_path_to_error::deserialize(sent).map_err(|error| {
         let (path, error) = (error.path().to_string(), error.into_inner());
         malformed(format!("{path}: {error}"))
     })?;
+    let (api_version, kind) = (API_VERSION.to_owned(), KIND.to_owned());
+    let delta = VolumeSnapshotDelta { api_version, kind, metadata, spec, status: None };
     Ok(Asked { delta: checked(delta, namespace)?, warnings })
 }
 

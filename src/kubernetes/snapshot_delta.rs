@@ -36,7 +36,7 @@ pub struct VolumeSnapshotDelta {
 #[serde(rename_all = "camelCase")]
 pub struct VolumeSnapshotDeltaSpec {
     /// Name of the VolumeSnapshot to compare with. Without it, all blocks that the target holds are listed.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "String::is_empty")]
     pub base_volume_snapshot_name: String,
     /// Name of the VolumeSnapshot whose blocks are listed.
     pub target_volume_snapshot_name: String,
@@ -52,10 +52,10 @@ pub struct VolumeSnapshotDeltaSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
     /// Entries of the answer, at most; 0 means 256. The server has a maximum of its own.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub limit: u64,
     /// Number of the block to begin with: 0, or what status.continue of the page before said.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub offset: u64,
 }
 
@@ -161,8 +161,8 @@ impl<'de> Deserialize<'de> for VolumeSnapshotDeltaState {
     }
 }
 
-/// Go writes an empty list as null.
-fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
+/// Go writes what is empty as null.
+pub fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
     deserializer: D,
 ) -> Result<T, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())

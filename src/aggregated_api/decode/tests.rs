@@ -56,17 +56,15 @@ fn a_status_that_was_sent_is_dropped() {
 }
 
 #[test]
-fn fields_that_are_unknown_or_there_twice_are_refused_warned_of_or_ignored() {
+fn unknown_fields_are_refused_warned_of_or_ignored() {
     let body = format!(
         r#"{{"apiVersion":"{API_VERSION}","kind":"{KIND}","extra":1,"metadata":{{"nmae":"x"}},
-            "spec":{{"{TARGET}":"a","limit":1,"limit":2,"secretRef":{{"name":"s","key":"k"}},"{TARGET}":"b"}}}}"#
+            "spec":{{"limit":2,"secretRef":{{"name":"s","key":"k"}},"{TARGET}":"b"}}}}"#
     );
     let told = [
         r#"unknown field "extra""#,
         r#"unknown field "metadata.nmae""#,
         r#"unknown field "spec.secretRef.key""#,
-        r#"duplicate field "spec.limit""#,
-        r#"duplicate field "spec.targetVolumeSnapshotName""#,
     ];
     let refused = decoded("fieldValidation=Strict", &body).unwrap_err();
     assert_eq!(refused.cause, Cause::Malformed);
@@ -80,6 +78,27 @@ fn fields_that_are_unknown_or_there_twice_are_refused_warned_of_or_ignored() {
     }
     for one in told {
         assert!(refused.message.contains(one), "{}", refused.message);
+    }
+}
+
+#[test]
+fn a_field_that_is_there_twice_is_refused_by_its_name() {
+    let head = format!(r#""apiVersion":"{API_VERSION}","kind":"{KIND}""#);
+    for (body, told) in [
+        (
+            format!(r#"{{{head},"spec":{{"{TARGET}":"a","limit":1,"limit":2}}}}"#),
+            "spec: duplicate field `limit`",
+        ),
+        (
+            format!(r#"{{{head},"spec":{{"{TARGET}":"a"}},"spec":{{"{TARGET}":"b"}}}}"#),
+            "duplicate field `spec`",
+        ),
+    ] {
+        for query in ["", "fieldValidation=Strict", "fieldValidation=Ignore"] {
+            let refused = decoded(query, &body).unwrap_err();
+            assert_eq!(refused.cause, Cause::Malformed);
+            assert!(refused.message.contains(told), "{}", refused.message);
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use k8s_openapi::api::admissionregistration::v1::{
     MutatingWebhookConfiguration, ValidatingWebhookConfiguration,
 };
 use kube::Client;
+use tokio::sync::watch;
 
 use super::args::Args;
 use super::judge::Judge;
@@ -15,7 +16,6 @@ use super::metrics::Metrics;
 use super::policy::{Policies, Unknown};
 use super::webhooks;
 use crate::kubernetes::publish::keep;
-use crate::kubernetes::tls::Bundles;
 use crate::kubernetes::webhook_configuration::CaBundle;
 use crate::kubernetes::{https, tls};
 use crate::telemetry::http::{self, Pages};
@@ -45,8 +45,8 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let address = listener.local_addr()?;
     let config = tls::server_config(&args.tls.files, identity.certificates, tls::HTTPS)?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
-    if let Some(bundles) = &identity.bundles {
-        publish(&args, &kubernetes, bundles, &shutdown);
+    if let Some(trusted) = &identity.trusted {
+        publish(&args, &kubernetes, trusted, &shutdown);
     }
     serve_http(&args, &policies, &metrics, &shutdown).await?;
     let driver = &args.driver_name;
@@ -58,15 +58,18 @@ async fn serve(args: Args) -> anyhow::Result<()> {
 }
 
 /// Begins to keep the authority known to the API server, in both configurations.
-fn publish(args: &Args, kubernetes: &Client, bundles: &Bundles, shutdown: &Shutdown) {
+fn publish(
+    args: &Args,
+    kubernetes: &Client,
+    trusted: &watch::Receiver<String>,
+    shutdown: &Shutdown,
+) {
     let name = &args.webhook_configuration;
     let mutating: CaBundle<MutatingWebhookConfiguration> = CaBundle::new(name, MANAGER);
     let validating: CaBundle<ValidatingWebhookConfiguration> =
         CaBundle::new(name, MANAGER).with_adviser(webhooks::VALIDATE_WORKLOAD);
-    let places = [bundles.place(), bundles.place()];
-    let [first, second] = places;
-    tokio::spawn(keep(kubernetes.clone(), mutating, first, shutdown.clone()));
-    tokio::spawn(keep(kubernetes.clone(), validating, second, shutdown.clone()));
+    tokio::spawn(keep(kubernetes.clone(), mutating, trusted.clone(), shutdown.clone()));
+    tokio::spawn(keep(kubernetes.clone(), validating, trusted.clone(), shutdown.clone()));
 }
 
 async fn serve_http(

@@ -120,10 +120,9 @@ async fn serve_api<C: Creates>(
     let address = listener.local_addr()?;
     let config = tls::server_config_that_asks(&args.tls.files, identity.certificates, tls::HTTPS)?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
-    if let Some(bundles) = identity.bundles {
+    if let Some(trusted) = identity.trusted {
         let publication = CaBundle::new(&args.api_service, MANAGER);
-        let place = bundles.place();
-        tokio::spawn(keep(kubernetes.clone(), publication, place, shutdown.clone()));
+        tokio::spawn(keep(kubernetes.clone(), publication, trusted, shutdown.clone()));
     }
     tracing::info!(%address, "serving the API");
     let Served { front_proxy, metrics, deltas } = served;

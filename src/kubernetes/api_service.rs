@@ -34,10 +34,6 @@ impl Publication for CaBundle {
         &self.name
     }
 
-    fn published(&self, found: &APIService) -> String {
-        String::from_utf8_lossy(ca_bundle(found)).into_owned()
-    }
-
     fn is_as_it_should_be(&self, found: &APIService, pem: &str) -> bool {
         ca_bundle(found) == pem.as_bytes()
     }
@@ -89,7 +85,6 @@ mod tests {
         assert_eq!(wanted["spec"], json!({ "caBundle": ByteString(b"new".to_vec()) }));
         assert_eq!(wanted["metadata"], json!({ "name": "v1.example", "uid": "u" }));
         assert!(publication.wanted(None, "new").is_err());
-        assert_eq!(publication.published(&service("old", false)), "old");
         assert!(publication.is_as_it_should_be(&service("a", false), "a"));
         assert!(!publication.is_as_it_should_be(&service("", false), "a"));
     }

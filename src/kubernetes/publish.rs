@@ -9,12 +9,12 @@ use kube::core::ClusterResourceScope;
 use kube::runtime::watcher::watch_object;
 use kube::{Api, Client, Resource};
 use serde_json::Value;
+use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_stream::{Stream, StreamExt};
 
 use super::cache::Object;
 use super::client::within;
-use super::tls::Place;
 use crate::telemetry::complaint::Complaint;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -40,9 +40,6 @@ pub trait Publication: Send + 'static {
     /// The object's name.
     fn name(&self) -> &str;
 
-    /// The certificates (PEM) that clients find in it.
-    fn published(&self, found: &Self::Object) -> String;
-
     fn is_as_it_should_be(&self, found: &Self::Object, pem: &str) -> bool;
 
     /// What server-side apply is to make of it, with certificates in PEM.
@@ -61,11 +58,11 @@ pub trait Publication: Send + 'static {
     fn look(&mut self, _found: &Self::Object) {}
 }
 
-/// Keeps the object until draining begins. Whatever goes wrong is told once and tried again.
+/// Keeps the object, with the certificates in `pem`, until draining begins. Whatever goes wrong is logged once and tried again.
 pub async fn keep<P: Publication>(
     client: Client,
     publication: P,
-    place: Place,
+    pem: watch::Receiver<String>,
     shutdown: Shutdown,
 ) {
     let objects: Api<P::Object> = Api::all(client);
@@ -73,7 +70,7 @@ pub async fn keep<P: Publication>(
     let publisher = Publisher {
         objects,
         publication,
-        place,
+        pem,
         complaint: Complaint::default(),
         crd_lacks_field: false,
     };
@@ -89,7 +86,7 @@ type Seen<K> = kube::runtime::watcher::Result<Option<K>>;
 struct Publisher<P: Publication> {
     objects: Api<P::Object>,
     publication: P,
-    place: Place,
+    pem: watch::Receiver<String>,
     complaint: Complaint,
     /// Whether the definition is one without [`Publication::OPTIONAL_FIELD`].
     crd_lacks_field: bool,
@@ -132,7 +129,7 @@ impl<P: Publication> Publisher<P> {
         };
         tokio::select! {
             // Nobody has more to say: what is published is still kept.
-            Ok(()) = self.place.pem.changed() => {}
+            Ok(()) = self.pem.changed() => {}
             () = watched => {}
             () = sleep(RESYNC) => {}
         }
@@ -151,20 +148,14 @@ impl<P: Publication> Publisher<P> {
 
     /// Returns whether it changed the object.
     async fn publish(&mut self) -> anyhow::Result<bool> {
-        let pem = self.place.pem.borrow_and_update().clone();
+        let pem = self.pem.borrow_and_update().clone();
         let name = self.publication.name().to_owned();
         let found = within(CALL, self.objects.get_opt(&name)).await;
         let found = found.map_err(|error| told::<P>(error, "reading"))?;
-        // One that is gone tells clients nothing.
-        let published = found.as_ref().map(|found| self.publication.published(found));
-        self.place.tell(&published.unwrap_or_default());
         if let Some(found) = &found {
             self.publication.look(found);
         }
-        // Nothing that could be published now.
-        if pem.is_empty()
-            || found.as_ref().is_some_and(|found| self.publication.is_as_it_should_be(found, &pem))
-        {
+        if found.as_ref().is_some_and(|found| self.publication.is_as_it_should_be(found, &pem)) {
             return Ok(false);
         }
         if let Some(patch) = found.as_ref().and_then(|found| self.publication.in_the_way(found)) {
@@ -174,7 +165,6 @@ impl<P: Publication> Publisher<P> {
         }
         let wanted = self.publication.wanted(found.as_ref(), &pem)?;
         let written = self.apply(wanted).await.map_err(|error| told::<P>(error, "writing"))?;
-        self.place.tell(&pem);
         // Where the definition lacks the optional field, the object never is as it should be.
         let before = found.and_then(|found| found.meta().resource_version.clone());
         let changed = before.is_none() || before != written.meta().resource_version;

@@ -97,17 +97,6 @@ impl<C: Configuration> Publication for CaBundle<C> {
         &self.name
     }
 
-    /// What the API server trusts whichever of the webhooks it calls.
-    fn published(&self, found: &C) -> String {
-        let webhooks = found.webhooks();
-        let mut bundles = webhooks.iter().map(Webhook::ca_bundle);
-        let first = bundles.next().unwrap_or_default();
-        match bundles.all(|bundle| bundle == first) {
-            true => String::from_utf8_lossy(first).into_owned(),
-            false => String::new(),
-        }
-    }
-
     fn is_as_it_should_be(&self, found: &C, pem: &str) -> bool {
         let webhooks = found.webhooks();
         !webhooks.is_empty() && webhooks.iter().all(|one| one.ca_bundle() == pem.as_bytes())
@@ -191,17 +180,6 @@ mod tests {
         publication = publication.with_adviser("/advise");
         publication.look(&found);
         assert!(!publication.is_open);
-    }
-
-    #[test]
-    fn what_counts_as_published_is_in_every_webhook() {
-        let publication = CaBundle::new("c", "m");
-        let published = |bundles: &[&str]| publication.published(&configuration(bundles));
-        assert_eq!(published(&["a", "a"]), "a");
-        assert_eq!(published(&["a", "b"]), "");
-        assert_eq!(published(&[]), "");
-        let good = |bundles: &[&str]| publication.is_as_it_should_be(&configuration(bundles), "a");
-        assert!(good(&["a", "a"]) && !good(&["a", "b"]) && !good(&[]));
     }
 
     #[test]

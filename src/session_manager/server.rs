@@ -79,11 +79,10 @@ async fn serve_webhook(
     let address = listener.local_addr()?;
     let config = tls::server_config(&args.tls.files, identity.certificates, tls::HTTPS)?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
-    if let Some(bundles) = identity.bundles {
+    if let Some(trusted) = identity.trusted {
         let publication: CaBundle<ValidatingWebhookConfiguration> =
             CaBundle::new(&args.webhook_configuration, MANAGER);
-        let place = bundles.place();
-        tokio::spawn(keep(kubernetes.clone(), publication, place, shutdown.clone()));
+        tokio::spawn(keep(kubernetes.clone(), publication, trusted, shutdown.clone()));
     }
     tracing::info!(%address, "serving the webhook");
     let routes = webhook::routes(reviews);

@@ -9,12 +9,13 @@ use k8s_openapi::ByteString;
 use kube::Resource;
 use kube::api::ObjectMeta;
 use serde_json::{Value, json};
+use tokio::sync::watch;
 
 use crate::kubernetes::driver_discovery::{ClientConfig, DriverDiscovery, ServiceReference};
 use crate::kubernetes::metadata_service::{Address, DRIVER_LABEL, SnapshotMetadataService};
 use crate::kubernetes::publish::Publication;
 use crate::kubernetes::session::SnapshotServiceConfiguration;
-use crate::kubernetes::tls::{self, Bundles};
+use crate::kubernetes::tls;
 use crate::kubernetes::{cbt_http, name};
 use crate::telemetry::klog;
 use crate::telemetry::shutdown::Shutdown;
@@ -132,14 +133,14 @@ impl Discovery {
 ///
 /// # Errors
 /// The file cannot be read or holds something else; which.
-pub fn bundles_of_files(
+pub fn authorities(
     args: &Args,
     tls: &tls::Args,
     shutdown: Shutdown,
-) -> anyhow::Result<Bundles> {
+) -> anyhow::Result<watch::Receiver<String>> {
     let beside = tls.tls_cert.as_deref().map(|cert| cert.with_file_name("ca.crt"));
     let file = args.service_ca.clone().or(beside).context("--manage-service needs --service-ca")?;
-    Bundles::of_file("--service-ca", &file, shutdown)
+    tls::authorities_of("--service-ca", &file, shutdown)
 }
 
 impl Publication for Service {
@@ -153,10 +154,6 @@ impl Publication for Service {
 
     fn name(&self) -> &str {
         &self.driver
-    }
-
-    fn published(&self, found: &SnapshotMetadataService) -> String {
-        String::from_utf8_lossy(&found.spec.ca_cert.0).into_owned()
     }
 
     fn wanted(&self, _: Option<&SnapshotMetadataService>, pem: &str) -> anyhow::Result<Value> {
@@ -200,10 +197,6 @@ impl Publication for Configuration {
         &self.driver
     }
 
-    fn published(&self, found: &SnapshotServiceConfiguration) -> String {
-        String::from_utf8_lossy(&found.spec.ca_cert.0).into_owned()
-    }
-
     fn wanted(&self, _: Option<&SnapshotServiceConfiguration>, pem: &str) -> anyhow::Result<Value> {
         Ok(json!({
             "apiVersion": SnapshotServiceConfiguration::api_version(&()),
@@ -235,10 +228,6 @@ impl Publication for Discovery {
 
     fn name(&self) -> &str {
         &self.driver
-    }
-
-    fn published(&self, found: &DriverDiscovery) -> String {
-        String::from_utf8_lossy(&found.spec.client_config.ca_bundle.0).into_owned()
     }
 
     fn wanted(&self, _: Option<&DriverDiscovery>, pem: &str) -> anyhow::Result<Value> {

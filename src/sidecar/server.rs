@@ -32,8 +32,8 @@ use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::publish::{Publication, keep};
 use crate::kubernetes::review::Reviewer;
 use crate::kubernetes::snapshot::{self, VolumeSnapshotClass, VolumeSnapshotContent};
+use crate::kubernetes::tls::Connection;
 use crate::kubernetes::tls::identity::{Identity, Wanted};
-use crate::kubernetes::tls::{Bundles, Connection, Place};
 use crate::kubernetes::{bound_snapshot, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
@@ -88,10 +88,10 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let incoming = base.listen(&identity).await?;
     let attended = watch::Sender::new(Driver::Away("it was not asked yet".into()));
     base.serve_http(attended.subscribe(), pages.as_ref().map(|pages| pages.leads.clone())).await?;
-    let bundles = identity.bundles.take();
+    let trusted = identity.trusted.take();
     let shutdown = base.shutdown.clone();
     let attend = Attend { base, gate: gate_sender, health, attended, contents, refused };
-    tokio::spawn(attend.driver(bundles));
+    tokio::spawn(attend.driver(trusted));
     let router = router(apis).add_service(health_service);
     let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
@@ -145,13 +145,13 @@ async fn identity(
         files: &args.tls,
         authority: &args.authority,
         address: publish.service_address.as_ref(),
-        managed,
     };
     let more: Vec<&str> = args.discovery().map(Address::host).into_iter().collect();
     let mut identity = tls::identity::start(kubernetes, wanted, &more, shutdown).await?;
-    if managed && identity.bundles.is_none() {
-        let bundles = publish::bundles_of_files(publish, &args.tls, shutdown.clone());
-        identity.bundles = Some(bundles?);
+    if !managed {
+        identity.trusted = None;
+    } else if identity.trusted.is_none() {
+        identity.trusted = Some(publish::authorities(publish, &args.tls, shutdown.clone())?);
     }
     Ok(identity)
 }
@@ -311,7 +311,7 @@ struct Attend {
 }
 
 impl Attend {
-    async fn driver(mut self, mut bundles: Option<Bundles>) {
+    async fn driver(mut self, mut trusted: Option<watch::Receiver<String>>) {
         let mut state = self.base.driver.state();
         let mut contents = self.contents.take();
         loop {
@@ -323,7 +323,7 @@ impl Attend {
                         self.publish_bases(name, contents);
                     }
                     if self.gate.borrow().is_none() {
-                        self.begin(name, bundles.take());
+                        self.begin(name, trusted.take());
                     }
                     ServingStatus::Serving
                 }
@@ -353,13 +353,13 @@ impl Attend {
     }
 
     /// What can begin once the driver's name is known.
-    fn begin(&self, driver: &str, bundles: Option<Bundles>) {
-        if let (Some(bundles), Some(address)) = (&bundles, &self.base.args.publish.service_address)
+    fn begin(&self, driver: &str, trusted: Option<watch::Receiver<String>>) {
+        if let (Some(trusted), Some(address)) = (&trusted, &self.base.args.publish.service_address)
         {
-            self.advertise(driver, address, bundles);
+            self.advertise(driver, address, trusted);
         }
         // Who makes the object knows what it says.
-        let own = bundles.is_some().then(|| driver.to_owned());
+        let own = trusted.is_some().then(|| driver.to_owned());
         let audience = match self.base.args.audience.clone().or(own) {
             Some(audience) => Audience::Fixed(audience),
             // Only the released API asks for it.
@@ -381,35 +381,25 @@ impl Attend {
     }
 
     /// Begins to keep the objects by which clients find what is served.
-    fn advertise(&self, driver: &str, address: &Address, bundles: &Bundles) {
-        let (driver, address) = (driver.to_owned(), address.clone());
-        // All places are there before any is used.
-        let released = self.base.args.metadata_api.then(|| bundles.place());
-        let namespace = self.base.namespace.clone().filter(|_| self.base.args.session_api);
-        let sessions = namespace.map(|namespace| (namespace, bundles.place()));
-        let discovery =
-            self.base.args.discovery().map(|address| (address.clone(), bundles.place()));
-        if let Some((address, place)) = discovery {
-            self.keep(publish::Discovery { driver: driver.clone(), address }, place);
+    fn advertise(&self, driver: &str, address: &Address, trusted: &watch::Receiver<String>) {
+        let (args, driver, address) = (&self.base.args, driver.to_owned(), address.clone());
+        if let Some(address) = args.discovery().cloned() {
+            self.keep(publish::Discovery { driver: driver.clone(), address }, trusted);
         }
-        if let Some((namespace, place)) = sessions {
+        if let Some(namespace) = self.base.namespace.clone().filter(|_| args.session_api) {
             let (driver, address) = (driver.clone(), address.clone());
-            self.keep(publish::Configuration { driver, address, namespace }, place);
+            self.keep(publish::Configuration { driver, address, namespace }, trusted);
         }
-        if let Some(place) = released {
-            let audience = self.base.args.audience.clone().unwrap_or_else(|| driver.clone());
-            let requires_base = self.base.args.publish.require_base_snapshot_for_delta;
-            self.keep(publish::Service { driver, address, audience, requires_base }, place);
+        if args.metadata_api {
+            let audience = args.audience.clone().unwrap_or_else(|| driver.clone());
+            let requires_base = args.publish.require_base_snapshot_for_delta;
+            self.keep(publish::Service { driver, address, audience, requires_base }, trusted);
         }
     }
 
-    fn keep(&self, publication: impl Publication, place: Place) {
-        tokio::spawn(keep(
-            self.base.kubernetes.clone(),
-            publication,
-            place,
-            self.base.shutdown.clone(),
-        ));
+    fn keep(&self, publication: impl Publication, trusted: &watch::Receiver<String>) {
+        let (kubernetes, shutdown) = (self.base.kubernetes.clone(), self.base.shutdown.clone());
+        tokio::spawn(keep(kubernetes, publication, trusted.clone(), shutdown));
     }
 }
 

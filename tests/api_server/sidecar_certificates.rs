@@ -1,11 +1,11 @@
-//! The sidecar's certificates against a real API server: replicas that have one authority in common, which they replace
-//! while clients come and go, and the SnapshotMetadataService by which clients know it.
+//! The sidecar's certificates against a real API server: replicas that have one authority in common and replace their
+//! certificates while clients come and go, and the SnapshotMetadataService by which clients know the authority.
 
 use support::cluster::shared;
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use clap::Parser;
 use csi_loopback::kubernetes::metadata_service::{DRIVER_LABEL, SnapshotMetadataService};
@@ -84,18 +84,11 @@ async fn replica(client: Client, flags: Flags, driver: String) -> anyhow::Result
     let address = service.address.clone();
     let names = vec![address.host().to_owned()];
     let configuration = Configuration { driver, address, namespace: NAMESPACE.to_owned() };
-    let (certificates, bundles) = authority::start(
-        client.clone(),
-        &flags.authority,
-        "sidecar",
-        names,
-        true,
-        shutdown.clone(),
-    )
-    .await?;
-    let [one, other] = [(); 2].map(|()| bundles.place());
-    tokio::spawn(keep(client.clone(), service, one, shutdown.clone()));
-    tokio::spawn(keep(client, configuration, other, shutdown.clone()));
+    let started =
+        authority::start(client.clone(), &flags.authority, "sidecar", names, shutdown.clone());
+    let (certificates, trusted) = started.await?;
+    tokio::spawn(keep(client.clone(), service, trusted.clone(), shutdown.clone()));
+    tokio::spawn(keep(client, configuration, trusted, shutdown.clone()));
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let port = listener.local_addr()?.port();
     let config = tls::server_config(&flags.tls, certificates, tls::GRPC)?;
@@ -109,8 +102,8 @@ async fn replica(client: Client, flags: Flags, driver: String) -> anyhow::Result
     Ok(Replica { port, _phase: phase })
 }
 
-/// The certificate's issuer, as a client with this caCert sees it.
-async fn connect(port: u16, ca_cert: &str) -> Result<Vec<u8>, String> {
+/// The certificate's issuer and serial number, as a client with this caCert sees them.
+async fn connect(port: u16, ca_cert: &str) -> Result<(Vec<u8>, Vec<u8>), String> {
     let config = tls::client_config(ca_cert.as_bytes()).map_err(|error| format!("{error:#}"))?;
     let stream = TcpStream::connect(("127.0.0.1", port)).await.map_err(|e| e.to_string())?;
     let name = ServerName::try_from("localhost").unwrap();
@@ -121,7 +114,7 @@ async fn connect(port: u16, ca_cert: &str) -> Result<Vec<u8>, String> {
     stream.read_exact(&mut answer).await.map_err(|error| error.to_string())?;
     let leaf = &stream.get_ref().1.peer_certificates().unwrap()[0];
     let (_, leaf) = x509_parser::parse_x509_certificate(leaf).unwrap();
-    Ok(leaf.issuer().as_raw().to_vec())
+    Ok((leaf.issuer().as_raw().to_vec(), leaf.raw_serial().to_vec()))
 }
 
 fn services(cluster: &Cluster) -> Api<SnapshotMetadataService> {
@@ -162,61 +155,132 @@ fn replicas_that_start_together_have_one_authority() {
     assert_eq!(certificates_in(&pem), 1);
     let issuers: BTreeSet<_> = replicas
         .iter()
-        .map(|replica| cluster.block_on(connect(replica.port, &pem)).unwrap())
+        .map(|replica| cluster.block_on(connect(replica.port, &pem)).unwrap().0)
         .collect();
     assert_eq!(issuers.len(), 1);
     let secret = cluster.get(&cluster.api_in::<Secret>(&namespace), SECRET).unwrap();
     assert_eq!(secret.data.unwrap()["ca.crt"], ByteString(pem.into_bytes()));
 }
 
-/// Clients use what they fetched up to an overlap ago: a tenth of the validity.
-#[test]
-#[ignore = "full tier"]
-fn no_handshake_fails_while_the_authority_is_replaced() {
-    let Some(cluster) = shared() else { return };
-    const OVERLAP: Duration = Duration::from_secs(6);
-    let namespace = cluster.namespace("rotation");
-    let client = cluster.client_as(&grant(cluster, &namespace, true));
-    let driver = "rotation.example";
-    let replicas =
-        [(); 2].map(|()| start(cluster, &client, self_signed(&namespace, "60s"), driver));
-    let first = cluster.wait_for("the service", || ca_cert(cluster, driver));
-    let mut fetched = VecDeque::from([(Instant::now(), first.clone())]);
-    let (mut handshakes, mut issuers, mut both) = (0, BTreeSet::new(), false);
-    let until = Instant::now() + Duration::from_secs(150);
-    loop {
-        let now = Instant::now();
-        let pem = ca_cert(cluster, driver).unwrap();
-        both |= certificates_in(&pem) == 2;
-        let replaced = certificates_in(&pem) == 1 && pem != first;
-        fetched.push_back((now, pem));
-        while now - fetched[0].0 > OVERLAP {
-            fetched.pop_front();
-        }
-        for replica in &replicas {
-            for (at, pem) in [&fetched[0], &fetched[fetched.len() / 2], &fetched[fetched.len() - 1]]
-            {
-                let age = at.elapsed();
-                match cluster.block_on(connect(replica.port, pem)) {
-                    Ok(issuer) => issuers.insert(issuer),
-                    Err(error) => panic!("with a caCert of {age:?} ago: {error}"),
-                };
-                handshakes += 1;
+/// Connects to each replica until `done` of what the replicas have shown, with each caCert.
+fn connect_until(
+    cluster: &Cluster,
+    replicas: &[Replica],
+    with: &[&str],
+    done: impl Fn(&[BTreeSet<(Vec<u8>, Vec<u8>)>]) -> bool,
+) {
+    let mut seen = vec![BTreeSet::new(); replicas.len()];
+    let until = Instant::now() + Duration::from_secs(60);
+    while !done(&seen) {
+        for (replica, seen) in replicas.iter().zip(&mut seen) {
+            for pem in with {
+                seen.insert(cluster.block_on(connect(replica.port, pem)).unwrap());
             }
         }
-        if replaced {
-            break;
+        assert!(Instant::now() < until, "{seen:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Clients keep the caCert that they fetched first.
+#[test]
+#[ignore = "full tier"]
+fn no_handshake_fails_while_certificates_are_replaced() {
+    let Some(cluster) = shared() else { return };
+    let namespace = cluster.namespace("leaves");
+    let client = cluster.client_as(&grant(cluster, &namespace, true));
+    let driver = "leaves.example";
+    let replicas =
+        [(); 2].map(|()| start(cluster, &client, self_signed(&namespace, "20s"), driver));
+    let first = cluster.wait_for("the service", || ca_cert(cluster, driver));
+    connect_until(cluster, &replicas, &[&first], |seen| seen.iter().all(|one| one.len() > 1));
+    assert_eq!(ca_cert(cluster, driver).unwrap(), first, "the authority lasts");
+}
+
+/// The steps of docs/sidecar.md.
+#[test]
+fn an_authority_is_replaced_by_hand_and_no_handshake_fails() {
+    let Some(cluster) = shared() else { return };
+    let namespace = cluster.namespace("by-hand");
+    let client = cluster.client_as(&grant(cluster, &namespace, true));
+    let driver = "by-hand.example";
+    let replicas =
+        [(); 2].map(|()| start(cluster, &client, self_signed(&namespace, "20s"), driver));
+    let old = cluster.wait_for("the service", || ca_cert(cluster, driver));
+    let (cert, key) = former_authority("Example's own");
+    let secrets = cluster.api_in::<Secret>(&namespace);
+    let put = |entries: &[(&str, &str)]| {
+        let data = entries.iter().map(|(key, text)| ((*key).to_owned(), bytes(text)));
+        let data: BTreeMap<String, ByteString> = data.collect();
+        cluster.merge(&secrets, SECRET, &json!({ "data": data }));
+    };
+    let both = format!("{old}{cert}");
+    put(&[("ca.crt", &both)]);
+    cluster.wait_for("both", || (ca_cert(cluster, driver)? == both).then_some(()));
+    let issuers = |seen: &BTreeSet<(Vec<u8>, Vec<u8>)>| {
+        seen.iter().map(|(issuer, _)| issuer.clone()).collect::<BTreeSet<_>>().len()
+    };
+    put(&[("signing.crt", &cert), ("signing.key", &key)]);
+    connect_until(cluster, &replicas, &[&both], |seen| seen.iter().all(|one| issuers(one) == 2));
+    put(&[("ca.crt", &cert)]);
+    cluster.wait_for("the new one alone", || (ca_cert(cluster, driver)? == cert).then_some(()));
+    connect_until(cluster, &replicas, &[&cert], |seen| seen.iter().all(|one| !one.is_empty()));
+}
+
+/// As it was before authorities lasted: with a successor and a predecessor, and an end in a year.
+#[test]
+fn a_secret_of_the_former_format_is_taken_over() {
+    let Some(cluster) = shared() else { return };
+    let namespace = cluster.namespace("former");
+    let client = cluster.client_as(&grant(cluster, &namespace, true));
+    let driver = "former.example";
+    let [signing, next, previous] =
+        ["12", "34", "56"].map(|one| former_authority(&format!("csi-loopback-sidecar {one}")));
+    let bundle = format!("{}{}{}", signing.0, next.0, previous.0);
+    cluster.secret(
+        &namespace,
+        SECRET,
+        &[
+            ("signing.crt", &signing.0),
+            ("signing.key", &signing.1),
+            ("next.crt", &next.0),
+            ("next.key", &next.1),
+            ("next-published", "2026-01-01T00:00:00.000Z"),
+            ("previous.crt", &previous.0),
+            ("previous-until", "2036-01-01T00:00:00.000Z"),
+            ("ca.crt", &bundle),
+        ],
+    );
+    let secrets = cluster.api_in::<Secret>(&namespace);
+    let label = json!({ "app.kubernetes.io/managed-by": "csi-loopback-sidecar" });
+    cluster.merge(&secrets, SECRET, &json!({ "metadata": { "labels": label } }));
+    let replicas = [(); 2].map(|()| start(cluster, &client, self_signed(&namespace, "1h"), driver));
+    let now = cluster.wait_for("the service", || ca_cert(cluster, driver));
+    // Whoever trusted the former certificate still does, and so does who trusts the one that lasts.
+    for pem in [&signing.0, &bundle, &now] {
+        for replica in &replicas {
+            cluster.block_on(connect(replica.port, pem)).unwrap();
         }
-        assert!(now < until, "the authority was not replaced");
-        std::thread::sleep(Duration::from_millis(100));
     }
-    assert!(both, "old and new were never there together");
-    assert_eq!(issuers.len(), 2, "of {handshakes} handshakes");
-    let pem = ca_cert(cluster, driver).unwrap();
-    for replica in &replicas {
-        cluster.block_on(connect(replica.port, &first)).expect_err("the first one still signs");
-        cluster.block_on(connect(replica.port, &pem)).unwrap();
-    }
+    assert!(!now.contains(signing.0.trim()) && now.contains(next.0.trim()), "{now}");
+    let data = cluster.get(&secrets, SECRET).unwrap().data.unwrap();
+    assert_eq!(data.keys().collect::<Vec<_>>(), ["ca.crt", "signing.crt", "signing.key"]);
+    assert_eq!(data["signing.key"], bytes(&signing.1));
+}
+
+fn bytes(text: &str) -> ByteString {
+    ByteString(text.as_bytes().to_vec())
+}
+
+/// Certificate and key of an authority of this name, which ends in a year.
+fn former_authority(name: &str) -> (String, String) {
+    let mut params = rcgen::CertificateParams::default();
+    params.distinguished_name.push(rcgen::DnType::CommonName, name);
+    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Constrained(0));
+    params.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign, rcgen::KeyUsagePurpose::CrlSign];
+    params.not_after = (SystemTime::now() + Duration::from_secs(365 * 24 * 3600)).into();
+    let key = rcgen::KeyPair::generate().unwrap();
+    (params.self_signed(&key).unwrap().pem(), key.serialize_pem())
 }
 
 #[test]
@@ -429,9 +493,8 @@ fn authorities_from_a_file_follow_it() {
     let (_phase, shutdown) = Shutdown::by_hand();
     let service = service(driver, &flags);
     cluster.block_on(async {
-        let bundles =
-            publish::bundles_of_files(&flags.publish, &flags.tls, shutdown.clone()).unwrap();
-        tokio::spawn(keep(client, service, bundles.place(), shutdown));
+        let trusted = publish::authorities(&flags.publish, &flags.tls, shutdown.clone()).unwrap();
+        tokio::spawn(keep(client, service, trusted, shutdown));
     });
     let becomes = |pem: &str| {
         cluster.wait_for("the authorities", || {

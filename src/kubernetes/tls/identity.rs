@@ -3,8 +3,9 @@
 use anyhow::{Context, bail};
 use kube::Client;
 use prometheus_client::registry::Registry;
+use tokio::sync::watch;
 
-use super::{Bundles, Certificates, authority};
+use super::{Certificates, authority};
 use crate::kubernetes::metadata_service::Address;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -38,7 +39,6 @@ impl Args {
             files: &self.files,
             authority: &self.authority,
             address: self.service_address.as_ref(),
-            managed: true,
         };
         start(client, wanted, &[], shutdown).await
     }
@@ -47,8 +47,8 @@ impl Args {
 /// The certificate that new connections get, and what clients are told of its authority.
 pub struct Identity {
     pub certificates: Certificates,
-    /// Of an authority of its own, for the one who publishes it, where somebody does.
-    pub bundles: Option<Bundles>,
+    /// What clients are to trust of an authority of its own (PEM), for who publishes it.
+    pub trusted: Option<watch::Receiver<String>>,
 }
 
 /// What a mode is to show.
@@ -60,8 +60,6 @@ pub struct Wanted<'a> {
     pub authority: &'a authority::Args,
     /// Where clients reach it.
     pub address: Option<&'a Address>,
-    /// As for [`authority::start`].
-    pub managed: bool,
 }
 
 /// Takes the certificate that the flags name, or makes one for the host of the address and for `more_hosts` at which
@@ -75,16 +73,16 @@ pub async fn start(
     more_hosts: &[&str],
     shutdown: &Shutdown,
 ) -> anyhow::Result<Identity> {
-    let Wanted { mode, files, authority, address, managed } = wanted;
+    let Wanted { mode, files, authority, address } = wanted;
     if authority.self_signed {
         let address = address.context("--self-signed needs --service-address")?;
         let mut names = vec![address.host().to_owned()];
         names.extend(more_hosts.iter().map(|host| (*host).to_owned()));
         names.dedup();
         let (client, shutdown) = (client.clone(), shutdown.clone());
-        let started = authority::start(client, authority, mode, names, managed, shutdown);
-        let (certificates, bundles) = started.await?;
-        return Ok(Identity { certificates, bundles: managed.then_some(bundles) });
+        let started = authority::start(client, authority, mode, names, shutdown);
+        let (certificates, trusted) = started.await?;
+        return Ok(Identity { certificates, trusted: Some(trusted) });
     }
     let Some((cert, key)) = files.files() else {
         bail!(
@@ -94,7 +92,7 @@ pub async fn start(
     };
     let (certificates, watcher) = Certificates::from_files(cert, key)?;
     tokio::spawn(watcher.watch(shutdown.clone()));
-    Ok(Identity { certificates, bundles: None })
+    Ok(Identity { certificates, trusted: None })
 }
 
 impl Identity {

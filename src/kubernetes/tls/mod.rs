@@ -6,12 +6,12 @@
 
 mod args;
 pub mod authority;
-mod bundles;
 mod certificates;
 mod client_chain;
 mod files;
 pub mod identity;
 mod incoming;
+mod trusted;
 
 use std::sync::Arc;
 
@@ -24,11 +24,11 @@ use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 pub use args::{Args, CipherSuites, Curves, MinVersion};
-pub use bundles::{Bundles, Place};
 pub use certificates::Certificates;
 pub use client_chain::{ClientAuthorities, ClientChain};
 pub use files::{FilesWatcher, read as read_file};
 pub use incoming::{Connection, incoming, listen};
+pub use trusted::authorities_of;
 
 /// HTTP/2 (RFC 9113, section 3.2).
 const ALPN_H2: &[u8] = b"h2";

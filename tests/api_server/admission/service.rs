@@ -1,6 +1,5 @@
 //! The webhooks as a service: away, at home, with new certificates, and with whoever sends nonsense.
 
-use std::time::{Duration, Instant};
 use support::cluster::shared;
 
 use k8s_openapi::ByteString;
@@ -55,34 +54,6 @@ fn dry_runs_are_judged_and_leave_nothing() {
     assert_eq!(csi.read_only, Some(true));
     let wrong = pod(&rig.volume(json!({ "size": "wrong" })));
     assert_refused(rig.dry(&rig.apps, &wrong), &["422"]);
-}
-
-/// What the API server trusts and what the webhooks show change one after the other, in both configurations.
-#[test]
-#[ignore = "full tier"]
-fn no_pod_is_refused_while_the_authority_is_replaced() {
-    let Some(cluster) = shared() else { return };
-    let rig =
-        Rig::new(cluster, With { flags: &["--self-signed-validity", "40s"], ..With::default() });
-    let volume = rig.volume(json!({ "content/a": "x" }));
-    let bundles = || [true, false].map(|mutating| rig.ca_bundle(mutating).unwrap());
-    let first = bundles();
-    let (mut made, mut both) = (0, false);
-    let until = Instant::now() + Duration::from_secs(120);
-    loop {
-        let pod = rig.dry(&rig.apps, &pod(&volume));
-        assert!(pod.is_ok(), "after {made}: {pod:?}");
-        made += 1;
-        let now = bundles();
-        both |= now.iter().all(|pem| pem.matches("BEGIN CERTIFICATE").count() == 2);
-        if now.iter().zip(&first).all(|(now, first)| !now.contains(first.trim())) {
-            break;
-        }
-        assert!(Instant::now() < until, "the authority was not replaced");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    assert!(both, "old and new were never there together");
-    assert!(rig.dry(&rig.apps, &pod(&volume)).is_ok());
 }
 
 #[test]

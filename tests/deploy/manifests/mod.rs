@@ -6,6 +6,7 @@ use support::cluster::shared;
 
 mod admission;
 mod aggregated;
+mod cert_manager;
 mod inline;
 mod node_proxy;
 mod pods;

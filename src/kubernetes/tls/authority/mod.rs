@@ -1,10 +1,9 @@
-//! `--self-signed`: an authority of the program's own. It is kept in a Secret, so that any number of replicas have the
-//! same one; each replica makes its own certificate of it, which it keeps in memory. [`state`] says when what
-//! is done, [`secret`] how it is kept, [`issue`] makes certificates; this file does it, round after round.
+//! `--self-signed`: an authority of the program's own, which lasts. It is kept in a Secret ([`secret`]), so that any number of
+//! replicas have the same one; each replica makes its own certificate of it ([`issue`]), which it keeps in memory and
+//! replaces in time. The Secret is read again and again: an administrator may replace the authority in it.
 
 mod issue;
 mod secret;
-mod state;
 
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -15,18 +14,16 @@ use kube::{Api, Client};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
-use self::state::{Action, Ca, Found, State, Timing};
+use self::issue::Ca;
+use self::secret::{Found, State};
 use super::Certificates;
-use super::bundles::{Bundles, Published};
 use crate::kubernetes::client::within;
 use crate::kubernetes::name;
 use crate::quantity::duration;
 use crate::telemetry::complaint::Complaint;
 use crate::telemetry::shutdown::Shutdown;
 
-/// A certificate lasts no longer than this, and is replaced when two thirds of it are over.
-const CERTIFICATE: Duration = Duration::from_secs(7 * 24 * 3600);
-/// Time between two looks at the Secret: a twentieth of the overlap, within these.
+/// Time between two looks at the Secret: a twentieth of a certificate's validity, within these.
 const LOOK_EVERY: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
 /// How long one call to the API server may take.
 const CALL: Duration = Duration::from_secs(10);
@@ -38,7 +35,7 @@ const START: Duration = Duration::from_secs(120);
 const RETRY: Duration = Duration::from_secs(1);
 /// Where a pod finds the name of its namespace.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
-/// What --self-signed-validity may be. The upper end keeps times within what certificates can hold.
+/// What --self-signed-validity may be.
 const VALIDITY: (Duration, Duration) =
     (Duration::from_secs(20), Duration::from_secs(10 * 365 * 24 * 3600));
 
@@ -47,8 +44,8 @@ const VALIDITY: (Duration, Duration) =
 // Its group would have the name `Args`, as that of the role that flattens it.
 #[group(skip)]
 pub struct Args {
-    /// Make certificates of an authority of its own, which is kept in a Secret and replaced in time; needs no
-    /// --tls-cert. Replicas with the same Secret have the same authority.
+    /// Make certificates of an authority of its own, which is kept in a Secret; needs no --tls-cert. Replicas with the
+    /// same Secret have the same authority.
     #[arg(long, requires = "service_address", conflicts_with_all = ["tls_cert", "tls_key"])]
     pub self_signed: bool,
 
@@ -57,9 +54,9 @@ pub struct Args {
     #[arg(long, requires = "self_signed", value_parser = name::object, value_name = "NAME")]
     pub self_signed_secret: Option<String>,
 
-    /// How long an authority is good for, from 20s to ten years. The next one is made when six tenths of it are left
-    /// and signs when clients had two tenths to learn of it.
-    #[arg(long, requires = "self_signed", default_value = "365days", value_parser = validity, value_name = "TIME")]
+    /// How long a certificate is good for, from 20s to ten years; it is replaced when two thirds are over. The authority
+    /// lasts.
+    #[arg(long, requires = "self_signed", default_value = "7days", value_parser = validity, value_name = "TIME")]
     pub self_signed_validity: Duration,
 
     /// Namespace of the Secret; by default that of the pod.
@@ -88,32 +85,28 @@ impl Args {
 }
 
 /// Begins to keep the authority in the Secret, and waits for the first certificate, which is for `names`: DNS names
-/// and IP addresses. Replicas of a mode share an authority, and modes do not: each knows only of its own that it is published
-/// everywhere. `managed` says that somebody publishes what [`Bundles`] has, in each [`Place`](super::Place) of them, and
-/// tells it; if not, publishing is done with writing the Secret.
+/// and IP addresses. Returns the certificate and what clients are to trust (PEM), which may both change.
 ///
 /// # Errors
 /// The Secret is another's, or there is no certificate within two minutes; why.
 pub async fn start(
     client: Client,
     args: &Args,
-    mode: &str,
+    mode: &'static str,
     names: Vec<String>,
-    managed: bool,
     shutdown: Shutdown,
-) -> anyhow::Result<(Certificates, Bundles)> {
+) -> anyhow::Result<(Certificates, watch::Receiver<String>)> {
     let namespace = args.namespace()?;
     let name = args.self_signed_secret.clone().unwrap_or_else(|| format!("csi-loopback-{mode}-ca"));
-    let (pem_sender, pem) = watch::channel(String::new());
-    let (bundles, published) = Bundles::new(pem);
+    let (sender, pem) = watch::channel(String::new());
     let mut keeper = Keeper {
         secrets: Api::namespaced(client, &namespace),
         place: format!("Secret {namespace}/{name}"),
         name,
-        timing: Timing { validity: args.self_signed_validity },
+        mode,
+        validity: args.self_signed_validity,
         names,
-        published: managed.then_some(published),
-        pem: pem_sender,
+        pem: sender,
         served: None,
         complaint: Complaint::default(),
     };
@@ -141,17 +134,20 @@ pub async fn start(
             () = shutdown.ending() => {}
         }
     });
-    Ok((certificates, bundles))
+    Ok((certificates, pem))
 }
 
-/// The Secret is another's.
+/// The Secret cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "{place} is not this program's: {why}; name another with --self-signed-secret or delete it"
-)]
-struct Refused {
-    place: String,
-    why: String,
+enum Refused {
+    #[error(
+        "{place} is not this program's: {why}; name another with --self-signed-secret or delete it"
+    )]
+    Foreign { place: String, why: String },
+    #[error(
+        "the authority in {place} has expired; put another one in its place (docs/sidecar.md) or delete the Secret"
+    )]
+    Expired { place: String },
 }
 
 struct Keeper {
@@ -159,10 +155,10 @@ struct Keeper {
     /// For messages.
     place: String,
     name: String,
-    timing: Timing,
+    mode: &'static str,
+    /// Of a certificate.
+    validity: Duration,
     names: Vec<String>,
-    /// What clients find; nothing where the Secret is what they find.
-    published: Option<Published>,
     pem: watch::Sender<String>,
     served: Option<Served>,
     complaint: Complaint,
@@ -171,16 +167,14 @@ struct Keeper {
 /// The certificate that this replica has made for itself.
 struct Served {
     certificates: Certificates,
-    authority: String,
+    authority: Ca,
     renew_at: SystemTime,
-    /// When the Secret was read last.
-    heard: Instant,
 }
 
 impl Keeper {
     async fn keep(mut self) {
         let (least, most) = LOOK_EVERY;
-        let every = (self.timing.overlap() / 20).clamp(least, most);
+        let every = (self.validity / 20).clamp(least, most);
         loop {
             sleep(every).await;
             match self.round().await {
@@ -190,7 +184,10 @@ impl Keeper {
                 Ok(()) => {}
                 Err(error) => {
                     self.complain(&error);
-                    self.fall_silent();
+                    // The authority that was read last is as good without the API server.
+                    if let Err(error) = self.renew(SystemTime::now()) {
+                        tracing::error!(error = format!("{error:#}"), "no new certificate");
+                    }
                 }
             }
         }
@@ -203,73 +200,41 @@ impl Keeper {
         }
     }
 
-    /// Whoever has not heard of the Secret for long publishes no more: it might be what others have replaced.
-    fn fall_silent(&self) {
-        let stale = self.timing.stale();
-        if self.served.as_ref().is_none_or(|served| served.heard.elapsed() >= stale) {
-            self.pem.send_if_modified(|pem| !std::mem::take(pem).is_empty());
-        }
-    }
-
-    /// Reads the Secret, does what is due, and serves what it holds then.
+    /// Reads the Secret, writes it if there is no authority in it or one that needs a new certificate, and serves what it holds
+    /// then.
     async fn round(&mut self) -> anyhow::Result<()> {
         for _ in 0..CONFLICTS {
-            let heard = Instant::now();
             let before = within(CALL, self.secrets.get_opt(&self.name)).await?;
-            let found = secret::found(before.as_ref());
-            let action = self.due(&found)?;
-            let timing = self.timing;
             let now = SystemTime::now();
-            let make = || issue::new_authority(now, timing.validity);
-            match state::apply(action, now, &found, timing, make)? {
-                Some(state) => {
-                    if self.write(&state, before.as_ref()).await? {
-                        tracing::info!(?action, "{}: written", self.place);
-                    }
-                    // Read again: what another wrote is followed, and there may be more to do.
-                }
-                None => match found {
-                    Found::Held(state) => return self.serve(&state, heard),
-                    _ => return Ok(()),
+            let state = match secret::found(before.as_ref()) {
+                Found::Held(state) => match state.signing.renewed(now)? {
+                    Some(signing) => state.with(signing),
+                    None => return self.serve(&state, now),
                 },
+                Found::Foreign(why) => Err(Refused::Foreign { place: self.place.clone(), why })?,
+                Found::Corrupt(why) => self.anew(&format!("is damaged ({why})"), now)?,
+                Found::Nothing if self.served.is_some() => self.anew("is gone", now)?,
+                Found::Nothing => State::new(Ca::new(self.mode, now)?),
+            };
+            if self.write(&state, before.as_ref()).await? {
+                tracing::info!("{}: written", self.place);
             }
+            // Read again: what another wrote is followed.
         }
         anyhow::bail!("{} is changed by others all the time", self.place)
     }
 
-    fn due(&self, found: &Found) -> anyhow::Result<Action> {
-        match found {
-            Found::Foreign(why) => {
-                Err(Refused { place: self.place.clone(), why: why.clone() })?;
-            }
-            Found::Corrupt(why) => {
-                tracing::error!(
-                    why,
-                    "{} is damaged: beginning with a new authority; clients need its certificate",
-                    self.place
-                );
-            }
-            Found::Nothing if self.served.is_some() => {
-                tracing::error!(
-                    "{} is gone: beginning with a new authority; clients need its certificate",
-                    self.place
-                );
-            }
-            Found::Nothing | Found::Held(_) => {}
-        }
-        Ok(state::step(SystemTime::now(), found, self.timing, self.is_published(found)))
-    }
-
-    /// Whether what clients find has the next authority in it.
-    fn is_published(&self, found: &Found) -> bool {
-        let Found::Held(State { next: Some(next), .. }) = found else { return false };
-        let Some(published) = &self.published else { return true };
-        published.everywhere(&next.ca.cert)
+    fn anew(&self, what: &str, now: SystemTime) -> anyhow::Result<State> {
+        tracing::error!(
+            "{} {what}: beginning with a new authority; clients need its certificate",
+            self.place
+        );
+        Ca::new(self.mode, now).map(State::new)
     }
 
     /// Returns false when another was faster: there is one of that name by now, a later one, or none any more.
     async fn write(&self, state: &State, before: Option<&Secret>) -> anyhow::Result<bool> {
-        let secret = secret::holding(state, &self.name, before);
+        let secret = secret::holding(state, &self.name, self.mode, before);
         let post = PostParams::default();
         let written = match before {
             Some(_) => within(CALL, self.secrets.replace(&self.name, &post, &secret)).await,
@@ -286,37 +251,42 @@ impl Keeper {
         }
     }
 
-    fn serve(&mut self, state: &State, heard: Instant) -> anyhow::Result<()> {
-        let now = SystemTime::now();
-        let bundle = state.bundle();
+    fn serve(&mut self, state: &State, now: SystemTime) -> anyhow::Result<()> {
+        if state.signing.not_after <= now {
+            Err(Refused::Expired { place: self.place.clone() })?;
+        }
         self.pem.send_if_modified(|pem| {
-            let changed = *pem != bundle;
-            *pem = bundle;
+            let changed = *pem != state.bundle;
+            pem.clone_from(&state.bundle);
             changed
         });
-        if let Some(served) = &mut self.served {
-            served.heard = heard;
-            if served.authority == state.signing.cert && now < served.renew_at {
-                return Ok(());
+        match &mut self.served {
+            Some(served) if served.authority == state.signing => self.renew(now),
+            Some(served) => {
+                served.authority = state.signing.clone();
+                served.renew_at = now;
+                self.renew(now)
+            }
+            None => {
+                let authority = state.signing.clone();
+                let pair = issue::certificate(&authority, &self.names, now, self.validity)?;
+                let certificates = Certificates::new(pair);
+                let renew_at = now + self.validity * 2 / 3;
+                self.served = Some(Served { certificates, authority, renew_at });
+                Ok(())
             }
         }
-        let (certificates, renew_at) = self.certify(&state.signing, now)?;
-        let authority = state.signing.cert.clone();
-        self.served = Some(Served { certificates, authority, renew_at, heard });
-        tracing::info!("new connections get a new certificate");
-        Ok(())
     }
 
-    fn certify(&self, ca: &Ca, now: SystemTime) -> anyhow::Result<(Certificates, SystemTime)> {
-        let validity = CERTIFICATE.min(self.timing.validity / 4);
-        let pair = issue::certificate(ca, &self.names, now, validity)?;
-        let certificates = match &self.served {
-            Some(served) => {
-                served.certificates.replace(pair);
-                served.certificates.clone()
-            }
-            None => Certificates::new(pair),
+    /// Replaces the certificate if it is time.
+    fn renew(&mut self, now: SystemTime) -> anyhow::Result<()> {
+        let Some(served) = self.served.as_mut().filter(|served| served.renew_at <= now) else {
+            return Ok(());
         };
-        Ok((certificates, now + validity * 2 / 3))
+        let pair = issue::certificate(&served.authority, &self.names, now, self.validity)?;
+        served.certificates.replace(pair);
+        served.renew_at = now + self.validity * 2 / 3;
+        tracing::info!("new connections get a new certificate");
+        Ok(())
     }
 }

@@ -1,9 +1,8 @@
-//! The Secret in which replicas find their authority. Its keys: `signing.crt`, `signing.key`; while it changes
-//! `next.crt`, `next.key`, `next-published` (RFC 3339), `previous.crt`, `previous-until`; and `ca.crt`, the
-//! bundle, for those who mount it. A label says that it is ours.
+//! The Secret in which replicas find their authority. Its keys: `signing.crt` and `signing.key`, the authority that signs, and
+//! `ca.crt`, the certificates that clients are to trust. That may have more than the first one, while an administrator replaces
+//! the authority. A label says that it is ours.
 
 use std::collections::BTreeMap;
-use std::time::SystemTime;
 
 use anyhow::Context;
 use k8s_openapi::ByteString;
@@ -11,20 +10,57 @@ use k8s_openapi::api::core::v1::Secret;
 use kube::api::ObjectMeta;
 
 use super::super::certificates::Pair;
-use super::state::{Ca, Found, Next, Previous, State};
+use super::issue::Ca;
 
-/// Label of what this program keeps.
-pub const MANAGED_BY: (&str, &str) = ("app.kubernetes.io/managed-by", "csi-loopback-sidecar");
+/// Label of what this program keeps. Its value is [`manager`]'s.
+const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
+
+/// What the Secret holds when all is well.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct State {
+    pub signing: Ca,
+    /// Certificates in PEM; that of `signing` is among them.
+    pub bundle: String,
+}
+
+/// What was found in place of the Secret.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Found {
+    /// No Secret, or one without data, as one is made beforehand so that nobody needs the right to create Secrets.
+    Nothing,
+    /// Ours, but not to be used; why.
+    Corrupt(String),
+    /// Somebody else's; why.
+    Foreign(String),
+    Held(State),
+}
+
+impl State {
+    pub fn new(signing: Ca) -> Self {
+        let bundle = signing.cert.clone();
+        Self { signing, bundle }
+    }
+
+    /// The same with another certificate of the authority.
+    pub fn with(&self, signing: Ca) -> Self {
+        let bundle = self.bundle.replace(self.signing.cert.trim(), signing.cert.trim());
+        Self { signing, bundle }
+    }
+}
+
+fn manager(mode: &str) -> String {
+    format!("csi-loopback-{mode}")
+}
 
 /// What the Secret holds, if there is one.
 pub fn found(secret: Option<&Secret>) -> Found {
     let Some(secret) = secret else { return Found::Nothing };
     let data = secret.data.as_ref().filter(|data| !data.is_empty());
     let Some(data) = data else { return Found::Nothing };
-    let label = secret.metadata.labels.as_ref().and_then(|labels| labels.get(MANAGED_BY.0));
-    if label.is_none_or(|label| label != MANAGED_BY.1) {
+    let label = secret.metadata.labels.as_ref().and_then(|labels| labels.get(MANAGED_BY));
+    if label.is_none_or(|label| !label.starts_with(&manager(""))) {
         let keys = data.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-        return Found::Foreign(format!("it has the keys {keys} and no label {}", MANAGED_BY.0));
+        return Found::Foreign(format!("it has the keys {keys} and no label {MANAGED_BY}"));
     }
     match read(data) {
         Ok(state) => Found::Held(state),
@@ -33,133 +69,111 @@ pub fn found(secret: Option<&Secret>) -> Found {
 }
 
 fn read(data: &BTreeMap<String, ByteString>) -> anyhow::Result<State> {
-    let signing = authority(data, "signing.crt", "signing.key")?.context("no signing.crt")?;
-    let published = time(data, "next-published")?;
-    let next = authority(data, "next.crt", "next.key")?.map(|ca| Next { ca, published });
-    let until = time(data, "previous-until")?;
-    let previous = match (text(data, "previous.crt")?, until) {
-        (Some(cert), Some(until)) => {
-            super::super::chain(cert.as_bytes()).context("previous.crt")?;
-            Some(Previous { cert: cert.to_owned(), until })
-        }
-        _ => None,
-    };
-    Ok(State { signing, next, previous })
-}
-
-/// A certificate and its key, checked to belong together.
-fn authority(
-    data: &BTreeMap<String, ByteString>,
-    cert: &str,
-    key: &str,
-) -> anyhow::Result<Option<Ca>> {
-    let Some(cert_pem) = text(data, cert)? else { return Ok(None) };
-    let key_pem = text(data, key)?.with_context(|| format!("no {key}"))?;
-    let pair = Pair::from_pem(cert_pem.as_bytes(), key_pem.as_bytes()).context(cert.to_owned())?;
+    let (cert, key) = (text(data, "signing.crt")?, text(data, "signing.key")?);
+    let pair = Pair::from_pem(cert.as_bytes(), key.as_bytes()).context("signing.crt")?;
     let not_after = pair.not_after();
-    Ok(Some(Ca { cert: cert_pem.to_owned(), key: key_pem.to_owned(), not_after }))
+    let signing = Ca { cert: cert.to_owned(), key: key.to_owned(), not_after };
+    // What signs is published, whatever else is there or was forgotten.
+    let bundle = text(data, "ca.crt").ok();
+    let bundle = match bundle.filter(|pem| super::super::chain(pem.as_bytes()).is_ok()) {
+        Some(bundle) if bundle.contains(cert.trim()) => bundle.to_owned(),
+        Some(others) => format!("{}\n{others}", cert.trim_end()),
+        None => cert.to_owned(),
+    };
+    Ok(State { signing, bundle })
 }
 
-fn text<'a>(data: &'a BTreeMap<String, ByteString>, key: &str) -> anyhow::Result<Option<&'a str>> {
-    let Some(ByteString(bytes)) = data.get(key) else { return Ok(None) };
+fn text<'a>(data: &'a BTreeMap<String, ByteString>, key: &str) -> anyhow::Result<&'a str> {
+    let ByteString(bytes) = data.get(key).with_context(|| format!("no {key}"))?;
     // The error of the conversion would tell of the content.
-    std::str::from_utf8(bytes).map(Some).map_err(|_| anyhow::anyhow!("{key} is not text"))
-}
-
-fn time(data: &BTreeMap<String, ByteString>, key: &str) -> anyhow::Result<Option<SystemTime>> {
-    let Some(text) = text(data, key)? else { return Ok(None) };
-    humantime::parse_rfc3339(text).map(Some).with_context(|| format!("{key} is not a time"))
+    std::str::from_utf8(bytes).map_err(|_| anyhow::anyhow!("{key} is not text"))
 }
 
 /// The Secret that holds `state`. With `before` it replaces that one and no later one.
-pub fn holding(state: &State, name: &str, before: Option<&Secret>) -> Secret {
+pub fn holding(state: &State, name: &str, mode: &str, before: Option<&Secret>) -> Secret {
     let mut secret = before.cloned().unwrap_or_else(|| Secret {
         metadata: ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() },
         ..Secret::default()
     });
-    let (key, value) = MANAGED_BY;
     let labels = secret.metadata.labels.get_or_insert_default();
-    labels.insert(key.to_owned(), value.to_owned());
-    let mut data = BTreeMap::new();
-    let mut put = |key: &str, text: &str| {
-        data.insert(key.to_owned(), ByteString(text.as_bytes().to_vec()));
-    };
-    put("ca.crt", &state.bundle());
-    put("signing.crt", &state.signing.cert);
-    put("signing.key", &state.signing.key);
-    if let Some(Next { ca, published }) = &state.next {
-        put("next.crt", &ca.cert);
-        put("next.key", &ca.key);
-        if let Some(published) = published {
-            put("next-published", &humantime::format_rfc3339_millis(*published).to_string());
-        }
-    }
-    if let Some(Previous { cert, until }) = &state.previous {
-        put("previous.crt", cert);
-        put("previous-until", &humantime::format_rfc3339_millis(*until).to_string());
-    }
-    secret.data = Some(data);
+    labels.insert(MANAGED_BY.to_owned(), manager(mode));
+    let data = [
+        ("ca.crt", &state.bundle),
+        ("signing.crt", &state.signing.cert),
+        ("signing.key", &state.signing.key),
+    ];
+    let data = data.map(|(key, text)| (key.to_owned(), ByteString(text.as_bytes().to_vec())));
+    secret.data = Some(data.into());
     secret
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::time::SystemTime;
 
-    use super::super::issue::new_authority;
     use super::*;
 
-    fn state() -> State {
-        let now = SystemTime::UNIX_EPOCH + Duration::from_millis(1_790_000_000_123);
-        let ca = || new_authority(now, Duration::from_secs(3600)).unwrap();
-        State {
-            signing: ca(),
-            next: Some(Next { ca: ca(), published: Some(now) }),
-            previous: Some(Previous { cert: ca().cert, until: now }),
-        }
+    fn ca() -> Ca {
+        Ca::new("sidecar", SystemTime::now()).unwrap()
+    }
+
+    fn put(secret: &mut Secret, key: &str, text: &str) {
+        secret.data.as_mut().unwrap().insert(key.into(), ByteString(text.as_bytes().to_vec()));
     }
 
     #[test]
     fn what_is_written_is_what_is_read() {
-        let all = state();
-        let none = State { next: None, previous: None, ..all.clone() };
-        let fresh = all.next.clone().map(|next| Next { published: None, ..next });
-        let announced = State { next: fresh, previous: None, ..all.clone() };
-        for state in [all, none, announced] {
-            assert_eq!(found(Some(&holding(&state, "s", None))), Found::Held(state));
-        }
+        let state = State::new(ca());
+        let secret = holding(&state, "s", "admission", None);
+        assert_eq!(secret.metadata.labels.as_ref().unwrap()[MANAGED_BY], "csi-loopback-admission");
+        assert_eq!(found(Some(&secret)), Found::Held(state));
+    }
+
+    #[test]
+    fn what_signs_is_always_published_and_others_as_the_secret_says() {
+        let (old, new) = (ca(), ca());
+        let mut secret = holding(&State::new(old.clone()), "s", "sidecar", None);
+        let both = format!("{}{}", old.cert, new.cert);
+        put(&mut secret, "ca.crt", &both);
+        let held = |secret: &Secret| match found(Some(secret)) {
+            Found::Held(state) => state,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(held(&secret).bundle, both);
+        put(&mut secret, "ca.crt", &new.cert);
+        let bundle = held(&secret).bundle;
+        assert!(bundle.contains(old.cert.trim()) && bundle.contains(new.cert.trim()), "{bundle}");
+        put(&mut secret, "ca.crt", "nonsense");
+        assert_eq!(held(&secret).bundle, old.cert);
+        put(&mut secret, "ca.crt", &both);
+        // Another certificate takes the place of the first one.
+        let renewed = held(&secret).with(ca());
+        assert!(renewed.bundle.contains(renewed.signing.cert.trim()));
+        assert!(!renewed.bundle.contains(old.cert.trim()));
     }
 
     #[test]
     fn a_secret_of_another_is_told_from_a_damaged_one_of_ours() {
-        let good = holding(&state(), "s", None);
-        let mut other = good.clone();
-        other.metadata.labels = None;
-        assert!(matches!(found(Some(&other)), Found::Foreign(why) if why.contains("signing.crt")));
-        for key in ["signing.crt", "signing.key", "next.key", "next-published", "previous.crt"] {
-            let mut damaged = good.clone();
-            let data = damaged.data.as_mut().unwrap();
-            data.insert(key.to_owned(), ByteString(b"\xffnonsense".to_vec()));
+        let good = holding(&State::new(ca()), "s", "sidecar", None);
+        for label in [None, Some("helm")] {
+            let mut other = good.clone();
+            let label = label.map(|label| (MANAGED_BY.to_owned(), label.to_owned()));
+            other.metadata.labels = Some(label.into_iter().collect());
             assert!(
-                matches!(found(Some(&damaged)), Found::Corrupt(why) if why.contains(key)
-                || why.contains("crt")),
-                "{key}"
+                matches!(found(Some(&other)), Found::Foreign(why) if why.contains("signing.crt"))
             );
         }
+        for key in ["signing.crt", "signing.key"] {
+            let mut damaged = good.clone();
+            put(&mut damaged, key, "nonsense");
+            assert!(matches!(found(Some(&damaged)), Found::Corrupt(_)), "{key}");
+        }
         let mut mixed = good.clone();
-        let data = mixed.data.as_mut().unwrap();
-        data.insert("signing.key".into(), data["next.key"].clone());
+        put(&mut mixed, "signing.key", &ca().key);
         assert!(matches!(found(Some(&mixed)), Found::Corrupt(_)));
-        let mut empty = other;
-        empty.data = Some(BTreeMap::new());
+        let mut empty = good;
+        (empty.metadata.labels, empty.data) = (None, Some(BTreeMap::new()));
         assert_eq!(found(Some(&empty)), Found::Nothing);
         assert_eq!(found(None), Found::Nothing);
-    }
-
-    #[test]
-    fn no_key_is_shown() {
-        let state = state();
-        let shown = format!("{state:?}");
-        assert!(!shown.contains("PRIVATE") && !shown.contains(&state.signing.key), "{shown}");
     }
 }

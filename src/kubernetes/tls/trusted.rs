@@ -1,0 +1,97 @@
+//! What clients are to trust, from a file.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context;
+use tokio::sync::watch;
+use tokio::time::{MissedTickBehavior, interval};
+
+use super::files;
+use crate::telemetry::complaint::Complaint;
+use crate::telemetry::shutdown::Shutdown;
+
+/// Time between two looks at a file.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// The authorities of a file, read again when it changes. `flag` names it.
+///
+/// # Errors
+/// The file cannot be read or holds something else; which.
+pub fn authorities_of(
+    flag: &'static str,
+    file: &Path,
+    shutdown: Shutdown,
+) -> anyhow::Result<watch::Receiver<String>> {
+    let (sender, pem) = watch::channel(authorities(flag, file)?);
+    let file = file.to_owned();
+    tokio::spawn(async move {
+        tokio::select! {
+            () = follow(flag, file, sender) => {}
+            () = shutdown.draining() => {}
+        }
+    });
+    Ok(pem)
+}
+
+/// What clients may see of a file: certificates that can be trusted, and never a key.
+fn authorities(flag: &'static str, file: &Path) -> anyhow::Result<String> {
+    let content = files::read(flag, file)?;
+    let name = || format!("{flag} {}", file.display());
+    let text = String::from_utf8(content).map_err(|_| anyhow::anyhow!("{}: not text", name()))?;
+    anyhow::ensure!(!text.contains("PRIVATE KEY"), "{}: holds a private key", name());
+    super::client_config(text.as_bytes()).with_context(name)?;
+    Ok(text)
+}
+
+async fn follow(flag: &'static str, file: PathBuf, pem: watch::Sender<String>) {
+    let mut looks = interval(LOOK_EVERY);
+    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut complaint = Complaint::default();
+    loop {
+        looks.tick().await;
+        let path = file.clone();
+        // A panic is in the log already.
+        let Ok(found) = tokio::task::spawn_blocking(move || authorities(flag, &path)).await else {
+            continue;
+        };
+        match found {
+            Ok(text) => {
+                pem.send_if_modified(|pem| std::mem::replace(pem, text.clone()) != text);
+                complaint.is_over();
+            }
+            Err(error) => {
+                let error = format!("{error:#}");
+                if complaint.is_new(&error) {
+                    tracing::warn!(
+                        error,
+                        "the changed authorities are not taken; those before stay"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+
+    #[test]
+    fn a_private_key_is_never_published() {
+        let dir = TempDir::new().unwrap();
+        let file = dir.path().join("ca.crt");
+        let key = rcgen::KeyPair::generate().unwrap();
+        let params = rcgen::CertificateParams::new(["x".to_owned()]).unwrap();
+        let cert = params.self_signed(&key).unwrap().pem();
+        std::fs::write(&file, &cert).unwrap();
+        assert_eq!(authorities("--ca", &file).unwrap(), cert);
+        for bad in [format!("{cert}{}", key.serialize_pem()), String::new(), "x".into()] {
+            std::fs::write(&file, bad).unwrap();
+            let error = format!("{:#}", authorities("--ca", &file).unwrap_err());
+            assert!(error.contains("--ca"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! deploy/components/cert-manager: what it makes of each role. cert-manager itself is not there.
+
+use support::cluster::shared;
+
+use serde_json::Value;
+use support::cluster::programs::said;
+use support::path;
+
+use super::{overlay, pods};
+
+#[test]
+fn with_the_components_of_cert_manager_each_role_shows_its_certificate() {
+    let Some(cluster) = shared() else { return };
+    for (directory, component, container, trusting) in [
+        ("base", "metadata", "metadata", &[][..]),
+        (
+            "session-manager",
+            "session-manager",
+            "session-manager",
+            &["ValidatingWebhookConfiguration"],
+        ),
+        ("aggregated-api", "aggregated-api", "aggregated-api", &["APIService"]),
+        (
+            "admission",
+            "admission",
+            "admission",
+            &["MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"],
+        ),
+    ] {
+        let with = overlay(cluster, directory, &format!("cert-manager/{component}"));
+        let text = said(cluster.kubectl(&["kustomize", path(&with)]));
+        let all = text.split("\n---\n").map(|one| serde_saphyr::from_str(one).unwrap());
+        let all: Vec<Value> = all.collect();
+        let certificate = pods::only(&all, "Certificate");
+        let metadata = &certificate["metadata"];
+        let mut found = all.iter().filter_map(|object| {
+            let containers = object["spec"]["template"]["spec"]["containers"].as_array()?;
+            let found = containers.iter().find(|one| one["name"] == container)?;
+            Some((found, object["spec"]["template"]["spec"]["volumes"].as_array()?))
+        });
+        let (container, volumes) = found.next().unwrap_or_else(|| panic!("no {container}"));
+        pods::are_known(component, container);
+        let arguments = container["args"].to_string();
+        for (flag, has) in [
+            ("--tls-cert=/tls/tls.crt", true),
+            ("--tls-key=/tls/tls.key", true),
+            ("--self-signed", false),
+        ] {
+            assert_eq!(arguments.contains(flag), has, "{component}: {flag}");
+        }
+        let volume = volumes.iter().find(|volume| volume["name"] == "certificate").unwrap();
+        assert_eq!(volume["secret"]["secretName"], certificate["spec"]["secretName"]);
+        // The certificate is for the host that clients call.
+        let host = certificate["spec"]["dnsNames"][0].as_str().unwrap();
+        let namespace = metadata["namespace"].as_str().unwrap();
+        let called = arguments.replace("$(POD_NAMESPACE)", namespace);
+        assert!(called.contains(&format!("--service-address={host}:")), "{component}: {host}");
+        let source = format!("{namespace}/{}", metadata["name"].as_str().unwrap());
+        for kind in trusting {
+            let annotations = &pods::only(&all, kind)["metadata"]["annotations"];
+            assert_eq!(annotations["cert-manager.io/inject-ca-from"], *source, "{component}");
+        }
+    }
+}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # hack/bench.sh [--quick] [--output DIR] [ROW...]: measures the figures of docs/performance.md side by
-# side in one run, prints them as one table and writes table.md, figures.json and figures.svg to DIR
+# side in one run, prints them as one table and writes table.md and figures.json to DIR
 # (target/bench). Leaves nothing else behind, also when it is interrupted.
 #
 # ROW       idle delta snapshot large sizes stream memory sidecar proxy extents catalog fio

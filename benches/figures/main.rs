@@ -10,7 +10,6 @@ mod host_path;
 mod kernel;
 mod load;
 mod peers;
-mod plot;
 mod raw;
 mod records;
 mod report;
@@ -119,7 +118,7 @@ fn main() -> ExitCode {
         eprintln!("figures: writing to {}: {error:#}", output.display());
         return ExitCode::FAILURE;
     }
-    println!("table.md, figures.json and figures.svg are in {}", output.display());
+    println!("table.md and figures.json are in {}", output.display());
     match failed.as_slice() {
         [] => ExitCode::SUCCESS,
         failed => {

@@ -126,10 +126,10 @@ const HEADS: [&str; 8] = [
     "reached",
 ];
 
-/// A line of a chart.
+/// What depends on what: a line for whoever draws a chart.
 #[derive(Debug, Clone, Serialize)]
 pub struct Series {
-    /// Which chart it is in (see `plot`).
+    /// Lines of one chart have the same axes.
     pub chart: &'static str,
     pub name: String,
     pub points: Vec<(f64, f64)>,
@@ -197,12 +197,11 @@ impl Report {
         table
     }
 
-    /// Writes table.md, figures.json and figures.svg.
+    /// Writes table.md and figures.json.
     pub fn write(&self, directory: &Path) -> Result<()> {
         fs::create_dir_all(directory)?;
         fs::write(directory.join("table.md"), self.table())?;
         fs::write(directory.join("figures.json"), serde_json::to_vec_pretty(self)?)?;
-        fs::write(directory.join("figures.svg"), crate::plot::svg(self))?;
         Ok(())
     }
 }

@@ -2,14 +2,12 @@
 //! on the messages as they lie there, of CSI's API and of that of sessions: their fields have the same numbers. A backup made
 //! of an answer that breaks the contract may lack data, and nobody would notice before it is restored.
 
-use prost::encoding::{WireType, decode_key, decode_varint};
-
+use super::fields::{BLOCK_METADATA, Value, next_field};
 use super::refusal::{Reason, Refusal};
 
 /// Fields of a response.
 const BLOCK_METADATA_TYPE: u32 = 1;
 const CAPACITY: u32 = 2;
-pub const BLOCK_METADATA: u32 = 3;
 /// Fields of an extent.
 const OFFSET: u32 = 1;
 const SIZE: u32 = 2;
@@ -39,7 +37,7 @@ impl StreamCheck {
     fn accept(&mut self, mut message: &[u8]) -> Result<u64, &'static str> {
         let mut shape = [0; 2];
         let mut extents = 0;
-        while let Some(field) = next_field(&mut message)? {
+        while let Some(field) = next(&mut message)? {
             match field {
                 (BLOCK_METADATA_TYPE, Value::Number(number)) => shape[0] = number,
                 (CAPACITY, Value::Number(number)) => shape[1] = number,
@@ -63,7 +61,7 @@ impl StreamCheck {
 
     fn extent(&mut self, mut bytes: &[u8]) -> Result<(), &'static str> {
         let (mut offset, mut size) = (0, 0);
-        while let Some(field) = next_field(&mut bytes)? {
+        while let Some(field) = next(&mut bytes)? {
             match field {
                 (OFFSET, Value::Number(number)) => offset = number,
                 (SIZE, Value::Number(number)) => size = number,
@@ -88,38 +86,9 @@ impl StreamCheck {
 
 const MALFORMED: &str = "a message is none of this API";
 
-/// What a field holds.
-enum Value<'m> {
-    Number(u64),
-    Bytes(&'m [u8]),
-    /// A number of fixed length, which neither API has.
-    Other,
-}
-
-/// The next field of a message: its number and value.
-fn next_field<'m>(rest: &mut &'m [u8]) -> Result<Option<(u32, Value<'m>)>, &'static str> {
-    if rest.is_empty() {
-        return Ok(None);
-    }
-    let (field, wire_type) = decode_key(rest).map_err(|_| MALFORMED)?;
-    let value = match wire_type {
-        WireType::Varint => Value::Number(decode_varint(rest).map_err(|_| MALFORMED)?),
-        WireType::LengthDelimited => {
-            let length = decode_varint(rest).map_err(|_| MALFORMED)?;
-            Value::Bytes(take(rest, length)?)
-        }
-        WireType::SixtyFourBit => take(rest, 8).map(|_| Value::Other)?,
-        WireType::ThirtyTwoBit => take(rest, 4).map(|_| Value::Other)?,
-        WireType::StartGroup | WireType::EndGroup => return Err(MALFORMED),
-    };
-    Ok(Some((field, value)))
-}
-
-fn take<'m>(rest: &mut &'m [u8], length: u64) -> Result<&'m [u8], &'static str> {
-    let length = usize::try_from(length).map_err(|_| MALFORMED)?;
-    let (taken, left) = rest.split_at_checked(length).ok_or(MALFORMED)?;
-    *rest = left;
-    Ok(taken)
+/// The next field of a message of this API.
+fn next<'m>(rest: &mut &'m [u8]) -> Result<Option<(u32, Value<'m>)>, &'static str> {
+    next_field(rest).map_err(|_| MALFORMED)
 }
 
 fn broken(how: &str) -> Refusal {

@@ -12,6 +12,7 @@ mod call;
 mod cbt_http;
 mod check;
 mod driver_link;
+mod fields;
 mod metrics;
 pub mod publish;
 mod refusal;

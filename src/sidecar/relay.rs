@@ -6,16 +6,15 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use prost::bytes::Buf;
-use prost::encoding::{WireType, decode_key, decode_varint};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep_until};
 use tokio_stream::Stream;
 use tonic::{Code, Status};
 
 use super::call::{Call, Running};
-use super::check::{BLOCK_METADATA, StreamCheck};
+use super::check::StreamCheck;
 use super::driver_link::Answer;
+use super::fields::{BLOCK_METADATA, Value, next_field};
 use super::refusal::{Reason, Refusal};
 use crate::grpc::RawMessage;
 use crate::kubernetes::secret::Secrets;
@@ -223,20 +222,10 @@ pub fn broke_off() -> Refusal {
 }
 
 /// Extents in a message, which is not decoded for that. What is no such message has those that were found.
-fn extents(message: &[u8]) -> u64 {
-    let mut rest = message;
+fn extents(mut message: &[u8]) -> u64 {
     let mut found = 0;
-    while !rest.is_empty() {
-        let Ok((field, wire_type)) = decode_key(&mut rest) else { break };
-        let Ok(number) = decode_varint(&mut rest) else { break };
-        match wire_type {
-            WireType::Varint => {}
-            WireType::LengthDelimited if number <= rest.len() as u64 => {
-                rest.advance(number as usize);
-                found += u64::from(field == BLOCK_METADATA);
-            }
-            _ => break,
-        }
+    while let Ok(Some((field, value))) = next_field(&mut message) {
+        found += u64::from(field == BLOCK_METADATA && matches!(value, Value::Bytes(_)));
     }
     found
 }

@@ -2,12 +2,12 @@
 //! extents are cut: FIXED_LENGTH is 1 there and 0 here, which on the wire is to be absent, VARIABLE_LENGTH 2 there and 1
 //! here. So that field alone is replaced, and the extents stay the bytes that they are.
 
-use prost::DecodeError;
 use prost::bytes::{Bytes, BytesMut};
-use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
+use prost::encoding::WireType;
 
 use crate::grpc::RawMessage;
 use crate::proto::csi::v1::BlockMetadataType as Csi;
+use crate::sidecar::fields::{Value, next_field};
 use crate::sidecar::refusal::{Reason, Refusal};
 
 /// Field of both responses that holds the type.
@@ -17,7 +17,7 @@ const VARIABLE: [u8; 2] = [(TYPE as u8) << 3 | WireType::Varint as u8, 1];
 
 /// The same message for a client of a session.
 pub fn of_csi(message: RawMessage) -> Result<RawMessage, Refusal> {
-    let found = find(&message.0).map_err(|_| no_style())?;
+    let found = find(&message.0).ok_or_else(no_style)?;
     let rest = found.without(&message.0);
     match found.style() {
         Some(Csi::FixedLength) => Ok(RawMessage(rest)),
@@ -43,27 +43,25 @@ struct Found {
     others: Vec<(usize, usize)>,
 }
 
-/// Looks at all fields of the message, not into them.
-fn find(message: &[u8]) -> Result<Found, DecodeError> {
+/// Looks at all fields of the message, not into them. Nothing if it is no message.
+fn find(message: &[u8]) -> Option<Found> {
     let mut found = Found::default();
     let mut rest = message;
-    while !rest.is_empty() {
+    loop {
         let start = message.len() - rest.len();
-        let (field, wire_type) = decode_key(&mut rest)?;
-        if field != TYPE {
-            skip_field(wire_type, field, &mut rest, DecodeContext::default())?;
-            continue;
+        let Some((field, value)) = next_field(&mut rest).ok()? else { return Some(found) };
+        match value {
+            _ if field != TYPE => continue,
+            // As an int32 is read (protobuf, "Encoding"): of more bits the lowest.
+            Value::Number(number) => found.value = number as i32,
+            Value::Bytes(_) | Value::Other => return None,
         }
-        prost::encoding::check_wire_type(WireType::Varint, wire_type)?;
-        // As an int32 is read (protobuf, "Encoding"): of more bits the lowest.
-        found.value = decode_varint(&mut rest)? as i32;
         let end = message.len() - rest.len();
         match start == found.leading {
             true => found.leading = end,
             false => found.others.push((start, end)),
         }
     }
-    Ok(found)
 }
 
 impl Found {

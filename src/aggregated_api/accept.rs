@@ -9,8 +9,6 @@ use super::failure::{Cause, Failure};
 pub enum Form {
     /// The object itself.
     Plain,
-    /// A Table of meta.k8s.io/v1, as kubectl prints it.
-    Table,
     /// A whole group's discovery, of apidiscovery.k8s.io v2 or v2beta1.
     Discovery(&'static str),
 }
@@ -28,13 +26,7 @@ pub fn negotiate(headers: &HeaderMap, offered: &[Form]) -> Result<Form, Failure>
     }
     let form = asked.iter().find_map(|one| form(one).filter(|form| offered.contains(form)));
     form.ok_or_else(|| {
-        let table = if offered.contains(&Form::Table) {
-            ", or as a Table (application/json;as=Table;g=meta.k8s.io;v=v1)"
-        } else {
-            ""
-        };
-        let message = format!("Accept: only application/json is written{table}");
-        Failure::new(Cause::NotAcceptable, message)
+        Failure::new(Cause::NotAcceptable, "Accept: only application/json is written")
     })
 }
 
@@ -56,7 +48,6 @@ fn form(asked: &str) -> Option<Form> {
     }
     match (kind, group, version) {
         ("", _, _) => Some(Form::Plain),
-        ("Table", "meta.k8s.io", "v1") => Some(Form::Table),
         ("APIGroupDiscoveryList", "apidiscovery.k8s.io", "v2") => Some(Form::Discovery("v2")),
         ("APIGroupDiscoveryList", "apidiscovery.k8s.io", "v2beta1") => {
             Some(Form::Discovery("v2beta1"))
@@ -79,16 +70,20 @@ mod tests {
 
     #[test]
     fn the_first_form_that_is_offered_is_answered() {
-        let both = [Form::Plain, Form::Table];
+        let both = [Form::Plain, Form::Discovery("v2")];
+        let whole = "application/json;as=APIGroupDiscoveryList;v=v2;g=apidiscovery.k8s.io";
         let table = "application/json;as=Table;v=v1;g=meta.k8s.io";
-        let kubectl = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json;as=Table;v=v1beta1;g=meta.k8s.io,application/json";
+        let kubectl = "application/json;as=APIGroupDiscoveryList;v=v2;g=apidiscovery.k8s.io,application/json";
+        let printing = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json";
         assert_eq!(negotiate(&HeaderMap::new(), &both).ok(), Some(Form::Plain));
         for (accept, form) in [
             ("application/json", Some(Form::Plain)),
             ("*/*", Some(Form::Plain)),
             ("text/html, application/*;q=0.8", Some(Form::Plain)),
-            (table, Some(Form::Table)),
-            (kubectl, Some(Form::Table)),
+            (whole, Some(Form::Discovery("v2"))),
+            (kubectl, Some(Form::Discovery("v2"))),
+            (table, None),
+            (printing, Some(Form::Plain)),
             ("application/vnd.kubernetes.protobuf,application/json", Some(Form::Plain)),
             ("application/vnd.kubernetes.protobuf", None),
             ("application/yaml", None),

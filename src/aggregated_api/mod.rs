@@ -17,7 +17,6 @@ mod metrics;
 mod openapi;
 mod routes;
 mod server;
-mod table;
 
 pub use args::Args;
 pub use server::run;

@@ -20,7 +20,7 @@ use super::failure::{Cause, Failure};
 use super::front_proxy::FrontProxy;
 use super::metrics::{Metrics, Verb};
 use super::openapi::{self, Document};
-use super::{groups, table};
+use super::groups;
 use crate::kubernetes::https::Limits;
 use crate::kubernetes::name;
 use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
@@ -184,15 +184,11 @@ async fn create<C: Creates>(
     let Some(namespace) = namespace.filter(|namespace| name::is_namespace(namespace)) else {
         return Err(Failure::new(Cause::Path, "the path has no name of a namespace"));
     };
-    let form = negotiate(&headers, &[Form::Plain, Form::Table])?;
+    negotiate(&headers, &[Form::Plain])?;
     let body = body.map_err(|error| Failure::new(Cause::Malformed, error.body_text()))?;
     let asked = decode(&headers, query.as_deref(), &namespace, &body)?;
     let answer = deltas.create(&user, &namespace, asked.delta).await?;
-    let body = match form {
-        Form::Table => Json(table::of(&answer)).into_response(),
-        _ => Json(answer).into_response(),
-    };
-    let mut response = (StatusCode::CREATED, body).into_response();
+    let mut response = (StatusCode::CREATED, Json(answer)).into_response();
     for warning in asked.warnings {
         let text = warning.replace('\\', r"\\").replace('"', "\\\"");
         // What cannot be a header is left out.

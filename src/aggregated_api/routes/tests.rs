@@ -102,11 +102,11 @@ async fn a_failure_is_a_status_that_names_the_object() {
 }
 
 #[tokio::test]
-async fn a_table_is_answered_where_it_is_asked_for() {
+async fn a_form_that_is_not_written_is_refused_unless_json_will_do() {
     let accept = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json";
     let table = post_of("").header(header::ACCEPT, accept);
     let answer = ask_of(true, table, &object("b", &json!({}))).await;
-    assert_eq!((answer.code, &answer.body["kind"]), (201, &json!("Table")));
+    assert_eq!((answer.code, &answer.body["kind"]), (201, &json!("VolumeSnapshotDelta")));
     let partial = "application/json;as=PartialObjectMetadata;v=v1;g=meta.k8s.io";
     let refused = post_of("").header(header::ACCEPT, partial);
     assert_eq!(ask_of(true, refused, &object("b", &json!({}))).await.code, 406);

@@ -358,27 +358,6 @@ fn the_ca_bundle_is_published_and_nothing_else_is_written() {
 }
 
 #[test]
-#[ignore = "full tier"]
-fn no_creation_is_refused_while_the_certificate_is_replaced() {
-    let Some(cluster) = shared() else { return };
-    let rig = Rig::with(cluster, manager_rules(), &["--self-signed-validity", "20s"]);
-    rig.configure("Fail");
-    rig.wait_until_judging();
-    let first = rig.ca_bundle().unwrap();
-    let mut creations = 0;
-    let until = Instant::now() + Duration::from_secs(60);
-    while !rig.manager.process.log().contains("get a new certificate") {
-        let creation = rig.ask(&cluster.client(), &["monday"], true);
-        assert!(creation.is_ok(), "after {creations}: {creation:?}");
-        creations += 1;
-        assert!(Instant::now() < until, "the certificate was not replaced");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    assert_eq!(rig.ca_bundle().unwrap(), first);
-    assert!(rig.ask(&cluster.client(), &["monday"], true).is_ok());
-}
-
-#[test]
 fn a_provided_certificate_is_shown_and_the_ca_bundle_left_to_who_provides_it() {
     let Some(cluster) = shared() else { return };
     let authorities = ["before", "after"].map(Authority::new);

@@ -148,22 +148,3 @@ fn the_ca_bundle_is_published_and_nothing_else_is_written() {
     });
     assert!(rig.api_service().is_none());
 }
-
-#[test]
-#[ignore = "full tier"]
-fn no_request_fails_while_the_certificate_is_replaced() {
-    let Some(cluster) = shared() else { return };
-    let rig = Aggregated::start(cluster, &["--self-signed-validity", "20s"]);
-    let first = rig.ca_bundle().unwrap();
-    let mut requests = 0;
-    let until = Instant::now() + Duration::from_secs(60);
-    while !rig.served.process.log().contains("get a new certificate") {
-        let answer = rig.kubectl(&["get", "--raw", "/apis/cbt.storage.k8s.io/v1alpha1"]);
-        assert!(answer.status.success(), "after {requests}: {answer:?}");
-        assert!(answers(&rig), "after {requests}");
-        requests += 1;
-        assert!(Instant::now() < until, "the certificate was not replaced");
-    }
-    assert_eq!(rig.ca_bundle().unwrap(), first);
-    assert!(answers(&rig));
-}

@@ -13,6 +13,8 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::telemetry::klog;
+#[cfg(test)]
+use crate::telemetry::role;
 use crate::{
     admission, aggregated_api, client, driver, freeze_guard, node_proxy, oci_runtime, runtime_ops,
     session_manager, sidecar,
@@ -315,6 +317,36 @@ mod tests {
                     let is_told = told.iter().any(|line| line.contains(default));
                     assert!(is_told, "{}: {flag} is {default}", mode.get_name());
                 }
+            }
+        }
+    }
+
+    /// What stands under each heading of a mode's help.
+    #[test]
+    fn each_flag_is_under_its_own_heading() {
+        let ids = |command: clap::Command| -> Vec<String> {
+            command.get_arguments().map(|argument| argument.get_id().to_string()).collect()
+        };
+        fn of<A: clap::Args>() -> clap::Command {
+            A::augment_args(clap::Command::new("x"))
+        }
+        let groups = [
+            (role::HEADING, ids(of::<role::RoleArgs>())),
+            ("Inline ephemeral volumes", ids(of::<driver::InlineArgs>())),
+            ("Runtime assisted mounting", ids(of::<driver::DeferArgs>())),
+            ("Faults on purpose", ids(of::<driver::FaultArgs>())),
+        ];
+        let modes = Mode::augment_subcommands(clap::Command::new("modes"));
+        for mode in modes.get_subcommands() {
+            // A group of another mode may have a flag of the same name.
+            let of_role = |id: &str| groups[0].1.iter().any(|one| one == id);
+            let has_role = mode.get_arguments().any(|one| one.get_id() == "drain_timeout");
+            for argument in mode.get_arguments() {
+                let (id, heading) = (argument.get_id().as_str(), argument.get_help_heading());
+                let what = format!("{} --{id}: {heading:?}", mode.get_name());
+                assert!(!has_role || of_role(id) == (heading == Some(role::HEADING)), "{what}");
+                let group = groups.iter().find(|(name, _)| Some(*name) == heading);
+                assert!(group.is_none_or(|(_, ids)| ids.iter().any(|one| one == id)), "{what}");
             }
         }
     }

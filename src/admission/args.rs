@@ -1,14 +1,12 @@
 //! The flags of the mode.
 
-use std::time::Duration;
-
 use clap::{ArgAction, ValueEnum};
 use serde::Deserialize;
 
 use crate::kubernetes::tls::identity;
 use crate::kubernetes::{client, name};
 use crate::quantity;
-use crate::telemetry::{http, logs};
+use crate::telemetry::role::{self, RoleArgs};
 
 /// Help that says more than that of the flags that other roles have, too.
 const SERVICE_ADDRESS: &str = "Where the API server reaches the webhooks, as host:port: the name of a Service. \
@@ -16,6 +14,7 @@ const SERVICE_ADDRESS: &str = "Where the API server reaches the webhooks, as hos
 
 #[derive(Debug, clap::Args)]
 #[command(mut_arg("service_address", |arg| arg.help(SERVICE_ADDRESS)))]
+#[command(mut_arg("http_endpoint", role::http_by_default))]
 pub struct Args {
     #[command(flatten)]
     pub kubernetes: client::Args,
@@ -38,16 +37,8 @@ pub struct Args {
     #[command(flatten)]
     pub policy: PolicyArgs,
 
-    /// Serve /health and /metrics on host:port or :port.
-    #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
-    pub http_endpoint: http::Endpoint,
-
-    /// How long calls that run may take after the first signal to stop.
-    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
-    pub drain_timeout: Duration,
-
     #[command(flatten)]
-    pub log: logs::Args,
+    pub role: RoleArgs,
 }
 
 /// What holds for namespaces of which the ConfigMap says nothing else.

@@ -18,21 +18,18 @@ use super::webhooks;
 use crate::kubernetes::publish::keep;
 use crate::kubernetes::webhook_configuration::CaBundle;
 use crate::kubernetes::{https, tls};
-use crate::telemetry::http::{self, Pages};
-use crate::telemetry::logs;
-use crate::telemetry::shutdown::{Shutdown, run_to_end};
+use crate::telemetry::http::Pages;
+use crate::telemetry::shutdown::Shutdown;
 
 /// As whom fields of others' objects are written.
 const MANAGER: &str = "csi-loopback-admission";
 
 /// Serves until a signal has come.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    logs::init(args.log.clone())?;
-    run_to_end(serve(args))
+    args.role.clone().run(|shutdown| serve(args, shutdown))
 }
 
-async fn serve(args: Args) -> anyhow::Result<()> {
-    let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
+async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let kubernetes = args.kubernetes.connect().await?;
     let namespace = args.tls.authority.namespace()?;
     let identity = args.tls.start("admission", &kubernetes, &shutdown).await?;
@@ -48,7 +45,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     if let Some(trusted) = &identity.trusted {
         publish(&args, &kubernetes, trusted, &shutdown);
     }
-    serve_http(&args, &policies, &metrics, &shutdown).await?;
+    args.role.serve_http(pages(&policies, &metrics), &shutdown).await?;
     let driver = &args.driver_name;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), %address, namespace, driver, "serving the webhooks");
     let routes = webhooks::routes(&judge, &metrics);
@@ -72,28 +69,12 @@ fn publish(
     tokio::spawn(keep(kubernetes.clone(), validating, trusted.clone(), shutdown.clone()));
 }
 
-async fn serve_http(
-    args: &Args,
-    policies: &Policies,
-    metrics: &Metrics,
-    shutdown: &Shutdown,
-) -> anyhow::Result<()> {
-    let (metrics, ending) = (metrics.clone(), shutdown.clone());
-    let (policies, scraped) = (policies.clone(), policies.clone());
-    let pages = Pages {
-        health_path: "/health",
-        health: Arc::new(move || match policies.current() {
-            _ if ending.is_draining() => Err("the webhooks are exiting".into()),
-            Ok(_) => Ok(()),
-            Err(Unknown::Nonsense(problem) | Unknown::Unheard(problem)) => Err(problem),
-        }),
-        metrics: Some((
-            "/metrics".into(),
-            Arc::new(move || metrics.scrape(scraped.is_taken())) as http::Scrape,
-        )),
+/// Health and metrics.
+fn pages(policies: &Policies, metrics: &Metrics) -> Pages {
+    let (metrics, policies, scraped) = (metrics.clone(), policies.clone(), policies.clone());
+    let health = move || match policies.current() {
+        Ok(_) => Ok(()),
+        Err(Unknown::Nonsense(problem) | Unknown::Unheard(problem)) => Err(problem),
     };
-    let address = http::start(&args.http_endpoint, pages, shutdown.clone()).await;
-    let address = address.context("--http-endpoint")?;
-    tracing::info!(%address, "serving /health and /metrics");
-    Ok(())
+    Pages::new(Arc::new(health), Arc::new(move || metrics.scrape(scraped.is_taken())))
 }

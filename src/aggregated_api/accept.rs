@@ -73,7 +73,8 @@ mod tests {
         let both = [Form::Plain, Form::Discovery("v2")];
         let whole = "application/json;as=APIGroupDiscoveryList;v=v2;g=apidiscovery.k8s.io";
         let table = "application/json;as=Table;v=v1;g=meta.k8s.io";
-        let kubectl = "application/json;as=APIGroupDiscoveryList;v=v2;g=apidiscovery.k8s.io,application/json";
+        let kubectl =
+            "application/json;as=APIGroupDiscoveryList;v=v2;g=apidiscovery.k8s.io,application/json";
         let printing = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json";
         assert_eq!(negotiate(&HeaderMap::new(), &both).ok(), Some(Form::Plain));
         for (accept, form) in [

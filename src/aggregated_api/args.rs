@@ -8,7 +8,7 @@ use crate::kubernetes::snapshot_delta::{DEFAULT_LIMIT, GROUP, VERSION};
 use crate::kubernetes::tls::identity;
 use crate::kubernetes::{cbt_http, name};
 use crate::quantity::duration;
-use crate::telemetry::{http, logs};
+use crate::telemetry::role::{self, RoleArgs};
 
 /// Help that says more than that of the flags that other roles have, too.
 const SERVICE_ADDRESS: &str = "Where the API server reaches it, as host:port: the name of a Service, NAME.NAMESPACE.svc. \
@@ -18,6 +18,8 @@ const KUBE_API_QPS: &str = "Calls to the API server a second, for requests and f
 #[derive(Debug, clap::Args)]
 #[command(mut_arg("service_address", |arg| arg.help(SERVICE_ADDRESS)))]
 #[command(mut_arg("kube_api_qps", |arg| arg.help(KUBE_API_QPS)))]
+#[command(mut_arg("http_endpoint", role::http_by_default))]
+#[command(mut_arg("drain_timeout", |flag| flag.default_value("40s")))]
 pub struct Args {
     #[command(flatten)]
     pub kubernetes: client::Args,
@@ -73,16 +75,8 @@ pub struct Args {
     #[arg(long, env = "POD_SERVICE_ACCOUNT", default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub service_account: String,
 
-    /// Serve /health and /metrics on host:port or :port.
-    #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
-    pub http_endpoint: http::Endpoint,
-
-    /// How long requests that run may take after the first signal to stop.
-    #[arg(long, default_value = "40s", value_parser = humantime::parse_duration, value_name = "TIME")]
-    pub drain_timeout: Duration,
-
     #[command(flatten)]
-    pub log: logs::Args,
+    pub role: RoleArgs,
 }
 
 /// Of the objects that belong to a deployment.

@@ -22,21 +22,18 @@ use crate::kubernetes::publish::keep;
 use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
 use crate::kubernetes::tls::identity::Identity;
 use crate::kubernetes::{https, tls};
-use crate::telemetry::http::{self, Pages};
-use crate::telemetry::logs;
-use crate::telemetry::shutdown::{Shutdown, run_to_end};
+use crate::telemetry::http::Pages;
+use crate::telemetry::shutdown::Shutdown;
 
 /// As whom fields of others' objects are written.
 const MANAGER: &str = "csi-loopback-aggregated-api";
 
 /// Serves until a signal has come.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    logs::init(args.log.clone())?;
-    run_to_end(serve(args))
+    args.role.clone().run(|shutdown| serve(args, shutdown))
 }
 
-async fn serve(args: Args) -> anyhow::Result<()> {
-    let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
+async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let kubernetes = args.kubernetes.connect().await?;
     let namespace = args.tls.authority.namespace()?;
     let identity = args.tls.start("aggregated-api", &kubernetes, &shutdown).await?;
@@ -49,7 +46,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let front_proxy = FrontProxy::start(&kubernetes, shutdown.clone());
     let served = Served { front_proxy: front_proxy.clone(), metrics: metrics.clone(), deltas };
     let api = serve_api(&args, &kubernetes, identity, served, &shutdown).await?;
-    serve_http(&args, front_proxy, metrics, &shutdown).await?;
+    args.role.serve_http(pages(front_proxy, metrics), &shutdown).await?;
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
@@ -131,24 +128,11 @@ async fn serve_api<C: Creates>(
     Ok(tokio::spawn(https::serve_as(incoming, routes, limits, refuse, shutdown.clone())))
 }
 
-async fn serve_http(
-    args: &Args,
-    front_proxy: FrontProxy,
-    metrics: Metrics,
-    shutdown: &Shutdown,
-) -> anyhow::Result<()> {
-    let ending = shutdown.clone();
-    let pages = Pages {
-        health_path: "/health",
-        health: Arc::new(move || match front_proxy.is_known() {
-            _ if ending.is_draining() => Err("the server is exiting".into()),
-            true => Ok(()),
-            false => Err("it is not known yet whom to believe".into()),
-        }),
-        metrics: Some(("/metrics".into(), Arc::new(move || metrics.scrape()) as http::Scrape)),
+/// Health and metrics.
+fn pages(front_proxy: FrontProxy, metrics: Metrics) -> Pages {
+    let health = move || match front_proxy.is_known() {
+        true => Ok(()),
+        false => Err("it is not known yet whom to believe".into()),
     };
-    let address = http::start(&args.http_endpoint, pages, shutdown.clone()).await;
-    let address = address.context("--http-endpoint")?;
-    tracing::info!(%address, "serving /health and /metrics");
-    Ok(())
+    Pages::new(Arc::new(health), Arc::new(move || metrics.scrape()))
 }

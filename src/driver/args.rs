@@ -16,8 +16,8 @@ use crate::backend::{
 };
 use crate::grpc::SocketPath;
 use crate::grpc::socket::octal_mode;
-use crate::telemetry::http;
-use crate::{quantity, telemetry};
+use crate::quantity;
+use crate::telemetry::role::RoleArgs;
 
 /// CSI GetPluginInfo: the longest driver name, in bytes.
 const MAX_DRIVER_NAME: usize = 63;
@@ -108,14 +108,17 @@ pub struct Args {
     #[command(flatten)]
     pub defer: DeferArgs,
 
-    /// Serve /healthz and /metrics on host:port or :port; by default not at all.
-    #[arg(long, value_name = "ADDRESS")]
-    pub http_endpoint: Option<http::Endpoint>,
+    #[command(flatten)]
+    pub faults: FaultArgs,
 
-    /// How long running calls may take after the first signal to stop.
-    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
-    pub drain_timeout: Duration,
+    #[command(flatten)]
+    pub role: RoleArgs,
+}
 
+/// Answers that are spoilt for tests.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Faults on purpose")]
+pub struct FaultArgs {
     /// Allow --fault. Never where real data is backed up.
     #[arg(long)]
     pub enable_faults: bool,
@@ -124,14 +127,6 @@ pub struct Args {
     /// be repeated.
     #[arg(long, value_name = "RULE", requires = "enable_faults")]
     pub fault: Vec<Rule>,
-
-    /// Directory with a plan of where to be killed or to fail (fail_point).
-    #[cfg(feature = "failpoints")]
-    #[arg(long, value_name = "DIR")]
-    pub fail_points: Option<PathBuf>,
-
-    #[command(flatten)]
-    pub log: telemetry::logs::Args,
 }
 
 /// Volumes that are declared in pods.
@@ -172,7 +167,7 @@ impl Args {
             Some(socket) => FreezeGuard::At(socket.as_ref().to_owned()),
             None => FreezeGuard::Own {
                 program: "/proc/self/exe".into(),
-                arguments: [vec!["freeze-guard".to_owned()], self.log.line()]
+                arguments: [vec!["freeze-guard".to_owned()], self.role.log.line()]
                     .concat()
                     .into_iter()
                     .map(Into::into)

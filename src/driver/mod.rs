@@ -36,6 +36,8 @@ pub(crate) mod topology;
 use tonic::{Request, Response, Status};
 
 pub use args::Args;
+#[cfg(test)]
+pub use args::{DeferArgs, FaultArgs, InlineArgs};
 pub use server::run;
 
 use crate::backend::{Backend, Style};

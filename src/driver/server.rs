@@ -4,7 +4,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::task::spawn_blocking;
 use tonic::transport::Server;
@@ -18,8 +17,6 @@ use super::gauges::Gauges;
 use super::inline::Policy;
 use super::topology::Place;
 use crate::backend::{self, Backend, Config, FreezeGuard};
-#[cfg(feature = "failpoints")]
-use crate::fail_point;
 use crate::grpc::{serve, socket};
 use crate::proto::admin::v1::base_admin_server::BaseAdminServer;
 use crate::proto::admin::v1::pool_admin_server::PoolAdminServer;
@@ -29,10 +26,10 @@ use crate::proto::csi::v1::identity_server::IdentityServer;
 use crate::proto::csi::v1::node_server::NodeServer;
 use crate::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
-use crate::telemetry::http::{self, HealthCheck};
+use crate::telemetry::http::{self, HealthCheck, Pages};
 use crate::telemetry::metrics::Metrics;
-use crate::telemetry::shutdown::{Shutdown, run_blocking_to_end};
-use crate::telemetry::{logs, rounds};
+use crate::telemetry::rounds;
+use crate::telemetry::shutdown::Shutdown;
 
 /// Threads that calls may block, at most.
 const BLOCKING_THREADS: usize = 64;
@@ -46,10 +43,8 @@ const COLLECT_EVERY: Duration = Duration::from_secs(10);
 /// Serves until a signal has come and the running calls are done. Volumes stay attached: pods go on,
 /// and the next driver takes over.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    logs::init(args.log.clone())?;
     backend::bound_arenas();
-    raise_file_limit();
-    run_blocking_to_end(BLOCKING_THREADS, serve(args))
+    args.role.clone().run_blocking(BLOCKING_THREADS, |shutdown| serve(args, shutdown))
 }
 
 /// A delta over a long chain of snapshots holds a file open for each of them.
@@ -61,7 +56,8 @@ fn raise_file_limit() {
     }
 }
 
-async fn serve(args: Args) -> anyhow::Result<()> {
+async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
+    raise_file_limit();
     let guard = args.freeze_guard();
     if std::process::id() == 1 && matches!(guard, FreezeGuard::Own { .. }) {
         tracing::warn!(
@@ -88,18 +84,9 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         freeze_guard: _,
         inline,
         defer,
-        http_endpoint,
-        drain_timeout,
-        enable_faults: _,
-        fault,
-        #[cfg(feature = "failpoints")]
-        fail_points,
-        log: _,
+        faults,
+        role,
     } = args;
-    #[cfg(feature = "failpoints")]
-    fail_points.into_iter().for_each(fail_point::watch);
-    // First, so that a signal during a long start ends the process in order, too.
-    let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
     let config = Config {
         data_dir,
         pool,
@@ -114,7 +101,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     };
     let path = endpoint.as_ref();
     // What refuses the start later on must do so before a new pool is made.
-    http::try_listen(http_endpoint.as_ref()).await?;
+    http::try_listen(role.http_endpoint.as_ref()).await?;
     socket::try_listen(path, socket_group.as_deref())?;
     // Before the socket is made: the backend's lock refuses a second driver.
     let backend = spawn_blocking(move || Backend::open(config)).await??;
@@ -123,7 +110,7 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let plugin = Plugin {
         backend: backend.clone(),
         calls: calls.clone(),
-        faults: Faults::new(fault),
+        faults: Faults::new(faults.fault),
         shutdown: shutdown.clone(),
         place: Place::new(&driver_name, node_id.as_str()),
         driver_name,
@@ -132,8 +119,8 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         inline: Policy { new: inline.new, from_snapshot: inline.from_snapshot },
         deferrals: Deferrals::new(defer.enable_defer_fs_ops, metrics.clone()),
     };
-    let scrape = Arc::new(move || metrics.scrape());
-    http::start_if_asked(http_endpoint.as_ref(), health(&backend), scrape, &shutdown).await?;
+    let pages = Pages::new(health(&backend), Arc::new(move || metrics.scrape()));
+    role.serve_http(pages, &shutdown).await?;
     let (listener, _guard) = socket::listen(path, socket_mode, socket_group.as_deref())?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),

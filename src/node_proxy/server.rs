@@ -22,14 +22,12 @@ use super::opted_in::OptedIn;
 use super::pods::Pods;
 use super::reports::{Conditions, Reports};
 use crate::crust::Directory;
-#[cfg(feature = "failpoints")]
-use crate::fail_point;
 use crate::grpc::call::Calls;
 use crate::grpc::{serve, socket};
-use crate::telemetry::http;
+use crate::telemetry::http::{HealthCheck, Pages};
 use crate::telemetry::metrics::Metrics;
-use crate::telemetry::shutdown::{self, Shutdown};
-use crate::telemetry::{logs, rounds};
+use crate::telemetry::rounds;
+use crate::telemetry::shutdown::Shutdown;
 
 /// Time between two looks at what the watch has told, at least.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -38,11 +36,10 @@ const TRY_AGAIN: Duration = Duration::from_secs(5);
 
 /// Serves until a signal has come and the running calls are done.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    logs::init(args.log.clone())?;
-    shutdown::run_to_end(start(args))
+    args.role.clone().run(|shutdown| start(args, shutdown))
 }
 
-async fn start(args: Args) -> anyhow::Result<()> {
+async fn start(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let Args {
         cluster,
         endpoint,
@@ -52,15 +49,8 @@ async fn start(args: Args) -> anyhow::Result<()> {
         state_dir,
         pod_timeout,
         collect_every,
-        http_endpoint,
-        drain_timeout,
-        #[cfg(feature = "failpoints")]
-        fail_points,
-        log: _,
+        role,
     } = args;
-    #[cfg(feature = "failpoints")]
-    fail_points.into_iter().for_each(fail_point::watch);
-    let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
     let disk = Disk::open(Directory::new(state_dir)).context("--state-dir")?;
     let memory = Memory::open(disk.clone());
     let reports = Reports::new(memory.clone());
@@ -81,9 +71,9 @@ async fn start(args: Args) -> anyhow::Result<()> {
         room_for_answers: Room::default(),
     };
     // A state directory that cannot be used is no reason to be ended: calls of others go through.
-    let health: http::HealthCheck = Arc::new(|| Ok(()));
-    let scrape = Arc::new(move || metrics.scrape());
-    http::start_if_asked(http_endpoint.as_ref(), health, scrape, &shutdown).await?;
+    let health: HealthCheck = Arc::new(|| Ok(()));
+    let pages = Pages::new(health, Arc::new(move || metrics.scrape()));
+    role.serve_http(pages, &shutdown).await?;
     let path = endpoint.as_ref();
     let (listener, _guard) = socket::listen(path, socket_mode, None)?;
     tracing::info!(

@@ -9,7 +9,7 @@ use crate::crust;
 use crate::grpc::SocketPath;
 use crate::grpc::socket::octal_mode;
 use crate::quantity::some_time;
-use crate::telemetry::{http, logs};
+use crate::telemetry::role::RoleArgs;
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -57,21 +57,8 @@ pub struct Args {
     #[arg(long, default_value = "60s", value_parser = some_time, value_name = "TIME")]
     pub collect_every: Duration,
 
-    /// Serve /healthz and /metrics on host:port or :port; by default not at all.
-    #[arg(long, value_name = "ADDRESS")]
-    pub http_endpoint: Option<http::Endpoint>,
-
-    /// How long running calls may take after the first signal to stop.
-    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
-    pub drain_timeout: Duration,
-
-    /// Directory with a plan of where to be killed or to fail (fail_point).
-    #[cfg(feature = "failpoints")]
-    #[arg(long, value_name = "DIR")]
-    pub fail_points: Option<PathBuf>,
-
     #[command(flatten)]
-    pub log: logs::Args,
+    pub role: RoleArgs,
 }
 
 /// `--layout`.

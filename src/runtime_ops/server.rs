@@ -14,15 +14,13 @@ use super::program::Runner;
 use super::service::{MAX_CALLS, Ops};
 use super::turns::Turns;
 use crate::crust::Directory;
-#[cfg(feature = "failpoints")]
-use crate::fail_point;
 use crate::grpc::call::Calls;
 use crate::grpc::{serve, socket};
 use crate::proto::crust::runtime_server::RuntimeServer;
-use crate::telemetry::http;
+use crate::telemetry::http::Pages;
 use crate::telemetry::metrics::Metrics;
-use crate::telemetry::shutdown::{Shutdown, run_blocking_to_end};
-use crate::telemetry::{logs, rounds};
+use crate::telemetry::rounds;
+use crate::telemetry::shutdown::Shutdown;
 
 /// Threads that may block: a call each, and housekeeping, health and metrics.
 const BLOCKING_THREADS: usize = MAX_CALLS + 4;
@@ -31,11 +29,10 @@ const PATIENCE: u32 = 2;
 
 /// Serves until a signal has come and the running calls are done. What is handed over stays so.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    logs::init(args.log.clone())?;
-    run_blocking_to_end(BLOCKING_THREADS, serve(args))
+    args.role.clone().run_blocking(BLOCKING_THREADS, |shutdown| serve(args, shutdown))
 }
 
-async fn serve(args: Args) -> anyhow::Result<()> {
+async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let Args {
         endpoint,
         socket_mode,
@@ -48,15 +45,8 @@ async fn serve(args: Args) -> anyhow::Result<()> {
         cli_timeout,
         cli_env,
         collect_every,
-        http_endpoint,
-        drain_timeout,
-        #[cfg(feature = "failpoints")]
-        fail_points,
-        log: _,
+        role,
     } = args;
-    #[cfg(feature = "failpoints")]
-    fail_points.into_iter().for_each(fail_point::watch);
-    let shutdown = Shutdown::on_signal(drain_timeout).context("watching for signals")?;
     let runner = Runner { timeout: cli_timeout, environment: cli_env };
     let (layout, flag): (Arc<dyn Layout>, _) = match layout {
         Choice::Crust => {
@@ -81,9 +71,8 @@ async fn serve(args: Args) -> anyhow::Result<()> {
     let calls = Calls::new(metrics.clone());
     let served = layout.clone();
     let health = move || served.directory().check().map_err(|problem| problem.to_string());
-    let scrape = move || metrics.scrape();
-    let (health, scrape) = (Arc::new(health), Arc::new(scrape));
-    http::start_if_asked(http_endpoint.as_ref(), health, scrape, &shutdown).await?;
+    let pages = Pages::new(Arc::new(health), Arc::new(move || metrics.scrape()));
+    role.serve_http(pages, &shutdown).await?;
     let path = endpoint.as_ref();
     let (listener, _guard) = socket::listen(path, socket_mode, socket_group.as_deref())?;
     tracing::info!(

@@ -6,7 +6,7 @@ use crate::kubernetes::leader::lease_duration;
 use crate::kubernetes::tls::identity;
 use crate::kubernetes::{client, name};
 use crate::quantity::duration;
-use crate::telemetry::{http, logs};
+use crate::telemetry::role::{self, RoleArgs};
 
 /// Help that says more than that of the flags that other roles have, too.
 const SERVICE_ADDRESS: &str = "Where the API server reaches the webhook, as host:port: the name of a Service. \
@@ -17,6 +17,7 @@ const KUBE_API_QPS: &str =
 #[derive(Debug, clap::Args)]
 #[command(mut_arg("service_address", |arg| arg.help(SERVICE_ADDRESS)))]
 #[command(mut_arg("kube_api_qps", |arg| arg.help(KUBE_API_QPS)))]
+#[command(mut_arg("http_endpoint", role::http_by_default))]
 pub struct Args {
     #[command(flatten)]
     pub kubernetes: client::Args,
@@ -56,21 +57,13 @@ pub struct Args {
     #[arg(long, default_value = "60s", value_parser = resync, value_name = "TIME")]
     pub resync: Duration,
 
-    /// Serve /health and /metrics on host:port or :port.
-    #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
-    pub http_endpoint: http::Endpoint,
-
-    /// How long calls that run may take after the first signal to stop.
-    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
-    pub drain_timeout: Duration,
-
     /// Delete every session of the cluster and exit: for uninstalling. The other flags do nothing then, except
     /// --kubeconfig and those of the log.
     #[arg(long)]
     pub clean_up: bool,
 
     #[command(flatten)]
-    pub log: logs::Args,
+    pub role: RoleArgs,
 }
 
 /// Of the objects that belong to a deployment.

@@ -22,33 +22,34 @@ use crate::kubernetes::session::SnapshotSessionData;
 use crate::kubernetes::tls::identity::Identity;
 use crate::kubernetes::webhook_configuration::CaBundle;
 use crate::kubernetes::{cache, https, tls};
-use crate::telemetry::http::{self, Pages};
-use crate::telemetry::logs;
-use crate::telemetry::shutdown::{Shutdown, run_to_end};
+use crate::telemetry::http::Pages;
+use crate::telemetry::shutdown::Shutdown;
 
 /// As whom events and fields of others' objects are written.
 const MANAGER: &str = "csi-loopback-session-manager";
 
 /// Serves until a signal has come.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    logs::init(args.log.clone())?;
-    run_to_end(async {
-        match args.clean_up {
-            true => clean_up::run(&args.kubernetes.connect_as_user().await?).await,
-            false => serve(args).await,
+    args.role.clone().run(|shutdown| async move {
+        if !args.clean_up {
+            return serve(args, shutdown).await;
+        }
+        let kubernetes = args.kubernetes.connect_as_user().await?;
+        tokio::select! {
+            done = clean_up::run(&kubernetes) => done,
+            () = shutdown.draining() => anyhow::bail!("stopped before all sessions were deleted"),
         }
     })
 }
 
-async fn serve(args: Args) -> anyhow::Result<()> {
-    let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
+async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let kubernetes = args.kubernetes.connect().await?;
     let namespace = args.tls.authority.namespace()?;
     let identity = args.tls.start("session-manager", &kubernetes, &shutdown).await?;
     let metrics = Metrics::new(|registry| identity.register(registry));
     let context = Arc::new(context(&args, &kubernetes, &namespace, &metrics, &shutdown)?);
     let webhook = serve_webhook(&args, &kubernetes, identity, &shutdown).await?;
-    serve_http(&args, &context, &shutdown).await?;
+    args.role.serve_http(pages(&context), &shutdown).await?;
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
@@ -126,23 +127,12 @@ fn context(
     })
 }
 
-async fn serve_http(
-    args: &Args,
-    context: &Arc<Context>,
-    shutdown: &Shutdown,
-) -> anyhow::Result<()> {
-    let (metrics, ending, watched) = (context.metrics.clone(), shutdown.clone(), context.clone());
-    let pages = Pages {
-        health_path: "/health",
-        health: Arc::new(move || match watched.lifetimes.is_known() {
-            _ if ending.is_draining() => Err("the manager is exiting".into()),
-            true => Ok(()),
-            false => Err("the API server has not told the ConfigMap yet".into()),
-        }),
-        metrics: Some(("/metrics".into(), Arc::new(move || metrics.scrape()) as http::Scrape)),
+/// Health and metrics.
+fn pages(context: &Arc<Context>) -> Pages {
+    let (metrics, watched) = (context.metrics.clone(), context.clone());
+    let health = move || match watched.lifetimes.is_known() {
+        true => Ok(()),
+        false => Err("the API server has not told the ConfigMap yet".into()),
     };
-    let address = http::start(&args.http_endpoint, pages, shutdown.clone()).await;
-    let address = address.context("--http-endpoint")?;
-    tracing::info!(%address, "serving /health and /metrics");
-    Ok(())
+    Pages::new(Arc::new(health), Arc::new(move || metrics.scrape()))
 }

@@ -15,11 +15,13 @@ use crate::grpc::SocketPath;
 use crate::kubernetes::client::Rate;
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::tls::{self, authority};
-use crate::telemetry::{http, klog, logs};
+use crate::telemetry::role::{self, RoleArgs};
+use crate::telemetry::{http, klog};
 
 #[derive(Debug, clap::Args)]
 // `-version` of the released sidecar is `--version` here.
 #[command(version, args_override_self = true)]
+#[command(mut_arg("http_endpoint", role::http_by_default))]
 pub struct Args {
     /// Socket of the CSI driver: unix:///path, unix:/path or /path.
     #[arg(long, default_value = "/run/csi/socket", value_name = "SOCKET")]
@@ -80,10 +82,6 @@ pub struct Args {
     #[arg(long, default_value = "10s", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub review_cache_ttl: Duration,
 
-    /// How long running answers may take after the first signal to stop.
-    #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
-    pub drain_timeout: Duration,
-
     /// Kubeconfig file; by default the ServiceAccount of the pod is used.
     #[arg(long, value_parser = OsStringValueParser::new().map(PathBuf::from), value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
@@ -95,10 +93,6 @@ pub struct Args {
     /// Calls to the API server at once, after a pause.
     #[arg(long, default_value_t = 10, value_name = "N")]
     pub kube_api_burst: u32,
-
-    /// Serve /health and metrics on host:port or :port.
-    #[arg(long, default_value = ":8080", value_name = "ADDRESS")]
-    pub http_endpoint: http::Endpoint,
 
     /// Path of the metrics.
     #[arg(long, default_value = "/metrics", value_parser = absolute, value_name = "PATH")]
@@ -119,10 +113,10 @@ pub struct Args {
     pub cbt_http: cbt_http::Args,
 
     #[command(flatten)]
-    pub log: logs::Args,
+    pub klog: klog::Args,
 
     #[command(flatten)]
-    pub klog: klog::Args,
+    pub role: RoleArgs,
 }
 
 /// Of the released sidecar.
@@ -207,7 +201,8 @@ fn absolute(text: &str) -> Result<String, String> {
     if text.len() > 1
         && text.starts_with('/')
         && text.bytes().all(plain)
-        && ![super::HEALTH_PATH, cbt_http::LEADER_PATH].contains(&text)
+        && text != cbt_http::LEADER_PATH
+        && !http::HEALTH_PATHS.contains(&text)
     {
         return Ok(text.to_owned());
     }

@@ -27,6 +27,3 @@ mod session;
 
 pub use args::Args;
 pub use server::run;
-
-/// As the released sidecar has it.
-const HEALTH_PATH: &str = "/health";

@@ -26,7 +26,7 @@ use super::resolve::Resolver;
 use super::secrets::SecretFinder;
 use super::service::Sidecar;
 use super::session::{Sessions, Tokens};
-use super::{HEALTH_PATH, cbt_http, publish};
+use super::{cbt_http, publish};
 use crate::kubernetes::cache::{self, Cache};
 use crate::kubernetes::metadata_service::Address;
 use crate::kubernetes::publish::{Publication, keep};
@@ -37,9 +37,8 @@ use crate::kubernetes::tls::identity::{Identity, Wanted};
 use crate::kubernetes::{bound_snapshot, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
-use crate::telemetry::http::{self, Checks, HealthCheck, Pages};
-use crate::telemetry::logs;
-use crate::telemetry::shutdown::{Shutdown, run_to_end};
+use crate::telemetry::http::{self, HealthCheck, Pages};
+use crate::telemetry::shutdown::Shutdown;
 
 /// Calls of one connection at once, and of all that are being checked or answered.
 const CALLS_PER_CONNECTION: u32 = 1024;
@@ -55,14 +54,12 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Serves until a signal has come and the running answers are done.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let args = args.settled();
-    let mut log = args.log.clone();
-    args.klog.apply(&mut log);
-    logs::init(log)?;
-    run_to_end(serve(args))
+    let mut role = args.role.clone();
+    args.klog.apply(&mut role.log);
+    role.run(|shutdown| serve(args, shutdown))
 }
 
-async fn serve(args: Args) -> anyhow::Result<()> {
-    let shutdown = Shutdown::on_signal(args.drain_timeout).context("watching for signals")?;
+async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     args.check()?;
     let is_used = args.session_api || args.cbt_http.enabled;
     let namespace = is_used.then(|| args.authority.namespace()).transpose()?;
@@ -261,26 +258,18 @@ impl Base {
         leads: Option<HealthCheck>,
     ) -> anyhow::Result<()> {
         let Self { args, shutdown, .. } = self;
-        let (metrics, ending) = (self.metrics.clone(), shutdown.clone());
+        let metrics = self.metrics.clone();
         let pages = Pages {
-            health_path: HEALTH_PATH,
             health: Arc::new(move || match &*state.borrow() {
-                Driver::Ready { .. } if ending.is_draining() => {
-                    Err("the sidecar is exiting".into())
-                }
                 Driver::Ready { .. } => Ok(()),
                 Driver::Away(why) => Err(format!("the CSI driver is not ready: {why}")),
             }),
             metrics: (!args.disable_metrics).then(|| {
                 (args.metrics_path.clone(), Arc::new(move || metrics.scrape()) as http::Scrape)
             }),
+            checks: leads.map(|leads| (cbt_http::LEADER_PATH, leads)).into_iter().collect(),
         };
-        let checks: Checks =
-            leads.map(|leads| (cbt_http::LEADER_PATH, leads)).into_iter().collect();
-        let address = http::start_with(&args.http_endpoint, pages, checks, shutdown.clone()).await;
-        let address = address.context("--http-endpoint")?;
-        tracing::info!(%address, "serving {HEALTH_PATH} and metrics");
-        Ok(())
+        args.role.serve_http(pages, shutdown).await
     }
 
     async fn listen(

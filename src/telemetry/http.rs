@@ -1,5 +1,5 @@
-//! `--http-endpoint`: health for a probe and metrics for Prometheus, at the paths that the role has always
-//! had. Plain HTTP, nothing secret on it. Every client that reaches the port is served, and a check can hang with a disk, so everything
+//! `--http-endpoint`: health for a probe and metrics for Prometheus, at the same paths in every role. Plain HTTP, nothing secret on
+//! it. Every client that reaches the port is served, and a check can hang with a disk, so everything
 //! has a bound: connections, the time that each may take, and threads ([`Alone`]).
 
 use std::fmt;
@@ -84,25 +84,24 @@ impl Endpoint {
 /// The text of a scrape. May block.
 pub type Scrape = Arc<dyn Fn() -> Result<String, fmt::Error> + Send + Sync>;
 
-/// What is served, and where.
+/// Where health is: as on most of Kubernetes, and as the released sidecar has it.
+pub const HEALTH_PATHS: [&str; 2] = ["/healthz", "/health"];
+
+/// What is served.
 pub struct Pages {
-    pub health_path: &'static str,
+    /// At [`HEALTH_PATHS`].
     pub health: HealthCheck,
     /// The path, and what stands there.
     pub metrics: Option<(String, Scrape)>,
+    /// Checks at paths of their own, which say nothing of health.
+    pub checks: Vec<(&'static str, HealthCheck)>,
 }
 
-/// Checks at paths of their own, which say nothing of health.
-pub type Checks = Vec<(&'static str, HealthCheck)>;
-
-/// Listens at `endpoint` and serves until the process ends; returns the address, which has the port
-/// that was chosen when the endpoint's was 0.
-pub async fn start(
-    endpoint: &Endpoint,
-    pages: Pages,
-    shutdown: Shutdown,
-) -> io::Result<SocketAddr> {
-    start_with(endpoint, pages, Checks::new(), shutdown).await
+impl Pages {
+    /// Health, and metrics at `/metrics`.
+    pub fn new(health: HealthCheck, scrape: Scrape) -> Self {
+        Self { health, metrics: Some(("/metrics".into(), scrape)), checks: Vec::new() }
+    }
 }
 
 /// Finds out whether an endpoint that flags ask for can be had, and does not keep it.
@@ -116,37 +115,23 @@ pub async fn try_listen(endpoint: Option<&Endpoint>) -> anyhow::Result<()> {
     }
 }
 
-/// `/healthz` and `/metrics` of a role on a node, where its flags ask for them.
+/// Listens at `endpoint` and serves until the process ends; returns the address, which has the port
+/// that was chosen when the endpoint's was 0.
 ///
 /// # Errors
 /// The endpoint cannot be had.
-pub async fn start_if_asked(
-    endpoint: Option<&Endpoint>,
-    health: HealthCheck,
-    scrape: Scrape,
-    shutdown: &Shutdown,
-) -> anyhow::Result<()> {
-    let Some(endpoint) = endpoint else { return Ok(()) };
-    let metrics = Some(("/metrics".into(), scrape));
-    let pages = Pages { health_path: "/healthz", health, metrics };
-    let address = start(endpoint, pages, shutdown.clone()).await.context("--http-endpoint")?;
-    tracing::info!(%address, "serving /healthz and /metrics");
-    Ok(())
-}
-
-/// The same as [`start`] with more checks, at paths that the pages do not have.
-pub async fn start_with(
+pub async fn start(
     endpoint: &Endpoint,
     pages: Pages,
-    checks: Checks,
     shutdown: Shutdown,
 ) -> io::Result<SocketAddr> {
     let listener = endpoint.listen().await?;
     let address = listener.local_addr()?;
-    let Pages { health_path, health, metrics } = pages;
+    let Pages { health, metrics, checks } = pages;
+    let health = Alone::new(health);
+    let checks = checks.into_iter().map(|(path, check)| (path, Alone::new(check)));
     let mut routes = Router::new();
-    for (path, check) in checks.into_iter().chain([(health_path, health)]) {
-        let check = Alone::new(check);
+    for (path, check) in checks.chain(HEALTH_PATHS.map(|path| (path, health.clone()))) {
         routes = routes.route(path, get(move || healthz(check.clone())));
     }
     if let Some((path, scrape)) = metrics {
@@ -249,7 +234,7 @@ mod tests {
 
     fn pages(health: HealthCheck) -> Pages {
         let scrape: Scrape = Arc::new(|| Ok("# EOF\n".into()));
-        Pages { health_path: "/healthz", health, metrics: Some(("/metrics".into(), scrape)) }
+        Pages::new(health, scrape)
     }
 
     #[tokio::test]
@@ -258,7 +243,9 @@ mod tests {
         let endpoint = "127.0.0.1:0".parse().unwrap();
         let good = pages(Arc::new(|| Ok(())));
         let address = start(&endpoint, good, shutdown.clone()).await.unwrap();
-        assert!(fetch(address, "/healthz").await.starts_with("HTTP/1.1 200"));
+        for path in HEALTH_PATHS {
+            assert!(fetch(address, path).await.starts_with("HTTP/1.1 200"), "{path}");
+        }
         assert!(fetch(address, "/metrics").await.contains("# EOF"));
         assert!(fetch(address, "/other").await.starts_with("HTTP/1.1 404"));
         let bad = pages(Arc::new(|| Err("the pool is gone".into())));
@@ -314,8 +301,7 @@ mod tests {
             let _ = hangs.lock().unwrap().recv();
             Ok("# EOF\n".into())
         });
-        let pages =
-            Pages { metrics: Some(("/metrics".into(), scrape)), ..pages(Arc::new(|| Ok(()))) };
+        let pages = Pages::new(Arc::new(|| Ok(())), scrape);
         let (_end, shutdown) = Shutdown::by_hand();
         let address = start(&"127.0.0.1:0".parse().unwrap(), pages, shutdown).await.unwrap();
         assert!(fetch(address, "/metrics").await.starts_with("HTTP/1.1 503"));

@@ -8,5 +8,6 @@ pub mod http;
 pub mod klog;
 pub mod logs;
 pub mod metrics;
+pub mod role;
 pub mod rounds;
 pub mod shutdown;

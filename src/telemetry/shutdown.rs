@@ -15,25 +15,18 @@ use tokio::time::sleep;
 /// Threads that serve connections: they only pass messages on.
 const THREADS: usize = 2;
 /// Threads that may be blocked, of a role that says nothing of it.
-const BLOCKING_THREADS: usize = 512;
+pub(super) const BLOCKING_THREADS: usize = 512;
 /// How long what was cut off at the end has to tell its clients.
 const GRACE: Duration = Duration::from_secs(1);
 /// Exit code of a process that a second signal ended: 128 + SIGTERM, as a shell would show it.
 const EXIT_AT_ONCE: i32 = 143;
 
-/// Runs a role to its end. What has not ended by then does not keep the process alive.
+/// Runs a role to its end. What has not ended by then does not keep the process alive. So many `threads` may be blocked at most;
+/// they end when idle.
 ///
 /// # Errors
 /// The threads cannot be started, or what the role ends with.
-pub fn run_to_end(role: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<ExitCode> {
-    run_blocking_to_end(BLOCKING_THREADS, role)
-}
-
-/// The same for a role whose calls block threads: so many at most. They end when idle.
-///
-/// # Errors
-/// As [`run_to_end`].
-pub fn run_blocking_to_end(
+pub(super) fn run_to_end(
     threads: usize,
     role: impl Future<Output = anyhow::Result<()>>,
 ) -> anyhow::Result<ExitCode> {

@@ -18,7 +18,6 @@ pub const CONTENT: &str = "content/";
 /// Where the blocks are: empty for the pool, `Memory` as in emptyDir.
 pub const MEDIUM: &str = "medium";
 /// Id of a snapshot of this driver (its CSI handle) whose data the volume begins with.
-pub const FROM_SNAPSHOT: &str = "fromSnapshot";
 /// Whether a container runtime mounts the volume and this host never does (KEP-2857): `true` or `false`. As a parameter of a
 /// StorageClass it has the same name.
 pub const DEFER_FS_MOUNT: &str = "deferFSMount";
@@ -28,8 +27,6 @@ const MAX_FILE_NAME: usize = 253;
 /// Most files of a volume, and most bytes of all of them: more than a Secret and a pod hold together.
 pub const MAX_FILES: usize = 1024;
 pub const MAX_CONTENT_BYTES: usize = 3 << 20;
-/// CSI "Size limits" of an id.
-const MAX_ID: usize = 128;
 /// Bytes of a key that an error repeats.
 const MAX_SHOWN: usize = 128;
 
@@ -47,7 +44,6 @@ pub struct Attributes {
     /// In bytes; `None` when none is asked for.
     pub size: Option<u64>,
     pub medium: Medium,
-    pub from_snapshot: Option<String>,
     /// By file name.
     pub content: BTreeMap<String, String>,
     /// `None` where the pod says nothing of it.
@@ -61,7 +57,6 @@ impl fmt::Debug for Attributes {
         f.debug_struct("Attributes")
             .field("size", &self.size)
             .field("medium", &self.medium)
-            .field("from_snapshot", &self.from_snapshot)
             .field("content", &self.content.keys())
             .field("defer_fs_mount", &self.defer_fs_mount)
             .field("read_only_content", &self.read_only_content)
@@ -99,7 +94,6 @@ impl Attributes {
                 SIZE => read.size = Some(size(value)?),
                 READ_ONLY_CONTENT => read.read_only_content = Some(boolean(key, value)?),
                 MEDIUM => read.medium = medium(value)?,
-                FROM_SNAPSHOT => read.from_snapshot = Some(snapshot(value)?),
                 DEFER_FS_MOUNT => read.defer_fs_mount = Some(boolean(key, value)?),
                 _ => match key.strip_prefix(CONTENT) {
                     Some(name) => {
@@ -114,16 +108,6 @@ impl Attributes {
     }
 
     fn check_together(self) -> Result<Self, Problem> {
-        if self.from_snapshot.is_some() {
-            // What is in a snapshot may lead anywhere, and is not written into by root.
-            if !self.content.is_empty() || self.read_only_content == Some(true) {
-                let reason = "goes with neither content/… nor readOnlyContent; use two volumes";
-                return Err(problem(FROM_SNAPSHOT, reason));
-            }
-            if self.medium == Medium::Memory {
-                return Err(problem(FROM_SNAPSHOT, "cannot be in memory; leave medium out"));
-            }
-        }
         if self.has_opted_in() {
             self.check_deferred(false)?;
         }
@@ -165,20 +149,12 @@ impl Attributes {
     /// is said, is a volume of content too. Its secret is empty, has been emptied while the pod runs, or comes later:
     /// kubelet's requests do not tell these from a volume with no secret.
     pub fn is_published_as_content(&self, has_secret: bool, readonly: bool) -> bool {
-        let unsaid = self.read_only_content.is_none()
-            && self.from_snapshot.is_none()
-            && !self.has_opted_in();
+        let unsaid = self.read_only_content.is_none() && !self.has_opted_in();
         self.is_read_only_content(has_secret) || (readonly && unsaid)
     }
 
     /// That the attributes go with a secret, where there is one.
     pub fn check_with_secret(&self, has_secret: bool) -> Result<(), Problem> {
-        if has_secret && self.from_snapshot.is_some() {
-            return Err(problem(
-                FROM_SNAPSHOT,
-                "does not go with a secret (nodePublishSecretRef); use two volumes",
-            ));
-        }
         if has_secret && self.has_opted_in() {
             return self.check_deferred(has_secret);
         }
@@ -207,18 +183,9 @@ fn medium(value: &str) -> Result<Medium, Problem> {
     }
 }
 
-fn snapshot(value: &str) -> Result<String, Problem> {
-    if value.is_empty() || value.len() > MAX_ID || value.chars().any(char::is_control) {
-        let reason = format!("is not the id of a snapshot: 1 to {MAX_ID} bytes");
-        return Err(problem(FROM_SNAPSHOT, reason));
-    }
-    Ok(value.to_owned())
-}
-
 fn unknown(key: &str) -> Problem {
-    let known = format!(
-        "{SIZE}, {READ_ONLY_CONTENT}, {CONTENT}NAME, {MEDIUM}, {FROM_SNAPSHOT} and {DEFER_FS_MOUNT}"
-    );
+    let known =
+        format!("{SIZE}, {READ_ONLY_CONTENT}, {CONTENT}NAME, {MEDIUM} and {DEFER_FS_MOUNT}");
     problem(key, format!("is no attribute of an inline volume; there are {known}"))
 }
 
@@ -275,8 +242,6 @@ mod tests {
         assert_eq!(attributes.content["app.conf"], "a=b");
         assert!(attributes.content.contains_key(".hidden"));
         assert!(!attributes.is_read_only_content(true));
-        let attributes = read(&[("fromSnapshot", "snap-a-0123456789abcdef")]).unwrap();
-        assert_eq!(attributes.from_snapshot.as_deref(), Some("snap-a-0123456789abcdef"));
         assert_eq!(read(&[("medium", "")]).unwrap(), Attributes::default());
     }
 
@@ -294,7 +259,7 @@ mod tests {
 
     #[test]
     fn an_unknown_attribute_is_refused_by_name() {
-        for key in ["Size", "", "content", "contents/a", "secret", "size "] {
+        for key in ["Size", "", "content", "contents/a", "secret", "size ", "fromSnapshot"] {
             assert_eq!(wrong(&[(key, "x")]).attribute, key);
         }
         assert!(wrong(&[(&"k".repeat(5000), "")]).to_string().len() < 500);
@@ -308,8 +273,6 @@ mod tests {
             ("readOnlyContent", "yes"),
             ("deferFSMount", "True"),
             ("medium", "memory"),
-            ("fromSnapshot", ""),
-            ("fromSnapshot", "a\nb"),
         ] {
             assert_eq!(wrong(&[(key, value)]).attribute, key);
         }
@@ -347,18 +310,6 @@ mod tests {
         assert_eq!(kinds, [true, true, false]);
         let said = read(&[("readOnlyContent", "false")]).unwrap();
         assert!(!said.is_published_as_content(true, true));
-        let cloned = read(&[("fromSnapshot", "s")]).unwrap();
-        assert!(!cloned.is_published_as_content(false, true));
-    }
-
-    #[test]
-    fn a_snapshots_data_is_not_written_into() {
-        let cloned = read(&[("fromSnapshot", "s"), ("readOnlyContent", "false")]).unwrap();
-        assert_eq!(cloned.check_with_secret(false), Ok(()));
-        assert_eq!(cloned.check_with_secret(true).unwrap_err().attribute, "fromSnapshot");
-        for other in [("content/a", "x"), ("readOnlyContent", "true"), ("medium", "Memory")] {
-            assert_eq!(wrong(&[("fromSnapshot", "s"), other]).attribute, "fromSnapshot");
-        }
     }
 
     #[test]
@@ -367,7 +318,7 @@ mod tests {
         assert_eq!((unsaid.defer_fs_mount, unsaid.has_opted_in()), (None, false));
         let against = read(&[("deferFSMount", "false"), ("content/a", "x")]).unwrap();
         assert_eq!((against.defer_fs_mount, against.has_opted_in()), (Some(false), false));
-        for other in [("size", "1Gi"), ("medium", "Memory"), ("fromSnapshot", "s")] {
+        for other in [("size", "1Gi"), ("medium", "Memory")] {
             let deferred = read(&[("deferFSMount", "true"), other]).unwrap();
             assert!(deferred.has_opted_in() && deferred.check_with_secret(false).is_ok());
         }

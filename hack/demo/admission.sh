@@ -22,8 +22,8 @@ start_role "$webhooks" "deployment/$webhooks" admission "--port=$port"
 # The API server learns of each configuration's authority on its own.
 scratch probe 'size: 64Mi'
 await "trust in the webhooks" kubectl create --dry-run=server -f probe.yaml
-scratch thief 'fromSnapshot: snap-a-0123456789abcdef'
-await "the policy" is_denied thief.yaml
+scratch wrong 'sise: 64Mi'
+await "the policy" is_denied wrong.yaml
 say "a pod whose volume is content, and which does not say readOnly: the webhook sets it"
 sed '/^ *readOnly: true/d' "$examples/content.yaml" >content.yaml
 shell kubectl create -f content.yaml
@@ -34,8 +34,8 @@ echo "    readOnly of the volume and of its mount: $read_only"
 say "a pod that writes is left as it is"
 shell kubectl create -f "$examples/scratch.yaml"
 [[ $(kubectl get pod scratch -o 'jsonpath={.spec.volumes[0].csi.readOnly}') != true ]] || die "it was changed"
-say "data of a snapshot is refused, unless the policy allows it"
-refused fromSnapshot kubectl create -f thief.yaml
+say "an unknown attribute is refused by its name"
+refused sise kubectl create -f wrong.yaml
 say "the policy of the namespace changes: at most 32Mi"
 shell kubectl -n "$webhooks" patch configmap "$webhooks" --type=merge \
     -p '{"data": {"policy.yaml": "namespaces: {inline-demo: {maxSize: 32Mi}}"}}'

@@ -41,9 +41,8 @@ await "the new secret" grep -qx tuesday reader.log
 stop reader
 shell uniq -c reader.log
 [[ $(uniq reader.log) == $'monday\ntuesday' ]] || die "something else was read"
-say "volumes that are too large, too many, or out of reach are refused"
+say "volumes that are too large or too many, and unknown attributes, are refused"
 refused "--inline-max-size" publish pod2-scratch --attribute size=1Gi
-refused "--inline-from-snapshot" publish pod2-scratch --attribute fromSnapshot=snap-a-0123456789abcdef
 refused "colour" publish pod2-scratch --attribute colour=red
 publish pod2-scratch --attribute size=64Mi
 refused "--inline-max-volumes" publish pod3-scratch

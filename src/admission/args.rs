@@ -53,18 +53,9 @@ pub struct PolicyArgs {
     #[arg(long, default_value_t = true, action = ArgAction::Set, value_name = "BOOL")]
     pub inline_allowed: bool,
 
-    /// Attributes that pods may use; secrets stands for nodePublishSecretRef, content for all content/….
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,…",
-        default_values_t = [Attribute::Size, Attribute::Content, Attribute::Secrets, Attribute::ReadOnlyContent, Attribute::Medium])]
-    pub allowed_attributes: Vec<Attribute>,
-
     /// Largest size that pods may ask for; by default as large as the driver makes them.
     #[arg(long, value_parser = quantity::parse, value_name = "SIZE")]
     pub max_size: Option<u64>,
-
-    /// Whose snapshots volumes may begin with.
-    #[arg(long, value_enum, default_value_t = FromSnapshot::None, value_name = "WHOSE")]
-    pub from_snapshot: FromSnapshot,
 
     /// What a namespace's Pod Security level has to allow (label pod-security.kubernetes.io/enforce); by default what the
     /// label security.openshift.io/csi-ephemeral-volume-profile of the CSIDriver object says, and without that privileged.
@@ -74,31 +65,6 @@ pub struct PolicyArgs {
     /// Level of namespaces without that label.
     #[arg(long, value_enum, default_value_t = Level::Privileged, value_name = "LEVEL")]
     pub default_pod_security: Level,
-}
-
-/// What a pod can say of an inline volume.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Deserialize)]
-#[value(rename_all = "camelCase")]
-#[serde(rename_all = "camelCase")]
-pub enum Attribute {
-    Size,
-    Content,
-    Secrets,
-    ReadOnlyContent,
-    Medium,
-    FromSnapshot,
-}
-
-/// Whose snapshots volumes may begin with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum FromSnapshot {
-    /// Nobody's.
-    None,
-    /// Those that a VolumeSnapshot of the pod's namespace is bound to.
-    Namespace,
-    /// Any whose id is known.
-    Any,
 }
 
 /// Pod Security levels, the strictest first.
@@ -146,15 +112,12 @@ mod tests {
     fn flags_out_of_their_range_are_errors_of_the_command_line() {
         let args = parse(
             "x --self-signed --service-address a:1 --namespace n --inline-allowed false \
-             --allowed-attributes size,fromSnapshot --from-snapshot namespace --volume-profile baseline --max-size 1Gi",
+             --volume-profile baseline --max-size 1Gi",
         );
         let policy = args.unwrap().policy;
-        assert_eq!(policy.allowed_attributes, [Attribute::Size, Attribute::FromSnapshot]);
         assert!(!policy.inline_allowed && policy.volume_profile < Some(Level::Privileged));
         for (bad, named) in [
             ("x --self-signed", "--service-address"),
-            ("x --allowed-attributes sizes", "size"),
-            ("x --from-snapshot all", "namespace"),
             ("x --volume-profile open", "baseline"),
             ("x --max-size much", "size"),
             ("x --inline-allowed perhaps", "true"),

@@ -10,9 +10,8 @@ use kube::ResourceExt;
 use kube::runtime::watcher;
 
 use super::ROLE;
-use super::args::{Attribute, FromSnapshot, Level};
+use super::args::Level;
 use super::policy::{Policies, Policy, Rules, Unknown};
-use super::snapshots::{Foreign, Snapshots};
 use super::volumes::{self, Volume};
 use crate::grpc::cut;
 use crate::inline::{self, Attributes};
@@ -54,7 +53,6 @@ pub struct Judge {
     policies: Policies,
     namespaces: Cache<Namespace>,
     drivers: Cache<CSIDriver>,
-    snapshots: Snapshots,
 }
 
 impl Findings {
@@ -96,7 +94,6 @@ impl Judge {
                 shutdown.clone(),
             ),
             drivers: cache::of_cluster(client, one, |_| None, shutdown.clone()),
-            snapshots: Snapshots::new(client, driver, shutdown.clone()),
         }
     }
 
@@ -128,7 +125,7 @@ impl Judge {
                     volume.attribute(&problem.attribute),
                     problem.reason
                 )),
-                Ok(said) => self.volume(namespace, &rules, volume, said, &mut findings).await?,
+                Ok(said) => check_size(namespace, rules, volume, said, &mut findings),
             }
             if findings.problems.len() > TOLD {
                 break;
@@ -147,48 +144,6 @@ impl Judge {
             Unknown::Nonsense(message) => Refusal::failed(message),
             Unknown::Unheard(message) => Refusal::unavailable(message),
         })
-    }
-
-    async fn volume(
-        &self,
-        namespace: &str,
-        rules: &Rules,
-        volume: &Volume<'_>,
-        said: &Attributes,
-        findings: &mut Findings,
-    ) -> Result<(), Refusal> {
-        for (attribute, field) in used(volume) {
-            if !rules.attributes.contains(&attribute) {
-                findings.forbidden(format!("{field}: is not allowed in the namespace {namespace}"));
-            }
-        }
-        if let (Some(size), Some(largest)) = (said.size, rules.max_size)
-            && size > largest
-        {
-            let (size, largest) = (quantity::format(size), quantity::format(largest));
-            findings.forbidden(format!(
-                "{}: {size} is more than the {largest} that are allowed in the namespace {namespace}",
-                volume.attribute(inline::SIZE)
-            ));
-        }
-        let Some(id) = &said.from_snapshot else { return Ok(()) };
-        let field = volume.attribute(inline::FROM_SNAPSHOT);
-        match rules.from_snapshot {
-            // That is told already.
-            _ if !rules.attributes.contains(&Attribute::FromSnapshot) => {}
-            FromSnapshot::Any => {}
-            FromSnapshot::None => findings.forbidden(format!(
-                "{field}: no snapshot is allowed in the namespace {namespace}; restore it into a PersistentVolumeClaim"
-            )),
-            FromSnapshot::Namespace => match self.snapshots.check(namespace, id).await {
-                Ok(()) => {}
-                Err(Foreign::Refused(reason)) => findings.forbidden(format!("{field}: {reason}")),
-                Err(Foreign::Unknown(failure)) => {
-                    return Err(Refusal::unknown(&format!("{field}: whose snapshot it is"), &failure));
-                }
-            },
-        }
-        Ok(())
     }
 
     /// Pod Security as a shorthand: the namespace has to allow at least what the driver's inline volumes need.
@@ -273,26 +228,20 @@ fn labelled(object: &impl ResourceExt, label: &str) -> Option<Result<Level, Stri
     Some(Level::named(said).ok_or_else(|| format!("{:?}", cut(said, SHOWN))))
 }
 
-/// What a volume makes use of, each once, and the field.
-fn used(volume: &Volume<'_>) -> Vec<(Attribute, String)> {
-    let mut used: Vec<(Attribute, String)> = Vec::new();
-    for key in volume.source.volume_attributes.iter().flatten().map(|(key, _)| key.as_str()) {
-        let attribute = match key {
-            inline::SIZE => Attribute::Size,
-            inline::READ_ONLY_CONTENT => Attribute::ReadOnlyContent,
-            inline::MEDIUM => Attribute::Medium,
-            inline::FROM_SNAPSHOT => Attribute::FromSnapshot,
-            // It gives a pod nothing that it would not have without.
-            inline::DEFER_FS_MOUNT => continue,
-            // There are no others: they were read.
-            _ => Attribute::Content,
-        };
-        if used.iter().all(|(known, _)| *known != attribute) {
-            used.push((attribute, volume.attribute(key)));
-        }
+fn check_size(
+    namespace: &str,
+    rules: Rules,
+    volume: &Volume<'_>,
+    said: &Attributes,
+    findings: &mut Findings,
+) {
+    if let (Some(size), Some(largest)) = (said.size, rules.max_size)
+        && size > largest
+    {
+        let (size, largest) = (quantity::format(size), quantity::format(largest));
+        findings.forbidden(format!(
+            "{}: {size} is more than the {largest} that are allowed in the namespace {namespace}",
+            volume.attribute(inline::SIZE)
+        ));
     }
-    if volume.has_secret() {
-        used.push((Attribute::Secrets, volume.field("nodePublishSecretRef")));
-    }
-    used
 }

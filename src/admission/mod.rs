@@ -13,7 +13,6 @@ mod opt_in;
 mod policy;
 mod read_only;
 mod server;
-mod snapshots;
 mod volumes;
 mod webhooks;
 

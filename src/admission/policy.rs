@@ -1,6 +1,6 @@
 //! What pods may ask of inline volumes, namespace by namespace: the flags, and above them a ConfigMap that may change at any time.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -9,7 +9,7 @@ use kube::{Api, Client};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
-use super::args::{Attribute, FromSnapshot, Level, PolicyArgs};
+use super::args::{Level, PolicyArgs};
 use super::deferral::{self, Deferral};
 use crate::grpc::cut;
 use crate::kubernetes::cache::{Cache, Key};
@@ -26,13 +26,11 @@ const MAX_EVENTS: usize = 500_000;
 const MAX_TOLD: usize = 512;
 
 /// What holds for one namespace.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rules {
     pub allowed: bool,
-    pub attributes: BTreeSet<Attribute>,
     /// In bytes; `None` for whatever the driver makes.
     pub max_size: Option<u64>,
-    pub from_snapshot: FromSnapshot,
 }
 
 /// What holds everywhere.
@@ -53,10 +51,8 @@ pub struct Policy {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Said {
     allowed: Option<bool>,
-    attributes: Option<BTreeSet<Attribute>>,
     #[serde(default, deserialize_with = "size")]
     max_size: Option<u64>,
-    from_snapshot: Option<FromSnapshot>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -92,9 +88,7 @@ impl Said {
     fn over(&self, otherwise: &Rules) -> Rules {
         Rules {
             allowed: self.allowed.unwrap_or(otherwise.allowed),
-            attributes: self.attributes.clone().unwrap_or_else(|| otherwise.attributes.clone()),
             max_size: self.max_size.or(otherwise.max_size),
-            from_snapshot: self.from_snapshot.unwrap_or(otherwise.from_snapshot),
         }
     }
 }
@@ -106,12 +100,7 @@ impl Policy {
             volume_profile: args.volume_profile,
             default_pod_security: args.default_pod_security,
             deferral: Deferral::default(),
-            default: Rules {
-                allowed: args.inline_allowed,
-                attributes: args.allowed_attributes.iter().copied().collect(),
-                max_size: args.max_size,
-                from_snapshot: args.from_snapshot,
-            },
+            default: Rules { allowed: args.inline_allowed, max_size: args.max_size },
             namespaces: BTreeMap::new(),
         }
     }
@@ -146,7 +135,7 @@ impl Policy {
     pub fn of(&self, namespace: &str) -> (Rules, bool) {
         match self.namespaces.get(namespace) {
             Some(said) => (said.over(&self.default), said.allowed.is_none()),
-            None => (self.default.clone(), true),
+            None => (self.default, true),
         }
     }
 }
@@ -286,12 +275,7 @@ mod tests {
             volume_profile: None,
             default_pod_security: Level::Privileged,
             deferral: Deferral::default(),
-            default: Rules {
-                allowed: true,
-                attributes: [Attribute::Size].into(),
-                max_size: Some(1 << 30),
-                from_snapshot: FromSnapshot::None,
-            },
+            default: Rules { allowed: true, max_size: Some(1 << 30) },
             namespaces: BTreeMap::new(),
         }
     }
@@ -316,8 +300,7 @@ mod tests {
         }
         let policy = read(
             "volumeProfile: baseline\ndefaultPodSecurity: restricted\n\
-             default: {attributes: [size, fromSnapshot], fromSnapshot: namespace}\n\
-             namespaces:\n  a: {allowed: false}\n  b: {maxSize: 2Gi, fromSnapshot: any}\n  c:\n  d: {maxSize: 4096}\n",
+             namespaces:\n  a: {allowed: false}\n  b: {maxSize: 2Gi}\n  c:\n  d: {maxSize: 4096}\n",
         );
         let policy = policy.unwrap();
         assert_eq!(policy.volume_profile, Some(Level::Baseline));
@@ -326,7 +309,6 @@ mod tests {
         assert!(!a.allowed && !by_level && a.max_size == Some(1 << 30));
         let (b, by_level) = policy.of("b");
         assert!(b.allowed && by_level && b.max_size == Some(2 << 30));
-        assert_eq!((b.from_snapshot, b.attributes.len()), (FromSnapshot::Any, 2));
         assert_eq!(policy.of("c"), policy.of("elsewhere"));
         assert_eq!(policy.of("d").0.max_size, Some(4096));
     }
@@ -338,10 +320,10 @@ mod tests {
             ("default: {maxsize: 1Gi}", "default"),
             ("default: {maxSize: much}", "default.maxSize"),
             ("default: {maxSize: -1}", "default.maxSize"),
-            ("namespaces: {a: {attributes: [sizes]}}", "namespaces.a.attributes[0]"),
+            ("namespaces: {a: {attributes: [size]}}", "namespaces.a"),
+            ("default: {fromSnapshot: none}", "default"),
             ("namespaces: {a: {allowed: \"true\"}}", "namespaces.a.allowed"),
             ("namespaces: {a: {allowed: maybe}}", "namespaces.a.allowed"),
-            ("namespaces: {a: {fromSnapshot: all}}", "namespaces.a.fromSnapshot"),
             ("namespaces: {A_b: {}}", "A_b"),
             ("volumeProfile: open", "volumeProfile"),
             ("deferral: {}", "deferral"),

@@ -486,8 +486,6 @@ pub struct InlineRequest {
     pub readonly: bool,
     /// On tmpfs instead of in the pool.
     pub in_memory: bool,
-    /// The snapshot that it begins with.
-    pub from_snapshot: Option<String>,
     /// Only the driver writes to it, and keeps its content as it should be.
     pub read_only_content: bool,
     /// A container runtime mounts it, and this host never does.

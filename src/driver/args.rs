@@ -138,11 +138,6 @@ pub struct InlineArgs {
         require_equals = true, default_missing_value = "true", value_name = "BOOL")]
     pub new: bool,
 
-    /// Let inline volumes begin with a snapshot's data (attribute fromSnapshot). Whoever may create pods then reads
-    /// every snapshot whose id he knows, unless an admission webhook keeps him from it.
-    #[arg(long = "inline-from-snapshot")]
-    pub from_snapshot: bool,
-
     /// Largest inline volume.
     #[arg(long = "inline-max-size", default_value = "10Gi", value_parser = quantity::parse, value_name = "SIZE")]
     pub max_size: u64,

@@ -18,32 +18,6 @@ use crate::proto::csi::v1 as csi;
 /// Bytes of a secret's key that an error repeats.
 const MAX_SHOWN: usize = 128;
 
-/// Which inline volumes are made. What is there goes on, whatever the flags of this start say.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Policy {
-    /// New ones at all (`--inline`).
-    pub new: bool,
-    /// From snapshots (`--inline-from-snapshot`).
-    pub from_snapshot: bool,
-}
-
-impl Policy {
-    fn check_new(self, wanted: &InlineRequest) -> Checked<()> {
-        let refused = |words: &str| Err(Error::Precondition(format!("volume_context: {words}")));
-        if !self.new {
-            return refused(
-                "inline volumes are switched off on this node (--inline=false); use a PersistentVolumeClaim",
-            );
-        }
-        if wanted.from_snapshot.is_some() && !self.from_snapshot {
-            return refused(
-                "fromSnapshot: is switched off on this node; start the driver with --inline-from-snapshot",
-            );
-        }
-        Ok(())
-    }
-}
-
 /// NodePublishVolume.
 pub fn publish(
     plugin: &Plugin,
@@ -53,8 +27,13 @@ pub fn publish(
     let target = request::path("target_path", &asked.target_path)?;
     request::keys("publish_context", &asked.publish_context, &[])?;
     let (request, content) = wanted(&asked)?;
-    if plugin.backend.inline(handle)?.is_none() {
-        plugin.inline.check_new(&request)?;
+    // Existing volumes are served whatever the flag says.
+    if !plugin.new_inline_volumes && plugin.backend.inline(handle)?.is_none() {
+        return Err(Error::Precondition(
+            "volume_context: inline volumes are switched off on this node (--inline=false); use a PersistentVolumeClaim"
+                .to_owned(),
+        )
+        .into());
     }
     let publish = PublishInline { handle, target: &target, request: &request, content: &content };
     plugin.deferrals.publish(&plugin.backend, &asked, request.deferred, || {
@@ -101,7 +80,6 @@ pub fn wanted(asked: &csi::NodePublishVolumeRequest) -> Checked<(InlineRequest, 
         capability,
         readonly: asked.readonly,
         in_memory: attributes.medium == Medium::Memory,
-        from_snapshot: attributes.from_snapshot,
         read_only_content,
         deferred,
     };

@@ -79,16 +79,6 @@ fn files_that_could_not_be_written_are_refused_and_not_left_out() {
 }
 
 #[test]
-fn a_snapshot_and_a_secret_are_two_volumes() {
-    for more in [&[][..], &[("readOnlyContent", "false")]] {
-        let attributes = [&[("fromSnapshot", "snap-a-0123456789abcdef")], more].concat();
-        let (field, words) = refused(&readonly(asked(&attributes, &[("token", "hunter2")])));
-        assert_eq!(field, "volume_context");
-        assert!(words.contains("fromSnapshot") && !words.contains("hunter2"), "{words}");
-    }
-}
-
-#[test]
 fn a_key_of_a_secret_is_the_name_of_a_file_and_its_value_is_never_repeated() {
     for key in ["", "..", "..data", "a/b", "a b", "a\0", &"k".repeat(5000)] {
         let (field, words) = refused(&readonly(asked(&[], &[(key, "hunter2"), ("z", "hunter2")])));
@@ -109,18 +99,6 @@ fn a_block_device_is_no_inline_volume() {
     let asked = csi::NodePublishVolumeRequest { volume_capability: block, ..asked(&[], &[]) };
     let (field, words) = refused(&asked);
     assert!(field == "volume_capability" && words.contains("block"), "{words}");
-}
-
-#[test]
-fn what_is_off_is_told_with_the_flag() {
-    let on = Policy { new: true, from_snapshot: false };
-    let (scratch, _) = wanted(&asked(&[], &[])).unwrap();
-    let (cloned, _) = wanted(&asked(&[("fromSnapshot", "s")], &[])).unwrap();
-    assert!(on.check_new(&scratch).is_ok());
-    assert!(Policy { from_snapshot: true, ..on }.check_new(&cloned).is_ok());
-    let told = |policy: Policy, wanted| policy.check_new(wanted).unwrap_err().to_string();
-    assert!(told(on, &cloned).contains("--inline-from-snapshot"));
-    assert!(told(Policy { new: false, from_snapshot: true }, &scratch).contains("--inline=false"));
 }
 
 #[test]

@@ -58,7 +58,8 @@ pub struct Plugin {
     style: Style,
     /// Whether ListSnapshotDeltas is served.
     snapshot_deltas: bool,
-    inline: inline::Policy,
+    /// Whether new inline volumes are made (`--inline`); existing ones are served in any case.
+    new_inline_volumes: bool,
     deferrals: deferral::Deferrals,
 }
 

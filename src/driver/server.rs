@@ -14,7 +14,6 @@ use super::call::Calls;
 use super::deferral::Deferrals;
 use super::fault::Faults;
 use super::gauges::Gauges;
-use super::inline::Policy;
 use super::topology::Place;
 use crate::backend::{self, Backend, Config, FreezeGuard};
 use crate::grpc::{serve, socket};
@@ -116,7 +115,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         driver_name,
         style: block_metadata_type.style(block_size),
         snapshot_deltas: enable_snapshot_deltas,
-        inline: Policy { new: inline.new, from_snapshot: inline.from_snapshot },
+        new_inline_volumes: inline.new,
         deferrals: Deferrals::new(defer.enable_defer_fs_ops, metrics.clone()),
     };
     let pages = Pages::new(health(&backend), Arc::new(move || metrics.scrape()));

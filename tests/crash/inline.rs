@@ -6,22 +6,19 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use csi_loopback::proto::csi::v1 as csi;
-use nix::sys::statvfs::statvfs;
 use tonic::Status;
 
 use crate::harness::{Attached, Scenario, Scene};
 use support::driver::*;
 use support::inline::{PodVolume, is_mounted};
-use support::{MIB, path, run};
+use support::{path, run};
 
 /// The calls, by what they find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Call {
     /// Publish of a new volume with this filesystem.
     Publish(&'static str),
-    /// Publish of a new volume with a snapshot's data, larger than that.
-    FromSnapshot,
-    /// The same, read-only.
+    /// Publish of a new volume, read-only.
     ReadOnly,
     /// Publish of a new volume to a group.
     ToGroup,
@@ -39,18 +36,14 @@ pub struct OnPod {
     call: Call,
     round: usize,
     volume: Option<PodVolume>,
-    snapshot: Option<String>,
 }
-
-/// The flag that the calls with a snapshot need.
-pub const FROM_SNAPSHOT: [&str; 1] = ["--inline-from-snapshot"];
 
 /// What a volume is found by, before and after the call.
 const WORDS: &str = "what the pod has written";
 
 impl OnPod {
     pub fn new(call: Call) -> Self {
-        Self { call, round: 0, volume: None, snapshot: None }
+        Self { call, round: 0, volume: None }
     }
 
     fn volume(&self) -> &PodVolume {
@@ -70,14 +63,10 @@ impl OnPod {
         match self.call {
             Call::Publish("xfs") => of("300Mi", mounted("xfs")),
             Call::Publish("btrfs") => of("128Mi", mounted("btrfs")),
-            Call::FromSnapshot | Call::ReadOnly => {
-                let snapshot = self.snapshot.as_deref().unwrap();
-                let publishing = volume.publishing(&[("size", "48Mi"), ("fromSnapshot", snapshot)]);
-                csi::NodePublishVolumeRequest {
-                    readonly: self.call == Call::ReadOnly,
-                    ..publishing
-                }
-            }
+            Call::ReadOnly => csi::NodePublishVolumeRequest {
+                readonly: true,
+                ..volume.publishing(&[("size", "16Mi"), ("readOnlyContent", "false")])
+            },
             Call::ToGroup => of("16Mi", in_group(&self.group().to_string())),
             _ => of("16Mi", mounted("")),
         }
@@ -118,19 +107,6 @@ impl OnPod {
         wait_for("the devices are gone", gone);
     }
 
-    /// A small volume's snapshot with the words in it.
-    fn make_snapshot(&mut self, on: &Scene) {
-        if self.snapshot.is_none() {
-            let source = on.driver.volume(&on.name("source", 0), 16 * MIB, mounted(""));
-            let target = on.driver.publish(&source, &mounted(""));
-            fs::write(target.join("file"), WORDS).unwrap();
-            let snapshot = on.driver.snapshot(&on.name("cut", 0), &source);
-            on.driver.take_down(&source);
-            on.driver.ok(delete_volume(&source));
-            self.snapshot = Some(snapshot);
-        }
-    }
-
     fn release(&self, on: &Scene) {
         if self.volume.is_some() {
             on.driver.ok(self.unpublishing());
@@ -152,8 +128,7 @@ impl Scenario for OnPod {
             self.volume = Some(PodVolume { handle, target });
         }
         match self.call {
-            Call::FromSnapshot | Call::ReadOnly => self.make_snapshot(on),
-            Call::Publish(_) | Call::ToGroup => {}
+            Call::Publish(_) | Call::ToGroup | Call::ReadOnly => {}
             Call::Repeat
             | Call::RepeatAfterReboot
             | Call::Unpublish
@@ -189,10 +164,6 @@ impl Scenario for OnPod {
     fn check(&mut self, _on: &Scene) {
         let volume = self.volume();
         let found = || fs::read_to_string(volume.file("file")).unwrap();
-        let bytes = || {
-            let usage = statvfs(&volume.target).unwrap();
-            usage.blocks() as u64 * usage.fragment_size() as u64
-        };
         match self.call {
             Call::Unpublish | Call::UnpublishAfterReboot | Call::Leftovers => {
                 assert!(!volume.target.exists());
@@ -200,11 +171,7 @@ impl Scenario for OnPod {
             Call::Repeat | Call::RepeatAfterReboot => assert_eq!(found(), WORDS),
             Call::ReadOnly => {
                 assert!(fs::write(volume.file("new"), "x").is_err());
-                assert!(found() == WORDS && bytes() > 32 * MIB, "{}", bytes());
-            }
-            Call::FromSnapshot => {
-                fs::write(volume.file("new"), "x").unwrap();
-                assert!(found() == WORDS && bytes() > 32 * MIB, "{}", bytes());
+                assert_eq!(fs::read_dir(&volume.target).unwrap().count(), 0, "it begins empty");
             }
             Call::Publish(_) | Call::ToGroup => {
                 assert_eq!(fs::read_dir(&volume.target).unwrap().count(), 0, "it begins empty");

@@ -87,7 +87,6 @@ fn publish(pool: &Pool, name: &str, bytes: u64) -> Answer<()> {
         capability: Capability { access, mode: AccessMode::SingleNodeWriter },
         readonly: false,
         in_memory: false,
-        from_snapshot: None,
         read_only_content: false,
         deferred: None,
     };

@@ -144,54 +144,6 @@ fn a_reboot_loses_nothing_that_is_in_the_pool() {
 }
 
 #[test]
-fn a_snapshot_is_used_beside_the_volume_that_it_was_cut_from() {
-    if !have_root() {
-        return;
-    }
-    let driver = Driver::with(PoolKind::Image, &["--inline-from-snapshot"]);
-    for (fs_type, size, larger, least) in [
-        ("ext4", 16 * MIB, "64Mi", 48 * MIB),
-        ("xfs", 300 * MIB, "400Mi", 320 * MIB),
-        ("btrfs", 128 * MIB, "400Mi", 400 * MIB),
-        // Its kernel module knows no way from there to there.
-        ("btrfs", 128 * MIB, "200Mi", 128 * MIB),
-    ] {
-        let name = format!("{fs_type}-{larger}");
-        let source = driver.volume(&name, size, mounted(fs_type));
-        let source_at = driver.publish(&source, &mounted(fs_type));
-        fs::write(source_at.join("file"), "before").unwrap();
-        let snapshot = driver.snapshot(&name, &source);
-        fs::write(source_at.join("file"), "after").unwrap();
-        let volume = |name| pod_volume(&driver, "uid", &format!("{fs_type}-{name}"));
-        let (one, two) = (volume("one"), volume("two"));
-        let attributes = [("fromSnapshot", snapshot.as_str()), ("size", larger)];
-        driver.ok(one.publishing(&attributes));
-        let publishing = two.publishing(&attributes);
-        driver.ok(csi::NodePublishVolumeRequest { readonly: true, ..publishing });
-        for volume in [&one, &two] {
-            assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "before", "{fs_type}");
-            let usage = statvfs(&volume.target).unwrap();
-            let bytes = usage.blocks() as u64 * usage.fragment_size() as u64;
-            assert!(bytes >= least, "{fs_type}: it has grown to its size: {bytes}");
-        }
-        fs::write(one.file("file"), "changed").unwrap();
-        assert!(fs::write(two.file("file"), "changed").is_err(), "{fs_type}: is read-only");
-        assert_eq!(fs::read_to_string(source_at.join("file")).unwrap(), "after");
-        unpublish(&driver, &one);
-        unpublish(&driver, &two);
-        driver.take_down(&source);
-    }
-    let raw = driver.volume("raw", MIB, block());
-    let snapshot = driver.snapshot("raw", &raw);
-    let volume = pod_volume(&driver, "uid", "raw");
-    let publishing = volume.publishing(&[("fromSnapshot", &snapshot)]);
-    driver.refused(publishing, Code::FailedPrecondition, "no filesystem known here");
-    let publishing = volume.publishing(&[("fromSnapshot", NO_SNAPSHOT)]);
-    driver.refused(publishing, Code::NotFound, NO_SNAPSHOT);
-    assert!(!volume.target.exists(), "what cannot be made leaves nothing");
-}
-
-#[test]
 fn a_volume_in_use_is_taken_away_when_its_user_is_gone() {
     with_driver(|driver| {
         let volume = published(driver, "uid");

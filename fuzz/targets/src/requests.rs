@@ -91,7 +91,7 @@ fn inline_volume(asked: &csi::NodePublishVolumeRequest) -> Result<(), Error> {
     assert!(request.size_bytes != Some(0));
     // The driver writes into no volume that the pod could have prepared, and none that it cannot write to.
     assert!(!request.read_only_content || asked.readonly);
-    assert!(content.is_empty() || (request.from_snapshot.is_none() && !request.is_read_only()));
+    assert!(content.is_empty() || !request.is_read_only());
     assert_eq!(content.has_secrets(), !asked.secrets.is_empty());
     // What a runtime mounts nobody else has written to, and no secret comes near it.
     assert!(request.deferred.is_none() || (content.is_empty() && !request.read_only_content));

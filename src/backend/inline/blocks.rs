@@ -5,11 +5,10 @@ use std::io;
 
 use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
-use super::super::filesystem;
 use super::super::format;
 use super::super::loop_device::{Lifetime, LoopDevice};
 use super::super::model::{
-    Access, Condition, Format, FsType, HealthProblem, Inline, InlineRequest, Phase, Snapshot,
+    Access, Condition, Format, FsType, HealthProblem, Inline, InlineRequest, Phase,
 };
 use super::super::pool::{self, Directory};
 use super::super::store::{Store, length};
@@ -38,22 +37,9 @@ fn default_bytes(store: &Store, request: &InlineRequest) -> u64 {
     bytes.min(store.config.inline.max_size)
 }
 
-/// The capacity of a new volume in bytes: whole blocks, at least its source and what its filesystem needs.
+/// The capacity of a new volume in bytes: whole blocks, at least what its filesystem needs.
 pub fn capacity(store: &Store, request: &InlineRequest) -> Result<u64> {
-    let source = match &request.from_snapshot {
-        Some(id) => store.catalog.read()?.live_snapshot(id)?.capacity_bytes,
-        None => 0,
-    };
-    let wanted = match request.size_bytes {
-        Some(bytes) if bytes < source => {
-            return Err(Error::OutOfRange(format!(
-                "volume_context: size: {bytes} bytes are less than the {source} of the snapshot"
-            )));
-        }
-        Some(bytes) => bytes,
-        None if source > 0 => source,
-        None => default_bytes(store, request),
-    };
+    let wanted = request.size_bytes.unwrap_or_else(|| default_bytes(store, request));
     let least = wanted_filesystem(request).unwrap_or(FsType::Ext4).min_bytes();
     let bytes = wanted.max(least).max(MIN_VOLUME_BYTES);
     let rounded = bytes.div_ceil(BLOCK_SIZE).saturating_mul(BLOCK_SIZE);
@@ -137,10 +123,6 @@ fn make(store: &Store, row: &Inline) -> Result<File> {
     let doing = || format!("making the backing file of inline volume {:?}", row.handle);
     let file = pool::new_file(&store.volume_path(&row.id))?;
     store.pool.adopt(&file)?;
-    if let Some(id) = &row.request.from_snapshot {
-        store.pool.as_ref().clone(&open_snapshot(store, id)?, &file)?;
-        reach("inline.cloned")?;
-    }
     file.set_len(row.capacity_bytes).context(doing)?;
     reach("inline.sized")?;
     file.sync_all().context(doing)?;
@@ -149,15 +131,7 @@ fn make(store: &Store, row: &Inline) -> Result<File> {
     Ok(file)
 }
 
-fn open_snapshot(store: &Store, id: &str) -> Result<File> {
-    let snapshot: Snapshot = store.catalog.read()?.live_snapshot(id)?;
-    store.open_snapshot(&snapshot).or_else(|error| {
-        // Deleted since it was looked up?
-        store.catalog.read()?.live_snapshot(id).and(Err(error))
-    })
-}
-
-/// The filesystem on the device, which is not mounted where the volume is new: made, or found in the snapshot's data.
+/// The filesystem on the device, which is not mounted where the volume is new: made.
 pub fn filesystem(store: &Store, row: &mut Inline, device: &LoopDevice) -> Result<FsType> {
     match row.format {
         Some(Format { fs_type, unfinished: false, .. }) => return Ok(fs_type),
@@ -165,23 +139,8 @@ pub fn filesystem(store: &Store, row: &mut Inline, device: &LoopDevice) -> Resul
         // What a pod has seen is not made again.
         _ => return Err(Error::Damaged(format!("{:?} has no filesystem", row.handle))),
     }
-    let wanted = wanted_filesystem(&row.request);
-    if row.request.from_snapshot.is_none() {
-        let fs_type = wanted.unwrap_or(FsType::Ext4);
-        return format::make(store, row, device, fs_type).map(|()| fs_type);
-    }
-    let found = filesystem::recognise(&device.open(false)?)?;
-    let fs_type = found.filter(|found| wanted.is_none_or(|wanted| wanted == *found));
-    let fs_type = fs_type.ok_or_else(|| {
-        let found = found.map_or("no filesystem known here", FsType::name);
-        Error::Precondition(format!(
-            "fs_type: the snapshot holds {found}; leave fsType out, or use another snapshot"
-        ))
-    })?;
-    // How far it has grown is not known.
-    format::note(store, row, Format { fs_type, size_bytes: 0, unfinished: false })?;
-    format::grow_unmounted(store, row, device)?;
-    Ok(fs_type)
+    let fs_type = wanted_filesystem(&row.request).unwrap_or(FsType::Ext4);
+    format::make(store, row, device, fs_type).map(|()| fs_type)
 }
 
 /// Removes the backing file. The device is gone already, and with it all that was in memory.

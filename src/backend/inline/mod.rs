@@ -238,7 +238,7 @@ fn fill_shown(
 
 /// What is in the volume mounted at `root`: content, and an owner.
 fn fill(row: &Inline, root: &Path, content: &Content) -> Result<()> {
-    let begins_empty = row.phase == Phase::Creating && row.request.from_snapshot.is_none();
+    let begins_empty = row.phase == Phase::Creating;
     if begins_empty {
         empty(root)?;
     }

@@ -6,6 +6,5 @@ mod policy;
 mod read_only;
 mod rig;
 mod service;
-mod snapshots;
 mod undone;
 mod workloads;

@@ -128,32 +128,6 @@ fn a_pod_of_any_user_and_group_writes_to_its_volume() {
 
 #[test]
 #[ignore = "full tier"]
-fn pods_begin_with_a_snapshots_data_and_each_has_its_own_copy() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = NodeRig::with(cluster, &["--inline-from-snapshot"], None) else { return };
-    let source = rig.driver.volume("source", 32 * MIB, mounted("ext4"));
-    let file = rig.driver.publish(&source, &mounted("ext4")).join("file");
-    fs::write(&file, "of the snapshot\n").unwrap();
-    let snapshot = rig.driver.snapshot("snapshot", &source);
-    fs::write(&file, "of the source\n").unwrap();
-    let csi = json!({ "volumeAttributes": { "fromSnapshot": snapshot }, "fsType": "ext4" });
-    let volumes = [rig.inline("copy", csi)];
-    let pods = ["first", "second"].map(|name| {
-        let pod = rig.run(name, &volumes, &json!({}));
-        let said = rig.exec(&pod, &format!("cat /copy/file; echo of the {name} >/copy/file"));
-        assert_eq!(said, "of the snapshot\n", "{name}");
-        pod
-    });
-    for pod in pods {
-        assert_eq!(rig.exec(&pod, "cat /copy/file"), format!("of the {}\n", pod.name));
-        rig.delete(&pod);
-        rig.wait_until_nothing_is_left(&pod, &["copy"]);
-    }
-    assert_eq!(fs::read_to_string(&file).unwrap(), "of the source\n");
-}
-
-#[test]
-#[ignore = "full tier"]
 fn what_the_driver_refuses_is_an_event_of_the_pod() {
     let Some(cluster) = shared() else { return };
     let flags = ["--inline-max-size", "32Mi"];

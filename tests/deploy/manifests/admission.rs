@@ -29,8 +29,6 @@ const RIGHTS: &[&str] = &[
     "/namespaces get list watch",
     "admissionregistration.k8s.io/mutatingwebhookconfigurations[csi-loopback-admission] get list watch patch",
     "admissionregistration.k8s.io/validatingwebhookconfigurations[csi-loopback-admission] get list watch patch",
-    "snapshot.storage.k8s.io/volumesnapshotcontents get list watch",
-    "snapshot.storage.k8s.io/volumesnapshots get list watch",
     "storage.k8s.io/csidrivers[loopback.csi.local] get list watch",
 ];
 
@@ -96,9 +94,8 @@ fn what_would_give_the_admission_webhooks_more_is_refused_to_them() {
         (true, "", "watch", "storage.k8s.io", "csidrivers", DRIVER),
         (false, "", "list", "storage.k8s.io", "csidrivers", ""),
         (false, "", "patch", "storage.k8s.io", "csidrivers", DRIVER),
-        (true, "default", "get", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
-        (false, "default", "patch", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
-        (false, "", "patch", "snapshot.storage.k8s.io", "volumesnapshotcontents", "any"),
+        (false, "default", "get", "snapshot.storage.k8s.io", "volumesnapshots", "any"),
+        (false, "", "get", "snapshot.storage.k8s.io", "volumesnapshotcontents", "any"),
         (true, "", "patch", REGISTRATION, MUTATING, WEBHOOKS),
         (true, "", "patch", REGISTRATION, VALIDATING, WEBHOOKS),
         // Who could write another would see, or change, what is none of its business.

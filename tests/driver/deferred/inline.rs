@@ -17,7 +17,6 @@ fn request(fs_type: Option<FsType>) -> InlineRequest {
         capability: Capability { access, mode: AccessMode::SingleNodeWriter },
         readonly: false,
         in_memory: false,
-        from_snapshot: None,
         read_only_content: false,
         deferred: Some(Deferral::default()),
     }
@@ -128,32 +127,6 @@ fn an_inline_volume_whose_pod_vanished_goes_once_no_container_has_it() {
         assert!(rig.backend().inline(HANDLE).unwrap().is_some(), "a container has it");
         drop(container);
         collected(rig, &target);
-    });
-}
-
-#[test]
-fn an_inline_volume_of_a_snapshot_has_grown_and_has_its_data() {
-    for_each_filesystem(|rig, fs_type| {
-        let volume = rig.volume("v", fs_type);
-        rig.on_host(&volume, |at| fs::write(at.join("kept"), "x").unwrap());
-        let snapshot = rig.pool.snapshot("s", &volume);
-        let target = pod(rig);
-        let wanted = InlineRequest {
-            from_snapshot: Some(snapshot.id),
-            size_bytes: Some(2 * BYTES),
-            readonly: true,
-            ..request(None)
-        };
-        publish(rig, &target, &wanted).unwrap();
-        let word = rig.runtime.word(&target).unwrap();
-        assert!(word.flags.contains(&"ro".to_owned()) && !is_seen(&word.device));
-        let container = rig.container(&target);
-        assert!(container.file("kept").exists() && fs::write(container.file("x"), "").is_err());
-        let stats = rig.backend().stats(HANDLE, &target).unwrap();
-        assert!(total(&stats.usage.unwrap()) > BYTES * 3 / 2);
-        drop(container);
-        rig.backend().unpublish(HANDLE, &target).unwrap();
-        gone(rig, &target);
     });
 }
 

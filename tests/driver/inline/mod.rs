@@ -1,12 +1,11 @@
 //! Inline ephemeral volumes (KEP-596) through the driver's socket, as kubelet asks for them: their life, what a request may
-//! say, what they begin with from snapshots, and what nobody gets to know. Content and memory: tests/driver/inline_content.rs;
+//! say, and what nobody gets to know. Content and memory: tests/driver/inline_content.rs;
 //! many at once, limits and leftovers: tests/driver/inline_limits.rs; death at every step: tests/crash.
 
 mod client;
 mod life;
 mod requests;
 mod secrecy;
-mod snapshots;
 mod strangers;
 
 use std::fs;

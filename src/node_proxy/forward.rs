@@ -1,5 +1,4 @@
-//! Passing calls on, unary and streaming, as the bytes that they are: headers, frames and trailers of HTTP/2 go through, and
-//! no message is held longer than it takes to pass it on.
+//! Passing calls on as the bytes that they are: headers, frames and trailers of HTTP/2 go through.
 
 use std::future::Future;
 use std::io;
@@ -29,10 +28,6 @@ use csi::node_service_capability::{Type, rpc};
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time between two tries to connect to a driver whose queue is full.
 const CONNECT_AGAIN: Duration = Duration::from_millis(10);
-/// Bytes under way of an answer that its client does not take.
-const WINDOW: u32 = 256 << 10;
-/// Bytes of a frame. HTTP/2's default, 16 KiB, costs a tenth more processor time.
-const FRAME: u32 = 64 << 10;
 
 /// The driver on its socket. Each call has a connection of its own, as kubelet makes one for each of its calls: so a driver that
 /// was replaced is met by the first call behind that, and no call waits for another. Cheap to clone.
@@ -59,10 +54,7 @@ impl Driver {
 
     async fn send(&self, mut request: Request<Body>) -> io::Result<Response<Body>> {
         let stream = self.connect().await?;
-        let mut builder = http2::Builder::new(TokioExecutor::new());
-        builder.initial_stream_window_size(WINDOW).initial_connection_window_size(WINDOW);
-        builder.max_frame_size(FRAME);
-        let handshake = builder.handshake(TokioIo::new(stream)).await;
+        let handshake = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await;
         let (mut sender, connection) = handshake.map_err(io::Error::other)?;
         // It ends with the call, and what goes wrong on it the call learns.
         tokio::spawn(connection);
@@ -106,6 +98,21 @@ impl Driver {
                 _ => None,
             })
             .collect())
+    }
+
+    /// Has it take back a volume that was to be left to a runtime.
+    ///
+    /// # Errors
+    /// The driver does not.
+    pub async fn unpublish(&self, volume: &str, target: &str) -> Result<()> {
+        let mut node = NodeClient::new(self.clone());
+        let asked = node.node_unpublish_volume(csi::NodeUnpublishVolumeRequest {
+            volume_id: volume.to_owned(),
+            target_path: target.to_owned(),
+            defer_fs_ops: true,
+        });
+        answered("NodeUnpublishVolume", asked).await?;
+        Ok(())
     }
 
     /// Whether it reports any problem with a volume (CSI v1.13).

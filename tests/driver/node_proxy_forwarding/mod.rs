@@ -5,4 +5,3 @@ mod bounds;
 mod calls;
 mod ends;
 mod rig;
-mod streams;

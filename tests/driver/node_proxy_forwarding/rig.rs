@@ -236,25 +236,6 @@ pub async fn read(mut body: RecvStream) -> Result<(Bytes, HeaderMap), h2::Error>
     Ok((all.freeze(), body.trailers().await?.unwrap_or_default()))
 }
 
-/// Sends as much as there is room for, and no byte more, up to `bytes`; returns what was sent when the other end has gone.
-pub async fn pour(stream: &mut SendStream<Bytes>, bytes: usize, each: impl Fn(usize)) -> usize {
-    let piece = Bytes::from(vec![7; 16 << 10]);
-    let mut sent = 0;
-    while sent < bytes {
-        stream.reserve_capacity(piece.len());
-        let room = std::future::poll_fn(|context| stream.poll_capacity(context)).await;
-        let Some(Ok(room)) = room else { return sent };
-        let now = piece.slice(..room.min(piece.len()));
-        let length = now.len();
-        if stream.send_data(now, false).is_err() {
-            return sent;
-        }
-        sent += length;
-        each(length);
-    }
-    sent
-}
-
 pub struct Scripted {
     socket: PathBuf,
     task: JoinHandle<()>,

@@ -35,11 +35,11 @@ pub struct Args {
     #[arg(long, env = "NODE_NAME", value_name = "NAME")]
     pub node_name: String,
 
-    /// Directory that keeps which volumes were left to a runtime, and which pods want that. It has to outlive restarts of the node.
+    /// Directory that keeps which volumes were left to a runtime. It has to outlive restarts of the node.
     #[arg(long, default_value = "/var/lib/csi-loopback-node-proxy", value_name = "DIR")]
     pub state_dir: PathBuf,
 
-    /// How long a call waits for the API server to tell of a pod that is not known yet.
+    /// How long a publish waits for the API server to report its pod.
     #[arg(long, default_value = "5s", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub pod_timeout: Duration,
 

@@ -99,7 +99,8 @@ async fn is_wanted(pods: &Pods, pod: &Pod, passed: &Passed) -> Option<bool> {
     match wish(pod, &passed.place, passed.form) {
         Wish::Runtime => Some(true),
         Wish::Depends(claims) => {
-            pods.ask(pod, &claims, passed.place.name().unwrap_or_default()).await.ok()
+            let asked = pods.ask(pod, &claims, passed.place.name().unwrap_or_default()).await;
+            asked.ok().map(|(_, opted)| opted)
         }
         Wish::Host | Wish::Unclear => Some(false),
     }

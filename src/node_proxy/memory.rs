@@ -37,6 +37,9 @@ pub struct Left {
     /// What the pod said of its group when it was published first.
     #[serde(default)]
     pub group: Option<Group>,
+    /// The claim that it is of, in the pod's namespace, where that is known.
+    #[serde(default)]
+    pub claim: Option<String>,
     #[serde(flatten)]
     pub pod: PodRef,
 }
@@ -58,8 +61,13 @@ impl Left {
             volume_handle: volume.to_owned(),
             staging_target_path: staging.to_owned(),
             group,
+            claim: None,
             pod,
         }
+    }
+
+    pub fn with_claim(self, claim: Option<String>) -> Self {
+        Self { claim, ..self }
     }
 }
 

@@ -16,7 +16,6 @@ mod host;
 mod memory;
 pub(crate) mod message;
 mod node;
-mod opted_in;
 pub(crate) mod place;
 mod pods;
 mod publish;

@@ -12,9 +12,8 @@ use super::call::{Asked, Call};
 use super::events::Events;
 use super::forward::{self, Driver};
 use super::host::{Host, Passed};
-use super::memory::{Left, Memory, Publishing};
+use super::memory::{Left, Memory, PodRef, Publishing};
 use super::message::{self, Held, MAX_MESSAGE, Room, Unheld};
-use super::opted_in::OptedIn;
 use super::pods::Pods;
 use super::publish::Decision;
 use super::refusal::{Refusal, Result};
@@ -31,7 +30,6 @@ use csi::node_service_capability::rpc::Type;
 pub struct Proxy {
     pub driver: Driver,
     pub memory: Memory,
-    pub opted_in: OptedIn,
     pub pods: Pods,
     pub host: Host,
     pub events: Events,
@@ -55,7 +53,7 @@ enum Next {
 
 /// What is to be done once the driver has answered.
 enum After {
-    Published(Publishing),
+    Published { publishing: Publishing, volume: String, target: String, pod: PodRef },
     Unpublished { target: String },
     Measured { volume: String, target: String, has_health: bool },
     Grown,
@@ -152,7 +150,7 @@ impl Proxy {
             Asked::Publish(asked) => match self.decide(&asked).await? {
                 Decision::Pass(None) => Next::Pass,
                 Decision::Pass(Some(passed)) => Next::PassFor(passed),
-                Decision::Defer(left) => self.defer(&asked.target_path, left).await?,
+                Decision::Defer(left) => self.defer(*asked, left).await?,
             },
             Asked::Unpublish(asked) => {
                 self.host.unpublished(&asked.target_path);
@@ -185,9 +183,11 @@ impl Proxy {
         })
     }
 
-    async fn defer(&self, target: &str, left: Left) -> Result<Next> {
-        let publishing = self.memory.publishing(target, &left).await?;
-        Ok(Next::Add(After::Published(publishing), left.group))
+    async fn defer(&self, asked: csi::NodePublishVolumeRequest, left: Left) -> Result<Next> {
+        let (volume, target) = (asked.volume_id, asked.target_path);
+        let publishing = self.memory.publishing(&target, &left).await?;
+        let after = After::Published { publishing, volume, target, pod: left.pod };
+        Ok(Next::Add(after, left.group))
     }
 
     /// The capabilities of the driver, where it defers.
@@ -252,10 +252,13 @@ impl Proxy {
     async fn done(&self, after: After, held: &Held) -> Result<()> {
         let point = |name| meet(name).map_err(|error| Refusal::NotRemembered(error.to_string()));
         match after {
-            After::Published(publishing) => {
+            After::Published { publishing, volume, target, pod } => {
                 point("node_proxy.published")?;
+                if self.is_on_host(&target).await? {
+                    drop(publishing);
+                    return self.undo(&volume, &target, &pod).await;
+                }
                 self.metrics.published_deferred();
-                drop(publishing);
             }
             After::Unpublished { target } => {
                 point("node_proxy.unpublished")?;
@@ -279,6 +282,26 @@ impl Proxy {
             After::Grown => {}
         }
         Ok(())
+    }
+
+    /// Unpublishes a volume that the driver has mounted on the host although the runtime was to have it.
+    ///
+    /// # Errors
+    /// Always: the publish has failed.
+    async fn undo(&self, volume: &str, target: &str, pod: &PodRef) -> Result<()> {
+        let refusal = match self.driver.unpublish(volume, target).await {
+            Ok(()) => {
+                self.memory.forget(target).await?;
+                Refusal::DriverMounted(target.to_owned())
+            }
+            // Kubelet repeats the publish, and it is undone then.
+            Err(away) => away,
+        };
+        tracing::error!(volume, target, %refusal, "the driver mounted a deferred volume on the host");
+        if refusal.is_to_be_mended() {
+            self.events.failed_mount(pod, &format!("volume {volume:?}: {refusal}"));
+        }
+        Err(refusal)
     }
 
     /// Notes that the host has the volume when the driver says that it is published.

@@ -23,6 +23,10 @@ const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Time between two questions for a pod.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
+/// Annotations by which kubelet marks the mirror of a static pod: with the pod's own uid, and as a mirror.
+const CONFIG_HASH: &str = "kubernetes.io/config.hash";
+const MIRROR: &str = "kubernetes.io/config.mirror";
+
 /// Cheap to clone.
 #[derive(Clone)]
 pub struct Pods {
@@ -37,7 +41,7 @@ impl Pods {
         let one = client.clone();
         let of = move |namespace: &str| Api::namespaced(one.clone(), namespace);
         let of_node = watcher::Config::default().fields(&format!("spec.nodeName={node}"));
-        let cache = Cache::start(Api::all(client.clone()), of, of_node, uid, shutdown);
+        let cache = Cache::start(Api::all(client.clone()), of, of_node, kubelets_uid, shutdown);
         Self { client, cache, wait }
     }
 
@@ -57,7 +61,7 @@ impl Pods {
             loop {
                 match self.cache.fetch(&key).await {
                     // One of the same name and another uid is another pod.
-                    Ok(Some(pod)) if pod.metadata.uid.as_deref() == Some(uid) => return pod,
+                    Ok(Some(pod)) if kubelets_uid(&pod).as_deref() == Some(uid) => return pod,
                     _ => sleep(ASK_AGAIN).await,
                 }
             }
@@ -70,16 +74,27 @@ impl Pods {
         }
     }
 
-    /// The pod with this uid, as the watch has told it last.
+    /// The pod with this uid, as the watch has told it last. A pod that only claims to be the mirror of that uid is not
+    /// preferred to the one that has it.
     pub fn known(&self, uid: &str) -> Option<Arc<Pod>> {
-        self.cache.last_told_with(uid).pop()
+        let mut found = self.cache.last_told_with(uid);
+        let own = found.iter().position(|pod| pod.metadata.uid.as_deref() == Some(uid));
+        match own {
+            Some(own) => Some(found.swap_remove(own)),
+            None => found.pop(),
+        }
     }
 
     /// The uids of all pods of the node that have opted in. None while the watch does not run.
     pub fn opted_in(&self) -> Option<BTreeSet<String>> {
         let pods = self.cache.all()?.into_iter();
         let opted = pods.filter(|pod| !defer_annotation::names(pod).is_empty());
-        Some(opted.filter_map(|pod| pod.metadata.uid.clone()).collect())
+        Some(opted.filter_map(|pod| kubelets_uid(&pod).map(Cow::into_owned)).collect())
+    }
+
+    /// Whether the watch runs.
+    pub fn is_live(&self) -> bool {
+        self.cache.is_live()
     }
 
     /// Tells when the watch has told something.
@@ -87,13 +102,13 @@ impl Pods {
         self.cache.changes()
     }
 
-    /// Whether the claim that is bound to a PersistentVolume is one of those that are left.
+    /// The claim that is bound to a PersistentVolume, and whether it is one of those that are left.
     pub async fn ask(
         &self,
         pod: &Pod,
         claims: &BTreeMap<String, bool>,
         volume: &str,
-    ) -> Result<bool> {
+    ) -> Result<(String, bool)> {
         let unknown = |why: String| Refusal::ClaimsUnknown { volume: volume.to_owned(), why };
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
@@ -106,7 +121,7 @@ impl Pods {
                 })?;
                 let bound = found.and_then(|claim| claim.spec).and_then(|spec| spec.volume_name);
                 if bound.as_deref() == Some(volume) {
-                    return Ok(*opted);
+                    return Ok((claim.clone(), *opted));
                 }
             }
             Err(unknown("none of the pod's claims is".into()))
@@ -127,6 +142,42 @@ impl PodRef {
     }
 }
 
-fn uid(pod: &Pod) -> Option<Cow<'_, str>> {
-    pod.metadata.uid.as_deref().map(Into::into)
+/// The uid by which kubelet knows the pod. A static pod has one of kubelet's own, which its mirror in the API server carries
+/// as an annotation.
+fn kubelets_uid(pod: &Pod) -> Option<Cow<'_, str>> {
+    let metadata = &pod.metadata;
+    let annotation = |name| metadata.annotations.as_ref()?.get(name);
+    let owners = metadata.owner_references.iter().flatten();
+    let is_mirror =
+        annotation(MIRROR).is_some() && owners.clone().any(|owner| owner.kind == "Node");
+    let uid = match annotation(CONFIG_HASH) {
+        Some(hash) if is_mirror => Some(hash),
+        _ => metadata.uid.as_ref(),
+    };
+    uid.map(|uid| uid.as_str().into())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn uid(annotations: Value, owner: &str) -> String {
+        let owners = json!([{ "apiVersion": "v1", "kind": owner, "name": "n", "uid": "of-owner" }]);
+        let metadata =
+            json!({ "uid": "api", "annotations": annotations, "ownerReferences": owners });
+        let pod: Pod = serde_json::from_value(json!({ "metadata": metadata })).unwrap();
+        kubelets_uid(&pod).unwrap().into_owned()
+    }
+
+    #[test]
+    fn a_static_pod_is_known_by_the_hash_that_its_mirror_carries() {
+        let mirror = json!({ CONFIG_HASH: "static", MIRROR: "static" });
+        assert_eq!(uid(mirror.clone(), "Node"), "static");
+        // What any user may write makes no mirror.
+        assert_eq!(uid(mirror, "ReplicaSet"), "api");
+        assert_eq!(uid(json!({ CONFIG_HASH: "static" }), "Node"), "api");
+        assert_eq!(uid(json!({}), "Node"), "api");
+    }
 }

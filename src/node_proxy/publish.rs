@@ -56,16 +56,11 @@ impl Proxy {
         };
         let uid = passed.place.pod_uid();
         let Some(pod) = self.pods.find(uid, info.named.as_ref()).await else {
-            if self.opted_in.has(uid) {
-                return Err(Refusal::PodUnknown(uid.to_owned()));
-            }
-            // Most have never opted in, and are not to suffer.
-            tracing::warn!(
-                pod_uid = uid,
-                "nobody tells of a pod whose volume is published; the call is passed on as it is"
-            );
-            self.reports.unknown_pod();
-            return Ok(Decision::Pass(Some(passed)));
+            // It may have opted in. A driver that cannot defer has to mount in any case.
+            return match self.driver.capabilities().await?.contains(&Type::DeferFsOps) {
+                true => Err(Refusal::PodUnknown(uid.to_owned())),
+                false => Ok(Decision::Pass(Some(passed))),
+            };
         };
         let wanted = self.wanted(&pod, &passed).await;
         let pod_ref = PodRef::of(&pod);
@@ -76,8 +71,19 @@ impl Proxy {
         let group = wish::group(&pod);
         let checked = self.check_new(&asked.target_path, group.as_ref()).await;
         self.told(checked, &pod_ref, asked)?;
+        let claim = self.claim(&pod, &passed).await;
         let left = Left::new(&asked.volume_id, &asked.staging_target_path, group, pod_ref);
-        Ok(Decision::Defer(left))
+        Ok(Decision::Defer(left.with_claim(claim)))
+    }
+
+    /// The claim that the volume is of, where that can be told: for the metrics, which do without.
+    async fn claim(&self, pod: &Pod, asked: &Passed) -> Option<String> {
+        let mut claims = wish::claims_at(pod, &asked.place, asked.form)?;
+        if claims.len() == 1 {
+            return claims.pop_first().map(|(claim, _)| claim);
+        }
+        let found = self.pods.ask(pod, &claims, asked.place.name()?).await;
+        found.ok().map(|(claim, _)| claim)
     }
 
     /// Whether the pod wants its runtime to have the volume.
@@ -86,7 +92,8 @@ impl Proxy {
             Wish::Host => false,
             Wish::Runtime => true,
             Wish::Depends(claims) => {
-                self.pods.ask(pod, &claims, asked.place.name().unwrap_or_default()).await?
+                let name = asked.place.name().unwrap_or_default();
+                self.pods.ask(pod, &claims, name).await?.1
             }
             Wish::Unclear => return Err(Refusal::Ambiguous(asked.target.clone())),
         };
@@ -98,6 +105,14 @@ impl Proxy {
 
     /// What is left for the first time must not be on the host already.
     async fn check_new(&self, target: &str, group: Option<&Group>) -> Result<()> {
+        if self.is_on_host(target).await? {
+            return Err(Refusal::MountedOnHost(target.to_owned()));
+        }
+        self.check_publish(group).await
+    }
+
+    /// Whether something is mounted at the target on this node.
+    pub async fn is_on_host(&self, target: &str) -> Result<bool> {
         let unknown = |why: String| {
             Refusal::NotRemembered(format!(
                 "whether the host has {target} mounted is not known: {why}"
@@ -108,10 +123,7 @@ impl Proxy {
             timeout(LOOK_TIMEOUT, spawn_blocking(move || filesystem::mount_at(&path))).await;
         let looked = looked.map_err(|late| unknown(late.to_string()))?;
         let looked = looked.map_err(|ended| unknown(ended.to_string()))?;
-        if looked.map_err(|error| unknown(error.to_string()))?.is_some() {
-            return Err(Refusal::MountedOnHost(target.to_owned()));
-        }
-        self.check_publish(group).await
+        looked.map(|mount| mount.is_some()).map_err(|error| unknown(error.to_string()))
     }
 
     /// No call has a field that the driver has no capability for, and none goes without one that the pod wants.

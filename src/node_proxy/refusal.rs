@@ -22,10 +22,9 @@ pub enum Refusal {
     #[error("the CSI driver: {0}")]
     DriverRefused(String),
 
-    /// One that has opted in, as is known from before.
     #[error(
-        "the pod {0} has left volumes to its container runtime, and the API server does not tell of it now, so that which ones is \
-         not known; try again"
+        "the API server does not report the pod {0}, so that whether its volumes are left to its container runtime is not known; \
+         check the API server and the right to watch pods, and try again"
     )]
     PodUnknown(String),
 
@@ -40,6 +39,12 @@ pub enum Refusal {
          delete the pod, and annotate the new one before it is started"
     )]
     MountedOnHost(String),
+
+    #[error(
+        "the CSI driver mounted the volume on the host at {0}, although it has DEFER_FS_OPS and the pod leaves the volume to its \
+         container runtime; it was unpublished: upgrade the driver, or delete the pod and make it without the annotation"
+    )]
+    DriverMounted(String),
 
     #[error(
         "the annotation {ANNOTATION} names a raw block volume, which has no filesystem to be left to a container runtime: \
@@ -80,6 +85,7 @@ impl Refusal {
             Self::PodUnknown(_) => (Code::Unavailable, "pod_unknown"),
             Self::ClaimsUnknown { .. } => (Code::Unavailable, "claims_unknown"),
             Self::MountedOnHost(_) => (Code::FailedPrecondition, "mounted_on_host"),
+            Self::DriverMounted(_) => (Code::FailedPrecondition, "driver_mounted"),
             Self::RawBlock => (Code::FailedPrecondition, "raw_block"),
             Self::Ambiguous(_) => (Code::FailedPrecondition, "ambiguous"),
             Self::NotRemembered(_) => (Code::Unavailable, "not_remembered"),
@@ -118,6 +124,7 @@ pub mod tests {
             Refusal::PodUnknown(words()),
             Refusal::ClaimsUnknown { volume: words(), why: words() },
             Refusal::MountedOnHost(words()),
+            Refusal::DriverMounted(words()),
             Refusal::RawBlock,
             Refusal::Ambiguous(words()),
             Refusal::NotRemembered(words()),

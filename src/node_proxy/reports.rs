@@ -29,7 +29,6 @@ pub struct Reports {
 #[derive(Debug, Default)]
 struct Counts {
     failures: BTreeMap<(Call, &'static str), u64>,
-    unknown_pods: u64,
     mounted_before: u64,
 }
 
@@ -41,11 +40,6 @@ impl Reports {
     /// A call for a volume that is, or is to be, left to a runtime came to nothing.
     pub fn failed(&self, call: Call, reason: &'static str) {
         *self.counts().failures.entry((call, reason)).or_default() += 1;
-    }
-
-    /// A publish was passed on for a pod that nobody told of.
-    pub fn unknown_pod(&self) {
-        self.counts().unknown_pods += 1;
     }
 
     /// A pod has opted in a volume that the host had mounted by then.
@@ -70,22 +64,13 @@ impl Collector for Reports {
             MetricType::Gauge,
         )?)?;
         let counts = self.counts();
-        let counters = [
-            (
-                "unknown_pods",
-                "Publishes passed on as they are since nobody told of their pod in time",
-                counts.unknown_pods,
-            ),
-            (
-                "mounted_before_opt_in",
-                "Volumes that the host had mounted when their pod opted in",
-                counts.mounted_before,
-            ),
-        ];
-        for (name, help, value) in counters {
-            let counter = ConstCounter::new(value);
-            counter.encode(encoder.encode_descriptor(name, help, None, MetricType::Counter)?)?;
-        }
+        let help = "Volumes that the host had mounted when their pod opted in";
+        ConstCounter::new(counts.mounted_before).encode(encoder.encode_descriptor(
+            "mounted_before_opt_in",
+            help,
+            None,
+            MetricType::Counter,
+        )?)?;
         let help = "Calls for volumes that are, or were to be, left to a container runtime and came to nothing";
         let mut failures =
             encoder.encode_descriptor("deferred_failures", help, None, MetricType::Counter)?;
@@ -109,6 +94,10 @@ impl Collector for Conditions {
         for (target, left, abnormal) in self.0.conditions() {
             let labels = [
                 ("namespace", cut(&left.pod.namespace, MAX_LABEL)),
+                (
+                    "persistentvolumeclaim",
+                    cut(left.claim.as_deref().unwrap_or_default(), MAX_LABEL),
+                ),
                 ("pod", cut(&left.pod.name, MAX_LABEL)),
                 ("volume", volume(target.to_str().unwrap_or_default(), &left)),
             ];
@@ -141,24 +130,26 @@ mod tests {
         let memory = Memory::open(disk);
         let pod = PodRef { namespace: "n".into(), name: "p".into(), uid: "u".into() };
         let target = "/pods/u/volumes/kubernetes.io~csi/pvc-1/mount";
-        drop(memory.publishing(target, &Left::new("v", "", None, pod)).await.unwrap());
+        drop(
+            memory
+                .publishing(target, &Left::new("v", "", None, pod).with_claim(Some("data".into())))
+                .await
+                .unwrap(),
+        );
         memory.measured(target, true);
         let reports = Reports::new(memory.clone());
         reports.failed(Call::Stats, "missing_capability");
-        reports.unknown_pod();
         reports.mounted_before_opt_in();
         let named = Conditions(memory.clone());
         let metrics = Metrics::with_names(vec![Box::new(reports)], vec![Box::new(named)]);
         metrics.published_deferred();
         let text = metrics.scrape().unwrap();
-        let condition =
-            r#"volume_stats_health_status_abnormal{namespace="n",pod="p",volume="pvc-1"}"#;
+        let condition = r#"volume_stats_health_status_abnormal{namespace="n",persistentvolumeclaim="data",pod="p",volume="pvc-1"}"#;
         for line in [
             "volumes_published_with_deferred_ops_total 1",
             &format!("{condition} 1"),
             "csi_loopback_deferred_volumes 1",
             r#"csi_loopback_deferred_failures_total{call="stats",reason="missing_capability"} 1"#,
-            "csi_loopback_unknown_pods_total 1",
             "csi_loopback_mounted_before_opt_in_total 1",
         ] {
             assert!(text.lines().any(|there| there == line), "{line} not in\n{text}");

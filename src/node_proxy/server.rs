@@ -1,5 +1,6 @@
 //! The role from start to end.
 
+use std::collections::BTreeSet;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +19,6 @@ use super::host::Host;
 use super::memory::Memory;
 use super::message::Room;
 use super::node::Proxy;
-use super::opted_in::OptedIn;
 use super::pods::Pods;
 use super::reports::{Conditions, Reports};
 use crate::crust::Directory;
@@ -31,7 +31,7 @@ use crate::telemetry::shutdown::Shutdown;
 
 /// Time between two looks at what the watch has told, at least.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
-/// Time until what could not be written down, or asked, is tried again.
+/// Time until what could not be asked is tried again.
 const TRY_AGAIN: Duration = Duration::from_secs(5);
 
 /// Serves until a signal has come and the running calls are done.
@@ -52,7 +52,7 @@ async fn start(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         role,
     } = args;
     let disk = Disk::open(Directory::new(state_dir)).context("--state-dir")?;
-    let memory = Memory::open(disk.clone());
+    let memory = Memory::open(disk);
     let reports = Reports::new(memory.clone());
     let collectors = (Box::new(reports.clone()), Box::new(Conditions(memory.clone())));
     let metrics = Metrics::with_names(vec![collectors.0], vec![collectors.1]);
@@ -60,7 +60,6 @@ async fn start(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let proxy = Proxy {
         driver: Driver::new(&driver_endpoint),
         memory: memory.clone(),
-        opted_in: OptedIn::open(disk),
         pods: Pods::start(client.clone(), &node_name, pod_timeout, shutdown.clone()),
         host: Host::default(),
         events: Events::new(client, &node_name),
@@ -70,10 +69,7 @@ async fn start(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         room: Room::default(),
         room_for_answers: Room::default(),
     };
-    // A state directory that cannot be used is no reason to be ended: calls of others go through.
-    let health: HealthCheck = Arc::new(|| Ok(()));
-    let pages = Pages::new(health, Arc::new(move || metrics.scrape()));
-    role.serve_http(pages, &shutdown).await?;
+    role.serve_http(pages(&proxy.pods, metrics), &shutdown).await?;
     let path = endpoint.as_ref();
     let (listener, _guard) = socket::listen(path, socket_mode, None)?;
     tracing::info!(
@@ -90,16 +86,29 @@ async fn start(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     serve::each_until_told(every, listener, &calls, &shutdown).await
 }
 
+fn pages(pods: &Pods, metrics: Metrics) -> Pages {
+    let pods = pods.clone();
+    let ready: HealthCheck = Arc::new(move || match pods.is_live() {
+        true => Ok(()),
+        false => Err("the watch of pods does not run".into()),
+    });
+    // A state directory that cannot be used, or an API server that is away, is no reason to be ended.
+    let health: HealthCheck = Arc::new(|| Ok(()));
+    let checks = vec![("/readyz", ready)];
+    Pages { checks, ..Pages::new(health, Arc::new(move || metrics.scrape())) }
+}
+
 /// Draws the consequences of what the watch tells, for as long as the process runs.
 fn follow(proxy: &Proxy, shutdown: &Shutdown) {
-    let Proxy { pods, opted_in, host, events, reports, .. } = proxy.clone();
-    let (known, opted_in) = (pods.clone(), opted_in.clone());
+    let Proxy { pods, host, events, reports, .. } = proxy.clone();
+    let mut known = BTreeSet::new();
     tokio::spawn(at_each_change(pods.changes(), shutdown.clone(), async move || {
-        if let Some(uids) = known.opted_in() {
-            opted_in.told(uids).await;
+        if let Some(uids) = pods.opted_in() {
+            for pod_uid in uids.difference(&known) {
+                tracing::debug!(pod_uid, "a pod has opted in");
+            }
+            known = uids;
         }
-    }));
-    tokio::spawn(at_each_change(pods.changes(), shutdown.clone(), async move || {
         host.look(&pods, &events, &reports).await;
     }));
 }
@@ -107,7 +116,7 @@ fn follow(proxy: &Proxy, shutdown: &Shutdown) {
 async fn at_each_change(
     mut changes: watch::Receiver<u64>,
     shutdown: Shutdown,
-    look: impl AsyncFn(),
+    mut look: impl AsyncFnMut(),
 ) {
     loop {
         look().await;

@@ -46,16 +46,7 @@ pub fn wish(pod: &Pod, place: &Place, form: Form) -> Wish {
     let volumes = || pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
     let is_opted = |volume: &Volume| opted.contains(volume.name.as_str());
     let inline = || volumes().filter(|volume| volume.csi.is_some() && !form.block);
-    // A claim that containers have as a device is never meant by the publish of a filesystem, and the other way round.
-    let devices = defer_annotation::only_devices(pod);
-    let mut claims: BTreeMap<String, bool> = BTreeMap::new();
-    for volume in volumes() {
-        let is_device = devices.contains(volume.name.as_str());
-        if let Some(claim) = claim(pod, volume).filter(|_| is_device == form.block) {
-            // Two volumes may be of one claim, which is published once.
-            *claims.entry(claim).or_default() |= is_opted(volume);
-        }
-    }
+    let claims = claims(pod, form);
     let Some(name) = place.name() else {
         let inline = inline().map(is_opted).filter(|_| form.inline != Some(false));
         let claims = claims.into_values().filter(|_| form.inline != Some(true));
@@ -71,6 +62,29 @@ pub fn wish(pod: &Pod, place: &Place, form: Form) -> Wish {
         return Wish::Host;
     }
     of_all(claims.clone().into_values(), || Wish::Depends(claims))
+}
+
+/// The pod's claims that a publish may be of, with whether each is left. None: it is of an inline volume.
+pub fn claims_at(pod: &Pod, place: &Place, form: Form) -> Option<BTreeMap<String, bool>> {
+    let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    let is_inline = |volume: &Volume| volume.csi.is_some() && place.name() == Some(&volume.name);
+    let of_inline = form.inline.unwrap_or_else(|| !form.block && volumes.any(is_inline));
+    (!of_inline).then(|| claims(pod, form))
+}
+
+fn claims(pod: &Pod, form: Form) -> BTreeMap<String, bool> {
+    let opted = defer_annotation::names(pod);
+    // A claim that containers have as a device is never meant by the publish of a filesystem, and the other way round.
+    let devices = defer_annotation::only_devices(pod);
+    let mut claims: BTreeMap<String, bool> = BTreeMap::new();
+    for volume in pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()) {
+        let is_device = devices.contains(volume.name.as_str());
+        if let Some(claim) = claim(pod, volume).filter(|_| is_device == form.block) {
+            // Two volumes may be of one claim, which is published once.
+            *claims.entry(claim).or_default() |= opted.contains(volume.name.as_str());
+        }
+    }
+    claims
 }
 
 /// None of them left: the host's. All: the runtime's.
@@ -160,6 +174,18 @@ mod tests {
     #[test]
     fn a_claim_that_two_volumes_are_of_is_left_if_one_of_them_is_named() {
         assert_eq!(of("a-again,b", "pv-1"), Wish::Runtime);
+    }
+
+    #[test]
+    fn a_publish_is_of_one_of_the_pods_claims_or_of_an_inline_volume() {
+        let of = |name, form| {
+            let found = claims_at(&pod(Some("a")), &at(name), form);
+            found.map(|claims| claims.into_keys().collect::<Vec<_>>())
+        };
+        assert_eq!(of("own", FILES), None);
+        assert_eq!(of("pv-1", FILES), Some(vec!["app-b".to_owned(), "claim-a".to_owned()]));
+        let persistent = Form { block: false, inline: Some(false) };
+        assert!(of("own", persistent).is_some() && of("pv-1", BLOCK).is_some());
     }
 
     #[test]

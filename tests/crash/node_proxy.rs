@@ -19,8 +19,6 @@ const ALL: &str = "!socket.";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// The watch tells of a pod that has opted in.
-    Hear,
     Publish,
     Unpublish,
 }
@@ -51,23 +49,8 @@ impl<'a> Scene<'a> {
         met.lines().map(str::to_owned).collect()
     }
 
-    fn has_heard(&self, pod: &Bound) -> bool {
-        let file = self.rig.state_dir().join("opted-in/pods.json");
-        fs::read_to_string(file).is_ok_and(|text| text.contains(&pod.uid))
-    }
-
-    /// How often the proxy has written down who has opted in.
-    fn written(&self) -> usize {
-        self.rig.log().matches("which pods have opted in is written down").count()
-    }
-
-    fn wait_until_heard(&self, pod: &Bound) {
-        wait_for("the proxy's word of the pod", || self.has_heard(pod));
-    }
-
     fn take(&self, step: Step, pod: &Bound, volume: &Volume) -> Result<(), Status> {
         match step {
-            Step::Hear => Ok(()),
             Step::Publish => self.rig.publish(pod, volume),
             Step::Unpublish => self.rig.unpublish(pod, volume),
         }
@@ -85,29 +68,14 @@ impl<'a> Scene<'a> {
     fn round(&mut self, step: Step, how: &str, at: usize, seen: &mut BTreeSet<String>) -> bool {
         let name = format!("{step:?}-{how}-{at}").to_lowercase();
         let volume = self.rig.claim(&name);
-        let before = self.written();
-        if step == Step::Hear {
-            self.plan(how, at);
-        }
         let pod = self.rig.pod(&name, &[&volume], Some(&name));
         let target = self.rig.target(&pod, &volume);
-        if step != Step::Hear {
-            // To the last of its points.
-            wait_for("the end of the news", || self.written() > before);
-            self.rig.stage(&pod, &volume).unwrap();
-        }
+        self.rig.stage(&pod, &volume).unwrap();
         if step == Step::Unpublish {
             self.rig.publish(&pod, &volume).unwrap();
         }
-        if step != Step::Hear {
-            self.plan(how, at);
-        }
+        self.plan(how, at);
         let first = self.take(step, &pod, &volume);
-        if step == Step::Hear {
-            wait_for("the point, or the end without it", || {
-                self.met().len() >= at || self.written() > before
-            });
-        }
         fs::remove_file(self.plan.join("plan")).unwrap();
         let met = self.met();
         seen.extend(met.iter().cloned());
@@ -121,8 +89,7 @@ impl<'a> Scene<'a> {
         if reached && how == "kill" {
             self.rig.start_proxy();
         }
-        assert!(step == Step::Hear || first.is_err() == reached, "{name}: {first:?} {met:?}");
-        self.wait_until_heard(&pod);
+        assert_eq!(first.is_err(), reached, "{name}: {first:?} {met:?}");
         if reached {
             self.take(step, &pod, &volume).unwrap();
         }
@@ -136,10 +103,6 @@ impl<'a> Scene<'a> {
         let remembered =
             |is: bool| assert_eq!(self.rig.vol_data(&target).is_some(), is, "{step:?}");
         remembered(step == Step::Publish);
-        if step == Step::Hear {
-            self.rig.mount(pod, volume).unwrap();
-            remembered(true);
-        }
         let last = self.rig.behind.seen::<csi::NodePublishVolumeRequest>().pop().unwrap();
         assert!(last.defer_fs_ops && last.target_path == path(&target));
         self.rig.unmount(pod, volume);
@@ -165,7 +128,7 @@ fn a_crash_of_the_node_proxy_at_any_step_converges_when_the_call_is_repeated() {
     let mut rounds = 0;
     let mut scene = Scene::start(&cluster);
     for how in ["kill", "error"] {
-        for step in [Step::Hear, Step::Publish, Step::Unpublish] {
+        for step in [Step::Publish, Step::Unpublish] {
             let mut at = 1;
             while scene.round(step, how, at, &mut seen) {
                 at += 1;
@@ -176,7 +139,5 @@ fn a_crash_of_the_node_proxy_at_any_step_converges_when_the_call_is_repeated() {
     support::report(&format!("{rounds} rounds"));
     let own: Vec<&str> =
         seen.iter().filter_map(|point| point.strip_prefix("node_proxy.")).collect();
-    let expected =
-        ["forgetting", "forgotten", "opted_in", "published", "remembered", "unpublished"];
-    assert_eq!(own, expected);
+    assert_eq!(own, ["forgetting", "forgotten", "published", "remembered", "unpublished"]);
 }

@@ -224,13 +224,10 @@ fn a_pod_of_the_same_name_is_another_pod() {
     rig.mount(&second, &claim).unwrap();
     assert!(asked(&rig));
     rig.unmount(&second, &claim);
-    // A late call for the one that is gone: what the other one wants is nothing to it. (The first one may have had its call in before
-    // the proxy had heard of it.)
-    let unknown = || rig.metric("csi_loopback_unknown_pods_total");
-    let before = unknown();
-    rig.publish(&first, &claim).unwrap();
-    assert!(!asked(&rig));
-    assert_eq!(unknown(), before + 1.0);
+    // A late call for the one that is gone: what the other one wants is nothing to it.
+    let status = rig.publish(&first, &claim).unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable, "{status:?}");
+    assert_eq!(rig.failures("publish", "pod_unknown"), 1.0);
 }
 
 /// The request of kubelet, at a path that is none of kubelet's.

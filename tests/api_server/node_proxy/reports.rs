@@ -42,7 +42,7 @@ fn a_volumes_condition_is_told_from_its_first_measurement_until_it_is_taken_back
     rig.mount(&other, &host).unwrap();
     let namespace = rig.namespace.clone();
     let name = format!(
-        "volume_stats_health_status_abnormal{{namespace=\"{namespace}\",pod=\"app\",volume=\"{namespace}-left\"}}"
+        "volume_stats_health_status_abnormal{{namespace=\"{namespace}\",persistentvolumeclaim=\"left\",pod=\"app\",volume=\"{namespace}-left\"}}"
     );
     let told = |rig: &Rig<'_, _>| -> Vec<String> {
         let page = rig.metrics();

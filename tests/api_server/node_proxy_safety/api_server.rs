@@ -8,10 +8,10 @@ use tonic::Code;
 
 use support::MIB;
 use support::cluster::Cluster;
-use support::cluster::node_proxy::{Bound, Rig, node_proxy_rules};
+use support::cluster::node_proxy::{Rig, node_proxy_rules};
 use support::cluster::proxy::{Proxy, Way};
 use support::cluster::recorder::{DEFERRING, PLAIN, Recorder};
-use support::driver::{Rpc, wait_for};
+use support::driver::Rpc;
 
 /// All ways to have no API server.
 const AWAY: [Way; 2] = [Way::Refused, Way::Hanging];
@@ -27,17 +27,9 @@ pub fn with_way<'a>(cluster: &'a Cluster, pod_timeout: &str) -> (Rig<'a, Recorde
     (rig, way)
 }
 
-/// Waits until the proxy has written down that a pod has opted in: it knows the pod then.
-pub fn wait_until_known<B: support::cluster::node_proxy::Behind>(rig: &Rig<'_, B>, pod: &Bound) {
-    let file = rig.state_dir().join("opted-in/pods.json");
-    wait_for("the proxy knows that the pod has opted in", || {
-        fs::read_to_string(&file).is_ok_and(|pods| pods.contains(&pod.uid))
-    });
-}
-
 #[test]
 #[ignore = "full tier"]
-fn a_pod_that_did_not_opt_in_needs_nothing_of_the_api_server() {
+fn behind_a_driver_that_cannot_defer_a_pod_needs_nothing_of_the_api_server() {
     let Some(cluster) = shared() else { return };
     for away in AWAY {
         let (mut rig, way) = with_way(cluster, "300ms");
@@ -46,7 +38,7 @@ fn a_pod_that_did_not_opt_in_needs_nothing_of_the_api_server() {
         rig.start_proxy();
         let volumes = [rig.claim("data"), rig.inline("inline", &[]), rig.raw_claim("raw")];
         let pod = rig.pod("app", &[&volumes[0], &volumes[1], &volumes[2]], None);
-        for (number, volume) in volumes.iter().enumerate() {
+        for volume in &volumes {
             rig.stage(&pod, volume).unwrap();
             let asked = rig.publishing_request(&pod, volume);
             rig.set_up(&asked).unwrap();
@@ -61,10 +53,7 @@ fn a_pod_that_did_not_opt_in_needs_nothing_of_the_api_server() {
             }
             rig.unmount(&pod, volume);
             assert!(!rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
-            let unknown = rig.metric("csi_loopback_unknown_pods_total");
-            assert_eq!(unknown, 2.0 * (number + 1) as f64, "{away:?}");
         }
-        assert!(rig.log().contains(&pod.uid), "the log tells of it");
         rig.stop_proxy();
     }
 }
@@ -80,7 +69,7 @@ fn a_pod_that_the_watch_has_told_of_is_known_while_the_api_server_is_away() {
             rig.pod("opted", &[&volumes[0]], Some("left")),
             rig.pod("other", &[&volumes[1]], None),
         ];
-        wait_until_known(&rig, &pods[0]);
+        rig.wait_until_heard(&pods[0]);
         // Both came by the same watch, in this order.
         cluster.turn(&way, away);
         rig.mount(&pods[0], &volumes[0]).unwrap();
@@ -91,35 +80,32 @@ fn a_pod_that_the_watch_has_told_of_is_known_while_the_api_server_is_away() {
 }
 
 #[test]
-fn a_pod_that_has_opted_in_is_not_mounted_on_the_host_by_a_proxy_that_starts_without_the_api_server()
- {
+fn a_pod_that_nobody_reports_is_not_mounted_on_the_host_and_the_proxy_is_not_ready() {
     let Some(cluster) = shared() else { return };
     for away in AWAY {
         let (mut rig, way) = with_way(cluster, "300ms");
+        cluster.turn(&way, away);
         rig.start_proxy();
         let volumes = [rig.claim("left"), rig.claim("mounted")];
         let opted = rig.pod("opted", &[&volumes[0]], Some("left"));
         let other = rig.pod("other", &[&volumes[1]], None);
-        wait_until_known(&rig, &opted);
-        rig.kill_proxy();
-        cluster.turn(&way, away);
-        rig.start_proxy();
-        rig.behind.forget();
-        rig.stage(&opted, &volumes[0]).unwrap();
-        for _ in 0..2 {
-            let status = rig.publish(&opted, &volumes[0]).unwrap_err();
+        for (pod, volume) in [(&opted, &volumes[0]), (&other, &volumes[1])] {
+            rig.stage(pod, volume).unwrap();
+            let status = rig.publish(pod, volume).unwrap_err();
             assert_eq!(status.code(), Code::Unavailable, "{away:?}: {status:?}");
-            assert!(status.message().contains(&opted.uid), "{status:?}");
+            assert!(status.message().contains(&pod.uid), "{status:?}");
         }
         let calls = rig.behind.calls();
         assert!(!calls.iter().any(|call| call == "NodePublishVolume"), "{away:?}: {calls:?}");
         assert_eq!(rig.failures("publish", "pod_unknown"), 2.0);
-        // Whoever never opted in has to pay for nothing of that.
-        rig.mount(&other, &volumes[1]).unwrap();
-        assert!(!rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
+        assert_eq!(rig.page("/readyz"), 503, "{away:?}");
+        assert_eq!(rig.page("/healthz"), 200, "{away:?}");
         cluster.turn(&way, Way::Open);
-        cluster.wait_for("the proxy knows the pod again", || rig.publish(&opted, &volumes[0]).ok());
+        cluster.wait_for("the proxy knows the pods", || rig.publish(&opted, &volumes[0]).ok());
         assert!(rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{away:?}");
+        rig.publish(&other, &volumes[1]).unwrap();
+        assert!(!rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
+        assert_eq!(rig.page("/readyz"), 200, "{away:?}");
         rig.unmount(&opted, &volumes[0]);
         rig.unmount(&other, &volumes[1]);
     }
@@ -133,7 +119,7 @@ fn what_was_left_to_a_runtime_is_taken_back_measured_and_grown_without_the_api_s
         rig.start_proxy();
         let claim = rig.claim("data");
         let pod = rig.pod("app", &[&claim], Some("data"));
-        wait_until_known(&rig, &pod);
+        rig.wait_until_heard(&pod);
         let target = rig.mount(&pod, &claim).unwrap();
         rig.kill_proxy();
         cluster.turn(&way, away);
@@ -158,7 +144,7 @@ fn a_watch_that_is_behind_is_waited_for() {
     rig.start_proxy();
     let first = rig.claim("first");
     let known = rig.pod("known", &[&first], Some("first"));
-    wait_until_known(&rig, &known);
+    rig.wait_until_heard(&known);
     // The watch is there, and says nothing of what happens now.
     cluster.turn(&way, Way::Hanging);
     let claim = rig.claim("data");

@@ -65,10 +65,9 @@ fn what_cannot_be_read_in_the_state_directory_is_told_left_alone_and_keeps_nobod
         spoil(&file, how);
         files.push(file);
     }
-    // What was never an entry; and the list of those who have opted in.
+    // What was never an entry.
     fs::write(rig.state_dir().join("notes"), "of the administrator").unwrap();
     fs::create_dir(rig.state_dir().join("not a hash")).unwrap();
-    spoil(&rig.state_dir().join("opted-in/pods.json"), "deep");
     rig.start_proxy();
     assert_eq!(rig.metric("csi_loopback_deferred_volumes"), 1.0);
     // The one that is whole is what it was, and a new one is taken in beside the rest.

@@ -51,7 +51,6 @@ fn a_claim_of_any_class_is_mounted_by_the_runtime_alone_since_its_pod_says_so() 
     assert!(rig.is_on_the_host(&rig.target_of_claim(&plain, "data")));
     rig.proxy.remembers(0);
     assert_eq!(rig.exec(&plain, "cat /data/init"), "by init\nby init\n");
-    assert_eq!(rig.proxy.number("csi_loopback_unknown_pods_total "), 0);
     rig.gone(&plain, &[]);
     rig.wait_until_detached(&id);
 }
@@ -176,7 +175,10 @@ fn a_pod_whose_runtime_knows_nothing_of_volumes_is_counted_as_abnormal() {
     rig.wait_until_ready(&pod);
     let mount = rig.exec(&pod, "grep ' /data ' /proc/mounts");
     assert!(!mount.contains("/dev/loop"), "runc mounts nothing: {mount}");
-    let names = format!("namespace=\"{0}\",pod=\"plain\",volume=\"{0}-data\"", rig.namespace);
+    let names = format!(
+        "namespace=\"{0}\",persistentvolumeclaim=\"data\",pod=\"plain\",volume=\"{0}-data\"",
+        rig.namespace
+    );
     let line = format!("volume_stats_health_status_abnormal{{{names}}} 1");
     cluster.wait_for("the number of it", || rig.proxy.metrics(&line).pop());
     assert_eq!(rig.summary(&pod, "data"), None, "no figures of the node's own disk");

@@ -178,6 +178,7 @@ fn they_meet(driver: &Value, proxy: &Value) {
     let node = json!([{ "name": "NODE_NAME", "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "spec.nodeName" } } }]);
     assert_eq!(of_proxy["env"], node);
     assert_eq!(of_proxy["livenessProbe"]["httpGet"]["path"], "/healthz");
+    assert_eq!(of_proxy["readinessProbe"]["httpGet"]["path"], "/readyz");
 }
 
 #[test]

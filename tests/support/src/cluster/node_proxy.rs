@@ -258,6 +258,12 @@ impl<'a, B: Behind> Rig<'a, B> {
         lines.find(|(of, _)| *of == name).map_or(0.0, |(_, value)| value.parse().unwrap())
     }
 
+    /// The status of one of its pages.
+    pub fn page(&self, path: &str) -> u16 {
+        let (head, _) = crate::http::fetch(([127, 0, 0, 1], self.http_port).into(), path);
+        head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a status line")
+    }
+
     /// `csi_loopback_deferred_failures_total` of a call and a reason.
     pub fn failures(&self, call: &str, reason: &str) -> f64 {
         self.metric(&format!(
@@ -270,12 +276,10 @@ impl<'a, B: Behind> Rig<'a, B> {
         Directory::new(self.state_dir()).entry(&Target::new("target", target).unwrap())
     }
 
-    /// Waits until the proxy has heard that the pod has opted in, which it writes down.
+    /// Waits until the proxy that runs knows that the pod has opted in, which it logs.
     pub fn wait_until_heard(&self, pod: &Bound) {
-        let file = self.state_dir().join("opted-in/pods.json");
-        wait_for("the proxy's word of the pod", || {
-            fs::read_to_string(&file).is_ok_and(|text| text.contains(&pod.uid))
-        });
+        let line = format!("a pod has opted in pod_uid=\"{}\"", pod.uid);
+        wait_for(&line, || self.log().contains(&line));
     }
 
     /// The keys and values of its `vol_data.json`, if it has one.

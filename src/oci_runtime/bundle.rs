@@ -1,7 +1,7 @@
 //! A container's config.json (OCI runtime specification), as far as volumes have to do with it.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail, ensure};
@@ -13,7 +13,7 @@ const MAX_BYTES: u64 = 16 << 20;
 /// By which annotations callers tell the pod that a container belongs to: containerd's, and CRI-O's.
 const SANDBOX: [&str; 2] = ["io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID"];
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Spec(Value);
 
 /// A bind mount.
@@ -25,14 +25,22 @@ pub struct Bind {
 }
 
 impl Spec {
-    /// None where it cannot be made out: to say so is left to the runtime behind.
-    pub fn read(path: &Path) -> Option<Self> {
+    /// None where there is no such file.
+    ///
+    /// # Errors
+    /// It cannot be read, or is no config.json.
+    pub fn read(path: &Path) -> Result<Option<Self>> {
+        let file = match File::open(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(e.into()),
+        };
         let mut bytes = Vec::new();
-        File::open(path).ok()?.take(MAX_BYTES + 1).read_to_end(&mut bytes).ok()?;
-        if bytes.len() as u64 > MAX_BYTES {
-            return None;
-        }
-        serde_json::from_slice(&bytes).ok().filter(Value::is_object).map(Self)
+        file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+        ensure!(bytes.len() as u64 <= MAX_BYTES, "has more than {MAX_BYTES} bytes");
+        let read: Value = serde_json::from_slice(&bytes)?;
+        ensure!(read.is_object(), "is not a JSON object");
+        Ok(Some(Self(read)))
     }
 
     pub fn to_json(&self) -> Vec<u8> {

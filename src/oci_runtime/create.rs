@@ -23,17 +23,30 @@ use super::sub_path;
 use super::volume::Volume;
 use crate::backend::fail_point::reach;
 use crate::backend::{filesystem, sys};
-use crate::crust::{Target, trust};
+use crate::crust::{Directory, Target, trust};
 
 const NONE: Option<&str> = None;
 
-/// What is to be done before the container is made. None: nothing, or nothing that could be made out.
+/// What is to be done before the container is made. None: nothing.
+///
+/// # Errors
+/// Whether a volume was left to this runtime cannot be found out. The container does not start: it would have the host's empty
+/// directory in the volume's place.
 pub fn deferred(config: &Config, create: &Create) -> Result<Option<(Spec, Vec<Deferred>)>> {
-    // Most nodes have none, most of the time.
-    if !config.crust_dir.exists() {
+    // Most nodes have none, most of the time: all is the other runtime's then.
+    if !config.crust_dir.exists() || Directory::new(&config.crust_dir).entries()?.is_empty() {
         return Ok(None);
     }
-    let Some(spec) = Spec::read(&create.config_file()) else { return Ok(None) };
+    let file = create.config_file();
+    let read = Spec::read(&file).with_context(|| {
+        format!(
+            "{} cannot be read, and volumes on this node are left to this runtime ({}): the container may have one of them",
+            file.display(),
+            config.crust_dir.display()
+        )
+    });
+    // Without a file the other runtime makes no container.
+    let Some(spec) = read? else { return Ok(None) };
     let found = deferred::find(config, &spec.binds())?;
     Ok(if found.is_empty() { None } else { Some((spec, found)) })
 }
@@ -214,5 +227,37 @@ impl Drop for Making<'_> {
                 eprintln!("{}: {error:#}", super::PROGRAM);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_container_whose_config_cannot_be_read_does_not_start_while_volumes_are_left_to_the_runtime()
+     {
+        let scratch = tempfile::tempdir().unwrap();
+        let crust_dir = scratch.path().join("crust");
+        let config = Config { crust_dir: crust_dir.clone(), ..Config::default() };
+        let bundle = scratch.path().to_owned();
+        let asked = Create { bundle, config: "config.json".into(), ..Create::default() };
+        let file = asked.config_file();
+        let unreadable = [&b"{"[..], b"[]", &[b' '; (16 << 20) + 1]];
+        for text in unreadable {
+            fs::write(&file, text).unwrap();
+            assert_eq!(deferred(&config, &asked).unwrap(), None, "there is no entry");
+        }
+        let target = Target::new("target", "/pods/u/volumes/kubernetes.io~csi/v/mount").unwrap();
+        Directory::new(&crust_dir).entry(&target).make(&target).unwrap();
+        for text in unreadable {
+            fs::write(&file, text).unwrap();
+            let refused = deferred(&config, &asked).unwrap_err().to_string();
+            assert!(refused.contains("config.json cannot be read"), "{refused}");
+        }
+        fs::write(&file, "{}").unwrap();
+        assert_eq!(deferred(&config, &asked).unwrap(), None);
+        fs::remove_file(&file).unwrap();
+        assert_eq!(deferred(&config, &asked).unwrap(), None, "the other runtime refuses");
     }
 }

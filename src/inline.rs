@@ -130,9 +130,14 @@ impl Attributes {
                 "does not go with a secret (nodePublishSecretRef), which is not handed to a container runtime; use two volumes",
             );
         }
-        if !self.content.is_empty() || self.read_only_content == Some(true) {
+        if !self.content.is_empty() || self.read_only_content.is_some() {
             return wrong(
                 "goes with neither content/… nor readOnlyContent, which the driver writes; use two volumes",
+            );
+        }
+        if self.medium == Medium::Memory {
+            return wrong(
+                "does not go with medium: Memory, which has no device that a runtime could mount",
             );
         }
         Ok(())
@@ -151,6 +156,16 @@ impl Attributes {
     pub fn is_published_as_content(&self, has_secret: bool, readonly: bool) -> bool {
         let unsaid = self.read_only_content.is_none() && !self.has_opted_in();
         self.is_read_only_content(has_secret) || (readonly && unsaid)
+    }
+
+    /// Whether the volume is in memory. What comes from attributes or a secret always is, whatever the medium; and so is a volume
+    /// that says anything of that, for its secret may come and go while the pod runs.
+    pub fn is_in_memory(&self, has_secret: bool, is_content: bool) -> bool {
+        self.medium == Medium::Memory
+            || is_content
+            || has_secret
+            || !self.content.is_empty()
+            || self.read_only_content.is_some()
     }
 
     /// That the attributes go with a secret, where there is one.
@@ -258,6 +273,23 @@ mod tests {
     }
 
     #[test]
+    fn what_comes_from_attributes_or_a_secret_is_in_memory_whatever_the_medium() {
+        let of = |attributes: &[(&str, &str)], secret| {
+            let attributes = read(attributes).unwrap();
+            attributes.is_in_memory(secret, attributes.is_read_only_content(secret))
+        };
+        assert!(!of(&[], false) && !of(&[("size", "1Gi"), ("medium", "")], false));
+        assert!(of(&[("medium", "Memory")], false));
+        assert!(of(&[("content/a", ""), ("medium", "")], false) && of(&[], true));
+        for said in ["true", "false"] {
+            // The same volume, whether or not its secret is there now.
+            assert!(
+                of(&[("readOnlyContent", said)], true) && of(&[("readOnlyContent", said)], false)
+            );
+        }
+    }
+
+    #[test]
     fn an_unknown_attribute_is_refused_by_name() {
         for key in ["Size", "", "content", "contents/a", "secret", "size ", "fromSnapshot"] {
             assert_eq!(wrong(&[(key, "x")]).attribute, key);
@@ -318,11 +350,9 @@ mod tests {
         assert_eq!((unsaid.defer_fs_mount, unsaid.has_opted_in()), (None, false));
         let against = read(&[("deferFSMount", "false"), ("content/a", "x")]).unwrap();
         assert_eq!((against.defer_fs_mount, against.has_opted_in()), (Some(false), false));
-        for other in [("size", "1Gi"), ("medium", "Memory")] {
-            let deferred = read(&[("deferFSMount", "true"), other]).unwrap();
-            assert!(deferred.has_opted_in() && deferred.check_with_secret(false).is_ok());
-        }
-        for other in [("content/a", "x"), ("readOnlyContent", "true")] {
+        let sized = read(&[("deferFSMount", "true"), ("size", "1Gi")]).unwrap();
+        assert!(sized.has_opted_in() && sized.check_with_secret(false).is_ok());
+        for other in [("content/a", "x"), ("readOnlyContent", "true"), ("medium", "Memory")] {
             assert_eq!(wrong(&[("deferFSMount", "true"), other]).attribute, "deferFSMount");
             // Who asks for it does not matter.
             assert!(read(&[other]).unwrap().check_deferred(false).is_err());

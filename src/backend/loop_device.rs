@@ -232,22 +232,10 @@ impl LoopDevice {
     /// The device whose backing file is deleted and had this name, which must be unique for ever.
     pub fn find_deleted(name: &str) -> Result<Option<Self>> {
         let ending = format!("/{name} (deleted)");
-        Self::find_by_name(|file| file.ends_with(&ending))
-    }
-
-    /// The device whose backing file has this name, which must be unique for ever, at the root of a filesystem that is
-    /// mounted nowhere.
-    pub fn find_detached(name: &str) -> Result<Option<Self>> {
-        let wanted = format!("/{name}");
-        Self::find_by_name(|file| file == wanted)
-    }
-
-    /// Our device whose backing file is called so by the kernel.
-    fn find_by_name(is_wanted: impl Fn(&str) -> bool) -> Result<Option<Self>> {
         for device in Self::all()? {
             let path = format!("/sys/block/loop{}/loop/backing_file", device.number);
             let named = fs::read_to_string(path);
-            if named.is_ok_and(|file| is_wanted(file.trim_end_matches('\n')))
+            if named.is_ok_and(|file| file.trim_end_matches('\n').ends_with(&ending))
                 && device.status().and_then(|info| device.shape(&info)) == Some(Shape::OURS)
             {
                 return Ok(Some(device));

@@ -125,7 +125,16 @@ pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
         None if ids::name_of(volume_id).is_some() => {
             filesystem::unmount(target, Mount::is_loop_node)?;
         }
-        None => return Ok(()),
+        // An inline volume in memory has no device: its mount has its id.
+        None => {
+            let is_its = |mount: &Mount| {
+                mount.source.to_str().is_some_and(|id| is_inline_of(id, &ids::slug(volume_id)))
+            };
+            if filesystem::mount_at(target)?.is_none_or(|mount| !is_its(&mount)) {
+                return Ok(());
+            }
+            filesystem::unmount(target, is_its)?;
+        }
     }
     if let Some((device, id)) = found.filter(|(_, id)| is_inline(id)) {
         device.release_named(&id)?;
@@ -157,6 +166,10 @@ fn is_inline(id: &str) -> bool {
     id.split_once('-').is_some_and(|(prefix, _)| prefix == INLINE_PREFIX)
 }
 
+fn is_inline_of(id: &str, slug: &str) -> bool {
+    is_inline(id) && ids::name_of(id) == Some(slug)
+}
+
 /// The device of a volume, with the id of its backing file. That of an inline volume is found by its handle, of which the
 /// id is made, and its target.
 fn device_of(volume_id: &str, target: &Path) -> Result<Option<(LoopDevice, String)>> {
@@ -168,7 +181,7 @@ fn device_of(volume_id: &str, target: &Path) -> Result<Option<(LoopDevice, Strin
     let mounted = filesystem::mount_at(target)?;
     let mut of_handle = devices.filter(|(device, id)| {
         let is_there = mounted.as_ref().is_some_and(|mount| mount.shows(device));
-        is_there && is_inline(id) && ids::name_of(id) == Some(slug.as_str())
+        is_there && is_inline_of(id, &slug)
     });
     Ok(of_handle.next())
 }

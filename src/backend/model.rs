@@ -472,8 +472,6 @@ pub struct Inline {
     /// `None` while there is no filesystem that anybody may have written to.
     pub format: Option<Format>,
     pub request: InlineRequest,
-    /// Whether it ever held what nobody may find on the disk afterwards.
-    pub carries_secret: bool,
 }
 
 /// The parts of the request for an inline volume that a repeated call must agree with. Content is none of them: it
@@ -484,7 +482,7 @@ pub struct InlineRequest {
     pub size_bytes: Option<u64>,
     pub capability: Capability,
     pub readonly: bool,
-    /// On tmpfs instead of in the pool.
+    /// A tmpfs at the target instead of a file in the pool.
     pub in_memory: bool,
     /// Only the driver writes to it, and keeps its content as it should be.
     pub read_only_content: bool,

@@ -150,8 +150,8 @@ pub struct InlineArgs {
     #[arg(long = "inline-max-total", value_parser = quantity::parse, value_name = "SIZE")]
     pub max_total: Option<u64>,
 
-    /// Most bytes of all inline volumes in memory (attribute medium).
-    #[arg(long = "inline-max-memory", default_value = "256Mi", value_parser = quantity::parse, value_name = "SIZE")]
+    /// Most bytes of all inline volumes in memory: those with content or a secret, and those of medium Memory.
+    #[arg(long = "inline-max-memory", default_value = "512Mi", value_parser = quantity::parse, value_name = "SIZE")]
     pub max_memory: u64,
 }
 

@@ -12,7 +12,7 @@ use super::{Plugin, deferral, request};
 use crate::backend::{Access, Content, Error, InlineRequest, PublishInline};
 use crate::backend::{Capability, Result as Checked};
 use crate::grpc::cut;
-use crate::inline::{self, Attributes, Medium};
+use crate::inline::{self, Attributes};
 use crate::proto::csi::v1 as csi;
 
 /// Bytes of a secret's key that an error repeats.
@@ -73,13 +73,13 @@ pub fn wanted(asked: &csi::NodePublishVolumeRequest) -> Checked<(InlineRequest, 
             false
         }
     };
-    let has_files = has_secret || !attributes.content.is_empty();
-    check_writes(asked.readonly, &capability, read_only_content, has_files)?;
+    let in_memory = attributes.is_in_memory(has_secret, read_only_content);
+    check_writes(asked.readonly, &capability, read_only_content, in_memory)?;
     let request = InlineRequest {
         size_bytes: attributes.size,
         capability,
         readonly: asked.readonly,
-        in_memory: attributes.medium == Medium::Memory,
+        in_memory,
         read_only_content,
         deferred,
     };
@@ -103,7 +103,7 @@ fn check_writes(
     readonly: bool,
     capability: &Capability,
     read_only_content: bool,
-    has_files: bool,
+    in_memory: bool,
 ) -> Checked<()> {
     if read_only_content && !readonly {
         return Err(Error::invalid(
@@ -118,10 +118,10 @@ fn check_writes(
         ));
     }
     let writes = !readonly && !capability.is_read_only();
-    if has_files && !read_only_content && !writes {
+    if in_memory && !read_only_content && !writes {
         return Err(Error::invalid(
             "readonly",
-            "files are put into a volume that can be written to; leave readOnlyContent out, or the volume writable",
+            "a volume in memory, and one that files are put into, has to be writable; leave readOnlyContent out, or readOnly",
         ));
     }
     Ok(())
@@ -149,7 +149,7 @@ fn content(
     }
     inline::check_amount(files.iter().map(|(name, value)| (name.as_str(), value.len())))
         .map_err(refused)?;
-    Ok(Content::new(files, !secrets.is_empty()))
+    Ok(Content::new(files))
 }
 
 #[cfg(test)]

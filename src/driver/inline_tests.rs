@@ -49,7 +49,7 @@ fn keys_of_kubernetes_are_no_attributes() {
     );
     let (request, content) = wanted(&asked).unwrap();
     assert_eq!((request.size_bytes, request.read_only_content), (Some(64 << 20), false));
-    assert!(content.is_empty() && !content.has_secrets());
+    assert!(content.is_empty() && !request.in_memory);
 }
 
 #[test]

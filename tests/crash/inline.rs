@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
+use csi::volume_capability::access_mode::Mode;
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::Status;
 
@@ -63,10 +64,7 @@ impl OnPod {
         match self.call {
             Call::Publish("xfs") => of("300Mi", mounted("xfs")),
             Call::Publish("btrfs") => of("128Mi", mounted("btrfs")),
-            Call::ReadOnly => csi::NodePublishVolumeRequest {
-                readonly: true,
-                ..volume.publishing(&[("size", "16Mi"), ("readOnlyContent", "false")])
-            },
+            Call::ReadOnly => of("16Mi", with_flags("", Mode::SingleNodeMultiWriter, &["ro"])),
             Call::ToGroup => of("16Mi", in_group(&self.group().to_string())),
             _ => of("16Mi", mounted("")),
         }

@@ -1,8 +1,7 @@
-//! Scenarios of inline volumes whose content the driver writes, in the pool and in memory, and of what is wiped.
+//! Scenarios of inline volumes whose content the driver writes, which are in memory.
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::process::Command;
 
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::Status;
@@ -21,13 +20,11 @@ const AFTER: Files = &[("a", "after"), ("b", "after"), ("new", "y")];
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Call {
     Publish,
-    PublishInMemory,
     /// Publish of a volume that is there, with another secret, while things lie there that do not belong there.
     Refresh,
     /// Publish of a writable volume, which begins with the files.
     Seed,
-    /// Unpublish: what it held is overwritten.
-    Wipe,
+    Unpublish,
 }
 
 pub struct InlineContent {
@@ -46,9 +43,8 @@ impl InlineContent {
 
     fn publishing(&self, files: Files) -> csi::NodePublishVolumeRequest {
         let attributes: &[(&str, &str)] = match self.call {
-            Call::PublishInMemory => &[("size", "16Mi"), ("medium", "Memory")],
             Call::Seed => &[("size", "16Mi"), ("readOnlyContent", "false")],
-            Call::Publish | Call::Refresh | Call::Wipe => &[("size", "16Mi")],
+            Call::Publish | Call::Refresh | Call::Unpublish => &[("size", "16Mi")],
         };
         let request = self.volume().publishing_content(attributes, files);
         csi::NodePublishVolumeRequest { readonly: self.call != Call::Seed, ..request }
@@ -70,8 +66,8 @@ impl Scenario for InlineContent {
             self.volume = Some(PodVolume { handle, target });
         }
         match self.call {
-            Call::Publish | Call::PublishInMemory | Call::Seed => {}
-            Call::Wipe => drop(on.driver.ok(self.publishing(BEFORE))),
+            Call::Publish | Call::Seed => {}
+            Call::Unpublish => drop(on.driver.ok(self.publishing(BEFORE))),
             Call::Refresh => {
                 // The same generations are there in each round.
                 on.driver.ok(self.publishing(&[("a", "once")]));
@@ -84,7 +80,7 @@ impl Scenario for InlineContent {
     fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
         let volume = self.volume();
         match self.call {
-            Call::Wipe => {
+            Call::Unpublish => {
                 on.driver.call(unpublishing(&volume.handle, path(&volume.target))).map(drop)
             }
             _ => on.driver.call(self.publishing(AFTER)).map(drop),
@@ -93,7 +89,7 @@ impl Scenario for InlineContent {
 
     fn check(&mut self, _on: &Scene) {
         let volume = self.volume();
-        if self.call == Call::Wipe {
+        if self.call == Call::Unpublish {
             assert!(!volume.target.exists());
             return;
         }
@@ -109,25 +105,13 @@ impl Scenario for InlineContent {
     }
 
     fn attached(&self, _on: &Scene) -> Attached {
-        let mut attached = Attached::default();
-        let target = &self.volume().target;
-        if self.call != Call::Wipe {
-            attached.devices.insert(backing_name(path(target)));
-            attached.mounts.insert(target.clone());
+        match self.call {
+            Call::Unpublish => Attached::default(),
+            _ => Attached { mounts: [self.volume().target.clone()].into(), ..Attached::default() },
         }
-        attached
     }
 
     fn finish(&mut self, on: &Scene) {
         self.release(on);
     }
-}
-
-/// The name of the file behind the device that is mounted there.
-fn backing_name(at: &str) -> String {
-    let output = Command::new("findmnt").args(["-n", "-o", "SOURCE", at]).output().unwrap();
-    let device = String::from_utf8(output.stdout).unwrap();
-    let number = device.trim().trim_start_matches("/dev/");
-    let file = fs::read_to_string(format!("/sys/block/{number}/loop/backing_file")).unwrap();
-    file.trim().rsplit_once('/').unwrap().1.to_owned()
 }

@@ -10,14 +10,12 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
 use nix::errno::Errno;
 use nix::unistd::{Whence, lseek};
 use support::driver::*;
-use support::full::Small;
 use support::inline::{PodVolume, is_mounted, pod_volume};
-use support::{BLOCK, GIB, MIB, have_root, path, run};
+use support::{BLOCK, path, run};
 use tonic::Code;
 
 /// In no log, no catalog, and afterwards nowhere.
@@ -37,20 +35,6 @@ fn files(volume: &PodVolume) -> BTreeMap<String, String> {
 
 fn expected(files: &[(&str, &str)]) -> BTreeMap<String, String> {
     files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect()
-}
-
-/// The loop device that is mounted there, and what the kernel calls its backing file.
-fn device(at: &Path) -> (String, String) {
-    let output = Command::new("findmnt").args(["-n", "-o", "SOURCE", path(at)]).output().unwrap();
-    let device = String::from_utf8(output.stdout).unwrap().trim().to_owned();
-    let backing = backing(&device);
-    (device, backing)
-}
-
-fn backing(device: &str) -> String {
-    let name = device.strip_prefix("/dev/").expect(device);
-    let file = fs::read_to_string(format!("/sys/block/{name}/loop/backing_file"));
-    file.unwrap_or_default().trim().to_owned()
 }
 
 /// Whether these bytes are in any block of a file, holes skipped. (Here they fill blocks, or are at the start of one.)
@@ -256,116 +240,87 @@ fn what_is_in_memory_outlives_the_driver_and_is_gone_with_the_pod() {
         let volume = pod_volume(driver, "uid", "memory");
         let publishing = volume.publishing(&[("medium", "Memory"), ("size", "16Mi")]);
         driver.ok(publishing.clone());
+        assert_eq!(filesystem(&volume.target), "tmpfs");
         fs::write(volume.file("written"), "by the pod").unwrap();
-        let (device, file) = device(&volume.target);
-        // At the root of a filesystem that is mounted nowhere.
-        assert!(file.starts_with("/inline-") && !Path::new(&file).exists(), "{file}");
         driver.kill();
         fs::write(volume.file("meanwhile"), "too").unwrap();
         driver.start_again();
-        driver.ok(publishing);
+        driver.ok(publishing.clone());
         assert_eq!(files(&volume), expected(&[("written", "by the pod"), ("meanwhile", "too")]));
         let answer = driver.ok(stats(&volume.handle, path(&volume.target)));
         assert_eq!(answer.usage.len(), 2);
         assert!(!answer.volume_condition.is_some_and(|condition| condition.abnormal));
-        assert!(!driver.log().contains("direct I/O"), "there is nothing to warn of");
+        // A reboot takes the mount away, and kubelet publishes again: the volume begins anew.
+        run("umount", &[path(&volume.target)]);
+        let answer = driver.ok(stats(&volume.handle, path(&volume.target)));
+        assert!(answer.volume_condition.is_some_and(|condition| condition.abnormal));
+        driver.ok(publishing);
+        assert_eq!(files(&volume), expected(&[]));
         driver.unpublish(&volume.handle, &volume.target);
-        wait_for("the device lets go of its memory", || backing(&device) != file);
+        assert!(!is_mounted(&volume.target) && !volume.target.exists());
+    });
+}
+
+/// What the kernel calls the filesystem that is mounted there.
+fn filesystem(at: &Path) -> String {
+    let output = Command::new("findmnt").args(["-n", "-o", "FSTYPE", path(at)]).output().unwrap();
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+#[test]
+fn a_volume_in_memory_takes_no_more_bytes_and_files_than_its_size_allows() {
+    with_driver(|driver| {
+        let volume = pod_volume(driver, "uid", "bounded");
+        driver.ok(volume.publishing(&[("medium", "Memory"), ("size", "4Mi")]));
+        assert!(fs::write(volume.file("large"), vec![1; 5 << 20]).is_err());
+        let files = (0..4096).take_while(|n| fs::write(volume.file(&n.to_string()), "").is_ok());
+        let count = files.count();
+        assert!((1000..2100).contains(&count), "{count}");
+        driver.unpublish(&volume.handle, &volume.target);
+        // No option takes the bounds away.
+        let mode = csi::volume_capability::access_mode::Mode::SingleNodeMultiWriter;
+        let flagged = csi::NodePublishVolumeRequest {
+            volume_capability: Some(with_flags("", mode, &["size=1g"])),
+            ..volume.publishing(&[("medium", "Memory"), ("size", "4Mi")])
+        };
+        driver.refused(flagged, Code::InvalidArgument, "mount_flags");
         assert!(!is_mounted(&volume.target));
     });
 }
 
 #[test]
-fn a_secret_in_memory_is_never_on_the_disk() {
+fn content_and_secrets_are_in_memory_and_never_on_the_disk() {
     with_driver(|driver| {
-        let volume = pod_volume(driver, "uid", "memory");
-        let attributes = [("medium", "Memory")];
-        driver.ok(volume.publishing_content(&attributes, &[("token", SECRET)]));
-        run("sync", &["-f", path(&volume.target)]);
-        let nowhere = |when: &str| {
-            for file in all_files(&driver.data_dir()) {
-                assert!(!contains(&file, SECRET.as_bytes()), "{when}: {}", file.display());
-            }
-            assert!(!driver.log().contains(SECRET), "{when}: the log");
-        };
-        assert_eq!(fs::read_to_string(volume.file("token")).unwrap(), SECRET);
-        nowhere("while it is published");
-        driver.unpublish(&volume.handle, &volume.target);
-        nowhere("afterwards");
-    });
-}
-
-#[test]
-fn after_a_pod_its_secret_is_nowhere_in_the_pool() {
-    if !have_root() {
-        return;
-    }
-    let reflink = Driver::with(PoolKind::Reflink, &["--log-level", "trace"]);
-    let disk = reflink.scratch().join("xfs.img");
-    check_wiped(&reflink, &disk);
-    drop(reflink);
-    let image = Driver::with(PoolKind::Image, &["--log-level", "trace"]);
-    check_wiped(&image, &image.data_dir().join("pool.img"));
-    drop(image);
-    let place = tempfile::TempDir::with_prefix("csi-loopback-").unwrap();
-    let small = Small::mount(place.path(), GIB);
-    let flags = ["--log-level", "trace"];
-    let copy = Driver::in_place(PoolKind::Copy, &place.path().join("small"), &flags);
-    check_wiped(&copy, &place.path().join("small.img"));
-    drop(copy);
-    drop(small);
-}
-
-/// `disk`: the file that the pool's filesystem is in.
-fn check_wiped(driver: &Driver, disk: &Path) {
-    println!("with a pool of kind {}", driver.kind());
-    let synced = |at: &Path| run("sync", &["-f", path(at)]);
-    let attributes = [("size", "128Mi")];
-    for (name, fs_type) in [("content", "ext4"), ("writable", "ext4"), ("btrfs", "btrfs")] {
-        let volume = pod_volume(driver, "uid", name);
-        // Many times, so that it is in generations that are gone too.
-        for number in 0..4 {
-            let secret = SECRET.repeat(300 + number);
-            let mut request = volume.publishing_content(&attributes, &[("token", &secret)]);
-            request.volume_capability = Some(mounted(fs_type));
-            if name == "writable" {
-                request.readonly = false;
-                request.volume_context.insert("readOnlyContent".into(), "false".into());
-            }
+        let attributes: [&[(&str, &str)]; 3] =
+            [&[], &[("medium", "Memory")], &[("readOnlyContent", "false")]];
+        for (number, attributes) in attributes.into_iter().enumerate() {
+            let volume = pod_volume(driver, "uid", &format!("secret-{number}"));
+            let mut request = volume.publishing_content(attributes, &[("token", SECRET)]);
+            request.readonly = number < 2;
             driver.ok(request);
+            assert_eq!(filesystem(&volume.target), "tmpfs", "{attributes:?}");
+            run("sync", &["-f", path(&driver.data_dir())]);
+            let nowhere = |when: &str| {
+                for file in all_files(&driver.data_dir()) {
+                    assert!(!contains(&file, SECRET.as_bytes()), "{when}: {}", file.display());
+                }
+                assert!(!driver.log().contains(SECRET), "{when}: the log");
+            };
+            assert_eq!(fs::read_to_string(volume.file("token")).unwrap(), SECRET);
+            nowhere("while it is published");
+            driver.unpublish(&volume.handle, &volume.target);
+            nowhere("afterwards");
         }
-        synced(&volume.target);
-        synced(&driver.data_dir());
-        assert!(contains(disk, SECRET.as_bytes()), "{name}: the test looks at the wrong place");
-        driver.unpublish(&volume.handle, &volume.target);
-        synced(&driver.data_dir());
-        synced(disk);
-        assert!(!contains(disk, SECRET.as_bytes()), "{name}: the secret is still there");
-    }
-    assert!(!driver.log().contains(SECRET), "the log");
-    // Nothing else was touched on the way.
-    let bytes = 16 * MIB;
-    driver.volume("other", bytes, mounted("ext4"));
-}
-
-/// A device that one lets go of is the next one's, whose blocks have the numbers of the last.
-#[test]
-fn volumes_in_memory_that_come_and_go_side_by_side_keep_to_themselves() {
-    with_driver(|driver| {
-        std::thread::scope(|scope| {
-            for thread in 0..6 {
-                let driver = &*driver;
-                scope.spawn(move || {
-                    for round in 0..12 {
-                        let volume = pod_volume(driver, &format!("uid-{thread}-{round}"), "memory");
-                        driver.ok(volume.publishing(&[("medium", "Memory"), ("size", "4Mi")]));
-                        let written = format!("{thread} {round}");
-                        fs::write(volume.file("file"), &written).unwrap();
-                        assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), written);
-                        driver.unpublish(&volume.handle, &volume.target);
-                    }
-                });
-            }
-        });
+        // Content of attributes, too; and a volume of neither is in the pool.
+        for (attributes, expected) in
+            [([("content/a", "x")], "tmpfs"), ([("size", "16Mi")], "ext4")]
+        {
+            let volume = pod_volume(driver, "uid", "other");
+            let mut request = volume.publishing(&attributes);
+            request.readonly = expected == "tmpfs";
+            driver.ok(request);
+            assert_eq!(filesystem(&volume.target), expected);
+            driver.unpublish(&volume.handle, &volume.target);
+        }
     });
 }

@@ -10,7 +10,6 @@ use std::process::{Child, Command, Stdio};
 use csi_loopback::backend::PoolKind;
 use csi_loopback::backend::check::{self, FindingKind};
 use csi_loopback::proto::csi::v1 as csi;
-use nix::sys::statvfs::statvfs;
 use support::container::WITHOUT_OTHERS;
 use support::driver::*;
 use support::inline::{PodVolume, is_mounted, pod_volume};
@@ -359,7 +358,7 @@ fn neither_content_nor_secrets_are_in_the_catalog() {
     driver.kill();
     let catalog = fs::read(driver.data_dir().join("catalog.redb")).unwrap();
     let holds = |words: &[u8]| catalog.windows(words.len()).any(|window| window == words);
-    assert!(holds(volume.handle.as_bytes()) && holds(b"carries_secret"));
+    assert!(holds(volume.handle.as_bytes()) && holds(b"in_memory"));
     assert!(!holds(b"hunter-in-"), "what is in files is in no row");
     driver.start_again();
     unpublish(&driver, &volume);

@@ -129,7 +129,7 @@ pub fn check_options(options: &[String]) -> Result<()> {
 }
 
 /// Splits mount(8) options into flags and what the filesystem gets to read.
-fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
+pub fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
     let mut flags = MsFlags::empty();
     let mut data = Vec::new();
     for option in options.iter().flat_map(|option| option.split(',')) {

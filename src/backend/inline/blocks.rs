@@ -1,4 +1,4 @@
-//! The blocks of an inline volume: a file of the pool, or one in memory, behind a loop device, with a filesystem.
+//! The blocks of an inline volume in the pool: a file behind a loop device, with a filesystem.
 
 use std::fs::File;
 use std::io;
@@ -13,7 +13,6 @@ use super::super::model::{
 use super::super::pool::{self, Directory};
 use super::super::store::{Store, length};
 use super::super::units::{BLOCK_SIZE, MIN_VOLUME_BYTES};
-use super::{memory, wipe};
 
 /// Size of a volume when none is asked for, in bytes: of one that is to be written to, of such a one in memory, and of one
 /// of content. Never more than `--inline-max-size`.
@@ -40,7 +39,10 @@ fn default_bytes(store: &Store, request: &InlineRequest) -> u64 {
 /// The capacity of a new volume in bytes: whole blocks, at least what its filesystem needs.
 pub fn capacity(store: &Store, request: &InlineRequest) -> Result<u64> {
     let wanted = request.size_bytes.unwrap_or_else(|| default_bytes(store, request));
-    let least = wanted_filesystem(request).unwrap_or(FsType::Ext4).min_bytes();
+    let least = match request.in_memory {
+        true => 0,
+        false => wanted_filesystem(request).unwrap_or(FsType::Ext4).min_bytes(),
+    };
     let bytes = wanted.max(least).max(MIN_VOLUME_BYTES);
     let rounded = bytes.div_ceil(BLOCK_SIZE).saturating_mul(BLOCK_SIZE);
     if rounded > store.max_volume_bytes {
@@ -77,16 +79,13 @@ fn wrong_with(row: &Inline, backing: Option<&File>) -> Result<Option<Condition>>
 
 /// What is wrong with the blocks, if anything.
 pub fn defect(store: &Store, row: &Inline) -> Result<Option<Condition>> {
-    if row.request.in_memory {
-        return Ok(None);
-    }
     wrong_with(row, open(store, row, false)?.as_ref())
 }
 
-/// The device of a volume, even when its backing file was deleted under it.
+/// The device of a volume, even when its backing file was deleted under it. One in memory has none.
 pub fn device(store: &Store, row: &Inline) -> Result<Option<LoopDevice>> {
     if row.request.in_memory {
-        return memory::find(&row.id);
+        return Ok(None);
     }
     match open(store, row, false)? {
         Some(backing) => Ok(LoopDevice::find(&backing)?.into_iter().next()),
@@ -97,23 +96,17 @@ pub fn device(store: &Store, row: &Inline) -> Result<Option<LoopDevice>> {
 /// The device of a volume. That of a new one is made with all that is behind it; that of another is found, or attached
 /// again after a reboot.
 pub fn attach(store: &Store, row: &Inline) -> Result<LoopDevice> {
-    match (row.phase, row.request.in_memory) {
-        (Phase::Creating, true) => memory::make(&row.id, row.capacity_bytes),
+    if row.phase == Phase::Creating {
         // Nobody else knows the file yet, so it has no device.
-        (Phase::Creating, false) => {
-            LoopDevice::attach(&make(store, row)?, Lifetime::Explicit).map(|(device, _)| device)
-        }
-        (_, true) => memory::find(&row.id)?
-            .ok_or_else(|| Error::Damaged(format!("{:?} is no longer in memory", row.handle))),
-        (_, false) => {
-            let backing = open(store, row, true)?;
-            match (wrong_with(row, backing.as_ref())?, backing) {
-                (None, Some(backing)) => LoopDevice::ensure(&backing),
-                (wrong, _) => {
-                    let wrong = wrong.map(|found| found.message).unwrap_or_default();
-                    Err(Error::Damaged(format!("{:?}: {wrong}", row.handle)))
-                }
-            }
+        let attached = LoopDevice::attach(&make(store, row)?, Lifetime::Explicit);
+        return attached.map(|(device, _)| device);
+    }
+    let backing = open(store, row, true)?;
+    match (wrong_with(row, backing.as_ref())?, backing) {
+        (None, Some(backing)) => LoopDevice::ensure(&backing),
+        (wrong, _) => {
+            let wrong = wrong.map(|found| found.message).unwrap_or_default();
+            Err(Error::Damaged(format!("{:?}: {wrong}", row.handle)))
         }
     }
 }
@@ -143,14 +136,10 @@ pub fn filesystem(store: &Store, row: &mut Inline, device: &LoopDevice) -> Resul
     format::make(store, row, device, fs_type).map(|()| fs_type)
 }
 
-/// Removes the backing file. The device is gone already, and with it all that was in memory.
+/// Removes the backing file. The device is gone already.
 pub fn remove(store: &Store, row: &Inline) -> Result<()> {
     if row.request.in_memory {
         return Ok(());
     }
-    let path = store.volume_path(&row.id);
-    if row.carries_secret {
-        wipe::wipe(&path)?;
-    }
-    pool::remove(&path)
+    pool::remove(&store.volume_path(&row.id))
 }

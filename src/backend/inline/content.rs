@@ -41,7 +41,6 @@ const NEW_DATA: &str = "..data_tmp";
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Content {
     files: BTreeMap<String, Vec<u8>>,
-    has_secrets: bool,
 }
 
 impl fmt::Debug for Content {
@@ -51,13 +50,8 @@ impl fmt::Debug for Content {
 }
 
 impl Content {
-    /// `has_secrets`: whether any of it must not be found on the disk afterwards.
-    pub fn new(files: BTreeMap<String, Vec<u8>>, has_secrets: bool) -> Self {
-        Self { files, has_secrets }
-    }
-
-    pub fn has_secrets(&self) -> bool {
-        self.has_secrets
+    pub fn new(files: BTreeMap<String, Vec<u8>>) -> Self {
+        Self { files }
     }
 
     pub fn is_empty(&self) -> bool {

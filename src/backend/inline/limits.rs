@@ -20,7 +20,7 @@ pub struct InlineLimits {
 
 impl Default for InlineLimits {
     fn default() -> Self {
-        Self { max_size: 10 << 30, max_volumes: 256, max_total: None, max_memory: 256 << 20 }
+        Self { max_size: 10 << 30, max_volumes: 256, max_total: None, max_memory: 512 << 20 }
     }
 }
 

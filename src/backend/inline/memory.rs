@@ -1,56 +1,75 @@
-//! Blocks in memory: a file on a tmpfs of its own, mounted nowhere, that the loop device alone keeps. It outlives this
-//! process like any other device, nobody else finds a way to it, and all of it is gone when the device lets go, or at a
-//! reboot.
+//! Volumes in memory: a tmpfs of its own, mounted at the target. The mount alone keeps it, so that it outlives this process and
+//! goes with the pod, or at a reboot. Nothing of it is ever on a disk, where the kernel knows `noswap`.
 
-use std::fs::File;
-use std::io;
-use std::os::fd::OwnedFd;
+use std::fs;
+use std::path::Path;
 
-use nix::fcntl::{OFlag, openat};
-use nix::sys::stat::Mode;
+use nix::errno::Errno;
+use nix::mount::{MsFlags, mount};
 
-use super::super::error::{Context, Result};
-use super::super::fail_point::{meet, reach};
-use super::super::loop_device::{Lifetime, LoopDevice};
-use super::super::sys;
+use super::super::error::{Context, Error, Result};
+use super::super::fail_point::reach;
+use super::super::filesystem::{self, Mount};
+use super::super::model::{Access, Inline};
+use super::super::target::check_directory;
+use super::CONTENT_FLAGS;
 
-/// What a tmpfs has room for beside the blocks, in bytes.
-const SLACK: u64 = 64 << 10;
+/// Bytes of a volume for each of its files, at least: a file costs memory of the kernel beside what it holds.
+const BYTES_PER_FILE: u64 = 2048;
 
-/// The device over the blocks of this name.
-pub fn find(name: &str) -> Result<Option<LoopDevice>> {
-    LoopDevice::find_detached(name)
+/// Whether a mount is that of the volume. Its source is the id, which is unique for ever.
+pub fn is_of(row: &Inline, mount: &Mount) -> bool {
+    mount.source == Path::new(&row.id)
 }
 
-/// Makes blocks of this name, which is unique for ever, behind a device that alone keeps them. Whatever fails, nothing is
-/// left.
-pub fn make(name: &str, bytes: u64) -> Result<LoopDevice> {
-    let root = mount(bytes).context(|| "mounting a tmpfs".to_owned())?;
-    let file = new_file(&root, name).context(|| "making a file in memory".to_owned())?;
-    reach("memory.file_made")?;
-    file.set_len(bytes).context(|| "sizing a file in memory".to_owned())?;
-    reach("memory.sized")?;
-    LoopDevice::attach(&file, Lifetime::Explicit).map(|(device, _)| device)
+pub fn is_shown(row: &Inline) -> Result<bool> {
+    Ok(filesystem::mount_at(&row.target)?.is_some_and(|mount| is_of(row, &mount)))
 }
 
-fn new_file(root: &OwnedFd, name: &str) -> io::Result<File> {
-    let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
-    Ok(openat(root, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?.into())
-}
-
-/// A tmpfs for so many bytes. Secrets may be in it: they are not to be swapped out, where the kernel can promise that.
-fn mount(bytes: u64) -> io::Result<OwnedFd> {
-    let size = format!("size={}", bytes.saturating_add(SLACK));
-    let options = [size.as_str(), "mode=0700", "noswap"];
-    let mounted = match sys::detached_mount(c"tmpfs", "csi-loopback", &options) {
+/// Mounts the volume at its target, unless it is there.
+pub fn show(row: &Inline) -> Result<()> {
+    let target = &row.target;
+    fs::create_dir_all(target).context(|| format!("making {}", target.display()))?;
+    reach("inline.directory_made")?;
+    if is_shown(row)? {
+        return Ok(());
+    }
+    check_directory("target_path", target)?;
+    let flags = flags(row)?;
+    let (bytes, files) = (row.capacity_bytes, row.capacity_bytes / BYTES_PER_FILE);
+    let options = format!("size={bytes},nr_inodes={files},mode=0755");
+    let make =
+        |options: &str| mount(Some(row.id.as_str()), target, Some("tmpfs"), flags, Some(options));
+    match make(&format!("{options},noswap")) {
         // Linux before 6.4, or a container that is not of the first user namespace.
-        Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EPERM)) => {
+        Err(Errno::EINVAL | Errno::EPERM) => {
             tracing::warn!(
                 "this kernel's tmpfs knows no noswap: an inline volume in memory may be swapped out"
             );
-            sys::detached_mount(c"tmpfs", "csi-loopback", &options[..2])?
+            make(&options)
         }
-        mounted => mounted?,
+        made => made,
+    }
+    .context(|| format!("mounting a tmpfs at {}", target.display()))?;
+    reach("memory.mounted")
+}
+
+/// What any filesystem knows. Other options would be tmpfs's own, and could take its bounds away.
+fn flags(row: &Inline) -> Result<MsFlags> {
+    let Access::Mount { flags, .. } = &row.request.capability.access else {
+        return Ok(MsFlags::empty());
     };
-    meet("memory.mounted").map(|()| mounted)
+    let own = row.request.read_only_content.then_some(CONTENT_FLAGS);
+    let all: Vec<String> = flags.iter().map(String::as_str).chain(own).map(str::to_owned).collect();
+    match filesystem::parse_options(&all)? {
+        (flags, data) if data.is_empty() => Ok(flags),
+        _ => Err(Error::invalid(
+            "mount_flags",
+            "has options of a filesystem, and a volume in memory has none; leave them out",
+        )),
+    }
+}
+
+pub fn unmount(row: &Inline) -> Result<()> {
+    filesystem::unmount(&row.target, |mount| is_of(row, mount))
 }

@@ -10,7 +10,6 @@ mod content;
 mod limits;
 mod memory;
 mod settle;
-mod wipe;
 
 use std::fs;
 use std::io;
@@ -43,8 +42,6 @@ pub use settle::collect;
 
 /// Whoever may run what is in a content volume, or open a device there, has no need to.
 const CONTENT_FLAGS: &str = "nosuid,nodev,noexec";
-/// What is given back to the pool while the volume lives is not wiped when it goes (btrfs discards by itself).
-const SECRET_FLAGS: &str = "nodiscard";
 /// What a pod of any user may write to, as in emptyDir.
 const SCRATCH_MODE: u32 = 0o777;
 /// What ext4 is born with. An emptyDir begins empty, and some programs insist on that.
@@ -113,12 +110,8 @@ fn again(store: &Store, mut row: Inline, publish: &PublishInline<'_>) -> Result<
         )));
     }
     // What was in memory is lost with it, as after a reboot: then the volume begins anew, altogether.
-    if request.in_memory && blocks::device(store, &row)?.is_none() {
+    if request.in_memory && !memory::is_shown(&row)? {
         return take_away(store, row, PATIENCE).and_then(|()| make(store, publish));
-    }
-    if content.has_secrets() && !row.carries_secret {
-        row.carries_secret = true;
-        store.catalog.write(|tx| tx.put(&row))?;
     }
     bring_up(store, &mut row, content)
 }
@@ -135,7 +128,6 @@ fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
         capacity_bytes: blocks::capacity(store, request)?,
         format: None,
         request: (*request).clone(),
-        carries_secret: content.has_secrets(),
     };
     limits::admit(store, &row)?;
     let made = bring_up(store, &mut row, content).and_then(|()| {
@@ -151,8 +143,12 @@ fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
     made
 }
 
-/// Blocks, filesystem, mount, content, owner, in this order, each where it is not there yet.
+/// Blocks, filesystem, mount, content, owner, in this order, each where it is not there yet; in memory the mount is the first.
 fn bring_up(store: &Store, row: &mut Inline, content: &Content) -> Result<()> {
+    if row.request.in_memory {
+        memory::show(row)?;
+        return fill(row, &row.target, content);
+    }
     let device = blocks::attach(store, row)?;
     let fs_type = blocks::filesystem(store, row, &device)?;
     if let Some(deferral) = row.request.deferred {
@@ -213,15 +209,8 @@ fn show(row: &Inline, device: &LoopDevice, fs_type: FsType, read_only: bool) -> 
 
 fn mount_flags(row: &Inline, read_only: bool) -> Vec<String> {
     let Access::Mount { flags, .. } = &row.request.capability.access else { return Vec::new() };
-    let is_content = row.request.read_only_content;
-    let own = [
-        is_content.then_some(CONTENT_FLAGS),
-        // A volume of content may come to a secret later.
-        (is_content || row.carries_secret).then_some(SECRET_FLAGS),
-    ];
     let asked = flags.iter().flat_map(|flags| flags.split(','));
-    let asked = asked.filter(|flag| read_only || *flag != "ro");
-    asked.chain(own.into_iter().flatten()).map(str::to_owned).collect()
+    asked.filter(|flag| read_only || *flag != "ro").map(str::to_owned).collect()
 }
 
 /// All of its size, and what is in it, for a volume that is mounted at its target.
@@ -270,6 +259,14 @@ fn is_shown(row: &Inline, device: &LoopDevice) -> Result<bool> {
     Ok(filesystem::mount_at(&row.target)?.is_some_and(|mount| mount.shows(device)))
 }
 
+/// The same of a volume of any kind.
+fn shown(store: &Store, row: &Inline) -> Result<bool> {
+    match blocks::device(store, row)? {
+        Some(device) => is_shown(row, &device),
+        None => Ok(row.request.in_memory && memory::is_shown(row)?),
+    }
+}
+
 /// Takes a volume away for good. OK when it is not there, or not at `target`.
 pub fn unpublish(store: &Store, handle: &str, target: &Path) -> Result<()> {
     let _lock = lock(store, handle, target)?;
@@ -285,6 +282,9 @@ fn take_away(store: &Store, row: Inline, patience: Duration) -> Result<()> {
     let row = Inline { phase: Phase::Deleting, ..row };
     store.catalog.write(|tx| tx.put(&row))?;
     let device = blocks::device(store, &row)?;
+    if row.request.in_memory {
+        memory::unmount(&row)?;
+    }
     if row.request.deferred.is_some() {
         deferral::take_back(store, &row.target, device.as_ref(), patience)?;
     }
@@ -318,8 +318,7 @@ pub fn usage(store: &Store, row: &Inline, path: &Path) -> Result<Usage> {
     if row.target != path {
         return Err(missing());
     }
-    let device = blocks::device(store, row)?.ok_or_else(missing)?;
-    if is_shown(row, &device)? { filesystem::usage(path) } else { Err(missing()) }
+    if shown(store, row)? { filesystem::usage(path) } else { Err(missing()) }
 }
 
 /// What is wrong with it, if anything.
@@ -335,6 +334,14 @@ fn defect(store: &Store, row: &Inline) -> Result<Option<Condition>> {
     if let Some(found) = lost_pool::defect(store)? {
         return Ok(Some(found));
     }
+    let not_mounted = || {
+        let target = row.target.display();
+        let message = format!("the volume is not mounted at {target}; restart the pod");
+        abnormal(HealthProblem::NotMounted, &message)
+    };
+    if row.request.in_memory {
+        return if memory::is_shown(row)? { Ok(None) } else { not_mounted() };
+    }
     if let Some(found) = blocks::defect(store, row)? {
         return Ok(Some(found));
     }
@@ -347,9 +354,7 @@ fn defect(store: &Store, row: &Inline) -> Result<Option<Condition>> {
             return Ok(Some(found));
         }
     } else if !is_shown(row, &device)? {
-        let target = row.target.display();
-        let message = format!("the volume is not mounted at {target}; restart the pod");
-        return abnormal(HealthProblem::NotMounted, &message);
+        return not_mounted();
     }
-    if row.request.in_memory { Ok(None) } else { upkeep::shortage(store) }
+    upkeep::shortage(store)
 }

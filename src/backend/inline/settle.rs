@@ -78,6 +78,7 @@ fn is_abandoned(store: &Store, row: &Inline) -> Result<bool> {
     }
     match blocks::device(store, row)? {
         Some(device) => Ok(!is_held(row, &device)?),
+        // With the target the mount is gone, which alone keeps what is in memory.
         None => Ok(true),
     }
 }

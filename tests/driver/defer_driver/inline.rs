@@ -15,11 +15,6 @@ fn a_pods_own_volume_is_left_to_a_runtime_by_its_attribute_or_the_field() {
         for (pod, attributes, defer_fs_ops) in [
             ("one", &[("size", "32Mi"), ("deferFSMount", "true")][..], false),
             ("two", &[("size", "32Mi")][..], true),
-            (
-                "three",
-                &[("medium", "Memory"), ("size", "32Mi"), ("deferFSMount", "true")][..],
-                false,
-            ),
         ] {
             let before = rig.counted();
             let volume = pod_volume(driver, pod, "scratch");

@@ -57,44 +57,32 @@ fn gone(rig: &Rig, target: &Path) {
 fn an_inline_volume_is_ready_before_a_runtime_sees_it_and_never_on_the_host() {
     for_each_filesystem(|rig, fs_type| {
         let target = pod(rig);
-        let mut wanted = request(Some(fs_type));
-        for in_memory in [false, true] {
-            wanted.in_memory = in_memory;
-            if in_memory {
-                let runtime = Arc::clone(&rig.runtime);
-                rig.pool.stop();
-                rig.pool.configure(|config| {
-                    config.inline.max_memory = 2 * BYTES;
-                    config.runtime = Some(runtime);
-                });
-                rig.pool.start();
-            }
-            publish(rig, &target, &wanted).unwrap();
-            let word = rig.runtime.word(&target).unwrap();
-            assert_eq!(word.fs_type, fs_type);
-            let unclaimed = rig.backend().stats(HANDLE, &target).unwrap();
-            assert!(unclaimed.usage.is_none() && unclaimed.condition.is_abnormal());
-            let container = rig.container(&target);
-            let root = fs::metadata(container.file("")).unwrap();
-            assert_eq!(root.permissions().mode() & 0o777, 0o777);
-            assert_eq!(fs::read_dir(container.file("")).unwrap().count(), 0);
-            fs::write(container.file("file"), "x").unwrap();
-            // Repeated, after a restart, and after rounds: it stays, and keeps what is in it.
-            rig.restart(true);
-            publish(rig, &target, &wanted).unwrap();
-            rig.backend().collect_inline().unwrap();
-            assert!(container.file("file").exists() && !is_seen(&word.device));
-            let stats = rig.backend().stats(HANDLE, &target).unwrap();
-            assert!(!stats.condition.is_abnormal() && total(&stats.usage.unwrap()) > BYTES / 2);
-            assert!(rig.backend().is_deferred(HANDLE, &target).unwrap());
-            assert!(!rig.backend().volume_condition(HANDLE).unwrap().is_abnormal());
-            drop(container);
-            // Nobody has it mounted, and it is no leftover.
-            rig.backend().collect_inline().unwrap();
-            assert!(rig.backend().inline(HANDLE).unwrap().is_some());
-            rig.backend().unpublish(HANDLE, &target).unwrap();
-            gone(rig, &target);
-        }
+        let wanted = request(Some(fs_type));
+        publish(rig, &target, &wanted).unwrap();
+        let word = rig.runtime.word(&target).unwrap();
+        assert_eq!(word.fs_type, fs_type);
+        let unclaimed = rig.backend().stats(HANDLE, &target).unwrap();
+        assert!(unclaimed.usage.is_none() && unclaimed.condition.is_abnormal());
+        let container = rig.container(&target);
+        let root = fs::metadata(container.file("")).unwrap();
+        assert_eq!(root.permissions().mode() & 0o777, 0o777);
+        assert_eq!(fs::read_dir(container.file("")).unwrap().count(), 0);
+        fs::write(container.file("file"), "x").unwrap();
+        // Repeated, after a restart, and after rounds: it stays, and keeps what is in it.
+        rig.restart(true);
+        publish(rig, &target, &wanted).unwrap();
+        rig.backend().collect_inline().unwrap();
+        assert!(container.file("file").exists() && !is_seen(&word.device));
+        let stats = rig.backend().stats(HANDLE, &target).unwrap();
+        assert!(!stats.condition.is_abnormal() && total(&stats.usage.unwrap()) > BYTES / 2);
+        assert!(rig.backend().is_deferred(HANDLE, &target).unwrap());
+        assert!(!rig.backend().volume_condition(HANDLE).unwrap().is_abnormal());
+        drop(container);
+        // Nobody has it mounted, and it is no leftover.
+        rig.backend().collect_inline().unwrap();
+        assert!(rig.backend().inline(HANDLE).unwrap().is_some());
+        rig.backend().unpublish(HANDLE, &target).unwrap();
+        gone(rig, &target);
     });
 }
 

@@ -11,7 +11,7 @@ type Files<'a> = &'a [(&'a str, &'a str)];
 
 fn content(files: Files<'_>) -> Content {
     let owned = |(name, text): &(&str, &str)| ((*name).to_owned(), text.as_bytes().to_vec());
-    Content::new(files.iter().map(owned).collect(), true)
+    Content::new(files.iter().map(owned).collect())
 }
 
 fn volume() -> TempDir {
@@ -204,7 +204,7 @@ fn a_volume_that_is_too_small_is_told_by_its_size() {
 
 fn any_content() -> impl Strategy<Value = Content> {
     let files = prop::collection::btree_map("[a-d]", prop::collection::vec(0..3u8, 0..3), 0..4);
-    files.prop_map(|files| Content::new(files, true))
+    files.prop_map(Content::new)
 }
 
 proptest! {

@@ -94,7 +94,7 @@ pub fn hand_over(store: &Store, mount: &DeferredMount<'_>) -> Result<()> {
 }
 
 /// Takes a volume back: waits until this kernel has it mounted nowhere, and then takes the runtime's word and what
-/// kubelet has made below the target away. A driver that no longer knows any runtime leaves the word where it is.
+/// kubelet has made below the target away. `Precondition` where files are left there. A driver that no longer knows any runtime leaves the word where it is.
 pub fn take_back(
     store: &Store,
     target: &Path,
@@ -112,7 +112,15 @@ pub fn take_back(
         ),
     }
     reach("deferral.unstaged")?;
-    remove_strays(target)
+    match remove_strays(target)? {
+        0 => Ok(()),
+        // Kubelet cannot remove the directory either, and the pod would end no sooner if this said that all is well.
+        kept => Err(Error::Precondition(format!(
+            "target_path: {} holds {kept} files on the disk of this node, written by a container whose runtime does not mount \
+             deferred volumes; move them away, and the pod can end; then make it with a RuntimeClass that does",
+            target.display()
+        ))),
+    }
 }
 
 /// `Precondition` when this kernel still has the filesystem mounted, in whatever mount namespace, after `patience`.
@@ -174,24 +182,15 @@ pub fn defect(device: &LoopDevice, mounts: &[Mount]) -> Option<Condition> {
 }
 
 /// Removes the empty directories below the target of a volume that was not mounted there: kubelet makes them for
-/// sub-paths. What else is there was written past the volume, and stays.
-fn remove_strays(target: &Path) -> Result<()> {
+/// sub-paths. What else is there was written past the volume, and stays. Says how much that is.
+fn remove_strays(target: &Path) -> Result<usize> {
     if !present(target)?.is_some_and(|found| found.is_dir()) {
-        return Ok(());
+        return Ok(0);
     }
     let doing = || format!("removing empty directories from {}", target.display());
     let top = open_directory(AT_FDCWD, target).context(doing)?;
     let device = fstat(&top).context(doing)?.st_dev;
-    let kept = remove_empty(top, device, MAX_DEPTH).context(doing)?;
-    if kept > 0 {
-        warn!(
-            target = %target.display(),
-            kept,
-            "a volume was not mounted here and yet something was written below its target, by a container whose runtime \
-             knows nothing of this; it stays"
-        );
-    }
-    Ok(())
+    remove_empty(top, device, MAX_DEPTH).context(doing)
 }
 
 fn open_directory<P: ?Sized + nix::NixPath>(at: impl AsFd, path: &P) -> nix::Result<OwnedFd> {

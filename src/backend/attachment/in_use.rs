@@ -188,7 +188,13 @@ pub fn forget_if_gone(store: &Store, attachment: &Attachment) -> Result<()> {
         return Ok(());
     }
     if let Some((target, _)) = attachment.deferred_at() {
-        deferral::take_back(store, target, None, Duration::ZERO)?;
+        match deferral::take_back(store, target, None, Duration::ZERO) {
+            // Files were written past the volume: the call that unpublishes says so.
+            Err(Error::Precondition(reason)) => {
+                tracing::warn!(volume = id, reason, "files are left at a target")
+            }
+            taken => taken?,
+        }
     }
     tracing::info!(volume = id, "no longer attached; forgetting where it was");
     writeback::unstaged(store, id)

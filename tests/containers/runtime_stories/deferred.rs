@@ -1,5 +1,7 @@
 //! The runtime mounts (story 1).
 
+use std::fs;
+
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use serde_json::json;
 use support::cluster::shared;
@@ -102,4 +104,24 @@ fn a_pod_of_another_runtime_does_not_use_an_empty_directory_unnoticed() {
     let answer = rig.driver.ok(stats(&id, path(&target)));
     assert!(!answer.volume_condition.unwrap().abnormal && !answer.usage.is_empty());
     rig.gone(&pod, &[]);
+}
+
+#[test]
+#[ignore = "full tier"]
+fn a_pod_of_another_runtime_that_writes_is_told_where_its_files_are_and_ends_once_they_are_moved() {
+    let Some(cluster) = shared() else { return };
+    let Some(rig) = Rig::new(cluster) else { return };
+    let id = rig.claim("data", SIZE);
+    let pod = rig.run("plain", &[rig.claimed("data")], &json!({}));
+    rig.exec(&pod, "echo on the disk of the node >/data/file");
+    let target = rig.target_of_claim(&pod, "data");
+    assert!(target.join("file").is_file(), "it is not in the volume");
+    rig.delete(&pod);
+    let words = format!("target_path: {} holds 1 files", path(&target));
+    wait_for("the driver's words", || rig.driver.log().contains(&words));
+    let moved = rig.driver.scratch().join("moved");
+    fs::rename(target.join("file"), &moved).unwrap();
+    rig.gone(&pod, &[]);
+    rig.wait_until_detached(&id);
+    assert_eq!(fs::read_to_string(moved).unwrap(), "on the disk of the node\n");
 }

@@ -168,7 +168,7 @@ fn a_volume_is_taken_back_when_no_container_has_it() {
 }
 
 #[test]
-fn files_that_were_written_past_a_volume_stay_and_keep_nobody() {
+fn files_that_were_written_past_a_volume_stay_and_unpublish_names_their_path_until_they_are_gone() {
     with_rig(|rig| {
         let (volume, target) = rig.left("v", FsType::Ext4);
         let outside = rig.pool.scratch().join("outside");
@@ -177,12 +177,15 @@ fn files_that_were_written_past_a_volume_stay_and_keep_nobody() {
         fs::create_dir_all(target.join("kept")).unwrap();
         fs::write(target.join("kept/file"), "x").unwrap();
         std::os::unix::fs::symlink(&outside, target.join("link")).unwrap();
-        rig.backend().unpublish(&volume.id, &target).unwrap();
-        rig.backend().unstage(&volume.id, &rig.staging(&volume)).unwrap();
+        for _ in 0..2 {
+            refused(rig.backend().unpublish(&volume.id, &target), path(&target));
+        }
+        assert_eq!(rig.runtime.word(&target), None, "no runtime has it any more");
         assert_eq!(fs::read_to_string(target.join("kept/file")).unwrap(), "x");
         assert!(!target.join("stray").exists() && target.join("link").is_symlink());
         assert!(outside.join("empty").exists(), "nothing is followed");
-        fs::remove_dir_all(&target).unwrap();
+        fs::rename(&target, rig.pool.scratch().join("moved away")).unwrap();
+        rig.take_down(&volume, &target);
     });
 }
 

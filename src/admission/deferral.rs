@@ -1,7 +1,7 @@
 //! Which volumes a container runtime mounts in the host's place (KEP-2857, "Setting DeferFSMount in PodSpec"): triples of storage
 //! class, runtime class and what that pair does of what a pod wants of a volume once it is mounted. Inline volumes have no class and
-//! are entered under the empty one; of them the webhook says so in the pod. A claim is deferred by its StorageClass alone, so the
-//! other entries are there to warn of pods that do not go with theirs.
+//! are entered under the empty one; of them the webhook says so in the pod. Pods whose volumes are deferred and whose runtime has no
+//! entry for them are refused: nobody would mount the volume, and the pod would write to the node's disk.
 //!
 //! Where no entry has all that a pod needs, nothing is said, and the driver mounts as ever.
 
@@ -16,6 +16,7 @@ use crate::inline::DEFER_FS_MOUNT;
 use crate::kubernetes::admission::Set;
 use crate::kubernetes::name;
 
+const NO_RUNTIME: &str = "needs a runtime that mounts it, and the pod has no runtimeClassName";
 /// What mounts can see of each other that the runtime refuses (oci-runtime).
 const BIDIRECTIONAL: &str = "Bidirectional";
 
@@ -104,8 +105,22 @@ impl Deferral {
         covered.map(opt_in).collect()
     }
 
-    /// What will not go as whoever wrote the pod may think: of its inline volumes, and of the claims that it has made for itself.
-    pub fn advice(&self, spec: &PodSpec, driver: &str) -> Vec<String> {
+    /// Why a pod cannot have volumes left to its runtime at all; None when it may have some.
+    pub fn lacks_runtime(&self, spec: Option<&PodSpec>) -> Option<String> {
+        let runtime = spec.map(runtime_class).unwrap_or_default();
+        match runtime {
+            "" => Some(NO_RUNTIME.to_owned()),
+            known if self.0.contains_key(known) => None,
+            _ => Some(format!(
+                "the policy has no entry for the RuntimeClass {runtime}, which would leave the pod with the node's empty directory; \
+                 add one (deferral), or use another RuntimeClass"
+            )),
+        }
+    }
+
+    /// What would have a pod write to the node's disk: volumes that nobody would mount, of its inline volumes and of the claims that it
+    /// makes for itself.
+    pub fn problems(&self, spec: &PodSpec, driver: &str) -> Vec<String> {
         let inline = volumes::of(spec, driver).into_iter().filter_map(|volume| {
             let opted_in = volume.attributes.as_ref().is_ok_and(|said| said.has_opted_in());
             let lack = opted_in.then(|| self.lacks(spec, "", volume.name)).flatten()?;
@@ -130,9 +145,7 @@ impl Deferral {
     fn lacks(&self, spec: &PodSpec, storage_class: &str, volume: &str) -> Option<String> {
         let runtime = runtime_class(spec);
         if runtime.is_empty() {
-            return Some(
-                "needs a runtime that mounts it, and the pod has no runtimeClassName".to_owned(),
-            );
+            return Some(NO_RUNTIME.to_owned());
         }
         let entry = self.0.get(runtime).and_then(|of_runtime| of_runtime.get(storage_class));
         let Some(supported) = entry else {
@@ -410,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_go_with_the_runtime_is_warned_of() {
+    fn what_does_not_go_with_the_runtime_is_a_problem() {
         let asked = |change: &dyn Fn(&mut Value)| {
             pod(&|spec| {
                 spec["volumes"][1]["csi"]["volumeAttributes"]["deferFSMount"] = "true".into();
@@ -418,16 +431,16 @@ mod tests {
             })
         };
         let all = policy(json!([full(""), full("fast")]));
-        assert!(all.advice(&asked(&|_| ()), DRIVER).is_empty());
+        assert!(all.problems(&asked(&|_| ()), DRIVER).is_empty());
         let bare = asked(&|spec| drop(spec.as_object_mut().unwrap().remove("runtimeClassName")));
         for policy in [&all, &Deferral::default()] {
-            let told = policy.advice(&bare, DRIVER);
+            let told = policy.problems(&bare, DRIVER);
             assert_eq!(told.len(), 1);
             assert!(told[0].starts_with("spec.volumes[1].csi.volumeAttributes[deferFSMount]: "));
             assert!(told[0].contains("runtimeClassName"), "{told:?}");
         }
         let users = asked(&|spec| spec["hostUsers"] = false.into());
-        assert!(all.advice(&users, DRIVER)[0].contains("hostUsers"));
+        assert!(all.problems(&users, DRIVER)[0].contains("hostUsers"));
         let claim = |class: &str| {
             json!({ "name": "claim", "ephemeral": { "volumeClaimTemplate": { "spec": {
                 "accessModes": ["ReadWriteOncePod"], "resources": {}, "storageClassName": class,
@@ -438,7 +451,7 @@ mod tests {
                 spec["volumes"][0] = claim(class);
                 spec["runtimeClassName"] = runtime.into();
             });
-            all.advice(&spec, DRIVER)
+            all.problems(&spec, DRIVER)
         };
         assert!(of("fast", "microvm").is_empty());
         // Of a class that nobody defers there is nothing to say.

@@ -131,7 +131,9 @@ impl Judge {
                 break;
             }
         }
-        findings.warnings.extend(policy.deferral.advice(spec, &self.driver));
+        for problem in policy.deferral.problems(spec, &self.driver) {
+            findings.forbidden(problem);
+        }
         Ok(findings)
     }
 

@@ -9,6 +9,7 @@ use kube::core::DynamicObject;
 use kube::core::admission::AdmissionRequest;
 use kube::core::gvk::GroupVersionKind;
 
+use super::judge::Judge;
 use crate::kubernetes::admission::{Allowed, Refusal};
 use crate::kubernetes::defer_annotation::{self, ANNOTATION};
 
@@ -20,14 +21,27 @@ pub fn kinds() -> [GroupVersionKind; 2] {
     [POD, BINDING].map(|kind| GroupVersionKind::gvk("", "v1", kind))
 }
 
-pub fn judge(request: &AdmissionRequest<DynamicObject>) -> Result<Allowed, Refusal> {
+/// Holds what a pod says to the rules of the field, and to the policy of `judge`: a runtime that has no entry there mounts nothing,
+/// and the pod would write to the node's disk.
+pub fn judge(judge: &Judge, request: &AdmissionRequest<DynamicObject>) -> Result<Allowed, Refusal> {
     let Some(object) = &request.object else { return Ok(Allowed::default()) };
     if request.kind.kind == BINDING {
         return binding(object);
     }
     let before = request.old_object.as_ref().map(pod).transpose()?;
-    match defer_annotation::problem(&pod(object)?, before.as_ref()) {
-        Some(problem) => Err(Refusal::invalid(problem)),
+    let pod = pod(object)?;
+    if let Some(problem) = defer_annotation::problem(&pod, before.as_ref()) {
+        return Err(Refusal::invalid(problem));
+    }
+    let names = defer_annotation::names(&pod);
+    let is_new = before.is_none_or(|before| defer_annotation::names(&before) != names);
+    if names.is_empty() || !is_new {
+        return Ok(Allowed::default());
+    }
+    match judge.policy()?.deferral.lacks_runtime(pod.spec.as_ref()) {
+        Some(lack) => {
+            Err(Refusal::not_allowed(format!("metadata.annotations[{ANNOTATION}]: {lack}")))
+        }
         None => Ok(Allowed::default()),
     }
 }

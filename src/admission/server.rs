@@ -63,8 +63,7 @@ fn publish(
 ) {
     let name = &args.webhook_configuration;
     let mutating: CaBundle<MutatingWebhookConfiguration> = CaBundle::new(name, MANAGER);
-    let validating: CaBundle<ValidatingWebhookConfiguration> =
-        CaBundle::new(name, MANAGER).with_adviser(webhooks::VALIDATE_WORKLOAD);
+    let validating: CaBundle<ValidatingWebhookConfiguration> = CaBundle::new(name, MANAGER);
     tokio::spawn(keep(kubernetes.clone(), mutating, trusted.clone(), shutdown.clone()));
     tokio::spawn(keep(kubernetes.clone(), validating, trusted.clone(), shutdown.clone()));
 }

@@ -3,11 +3,8 @@
 use std::time::Duration;
 
 use axum::Router;
-use k8s_openapi::api::core::v1::{Pod, PodTemplateSpec};
-use kube::core::DynamicObject;
-use kube::core::admission::{AdmissionRequest, Operation};
-use kube::core::gvk::GroupVersionKind;
-use serde::Deserialize;
+use k8s_openapi::api::core::v1::Pod;
+use kube::core::admission::AdmissionRequest;
 
 use super::judge::Judge;
 use super::metrics::Metrics;
@@ -23,32 +20,14 @@ pub const MUTATE_POD: &str = "/mutate-pod";
 pub const VALIDATE_POD: &str = "/validate-pod";
 /// Keeps what a pod says of mounts by its runtime as the proposal has it: settable until it is initialised, and never unset.
 pub const VALIDATE_DEFERRAL: &str = "/validate-deferral";
-/// Warns of templates whose pods will be refused.
-pub const VALIDATE_WORKLOAD: &str = "/validate-workload";
 
 /// The API server takes objects of 3 MiB of JSON, and sends at most two at once, before and after.
 pub const LIMITS: Limits = Limits { body: 7 << 20, request: Duration::from_millis(4500) };
 /// How long a judgement may take: the API server waits 5 s.
 const JUDGEMENT: Duration = Duration::from_secs(4);
 
-/// Kinds that have a template of pods, by API group and version, and where.
-const WORKLOADS: [(&str, &str, &str, &str); 8] = [
-    ("apps", "v1", "Deployment", "/spec/template"),
-    ("apps", "v1", "StatefulSet", "/spec/template"),
-    ("apps", "v1", "DaemonSet", "/spec/template"),
-    ("apps", "v1", "ReplicaSet", "/spec/template"),
-    ("", "v1", "ReplicationController", "/spec/template"),
-    ("batch", "v1", "Job", "/spec/template"),
-    ("batch", "v1", "CronJob", "/spec/jobTemplate/spec/template"),
-    ("", "v1", "PodTemplate", "/template"),
-];
-
 pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
     let pods = |webhook| Webhook::of::<Pod>(JUDGEMENT).counted(metrics.count(webhook));
-    let kinds =
-        WORKLOADS.map(|(group, version, kind, _)| GroupVersionKind::gvk(group, version, kind));
-    let workloads =
-        Webhook::of_kinds(&kinds, JUDGEMENT).advising().counted(metrics.count("validate_workload"));
     let opt_ins = Webhook::of_kinds(&opt_in::kinds(), JUDGEMENT);
     let opt_ins = opt_ins.counted(metrics.count("validate_deferral"));
     let of_mended = judge.clone();
@@ -56,21 +35,20 @@ pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
         let mended = mend(&of_mended, &request);
         async move { mended }
     };
+    let of_opt_ins = judge.clone();
+    let keep = move |request| {
+        let judged = opt_in::judge(&of_opt_ins, &request);
+        async move { judged }
+    };
     let of_pods = judge.clone();
     let validate = move |request| {
         let judge = of_pods.clone();
         async move { pod(&judge, request).await }
     };
-    let of_workloads = judge.clone();
-    let advise = move |request| {
-        let judge = of_workloads.clone();
-        async move { workload(&judge, request).await }
-    };
     Router::new()
         .route(MUTATE_POD, pods("mutate_pod").route(mutate))
         .route(VALIDATE_POD, pods("validate_pod").route(validate))
-        .route(VALIDATE_DEFERRAL, opt_ins.route(|request| async move { opt_in::judge(&request) }))
-        .route(VALIDATE_WORKLOAD, workloads.route(advise))
+        .route(VALIDATE_DEFERRAL, opt_ins.route(keep))
 }
 
 fn mend(judge: &Judge, request: &AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
@@ -111,27 +89,4 @@ async fn pod(judge: &Judge, request: AdmissionRequest<Pod>) -> Result<Allowed, R
 fn namespace(said: Option<&str>) -> Result<&str, Refusal> {
     let found = said.filter(|name| name::is_namespace(name));
     found.ok_or_else(|| Refusal::invalid("metadata.namespace: is missing or no name"))
-}
-
-async fn workload(
-    judge: &Judge,
-    request: AdmissionRequest<DynamicObject>,
-) -> Result<Allowed, Refusal> {
-    let makes_pods = matches!(request.operation, Operation::Create | Operation::Update);
-    let (Some(object), true) = (&request.object, makes_pods) else { return Ok(Allowed::default()) };
-    let kind = &request.kind;
-    let mut known =
-        WORKLOADS.iter().filter(|(group, _, name, _)| kind.group == *group && kind.kind == *name);
-    let template = known.next().and_then(|(.., path)| object.data.pointer(path));
-    // What the API server does not take either is for it to say.
-    let template = template.and_then(|template| PodTemplateSpec::deserialize(template).ok());
-    let Some(spec) = template.and_then(|template| template.spec) else {
-        return Ok(Allowed::default());
-    };
-    let findings = judge.volumes(namespace(request.namespace.as_deref())?, &spec).await?;
-    let refused = findings.problems.into_iter();
-    let refused = refused.map(|problem| format!("pods will be refused: {}", problem.message));
-    let mut warnings: Vec<_> = refused.chain(findings.warnings).collect();
-    warnings.extend(read_only::advice(&spec, &judge.driver));
-    Ok(Allowed { warnings, ..Allowed::default() })
 }

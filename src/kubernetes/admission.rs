@@ -166,7 +166,6 @@ where
 pub struct Webhook {
     kinds: Arc<[GroupVersionKind]>,
     limit: Duration,
-    refuses: bool,
     count: Option<Count>,
 }
 
@@ -180,12 +179,7 @@ impl Webhook {
     }
 
     pub fn of_kinds(kinds: &[GroupVersionKind], limit: Duration) -> Self {
-        Self { kinds: kinds.into(), limit, refuses: true, count: None }
-    }
-
-    /// One that refuses nothing: what it would refuse, or cannot judge, it warns of.
-    pub fn advising(self) -> Self {
-        Self { refuses: false, ..self }
+        Self { kinds: kinds.into(), limit, count: None }
     }
 
     pub fn counted(self, count: Count) -> Self {
@@ -244,10 +238,6 @@ impl Webhook {
         }
         let verdict = verdict.map(Into::into);
         let outcome = Outcome::of(&verdict);
-        let verdict = verdict.or_else(|refusal| match self.refuses {
-            true => Err(refusal),
-            false => Ok(Allowed { warnings: vec![refusal.message], ..Allowed::default() }),
-        });
         Ok((outcome, answered(uid, verdict)?.into_review()))
     }
 }
@@ -498,18 +488,5 @@ mod tests {
         assert!(told.iter().map(String::len).sum::<usize>() <= 4096, "{told:?}");
         let last = told.last().unwrap();
         assert_eq!(*last, format!("and {} more", 100 - (told.len() - 1)));
-    }
-
-    #[tokio::test]
-    async fn an_adviser_refuses_nothing() {
-        let adviser = webhook().advising();
-        let refusal = Err::<(), _>(Refusal::not_allowed("no"));
-        let answer = answered_by(&adviser, &review(), refusal).await.unwrap();
-        assert_eq!(answer["response"]["allowed"], true);
-        assert_eq!(answer["response"]["warnings"], json!(["no"]));
-        let mut other = review();
-        other["request"]["kind"]["kind"] = "Pod".into();
-        let answer = answered_by(&adviser, &other, Ok(())).await.unwrap();
-        assert_eq!(answer["response"]["allowed"], true);
     }
 }

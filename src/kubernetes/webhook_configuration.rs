@@ -56,12 +56,6 @@ impl<'a> Webhook<'a> {
     fn is_open(&self) -> bool {
         self.failure_policy.is_some_and(|policy| policy != FAILS_CLOSED)
     }
-
-    /// Whether this is where it is called.
-    fn is_at(&self, path: &str) -> bool {
-        let service = self.client.service.as_ref().and_then(|service| service.path.as_deref());
-        service == Some(path) || self.client.url.as_ref().is_some_and(|url| url.ends_with(path))
-    }
 }
 
 /// All webhooks of one configuration.
@@ -69,7 +63,6 @@ impl<'a> Webhook<'a> {
 pub struct CaBundle<C> {
     name: String,
     manager: &'static str,
-    adviser: Option<&'static str>,
     is_open: bool,
     kind: PhantomData<fn() -> C>,
 }
@@ -77,12 +70,7 @@ pub struct CaBundle<C> {
 impl<C: Configuration> CaBundle<C> {
     /// Of the configuration `name`; `manager` is as whom the field is written.
     pub fn new(name: &str, manager: &'static str) -> Self {
-        Self { name: name.to_owned(), manager, adviser: None, is_open: false, kind: PhantomData }
-    }
-
-    /// The webhook at this path refuses nothing: nothing is lost while it is away.
-    pub fn with_adviser(self, path: &'static str) -> Self {
-        Self { adviser: Some(path), ..self }
+        Self { name: name.to_owned(), manager, is_open: false, kind: PhantomData }
     }
 }
 
@@ -121,8 +109,7 @@ impl<C: Configuration> Publication for CaBundle<C> {
 
     fn look(&mut self, found: &C) {
         let webhooks = found.webhooks();
-        let advises = |webhook: &Webhook| self.adviser.is_some_and(|path| webhook.is_at(path));
-        let open = webhooks.iter().find(|webhook| webhook.is_open() && !advises(webhook));
+        let open = webhooks.iter().find(|webhook| webhook.is_open());
         if let Some(webhook) = open.filter(|_| !self.is_open) {
             tracing::warn!(
                 webhook = webhook.name,
@@ -169,17 +156,16 @@ mod tests {
     }
 
     #[test]
-    fn a_webhook_that_only_advises_may_be_away() {
+    fn a_webhook_that_fails_open_is_noticed() {
         let mut object = object(&["", ""]);
-        object["webhooks"][1]["failurePolicy"] = "Ignore".into();
-        object["webhooks"][1]["clientConfig"]["url"] = "https://x/advise".into();
-        let found: ValidatingWebhookConfiguration = serde_json::from_value(object).unwrap();
         let mut publication = CaBundle::new("c", "m");
-        publication.look(&found);
-        assert!(publication.is_open);
-        publication = publication.with_adviser("/advise");
-        publication.look(&found);
-        assert!(!publication.is_open);
+        for (policy, is_open) in [("Fail", false), ("Ignore", true), ("Fail", false)] {
+            object["webhooks"][1]["failurePolicy"] = policy.into();
+            let found: ValidatingWebhookConfiguration =
+                serde_json::from_value(object.clone()).unwrap();
+            publication.look(&found);
+            assert_eq!(publication.is_open, is_open);
+        }
     }
 
     #[test]

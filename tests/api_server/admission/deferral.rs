@@ -199,24 +199,17 @@ fn nonsense_among_the_entries_is_not_taken_and_its_place_is_told() {
 }
 
 #[test]
-fn what_no_runtime_would_mount_is_warned_of() {
+fn what_no_runtime_would_mount_is_refused() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
     let rig = started(cluster, &[entry("", &class), entry("fast-storage", &class)]);
-    let named = |object: &Value, kind: &str| {
-        let mut object = object.clone();
-        object["apiVersion"] = "v1".into();
-        object["kind"] = "Pod".into();
-        object["metadata"] = json!({ "name": cluster.unique(kind) });
-        object
-    };
     let volume = rig.volume(json!({ "deferFSMount": "true" }));
-    let (taken, told) = rig.apply(&named(&pod(&volume), "bare"));
-    let field = "Warning: spec.volumes[0].csi.volumeAttributes[deferFSMount]: ";
-    assert!(taken && told.contains(field) && told.contains("runtimeClassName"), "{told}");
-    let good = of_class(&volume, &class, demanding);
-    let (taken, told) = rig.apply(&named(&good, "good"));
-    assert!(taken && !told.contains("Warning"), "{told}");
+    let field = "spec.volumes[0].csi.volumeAttributes[deferFSMount]: ";
+    assert_refused(rig.make(&rig.apps, &pod(&volume)), &["403", field, "runtimeClassName"]);
+    let other = runtime_class(cluster);
+    let refused = rig.make(&rig.apps, &of_class(&volume, &other, |_| ()));
+    assert_refused(refused, &["403", field, &other]);
+    rig.make(&rig.apps, &of_class(&volume, &class, demanding)).unwrap();
     // A claim that the pod makes for itself, of a class that is deferred, beside the volume for which the webhook is asked.
     let mut claiming = pod(&rig.volume(json!({})));
     let spec = json!({
@@ -226,7 +219,6 @@ fn what_no_runtime_would_mount_is_warned_of() {
     let claim =
         json!({ "name": "claim", "ephemeral": { "volumeClaimTemplate": { "spec": spec } } });
     claiming["spec"]["volumes"].as_array_mut().unwrap().push(claim);
-    let (taken, told) = rig.apply(&named(&claiming, "claiming"));
-    let field = "Warning: spec.volumes[1].ephemeral.volumeClaimTemplate.spec.storageClassName: ";
-    assert!(taken && told.contains(field), "{told}");
+    let field = "spec.volumes[1].ephemeral.volumeClaimTemplate.spec.storageClassName: ";
+    assert_refused(rig.make(&rig.apps, &claiming), &["403", field]);
 }

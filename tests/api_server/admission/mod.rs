@@ -7,4 +7,3 @@ mod read_only;
 mod rig;
 mod service;
 mod undone;
-mod workloads;

@@ -3,6 +3,7 @@
 use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
 use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::ResourceExt;
 use kube::api::{Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
@@ -13,10 +14,21 @@ use support::cluster::Cluster;
 use support::path;
 
 const PATH: &str = "/validate-deferral";
+/// The one that mounts what pods leave to it.
+const CLASS: &str = "opt-in-runtime";
 
 /// The API server calls the webhook for pods of the rig's namespace.
 fn guarded(cluster: &Cluster) -> Rig<'_> {
-    let rig = Rig::new(cluster, With::default());
+    let object = json!({
+        "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": { "name": CLASS }, "handler": "none",
+    });
+    let classes = cluster.api::<RuntimeClass>();
+    let apply = PatchParams::apply("test");
+    cluster.block_on(classes.patch(CLASS, &apply, &Patch::Apply(&object))).unwrap();
+    let document = format!("deferral: [{{storageClass: any, runtimeClass: {CLASS}}}]");
+    let rig = Rig::started(cluster, &With { policy: Some(&document), ..With::default() });
+    rig.configure(false);
+    rig.wait_until_judging();
     let mut webhook = of_deploy();
     webhook["clientConfig"] =
         json!({ "url": format!("https://localhost:{}{PATH}", rig.served.port) });
@@ -59,6 +71,7 @@ fn pod(named: Option<&str>) -> Value {
         "metadata": { "annotations": annotations, "labels": { "app": "a" } },
         "spec": {
             "automountServiceAccountToken": false,
+            "runtimeClassName": CLASS,
             "containers": [{
                 "name": "c", "image": "x",
                 "resources": { "requests": { "cpu": "10m" } },
@@ -130,6 +143,24 @@ fn only_volumes_that_a_runtime_could_mount_are_named() {
         assert_refused(make(&rig, &pod(Some(bad)), true), &["422", ANNOTATION, told]);
     }
     assert!(rig.page("/metrics").contains("webhook=\"validate_deferral\",verdict=\"refused\""));
+}
+
+#[test]
+fn a_pod_whose_runtime_has_no_entry_in_the_policy_does_not_opt_in() {
+    let Some(cluster) = shared() else { return };
+    let rig = guarded(cluster);
+    let mut plain = pod(Some("claim"));
+    plain["spec"].as_object_mut().unwrap().remove("runtimeClassName");
+    assert_refused(make(&rig, &plain, true), &["403", ANNOTATION, "runtimeClassName"]);
+    make(&rig, &pod(Some("claim")), true).unwrap();
+    rig.policy("deferral: []");
+    cluster.wait_for("the policy without entries", || {
+        let refused = make(&rig, &pod(Some("claim")), true).err()?;
+        (refused.contains("403") && refused.contains(CLASS)).then_some(())
+    });
+    // Who names nothing needs no entry.
+    make(&rig, &pod(None), true).unwrap();
+    make(&rig, &pod(Some("")), true).unwrap();
 }
 
 #[test]

@@ -169,7 +169,6 @@ fn webhooks_rights_and_arguments_are_for_the_same_driver() {
     let expected = [
         ("mutate-pods", "/mutate-pod", "Fail", "IfNeeded"),
         ("validate-pods", "/validate-pod", "Fail", ""),
-        ("validate-workloads", "/validate-workload", "Ignore", ""),
     ]
     .map(|(name, path, failure, again)| {
         (full(name), path.to_owned(), failure.to_owned(), again.to_owned())
@@ -336,70 +335,6 @@ fn while_no_webhook_answers_only_pods_with_inline_volumes_of_the_driver_are_refu
     without_webhooks(cluster);
 }
 
-/// An object of each kind that has a template, with these volumes in it.
-fn workloads(volumes: &Value) -> Vec<Value> {
-    let labels = json!({ "app": "a" });
-    let mut spec = pod_spec(volumes);
-    let template = |spec: &Value| json!({ "metadata": { "labels": labels }, "spec": spec });
-    let mut all = Vec::new();
-    for kind in ["Deployment", "StatefulSet", "DaemonSet", "ReplicaSet"] {
-        let inner = json!({ "selector": { "matchLabels": labels }, "template": template(&spec) });
-        all.push(json!({ "apiVersion": "apps/v1", "kind": kind, "spec": inner }));
-    }
-    let inner = json!({ "selector": labels, "template": template(&spec) });
-    all.push(json!({ "apiVersion": "v1", "kind": "ReplicationController", "spec": inner }));
-    all.push(json!({ "apiVersion": "v1", "kind": "PodTemplate", "template": template(&spec) }));
-    spec["restartPolicy"] = json!("Never");
-    let job = json!({ "template": template(&spec) });
-    all.push(json!({ "apiVersion": "batch/v1", "kind": "Job", "spec": job }));
-    let cron = json!({ "schedule": "0 0 * * *", "jobTemplate": { "spec": job } });
-    all.push(json!({ "apiVersion": "batch/v1", "kind": "CronJob", "spec": cron }));
-    for object in &mut all {
-        object["metadata"] = json!({ "name": "w" });
-    }
-    all
-}
-
-#[test]
-fn templates_of_every_kind_are_asked_about_and_never_held_up() {
-    let Some(cluster) = shared() else { return };
-    apply_webhooks(cluster);
-    let here = namespace_for_pods(cluster);
-    for object in workloads(&inline(DRIVER)) {
-        assert_eq!(verdict(cluster, &here, &object), Ok(()), "{}", object["kind"]);
-    }
-    // Which of them are asked about is seen where an answer is needed.
-    let fail = json!([{ "op": "replace", "path": "/webhooks/1/failurePolicy", "value": "Fail" }]);
-    let patch = ["patch", VALIDATING, WEBHOOKS, "--type=json", "-p", &fail.to_string()];
-    said(cluster.kubectl(&patch));
-    let name = "validate-workloads";
-    for object in workloads(&inline(DRIVER)) {
-        cluster.wait_for(&format!("the webhook, for a {}", object["kind"]), || {
-            is_unanswered(&verdict(cluster, &here, &object), name).then_some(())
-        });
-        // A controller's own objects come from a template that was asked about.
-        let mut made = object.clone();
-        made["metadata"]["ownerReferences"] = json!([{
-            "apiVersion": "apps/v1", "kind": "Deployment", "name": "d", "uid": "u", "controller": true,
-        }]);
-        assert_eq!(verdict(cluster, &here, &made), Ok(()), "{}", object["kind"]);
-        made["metadata"]["ownerReferences"][0].as_object_mut().unwrap().remove("controller");
-        let told = verdict(cluster, &here, &made);
-        assert!(is_unanswered(&told, name), "{}: {told:?}", object["kind"]);
-    }
-    for volumes in others() {
-        for object in workloads(&volumes) {
-            assert_eq!(verdict(cluster, &here, &object), Ok(()), "{} {volumes}", object["kind"]);
-        }
-    }
-    let empty = json!({
-        "apiVersion": "v1", "kind": "PodTemplate", "metadata": { "name": "w" },
-    });
-    let told = verdict(cluster, &here, &empty);
-    assert!(!is_unanswered(&told, name), "{told:?}");
-    without_webhooks(cluster);
-}
-
 #[test]
 fn what_the_admission_webhooks_have_written_survives_an_apply() {
     let Some(cluster) = shared() else { return };
@@ -433,10 +368,7 @@ fn what_the_admission_webhooks_have_written_survives_an_apply() {
     let kubeconfig = cluster.kubeconfig_of(&webhooks());
     for object in [
         of("MutatingWebhookConfiguration", &["mutate-pods"]),
-        of(
-            "ValidatingWebhookConfiguration",
-            &["validate-pods", "validate-workloads", "validate-deferral"],
-        ),
+        of("ValidatingWebhookConfiguration", &["validate-pods", "validate-deferral"]),
     ] {
         let file = cluster.write("configuration.json", &object.to_string());
         let written = ["apply", "--server-side", "--field-manager=webhooks", "-f", path(&file)];

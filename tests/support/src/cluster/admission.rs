@@ -128,15 +128,6 @@ fn webhooks(driver: &str, home: &str, port: u16, mutating: bool) -> Vec<Value> {
         { "apiGroups": [""], "apiVersions": ["v1"], "operations": ["UPDATE"],
           "resources": ["pods/ephemeralcontainers"], "scope": "Namespaced" },
     ]);
-    let rule = |group: &str, resources: &[&str]| {
-        json!({ "apiGroups": [group], "apiVersions": ["v1"], "operations": ["CREATE", "UPDATE"],
-            "resources": resources, "scope": "Namespaced" })
-    };
-    let of_workloads = json!([
-        rule("apps", &["deployments", "statefulsets", "daemonsets", "replicasets"]),
-        rule("batch", &["jobs", "cronjobs"]),
-        rule("", &["replicationcontrollers", "podtemplates"]),
-    ]);
     let has = |spec: &str| {
         format!(
             "has({spec}.volumes) && {spec}.volumes.exists(v, has(v.csi) && v.csi.driver == '{driver}')"
@@ -162,14 +153,5 @@ fn webhooks(driver: &str, home: &str, port: u16, mutating: bool) -> Vec<Value> {
         mutate["reinvocationPolicy"] = "IfNeeded".into();
         return vec![mutate];
     }
-    let templates = format!(
-        "request.kind.kind == 'PodTemplate' ? ({}) : request.kind.kind == 'CronJob' ? ({}) : ({})",
-        has("object.template.spec"),
-        has("object.spec.jobTemplate.spec.template.spec"),
-        has("object.spec.template.spec"),
-    );
-    vec![
-        webhook("validate-pods", "/validate-pod", &of_pods, &pods, "Fail"),
-        webhook("validate-workloads", "/validate-workload", &of_workloads, &templates, "Ignore"),
-    ]
+    vec![webhook("validate-pods", "/validate-pod", &of_pods, &pods, "Fail")]
 }

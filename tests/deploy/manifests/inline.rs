@@ -3,9 +3,11 @@
 use serde_json::{Value, json};
 use support::cluster::shared;
 
-use super::DRIVER;
 use super::admission::{inline, namespace_for_pods, pod, without_webhooks};
+use super::pods::{are_known, only};
+use super::{DRIVER, apply, deploy, objects};
 use support::cluster::Cluster;
+use support::cluster::programs::said;
 use support::path;
 
 /// What the API server says to an object, every field of which it has to know; nothing is kept.
@@ -93,4 +95,31 @@ fn lifecycle_modes_of_a_driver_are_checked_and_cannot_be_changed() {
     let told = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && told.contains("immutable"), "{told}");
     super::said(cluster.kubectl(&["delete", "csidriver", "modes.example"]));
+}
+
+#[test]
+fn inline_volumes_are_served_on_every_node_without_controllers() {
+    let Some(cluster) = shared() else { return };
+    said(apply(cluster, &deploy("inline")));
+    let all = objects(cluster, "inline");
+    let kinds: Vec<&str> = all.iter().map(|object| object["kind"].as_str().unwrap()).collect();
+    for kind in &kinds {
+        let expected = ["Namespace", "CSIDriver", "DaemonSet", "NetworkPolicy"];
+        assert!(expected.contains(kind), "{kinds:?}: no controller, class or right");
+    }
+    let driver = only(&all, "CSIDriver");
+    let name = driver["metadata"]["name"].as_str().unwrap();
+    assert_eq!(driver["spec"]["volumeLifecycleModes"], json!(["Ephemeral"]));
+    assert_eq!(driver["spec"]["podInfoOnMount"], json!(true));
+    let pod = &only(&all, "DaemonSet")["spec"]["template"]["spec"];
+    assert!(pod["nodeSelector"].is_null(), "every node");
+    assert_eq!(pod["tolerations"], json!([{ "operator": "Exists" }]));
+    let containers = pod["containers"].as_array().unwrap();
+    let names: Vec<_> = containers.iter().map(|one| one["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["driver", "node-driver-registrar"]);
+    are_known("inline: driver", &containers[0]);
+    let arguments = containers[0]["args"].to_string();
+    assert!(arguments.contains(&format!("--driver-name={name}")), "{arguments}");
+    let registered = format!("/var/lib/kubelet/plugins/{name}/csi.sock");
+    assert!(containers[1]["args"].to_string().contains(&registered));
 }

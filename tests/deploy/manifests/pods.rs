@@ -180,9 +180,9 @@ fn the_arguments_of_the_manifests_are_known_to_the_binary() {
             seen += 1;
         }
     }
-    // Driver, its freeze guard and sidecar, four times; crust_ops, twice; the node proxy, twice, and twice for another's driver; session manager,
+    // The driver of inline volumes; driver, its freeze guard and sidecar, four times; crust_ops, twice; the node proxy, twice, and twice for another's driver; session manager,
     // aggregated API server and webhooks; a full and an incremental backup, twice.
-    assert_eq!(seen, 25);
+    assert_eq!(seen, 26);
 }
 
 /// The one object of a kind.

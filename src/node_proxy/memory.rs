@@ -38,7 +38,7 @@ pub struct Left {
     #[serde(default)]
     pub group: Option<Group>,
     /// The claim that it is of, in the pod's namespace, where that is known.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub claim: Option<String>,
     #[serde(flatten)]
     pub pod: PodRef,

@@ -93,12 +93,12 @@ pub fn seed(root: &Path, content: &Content) -> Result<()> {
         for (name, bytes) in &content.files {
             root.write(".", name, bytes, SEED_MODE)?;
         }
-        root.flush()
+        Ok(())
     };
     write().map_err(|error| told(error, at))
 }
 
-/// Adds what was being done. Room that lacks in the volume is something else than room in the pool.
+/// Adds what was being done. The volume lacks room, and not the pool.
 fn told(error: Error, doing: impl Fn() -> String) -> Error {
     match error {
         Error::Io { source, .. } if is_full(&source) => Error::Exhausted(
@@ -165,13 +165,13 @@ fn holds(root: &Root, generation: &str, content: &Content) -> bool {
     compare().unwrap_or(false)
 }
 
-/// A new generation, on the device before anybody sees it: a pool without room is met here and not afterwards.
+/// A new generation, whole before anybody sees it.
 fn write(root: &Root, generation: &str, content: &Content) -> Result<()> {
     root.make_directory(generation, DIRECTORY_MODE)?;
     for (name, bytes) in &content.files {
         root.write(generation, name, bytes, FILE_MODE)?;
     }
-    root.flush()
+    Ok(())
 }
 
 /// The moment.

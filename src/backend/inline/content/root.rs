@@ -12,9 +12,9 @@ use nix::dir::Dir;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat, readlinkat, renameat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fchmod, fstat, fstatat, mkdirat};
-use nix::unistd::{UnlinkatFlags, symlinkat, syncfs, unlinkat};
+use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
-use super::super::super::error::{Context, Error, Result};
+use super::super::super::error::{Error, Result};
 use super::super::super::fail_point::reach;
 use super::{c_string, generation, io_error};
 
@@ -91,13 +91,6 @@ impl Root {
         reach("content.file_made")?;
         file.write_all(bytes).map_err(failed)?;
         reach("content.file_written")
-    }
-
-    /// Everything that was written, on the device.
-    pub fn flush(&self) -> Result<()> {
-        // Room that lacks now lacks in the pool: what a volume has no room for is told when it is written.
-        syncfs(&self.0).context(|| "flushing the volume".to_owned())?;
-        reach("content.flushed")
     }
 
     pub fn make_link(&self, target: &Path, name: &str) -> Result<()> {

@@ -68,19 +68,14 @@ fn a_provided_certificate_is_shown() {
     // What the API server trusts is for whoever provides it to say.
     rig.refused_once(&rig.apps, &volume, "failed calling webhook");
     let bundle = json!(ByteString(authority.pem().into_bytes()));
-    let patch = |count: usize| {
-        let add = (0..count).map(|index| {
-            let path = format!("/webhooks/{index}/clientConfig/caBundle");
-            json!({ "op": "add", "path": path, "value": bundle })
-        });
-        let patch = Value::Array(add.collect());
-        Patch::<()>::Json(serde_json::from_value(patch).unwrap())
-    };
+    let patch =
+        json!([{ "op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": bundle }]);
+    let patch = Patch::<()>::Json(serde_json::from_value(patch).unwrap());
     let (name, params) = (&rig.configuration, PatchParams::default());
     let mutating = cluster.api::<MutatingWebhookConfiguration>();
-    cluster.block_on(mutating.patch(name, &params, &patch(1))).unwrap();
+    cluster.block_on(mutating.patch(name, &params, &patch)).unwrap();
     let validating = cluster.api::<ValidatingWebhookConfiguration>();
-    cluster.block_on(validating.patch(name, &params, &patch(2))).unwrap();
+    cluster.block_on(validating.patch(name, &params, &patch)).unwrap();
     rig.allowed_once(&rig.apps, &volume);
     assert_eq!(rig.ca_bundle(false), Some(authority.pem()));
 }
@@ -133,7 +128,7 @@ fn hostile_reviews_are_answered_or_refused_and_hold_up_nobody() {
         .collect();
     let many = review("Pod", pod(json!({ "containers": [], "volumes": volumes })));
     let refused = posted(&rig, "/validate-pod", &many);
-    assert!(refused.contains("sise") && refused.contains("and more"), "{refused}");
+    assert!(refused.contains("sise") && refused.len() < 4096, "{refused}");
     assert!(rig.served.process.ended().is_none());
     let log = rig.served.process.log();
     assert!(!log.contains("panic"), "{log}");

@@ -199,13 +199,15 @@ tests_of() { # tests_of HOW NAME...: binaries that need root
 }
 
 # Two lanes. A lane is a list of test binaries; which one a test is in follows from the binary that it is in.
-with_api_server=(api_server deploy containers)
+other_lane() { # other_lane HOW: what needs an API server, and what needs no root
+    tests "$1" "unit" --skip root_
+    tests "$1" "no_root"
+    tests_of "$1" api_server deploy containers
+}
 without=(driver storage crash)
 lanes=${TEST_LANES:-2}
 if ((${#patterns[@]})) || [[ -n $why_no_root_tests ]]; then lanes=1; fi
-((lanes == 1)) || run_beside tests_of run_and_leave "${with_api_server[@]}"
-tests run_tests "unit" --skip root_
-tests run_tests "no_root"
+((lanes == 1)) || run_beside other_lane run_and_leave
 if ((${#patterns[@]} == 0)); then
     tests run_tests "unit tests that need root" --test-threads=1 root_
 fi
@@ -310,10 +312,10 @@ fi
 # --- The tests that ran beside ----------------------------------------------------------------------
 
 if ((lanes == 1)); then
-    tests_of run_tests "${with_api_server[@]}"
+    other_lane run_tests
 else
     phase "the other lane" "$(if_full 120 30)"
-    tests_of take_tests "${with_api_server[@]}"
+    other_lane take_tests
 fi
 [[ -n $matched ]] || die "no test and no step has a name that contains: ${patterns[*]}"
 ((${#patterns[@]})) || check_left_behind

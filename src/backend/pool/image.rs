@@ -92,7 +92,12 @@ impl Image {
             settle_reserve(data_dir, in_place, is_allocated);
         }
         let (device, handle) = attach(&file)?;
-        let mount = mount(&device, keeps_room)?;
+        let mount = mount(&device, keeps_room).map_err(|error| match error {
+            error if is_unsupported(&error) => Error::Precondition(format!(
+                "{error}: blocks larger than a page of memory need Linux 6.12"
+            )),
+            error => error,
+        })?;
         drop(handle);
         let image = Self {
             data_dir: data_dir.to_owned(),
@@ -292,33 +297,22 @@ fn attach(backing: &File) -> Result<(LoopDevice, File)> {
 }
 
 fn mount(device: &LoopDevice, keeps_room: bool) -> Result<OwnedFd> {
-    let mounted = try_mount(device, keeps_room).map_err(|error| match error {
-        error if is_unsupported(&error) => Error::Precondition(
-            "mounting the pool image: blocks larger than a page of memory need Linux 6.12"
-                .to_owned(),
-        ),
-        error => Error::io(
-            format!(
-                "mounting the pool image on {} (is XFS in this kernel, and the image whole?)",
-                device.path().display()
-            ),
-            error,
-        ),
-    })?;
-    reach("image.mounted").map(|()| mounted)
-}
-
-fn try_mount(device: &LoopDevice, keeps_room: bool) -> io::Result<OwnedFd> {
     let source = device.path().to_string_lossy();
     // nouuid: a copy of a pool may be looked at beside the pool. discard: what is deleted in the pool
     // becomes free below it, which an allocated image must not allow.
     let options: &[&str] = if keeps_room { &["nouuid"] } else { &["nouuid", "discard"] };
-    retried_while_busy(|| sys::detached_mount(c"xfs", &source, options))
+    let mounted =
+        retried_while_busy(|| sys::detached_mount(c"xfs", &source, options)).context(|| {
+            format!(
+                "mounting the pool image on {source} (is XFS in this kernel, and the image whole?)"
+            )
+        })?;
+    reach("image.mounted").map(|()| mounted)
 }
 
 /// Whether the kernel does not mount an XFS because of its block size.
-fn is_unsupported(error: &io::Error) -> bool {
-    error.raw_os_error() == Some(libc::ENOSYS)
+fn is_unsupported(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.raw_os_error() == Some(libc::ENOSYS))
 }
 
 /// A process that has just ended may still hold the device: the kernel unmounts what it had a moment later.
@@ -413,7 +407,7 @@ fn fill(path: &Path, size: u64, block_size: Option<u64>, keeps_room: bool) -> Re
 fn format(device: &LoopDevice, block_size: Option<u64>, keeps_room: bool) -> Result<u64> {
     let bytes = block_size.unwrap_or(MAX_BLOCK_SIZE);
     make_filesystem(device, bytes)?;
-    match try_mount(device, keeps_room) {
+    match mount(device, keeps_room) {
         Ok(_) => Ok(bytes),
         Err(error) if is_unsupported(&error) && block_size.is_none() => {
             info!("this kernel mounts no XFS with larger blocks than {BLOCK_SIZE} bytes");
@@ -423,7 +417,7 @@ fn format(device: &LoopDevice, block_size: Option<u64>, keeps_room: bool) -> Res
             "--pool-block-size: this kernel does not mount an XFS with blocks of {bytes} bytes; blocks larger than a page \
              of memory need Linux 6.12: use 4Ki, or leave the flag out"
         ))),
-        Err(error) => Err(Error::io("mounting the new pool image", error)),
+        Err(error) => Err(error),
     }
 }
 

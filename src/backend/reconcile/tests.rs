@@ -18,7 +18,7 @@ use super::super::model::{
 use super::super::pool::{self, PoolChoice, PoolKind};
 use super::super::store::now;
 use super::super::tracker::{Bitmap, Header, RecordWriter, Style};
-use super::super::units::{Block, BlockRange};
+use super::super::units::{BLOCK_SIZE, Block, BlockRange};
 use super::super::{Backend, Config, CreateVolume, Error, check, filesystem, sys};
 use super::*;
 use crate::backend::loop_device::LoopDevice;
@@ -46,7 +46,8 @@ impl Pool {
             pool: PoolChoice::Kind(kind),
             pool_size: Some(4 << 30),
             pool_sparse: true,
-            pool_block_size: None,
+            // Tests write records block by block.
+            pool_block_size: Some(BLOCK_SIZE),
             retention: Duration::from_secs(3600),
             overcommit: 1e6,
             inline: Default::default(),

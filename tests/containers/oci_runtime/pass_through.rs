@@ -90,9 +90,8 @@ fn whatever_is_not_of_a_volume_is_the_other_runtimes() {
 }
 
 #[test]
-fn a_config_that_cannot_be_made_out_is_left_to_the_other_runtime() {
+fn without_volumes_a_config_that_cannot_be_made_out_is_left_to_the_other_runtime() {
     on_node(|node| {
-        node.volume("other", &[]);
         let container = node.container(&[]);
         let arguments = ["create", "--bundle", path(&container.bundle), &container.id];
         both(node, &arguments, "");

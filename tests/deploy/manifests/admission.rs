@@ -380,7 +380,7 @@ fn what_the_admission_webhooks_have_written_survives_an_apply() {
     assert_eq!(data["tls.crt"].0, b"kept");
     let found = registered(cluster);
     without_webhooks(cluster);
-    assert_eq!(found.len(), 4);
+    assert_eq!(found.len(), 3);
     for webhook in found {
         assert_eq!(webhook["clientConfig"]["caBundle"], bundle, "{}", webhook["name"]);
         assert!(!webhook["clientConfig"]["service"].is_null() && !webhook["rules"].is_null());

@@ -36,7 +36,7 @@ fn start(cluster: &Cluster) -> Process {
     let patch = ["patch", "service", NAME, "-n", NAME, "--type=merge", "-p", &service];
     said(cluster.kubectl(&patch));
     for (kind, webhooks) in
-        [("mutatingwebhookconfiguration", 1), ("validatingwebhookconfiguration", 3)]
+        [("mutatingwebhookconfiguration", 1), ("validatingwebhookconfiguration", 2)]
     {
         let each = (0..webhooks).map(|at| {
             let path = format!("/webhooks/{at}/clientConfig/service/port");

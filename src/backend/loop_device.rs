@@ -108,6 +108,10 @@ pub struct Devices {
 }
 
 impl Devices {
+    pub fn is_empty(&self) -> bool {
+        self.ours.is_empty() && self.foreign.is_empty()
+    }
+
     /// Refuses a file that has a writable device of somebody else's: each device has a page cache of its own, so two of
     /// them overwrite each other's blocks. A read-only one does no harm.
     pub fn refuse_foreign(&self) -> Result<()> {

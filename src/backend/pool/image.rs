@@ -400,7 +400,20 @@ fn fill(path: &Path, size: u64, block_size: Option<u64>, keeps_room: bool) -> Re
     handle.sync_all().context(|| format!("flushing {}", path.display()))?;
     drop(handle);
     file.sync_all().context(|| format!("flushing {}", path.display()))?;
+    wait_until_detached(&file)?;
     reach("image.flushed").map(|()| block_size)
+}
+
+/// Waits until the kernel has detached the device that the image was mounted with. While it does, the device looks like
+/// somebody else's, and the image would not be opened.
+fn wait_until_detached(image: &File) -> Result<()> {
+    let deadline = Instant::now() + BUSY_DEADLINE;
+    loop {
+        if LoopDevice::of_file(image)?.is_empty() || Instant::now() >= deadline {
+            return Ok(());
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
 }
 
 /// Makes the filesystem, with blocks of the given size or else of the largest that the kernel mounts. Returns the size.

@@ -126,7 +126,7 @@ const HEADS: [&str; 8] = [
     "reached",
 ];
 
-/// What depends on what: a line for whoever draws a chart.
+/// One quantity against another: the points of a line in a chart.
 #[derive(Debug, Clone, Serialize)]
 pub struct Series {
     /// Lines of one chart have the same axes.

@@ -5,7 +5,7 @@ use super::list::Page;
 use super::model::{Predecessor, Retention, Snapshot, SnapshotPhase, Volume};
 use super::store::Store;
 
-/// Rows that are looked at, at most, to find the base that goes first: before it can be ids that are no bases any more.
+/// Maximum number of rows to read when searching for the first expiry: rows before it can be ids that are no longer bases.
 const MAX_VISITED: usize = 10_000;
 
 /// A snapshot that can be the base of a delta.

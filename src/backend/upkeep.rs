@@ -1,13 +1,10 @@
 //! What happens without being asked: hidden baselines go when the pool runs full, and the records of
 //! deleted snapshots are forgotten when their retention is over.
 
-use std::fs::File;
-
-use nix::unistd::syncfs;
 use tracing::{info, warn};
 
 use super::catalog::SnapshotFile;
-use super::error::{Context, Error, MORE_ROOM, Result};
+use super::error::{Error, MORE_ROOM, Result};
 use super::model::{
     ChainBreak, Condition, HealthProblem, Predecessor, Snapshot, SnapshotPhase, Volume,
 };
@@ -15,6 +12,7 @@ use super::pool::{self, Directory, Image, Room};
 use super::store::{Store, now};
 use super::tracker::{Bitmap, BlockMap, Header, RecordWriter, Style};
 use super::units::{Block, BlockRange};
+use super::writeback;
 
 /// Room kept back for the catalog, for records, and for noticing in time, in bytes.
 pub fn reserve(room: Room) -> u64 {
@@ -78,8 +76,10 @@ fn drop_baselines(store: &Store) -> Result<()> {
         return Ok(());
     }
     // Blocks that a write in the page cache is to replace are shared until it is written back. Until then a baseline that
-    // is dropped frees nothing, and so all would be dropped.
-    write_back(store)?;
+    // is dropped frees nothing, and so all would be dropped. A failure is no reason to make no room.
+    if let Err(error) = writeback::sync_mounted(store.pool.root()) {
+        warn!(%error, "could not write back the pool before baselines are dropped");
+    }
     hidden.sort_unstable();
     for (_, volume_id) in hidden {
         if !under_pressure(store.pool.room()?) {
@@ -97,11 +97,6 @@ fn drop_baselines(store: &Store) -> Result<()> {
         drop_baseline(store, volume, ChainBreak::BaselineDropped)?;
     }
     Ok(())
-}
-
-fn write_back(store: &Store) -> Result<()> {
-    let root = File::open(store.pool.root()).and_then(|root| Ok(syncfs(root)?));
-    root.context(|| "writing back what is cached of the pool".to_owned())
 }
 
 /// When the baseline of a volume was cut, if only the next cut still needs its data.

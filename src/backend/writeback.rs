@@ -54,9 +54,14 @@ fn flush(store: &Store, volume_id: &str, doing: &str, file: &File) -> Result<()>
     checked(store, volume_id, doing, file.sync_all())
 }
 
+/// Writes back the filesystem of a path.
+pub fn sync_mounted(path: &Path) -> io::Result<()> {
+    File::open(path).and_then(|root| Ok(syncfs(&root)?))
+}
+
 /// Receives what an unmount would not report. An unmount goes on whatever was lost: the loss is logged and recorded.
 pub fn sync_before_unmount(store: &Store, volume_id: &str, mounted_at: &Path) {
-    let synced = File::open(mounted_at).and_then(|root| Ok(syncfs(&root)?));
+    let synced = sync_mounted(mounted_at);
     // A path that does not open says nothing of the volume, but for a filesystem that has shut down.
     if !matches!(&synced, Err(error) if is_of_opening(error)) {
         let _ = checked(store, volume_id, "syncing its filesystem", synced);

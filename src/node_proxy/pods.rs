@@ -74,7 +74,7 @@ impl Pods {
         }
     }
 
-    /// The pod with this uid, as the watch has told it last. A pod that only claims to be the mirror of that uid is not
+    /// The pod with this uid, as the watch last reported it. A pod that only claims to be the mirror of that uid is not
     /// preferred to the one that has it.
     pub fn known(&self, uid: &str) -> Option<Arc<Pod>> {
         let mut found = self.cache.last_told_with(uid);

@@ -76,7 +76,7 @@ impl Proxy {
         Ok(Decision::Defer(left.with_claim(claim)))
     }
 
-    /// The claim that the volume is of, where that can be told: for the metrics, which do without.
+    /// The claim that the volume belongs to, for the metrics; None where it is unknown.
     async fn claim(&self, pod: &Pod, asked: &Passed) -> Option<String> {
         let mut claims = wish::claims_at(pod, &asked.place, asked.form)?;
         if claims.len() == 1 {

@@ -1,4 +1,4 @@
-//! `--publish-bases`: what the driver's BaseAdmin service tells of bases, as an annotation of VolumeSnapshotContents, where backup
+//! `--publish-bases`: the bases that the driver's BaseAdmin service reports, as an annotation of VolumeSnapshotContents, where backup
 //! products see it; and an annotation by which they say how long a snapshot is to stay a base. It is done in rounds, and nothing
 //! is kept but what spares calls. All replicas write the same.
 
@@ -53,8 +53,8 @@ pub struct Bases {
     objects: Api<VolumeSnapshotContent>,
     /// How long a call of the driver may take.
     timeout: Duration,
-    /// What the driver was told last, by content.
-    told: HashMap<String, String>,
+    /// The retention that the driver accepted last, by content.
+    accepted: HashMap<String, String>,
     /// The volumes of snapshots whose contents do not name them, by handle.
     volumes: HashMap<String, String>,
     complaint: Complaint,
@@ -97,13 +97,13 @@ impl Bases {
             contents,
             objects,
             timeout,
-            told: HashMap::new(),
+            accepted: HashMap::new(),
             volumes: HashMap::new(),
             complaint: Complaint::default(),
         }
     }
 
-    /// Makes rounds, with pauses of `every`, until draining begins. That the driver lacks the service is told to `refused`.
+    /// Makes rounds, with pauses of `every`, until draining begins. Sends an error to `refused` where the driver lacks the service.
     pub async fn keep(
         mut self,
         every: Duration,
@@ -112,7 +112,7 @@ impl Bases {
     ) {
         let work = async {
             if let Err(error) = self.find_service().await {
-                // Who does not listen ends anyway.
+                // Without a receiver the process is ending.
                 let _ = refused.send(error).await;
                 return;
             }
@@ -166,7 +166,7 @@ impl Bases {
         let handles = contents.iter().filter_map(|content| content.ready_handle());
         let handles: HashSet<&str> = handles.collect();
         let names: HashSet<String> = contents.iter().map(|content| content.name_any()).collect();
-        self.told.retain(|name, _| names.contains(name));
+        self.accepted.retain(|name, _| names.contains(name));
         self.volumes.retain(|handle, _| handles.contains(handle.as_str()));
         let mut failure = None;
         let bases = self.published(&contents, &mut failure).await;
@@ -280,7 +280,7 @@ impl Bases {
             Err(error) => return Ok(Some(error)),
         };
         let name = content.name_any();
-        if self.told.get(&name) == Some(asked) {
+        if self.accepted.get(&name) == Some(asked) {
             return Ok(None);
         }
         let request = admin::SetBaseRetentionRequest {
@@ -290,7 +290,7 @@ impl Bases {
         match self.driver.set_base_retention(request, self.timeout).await {
             Ok(_) => {
                 tracing::info!(snapshot_id = handle, retention = asked, "a base has its retention");
-                self.told.insert(name, asked.clone());
+                self.accepted.insert(name, asked.clone());
                 Ok(None)
             }
             Err(status) if status.code() == Code::NotFound => Ok(None),

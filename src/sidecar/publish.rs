@@ -17,6 +17,7 @@ use crate::kubernetes::publish::Publication;
 use crate::kubernetes::session::SnapshotServiceConfiguration;
 use crate::kubernetes::tls;
 use crate::kubernetes::{cbt_http, name};
+use crate::quantity;
 use crate::telemetry::klog;
 use crate::telemetry::shutdown::Shutdown;
 
@@ -57,18 +58,14 @@ pub struct Args {
     #[arg(long)]
     pub publish_bases: bool,
 
-    /// Time between two looks at the bases of the driver.
+    /// How often the bases of the driver are polled.
     #[arg(long, default_value = "1min", value_parser = bases_interval, value_name = "TIME")]
     pub publish_bases_interval: Duration,
 }
 
 fn bases_interval(text: &str) -> Result<Duration, String> {
-    let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
-    let (least, most) = (Duration::from_secs(1), Duration::from_secs(86_400));
-    if !(least..=most).contains(&time) {
-        return Err("is not within 1s and 1day".into());
-    }
-    Ok(time)
+    let range = Duration::from_secs(1)..=Duration::from_secs(86_400);
+    quantity::duration(text, range, "within 1s and 1day")
 }
 
 /// What the SnapshotMetadataService says.

@@ -295,7 +295,7 @@ struct Attend {
     attended: watch::Sender<Driver>,
     /// For --publish-bases.
     contents: Option<Cache<VolumeSnapshotContent>>,
-    /// Where it is told that the driver cannot do what the flags ask for.
+    /// Receives the error when the driver cannot do what the flags ask for.
     refused: mpsc::Sender<anyhow::Error>,
 }
 

@@ -257,7 +257,7 @@ fn a_secret_of_the_former_format_is_taken_over() {
     cluster.merge(&secrets, SECRET, &json!({ "metadata": { "labels": label } }));
     let replicas = [(); 2].map(|()| start(cluster, &client, self_signed(&namespace, "1h"), driver));
     let now = cluster.wait_for("the service", || ca_cert(cluster, driver));
-    // Whoever trusted the former certificate still does, and so does who trusts the one that lasts.
+    // Clients that trust the former certificate or the lasting one can connect.
     for pem in [&signing.0, &bundle, &now] {
         for replica in &replicas {
             cluster.block_on(connect(replica.port, pem)).unwrap();

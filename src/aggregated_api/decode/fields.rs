@@ -19,8 +19,8 @@ const DROPPED: &str = "status";
 pub fn unknown(value: &Value) -> Vec<String> {
     let mut unknown = Vec::new();
     look("", value, &SCHEMA, &mut unknown);
-    let told = unknown.iter().take(MAX_UNKNOWN);
-    told.map(|path| cut(&format!("unknown field {path:?}"), MAX_TOLD)).collect()
+    let reported = unknown.iter().take(MAX_UNKNOWN);
+    reported.map(|path| cut(&format!("unknown field {path:?}"), MAX_TOLD)).collect()
 }
 
 fn look(path: &str, value: &Value, schema: &Value, unknown: &mut Vec<String>) {

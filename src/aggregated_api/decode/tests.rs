@@ -84,7 +84,7 @@ fn unknown_fields_are_refused_warned_of_or_ignored() {
 #[test]
 fn a_field_that_is_there_twice_is_refused_by_its_name() {
     let head = format!(r#""apiVersion":"{API_VERSION}","kind":"{KIND}""#);
-    for (body, told) in [
+    for (body, words) in [
         (
             format!(r#"{{{head},"spec":{{"{TARGET}":"a","limit":1,"limit":2}}}}"#),
             "spec: duplicate field `limit`",
@@ -97,7 +97,7 @@ fn a_field_that_is_there_twice_is_refused_by_its_name() {
         for query in ["", "fieldValidation=Strict", "fieldValidation=Ignore"] {
             let refused = decoded(query, &body).unwrap_err();
             assert_eq!(refused.cause, Cause::Malformed);
-            assert!(refused.message.contains(told), "{}", refused.message);
+            assert!(refused.message.contains(words), "{}", refused.message);
         }
     }
 }

@@ -404,8 +404,8 @@ fn fill(path: &Path, size: u64, block_size: Option<u64>, keeps_room: bool) -> Re
     reach("image.flushed").map(|()| block_size)
 }
 
-/// Waits until the kernel has detached the device that the image was mounted with. While it does, the device looks like
-/// somebody else's, and the image would not be opened.
+/// Waits until the kernel has detached the device that the image was mounted with. Meanwhile the device looks like one of
+/// another program, and the image cannot be opened.
 fn wait_until_detached(image: &File) -> Result<()> {
     let deadline = Instant::now() + BUSY_DEADLINE;
     loop {
@@ -420,6 +420,9 @@ fn wait_until_detached(image: &File) -> Result<()> {
 fn format(device: &LoopDevice, block_size: Option<u64>, keeps_room: bool) -> Result<u64> {
     let bytes = block_size.unwrap_or(MAX_BLOCK_SIZE);
     make_filesystem(device, bytes)?;
+    if bytes == BLOCK_SIZE {
+        return Ok(bytes);
+    }
     match mount(device, keeps_room) {
         Ok(_) => Ok(bytes),
         Err(error) if is_unsupported(&error) && block_size.is_none() => {

@@ -35,7 +35,7 @@ fn one_replica_leads_and_the_others_refuse_and_fail_their_readiness() {
     assert!(reply.headers.contains_key("retry-after"));
     assert!(reply.problem().message.contains("another replica leads"), "{:?}", reply.problem());
     assert_eq!(rig.desk.metric(&standby, "csi_loopback_sidecar_cbt_http_leading "), 0.0);
-    // Only callers that the leader would let in are told that it is another one.
+    // Only authorized callers learn that another replica leads.
     let refused = rig.desk.post(&standby, "x", &asked);
     assert_eq!(refused.status, 401);
 }

@@ -110,7 +110,7 @@ fn a_driver_with_both_calls_is_asked_by_its_streams() {
     assert!(seen.lock().unwrap().is_empty());
 }
 
-/// A driver that tells fixed blocks of this size, each with the call's starting_offset.
+/// A driver that reports fixed blocks of this size, each with the call's starting_offset.
 fn fixed(size: i64, numbers: &'static [i64]) -> (Answers, Arc<Mutex<Vec<i64>>>) {
     let begun = Arc::<Mutex<Vec<i64>>>::default();
     let noted = begun.clone();

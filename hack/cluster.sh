@@ -193,9 +193,7 @@ kubectl create "${definitions[@]}" >"$dir/definitions.log" 2>&1 || give_up defin
 kubectl wait --for=condition=Established --timeout="${patience}s" "${definitions[@]}" \
     >>"$dir/definitions.log" 2>&1 || give_up definitions "are not established"
 
-# Group snapshots are on by default since v8.7.
 start snapshot-controller tools/snapshot-controller --kubeconfig="$dir/kubeconfig" --kube-api-qps=100 --kube-api-burst=200 \
-    --feature-gates=CSIVolumeGroupSnapshot=true \
     --retry-interval-start=200ms
 await snapshot-controller grep -q 'Starting snapshot controller' "$dir/snapshot-controller.log"
 

@@ -133,12 +133,14 @@ go_cached() {
     printf '%s\n' "$target"
 }
 
-# go_key NAME: a name in the cache for the tools of hack/tools/NAME, which changes with what they are built from.
+# go_key NAME...: a name in the cache for the tools of hack/tools/NAME, which changes with what they are built from.
 go_key() {
-    local source=$repo/hack/tools/$1
-    printf '%s-%s\n' "$1" "$(cd "$source" && find . -name '*.go' -o -name 'go.*' | sort |
+    printf '%s-%s\n' "$1" "$(cd "$repo/hack/tools" && find "$@" -name '*.go' -o -name 'go.*' | sort |
         xargs sha256sum | sha256sum | cut -c1-16)"
 }
+
+# kubernetes_key: the name in the cache of what build_kubernetes builds.
+kubernetes_key() { go_key kubernetes snapshot-metadata; }
 
 # go_build NAME DIRECTORY [LDFLAGS]: the tools of hack/tools/NAME, at the versions of its go.mod and go.sum.
 go_build() {
@@ -155,29 +157,33 @@ go_tool() {
 
 # build_kubernetes DIRECTORY: see kubernetes_tools.
 build_kubernetes() {
-    local source=$repo/hack/tools/kubernetes version module
+    local source=$repo/hack/tools/kubernetes version
     version=$(cd "$source" && go list -m -f '{{.Version}}' k8s.io/kubernetes) || return 1
     # Without it the API server says that it is of no version.
     go_build kubernetes "$1" "-X k8s.io/component-base/version.gitVersion=$version" || return 1
     mv "$1/server" "$1/etcd" || return 1
-    for module in external-snapshotter/client/v8 external-snapshot-metadata/client; do
-        mkdir -p "$1/crds/${module%%/*}" &&
-            install -m 644 -t "$1/crds/${module%%/*}" "$(cd "$source" &&
-                go list -m -f '{{.Dir}}' "github.com/kubernetes-csi/$module")"/config/crd/*.io_*.yaml ||
-            return 1
-    done
+    go_build snapshot-metadata "$1" || return 1
+    install_crds kubernetes external-snapshotter/client/v8 "$1" &&
+        install_crds snapshot-metadata external-snapshot-metadata/client "$1"
 }
 
-# kubernetes_tools: prints a directory with what hack/tools/kubernetes builds: kube-apiserver, etcd,
-# kubectl, snapshot-controller, csi-snapshotter, csi-snapshot-metadata, snapshot-metadata-lister,
-# snapshot-metadata-verifier, kubelet, node-driver-registrar, and below crds/ the custom resource definitions
-# that they are about. Where
-# CSI_LOOPBACK_KUBERNETES names one, it is that. Fails like go_cached.
+# install_crds NAME MODULE DIRECTORY: the custom resource definitions of a module that hack/tools/NAME names.
+install_crds() {
+    local directory=$3/crds/${2%%/*} module
+    module=$(cd "$repo/hack/tools/$1" && go list -m -f '{{.Dir}}' "github.com/kubernetes-csi/$2") || return 1
+    mkdir -p "$directory" && install -m 644 -t "$directory" "$module"/config/crd/*.io_*.yaml
+}
+
+# kubernetes_tools: prints a directory with what hack/tools/kubernetes and hack/tools/snapshot-metadata build:
+# kube-apiserver, etcd, kubectl, snapshot-controller, csi-snapshotter, csi-snapshot-metadata,
+# snapshot-metadata-lister, snapshot-metadata-verifier, kubelet, node-driver-registrar, and below crds/ the custom
+# resource definitions that they serve. Where CSI_LOOPBACK_KUBERNETES names a directory, it is that. Fails like
+# go_cached.
 kubernetes_tools() {
     if [[ -n ${CSI_LOOPBACK_KUBERNETES:-} ]]; then
         printf '%s\n' "$CSI_LOOPBACK_KUBERNETES"
     else
-        go_cached "$(go_key kubernetes)" "the Kubernetes tools" "about five minutes" build_kubernetes
+        go_cached "$(kubernetes_key)" "the Kubernetes tools" "about five minutes" build_kubernetes
     fi
 }
 

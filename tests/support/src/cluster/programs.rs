@@ -184,8 +184,6 @@ impl Cluster {
         command
             .args(["-kubeconfig", path(kubeconfig), "-csi-address", path(socket)])
             .args(["-retry-interval-start=200ms", "-retry-interval-max=2s"])
-            // The default since v8.7.
-            .arg("-feature-gates=CSIVolumeGroupSnapshot=true")
             .args(["-kube-api-qps=100", "-kube-api-burst=200"]);
         self.spawn("csi-snapshotter", command)
     }

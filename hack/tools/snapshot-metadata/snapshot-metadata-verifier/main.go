@@ -8,7 +8,7 @@ import (
 	"flag"
 	"os"
 
-	"csi-loopback/hack/tools/kubernetes/arguments"
+	"csi-loopback/hack/tools/snapshot-metadata/arguments"
 
 	"github.com/kubernetes-csi/external-snapshot-metadata/pkg/iterator"
 )

@@ -35,13 +35,13 @@ done
 if ((${#patterns[@]})); then
     tier=selected
 elif [[ $tier == default ]]; then
-    export ORACLE_CASES=2 POWER_LOSS_IMAGES=6 FILESYSTEMS_SECONDS=1 CRASH_SAMPLE=20 FUZZ_INPUTS=8000
+    export ORACLE_CASES=2 POWER_LOSS_IMAGES=6 FILESYSTEMS_SECONDS=1 CRASH_SAMPLE=30 FUZZ_INPUTS=8000
 fi
 
 target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
 # Budgets are in seconds on two cores, where everything has been built before (warm) and where nothing has (cold).
 start=warm
-[[ -d $cache/tools/$(go_key kubernetes) && -d $target/debug/deps ]] || start=cold
+[[ -d $cache/tools/$(kubernetes_key) && -d $target/debug/deps ]] || start=cold
 if_cold() { if [[ $start == cold ]]; then echo "$1"; else echo "$2"; fi; }
 if_full() { if [[ $tier == full ]]; then echo "$1"; else echo "$2"; fi; }
 
@@ -69,7 +69,7 @@ check() {
 
 # --- Tools ------------------------------------------------------------------------------------------
 
-phase tools "$(if_cold 330 20)"
+phase tools "$(if_cold 60 20)"
 command -v cargo >/dev/null || die "needs Rust: no cargo in PATH"
 install_missing gcc jq || die "needs gcc and jq"
 why_no_root_tests=
@@ -82,21 +82,10 @@ else
     install_missing "${load_commands[@]}" || true
     install_missing "${node_commands[@]}" || true
 fi
-# Tests that lack these programs say so, each by itself.
-if [[ -n $why_no_root_tests ]]; then
-    skip 1 "Kubernetes tools" "$why_no_root_tests"
-else
-    # shellcheck disable=SC2016 # $1 is for the inner shell
-    run "Kubernetes tools" bash -euc 'source "$1"; kubernetes_tools' _ "$repo/hack/lib.sh"
-    if ((status == 0)); then
-        CSI_LOOPBACK_KUBERNETES=$(tail -n 1 "$log")
-        export CSI_LOOPBACK_KUBERNETES
-        tell "Kubernetes tools" ""
-        passed=$((passed + 1))
-    else
-        skip 1 "Kubernetes tools" "$(tail -n 1 "$log")"
-    fi
-fi
+# Beside what cargo compiles: neither keeps two cores busy by itself.
+# shellcheck disable=SC2016 # $1 is for the inner shell
+[[ -n $why_no_root_tests ]] || run_beside run_and_leave "Kubernetes tools" \
+    bash -euc 'source "$1"; kubernetes_tools' _ "$repo/hack/lib.sh"
 
 # --- Format, lints, licences ------------------------------------------------------------------------
 
@@ -130,15 +119,18 @@ fi
 # --- Build ------------------------------------------------------------------------------------------
 
 phase build "$(if_cold 420 180)"
-# What ships has no fail points. It is built first: the tests' build replaces it in the target directory.
-shipped=
-step "build what ships" cargo build --locked --bin csi-loopback
-if ((status == 0)); then
-    shipped=$target/shipped/csi-loopback
-    mkdir -p "${shipped%/*}"
-    cp "$target/debug/csi-loopback" "$shipped"
-    # shellcheck disable=SC2016 # $1 is for the inner shell
-    check "what ships has no fail points" bash -c '! grep --text --fixed-strings fail-points "$1"' _ "$shipped"
+# What ships has no fail points. It is built first: the tests' build replaces it in the target directory. The default tier
+# has one build; its scenes run the program that its tests run.
+program=
+if [[ $tier != default ]]; then
+    step "build what ships" cargo build --locked --bin csi-loopback
+    if ((status == 0)); then
+        program=$target/shipped/csi-loopback
+        mkdir -p "${program%/*}"
+        cp "$target/debug/csi-loopback" "$program"
+        # shellcheck disable=SC2016 # $1 is for the inner shell
+        check "what ships has no fail points" bash -c '! grep --text --fixed-strings fail-points "$1"' _ "$program"
+    fi
 fi
 # The tests' binaries are run by this script and not by cargo, for their lanes and for the time of each test.
 # shellcheck disable=SC2016 # $1 is for the inner shell
@@ -146,6 +138,7 @@ step "build tests" bash -c \
     'exec cargo test --workspace --all-features --locked --no-run --message-format=json-render-diagnostics >"$1"' \
     _ "$logs/artifacts.json"
 ((status == 0)) || finish
+[[ $tier != default ]] || program=$target/debug/csi-loopback
 declare -A binary_of=()
 while IFS=$'\t' read -r name path; do
     binary_of[$name]=$path
@@ -153,6 +146,24 @@ done < <(jq -r 'select(.reason == "compiler-artifact" and .profile.test and .exe
     | (if .target.kind[0] == "test" then .target.name else "unit" end) + "\t" + .executable' "$logs/artifacts.json")
 # Cargo sets this for the tests that it runs.
 export CARGO_MANIFEST_DIR=$repo
+
+# --- Kubernetes tools -------------------------------------------------------------------------------
+
+# Tests that lack these programs say so, each by itself.
+phase "the Kubernetes tools" "$(if_cold 120 5)"
+if [[ -n $why_no_root_tests ]]; then
+    skip 1 "Kubernetes tools" "$why_no_root_tests"
+else
+    take "Kubernetes tools"
+    if ((status == 0)); then
+        CSI_LOOPBACK_KUBERNETES=$(tail -n 1 "$log")
+        export CSI_LOOPBACK_KUBERNETES
+        tell "Kubernetes tools" ""
+        passed=$((passed + 1))
+    else
+        skip 1 "Kubernetes tools" "$(tail -n 1 "$log")"
+    fi
+fi
 
 # --- Tests ------------------------------------------------------------------------------------------
 
@@ -275,13 +286,13 @@ sanity() {
 }
 
 phase scenes "$(if_full 420 40)"
-if [[ -z $shipped ]]; then
+if [[ -z $program ]]; then
     printf 'FAILED             the demo and csi-sanity: the driver does not build\n'
     fail 1 "the demo and csi-sanity: the driver does not build"
 elif [[ -n $why_no_root_tests ]]; then
     skip 1 "the demo, csi-sanity and the bench" "$why_no_root_tests"
 else
-    export CSI_LOOPBACK_BIN=$shipped
+    export CSI_LOOPBACK_BIN=$program
     if [[ $tier == default ]]; then
         scene main
         sanity image

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# hack/bench.sh [--quick] [--output DIR] [ROW...]: measures the figures of docs/performance.md side by
+# hack/bench.sh [--quick] [--output DIR] [ROW...]: measures the figures of docs/design/performance.md side by
 # side in one run, prints them as one table and writes table.md and figures.json to DIR
 # (target/bench). Leaves nothing else behind, also when it is interrupted.
 #

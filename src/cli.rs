@@ -280,16 +280,18 @@ mod tests {
 
     /// What the pages say of a mode's flags: its own, and those that it refers to.
     fn pages(mode: &str) -> Vec<&'static str> {
-        let sidecar = include_str!("../docs/sidecar.md");
-        let aggregated = include_str!("../docs/aggregated-api.md");
+        let sidecar = include_str!("../docs/reference/sidecar.md");
+        let aggregated = include_str!("../docs/reference/aggregated-api.md");
         match mode {
-            "driver" | "freeze-guard" => vec![include_str!("../docs/driver.md")],
+            "driver" | "freeze-guard" => vec![include_str!("../docs/reference/driver.md")],
             "sidecar" => vec![sidecar, aggregated],
-            "session-manager" => vec![include_str!("../docs/session-manager.md"), sidecar],
+            "session-manager" => {
+                vec![include_str!("../docs/reference/session-manager.md"), sidecar]
+            }
             "aggregated-api" => vec![aggregated, sidecar],
-            "admission" => vec![include_str!("../docs/inline-volumes.md"), sidecar],
-            "runtime-ops" => vec![include_str!("../docs/runtime-assisted-mount.md")],
-            "node-proxy" => vec![include_str!("../docs/node-proxy.md")],
+            "admission" => vec![include_str!("../docs/reference/inline-volumes.md"), sidecar],
+            "runtime-ops" => vec![include_str!("../docs/reference/runtime-assisted-mount.md")],
+            "node-proxy" => vec![include_str!("../docs/reference/node-proxy.md")],
             // It has the other runtime's.
             "oci-runtime" => vec![],
             _ => panic!("{mode} has no page"),

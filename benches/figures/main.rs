@@ -1,4 +1,4 @@
-//! hack/bench.sh: the figures of docs/performance.md, measured side by side in one run. The driver is
+//! hack/bench.sh: the figures of docs/design/performance.md, measured side by side in one run. The driver is
 //! the binary that is shipped; the bench speaks to its socket, and reads what it spends from /proc.
 //!
 //! `figures [--quick] [--output DIR] [ROW…]`; without rows, all of them. Needs root. The exit code says

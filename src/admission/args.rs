@@ -45,7 +45,7 @@ pub struct Args {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Policy, where the ConfigMap says nothing else")]
 pub struct PolicyArgs {
-    /// ConfigMap with the policy, key policy.yaml, in the webhooks' own namespace (docs/inline-volumes.md).
+    /// ConfigMap with the policy, key policy.yaml, in the webhooks' own namespace (docs/reference/inline-volumes.md).
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub config_map: String,
 

@@ -1,5 +1,5 @@
 //! Why a request got no VolumeSnapshotDelta, and how a Kubernetes client is told: the one place where causes become codes and reasons
-//! (docs/aggregated-api.md has the table). What the driver itself refuses is none of these: it is the answer, in its status.
+//! (docs/reference/aggregated-api.md has the table). What the driver itself refuses is none of these: it is the answer, in its status.
 
 use std::fmt;
 use std::time::Duration;
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn the_table_of_the_documentation_has_each_cause_with_code_and_reason() {
-        let page = include_str!("../../docs/aggregated-api.md");
+        let page = include_str!("../../docs/reference/aggregated-api.md");
         for cause in Cause::ALL {
             let label = cause.label();
             let row = row(page, label);

@@ -1,4 +1,4 @@
-//! `pool check`: verifies a pool offline against docs/on-disk-format.md, down to every bit of every
+//! `pool check`: verifies a pool offline against docs/design/on-disk-format.md, down to every bit of every
 //! change record, and says for each kind of damage what it is and what to do.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -7,7 +7,7 @@ use std::io;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What helps where a pool is full, whatever its kind.
-pub const MORE_ROOM: &str = "delete volumes or snapshots, or give the pool more room (docs/driver.md, \"Room in the pool\")";
+pub const MORE_ROOM: &str = "delete volumes or snapshots, or give the pool more room (docs/reference/driver.md, \"Room in the pool\")";
 
 /// What an id names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn the_advice_for_a_full_pool_names_a_section_of_the_documentation() {
-        let page = include_str!("../../docs/driver.md");
+        let page = include_str!("../../docs/reference/driver.md");
         let section = MORE_ROOM.split('"').nth(1).unwrap();
         assert!(
             page.lines()

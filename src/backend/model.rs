@@ -1,5 +1,5 @@
 //! What the backend knows about volumes, snapshots, groups and attachments: the values that it
-//! returns and, as JSON, the rows of its catalog (docs/on-disk-format.md).
+//! returns and, as JSON, the rows of its catalog (docs/design/on-disk-format.md).
 
 use std::collections::BTreeMap;
 use std::fmt;

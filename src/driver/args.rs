@@ -123,7 +123,7 @@ pub struct FaultArgs {
     #[arg(long)]
     pub enable_faults: bool,
 
-    /// Spoil answers on purpose, such as stream-abort,after=1000 (docs/driver.md has all kinds); may
+    /// Spoil answers on purpose, such as stream-abort,after=1000 (docs/reference/driver.md has all kinds); may
     /// be repeated.
     #[arg(long, value_name = "RULE", requires = "enable_faults")]
     pub fault: Vec<Rule>,

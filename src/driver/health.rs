@@ -106,7 +106,7 @@ fn of_pool(status: VolumeHealthErrorType) -> StorageHealthErrorType {
     }
 }
 
-/// How bad it is, and CSI's word for programs; docs/driver.md has the table.
+/// How bad it is, and CSI's word for programs; docs/reference/driver.md has the table.
 fn of_problem(problem: HealthProblem) -> (VolumeHealthErrorType, &'static str) {
     use VolumeHealthErrorType::{DataLoss, Degraded, Inaccessible};
     match problem {
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn the_table_of_the_documentation_has_each_reason_with_its_status() {
-        let page = include_str!("../../docs/driver.md");
+        let page = include_str!("../../docs/reference/driver.md");
         let (_, page) = page.split_once("**Health.**").unwrap();
         let (table, _) = page.split_once("\n**").unwrap();
         for problem in ALL {

@@ -1,7 +1,7 @@
 //! VolumeSnapshotDelta (KEP-3314, VolumeSnapshotDelta, "API Specification"): asks for the blocks that differ between two
 //! VolumeSnapshots of its namespace, and is answered in its status. It can only be created and is never stored.
 //!
-//! The proposal's example and its Go types disagree; docs/aggregated-api.md says what was chosen: the types' `changedBlocks`,
+//! The proposal's example and its Go types disagree; docs/reference/aggregated-api.md says what was chosen: the types' `changedBlocks`,
 //! block numbers and not bytes, states as strings.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;

@@ -1,4 +1,4 @@
-//! Why a call does not reach the driver, or comes to nothing there: one reason, one code (docs/node-proxy.md has the table).
+//! Why a call does not reach the driver, or comes to nothing there: one reason, one code (docs/reference/node-proxy.md has the table).
 
 use tonic::{Code, Status};
 
@@ -150,7 +150,7 @@ pub mod tests {
 
     #[test]
     fn the_table_of_the_documentation_has_each_reason_with_its_codes() {
-        let page = include_str!("../../docs/node-proxy.md");
+        let page = include_str!("../../docs/reference/node-proxy.md");
         let (_, page) = page.split_once("## Refusals").unwrap();
         let (table, _) = page.split_once("\n## ").unwrap();
         for refusal in all() {

@@ -1,4 +1,4 @@
-//! Why not: one reason, one code (docs/runtime-assisted-mount.md has the table).
+//! Why not: one reason, one code (docs/reference/runtime-assisted-mount.md has the table).
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn each_refusal_has_a_code_that_the_documentation_explains_and_a_short_message() {
-        let page = include_str!("../../docs/runtime-assisted-mount.md");
+        let page = include_str!("../../docs/reference/runtime-assisted-mount.md");
         let target = || Target::new("path", format!("/{}", "x".repeat(4000))).unwrap();
         let program = || PathBuf::from("/bin/runtime");
         let (action, words) = ("crust stats", || "words".to_owned());

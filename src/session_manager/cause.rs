@@ -1,4 +1,4 @@
-//! Why a session is not, or not yet, or no longer, to be had. Each is a row of the table of docs/session-manager.md, a reason of the
+//! Why a session is not, or not yet, or no longer, to be had. Each is a row of the table of docs/reference/session-manager.md, a reason of the
 //! request's condition and of its event, and a label of the metrics; a test holds code and page together.
 
 use std::fmt;
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn the_table_of_the_documentation_has_each_cause_with_what_follows() {
-        let page = include_str!("../../docs/session-manager.md");
+        let page = include_str!("../../docs/reference/session-manager.md");
         for cause in Cause::ALL {
             let label = cause.reason();
             let row = row(page, label);

@@ -1,5 +1,5 @@
 //! Why a request gets no answer, and the one place where a reason becomes a gRPC code and the details that programs
-//! read (google.rpc.ErrorInfo and RetryInfo). The tables of docs/sidecar.md say the same, and tests hold them to the code.
+//! read (google.rpc.ErrorInfo and RetryInfo). The tables of docs/reference/sidecar.md say the same, and tests hold them to the code.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -224,7 +224,7 @@ mod tests {
     use crate::documented::{row, rows};
     use crate::grpc::code_name;
 
-    const PAGE: &str = include_str!("../../docs/sidecar.md");
+    const PAGE: &str = include_str!("../../docs/reference/sidecar.md");
 
     /// What the released sidecar does where this one refuses, as its source has it (v1.1.0).
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -197,7 +197,7 @@ fn no_handshake_fails_while_certificates_are_replaced() {
     assert_eq!(ca_cert(cluster, driver).unwrap(), first, "the authority lasts");
 }
 
-/// The steps of docs/sidecar.md.
+/// The steps of docs/reference/sidecar.md.
 #[test]
 fn an_authority_is_replaced_by_hand_and_no_handshake_fails() {
     let Some(cluster) = shared() else { return };

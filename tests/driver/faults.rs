@@ -1,4 +1,4 @@
-//! Faults on purpose: each rule does what docs/driver.md says, through the real socket, and none does
+//! Faults on purpose: each rule does what docs/reference/driver.md says, through the real socket, and none does
 //! anything without `--enable-faults`.
 
 use std::time::{Duration, Instant};

@@ -12,7 +12,7 @@ use csi::controller_service_capability::{Type, rpc};
 const ON: &str = "--enable-snapshot-deltas";
 const FIXED: [&str; 5] = [ON, "--block-metadata-type", "fixed", "--block-size", "64Ki"];
 const VARIABLE: [&str; 1] = [ON];
-/// Entries of a page, at most (docs/driver.md).
+/// Entries of a page, at most (docs/reference/driver.md).
 const LARGEST_PAGE: usize = 4096;
 
 fn deltas(from: &str, to: &str) -> csi::ListSnapshotDeltasRequest {

@@ -1,7 +1,7 @@
 //! A pool that was damaged is refused, or says so, or answers as if nothing had been. Whatever happens to
 //! its files, an answer about blocks is the right one or an error, and nothing panics.
 //!
-//! Out of scope is what docs/limitations.md says: the data of volumes and snapshots has no checksum.
+//! Out of scope is what docs/design/limitations.md says: the data of volumes and snapshots has no checksum.
 //!
 //! CORRUPTION_CASES  damaged pools per kind of pool (90; a third of that for image pools)
 //! ORACLE_SEED       where the random numbers begin (1)

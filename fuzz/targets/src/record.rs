@@ -39,7 +39,7 @@ fn read(bytes: &[u8], bitmap: Bitmap) -> Result<()> {
     Ok(())
 }
 
-/// Puts magic numbers and checksums where the format has them (docs/on-disk-format.md).
+/// Puts magic numbers and checksums where the format has them (docs/design/on-disk-format.md).
 fn seal(bytes: &mut [u8]) {
     let length = bytes.len();
     if length < 48 {

@@ -307,7 +307,7 @@ fn check_image(data_dir: &Path, kind: PoolKind) -> Result<()> {
 fn open_new(data_dir: &Path, choice: PoolChoice, image: &ImageChoice) -> Result<Opened> {
     let lost = || {
         Error::Damaged(format!(
-            "{MARKER} is missing though {} holds a pool; write it again as docs/on-disk-format.md \
+            "{MARKER} is missing though {} holds a pool; write it again as docs/design/on-disk-format.md \
              says, with the kind that it had",
             data_dir.display()
         ))

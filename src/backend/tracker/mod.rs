@@ -4,7 +4,7 @@
 //! Both bitmaps are cut into segments of [`SEGMENT_BLOCKS`] blocks (64 GiB of the volume), each
 //! with its own checksum and entry in an index. So a query reads only what it reports, a 64 TiB
 //! volume (2^34 blocks, more than a 32-bit bitmap holds) is nothing special, and memory is bounded
-//! by one segment, however many extents there are. docs/on-disk-format.md gives the layout and its
+//! by one segment, however many extents there are. docs/design/on-disk-format.md gives the layout and its
 //! reasons.
 
 mod block_map;

@@ -293,7 +293,7 @@ async fn a_refusal_is_told_with_the_next_step_and_not_repeated() {
     for (answer, words) in [
         (refusal(404, "volumesnapshots \"b\" is gone", 0), &["\"b\" is gone", "-n shop"][..]),
         (refusal(404, "driverdiscoveries \"d\" is gone", 0), &["\"d\" is gone"]),
-        (missing, &["404 page not found", "docs/aggregated-api.md", "--api metadata"]),
+        (missing, &["404 page not found", "docs/reference/aggregated-api.md", "--api metadata"]),
         (refusal(403, "no", 0), &["no; ", "`create` on `volumesnapshotdeltas`", "\"shop\""]),
         (refusal(401, "who?", 0), &["credentials"]),
         (refusal(422, "spec.limit: too much", 0), &["spec.limit: too much"]),
@@ -419,7 +419,7 @@ async fn a_window_that_cannot_be_is_refused_by_name() {
     );
 }
 
-/// What the API of streams says (docs/driver.md): from the block on that holds the offset.
+/// What the API of streams says (docs/reference/driver.md): from the block on that holds the offset.
 fn expected(blocks: &[u64], size: u64, from: u64) -> Vec<(u64, u64)> {
     let mut all: Vec<(u64, u64)> = Vec::new();
     for block in blocks.iter().filter(|block| (**block + 1) * size > from) {

@@ -90,7 +90,7 @@ impl Failure {
             404 if !aggregated => (
                 Retry::Never,
                 Some(
-                    "there is no aggregated API server for it (docs/aggregated-api.md); --api metadata \
+                    "there is no aggregated API server for it (docs/reference/aggregated-api.md); --api metadata \
                      needs none"
                         .to_owned(),
                 ),

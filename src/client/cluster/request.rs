@@ -273,7 +273,7 @@ async fn create(
     outcome.await?.map_err(|message| {
         Failure::never(anyhow!(
             "{what}: {message}; the namespace or the definitions of snapshot sessions are missing \
-             (docs/session-manager.md); --api metadata needs none"
+             (docs/reference/session-manager.md); --api metadata needs none"
         ))
     })
 }

@@ -1,4 +1,4 @@
-//! What is refused, with its code and the next step; docs/sidecar.md has the table.
+//! What is refused, with its code and the next step; docs/reference/sidecar.md has the table.
 
 use std::time::{Duration, Instant, SystemTime};
 use support::cluster::shared;

@@ -145,7 +145,7 @@ enum Refused {
     )]
     Foreign { place: String, why: String },
     #[error(
-        "the authority in {place} has expired; put another one in its place (docs/sidecar.md) or delete the Secret"
+        "the authority in {place} has expired; put another one in its place (docs/reference/sidecar.md) or delete the Secret"
     )]
     Expired { place: String },
 }

@@ -2,5 +2,7 @@
 
 mod deploy_crds;
 mod fuzz;
-mod session_promises;
+mod language;
+mod requirements;
+mod tree;
 mod wire;

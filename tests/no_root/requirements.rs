@@ -1,0 +1,21 @@
+//! docs/design/requirements.md names a test for each requirement of the proposals, and each of them exists.
+
+use std::fs;
+
+use crate::tree::{files, root};
+
+#[test]
+fn each_test_that_the_requirements_name_exists() {
+    let sources = files("tests", "rs").into_iter().chain(files("src", "rs"));
+    let code: String = sources.map(|path| fs::read_to_string(path).unwrap()).collect();
+    let page = fs::read_to_string(root().join("docs/design/requirements.md")).unwrap();
+    // Every other part stands between backticks; names of tests are the ones with underscores.
+    let named = page.split('`').skip(1).step_by(2);
+    let tests: Vec<&str> =
+        named.filter(|name| name.contains('_') && !name.contains(['/', '.', ' '])).collect();
+    assert!(tests.len() > 275, "{} tests named", tests.len());
+    for test in tests {
+        let forms = [format!("fn {test}("), format!("\"{test}\"")];
+        assert!(forms.iter().any(|form| code.contains(form)), "{test} does not exist");
+    }
+}

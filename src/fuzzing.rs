@@ -81,9 +81,8 @@ pub fn capability(wanted: Option<&csi::VolumeCapability>) -> Result<Capability> 
 pub fn deferral(
     asked: &csi::NodePublishVolumeRequest,
     capability: &Capability,
-    opted_in: bool,
 ) -> Result<Option<Deferral>> {
-    deferral::of_publish(asked, capability, deferral::Volume::Kept { opted_in })
+    deferral::of_publish(asked, capability, deferral::Volume::Persistent)
 }
 
 pub fn group_members(volume_ids: &[String]) -> Result<&[String]> {

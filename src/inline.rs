@@ -17,10 +17,12 @@ pub const READ_ONLY_CONTENT: &str = "readOnlyContent";
 pub const CONTENT: &str = "content/";
 /// Where the blocks are: empty for the pool, `Memory` as in emptyDir.
 pub const MEDIUM: &str = "medium";
-/// Id of a snapshot of this driver (its CSI handle) whose data the volume begins with.
-/// Whether a container runtime mounts the volume and this host never does (KEP-2857): `true` or `false`. As a parameter of a
-/// StorageClass it has the same name.
-pub const DEFER_FS_MOUNT: &str = "deferFSMount";
+/// What earlier versions had as an attribute and as a parameter of a StorageClass: it left the volume to a container runtime
+/// (KEP-2857).
+pub const REMOVED_DEFER_FS_MOUNT: &str = "deferFSMount";
+/// What replaces it, for an error that names the key.
+pub const DEFER_BY_ANNOTATION: &str = "was removed: leave it out, and name the volume in the pod's annotation \
+    cbt.storage.k8s.io/defer-fs-mount (docs/reference/runtime-assisted-mount.md)";
 
 /// Longest name of a file, as in a Secret or ConfigMap.
 const MAX_FILE_NAME: usize = 253;
@@ -46,8 +48,6 @@ pub struct Attributes {
     pub medium: Medium,
     /// By file name.
     pub content: BTreeMap<String, String>,
-    /// `None` where the pod says nothing of it.
-    pub defer_fs_mount: Option<bool>,
     read_only_content: Option<bool>,
 }
 
@@ -58,7 +58,6 @@ impl fmt::Debug for Attributes {
             .field("size", &self.size)
             .field("medium", &self.medium)
             .field("content", &self.content.keys())
-            .field("defer_fs_mount", &self.defer_fs_mount)
             .field("read_only_content", &self.read_only_content)
             .finish()
     }
@@ -94,7 +93,6 @@ impl Attributes {
                 SIZE => read.size = Some(size(value)?),
                 READ_ONLY_CONTENT => read.read_only_content = Some(boolean(key, value)?),
                 MEDIUM => read.medium = medium(value)?,
-                DEFER_FS_MOUNT => read.defer_fs_mount = Some(boolean(key, value)?),
                 _ => match key.strip_prefix(CONTENT) {
                     Some(name) => {
                         check_file_name(name).map_err(|reason| problem(key, reason))?;
@@ -108,36 +106,27 @@ impl Attributes {
     }
 
     fn check_together(self) -> Result<Self, Problem> {
-        if self.has_opted_in() {
-            self.check_deferred(false)?;
-        }
         let names = self.content.iter().map(|(name, value)| (name.as_str(), value.len()));
         check_amount(names).map_err(|reason| problem(CONTENT, reason))?;
         Ok(self)
     }
 
-    /// Whether the pod has its volume mounted by a container runtime.
-    pub fn has_opted_in(&self) -> bool {
-        self.defer_fs_mount == Some(true)
-    }
-
-    /// That the volume can be left to a container runtime, whoever asks for it: what the driver has to write, or a secret, can
-    /// not. The runtime is told by files on disk.
-    pub fn check_deferred(&self, has_secret: bool) -> Result<(), Problem> {
-        let wrong = |reason: &str| Err(problem(DEFER_FS_MOUNT, reason));
+    /// That a container runtime can mount the volume. It cannot mount what the driver writes, a secret, or a volume without a
+    /// device.
+    pub fn check_deferred(&self, has_secret: bool) -> Result<(), &'static str> {
         if has_secret {
-            return wrong(
+            return Err(
                 "does not go with a secret (nodePublishSecretRef), which is not handed to a container runtime; use two volumes",
             );
         }
         if !self.content.is_empty() || self.read_only_content.is_some() {
-            return wrong(
+            return Err(
                 "goes with neither content/… nor readOnlyContent, which the driver writes; use two volumes",
             );
         }
         if self.medium == Medium::Memory {
-            return wrong(
-                "does not go with medium: Memory, which has no device that a runtime could mount",
+            return Err(
+                "does not go with medium: Memory, which has no device that a runtime could mount; leave the medium out",
             );
         }
         Ok(())
@@ -154,7 +143,7 @@ impl Attributes {
     /// is said, is a volume of content too. Its secret is empty, has been emptied while the pod runs, or comes later:
     /// kubelet's requests do not tell these from a volume with no secret.
     pub fn is_published_as_content(&self, has_secret: bool, readonly: bool) -> bool {
-        let unsaid = self.read_only_content.is_none() && !self.has_opted_in();
+        let unsaid = self.read_only_content.is_none();
         self.is_read_only_content(has_secret) || (readonly && unsaid)
     }
 
@@ -166,14 +155,6 @@ impl Attributes {
             || has_secret
             || !self.content.is_empty()
             || self.read_only_content.is_some()
-    }
-
-    /// That the attributes go with a secret, where there is one.
-    pub fn check_with_secret(&self, has_secret: bool) -> Result<(), Problem> {
-        if has_secret && self.has_opted_in() {
-            return self.check_deferred(has_secret);
-        }
-        Ok(())
     }
 }
 
@@ -199,8 +180,10 @@ fn medium(value: &str) -> Result<Medium, Problem> {
 }
 
 fn unknown(key: &str) -> Problem {
-    let known =
-        format!("{SIZE}, {READ_ONLY_CONTENT}, {CONTENT}NAME, {MEDIUM} and {DEFER_FS_MOUNT}");
+    if key == REMOVED_DEFER_FS_MOUNT {
+        return problem(key, DEFER_BY_ANNOTATION);
+    }
+    let known = format!("{SIZE}, {READ_ONLY_CONTENT}, {CONTENT}NAME and {MEDIUM}");
     problem(key, format!("is no attribute of an inline volume; there are {known}"))
 }
 
@@ -299,13 +282,9 @@ mod tests {
 
     #[test]
     fn values_that_mean_nothing_are_refused_and_not_repeated() {
-        for (key, value) in [
-            ("size", "0"),
-            ("size", "much"),
-            ("readOnlyContent", "yes"),
-            ("deferFSMount", "True"),
-            ("medium", "memory"),
-        ] {
+        for (key, value) in
+            [("size", "0"), ("size", "much"), ("readOnlyContent", "yes"), ("medium", "memory")]
+        {
             assert_eq!(wrong(&[(key, value)]).attribute, key);
         }
         assert!(!wrong(&[("readOnlyContent", "hunter2")]).to_string().contains("hunter2"));
@@ -345,21 +324,22 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_that_a_runtime_mounts_has_no_content_and_no_secret() {
-        let unsaid = read(&[]).unwrap();
-        assert_eq!((unsaid.defer_fs_mount, unsaid.has_opted_in()), (None, false));
-        let against = read(&[("deferFSMount", "false"), ("content/a", "x")]).unwrap();
-        assert_eq!((against.defer_fs_mount, against.has_opted_in()), (Some(false), false));
-        let sized = read(&[("deferFSMount", "true"), ("size", "1Gi")]).unwrap();
-        assert!(sized.has_opted_in() && sized.check_with_secret(false).is_ok());
-        for other in [("content/a", "x"), ("readOnlyContent", "true"), ("medium", "Memory")] {
-            assert_eq!(wrong(&[("deferFSMount", "true"), other]).attribute, "deferFSMount");
-            // Who asks for it does not matter.
-            assert!(read(&[other]).unwrap().check_deferred(false).is_err());
+    fn a_runtime_mounts_no_content_no_secret_and_nothing_in_memory() {
+        let sized = read(&[("size", "1Gi")]).unwrap();
+        assert!(sized.check_deferred(false).is_ok());
+        assert!(sized.check_deferred(true).unwrap_err().contains("nodePublishSecretRef"));
+        for (key, value) in [("content/a", "x"), ("readOnlyContent", "true"), ("medium", "Memory")]
+        {
+            assert!(read(&[(key, value)]).unwrap().check_deferred(false).is_err(), "{key}");
         }
-        let deferred = read(&[("deferFSMount", "true")]).unwrap();
-        assert_eq!(deferred.check_with_secret(true).unwrap_err().attribute, "deferFSMount");
-        // Nobody could fill it, but it is what was asked for.
-        assert!(!deferred.is_published_as_content(false, true));
+    }
+
+    #[test]
+    fn the_removed_attribute_is_refused_with_the_annotation_that_replaces_it() {
+        for value in ["true", "false"] {
+            let problem = wrong(&[("deferFSMount", value)]);
+            assert_eq!(problem.attribute, "deferFSMount");
+            assert!(problem.reason.contains("cbt.storage.k8s.io/defer-fs-mount"), "{problem}");
+        }
     }
 }

@@ -41,10 +41,11 @@ printf '%s\n' 'version = 2' 'disabled_plugins = ["io.containerd.grpc.v1.cri"]' >
 start containerd containerd --config containerd.toml --address "$CONTAINERD_ADDRESS" \
     --root "$tmp/containerd/root" --state "$tmp/containerd/state"
 await containerd ctr version
-say "creating a volume that asks for it, staging and publishing it: nothing is mounted"
+say "creating a volume, staging it, and publishing it with defer_fs_ops: nothing is mounted"
 mode=(--fs xfs --access-mode single-node-single-writer)
-show volume create "$volume" --size 320Mi --defer-fs-mount "${mode[@]}"
-publish_volume "${mode[@]}"
+show volume create "$volume" --size 320Mi "${mode[@]}"
+show volume stage "$volume" --staging "$tmp/staging" "${mode[@]}"
+show volume publish "$volume" --staging "$tmp/staging" --target "$tmp/target" --defer-fs-ops "${mode[@]}"
 shell jq . "$tmp"/crust/*/mountInfo.json
 check_host
 say "no runtime has it yet, which its condition reports"

@@ -1,22 +1,19 @@
 //! Which volumes a container runtime mounts in the host's place (KEP-2857, "Setting DeferFSMount in PodSpec"): triples of storage
-//! class, runtime class and what that pair does of what a pod wants of a volume once it is mounted. Inline volumes have no class and
-//! are entered under the empty one; of them the webhook says so in the pod. Pods whose volumes are deferred and whose runtime has no
-//! entry for them are refused: nobody would mount the volume, and the pod would write to the node's disk.
+//! class, runtime class and what that pair does of what a pod needs of a mounted volume. The driver is that of the webhooks. Inline
+//! volumes have no class and are entered under the empty one.
 //!
-//! Where no entry has all that a pod needs, nothing is said, and the driver mounts as ever.
+//! Where no entry has all that a pod needs, its volume is not named, and the driver mounts it as usual.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use k8s_openapi::api::core::v1::{PodSpec, SecurityContext, Volume as PodVolume, VolumeMount};
+use k8s_openapi::api::core::v1::{PodSpec, SecurityContext, VolumeMount};
 use serde::Deserialize;
-use serde_json::json;
 
-use super::volumes::{self, Volume};
-use crate::inline::DEFER_FS_MOUNT;
-use crate::kubernetes::admission::Set;
+use super::volumes;
 use crate::kubernetes::name;
 
-const NO_RUNTIME: &str = "needs a runtime that mounts it, and the pod has no runtimeClassName";
+const NO_RUNTIME: &str = "needs a runtime that mounts the volumes, and the pod has no runtimeClassName; set one, or leave the \
+    annotation out";
 /// What mounts can see of each other that the runtime refuses (oci-runtime).
 const BIDIRECTIONAL: &str = "Bidirectional";
 
@@ -96,66 +93,50 @@ impl Deferral {
         }
     }
 
-    /// What of the pod has to be changed for its inline volumes to be left to its runtime: those of which it says nothing itself,
-    /// and for which the runtime does all that it needs.
-    pub fn mend(&self, spec: &PodSpec, driver: &str) -> Vec<Set> {
-        let volumes = volumes::of(spec, driver);
-        let unsaid = volumes.iter().filter(|volume| may_be_deferred(volume));
-        let covered = unsaid.filter(|volume| self.lacks(spec, "", volume.name).is_none());
-        covered.map(opt_in).collect()
+    /// The entries of a runtime class; none where its pods are mounted by the driver as usual.
+    pub fn of_runtime(&self, spec: &PodSpec) -> Option<Entries<'_>> {
+        self.0.get(runtime_class(spec)).map(Entries)
     }
 
-    /// Why a pod cannot have volumes left to its runtime at all; None when it may have some.
-    pub fn lacks_runtime(&self, spec: Option<&PodSpec>) -> Option<String> {
-        let runtime = spec.map(runtime_class).unwrap_or_default();
-        match runtime {
-            "" => Some(NO_RUNTIME.to_owned()),
-            known if self.0.contains_key(known) => None,
-            _ => Some(format!(
-                "the policy has no entry for the RuntimeClass {runtime}, which would leave the pod with the node's empty directory; \
-                 add one (deferral), or use another RuntimeClass"
-            )),
-        }
-    }
-
-    /// What would have a pod write to the node's disk: volumes that nobody would mount, of its inline volumes and of the claims that it
-    /// makes for itself.
-    pub fn problems(&self, spec: &PodSpec, driver: &str) -> Vec<String> {
-        let inline = volumes::of(spec, driver).into_iter().filter_map(|volume| {
-            let opted_in = volume.attributes.as_ref().is_ok_and(|said| said.has_opted_in());
-            let lack = opted_in.then(|| self.lacks(spec, "", volume.name)).flatten()?;
-            Some(format!("{}: {lack}", volume.attribute(DEFER_FS_MOUNT)))
-        });
-        let claims = spec.volumes.iter().flatten().enumerate().filter_map(|(index, volume)| {
-            let class = class_of_claim(volume).filter(|class| self.is_of_interest(class))?;
-            let lack = self.lacks(spec, class, &volume.name)?;
-            Some(format!(
-                "spec.volumes[{index}].ephemeral.volumeClaimTemplate.spec.storageClassName: {lack}"
-            ))
-        });
-        inline.chain(claims).collect()
-    }
-
-    /// Whether claims of the class are deferred for somebody: what the policy does not name is other drivers' or mounted as ever.
-    fn is_of_interest(&self, storage_class: &str) -> bool {
-        self.0.values().any(|of_runtime| of_runtime.contains_key(storage_class))
-    }
-
-    /// Why a volume of the class (the empty one: inline) is not to be left to the pod's runtime; None when it may be.
-    fn lacks(&self, spec: &PodSpec, storage_class: &str, volume: &str) -> Option<String> {
+    /// Why a pod cannot have these volumes left to its runtime; None when it can. Their StorageClasses are not read: who names a
+    /// volume knows its driver (the proposal's workload operator).
+    pub fn lacks(&self, spec: &PodSpec, named: &BTreeSet<&str>) -> Option<String> {
         let runtime = runtime_class(spec);
         if runtime.is_empty() {
             return Some(NO_RUNTIME.to_owned());
         }
-        let entry = self.0.get(runtime).and_then(|of_runtime| of_runtime.get(storage_class));
-        let Some(supported) = entry else {
+        let Some(entries) = self.0.get(runtime) else {
             return Some(format!(
-                "the policy has no entry that leaves it to the RuntimeClass {runtime}"
+                "the policy has no entry for the RuntimeClass {runtime}, which would leave the pod with the node's empty directory; \
+                 add one (deferral), or use another RuntimeClass"
             ));
         };
-        let needs = Needs::of(spec, volume);
-        let lack = needs.beyond(supported)?;
-        Some(format!("the RuntimeClass {runtime} does not do {lack}, which the pod asks for"))
+        named.iter().find_map(|volume| {
+            let needs = Needs::of(spec, volume);
+            // One entry that has all of it is enough.
+            let lacks = entries.values().map(|supported| needs.beyond(supported));
+            let lack = lacks.reduce(Option::and).flatten()?;
+            Some(format!(
+                "{volume:?} needs {lack}, which the policy has in no entry for the RuntimeClass {runtime}; leave the volume out"
+            ))
+        })
+    }
+}
+
+/// What one runtime class does, by storage class.
+#[derive(Debug, Clone, Copy)]
+pub struct Entries<'a>(&'a BTreeMap<String, Supported>);
+
+impl Entries<'_> {
+    /// Whether the pod's volume is left to its runtime if it is of this storage class (the empty one: inline).
+    pub fn cover(self, spec: &PodSpec, storage_class: &str, volume: &str) -> bool {
+        let supported = self.0.get(storage_class);
+        supported.is_some_and(|supported| Needs::of(spec, volume).beyond(supported).is_none())
+    }
+
+    /// Whether claims of any class are left to the runtime, and not inline volumes only.
+    pub fn have_classes(self) -> bool {
+        self.0.keys().any(|class| !class.is_empty())
     }
 }
 
@@ -231,34 +212,9 @@ fn runtime_class(spec: &PodSpec) -> &str {
     spec.runtime_class_name.as_deref().unwrap_or_default()
 }
 
-/// The class of the claim that is made for the pod (a generic ephemeral volume), where it names one.
-fn class_of_claim(volume: &PodVolume) -> Option<&str> {
-    let template = volume.ephemeral.as_ref()?.volume_claim_template.as_ref()?;
-    template.spec.storage_class_name.as_deref().filter(|class| !class.is_empty())
-}
-
-/// Whether the pod leaves it open who mounts the volume, and anybody may: not what the driver has to fill.
-fn may_be_deferred(volume: &Volume<'_>) -> bool {
-    let Ok(said) = &volume.attributes else { return false };
-    let read_only = volume.source.read_only == Some(true);
-    said.defer_fs_mount.is_none()
-        && said.check_deferred(volume.has_secret()).is_ok()
-        && !said.is_published_as_content(volume.has_secret(), read_only)
-}
-
-fn opt_in(volume: &Volume<'_>) -> Set {
-    let (index, value) = (volume.index.to_string(), "true");
-    let attributes = ["spec", "volumes", &index, "csi", "volumeAttributes"];
-    // What holds the field has to be there.
-    match volume.source.volume_attributes.as_ref().is_some_and(|said| !said.is_empty()) {
-        true => Set::new(attributes.into_iter().chain([DEFER_FS_MOUNT]), value),
-        false => Set::new(attributes, json!({ DEFER_FS_MOUNT: value })),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use serde_json::Value;
+    use serde_json::{Value, json};
 
     use super::*;
 
@@ -291,13 +247,8 @@ mod tests {
     }
 
     fn is_deferred(policy: &Deferral, change: &dyn Fn(&mut Value)) -> bool {
-        let changes = policy.mend(&pod(change), DRIVER);
-        let changes = serde_json::to_value(changes).unwrap();
-        let expected = json!([{
-            "op": "add", "path": "/spec/volumes/1/csi/volumeAttributes/deferFSMount", "value": "true",
-        }]);
-        assert!(changes == expected || changes == json!([]), "{changes}");
-        changes == expected
+        let spec = pod(change);
+        policy.of_runtime(&spec).is_some_and(|entries| entries.cover(&spec, "", "v"))
     }
 
     type Change = &'static dyn Fn(&mut Value);
@@ -391,74 +342,24 @@ mod tests {
     }
 
     #[test]
-    fn what_the_pod_says_itself_and_what_cannot_be_deferred_are_left() {
-        let all = policy(json!([full("")]));
-        let changes: [Change; 9] = [
-            &|csi| csi["volumeAttributes"]["deferFSMount"] = "true".into(),
-            &|csi| csi["volumeAttributes"]["deferFSMount"] = "false".into(),
-            &|csi| csi["volumeAttributes"]["deferFSMount"] = "nonsense".into(),
-            &|csi| csi["volumeAttributes"]["content/a"] = "x".into(),
-            &|csi| csi["volumeAttributes"]["readOnlyContent"] = "true".into(),
-            &|csi| csi["nodePublishSecretRef"] = json!({ "name": "s" }),
-            // Which makes a volume of content of it, whose secret may come later.
-            &|csi| csi["readOnly"] = true.into(),
-            &|csi| csi["driver"] = "o.example".into(),
-            &|csi| csi["volumeAttributes"]["sise"] = "1Gi".into(),
-        ];
-        for change in changes {
-            let changed = pod(&|spec| change(&mut spec["volumes"][1]["csi"]));
-            assert!(all.mend(&changed, DRIVER).is_empty(), "{:?}", changed.volumes);
-        }
-    }
-
-    #[test]
-    fn a_volume_without_attributes_gets_them() {
-        let bare = pod(&|spec| spec["volumes"][1]["csi"] = json!({ "driver": DRIVER }));
-        let changes = policy(json!([full("")])).mend(&bare, DRIVER);
-        let expected = json!([{
-            "op": "add", "path": "/spec/volumes/1/csi/volumeAttributes",
-            "value": { "deferFSMount": "true" },
-        }]);
-        assert_eq!(serde_json::to_value(changes).unwrap(), expected);
-    }
-
-    #[test]
-    fn what_does_not_go_with_the_runtime_is_a_problem() {
-        let asked = |change: &dyn Fn(&mut Value)| {
-            pod(&|spec| {
-                spec["volumes"][1]["csi"]["volumeAttributes"]["deferFSMount"] = "true".into();
-                change(spec);
-            })
-        };
-        let all = policy(json!([full(""), full("fast")]));
-        assert!(all.problems(&asked(&|_| ()), DRIVER).is_empty());
-        let bare = asked(&|spec| drop(spec.as_object_mut().unwrap().remove("runtimeClassName")));
-        for policy in [&all, &Deferral::default()] {
-            let told = policy.problems(&bare, DRIVER);
-            assert_eq!(told.len(), 1);
-            assert!(told[0].starts_with("spec.volumes[1].csi.volumeAttributes[deferFSMount]: "));
-            assert!(told[0].contains("runtimeClassName"), "{told:?}");
-        }
-        let users = asked(&|spec| spec["hostUsers"] = false.into());
-        assert!(all.problems(&users, DRIVER)[0].contains("hostUsers"));
-        let claim = |class: &str| {
-            json!({ "name": "claim", "ephemeral": { "volumeClaimTemplate": { "spec": {
-                "accessModes": ["ReadWriteOncePod"], "resources": {}, "storageClassName": class,
-            } } } })
-        };
-        let of = |class: &str, runtime: &str| {
-            let spec = pod(&|spec| {
-                spec["volumes"][0] = claim(class);
-                spec["runtimeClassName"] = runtime.into();
-            });
-            all.problems(&spec, DRIVER)
-        };
-        assert!(of("fast", "microvm").is_empty());
-        // Of a class that nobody defers there is nothing to say.
-        assert!(of("slow", "microvm").is_empty() && of("slow", "other").is_empty());
-        let told = of("fast", "other");
-        let field = "spec.volumes[0].ephemeral.volumeClaimTemplate.spec.storageClassName: ";
-        assert!(told.len() == 1 && told[0].starts_with(field), "{told:?}");
-        assert!(told[0].contains("RuntimeClass other"), "{told:?}");
+    fn a_volume_is_named_where_an_entry_of_the_runtime_has_all_that_it_needs() {
+        let mut plain = full("fast");
+        plain.as_object_mut().unwrap().remove("subPath");
+        let all = policy(json!([full(""), plain]));
+        let lacks = |policy: &Deferral, change: Change| policy.lacks(&pod(change), &["v"].into());
+        let part: Change =
+            &|pod| pod["containers"][0]["volumeMounts"][0]["subPath"] = "part".into();
+        assert_eq!(lacks(&all, &|_| ()), None);
+        assert_eq!(lacks(&all, part), None);
+        let mut without = full("");
+        without["subPath"] = false.into();
+        let lack = lacks(&policy(json!([without])), part).unwrap();
+        assert!(lack.contains("\"v\"") && lack.contains("subPath"), "{lack}");
+        let users: Change = &|pod| pod["hostUsers"] = false.into();
+        assert!(lacks(&all, users).unwrap().contains("hostUsers"));
+        let other: Change = &|pod| pod["runtimeClassName"] = "other".into();
+        assert!(lacks(&all, other).unwrap().contains("RuntimeClass other"));
+        let none: Change = &|pod| drop(pod.as_object_mut().unwrap().remove("runtimeClassName"));
+        assert!(lacks(&all, none).unwrap().contains("runtimeClassName"));
     }
 }

@@ -11,6 +11,7 @@ use kube::runtime::watcher;
 
 use super::ROLE;
 use super::args::Level;
+use super::claims::Claims;
 use super::policy::{Policies, Policy, Rules, Unknown};
 use super::volumes::{self, Volume};
 use crate::grpc::cut;
@@ -50,6 +51,7 @@ pub struct Findings {
 #[derive(Clone)]
 pub struct Judge {
     pub driver: Arc<str>,
+    pub claims: Claims,
     policies: Policies,
     namespaces: Cache<Namespace>,
     drivers: Cache<CSIDriver>,
@@ -86,6 +88,7 @@ impl Judge {
         let one = watcher::Config::default().fields(&format!("metadata.name={driver}"));
         Self {
             driver: driver.into(),
+            claims: Claims::new(client),
             policies,
             namespaces: cache::of_cluster(
                 client,
@@ -130,9 +133,6 @@ impl Judge {
             if findings.problems.len() > TOLD {
                 break;
             }
-        }
-        for problem in policy.deferral.problems(spec, &self.driver) {
-            findings.forbidden(problem);
         }
         Ok(findings)
     }

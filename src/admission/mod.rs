@@ -1,11 +1,12 @@
-//! The mode `admission`: webhooks for pods with inline volumes of one driver (KEP-596, "Read-only volumes" and "Security
-//! Considerations"). One sets what a volume of read-only content needs in a pod, and which volumes the pod's container runtime
-//! mounts (KEP-2857); one holds pods to the policy of their namespace. And one,
-//! whichever the driver, keeps the annotation by which pods opt in to mounts by their runtime.
+//! The mode `admission`: webhooks for pods with volumes of one driver. One sets what an inline volume of read-only content needs in a
+//! pod (KEP-596, "Read-only volumes"); one holds pods with inline volumes to the policy of their namespace ("Security Considerations").
+//! One names, in an annotation of the pod, the claims and inline volumes that the pod's container runtime mounts (KEP-2857); and one,
+//! whichever the driver, keeps that annotation.
 //!
 //! Any number of replicas may run; none keeps anything.
 
 mod args;
+mod claims;
 mod deferral;
 mod judge;
 mod metrics;

@@ -2,10 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::{CSIVolumeSource, Pod, PodSpec, VolumeMount};
+use k8s_openapi::api::core::v1::{CSIVolumeSource, Pod, PodSpec, Volume as PodVolume, VolumeMount};
 use kube::core::admission::{AdmissionRequest, Operation};
 
 use crate::inline::{Attributes, Problem};
+use crate::kubernetes::admission::Refusal;
+use crate::kubernetes::name;
 
 /// A pod's own volume.
 #[derive(Debug)]
@@ -98,9 +100,8 @@ impl Mount<'_> {
 /// The volumes of the driver.
 pub fn of<'a>(spec: &'a PodSpec, driver: &str) -> Vec<Volume<'a>> {
     let all = spec.volumes.iter().flatten().enumerate();
-    let inline = all.filter_map(|(index, volume)| Some((index, volume, volume.csi.as_ref()?)));
-    inline
-        .filter(|(_, _, source)| source.driver == driver)
+    let own = all.filter(|(_, volume)| is_of(volume, driver));
+    own.filter_map(|(index, volume)| Some((index, volume, volume.csi.as_ref()?)))
         .map(|(index, volume, source)| Volume {
             index,
             name: &volume.name,
@@ -113,9 +114,29 @@ pub fn of<'a>(spec: &'a PodSpec, driver: &str) -> Vec<Volume<'a>> {
 /// A pod says none of the keys that kubelet adds.
 fn attributes(source: &CSIVolumeSource) -> Result<Attributes, Problem> {
     let said = source.volume_attributes.iter().flatten();
-    let attributes = Attributes::read(said.map(|(key, value)| (key.as_str(), value.as_str())))?;
-    attributes.check_with_secret(has_secret(source))?;
-    Ok(attributes)
+    Attributes::read(said.map(|(key, value)| (key.as_str(), value.as_str())))
+}
+
+/// Whether it is an inline volume of the driver.
+pub fn is_of(volume: &PodVolume, driver: &str) -> bool {
+    volume.csi.as_ref().is_some_and(|source| source.driver == driver)
+}
+
+/// Whether a container runtime can mount the inline volume: the driver does not have to write to it. One whose attributes mean
+/// nothing is refused in any case.
+pub fn may_be_deferred(volume: &PodVolume) -> bool {
+    let Some(source) = &volume.csi else { return false };
+    let (has_secret, read_only) = (has_secret(source), source.read_only == Some(true));
+    attributes(source).is_ok_and(|said| {
+        said.check_deferred(has_secret).is_ok()
+            && !said.is_published_as_content(has_secret, read_only)
+    })
+}
+
+/// The namespace of a review.
+pub fn namespace(said: Option<&str>) -> Result<&str, Refusal> {
+    let found = said.filter(|name| name::is_namespace(name));
+    found.ok_or_else(|| Refusal::invalid("metadata.namespace: is missing or no name"))
 }
 
 fn has_secret(source: &CSIVolumeSource) -> bool {

@@ -8,16 +8,17 @@ use kube::core::admission::AdmissionRequest;
 
 use super::judge::Judge;
 use super::metrics::Metrics;
-use super::volumes::Asked;
+use super::volumes::{self, Asked};
 use super::{opt_in, read_only};
 use crate::kubernetes::admission::{Allowed, Refusal, Webhook};
 use crate::kubernetes::https::Limits;
-use crate::kubernetes::name;
 
-/// Sets what a pod with volumes of content needs, and which volumes its runtime mounts.
+/// Sets what a pod with volumes of content needs.
 pub const MUTATE_POD: &str = "/mutate-pod";
 /// Holds pods to the policy.
 pub const VALIDATE_POD: &str = "/validate-pod";
+/// Names the volumes that a pod's runtime mounts.
+pub const MUTATE_DEFERRAL: &str = "/mutate-deferral";
 /// Keeps what a pod says of mounts by its runtime as the proposal has it: settable until it is initialised, and never unset.
 pub const VALIDATE_DEFERRAL: &str = "/validate-deferral";
 
@@ -30,10 +31,15 @@ pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
     let pods = |webhook| Webhook::of::<Pod>(JUDGEMENT).counted(metrics.count(webhook));
     let opt_ins = Webhook::of_kinds(&opt_in::kinds(), JUDGEMENT);
     let opt_ins = opt_ins.counted(metrics.count("validate_deferral"));
-    let of_mended = judge.clone();
+    let driver = judge.driver.clone();
     let mutate = move |request| {
-        let mended = mend(&of_mended, &request);
-        async move { mended }
+        let mended = mend(&driver, &request);
+        async move { Ok(mended) }
+    };
+    let of_deferrals = judge.clone();
+    let defer = move |request| {
+        let judge = of_deferrals.clone();
+        async move { opt_in::set(&judge, request).await }
     };
     let of_opt_ins = judge.clone();
     let keep = move |request| {
@@ -47,21 +53,14 @@ pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
     };
     Router::new()
         .route(MUTATE_POD, pods("mutate_pod").route(mutate))
+        .route(MUTATE_DEFERRAL, pods("mutate_deferral").route(defer))
         .route(VALIDATE_POD, pods("validate_pod").route(validate))
         .route(VALIDATE_DEFERRAL, opt_ins.route(keep))
 }
 
-fn mend(judge: &Judge, request: &AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
-    let asked = Asked::by(request);
-    let Some(spec) = request.object.as_ref().and_then(|pod| pod.spec.as_ref()) else {
-        return Ok(Allowed::default());
-    };
-    let mut mended = read_only::mend(spec, &judge.driver, &asked);
-    // Of a pod that the policy says nothing of it need not be known.
-    if asked == Asked::Whole && spec.runtime_class_name.is_some() {
-        mended.changes.extend(judge.policy()?.deferral.mend(spec, &judge.driver));
-    }
-    Ok(mended)
+fn mend(driver: &str, request: &AdmissionRequest<Pod>) -> Allowed {
+    let spec = request.object.as_ref().and_then(|pod| pod.spec.as_ref());
+    spec.map(|spec| read_only::mend(spec, driver, &Asked::by(request))).unwrap_or_default()
 }
 
 async fn pod(judge: &Judge, request: AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
@@ -73,7 +72,9 @@ async fn pod(judge: &Judge, request: AdmissionRequest<Pod>) -> Result<Allowed, R
         return Err(Refusal::invalid("the review has no pod to be judged"));
     };
     let mut findings = match asked {
-        Asked::Whole => judge.volumes(namespace(request.namespace.as_deref())?, &spec).await?,
+        Asked::Whole => {
+            judge.volumes(volumes::namespace(request.namespace.as_deref())?, &spec).await?
+        }
         _ => Default::default(),
     };
     // Whoever changes pods behind the webhook that sets it may have undone it.
@@ -84,9 +85,4 @@ async fn pod(judge: &Judge, request: AdmissionRequest<Pod>) -> Result<Allowed, R
         Some(refusal) => Err(refusal),
         None => Ok(Allowed { warnings: findings.warnings, ..Allowed::default() }),
     }
-}
-
-fn namespace(said: Option<&str>) -> Result<&str, Refusal> {
-    let found = said.filter(|name| name::is_namespace(name));
-    found.ok_or_else(|| Refusal::invalid("metadata.namespace: is missing or no name"))
 }

@@ -37,8 +37,7 @@ const MAX_DEPTH: usize = 40;
 pub fn runtime(store: &Store) -> Result<&dyn Runtime> {
     store.config.runtime.as_deref().ok_or_else(|| {
         Error::Precondition(
-            "defer_fs_ops: this driver leaves no filesystem to a container runtime; start it with --enable-defer-fs-ops, or \
-             take the option deferFSMount away"
+            "defer_fs_ops: this driver leaves no filesystem to a container runtime; start it with --enable-defer-fs-ops"
                 .to_owned(),
         )
     })

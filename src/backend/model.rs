@@ -143,10 +143,6 @@ pub struct VolumeRequest {
     #[serde(default)]
     pub change_precision: Precision,
     pub source: Option<Source>,
-    /// Whether a container runtime is to mount it wherever it is published, without having to be asked each time
-    /// (KEP-2857).
-    #[serde(default)]
-    pub defer_fs_mount: bool,
 }
 
 /// How finely a change record says what has changed.

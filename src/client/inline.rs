@@ -53,7 +53,7 @@ pub struct PublishArgs {
     /// As volumes[].csi.readOnly: required for content and secrets, to which the driver alone writes
     #[arg(long)]
     read_only: bool,
-    /// Have a container runtime mount the filesystem, and nothing on this host; as the attribute deferFSMount=true
+    /// Have a container runtime mount the filesystem, and nothing on this host
     #[arg(long)]
     defer_fs_ops: bool,
     #[command(flatten)]

@@ -15,7 +15,6 @@ use super::connection::{Connection, refused};
 use super::inline::{self, InlineCommand};
 use super::stats::stats;
 use super::{Options, Output, bounded, format, names};
-use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
 use crate::quantity;
 use csi::node_service_capability::{Rpc, Type, rpc};
@@ -134,9 +133,6 @@ struct CreateArgs {
     /// Whether snapshots of the volume record what changed
     #[arg(long, value_name = "true|false")]
     change_tracking: Option<bool>,
-    /// Have a container runtime mount the volume wherever it is published
-    #[arg(long)]
-    defer_fs_mount: bool,
     #[command(flatten)]
     capability: CapabilityArgs,
 }
@@ -186,16 +182,8 @@ pub async fn run(args: VolumeArgs) -> Result<ExitCode> {
 }
 
 async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Result<()> {
-    let CreateArgs {
-        name,
-        size,
-        limit,
-        from_snapshot,
-        from_volume,
-        change_tracking,
-        defer_fs_mount,
-        capability,
-    } = args;
+    let CreateArgs { name, size, limit, from_snapshot, from_volume, change_tracking, capability } =
+        args;
     let source = source(connection, from_snapshot, from_volume).await?;
     let request = csi::CreateVolumeRequest {
         name,
@@ -204,7 +192,7 @@ async fn create(connection: &Connection, args: CreateArgs, output: Output) -> Re
             limit_bytes: limit.unwrap_or_default(),
         }),
         volume_capabilities: vec![capability.capability()],
-        parameters: tracking(change_tracking).into_iter().chain(opt_in(defer_fs_mount)).collect(),
+        parameters: tracking(change_tracking).into_iter().collect(),
         volume_content_source: source.map(|kind| csi::VolumeContentSource { r#type: Some(kind) }),
         ..csi::CreateVolumeRequest::default()
     };
@@ -242,11 +230,6 @@ async fn source(
 /// The parameters of CreateVolume that set change tracking.
 pub fn tracking(on: Option<bool>) -> HashMap<String, String> {
     on.map(|on| ("changeTracking".to_owned(), on.to_string())).into_iter().collect()
-}
-
-/// The parameter of CreateVolume that leaves the volume to a container runtime.
-fn opt_in(defer_fs_mount: bool) -> Option<(String, String)> {
-    defer_fs_mount.then(|| (DEFER_FS_MOUNT.to_owned(), true.to_string()))
 }
 
 async fn list(connection: &Connection, output: Output) -> Result<()> {

@@ -2,7 +2,6 @@
 
 pub use crate::grpc::call::{Call, Calls, Describe, Subject};
 use crate::grpc::call::{note, note_session};
-use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
 use crate::proto::former::PublishRequest;
 use crate::proto::snapshotsession as session;
@@ -107,8 +106,7 @@ impl Describe for csi::NodePublishVolumeRequest {
     fn describe(&self, subject: &mut Subject) {
         subject.volume_id = note(&self.volume_id);
         subject.path = note(&self.target_path);
-        let opted_in = self.volume_context.get(DEFER_FS_MOUNT).is_some_and(|value| value == "true");
-        subject.deferred = self.defer_fs_ops || opted_in;
+        subject.deferred = self.defer_fs_ops;
     }
 }
 
@@ -180,16 +178,11 @@ mod tests {
 
     #[test]
     fn the_log_knows_that_a_mount_was_left_to_a_runtime() {
-        let context = |value: &str| [("deferFSMount".to_owned(), value.to_owned())].into();
         let publish =
             csi::NodePublishVolumeRequest { volume_id: "v-1".into(), ..Default::default() };
         let by_field = csi::NodePublishVolumeRequest { defer_fs_ops: true, ..publish.clone() };
-        let opted_in =
-            csi::NodePublishVolumeRequest { volume_context: context("true"), ..publish.clone() };
-        let not =
-            csi::NodePublishVolumeRequest { volume_context: context("hunter2"), ..publish.clone() };
-        let known = [&publish, &by_field, &opted_in, &not].map(|asked| Subject::of(asked).deferred);
-        assert_eq!(known, [false, true, true, false]);
+        let known = [&publish, &by_field].map(|asked| Subject::of(asked).deferred);
+        assert_eq!(known, [false, true]);
         let stats = csi::NodeGetVolumeStatsRequest { defer_fs_ops: true, ..Default::default() };
         assert!(Subject::of(&stats).deferred);
     }

@@ -5,7 +5,7 @@ use tonic::{Request, Response, Status};
 use super::controller_snapshots as snapshots;
 use super::request::{self, Refusal};
 use super::topology::Place;
-use super::{Plugin, deferral, health, response, snapshot_deltas, status};
+use super::{Plugin, health, response, snapshot_deltas, status};
 use crate::backend::{
     Condition, CreateVolume, Error, Result as Checked, Source, Volume, VolumeRequest,
 };
@@ -212,14 +212,9 @@ pub(crate) fn wanted_volume(
         required_bytes: range.required,
         limit_bytes: range.limit,
         fs_type,
-        change_tracking: mutable.change_tracking.or(fixed.tracking.change_tracking).unwrap_or(true),
-        change_precision: mutable
-            .change_precision
-            .or(fixed.tracking.change_precision)
-            .unwrap_or_default(),
+        change_tracking: mutable.change_tracking.or(fixed.change_tracking).unwrap_or(true),
+        change_precision: mutable.change_precision.or(fixed.change_precision).unwrap_or_default(),
         source,
-        // Also with the feature off: who publishes it may be another process, and says so then.
-        defer_fs_mount: fixed.defer_fs_mount,
     };
     Ok(CreateVolume { name, request })
 }
@@ -292,8 +287,7 @@ fn objection(
         return Ok(Some(format!("volume_capabilities: the volume has {found}, not {other}")));
     }
     let checks = [
-        request::volume_context(&asked.volume_context)
-            .and_then(|opted_in| deferral::check_context(volume, opted_in)),
+        request::volume_context(&asked.volume_context).map(drop),
         request::parameters(&asked.parameters).map(drop),
         request::mutable_parameters(&asked.mutable_parameters).map(drop),
     ];

@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::request;
 use crate::backend::{
-    self, Access, AccessMode, Backend, Capability, Deferral, Error, GroupPolicy, Result as Checked,
+    Access, AccessMode, Backend, Capability, Deferral, Error, GroupPolicy, Result as Checked,
 };
-use crate::inline::DEFER_FS_MOUNT;
+use crate::inline::REMOVED_DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
 use crate::telemetry::metrics::Metrics;
 use csi::volume_capability::{AccessType, MountVolume};
@@ -21,27 +21,15 @@ use request::Refusal;
 /// The flag that switches all of it on.
 const FLAG: &str = "--enable-defer-fs-ops";
 
-/// Whose volume is published.
+/// The kind of volume that is published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Volume {
-    /// A volume of the catalog that has opted in when it was made, or has not.
-    Kept { opted_in: bool },
-    /// A pod's own, whose attributes opt in, or do not.
-    Inline { opted_in: bool },
-}
-
-impl Volume {
-    fn has_opted_in(self) -> bool {
-        match self {
-            Self::Kept { opted_in } | Self::Inline { opted_in } => opted_in,
-        }
-    }
+    Persistent,
+    /// Of one pod (KEP-596).
+    Inline,
 }
 
 /// What a publish asks of a container runtime; `None` where this host mounts. `capability` is that of the request, checked.
-///
-/// A raw block device has no filesystem that anybody could mount: to have opted in means nothing for it, as for other kinds of
-/// volumes that the class of it may have.
 pub fn of_publish(
     asked: &csi::NodePublishVolumeRequest,
     capability: &Capability,
@@ -58,20 +46,18 @@ pub fn of_publish(
         Access::Block => return Ok(None),
     };
     let asked_for = supplemental(asked.volume_capability.as_ref())?;
-    if !asked.defer_fs_ops && !volume.has_opted_in() {
+    if !asked.defer_fs_ops {
         return match asked_for {
             None => Ok(None),
             // CSI MountVolume: "A CO MUST NOT populate this field if defer_fs_ops is empty".
             Some(_) => Err(Error::invalid(
                 "volume_capability",
-                format!(
-                    "volume_supplemental_group goes with a deferred mount only; set defer_fs_ops, or use a volume that has {DEFER_FS_MOUNT}"
-                ),
+                "volume_supplemental_group goes with a deferred mount only; set defer_fs_ops",
             )),
         };
     }
     check_secrets(asked)?;
-    if matches!(volume, Volume::Kept { .. }) {
+    if volume == Volume::Persistent {
         check_writers(asked.readonly, capability)?;
     }
     // Kubelets of today know no other field for the group of the pod.
@@ -154,18 +140,13 @@ pub fn supplemental_group(
     }
 }
 
-/// That a context does not promise a mount by a runtime for a volume that was made without it: what its row says decides, and
-/// nobody is to find out afterwards.
-pub fn check_context(volume: &backend::Volume, opted_in: Option<bool>) -> Checked<()> {
-    if opted_in == Some(true) && !volume.request.defer_fs_mount {
-        return Err(Error::invalid(
-            "volume_context",
-            format!(
-                "{DEFER_FS_MOUNT}: the volume was made without it; make it with this parameter of the StorageClass"
-            ),
-        ));
-    }
-    Ok(())
+/// Why a volume that an earlier version created for container runtimes only is not mounted on this host.
+pub fn not_on_this_host() -> Error {
+    Error::Precondition(format!(
+        "volume_context: {REMOVED_DEFER_FS_MOUNT}: the volume was created to be mounted by container runtimes only, and this key no \
+         longer asks for that; name the volume in the pod's annotation cbt.storage.k8s.io/defer-fs-mount, or copy it to a claim of \
+         another StorageClass"
+    ))
 }
 
 /// Whether volumes are left to runtimes on this node, and the count of those that were. Cheap to clone.
@@ -196,18 +177,6 @@ impl Deferrals {
         }
     }
 
-    /// That this node publishes so. A volume that has opted in is not mounted on this host instead.
-    fn check_publish(&self, asked: &csi::NodePublishVolumeRequest) -> Checked<()> {
-        self.check_field(asked.defer_fs_ops)?;
-        match self.enabled {
-            true => Ok(()),
-            false => Err(Error::Precondition(format!(
-                "volume_id: {:?} is to be mounted by a container runtime ({DEFER_FS_MOUNT}), which is switched off on this node; start the driver with {FLAG}",
-                asked.volume_id
-            ))),
-        }
-    }
-
     /// Publishes a volume, and counts it the first time where it is left to a runtime.
     pub fn publish(
         &self,
@@ -219,7 +188,7 @@ impl Deferrals {
         if deferral.is_none() {
             return publish();
         }
-        self.check_publish(asked)?;
+        self.check_field(asked.defer_fs_ops)?;
         let (id, target) = (asked.volume_id.as_str(), Path::new(&asked.target_path));
         let was_there = backend.is_deferred(id, target)?;
         let published = publish();

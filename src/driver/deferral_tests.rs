@@ -2,8 +2,7 @@ use super::*;
 use csi::volume_capability::access_mode::Mode;
 use csi::volume_capability::{AccessMode as WireMode, BlockVolume};
 
-const KEPT: Volume = Volume::Kept { opted_in: false };
-const OPTED_IN: Volume = Volume::Kept { opted_in: true };
+const KEPT: Volume = Volume::Persistent;
 
 fn used(access: AccessType, mode: Mode) -> Option<csi::VolumeCapability> {
     let access_mode = Some(WireMode { mode: mode.into() });
@@ -49,13 +48,11 @@ fn group(group: u32, policy: Option<GroupPolicy>) -> Option<Deferral> {
 }
 
 #[test]
-fn a_volume_is_left_to_a_runtime_where_the_field_or_the_volume_asks_for_it() {
-    let nothing = Some(Deferral::default());
-    assert_eq!(check(&asked(mount("", "")), KEPT).unwrap(), None);
-    assert_eq!(check(&asked(mount("", "")), Volume::Inline { opted_in: false }).unwrap(), None);
-    assert_eq!(check(&deferred(mount("", "")), KEPT).unwrap(), nothing);
-    assert_eq!(check(&asked(mount("", "")), OPTED_IN).unwrap(), nothing);
-    assert_eq!(check(&asked(mount("", "")), Volume::Inline { opted_in: true }).unwrap(), nothing);
+fn a_volume_is_left_to_a_runtime_where_the_field_asks_for_it() {
+    for kind in [KEPT, Volume::Inline] {
+        assert_eq!(check(&asked(mount("", "")), kind).unwrap(), None);
+        assert_eq!(check(&deferred(mount("", "")), kind).unwrap(), Some(Deferral::default()));
+    }
 }
 
 #[test]
@@ -65,7 +62,6 @@ fn group_and_policy_are_passed_on() {
         [("", None), ("Always", Some(Always)), ("OnRootMismatch", Some(OnRootMismatch))]
     {
         assert_eq!(check(&deferred(mount("2000", text)), KEPT).unwrap(), group(2000, policy));
-        assert_eq!(check(&asked(mount("2000", text)), OPTED_IN).unwrap(), group(2000, policy));
     }
     let both = |supplemental: &str, of_kubelet: &str| {
         deferred(MountVolume {
@@ -116,17 +112,12 @@ fn one_writer_or_none() {
     for (mode, fits) in modes {
         let mut asked = deferred(mount("", ""));
         asked.volume_capability = used(AccessType::Mount(mount("", "")), mode);
-        for (asked, volume) in [
-            (asked.clone(), KEPT),
-            (csi::NodePublishVolumeRequest { defer_fs_ops: false, ..asked.clone() }, OPTED_IN),
-        ] {
-            assert_eq!(check(&asked, volume).is_ok(), fits, "{mode:?}");
-            if !fits {
-                let (field, words) = refused(&asked, volume);
-                assert_eq!(field, "volume_capability");
-                assert!(words.contains("access_mode: "), "{words}");
-                assert!(words.contains("ReadWriteOncePod"), "{words}");
-            }
+        assert_eq!(check(&asked, KEPT).is_ok(), fits, "{mode:?}");
+        if !fits {
+            let (field, words) = refused(&asked, KEPT);
+            assert_eq!(field, "volume_capability");
+            assert!(words.contains("access_mode: "), "{words}");
+            assert!(words.contains("ReadWriteOncePod"), "{words}");
         }
         let readonly = csi::NodePublishVolumeRequest { readonly: true, ..asked.clone() };
         assert!(check(&readonly, KEPT).is_ok());
@@ -135,19 +126,17 @@ fn one_writer_or_none() {
         let ro = csi::NodePublishVolumeRequest { volume_capability: ro, ..asked.clone() };
         assert!(check(&ro, KEPT).is_ok());
         // There is one pod of it.
-        assert!(check(&asked, Volume::Inline { opted_in: false }).is_ok());
+        assert!(check(&asked, Volume::Inline).is_ok());
     }
 }
 
 #[test]
 fn a_secret_and_a_block_device_are_not_left_to_a_runtime() {
     let secrets = [("password".to_owned(), "hunter2".to_owned())];
-    for asked in [deferred(mount("", "")), asked(mount("", ""))] {
-        let asked =
-            csi::NodePublishVolumeRequest { secrets: secrets.clone().into(), ..asked.clone() };
-        let (field, words) = refused(&asked, OPTED_IN);
-        assert!(field == "secrets" && !words.contains("hunter2"), "{words}");
-    }
+    let secret =
+        csi::NodePublishVolumeRequest { secrets: secrets.into(), ..deferred(mount("", "")) };
+    let (field, words) = refused(&secret, KEPT);
+    assert!(field == "secrets" && !words.contains("hunter2"), "{words}");
     let block = used(AccessType::Block(BlockVolume {}), Mode::SingleNodeSingleWriter);
     let raw = |defer_fs_ops| csi::NodePublishVolumeRequest {
         volume_capability: block.clone(),
@@ -155,21 +144,14 @@ fn a_secret_and_a_block_device_are_not_left_to_a_runtime() {
         ..Default::default()
     };
     assert_eq!(refused(&raw(true), KEPT).0, "defer_fs_ops");
-    assert_eq!(refused(&raw(true), OPTED_IN).0, "defer_fs_ops");
-    // The class is of filesystems and of devices; who has opted in has said nothing of a device.
-    assert_eq!(check(&raw(false), OPTED_IN).unwrap(), None);
+    assert_eq!(check(&raw(false), KEPT).unwrap(), None);
 }
 
 #[test]
-fn what_is_off_is_refused_with_the_flag_and_never_mounted_here_instead() {
+fn what_is_off_is_refused_with_the_flag() {
     let metrics = || Metrics::new(Vec::new());
     let (on, off) = (Deferrals::new(true, metrics()), Deferrals::new(false, metrics()));
-    assert!(on.check_publish(&deferred(mount("", ""))).is_ok());
     assert!(off.check_field(false).is_ok() && on.check_field(true).is_ok());
-    for (asked, field) in
-        [(deferred(mount("", "")), "defer_fs_ops: "), (asked(mount("", "")), "volume_id: ")]
-    {
-        let Err(Error::Precondition(words)) = off.check_publish(&asked) else { panic!() };
-        assert!(words.starts_with(field) && words.contains("--enable-defer-fs-ops"), "{words}");
-    }
+    let Err(Error::Precondition(words)) = off.check_field(true) else { panic!() };
+    assert!(words.starts_with("defer_fs_ops: ") && words.contains("--enable-defer-fs-ops"));
 }

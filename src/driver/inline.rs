@@ -59,17 +59,13 @@ pub fn wanted(asked: &csi::NodePublishVolumeRequest) -> Checked<(InlineRequest, 
     let attributes = Attributes::read(own.map(|(key, value)| (key.as_str(), value.as_str())))
         .map_err(|problem| Error::invalid("volume_context", problem.to_string()))?;
     let has_secret = !asked.secrets.is_empty();
-    attributes
-        .check_with_secret(has_secret)
-        .map_err(|problem| Error::invalid("volume_context", problem.to_string()))?;
-    let whose = deferral::Volume::Inline { opted_in: attributes.has_opted_in() };
-    let deferred = deferral::of_publish(asked, &capability, whose)?;
+    let deferred = deferral::of_publish(asked, &capability, deferral::Volume::Inline)?;
     let read_only_content = match deferred {
         None => attributes.is_published_as_content(has_secret, asked.readonly),
         Some(_) => {
             attributes
                 .check_deferred(has_secret)
-                .map_err(|problem| Error::invalid("volume_context", problem.to_string()))?;
+                .map_err(|reason| Error::invalid("defer_fs_ops", reason))?;
             false
         }
     };

@@ -163,7 +163,7 @@ fn publish(
     let id = request::id("volume_id", &asked.volume_id)?;
     let target = request::path("target_path", &asked.target_path)?;
     let capability = capability(asked.volume_capability.as_ref())?;
-    let context = request::volume_context(&asked.volume_context)?;
+    let was_deferred = request::volume_context(&asked.volume_context)?;
     request::keys("publish_context", &asked.publish_context, &[])?;
     // CSI NodePublishVolume: with STAGE_UNSTAGE_VOLUME a missing path is a missing stage.
     if asked.staging_target_path.is_empty() {
@@ -171,11 +171,11 @@ fn publish(
         return Err(Error::Precondition(missing).into());
     }
     let staging = request::path("staging_target_path", &asked.staging_target_path)?;
-    let volume = plugin.backend.volume(id)?;
-    let kept = deferral::Volume::Kept { opted_in: volume.request.defer_fs_mount };
-    let deferred = deferral::of_publish(&asked, &capability, kept)?;
-    if deferred.is_none() && matches!(capability.access, Access::Mount { .. }) {
-        deferral::check_context(&volume, context)?;
+    // What does not exist is reported first.
+    plugin.backend.volume(id)?;
+    let deferred = deferral::of_publish(&asked, &capability, deferral::Volume::Persistent)?;
+    if was_deferred && deferred.is_none() && matches!(capability.access, Access::Mount { .. }) {
+        return Err(deferral::not_on_this_host().into());
     }
     let wanted = Publication { capability, readonly: asked.readonly, deferred };
     plugin.deferrals.publish(&plugin.backend, &asked, deferred, || {

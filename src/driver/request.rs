@@ -11,7 +11,7 @@ use crate::backend::{
     Access, AccessMode, Capability, Error, FsType, ModifyVolume, Precision, Result,
 };
 use crate::grpc::cut;
-use crate::inline::DEFER_FS_MOUNT;
+use crate::inline::{DEFER_BY_ANNOTATION, REMOVED_DEFER_FS_MOUNT};
 use crate::proto::csi::v1 as csi;
 use csi::volume_capability::AccessType;
 use csi::volume_capability::access_mode::Mode;
@@ -250,6 +250,9 @@ pub fn keys(field: &'static str, map: &HashMap<String, String>, known: &[&str]) 
     // The first in order, so that the answer is the same each time.
     match map.keys().filter(|key| !expected(key)).min() {
         None => Ok(()),
+        Some(key) if key == REMOVED_DEFER_FS_MOUNT => {
+            Err(Error::invalid(field, format!("{key} {DEFER_BY_ANNOTATION}")))
+        }
         Some(key) => {
             let shown = cut(key, MAX_SHOWN);
             Err(Error::invalid(field, format!("unknown key {shown:?}")))
@@ -262,46 +265,31 @@ pub fn is_inline(context: &HashMap<String, String>) -> Result<bool> {
     Ok(boolean("volume_context", context, EPHEMERAL_KEY)?.unwrap_or_default())
 }
 
-/// The context of a node call for a persistent volume: whether it says that the volume has opted in to be mounted by a container
-/// runtime, if it says so. What the volume was made with decides.
-pub fn volume_context(context: &HashMap<String, String>) -> Result<Option<bool>> {
+/// Checks the context of a node call for a persistent volume. Returns whether an earlier version created the volume to be mounted by
+/// container runtimes only: a PersistentVolume keeps what its StorageClass said then.
+pub fn volume_context(context: &HashMap<String, String>) -> Result<bool> {
     if is_inline(context)? {
         return Err(Error::invalid(
             "volume_context",
             format!("{EPHEMERAL_KEY}: an inline volume is published without being staged"),
         ));
     }
-    keys("volume_context", context, &[DEFER_FS_MOUNT])?;
-    boolean("volume_context", context, DEFER_FS_MOUNT)
+    keys("volume_context", context, &[REMOVED_DEFER_FS_MOUNT])?;
+    Ok(boolean("volume_context", context, REMOVED_DEFER_FS_MOUNT)?.unwrap_or_default())
 }
 
-/// The parameters that a volume is made with and keeps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Parameters {
-    /// What [`mutable_parameters`] can change later.
-    pub tracking: ModifyVolume,
-    /// Whether a container runtime mounts it (KEP-2857).
-    pub defer_fs_mount: bool,
+/// How the volume is tracked, as far as the parameters say so. Checks all of their keys.
+pub fn parameters(map: &HashMap<String, String>) -> Result<ModifyVolume> {
+    tracking("parameters", map)
 }
 
-/// Checks all keys of the immutable parameters.
-pub fn parameters(map: &HashMap<String, String>) -> Result<Parameters> {
-    const FIELD: &str = "parameters";
-    keys(FIELD, map, &[CHANGE_TRACKING, CHANGE_PRECISION, DEFER_FS_MOUNT])?;
-    Ok(Parameters {
-        tracking: tracking(FIELD, map)?,
-        defer_fs_mount: boolean(FIELD, map, DEFER_FS_MOUNT)?.unwrap_or_default(),
-    })
-}
-
-/// How the volume is tracked, as far as the mutable parameters say so. Checks all of their keys.
+/// The same of the mutable parameters, which know the same keys.
 pub fn mutable_parameters(map: &HashMap<String, String>) -> Result<ModifyVolume> {
-    const FIELD: &str = "mutable_parameters";
-    keys(FIELD, map, &[CHANGE_TRACKING, CHANGE_PRECISION])?;
-    tracking(FIELD, map)
+    tracking("mutable_parameters", map)
 }
 
 fn tracking(field: &'static str, map: &HashMap<String, String>) -> Result<ModifyVolume> {
+    keys(field, map, &[CHANGE_TRACKING, CHANGE_PRECISION])?;
     Ok(ModifyVolume {
         change_tracking: boolean(field, map, CHANGE_TRACKING)?,
         change_precision: match map.get(CHANGE_PRECISION).map(String::as_str) {

@@ -158,40 +158,47 @@ fn keys_of_kubernetes_pass_and_unknown_ones_are_named() {
 fn parameters_have_the_values_that_the_table_has() {
     let fixed = |pairs: &[(&str, &str)]| parameters(&map(pairs));
     let mutable = |pairs: &[(&str, &str)]| mutable_parameters(&map(pairs));
-    assert_eq!(fixed(&[]).unwrap(), Parameters::default());
+    assert_eq!(fixed(&[]).unwrap(), ModifyVolume::default());
     assert_eq!(mutable(&[]).unwrap(), ModifyVolume::default());
-    let both = fixed(&[("changeTracking", "false"), ("deferFSMount", "true")]).unwrap();
     let off = ModifyVolume { change_tracking: Some(false), change_precision: None };
-    assert_eq!(both, Parameters { tracking: off, defer_fs_mount: true });
-    assert!(!fixed(&[("deferFSMount", "false")]).unwrap().defer_fs_mount);
+    assert_eq!(fixed(&[("changeTracking", "false")]).unwrap(), off);
     assert_eq!(mutable(&[("changeTracking", "false")]).unwrap(), off);
     for (value, precision) in [("exact", Precision::Exact), ("block", Precision::Block)] {
         let wanted = ModifyVolume { change_tracking: None, change_precision: Some(precision) };
         assert_eq!(mutable(&[("changePrecision", value)]).unwrap(), wanted);
-        assert_eq!(fixed(&[("changePrecision", value)]).unwrap().tracking, wanted);
+        assert_eq!(fixed(&[("changePrecision", value)]).unwrap(), wanted);
     }
     for bad in ["", "yes", "True"] {
-        for key in ["changeTracking", "changePrecision", "deferFSMount"] {
+        for key in ["changeTracking", "changePrecision"] {
             let words = message(fixed(&[(key, bad)]));
             assert!(words.starts_with("parameters: ") && words.contains(key), "{words}");
-        }
-        for key in ["changeTracking", "changePrecision"] {
             assert!(message(mutable(&[(key, bad)])).starts_with("mutable_parameters: "));
         }
     }
-    for unknown in ["changetracking", "changeprecision", "deferFsMount"] {
+    for unknown in ["changetracking", "changeprecision"] {
         assert!(message(fixed(&[(unknown, "true")])).contains("unknown key"));
     }
-    // A volume keeps it.
-    assert!(message(mutable(&[("deferFSMount", "true")])).contains("unknown key"));
 }
 
 #[test]
-fn a_context_says_whether_the_volume_has_opted_in() {
+fn the_removed_parameter_is_refused_with_the_annotation_that_replaces_it() {
+    for value in ["true", "false", "1"] {
+        let map = map(&[("deferFSMount", value)]);
+        for (field, words) in [
+            ("parameters", message(parameters(&map))),
+            ("mutable_parameters", message(mutable_parameters(&map))),
+        ] {
+            assert!(words.starts_with(&format!("{field}: deferFSMount was removed")), "{words}");
+            assert!(words.contains("cbt.storage.k8s.io/defer-fs-mount"), "{words}");
+        }
+    }
+}
+
+#[test]
+fn a_context_says_whether_an_earlier_version_left_the_volume_to_runtimes() {
     let said = |pairs: &[(&str, &str)]| volume_context(&map(pairs));
-    assert_eq!(said(&[]).unwrap(), None);
-    assert_eq!(said(&[("deferFSMount", "true")]).unwrap(), Some(true));
-    assert_eq!(said(&[("deferFSMount", "false")]).unwrap(), Some(false));
+    assert!(!said(&[]).unwrap() && !said(&[("deferFSMount", "false")]).unwrap());
+    assert!(said(&[("deferFSMount", "true")]).unwrap());
     assert!(message(said(&[("deferFSMount", "1")])).starts_with("volume_context: deferFSMount"));
 }
 

@@ -7,7 +7,6 @@ use prost_types::Timestamp;
 use super::Plugin;
 use super::topology::Place;
 use crate::backend::{Condition, GroupSnapshot, Snapshot, Source, Usage, Volume};
-use crate::inline::DEFER_FS_MOUNT;
 use crate::proto::csi::v1 as csi;
 use csi::volume_content_source::{SnapshotSource, Type, VolumeSource};
 use csi::volume_usage::Unit;
@@ -21,16 +20,10 @@ pub fn volume(volume: &Volume, place: &Place) -> csi::Volume {
     csi::Volume {
         capacity_bytes: bytes(volume.capacity_bytes),
         volume_id: volume.id.clone(),
-        volume_context: context(volume),
+        volume_context: HashMap::new(),
         content_source: volume.source.as_ref().map(content_source),
         accessible_topology: vec![place.topology()],
     }
-}
-
-/// What whoever publishes the volume is to know of it.
-fn context(volume: &Volume) -> HashMap<String, String> {
-    let opted_in = volume.request.defer_fs_mount;
-    opted_in.then(|| (DEFER_FS_MOUNT.to_owned(), true.to_string())).into_iter().collect()
 }
 
 fn content_source(source: &Source) -> csi::VolumeContentSource {

@@ -34,6 +34,7 @@ fn bases(backend: &Backend, of: &BasesOf) -> Vec<(String, Option<u64>)> {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn a_base_with_a_retention_of_its_own_goes_at_its_own_time_and_the_others_stay_exact() {
     if !have_root() {
         return;

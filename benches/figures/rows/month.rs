@@ -21,7 +21,7 @@ const KEPT: usize = 24;
 const ENOUGH: Duration = Duration::from_secs(600);
 
 /// Blocks of 4 KiB that are written between two snapshots.
-const WRITTEN: usize = 2_000;
+const WRITTEN: usize = 500;
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let size: u64 = options.pick(2 << 30, 64 << 20);

@@ -26,10 +26,7 @@ pub fn requests(input: &[u8]) {
             fuzzing::volume_context(&asked.volume_context)?;
             let capability = fuzzing::capability(asked.volume_capability.as_ref())?;
             check(&capability);
-            for opted_in in [false, true] {
-                let wanted = fuzzing::deferral(asked, &capability, opted_in)?;
-                check_deferral(asked, &capability, opted_in, wanted);
-            }
+            check_deferral(asked, &capability, fuzzing::deferral(asked, &capability)?);
             Ok(())
         }),
         3 => decoded(bytes, |asked: &csi::CreateVolumeGroupSnapshotRequest| {
@@ -97,7 +94,7 @@ fn inline_volume(asked: &csi::NodePublishVolumeRequest) -> Result<(), Error> {
     assert!(asked.secrets.is_empty() || request.in_memory);
     // What a runtime mounts nobody else has written to, and no secret comes near it.
     assert!(request.deferred.is_none() || (content.is_empty() && !request.read_only_content));
-    assert!(request.deferred.is_some() || !asked.defer_fs_ops);
+    assert_eq!(request.deferred.is_some(), asked.defer_fs_ops);
     Ok(())
 }
 
@@ -105,13 +102,12 @@ fn inline_volume(asked: &csi::NodePublishVolumeRequest) -> Result<(), Error> {
 fn check_deferral(
     asked: &csi::NodePublishVolumeRequest,
     capability: &Capability,
-    opted_in: bool,
     wanted: Option<Deferral>,
 ) {
     let Access::Mount { group, .. } = &capability.access else {
         return assert!(wanted.is_none() && !asked.defer_fs_ops);
     };
-    assert_eq!(wanted.is_some(), asked.defer_fs_ops || opted_in);
+    assert_eq!(wanted.is_some(), asked.defer_fs_ops);
     let Some(deferral) = wanted else { return };
     assert!(asked.secrets.is_empty());
     assert!(group.is_none() || deferral.group == *group);

@@ -44,7 +44,6 @@ pub fn publish(
     let Some(device) = store.device_of(&volume)? else {
         return Err(not_staged(volume_id, staging));
     };
-    check_opted_in(&volume, wanted)?;
     check_second_publish(&attachment, target, wanted)?;
     if let Some(deferral) = &wanted.deferred {
         return deferred::publish(store, &volume, attachment, &device, target, wanted, deferral);
@@ -92,18 +91,6 @@ fn is_published(
         Access::Block => device.is_read_only()?,
     };
     Ok(is_read_only == wanted.is_read_only())
-}
-
-/// What was made to be left to a runtime is not mounted here because somebody forgot to say so.
-fn check_opted_in(volume: &Volume, wanted: &Publication) -> Result<()> {
-    let is_mount = matches!(wanted.capability.access, Access::Mount { .. });
-    if volume.request.defer_fs_mount && is_mount && wanted.deferred.is_none() {
-        return Err(Error::Precondition(format!(
-            "volume_id: {:?} was created with deferFSMount, so this host does not mount it; publish it with defer_fs_ops",
-            volume.id
-        )));
-    }
-    Ok(())
 }
 
 /// CSI NodePublishVolume, the tables of what a second call answers.

@@ -1,10 +1,12 @@
-//! Who mounts a pod's own volumes (KEP-2857), by the policy's entries.
+//! Which claims and inline volumes the webhook leaves to a pod's runtime (KEP-2857), by the policy's entries.
 
-use std::collections::BTreeMap;
 use support::cluster::shared;
 
-use k8s_openapi::api::core::v1::Pod;
+use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
 use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::api::rbac::v1::{ClusterRole, PolicyRule};
+use k8s_openapi::api::storage::v1::StorageClass;
 use serde_json::{Value, json};
 
 use super::rig::{Rig, With, assert_refused, pod};
@@ -50,14 +52,41 @@ fn of_class(volume: &Value, class: &str, need: impl Fn(&mut Value)) -> Value {
     pod
 }
 
-/// What the pod says of its volume once it is made.
-fn attributes(made: Result<Pod, String>) -> BTreeMap<String, String> {
-    let csi = made.unwrap().spec.unwrap().volumes.unwrap().remove(0).csi.unwrap();
-    csi.volume_attributes.unwrap_or_default()
+/// The volumes that the pod leaves to its runtime once it is made.
+fn named(made: Result<Pod, String>) -> Option<String> {
+    made.unwrap().metadata.annotations.unwrap_or_default().remove(ANNOTATION)
 }
 
-fn opted_in(made: Result<Pod, String>) -> Option<String> {
-    attributes(made).remove("deferFSMount")
+/// A StorageClass of this provisioner.
+fn storage_class(cluster: &Cluster, provisioner: &str) -> String {
+    let name = cluster.unique("class");
+    let object = json!({ "metadata": { "name": name }, "provisioner": provisioner });
+    cluster.create(&cluster.api::<StorageClass>(), object);
+    name
+}
+
+/// A claim with these fields in its spec; the volume of a pod that is this claim.
+fn claim(rig: &Rig<'_>, fields: &Value) -> Value {
+    let name = rig.cluster.unique("claim");
+    let mut spec = json!({
+        "accessModes": ["ReadWriteOncePod"], "resources": { "requests": { "storage": "1Gi" } },
+    });
+    spec.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    let claims = rig.cluster.api_in::<PersistentVolumeClaim>(&rig.apps);
+    rig.cluster.create(&claims, json!({ "metadata": { "name": name }, "spec": spec }));
+    claimed(&name)
+}
+
+fn claimed(name: &str) -> Value {
+    json!({ "name": "v", "persistentVolumeClaim": { "claimName": name } })
+}
+
+fn ephemeral(fields: &Value) -> Value {
+    let mut spec = json!({
+        "accessModes": ["ReadWriteOncePod"], "resources": { "requests": { "storage": "1Gi" } },
+    });
+    spec.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    json!({ "name": "v", "ephemeral": { "volumeClaimTemplate": { "spec": spec } } })
 }
 
 /// What story 1 and the next three have in common: a group, and a part of the volume.
@@ -67,20 +96,136 @@ fn demanding(spec: &mut Value) {
 }
 
 fn yes() -> Option<String> {
-    Some("true".to_owned())
+    Some("v".to_owned())
 }
 
 #[test]
-fn a_pod_whose_runtime_does_all_that_it_needs_is_opted_in() {
+fn a_claim_is_left_to_the_runtime_by_the_triple_of_its_class_the_driver_and_the_runtime_class() {
+    let Some(cluster) = shared() else { return };
+    let (class, other) = (runtime_class(cluster), runtime_class(cluster));
+    let rig = started(cluster, &[]);
+    let [ours, unlisted] = [(); 2].map(|()| storage_class(cluster, &rig.driver));
+    let foreign = storage_class(cluster, "another.example");
+    rig.policy(&policy(&[entry(&ours, &class), entry(&foreign, &class), entry("", &other)]));
+    let of = |storage: &str| claim(&rig, &json!({ "storageClassName": storage }));
+    let made = |volume: &Value, class: &str| {
+        named(rig.make(&rig.apps, &of_class(volume, class, demanding)))
+    };
+    let fitting = of(&ours);
+    cluster.wait_for("the policy", || {
+        (named(rig.dry(&rig.apps, &of_class(&fitting, &class, demanding))) == yes()).then_some(())
+    });
+    assert_eq!(made(&fitting, &class), yes());
+    assert_eq!(made(&ephemeral(&json!({ "storageClassName": ours })), &class), yes());
+    // Another StorageClass, another driver, another RuntimeClass, and no class at all.
+    for volume in [of(&unlisted), of(&foreign), of("")] {
+        assert_eq!(made(&volume, &class), None, "{volume}");
+    }
+    assert_eq!(made(&ephemeral(&json!({ "storageClassName": foreign })), &class), None);
+    assert_eq!(made(&fitting, &other), None);
+    assert_eq!(named(rig.make(&rig.apps, &pod(&fitting))), None);
+    let page = rig.page("/metrics");
+    assert!(page.contains("webhook=\"mutate_deferral\",verdict=\"changed\""), "{page}");
+}
+
+#[test]
+fn a_claim_whose_class_is_not_known_yet_is_refused_until_it_is() {
+    let Some(cluster) = shared() else { return };
+    let class = runtime_class(cluster);
+    let rig = started(cluster, &[]);
+    let storage = storage_class(cluster, &rig.driver);
+    rig.policy(&policy(&[entry(&storage, &class), entry("gone", &class)]));
+    let make = |volume: &Value| rig.make(&rig.apps, &of_class(volume, &class, |_| ()));
+    let field = "spec.volumes[0].persistentVolumeClaim.claimName: ";
+    cluster.wait_for("the policy", || make(&claimed("none")).err());
+    let none = make(&claimed("none"));
+    assert_refused(none, &["503", field, "\"none\" does not exist", "try again"]);
+    // A claim that may get the default class, and one that gets none any more.
+    assert_refused(make(&claim(&rig, &json!({}))), &["503", field, "spec.storageClassName"]);
+    assert_eq!(named(make(&claim(&rig, &json!({ "volumeName": "static" })))), None);
+    let gone = make(&claim(&rig, &json!({ "storageClassName": "gone" })));
+    assert_refused(gone, &["503", "spec.volumes[0]: ", "\"gone\" does not exist", "try again"]);
+    let field = "spec.volumes[0].ephemeral.volumeClaimTemplate.spec.storageClassName: is missing";
+    assert_refused(make(&ephemeral(&json!({}))), &["422", field, "name the StorageClass"]);
+    // The claim comes, and the same pod is made: its controller tries again.
+    let later = claim(&rig, &json!({ "storageClassName": storage }));
+    assert_eq!(named(make(&later)), yes());
+    // Pods that the policy does not match wait for no claim.
+    let other = runtime_class(cluster);
+    assert_eq!(named(rig.make(&rig.apps, &of_class(&claimed("none"), &other, |_| ()))), None);
+    assert_eq!(named(rig.make(&rig.apps, &pod(&claimed("none")))), None);
+}
+
+#[test]
+fn while_claims_or_classes_cannot_be_read_only_pods_that_the_policy_matches_are_refused() {
+    let Some(cluster) = shared() else { return };
+    let class = runtime_class(cluster);
+    let rig = started(cluster, &[]);
+    let storage = storage_class(cluster, &rig.driver);
+    rig.policy(&policy(&[entry(&storage, &class)]));
+    let volume = claim(&rig, &json!({ "storageClassName": storage }));
+    let make = || rig.make(&rig.apps, &of_class(&volume, &class, |_| ()));
+    cluster.wait_for("the policy", || (named(make()) == yes()).then_some(()));
+    let roles = cluster.api::<ClusterRole>();
+    let full = cluster.get(&roles, &rig.role).unwrap().rules.unwrap();
+    let allow =
+        |rules: &[&PolicyRule]| cluster.merge(&roles, &rig.role, &json!({ "rules": rules }));
+    for (resource, what) in [
+        ("storageclasses", "get StorageClasses"),
+        ("persistentvolumeclaims", "get PersistentVolumeClaims"),
+    ] {
+        let others: Vec<_> = full.iter().filter(|rule| !is_for(rule, resource)).collect();
+        allow(&others);
+        cluster.wait_for("the end of the right", || make().is_err().then_some(()));
+        assert_refused(make(), &["500", "spec.volumes[0]", "is not known", what, "ClusterRole"]);
+        let other = runtime_class(cluster);
+        rig.make(&rig.apps, &of_class(&volume, &other, |_| ())).unwrap();
+        let inline = rig.volume(json!({ "size": "1Gi" }));
+        assert_eq!(named(rig.make(&rig.apps, &of_class(&inline, &class, |_| ()))), None);
+    }
+    allow(&full.iter().collect::<Vec<_>>());
+    cluster.wait_for("the rights", || make().is_ok().then_some(()));
+    assert_eq!(named(make()), yes());
+}
+
+fn is_for(rule: &PolicyRule, resource: &str) -> bool {
+    rule.resources.iter().flatten().any(|one| one == resource)
+}
+
+#[test]
+fn while_no_webhook_answers_pods_with_a_runtime_class_and_a_claim_are_refused() {
+    let Some(cluster) = shared() else { return };
+    let class = runtime_class(cluster);
+    let mut rig = started(cluster, &[]);
+    let volume = claimed("any");
+    rig.make(&rig.apps, &of_class(&volume, &class, |_| ())).unwrap();
+    rig.served.process.stop();
+    let refused = rig.make(&rig.apps, &of_class(&volume, &class, |_| ()));
+    assert_refused(refused, &["failed calling webhook", "mutate-deferral"]);
+    rig.make(&rig.apps, &pod(&volume)).unwrap();
+    let scratch = json!({ "name": "v", "emptyDir": {} });
+    rig.make(&rig.apps, &of_class(&scratch, &class, |_| ())).unwrap();
+}
+
+#[test]
+fn an_inline_volume_is_left_to_the_runtime_besides_what_the_pod_names_itself() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
     let rig = started(cluster, &[entry("", &class)]);
     let sized = of_class(&rig.volume(json!({ "size": "1Gi" })), &class, demanding);
-    let both = attributes(rig.make(&rig.apps, &sized));
-    let expected = [("deferFSMount", "true"), ("size", "1Gi")];
-    assert_eq!(both, expected.map(|(key, value)| (key.to_owned(), value.to_owned())).into());
+    let made = rig.make(&rig.apps, &sized).unwrap();
+    let csi = made.spec.clone().unwrap().volumes.unwrap().remove(0).csi.unwrap();
+    assert_eq!(csi.volume_attributes, Some([("size".to_owned(), "1Gi".to_owned())].into()));
+    assert_eq!(named(Ok(made)), yes());
     let bare = json!({ "name": "v", "csi": { "driver": rig.driver } });
-    assert_eq!(opted_in(rig.make(&rig.apps, &of_class(&bare, &class, |_| ()))), yes());
+    assert_eq!(named(rig.make(&rig.apps, &of_class(&bare, &class, |_| ()))), yes());
+    let mut both = sized.clone();
+    let second = json!({ "name": "a", "persistentVolumeClaim": { "claimName": "any" } });
+    both["spec"]["volumes"].as_array_mut().unwrap().push(second);
+    both["metadata"] = json!({ "annotations": { ANNOTATION: "a", "other": "kept" } });
+    let made = rig.make(&rig.apps, &both).unwrap();
+    assert_eq!(made.metadata.annotations.as_ref().unwrap()["other"], "kept");
+    assert_eq!(named(Ok(made)).as_deref(), Some("a,v"));
 }
 
 #[test]
@@ -120,19 +265,15 @@ fn a_pod_that_needs_what_its_runtime_does_not_do_is_left_as_it_is() {
         let demanding = of_class(&volume, &class, need);
         rig.policy(&policy(&[entry("", &class)]));
         cluster.wait_for("the policy with all", || {
-            (opted_in(rig.dry(&rig.apps, &demanding)) == yes()).then_some(())
+            (named(rig.dry(&rig.apps, &demanding)) == yes()).then_some(())
         });
         // Story 2: the runtime does not do it, and the driver mounts.
         rig.policy(&policy(&[lacking]));
         cluster.wait_for(&format!("the policy without {what}"), || {
-            opted_in(rig.dry(&rig.apps, &demanding)).is_none().then_some(())
+            named(rig.dry(&rig.apps, &demanding)).is_none().then_some(())
         });
         // Who does not need it is opted in all the same.
-        assert_eq!(
-            opted_in(rig.dry(&rig.apps, &of_class(&volume, &class, |_| ()))),
-            yes(),
-            "{what}"
-        );
+        assert_eq!(named(rig.dry(&rig.apps, &of_class(&volume, &class, |_| ()))), yes(), "{what}");
     }
 }
 
@@ -143,33 +284,43 @@ fn without_an_entry_for_inline_volumes_a_pod_is_left_as_it_is_and_with_one_the_n
     // Story 3: of this driver's volumes none is deferred inline, only those of another class.
     let rig = started(cluster, &[entry("fast-storage", &class)]);
     let pod = of_class(&rig.volume(json!({})), &class, demanding);
-    assert_eq!(opted_in(rig.make(&rig.apps, &pod)), None);
+    assert_eq!(named(rig.make(&rig.apps, &pod)), None);
     // Of the runtime of another pod nothing follows for this one.
     let other = of_class(&rig.volume(json!({})), &runtime_class(cluster), demanding);
     // Story 4: the driver has been upgraded, and so is the policy.
     rig.policy(&policy(&[entry("", &class)]));
-    cluster
-        .wait_for("the new policy", || (opted_in(rig.dry(&rig.apps, &pod)) == yes()).then_some(()));
-    assert_eq!(opted_in(rig.make(&rig.apps, &other)), None);
+    cluster.wait_for("the new policy", || (named(rig.dry(&rig.apps, &pod)) == yes()).then_some(()));
+    assert_eq!(named(rig.make(&rig.apps, &other)), None);
 }
 
 #[test]
-fn what_a_pod_says_itself_and_what_cannot_be_deferred_are_left() {
+fn what_the_driver_has_to_write_and_raw_devices_are_left() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
-    let rig = started(cluster, &[entry("", &class)]);
+    let rig = started(cluster, &[]);
+    let storage = storage_class(cluster, &rig.driver);
+    rig.policy(&policy(&[entry("", &class), entry(&storage, &class)]));
+    let plain = of_class(&rig.volume(json!({})), &class, |_| ());
+    cluster.wait_for("the policy", || (named(rig.dry(&rig.apps, &plain)) == yes()).then_some(()));
     let of = |volume: &Value| rig.make(&rig.apps, &of_class(volume, &class, |_| ()));
-    for said in ["true", "false"] {
-        let volume = rig.volume(json!({ "deferFSMount": said }));
-        assert_eq!(opted_in(of(&volume)).as_deref(), Some(said));
-    }
     let own = rig.volume(json!({ "readOnlyContent": "true" }));
-    for volume in [rig.volume(json!({ "content/a": "x" })), own, rig.with_secret()] {
-        assert_eq!(opted_in(of(&volume)), None, "{volume}");
+    let memory = rig.volume(json!({ "medium": "Memory" }));
+    for volume in [rig.volume(json!({ "content/a": "x" })), own, memory, rig.with_secret()] {
+        assert_eq!(named(of(&volume)), None, "{volume}");
     }
-    assert_refused(of(&rig.volume(json!({ "deferFSMount": "True" }))), &["422", "deferFSMount"]);
-    let both = rig.volume(json!({ "deferFSMount": "true", "content/a": "x" }));
-    assert_refused(of(&both), &["422", "spec.volumes[0].csi.volumeAttributes[deferFSMount]"]);
+    let raw = claim(&rig, &json!({ "storageClassName": storage, "volumeMode": "Block" }));
+    let device = of_class(&raw, &class, |spec| {
+        let container = spec["containers"][0].as_object_mut().unwrap();
+        container.remove("volumeMounts");
+        let devices = json!([{ "name": "v", "devicePath": "/dev/v" }]);
+        container.insert("volumeDevices".into(), devices);
+    });
+    assert_eq!(named(rig.make(&rig.apps, &device)), None);
+    for value in ["true", "false"] {
+        let removed = of(&rig.volume(json!({ "deferFSMount": value })));
+        let field = "spec.volumes[0].csi.volumeAttributes[deferFSMount]: was removed";
+        assert_refused(removed, &["422", field, ANNOTATION]);
+    }
 }
 
 #[test]
@@ -178,7 +329,7 @@ fn nonsense_among_the_entries_is_not_taken_and_its_place_is_told() {
     let class = runtime_class(cluster);
     let rig = started(cluster, &[entry("", &class)]);
     let pod = of_class(&rig.volume(json!({})), &class, |_| ());
-    assert_eq!(opted_in(rig.dry(&rig.apps, &pod)), yes());
+    assert_eq!(named(rig.dry(&rig.apps, &pod)), yes());
     let mut unknown = entry("", &class);
     unknown["fsgroup"] = true.into();
     let mut policyless = entry("", &class);
@@ -192,33 +343,8 @@ fn nonsense_among_the_entries_is_not_taken_and_its_place_is_told() {
         rig.policy(&policy(&entries));
         cluster.wait_for(&format!("the complaint of {place}"), || {
             // What was said before holds; it is read when it is asked for.
-            assert_eq!(opted_in(rig.dry(&rig.apps, &pod)), yes());
+            assert_eq!(named(rig.dry(&rig.apps, &pod)), yes());
             rig.served.process.log().contains(place).then_some(())
         });
     }
-}
-
-#[test]
-fn what_no_runtime_would_mount_is_refused() {
-    let Some(cluster) = shared() else { return };
-    let class = runtime_class(cluster);
-    let rig = started(cluster, &[entry("", &class), entry("fast-storage", &class)]);
-    let volume = rig.volume(json!({ "deferFSMount": "true" }));
-    let field = "spec.volumes[0].csi.volumeAttributes[deferFSMount]: ";
-    assert_refused(rig.make(&rig.apps, &pod(&volume)), &["403", field, "runtimeClassName"]);
-    let other = runtime_class(cluster);
-    let refused = rig.make(&rig.apps, &of_class(&volume, &other, |_| ()));
-    assert_refused(refused, &["403", field, &other]);
-    rig.make(&rig.apps, &of_class(&volume, &class, demanding)).unwrap();
-    // A claim that the pod makes for itself, of a class that is deferred, beside the volume for which the webhook is asked.
-    let mut claiming = pod(&rig.volume(json!({})));
-    let spec = json!({
-        "accessModes": ["ReadWriteOncePod"], "storageClassName": "fast-storage",
-        "resources": { "requests": { "storage": "1Gi" } },
-    });
-    let claim =
-        json!({ "name": "claim", "ephemeral": { "volumeClaimTemplate": { "spec": spec } } });
-    claiming["spec"]["volumes"].as_array_mut().unwrap().push(claim);
-    let field = "spec.volumes[1].ephemeral.volumeClaimTemplate.spec.storageClassName: ";
-    assert_refused(rig.make(&rig.apps, &claiming), &["403", field]);
 }

@@ -11,9 +11,9 @@ use support::cluster::shared;
 
 use super::rig::{Rig, With, assert_refused, posted};
 use support::cluster::Cluster;
+use support::cluster::admission::{VALIDATE_DEFERRAL, shipped_webhooks};
 use support::path;
 
-const PATH: &str = "/validate-deferral";
 /// The one that mounts what pods leave to it.
 const CLASS: &str = "opt-in-runtime";
 
@@ -25,17 +25,13 @@ fn guarded(cluster: &Cluster) -> Rig<'_> {
     let classes = cluster.api::<RuntimeClass>();
     let apply = PatchParams::apply("test");
     cluster.block_on(classes.patch(CLASS, &apply, &Patch::Apply(&object))).unwrap();
-    let document = format!("deferral: [{{storageClass: any, runtimeClass: {CLASS}}}]");
+    let document = format!("deferral: [{{storageClass: \"\", runtimeClass: {CLASS}}}]");
     let rig = Rig::started(cluster, &With { policy: Some(&document), ..With::default() });
-    rig.configure(false);
+    rig.configure(true);
     rig.wait_until_judging();
-    let mut webhook = of_deploy();
-    webhook["clientConfig"] =
-        json!({ "url": format!("https://localhost:{}{PATH}", rig.served.port) });
-    // Other tests have their own.
-    assert_eq!(webhook["namespaceSelector"], Value::Null);
-    webhook["namespaceSelector"] =
-        json!({ "matchLabels": { "kubernetes.io/metadata.name": rig.apps } });
+    let mut all = shipped_webhooks("ValidatingWebhookConfiguration").into_iter();
+    let of_path = |one: &Value| one["clientConfig"]["service"]["path"] == VALIDATE_DEFERRAL;
+    let webhook = rig.here(all.find(of_path).expect("the webhook"), &rig.apps);
     let add = json!([{ "op": "add", "path": "/webhooks/-", "value": webhook }]);
     let add = Patch::<()>::Json(serde_json::from_value(add).unwrap());
     let api = cluster.api::<ValidatingWebhookConfiguration>();
@@ -45,19 +41,6 @@ fn guarded(cluster: &Cluster) -> Rig<'_> {
         refused.contains("is no volume of the pod").then_some(())
     });
     rig
-}
-
-/// As deploy/admission has it.
-fn of_deploy() -> Value {
-    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/admission/webhooks.yaml");
-    let text = std::fs::read_to_string(file).unwrap();
-    let objects = text.split("\n---\n").map(|text| serde_saphyr::from_str::<Value>(text).unwrap());
-    let webhooks = objects.flat_map(|mut object| match object["webhooks"].take() {
-        Value::Array(webhooks) => webhooks,
-        other => panic!("{other}"),
-    });
-    let mut found = webhooks.filter(|one| one["clientConfig"]["service"]["path"] == PATH);
-    found.next().expect("the webhook")
 }
 
 /// A pod with volumes of all kinds.
@@ -319,7 +302,7 @@ fn hostile_opt_ins_are_answered_and_hold_up_nobody() {
         .to_string()
     };
     let refused = |body: &str, words: &str| {
-        let answer = posted(&rig, PATH, body);
+        let answer = posted(&rig, VALIDATE_DEFERRAL, body);
         let is = answer.contains("\"allowed\":false") && answer.contains(words);
         assert!(is, "{}", answer.chars().take(2000).collect::<String>());
         assert!(answer.len() < 64 << 10, "{}", answer.len());
@@ -348,7 +331,7 @@ fn hostile_opt_ins_are_answered_and_hold_up_nobody() {
         review("Pod", "DELETE", Value::Null, Value::Null),
         review("Binding", "CREATE", json!({}), Value::Null),
     ] {
-        assert!(posted(&rig, PATH, &nothing).contains("\"allowed\":true"));
+        assert!(posted(&rig, VALIDATE_DEFERRAL, &nothing).contains("\"allowed\":true"));
     }
     // As many names and volumes as a pod of the largest size has, of which the last one is wrong.
     let all: Vec<String> = (0..35_000).map(|number| format!("v{number:05}")).collect();

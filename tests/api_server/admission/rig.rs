@@ -2,13 +2,14 @@
 
 use std::ops::{Deref, DerefMut};
 
+use csi_loopback::kubernetes::client::{Rate, connect_as_user_once};
 use csi_loopback::kubernetes::tls;
 use k8s_openapi::api::admissionregistration::v1::{
     MutatingWebhookConfiguration, ValidatingWebhookConfiguration,
 };
 use k8s_openapi::api::core::v1::Pod;
-use kube::Api;
 use kube::api::{Patch, PatchParams, PostParams};
+use kube::{Api, Client};
 use serde_json::{Value, json};
 
 use support::cluster::Cluster;
@@ -22,6 +23,7 @@ pub struct Rig<'a> {
     /// A namespace whose pods are judged.
     pub apps: String,
     webhooks: Webhooks,
+    client: Client,
 }
 
 impl Deref for Rig<'_> {
@@ -52,12 +54,16 @@ impl<'a> Rig<'a> {
     /// Whom nobody calls yet.
     pub fn started(cluster: &'a Cluster, with: &With<'_>) -> Self {
         let webhooks = Webhooks::start(cluster, cluster.unique("driver"), with);
-        Self { cluster, apps: namespace(cluster, json!({})), webhooks }
+        // Another one would send a pod again and again that is refused with 503.
+        let rate = Rate { per_second: 1000.0, burst: 1000 };
+        let kubeconfig = cluster.kubeconfig();
+        let client = cluster.block_on(connect_as_user_once(Some(&kubeconfig), rate)).unwrap();
+        Self { cluster, apps: namespace(cluster, json!({})), webhooks, client }
     }
 
     /// Has the API server call the webhooks.
     pub fn configure(&self, without_mutating: bool) {
-        self.webhooks.configure(self.cluster, without_mutating);
+        self.webhooks.configure(self.cluster, without_mutating, &self.apps);
     }
 
     /// The API server takes a moment to heed a configuration.
@@ -94,7 +100,7 @@ impl<'a> Rig<'a> {
     }
 
     pub fn pods(&self, namespace: &str) -> Api<Pod> {
-        self.cluster.api_in(namespace)
+        Api::namespaced(self.client.clone(), namespace)
     }
 
     /// Makes the pod; else what is said of it.
@@ -109,7 +115,7 @@ impl<'a> Rig<'a> {
 
     fn post(&self, namespace: &str, pod: &Value, dry_run: bool) -> Result<Pod, String> {
         let mut pod = pod.clone();
-        pod["metadata"] = json!({ "name": self.cluster.unique("pod") });
+        pod["metadata"]["name"] = self.cluster.unique("pod").into();
         let pod: Pod = serde_json::from_value(pod).unwrap();
         let params = PostParams { dry_run, ..PostParams::default() };
         told(self.cluster.block_on(self.pods(namespace).create(&params, &pod)))

@@ -1,11 +1,13 @@
 //! What is answered.
 
+use csi_loopback::kubernetes::driver_discovery::DriverDiscovery;
 use csi_loopback::kubernetes::snapshot_delta::VolumeSnapshotDeltaState as State;
 use serde_json::{Value, json};
 use support::cluster::shared;
 
-use super::rig::{Whole, listed};
-use support::cluster::programs::said;
+use super::rig::{FAST, Whole, listed};
+use support::cluster::aggregated::Aggregated;
+use support::cluster::programs::{free_port, said};
 use support::driver::{block, mounted};
 use support::{BLOCK, MIB, path, pattern, write_direct};
 
@@ -54,6 +56,7 @@ fn kubectl_create_prints_the_answer() {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn all_three_apis_give_the_same_extents_in_both_styles() {
     let Some(cluster) = shared() else { return };
     let fixed = ["--block-metadata-type", "fixed", "--block-size", "8Ki"];
@@ -154,4 +157,24 @@ fn a_delta_of_over_100_000_blocks_is_paged_to_its_end() {
         listed(whole.command(&["delta", "empty", "full", "--api", "aggregated"]).output().unwrap());
     let released = whole.listed(&["delta", "empty", "full"]);
     assert_eq!(paged["extents"], released["extents"]);
+}
+
+/// The DriverDiscovery that the sidecar publishes names a Service; the aggregated API server resolves it and checks the certificate
+/// for it, as in a cluster. There, DNS has the name; here, an /etc/hosts of the process.
+#[test]
+fn the_endpoint_is_called_by_the_name_of_its_service() {
+    let Some(cluster) = shared() else { return };
+    let (host, port) = ("cbt-http.csi-loopback.svc", free_port());
+    let aggregated = Aggregated::start_with_hosts(cluster, &format!("127.0.0.1 {host}\n"), &FAST);
+    let found_at = format!("{host}:{port}");
+    let whole = Whole::of(cluster, &[], aggregated, Some((port, &found_at)));
+    let discoveries = cluster.api::<DriverDiscovery>();
+    let config = cluster.get(&discoveries, &whole.driver_name).unwrap().spec.client_config;
+    let service = config.service.expect("a Service, and no address");
+    assert_eq!((config.url, service.port), (None, Some(i32::from(port))));
+    assert_eq!(format!("{}.{}.svc", service.name, service.namespace), host);
+    whole.snapshot("monday");
+    let backup = whole.client(&whole.backup);
+    let delta = whole.ask(&backup, &json!({ "targetVolumeSnapshotName": "monday" })).unwrap();
+    assert!(delta.status.is_some() && whole.pages() > 0);
 }

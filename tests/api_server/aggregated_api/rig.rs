@@ -3,7 +3,7 @@
 
 use std::ops::Deref;
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 use support::driver::binary;
 
 use csi_loopback::backend::PoolKind;
@@ -63,21 +63,26 @@ impl<'a> Whole<'a> {
         Self::of(cluster, driver, Aggregated::start(cluster, flags), None)
     }
 
-    /// With an aggregated API server that there is already; `address` is where cbt-http is found, if not where it is.
+    /// With an aggregated API server that there is already; cbt-http listens at the port and is found at the address, where they are
+    /// given.
     pub fn of(
         cluster: &'a Cluster,
         driver: &[&str],
         aggregated: Aggregated<'a>,
-        cbt_http: Option<(u16, u16)>,
+        cbt_http: Option<(u16, &str)>,
     ) -> Self {
         let base = rig::Rig::with(cluster, PoolKind::Image, driver);
         let authority = Authority::new("backup authority");
-        let certificate = authority.certify_for(base.driver.scratch(), "sidecar", VALIDITY);
+        let port = free_port();
+        let here = format!("localhost:{port}");
+        let (cbt_http, found_at) = cbt_http.unwrap_or((port, &here));
+        let (host, _) = found_at.split_once(':').unwrap();
+        let now = SystemTime::now();
+        let span = now - Duration::from_secs(3600)..now + VALIDITY;
+        let certificate = authority.certify_span(base.driver.scratch(), "sidecar", host, span);
         std::fs::write(certificate.file.with_file_name("ca.crt"), authority.pem()).unwrap();
         let home = cluster.namespace("driver");
         let own = sidecars_account(cluster, &home);
-        let port = free_port();
-        let (cbt_http, found_at) = cbt_http.unwrap_or((port, port));
         let place =
             Place { cluster, base: &base, home: &home, own: &own, certificate: &certificate };
         let sidecar = place.sidecar(cbt_http, found_at);
@@ -96,7 +101,7 @@ impl<'a> Whole<'a> {
     }
 
     /// A second sidecar, whose cbt-http listens at this port and is found at the other.
-    pub fn another_sidecar(&self, cbt_http: u16, found_at: u16) -> Served {
+    pub fn another_sidecar(&self, cbt_http: u16, found_at: &str) -> Served {
         let Self { base, home, own, certificate, .. } = self;
         Place { cluster: base.cluster, base, home, own, certificate }.sidecar(cbt_http, found_at)
     }
@@ -176,10 +181,9 @@ struct Place<'p> {
 }
 
 impl Place<'_> {
-    fn sidecar(&self, cbt_http: u16, found_at: u16) -> Served {
+    fn sidecar(&self, cbt_http: u16, found_at: &str) -> Served {
         let kubeconfig = self.cluster.kubeconfig_of(self.own);
         let port = free_port();
-        let address = |port: u16| format!("localhost:{port}");
         let flags = [
             "--namespace",
             self.home,
@@ -188,12 +192,12 @@ impl Place<'_> {
             "--session-api",
             "--manage-service",
             "--service-address",
-            &address(port),
+            &format!("localhost:{port}"),
             "--cbt-http",
             "--cbt-http-port",
             &cbt_http.to_string(),
             "--cbt-http-service-address",
-            &address(found_at),
+            found_at,
             "--cbt-http-lease-duration",
             "3s",
         ];

@@ -116,8 +116,9 @@ fn a_listing_goes_on_when_the_leading_sidecar_is_killed() {
     let ports = (free_port(), free_port());
     let service = cluster.balancer(&[ports.0, ports.1]);
     let aggregated = Aggregated::start(cluster, &FAST);
-    let mut whole = Whole::of(cluster, &[], aggregated, Some((ports.0, service.port)));
-    let _standby = whole.another_sidecar(ports.1, service.port);
+    let found_at = format!("localhost:{}", service.port);
+    let mut whole = Whole::of(cluster, &[], aggregated, Some((ports.0, &found_at)));
+    let _standby = whole.another_sidecar(ports.1, &found_at);
     let child = under_way(&whole);
     whole.sidecar.process.signal(Signal::SIGKILL);
     whole.sidecar.process.stop();

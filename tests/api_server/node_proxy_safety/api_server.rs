@@ -191,7 +191,9 @@ fn the_proxy_asks_for_pods_of_its_node_and_nothing_else() {
         let (verb, what) = (&one["verb"], &one["objectRef"]["resource"]);
         let uri = one["requestURI"].as_str().unwrap();
         let code = one["responseStatus"]["code"].as_u64().unwrap_or(200);
-        assert!(code < 400, "{one}");
+        // The watch may report the pod while the request for it is under way, which the proxy then cancels.
+        let is_cancelled = one["responseStatus"]["message"] == "context canceled";
+        assert!(code < 400 || (is_cancelled && *verb == "get"), "{one}");
         match (verb.as_str().unwrap(), what.as_str().unwrap()) {
             ("list" | "watch", "pods") => {
                 assert!(uri.contains(&format!("spec.nodeName%3D{}", rig.node)), "{uri}");

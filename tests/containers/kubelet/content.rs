@@ -71,7 +71,7 @@ fn a_pod_that_says_nothing_of_read_only_runs_as_the_webhooks_have_mended_it() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     let webhooks = Webhooks::start(cluster, rig.driver_name.clone(), &With::default());
-    webhooks.configure(cluster, false);
+    webhooks.configure(cluster, false, &rig.namespace);
     let csi = json!({ "volumeAttributes": { "content/motd": "hello" } });
     let volume = rig.inline("content", csi);
     cluster.wait_for("the webhooks", || {

@@ -5,4 +5,4 @@ mod downgraded;
 mod ends;
 mod grown;
 mod opted_in;
-mod rig;
+pub mod rig;

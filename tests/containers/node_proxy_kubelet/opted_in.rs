@@ -146,27 +146,6 @@ fn a_pod_may_opt_in_until_its_volumes_are_there() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_claim_whose_class_leaves_it_to_the_runtime_is_the_drivers_affair_whatever_its_pod_says() {
-    let Some(cluster) = shared() else { return };
-    let Some(rig) = Rig::new(cluster) else { return };
-    let id = rig.claim_of_the_shipped_class("data", SIZE);
-    let watch = rig.watch();
-    let silent = rig.run("silent", &[rig.claimed("data")], &demanding(&rig.class, "data"));
-    assert_served(&rig, &silent);
-    cluster.wait_for("kubelet's figures", || rig.summary(&silent, "data"));
-    rig.proxy.remembers(0);
-    rig.gone(&silent, &[]);
-    let opted = rig.run_opted("opted");
-    assert_served(&rig, &opted);
-    cluster.wait_for("kubelet's figures", || rig.summary(&opted, "data"));
-    rig.proxy.remembers(1);
-    rig.gone(&opted, &[]);
-    rig.wait_until_detached(&id);
-    watch.saw_nothing();
-}
-
-#[test]
-#[ignore = "full tier"]
 fn a_pod_whose_runtime_knows_nothing_of_volumes_is_counted_as_abnormal() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };

@@ -1,5 +1,5 @@
-//! The node of the runtime's stories with our proxy between kubelet and driver, and claims of a class that knows nothing of runtimes:
-//! what is left to one is what a pod says.
+//! A node with our proxy between kubelet and driver, and claims of the shipped class: what is left to a runtime is what the annotation
+//! of a pod names.
 
 use std::fs;
 use std::ops::{Deref, DerefMut};
@@ -15,6 +15,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use support::cluster::Cluster;
+use support::cluster::admission::Webhooks;
 use support::cluster::kubelet::Made;
 use support::cluster::node_proxy::{claim_rules, node_proxy_rules};
 use support::cluster::programs::{Process, free_port};
@@ -30,7 +31,7 @@ pub struct Rig<'a> {
     // Dropped in this order: kubelet takes volumes away by the proxy.
     runtime: runtime::Rig<'a>,
     pub proxy: Proxy,
-    storage_class: String,
+    pub storage_class: String,
 }
 
 impl<'a> Deref for Rig<'a> {
@@ -57,7 +58,7 @@ impl<'a> Rig<'a> {
         };
         let runtime = runtime::Rig::behind(cluster, front)?;
         let storage_class = cluster.unique("plain");
-        let mut class = plain_class();
+        let mut class = shipped_class();
         class["metadata"] = json!({ "name": storage_class });
         class["provisioner"] = runtime.driver_name.as_str().into();
         cluster.create(&cluster.api::<StorageClass>(), class);
@@ -70,14 +71,9 @@ impl<'a> Rig<'a> {
         self.cluster.merge(&self.cluster.api::<CSIDriver>(), &self.driver_name, &once);
     }
 
-    /// A claim of a class that does not defer. The volume's id.
+    /// A claim of the shipped class, but for its name, its driver and its filesystem. The volume's id.
     pub fn claim(&self, name: &str, bytes: u64) -> String {
         self.claim_with(name, &json!({}), bytes)
-    }
-
-    /// A claim of a class that does. The volume's id.
-    pub fn claim_of_the_shipped_class(&self, name: &str, bytes: u64) -> String {
-        self.runtime.claim(name, bytes)
     }
 
     /// The claim that kube-controller-manager would make for a generic ephemeral volume. The volume's id.
@@ -91,7 +87,7 @@ impl<'a> Rig<'a> {
     }
 
     fn claim_with(&self, name: &str, metadata: &Value, bytes: u64) -> String {
-        let csi = self.provision(name, &plain_class(), bytes);
+        let csi = self.provision(name, &shipped_class(), bytes);
         let id = csi["volumeHandle"].as_str().unwrap().to_owned();
         let common = json!({
             "accessModes": ["ReadWriteOncePod"], "volumeMode": "Filesystem",
@@ -108,6 +104,11 @@ impl<'a> Rig<'a> {
             "resources": { "requests": { "storage": "1Gi" } },
         });
         json!({ "name": name, "ephemeral": { "volumeClaimTemplate": { "spec": spec } } })
+    }
+
+    /// The webhooks, with a policy that leaves the claims to the pods' runtime.
+    pub fn webhooks_for_claims(&self) -> Webhooks {
+        self.webhooks(&[self.entry(&self.storage_class)])
     }
 
     /// Makes a pod that leaves the volumes which it names to its runtime.
@@ -184,13 +185,6 @@ impl<'a> Rig<'a> {
         self.runtime.gone(pod, volumes);
         self.proxy.remembers(0);
     }
-}
-
-/// The class of deploy/runtime without what makes it special.
-fn plain_class() -> Value {
-    let mut class = shipped_class();
-    class["parameters"].as_object_mut().unwrap().remove("deferFSMount").unwrap();
-    class
 }
 
 /// Our proxy, with the rights of a ServiceAccount.

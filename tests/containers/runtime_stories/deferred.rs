@@ -6,21 +6,21 @@ use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use serde_json::json;
 use support::cluster::shared;
 
+use crate::node_proxy_kubelet::rig::{Rig, SIZE};
 use support::MIB;
-use support::cluster::runtime::{Rig, assert_served, demanding, device_of};
+use support::cluster::runtime::{assert_served, demanding, device_of};
 use support::driver::{expand, loops_named, stats, wait_for};
 use support::path;
-
-/// The least that an xfs has.
-const SIZE: u64 = 320 * MIB;
 
 #[test]
 fn story_1_a_claim_is_mounted_by_the_runtime_alone() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
+    let _webhooks = rig.webhooks_for_claims();
     let watch = rig.watch();
     let pod = rig.run("first", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    assert_eq!(rig.opt_in(&pod).as_deref(), Some("data"));
     assert_served(&rig, &pod);
     let device = device_of(&rig, &pod, "main");
     assert_eq!(
@@ -54,7 +54,7 @@ fn a_volume_is_grown_while_only_its_containers_see_it() {
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
-    let pod = rig.run("grows", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    let pod = rig.run_opted("grows");
     rig.exec(&pod, "echo before >/data/file");
     let kib = || {
         let line = rig.exec(&pod, "df -k /data | tail -n 1");
@@ -86,7 +86,8 @@ fn a_pod_of_another_runtime_does_not_use_an_empty_directory_unnoticed() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
-    let pod = rig.run("plain", &[rig.claimed("data")], &json!({}));
+    let pod = rig.opted("plain", "data", &[rig.claimed("data")], &json!({}));
+    rig.wait_until_ready(&pod);
     let mount = rig.exec(&pod, "grep ' /data ' /proc/mounts");
     assert!(!mount.contains("/dev/loop"), "runc mounts nothing: {mount}");
     let target = rig.target_of_claim(&pod, "data");
@@ -98,7 +99,7 @@ fn a_pod_of_another_runtime_does_not_use_an_empty_directory_unnoticed() {
     rig.gone(&pod, &[]);
 
     // The same claim with the runtime that it needs.
-    let pod = rig.run("right", &[rig.claimed("data")], &json!({ "runtimeClassName": rig.class }));
+    let pod = rig.run_opted("right");
     device_of(&rig, &pod, "main");
     let target = rig.target_of_claim(&pod, "data");
     let answer = rig.driver.ok(stats(&id, path(&target)));
@@ -112,7 +113,8 @@ fn a_pod_of_another_runtime_that_writes_is_told_where_its_files_are_and_ends_onc
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
-    let pod = rig.run("plain", &[rig.claimed("data")], &json!({}));
+    let pod = rig.opted("plain", "data", &[rig.claimed("data")], &json!({}));
+    rig.wait_until_ready(&pod);
     rig.exec(&pod, "echo on the disk of the node >/data/file");
     let target = rig.target_of_claim(&pod, "data");
     assert!(target.join("file").is_file(), "it is not in the volume");

@@ -4,14 +4,14 @@ use serde_json::json;
 use support::cluster::shared;
 use tonic::Code;
 
-use support::MIB;
-use support::cluster::runtime::{Rig, assert_served, demanding, device_of};
+use crate::node_proxy_kubelet::rig::{Rig, SIZE};
+use support::cluster::runtime::{assert_served, demanding, device_of};
 use support::driver::{expand_on_node, stats, wait_for};
 use support::inline::is_mounted;
 use support::path;
 
 const FLAG: &str = "--enable-defer-fs-ops";
-const SIZE: u64 = 320 * MIB;
+const CAPABILITY: &str = "DEFER_FS_OPS";
 
 #[test]
 #[ignore = "full tier"]
@@ -19,8 +19,10 @@ fn story_5_a_pod_that_runs_outlives_a_downgrade_without_stats_and_growth() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
+    let _webhooks = rig.webhooks_for_claims();
     let watch = rig.watch();
     let pod = rig.run("first", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    assert_eq!(rig.opt_in(&pod).as_deref(), Some("data"));
     assert_served(&rig, &pod);
     rig.restart_driver(false);
     assert_eq!(rig.exec(&pod, "echo after >/data/after; cat /data/after"), "after\n");
@@ -47,16 +49,16 @@ fn story_5_a_pod_that_runs_outlives_a_downgrade_without_stats_and_growth() {
 fn story_6_a_pod_that_begins_at_a_downgrade_waits_for_the_upgrade() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
-    // The policy has not heard of it yet.
-    let _webhooks = rig.webhooks(&[rig.entry()]);
+    // The policy is as before the downgrade.
+    let _webhooks = rig.webhooks(&[rig.entry(&rig.storage_class), rig.entry("")]);
     rig.restart_driver(false);
     let id = rig.claim("data", SIZE);
     let volume = rig.inline("data", json!({ "volumeAttributes": { "size": "64Mi" } }));
     let inline = rig.create("inline", &[volume], &demanding(&rig.class, "data"));
     let claim = rig.create("claim", &[rig.claimed("data")], &demanding(&rig.class, "data"));
-    assert_eq!(rig.opt_in(&inline).as_deref(), Some("true"));
     for pod in [&inline, &claim] {
-        rig.told(pod, &["FailedPrecondition", FLAG]);
+        assert_eq!(rig.opt_in(pod).as_deref(), Some("data"));
+        rig.told_by("kubelet", "FailedMount", pod, &["FailedPrecondition", CAPABILITY]);
     }
     assert_eq!(rig.handed_over(), 0);
     // A driver that does not defer mounts a claim's volume where it is staged, for whoever may come; no pod gets it there.

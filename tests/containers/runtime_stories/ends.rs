@@ -3,12 +3,10 @@
 use support::cluster::shared;
 use tonic::Code;
 
-use support::MIB;
-use support::cluster::runtime::{Rig, demanding, device_of};
+use crate::node_proxy_kubelet::rig::{Rig, SIZE};
+use support::cluster::runtime::device_of;
 use support::driver::{stats, wait_for};
 use support::path;
-
-const SIZE: u64 = 320 * MIB;
 
 #[test]
 #[ignore = "full tier"]
@@ -17,7 +15,7 @@ fn whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all_is_
     let Some(mut rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
-    let pod = rig.run("runs", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    let pod = rig.run_opted("runs");
     let device = device_of(&rig, &pod, "main");
     let target = rig.target_of_claim(&pod, "data");
     let works = |rig: &Rig<'_>, who: &str| {
@@ -61,7 +59,7 @@ fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothin
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
     let watch = rig.watch();
-    let pod = rig.run("goes", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    let pod = rig.run_opted("goes");
     rig.exec(&pod, "echo kept >/data/kept; sync");
     rig.node.halt();
     rig.forget(&pod);
@@ -71,7 +69,7 @@ fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothin
     rig.wait_until_nothing_is_left(&pod, &[]);
     rig.wait_until_detached(&id);
     assert_eq!(rig.handed_over(), 0);
-    let again = rig.run("comes", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    let again = rig.run_opted("comes");
     assert_eq!(rig.exec(&again, "cat /data/kept"), "kept\n");
     rig.gone(&again, &[]);
     watch.saw_nothing();

@@ -1,4 +1,4 @@
-//! Installing the webhooks for inline volumes by deploy/admission, losing them, taking them away as docs/deploy.md ("Taking it away") says,
+//! Installing the webhooks for inline volumes by deploy/admission, losing them, taking them away as docs/guide/install.md ("Uninstall") says,
 //! and installing them again: with the rights and the Service of the manifests. A cluster of its own, in which nothing else is.
 
 use support::cluster::shared;

@@ -1,4 +1,4 @@
-//! Installing the aggregated API server by deploy/, taking it away as docs/aggregated-api.md says, and installing it again. A cluster of
+//! Installing the aggregated API server from deploy/, uninstalling it as docs/guide/install.md says, and installing it again. A cluster of
 //! its own: an APIService is there once.
 
 use support::cluster::shared;

@@ -1,4 +1,4 @@
-//! Taking the session manager and the driver away, as docs/deploy.md ("Taking it away") says: no object is left. A cluster of its own,
+//! Taking the session manager and the driver away, as docs/guide/install.md ("Uninstall") says: no object is left. A cluster of its own,
 //! since the definitions go, too.
 
 use support::cluster::shared;

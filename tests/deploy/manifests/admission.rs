@@ -3,6 +3,7 @@
 
 use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use k8s_openapi::api::core::v1::{Pod, Secret};
+use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::Api;
 use kube::api::{DynamicObject, Patch, PatchParams, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
@@ -27,9 +28,11 @@ const NOBODY_ANSWERS: &str = "failed calling webhook";
 
 const RIGHTS: &[&str] = &[
     "/namespaces get list watch",
+    "/persistentvolumeclaims get",
     "admissionregistration.k8s.io/mutatingwebhookconfigurations[csi-loopback-admission] get list watch patch",
     "admissionregistration.k8s.io/validatingwebhookconfigurations[csi-loopback-admission] get list watch patch",
     "storage.k8s.io/csidrivers[loopback.csi.local] get list watch",
+    "storage.k8s.io/storageclasses get",
 ];
 
 const RIGHTS_AT_HOME: &[&str] = &[
@@ -89,6 +92,12 @@ fn what_would_give_the_admission_webhooks_more_is_refused_to_them() {
         (false, WEBHOOKS, "patch", "", "configmaps", WEBHOOKS),
         (false, WEBHOOKS, "list", "", "configmaps", ""),
         (false, "default", "get", "", "configmaps", "any"),
+        (true, "default", "get", "", "persistentvolumeclaims", "any"),
+        (false, "default", "list", "", "persistentvolumeclaims", ""),
+        (false, "default", "patch", "", "persistentvolumeclaims", "any"),
+        (true, "", "get", "storage.k8s.io", "storageclasses", "any"),
+        (false, "", "list", "storage.k8s.io", "storageclasses", ""),
+        (false, "", "get", "", "persistentvolumes", "any"),
         (true, "", "watch", "", "namespaces", ""),
         (false, "", "patch", "", "namespaces", "default"),
         (true, "", "watch", "storage.k8s.io", "csidrivers", DRIVER),
@@ -133,7 +142,7 @@ fn the_admission_webhooks_pods_are_admitted_as_restricted() {
 
 /// A webhook's whole name.
 fn full(name: &str) -> String {
-    let inline = if name == "validate-deferral" { "" } else { "inline." };
+    let inline = if name.ends_with("-deferral") { "" } else { "inline." };
     format!("{name}.{inline}cbt.storage.k8s.io")
 }
 
@@ -168,6 +177,7 @@ fn webhooks_rights_and_arguments_are_for_the_same_driver() {
     };
     let expected = [
         ("mutate-pods", "/mutate-pod", "Fail", "IfNeeded"),
+        ("mutate-deferral", "/mutate-deferral", "Fail", "IfNeeded"),
         ("validate-pods", "/validate-pod", "Fail", ""),
     ]
     .map(|(name, path, failure, again)| {
@@ -188,7 +198,7 @@ fn webhooks_rights_and_arguments_are_for_the_same_driver() {
         let own = json!([{ "key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [WEBHOOKS] }]);
         assert_eq!(webhook["namespaceSelector"]["matchExpressions"], own, "{name}");
     }
-    assert_eq!(found[0]["rules"], found[1]["rules"], "what is set is what is judged");
+    assert_eq!(found[0]["rules"], found[2]["rules"], "what is set is what is judged");
 
     let expected = (
         full("validate-deferral"),
@@ -280,7 +290,7 @@ pub fn namespace_for_pods(cluster: &Cluster) -> String {
 }
 
 #[test]
-fn while_no_webhook_answers_only_pods_with_inline_volumes_of_the_driver_are_refused() {
+fn while_no_webhook_answers_only_pods_with_volumes_that_they_judge_are_refused() {
     let Some(cluster) = shared() else { return };
     without_webhooks(cluster);
     let here = namespace_for_pods(cluster);
@@ -296,6 +306,16 @@ fn while_no_webhook_answers_only_pods_with_inline_volumes_of_the_driver_are_refu
     });
     for volumes in others() {
         assert_eq!(verdict(cluster, &here, &pod(&volumes)), Ok(()), "{volumes}");
+    }
+    // With a RuntimeClass a claim may be its runtime's to mount.
+    let class = cluster.unique("runtime");
+    let object = json!({ "metadata": { "name": class }, "handler": "none" });
+    cluster.create(&cluster.api::<RuntimeClass>(), object);
+    for (volumes, is_sent) in others().into_iter().zip([false, false, false, true]) {
+        let mut pod = pod(&volumes);
+        pod["spec"]["runtimeClassName"] = class.as_str().into();
+        let verdict = verdict(cluster, &here, &pod);
+        assert_eq!(is_unanswered(&verdict, "mutate-deferral"), is_sent, "{verdict:?}");
     }
     // Whoever opts in is asked about, whichever the driver.
     let mut opted = pod(&inline("another.example"));
@@ -367,7 +387,7 @@ fn what_the_admission_webhooks_have_written_survives_an_apply() {
     };
     let kubeconfig = cluster.kubeconfig_of(&webhooks());
     for object in [
-        of("MutatingWebhookConfiguration", &["mutate-pods"]),
+        of("MutatingWebhookConfiguration", &["mutate-pods", "mutate-deferral"]),
         of("ValidatingWebhookConfiguration", &["validate-pods", "validate-deferral"]),
     ] {
         let file = cluster.write("configuration.json", &object.to_string());
@@ -380,7 +400,7 @@ fn what_the_admission_webhooks_have_written_survives_an_apply() {
     assert_eq!(data["tls.crt"].0, b"kept");
     let found = registered(cluster);
     without_webhooks(cluster);
-    assert_eq!(found.len(), 3);
+    assert_eq!(found.len(), 4);
     for webhook in found {
         assert_eq!(webhook["clientConfig"]["caBundle"], bundle, "{}", webhook["name"]);
         assert!(!webhook["clientConfig"]["service"].is_null() && !webhook["rules"].is_null());

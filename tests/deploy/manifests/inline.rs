@@ -85,7 +85,7 @@ fn lifecycle_modes_of_a_driver_are_checked_and_cannot_be_changed() {
         "{told:?}"
     );
 
-    // Of an object that is there they cannot be changed: hence the line in docs/deploy.md.
+    // An existing object refuses the change: hence the step in docs/guide/upgrade.md.
     let file = cluster.write("driver.json", &driver(&json!(["Persistent"])).to_string());
     super::said(cluster.kubectl(&["create", "-f", path(&file)]));
     let wider = json!({ "spec": { "volumeLifecycleModes": ["Persistent", "Ephemeral"] } });

@@ -92,7 +92,14 @@ fn overlay(cluster: &Cluster, directory: &str, component: &str) -> PathBuf {
 fn objects(cluster: &Cluster, directory: &str) -> Vec<Value> {
     let list = said(cluster.kubectl(&["get", "-o", "json", "-k", path(&deploy(directory))]));
     let mut list: Value = serde_json::from_str(&list).unwrap();
-    serde_json::from_value(list["items"].take()).unwrap()
+    match list["items"].take() {
+        Value::Array(items) => items,
+        // kubectl prints a single object as it is.
+        _ => {
+            list.as_object_mut().unwrap().remove("items");
+            vec![list]
+        }
+    }
 }
 
 fn account(namespace: &str, name: &str) -> Account {

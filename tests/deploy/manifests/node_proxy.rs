@@ -258,10 +258,8 @@ fn the_pod_of_examples_node_proxy_opts_in_by_its_annotation() {
         spec.runtime_class_name.as_deref(),
         only(&all, "RuntimeClass")["metadata"]["name"].as_str()
     );
-    // It is the pod that says so, and not the class.
     let base = applied(cluster, "base");
     let class = named(&base, "StorageClass", "csi-loopback");
-    assert_eq!(class["parameters"]["deferFSMount"], Value::Null);
     let claim = only(&all, "PersistentVolumeClaim");
     assert_eq!(claim["spec"]["storageClassName"], class["metadata"]["name"]);
     let template = spec

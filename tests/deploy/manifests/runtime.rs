@@ -6,6 +6,7 @@ use support::cluster::shared;
 use support::driver::binary;
 
 use csi_loopback::crust;
+use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use serde_json::{Value, json};
 
 use super::pods::{are_known, only};
@@ -113,32 +114,35 @@ fn binary_name() -> String {
 }
 
 #[test]
-fn pods_and_claims_of_deploy_runtime_ask_for_what_is_there() {
+fn the_policy_shown_in_deploy_admission_covers_the_examples_of_deploy_runtime() {
     let Some(cluster) = shared() else { return };
     let all = runtime(cluster);
-    let class = only(&all, "RuntimeClass");
+    let class = only(&all, "RuntimeClass")["metadata"]["name"].clone();
     let selector = &only(&all, "DaemonSet")["spec"]["template"]["spec"]["nodeSelector"];
-    assert_eq!(&class["scheduling"]["nodeSelector"], selector);
-    let deferred = all
-        .iter()
-        .find(|one| one["kind"] == "StorageClass" && one["parameters"]["deferFSMount"] == "true");
-    let deferred = deferred.unwrap();
-    assert_eq!(
-        (&deferred["provisioner"], &deferred["allowVolumeExpansion"]),
-        (&json!(DRIVER), &json!(true))
-    );
+    assert_eq!(&only(&all, "RuntimeClass")["scheduling"]["nodeSelector"], selector);
+    let storage = only(&all, "StorageClass");
+    assert_eq!(storage["provisioner"], DRIVER);
+    assert_eq!(storage["parameters"]["deferFSMount"], Value::Null);
+
+    let shown = std::fs::read_to_string(deploy("admission/objects.yaml")).unwrap();
+    let entries = shown.lines().map(str::trim).skip_while(|line| *line != "deferral: []").skip(1);
+    let entries: Vec<_> = entries.map_while(|line| line.strip_prefix("#  ")).collect();
+    let entries: Value = serde_saphyr::from_str(&entries.join("\n")).unwrap();
+    let pairs = entries.as_array().unwrap().iter();
+    let pairs: Vec<_> = pairs.map(|one| (&one["storageClass"], &one["runtimeClass"])).collect();
+    let (name, inline) = (&storage["metadata"]["name"], json!(""));
+    assert_eq!(pairs, [(name, &class), (&inline, &class)]);
 
     said(apply(cluster, &deploy("examples/runtime")));
     let examples = objects(cluster, "examples/runtime");
     let claim = only(&examples, "PersistentVolumeClaim");
     assert_eq!(claim["spec"]["accessModes"], json!(["ReadWriteOncePod"]));
-    assert_eq!(claim["spec"]["storageClassName"], deferred["metadata"]["name"]);
+    assert_eq!(&claim["spec"]["storageClassName"], name);
     let pods: Vec<_> = examples.iter().filter(|one| one["kind"] == "Pod").collect();
     assert_eq!(pods.len(), 2);
     for pod in pods {
-        assert_eq!(pod["spec"]["runtimeClassName"], class["metadata"]["name"]);
-        let csi = &pod["spec"]["volumes"][0]["csi"];
-        assert!(csi.is_null() || csi["volumeAttributes"]["deferFSMount"] == "true", "{csi}");
+        assert_eq!(pod["spec"]["runtimeClassName"], class);
+        assert_eq!(pod["metadata"]["annotations"][ANNOTATION], Value::Null, "the webhook sets it");
     }
 }
 

@@ -5,22 +5,23 @@ use tonic::Code;
 
 use super::rig::{is_gone, with_rig};
 use support::driver::*;
-use support::inline::{is_mounted, pod_volume};
+use support::inline::{PodVolume, is_mounted, pod_volume};
 use support::path;
 
+fn deferred(volume: &PodVolume) -> csi::NodePublishVolumeRequest {
+    let publish = volume.publishing(&[("size", "32Mi")]);
+    csi::NodePublishVolumeRequest { defer_fs_ops: true, ..publish }
+}
+
 #[test]
-fn a_pods_own_volume_is_left_to_a_runtime_by_its_attribute_or_the_field() {
+fn a_pods_own_volume_is_left_to_a_runtime_by_the_field() {
     with_rig("30s", |rig| {
         let driver = &rig.driver;
-        for (pod, attributes, defer_fs_ops) in [
-            ("one", &[("size", "32Mi"), ("deferFSMount", "true")][..], false),
-            ("two", &[("size", "32Mi")][..], true),
-        ] {
+        for pod in ["one", "two"] {
             let before = rig.counted();
             let volume = pod_volume(driver, pod, "scratch");
             std::fs::create_dir_all(volume.target.parent().unwrap()).unwrap();
-            let publish =
-                csi::NodePublishVolumeRequest { defer_fs_ops, ..volume.publishing(attributes) };
+            let publish = deferred(&volume);
             for _ in 0..2 {
                 driver.ok(publish.clone());
                 assert!(!is_mounted(&volume.target) && volume.target.is_dir());
@@ -44,7 +45,7 @@ fn a_pods_own_volume_is_refused_while_the_feature_is_off_and_goes_in_any_case() 
     with_rig("30s", |rig| {
         let volume = pod_volume(&rig.driver, "one", "scratch");
         std::fs::create_dir_all(volume.target.parent().unwrap()).unwrap();
-        let publish = volume.publishing(&[("size", "32Mi"), ("deferFSMount", "true")]);
+        let publish = deferred(&volume);
         rig.driver.ok(publish.clone());
         rig.restart(false);
         let flag = "--enable-defer-fs-ops";

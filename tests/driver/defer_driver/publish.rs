@@ -115,69 +115,45 @@ fn what_is_not_left_to_a_runtime_is_mounted_here_and_not_counted() {
 }
 
 #[test]
-fn a_class_opts_in_for_a_kubelet_that_never_heard_of_the_field() {
+fn the_removed_parameter_is_refused_and_a_volume_that_was_made_with_it_is_not_mounted_here() {
     with_rig("30s", |rig| {
         let driver = &rig.driver;
-        let by_class = |name: &str, value: &str| csi::CreateVolumeRequest {
-            parameters: map(&[("deferFSMount", value)]),
-            ..create(name, 32 * MIB, one_pod())
-        };
-        let made = driver.ok(by_class("a", "true")).volume.unwrap();
-        let volume = made.volume_id;
+        let annotation = "cbt.storage.k8s.io/defer-fs-mount";
+        for value in ["true", "false"] {
+            let made = csi::CreateVolumeRequest {
+                parameters: map(&[("deferFSMount", value)]),
+                ..create("a", 32 * MIB, one_pod())
+            };
+            driver.refused(made.clone(), Code::InvalidArgument, "parameters: deferFSMount");
+            driver.refused(made, Code::InvalidArgument, annotation);
+        }
+        // Its PersistentVolume has the context for good.
+        let volume = driver.volume("old", 32 * MIB, one_pod());
         let context = map(&[("deferFSMount", "true")]);
-        assert_eq!(made.volume_context, context);
-        assert_eq!(driver.ok(by_class("a", "true")).volume.unwrap().volume_id, volume);
-        driver.refused(by_class("a", "false"), Code::AlreadyExists, "a");
-        driver.refused(by_class("b", "yes"), Code::InvalidArgument, "parameters: deferFSMount");
-        assert_eq!(driver.ok(get_volume(&volume)).volume.unwrap().volume_context, context);
-        let listed = driver.ok(csi::ListVolumesRequest::default()).entries.remove(0);
-        assert_eq!(listed.volume.unwrap().volume_context, context);
-
         let stage = csi::NodeStageVolumeRequest {
             volume_context: context.clone(),
             ..driver.staging_of(&volume, &one_pod())
         };
         driver.ok(stage);
         let target = driver.target(&volume);
-        let of_pod = grouped("", "", "3000");
-        let publish = driver.publishing(&volume, &target, &of_pod);
-        driver.ok(csi::NodePublishVolumeRequest { volume_context: context, ..publish.clone() });
+        let here = csi::NodePublishVolumeRequest {
+            volume_context: context,
+            ..driver.publishing(&volume, &target, &one_pod())
+        };
+        for words in ["volume_context: deferFSMount", annotation] {
+            driver.refused(here.clone(), Code::FailedPrecondition, words);
+        }
         rig.assert_not_mounted(&volume);
-        assert_eq!(rig.crust.staged(&target).unwrap().volume_supplemental_group, "3000");
-        // It repeats the call without the context; the row has not forgotten.
-        driver.ok(publish);
-        assert_eq!(driver.ok(rig.stats(&volume)).usage[0].total, 1000);
-        driver.ok(expand(&volume, 64 * MIB));
-        driver.ok(expand_on_node(&volume, &target));
-        assert_eq!((rig.crust.expanded().len(), rig.counted()), (1, 1));
+        assert!(is_gone(&target) && rig.crust.calls().is_empty());
+        // By the annotation of its pod, which the node proxy turns into the field.
+        driver.ok(csi::NodePublishVolumeRequest { defer_fs_ops: true, ..here });
+        rig.assert_not_mounted(&volume);
+        assert!(rig.crust.staged(&target).is_some());
         driver.take_down(&volume);
-        assert!(rig.crust.staged(&target).is_none());
 
-        // A clone opts in by itself, and so does not here.
-        let clone = driver.copy("clone", Source::Volume(&volume), one_pod());
-        let at = driver.publish(&clone, &one_pod());
-        assert_eq!(mounts_at(&at).len(), 1);
-        let promised = csi::NodePublishVolumeRequest {
-            volume_context: map(&[("deferFSMount", "true")]),
-            ..driver.publishing(&clone, &at, &one_pod())
-        };
-        driver.refused(promised, Code::InvalidArgument, "volume_context: deferFSMount");
-        driver.take_down(&clone);
-    });
-}
-
-#[test]
-fn a_volume_that_has_opted_in_is_a_raw_block_device_where_that_is_asked_for() {
-    with_rig("30s", |rig| {
-        let driver = &rig.driver;
-        let made = csi::CreateVolumeRequest {
-            parameters: map(&[("deferFSMount", "true")]),
-            ..create("raw", 32 * MIB, block())
-        };
-        let volume = driver.ok(made).volume.unwrap().volume_id;
-        let target = driver.publish(&volume, &block());
+        let raw = driver.volume("raw", 32 * MIB, block());
+        let target = driver.publish(&raw, &block());
         assert_eq!(mounts_at(&target).len(), 1);
-        assert!(rig.crust.calls().is_empty());
-        driver.take_down(&volume);
+        driver.take_down(&raw);
     });
 }

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use csi_loopback::backend::{Error, FsType, VolumeRequest};
+use csi_loopback::backend::{Error, FsType};
 
 use super::*;
 
@@ -85,21 +85,6 @@ fn only_what_has_one_writer_or_none_is_left_to_a_runtime() {
             assert!(rig.publish(&raw, &target, &wanted).is_err());
         }
         rig.backend().unstage(&raw.id, &rig.staging(&raw)).unwrap();
-    });
-}
-
-#[test]
-fn a_volume_that_was_made_to_be_left_is_not_mounted_by_the_host() {
-    with_rig(|rig| {
-        let request =
-            VolumeRequest { required_bytes: BYTES, defer_fs_mount: true, ..support::request() };
-        let volume = rig.pool.create("v", request);
-        rig.stage(&volume, &one_writer());
-        let target = rig.target("v");
-        refused(rig.publish(&volume, &target, &on_host(one_writer())), "deferFSMount");
-        assert!(!target.exists());
-        rig.publish(&volume, &target, &deferred()).unwrap();
-        rig.take_down(&volume, &target);
     });
 }
 

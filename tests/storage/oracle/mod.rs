@@ -87,6 +87,7 @@ fn kind_for(seed: u64) -> PoolKind {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn all_kinds_of_pool_agree_on_what_really_changed() {
     if !have_root() || kinds().count() < ALL_KINDS.len() {
         return;
@@ -123,6 +124,7 @@ fn under_a_filesystem(fs_type: FsType) {
 }
 
 #[test]
+#[ignore = "full tier"]
 fn what_files_on_ext4_become_is_never_missed() {
     under_a_filesystem(FsType::Ext4);
 }

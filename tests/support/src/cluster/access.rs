@@ -13,7 +13,7 @@ use kube::api::PostParams;
 use serde_json::{Value, json};
 
 use super::Cluster;
-use crate::path;
+use crate::{REPOSITORY, path};
 
 /// The shortest time that the API server makes tokens for.
 pub const SHORTEST: Duration = Duration::from_secs(600);
@@ -41,6 +41,20 @@ pub fn rule(group: &str, resources: &[&str], verbs: &[&str]) -> PolicyRule {
         verbs: owned(verbs),
         ..PolicyRule::default()
     }
+}
+
+/// The rules of the one ClusterRole of a file of this repository.
+pub fn shipped_rules(file: &str) -> Vec<PolicyRule> {
+    let mut roles = shipped(file).into_iter().filter(|object| object["kind"] == "ClusterRole");
+    let role = roles.next().expect(file);
+    assert!(roles.next().is_none(), "{file}");
+    serde_json::from_value(role["rules"].clone()).unwrap()
+}
+
+/// The objects of a file of this repository.
+pub fn shipped(file: &str) -> Vec<Value> {
+    let text = fs::read_to_string(Path::new(REPOSITORY).join(file)).unwrap();
+    text.split("\n---\n").map(|one| serde_saphyr::from_str(one).unwrap()).collect()
 }
 
 /// What the proposal's sidecar needs.

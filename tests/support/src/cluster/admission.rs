@@ -11,35 +11,35 @@ use k8s_openapi::api::rbac::v1::PolicyRule;
 use serde_json::{Value, json};
 
 use super::Cluster;
-use super::access::rule;
+use super::access::{rule, shipped, shipped_rules};
 use super::programs::{Process, Served, free_port};
 use crate::path;
 
-/// Where the policy is.
+/// As deploy/admission has it.
+const DRIVER: &str = "loopback.csi.local";
+/// Paths of the webhooks for pods of any driver.
+const MUTATE_DEFERRAL: &str = "/mutate-deferral";
+pub const VALIDATE_DEFERRAL: &str = "/validate-deferral";
+/// Where the policy is; deploy/admission gives the same name to all else.
 pub const CONFIG_MAP: &str = "csi-loopback-admission";
 
-/// What the webhooks need, the first two and the last one in the namespace of their own.
+/// What deploy/admission allows the webhooks in the cluster, for this driver and configuration; and what they need at home, where they
+/// create their Secret themselves here.
 fn admission_rules(driver: &str, configuration: &str) -> Vec<PolicyRule> {
-    let named = |rule: PolicyRule, name: &str| PolicyRule {
-        resource_names: Some(vec![name.to_owned()]),
-        ..rule
-    };
-    let read = ["get", "list", "watch"];
-    vec![
-        named(rule("", &["configmaps"], &read), CONFIG_MAP),
-        rule("", &["secrets"], &["get", "create", "update"]),
-        rule("", &["namespaces"], &read),
-        named(rule("storage.k8s.io", &["csidrivers"], &read), driver),
-        rule("snapshot.storage.k8s.io", &["volumesnapshots", "volumesnapshotcontents"], &read),
-        named(
-            rule(
-                "admissionregistration.k8s.io",
-                &["mutatingwebhookconfigurations", "validatingwebhookconfigurations"],
-                &["get", "list", "watch", "patch"],
-            ),
-            configuration,
-        ),
-    ]
+    let mut rules = shipped_rules("deploy/admission/rbac.yaml");
+    for name in rules.iter_mut().filter_map(|rule| rule.resource_names.as_mut()).flatten() {
+        *name = match name.as_str() {
+            DRIVER => driver.to_owned(),
+            CONFIG_MAP => configuration.to_owned(),
+            other => panic!("{other}"),
+        };
+    }
+    rules.push(PolicyRule {
+        resource_names: Some(vec![CONFIG_MAP.to_owned()]),
+        ..rule("", &["configmaps"], &["get", "list", "watch"])
+    });
+    rules.push(rule("", &["secrets"], &["get", "create", "update"]));
+    rules
 }
 
 /// How the webhooks are to be.
@@ -60,6 +60,8 @@ pub struct Webhooks {
     pub home: String,
     pub driver: String,
     pub configuration: String,
+    /// The ClusterRole of the webhooks.
+    pub role: String,
     pub served: Served,
 }
 
@@ -68,7 +70,7 @@ impl Webhooks {
     pub fn start(cluster: &Cluster, driver: String, with: &With<'_>) -> Self {
         let (home, configuration) = (cluster.namespace("webhooks"), cluster.unique("inline"));
         let account = cluster.account(&home, "webhooks");
-        cluster.grant(&account, &admission_rules(&driver, &configuration));
+        let role = cluster.grant(&account, &admission_rules(&driver, &configuration));
         let kubeconfig = cluster.kubeconfig_of(&account);
         if let Some(policy) = with.policy {
             set_policy(cluster, &home, policy);
@@ -90,20 +92,40 @@ impl Webhooks {
         };
         let process = Process::spawn(&cluster.unique("admission"), command, cluster.scratch());
         let served = Served { process, port, http_port };
-        Self { home, driver, configuration, served }
+        Self { home, driver, configuration, role, served }
     }
 
-    /// Has the API server call them.
-    pub fn configure(&self, cluster: &Cluster, without_mutating: bool) {
-        let of = |mutating| webhooks(&self.driver, &self.home, self.served.port, mutating);
-        let object =
-            |webhooks| json!({ "metadata": { "name": self.configuration }, "webhooks": webhooks });
+    /// Has the API server call them; those of opt-ins, which are for any driver, for pods of this namespace only.
+    pub fn configure(&self, cluster: &Cluster, without_mutating: bool, apps: &str) {
+        let object = |kind: &str| {
+            let webhooks: Vec<_> = shipped_webhooks(kind)
+                .into_iter()
+                .filter(|webhook| webhook["clientConfig"]["service"]["path"] != VALIDATE_DEFERRAL)
+                .map(|webhook| self.here(webhook, apps))
+                .collect();
+            json!({ "metadata": { "name": self.configuration }, "webhooks": webhooks })
+        };
         if !without_mutating {
             let api = cluster.api::<MutatingWebhookConfiguration>();
-            cluster.create(&api, object(of(true)));
+            cluster.create(&api, object("MutatingWebhookConfiguration"));
         }
         let api = cluster.api::<ValidatingWebhookConfiguration>();
-        cluster.create(&api, object(of(false)));
+        cluster.create(&api, object("ValidatingWebhookConfiguration"));
+    }
+
+    /// A webhook of deploy/admission, but for this driver and at this machine's port.
+    pub fn here(&self, webhook: Value, apps: &str) -> Value {
+        let path = webhook["clientConfig"]["service"]["path"].as_str().unwrap().to_owned();
+        let text =
+            webhook.to_string().replace(DRIVER, &self.driver).replace(CONFIG_MAP, &self.home);
+        let mut webhook: Value = serde_json::from_str(&text).unwrap();
+        let url = format!("https://localhost:{}{path}", self.served.port);
+        webhook["clientConfig"] = json!({ "url": url });
+        if [MUTATE_DEFERRAL, VALIDATE_DEFERRAL].contains(&path.as_str()) {
+            let labels = json!({ "kubernetes.io/metadata.name": apps });
+            webhook["namespaceSelector"] = json!({ "matchLabels": labels });
+        }
+        webhook
     }
 }
 
@@ -120,38 +142,9 @@ pub fn set_policy(cluster: &Cluster, home: &str, document: &str) {
     }
 }
 
-/// The webhooks of a configuration as deploy/admission has them, but for this driver and at this machine's port.
-fn webhooks(driver: &str, home: &str, port: u16, mutating: bool) -> Vec<Value> {
-    let of_pods = json!([
-        { "apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"],
-          "resources": ["pods"], "scope": "Namespaced" },
-        { "apiGroups": [""], "apiVersions": ["v1"], "operations": ["UPDATE"],
-          "resources": ["pods/ephemeralcontainers"], "scope": "Namespaced" },
-    ]);
-    let has = |spec: &str| {
-        format!(
-            "has({spec}.volumes) && {spec}.volumes.exists(v, has(v.csi) && v.csi.driver == '{driver}')"
-        )
-    };
-    let webhook = |name: &str, path: &str, rules: &Value, expression: &str, policy: &str| {
-        json!({
-            "name": format!("{name}.inline.cbt.storage.k8s.io"),
-            "admissionReviewVersions": ["v1"],
-            "clientConfig": { "url": format!("https://localhost:{port}{path}") },
-            "failurePolicy": policy,
-            "matchConditions": [{ "name": "inline-volumes-of-the-driver", "expression": expression }],
-            "matchPolicy": "Equivalent",
-            "namespaceSelector": { "matchExpressions": [
-                { "key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [home] },
-            ] },
-            "rules": rules, "sideEffects": "None", "timeoutSeconds": 5,
-        })
-    };
-    let pods = has("object.spec");
-    if mutating {
-        let mut mutate = webhook("mutate-pods", "/mutate-pod", &of_pods, &pods, "Fail");
-        mutate["reinvocationPolicy"] = "IfNeeded".into();
-        return vec![mutate];
-    }
-    vec![webhook("validate-pods", "/validate-pod", &of_pods, &pods, "Fail")]
+/// The webhooks of deploy/admission in the configuration of this kind.
+pub fn shipped_webhooks(kind: &str) -> Vec<Value> {
+    let objects = shipped("deploy/admission/webhooks.yaml").into_iter();
+    let mut found = objects.filter(|object| object["kind"] == kind);
+    serde_json::from_value(found.next().expect(kind)["webhooks"].take()).unwrap()
 }

@@ -62,6 +62,7 @@ pub struct Aggregated<'a> {
     pub namespace: String,
     pub account: Account,
     kubeconfig: PathBuf,
+    program: Vec<String>,
     flags: Vec<String>,
     /// kubectl's memory of what there is.
     cache: String,
@@ -75,15 +76,29 @@ impl<'a> Aggregated<'a> {
 
     /// The same where it reaches the API server at another address: `https://127.0.0.1:PORT`.
     pub fn start_at(cluster: &'a Cluster, server: &str, flags: &[&str]) -> Self {
+        Self::start_by(cluster, &[binary()], server, flags)
+    }
+
+    /// The same with lines of its own in /etc/hosts, in a mount namespace of its own, in the place of the names of a cluster.
+    pub fn start_with_hosts(cluster: &'a Cluster, lines: &str, flags: &[&str]) -> Self {
+        let hosts = fs::read_to_string("/etc/hosts").unwrap() + lines;
+        let hosts = cluster.write("hosts", &hosts);
+        let script = format!("mount --bind {} /etc/hosts && exec \"$@\"", path(&hosts));
+        let program = ["unshare", "--mount", "sh", "-c", &script, "sh", binary()];
+        Self::start_by(cluster, &program, &cluster.server(), flags)
+    }
+
+    fn start_by(cluster: &'a Cluster, program: &[&str], server: &str, flags: &[&str]) -> Self {
         let namespace = cluster.namespace("aggregated");
         let account = cluster.account(&namespace, "aggregated");
         cluster.grant(&account, &aggregated_rules());
         let kubeconfig = cluster.kubeconfig_at(server, &account);
-        let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
+        let (program, flags): (Vec<String>, Vec<String>) = (owned(program), owned(flags));
         let ports = (free_port(), free_port());
-        let served = spawn(cluster, &namespace, &account, &kubeconfig, &flags, ports);
+        let served = spawn(cluster, &account, &kubeconfig, (&program, &flags), ports);
         let cache = cluster.unique("kubectl-cache");
-        let all = Self { cluster, served, namespace, account, kubeconfig, flags, cache };
+        let all = Self { cluster, served, namespace, account, kubeconfig, program, flags, cache };
         let service = json!({
             "metadata": { "name": "aggregated" },
             "spec": { "type": "ExternalName", "externalName": "localhost" },
@@ -122,8 +137,8 @@ impl<'a> Aggregated<'a> {
     /// A second replica beside it.
     pub fn another(&self) -> Served {
         let ports = (free_port(), free_port());
-        let Self { cluster, namespace, account, kubeconfig, flags, .. } = self;
-        spawn(cluster, namespace, account, kubeconfig, flags, ports)
+        let Self { cluster, account, kubeconfig, program, flags, .. } = self;
+        spawn(cluster, account, kubeconfig, (program, flags), ports)
     }
 
     /// Has the API server find it at this port.
@@ -136,8 +151,8 @@ impl<'a> Aggregated<'a> {
     /// Another process in place of the one that was, at the same ports.
     pub fn start_again(&mut self) {
         let ports = (self.served.port, self.served.http_port);
-        let Self { cluster, namespace, account, kubeconfig, flags, .. } = self;
-        let served = spawn(cluster, namespace, account, kubeconfig, flags, ports);
+        let Self { cluster, account, kubeconfig, program, flags, .. } = self;
+        let served = spawn(cluster, account, kubeconfig, (program, flags), ports);
         self.served = served;
     }
 
@@ -297,14 +312,15 @@ impl Shown {
 
 fn spawn(
     cluster: &Cluster,
-    namespace: &str,
     account: &Account,
     kubeconfig: &Path,
-    flags: &[String],
+    (program, flags): (&[String], &[String]),
     (port, http_port): (u16, u16),
 ) -> Served {
-    let mut command = Command::new(binary());
+    let namespace = &account.namespace;
+    let mut command = Command::new(&program[0]);
     command
+        .args(&program[1..])
         .args(["--mode", "aggregated-api", "--kubeconfig", path(kubeconfig)])
         .args(["--namespace", namespace, "--service-account", &account.name])
         .args(["--port", &port.to_string()])

@@ -21,10 +21,9 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::Cluster;
-use super::access::Account;
+use super::access::{Account, shipped_rules};
 use super::programs::{Process, free_port};
 use super::recorder::Recorder;
-use crate::REPOSITORY;
 use crate::driver::{PATIENCE, binary, wait_for};
 use crate::{MIB, keep, path};
 
@@ -46,16 +45,6 @@ pub fn node_proxy_rules() -> Vec<PolicyRule> {
 /// What it may do besides where it is to tell a pod's claims apart.
 pub fn claim_rules() -> Vec<PolicyRule> {
     shipped_rules("deploy/components/node-proxy-claims/rbac.yaml")
-}
-
-/// The rules of the one ClusterRole of a file.
-fn shipped_rules(file: &str) -> Vec<PolicyRule> {
-    let text = fs::read_to_string(Path::new(REPOSITORY).join(file)).unwrap();
-    let objects = text.split("\n---\n").map(|one| serde_saphyr::from_str::<Value>(one).unwrap());
-    let mut roles = objects.filter(|object| object["kind"] == "ClusterRole");
-    let role = roles.next().expect(file);
-    assert!(roles.next().is_none(), "{file}");
-    serde_json::from_value(role["rules"].clone()).unwrap()
 }
 
 pub struct Rig<'a, B> {

@@ -11,6 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use csi::volume_capability::access_mode::Mode;
+use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use csi_loopback::proto::csi::v1 as csi;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::node::v1::RuntimeClass;
@@ -18,14 +19,15 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::Cluster;
+use super::access::shipped;
 use super::admission::{Webhooks, With, set_policy};
 use super::kubelet::{Made, NodeRig};
 use super::programs::Process;
 use crate::driver::{Driver, binary, create, loops_named, mounted_as, wait_for};
-use crate::{REPOSITORY, path};
+use crate::path;
 
-/// The claims' own class, as it is shipped.
-const CLASS: &str = "deploy/runtime/classes/storage-class.yaml";
+/// The claims' class, as it is shipped.
+const CLASS: &str = "deploy/base/classes.yaml";
 /// Keys that csi-provisioner keeps for itself.
 const OF_KUBERNETES: &str = "csi.storage.k8s.io/";
 
@@ -105,16 +107,7 @@ impl<'a> Rig<'a> {
         self.driver.restart_with(&flags);
     }
 
-    /// Makes a volume as csi-provisioner does for a claim of the shipped class, and the claim. The volume's id.
-    pub fn claim(&self, name: &str, bytes: u64) -> String {
-        let class = shipped_class();
-        let csi = self.provision(name, &class, bytes);
-        let id = csi["volumeHandle"].as_str().unwrap().to_owned();
-        self.cluster.claim_of(&self.namespace, name, "Filesystem", "ReadWriteOncePod", csi, bytes);
-        id
-    }
-
-    /// A volume of this class, as the `csi` of its PersistentVolume.
+    /// A volume as csi-provisioner creates it for a claim of this class, as the `csi` of its PersistentVolume.
     pub fn provision(&self, name: &str, class: &Value, bytes: u64) -> Value {
         let parameters = class["parameters"].as_object().unwrap();
         let fs_type = parameters[&format!("{OF_KUBERNETES}fstype")].as_str().unwrap();
@@ -147,7 +140,7 @@ impl<'a> Rig<'a> {
         let policy = policy(entries);
         let with = With { policy: Some(&policy), ..With::default() };
         let webhooks = Webhooks::start(self.cluster, self.driver_name.clone(), &with);
-        webhooks.configure(self.cluster, false);
+        webhooks.configure(self.cluster, false, &self.namespace);
         let content = json!({ "volumeAttributes": { "content/a": "x" } });
         self.cluster.wait_for("the webhooks", || {
             let pod = self.try_out("tried", &[self.inline("content", content.clone())]).ok()?;
@@ -156,10 +149,10 @@ impl<'a> Rig<'a> {
         webhooks
     }
 
-    /// An entry of the policy that has all there is to have, for inline volumes and the rig's class.
-    pub fn entry(&self) -> Value {
+    /// An entry of the policy that has all there is to have, for volumes of this StorageClass (the empty one: inline).
+    pub fn entry(&self, storage_class: &str) -> Value {
         json!({
-            "storageClass": "", "runtimeClass": self.class, "fsGroup": true,
+            "storageClass": storage_class, "runtimeClass": self.class, "fsGroup": true,
             "fsGroupChangePolicies": ["Always", "OnRootMismatch"], "subPath": true, "seLinux": false,
         })
     }
@@ -169,10 +162,9 @@ impl<'a> Rig<'a> {
         self.cluster.get(&self.cluster.api_in::<Pod>(&self.namespace), &pod.name).unwrap()
     }
 
-    /// What the pod says of its first volume.
+    /// The volumes that the pod leaves to its runtime.
     pub fn opt_in(&self, pod: &Made) -> Option<String> {
-        let csi = self.stored(pod).spec?.volumes?.into_iter().find_map(|volume| volume.csi)?;
-        csi.volume_attributes?.remove("deferFSMount")
+        self.stored(pod).metadata.annotations?.remove(ANNOTATION)
     }
 
     /// What kubelet says of the volume: bytes, and how many of them are used.
@@ -229,9 +221,13 @@ impl<'a> Rig<'a> {
     }
 }
 
-/// The class of deploy/runtime, whose claims defer.
+/// The StorageClass of deploy/base, with xfs: to grow an ext4 that a container has mounted, the runtime needs CAP_SYS_RESOURCE, which it
+/// does not have on every machine of the tests.
 pub fn shipped_class() -> Value {
-    serde_saphyr::from_str(&fs::read_to_string(Path::new(REPOSITORY).join(CLASS)).unwrap()).unwrap()
+    let mut objects = shipped(CLASS).into_iter();
+    let mut class = objects.find(|object| object["kind"] == "StorageClass").unwrap();
+    class["parameters"][format!("{OF_KUBERNETES}fstype")] = "xfs".into();
+    class
 }
 
 /// A policy of these entries; JSON is YAML.

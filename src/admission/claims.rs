@@ -1,0 +1,129 @@
+//! The StorageClass of a pod's claims, as the API server has it when the pod is admitted. A claim that does not exist yet is known by
+//! its template (generic ephemeral volume); a pod whose claim has neither is refused until it has. (A StatefulSet makes the claims of
+//! a pod before the pod.)
+
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Volume};
+use k8s_openapi::api::storage::v1::StorageClass;
+use kube::{Api, Client};
+
+use super::ROLE;
+use crate::kubernetes::admission::Refusal;
+use crate::kubernetes::cache::in_time;
+use crate::kubernetes::client::failure;
+
+/// Cheap to clone.
+#[derive(Clone)]
+pub struct Claims {
+    client: Client,
+}
+
+impl Claims {
+    pub fn new(client: &Client) -> Self {
+        Self { client: client.clone() }
+    }
+
+    /// The StorageClass of the claim behind `spec.volumes[index]`: empty for a claim of no class, None for a volume without a claim.
+    ///
+    /// # Errors
+    /// The class is not known. The pod can be created again once it is.
+    pub async fn class(
+        &self,
+        namespace: &str,
+        index: usize,
+        volume: &Volume,
+    ) -> Result<Option<String>, Refusal> {
+        if let Some(source) = &volume.persistent_volume_claim {
+            let field = format!("spec.volumes[{index}].persistentVolumeClaim.claimName");
+            return self.of_claim(&field, namespace, &source.claim_name).await.map(Some);
+        }
+        let Some(source) = &volume.ephemeral else { return Ok(None) };
+        let template = source.volume_claim_template.as_ref();
+        match template.and_then(|template| template.spec.storage_class_name.clone()) {
+            Some(class) => Ok(Some(class)),
+            None => Err(Refusal::invalid(format!(
+                "spec.volumes[{index}].ephemeral.volumeClaimTemplate.spec.storageClassName: is missing, and the default StorageClass \
+                 can change before the claim exists; name the StorageClass"
+            ))),
+        }
+    }
+
+    async fn of_claim(&self, field: &str, namespace: &str, name: &str) -> Result<String, Refusal> {
+        let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
+        let found = in_time(api.get_opt(name)).await.map_err(|error| {
+            let what = format!("{field}: the StorageClass of the PersistentVolumeClaim {name:?}");
+            Refusal::unknown(&what, &failure(ROLE, "get PersistentVolumeClaims", &error))
+        })?;
+        let Some(claim) = found else {
+            return Err(Refusal::unavailable(format!(
+                "{field}: the PersistentVolumeClaim {name:?} does not exist in the namespace {namespace}, so its StorageClass is not \
+                 known; create the claim, then try again"
+            )));
+        };
+        let spec = claim.spec.unwrap_or_default();
+        match (spec.storage_class_name, spec.volume_name) {
+            (Some(class), _) => Ok(class),
+            // It gets none any more.
+            (None, Some(_)) => Ok(String::new()),
+            (None, None) => Err(Refusal::unavailable(format!(
+                "{field}: the PersistentVolumeClaim {name:?} has no StorageClass yet, and may get the default one; set its \
+                 spec.storageClassName, or wait until it is bound, then try again"
+            ))),
+        }
+    }
+
+    /// Whether volumes of the class, which `spec.volumes[index]` has, are the driver's.
+    ///
+    /// # Errors
+    /// That is not known. The pod can be created again once it is.
+    pub async fn is_of_driver(
+        &self,
+        driver: &str,
+        index: usize,
+        class: &str,
+    ) -> Result<bool, Refusal> {
+        let api: Api<StorageClass> = Api::all(self.client.clone());
+        let found = in_time(api.get_opt(class)).await.map_err(|error| {
+            let what = format!("spec.volumes[{index}]: the driver of the StorageClass {class:?}");
+            Refusal::unknown(&what, &failure(ROLE, "get StorageClasses", &error))
+        })?;
+        match found {
+            Some(class) => Ok(class.provisioner == driver),
+            None => Err(Refusal::unavailable(format!(
+                "spec.volumes[{index}]: the StorageClass {class:?} does not exist, so its driver is not known; create it, or have an \
+                 administrator remove it from the policy (deferral), then try again"
+            ))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::kubernetes::fake_api::FakeApi;
+
+    #[tokio::test]
+    async fn while_the_api_server_does_not_answer_a_pod_is_refused_with_the_advice_to_try_again() {
+        let api = FakeApi::default();
+        let claims = Claims::new(&api.client());
+        let volume = json!({ "name": "v", "persistentVolumeClaim": { "claimName": "data" } });
+        let volume: Volume = serde_json::from_value(volume).unwrap();
+        let spec = json!({ "spec": { "storageClassName": "fast" } });
+        api.put("/api/v1/namespaces/n/persistentvolumeclaims/data", spec);
+        let class = json!({ "provisioner": "d.example" });
+        api.put("/apis/storage.k8s.io/v1/storageclasses/fast", class);
+        assert_eq!(claims.class("n", 0, &volume).await, Ok(Some("fast".into())));
+        assert_eq!(claims.is_of_driver("d.example", 0, "fast").await, Ok(true));
+        assert_eq!(claims.is_of_driver("other.example", 0, "fast").await, Ok(false));
+        api.fail();
+        let claim = claims.class("n", 0, &volume).await.unwrap_err();
+        let class = claims.is_of_driver("d.example", 0, "fast").await.unwrap_err();
+        for (refusal, what) in [(claim, "PersistentVolumeClaim"), (class, "StorageClass")] {
+            let words = refusal.message();
+            assert_eq!(refusal.code(), 503, "{words}");
+            assert!(words.starts_with("spec.volumes[0]") && words.contains(what), "{words}");
+            assert!(words.contains("is not known") && words.ends_with("try again"), "{words}");
+        }
+    }
+}

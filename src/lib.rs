@@ -6,7 +6,9 @@
 //! [`oci_runtime`] hand volumes to container runtimes by the files of [`crust`], [`node_proxy`] does what that asks of kubelet; [`client`] is the commands for people, which speak to
 //! drivers and sidecars; [`cli`] names the modes. Arrows point one way.
 
-// What is sent in may be hostile, so nothing may panic on it; a test says by panicking what failed.
+// One module style: `foo/mod.rs` for a module with children.
+#![deny(clippy::self_named_module_files)]
+// Input may be hostile, so no code may panic on it. A test reports a failure by a panic.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 // All of it is in backend/sys.rs, behind plain functions.
 #![deny(unsafe_code)]

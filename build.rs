@@ -1,6 +1,6 @@
-//! Turns csi-spec/*.proto into Rust, with no protoc on the machine: protox parses, tonic generates.
-//! The descriptor set, comments included, goes beside the code: reflection serves it and
-//! tests/wire.rs checks it.
+//! Generates Rust from csi-spec/*.proto without protoc: protox parses, tonic generates. The
+//! descriptor set, with comments, is written next to the code: reflection serves it, and
+//! tests/no_root/wire.rs checks it.
 
 use std::{env, error::Error, fs, path::PathBuf};
 
@@ -9,8 +9,8 @@ use prost::Message;
 const PROTOS: [&str; 5] =
     ["csi.proto", "snapshotmetadata.proto", "snapshotsession.proto", "crust.proto", "admin.proto"];
 
-/// Answers of which there can be millions a second: servers give them already encoded.
-const RAW_ANSWERS: [&str; 6] = [
+/// Responses that can be sent millions of times per second: servers return them already encoded.
+const RAW_RESPONSES: [&str; 6] = [
     ".csi.v1.GetMetadataAllocatedResponse",
     ".csi.v1.GetMetadataDeltaResponse",
     ".snapshotmetadata.GetMetadataAllocatedResponse",
@@ -19,9 +19,9 @@ const RAW_ANSWERS: [&str; 6] = [
     ".snapshotsession.GetDeltaResponse",
 ];
 
-/// A request that servers read by a type of their own.
-const FORMER_REQUEST: (&str, &str) =
-    (".csi.v1.NodePublishVolumeRequest", "crate::proto::former::PublishRequest");
+/// A request that servers decode with their own type.
+const LEGACY_REQUEST: (&str, &str) =
+    (".csi.v1.NodePublishVolumeRequest", "crate::proto::legacy::PublishRequest");
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=csi-spec");
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(out.join("csi_descriptor.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::configure().build_server(false).compile_fds(descriptors.clone())?;
-    // By themselves, since only they differ in the types of these messages.
+    // Generated separately, because only servers use other types for these messages.
     let servers = out.join("servers");
     fs::create_dir_all(&servers)?;
     let configuration = tonic_prost_build::configure()
@@ -40,10 +40,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         .extern_path(".snapshotsession", "crate::proto::snapshotsession")
         .extern_path(".crust", "crate::proto::crust")
         .extern_path(".csiloopback.admin.v1", "crate::proto::admin::v1")
-        .extern_path(FORMER_REQUEST.0, FORMER_REQUEST.1);
-    RAW_ANSWERS
+        .extern_path(LEGACY_REQUEST.0, LEGACY_REQUEST.1);
+    RAW_RESPONSES
         .iter()
-        .fold(configuration, |all, answer| all.extern_path(answer, "crate::grpc::RawMessage"))
+        .fold(configuration, |all, message| all.extern_path(message, "crate::grpc::RawMessage"))
         .compile_fds(descriptors)?;
     Ok(())
 }

@@ -1,5 +1,6 @@
-//! Writes the custom resource definitions of this project into a directory, made from the Rust types, so that
-//! the two cannot disagree: `hack/crds.sh`, and tests/no_root/deploy_crds.rs, which tells when it was forgotten.
+//! Writes the custom resource definitions of this project to a directory, generated from the Rust
+//! types. hack/crds.sh runs it, and tests/no_root/deploy_crds.rs checks that the files are up to
+//! date.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,7 +17,7 @@ use serde_json::Value;
 
 const HEAD: &str = "# Generated from src/kubernetes by hack/crds.sh; changes made here are lost.\n";
 
-/// The definitions. A new type is added here.
+/// All definitions. Add new types here.
 fn definitions() -> Vec<CustomResourceDefinition> {
     vec![
         DriverDiscovery::crd(),
@@ -27,9 +28,9 @@ fn definitions() -> Vec<CustomResourceDefinition> {
     ]
 }
 
-/// Without `nullable`, which is made of each `Option`: a field that is not required may be absent, and where somebody writes
-/// null the API server drops it.
-fn plain(definition: &CustomResourceDefinition) -> CustomResourceDefinition {
+/// Removes `nullable`, which is generated for each `Option`: an optional field may be absent, and
+/// the API server drops an explicit null.
+fn without_nullable(definition: &CustomResourceDefinition) -> CustomResourceDefinition {
     fn visit(schema: &mut Value) {
         match schema {
             Value::Object(fields) => {
@@ -50,14 +51,14 @@ fn plain(definition: &CustomResourceDefinition) -> CustomResourceDefinition {
     serde_json::from_value(definition).expect("it is still a definition")
 }
 
-/// The files: their names, as those of Kubernetes are named, and what is in them.
+/// The files: their names, in the style of Kubernetes, and their content.
 pub fn files() -> BTreeMap<String, String> {
     definitions()
         .into_iter()
         .map(|definition| {
             let name = format!("{}_{}.yaml", definition.spec.group, definition.spec.names.plural);
-            let yaml =
-                serde_saphyr::to_string(&plain(&definition)).expect("a definition is plain data");
+            let yaml = serde_saphyr::to_string(&without_nullable(&definition))
+                .expect("a definition is plain data");
             (name, format!("{HEAD}{yaml}"))
         })
         .collect()

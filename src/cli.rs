@@ -336,7 +336,7 @@ mod tests {
             (role::HEADING, ids(of::<role::RoleArgs>())),
             ("Inline ephemeral volumes", ids(of::<driver::InlineArgs>())),
             ("Runtime assisted mounting", ids(of::<driver::DeferArgs>())),
-            ("Faults on purpose", ids(of::<driver::FaultArgs>())),
+            ("Fault injection", ids(of::<driver::FaultArgs>())),
         ];
         let modes = Mode::augment_subcommands(clap::Command::new("modes"));
         for mode in modes.get_subcommands() {

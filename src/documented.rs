@@ -1,12 +1,12 @@
-//! Tables of docs/, for the tests that hold them to the code.
+//! Reads the tables of docs/, for tests that compare them with the code.
 
-/// The cells of each row whose first one is code. Before the first cell there is an empty one.
+/// The cells of each row whose first cell is code. An empty cell precedes the first one.
 pub fn rows(page: &str) -> Vec<Vec<&str>> {
     let rows = page.lines().filter(|line| line.starts_with("| `"));
     rows.map(|line| line.split('|').map(str::trim).collect()).collect()
 }
 
-/// The row of `label`.
+/// The row with this label.
 pub fn row<'p>(page: &'p str, label: &str) -> Vec<&'p str> {
     let first = format!("`{label}`");
     let row = rows(page).into_iter().find(|row| row[1] == first);

@@ -1,62 +1,62 @@
-//! Fail points: named places between two steps that change disk, catalog or kernel. What ships has
-//! none: without the feature `failpoints` they compile to nothing. With it `--fail-points DIR` makes
-//! every point look at the file `plan` in that directory:
+//! Fail points: named positions between two steps that change disk, catalog or kernel. Release
+//! builds have none: without the feature `failpoints` they compile to nothing. With it,
+//! `--fail-points DIR` makes every point read the file `plan` in that directory:
 //!
 //! ```text
-//! (absent, or empty)   nothing happens, and the count begins anew
-//! kill N NAMES         at the N-th such point from now on the process kills itself (SIGKILL)
-//! error N NAMES        the N-th such point answers with EIO, as the step before it might have done
-//! hang N NAMES         the N-th such point waits until the plan changes, so that a test can do something in between
+//! (absent or empty)    nothing happens, and the count is reset
+//! kill N NAMES         at the N-th matching point the process kills itself (SIGKILL)
+//! error N NAMES        the N-th matching point fails with EIO, like the step before it might
+//! hang N NAMES         the N-th matching point waits until the plan changes
 //! ```
 //!
-//! NAMES is how the names begin that count, or how those begin that do not (`!page.`). While there is
-//! a plan the name of each such point is appended to the file `met`; N = 0 does only that. So a test
-//! learns which points an operation meets, in which order, and can then end or fail it at each. (The
-//! crate `fail` acts by name; here what counts is the place in the sequence, since one name, such as
-//! that of a commit, is met many times within one operation.)
+//! NAMES is a prefix of the names that match, or, with `!`, of the names that do not (`!page.`).
+//! While there is a plan, the name of each matching point is appended to the file `met`; N = 0 only
+//! records. So a test learns the points of an operation and their order, and can then fail it at
+//! each of them. (The crate `fail` selects by name. Here the position in the sequence counts,
+//! because one name, such as that of a commit, occurs many times within an operation.)
 
-/// Meets a point where errors are the kernel's.
+/// Reaches a fail point whose errors are `io::Error`.
 #[cfg(not(any(test, feature = "failpoints")))]
 #[inline(always)]
-pub fn meet(_name: &'static str) -> std::io::Result<()> {
+pub fn hit(_name: &'static str) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Meets a point where errors are the kernel's.
+/// Reaches a fail point whose errors are `io::Error`.
 #[cfg(any(test, feature = "failpoints"))]
-pub fn meet(name: &'static str) -> std::io::Result<()> {
+pub fn hit(name: &'static str) -> std::io::Result<()> {
     #[cfg(test)]
-    in_tests::meet()?;
+    in_tests::hit()?;
     #[cfg(feature = "failpoints")]
-    on_purpose::meet(name)?;
+    injected::hit(name)?;
     let _ = name;
     Ok(())
 }
 
 #[cfg(feature = "failpoints")]
-pub use on_purpose::watch;
+pub use injected::watch;
 
-/// Unit tests let the points of their own thread fail, with the feature or without.
+/// Lets unit tests fail the points of the current thread, with or without the feature.
 #[cfg(test)]
 pub mod in_tests {
     use std::cell::Cell;
     use std::io;
 
     thread_local! {
-        static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
+        static REMAINING: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    /// After so many points all fail, as after a death; `None`: no more.
+    /// All points fail after this number of points, as after a crash; `None` disables this.
     pub fn fail_after(points: Option<usize>) {
-        LEFT.set(points);
+        REMAINING.set(points);
     }
 
-    pub(super) fn meet() -> io::Result<()> {
-        match LEFT.get() {
+    pub(super) fn hit() -> io::Result<()> {
+        match REMAINING.get() {
             None => Ok(()),
             Some(0) => Err(io::Error::from_raw_os_error(libc::EIO)),
-            Some(left) => {
-                LEFT.set(Some(left - 1));
+            Some(remaining) => {
+                REMAINING.set(Some(remaining - 1));
                 Ok(())
             }
         }
@@ -64,7 +64,7 @@ pub mod in_tests {
 }
 
 #[cfg(feature = "failpoints")]
-mod on_purpose {
+mod injected {
     use std::fs::{self, File};
     use std::io::{self, Write};
     use std::path::PathBuf;
@@ -77,20 +77,20 @@ mod on_purpose {
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     static PROGRESS: Mutex<Progress> = Mutex::new(Progress { plan: String::new(), met: 0 });
 
-    /// How far the present plan has come.
+    /// Progress of the current plan.
     struct Progress {
         plan: String,
         met: usize,
     }
 
-    /// From now on the plan in `directory` counts.
+    /// Starts to follow the plan in `directory`.
     pub fn watch(directory: PathBuf) {
-        // The first one stays: there is one process, and one flag.
+        // The first directory stays: a process has one flag.
         let _ = DIRECTORY.set(directory);
     }
 
-    /// Meets a point where errors are the kernel's.
-    pub fn meet(name: &'static str) -> io::Result<()> {
+    /// Reaches a fail point whose errors are `io::Error`.
+    pub fn hit(name: &'static str) -> io::Result<()> {
         let Some(directory) = DIRECTORY.get() else { return Ok(()) };
         let mut progress = PROGRESS.lock().unwrap_or_else(PoisonError::into_inner);
         let plan = fs::read_to_string(directory.join("plan")).unwrap_or_default();
@@ -98,22 +98,22 @@ mod on_purpose {
             *progress = Progress { plan, met: 0 };
         }
         let words: Vec<&str> = progress.plan.split_whitespace().collect();
-        let &[what, at, names] = words.as_slice() else { return Ok(()) };
-        let counts = match names.strip_prefix('!') {
-            Some(others) => !name.starts_with(others),
+        let &[action, at, names] = words.as_slice() else { return Ok(()) };
+        let matches = match names.strip_prefix('!') {
+            Some(excluded) => !name.starts_with(excluded),
             None => name.starts_with(names),
         };
-        if !counts {
+        if !matches {
             return Ok(());
         }
-        let (what, at) = (what.to_owned(), at.parse::<usize>());
+        let (action, at) = (action.to_owned(), at.parse::<usize>());
         progress.met += 1;
         let met = File::options().create(true).append(true).open(directory.join("met"));
         met.and_then(|mut met| met.write_all(format!("{name}\n").as_bytes()))?;
         if at != Ok(progress.met) {
             return Ok(());
         }
-        match what.as_str() {
+        match action.as_str() {
             "hang" => {
                 let plan = progress.plan.clone();
                 drop(progress);

@@ -1,7 +1,8 @@
-//! The mode `freeze-guard`: thaws filesystems that a driver froze for a snapshot and, being killed, did not thaw
-//! ([`crate::backend::freeze_guard`]). The driver starts one by itself, which serves the connection on its standard input; in a
-//! pod, where a driver that is killed takes all processes of its container with it, one runs in a container of its own and
-//! listens.
+//! The mode `freeze-guard`: thaws filesystems that a driver froze for a snapshot and could not thaw
+//! because it was killed ([`crate::backend::freeze_guard`]). By default the driver starts a guard
+//! as a child process, which serves the connection on its standard input. In a pod, a kill of the
+//! driver's container also kills its child processes; there the guard runs in another container and
+//! listens on a socket.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,17 +14,17 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::setsid;
 use tokio::runtime;
 
-use crate::backend::freeze_guard::{attend, listen};
+use crate::backend::freeze_guard::{listen, serve_connection};
 use crate::grpc::{SocketPath, socket};
 use crate::telemetry::logs;
 
-/// For the one user that the driver is: what it sends is trusted.
+/// Only the driver's user may connect: its messages are trusted.
 const SOCKET_MODE: u32 = 0o600;
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Socket to serve drivers on: unix:///path, unix:/path or /path; by default the connection on standard input is
-    /// served, which is how a driver starts its own guard.
+    /// Socket to serve drivers on: unix:///path, unix:/path or /path [default: serve the connection
+    /// on standard input, as a driver's child process]
     #[arg(long, value_name = "SOCKET")]
     pub endpoint: Option<SocketPath>,
 
@@ -31,24 +32,25 @@ pub struct Args {
     pub log: logs::Args,
 }
 
-/// Serves until the driver is gone, without `--endpoint`; else until a signal has come and no driver is connected.
+/// Without `--endpoint`, serves until the driver disconnects; otherwise until a signal arrives and
+/// no driver is connected.
 ///
 /// # Errors
-/// The socket cannot be had.
+/// The socket cannot be created.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    // What ends a driver, and all of its process group, must not end the guard before the driver. Blocked before there is any
-    // other thread, they are so for all.
+    // A signal that ends the driver and its process group must not end the guard before the driver.
+    // Signals that are blocked before other threads start are blocked in all of them.
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]);
-    signals.thread_block().context("blocking signals")?;
+    signals.thread_block().context("failed to block signals")?;
     logs::init(args.log)?;
     match args.endpoint {
         Some(endpoint) => serve(endpoint.as_ref(), &signals)?,
         None => {
-            // Fails where it leads one already.
+            // Fails if the process already leads a session.
             let _ = setsid();
             let connection = std::io::stdin().as_fd().try_clone_to_owned()?;
-            attend(&UnixStream::from(connection))
-                .context("serving standard input, which has to be a unix socket: a driver starts it so; else give --endpoint")?;
+            serve_connection(&UnixStream::from(connection))
+                .context("standard input must be a unix socket from a driver; to serve a socket, set --endpoint")?;
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -56,10 +58,10 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 fn serve(path: &Path, signals: &SigSet) -> anyhow::Result<()> {
     let (listener, _guard) = bind(path)?;
-    let connections = listen(listener).context("starting to listen")?;
-    tracing::info!(version = env!("CARGO_PKG_VERSION"), socket = %path.display(), "guarding freezes");
-    let signal = signals.wait().context("waiting for a signal")?;
-    tracing::info!(%signal, "ending when no driver is connected");
+    let connections = listen(listener).context("failed to listen")?;
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), socket = %path.display(), "serving the freeze guard");
+    let signal = signals.wait().context("failed to wait for a signal")?;
+    tracing::info!(%signal, "exiting when no driver is connected");
     connections.wait_until_none();
     Ok(())
 }

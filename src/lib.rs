@@ -1,16 +1,18 @@
-//! csi-loopback: a reference CSI driver whose changed block tracking is real.
+//! csi-loopback: a reference CSI driver with real changed block tracking.
 //!
-//! The tree reads from the bottom up: [`backend`] owns blocks, files and loop devices and knows
-//! neither gRPC nor Kubernetes; [`driver`] translates CSI calls to it; [`sidecar`] lets backup applications of a
-//! cluster ask a driver, and stands on [`kubernetes`], as do [`session_manager`], [`aggregated_api`] and [`admission`]; [`runtime_ops`] and
-//! [`oci_runtime`] hand volumes to container runtimes by the files of [`crust`], [`node_proxy`] does what that asks of kubelet; [`client`] is the commands for people, which speak to
-//! drivers and sidecars; [`cli`] names the modes. Arrows point one way.
+//! [`backend`] owns blocks, files and loop devices and uses neither gRPC nor Kubernetes; [`driver`]
+//! translates CSI calls to it. [`sidecar`] gives the backup applications of a cluster access to a
+//! driver; it is built on [`kubernetes`], like [`session_manager`], [`aggregated_api`] and
+//! [`admission`]. [`runtime_ops`] and [`oci_runtime`] pass volumes to container runtimes in the
+//! files of [`crust`], and [`node_proxy`] implements kubelet's part of it. [`client`] has the
+//! commands for users, which call drivers and sidecars; [`cli`] defines the modes. Dependencies
+//! point one way.
 
 // One module style: `foo/mod.rs` for a module with children.
 #![deny(clippy::self_named_module_files)]
-// Input may be hostile, so no code may panic on it. A test reports a failure by a panic.
+// Input may be hostile, so no code may panic on it. Tests may panic.
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
-// All of it is in backend/sys.rs, behind plain functions.
+// All unsafe code is in backend/sys.rs, wrapped in safe functions.
 #![deny(unsafe_code)]
 
 pub mod admission;

@@ -1,5 +1,5 @@
-//! The `csi-loopback` binary: parse, run, exit code. Everything else is in the library; a role
-//! starts its own telemetry, for only it knows its flags.
+//! The `csi-loopback` binary: parses the command line and runs the mode. Everything else is in the
+//! library. A role starts its own telemetry, because only the role knows its flags.
 
 use std::process::ExitCode;
 

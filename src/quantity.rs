@@ -1,11 +1,11 @@
-//! Sizes and times as people write them. Sizes are plain bytes, or a number with a Kubernetes suffix, decimal (`k`, `M`,
-//! `G`, `T`, `P`) or binary (`Ki`, `Mi`, `Gi`, `Ti`, `Pi`). Both directions end in bytes as `u64`, and
-//! nothing wraps around: what does not fit is an error.
+//! Parses and formats sizes and durations of flags and parameters. A size is a number of bytes, or
+//! a number with a Kubernetes suffix, decimal (`k`, `M`, `G`, `T`, `P`) or binary (`Ki`, `Mi`,
+//! `Gi`, `Ti`, `Pi`). Sizes are `u64` bytes; a larger number is an error.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// Suffix and its factor in bytes. Longer suffixes come first, so that `Ki` is not read as `K`.
+/// Suffixes and factors in bytes. Longer suffixes come first, so that `Ki` is not parsed as `K`.
 const UNITS: [(&str, u64); 10] = [
     ("Pi", 1 << 50),
     ("Ti", 1 << 40),
@@ -19,15 +19,15 @@ const UNITS: [(&str, u64); 10] = [
     ("k", 1_000),
 ];
 
-/// Digits after the point that are accepted: enough for any size, few enough not to overflow.
+/// Maximum digits after the decimal point: enough for any size, and no overflow.
 const MAX_FRACTION_DIGITS: usize = 15;
 
-/// The bytes in a quantity such as `4096`, `1.5Gi` or `500M`. A fraction of a byte rounds up, as in
-/// Kubernetes. The error says what is wrong, for a command line or a field message.
+/// Parses a quantity such as `4096`, `1.5Gi` or `500M` to bytes. A fraction of a byte rounds up, as
+/// in Kubernetes. The error is suitable for a command line or field message.
 pub fn parse(text: &str) -> Result<u64, String> {
     let wrong = || {
         format!(
-            "{text:?} is not a size; write bytes or a number with k, M, G, T, P, Ki, Mi, Gi, Ti or Pi, such as 10Gi"
+            "{text:?} is not a size; use bytes, or a number with the suffix k, M, G, T, P, Ki, Mi, Gi, Ti or Pi, such as 10Gi"
         )
     };
     let (number, factor) = UNITS
@@ -38,7 +38,7 @@ pub fn parse(text: &str) -> Result<u64, String> {
     if !is_digits(whole) || !is_digits(fraction) || fraction.len() > MAX_FRACTION_DIGITS {
         return Err(wrong());
     }
-    let too_large = || format!("{text:?} is too large a size");
+    let too_large = || format!("the size {text:?} is too large");
     let whole: u128 = whole.parse().map_err(|_| too_large())?;
     let scale = 10_u128.pow(fraction.len() as u32);
     let fraction: u128 = fraction.parse().map_err(|_| wrong())?;
@@ -50,18 +50,19 @@ pub fn parse(text: &str) -> Result<u64, String> {
         .ok_or_else(too_large)
 }
 
-/// A time such as 90m, within `range`, which `words` tell as in "from 1s to 1h".
+/// Parses a duration such as 90m within `range`. `expected` describes the range in the error, as in
+/// "a time from 1s to 1h".
 pub fn duration(
     text: &str,
     range: RangeInclusive<Duration>,
-    words: &str,
+    expected: &str,
 ) -> Result<Duration, String> {
     let time = humantime::parse_duration(text).map_err(|error| error.to_string())?;
-    if range.contains(&time) { Ok(time) } else { Err(format!("{text:?} is not {words}")) }
+    if range.contains(&time) { Ok(time) } else { Err(format!("{text:?} is not {expected}")) }
 }
 
-/// A time between two rounds, or that a program may take, which is neither none nor for ever.
-pub fn some_time(text: &str) -> Result<Duration, String> {
+/// A positive duration of at most a day, for intervals and timeouts.
+pub fn nonzero_duration(text: &str) -> Result<Duration, String> {
     let range = Duration::from_millis(1)..=Duration::from_secs(86_400);
     duration(text, range, "a time from 1ms to 1day")
 }
@@ -70,8 +71,8 @@ fn is_digits(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// `bytes` for people, in the largest binary unit that is not above it, with at most two digits
-/// after the point, cut and not rounded: `4Gi`, `1.5Gi`, `512`.
+/// Formats `bytes` in the largest binary unit that is not above it, truncated (not rounded) to two
+/// digits after the decimal point: `4Gi`, `1.5Gi`, `512`.
 pub fn format(bytes: u64) -> String {
     let unit = UNITS.iter().find(|(suffix, factor)| suffix.ends_with('i') && bytes >= *factor);
     let Some((suffix, factor)) = unit else { return bytes.to_string() };
@@ -89,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plain_bytes_and_every_suffix_are_read() {
+    fn plain_bytes_and_every_suffix_are_parsed() {
         let cases = [
             ("0", 0),
             ("4096", 4096),
@@ -109,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_size_is_refused() {
+    fn malformed_sizes_are_refused() {
         for text in ["", "Gi", "-1", "+1", "1 Gi", "1K", "1gi", "1.", ".5Gi", "1e3", "1.1.1", "١"]
         {
             assert!(parse(text).is_err(), "{text}");
@@ -117,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_does_not_fit_is_refused_and_does_not_wrap() {
+    fn a_size_that_overflows_is_refused() {
         for text in
             ["18446744073709551616", "16384Pi", "99999999999999999999999999999999999999999Pi"]
         {
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_shown_in_binary_units() {
+    fn sizes_are_formatted_in_binary_units() {
         let cases = [
             (0, "0"),
             (1023, "1023"),

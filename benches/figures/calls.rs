@@ -1,4 +1,4 @@
-//! The calls that the bench makes, and what a metadata stream answers.
+//! CSI calls of the benchmarks, and decoded metadata streams.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -24,8 +24,8 @@ pub enum Capability {
 }
 
 impl From<Capability> for csi::VolumeCapability {
-    fn from(wanted: Capability) -> Self {
-        let access_type = match wanted {
+    fn from(capability: Capability) -> Self {
+        let access_type = match capability {
             Capability::Block => AccessType::Block(BlockVolume {}),
             Capability::Ext4 => {
                 AccessType::Mount(MountVolume { fs_type: "ext4".to_owned(), ..Default::default() })
@@ -36,7 +36,7 @@ impl From<Capability> for csi::VolumeCapability {
     }
 }
 
-/// A volume that is published, to be released at the end.
+/// A published volume, which is unpublished at the end.
 #[derive(Debug, Clone)]
 pub struct InUse {
     volume_id: String,
@@ -44,19 +44,19 @@ pub struct InUse {
     target: PathBuf,
 }
 
-/// A request with one answer.
+/// A unary request.
 pub trait Rpc {
-    type Answer;
+    type Response;
 
-    fn send(self, channel: Channel) -> impl Future<Output = Result<Self::Answer, Status>>;
+    fn send(self, channel: Channel) -> impl Future<Output = Result<Self::Response, Status>>;
 }
 
 macro_rules! rpcs {
-    ($($client:ident $method:ident($request:ident) -> $answer:ident;)*) => {$(
+    ($($client:ident $method:ident($request:ident) -> $response:ident;)*) => {$(
         impl Rpc for csi::$request {
-            type Answer = csi::$answer;
+            type Response = csi::$response;
 
-            async fn send(self, channel: Channel) -> Result<csi::$answer, Status> {
+            async fn send(self, channel: Channel) -> Result<csi::$response, Status> {
                 $client::new(channel).$method(self).await.map(tonic::Response::into_inner)
             }
         }
@@ -79,18 +79,19 @@ rpcs! {
     NodeClient node_unpublish_volume(NodeUnpublishVolumeRequest) -> NodeUnpublishVolumeResponse;
 }
 
-/// A decoded answer to `allocated` or `delta`.
+/// A decoded metadata stream.
 #[derive(Debug, Default)]
-pub struct Answer {
-    /// From the request to the first message, and to the end.
+pub struct Metadata {
+    /// From the request to the first message.
     pub first: Duration,
+    /// From the request to the end.
     pub whole: Duration,
     /// Offset and length in bytes.
     pub extents: Vec<(u64, u64)>,
 }
 
-impl Answer {
-    /// The 4 KiB blocks that it names.
+impl Metadata {
+    /// The 4 KiB blocks in the extents.
     pub fn blocks(&self) -> Vec<u64> {
         self.extents
             .iter()
@@ -99,54 +100,60 @@ impl Answer {
     }
 }
 
-/// `base` to `target`, or with no base what `target` holds.
-pub async fn ask(channel: Channel, base: Option<&str>, target: &str, max: i32) -> Result<Answer> {
+/// Gets the changed blocks from `base` to `target`, or without a base the allocated blocks of
+/// `target`. A message has at most `max` extents; 0 is the driver's default.
+pub async fn get_metadata(
+    channel: Channel,
+    base: Option<&str>,
+    target: &str,
+    max: i32,
+) -> Result<Metadata> {
     let mut client = SnapshotMetadataClient::new(channel).max_decoding_message_size(16 << 20);
-    let mut answer = Answer::default();
+    let mut metadata = Metadata::default();
     let begun = Instant::now();
-    macro_rules! take {
+    macro_rules! read {
         ($stream:expr) => {{
             let mut stream = $stream.await?.into_inner();
             while let Some(message) = stream.message().await? {
-                if answer.first.is_zero() {
-                    answer.first = begun.elapsed();
+                if metadata.first.is_zero() {
+                    metadata.first = begun.elapsed();
                 }
                 let extents = message.block_metadata.iter();
-                answer.extents.extend(
+                metadata.extents.extend(
                     extents.map(|extent| (extent.byte_offset as u64, extent.size_bytes as u64)),
                 );
             }
         }};
     }
     match base {
-        Some(base) => take!(client.get_metadata_delta(csi::GetMetadataDeltaRequest {
+        Some(base) => read!(client.get_metadata_delta(csi::GetMetadataDeltaRequest {
             base_snapshot_id: base.to_owned(),
             target_snapshot_id: target.to_owned(),
             max_results: max,
             ..Default::default()
         })),
-        None => take!(client.get_metadata_allocated(csi::GetMetadataAllocatedRequest {
+        None => read!(client.get_metadata_allocated(csi::GetMetadataAllocatedRequest {
             snapshot_id: target.to_owned(),
             max_results: max,
             ..Default::default()
         })),
     }
-    answer.whole = begun.elapsed();
-    ensure!(!answer.first.is_zero(), "an answer without a message");
-    Ok(answer)
+    metadata.whole = begun.elapsed();
+    ensure!(!metadata.first.is_zero(), "a stream without a message");
+    Ok(metadata)
 }
 
 impl Driver {
-    pub fn call<R: Rpc>(&self, request: R) -> Result<R::Answer> {
+    pub fn call<R: Rpc>(&self, request: R) -> Result<R::Response> {
         Ok(self.runtime.block_on(request.send(self.channel()?))?)
     }
 
-    pub fn ask(&self, base: Option<&str>, target: &str) -> Result<Answer> {
-        self.runtime.block_on(ask(self.channel()?, base, target, 0))
+    pub fn get_metadata(&self, base: Option<&str>, target: &str) -> Result<Metadata> {
+        self.runtime.block_on(get_metadata(self.channel()?, base, target, 0))
     }
 
-    /// Stages and publishes a volume and returns where: a device node, or a directory.
-    pub fn publish(&self, volume_id: &str, wanted: Capability) -> Result<PathBuf> {
+    /// Stages and publishes a volume. Returns the target path: a device node, or a directory.
+    pub fn publish(&self, volume_id: &str, capability: Capability) -> Result<PathBuf> {
         let staging = self.pool.directory().join(format!("staging-{volume_id}"));
         let target = self.pool.directory().join(format!("target-{volume_id}"));
         let used = InUse { volume_id: volume_id.to_owned(), staging, target };
@@ -154,20 +161,20 @@ impl Driver {
         self.call(csi::NodeStageVolumeRequest {
             volume_id: volume_id.to_owned(),
             staging_target_path: text(&used.staging).to_owned(),
-            volume_capability: Some(wanted.into()),
+            volume_capability: Some(capability.into()),
             ..Default::default()
         })?;
         self.call(csi::NodePublishVolumeRequest {
             volume_id: volume_id.to_owned(),
             staging_target_path: text(&used.staging).to_owned(),
             target_path: text(&used.target).to_owned(),
-            volume_capability: Some(wanted.into()),
+            volume_capability: Some(capability.into()),
             ..Default::default()
         })?;
         Ok(used.target)
     }
 
-    /// Unpublishes and unstages what is published.
+    /// Unpublishes and unstages all volumes.
     pub fn release(&self) {
         for used in self.in_use.borrow_mut().drain(..) {
             let unpublished = self.call(csi::NodeUnpublishVolumeRequest {

@@ -1,6 +1,6 @@
-//! The driver as it is shipped, on a pool of its own: an XFS in a sparse image in TMPDIR, behind a
-//! loop device with direct I/O. The pool is mounted where the bench sees it, so that a volume can be
-//! filled without its device and a record looked at. All goes when a [`Driver`] is dropped.
+//! The shipped driver on a new pool: an XFS in a sparse image in TMPDIR, on a loop device with
+//! direct I/O. The benchmarks can access the mounted pool, to fill a volume without its device and
+//! to read records. Dropping a [`Driver`] removes everything.
 
 use std::cell::RefCell;
 use std::fs::{self, File};
@@ -26,15 +26,15 @@ use crate::stats::Samples;
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_csi-loopback");
 
-/// Within this time a driver has to serve, or to end.
+/// Time limit for a driver to start or to stop.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Runs a program, which has to succeed, and returns what it says.
+/// Runs a program and returns its output. Fails if the program fails.
 pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
     let output = Command::new(program).args(arguments).output();
     let output = output.with_context(|| format!("running {program}"))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{program} {arguments:?}: {said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {arguments:?}: {stderr}");
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
@@ -47,13 +47,13 @@ pub struct Pool {
     directory: TempDir,
 }
 
-/// What a pool is made as.
+/// Properties of a new pool.
 #[derive(Debug, Clone, Copy)]
 pub struct Layout {
     pub bytes: u64,
-    /// Bytes in a block of its filesystem.
+    /// Bytes per block of its filesystem.
     pub block_size: u64,
-    /// Whether the image has all of its room from the start, as an image pool's, or takes it as it is written.
+    /// Whether the image is allocated, as in an image pool, or sparse.
     pub is_allocated: bool,
 }
 
@@ -66,7 +66,7 @@ impl Pool {
             run("fallocate", &["--length", &layout.bytes.to_string(), text(&image)])?;
         }
         let block_size = format!("size={}", layout.block_size);
-        // -K: mkfs would give back the room of an allocated image.
+        // -K: otherwise mkfs discards the space of an allocated image.
         run(
             "mkfs.xfs",
             &["-q", "-K", "-m", "reflink=1,rmapbt=0", "-b", &block_size, text(&image)],
@@ -75,12 +75,12 @@ impl Pool {
         let attach = ["--find", "--show", "--direct-io=on", text(&image)];
         let device = run("losetup", &attach)?;
         let mounted = run("mount", &["-t", "xfs", &device, text(&pool.path())]);
-        // In use it goes with its last user, else at once.
+        // The mount keeps the device until it is unmounted.
         run("losetup", &["--detach", &device])?;
         mounted.map(|_| pool)
     }
 
-    /// For what is not in the pool.
+    /// Directory for files outside of the pool.
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
@@ -102,7 +102,7 @@ impl Pool {
         self.data_dir().join("snapshots").join(id)
     }
 
-    /// The change record of a snapshot, as it is first written.
+    /// The first generation of a snapshot's change record.
     pub fn record(&self, id: &str) -> PathBuf {
         self.data_dir().join("records").join(format!("{id}.0"))
     }
@@ -124,19 +124,19 @@ impl Drop for Pool {
     }
 }
 
-/// What the driver spent.
+/// Time and resources that the driver used.
 #[derive(Debug, Clone, Default)]
 pub struct Cost {
     /// Wall time in seconds.
     pub times: Samples,
     /// The driver's processor time per run, in seconds.
     pub cpu: f64,
-    /// The most memory that the driver had resident meanwhile, in bytes.
+    /// Peak resident memory of the driver, in bytes.
     pub peak: u64,
 }
 
-/// The driver's own account of a cut, in seconds by step.
-pub type Cut = std::collections::BTreeMap<String, f64>;
+/// The duration of each step of CreateSnapshot from the driver's log, in seconds.
+pub type SnapshotSteps = std::collections::BTreeMap<String, f64>;
 
 pub struct Driver {
     pub pool: Pool,
@@ -147,7 +147,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// On a new pool of `size` bytes, none of which are taken until they are written.
+    /// Starts a driver on a new sparse pool of `size` bytes.
     pub fn start(size: u64) -> Result<Self> {
         Self::start_on(Layout { bytes: size, block_size: 4096, is_allocated: false })
     }
@@ -157,7 +157,7 @@ impl Driver {
         let pool = Pool::new(layout)?;
         let mut driver =
             Self { pool, runtime, child: None, channel: None, in_use: RefCell::default() };
-        driver.start_again()?;
+        driver.restart()?;
         Ok(driver)
     }
 
@@ -173,7 +173,7 @@ impl Driver {
         self.child.as_ref().map(Child::id).unwrap_or_default()
     }
 
-    pub fn start_again(&mut self) -> Result<()> {
+    pub fn restart(&mut self) -> Result<()> {
         self.start_within(PATIENCE)
     }
 
@@ -184,7 +184,7 @@ impl Driver {
             .args(["--mode", "driver", "--pool", "reflink", "--node-id", "bench"])
             // Sparse volumes of terabytes.
             .args(["--overcommit", "1000000", "--log-format", "json"])
-            .args(["--log-level", "info,csi_loopback::backend::cut=debug"])
+            .args(["--log-level", "info,csi_loopback::backend::take_snapshot=debug"])
             .arg(format!("--endpoint=unix://{}", self.socket().display()))
             .arg(format!("--data-dir={}", self.pool.data_dir().display()))
             .env_remove("CSI_ENDPOINT")
@@ -196,7 +196,7 @@ impl Driver {
         while UnixStream::connect(self.socket()).is_err() {
             if child.try_wait()?.is_some() || Instant::now() > until {
                 let _ = child.kill();
-                bail!("the driver does not serve: {}", self.log());
+                bail!("the driver did not start: {}", self.log());
             }
             thread::sleep(Duration::from_millis(2));
         }
@@ -214,10 +214,10 @@ impl Driver {
             if Instant::now() > until {
                 child.kill()?;
                 child.wait()?;
-                bail!("the driver did not end");
+                bail!("the driver did not stop");
             }
-            // Not a plain sleep: the client's end of the connection has to answer the driver's farewell,
-            // or the driver waits for it.
+            // Not thread::sleep: the client must process GOAWAY, or the driver waits for the
+            // connection.
             self.runtime.block_on(async { tokio::time::sleep(Duration::from_millis(5)).await });
         }
         Ok(())
@@ -228,25 +228,27 @@ impl Driver {
         let Some(mut child) = self.child.take() else { return Ok(()) };
         child.kill()?;
         child.wait()?;
-        // What it leaves of its socket would look like a driver that serves.
+        // The stale socket file would look like a running driver.
         fs::remove_file(self.socket()).context("removing the socket")
     }
 
     pub fn channel(&self) -> Result<Channel> {
-        self.channel.clone().context("the driver does not run")
+        self.channel.clone().context("the driver is not running")
     }
 
     pub fn log(&self) -> String {
         fs::read_to_string(self.log_path()).unwrap_or_default()
     }
 
-    /// The driver's account of its newest cut.
-    pub fn last_cut(&self) -> Result<Cut> {
+    /// The steps of the newest snapshot.
+    pub fn last_snapshot_steps(&self) -> Result<SnapshotSteps> {
         let log = self.log();
         let parse = |line: &str| serde_json::from_str::<serde_json::Value>(line).ok();
-        let mut lines = log.lines().rev().filter(|line| line.contains("\"cut\"")).filter_map(parse);
-        let line =
-            lines.find(|line| line["message"] == "cut").context("the driver logged no cut")?;
+        let mut lines =
+            log.lines().rev().filter(|line| line.contains("\"took a snapshot\"")).filter_map(parse);
+        let line = lines
+            .find(|line| line["message"] == "took a snapshot")
+            .context("the driver logged no snapshot steps")?;
         let fields = line.as_object().context("a log line is no object")?.iter();
         let step = |(name, value): (&String, &serde_json::Value)| {
             Some((name.strip_suffix("_us")?.to_owned(), value.as_f64()? / 1e6))
@@ -258,8 +260,8 @@ impl Driver {
         CpuClock::of(self.pid())
     }
 
-    /// Runs something `warm` times unmeasured and then `runs` times; it gets the number of its run and
-    /// says how long what counts took.
+    /// Calls `run` `warm` times unmeasured and then `runs` times, with the number of the run. It
+    /// returns the duration of the measured part.
     pub fn measure(
         &self,
         warm: usize,
@@ -278,16 +280,16 @@ impl Driver {
         Ok(Cost { times: times.into_iter().collect(), cpu, peak })
     }
 
-    /// Creates a volume that nobody uses yet.
-    pub fn volume(&self, name: &str, bytes: u64, wanted: Capability) -> Result<String> {
-        self.volume_with(name, bytes, wanted, &[])
+    /// Creates an unpublished volume.
+    pub fn volume(&self, name: &str, bytes: u64, capability: Capability) -> Result<String> {
+        self.volume_with(name, bytes, capability, &[])
     }
 
     pub fn volume_with(
         &self,
         name: &str,
         bytes: u64,
-        wanted: Capability,
+        capability: Capability,
         parameters: &[(&str, &str)],
     ) -> Result<String> {
         let request = csi::CreateVolumeRequest {
@@ -296,11 +298,11 @@ impl Driver {
                 required_bytes: bytes as i64,
                 limit_bytes: 0,
             }),
-            volume_capabilities: vec![wanted.into()],
+            volume_capabilities: vec![capability.into()],
             parameters: parameters.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
             ..Default::default()
         };
-        Ok(self.call(request)?.volume.context("no volume in the answer")?.volume_id)
+        Ok(self.call(request)?.volume.context("no volume in the response")?.volume_id)
     }
 
     pub fn snapshot(&self, name: &str, volume_id: &str) -> Result<String> {
@@ -309,7 +311,7 @@ impl Driver {
             source_volume_id: volume_id.to_owned(),
             ..Default::default()
         };
-        Ok(self.call(request)?.snapshot.context("no snapshot in the answer")?.snapshot_id)
+        Ok(self.call(request)?.snapshot.context("no snapshot in the response")?.snapshot_id)
     }
 }
 
@@ -322,7 +324,7 @@ pub fn connect(runtime: &Runtime, socket: PathBuf) -> Channel {
     }))
 }
 
-/// The other end of a channel, with windows that do not hold up a stream.
+/// An endpoint with flow-control windows that do not limit a stream.
 pub fn endpoint() -> Endpoint {
     Endpoint::from_static("http://localhost")
         .initial_stream_window_size(WINDOWS.0)

@@ -1,6 +1,6 @@
-//! csi-driver-host-path, when there is one: CSI_HOSTPATH_BIN names its binary, CSI_HOSTPATH_MISSING says
-//! why there is none. It keeps whole copies of preallocated files, and its SnapshotMetadata reads all
-//! of both, so it needs time and room.
+//! The peer csi-driver-host-path. CSI_HOSTPATH_BIN is its binary; CSI_HOSTPATH_MISSING is the
+//! reason if there is none. Its snapshots are full copies of preallocated files, and its
+//! SnapshotMetadata reads both copies, so it needs time and space.
 
 use std::cell::RefCell;
 use std::fs::{self, File};
@@ -16,13 +16,13 @@ use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 
-use crate::calls::{self, Answer, Capability, Rpc};
+use crate::calls::{self, Capability, Metadata, Rpc};
 use crate::harness::{connect, run, text};
 use crate::kernel::{self, CpuClock};
 
-/// What it took on another day and another machine's load: to be read beside a ratio, never as one.
+/// Results of earlier runs on other machines, for orientation only; never the base of a ratio.
 pub const DELTA_ELSEWHERE: &str = "last measured elsewhere: 8 to 28 s, 7 to 9 s of CPU";
-pub const CUT_ELSEWHERE: &str = "last measured elsewhere: 27 to 48 s and 10 GiB of disk";
+pub const SNAPSHOT_ELSEWHERE: &str = "last measured elsewhere: 27 to 48 s and 10 GiB of disk";
 
 pub fn missing(reason: &anyhow::Error) -> String {
     format!("csi-driver-host-path: not available ({reason:#})")
@@ -38,20 +38,23 @@ pub struct HostPath {
 
 pub struct Volume {
     pub id: String,
-    /// What its loop device stands on.
+    /// The backing file of its loop device.
     pub file: PathBuf,
 }
 
 impl HostPath {
-    /// In a directory of its own in TMPDIR, which must have `room` bytes.
-    pub fn start(room: u64) -> Result<Self> {
+    /// Starts it in a new directory in TMPDIR, which must have `space` free bytes.
+    pub fn start(space: u64) -> Result<Self> {
         let Some(binary) = std::env::var_os("CSI_HOSTPATH_BIN") else {
             let reason = std::env::var("CSI_HOSTPATH_MISSING");
             bail!(reason.unwrap_or_else(|_| "CSI_HOSTPATH_BIN is not set".to_owned()));
         };
         let directory = TempDir::with_prefix("host-path-")?;
         let free = kernel::free_bytes(directory.path())?;
-        ensure!(free > room + (2 << 30), "it needs {room} bytes in TMPDIR, which has {free}");
+        ensure!(
+            free > space + (2 << 30),
+            "TMPDIR has {free} bytes, the peer needs {space} and 2 GiB of reserve"
+        );
         let socket = directory.path().join("csi.sock");
         let log = File::create(directory.path().join("driver.log"))?;
         let mut child = Command::new(&binary)
@@ -69,8 +72,8 @@ impl HostPath {
             if child.try_wait()?.is_some() || Instant::now() > until {
                 let _ = child.kill();
                 let _ = child.wait();
-                let said = fs::read_to_string(directory.path().join("driver.log"));
-                bail!("it does not serve: {}", said.unwrap_or_default().trim());
+                let log = fs::read_to_string(directory.path().join("driver.log"));
+                bail!("it did not start: {}", log.unwrap_or_default().trim());
             }
             thread::sleep(Duration::from_millis(10));
         }
@@ -79,7 +82,7 @@ impl HostPath {
         Ok(Self { child, channel, runtime, volumes: RefCell::default(), directory })
     }
 
-    fn call<R: Rpc>(&self, request: R) -> Result<R::Answer> {
+    fn call<R: Rpc>(&self, request: R) -> Result<R::Response> {
         Ok(self.runtime.block_on(request.send(self.channel.clone()))?)
     }
 
@@ -93,7 +96,7 @@ impl HostPath {
 
     /// A raw block volume.
     pub fn volume(&self, name: &str, bytes: u64) -> Result<Volume> {
-        let answer = self.call(csi::CreateVolumeRequest {
+        let response = self.call(csi::CreateVolumeRequest {
             name: name.to_owned(),
             capacity_range: Some(csi::CapacityRange {
                 required_bytes: bytes as i64,
@@ -102,44 +105,45 @@ impl HostPath {
             volume_capabilities: vec![Capability::Block.into()],
             ..Default::default()
         })?;
-        let id = answer.volume.context("no volume in the answer")?.volume_id;
+        let id = response.volume.context("no volume in the response")?.volume_id;
         self.volumes.borrow_mut().push(id.clone());
         let file = self.directory.path().join("state").join(&id);
         Ok(Volume { id, file })
     }
 
     pub fn snapshot(&self, name: &str, volume_id: &str) -> Result<String> {
-        let answer = self.call(csi::CreateSnapshotRequest {
+        let response = self.call(csi::CreateSnapshotRequest {
             name: name.to_owned(),
             source_volume_id: volume_id.to_owned(),
             ..Default::default()
         })?;
-        Ok(answer.snapshot.context("no snapshot in the answer")?.snapshot_id)
+        Ok(response.snapshot.context("no snapshot in the response")?.snapshot_id)
     }
 
-    /// The loop device of a raw block volume, which it makes with the volume.
+    /// The loop device of a raw block volume, which the peer creates with the volume.
     pub fn device(&self, volume: &Volume) -> Result<PathBuf> {
-        let shown =
+        let devices =
             run("losetup", &["--noheadings", "--output", "NAME", "-j", text(&volume.file)])?;
-        let device = shown.lines().next().context("the volume has no loop device")?;
+        let device = devices.lines().next().context("the volume has no loop device")?;
         Ok(PathBuf::from(device.trim()))
     }
 
-    /// Its delta, with no more than it sends by itself in a message.
-    pub fn ask(&self, base: &str, target: &str) -> Result<Answer> {
-        self.runtime.block_on(calls::ask(self.channel.clone(), Some(base), target, 0))
+    /// Gets its delta with its default number of extents per message.
+    pub fn get_delta(&self, base: &str, target: &str) -> Result<Metadata> {
+        self.runtime.block_on(calls::get_metadata(self.channel.clone(), Some(base), target, 0))
     }
 }
 
 impl Drop for HostPath {
     fn drop(&mut self) {
         for id in self.volumes.borrow_mut().drain(..) {
-            // Its loop device, should it not let go of it by itself: told by the file of this run.
+            // The peer can keep the loop device of a deleted volume: detach the devices on this
+            // run's file.
             let request = csi::DeleteVolumeRequest { volume_id: id.clone(), ..Default::default() };
             let _ = self.runtime.block_on(request.send(self.channel.clone()));
             let file = self.directory.path().join("state").join(&id);
-            let left = run("losetup", &["--noheadings", "--output", "NAME", "-j", text(&file)]);
-            for device in left.unwrap_or_default().lines() {
+            let devices = run("losetup", &["--noheadings", "--output", "NAME", "-j", text(&file)]);
+            for device in devices.unwrap_or_default().lines() {
                 let _ = run("losetup", &["--detach", device.trim()]);
             }
         }

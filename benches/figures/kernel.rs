@@ -1,4 +1,4 @@
-//! What Linux does and tells that the standard library has no call for.
+//! Linux interfaces that the standard library lacks.
 
 use std::fs::{self, File};
 use std::io;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-/// Makes `target` share all blocks of `source`: one plain FICLONE.
+/// Clones `source` into `target` with one FICLONE.
 pub fn clone_file(target: &File, source: &File) -> io::Result<()> {
     const FICLONE: libc::c_ulong = 0x4004_9409;
     // SAFETY: the argument of this request is a descriptor, not a pointer.
@@ -20,7 +20,7 @@ pub fn clone_file(target: &File, source: &File) -> io::Result<()> {
     }
 }
 
-/// How many extents a file has (FIEMAP that only counts).
+/// The number of extents of a file, from FIEMAP.
 pub fn extents(file: &File) -> io::Result<u32> {
     const FIEMAP: libc::c_ulong = 0xc020_660b;
     #[repr(C)]
@@ -41,15 +41,16 @@ pub fn extents(file: &File) -> io::Result<u32> {
         extent_count: 0,
         reserved: 0,
     };
-    // SAFETY: `map` has the layout of struct fiemap without extents, and no room for any is claimed.
+    // SAFETY: `map` has the layout of struct fiemap without extents, and no room for any is
+    // claimed.
     match unsafe { libc::ioctl(file.as_raw_fd(), FIEMAP, &raw mut map) } {
         0 => Ok(map.mapped_extents),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// The processor time that a process has taken, of all of its threads, those that ended included:
-/// what /proc/PID/stat gives as utime and stime, in nanoseconds instead of ticks of 10 ms.
+/// The processor time of all threads of a process, including ended ones: utime and stime of
+/// /proc/PID/stat, but in nanoseconds instead of ticks of 10 ms.
 #[derive(Debug, Clone, Copy)]
 pub struct CpuClock(libc::clockid_t);
 
@@ -62,7 +63,7 @@ impl CpuClock {
         Ok(Self(clock))
     }
 
-    /// Of this process.
+    /// The clock of this process.
     pub fn own() -> Self {
         Self(libc::CLOCK_PROCESS_CPUTIME_ID)
     }
@@ -75,7 +76,7 @@ impl CpuClock {
     }
 }
 
-/// A line such as "VmHWM:  1234 kB" of a file in /proc/PID, in bytes.
+/// The value of a line such as "VmHWM:  1234 kB" in a file of /proc/PID, in bytes.
 pub fn memory(pid: u32, file: &str, name: &str) -> Result<u64> {
     let path = format!("/proc/{pid}/{file}");
     let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
@@ -84,39 +85,39 @@ pub fn memory(pid: u32, file: &str, name: &str) -> Result<u64> {
     Ok(number.with_context(|| format!("{path} has no {name}"))? << 10)
 }
 
-/// The most that was resident from here on is what VmHWM then tells.
+/// Resets VmHWM, so that it is the peak resident memory from now on.
 pub fn reset_peak(pid: u32) -> Result<()> {
     fs::write(format!("/proc/{pid}/clear_refs"), "5").context("resetting the peak of memory")
 }
 
-/// Free room of the filesystem that holds `path`, in bytes, once everything has reached it.
+/// Free bytes of the filesystem of `path`, after a syncfs.
 pub fn free_bytes(path: &Path) -> Result<u64> {
     let directory = File::open(path)?;
     nix::unistd::syncfs(&directory)?;
-    let room = nix::sys::statvfs::fstatvfs(&directory)?;
-    Ok(room.blocks_free() * room.fragment_size())
+    let statvfs = nix::sys::statvfs::fstatvfs(&directory)?;
+    Ok(statvfs.blocks_free() * statvfs.fragment_size())
 }
 
-/// Takes a file out of the page cache.
+/// Drops a file from the page cache.
 pub fn uncache(path: &Path) -> Result<()> {
     let file = File::open(path)?;
     file.sync_all()?;
     Ok(posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?)
 }
 
-/// Opens for writing past the page cache: whole, aligned blocks only.
+/// Opens a file with O_DIRECT, which requires whole, aligned blocks.
 pub fn open_direct(path: &Path) -> Result<File> {
     let mut options = File::options();
     let file = options.read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
     file.with_context(|| format!("opening {} directly", path.display()))
 }
 
-/// 4 KiB where the kernel wants them for direct I/O.
+/// 4 KiB with the alignment of direct I/O.
 #[repr(C, align(4096))]
 #[derive(Clone, Copy)]
 pub struct Page(pub [u8; 4096]);
 
-/// Data that neither is zero nor repeats within a piece.
+/// Pages of random data without zero or equal pages.
 pub fn pages(count: usize, random: &mut Random) -> Vec<Page> {
     let mut page = Page([0; 4096]);
     let mut pages = Vec::with_capacity(count);
@@ -137,7 +138,7 @@ pub fn write_pages(file: &File, pages: &[Page], offset: u64) -> io::Result<()> {
     file.write_all_at(bytes, offset)
 }
 
-/// Numbers that look random and are the same in every run (splitmix64).
+/// Pseudorandom numbers that are the same in every run (splitmix64).
 #[derive(Debug, Clone)]
 pub struct Random(pub u64);
 
@@ -154,7 +155,7 @@ impl Random {
         self.next() % limit
     }
 
-    /// So many different numbers below `limit`, ascending.
+    /// `count` distinct numbers below `limit`, ascending.
     pub fn distinct(&mut self, count: usize, limit: u64) -> Vec<u64> {
         let mut numbers = std::collections::BTreeSet::new();
         while numbers.len() < count {

@@ -1,4 +1,4 @@
-//! Load by fio on a block device, and a plain loop device to compare with.
+//! fio on a block device, and a plain loop device for comparison.
 
 use std::path::Path;
 use std::process::Command;
@@ -7,7 +7,8 @@ use anyhow::{Context, Result, ensure};
 
 use crate::harness::{run, text};
 
-/// A plain loop device with direct I/O and sectors as a volume has them; it is detached when this goes.
+/// A plain loop device with direct I/O and the sector size of a volume. Dropping it detaches the
+/// device.
 pub struct PlainLoop(pub String);
 
 impl PlainLoop {
@@ -29,7 +30,7 @@ impl Drop for PlainLoop {
     }
 }
 
-/// Whether there is a fio.
+/// Whether fio is installed.
 pub fn is_available() -> bool {
     Command::new("fio").arg("--version").output().is_ok()
 }
@@ -37,20 +38,21 @@ pub fn is_available() -> bool {
 /// Direct I/O at queue depth 16 (libaio).
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
-    /// fio's: randwrite, write, …
+    /// fio's `rw`: randwrite, write, …
     pub pattern: &'static str,
-    /// Bytes, as fio writes them: 4k, 128k.
+    /// fio's `bs`: 4k, 128k.
     pub block_size: &'static str,
     pub milliseconds: u64,
-    /// A flush after so many writes; 0: none.
+    /// Flush after this number of writes; 0: never.
     pub flush_every: u32,
-    /// Whether each run goes to each place once, in the same order; else to any place, also again.
+    /// Whether each run uses each offset once, in the same order. Otherwise offsets are random and
+    /// can repeat.
     pub repeats: bool,
 }
 
-/// What a load met.
+/// The result of a load.
 #[derive(Debug, Clone, Copy)]
-pub struct Met {
+pub struct LoadResult {
     pub bytes_per_second: f64,
     pub iops: f64,
     /// The 99th percentile of the time from submission to completion, in seconds.
@@ -58,7 +60,7 @@ pub struct Met {
 }
 
 impl Load {
-    pub fn run(&self, device: &Path) -> Result<Met> {
+    pub fn run(&self, device: &Path) -> Result<LoadResult> {
         let job = [
             format!("--filename={}", device.display()),
             format!("--rw={}", self.pattern),
@@ -73,22 +75,22 @@ impl Load {
             true => &["--randrepeat=1"][..],
             false => &["--randrepeat=0", "--norandommap"],
         });
-        let said = run("fio", &arguments)?;
-        let json = said.find('{').map(|start| &said[start..]).context("fio said nothing")?;
-        let said: serde_json::Value =
-            serde_json::from_str(json).context("reading what fio said")?;
-        let job = &said["jobs"][0];
+        let output = run("fio", &arguments)?;
+        let json = output.find('{').map(|start| &output[start..]).context("fio printed no JSON")?;
+        let output: serde_json::Value =
+            serde_json::from_str(json).context("parsing the output of fio")?;
+        let job = &output["jobs"][0];
         let number = |value: &serde_json::Value| value.as_f64().unwrap_or_default();
         let sides = ["read", "write"].map(|side| &job[side]);
         let sum = |name: &str| sides.iter().map(|side| number(&side[name])).sum::<f64>();
         let percentile =
             |side: &&serde_json::Value| number(&side["clat_ns"]["percentile"]["99.000000"]);
-        let met = Met {
+        let result = LoadResult {
             bytes_per_second: sum("bw_bytes"),
             iops: sum("iops"),
             p99: sides.iter().map(percentile).fold(0.0, f64::max) / 1e9,
         };
-        ensure!(met.iops > 0.0, "fio moved nothing");
-        Ok(met)
+        ensure!(result.iops > 0.0, "fio reported no I/O");
+        Ok(result)
     }
 }

@@ -1,8 +1,9 @@
-//! hack/bench.sh: the figures of docs/design/performance.md, measured side by side in one run. The driver is
-//! the binary that is shipped; the bench speaks to its socket, and reads what it spends from /proc.
+//! The benchmarks of hack/bench.sh: the figures of docs/design/performance.md, for the driver and
+//! its peers in one run. The driver is the shipped binary. The benchmarks call its socket and read
+//! its resource use from /proc.
 //!
-//! `figures [--quick] [--output DIR] [ROW…]`; without rows, all of them. Needs root. The exit code says
-//! whether every row ran: what a row must reach is told, and decides nothing.
+//! `figures [--quick] [--output DIR] [ROW…]`; the default is all rows. Needs root. The exit code is
+//! 0 if every row ran; targets are reported and do not change it.
 
 mod calls;
 mod harness;
@@ -24,21 +25,21 @@ use std::time::Instant;
 use anyhow::Result;
 use report::Report;
 
-/// What a row is told.
+/// Settings of all rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Tiny sizes, to see that everything runs.
+    /// Tiny sizes, to check that every row runs.
     pub quick: bool,
 }
 
 impl Options {
-    /// The full size, or that of the quick version.
+    /// The full size, or the size of the quick version.
     pub fn pick<T>(self, full: T, quick: T) -> T {
         if self.quick { quick } else { full }
     }
 }
 
-/// Measures one row, or several that share what they are measured on.
+/// Measures one row, or several rows with a common setup.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
 const ROWS: [(&str, Measure); 15] = [
@@ -74,14 +75,14 @@ fn arguments() -> Result<Arguments, String> {
     let mut given = std::env::args().skip(1);
     while let Some(argument) = given.next() {
         match argument.as_str() {
-            // Cargo says so to every bench.
+            // Cargo passes this flag to every benchmark.
             "--bench" => {}
             "--quick" => parsed.options.quick = true,
             "--output" => parsed.output = given.next().ok_or("--output: which directory?")?.into(),
             row if ROWS.iter().any(|(name, _)| *name == row) => parsed.rows.push(argument),
             other => {
                 let names = ROWS.map(|(name, _)| name).join(", ");
-                return Err(format!("{other:?} is not a row; there are {names}"));
+                return Err(format!("unknown row {other:?}; rows: {names}"));
             }
         }
     }
@@ -122,7 +123,7 @@ fn main() -> ExitCode {
     match failed.as_slice() {
         [] => ExitCode::SUCCESS,
         failed => {
-            eprintln!("figures: these rows could not be measured: {}", failed.join(", "));
+            eprintln!("figures: failed rows: {}", failed.join(", "));
             ExitCode::FAILURE
         }
     }

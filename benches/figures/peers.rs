@@ -1,4 +1,4 @@
-//! What the driver is compared with: plain programs that do the same work by reading all of it.
+//! Peers of the driver: simple programs that do the same work by reading all data.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 
 use crate::kernel::{self, CpuClock};
 
-/// What a comparison of two files found and spent.
+/// The result and cost of a comparison of two files.
 pub struct Compared {
     pub time: Duration,
     pub cpu: Duration,
@@ -21,9 +21,8 @@ pub struct Compared {
 
 /// Reads up to `limit` bytes of both files, `step` bytes at a time, and compares 4 KiB blocks.
 ///
-/// With steps of 1 MiB this is the best that a plain program does on one thread. With steps of 4 KiB
-/// it does what the SnapshotMetadata of csi-driver-host-path does: two reads and a comparison for
-/// each block of the volume.
+/// Steps of 1 MiB are the best case of a single-threaded program. Steps of 4 KiB are the algorithm
+/// of csi-driver-host-path's SnapshotMetadata: two reads and a comparison per block of the volume.
 pub fn compare(base: &Path, target: &Path, step: usize, limit: u64) -> Result<Compared> {
     let begun = Instant::now();
     let clock = CpuClock::own();
@@ -35,7 +34,7 @@ pub fn compare(base: &Path, target: &Path, step: usize, limit: u64) -> Result<Co
     loop {
         let read = fill(&mut right, &mut new)?;
         if fill(&mut left, &mut old)? != read {
-            anyhow::bail!("the two differ in length");
+            anyhow::bail!("the files differ in length");
         }
         if read == 0 {
             break;
@@ -58,8 +57,8 @@ fn fill(file: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
     Ok(read)
 }
 
-/// What csi-driver-host-path does for CreateSnapshot of a raw block volume: `cp`, here told not to share
-/// blocks, which it could not on the filesystems that it is mostly used on.
+/// CreateSnapshot of csi-driver-host-path for a raw block volume: `cp`, without reflinks, which
+/// most of its filesystems do not support.
 pub fn copy(from: &Path, to: &Path) -> Result<Duration> {
     let begun = Instant::now();
     crate::harness::run(
@@ -69,7 +68,7 @@ pub fn copy(from: &Path, to: &Path) -> Result<Duration> {
     Ok(begun.elapsed())
 }
 
-/// The plain copy of bytes through a unix socket, from one thread to another: no HTTP/2, no gRPC, a
+/// Copies bytes through a unix socket from one thread to another: without HTTP/2 and gRPC, with a
 /// buffer of 256 KiB on both sides.
 pub fn through_a_socket(data: &[u8]) -> Result<Duration> {
     const STEP: usize = 256 << 10;
@@ -92,12 +91,12 @@ pub fn through_a_socket(data: &[u8]) -> Result<Duration> {
         }
         drop(sender);
         let received = reading.join().ok().context("the reader panicked")??;
-        anyhow::ensure!(received == total, "{received} of {total} bytes came through");
+        anyhow::ensure!(received == total, "received {received} of {total} bytes");
         Ok(begun.elapsed())
     })
 }
 
-/// Takes both files out of the page cache.
+/// Drops both files from the page cache.
 pub fn make_cold(files: [&Path; 2]) -> Result<()> {
     files.into_iter().try_for_each(kernel::uncache)
 }

@@ -1,5 +1,5 @@
-//! Change records with more extents than can be written to a disk in the time of a bench. The product's
-//! own writer makes the record of a real snapshot of a sparse volume anew, while the driver is stopped.
+//! Change records with more extents than a benchmark can write to a disk. While the driver is
+//! stopped, the product's record writer replaces the record of a real snapshot of a sparse volume.
 
 use std::fs::{self, File};
 
@@ -11,20 +11,20 @@ use crate::calls::Capability;
 use crate::harness::Driver;
 use crate::kernel::Random;
 
-/// Extents as fragmented as they come: 1 to 3 blocks long, 1 to 4 blocks apart.
+/// Highly fragmented extents: 1 to 3 blocks long, 1 to 4 blocks apart.
 #[derive(Debug, Clone)]
 pub struct Pattern {
     random: Random,
     next: u64,
-    left: u64,
+    remaining: u64,
 }
 
 impl Pattern {
     pub fn new(extents: u64) -> Self {
-        Self { random: Random(11), next: 0, left: extents }
+        Self { random: Random(11), next: 0, remaining: extents }
     }
 
-    /// A volume that holds so many extents, in bytes.
+    /// The size in bytes of a volume with this number of extents.
     pub fn capacity(extents: u64) -> u64 {
         // On average 4.5 blocks each.
         (extents * 5 * 4096).next_multiple_of(1 << 30)
@@ -37,11 +37,11 @@ impl Pattern {
 }
 
 impl Iterator for Pattern {
-    /// First block, and the one after the last.
+    /// Start and end (exclusive) in blocks.
     type Item = (u64, u64);
 
     fn next(&mut self) -> Option<(u64, u64)> {
-        self.left = self.left.checked_sub(1)?;
+        self.remaining = self.remaining.checked_sub(1)?;
         let random = self.random.next();
         let start = self.next + 1 + random % 4;
         self.next = start + 1 + (random >> 32) % 3;
@@ -49,7 +49,8 @@ impl Iterator for Pattern {
     }
 }
 
-/// A driver with two snapshots of a sparse volume, base and target, whose delta has so many extents.
+/// A driver with two snapshots of a sparse volume, base and target, whose delta has this number of
+/// extents.
 pub fn driver_with_delta(extents: u64) -> Result<(Driver, String, String)> {
     let mut driver = Driver::start(64 << 30)?;
     let volume = driver.volume("sparse", Pattern::capacity(extents), Capability::Block)?;
@@ -65,6 +66,6 @@ pub fn driver_with_delta(extents: u64) -> Result<(Driver, String, String)> {
     }
     writer.finish().context("writing a record")?;
     fs::rename(&made, &path)?;
-    driver.start_again()?;
+    driver.restart()?;
     Ok((driver, base, target))
 }

@@ -1,4 +1,4 @@
-//! The table: what each row holds, and how it is written, as text and as JSON.
+//! The result table, as Markdown and JSON.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -13,28 +13,28 @@ use crate::stats::{Samples, bytes, digits, time};
 /// A line of the table.
 #[derive(Debug, Clone, Serialize)]
 pub struct Row {
-    /// The name by which it is chosen.
+    /// The argument that selects the row.
     pub name: &'static str,
     pub what: String,
     pub measured: String,
-    /// What `measured` says in words: seconds, or what `unit` says.
+    /// The values of `measured`, in `unit`.
     pub samples: Samples,
     pub unit: &'static str,
-    /// Of the driver, in the rows of the sidecar of that, per run, in seconds.
+    /// Processor time of the driver, or the sidecar in its rows, per run in seconds.
     pub cpu_seconds: Option<f64>,
-    /// Of the same, in bytes.
+    /// Peak memory of the same process in bytes.
     pub peak_bytes: Option<u64>,
-    /// What it is compared with, and what that took.
+    /// The peer and its result.
     pub peer: Option<String>,
-    /// How many times better than the peer (or, for fio, of the peer).
+    /// How many times better than the peer; for fio, the fraction of the peer.
     pub ratio: Option<f64>,
     pub target: Option<&'static str>,
-    /// Nothing where it could not be measured.
+    /// None if it could not be measured.
     pub reached: Option<bool>,
 }
 
 impl Row {
-    /// A row of times, with what the driver spent.
+    /// A row of times, with the driver's resource use.
     pub fn times(name: &'static str, what: impl Into<String>, cost: &Cost) -> Self {
         let mut row = Self::samples(name, what, &cost.times, "seconds", time);
         (row.cpu_seconds, row.peak_bytes) = (Some(cost.cpu), Some(cost.peak));
@@ -52,12 +52,12 @@ impl Row {
             measured: samples.text(write),
             samples: samples.clone(),
             unit,
-            ..Self::said(name, what, "")
+            ..Self::value(name, what, "")
         }
     }
 
-    /// A row with a value that is no distribution.
-    pub fn said(name: &'static str, what: impl Into<String>, measured: impl Into<String>) -> Self {
+    /// A row with a single value instead of samples.
+    pub fn value(name: &'static str, what: impl Into<String>, measured: impl Into<String>) -> Self {
         Self {
             name,
             what: what.into(),
@@ -120,16 +120,16 @@ const HEADS: [&str; 8] = [
     "measured: median (min … max, runs)",
     "CPU",
     "peak memory",
-    "beside it, in the same run",
+    "peer, same run",
     "ratio",
-    "must reach",
+    "target",
     "reached",
 ];
 
-/// One quantity against another: the points of a line in a chart.
+/// The points of a line in a chart.
 #[derive(Debug, Clone, Serialize)]
 pub struct Series {
-    /// Lines of one chart have the same axes.
+    /// The chart; its lines have the same axes.
     pub chart: &'static str,
     pub name: String,
     pub points: Vec<(f64, f64)>,
@@ -138,7 +138,7 @@ pub struct Series {
 #[derive(Debug, Default, Serialize)]
 pub struct Report {
     pub machine: String,
-    /// Tiny sizes: a smoke test whose figures mean nothing.
+    /// Tiny sizes, for a smoke test; the figures are not meaningful.
     pub quick: bool,
     pub rows: Vec<Row>,
     pub series: Vec<Series>,
@@ -149,7 +149,7 @@ impl Report {
     pub fn row(&mut self, row: Row) {
         let [what, measured, cpu, _, peer, ratio, _, reached] = row.cells();
         println!(
-            "  {what}: {measured}; CPU {cpu}; beside it {peer}; ratio {ratio}; reached: {reached}"
+            "  {what}: {measured}; CPU {cpu}; peer: {peer}; ratio {ratio}; reached: {reached}"
         );
         self.rows.push(row);
     }
@@ -165,7 +165,7 @@ impl Report {
         self.series.push(Series { chart, name: name.into(), points });
     }
 
-    /// The table as Markdown, which is also how it is printed.
+    /// The table as Markdown.
     pub fn table(&self) -> String {
         let rows: Vec<[String; 8]> = self.rows.iter().map(Row::cells).collect();
         let mut widths = HEADS.map(|head| head.chars().count());
@@ -187,7 +187,7 @@ impl Report {
         table.push('\n');
         if self.quick {
             table.push_str(
-                "QUICK: tiny sizes, perhaps a debug build. These figures mean nothing.\n\n",
+                "QUICK: tiny sizes, perhaps a debug build. These figures are not meaningful.\n\n",
             );
         }
         let _ = writeln!(table, "Measured on: {}.", self.machine);
@@ -206,7 +206,7 @@ impl Report {
     }
 }
 
-/// The machine in a line.
+/// One line about the machine.
 pub fn machine() -> String {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let after = |text: &str, key: &str| {

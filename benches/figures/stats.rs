@@ -1,10 +1,10 @@
-//! Samples and the way that numbers are written.
+//! Samples, and the format of numbers.
 
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// Measurements of one thing, ascending.
+/// Measurements of one quantity, ascending.
 #[derive(Debug, Clone, Default, Serialize)]
 #[serde(transparent)]
 pub struct Samples(Vec<f64>);
@@ -24,7 +24,7 @@ impl FromIterator<Duration> for Samples {
 }
 
 impl Samples {
-    /// The middle one, or between the two in the middle; 0 of none.
+    /// The median; 0 without samples.
     pub fn median(&self) -> f64 {
         let (half, odd) = (self.0.len() / 2, self.0.len() % 2 == 1);
         match self.0.len() {
@@ -42,9 +42,9 @@ impl Samples {
         self.0.last().copied().unwrap_or_default()
     }
 
-    /// So many of a hundred are not above it.
-    pub fn percentile(&self, of_a_hundred: usize) -> f64 {
-        let at = (self.0.len() * of_a_hundred).div_ceil(100).saturating_sub(1);
+    /// The percentile, nearest rank.
+    pub fn percentile(&self, percent: usize) -> f64 {
+        let at = (self.0.len() * percent).div_ceil(100).saturating_sub(1);
         self.0.get(at).copied().unwrap_or_default()
     }
 
@@ -56,8 +56,7 @@ impl Samples {
         self.0.len()
     }
 
-    /// Half of what lies between the quartiles: how far apart runs of the same thing are, without the
-    /// odd one.
+    /// Half of the interquartile range: the spread of runs without outliers.
     pub fn spread(&self) -> f64 {
         let last = self.0.len().saturating_sub(1);
         match self.0.len() {
@@ -66,7 +65,7 @@ impl Samples {
         }
     }
 
-    /// "median (min … max, N runs)", each written by `write`.
+    /// "median (min … max, N runs)", with numbers formatted by `write`.
     pub fn text(&self, write: impl Fn(f64) -> String) -> String {
         let (median, min, max) = (write(self.median()), write(self.min()), write(self.max()));
         match self.0.len() {
@@ -99,12 +98,12 @@ pub fn bytes(bytes: u64) -> String {
     }
 }
 
-/// Per second, in millions.
+/// A rate in millions per second.
 pub fn millions(rate: f64) -> String {
     format!("{} M/s", digits(rate / 1e6))
 }
 
-/// Three digits that count, and no zeros behind the point that say nothing.
+/// Three significant digits without trailing zeros.
 pub fn digits(number: f64) -> String {
     let text = match number.abs() {
         n if n >= 99.95 => return grouped(number.round() as i64),
@@ -117,7 +116,7 @@ pub fn digits(number: f64) -> String {
     }
 }
 
-/// With a comma between thousands.
+/// With commas as thousands separators.
 pub fn grouped(number: i64) -> String {
     let plain = number.unsigned_abs().to_string();
     let mut text = String::new();

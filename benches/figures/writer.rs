@@ -1,4 +1,4 @@
-//! Writers: those that make a volume what a row needs, and one that measures how long it is held up.
+//! Writers that prepare volumes, and a writer that measures its stalls.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,26 +11,26 @@ use anyhow::{Context, Result};
 
 use crate::kernel::{self, Random};
 
-/// How often neighbours of a fragmented volume were written apart.
+/// Number of passes that write a fragmented volume.
 const PASSES: u64 = 16;
 
-/// Fills a file with data, from its start to its end, in few extents.
+/// Fills a file with data sequentially, in few extents.
 pub fn fill(path: &Path, bytes: u64) -> Result<()> {
-    const PIECE: u64 = 4 << 20;
+    const CHUNK: u64 = 4 << 20;
     let file = kernel::open_direct(path)?;
-    let mut data = kernel::pages((PIECE / 4096) as usize, &mut Random(1));
-    for offset in (0..bytes).step_by(PIECE as usize) {
+    let mut data = kernel::pages((CHUNK / 4096) as usize, &mut Random(1));
+    for offset in (0..bytes).step_by(CHUNK as usize) {
         // No two blocks of the file are equal.
         for (page, number) in data.iter_mut().zip(offset / 4096..) {
             page.0[..8].copy_from_slice(&number.to_le_bytes());
         }
-        let pages = (bytes - offset).min(PIECE) / 4096;
+        let pages = (bytes - offset).min(CHUNK) / 4096;
         kernel::write_pages(&file, &data[..pages as usize], offset)?;
     }
     Ok(file.sync_all()?)
 }
 
-/// Overwrites these blocks with something new, past the page cache.
+/// Overwrites these blocks with new data, with direct I/O.
 pub fn change(path: &Path, blocks: &[u64], seed: u64) -> Result<()> {
     let file = kernel::open_direct(path)?;
     let mut random = Random(seed);
@@ -42,8 +42,8 @@ pub fn change(path: &Path, blocks: &[u64], seed: u64) -> Result<()> {
     Ok(file.sync_all()?)
 }
 
-/// Writes single blocks into a sparse file so that each is an extent of its own, as after long use: in
-/// several passes, so that neighbours in the file are none on disk.
+/// Writes single blocks into a sparse file, so that each is a separate extent as after long use. It
+/// writes in several passes, so that neighbours in the file are not adjacent on disk.
 pub fn scatter(path: &Path, blocks: &[u64]) -> Result<()> {
     let file = File::options().write(true).open(path)?;
     let page = kernel::pages(1, &mut Random(7));
@@ -58,30 +58,30 @@ pub fn scatter(path: &Path, blocks: &[u64]) -> Result<()> {
 
 /// `count` blocks below `limit` with a gap before each, ascending, spread evenly but not regularly.
 pub fn scattered(count: usize, limit: u64, seed: u64) -> Vec<u64> {
-    let room = limit / count as u64;
+    let stride = limit / count as u64;
     let mut random = Random(seed);
-    let gap = |random: &mut Random| random.below(room.saturating_sub(1).max(1));
-    (0..count as u64).map(|number| number * room + gap(&mut random)).collect()
+    let gap = |random: &mut Random| random.below(stride.saturating_sub(1).max(1));
+    (0..count as u64).map(|number| number * stride + gap(&mut random)).collect()
 }
 
-/// What a writer met while something happened.
+/// The result of an operation, and its effect on a concurrent writer.
 pub struct Stalled<T> {
     pub result: T,
-    /// The longest that one write took, of those under way while it happened.
+    /// The longest write that overlapped with the operation.
     pub longest: Duration,
-    /// Writes during it.
+    /// Number of writes that overlapped with the operation.
     pub writes: usize,
 }
 
-/// Writes 4 KiB at a time to random ones of `blocks`, directly, each as soon as the one before is done,
-/// while `happens` runs.
-pub fn beside<T>(
+/// Writes 4 KiB with direct I/O to random `blocks`, one write after the other, while `operation`
+/// runs.
+pub fn write_during<T>(
     path: &Path,
     blocks: &[u64],
     seed: u64,
-    happens: impl FnOnce() -> Result<T>,
+    operation: impl FnOnce() -> Result<T>,
 ) -> Result<Stalled<T>> {
-    /// The writer runs so long before.
+    /// The writer starts this long before the operation.
     const LEAD: Duration = Duration::from_millis(200);
     let file = kernel::open_direct(path)?;
     let done = AtomicBool::new(false);
@@ -101,7 +101,7 @@ pub fn beside<T>(
         });
         thread::sleep(LEAD);
         let begun = Instant::now();
-        let result = happens();
+        let result = operation();
         let ended = Instant::now();
         done.store(true, Ordering::Relaxed);
         let writes = writing.join().ok().context("the writer panicked")??;

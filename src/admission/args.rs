@@ -8,9 +8,9 @@ use crate::kubernetes::{client, name};
 use crate::quantity;
 use crate::telemetry::role::{self, RoleArgs};
 
-/// Help that says more than that of the flags that other roles have, too.
-const SERVICE_ADDRESS: &str = "Where the API server reaches the webhooks, as host:port: the name of a Service. \
-    The certificate of --self-signed is for this host";
+/// Replaces the shorter help that this flag has in other modes.
+const SERVICE_ADDRESS: &str = "Address at which the API server calls the webhooks, as host:port of their Service. \
+    --self-signed issues the certificate for this host";
 
 #[derive(Debug, clap::Args)]
 #[command(mut_arg("service_address", |arg| arg.help(SERVICE_ADDRESS)))]
@@ -19,18 +19,18 @@ pub struct Args {
     #[command(flatten)]
     pub kubernetes: client::Args,
 
-    /// Driver whose inline volumes are judged, by the name of its CSIDriver object.
+    /// Name of the CSIDriver whose inline volumes are validated.
     #[arg(long, default_value = "loopback.csi.local", value_parser = name::object, value_name = "NAME")]
     pub driver_name: String,
 
-    /// TCP port to serve the webhooks on, on every address; 0 for any that is free.
+    /// TCP port for the webhooks, on all addresses; 0 selects a free port.
     #[arg(long, default_value_t = 9443, value_name = "PORT")]
     pub port: u16,
 
     #[command(flatten)]
     pub tls: identity::Args,
 
-    /// MutatingWebhookConfiguration and ValidatingWebhookConfiguration whose caBundle is kept with --self-signed.
+    /// Name of the webhook configurations whose caBundle --self-signed maintains.
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub webhook_configuration: String,
 
@@ -41,33 +41,34 @@ pub struct Args {
     pub role: RoleArgs,
 }
 
-/// What holds for namespaces of which the ConfigMap says nothing else.
+/// Rules for namespaces that the ConfigMap does not mention.
 #[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Policy, where the ConfigMap says nothing else")]
+#[command(next_help_heading = "Policy defaults, which the ConfigMap overrides")]
 pub struct PolicyArgs {
-    /// ConfigMap with the policy, key policy.yaml, in the webhooks' own namespace (docs/reference/inline-volumes.md).
+    /// ConfigMap with the policy (key policy.yaml) in the namespace of the webhooks.
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub config_map: String,
 
-    /// Whether pods may have inline volumes at all.
+    /// Allow inline volumes.
     #[arg(long, default_value_t = true, action = ArgAction::Set, value_name = "BOOL")]
     pub inline_allowed: bool,
 
-    /// Largest size that pods may ask for; by default as large as the driver makes them.
+    /// Maximum size of an inline volume; without it the driver's limit applies.
     #[arg(long, value_parser = quantity::parse, value_name = "SIZE")]
     pub max_size: Option<u64>,
 
-    /// What a namespace's Pod Security level has to allow (label pod-security.kubernetes.io/enforce); by default what the
-    /// label security.openshift.io/csi-ephemeral-volume-profile of the CSIDriver object says, and without that privileged.
+    /// Pod Security level that a namespace must have for inline volumes; without it the label
+    /// security.openshift.io/csi-ephemeral-volume-profile of the CSIDriver applies, else
+    /// privileged.
     #[arg(long, value_enum, value_name = "LEVEL")]
     pub volume_profile: Option<Level>,
 
-    /// Level of namespaces without that label.
+    /// Pod Security level of namespaces without the label pod-security.kubernetes.io/enforce.
     #[arg(long, value_enum, default_value_t = Level::Privileged, value_name = "LEVEL")]
     pub default_pod_security: Level,
 }
 
-/// Pod Security levels, the strictest first.
+/// Pod Security levels, in order from the strictest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Level {
@@ -83,7 +84,7 @@ impl Level {
         (Self::Privileged, "privileged"),
     ];
 
-    /// As labels have it.
+    /// Parses the value of a Pod Security label.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.iter().find(|(_, known)| *known == name).map(|(level, _)| *level)
     }
@@ -93,7 +94,7 @@ impl Level {
     }
 }
 
-/// Of the objects that belong to a deployment.
+/// Default name of the ConfigMap and the webhook configurations.
 const NAME: &str = "csi-loopback-admission";
 
 #[cfg(test)]
@@ -109,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_out_of_their_range_are_errors_of_the_command_line() {
+    fn invalid_flag_values_are_command_line_errors() {
         let args = parse(
             "x --self-signed --service-address a:1 --namespace n --inline-allowed false \
              --volume-profile baseline --max-size 1Gi",

@@ -1,6 +1,6 @@
-//! The StorageClass of a pod's claims, as the API server has it when the pod is admitted. A claim that does not exist yet is known by
-//! its template (generic ephemeral volume); a pod whose claim has neither is refused until it has. (A StatefulSet makes the claims of
-//! a pod before the pod.)
+//! Finds the StorageClass of a pod's claims when the pod is admitted. For a claim that does not
+//! exist yet, the template of the generic ephemeral volume names the class. A pod whose claim has
+//! neither is rejected until the claim exists. (A StatefulSet creates the claims before the pod.)
 
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Volume};
 use k8s_openapi::api::storage::v1::StorageClass;
@@ -11,7 +11,7 @@ use crate::kubernetes::admission::Refusal;
 use crate::kubernetes::cache::in_time;
 use crate::kubernetes::client::failure;
 
-/// Cheap to clone.
+/// Reads claims and StorageClasses from the API server.
 #[derive(Clone)]
 pub struct Claims {
     client: Client,
@@ -22,10 +22,11 @@ impl Claims {
         Self { client: client.clone() }
     }
 
-    /// The StorageClass of the claim behind `spec.volumes[index]`: empty for a claim of no class, None for a volume without a claim.
+    /// Returns the StorageClass of the claim of `spec.volumes[index]`: empty for a claim without a
+    /// class, `None` for a volume without a claim.
     ///
     /// # Errors
-    /// The class is not known. The pod can be created again once it is.
+    /// The class is unknown. The pod can be created again once it is known.
     pub async fn class(
         &self,
         namespace: &str,
@@ -55,26 +56,26 @@ impl Claims {
         })?;
         let Some(claim) = found else {
             return Err(Refusal::unavailable(format!(
-                "{field}: the PersistentVolumeClaim {name:?} does not exist in the namespace {namespace}, so its StorageClass is not \
-                 known; create the claim, then try again"
+                "{field}: the PersistentVolumeClaim {name:?} does not exist in the namespace {namespace}, so its StorageClass is \
+                 unknown; create the claim, then try again"
             )));
         };
         let spec = claim.spec.unwrap_or_default();
         match (spec.storage_class_name, spec.volume_name) {
             (Some(class), _) => Ok(class),
-            // It gets none any more.
+            // A bound claim gets no default class.
             (None, Some(_)) => Ok(String::new()),
             (None, None) => Err(Refusal::unavailable(format!(
-                "{field}: the PersistentVolumeClaim {name:?} has no StorageClass yet, and may get the default one; set its \
+                "{field}: the PersistentVolumeClaim {name:?} has no StorageClass yet and may get the default class; set its \
                  spec.storageClassName, or wait until it is bound, then try again"
             ))),
         }
     }
 
-    /// Whether volumes of the class, which `spec.volumes[index]` has, are the driver's.
+    /// Whether the driver provisions volumes of the class, which `spec.volumes[index]` has.
     ///
     /// # Errors
-    /// That is not known. The pod can be created again once it is.
+    /// The driver of the class is unknown. The pod can be created again once it is known.
     pub async fn is_of_driver(
         &self,
         driver: &str,
@@ -89,8 +90,8 @@ impl Claims {
         match found {
             Some(class) => Ok(class.provisioner == driver),
             None => Err(Refusal::unavailable(format!(
-                "spec.volumes[{index}]: the StorageClass {class:?} does not exist, so its driver is not known; create it, or have an \
-                 administrator remove it from the policy (deferral), then try again"
+                "spec.volumes[{index}]: the StorageClass {class:?} does not exist, so its driver is unknown; create it, or ask an \
+                 administrator to remove it from the policy (deferral), then try again"
             ))),
         }
     }
@@ -104,7 +105,7 @@ mod tests {
     use crate::kubernetes::fake_api::FakeApi;
 
     #[tokio::test]
-    async fn while_the_api_server_does_not_answer_a_pod_is_refused_with_the_advice_to_try_again() {
+    async fn unavailable_api_server_rejects_pods_with_advice_to_retry() {
         let api = FakeApi::default();
         let claims = Claims::new(&api.client());
         let volume = json!({ "name": "v", "persistentVolumeClaim": { "claimName": "data" } });

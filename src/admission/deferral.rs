@@ -1,8 +1,9 @@
-//! Which volumes a container runtime mounts in the host's place (KEP-2857, "Setting DeferFSMount in PodSpec"): triples of storage
-//! class, runtime class and what that pair does of what a pod needs of a mounted volume. The driver is that of the webhooks. Inline
-//! volumes have no class and are entered under the empty one.
+//! The policy of deferred volumes (KEP-2857, "Setting DeferFSMount in PodSpec"). An entry lists
+//! what a StorageClass and a RuntimeClass support together. The driver is the webhooks' driver;
+//! inline volumes, which have no class, use the empty class.
 //!
-//! Where no entry has all that a pod needs, its volume is not named, and the driver mounts it as usual.
+//! If no entry supports all that a pod needs, the volume is not deferred, and the driver mounts it
+//! as usual.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,19 +13,19 @@ use serde::Deserialize;
 use super::volumes;
 use crate::kubernetes::name;
 
-const NO_RUNTIME: &str = "needs a runtime that mounts the volumes, and the pod has no runtimeClassName; set one, or leave the \
-    annotation out";
-/// What mounts can see of each other that the runtime refuses (oci-runtime).
+const NO_RUNTIME: &str = "the pod has no runtimeClassName, and deferred volumes need a runtime that mounts them; set one, or remove the \
+    annotation";
+/// Mount propagation that csi-loopback-runc rejects.
 const BIDIRECTIONAL: &str = "Bidirectional";
 
-/// How files are given to a pod's group (PodSecurityContext.fsGroupChangePolicy).
+/// PodSecurityContext.fsGroupChangePolicy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 enum GroupChangePolicy {
     Always,
     OnRootMismatch,
 }
 
-/// One entry, as the policy has it. What it does not say the pair does not do.
+/// An entry of the policy. A missing field means unsupported.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Entry {
@@ -40,22 +41,22 @@ pub struct Entry {
     se_linux: bool,
 }
 
-/// What a storage class and a runtime class do together.
+/// What a StorageClass and a RuntimeClass support together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Supported {
-    /// None: the group is not applied.
+    /// Supported policies; empty if fsGroup is unsupported.
     groups: BTreeSet<GroupChangePolicy>,
     sub_path: bool,
     se_linux: bool,
 }
 
-/// All entries, checked: by runtime class, and there by storage class.
+/// Validated entries by RuntimeClass and StorageClass.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Deferral(BTreeMap<String, BTreeMap<String, Supported>>);
 
 impl Deferral {
     /// # Errors
-    /// An entry means nothing; which one and why.
+    /// An entry is invalid. The message names the entry and the field.
     pub fn read(entries: Vec<Entry>) -> Result<Self, String> {
         let mut read = Self::default();
         for (index, entry) in entries.into_iter().enumerate() {
@@ -67,17 +68,17 @@ impl Deferral {
     fn add(&mut self, entry: Entry) -> Result<(), String> {
         let Entry { storage_class, runtime_class, .. } = entry;
         if !name::is_object(&runtime_class) {
-            return Err("runtimeClass: is not the name of a RuntimeClass".to_owned());
+            return Err("runtimeClass: is not a valid name of a RuntimeClass".to_owned());
         }
         if !storage_class.is_empty() && !name::is_object(&storage_class) {
             return Err(
-                "storageClass: is not the name of a StorageClass; empty for inline volumes"
+                "storageClass: is not a valid name of a StorageClass; use \"\" for inline volumes"
                     .to_owned(),
             );
         }
         if entry.fs_group == entry.fs_group_change_policies.is_empty() {
             return Err(
-                "fsGroupChangePolicies: goes with fsGroup: true, and that with Always, OnRootMismatch or both"
+                "fsGroupChangePolicies: must be Always, OnRootMismatch or both with fsGroup: true, and empty otherwise"
                     .to_owned(),
             );
         }
@@ -89,64 +90,69 @@ impl Deferral {
         let of_runtime = self.0.entry(runtime_class).or_default();
         match of_runtime.insert(storage_class, supported) {
             None => Ok(()),
-            Some(_) => Err("storageClass: has an entry with this runtimeClass already".to_owned()),
+            Some(_) => {
+                Err("storageClass: duplicates an entry with the same runtimeClass".to_owned())
+            }
         }
     }
 
-    /// The entries of a runtime class; none where its pods are mounted by the driver as usual.
+    /// The entries of the pod's RuntimeClass. `None`: the driver mounts its volumes as usual.
     pub fn of_runtime(&self, spec: &PodSpec) -> Option<Entries<'_>> {
         self.0.get(runtime_class(spec)).map(Entries)
     }
 
-    /// Why a pod cannot have these volumes left to its runtime; None when it can. Their StorageClasses are not read: who names a
-    /// volume knows its driver (the proposal's workload operator).
-    pub fn lacks(&self, spec: &PodSpec, named: &BTreeSet<&str>) -> Option<String> {
+    /// Returns why the pod's runtime cannot mount these volumes; `None` if it can. StorageClasses
+    /// are not read: the author of the annotation knows the driver (the proposal's workload
+    /// operator).
+    pub fn unsupported(&self, spec: &PodSpec, named: &BTreeSet<&str>) -> Option<String> {
         let runtime = runtime_class(spec);
         if runtime.is_empty() {
             return Some(NO_RUNTIME.to_owned());
         }
         let Some(entries) = self.0.get(runtime) else {
             return Some(format!(
-                "the policy has no entry for the RuntimeClass {runtime}, which would leave the pod with the node's empty directory; \
+                "the policy has no entry for the RuntimeClass {runtime}, so the pod would see an empty directory of the node; \
                  add one (deferral), or use another RuntimeClass"
             ));
         };
         named.iter().find_map(|volume| {
             let needs = Needs::of(spec, volume);
-            // One entry that has all of it is enough.
-            let lacks = entries.values().map(|supported| needs.beyond(supported));
-            let lack = lacks.reduce(Option::and).flatten()?;
+            // One entry that supports everything is enough.
+            let missing = entries.values().map(|supported| needs.unsupported_by(supported));
+            let missing = missing.reduce(Option::and).flatten()?;
             Some(format!(
-                "{volume:?} needs {lack}, which the policy has in no entry for the RuntimeClass {runtime}; leave the volume out"
+                "{volume:?} needs {missing}, which no policy entry for the RuntimeClass {runtime} supports; remove the volume from the annotation"
             ))
         })
     }
 }
 
-/// What one runtime class does, by storage class.
+/// The entries of one RuntimeClass, by StorageClass.
 #[derive(Debug, Clone, Copy)]
 pub struct Entries<'a>(&'a BTreeMap<String, Supported>);
 
 impl Entries<'_> {
-    /// Whether the pod's volume is left to its runtime if it is of this storage class (the empty one: inline).
+    /// Whether the runtime can mount the pod's volume if it has this StorageClass (empty for an
+    /// inline volume).
     pub fn cover(self, spec: &PodSpec, storage_class: &str, volume: &str) -> bool {
         let supported = self.0.get(storage_class);
-        supported.is_some_and(|supported| Needs::of(spec, volume).beyond(supported).is_none())
+        supported
+            .is_some_and(|supported| Needs::of(spec, volume).unsupported_by(supported).is_none())
     }
 
-    /// Whether claims of any class are left to the runtime, and not inline volumes only.
+    /// Whether any entry is for claims and not only for inline volumes.
     pub fn have_classes(self) -> bool {
         self.0.keys().any(|class| !class.is_empty())
     }
 }
 
-/// What a pod wants of a volume that is mounted for it.
+/// What a pod needs from the component that mounts its volume.
 #[derive(Debug, PartialEq, Eq)]
 struct Needs {
     group: Option<GroupChangePolicy>,
     sub_path: bool,
     se_linux: bool,
-    /// That mounts in the container are seen on the host.
+    /// Mounts in the container propagate to the host.
     propagation: bool,
     user_namespace: bool,
 }
@@ -157,7 +163,7 @@ impl Needs {
         let policy = context.and_then(|context| context.fs_group_change_policy.as_deref());
         let policy = match policy {
             Some("OnRootMismatch") => GroupChangePolicy::OnRootMismatch,
-            // So it is where nothing is said.
+            // The default of Kubernetes.
             _ => GroupChangePolicy::Always,
         };
         let group = context.and_then(|context| context.fs_group).map(|_| policy);
@@ -166,7 +172,8 @@ impl Needs {
         for (context, mounts) in containers(spec) {
             se_linux |= context.is_some_and(|context| context.se_linux_options.is_some());
             for mount in mounts.iter().flatten() {
-                // Of whatever volume: the runtime cannot tell whose mounts come back by it.
+                // Of any volume: the runtime cannot determine which mounts would propagate through
+                // it.
                 propagation |= mount.mount_propagation.as_deref() == Some(BIDIRECTIONAL);
                 sub_path |= mount.name == volume && volumes::is_part(mount);
             }
@@ -180,25 +187,25 @@ impl Needs {
         }
     }
 
-    /// The first of them that the pair does not do.
-    fn beyond(&self, supported: &Supported) -> Option<&'static str> {
+    /// Returns the first need that the pair does not support.
+    fn unsupported_by(&self, supported: &Supported) -> Option<&'static str> {
         let Self { group, sub_path, se_linux, propagation, user_namespace } = *self;
         let needs_policy = |policy| group == Some(policy) && !supported.groups.contains(&policy);
-        let lacks = [
+        let missing = [
             (group.is_some() && supported.groups.is_empty(), "fsGroup"),
             (needs_policy(GroupChangePolicy::Always), "fsGroupChangePolicy Always"),
             (needs_policy(GroupChangePolicy::OnRootMismatch), "fsGroupChangePolicy OnRootMismatch"),
             (sub_path && !supported.sub_path, "subPath"),
             (se_linux && !supported.se_linux, "seLinuxOptions"),
-            // Of these no runtime says that it does them.
+            // No runtime supports these.
             (propagation, "mountPropagation Bidirectional"),
             (user_namespace, "hostUsers: false"),
         ];
-        lacks.into_iter().find(|(is_lacking, _)| *is_lacking).map(|(_, what)| what)
+        missing.into_iter().find(|(is_missing, _)| *is_missing).map(|(_, what)| what)
     }
 }
 
-/// What containers of all kinds have in common.
+/// The security context and mounts of all containers of the pod.
 fn containers(
     spec: &PodSpec,
 ) -> impl Iterator<Item = (Option<&SecurityContext>, &Option<Vec<VolumeMount>>)> {
@@ -231,7 +238,7 @@ mod tests {
         })
     }
 
-    /// A pod of that runtime class with a plain volume, whose spec `change` changes.
+    /// A pod of that RuntimeClass with a plain volume, changed by `change`.
     fn pod(change: &dyn Fn(&mut Value)) -> PodSpec {
         let mut spec = json!({
             "runtimeClassName": "microvm",
@@ -253,7 +260,7 @@ mod tests {
 
     type Change = &'static dyn Fn(&mut Value);
 
-    /// What a pod can need, and the keys of an entry without which it is not done.
+    /// Needs of a pod, and the keys of an entry that they require.
     const NEEDS: [(Change, &[&str]); 8] = [
         (
             &|pod| pod["securityContext"] = json!({ "fsGroup": 1 }),
@@ -293,7 +300,7 @@ mod tests {
     ];
 
     #[test]
-    fn a_volume_is_deferred_where_the_entry_has_all_that_the_pod_needs() {
+    fn a_volume_is_deferred_if_its_entry_supports_all_needs() {
         let all = policy(json!([full("")]));
         for (need, keys) in NEEDS {
             assert!(is_deferred(&all, need), "{keys:?}");
@@ -317,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn no_runtime_does_what_cannot_be_entered() {
+    fn needs_without_a_policy_field_prevent_deferral() {
         let all = policy(json!([full("")]));
         let shared: Change = &|pod| {
             pod["containers"][0]["volumeMounts"][0]["mountPropagation"] = "Bidirectional".into();
@@ -331,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_of_another_runtime_class_or_class_of_volumes_is_left_as_it_is() {
+    fn other_runtime_or_storage_classes_are_not_deferred() {
         let nothing: Change = &|_| ();
         assert!(!is_deferred(&Deferral::default(), nothing));
         assert!(!is_deferred(&policy(json!([full("fast")])), nothing));
@@ -342,24 +349,25 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_is_named_where_an_entry_of_the_runtime_has_all_that_it_needs() {
+    fn a_volume_can_be_named_if_any_entry_supports_its_needs() {
         let mut plain = full("fast");
         plain.as_object_mut().unwrap().remove("subPath");
         let all = policy(json!([full(""), plain]));
-        let lacks = |policy: &Deferral, change: Change| policy.lacks(&pod(change), &["v"].into());
+        let problem =
+            |policy: &Deferral, change: Change| policy.unsupported(&pod(change), &["v"].into());
         let part: Change =
             &|pod| pod["containers"][0]["volumeMounts"][0]["subPath"] = "part".into();
-        assert_eq!(lacks(&all, &|_| ()), None);
-        assert_eq!(lacks(&all, part), None);
+        assert_eq!(problem(&all, &|_| ()), None);
+        assert_eq!(problem(&all, part), None);
         let mut without = full("");
         without["subPath"] = false.into();
-        let lack = lacks(&policy(json!([without])), part).unwrap();
-        assert!(lack.contains("\"v\"") && lack.contains("subPath"), "{lack}");
+        let missing = problem(&policy(json!([without])), part).unwrap();
+        assert!(missing.contains("\"v\"") && missing.contains("subPath"), "{missing}");
         let users: Change = &|pod| pod["hostUsers"] = false.into();
-        assert!(lacks(&all, users).unwrap().contains("hostUsers"));
+        assert!(problem(&all, users).unwrap().contains("hostUsers"));
         let other: Change = &|pod| pod["runtimeClassName"] = "other".into();
-        assert!(lacks(&all, other).unwrap().contains("RuntimeClass other"));
+        assert!(problem(&all, other).unwrap().contains("RuntimeClass other"));
         let none: Change = &|pod| drop(pod.as_object_mut().unwrap().remove("runtimeClassName"));
-        assert!(lacks(&all, none).unwrap().contains("runtimeClassName"));
+        assert!(problem(&all, none).unwrap().contains("runtimeClassName"));
     }
 }

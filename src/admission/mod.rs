@@ -1,24 +1,25 @@
-//! The mode `admission`: webhooks for pods with volumes of one driver. One sets what an inline volume of read-only content needs in a
-//! pod (KEP-596, "Read-only volumes"); one holds pods with inline volumes to the policy of their namespace ("Security Considerations").
-//! One names, in an annotation of the pod, the claims and inline volumes that the pod's container runtime mounts (KEP-2857); and one,
-//! whichever the driver, keeps that annotation.
+//! The mode `admission`: webhooks for pods with volumes of one driver. They make content volumes
+//! read-only (KEP-596, "Read-only volumes"), enforce the policy of the namespace for inline volumes
+//! (KEP-596, "Security Considerations"), and set and validate the annotation that defers volumes to
+//! the pod's container runtime (KEP-2857). The validation of the annotation applies to volumes of
+//! every driver.
 //!
-//! Any number of replicas may run; none keeps anything.
+//! The webhooks are stateless: any number of replicas may run.
 
 mod args;
 mod claims;
 mod deferral;
-mod judge;
 mod metrics;
 mod opt_in;
 mod policy;
 mod read_only;
 mod server;
+mod validator;
 mod volumes;
 mod webhooks;
 
 pub use args::Args;
 pub use server::run;
 
-/// Who is told to have no right.
+/// Component name in permission errors.
 const ROLE: &str = "admission webhooks";

@@ -1,4 +1,5 @@
-//! What pods may ask of inline volumes, namespace by namespace: the flags, and above them a ConfigMap that may change at any time.
+//! The policy: which inline volumes pods may have, per namespace, and which volumes are deferred. A
+//! ConfigMap, which may change at any time, overrides the flags.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,45 +12,45 @@ use serde::{Deserialize, Deserializer};
 
 use super::args::{Level, PolicyArgs};
 use super::deferral::{self, Deferral};
-use crate::grpc::cut;
+use crate::grpc::truncate;
 use crate::kubernetes::cache::{Cache, Key};
 use crate::kubernetes::name;
 use crate::quantity;
-use crate::telemetry::complaint::Complaint;
+use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Key of the ConfigMap.
+/// Key of the policy in the ConfigMap.
 const KEY: &str = "policy.yaml";
-/// Nodes and events of the document. A ConfigMap of the largest size holds no more namespaces than these describe.
+/// Limit of YAML nodes and of YAML events. A ConfigMap of the maximum size stays below it.
 const MAX_EVENTS: usize = 500_000;
-/// Bytes of what is told of a bad document.
-const MAX_TOLD: usize = 512;
+/// Maximum bytes of a parse error in a message.
+const MAX_PROBLEM: usize = 512;
 
-/// What holds for one namespace.
+/// Rules for one namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rules {
     pub allowed: bool,
-    /// In bytes; `None` for whatever the driver makes.
+    /// Maximum size in bytes. `None`: the driver's limit applies.
     pub max_size: Option<u64>,
 }
 
-/// What holds everywhere.
+/// Rules for all namespaces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Policy {
-    /// What a namespace's Pod Security level has to allow; `None` for what the CSIDriver object says.
+    /// Pod Security level that inline volumes require. `None`: the CSIDriver object determines it.
     pub volume_profile: Option<Level>,
-    /// Level of namespaces that say none.
+    /// Level of namespaces without the label.
     pub default_pod_security: Level,
     /// Which volumes container runtimes mount.
     pub deferral: Deferral,
     default: Rules,
-    namespaces: BTreeMap<String, Said>,
+    namespaces: BTreeMap<String, PartialRules>,
 }
 
-/// What the document says of one namespace, or of all.
+/// Rules as the document has them for one namespace or as default; missing fields inherit.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct Said {
+struct PartialRules {
     allowed: Option<bool>,
     #[serde(default, deserialize_with = "size")]
     max_size: Option<u64>,
@@ -63,12 +64,12 @@ struct Document {
     #[serde(default)]
     deferral: Option<Vec<deferral::Entry>>,
     #[serde(default)]
-    default: Option<Said>,
+    default: Option<PartialRules>,
     #[serde(default)]
-    namespaces: Option<BTreeMap<String, Option<Said>>>,
+    namespaces: Option<BTreeMap<String, Option<PartialRules>>>,
 }
 
-/// A quantity, or a number of bytes.
+/// Parses a quantity or a number of bytes.
 fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     match serde_json::Value::deserialize(deserializer)? {
         serde_json::Value::Null => Ok(None),
@@ -83,18 +84,18 @@ fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Er
     }
 }
 
-impl Said {
-    /// What holds where this says nothing is as in `otherwise`.
-    fn over(&self, otherwise: &Rules) -> Rules {
+impl PartialRules {
+    /// Fills missing fields from `default`.
+    fn with_default(&self, default: &Rules) -> Rules {
         Rules {
-            allowed: self.allowed.unwrap_or(otherwise.allowed),
-            max_size: self.max_size.or(otherwise.max_size),
+            allowed: self.allowed.unwrap_or(default.allowed),
+            max_size: self.max_size.or(default.max_size),
         }
     }
 }
 
 impl Policy {
-    /// What the flags say.
+    /// The policy of the flags, without a ConfigMap.
     pub fn of_flags(args: &PolicyArgs) -> Self {
         Self {
             volume_profile: args.volume_profile,
@@ -105,36 +106,36 @@ impl Policy {
         }
     }
 
-    /// What a document says, and where it says nothing what holds without it.
+    /// Parses a document; missing fields are as in `flags`.
     ///
     /// # Errors
-    /// It says something else; where and what.
-    fn read(text: &str, without: &Self) -> Result<Self, String> {
-        let document = document(text).map_err(|problem| cut(&problem, MAX_TOLD))?;
+    /// The document is invalid. The message names the field.
+    fn parse(text: &str, flags: &Self) -> Result<Self, String> {
+        let document = document(text).map_err(|problem| truncate(&problem, MAX_PROBLEM))?;
         let mut namespaces = BTreeMap::new();
-        for (namespace, said) in document.namespaces.unwrap_or_default() {
+        for (namespace, rules) in document.namespaces.unwrap_or_default() {
             if !name::is_namespace(&namespace) {
-                let shown = cut(&namespace, 64);
-                return Err(format!("namespaces: {shown:?} is not the name of a namespace"));
+                let shown = truncate(&namespace, 64);
+                return Err(format!("namespaces: {shown:?} is not a valid namespace name"));
             }
-            namespaces.insert(namespace, said.unwrap_or_default());
+            namespaces.insert(namespace, rules.unwrap_or_default());
         }
         Ok(Self {
-            volume_profile: document.volume_profile.or(without.volume_profile),
+            volume_profile: document.volume_profile.or(flags.volume_profile),
             default_pod_security: document
                 .default_pod_security
-                .unwrap_or(without.default_pod_security),
+                .unwrap_or(flags.default_pod_security),
             deferral: Deferral::read(document.deferral.unwrap_or_default())?,
-            default: document.default.unwrap_or_default().over(&without.default),
+            default: document.default.unwrap_or_default().with_default(&flags.default),
             namespaces,
         })
     }
 
-    /// What holds for a namespace, and whether it is judged by the level of its Pod Security too: so it is unless the policy says
-    /// of this very namespace whether inline volumes are allowed.
+    /// Returns the rules for a namespace, and whether its Pod Security level is checked too. It is
+    /// checked unless the policy sets `allowed` for this namespace.
     pub fn of(&self, namespace: &str) -> (Rules, bool) {
         match self.namespaces.get(namespace) {
-            Some(said) => (said.over(&self.default), said.allowed.is_none()),
+            Some(rules) => (rules.with_default(&self.default), rules.allowed.is_none()),
             None => (self.default, true),
         }
     }
@@ -146,7 +147,7 @@ fn document(text: &str) -> Result<Document, String> {
             max_events: MAX_EVENTS,
             max_nodes: MAX_EVENTS,
             max_depth: 16,
-            // Nobody needs them here, and with them little text says much.
+            // Aliases are not needed, and expand short text into a large document.
             max_aliases: 0,
             max_anchors: 0,
             max_documents: 1,
@@ -163,34 +164,34 @@ fn document(text: &str) -> Result<Document, String> {
     }
 }
 
-/// Why there is no policy; for people.
+/// Why no policy is in effect. The message is for the client.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Unknown {
-    Nonsense(String),
-    Unheard(String),
+pub enum PolicyError {
+    Invalid(String),
+    NotLoaded(String),
 }
 
-/// The policy as it is now. Cheap to clone.
+/// The current policy, from flags and ConfigMap. Clones share the cache.
 #[derive(Clone)]
 pub struct Policies {
     maps: Cache<ConfigMap>,
     key: Key,
     flags: Arc<Policy>,
-    known: Arc<Mutex<Known>>,
+    state: Arc<Mutex<State>>,
 }
 
 #[derive(Debug, Default)]
-struct Known {
-    /// What was read last without an error.
+struct State {
+    /// The last valid policy.
     policy: Option<Arc<Policy>>,
-    /// What was looked at last: each document is read once.
-    looked_at: Option<Option<Arc<ConfigMap>>>,
-    complaint: Complaint,
+    /// The ConfigMap that was parsed last, so that each version is parsed once.
+    last_seen: Option<Option<Arc<ConfigMap>>>,
+    error_log: RateLimitedLog,
     problem: Option<String>,
 }
 
 impl Policies {
-    /// Begins to watch the ConfigMap.
+    /// Starts to watch the ConfigMap.
     pub fn start(client: &Client, namespace: &str, args: &PolicyArgs, shutdown: Shutdown) -> Self {
         let maps: Api<ConfigMap> = Api::namespaced(client.clone(), namespace);
         let one = maps.clone();
@@ -200,44 +201,45 @@ impl Policies {
             maps: Cache::start(maps, move |_| one.clone(), select, |_| None, shutdown),
             key: Key::new(namespace, &args.config_map),
             flags: Arc::new(Policy::of_flags(args)),
-            known: Arc::default(),
+            state: Arc::default(),
         }
     }
 
-    /// What the ConfigMap says; while it says nonsense, or the API server is away, what it said before.
+    /// Returns the current policy. While the ConfigMap is invalid or the API server is unavailable,
+    /// this is the last valid policy.
     ///
     /// # Errors
-    /// It has said nothing but nonsense, or nothing yet.
-    pub fn current(&self) -> Result<Arc<Policy>, Unknown> {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = self.maps.told(&self.key) {
-            known.look(found, &self.key, &self.flags);
+    /// No valid policy has been loaded yet.
+    pub fn current(&self) -> Result<Arc<Policy>, PolicyError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = self.maps.cached(&self.key) {
+            state.update(found, &self.key, &self.flags);
         }
         let Key { namespace, name } = &self.key;
-        known.policy.clone().ok_or_else(|| match &known.problem {
-            Some(problem) => {
-                Unknown::Nonsense(format!("ConfigMap {namespace}/{name} is not taken: {problem}"))
-            }
-            None => Unknown::Unheard(format!(
-                "the API server has not told the ConfigMap {namespace}/{name} yet; try again"
+        state.policy.clone().ok_or_else(|| match &state.problem {
+            Some(problem) => PolicyError::Invalid(format!(
+                "the ConfigMap {namespace}/{name} is invalid: {problem}"
+            )),
+            None => PolicyError::NotLoaded(format!(
+                "the ConfigMap {namespace}/{name} is not loaded yet; try again"
             )),
         })
     }
 }
 
 impl Policies {
-    /// Whether what the ConfigMap says is what holds.
-    pub fn is_taken(&self) -> bool {
-        let is_known = self.current().is_ok();
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        is_known && known.problem.is_none()
+    /// Whether the policy in effect is that of the current ConfigMap.
+    pub fn is_current(&self) -> bool {
+        let is_loaded = self.current().is_ok();
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        is_loaded && state.problem.is_none()
     }
 }
 
-impl Known {
-    fn look(&mut self, found: Option<Arc<ConfigMap>>, key: &Key, flags: &Arc<Policy>) {
-        let same = match (&self.looked_at, &found) {
-            (Some(Some(before)), Some(now)) => Arc::ptr_eq(before, now),
+impl State {
+    fn update(&mut self, found: Option<Arc<ConfigMap>>, key: &Key, flags: &Arc<Policy>) {
+        let same = match (&self.last_seen, &found) {
+            (Some(Some(last)), Some(found)) => Arc::ptr_eq(last, found),
             (Some(None), None) => true,
             _ => false,
         };
@@ -245,24 +247,28 @@ impl Known {
             return;
         }
         let text = found.as_ref().and_then(|map| map.data.as_ref()?.get(KEY));
-        match text.map_or(Ok(flags.clone()), |text| Policy::read(text, flags).map(Arc::new)) {
+        match text.map_or(Ok(flags.clone()), |text| Policy::parse(text, flags).map(Arc::new)) {
             Ok(policy) => {
                 if self.policy.as_ref() != Some(&policy) {
-                    tracing::info!(named = policy.namespaces.len(), default = ?policy.default, "policy of inline volumes");
+                    tracing::info!(named = policy.namespaces.len(), default = ?policy.default, "policy loaded");
                 }
-                self.complaint.is_over();
+                self.error_log.clear();
                 (self.policy, self.problem) = (Some(policy), None);
             }
             Err(problem) => {
-                if self.complaint.is_new(&problem) {
+                if self.error_log.is_new(&problem) {
                     let (Key { namespace, name }, before) = (key, self.policy.is_some());
                     let problem = format!("{KEY}: {problem}");
-                    tracing::warn!(problem, before, "ConfigMap {namespace}/{name} is not taken");
+                    tracing::warn!(
+                        problem,
+                        before,
+                        "ConfigMap {namespace}/{name} is invalid; keeping the current policy"
+                    );
                 }
                 self.problem = Some(format!("{KEY}: {problem}"));
             }
         }
-        self.looked_at = Some(found);
+        self.last_seen = Some(found);
     }
 }
 
@@ -281,11 +287,11 @@ mod tests {
     }
 
     fn read(text: &str) -> Result<Policy, String> {
-        Policy::read(text, &flags())
+        Policy::parse(text, &flags())
     }
 
     #[test]
-    fn what_is_not_said_is_as_in_the_default_and_there_as_the_flags_have_it() {
+    fn missing_fields_inherit_from_default_and_flags() {
         for nothing in [
             "",
             "# nothing\n",
@@ -314,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_told_with_its_place() {
+    fn parse_errors_name_the_field() {
         for (text, place) in [
             ("defaults: {}", "defaults"),
             ("default: {maxsize: 1Gi}", "default"),
@@ -356,33 +362,33 @@ mod tests {
             ("namespaces: {a: {}, a: {}}", "a"),
             ("a: [", "line"),
         ] {
-            let told = read(text).expect_err(text);
-            assert!(told.contains(place), "{text}: {told}");
+            let problem = read(text).expect_err(text);
+            assert!(problem.contains(place), "{text}: {problem}");
         }
     }
 
     #[test]
-    fn little_text_cannot_say_much() {
+    fn short_text_cannot_expand_into_large_documents() {
         let aliases = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n";
         assert!(read(aliases).is_err());
         let deep = format!("default: {}{}", "[".repeat(100_000), "]".repeat(100_000));
-        assert!(read(&deep).unwrap_err().len() < 2 * MAX_TOLD);
+        assert!(read(&deep).unwrap_err().len() < 2 * MAX_PROBLEM);
         assert!(read("--- {}\n--- {}\n").is_err());
     }
 
     #[test]
-    fn nonsense_keeps_what_held_before_and_at_the_start_nothing_is_known() {
+    fn an_invalid_policy_keeps_the_last_valid_one() {
         let map = |text: &str| {
             let data = Some([(KEY.to_owned(), text.to_owned())].into());
             Some(Arc::new(ConfigMap { data, ..ConfigMap::default() }))
         };
-        let (mut known, key, flags) = (Known::default(), Key::new("n", "c"), Arc::new(flags()));
-        known.look(map("nonsense"), &key, &flags);
-        assert!(known.policy.is_none() && known.problem.is_some());
-        known.look(map("default: {maxSize: 1Ki}"), &key, &flags);
-        known.look(map("default: {maxSize: x}"), &key, &flags);
-        assert_eq!(known.policy.clone().unwrap().of("n").0.max_size, Some(1024));
-        known.look(None, &key, &flags);
-        assert_eq!(known.policy, Some(flags));
+        let (mut state, key, flags) = (State::default(), Key::new("n", "c"), Arc::new(flags()));
+        state.update(map("nonsense"), &key, &flags);
+        assert!(state.policy.is_none() && state.problem.is_some());
+        state.update(map("default: {maxSize: 1Ki}"), &key, &flags);
+        state.update(map("default: {maxSize: x}"), &key, &flags);
+        assert_eq!(state.policy.clone().unwrap().of("n").0.max_size, Some(1024));
+        state.update(None, &key, &flags);
+        assert_eq!(state.policy, Some(flags));
     }
 }

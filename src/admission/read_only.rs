@@ -1,17 +1,18 @@
-//! What makes a volume of content one that only the driver writes to (KEP-596, "Read-only volumes"): `readOnly` of the volume, for
-//! which kubelet leaves its files' owners alone and tells the driver so, and of each mount, for which containers cannot write.
+//! Makes content volumes read-only for pods (KEP-596, "Read-only volumes"). `readOnly` of the
+//! volume makes kubelet keep the owners of its files and pass the flag to the driver; `readOnly` of
+//! each mount prevents writes by containers.
 
 use k8s_openapi::api::core::v1::PodSpec;
 
-use super::volumes::{self, Asked, Mount, Volume};
+use super::volumes::{self, Mount, Scope, Volume};
 use crate::kubernetes::admission::{Allowed, Set};
 
 const READ_ONLY: &str = "readOnly";
 
-/// What of the pod has to be changed, and no more.
-pub fn mend(spec: &PodSpec, driver: &str, asked: &Asked) -> Allowed {
-    let (volumes, mounts) = of_content(spec, driver, asked);
-    let volumes = volumes.iter().filter(|_| *asked == Asked::Whole);
+/// Returns the changes that the pod needs, and warnings.
+pub fn mutate(spec: &PodSpec, driver: &str, scope: &Scope) -> Allowed {
+    let (volumes, mounts) = of_content(spec, driver, scope);
+    let volumes = volumes.iter().filter(|_| *scope == Scope::Pod);
     let writable = volumes.filter(|volume| volume.source.read_only != Some(true));
     let of_volume = |volume: &Volume<'_>| {
         Set::new(["spec", "volumes", &volume.index.to_string(), "csi", READ_ONLY], true)
@@ -27,25 +28,25 @@ pub fn mend(spec: &PodSpec, driver: &str, asked: &Asked) -> Allowed {
     }
 }
 
-/// What of the pod is as it may not be: each field.
-pub fn problems(spec: &PodSpec, driver: &str, asked: &Asked) -> Vec<String> {
-    let (volumes, mounts) = of_content(spec, driver, asked);
-    let volumes = volumes.iter().filter(|_| *asked == Asked::Whole);
+/// Returns a problem for each field that must be read-only and is not.
+pub fn problems(spec: &PodSpec, driver: &str, scope: &Scope) -> Vec<String> {
+    let (volumes, mounts) = of_content(spec, driver, scope);
+    let volumes = volumes.iter().filter(|_| *scope == Scope::Pod);
     let writable = volumes.filter(|volume| volume.source.read_only != Some(true));
     let exposed = mounts.iter().filter(|mount| !mount.is_read_only());
     let fields = writable.map(|volume| volume.field(READ_ONLY));
     let fields = fields.chain(exposed.map(|mount| mount.field(READ_ONLY)));
-    fields.map(|field| format!("{field}: has to be true for a volume of content")).collect()
+    fields.map(|field| format!("{field}: must be true for a content volume")).collect()
 }
 
 fn of_content<'a>(
     spec: &'a PodSpec,
     driver: &str,
-    asked: &Asked,
+    scope: &Scope,
 ) -> (Vec<Volume<'a>>, Vec<Mount<'a>>) {
     let mut volumes = volumes::of(spec, driver);
     volumes.retain(Volume::is_content);
-    let mounts = volumes::mounts(spec, asked, &volumes.iter().collect::<Vec<_>>());
+    let mounts = volumes::mounts(spec, scope, &volumes.iter().collect::<Vec<_>>());
     (volumes, mounts)
 }
 
@@ -53,9 +54,7 @@ fn warnings(mounts: &[Mount<'_>]) -> Vec<String> {
     let parts = mounts.iter().filter(|mount| mount.is_part());
     let warning = |mount: &Mount<'_>| {
         let path = mount.field("subPath");
-        format!(
-            "{path}: is not refreshed when the volume's content changes; mount the volume whole"
-        )
+        format!("{path}: is not updated when the content changes; mount the volume without subPath")
     };
     parts.map(warning).collect()
 }
@@ -123,8 +122,8 @@ mod tests {
     }
 
     #[test]
-    fn volumes_of_content_and_their_mounts_become_read_only_and_nothing_else_changes() {
-        let mended = mend(&pod(), DRIVER, &Asked::Whole);
+    fn only_content_volumes_and_their_mounts_become_read_only() {
+        let response = mutate(&pod(), DRIVER, &Scope::Pod);
         let expected = [
             "/spec/volumes/1/csi/readOnly",
             "/spec/containers/0/volumeMounts/1/readOnly",
@@ -133,21 +132,21 @@ mod tests {
             "/spec/ephemeralContainers/0/volumeMounts/0/readOnly",
             "/spec/ephemeralContainers/1/volumeMounts/0/readOnly",
         ];
-        assert_eq!(paths(&mended), expected);
-        assert_eq!(problems(&pod(), DRIVER, &Asked::Whole).len(), expected.len());
+        assert_eq!(paths(&response), expected);
+        assert_eq!(problems(&pod(), DRIVER, &Scope::Pod).len(), expected.len());
     }
 
     #[test]
-    fn of_a_pod_that_runs_only_new_containers_are_changed() {
-        let asked = Asked::NewContainers { had: ["old".to_owned()].into() };
-        let mended = mend(&pod(), DRIVER, &asked);
-        assert_eq!(paths(&mended), ["/spec/ephemeralContainers/1/volumeMounts/0/readOnly"]);
-        assert_eq!(problems(&pod(), DRIVER, &asked).len(), 1);
-        assert_eq!(mend(&pod(), DRIVER, &Asked::Nothing), Allowed::default());
+    fn only_new_containers_of_a_running_pod_are_changed() {
+        let scope = Scope::NewContainers { existing: ["old".to_owned()].into() };
+        let response = mutate(&pod(), DRIVER, &scope);
+        assert_eq!(paths(&response), ["/spec/ephemeralContainers/1/volumeMounts/0/readOnly"]);
+        assert_eq!(problems(&pod(), DRIVER, &scope).len(), 1);
+        assert_eq!(mutate(&pod(), DRIVER, &Scope::Nothing), Allowed::default());
     }
 
     #[test]
-    fn what_was_mended_is_as_it_should_be() {
+    fn a_mutated_pod_passes_validation() {
         let mut pod = pod();
         for volume in pod.volumes.iter_mut().flatten().filter_map(|one| one.csi.as_mut()) {
             volume.read_only = Some(true);
@@ -158,13 +157,13 @@ mod tests {
         let ephemeral = pod.ephemeral_containers.iter_mut().flatten();
         let mounts = mounts.chain(ephemeral.filter_map(|one| one.volume_mounts.as_mut()));
         mounts.flatten().for_each(|mount| mount.read_only = Some(true));
-        assert!(mend(&pod, DRIVER, &Asked::Whole).changes.is_empty());
-        assert!(problems(&pod, DRIVER, &Asked::Whole).is_empty());
+        assert!(mutate(&pod, DRIVER, &Scope::Pod).changes.is_empty());
+        assert!(problems(&pod, DRIVER, &Scope::Pod).is_empty());
     }
 
     #[test]
-    fn a_part_of_content_that_is_mounted_is_warned_of() {
-        let warnings = mend(&pod(), DRIVER, &Asked::Whole).warnings;
+    fn a_sub_path_of_content_causes_a_warning() {
+        let warnings = mutate(&pod(), DRIVER, &Scope::Pod).warnings;
         assert!(warnings[0].starts_with("spec.containers[1].volumeMounts[1].subPath: "));
         assert_eq!(warnings.len(), 1);
     }

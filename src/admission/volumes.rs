@@ -1,4 +1,4 @@
-//! The inline volumes of one driver in a pod, and where they are mounted.
+//! Finds the inline volumes of one driver in a pod, and their mounts.
 
 use std::collections::BTreeSet;
 
@@ -9,49 +9,51 @@ use crate::inline::{Attributes, Problem};
 use crate::kubernetes::admission::Refusal;
 use crate::kubernetes::name;
 
-/// A pod's own volume.
+/// An inline volume.
 #[derive(Debug)]
 pub struct Volume<'a> {
-    /// In `spec.volumes`.
+    /// Index in `spec.volumes`.
     pub index: usize,
     pub name: &'a str,
     pub source: &'a CSIVolumeSource,
     pub attributes: Result<Attributes, Problem>,
 }
 
-/// Where a container has a volume.
+/// A mount of a volume in a container.
 #[derive(Debug)]
 pub struct Mount<'a> {
-    /// Field of the spec that lists the container.
+    /// Field of the pod spec that lists the container.
     pub list: &'static str,
-    /// In that list.
+    /// Index in that list.
     pub container: usize,
-    /// In its `volumeMounts`.
+    /// Index in the container's `volumeMounts`.
     pub index: usize,
     pub mount: &'a VolumeMount,
 }
 
-/// What of a pod is asked about.
+/// The part of a pod that a review covers.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Asked {
-    /// A pod that begins.
-    Whole,
-    /// Ephemeral containers, without those that the pod had before, which nobody can change. All else was judged when it began.
+pub enum Scope {
+    /// A new pod.
+    Pod,
+    /// New ephemeral containers. `existing` names those that the pod already has, which cannot
+    /// change. Everything else was validated when the pod was created.
     NewContainers {
-        had: BTreeSet<String>,
+        existing: BTreeSet<String>,
     },
     Nothing,
 }
 
-impl Asked {
-    pub fn by(request: &AdmissionRequest<Pod>) -> Self {
+impl Scope {
+    pub fn of(request: &AdmissionRequest<Pod>) -> Self {
         match (&request.operation, request.sub_resource.as_deref().unwrap_or_default()) {
-            (Operation::Create, "") => Self::Whole,
+            (Operation::Create, "") => Self::Pod,
             (Operation::Update, "ephemeralcontainers") => {
                 let old = request.old_object.as_ref().and_then(|pod| pod.spec.as_ref());
-                let had = old.and_then(|spec| spec.ephemeral_containers.as_ref());
-                let had = had.into_iter().flatten().map(|container| container.name.clone());
-                Self::NewContainers { had: had.collect() }
+                let existing = old.and_then(|spec| spec.ephemeral_containers.as_ref());
+                let existing =
+                    existing.into_iter().flatten().map(|container| container.name.clone());
+                Self::NewContainers { existing: existing.collect() }
             }
             _ => Self::Nothing,
         }
@@ -59,7 +61,8 @@ impl Asked {
 }
 
 impl Volume<'_> {
-    /// Whether only the driver may write to it. One whose attributes mean nothing is refused in any case.
+    /// Whether only the driver writes to the volume. A volume with invalid attributes is rejected
+    /// elsewhere.
     pub fn is_content(&self) -> bool {
         let attributes = self.attributes.as_ref();
         attributes.is_ok_and(|attributes| attributes.is_read_only_content(self.has_secret()))
@@ -69,19 +72,19 @@ impl Volume<'_> {
         has_secret(self.source)
     }
 
-    /// The field, for people.
+    /// Path of a field of the volume, for messages.
     pub fn field(&self, name: &str) -> String {
         format!("spec.volumes[{}].csi.{name}", self.index)
     }
 
-    /// One of its attributes, for people: who wrote the pod chose the key.
+    /// Path of an attribute, for messages. The key is escaped: the pod's author chose it.
     pub fn attribute(&self, key: &str) -> String {
         self.field(&format!("volumeAttributes[{}]", key.escape_debug()))
     }
 }
 
 impl Mount<'_> {
-    /// The mount or a field of it, for people.
+    /// Path of a field of the mount, for messages.
     pub fn field(&self, name: &str) -> String {
         let Self { list, container, index, .. } = self;
         format!("spec.{list}[{container}].volumeMounts[{index}].{name}")
@@ -91,13 +94,13 @@ impl Mount<'_> {
         self.mount.read_only == Some(true)
     }
 
-    /// Such a part is not exchanged when the content is.
+    /// Whether the mount has a subPath, which is not updated when the content changes.
     pub fn is_part(&self) -> bool {
         is_part(self.mount)
     }
 }
 
-/// The volumes of the driver.
+/// The inline volumes of the driver.
 pub fn of<'a>(spec: &'a PodSpec, driver: &str) -> Vec<Volume<'a>> {
     let all = spec.volumes.iter().flatten().enumerate();
     let own = all.filter(|(_, volume)| is_of(volume, driver));
@@ -111,51 +114,51 @@ pub fn of<'a>(spec: &'a PodSpec, driver: &str) -> Vec<Volume<'a>> {
         .collect()
 }
 
-/// A pod says none of the keys that kubelet adds.
+/// The pod's attributes, without those that kubelet adds.
 fn attributes(source: &CSIVolumeSource) -> Result<Attributes, Problem> {
-    let said = source.volume_attributes.iter().flatten();
-    Attributes::read(said.map(|(key, value)| (key.as_str(), value.as_str())))
+    let given = source.volume_attributes.iter().flatten();
+    Attributes::parse(given.map(|(key, value)| (key.as_str(), value.as_str())))
 }
 
-/// Whether it is an inline volume of the driver.
+/// Whether the volume is an inline volume of the driver.
 pub fn is_of(volume: &PodVolume, driver: &str) -> bool {
     volume.csi.as_ref().is_some_and(|source| source.driver == driver)
 }
 
-/// Whether a container runtime can mount the inline volume: the driver does not have to write to it. One whose attributes mean
-/// nothing is refused in any case.
+/// Whether a container runtime can mount the inline volume, because the driver does not write to
+/// it. A volume with invalid attributes is rejected elsewhere.
 pub fn may_be_deferred(volume: &PodVolume) -> bool {
     let Some(source) = &volume.csi else { return false };
     let (has_secret, read_only) = (has_secret(source), source.read_only == Some(true));
-    attributes(source).is_ok_and(|said| {
-        said.check_deferred(has_secret).is_ok()
-            && !said.is_published_as_content(has_secret, read_only)
+    attributes(source).is_ok_and(|attributes| {
+        attributes.check_deferred(has_secret).is_ok()
+            && !attributes.is_published_as_content(has_secret, read_only)
     })
 }
 
-/// The namespace of a review.
-pub fn namespace(said: Option<&str>) -> Result<&str, Refusal> {
-    let found = said.filter(|name| name::is_namespace(name));
-    found.ok_or_else(|| Refusal::invalid("metadata.namespace: is missing or no name"))
+/// The namespace of a review, validated.
+pub fn namespace(name: Option<&str>) -> Result<&str, Refusal> {
+    let found = name.filter(|name| name::is_namespace(name));
+    found.ok_or_else(|| Refusal::invalid("metadata.namespace: is missing or not a valid name"))
 }
 
 fn has_secret(source: &CSIVolumeSource) -> bool {
     source.node_publish_secret_ref.is_some()
 }
 
-/// Whether a mount shows a part of its volume (subPath).
+/// Whether a mount has a subPath.
 pub fn is_part(mount: &VolumeMount) -> bool {
     let some = |path: &Option<String>| path.as_ref().is_some_and(|path| !path.is_empty());
     some(&mount.sub_path) || some(&mount.sub_path_expr)
 }
 
-/// Every mount of one of the volumes that is asked about.
-pub fn mounts<'a>(spec: &'a PodSpec, asked: &Asked, volumes: &[&Volume<'_>]) -> Vec<Mount<'a>> {
+/// The mounts of the given volumes within the scope of the review.
+pub fn mounts<'a>(spec: &'a PodSpec, scope: &Scope, volumes: &[&Volume<'_>]) -> Vec<Mount<'a>> {
     let names: BTreeSet<&str> = volumes.iter().map(|volume| volume.name).collect();
-    let is_new = |name: &str| match asked {
-        Asked::Whole => true,
-        Asked::NewContainers { had } => !had.contains(name),
-        Asked::Nothing => false,
+    let is_new = |name: &str| match scope {
+        Scope::Pod => true,
+        Scope::NewContainers { existing } => !existing.contains(name),
+        Scope::Nothing => false,
     };
     let mut found = Vec::new();
     let mut add = |list, container, mounts: &'a Option<Vec<VolumeMount>>| {
@@ -163,7 +166,7 @@ pub fn mounts<'a>(spec: &'a PodSpec, asked: &Asked, volumes: &[&Volume<'_>]) -> 
         let ours = mounts.filter(|(_, mount)| names.contains(mount.name.as_str()));
         found.extend(ours.map(|(index, mount)| Mount { list, container, index, mount }));
     };
-    if *asked == Asked::Whole {
+    if *scope == Scope::Pod {
         for (index, container) in spec.containers.iter().enumerate() {
             add("containers", index, &container.volume_mounts);
         }

@@ -1,4 +1,4 @@
-//! What is served over HTTPS, path by path.
+//! The HTTPS endpoints of the webhooks.
 
 use std::time::Duration;
 
@@ -6,79 +6,80 @@ use axum::Router;
 use k8s_openapi::api::core::v1::Pod;
 use kube::core::admission::AdmissionRequest;
 
-use super::judge::Judge;
 use super::metrics::Metrics;
-use super::volumes::{self, Asked};
+use super::validator::Validator;
+use super::volumes::{self, Scope};
 use super::{opt_in, read_only};
 use crate::kubernetes::admission::{Allowed, Refusal, Webhook};
 use crate::kubernetes::https::Limits;
 
-/// Sets what a pod with volumes of content needs.
+/// Makes content volumes of a pod read-only.
 pub const MUTATE_POD: &str = "/mutate-pod";
-/// Holds pods to the policy.
+/// Validates the volumes of pods against the policy.
 pub const VALIDATE_POD: &str = "/validate-pod";
-/// Names the volumes that a pod's runtime mounts.
+/// Sets the annotation that names the volumes which the pod's runtime mounts.
 pub const MUTATE_DEFERRAL: &str = "/mutate-deferral";
-/// Keeps what a pod says of mounts by its runtime as the proposal has it: settable until it is initialised, and never unset.
+/// Validates changes of that annotation as KEP-2857 requires for its field: volumes can be added
+/// until the pod is initialized, and never removed.
 pub const VALIDATE_DEFERRAL: &str = "/validate-deferral";
 
-/// The API server takes objects of 3 MiB of JSON, and sends at most two at once, before and after.
+/// The API server accepts objects of 3 MiB of JSON, and a review contains at most two, old and new.
 pub const LIMITS: Limits = Limits { body: 7 << 20, request: Duration::from_millis(4500) };
-/// How long a judgement may take: the API server waits 5 s.
-const JUDGEMENT: Duration = Duration::from_secs(4);
+/// Maximum duration of a review: the API server waits 5 s.
+const REVIEW_TIMEOUT: Duration = Duration::from_secs(4);
 
-pub fn routes(judge: &Judge, metrics: &Metrics) -> Router {
-    let pods = |webhook| Webhook::of::<Pod>(JUDGEMENT).counted(metrics.count(webhook));
-    let opt_ins = Webhook::of_kinds(&opt_in::kinds(), JUDGEMENT);
-    let opt_ins = opt_ins.counted(metrics.count("validate_deferral"));
-    let driver = judge.driver.clone();
-    let mutate = move |request| {
-        let mended = mend(&driver, &request);
-        async move { Ok(mended) }
+pub fn routes(validator: &Validator, metrics: &Metrics) -> Router {
+    let pods = |webhook| Webhook::of::<Pod>(REVIEW_TIMEOUT).observed_by(metrics.count(webhook));
+    let opt_ins = Webhook::of_kinds(&opt_in::kinds(), REVIEW_TIMEOUT);
+    let opt_ins = opt_ins.observed_by(metrics.count("validate_deferral"));
+    let driver = validator.driver.clone();
+    let read_only = move |request| {
+        let response = mutate(&driver, &request);
+        async move { Ok(response) }
     };
-    let of_deferrals = judge.clone();
+    let for_deferral = validator.clone();
     let defer = move |request| {
-        let judge = of_deferrals.clone();
-        async move { opt_in::set(&judge, request).await }
+        let validator = for_deferral.clone();
+        async move { opt_in::annotate(&validator, request).await }
     };
-    let of_opt_ins = judge.clone();
+    let for_opt_in = validator.clone();
     let keep = move |request| {
-        let judged = opt_in::judge(&of_opt_ins, &request);
-        async move { judged }
+        let response = opt_in::validate(&for_opt_in, &request);
+        async move { response }
     };
-    let of_pods = judge.clone();
+    let for_validation = validator.clone();
     let validate = move |request| {
-        let judge = of_pods.clone();
-        async move { pod(&judge, request).await }
+        let validator = for_validation.clone();
+        async move { pod(&validator, request).await }
     };
     Router::new()
-        .route(MUTATE_POD, pods("mutate_pod").route(mutate))
+        .route(MUTATE_POD, pods("mutate_pod").route(read_only))
         .route(MUTATE_DEFERRAL, pods("mutate_deferral").route(defer))
         .route(VALIDATE_POD, pods("validate_pod").route(validate))
         .route(VALIDATE_DEFERRAL, opt_ins.route(keep))
 }
 
-fn mend(driver: &str, request: &AdmissionRequest<Pod>) -> Allowed {
+fn mutate(driver: &str, request: &AdmissionRequest<Pod>) -> Allowed {
     let spec = request.object.as_ref().and_then(|pod| pod.spec.as_ref());
-    spec.map(|spec| read_only::mend(spec, driver, &Asked::by(request))).unwrap_or_default()
+    spec.map(|spec| read_only::mutate(spec, driver, &Scope::of(request))).unwrap_or_default()
 }
 
-async fn pod(judge: &Judge, request: AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
-    let asked = Asked::by(&request);
-    if asked == Asked::Nothing {
+async fn pod(validator: &Validator, request: AdmissionRequest<Pod>) -> Result<Allowed, Refusal> {
+    let scope = Scope::of(&request);
+    if scope == Scope::Nothing {
         return Ok(Allowed::default());
     }
     let Some(spec) = request.object.and_then(|pod| pod.spec) else {
-        return Err(Refusal::invalid("the review has no pod to be judged"));
+        return Err(Refusal::invalid("the admission review contains no pod"));
     };
-    let mut findings = match asked {
-        Asked::Whole => {
-            judge.volumes(volumes::namespace(request.namespace.as_deref())?, &spec).await?
+    let mut findings = match scope {
+        Scope::Pod => {
+            validator.volumes(volumes::namespace(request.namespace.as_deref())?, &spec).await?
         }
         _ => Default::default(),
     };
-    // Whoever changes pods behind the webhook that sets it may have undone it.
-    for problem in read_only::problems(&spec, &judge.driver, &asked) {
+    // A mutating webhook that runs after ours may have undone the change.
+    for problem in read_only::problems(&spec, &validator.driver, &scope) {
         findings.malformed(problem);
     }
     match findings.refusal() {

@@ -1,37 +1,40 @@
-//! In which form an answer is asked for (`Accept`). Only JSON is written.
+//! Content negotiation (`Accept`). Only JSON is supported.
 
 use axum::http::{HeaderMap, header};
 
 use super::failure::{Cause, Failure};
 
-/// A form of an answer.
+/// A representation of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// The object itself.
     Plain,
-    /// A whole group's discovery, of apidiscovery.k8s.io v2 or v2beta1.
+    /// The discovery document of all groups, apidiscovery.k8s.io v2 or v2beta1.
     Discovery(&'static str),
 }
 
-/// The first of what is asked for that is among `offered`. Whoever asks for nothing gets [`Form::Plain`].
+/// The first requested form that is among `offered`. Without an Accept header it is
+/// [`Form::Plain`].
 ///
 /// # Errors
-/// There is none.
+/// No requested form is offered.
 pub fn negotiate(headers: &HeaderMap, offered: &[Form]) -> Result<Form, Failure> {
-    let asked = headers.get_all(header::ACCEPT).iter();
-    let asked: Vec<&str> =
-        asked.filter_map(|value| value.to_str().ok()).flat_map(|list| list.split(',')).collect();
-    if asked.iter().all(|one| one.trim().is_empty()) && !headers.contains_key(header::ACCEPT) {
+    let requested = headers.get_all(header::ACCEPT).iter();
+    let requested: Vec<&str> = requested
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|list| list.split(','))
+        .collect();
+    if requested.iter().all(|one| one.trim().is_empty()) && !headers.contains_key(header::ACCEPT) {
         return Ok(Form::Plain);
     }
-    let form = asked.iter().find_map(|one| form(one).filter(|form| offered.contains(form)));
+    let form = requested.iter().find_map(|one| form(one).filter(|form| offered.contains(form)));
     form.ok_or_else(|| {
-        Failure::new(Cause::NotAcceptable, "Accept: only application/json is written")
+        Failure::new(Cause::NotAcceptable, "Accept: only application/json is supported")
     })
 }
 
-fn form(asked: &str) -> Option<Form> {
-    let mut parts = asked.split(';').map(str::trim);
+fn form(requested: &str) -> Option<Form> {
+    let mut parts = requested.split(';').map(str::trim);
     let media = parts.next()?.to_ascii_lowercase();
     if !["application/json", "application/*", "*/*"].contains(&media.as_str()) {
         return None;
@@ -62,14 +65,14 @@ mod tests {
 
     use super::*;
 
-    fn asked(accept: &'static str, offered: &[Form]) -> Option<Form> {
+    fn requested(accept: &'static str, offered: &[Form]) -> Option<Form> {
         let mut headers = HeaderMap::new();
         headers.insert(header::ACCEPT, HeaderValue::from_static(accept));
         negotiate(&headers, offered).ok()
     }
 
     #[test]
-    fn the_first_form_that_is_offered_is_answered() {
+    fn the_first_offered_form_is_chosen() {
         let both = [Form::Plain, Form::Discovery("v2")];
         let whole = "application/json;as=APIGroupDiscoveryList;v=v2;g=apidiscovery.k8s.io";
         let table = "application/json;as=Table;v=v1;g=meta.k8s.io";
@@ -92,8 +95,8 @@ mod tests {
             ("application/json;q=0", None),
             ("", None),
         ] {
-            assert_eq!(asked(accept, &both), form, "{accept}");
+            assert_eq!(requested(accept, &both), form, "{accept}");
         }
-        assert_eq!(asked(kubectl, &[Form::Plain]), Some(Form::Plain));
+        assert_eq!(requested(kubectl, &[Form::Plain]), Some(Form::Plain));
     }
 }

@@ -1,4 +1,4 @@
-//! The flags of the mode.
+//! The flags of the aggregated API server.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use crate::kubernetes::{cbt_http, name};
 use crate::quantity::duration;
 use crate::telemetry::role::{self, RoleArgs};
 
-/// Help that says more than that of the flags that other roles have, too.
-const SERVICE_ADDRESS: &str = "Where the API server reaches it, as host:port: the name of a Service, NAME.NAMESPACE.svc. \
-    The certificate of --self-signed is for this host";
-const KUBE_API_QPS: &str = "Calls to the API server a second, for requests and for the rest each";
+/// Help texts that differ from the shared flags'.
+const SERVICE_ADDRESS: &str = "Address of this server for the API server, as NAME.NAMESPACE.svc:PORT of a Service; \
+    the certificate of --self-signed is valid for it";
+const KUBE_API_QPS: &str = "Maximum requests per second to the API server, for permission reviews and for all other calls each";
 
 #[derive(Debug, clap::Args)]
 #[command(mut_arg("service_address", |arg| arg.help(SERVICE_ADDRESS)))]
@@ -24,54 +24,54 @@ pub struct Args {
     #[command(flatten)]
     pub kubernetes: client::Args,
 
-    /// TCP port to serve the API on, on every address; 0 for any that is free.
+    /// TCP port of the API, on all addresses (0: any free port)
     #[arg(long, default_value_t = 6443, value_name = "PORT")]
     pub port: u16,
 
     #[command(flatten)]
     pub tls: identity::Args,
 
-    /// APIService whose caBundle is kept with --self-signed.
+    /// APIService whose caBundle is updated with --self-signed
     #[arg(long, default_value_t = format!("{VERSION}.{GROUP}"), value_parser = name::object, value_name = "NAME")]
     pub api_service: String,
 
-    /// Entries of an answer, at most, whatever spec.limit asks for.
+    /// Maximum number of blocks in a response, an upper bound for spec.limit
     #[arg(long, default_value_t = cbt_http::MAX_LIMIT, value_parser = clap::value_parser!(u32).range(1..=i64::from(cbt_http::MAX_LIMIT)), value_name = "N")]
     pub max_limit: u32,
 
-    /// Requests of one user a second.
+    /// Maximum requests per second of one user
     #[arg(long, default_value_t = 10.0, value_parser = per_second, value_name = "N")]
     pub user_qps: f64,
 
-    /// Requests of one user at once, after a pause.
+    /// Maximum burst of requests of one user
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
     pub user_burst: u32,
 
-    /// Requests of all users a second.
+    /// Maximum requests per second of all users
     #[arg(long, default_value_t = 100.0, value_parser = per_second, value_name = "N")]
     pub qps: f64,
 
-    /// Requests of all users at once, after a pause.
+    /// Maximum burst of requests of all users
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..), value_name = "N")]
     pub burst: u32,
 
-    /// How long a permission that the API server has granted is remembered; 0s for not at all.
+    /// Time to cache a granted permission review (0s: do not cache)
     #[arg(long, default_value = "10s", value_parser = review_ttl, value_name = "TIME")]
     pub review_cache_ttl: Duration,
 
-    /// Lease by which one of several replicas leads.
+    /// Lease for leader election
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub lease: String,
 
-    /// How long a lease lasts that nobody renews: so late at most another replica takes over.
+    /// Time after which an unrenewed lease expires, the maximum failover delay
     #[arg(long, default_value = "15s", value_parser = lease_duration, value_name = "TIME")]
     pub lease_duration: Duration,
 
-    /// Name of this replica, unlike that of any other; by default a random one.
+    /// Unique name of this replica; otherwise a random name is used
     #[arg(long, env = "POD_NAME", value_parser = name::object, value_name = "NAME")]
     pub identity: Option<String>,
 
-    /// ServiceAccount of the program, in its namespace: as it drivers' endpoints are called.
+    /// ServiceAccount of this server in its namespace, used to call drivers' endpoints
     #[arg(long, env = "POD_SERVICE_ACCOUNT", default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub service_account: String,
 
@@ -79,22 +79,22 @@ pub struct Args {
     pub role: RoleArgs,
 }
 
-/// Of the objects that belong to a deployment.
+/// Default name of the objects of a deployment.
 const NAME: &str = "csi-loopback-aggregated-api";
 
 impl Args {
-    /// Of requests by one user.
+    /// Rate limit of one user.
     pub fn user_rate(&self) -> Rate {
         Rate { per_second: self.user_qps, burst: self.user_burst }
     }
 
-    /// Of requests by all users.
+    /// Rate limit of all users.
     pub fn total_rate(&self) -> Rate {
         Rate { per_second: self.qps, burst: self.burst }
     }
 }
 
-/// No request that leaves the limit to the server is to be cut short without a reason.
+/// A request without a limit must not be truncated by the maximum.
 const _: () = assert!(DEFAULT_LIMIT <= cbt_http::MAX_LIMIT as u64);
 
 fn review_ttl(text: &str) -> Result<Duration, String> {
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_out_of_their_range_are_errors_of_the_command_line() {
+    fn flags_out_of_range_are_command_line_errors() {
         let args = parse("x --self-signed --service-address a.b.svc:443 --namespace n").unwrap();
         assert_eq!(args.api_service, "v1alpha1.cbt.storage.k8s.io");
         for (bad, named) in [

@@ -1,5 +1,6 @@
-//! Why a request got no VolumeSnapshotDelta, and how a Kubernetes client is told: the one place where causes become codes and reasons
-//! (docs/reference/aggregated-api.md has the table). What the driver itself refuses is none of these: it is the answer, in its status.
+//! Why a VolumeSnapshotDelta is refused, and the only place that maps causes to codes and reasons
+//! (table in docs/reference/aggregated-api.md). An error of the driver is not one of these: it is
+//! reported in the object's status.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::kubernetes::snapshot_delta::{GROUP, KIND, PLURAL};
 
-/// What stands in the way.
+/// The cause of a refusal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Cause {
     /// No certificate of the front proxy, or no user in its headers.
@@ -20,39 +21,39 @@ pub enum Cause {
     NotAllowed,
     /// Another verb than create.
     Verb,
-    /// A path that there is not.
+    /// A path that does not exist.
     Path,
-    /// What was sent is no VolumeSnapshotDelta.
+    /// The body is not a VolumeSnapshotDelta.
     Malformed,
-    /// A field has a value that cannot be answered.
+    /// A field has an invalid value.
     Invalid,
-    /// The body is in a format that is not read.
+    /// The format of the body is not supported.
     MediaType,
-    /// The answer is asked for in a format that is not written.
+    /// The requested format of the response is not supported.
     NotAcceptable,
     TooLarge,
-    /// Of one user, or in all.
+    /// Too many requests of one user, or of all users.
     TooMany,
     SnapshotMissing,
-    /// It may be ready later.
+    /// Not ready yet; a retry may help.
     SnapshotNotReady,
     SnapshotDeleting,
     ContentMissing,
-    /// The two are of different drivers or volumes, or the base is the newer one.
+    /// The snapshots belong to different drivers or volumes, or the base is newer.
     BaseUnfit,
     SecretMissing,
-    /// No DriverDiscovery of the driver.
+    /// The driver has no DriverDiscovery.
     DiscoveryMissing,
-    /// A DriverDiscovery by which nothing can be reached.
+    /// The DriverDiscovery has no usable endpoint.
     DiscoveryUnusable,
-    /// The driver's endpoint does not answer, or not as it should.
+    /// The driver's endpoint did not respond, or not correctly.
     EndpointUnavailable,
-    /// The driver cannot tell changed blocks.
+    /// The driver cannot report changed blocks.
     Unsupported,
-    /// The API server refused this server something, or did not answer.
+    /// The API server refused a call of this server, or did not respond.
     ApiServer,
     TimedOut,
-    /// This server ends.
+    /// This server is exiting.
     Exiting,
 }
 
@@ -84,21 +85,21 @@ impl Cause {
         Self::Exiting,
     ];
 
-    /// As in the table of the documentation, and in the metrics.
+    /// The value in the table of the documentation and in the metrics.
     pub fn label(self) -> &'static str {
-        self.told().0
+        self.row().0
     }
 
     pub fn code(self) -> StatusCode {
-        self.told().1
+        self.row().1
     }
 
-    /// As the API server names its own.
+    /// The reason in the API server's own terms.
     pub fn reason(self) -> &'static str {
-        self.told().2
+        self.row().2
     }
 
-    fn told(self) -> (&'static str, StatusCode, &'static str) {
+    fn row(self) -> (&'static str, StatusCode, &'static str) {
         use StatusCode as S;
         match self {
             Self::Unauthenticated => ("unauthenticated", S::UNAUTHORIZED, "Unauthorized"),
@@ -132,14 +133,14 @@ impl Cause {
     }
 }
 
-/// One refusal.
+/// A refusal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     pub cause: Cause,
-    /// What is wrong, by the name of the field or object, and what to do about it. Of what is [`Cause::Invalid`] or
-    /// [`Cause::BaseUnfit`]: `FIELD: WORDS`.
+    /// What is wrong, with the name of the field or object, and what to do. For [`Cause::Invalid`]
+    /// and [`Cause::BaseUnfit`] the format is `FIELD: MESSAGE`.
     pub message: String,
-    /// The object that it is about.
+    /// The object that caused it.
     object: Option<Object>,
     retry_after: Option<Duration>,
 }
@@ -156,29 +157,29 @@ impl Failure {
         Self { cause, message: message.into(), object: None, retry_after: None }
     }
 
-    /// Names the object that it is about: its group, its resource in the plural as the API server does, its name.
+    /// Sets the object: group, plural resource as in the API server's errors, and name.
     pub fn of(mut self, group: &'static str, kind: &'static str, name: &str) -> Self {
         self.object = Some(Object { group, kind, name: name.to_owned() });
         self
     }
 
-    /// Says when to try again.
+    /// Sets the delay of a retry.
     pub fn after(mut self, pause: Duration) -> Self {
         self.retry_after = Some(pause);
         self
     }
 
-    /// Seconds, at least one.
+    /// The delay in seconds, at least one.
     fn retry_after_seconds(&self) -> Option<u64> {
         self.retry_after.map(|pause| pause.as_millis().div_ceil(1000).max(1) as u64)
     }
 
-    /// Whether the message begins with a field's name.
+    /// Whether the message starts with a field's name.
     fn is_of_a_field(&self) -> bool {
         self.cause.code() == StatusCode::UNPROCESSABLE_ENTITY
     }
 
-    /// As `metav1.Status`.
+    /// The failure as a `metav1.Status`.
     pub fn status(&self) -> Value {
         let mut details = match &self.object {
             Some(Object { group, kind, name }) => {
@@ -235,7 +236,7 @@ mod tests {
     use crate::documented::row;
 
     #[test]
-    fn a_wrong_value_is_told_as_kubectl_shows_it_by_its_field() {
+    fn an_invalid_value_has_its_field_as_cause() {
         for (message, field, words) in [
             ("spec.mode: must be x: y", "spec.mode", "must be x: y"),
             ("does not fit", "spec", "does not fit"),
@@ -247,25 +248,25 @@ mod tests {
     }
 
     #[test]
-    fn the_table_of_the_documentation_has_each_cause_with_code_and_reason() {
+    fn every_cause_is_documented_with_code_and_reason() {
         let page = include_str!("../../docs/reference/aggregated-api.md");
         for cause in Cause::ALL {
             let label = cause.label();
             let row = row(page, label);
-            let told = (cause.code().as_u16().to_string(), cause.reason());
-            assert_eq!((row[2].to_owned(), row[3]), told, "{label}");
+            let expected = (cause.code().as_u16().to_string(), cause.reason());
+            assert_eq!((row[2].to_owned(), row[3]), expected, "{label}");
         }
     }
 
     #[test]
-    fn every_cause_has_a_name_of_its_own_and_a_code_of_an_error() {
+    fn every_cause_has_a_unique_label_and_an_error_code() {
         let labels: HashSet<_> = Cause::ALL.iter().map(|cause| cause.label()).collect();
         assert_eq!(labels.len(), Cause::ALL.len());
         assert!(Cause::ALL.iter().all(|cause| cause.code().as_u16() >= 400));
     }
 
     #[test]
-    fn a_client_is_told_in_seconds_when_to_try_again() {
+    fn the_retry_delay_is_returned_in_seconds() {
         let failure = |pause| Failure::new(Cause::TooMany, "x").after(pause).into_response();
         for (pause, seconds) in [(1, "1"), (1000, "1"), (1001, "2")] {
             let response = failure(Duration::from_millis(pause));

@@ -1,5 +1,5 @@
-//! What this server has, as clients of an API server ask for it: group, version, resource, and its own version. Other versions of the group are
-//! CustomResourceDefinitions and another's.
+//! The discovery documents: group, version, resource, and the server's own version. Other versions
+//! of the group are CustomResourceDefinitions, which the API server reports itself.
 
 use serde_json::{Value, json};
 
@@ -39,7 +39,7 @@ pub fn resources() -> Value {
     })
 }
 
-/// /apis, as apidiscovery.k8s.io of this version has it.
+/// /apis in the format of this version of apidiscovery.k8s.io.
 pub fn discovery(version: &str) -> Value {
     let resource = json!({
         "resource": PLURAL,

@@ -1,4 +1,4 @@
-//! The server's numbers. Labels come from fixed sets: nothing that a request says becomes one.
+//! The server's metrics. Labels come from fixed sets, never from a request.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,18 +12,18 @@ use prometheus_client::registry::Registry;
 
 use super::failure::Cause;
 
-/// Upper ends in seconds.
+/// Upper bounds of the buckets, in seconds.
 const BUCKETS: [f64; 14] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
 
-/// What is asked for.
+/// The kind of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Verb {
-    /// Of a VolumeSnapshotDelta.
+    /// Creates a VolumeSnapshotDelta.
     Create,
-    /// Discovery, OpenAPI, version.
+    /// Reads discovery, OpenAPI or version.
     Read,
-    /// What there is not.
+    /// Anything that the server does not have.
     Other,
 }
 
@@ -50,7 +50,7 @@ struct Of {
 
 type Histograms = Family<Of, Histogram, fn() -> Histogram>;
 
-/// Cheap to clone; all clones count into the same numbers.
+/// Clones share the metrics.
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -60,7 +60,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// `more` registers numbers that live elsewhere.
+    /// `more` registers metrics of other parts.
     pub fn new<T>(more: impl FnOnce(&mut Registry) -> T) -> (Self, T) {
         let mut registry = Registry::with_prefix("csi_loopback_aggregated_api");
         let requests = Family::<Request, Counter>::default();
@@ -74,14 +74,14 @@ impl Metrics {
         registry.register("request_seconds", "Duration of requests", seconds.clone());
         registry.register(
             "requests_rate_limited",
-            "Requests that were turned away as too many",
+            "Requests refused by a rate limit",
             limited.clone(),
         );
         let more = more(&mut registry);
         (Self { registry: Arc::new(registry), requests, seconds, limited }, more)
     }
 
-    /// A request was answered; `refused` is why not as it was asked.
+    /// Counts a request; `refused` is the cause if it was refused.
     pub fn answered(&self, verb: Verb, refused: Option<Cause>, took: Duration) {
         let verb = verb.label();
         let outcome = refused.map_or("ok", Cause::label);

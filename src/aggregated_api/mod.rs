@@ -1,8 +1,10 @@
-//! The mode `aggregated-api`: VolumeSnapshotDelta (KEP-3314, VolumeSnapshotDelta), served through the aggregation layer of the
-//! Kubernetes API server. Created and never stored: each request is authenticated by the front proxy's word,
-//! authorized by the API server, answered by the driver's sidecar, page by page.
+//! The mode `aggregated-api`: VolumeSnapshotDelta (KEP-3314, VolumeSnapshotDelta), served through
+//! the aggregation layer of the Kubernetes API server. Objects are created and never stored: each
+//! request is authenticated by the front proxy, authorized by the API server, and served by the
+//! driver's sidecar, one page at a time.
 //!
-//! Any number of replicas may serve. One of them leads and keeps the conditions of DriverDiscovery objects.
+//! Any number of replicas may serve. The leader maintains the conditions of DriverDiscovery
+//! objects.
 
 mod accept;
 mod args;
@@ -21,5 +23,5 @@ mod server;
 pub use args::Args;
 pub use server::run;
 
-/// What this role says of itself where it lacks a right.
-const WHO: &str = "aggregated API server";
+/// This role, in errors about its permissions.
+const ROLE: &str = "aggregated API server";

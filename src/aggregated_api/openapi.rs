@@ -1,5 +1,6 @@
-//! What a VolumeSnapshotDelta looks like, for `kubectl explain` and for whoever checks an object before it is sent: OpenAPI v2 and v3,
-//! made from the types. The same description says which fields there are when one is read ([`known`]).
+//! The OpenAPI v2 and v3 schemas of a VolumeSnapshotDelta, generated from the types, for `kubectl
+//! explain` and client-side validation. Decoding uses the same schema to find unknown fields
+//! ([`known`]).
 
 use std::sync::LazyLock;
 
@@ -12,15 +13,15 @@ use crate::kubernetes::snapshot_delta::{
     API_VERSION, GROUP, KIND, PLURAL, VERSION, VolumeSnapshotDeltaSpec, VolumeSnapshotDeltaStatus,
 };
 
-/// Of the object, in both documents.
+/// Name of the schema in both documents.
 const NAME: &str = "io.k8s.storage.cbt.v1alpha1.VolumeSnapshotDelta";
-/// Of the OpenAPI documents; v3's is per group version.
+/// Path of the v3 document of the group version.
 pub const V3_PATH: &str = "/openapi/v3/apis/cbt.storage.k8s.io/v1alpha1";
 
-/// A document, and what identifies it as long as it is the same.
+/// A document and its ETag.
 pub struct Document {
     pub body: String,
-    /// An ETag (RFC 9110, section 8.8.3).
+    /// ETag (RFC 9110, section 8.8.3).
     pub etag: String,
 }
 
@@ -39,16 +40,16 @@ fn hash(body: &str) -> String {
 /// /openapi/v2
 pub static V2: LazyLock<Document> = LazyLock::new(|| {
     let reference = json!({ "$ref": format!("#/definitions/{NAME}") });
-    let mut operation = operation(|code, says| {
-        (code.to_owned(), json!({ "description": says, "schema": reference }))
+    let mut operation = operation(|code, description| {
+        (code.to_owned(), json!({ "description": description, "schema": reference }))
     });
     operation["consumes"] = json!(["application/json"]);
     operation["produces"] = json!(["application/json"]);
-    let query = parameters().into_iter().map(|(name, place, says)| {
+    let query = parameters().into_iter().map(|(name, place, description)| {
         let required = place == "path";
         json!({
             "name": name, "in": place, "type": "string", "uniqueItems": true, "required": required,
-            "description": says,
+            "description": description,
         })
     });
     let body = json!({ "name": "body", "in": "body", "required": true, "schema": reference });
@@ -65,13 +66,13 @@ pub static V2: LazyLock<Document> = LazyLock::new(|| {
 pub static V3: LazyLock<Document> = LazyLock::new(|| {
     let reference = json!({ "$ref": format!("#/components/schemas/{NAME}") });
     let content = json!({ "application/json": { "schema": reference } });
-    let mut operation = operation(|code, says| {
-        (code.to_owned(), json!({ "description": says, "content": content }))
+    let mut operation = operation(|code, description| {
+        (code.to_owned(), json!({ "description": description, "content": content }))
     });
     operation["requestBody"] = json!({ "required": true, "content": content });
-    let parameters = parameters().into_iter().map(|(name, place, says)| {
+    let parameters = parameters().into_iter().map(|(name, place, description)| {
         json!({
-            "name": name, "in": place, "required": place == "path", "description": says,
+            "name": name, "in": place, "required": place == "path", "description": description,
             "schema": { "type": "string" },
         })
     });
@@ -84,24 +85,24 @@ pub static V3: LazyLock<Document> = LazyLock::new(|| {
     }))
 });
 
-/// /openapi/v3: where the documents are.
+/// /openapi/v3: the list of documents.
 pub static V3_ROOT: LazyLock<Document> = LazyLock::new(|| {
     let url = format!("{V3_PATH}?hash={}", hash(&V3.body));
     let group_version = format!("apis/{API_VERSION}");
     Document::new(&json!({ "paths": { group_version: { "serverRelativeURL": url } } }))
 });
 
-/// Fields that `schema`, an object's, knows, with the schema of each. None where any field is good.
+/// The fields of an object's schema, with their schemas. `None` if any field is allowed.
 pub fn known(schema: &Value) -> Option<&Map<String, Value>> {
     schema.get("properties").and_then(Value::as_object)
 }
 
-/// Of a VolumeSnapshotDelta, whole: nothing in it refers to anything else.
+/// The complete schema of a VolumeSnapshotDelta, without references.
 pub static SCHEMA: LazyLock<Value> = LazyLock::new(|| {
     json!({
         "type": "object",
-        "description": "Asks for the blocks that differ between two VolumeSnapshots of its namespace, or that one holds, and is \
-            answered in its status. It can only be created and is never stored.",
+        "description": "Requests the blocks that differ between two VolumeSnapshots of its namespace, or that one holds; the status \
+            has the result. It can only be created and is never stored.",
         "required": ["spec"],
         "properties": {
             "apiVersion": text(&format!("{API_VERSION}.")),
@@ -123,11 +124,11 @@ fn of<T: JsonSchema>() -> Value {
     schema
 }
 
-/// Leaves out what clients of Kubernetes do not know, and what the type's zero says already.
+/// Removes keywords that Kubernetes clients do not know, and zero defaults.
 fn plain(schema: &mut Value) {
     match schema {
         Value::Object(map) => {
-            // A field can have any name; what is under "properties" are fields.
+            // Under "properties" the keys are field names, which may equal keywords.
             if map.get("type").is_some_and(Value::is_string) {
                 for word in ["title", "nullable", "default"] {
                     map.remove(word);
@@ -157,7 +158,9 @@ fn path() -> String {
 
 fn operation(response: impl Fn(&str, &str) -> (String, Value)) -> Value {
     let responses: Map<String, Value> =
-        [response("201", "Created: answered, and not stored")].into_iter().collect();
+        [response("201", "Created: the response has the result; nothing is stored")]
+            .into_iter()
+            .collect();
     json!({
         "operationId": "createCbtStorageV1alpha1NamespacedVolumeSnapshotDelta",
         "description": "create a VolumeSnapshotDelta",
@@ -168,18 +171,18 @@ fn operation(response: impl Fn(&str, &str) -> (String, Value)) -> Value {
     })
 }
 
-/// Name, place and meaning.
+/// Name, location and description.
 fn parameters() -> [(&'static str, &'static str, &'static str); 5] {
     [
         ("namespace", "path", "Namespace of the VolumeSnapshots."),
         ("pretty", "query", "Has no effect."),
-        ("dryRun", "query", "All: has no effect, since nothing is stored in any case."),
-        ("fieldManager", "query", "Has no effect, since nothing is stored."),
+        ("dryRun", "query", "All: has no effect, because nothing is stored."),
+        ("fieldManager", "query", "Has no effect, because nothing is stored."),
         (
             "fieldValidation",
             "query",
-            "What becomes of fields that are unknown or there twice: Strict refuses them, Warn (the default) warns, Ignore ignores \
-             them.",
+            "Treatment of unknown or duplicate fields: Strict refuses them, Warn (the default) returns a warning, Ignore \
+             ignores them.",
         ),
     ]
 }
@@ -206,33 +209,33 @@ fn number(description: &str) -> Value {
     json!({ "type": "integer", "format": "int64", "description": description })
 }
 
-/// ObjectMeta of meta/v1. All of it is taken, and comes back as it was sent.
+/// ObjectMeta of meta/v1. It is accepted completely and returned unchanged.
 fn metadata() -> Value {
     let owner = json!({
         "type": "object",
         "required": ["apiVersion", "kind", "name", "uid"],
         "properties": {
-            "apiVersion": text("Of the owner."), "kind": text("Of the owner."),
-            "name": text("Of the owner."), "uid": text("Of the owner."),
-            "controller": { "type": "boolean", "description": "Whether it is the controller." },
-            "blockOwnerDeletion": { "type": "boolean", "description": "Whether it waits." },
+            "apiVersion": text("API version of the owner."), "kind": text("Kind of the owner."),
+            "name": text("Name of the owner."), "uid": text("UID of the owner."),
+            "controller": { "type": "boolean", "description": "Whether the owner is the controller." },
+            "blockOwnerDeletion": { "type": "boolean", "description": "Whether the owner's deletion waits." },
         },
     });
     let managed = json!({
         "type": "object",
         "properties": {
-            "apiVersion": text("Of the fields."), "fieldsType": text("FieldsV1."),
+            "apiVersion": text("API version of the fields."), "fieldsType": text("FieldsV1."),
             "fieldsV1": { "type": "object", "description": "The fields." },
-            "manager": text("Who manages them."), "operation": text("How they were written."),
-            "subresource": text("By which they were written."), "time": time("When."),
+            "manager": text("The field manager."), "operation": text("The operation."),
+            "subresource": text("The subresource."), "time": time("Time of the last write."),
         },
     });
     json!({
         "type": "object",
-        "description": "Standard object's metadata. Nothing is stored: it comes back as it was sent.",
+        "description": "Standard object metadata. Nothing is stored; it is returned unchanged.",
         "properties": {
-            "name": text("Name, which need not be given and need not be new."),
-            "generateName": text("Has no effect: no name is made."),
+            "name": text("Name. Optional, and need not be unique."),
+            "generateName": text("Has no effect: no name is generated."),
             "namespace": text("Namespace of the VolumeSnapshots."),
             "labels": map("Labels."),
             "annotations": map("Annotations."),
@@ -255,7 +258,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_description_has_every_field_of_the_types_with_words() {
+    fn the_schema_describes_every_field() {
         let spec = known(&SCHEMA["properties"]["spec"]).unwrap();
         let names: Vec<&str> = spec.keys().map(String::as_str).collect();
         let expected = [
@@ -267,7 +270,7 @@ mod tests {
             "targetVolumeSnapshotName",
         ];
         assert_eq!(names, expected);
-        fn look(path: &str, schema: &Value) {
+        fn visit(path: &str, schema: &Value) {
             assert!(schema.get("$ref").is_none() && schema.get("anyOf").is_none(), "{path}");
             assert!(schema["type"].is_string(), "{path}: {schema}");
             for (name, field) in known(schema).into_iter().flatten() {
@@ -275,10 +278,10 @@ mod tests {
                     field["description"].is_string() || path.contains("References"),
                     "{path}.{name}"
                 );
-                look(&format!("{path}.{name}"), field);
+                visit(&format!("{path}.{name}"), field);
             }
         }
-        look("", &SCHEMA);
+        visit("", &SCHEMA);
         let blocks = &SCHEMA["properties"]["status"]["properties"]["changedBlocks"];
         assert!(known(&blocks["items"]).unwrap().contains_key("blockSizeBytes"), "{blocks}");
         assert_eq!(spec["limit"]["format"], "int64");

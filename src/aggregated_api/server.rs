@@ -1,4 +1,4 @@
-//! The server from start to end: flags, API server, certificate, whom to believe, routes, election.
+//! The life of the server: flags, API server, certificate, authentication, routes, election.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use super::endpoint::Endpoints;
 use super::failure::Failure;
 use super::front_proxy::FrontProxy;
 use super::metrics::Metrics;
-use super::routes::{self, Creates, routes};
+use super::routes::{self, DeltaService, routes};
 use crate::kubernetes::api_service::CaBundle;
-use crate::kubernetes::leader::{Election, own_name};
-use crate::kubernetes::publish::keep;
+use crate::kubernetes::leader::{Election, candidate_name};
+use crate::kubernetes::publish::maintain;
 use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
 use crate::kubernetes::tls::identity::Identity;
 use crate::kubernetes::{https, tls};
 use crate::telemetry::http::Pages;
 use crate::telemetry::shutdown::Shutdown;
 
-/// As whom fields of others' objects are written.
+/// Field manager of writes to other parties' objects.
 const MANAGER: &str = "csi-loopback-aggregated-api";
 
-/// Serves until a signal has come.
+/// Serves until a signal arrives.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     args.role.clone().run(|shutdown| serve(args, shutdown))
 }
@@ -50,20 +50,21 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
-        identity: own_name(args.identity.as_deref().unwrap_or("server"))?,
+        identity: candidate_name(args.identity.as_deref().unwrap_or("server"))?,
         duration: args.lease_duration,
     };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), namespace, "serving VolumeSnapshotDelta");
     let leads = election.start(shutdown.clone());
-    let context = discovery::Context::new(kubernetes, endpoints, discovery::EVERY, of_discovery);
+    let context =
+        discovery::Context::new(kubernetes, endpoints, discovery::PROBE_INTERVAL, of_discovery);
     discovery::run(leads, Arc::new(context), &shutdown).await;
-    // Requests that run may end.
-    api.await.context("the API")?;
+    // Running requests may complete.
+    api.await.context("failed to serve the API")?;
     tracing::info!("stopped");
     Ok(())
 }
 
-/// Who answers.
+/// DeltaService the service of VolumeSnapshotDeltas.
 async fn deltas(
     args: &Args,
     kubernetes: &Client,
@@ -71,7 +72,7 @@ async fn deltas(
     metrics: delta::metrics::Metrics,
     shutdown: &Shutdown,
 ) -> anyhow::Result<Deltas> {
-    // A rate of its own: a flood of requests does not keep the rest from the API server.
+    // A separate rate limit: many reviews do not delay other calls.
     let reviews = args.kubernetes.connect().await?;
     Ok(Deltas::new(delta::Settings {
         client: kubernetes.clone(),
@@ -87,26 +88,26 @@ async fn deltas(
     }))
 }
 
-impl Creates for Deltas {
+impl DeltaService for Deltas {
     async fn create(
         &self,
         user: &UserInfo,
         namespace: &str,
-        asked: VolumeSnapshotDelta,
+        request: VolumeSnapshotDelta,
     ) -> Result<VolumeSnapshotDelta, Failure> {
-        Deltas::create(self, user, namespace, asked).await
+        Deltas::create(self, user, namespace, request).await
     }
 }
 
-/// What requests meet.
+/// Dependencies of the routes.
 struct Served<C> {
     front_proxy: FrontProxy,
     metrics: Metrics,
     deltas: C,
 }
 
-/// Begins to serve the API and, with an authority of its own, to keep it known to the API server.
-async fn serve_api<C: Creates>(
+/// Starts to serve the API and, with a self-signed authority, to publish its certificate.
+async fn serve_api<C: DeltaService>(
     args: &Args,
     kubernetes: &Client,
     identity: Identity,
@@ -115,24 +116,28 @@ async fn serve_api<C: Creates>(
 ) -> anyhow::Result<JoinHandle<()>> {
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
-    let config = tls::server_config_that_asks(&args.tls.files, identity.certificates, tls::HTTPS)?;
+    let config = tls::server_config_requesting_client_certificates(
+        &args.tls.files,
+        identity.certificates,
+        tls::HTTPS,
+    )?;
     let incoming = tls::incoming(listener, config, shutdown.clone());
     if let Some(trusted) = identity.trusted {
         let publication = CaBundle::new(&args.api_service, MANAGER);
-        tokio::spawn(keep(kubernetes.clone(), publication, trusted, shutdown.clone()));
+        tokio::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));
     }
     tracing::info!(%address, "serving the API");
     let Served { front_proxy, metrics, deltas } = served;
     let routes = routes(deltas, front_proxy, metrics, shutdown.clone());
     let (limits, refuse) = (routes::LIMITS, routes::refuse);
-    Ok(tokio::spawn(https::serve_as(incoming, routes, limits, refuse, shutdown.clone())))
+    Ok(tokio::spawn(https::serve_with(incoming, routes, limits, refuse, shutdown.clone())))
 }
 
 /// Health and metrics.
 fn pages(front_proxy: FrontProxy, metrics: Metrics) -> Pages {
     let health = move || match front_proxy.is_known() {
         true => Ok(()),
-        false => Err("it is not known yet whom to believe".into()),
+        false => Err("the front proxy's configuration is not known yet".into()),
     };
     Pages::new(Arc::new(health), Arc::new(move || metrics.scrape()))
 }

@@ -1,48 +1,49 @@
-//! How long snapshots stay good as bases of deltas: which ones are, and the retention that each may have of its own.
+//! Bases of deltas: which snapshots can be a base, and how long each is retained.
 
 use super::error::{Error, Kind, Result};
 use super::list::Page;
 use super::model::{Predecessor, Retention, Snapshot, SnapshotPhase, Volume};
 use super::store::Store;
 
-/// Maximum number of rows to read when searching for the first expiry: rows before it can be ids that are no longer bases.
+/// Maximum number of rows to read when searching for the first expiry. Rows before it can be ids
+/// that are no longer bases.
 const MAX_VISITED: usize = 10_000;
 
 /// A snapshot that can be the base of a delta.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Base {
     pub snapshot: Snapshot,
-    /// When it ceases to be one, in seconds since the epoch. `None` for a snapshot that exists, and for a deleted one that the next
-    /// cut of its volume counts from: their time has not begun.
+    /// When it expires, in seconds since the epoch. `None` for an existing snapshot, and for a
+    /// deleted one that is the baseline of its volume: their retention has not begun.
     pub expires_at: Option<u64>,
 }
 
 /// Which bases to list.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum BasesOf {
+pub enum BaseFilter {
     /// All snapshots of this volume.
     Volume(String),
-    /// Those from which the changes to this snapshot are known, itself included.
+    /// The snapshots from which the changes to this snapshot are known, including itself.
     Target(String),
 }
 
 impl Base {
     fn new(store: &Store, snapshot: Snapshot) -> Self {
-        let expires_at = end(&snapshot, store.retention());
+        let expires_at = expiry(&snapshot, store.retention());
         Self { snapshot, expires_at }
     }
 }
 
-/// Of a deleted snapshot, only the data of a baseline is kept.
-fn end(row: &Snapshot, default: u64) -> Option<u64> {
+/// A deleted snapshot that still has data is a baseline, and does not expire.
+fn expiry(row: &Snapshot, default: u64) -> Option<u64> {
     row.retained_until(default).filter(|_| !row.has_data)
 }
 
-/// Up to `max` bases (0: all) after the token `after`, newest first. `Busy` for a token that this list never gave out.
-pub fn list(store: &Store, of: &BasesOf, after: Option<&str>, max: usize) -> Result<Page<Base>> {
+/// Up to `max` bases (0: all) after the token `after`, newest first. `Busy` for an invalid token.
+pub fn list(store: &Store, of: &BaseFilter, after: Option<&str>, max: usize) -> Result<Page<Base>> {
     let before = after.map_or(Ok(u64::MAX), sequence)?;
     let mut rows: Vec<Snapshot> = Vec::new();
-    // One more than the page holds says that there is a next one.
+    // One row more than the page holds shows that a next page exists.
     let take = |row: Snapshot| {
         if row.is_base() && row.sequence < before {
             rows.push(row);
@@ -50,8 +51,8 @@ pub fn list(store: &Store, of: &BasesOf, after: Option<&str>, max: usize) -> Res
         max == 0 || rows.len() <= max
     };
     match of {
-        BasesOf::Volume(id) => of_volume(store, id, before, take)?,
-        BasesOf::Target(id) => of_target(store, id, take)?,
+        BaseFilter::Volume(id) => of_volume(store, id, before, take)?,
+        BaseFilter::Target(id) => of_target(store, id, take)?,
     }
     let has_more = max > 0 && rows.len() > max;
     if has_more {
@@ -61,12 +62,12 @@ pub fn list(store: &Store, of: &BasesOf, after: Option<&str>, max: usize) -> Res
     Ok(Page { items: rows.into_iter().map(|row| Base::new(store, row)).collect(), next })
 }
 
-/// The token of a page is the sequence number of the last snapshot that the caller has seen.
+/// The token of a page is the sequence number of the last snapshot on the previous page.
 fn sequence(token: &str) -> Result<u64> {
     let is_number = token.bytes().all(|byte| byte.is_ascii_digit());
     token.parse().ok().filter(|_| is_number).ok_or_else(|| {
         Error::Busy(format!(
-            "starting_token: {token:?} is not a token of this list; start from the beginning"
+            "starting_token: {token:?} is not valid for this list; list again from the beginning"
         ))
     })
 }
@@ -104,17 +105,18 @@ fn of_target(store: &Store, id: &str, mut take: impl FnMut(Snapshot) -> bool) ->
     Ok(())
 }
 
-/// Gives a snapshot a retention of its own, or takes it away. Idempotent. `Precondition` where its record was dropped.
+/// Sets or clears the retention of a snapshot. Idempotent. `Precondition` if its change record was
+/// dropped.
 pub fn retain(store: &Store, id: &str, retention: Option<Retention>) -> Result<Base> {
     let row = base(store, id)?;
-    let _lock = store.locks.take([row.volume_id.as_str()])?;
+    let _lock = store.locks.try_lock([row.volume_id.as_str()])?;
     let row = base(store, id)?;
     if row.retention == retention {
         return Ok(Base::new(store, row));
     }
     let row = Snapshot { retention, ..row };
     store.catalog.write(|tx| {
-        // What makes room is never refused for want of it.
+        // A change that frees space must succeed on a full pool.
         if retention != Some(Retention::For(0)) {
             tx.check_room()?;
         }
@@ -128,22 +130,22 @@ fn base(store: &Store, id: &str) -> Result<Snapshot> {
     match row {
         Some(row) if row.is_base() => Ok(row),
         Some(row) if row.is_forgotten() => Err(Error::Precondition(format!(
-            "snapshot_id: {id:?} is no base any more: its change record was dropped when its retention was over"
+            "snapshot_id: {id:?} is no longer a base: its change record expired; take a full backup"
         ))),
         _ => Err(Error::not_found(Kind::Snapshot, id)),
     }
 }
 
-/// How many rows there are of deleted snapshots, and when the first of them ceases to be a base.
+/// The number of deleted snapshots with a row, and when the first of them expires as a base.
 pub fn retained(store: &Store) -> Result<(u64, Option<u64>)> {
     let reading = store.catalog.read()?;
     let (mut first, mut visited): (Option<u64>, usize) = (None, 0);
-    reading.visit_ends(|row| {
+    reading.visit_by_expiry(|row| {
         visited += 1;
-        let end = end(&row, store.retention())
+        let expiry = expiry(&row, store.retention())
             .filter(|_| matches!(row.phase, SnapshotPhase::Deleted { .. }));
-        first = first.into_iter().chain(end).min();
-        Ok(end.is_none() && visited < MAX_VISITED)
+        first = first.into_iter().chain(expiry).min();
+        Ok(expiry.is_none() && visited < MAX_VISITED)
     })?;
     Ok((reading.retained_count()?, first))
 }

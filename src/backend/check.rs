@@ -1,5 +1,5 @@
-//! `pool check`: verifies a pool offline against docs/design/on-disk-format.md, down to every bit of every
-//! change record, and says for each kind of damage what it is and what to do.
+//! `pool check`: verifies a pool offline against docs/design/on-disk-format.md, including every bit
+//! of every change record. Each finding names the damage and the remedy.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -17,21 +17,21 @@ use super::store::length;
 use super::tracker::{Bitmap, RecordReader, SEGMENT_BLOCKS};
 use super::units::BlockRange;
 
-/// The kinds of damage that are told apart.
+/// The kinds of damage that are reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FindingKind {
     MissingFile,
     TruncatedFile,
-    /// A record that fails its checksum, or cannot be what it claims to be.
+    /// A change record with a wrong checksum or impossible contents.
     DamagedRecord,
     BrokenChain,
-    /// A file that no row of the catalog accounts for.
+    /// A file without a row in the catalog.
     Orphan,
-    /// A bitmap that does not cover what the extents of the data say.
+    /// A bitmap that lacks blocks that the extents of the data show.
     BitmapDisagrees,
-    /// A snapshot's data that could be changed.
+    /// A snapshot's data without the immutable flag.
     NotImmutable,
-    /// An operation that did not end; the next start of the driver settles it.
+    /// An unfinished operation. The next start of the driver finishes or undoes it.
     Unfinished,
 }
 
@@ -53,15 +53,15 @@ impl fmt::Display for FindingKind {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     pub kind: FindingKind,
-    /// The volume, snapshot or file at fault.
+    /// The affected volume, snapshot or file.
     pub object: String,
     pub message: String,
 }
 
-/// What a check looked at and found.
+/// The result of a check.
 #[derive(Debug)]
 pub struct Report {
-    /// The kind of pool and its room.
+    /// The kind, directory and free space of the pool.
     pub description: String,
     pub findings: Vec<Finding>,
     pub volumes: u64,
@@ -80,8 +80,8 @@ struct Checker<'a> {
     records: u64,
 }
 
-/// Checks the pool of a data directory that no driver is using. An error means that it could not be
-/// checked at all; damage is in the report.
+/// Checks the pool of a data directory that no driver uses. An error means that the check failed;
+/// damage is in the report.
 pub fn check(data_dir: &Path) -> Result<Report> {
     check_pool(data_dir).map_err(|error| lost_pool::explain_start(data_dir, error))
 }
@@ -90,15 +90,15 @@ fn check_pool(data_dir: &Path) -> Result<Report> {
     if !data_dir.is_dir() {
         return Err(Error::Missing(format!("{}: no such directory", data_dir.display())));
     }
-    // A directory that is no pool is left as it is: it gets no lock file.
-    let early =
+    // A directory without a pool must not get a lock file.
+    let existing_lock =
         data_dir.join("lock").exists().then(|| super::lock_instance(data_dir)).transpose()?;
     let pool = pool::open_existing(data_dir)?;
-    let _lock = early.map_or_else(|| super::lock_instance(data_dir), Ok)?;
+    let _lock = existing_lock.map_or_else(|| super::lock_instance(data_dir), Ok)?;
     let (volumes, inline, snapshots, removals) =
         catalog::read_verified(&super::catalog_path(pool.root()), |rows| {
             let mut snapshots = BTreeMap::new();
-            rows.every_snapshot(|row| {
+            rows.for_each_snapshot(|row| {
                 snapshots.insert(row.id.clone(), row);
                 Ok(())
             })?;
@@ -141,7 +141,7 @@ impl Checker<'_> {
         self.findings.push(Finding { kind, object: object.to_owned(), message });
     }
 
-    /// Opens a file that must be there with `bytes`; a finding and `None` when it is not.
+    /// Opens a file of at least `bytes` bytes. Adds a finding and returns `None` if that fails.
     fn open(&mut self, path: &Path, object: &str, bytes: u64) -> Result<Option<File>> {
         let file = match File::open(path) {
             Ok(file) => file,
@@ -149,7 +149,7 @@ impl Checker<'_> {
                 self.find(
                     FindingKind::MissingFile,
                     object,
-                    format!("{} is gone; restore from a backup", name_of(path)),
+                    format!("{} is missing; restore from a backup", name_of(path)),
                 );
                 return Ok(None);
             }
@@ -173,7 +173,7 @@ impl Checker<'_> {
                 self.find(
                     FindingKind::Unfinished,
                     &volume.id,
-                    "being created or deleted; start the driver to settle it",
+                    "being created or deleted; start the driver to finish or undo it",
                 );
                 continue;
             }
@@ -184,18 +184,20 @@ impl Checker<'_> {
                 self.find(
                     FindingKind::BrokenChain,
                     &volume.id,
-                    format!("its baseline {baseline:?} is gone; the next backup is a full one"),
+                    format!(
+                        "its baseline {baseline:?} is missing; the next backup is a full backup"
+                    ),
                 );
             }
         }
         Ok(())
     }
 
-    /// Those in memory have no file.
+    /// A volume in memory has no file.
     fn check_inline(&mut self) -> Result<()> {
         for row in self.inline.clone() {
             if row.phase != Phase::Ready {
-                let message = "being made or removed; start the driver to settle it";
+                let message = "being created or removed; start the driver to finish or undo it";
                 self.find(FindingKind::Unfinished, &row.id, message);
             } else if !row.request.in_memory {
                 let path = self.pool.volume_path(&row.id);
@@ -207,11 +209,11 @@ impl Checker<'_> {
 
     fn check_snapshots(&mut self) -> Result<()> {
         for row in self.snapshots.clone().into_values() {
-            if row.phase == SnapshotPhase::Cutting {
+            if row.phase == SnapshotPhase::Taking {
                 self.find(
                     FindingKind::Unfinished,
                     &row.id,
-                    "being cut; start the driver to settle it",
+                    "being taken; start the driver to undo it",
                 );
                 continue;
             }
@@ -222,9 +224,9 @@ impl Checker<'_> {
             let chained = self.check_chain(&row);
             let Some(record) = self.check_record(&row)? else { continue };
             self.records += 1;
-            let meant = self.check_header(&row, &record);
-            // A record that counts from elsewhere disagrees with the data as a matter of course.
-            if let Some(data) = data.filter(|_| chained && meant) {
+            let matches = self.check_header(&row, &record);
+            // A record with another predecessor necessarily differs from the data.
+            if let Some(data) = data.filter(|_| chained && matches) {
                 self.check_bitmaps(&row, &record, &data)?;
             }
         }
@@ -240,25 +242,25 @@ impl Checker<'_> {
             self.find(
                 FindingKind::NotImmutable,
                 &row.id,
-                "its data lacks the immutable flag and may have been changed; cut a new snapshot",
+                "its data lacks the immutable flag and may have been changed; take a new snapshot",
             );
         }
         Ok(file)
     }
 
-    /// Whether the predecessor is one.
+    /// Whether the predecessor is valid.
     fn check_chain(&mut self, row: &Snapshot) -> bool {
         let Predecessor::Snapshot(id) = &row.predecessor else { return true };
         let broken = match self.snapshots.get(id) {
             None => Some(format!("its predecessor {id:?} is unknown")),
             Some(before) if before.volume_id != row.volume_id => {
-                Some(format!("its predecessor {id:?} is of another volume"))
+                Some(format!("its predecessor {id:?} belongs to another volume"))
             }
             Some(before) if before.sequence >= row.sequence => {
                 Some(format!("its predecessor {id:?} is not older"))
             }
             Some(before) if before.is_forgotten() => {
-                Some(format!("its predecessor {id:?} was forgotten"))
+                Some(format!("the change record of its predecessor {id:?} was dropped"))
             }
             Some(_) => None,
         };
@@ -268,7 +270,7 @@ impl Checker<'_> {
         broken.is_none()
     }
 
-    /// Reads all of a record, every segment with its checksum.
+    /// Reads every segment of a record and verifies its checksum.
     fn check_record(&mut self, row: &Snapshot) -> Result<Option<RecordReader>> {
         let path = self.pool.record_path(&row.id, row.record_generation);
         let Some(file) = self.open(&path, &row.id, 0)? else { return Ok(None) };
@@ -282,22 +284,22 @@ impl Checker<'_> {
         }
     }
 
-    /// Whether the record is the one that the catalog means.
+    /// Whether the record matches the row.
     fn check_header(&mut self, row: &Snapshot, record: &RecordReader) -> bool {
         let header = record.header();
         let since = match &row.predecessor {
             Predecessor::Snapshot(id) => Some(id),
             Predecessor::None(_) => None,
         };
-        let alike = header.snapshot_id == row.id
+        let same = header.snapshot_id == row.id
             && header.volume_id == row.volume_id
             && header.sequence == row.sequence
             && header.capacity_bytes == row.capacity_bytes;
-        if !alike {
-            let message = "its record is another snapshot's; take a full backup";
+        if !same {
+            let message = "its record belongs to another snapshot; take a full backup";
             self.find(FindingKind::DamagedRecord, &row.id, message);
         } else if header.predecessor.as_ref() != since {
-            let message = "its record counts from another snapshot than the catalog says";
+            let message = "its record has another predecessor than the catalog; take a full backup";
             self.find(FindingKind::BrokenChain, &row.id, message);
         } else {
             return true;
@@ -305,7 +307,7 @@ impl Checker<'_> {
         false
     }
 
-    /// Compares the data with the record, and with the predecessor's data where that is on disk.
+    /// Compares the record with the data and, if it exists, with the predecessor's data.
     fn check_bitmaps(&mut self, row: &Snapshot, record: &RecordReader, data: &File) -> Result<()> {
         let predecessor = match &row.predecessor {
             Predecessor::Snapshot(id) => self.snapshots.get(id).filter(|before| before.has_data),
@@ -314,7 +316,7 @@ impl Checker<'_> {
         let old = predecessor.and_then(|before| {
             let path = self.pool.snapshot_path(&before.id);
             let file = File::open(path).ok()?;
-            // One that was cut off has its own finding, and says nothing about this snapshot.
+            // A truncated file has its own finding and proves nothing about this snapshot.
             let whole = length(&file).is_ok_and(|bytes| bytes >= before.capacity_bytes);
             whole.then_some((file, before.capacity_bytes))
         });
@@ -322,7 +324,7 @@ impl Checker<'_> {
         let mut changed = Cover::new(record, Bitmap::Changed);
         let mut missed = None;
         let old_ref = old.as_ref().map(|(file, bytes)| (file, *bytes));
-        // Whatever precision the record was made with: it has to cover what differs.
+        // A record of any precision must cover exact differences.
         let new = (data, row.capacity_bytes);
         self.pool.compare(old_ref, new, Precision::Exact, &mut |finding| {
             let range = BlockRange::covering(finding.start..finding.end);
@@ -337,15 +339,13 @@ impl Checker<'_> {
             self.find(
                 FindingKind::BitmapDisagrees,
                 &row.id,
-                format!(
-                    "the record lacks what the data holds at byte {offset}; take a full backup"
-                ),
+                format!("the record lacks the block at byte {offset}; take a full backup"),
             );
         }
         Ok(())
     }
 
-    /// Files that the catalog does not account for.
+    /// Finds files without a row in the catalog.
     fn check_orphans(&mut self) -> Result<()> {
         let in_pool = self.inline.iter().filter(|row| !row.request.in_memory);
         let volumes: BTreeSet<String> = self
@@ -378,7 +378,7 @@ impl Checker<'_> {
             let entries = match fs::read_dir(&path) {
                 Ok(entries) => entries,
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                    let message = "the directory is gone; restore from a backup";
+                    let message = "the directory is missing; restore from a backup";
                     self.find(FindingKind::MissingFile, &place, message);
                     continue;
                 }
@@ -388,13 +388,13 @@ impl Checker<'_> {
                 let name = entry.context(listing)?.file_name().to_string_lossy().into_owned();
                 let file = format!("{place}/{name}");
                 if removals.contains(&file) {
-                    let message = "to be removed; start the driver to settle it";
+                    let message = "scheduled for removal; start the driver to remove it";
                     self.find(FindingKind::Unfinished, &file, message);
                 } else if !known.contains(&name) {
                     self.find(
                         FindingKind::Orphan,
                         &file,
-                        "no row of the catalog accounts for it; move it away after a look",
+                        "no row of the catalog refers to it; inspect it and move it away",
                     );
                 }
             }
@@ -403,7 +403,7 @@ impl Checker<'_> {
     }
 }
 
-/// Tells whether ascending ranges lie within a bitmap, with one segment in memory.
+/// Checks whether ascending ranges are within a bitmap. Holds one segment in memory.
 struct Cover<'a> {
     record: &'a RecordReader,
     bitmap: Bitmap,

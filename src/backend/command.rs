@@ -1,4 +1,4 @@
-//! Runs the tools that make, check and grow filesystems: bounded in time and in output.
+//! Runs the tools that create, check and grow filesystems, with limits on time and output.
 
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -8,19 +8,19 @@ use std::time::{Duration, Instant};
 use super::error::{Error, Result};
 use super::fail_point::reach;
 
-/// mkfs of 64 TiB takes seconds; more than this is a hang.
+/// mkfs of 64 TiB takes seconds. A tool that exceeds this hangs.
 const DEADLINE: Duration = Duration::from_secs(300);
 
-/// What is kept of a tool's output, in bytes.
+/// Maximum length of the stderr output that is kept, in bytes.
 const OUTPUT_BYTES: u64 = 4096;
 
-/// Runs a tool to its end. An error carries the first part of what it said.
+/// Runs a tool and waits for it. An error contains the beginning of its stderr output.
 pub fn run(command: &mut Command) -> Result<()> {
     run_with(command, &[0])
 }
 
-/// Runs a tool whose exit codes `good` all mean success.
-pub fn run_with(command: &mut Command, good: &[i32]) -> Result<()> {
+/// Runs a tool that reports success by any of the exit codes `success`.
+pub fn run_with(command: &mut Command, success: &[i32]) -> Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     let mut child = command
         .stdin(Stdio::null())
@@ -28,30 +28,30 @@ pub fn run_with(command: &mut Command, good: &[i32]) -> Result<()> {
         .stderr(Stdio::piped())
         .spawn()
         .map_err(|e| Error::Failed(format!("{name}: {e} (is it installed?)")))?;
-    let stderr = child.stderr.take();
+    let pipe = child.stderr.take();
     let reader = thread::spawn(move || {
         let mut text = Vec::new();
-        if let Some(mut stderr) = stderr {
-            // Keeps the head, drops the rest, never blocks the tool.
-            let _ = stderr.by_ref().take(OUTPUT_BYTES).read_to_end(&mut text);
-            let _ = std::io::copy(&mut stderr, &mut std::io::sink());
+        if let Some(mut pipe) = pipe {
+            // Discard the rest: a full pipe would block the tool.
+            let _ = pipe.by_ref().take(OUTPUT_BYTES).read_to_end(&mut text);
+            let _ = std::io::copy(&mut pipe, &mut std::io::sink());
         }
         String::from_utf8_lossy(&text).trim().to_owned()
     });
-    let status = ended(&mut child, &name).inspect_err(|_| {
-        // Nobody would wait for it any more.
+    let status = wait(&mut child, &name).inspect_err(|_| {
+        // Reap it: no other code waits for it.
         let _ = child.kill();
         let _ = child.wait();
     })?;
-    let said = reader.join().unwrap_or_default();
-    if status.code().is_some_and(|code| good.contains(&code)) {
+    let stderr = reader.join().unwrap_or_default();
+    if status.code().is_some_and(|code| success.contains(&code)) {
         Ok(())
     } else {
-        Err(Error::Failed(format!("{name} {status}: {said}")))
+        Err(Error::Failed(format!("{name} failed ({status}): {stderr}")))
     }
 }
 
-fn ended(child: &mut Child, name: &str) -> Result<ExitStatus> {
+fn wait(child: &mut Child, name: &str) -> Result<ExitStatus> {
     reach("tool.started")?;
     let deadline = Instant::now() + DEADLINE;
     let mut pause = Duration::from_millis(1);

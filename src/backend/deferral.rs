@@ -1,7 +1,9 @@
-//! Volumes in the hands of a container runtime (KEP-2857), inline or not: handing over, taking back, growing, and how
-//! they are. While a volume is handed over this host does not mount it at any path, and what has to be done on its
-//! filesystem is done on a superblock of this kernel that is live already, or not at all: it may be mounted in a
-//! virtual machine.
+//! Deferred volumes (KEP-2857), inline or not: handing them to a container runtime, taking them
+//! back, growth and condition.
+//!
+//! This host never mounts a deferred volume at a path. Work on its filesystem uses a superblock
+//! that this kernel already has; otherwise it is not done, because a virtual machine may have
+//! mounted the filesystem.
 
 use std::ffi::CString;
 use std::fs;
@@ -18,7 +20,7 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 use tracing::warn;
 
 use super::error::{Context, Error, Result};
-use super::fail_point::{meet, reach};
+use super::fail_point::{hit, reach};
 use super::filesystem::{self, Mount};
 use super::format::{self, Formatted};
 use super::loop_device::LoopDevice;
@@ -27,109 +29,113 @@ use super::runtime::{DeferredMount, Runtime};
 use super::store::Store;
 use super::target::present;
 
-/// How long a container's mount may take to go, where a call waits for that.
-pub const PATIENCE: Duration = Duration::from_secs(10);
-const PAUSE: Duration = Duration::from_millis(5);
-/// How deep directories are looked into that may be strays.
+/// How long a call waits until a container's mount is gone.
+pub const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// Maximum depth for removing empty directories.
 const MAX_DEPTH: usize = 40;
 
-/// The way to the runtimes.
+/// The configured access to container runtimes, or `Precondition`.
 pub fn runtime(store: &Store) -> Result<&dyn Runtime> {
     store.config.runtime.as_deref().ok_or_else(|| {
         Error::Precondition(
-            "defer_fs_ops: this driver leaves no filesystem to a container runtime; start it with --enable-defer-fs-ops"
+            "defer_fs_ops: this driver does not support deferred mounts; start it with --enable-defer-fs-ops"
                 .to_owned(),
         )
     })
 }
 
-/// CSI's modes say how many may write on one node. A filesystem that several kernels had mounted would be lost, so one
-/// that is left to a runtime has one writer, who is one pod, or none.
-pub fn check_capability(wanted: &Publication) -> Result<()> {
-    let Access::Mount { flags, .. } = &wanted.capability.access else {
+/// Checks that a deferred volume has at most one writing pod. CSI's access modes count writers on a
+/// node, but two kernels that mount one filesystem for writing destroy it.
+pub fn check_capability(requested: &Publication) -> Result<()> {
+    let Access::Mount { flags, .. } = &requested.capability.access else {
         return Err(Error::invalid(
             "volume_capability.access_type",
-            "a raw block volume has no filesystem that could be left to a container runtime; leave defer_fs_ops out",
+            "a raw block volume has no filesystem to mount; omit defer_fs_ops",
         ));
     };
     filesystem::check_options(flags)?;
-    let has_one_writer = wanted.capability.mode == AccessMode::SingleNodeSingleWriter;
-    if has_one_writer || wanted.is_read_only() {
+    let has_one_writer = requested.capability.mode == AccessMode::SingleNodeSingleWriter;
+    if has_one_writer || requested.is_read_only() {
         return Ok(());
     }
     Err(Error::invalid(
         "volume_capability.access_mode",
-        "a filesystem that is left to a container runtime may be written to by one pod; use SINGLE_NODE_SINGLE_WRITER \
+        "only one pod may write to a deferred volume; use SINGLE_NODE_SINGLE_WRITER \
          (ReadWriteOncePod), or publish it read-only",
     ))
 }
 
-/// The options of a mount that a runtime makes.
+/// The mount options for the runtime.
 pub fn mount_flags(flags: &[String], fs_type: FsType, read_only: bool) -> Vec<String> {
     let mut flags: Vec<String> = flags.to_vec();
-    let mut add = |wanted: &str| {
-        if !flags.iter().flat_map(|flags| flags.split(',')).any(|flag| flag == wanted) {
-            flags.push(wanted.to_owned());
+    let mut add = |option: &str| {
+        if !flags.iter().flat_map(|flags| flags.split(',')).any(|flag| flag == option) {
+            flags.push(option.to_owned());
         }
     };
     if read_only {
         add("ro");
     }
-    // A restored volume has the identity of its source, which may be mounted too.
+    // A restored volume has the UUID of its source, which may also be mounted.
     if fs_type == FsType::Xfs {
         add("nouuid");
     }
     flags
 }
 
-/// Leaves a volume to the runtime. It can be repeated, whatever the runtime has done meanwhile.
+/// Hands a volume to the runtime. Idempotent in any state of the runtime.
 pub fn hand_over(store: &Store, mount: &DeferredMount<'_>) -> Result<()> {
     let runtime = runtime(store)?;
     let target = mount.target;
-    fs::create_dir_all(target).context(|| format!("making {}", target.display()))?;
+    fs::create_dir_all(target).context(|| format!("creating {}", target.display()))?;
     reach("deferral.directory_made")?;
     runtime.stage(mount)?;
     reach("deferral.staged")
 }
 
-/// Takes a volume back: waits until this kernel has it mounted nowhere, and then takes the runtime's word and what
-/// kubelet has made below the target away. `Precondition` where files are left there. A driver that no longer knows any runtime leaves the word where it is.
+/// Takes a volume back from the runtime: waits until this kernel has no mount of it, removes the
+/// file for the runtime, and removes empty directories that kubelet created below the target.
+/// `Precondition` if files remain there. Without a configured runtime the runtime's file is not
+/// removed.
 pub fn take_back(
     store: &Store,
     target: &Path,
     device: Option<&LoopDevice>,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<()> {
     if let Some(device) = device {
-        wait_until_free(device, patience)?;
+        wait_until_unmounted(device, timeout)?;
     }
     match &store.config.runtime {
         Some(runtime) => runtime.unstage(target)?,
         None => warn!(
             target = %target.display(),
-            "taken back from a container runtime without a word to it: this driver was started without --enable-defer-fs-ops"
+            "unpublished a deferred volume without notifying its container runtime: this driver runs without --enable-defer-fs-ops"
         ),
     }
     reach("deferral.unstaged")?;
-    match remove_strays(target)? {
+    match remove_empty_directories(target)? {
         0 => Ok(()),
-        // Kubelet cannot remove the directory either, and the pod would end no sooner if this said that all is well.
+        // kubelet cannot remove a directory with files either, so success here would not end the
+        // pod.
         kept => Err(Error::Precondition(format!(
-            "target_path: {} holds {kept} files on the disk of this node, written by a container whose runtime does not mount \
-             deferred volumes; move them away, and the pod can end; then make it with a RuntimeClass that does",
+            "target_path: {} contains {kept} files on the disk of this node, written by a container whose runtime does not \
+             mount deferred volumes; move the files away so that the pod can terminate, and use a RuntimeClass that does",
             target.display()
         ))),
     }
 }
 
-/// `Precondition` when this kernel still has the filesystem mounted, in whatever mount namespace, after `patience`.
-pub fn wait_until_free(device: &LoopDevice, patience: Duration) -> Result<()> {
-    let deadline = Instant::now() + patience;
-    while filesystem::live(device)?.is_some() {
+/// Waits until this kernel has no mount of the filesystem in any mount namespace. `Precondition`
+/// after `timeout`.
+pub fn wait_until_unmounted(device: &LoopDevice, timeout: Duration) -> Result<()> {
+    let deadline = Instant::now() + timeout;
+    while filesystem::mounted_type(device)?.is_some() {
         if Instant::now() >= deadline {
             let seen = filesystem::mounts_of(device)?;
             let place = seen.first().map_or_else(
-                || "in a container, or another mount namespace; end what runs there".to_owned(),
+                || "in a container or another mount namespace; stop its processes".to_owned(),
                 |mount| format!("at {}; unmount it there", mount.target.display()),
             );
             return Err(Error::Precondition(format!(
@@ -137,12 +143,12 @@ pub fn wait_until_free(device: &LoopDevice, patience: Duration) -> Result<()> {
                 device.path().display()
             )));
         }
-        sleep(PAUSE);
+        sleep(POLL_INTERVAL);
     }
     Ok(())
 }
 
-/// Has the runtime grow the filesystem to the volume's capacity, which the device has.
+/// Requests the runtime to grow the filesystem to the size of the device.
 pub fn grow<R: Formatted>(
     store: &Store,
     row: &mut R,
@@ -150,13 +156,14 @@ pub fn grow<R: Formatted>(
     device: &LoopDevice,
 ) -> Result<()> {
     let runtime = runtime(store)?;
-    format::grow_by(store, row, || {
+    format::grow_with(store, row, || {
         runtime.expand(target, device.size()?)?;
         reach("deferral.expanded")
     })
 }
 
-/// How a volume is that a runtime has. What is wrong with it here counts for more than what the runtime says.
+/// The statistics of a deferred volume. A problem on this host takes precedence over the runtime's
+/// condition.
 pub fn stats(
     store: &Store,
     target: &Path,
@@ -169,20 +176,20 @@ pub fn stats(
     })
 }
 
-/// What is wrong with where a volume is that a runtime has, if anything.
+/// Reports a deferred volume that is mounted on this host.
 pub fn defect(device: &LoopDevice, mounts: &[Mount]) -> Option<Condition> {
-    let mount = mounts.iter().find(|mount| mount.shows(device))?;
+    let mount = mounts.iter().find(|mount| mount.is_filesystem_of(device))?;
     let message = format!(
-        "{} is left to a container runtime and yet mounted on this host, at {}; unmount it there, and check the filesystem",
+        "{} belongs to a deferred volume but is mounted on this host at {}; unmount it there and check the filesystem",
         device.path().display(),
         mount.target.display()
     );
     Some(Condition::abnormal(HealthProblem::MountedOnHost, message))
 }
 
-/// Removes the empty directories below the target of a volume that was not mounted there: kubelet makes them for
-/// sub-paths. What else is there was written past the volume, and stays. Says how much that is.
-fn remove_strays(target: &Path) -> Result<usize> {
+/// Removes the empty directories that kubelet created for sub-paths below a target where nothing
+/// was mounted. Files there were written outside the volume, and remain. Returns their number.
+fn remove_empty_directories(target: &Path) -> Result<usize> {
     if !present(target)?.is_some_and(|found| found.is_dir()) {
         return Ok(0);
     }
@@ -197,8 +204,8 @@ fn open_directory<P: ?Sized + nix::NixPath>(at: impl AsFd, path: &P) -> nix::Res
     openat(at, path, flags, Mode::empty())
 }
 
-/// Removes the directories below this one that hold nothing but such. Says how much stays. No link is followed, and no
-/// other filesystem entered.
+/// Removes empty directories recursively and returns the number of other entries. Follows no link
+/// and enters no other filesystem.
 fn remove_empty(directory: OwnedFd, device: libc::dev_t, depth: usize) -> nix::Result<usize> {
     let mut kept = 0;
     let mut directory = Dir::from_fd(directory)?;
@@ -212,7 +219,7 @@ fn remove_empty(directory: OwnedFd, device: libc::dev_t, depth: usize) -> nix::R
     for name in names {
         let below = match open_directory(&directory, name.as_c_str()) {
             Ok(below) if depth > 0 && fstat(&below)?.st_dev == device => below,
-            // Not a directory, or gone.
+            // Not a directory, or removed meanwhile.
             Ok(_) | Err(Errno::ENOTDIR | Errno::ELOOP | Errno::ENOENT) => {
                 kept += 1;
                 continue;
@@ -221,7 +228,7 @@ fn remove_empty(directory: OwnedFd, device: libc::dev_t, depth: usize) -> nix::R
         };
         kept += remove_empty(below, device, depth - 1)?;
         match unlinkat(&directory, name.as_c_str(), UnlinkatFlags::RemoveDir) {
-            Ok(()) => meet("deferral.stray_removed").map_err(|_| Errno::EIO)?,
+            Ok(()) => hit("deferral.stray_removed").map_err(|_| Errno::EIO)?,
             Err(Errno::ENOTEMPTY | Errno::EEXIST | Errno::EBUSY | Errno::ENOENT) => {}
             Err(e) => return Err(e),
         }

@@ -1,6 +1,6 @@
-//! A file that is read and written past the page cache. After a write error the kernel keeps pages in its cache that
-//! never reached the disk and treats them as clean, for as long as anything keeps the filesystem mounted. What is read
-//! here is what the disk holds, so such pages are never mistaken for stored data.
+//! Direct I/O on a file, without the page cache. After a write error the kernel keeps pages in its
+//! cache that never reached the disk, and treats them as clean while the filesystem is mounted.
+//! Direct reads return the data on disk, so such pages are never mistaken for stored data.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -13,10 +13,11 @@ use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
 
 use super::sys;
 
-/// Alignment of offsets, lengths and memory for direct I/O, in bytes. Enough for every disk that the kernel supports.
+/// Alignment of offsets, lengths and memory for direct I/O, in bytes. Sufficient for every disk
+/// that Linux supports.
 const PAGE_BYTES: u64 = 4096;
 
-/// Bytes that are copied or filled at a time.
+/// Size of a single read or write, in bytes.
 pub const CHUNK: usize = 1 << 20;
 
 #[derive(Debug)]
@@ -24,7 +25,7 @@ pub struct DirectFile {
     file: File,
     /// False where the filesystem does not support direct I/O, such as tmpfs.
     direct: bool,
-    /// What was read through the page cache is dropped from it in the end.
+    /// Whether pages read through the page cache are dropped from it at the end.
     fills_cache: bool,
 }
 
@@ -36,7 +37,7 @@ impl Drop for DirectFile {
     }
 }
 
-/// Memory at an address that direct I/O accepts.
+/// A buffer that is aligned for direct I/O.
 pub struct Aligned {
     bytes: Vec<u8>,
     start: usize,
@@ -70,9 +71,9 @@ impl DirectFile {
         Self::open_with(path, File::options().read(true))
     }
 
-    /// The same file read through the page cache, filled in one sequential read, if the cache holds no page of it: so what is
-    /// read is what the disk holds, and much faster than page by page.
-    pub fn through_an_empty_cache(self) -> io::Result<Self> {
+    /// Switches to reading through the page cache, filled by one sequential read, if the cache
+    /// holds no page of the file. Then the cache equals the disk, and reads are much faster.
+    pub fn via_empty_page_cache(self) -> io::Result<Self> {
         let file = File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd()))?;
         if !self.direct || sys::cached_pages(&file).map_or(true, |pages| pages > 0) {
             return Ok(self);
@@ -85,7 +86,7 @@ impl DirectFile {
         Ok(Self { file, direct: false, fills_cache: true })
     }
 
-    /// Creates an empty file that only root can read. An existing one is truncated.
+    /// Creates an empty file that only root can read. Truncates an existing file.
     pub fn create(path: &Path) -> io::Result<Self> {
         Self::open_with(
             path,
@@ -97,7 +98,7 @@ impl DirectFile {
         match options.custom_flags(libc::O_DIRECT).open(path) {
             Ok(file) => {
                 let direct = Self { file, direct: true, fills_cache: false };
-                // Some filesystems accept the flag and refuse the first read.
+                // Some filesystems accept the flag but reject the first read.
                 match direct.read_some(&mut [0; 1], 0) {
                     Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
                     Err(e) => return Err(e),
@@ -108,8 +109,8 @@ impl DirectFile {
             Err(e) => return Err(e),
         }
         let file = options.custom_flags(0).open(path)?;
-        // The nearest to direct I/O: only pages that are on disk can be dropped from the cache. An error of the flush
-        // belongs to the writer; the file now shows what is on disk.
+        // The closest alternative to direct I/O: flush, then drop the cached pages. Only pages that
+        // are on disk can be dropped. An error of the flush belongs to the writer.
         let _ = file.sync_data();
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
         Ok(Self { file, direct: false, fills_cache: false })
@@ -120,7 +121,7 @@ impl DirectFile {
         Ok(self.file.metadata()?.len())
     }
 
-    /// Reads all of `out`; `UnexpectedEof` where the file ends before.
+    /// Reads all of `out`. `UnexpectedEof` if the file ends earlier.
     pub fn read_exact_at(&self, out: &mut [u8], offset: u64) -> io::Result<()> {
         let mut done = 0;
         while done < out.len() {
@@ -133,7 +134,8 @@ impl DirectFile {
         Ok(())
     }
 
-    /// Reads at `offset` into `out`, at most [`CHUNK`] bytes; returns how many, 0 at the end of the file.
+    /// Reads at most [`CHUNK`] bytes at `offset` into `out`. Returns the number of bytes, 0 at the
+    /// end of the file.
     pub fn read_some(&self, out: &mut [u8], offset: u64) -> io::Result<usize> {
         if !self.direct {
             return self.file.read_at(out, offset);
@@ -148,8 +150,9 @@ impl DirectFile {
         Ok(len)
     }
 
-    /// Reads whole pages into `out`, from `offset` on. What lies behind the file's first `len` bytes is zeros; `UnexpectedEof`
-    /// where the file is shorter than that. All of them are multiples of the page size, and `out` is [`Aligned`].
+    /// Reads whole pages from `offset` into `out`. Data after the first `len` bytes of the file
+    /// reads as zeros; `UnexpectedEof` if the file is shorter. All numbers are multiples of the
+    /// page size, and `out` is [`Aligned`].
     pub fn read_pages(&self, out: &mut [u8], offset: u64, len: u64) -> io::Result<()> {
         let wanted = len.saturating_sub(offset).min(out.len() as u64) as usize;
         let mut done = 0;
@@ -163,7 +166,7 @@ impl DirectFile {
         Ok(())
     }
 
-    /// Writes whole pages at an offset that is a multiple of the page size. They are durable after [`Self::sync_data`].
+    /// Writes whole pages at a page-aligned offset. Durable after [`Self::sync_data`].
     pub fn write_pages<'a>(
         &self,
         pages: impl ExactSizeIterator<Item = &'a [u8]>,
@@ -176,13 +179,13 @@ impl DirectFile {
         self.file.write_all_at(buffer.as_slice(), offset)
     }
 
-    /// Waits until what was written is on disk.
+    /// Makes written data durable.
     pub fn sync_data(&self) -> io::Result<()> {
         self.file.sync_data()
     }
 
-    /// Changes the length. A file that grows gets its blocks now, written with zeros, so that writes to them later need
-    /// no room: neither here nor in a sparse image below. On an error the length is as before.
+    /// Changes the length. New blocks are written with zeros, so later writes to them need no space
+    /// in the pool or below a sparse image. On an error the length is unchanged.
     pub fn resize(&self, len: u64) -> io::Result<()> {
         let old = self.len()?;
         self.file.set_len(len)?;
@@ -207,8 +210,8 @@ impl DirectFile {
         self.file.sync_data()
     }
 
-    /// Reserves blocks up to `len` bytes, beyond the end of the file where that is more. False when there is no room
-    /// for them. A filesystem that cannot reserve counts as one that has room.
+    /// Reserves blocks up to `len` bytes, also beyond the end of the file. Returns false if there
+    /// is no space. A filesystem that cannot reserve is treated as having space.
     pub fn reserve(&self, len: u64) -> bool {
         let reserved = fallocate(&self.file, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, len as i64);
         !matches!(reserved, Err(Errno::ENOSPC | Errno::EDQUOT))

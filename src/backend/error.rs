@@ -1,15 +1,15 @@
-//! The errors of the backend: one variant per decision that a caller can take, each with a message
-//! that names the object and the next step. The driver translates them to gRPC codes in one place.
+//! The errors of the backend: one variant for each decision of a caller. Each message names the
+//! object and the next step. `driver/status.rs` maps them to gRPC codes.
 
 use std::fmt;
 use std::io;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What helps where a pool is full, whatever its kind.
-pub const MORE_ROOM: &str = "delete volumes or snapshots, or give the pool more room (docs/reference/driver.md, \"Room in the pool\")";
+/// Advice for a full pool of any kind.
+pub const FREE_SPACE_ADVICE: &str = "delete volumes or snapshots, or add space to the pool (docs/reference/driver.md, \"Room in the pool\")";
 
-/// What an id names.
+/// The kind of object that an id names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Volume,
@@ -29,42 +29,42 @@ impl fmt::Display for Kind {
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The request is wrong and stays wrong: `field` is the name of the field at fault.
+    /// The request is invalid; a retry cannot succeed. `field` is the invalid field.
     #[error("{field}: {reason}")]
     Invalid { field: &'static str, reason: String },
 
     #[error("{kind} {id:?} does not exist")]
     NotFound { kind: Kind, id: String },
 
-    /// A path or another thing that the caller named is not there.
+    /// A path or object that the request names is missing.
     #[error("{0}")]
     Missing(String),
 
-    /// The name is taken by something made with other parameters.
+    /// An object with this name exists with other parameters.
     #[error("{0}")]
     AlreadyExists(String),
 
-    /// Another operation on the same object is under way: try again.
+    /// Another operation on the same object is in progress. Retry.
     #[error("{0}")]
     Busy(String),
 
-    /// What the operation needs of another process does not answer now, or cannot do it yet: try again. Whether it was
-    /// done is not known.
+    /// A required process or resource is not available. Retry. The operation may or may not have
+    /// been done.
     #[error("{0}")]
     Unavailable(String),
 
-    /// The state of the object forbids the operation; the message says what would allow it.
+    /// The state of the object does not allow the operation. The message says what to do first.
     #[error("{0}")]
     Precondition(String),
 
     #[error("{0}")]
     OutOfRange(String),
 
-    /// No room in the pool, or a limit is reached.
+    /// The pool is full, or a limit is reached.
     #[error("{0}")]
     Exhausted(String),
 
-    /// Something on disk is not what was written there. Nothing is guessed from it.
+    /// Data on disk differs from what was written. It is not used.
     #[error("{0}")]
     Damaged(String),
 
@@ -85,23 +85,22 @@ impl Error {
         Self::NotFound { kind, id: id.to_owned() }
     }
 
-    /// An I/O error with what was being done. A full disk becomes [`Error::Exhausted`], wherever it
-    /// is met.
+    /// Adds the failed action to an I/O error. A full disk is always [`Error::Exhausted`].
     pub fn io(doing: impl Into<String>, source: io::Error) -> Self {
         let doing = doing.into();
         match source.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => {
-                Self::Exhausted(format!("{doing}: no room left in the pool; {MORE_ROOM}"))
+                Self::Exhausted(format!("{doing}: no space left in the pool; {FREE_SPACE_ADVICE}"))
             }
             Some(libc::EFBIG) => Self::OutOfRange(format!(
-                "{doing}: the pool's filesystem does not hold files of this size"
+                "{doing}: the pool's filesystem does not support files of this size"
             )),
             _ => Self::Io { doing, source },
         }
     }
 }
 
-/// Adds what was being done to an I/O error.
+/// Adds the failed action to an I/O error.
 pub trait Context<T> {
     fn context(self, doing: impl FnOnce() -> String) -> Result<T>;
 }
@@ -123,9 +122,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_advice_for_a_full_pool_names_a_section_of_the_documentation() {
+    fn the_advice_for_a_full_pool_names_a_docs_section() {
         let page = include_str!("../../docs/reference/driver.md");
-        let section = MORE_ROOM.split('"').nth(1).unwrap();
+        let section = FREE_SPACE_ADVICE.split('"').nth(1).unwrap();
         assert!(
             page.lines()
                 .any(|line| line.trim_start_matches('#').trim() == section

@@ -1,11 +1,11 @@
-//! Extent maps of immutable files, and what two of them say about changes.
+//! Extent maps of immutable files, and their comparison.
 //!
-//! The rule: copy-on-write never overwrites a block that another file still references, so the
-//! *same logical offset at the same physical address, written in both* means unchanged. A range
-//! that reads as zeros in both (a hole, or an unwritten extent) is unchanged too. Everything else is
-//! changed, and what the kernel will not say plainly (inline, encoded, delayed, unknown) counts as
-//! changed and as data: too much is safe, too little is not. An anomaly is an error, never an
-//! empty answer.
+//! Rule: copy-on-write never overwrites a block that another file references. Therefore the *same
+//! logical offset at the same physical address, written in both* means unchanged. A range that
+//! reads as zeros in both (a hole or an unwritten extent) is unchanged too. Everything else is
+//! changed. An extent whose address says nothing about content (inline, encoded, delayed, unknown)
+//! is treated as changed and as data: reporting too much is safe, too little is not. An impossible
+//! map is an error, never an empty result.
 
 use std::fs::File;
 use std::ops::Range;
@@ -20,7 +20,7 @@ use linux_raw_sys::ioctl::{
 use super::error::{Context, Error, Result};
 use super::sys::{self, FiemapExtent};
 
-/// Flags under which an address says nothing about content.
+/// Flags of extents whose address says nothing about content.
 const OPAQUE: u32 = FIEMAP_EXTENT_UNKNOWN
     | FIEMAP_EXTENT_DELALLOC
     | FIEMAP_EXTENT_ENCODED
@@ -36,20 +36,20 @@ const UNDERSTOOD: u32 = OPAQUE
     | FIEMAP_EXTENT_SHARED
     | FIEMAP_EXTENT_UNWRITTEN;
 
-/// What stands behind a range of a file.
+/// The content of a range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Content {
     /// Reads as zeros: a hole or an unwritten extent.
     Zero,
     /// Written, at this physical address (bytes) for the range's first byte.
     Written(u64),
-    /// Unknown: equal to nothing, not even to itself.
+    /// Unknown: not equal to anything, including itself.
     Opaque,
 }
 
 impl Content {
-    /// What stands so many bytes further on, if it goes on like this.
-    fn after(self, bytes: u64) -> Self {
+    /// The content `bytes` further in the same extent.
+    fn advanced_by(self, bytes: u64) -> Self {
         match self {
             Self::Written(physical) => Self::Written(physical.wrapping_add(bytes)),
             Self::Zero | Self::Opaque => self,
@@ -65,8 +65,8 @@ struct Piece {
     content: Content,
 }
 
-/// What a comparison finds, both in bytes and ascending. The two flags are independent: a discarded
-/// range is changed and not allocated.
+/// A range found by a comparison, in bytes. Findings are ascending. The flags are independent: a
+/// discarded range is changed but not allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Finding {
     pub start: u64,
@@ -76,28 +76,28 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// Whether `next` follows without a gap and says the same.
-    pub fn goes_on(&self, next: &Self) -> bool {
+    /// Whether `next` is adjacent and has the same flags.
+    pub fn continues(&self, next: &Self) -> bool {
         self.end == next.start && self.allocated == next.allocated && self.changed == next.changed
     }
 }
 
-/// Reads extents in batches: (first byte asked for) → the extents from there on.
+/// Reads a batch of extents from the given byte on.
 type Fetch<'a> = Box<dyn FnMut(u64) -> Result<Vec<FiemapExtent>> + 'a>;
 
-/// Iterates over the extents of a file as the kernel reports them, checked.
+/// Reads and validates the extents of a file.
 pub struct ExtentReader<'a> {
     fetch: Fetch<'a>,
     batch: std::vec::IntoIter<FiemapExtent>,
-    /// Where the next extent may start.
+    /// The first byte after the last extent.
     position: u64,
-    /// Where that begins which goes on without a gap up to `position`.
+    /// The start of the contiguous range that ends at `position`.
     run_start: u64,
-    /// What would stand at `position` if it went on.
-    going_on: Option<Content>,
-    /// The first byte that is not of interest.
+    /// The content at `position` if the last extent continues.
+    continuation: Option<Content>,
+    /// The end of the range to read.
     limit: u64,
-    last_seen: bool,
+    at_end: bool,
 }
 
 impl<'a> ExtentReader<'a> {
@@ -111,17 +111,17 @@ impl<'a> ExtentReader<'a> {
 
     pub(crate) fn with(fetch: Fetch<'a>, limit: u64) -> Self {
         let batch = Vec::new().into_iter();
-        Self { fetch, batch, position: 0, run_start: 0, going_on: None, limit, last_seen: false }
+        Self { fetch, batch, position: 0, run_start: 0, continuation: None, limit, at_end: false }
     }
 
-    /// The next extent, cut to what lies at or after the last one's end and below the limit.
+    /// The next extent, truncated to the part from the previous one's end to the limit.
     pub fn next_extent(&mut self) -> Result<Option<FiemapExtent>> {
         loop {
             if let Some(extent) = self.batch.next() {
                 let Some(extent) = self.checked(extent)? else { continue };
                 return Ok(Some(extent));
             }
-            if self.last_seen || self.position >= self.limit {
+            if self.at_end || self.position >= self.limit {
                 return Ok(None);
             }
             let before = self.position;
@@ -135,22 +135,22 @@ impl<'a> ExtentReader<'a> {
         }
     }
 
-    /// A batch may begin with the extent that the last one ended in the middle of. Whatever else goes
-    /// back would say something else of what was reported.
+    /// A batch may begin with the extent in which the last batch ended. Any other overlap would
+    /// contradict reported extents.
     fn check_order(&self, batch: &[FiemapExtent]) -> Result<()> {
         let mut end = self.run_start;
         for extent in batch {
             if extent.logical < end {
-                return Err(damaged(extent, "overlaps the one before, or is out of order"));
+                return Err(damaged(extent, "overlaps the previous one or is out of order"));
             }
             end = extent.logical.saturating_add(extent.length);
         }
         Ok(())
     }
 
-    /// `None` for an extent that lies outside the range of interest.
+    /// Validates an extent. `None` if it is outside the range to read.
     fn checked(&mut self, extent: FiemapExtent) -> Result<Option<FiemapExtent>> {
-        self.last_seen |= extent.flags & FIEMAP_EXTENT_LAST != 0;
+        self.at_end |= extent.flags & FIEMAP_EXTENT_LAST != 0;
         let end = extent.logical.checked_add(extent.length);
         let Some(end) = end.filter(|end| *end > extent.logical) else {
             return Err(damaged(&extent, "is empty or overflows"));
@@ -158,23 +158,23 @@ impl<'a> ExtentReader<'a> {
         if extent.physical.checked_add(extent.length).is_none() {
             return Err(damaged(&extent, "overflows its device"));
         }
-        // What follows lies behind all that is of interest.
-        self.last_seen |= end >= self.limit;
+        // The following extents are beyond the limit.
+        self.at_end |= end >= self.limit;
         let start = extent.logical.max(self.position);
         let skipped = start - extent.logical;
-        let goes_on = self.going_on == Some(content(&extent).after(skipped));
-        if skipped > 0 && !goes_on {
-            return Err(damaged(&extent, "contradicts the one before"));
+        let continues = self.continuation == Some(content(&extent).advanced_by(skipped));
+        if skipped > 0 && !continues {
+            return Err(damaged(&extent, "contradicts the previous one"));
         }
         let end = end.min(self.limit);
         if start >= end {
             return Ok(None);
         }
-        if start > self.position || !goes_on {
+        if start > self.position || !continues {
             self.run_start = start;
         }
         self.position = end;
-        self.going_on = Some(content(&extent).after(end - extent.logical));
+        self.continuation = Some(content(&extent).advanced_by(end - extent.logical));
         let physical = extent.physical + skipped;
         Ok(Some(FiemapExtent::new(start, physical, end - start, extent.flags)))
     }
@@ -182,12 +182,12 @@ impl<'a> ExtentReader<'a> {
 
 fn damaged(extent: &FiemapExtent, what: &str) -> Error {
     Error::Damaged(format!(
-        "the kernel's extent map is not usable: the extent at {} of {} bytes {what}",
+        "the kernel returned an invalid extent map: the extent at {} of {} bytes {what}",
         extent.logical, extent.length
     ))
 }
 
-/// A file as pieces without a gap, from 0 to `end`.
+/// A file as contiguous pieces from 0 to `end`.
 struct Pieces<'a> {
     extents: ExtentReader<'a>,
     pending: Option<FiemapExtent>,
@@ -233,8 +233,9 @@ fn content(extent: &FiemapExtent) -> Content {
     }
 }
 
-/// Compares `new` with `old` (or with nothing), both immutable and of the given sizes in bytes, and
-/// reports every range of `new` that is allocated or changed. Cost and order follow the extents.
+/// Compares `new` with `old` (or with zeros), both immutable and of the given sizes in bytes.
+/// Reports every range of `new` that is allocated or changed, in ascending order. The cost follows
+/// the number of extents.
 pub fn compare(
     old: Option<(&File, u64)>,
     new: (&File, u64),
@@ -269,7 +270,7 @@ pub(crate) fn compare_maps(
                 left = old.next_piece()?;
                 continue;
             }
-            // Without an older file everything is compared with zeros.
+            // Without an older file, compare with zeros.
             let before = left.unwrap_or(Piece { start: 0, end: size, content: Content::Zero });
             let end = right.end.min(before.end);
             let finding = Finding {
@@ -287,7 +288,7 @@ pub(crate) fn compare_maps(
     Ok(())
 }
 
-/// Whether two pieces that both hold the byte `at` differ there.
+/// Whether two pieces that contain the byte `at` differ there.
 fn differ(old: Piece, new: Piece, at: u64) -> bool {
     match (old.content, new.content) {
         (Content::Zero, Content::Zero) => false,
@@ -297,7 +298,7 @@ fn differ(old: Piece, new: Piece, at: u64) -> bool {
 }
 
 /// Splits the data of `file` below `size` into ranges (bytes) of at most `extents` extents and
-/// `bytes` bytes each. The file may be written to meanwhile: what is missed is only work left.
+/// `bytes` bytes. The file may change meanwhile: missed data is cloned later.
 pub fn data_ranges(
     file: &File,
     size: u64,
@@ -336,7 +337,7 @@ mod tests {
     }
 
     fn reader(extents: Vec<FiemapExtent>, limit: u64) -> ExtentReader<'static> {
-        // Hands out two at a time, beginning with the one that holds `start`, as the kernel does.
+        // Returns two at a time, beginning with the one that contains `start`, as the kernel does.
         let fetch = move |start: u64| {
             let from = extents.iter().filter(|e| e.logical + e.length > start);
             Ok(from.take(2).copied().collect())
@@ -360,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_address_is_unchanged_however_the_extents_are_cut() {
+    fn same_address_is_unchanged_for_any_split_into_extents() {
         let old = vec![extent(0, 1000, 300, 0)];
         let new =
             vec![extent(0, 1000, 100, 0), extent(100, 1100, 100, 0), extent(200, 1200, 100, 0)];
@@ -368,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn another_address_is_changed_and_so_is_a_shifted_one() {
+    fn different_or_shifted_addresses_are_changed() {
         let old = vec![extent(0, 1000, 100, 0)];
         assert_eq!(
             findings(Some(old.clone()), vec![extent(0, 5000, 100, 0)], 100),
@@ -389,14 +390,14 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_and_an_unwritten_extent_both_read_zeros_and_are_equal() {
+    fn holes_and_unwritten_extents_are_equal() {
         let unwritten = vec![extent(0, 1000, 100, FIEMAP_EXTENT_UNWRITTEN)];
         assert_eq!(findings(Some(vec![]), unwritten.clone(), 100), []);
         assert_eq!(findings(Some(unwritten), vec![], 100), []);
     }
 
     #[test]
-    fn what_the_kernel_will_not_say_counts_as_changed_even_at_the_same_address() {
+    fn opaque_extents_are_changed_even_at_the_same_address() {
         for flag in [
             FIEMAP_EXTENT_UNKNOWN,
             FIEMAP_EXTENT_DELALLOC,
@@ -413,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn growth_is_changed_where_it_holds_data() {
+    fn growth_is_changed_where_it_has_data() {
         let old = vec![extent(0, 1000, 100, 0)];
         let new = vec![extent(0, 1000, 100, 0), extent(150, 9000, 50, 0)];
         assert_eq!(findings(Some(old), new, 200), [(0, 100, true, false), (150, 200, true, true)]);
@@ -425,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn an_impossible_map_is_an_error_and_never_an_empty_answer() {
+    fn an_impossible_extent_map_is_an_error() {
         let refused =
             [extent(0, 0, 0, 0), extent(u64::MAX - 1, 0, 10, 0), extent(0, u64::MAX - 1, 10, 0)];
         for bad in refused {
@@ -438,12 +439,12 @@ mod tests {
     }
 
     #[test]
-    fn extents_that_overlap_or_go_back_are_an_error() {
+    fn overlapping_or_unordered_extents_are_an_error() {
         let maps = [
             vec![vec![extent(50, 0, 50, 0), extent(0, 1000, 10, 0)]],
             vec![vec![extent(0, 0, 50, 0), extent(40, 1000, 50, 0)]],
             vec![vec![extent(50, 0, 50, 0)], vec![extent(40, 1000, 100, 0)]],
-            // A later batch says otherwise of what was reported: of the last extent, of one before.
+            // A later batch contradicts a reported extent: the last one, or an earlier one.
             vec![vec![extent(0, 0, 50, FIEMAP_EXTENT_UNWRITTEN)], vec![extent(0, 0, 60, 0)]],
             vec![vec![extent(0, 1000, 50, 0)], vec![extent(0, 2000, 60, 0)]],
             vec![
@@ -464,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn extents_behind_the_range_of_interest_are_its_end() {
+    fn extents_past_the_limit_end_the_map() {
         let fetch = |_| Ok(vec![extent(200, 0, 10, 0)]);
         let mut reader = ExtentReader::with(Box::new(fetch), 100);
         assert!(reader.next_extent().unwrap().is_none());

@@ -1,4 +1,4 @@
-//! Fail points ([`crate::fail_point`]) where errors are the backend's.
+//! Fail points ([`crate::fail_point`]) that return the backend's error type.
 
 use super::error::Result;
 pub use crate::fail_point::*;
@@ -14,5 +14,5 @@ pub fn reach(_name: &'static str) -> Result<()> {
 #[cfg(any(test, feature = "failpoints"))]
 pub fn reach(name: &'static str) -> Result<()> {
     use super::error::Context;
-    meet(name).context(|| format!("fail point {name}"))
+    hit(name).context(|| format!("fail point {name}"))
 }

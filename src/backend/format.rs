@@ -1,5 +1,5 @@
-//! The filesystem on a volume, inline or not: making it where there is none, never over data, and growing it
-//! after its volume.
+//! The filesystem on a volume, inline or not: creates it if the volume is empty, never over data,
+//! and grows it to the capacity of the volume.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +14,7 @@ use super::loop_device::LoopDevice;
 use super::model::{Format, FsType, Inline, Volume};
 use super::store::Store;
 
-/// A row whose blocks may carry a filesystem.
+/// A row of a volume that may have a filesystem.
 pub trait Formatted: Row {
     fn capacity_bytes(&self) -> u64;
     fn format(&mut self) -> &mut Option<Format>;
@@ -40,46 +40,48 @@ impl Formatted for Inline {
     }
 }
 
-/// Makes sure that a volume to be mounted holds the filesystem that is `wanted` (or any), and says
-/// which it is.
+/// Ensures that a volume has a filesystem of type `requested` (or any), and returns its type.
 pub fn ensure(
     store: &Store,
     volume: &mut Volume,
     backing: &File,
     device: &LoopDevice,
-    wanted: Option<FsType>,
+    requested: Option<FsType>,
 ) -> Result<FsType> {
     let present = match volume.format {
         Some(Format { unfinished: true, .. }) => None,
         Some(format) => Some(format.fs_type),
-        None => recognise(store, volume, backing, device)?,
+        None => detect(store, volume, backing, device)?,
     };
-    let fs_type = wanted.or(present).or(volume.request.fs_type).unwrap_or(FsType::Ext4);
+    let fs_type = requested.or(present).or(volume.request.fs_type).unwrap_or(FsType::Ext4);
     match present {
         Some(present) if present == fs_type => Ok(fs_type),
         Some(present) => Err(Error::Precondition(format!(
-            "fs_type: {:?} holds {present}, not {fs_type}",
+            "fs_type: {:?} contains {present}, not {fs_type}",
             volume.id
         ))),
         None => make(store, volume, device, fs_type).map(|()| fs_type),
     }
 }
 
-/// What is on a volume that was not formatted here: by its source, or through the raw device.
-fn recognise(
+/// Detects the filesystem of a volume that has no recorded format: it comes from its source, or was
+/// written through the raw device.
+fn detect(
     store: &Store,
     volume: &mut Volume,
     backing: &File,
     device: &LoopDevice,
 ) -> Result<Option<FsType>> {
-    let found = filesystem::recognise(&device.open(false)?)?;
+    let found = filesystem::detect(&device.open(false)?)?;
     match found {
-        // How far it has grown is not known.
-        Some(fs_type) => note(store, volume, Format { fs_type, size_bytes: 0, unfinished: false })?,
+        // Its size is unknown.
+        Some(fs_type) => {
+            record(store, volume, Format { fs_type, size_bytes: 0, unfinished: false })?
+        }
         None if holds_data(backing)? => {
             return Err(Error::Precondition(format!(
-                "volume_capability: {:?} holds data that is no filesystem known here; use it as a \
-                 block volume",
+                "volume_capability: {:?} contains data but no supported filesystem; use it as a \
+                 raw block volume",
                 volume.id
             )));
         }
@@ -88,7 +90,7 @@ fn recognise(
     Ok(found)
 }
 
-/// Makes a filesystem of this type. What is on the blocks is nobody's data.
+/// Creates a filesystem of this type. The caller knows that the blocks contain no data.
 pub fn make<R: Formatted>(
     store: &Store,
     row: &mut R,
@@ -96,16 +98,16 @@ pub fn make<R: Formatted>(
     fs_type: FsType,
 ) -> Result<()> {
     let size_bytes = row.capacity_bytes();
-    note(store, row, Format { fs_type, size_bytes, unfinished: true })?;
+    record(store, row, Format { fs_type, size_bytes, unfinished: true })?;
     filesystem::make(fs_type, device.path())?;
     reach("format.made")?;
     device.flush()?;
     reach("format.flushed")?;
-    note(store, row, Format { fs_type, size_bytes, unfinished: false })
+    record(store, row, Format { fs_type, size_bytes, unfinished: false })
 }
 
-/// Writes down what is on the blocks.
-pub fn note<R: Formatted>(store: &Store, row: &mut R, format: Format) -> Result<()> {
+/// Records the format in the row.
+pub fn record<R: Formatted>(store: &Store, row: &mut R, format: Format) -> Result<()> {
     *row.format() = Some(format);
     store.catalog.write(|tx| tx.put(&*row))
 }
@@ -114,11 +116,11 @@ fn holds_data(backing: &File) -> Result<bool> {
     match lseek(backing, 0, Whence::SeekData) {
         Ok(_) => Ok(true),
         Err(nix::Error::ENXIO) => Ok(false),
-        Err(e) => Err(Error::io("looking for data", io::Error::from(e))),
+        Err(e) => Err(Error::io("searching for data", io::Error::from(e))),
     }
 }
 
-/// Forgets what is known of a volume's content: whoever has the raw device may write anything.
+/// Clears the recorded format: a user of the raw device may write anything.
 pub fn forget(store: &Store, volume: &mut Volume) -> Result<()> {
     if volume.format.is_none() {
         return Ok(());
@@ -127,17 +129,17 @@ pub fn forget(store: &Store, volume: &mut Volume) -> Result<()> {
     store.catalog.write(|tx| tx.put(&*volume))
 }
 
-/// The filesystem of a volume that is smaller than the volume, and need not be.
-fn to_grow<R: Formatted>(row: &mut R) -> Option<Format> {
+/// The format, if the filesystem is smaller than the volume and can grow.
+fn growable<R: Formatted>(row: &mut R) -> Option<Format> {
     let capacity_bytes = row.capacity_bytes();
     row.format().filter(|format| {
         format.size_bytes < capacity_bytes && filesystem::grows_to(format.fs_type, capacity_bytes)
     })
 }
 
-/// Before the mount: grows what this process may not grow once it is mounted.
+/// Grows a filesystem before it is mounted, if this process may not grow it when mounted.
 pub fn grow_unmounted<R: Formatted>(store: &Store, row: &mut R, device: &LoopDevice) -> Result<()> {
-    let Some(format) = to_grow(row).filter(|format| !filesystem::grows_online(format.fs_type))
+    let Some(format) = growable(row).filter(|format| !filesystem::grows_online(format.fs_type))
     else {
         return Ok(());
     };
@@ -145,43 +147,43 @@ pub fn grow_unmounted<R: Formatted>(store: &Store, row: &mut R, device: &LoopDev
     grown(store, row, format)
 }
 
-/// Grows a filesystem that nobody has mounted to the volume's capacity, where it has not been done, with nobody seeing it.
-pub fn grow_unseen<R: Formatted>(store: &Store, row: &mut R, device: &LoopDevice) -> Result<()> {
-    let Some(format) = to_grow(row) else { return Ok(()) };
+/// Grows an unmounted filesystem to the capacity of the volume, without a visible mount.
+pub fn grow_offline<R: Formatted>(store: &Store, row: &mut R, device: &LoopDevice) -> Result<()> {
+    let Some(format) = growable(row) else { return Ok(()) };
     match format.fs_type {
         FsType::Ext4 => filesystem::grow_unmounted(FsType::Ext4, device.path())?,
         fs_type => {
-            let root = filesystem::mount_unseen(device, fs_type)?;
-            filesystem::grow_unseen(&root, fs_type, device.size()?)?;
+            let root = filesystem::mount_detached(device, fs_type)?;
+            filesystem::grow_detached(&root, fs_type, device.size()?)?;
         }
     }
     grown(store, row, format)
 }
 
-/// Has somebody else, who has the filesystem mounted, grow it to the volume's capacity, where it has not been done.
-pub fn grow_by<R: Formatted>(
+/// Grows the filesystem to the capacity of the volume with `grow`, if it is smaller.
+pub fn grow_with<R: Formatted>(
     store: &Store,
     row: &mut R,
     grow: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
-    let Some(format) = to_grow(row) else { return Ok(()) };
+    let Some(format) = growable(row) else { return Ok(()) };
     grow()?;
     grown(store, row, format)
 }
 
-/// Grows the mounted filesystem to the volume's capacity, where it has not been done.
+/// Grows the mounted filesystem to the capacity of the volume, if it is smaller.
 pub fn grow<R: Formatted>(
     store: &Store,
     row: &mut R,
     device: &LoopDevice,
     mounted_at: &std::path::Path,
 ) -> Result<()> {
-    let Some(format) = to_grow(row) else { return Ok(()) };
+    let Some(format) = growable(row) else { return Ok(()) };
     let fs_type = format.fs_type;
     if !filesystem::grows_online(fs_type) {
         return Err(Error::Precondition(format!(
-            "volume_path: growing a mounted {fs_type} needs CAP_SYS_RESOURCE, which this process \
-             lacks; grant it, or unstage and stage the volume, which grows it too"
+            "volume_path: growing a mounted {fs_type} requires CAP_SYS_RESOURCE, which this process \
+             lacks; grant it, or unstage and stage the volume to grow it"
         )));
     }
     filesystem::grow(fs_type, device.path(), mounted_at)?;
@@ -191,5 +193,5 @@ pub fn grow<R: Formatted>(
 fn grown<R: Formatted>(store: &Store, row: &mut R, format: Format) -> Result<()> {
     reach("format.grown")?;
     let size_bytes = row.capacity_bytes();
-    note(store, row, Format { size_bytes, ..format })
+    record(store, row, Format { size_bytes, ..format })
 }

@@ -1,34 +1,34 @@
-//! Group snapshots: several volumes cut at one moment, all or none.
+//! Group snapshots: snapshots of several volumes at the same time, all or none.
 
 use std::collections::BTreeSet;
 
-use super::catalog::Reading;
-use super::cut;
+use super::catalog::ReadTx;
 use super::error::{Error, Kind, Result};
 use super::ids::{self, GROUP_PREFIX};
 use super::model::{Group, GroupSnapshot, Phase, Snapshot, SnapshotPhase};
 use super::snapshot;
 use super::store::{GROUP_NAME_LOCK, Store, now};
+use super::take_snapshot;
 use super::writeback;
 
-/// Cuts the volumes together, or returns what a call with this name has cut before.
+/// Takes a group snapshot, or returns the existing one with this name.
 pub fn create(store: &Store, name: &str, volume_ids: &[String]) -> Result<GroupSnapshot> {
-    let wanted: BTreeSet<&str> = volume_ids.iter().map(String::as_str).collect();
-    if wanted.is_empty() || wanted.len() != volume_ids.len() {
+    let requested: BTreeSet<&str> = volume_ids.iter().map(String::as_str).collect();
+    if requested.is_empty() || requested.len() != volume_ids.len() {
         return Err(Error::invalid(
             "source_volume_ids",
-            "name at least one volume, and each only once",
+            "must name at least one volume, and each volume only once",
         ));
     }
     let name_lock = format!("{GROUP_NAME_LOCK}{name}");
-    let _lock = store.locks.take(wanted.iter().copied().chain([name_lock.as_str()]))?;
+    let _lock = store.locks.try_lock(requested.iter().copied().chain([name_lock.as_str()]))?;
     let reading = store.catalog.read()?;
     if let Some(existing) = reading.by_name::<Group>(name)? {
         let members = members(&reading, &existing)?;
         if existing.phase == Phase::Ready {
-            return same_or_taken(existing, members, &wanted);
+            return same_or_taken(existing, members, &requested);
         }
-        cut::undo(store, &members, Some(&existing))?;
+        take_snapshot::undo(store, &members, Some(&existing))?;
     }
     let group_id = ids::new_id(GROUP_PREFIX, name)?;
     let mut rows = Vec::with_capacity(volume_ids.len());
@@ -47,17 +47,17 @@ pub fn create(store: &Store, name: &str, volume_ids: &[String]) -> Result<GroupS
         volume_ids: volume_ids.to_vec(),
         created_at: now(),
     };
-    cut::cut(store, rows, Some(group))?;
+    take_snapshot::take(store, rows, Some(group))?;
     get(store, &group_id, &[])
 }
 
 fn same_or_taken(
     group: Group,
     snapshots: Vec<Snapshot>,
-    wanted: &BTreeSet<&str>,
+    requested: &BTreeSet<&str>,
 ) -> Result<GroupSnapshot> {
-    let has: BTreeSet<&str> = group.volume_ids.iter().map(String::as_str).collect();
-    if has == *wanted {
+    let actual: BTreeSet<&str> = group.volume_ids.iter().map(String::as_str).collect();
+    if actual == *requested {
         return Ok(GroupSnapshot { group, snapshots });
     }
     Err(Error::AlreadyExists(format!(
@@ -67,7 +67,7 @@ fn same_or_taken(
 }
 
 /// The members of a group, in the order of its volumes.
-pub fn members(reading: &Reading, group: &Group) -> Result<Vec<Snapshot>> {
+pub fn members(reading: &ReadTx, group: &Group) -> Result<Vec<Snapshot>> {
     let mut members = Vec::with_capacity(group.snapshot_ids.len());
     for id in &group.snapshot_ids {
         members.extend(reading.get::<Snapshot>(id)?);
@@ -75,7 +75,7 @@ pub fn members(reading: &Reading, group: &Group) -> Result<Vec<Snapshot>> {
     Ok(members)
 }
 
-/// A group that exists. `snapshot_ids`, unless empty, must be its members.
+/// A ready group. `snapshot_ids`, unless empty, must be its members.
 pub fn get(store: &Store, id: &str, snapshot_ids: &[String]) -> Result<GroupSnapshot> {
     let reading = store.catalog.read()?;
     let group = reading
@@ -86,12 +86,12 @@ pub fn get(store: &Store, id: &str, snapshot_ids: &[String]) -> Result<GroupSnap
     Ok(GroupSnapshot { snapshots: members(&reading, &group)?, group })
 }
 
-/// Deletes a group with all of its members. OK when it does not exist.
+/// Deletes a group with its members. Succeeds if it does not exist.
 pub fn delete(store: &Store, id: &str, snapshot_ids: &[String]) -> Result<()> {
     let found = store.catalog.read()?.get::<Group>(id)?;
     let Some(group) = found else { return Ok(()) };
     check_members(&group, snapshot_ids)?;
-    let _lock = store.locks.take(group.volume_ids.iter().map(String::as_str))?;
+    let _lock = store.locks.try_lock(group.volume_ids.iter().map(String::as_str))?;
     let reading = store.catalog.read()?;
     let found = reading.get::<Group>(id)?.filter(|group| group.phase == Phase::Ready);
     let Some(group) = found else { return Ok(()) };
@@ -103,7 +103,7 @@ pub fn delete(store: &Store, id: &str, snapshot_ids: &[String]) -> Result<()> {
     }
     store.catalog.write(|tx| {
         rows.iter().try_for_each(|row| tx.put(row))?;
-        tx.unname(&group)?;
+        tx.release_name(&group)?;
         tx.remove::<Group>(id)
     })?;
     snapshot::finish_deletion(store, &rows)
@@ -111,12 +111,12 @@ pub fn delete(store: &Store, id: &str, snapshot_ids: &[String]) -> Result<()> {
 
 fn check_members(group: &Group, snapshot_ids: &[String]) -> Result<()> {
     let given: BTreeSet<&String> = snapshot_ids.iter().collect();
-    let has: BTreeSet<&String> = group.snapshot_ids.iter().collect();
-    if snapshot_ids.is_empty() || given == has {
+    let actual: BTreeSet<&String> = group.snapshot_ids.iter().collect();
+    if snapshot_ids.is_empty() || given == actual {
         return Ok(());
     }
     Err(Error::invalid(
         "snapshot_ids",
-        format!("they are not the members of group snapshot {:?}", group.id),
+        format!("differs from the members of group snapshot {:?}", group.id),
     ))
 }

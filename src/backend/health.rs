@@ -1,4 +1,4 @@
-//! What is wrong with volumes and with the pool, if anything (CSI VolumeCondition, VolumeHealth).
+//! The condition of volumes and of the pool (CSI VolumeCondition, VolumeHealth).
 
 use std::fs::File;
 
@@ -8,35 +8,35 @@ use super::filesystem::{self, Mount};
 use super::list::Page;
 use super::loop_device::AttachedFiles;
 use super::lost_pool;
+use super::maintenance;
 use super::model::{Access, Attachment, Condition, HealthProblem, Volume};
 use super::store::{Store, length};
-use super::upkeep;
 use super::volume;
 use super::writeback;
 
-/// What the pool and the kernel show at one moment: read once, however many volumes are judged by it.
+/// The state of the pool and the kernel, read once for any number of volumes.
 #[derive(Debug, Default)]
-pub struct Surroundings {
-    /// Why no volume of the pool can be used.
+pub struct SystemState {
+    /// Set if the pool's filesystem has shut down.
     lost_pool: Option<Condition>,
-    /// What volumes have to fear of a lack of room.
+    /// Set if the pool is nearly full.
     shortage: Option<Condition>,
     attached: AttachedFiles,
     mounts: Vec<Mount>,
 }
 
-impl Surroundings {
-    /// Devices and mounts only where a volume is in use: the others have none.
+impl SystemState {
+    /// Reads devices and mounts only if a volume is in use.
     pub fn read(store: &Store, is_any_in_use: bool) -> Result<Self> {
         if let Some(found) = lost_pool::defect(store)? {
             return Ok(Self { lost_pool: Some(found), ..Self::default() });
         }
-        let mut surroundings = Self { shortage: upkeep::shortage(store)?, ..Self::default() };
+        let mut state = Self { shortage: maintenance::shortage(store)?, ..Self::default() };
         if is_any_in_use {
-            surroundings.attached = AttachedFiles::read()?;
-            surroundings.mounts = filesystem::all_mounts()?;
+            state.attached = AttachedFiles::read()?;
+            state.mounts = filesystem::all_mounts()?;
         }
-        Ok(surroundings)
+        Ok(state)
     }
 }
 
@@ -50,15 +50,15 @@ pub fn list(store: &Store, after: Option<&str>, max: usize) -> Result<Page<(Volu
         volumes.push((volume, attachment));
     }
     let is_any_in_use = volumes.iter().any(|(_, attachment)| attachment.is_some());
-    let surroundings = Surroundings::read(store, is_any_in_use);
+    let state = SystemState::read(store, is_any_in_use);
     let mut items = Vec::with_capacity(volumes.len());
     for (volume, attachment) in volumes {
-        // A volume that cannot be judged does not hide the others.
-        let found = match &surroundings {
-            Ok(surroundings) => defect(store, &volume, attachment.as_ref(), surroundings),
+        // An error for one volume must not hide the others.
+        let found = match &state {
+            Ok(state) => defect(store, &volume, attachment.as_ref(), state),
             Err(error) => Ok(Some(unknown(error))),
         };
-        let condition = found.map_or_else(|error| unknown(&error), of_defect);
+        let condition = found.map_or_else(|error| unknown(&error), or_healthy);
         items.push((volume, condition));
     }
     Ok(Page { items, next: page.next })
@@ -69,17 +69,17 @@ pub fn condition(store: &Store, id: &str) -> Result<Condition> {
     let reading = store.catalog.read()?;
     let volume = reading.live_volume(id)?;
     let attachment = reading.get::<Attachment>(id)?;
-    let surroundings = Surroundings::read(store, attachment.is_some())?;
-    defect(store, &volume, attachment.as_ref(), &surroundings).map(of_defect)
+    let state = SystemState::read(store, attachment.is_some())?;
+    defect(store, &volume, attachment.as_ref(), &state).map(or_healthy)
 }
 
-/// The condition of the pool: what is wrong with all of its volumes.
+/// The condition of the pool, which affects all of its volumes.
 pub fn of_pool(store: &Store) -> Result<Condition> {
-    let Surroundings { lost_pool, shortage, .. } = Surroundings::read(store, false)?;
+    let SystemState { lost_pool, shortage, .. } = SystemState::read(store, false)?;
     Ok(lost_pool.or(shortage).unwrap_or_else(|| Condition::healthy("the pool is healthy")))
 }
 
-pub fn of_defect(found: Option<Condition>) -> Condition {
+pub fn or_healthy(found: Option<Condition>) -> Condition {
     found.unwrap_or_else(|| Condition::healthy("the volume is healthy"))
 }
 
@@ -87,15 +87,15 @@ fn unknown(error: &Error) -> Condition {
     Condition::abnormal(HealthProblem::Unknown, error.to_string())
 }
 
-/// What is wrong with a volume, if anything.
+/// The problem of a volume, if any.
 pub fn defect(
     store: &Store,
     volume: &Volume,
     attachment: Option<&Attachment>,
-    surroundings: &Surroundings,
+    state: &SystemState,
 ) -> Result<Option<Condition>> {
     let abnormal = |problem, message| Ok(Some(Condition::abnormal(problem, message)));
-    if let Some(found) = &surroundings.lost_pool {
+    if let Some(found) = &state.lost_pool {
         return Ok(Some(found.clone()));
     }
     let backing = match store.open_volume(volume) {
@@ -108,7 +108,7 @@ pub fn defect(
     let bytes = length(&backing)?;
     if bytes < volume.capacity_bytes {
         let message = format!(
-            "the backing file has {bytes} bytes instead of {}; restore the volume from a backup",
+            "the backing file has {bytes} bytes, expected {}; restore the volume from a backup",
             volume.capacity_bytes
         );
         return abnormal(HealthProblem::BackingFileShort, message);
@@ -117,21 +117,21 @@ pub fn defect(
         return abnormal(HealthProblem::WritesLost, writeback::describe(&volume.id, &lost));
     }
     if let Some(attachment) = attachment
-        && let Some(found) = attachment_defect(volume, attachment, &backing, surroundings)?
+        && let Some(found) = attachment_defect(volume, attachment, &backing, state)?
     {
         return Ok(Some(found));
     }
-    Ok(surroundings.shortage.clone())
+    Ok(state.shortage.clone())
 }
 
 fn attachment_defect(
     volume: &Volume,
     attachment: &Attachment,
     backing: &File,
-    surroundings: &Surroundings,
+    state: &SystemState,
 ) -> Result<Option<Condition>> {
     let abnormal = |problem, message| Ok(Some(Condition::abnormal(problem, message)));
-    let devices = surroundings.attached.of_file(backing)?;
+    let devices = state.attached.of_file(backing)?;
     if let Err(foreign) = devices.refuse_foreign() {
         return abnormal(HealthProblem::ForeignLoopDevice, foreign.to_string());
     }
@@ -142,7 +142,7 @@ fn attachment_defect(
     let bytes = device.size()?;
     if bytes != volume.capacity_bytes {
         let message = format!(
-            "{} has {bytes} bytes, the volume {}; expand or stage it again",
+            "{} has {bytes} bytes, the volume {}; expand the volume or stage it again",
             device.path().display(),
             volume.capacity_bytes
         );
@@ -151,5 +151,5 @@ fn attachment_defect(
     if matches!(attachment.capability.access, Access::Block) {
         return Ok(None);
     }
-    attachment::defect(attachment, &device, &surroundings.mounts)
+    attachment::defect(attachment, &device, &state.mounts)
 }

@@ -1,6 +1,6 @@
-//! Ids of volumes, snapshots and groups: `<prefix>-<slug>-<nonce>`. The slug is readable and leads
-//! from a name to its id without a lookup table; the nonce makes an id unique for ever, so that a
-//! name that is used again never inherits the change records of its earlier bearer.
+//! Ids of volumes, snapshots and groups: `<prefix>-<slug>-<nonce>`. The readable slug shows the
+//! name. The nonce makes an id unique forever, so a reused name does not inherit old change
+//! records.
 
 use sha2::{Digest, Sha256};
 
@@ -9,7 +9,7 @@ use super::error::{Error, Result};
 /// Hexadecimal digits in a nonce (64 random bits).
 const NONCE_DIGITS: usize = 16;
 
-/// Longest name, in bytes, that becomes a slug as it is.
+/// Maximum length of a name that is used as a slug unchanged, in bytes.
 const SLUG_BYTES: usize = 64;
 
 pub const VOLUME_PREFIX: &str = "vol";
@@ -17,8 +17,8 @@ pub const SNAPSHOT_PREFIX: &str = "snap";
 pub const GROUP_PREFIX: &str = "group";
 pub const INLINE_PREFIX: &str = "inline";
 
-/// The part of an id that stands for `name`: the name itself where it is short and safe as part of
-/// a file name, else `x` and 32 hexadecimal digits of its SHA-256.
+/// The slug for `name`: the name itself if it is short and safe in a file name, else `x` and 32
+/// hexadecimal digits of its SHA-256.
 pub fn slug(name: &str) -> String {
     let safe = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
     if !name.is_empty() && name.len() <= SLUG_BYTES && name.bytes().all(safe) {
@@ -30,7 +30,7 @@ pub fn slug(name: &str) -> String {
     slug
 }
 
-/// The slug in an id; `None` for what this driver never made.
+/// The slug in an id. `None` if this driver did not generate the id.
 pub fn name_of(id: &str) -> Option<&str> {
     let (head, nonce) = id.rsplit_once('-')?;
     let (prefix, slug) = head.split_once('-')?;
@@ -44,7 +44,7 @@ pub fn name_of(id: &str) -> Option<&str> {
 pub fn new_id(prefix: &str, name: &str) -> Result<String> {
     let mut nonce = [0u8; NONCE_DIGITS / 2];
     getrandom::fill(&mut nonce)
-        .map_err(|e| Error::Failed(format!("no random bits for a new id: {e}")))?;
+        .map_err(|e| Error::Failed(format!("failed to get random bytes for a new id: {e}")))?;
     Ok(format!("{prefix}-{}-{:016x}", slug(name), u64::from_be_bytes(nonce)))
 }
 
@@ -53,14 +53,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_safe_name_is_readable_in_its_id_and_leads_back_to_it() {
+    fn a_safe_name_is_readable_in_its_id() {
         let id = new_id(SNAPSHOT_PREFIX, "before-upgrade.1").unwrap();
         assert!(id.starts_with("snap-before-upgrade.1-"));
         assert_eq!(name_of(&id), Some("before-upgrade.1"));
     }
 
     #[test]
-    fn a_name_that_is_no_file_name_never_reaches_a_path() {
+    fn an_unsafe_name_never_becomes_part_of_a_path() {
         for name in ["../../etc/passwd", "a/b", "", "name with spaces", &"n".repeat(128), "ä"] {
             let id = new_id(VOLUME_PREFIX, name).unwrap();
             assert!(id.len() < 64 && !id.contains('/') && !id.contains(".."), "{id}");
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_ids_have_no_name() {
+    fn invalid_ids_have_no_name() {
         for id in
             ["", "vol", "vol-", "vol--0123456789abcdef", "vol-a-0123", "disk-a-0123456789abcdef"]
         {

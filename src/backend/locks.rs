@@ -1,5 +1,5 @@
-//! Which objects an operation is changing. Two operations on one object exclude each other: the
-//! second is told at once (CSI: ABORTED) and comes again.
+//! Locks on objects. A second operation on a locked object fails at once (CSI: ABORTED), and the
+//! caller retries.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,7 @@ type Held = HashSet<String>;
 #[derive(Debug, Clone, Default)]
 pub struct Locks(Arc<Mutex<Held>>);
 
-/// Frees its keys when dropped.
+/// Releases its keys when dropped.
 #[derive(Debug)]
 pub struct Lock {
     locks: Locks,
@@ -23,8 +23,8 @@ impl Locks {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes all keys or none, and never waits.
-    pub fn take<'a>(&self, keys: impl IntoIterator<Item = &'a str>) -> Result<Lock> {
+    /// Locks all keys or none. Never waits.
+    pub fn try_lock<'a>(&self, keys: impl IntoIterator<Item = &'a str>) -> Result<Lock> {
         let mut held = self.held();
         let mut lock = Lock { locks: self.clone(), keys: Vec::new() };
         for key in keys {
@@ -34,7 +34,7 @@ impl Locks {
                 });
                 lock.keys.clear();
                 return Err(Error::Busy(format!(
-                    "another operation on {key:?} is under way; try again when it has ended"
+                    "another operation on {key:?} is in progress; try again later"
                 )));
             }
             lock.keys.push(key.to_owned());
@@ -61,12 +61,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_operation_on_an_object_is_told_to_come_again() {
+    fn a_second_operation_on_an_object_is_busy() {
         let locks = Locks::default();
-        let first = locks.take(["a", "b"]).unwrap();
-        assert!(matches!(locks.take(["c", "b"]), Err(Error::Busy(_))));
-        assert!(locks.take(["c"]).is_ok(), "a refused operation holds nothing");
+        let first = locks.try_lock(["a", "b"]).unwrap();
+        assert!(matches!(locks.try_lock(["c", "b"]), Err(Error::Busy(_))));
+        assert!(locks.try_lock(["c"]).is_ok(), "a refused operation holds no lock");
         drop(first);
-        assert!(locks.take(["a", "b"]).is_ok());
+        assert!(locks.try_lock(["a", "b"]).is_ok());
     }
 }

@@ -1,7 +1,7 @@
-//! A pool whose filesystem has shut down. XFS and ext4 do so when they cannot write their log: from then on every file
-//! of theirs fails, until the filesystem is unmounted, which attached volumes prevent. What remains is to detect it, to
-//! say what to do, and to let go of volumes by what the kernel knows, without the catalog: their rows go at the next
-//! start.
+//! Handles a pool whose filesystem has shut down. XFS and ext4 do that when they cannot write their
+//! log. Then every file fails until the filesystem is unmounted, which attached volumes prevent.
+//! This module detects the state, reports what to do, and releases volumes by the state of the
+//! kernel, without the catalog. The next start removes their rows.
 
 use std::fs::File;
 use std::io;
@@ -18,10 +18,11 @@ use super::store::Store;
 use super::target::remove_target;
 use super::{catalog_path, lock_path};
 
-/// `Unavailable` when the pool's filesystem refuses to open files that are there.
+/// `Unavailable` if the pool's filesystem has shut down or is read-only.
 ///
-/// A filesystem that has shut down, or that an error made read-only, refuses to open a file for writing. (statfs and
-/// FS_IOC_FSGETXATTR still succeed.) The call reads no disk, as the inode is in use, and consumes no writeback error.
+/// Such a filesystem refuses to open a file for writing. (statfs and FS_IOC_FSGETXATTR still
+/// succeed.) The call does not access the disk, because the inode is in use, and consumes no
+/// writeback error.
 pub fn check(store: &Store) -> Result<()> {
     let path = catalog_path(store.pool.root());
     match File::options().read(true).write(true).open(&path) {
@@ -39,14 +40,14 @@ fn is_of_a_lost_filesystem(error: &io::Error) -> bool {
 
 fn describe(kind: PoolKind, error: &io::Error) -> String {
     let remount = match kind {
-        PoolKind::Image => "restart the driver, which mounts it again",
+        PoolKind::Image => "restart the driver, which mounts the pool again",
         PoolKind::Reflink | PoolKind::Copy => {
             "stop the driver, unmount and mount that filesystem, and start the driver"
         }
     };
     format!(
-        "the pool's filesystem has shut down or become read-only after an error ({error}; see the kernel log): delete the pods \
-         that use its volumes, so that they are unstaged, then {remount}; if it does not mount, repair it"
+        "the pool's filesystem has shut down or become read-only after an error ({error}; see the kernel log); delete the pods \
+         that use its volumes, so that they are unstaged, then {remount}; if the mount fails, repair the filesystem"
     )
 }
 
@@ -54,7 +55,7 @@ pub fn is_lost(store: &Store) -> bool {
     matches!(check(store), Err(Error::Unavailable(_)))
 }
 
-/// What is wrong with every volume of the pool, if anything.
+/// The condition of all volumes if the pool has shut down.
 pub fn defect(store: &Store) -> Result<Option<Condition>> {
     match check(store) {
         Err(Error::Unavailable(message)) => {
@@ -64,7 +65,7 @@ pub fn defect(store: &Store) -> Result<Option<Condition>> {
     }
 }
 
-/// The cause of an error, where that is the pool.
+/// Replaces an error by its cause if the pool has shut down.
 pub fn explain(store: &Store, error: Error) -> Error {
     match (&error, check(store)) {
         (Error::Invalid { .. } | Error::NotFound { .. } | Error::Busy(_), _) => error,
@@ -73,28 +74,29 @@ pub fn explain(store: &Store, error: Error) -> Error {
     }
 }
 
-/// Names in the message of a failed start, at most.
+/// Maximum number of volumes in the message of a failed start.
 const MAX_NAMES: usize = 20;
 
-/// The cause of a failed start, where that is the pool: its filesystem cannot be unmounted while volumes are attached.
+/// Replaces the error of a failed start if the pool has shut down: its filesystem cannot be
+/// unmounted while volumes are attached.
 pub fn explain_start(data_dir: &Path, error: Error) -> Error {
     let lock = File::options().write(true).open(lock_path(data_dir));
     let is_of_directory = lock.is_err_and(|error| is_of_a_lost_filesystem(&error));
     let attached = LoopDevice::named_and_lost(is_of_directory.then_some(data_dir));
     let attached = attached.unwrap_or_default();
-    // The filesystem of an image pool is not the one that the data directory is on.
+    // The filesystem of an image pool differs from the one of the data directory.
     let is_io = matches!(&error, Error::Io { source, .. } if is_of_a_lost_filesystem(source));
     if !is_of_directory && (!is_io || attached.is_empty()) {
         return error;
     }
     let what = "the pool's filesystem has shut down or become read-only after an error (see the kernel log)";
     let then = match is_of_directory {
-        true => "unmount and mount it, and start the driver",
-        false => "start the driver, which mounts it again",
+        true => "unmount and mount the filesystem, and start the driver",
+        false => "start the driver, which mounts the filesystem again",
     };
-    let repair = "if it does not mount, repair it";
+    let repair = "if the mount fails, repair the filesystem";
     if attached.is_empty() {
-        return Error::Unavailable(format!("{what}: {then}; {repair} ({error})"));
+        return Error::Unavailable(format!("{what}; {then}; {repair} ({error})"));
     }
     let name = |(device, id): &(LoopDevice, String)| format!("{id} ({})", device.path().display());
     let mut names: Vec<String> = attached.iter().take(MAX_NAMES).map(name).collect();
@@ -108,24 +110,26 @@ pub fn explain_start(data_dir: &Path, error: Error) -> Error {
     ))
 }
 
-/// Takes a volume away from `target` (CSI NodeUnpublishVolume).
+/// Unpublishes a volume (CSI NodeUnpublishVolume).
 pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
-    let _lock = store.locks.take([volume_id])?;
+    let _lock = store.locks.try_lock([volume_id])?;
     let found = device_of(volume_id, target)?;
     let device = found.as_ref().map(|(device, _)| device);
     if store.config.runtime.is_some() && filesystem::mount_at(target)?.is_none() {
-        // A container runtime may have it. To take back what it does not have changes nothing.
-        deferral::take_back(store, target, device, deferral::PATIENCE)?;
+        // A container runtime may have mounted it. Taking back an unknown volume does nothing.
+        deferral::take_back(store, target, device, deferral::UNMOUNT_TIMEOUT)?;
     }
     match device {
         Some(device) => {
-            filesystem::unmount(target, |mount| mount.shows(device) || mount.is_node_of(device))?;
+            filesystem::unmount(target, |mount| {
+                mount.is_filesystem_of(device) || mount.is_node_of(device)
+            })?;
         }
-        // It was taken away from under its node, which is of no use to anybody now.
+        // The device was detached while its node was mounted. The node is useless now.
         None if ids::name_of(volume_id).is_some() => {
             filesystem::unmount(target, Mount::is_loop_node)?;
         }
-        // An inline volume in memory has no device: its mount has its id.
+        // An inline volume in memory has no device; the source of its mount is its id.
         None => {
             let is_its = |mount: &Mount| {
                 mount.source.to_str().is_some_and(|id| is_inline_of(id, &ids::slug(volume_id)))
@@ -144,12 +148,12 @@ pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
 
 /// Unmounts and detaches a volume (CSI NodeUnstageVolume).
 pub fn unstage(store: &Store, volume_id: &str, staging: &Path) -> Result<()> {
-    let _lock = store.locks.take([volume_id])?;
+    let _lock = store.locks.try_lock([volume_id])?;
     let Some((device, id)) = device_of(volume_id, staging)? else { return Ok(()) };
-    // As mountinfo has it: the path may lead through symbolic links.
+    // The path as in mountinfo, with symbolic links resolved.
     let staged_at = filesystem::mount_at(staging)?.map(|mount| mount.target);
     let is_elsewhere = |mount: &Mount| {
-        let is_of_device = mount.shows(&device) || mount.is_node_of(&device);
+        let is_of_device = mount.is_filesystem_of(&device) || mount.is_node_of(&device);
         is_of_device && Some(&mount.target) != staged_at.as_ref()
     };
     if let Some(mount) = filesystem::all_mounts()?.into_iter().find(is_elsewhere) {
@@ -158,7 +162,7 @@ pub fn unstage(store: &Store, volume_id: &str, staging: &Path) -> Result<()> {
             mount.target.display()
         )));
     }
-    filesystem::unmount(staging, |mount| mount.shows(&device))?;
+    filesystem::unmount(staging, |mount| mount.is_filesystem_of(&device))?;
     device.release_named(&id)
 }
 
@@ -170,8 +174,8 @@ fn is_inline_of(id: &str, slug: &str) -> bool {
     is_inline(id) && ids::name_of(id) == Some(slug)
 }
 
-/// The device of a volume, with the id of its backing file. That of an inline volume is found by its handle, of which the
-/// id is made, and its target.
+/// The device of a volume and the id of its backing file. An inline volume is found by its target
+/// and its handle, which is part of the id.
 fn device_of(volume_id: &str, target: &Path) -> Result<Option<(LoopDevice, String)>> {
     let devices = LoopDevice::named()?.into_iter();
     if ids::name_of(volume_id).is_some() {
@@ -180,7 +184,7 @@ fn device_of(volume_id: &str, target: &Path) -> Result<Option<(LoopDevice, Strin
     let slug = ids::slug(volume_id);
     let mounted = filesystem::mount_at(target)?;
     let mut of_handle = devices.filter(|(device, id)| {
-        let is_there = mounted.as_ref().is_some_and(|mount| mount.shows(device));
+        let is_there = mounted.as_ref().is_some_and(|mount| mount.is_filesystem_of(device));
         is_there && is_inline_of(id, &slug)
     });
     Ok(of_handle.next())

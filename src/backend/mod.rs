@@ -1,29 +1,29 @@
-//! The loopback-file block backend: volumes, snapshots and the change records that say what differs
-//! between them. No gRPC, no Kubernetes, no async: every call blocks until its result is durable.
+//! The block storage backend: volumes, snapshots, and the change records that list the blocks that
+//! differ between snapshots. It uses no gRPC, Kubernetes or async. A call that changes state
+//! returns when the change is durable.
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`pool`] | where backing files live, and how they are cloned and compared |
-//! | `volume`, `attachment` | a volume's life, and its use on this node |
-//! | `cut`, `point_in_time`, `snapshot`, `group` | from running volumes to snapshots with records |
-//! | `base` | how long a snapshot stays good as the base of a delta |
-//! | [`tracker`], [`extents`] | change records, and the rule that fills them |
-//! | `catalog`, `store`, `locks` | rows, files and who may change them |
-//! | `deferral`, `runtime` | volumes that a container runtime mounts in the place of this host |
-//! | `inline` | volumes that live and die with a pod's mount |
-//! | `health` | what is wrong with volumes |
-//! | `writeback`, `lost_pool` | writes that the kernel lost; a pool whose filesystem has shut down |
-//! | [`freeze_guard`] | the process that thaws what a killed driver froze |
-//! | `reconcile`, `upkeep`, [`check`] | after a crash, in the background, offline |
-//! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and its tools |
-//! | [`fail_point`] | places where tests end or fail an operation; nothing in what ships |
+//! | [`pool`] | the backing files: storing, cloning and comparing them |
+//! | `volume`, `attachment` | the life cycle of a volume; its use on this node |
+//! | `take_snapshot`, `point_in_time`, `snapshot`, `group` | taking snapshots with change records |
+//! | `base` | how long a snapshot can be the base of a delta |
+//! | [`tracker`], [`extents`] | change records; the comparison rule that fills them |
+//! | `catalog`, `store`, `locks` | rows, files, and the locks on objects |
+//! | `deferral`, `runtime` | deferred volumes, which a container runtime mounts |
+//! | `inline` | inline volumes, which exist from publish to unpublish |
+//! | `health` | the condition of volumes and of the pool |
+//! | `writeback`, `lost_pool` | lost writes; a pool whose filesystem has shut down |
+//! | [`freeze_guard`] | the process that thaws filesystems if the driver is killed |
+//! | `reconcile`, `maintenance`, [`check`] | recovery at start, background work, offline check |
+//! | `loop_device`, `filesystem`, `command`, `sys` | the kernel and filesystem tools |
+//! | [`fail_point`] | places where tests interrupt an operation; absent from release builds |
 
 mod attachment;
 mod base;
 pub(crate) mod catalog;
 pub mod check;
 mod command;
-mod cut;
 mod deferral;
 mod direct;
 pub mod error;
@@ -40,6 +40,7 @@ pub(crate) mod list;
 mod locks;
 mod loop_device;
 mod lost_pool;
+mod maintenance;
 mod model;
 mod point_in_time;
 pub mod pool;
@@ -48,10 +49,10 @@ mod runtime;
 mod snapshot;
 mod store;
 pub(crate) mod sys;
+mod take_snapshot;
 mod target;
 pub mod tracker;
 pub mod units;
-mod upkeep;
 mod volume;
 mod writeback;
 
@@ -65,14 +66,14 @@ use std::time::Duration;
 use nix::fcntl::{Flock, FlockArg};
 use tracing::{info, warn};
 
-use catalog::{Catalog, Relief};
+use catalog::{Catalog, ReleaseReserve};
 use error::Context;
 use freeze_guard::Guard;
 use locks::Locks;
 use pool::{Directory, ImageChoice, Pool};
 use store::Store;
 
-pub use base::{Base, BasesOf};
+pub use base::{Base, BaseFilter};
 pub use error::{Error, Kind, Result};
 pub use freeze_guard::FreezeGuard;
 pub use inline::{Content, InlineLimits, PublishInline};
@@ -84,58 +85,61 @@ pub use pool::{
 pub use runtime::{DeferredMount, Runtime, RuntimeStats};
 pub use snapshot::SnapshotFilter;
 pub use store::now;
-pub use sys::bound_arenas;
+pub use sys::limit_malloc_arenas;
 pub use tracker::{BlockMap, Extents, Style};
 pub use units::{BLOCK_SIZE, Block, BlockRange, Extent, MAX_VOLUME_BYTES, MIN_VOLUME_BYTES};
 pub use volume::{CreateVolume, ModifyVolume};
 
-/// What a backend is opened with.
+/// The configuration of a backend.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub data_dir: PathBuf,
     pub pool: PoolChoice,
-    /// Size of an image pool's image in bytes. An image that is smaller grows, one that is larger is refused.
+    /// Size of an image pool's image, in bytes. A smaller image grows; a larger one is refused.
     pub pool_size: Option<u64>,
     /// Whether the image of a new image pool is sparse.
     pub pool_sparse: bool,
-    /// Bytes in a block of the filesystem of a new image pool.
+    /// Block size of the filesystem of a new image pool, in bytes.
     pub pool_block_size: Option<u64>,
-    /// How long the record of a deleted snapshot stays usable as a base.
+    /// How long the change record of a deleted snapshot is kept.
     pub retention: Duration,
-    /// How much larger than the pool the volumes may be in all.
+    /// Maximum ratio of the total capacity of all volumes to the size of the pool.
     pub overcommit: f64,
     pub inline: InlineLimits,
-    /// The way to container runtimes that mount in the place of this host. With one, volumes are mounted when they are
-    /// published and not when they are staged, and can be left to a runtime.
+    /// Access to container runtimes that mount volumes (KEP-2857). If set, a volume is mounted at
+    /// its targets when it is published, not when it is staged, and its mount can be deferred to a
+    /// runtime.
     pub runtime: Option<Arc<dyn Runtime>>,
-    /// The process that thaws what this one froze if it is killed.
+    /// The process that thaws filesystems if this process is killed.
     pub freeze_guard: FreezeGuard,
 }
 
-/// The backend of one data directory. Cheap to clone. Operations that change the same volume
-/// exclude each other with [`Error::Busy`]; lists, usage and queries never do.
+/// The backend of one data directory. Clones share its state.
+///
+/// Two operations that change the same volume exclude each other: the second fails with
+/// [`Error::Busy`]. Lists, usage and queries never do.
 #[derive(Debug, Clone)]
 pub struct Backend {
     store: Arc<Store>,
 }
 
-/// The catalog's file in a pool.
+/// The catalog file of a pool.
 fn catalog_path(root: &Path) -> PathBuf {
     root.join("catalog.redb")
 }
 
-/// The file in a data directory that one instance has locked.
+/// The lock file of a data directory.
 fn lock_path(data_dir: &Path) -> PathBuf {
     data_dir.join("lock")
 }
 
-/// Keeps other instances away from a data directory as long as the file is open.
+/// Locks a data directory until the returned file is closed.
 fn lock_instance(data_dir: &Path) -> Result<Flock<File>> {
     let path = lock_path(data_dir);
     let file = pool::new_file(&path)?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
         nix::Error::EWOULDBLOCK => Error::Precondition(format!(
-            "{} is in use by another csi-loopback; stop that first",
+            "{} is in use by another csi-loopback process; stop that process first",
             data_dir.display()
         )),
         errno => Error::io(format!("locking {}", path.display()), errno.into()),
@@ -143,8 +147,8 @@ fn lock_instance(data_dir: &Path) -> Result<Flock<File>> {
 }
 
 impl Backend {
-    /// Opens the data directory, or makes it, and brings what a former process left half-way to an
-    /// end. A second instance on the same directory is refused.
+    /// Opens or creates the data directory, and finishes or undoes what a previous process left
+    /// unfinished. `Precondition` if another process uses the directory.
     pub fn open(config: Config) -> Result<Self> {
         let data_dir = config.data_dir.clone();
         Self::open_pool(config).map_err(|error| lost_pool::explain_start(&data_dir, error))
@@ -152,8 +156,8 @@ impl Backend {
 
     fn open_pool(config: Config) -> Result<Self> {
         let data_dir = &config.data_dir;
-        let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(data_dir);
-        made.context(|| format!("making {}", data_dir.display()))?;
+        let created = fs::DirBuilder::new().recursive(true).mode(0o700).create(data_dir);
+        created.context(|| format!("creating {}", data_dir.display()))?;
         let instance_lock = lock_instance(data_dir)?;
         let image = ImageChoice {
             size: config.pool_size,
@@ -164,7 +168,7 @@ impl Backend {
         let pool: Arc<dyn Pool> = opened.pool.into();
         check_catalog(pool.root())?;
         let store = Store {
-            catalog: Catalog::open(&catalog_path(pool.root()), relief(&pool))?,
+            catalog: Catalog::open(&catalog_path(pool.root()), release_reserve(&pool))?,
             max_volume_bytes: largest_file(pool.as_ref()),
             pool,
             pool_reason: opened.reason,
@@ -180,7 +184,7 @@ impl Backend {
         Ok(Self { store: Arc::new(store) })
     }
 
-    /// The kind of the pool, and why it was chosen.
+    /// The kind of the pool and the reason for it.
     pub fn pool_description(&self) -> String {
         format!("{} pool: {}", self.store.pool.kind(), self.store.pool_reason)
     }
@@ -189,12 +193,12 @@ impl Backend {
         self.store.pool.kind()
     }
 
-    /// Room in the pool, in bytes.
+    /// Total and available space of the pool, in bytes.
     pub fn pool_room(&self) -> Result<pool::Room> {
         self.store.pool.room()
     }
 
-    /// The pool, its room, and what it stands on.
+    /// The status of the pool and of its image.
     pub fn pool_status(&self) -> Result<PoolStatus> {
         let pool = &self.store.pool;
         let image = pool.image().map(pool::Image::status).transpose()?;
@@ -207,45 +211,47 @@ impl Backend {
         })
     }
 
-    /// Grows the image of an image pool to `size` bytes, while volumes are attached. Idempotent; to the
-    /// size that it has is OK, to less is `OutOfRange`. `Precondition` for another kind of pool.
+    /// Grows the image of an image pool to `size` bytes while volumes are attached. Idempotent.
+    /// `OutOfRange` for less than the current size, `Precondition` for another kind of pool.
     pub fn grow_pool(&self, size: u64) -> Result<PoolStatus> {
         let Config { data_dir, pool_size, .. } = &self.store.config;
         pool::grow(data_dir, self.store.pool.as_ref(), *pool_size, size)?;
         self.pool_status()
     }
 
-    /// Drops hidden baselines when the pool is nearly full, and releases the reserve below a sparse pool
-    /// image. Cheap when there is room: to be called about once a second, before a pod meets ENOSPC.
+    /// Drops hidden baselines when the pool is nearly full, and restores the reserve of a sparse
+    /// pool image. Call this about once a second, so that space is freed before a pod gets ENOSPC.
     pub fn relieve_pressure(&self) -> Result<()> {
-        upkeep::relieve_pressure(&self.store)
+        maintenance::relieve_pressure(&self.store)
     }
 
-    /// Drops the change records of deleted snapshots that are past their retention, and their ids after another retention
-    /// period. Cheap when there are none: to be called about once a minute.
+    /// Drops expired change records of deleted snapshots, and their ids after another retention
+    /// period. Call this about once a minute.
     pub fn forget_expired(&self) -> Result<()> {
-        upkeep::forget_expired(&self.store)
+        maintenance::forget_expired(&self.store)
     }
 
-    /// An operation on the pool. Where it fails since the pool's filesystem has shut down, the error says so.
+    /// Runs an operation. If the pool's filesystem has shut down, the error says so.
     fn on_pool<T>(&self, operate: impl FnOnce(&Store) -> Result<T>) -> Result<T> {
         operate(&self.store).map_err(|error| lost_pool::explain(&self.store, error))
     }
 
-    /// Whether the catalog can be written and the pool answers.
+    /// Fails if the catalog cannot be written or the pool is unavailable.
     pub fn healthy(&self) -> Result<()> {
         lost_pool::check(&self.store)?;
         self.store.catalog.check_writable()?;
         self.store.pool.room().map(drop)
     }
 
-    /// Creates a volume (CSI CreateVolume). Idempotent by name; the same name with other parameters
-    /// is `AlreadyExists`. `required_bytes` 0 means the source's size, else 1 GiB.
+    /// Creates a volume (CSI CreateVolume). Idempotent by name; `AlreadyExists` if the name is used
+    /// with other parameters. `required_bytes` 0 means the size of the source, or 1 GiB without a
+    /// source.
     pub fn create_volume(&self, request: &CreateVolume) -> Result<Volume> {
         self.on_pool(|store| volume::create(store, request))
     }
 
-    /// Deletes a volume; its snapshots stay. OK when unknown, `Precondition` while in use.
+    /// Deletes a volume and keeps its snapshots. Succeeds if the volume does not exist;
+    /// `Precondition` while it is in use.
     pub fn delete_volume(&self, id: &str) -> Result<()> {
         self.on_pool(|store| volume::delete(store, id))
     }
@@ -254,7 +260,7 @@ impl Backend {
         self.on_pool(|store| volume::get(store, id))
     }
 
-    /// A page of up to `max` volumes (0: all) after a token; `Busy` for a bad token.
+    /// A page of up to `max` volumes (0: all) after a token. `Busy` for an invalid token.
     pub fn volumes(&self, after: Option<&str>, max: usize) -> Result<Page<Volume>> {
         self.on_pool(|store| volume::list(store, after, max))
     }
@@ -268,13 +274,13 @@ impl Backend {
         self.on_pool(|store| health::list(store, after, max))
     }
 
-    /// Grows a volume to `required_bytes`, rounded up to blocks; `limit_bytes` 0 means none. To less
-    /// than it has is OK. Returns the volume as it then is.
+    /// Grows a volume to `required_bytes`, rounded up to whole blocks; `limit_bytes` 0 means no
+    /// limit. Changes nothing if the volume is large enough. Returns the volume.
     pub fn expand_volume(&self, id: &str, required_bytes: u64, limit_bytes: u64) -> Result<Volume> {
         self.on_pool(|store| volume::expand(store, id, required_bytes, limit_bytes))
     }
 
-    /// Changes how a volume is tracked.
+    /// Changes the change tracking of a volume.
     pub fn modify_volume(&self, id: &str, modify: ModifyVolume) -> Result<()> {
         self.on_pool(|store| volume::modify(store, id, modify))
     }
@@ -286,29 +292,30 @@ impl Backend {
         })
     }
 
-    /// What is wrong with all volumes of the pool, if anything (CSI NodeGetStorageHealth).
+    /// The condition of the pool (CSI NodeGetStorageHealth).
     pub fn pool_condition(&self) -> Result<Condition> {
         self.on_pool(health::of_pool)
     }
 
-    /// Room for volumes (CSI GetCapacity).
+    /// The capacity available for volumes (CSI GetCapacity).
     pub fn capacity(&self) -> Result<Capacity> {
         self.on_pool(volume::room)
     }
 
-    /// Cuts a snapshot (CSI CreateSnapshot): consistent, durable and with its change record when
+    /// Takes a snapshot (CSI CreateSnapshot). The snapshot and its change record are durable when
     /// this returns. Idempotent by name.
     pub fn create_snapshot(&self, name: &str, volume_id: &str) -> Result<Snapshot> {
         self.on_pool(|store| snapshot::create(store, name, volume_id))
     }
 
-    /// Snapshots since this was opened whose filesystem could not be frozen, since a virtual machine may have it.
+    /// The number of snapshots taken since this backend was opened whose filesystem could not be
+    /// frozen, because a virtual machine may have mounted it.
     pub fn crash_consistent_snapshots(&self) -> u64 {
         self.store.crash_consistent.load(Ordering::Relaxed)
     }
 
-    /// Deletes a snapshot; it stays usable as the base of a delta. OK when unknown, `Invalid` for a
-    /// member of a group.
+    /// Deletes a snapshot. It can still be the base of a delta. Succeeds if the snapshot does not
+    /// exist; `Invalid` for a member of a group.
     pub fn delete_snapshot(&self, id: &str) -> Result<()> {
         self.on_pool(|store| snapshot::delete(store, id))
     }
@@ -327,13 +334,14 @@ impl Backend {
         self.on_pool(|store| snapshot::list(store, filter, after, max))
     }
 
-    /// Cuts several volumes at one moment, all or none (CSI CreateVolumeGroupSnapshot).
+    /// Takes snapshots of several volumes at the same time, all or none (CSI
+    /// CreateVolumeGroupSnapshot).
     pub fn create_group(&self, name: &str, volume_ids: &[String]) -> Result<GroupSnapshot> {
         self.on_pool(|store| group::create(store, name, volume_ids))
     }
 
-    /// Deletes a group with its members. OK when unknown; `Invalid` when `snapshot_ids`, unless
-    /// empty, are not its members.
+    /// Deletes a group with its members. Succeeds if the group does not exist. `Invalid` if
+    /// `snapshot_ids` is not empty and differs from its members.
     pub fn delete_group(&self, id: &str, snapshot_ids: &[String]) -> Result<()> {
         self.on_pool(|store| group::delete(store, id, snapshot_ids))
     }
@@ -342,41 +350,43 @@ impl Backend {
         self.on_pool(|store| group::get(store, id, snapshot_ids))
     }
 
-    /// A page of the snapshots that can be bases, newest first, like [`Backend::volumes`].
-    pub fn bases(&self, of: &BasesOf, after: Option<&str>, max: usize) -> Result<Page<Base>> {
+    /// A page of the snapshots that can be bases, newest first. Paging is like
+    /// [`Backend::volumes`].
+    pub fn bases(&self, of: &BaseFilter, after: Option<&str>, max: usize) -> Result<Page<Base>> {
         self.on_pool(|store| base::list(store, of, after, max))
     }
 
-    /// Changes how long a snapshot stays good as a base after its deletion; `None`: as [`Config::retention`] says. One whose
-    /// retention is over is dropped by the next [`Backend::forget_expired`].
+    /// Sets how long a snapshot can be a base after its deletion; `None` means
+    /// [`Config::retention`]. An expired base is dropped by the next [`Backend::forget_expired`].
     pub fn retain_base(&self, snapshot_id: &str, retention: Option<Retention>) -> Result<Base> {
         self.on_pool(|store| base::retain(store, snapshot_id, retention))
     }
 
-    /// Deleted snapshots of which the record or the id is kept, and when the first of them ceases to be a base (seconds since the
-    /// epoch).
+    /// The number of deleted snapshots whose change record or id is kept, and when the first of
+    /// them expires as a base (seconds since the epoch).
     pub fn retained_bases(&self) -> Result<(u64, Option<u64>)> {
         self.on_pool(base::retained)
     }
 
-    /// The blocks that hold data in a snapshot (CSI GetMetadataAllocated).
+    /// The allocated blocks of a snapshot (CSI GetMetadataAllocated).
     pub fn allocated(&self, snapshot_id: &str) -> Result<BlockMap> {
         self.on_pool(|store| snapshot::allocated(store, snapshot_id))
     }
 
-    /// The blocks that changed between two snapshots of a volume (CSI GetMetadataDelta). The base may
-    /// be a deleted snapshot. `Precondition` when the changes are not known.
+    /// The blocks that changed between two snapshots of a volume (CSI GetMetadataDelta). The base
+    /// may be a deleted snapshot. `Precondition` if the changes are unknown.
     pub fn delta(&self, base_id: &str, target_id: &str) -> Result<BlockMap> {
         self.on_pool(|store| snapshot::delta(store, base_id, target_id))
     }
 
-    /// Attaches a volume (CSI NodeStageVolume), and mounts it unless [`Config::runtime`] is given: then that is done
-    /// where it is published.
+    /// Attaches a volume (CSI NodeStageVolume). Mounts it, unless [`Config::runtime`] is set: then
+    /// it is mounted when it is published.
     pub fn stage(&self, volume_id: &str, path: &Path, capability: &Capability) -> Result<()> {
         self.on_pool(|store| attachment::stage(store, volume_id, path, capability))
     }
 
-    /// OK when unknown, or not staged there.
+    /// Detaches a volume (CSI NodeUnstageVolume). Succeeds if the volume does not exist or is not
+    /// staged at `path`.
     pub fn unstage(&self, volume_id: &str, path: &Path) -> Result<()> {
         if lost_pool::is_lost(&self.store) {
             return lost_pool::unstage(&self.store, volume_id, path);
@@ -384,7 +394,8 @@ impl Backend {
         self.on_pool(|store| attachment::unstage(store, volume_id, path))
     }
 
-    /// Shows a staged volume at `target`, or leaves it to a container runtime (CSI NodePublishVolume).
+    /// Mounts a staged volume at `target`, or defers the mount to a container runtime (CSI
+    /// NodePublishVolume).
     pub fn publish(
         &self,
         volume_id: &str,
@@ -395,7 +406,8 @@ impl Backend {
         self.on_pool(|store| attachment::publish(store, volume_id, staging, target, wanted))
     }
 
-    /// Removes the target, and an inline volume altogether. OK when unknown, or not published there.
+    /// Removes the target, and deletes an inline volume (CSI NodeUnpublishVolume). Succeeds if the
+    /// volume does not exist or is not published at `target`.
     pub fn unpublish(&self, volume_id: &str, target: &Path) -> Result<()> {
         if lost_pool::is_lost(&self.store) {
             return lost_pool::unpublish(&self.store, volume_id, target);
@@ -406,30 +418,30 @@ impl Backend {
         })
     }
 
-    /// Makes a pod's own volume and shows it at its target, or refreshes the content of one that is there
-    /// (KEP-596).
+    /// Creates an inline volume and mounts it at its target, or updates the content of an existing
+    /// one (KEP-596).
     pub fn publish_inline(&self, publish: &PublishInline<'_>) -> Result<()> {
         self.on_pool(|store| inline::publish(store, publish))
     }
 
-    /// The inline volume of this handle that a pod has, if one is there.
+    /// The inline volume with this handle, if it is published.
     pub fn inline(&self, handle: &str) -> Result<Option<Inline>> {
         let found = self.on_pool(|store| inline::find(store, handle))?;
         Ok(found.filter(|row| row.phase == Phase::Ready))
     }
 
-    /// How many inline volumes there are, and their bytes in the pool and in memory.
+    /// The number of inline volumes, and their bytes in the pool and in memory.
     pub fn inline_usage(&self) -> Result<(u64, u64, u64)> {
-        self.on_pool(inline::in_all)
+        self.on_pool(inline::totals)
     }
 
-    /// Removes inline volumes whose pod is gone, and what a failure has left of others. Looks at every inline volume: to be
-    /// called every few seconds.
+    /// Removes inline volumes whose pod is gone, and unfinished ones. Checks every inline volume;
+    /// call this every few seconds.
     pub fn collect_inline(&self) -> Result<()> {
         self.on_pool(inline::collect)
     }
 
-    /// How full a volume is that is mounted on this host; `path` is its staging path or a target.
+    /// The usage of a volume that is mounted on this host. `path` is its staging path or a target.
     pub fn usage(&self, volume_id: &str, path: &Path) -> Result<Usage> {
         self.on_pool(|store| match inline::find(store, volume_id)? {
             Some(row) => inline::usage(store, &row, path),
@@ -437,8 +449,8 @@ impl Backend {
         })
     }
 
-    /// How a volume is (CSI NodeGetVolumeStats); `path` is its staging path or a target. Of a volume that is left to a
-    /// container runtime the runtime is asked.
+    /// The usage and condition of a volume (CSI NodeGetVolumeStats). `path` is its staging path or
+    /// a target. The statistics of a deferred volume come from its container runtime.
     pub fn stats(&self, volume_id: &str, path: &Path) -> Result<Stats> {
         self.on_pool(|store| match inline::find(store, volume_id)? {
             Some(row) => inline::stats(store, &row, path),
@@ -446,7 +458,8 @@ impl Backend {
         })
     }
 
-    /// Whether the volume that is in use at `path` is left to a container runtime. False when it is not in use there.
+    /// Whether a container runtime mounts the volume that is in use at `path`. False if the volume
+    /// is not in use there.
     pub fn is_deferred(&self, volume_id: &str, path: &Path) -> Result<bool> {
         self.on_pool(|store| match inline::find(store, volume_id)? {
             Some(row) => Ok(row.request.deferred.is_some() && row.target == path),
@@ -454,24 +467,26 @@ impl Backend {
         })
     }
 
-    /// Grows device and filesystem to the volume's capacity, which is returned in bytes.
+    /// Grows device and filesystem to the capacity of the volume (CSI NodeExpandVolume). Returns
+    /// the capacity in bytes.
     pub fn expand_on_node(&self, volume_id: &str, path: &Path) -> Result<u64> {
         self.on_pool(|store| attachment::expand(store, volume_id, path))
     }
 }
 
-/// A pool that has lost its catalog is not a new one, and one with a damaged catalog is not served.
+/// Checks the catalog before it is opened. A pool with files but without a catalog is damaged, not
+/// new.
 fn check_catalog(root: &Path) -> Result<()> {
     let catalog = catalog_path(root);
     if catalog.metadata().is_ok_and(|metadata| metadata.len() > 0) {
-        return catalog::verify_or_rescue(&catalog);
+        return catalog::verify_or_repair(&catalog);
     }
     for directory in [Directory::Volumes, Directory::Snapshots] {
         let path = directory.path(root);
         let mut files = fs::read_dir(&path).context(|| format!("listing {}", path.display()))?;
         if files.next().is_some() {
             return Err(Error::Damaged(
-                "the catalog is missing though the pool holds volumes or snapshots; restore \
+                "the catalog is missing but the pool holds volumes or snapshots; restore \
                  catalog.redb from a backup"
                     .to_owned(),
             ));
@@ -480,20 +495,21 @@ fn check_catalog(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What a catalog without room falls back on: the reserve of a sparse image.
-fn relief(pool: &Arc<dyn Pool>) -> Relief {
+/// Releases the reserve of a sparse image when the catalog has no space left.
+fn release_reserve(pool: &Arc<dyn Pool>) -> ReleaseReserve {
     let pool = Arc::clone(pool);
-    Relief::new(move || {
+    ReleaseReserve::new(move || {
         if let Some(Err(error)) = pool.image().map(pool::Image::release_reserve) {
-            warn!(%error, "could not release the reserve of the pool image");
+            warn!(%error, "failed to release the reserve of the pool image");
         }
     })
 }
 
-/// The largest volume whose backing file the pool can hold, in bytes. Where that is not known it is the largest that
-/// the driver supports: a file that grows too far then fails with `OutOfRange`.
+/// The largest volume whose backing file the pool's filesystem can hold, in bytes. If this is
+/// unknown, the largest volume that the driver supports: a file that grows too large then fails
+/// with `OutOfRange`.
 fn largest_file(pool: &dyn Pool) -> u64 {
-    // XFS holds more than that. To open a pool without room must not need any.
+    // XFS holds larger files. Opening a full pool must not need space.
     if pool.kind() != PoolKind::Copy {
         return MAX_VOLUME_BYTES;
     }
@@ -501,10 +517,10 @@ fn largest_file(pool: &dyn Pool) -> u64 {
     let Ok(file) = pool::new_file(&path) else { return MAX_VOLUME_BYTES };
     let mut bytes = MAX_VOLUME_BYTES;
     while file.set_len(bytes).is_err() && bytes > MIN_VOLUME_BYTES {
-        // ext4 ends one block below 16 TiB.
+        // The limit of ext4 is one block below 16 TiB.
         bytes = if bytes.is_power_of_two() { bytes - BLOCK_SIZE } else { (bytes + BLOCK_SIZE) / 2 };
     }
-    // Left over at worst, and overwritten at the next start.
+    // If this fails, the next start overwrites the file.
     let _ = fs::remove_file(&path);
     bytes
 }

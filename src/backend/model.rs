@@ -1,5 +1,5 @@
-//! What the backend knows about volumes, snapshots, groups and attachments: the values that it
-//! returns and, as JSON, the rows of its catalog (docs/design/on-disk-format.md).
+//! The data model: values that the backend returns and, as JSON, the rows of the catalog
+//! (docs/design/on-disk-format.md).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::Error;
 
-/// A filesystem that a volume can carry.
+/// A supported filesystem type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FsType {
@@ -30,7 +30,7 @@ impl FsType {
         }
     }
 
-    /// The smallest volume, in bytes, that mkfs makes this filesystem on.
+    /// The minimum volume size for this filesystem, in bytes.
     pub const fn min_bytes(self) -> u64 {
         match self {
             Self::Ext4 => 1 << 20,
@@ -49,7 +49,7 @@ impl fmt::Display for FsType {
 impl FromStr for FsType {
     type Err = Error;
 
-    /// The empty name means ext4, the default.
+    /// An empty name is ext4, the default.
     fn from_str(name: &str) -> Result<Self, Error> {
         match name {
             "" | "ext4" => Ok(Self::Ext4),
@@ -63,18 +63,18 @@ impl FromStr for FsType {
     }
 }
 
-/// The filesystem that was made on a volume's blocks.
+/// The filesystem on a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Format {
     pub fs_type: FsType,
-    /// The device size in bytes that the filesystem was last grown to.
+    /// The device size to which the filesystem was last grown, in bytes.
     pub size_bytes: u64,
-    /// mkfs has begun and not yet ended: what is on the blocks is nobody's data.
+    /// mkfs started but did not complete: the blocks contain no user data.
     #[serde(default)]
     pub unfinished: bool,
 }
 
-/// What a volume was made from.
+/// The source of a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
@@ -82,8 +82,8 @@ pub enum Source {
     Volume(String),
 }
 
-/// Where an object is in its life. What is not `Ready` is an intent: after a crash, start-up undoes
-/// a `Creating` and finishes a `Deleting`.
+/// The life cycle of an object. A phase other than `Ready` is an intent: after a crash, the next
+/// start undoes `Creating` and finishes `Deleting`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
@@ -104,40 +104,41 @@ pub struct Volume {
     pub change_precision: Precision,
     pub format: Option<Format>,
     pub source: Option<Source>,
-    /// What CreateVolume was asked for, to tell a repeated call from another one with the name.
+    /// The CreateVolume request, for comparison with a repeated call.
     pub request: VolumeRequest,
-    /// The sequence number of the next snapshot, ascending within the volume.
+    /// The sequence number of the next snapshot. Ascending within the volume.
     pub next_sequence: u64,
-    /// The snapshot that the next cut compares with. Its data is on disk, though its snapshot may
-    /// have been deleted through the API.
+    /// The snapshot that the next one is compared with. Its data exists even if it was deleted
+    /// through the API.
     pub baseline: Option<String>,
-    /// Why there is no baseline, when there is none.
+    /// The reason if there is no baseline.
     pub chain_break: ChainBreak,
-    /// Writes that the kernel accepted and then lost. While this is set, the volume has no new snapshots and no clones.
+    /// Accepted writes that the kernel lost. While this is set, the volume gets no snapshots and no
+    /// clones.
     #[serde(default)]
     pub lost_writes: Option<LostWrites>,
 }
 
-/// A failure to write data of a volume back to the pool. The next stage after an unstage clears it: its user then starts
-/// from what is on disk.
+/// A failed writeback of volume data to the pool. The next stage after an unstage clears it,
+/// because the user then starts from the data on disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LostWrites {
     /// When the driver received the first error, in seconds since the epoch.
     pub since: u64,
-    /// The call that failed, and its error.
+    /// The failed call and its error.
     pub cause: String,
-    /// The volume was unstaged since.
+    /// Whether the volume was unstaged since then.
     #[serde(default)]
     pub unstaged: bool,
 }
 
-/// The parts of a CreateVolume request that a repeated call must agree with.
+/// The fields of a CreateVolume request that a repeated call must match.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeRequest {
     pub required_bytes: u64,
     /// 0: no limit.
     pub limit_bytes: u64,
-    /// The filesystem asked for; `None` for a raw block volume.
+    /// The requested filesystem; `None` for a raw block volume.
     pub fs_type: Option<FsType>,
     pub change_tracking: bool,
     #[serde(default)]
@@ -145,18 +146,18 @@ pub struct VolumeRequest {
     pub source: Option<Source>,
 }
 
-/// How finely a change record says what has changed.
+/// The granularity of change records.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// In units of 4 KiB. Where the blocks of the pool are larger, contents are compared.
+    /// Units of 4 KiB. If the pool's blocks are larger, contents are compared.
     #[default]
     Exact,
-    /// In blocks of the pool's filesystem: what a write copied counts as changed.
+    /// Blocks of the pool's filesystem: a whole copied block is reported as changed.
     Block,
 }
 
-/// Why a chain of change records starts anew at a snapshot.
+/// The reason why a chain of change records starts at a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChainBreak {
@@ -164,11 +165,11 @@ pub enum ChainBreak {
     First,
     /// Change tracking was off for a while.
     TrackingOff,
-    /// The data that the next cut compares with was dropped because the pool was nearly full.
+    /// The baseline was dropped because the pool was nearly full.
     BaselineDropped,
-    /// The data that the next cut compares with was not found.
+    /// The data of the baseline was not found.
     BaselineLost,
-    /// The records before this point were kept as long as asked for, and no longer.
+    /// The retention of the earlier records ended.
     Retention,
 }
 
@@ -180,35 +181,36 @@ impl fmt::Display for ChainBreak {
             Self::BaselineDropped => {
                 "the hidden baseline was dropped when the pool was nearly full"
             }
-            Self::BaselineLost => "the data of the snapshot before was not found",
-            Self::Retention => "the change records before were past their retention",
+            Self::BaselineLost => "the data of the previous snapshot was not found",
+            Self::Retention => "the earlier change records expired",
         })
     }
 }
 
-/// How a snapshot hangs together with the one before it.
+/// The start of the period that a change record covers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Predecessor {
-    /// The change record holds what changed since this snapshot.
+    /// The change record lists the changes since this snapshot.
     Snapshot(String),
-    /// The chain starts here, for this reason: no delta crosses this point.
+    /// The chain starts here for this reason. No delta crosses this point.
     None(ChainBreak),
 }
 
-/// What is left of a snapshot.
+/// The life cycle of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SnapshotPhase {
-    /// Being cut. After a crash it is undone.
-    Cutting,
-    /// Exists for the API.
+    /// Being taken. After a crash it is undone.
+    #[serde(rename = "cutting")]
+    Taking,
+    /// Exists in the API.
     Ready,
-    /// Deleted through the API at this time (seconds since the epoch); its record stays, so that it
-    /// can still be the base of a delta.
+    /// Deleted through the API at this time (seconds since the epoch). Its record is kept, so it
+    /// can be the base of a delta.
     Deleted { at: u64 },
-    /// Its record is gone too, since this time (seconds since the epoch). The id is kept for another retention period, so
-    /// that a delta from it can say why it fails.
+    /// Its record was dropped at this time (seconds since the epoch). The id is kept for another
+    /// retention period, so that a delta from it can report the reason.
     Forgotten { at: u64 },
 }
 
@@ -218,62 +220,64 @@ pub struct Snapshot {
     pub name: String,
     pub volume_id: String,
     pub phase: SnapshotPhase,
-    /// Capacity of the volume when the snapshot was cut, in bytes.
+    /// Capacity of the volume when the snapshot was taken, in bytes.
     pub capacity_bytes: u64,
     /// Seconds and nanoseconds since the epoch.
     pub created_at: (u64, u32),
-    /// Ascending within the volume: the order of base and target.
+    /// Ascending within the volume. Determines the order of base and target.
     pub sequence: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group_id: Option<String>,
     pub predecessor: Predecessor,
-    /// Which file holds the change record: `records/<id>.<generation>`; folding writes a new one.
+    /// The file of the change record is `records/<id>.<generation>`. Merging another record into it
+    /// writes a new generation.
     pub record_generation: u64,
-    /// The copy of the backing file is on disk.
+    /// Whether the copy of the backing file exists.
     pub has_data: bool,
-    /// The filesystem of the volume at that moment.
+    /// The filesystem of the volume at that time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
-    /// A container runtime had the filesystem, maybe mounted in a virtual machine, and it could not be frozen: what was
-    /// being written is as a power cut would have left it.
+    /// The filesystem could not be frozen, because a container runtime may have mounted it in a
+    /// virtual machine. The data is as after a power loss.
     #[serde(default, skip_serializing_if = "is_false")]
     pub crash_consistent: bool,
-    /// When it ceased to be the baseline (seconds since the epoch), if it was deleted before: until then it was kept whatever
-    /// its age.
+    /// When it was replaced as the baseline (seconds since the epoch), if it was deleted before.
+    /// Its retention starts then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub baseline_until: Option<u64>,
-    /// How long its record is kept, where that is not for the driver to say.
+    /// The retention of its record; `None` for the driver's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retention: Option<Retention>,
 }
 
-/// How long the record of a deleted snapshot is kept.
+/// The retention of a deleted snapshot's record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Retention {
-    /// For so many seconds from the beginning of the retention on.
+    /// For this number of seconds from the start of the retention.
     For(u64),
     /// Until this time (seconds since the epoch).
     Until(u64),
 }
 
-/// Most rows are of deleted snapshots, and what they do not have takes no room.
+/// Omits fields to keep rows small: most rows are of deleted snapshots.
 fn is_false(value: &bool) -> bool {
     !value
 }
 
 impl Snapshot {
-    /// When the retention begins of what is kept of a deleted snapshot, its record or its id, in seconds since the epoch.
+    /// The start of the retention of a deleted snapshot's record or id, in seconds since the epoch.
     pub fn retained_since(&self) -> Option<u64> {
         match self.phase {
             SnapshotPhase::Deleted { at } => Some(at.max(self.baseline_until.unwrap_or(0))),
             SnapshotPhase::Forgotten { at } => Some(at),
-            SnapshotPhase::Cutting | SnapshotPhase::Ready => None,
+            SnapshotPhase::Taking | SnapshotPhase::Ready => None,
         }
     }
 
-    /// When its own retention ends, if it has one and was deleted, in seconds since the epoch.
-    pub fn own_end(&self) -> Option<u64> {
+    /// The end of its own retention, in seconds since the epoch. `None` if it was not deleted or
+    /// has the default retention.
+    pub fn own_expiry(&self) -> Option<u64> {
         let since = self.retained_since()?;
         Some(match self.retention? {
             Retention::For(seconds) => since.saturating_add(seconds),
@@ -281,10 +285,11 @@ impl Snapshot {
         })
     }
 
-    /// When the retention ends of what is kept of a deleted snapshot, which is `default` seconds long unless it has its own.
+    /// The end of the retention of a deleted snapshot's record or id. The default retention has
+    /// `default` seconds.
     pub fn retained_until(&self, default: u64) -> Option<u64> {
         let by_default = || Some(self.retained_since()?.saturating_add(default));
-        self.own_end().or_else(by_default)
+        self.own_expiry().or_else(by_default)
     }
 
     /// Whether it can be the base of a delta.
@@ -302,7 +307,7 @@ pub struct Group {
     pub id: String,
     pub name: String,
     pub phase: Phase,
-    /// In the order of the volumes asked for.
+    /// In the order of the requested volumes.
     pub snapshot_ids: Vec<String>,
     pub volume_ids: Vec<String>,
     pub created_at: (u64, u32),
@@ -315,7 +320,8 @@ pub struct GroupSnapshot {
     pub snapshots: Vec<Snapshot>,
 }
 
-/// CSI's access modes that one node can satisfy (CSI VolumeCapability.AccessMode): many nodes that only read may be one.
+/// The access modes that one node can satisfy (CSI VolumeCapability.AccessMode), including
+/// read-only use by many nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AccessMode {
@@ -327,7 +333,7 @@ pub enum AccessMode {
 }
 
 impl AccessMode {
-    /// Whether the volume may be published at more than one target path at a time (CSI
+    /// Whether the volume may be published at several target paths at the same time (CSI
     /// NodePublishVolume, tables on the second call).
     pub const fn shares(self) -> bool {
         matches!(self, Self::SingleNodeMultiWriter | Self::MultiNodeReaderOnly)
@@ -338,17 +344,17 @@ impl AccessMode {
     }
 }
 
-/// How a volume is presented (CSI VolumeCapability).
+/// The access type of a volume (CSI VolumeCapability).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Access {
     Block,
     Mount {
-        /// `None`: the one that the volume has, else ext4.
+        /// `None`: the existing filesystem, or ext4.
         fs_type: Option<FsType>,
-        /// Mount options; may carry secrets, never logged.
+        /// Mount options. They may contain secrets and are never logged.
         flags: Vec<String>,
-        /// Group that owns the mounted tree (CSI volume_mount_group).
+        /// The group that owns the mounted tree (CSI volume_mount_group).
         group: Option<u32>,
     },
 }
@@ -360,7 +366,7 @@ pub struct Capability {
 }
 
 impl Capability {
-    /// Whether nothing may be written, by access mode or by mount option.
+    /// Whether the volume is read-only, by access mode or mount option.
     pub fn is_read_only(&self) -> bool {
         let option = match &self.access {
             Access::Block => false,
@@ -371,8 +377,8 @@ impl Capability {
         option || self.mode.read_only()
     }
 
-    /// The same use of the volume. The group does not count: each pod brings its own, and it is
-    /// applied to the files and not to the mount.
+    /// Whether two capabilities are compatible. The group is ignored: each pod has its own, and it
+    /// applies to files, not to the mount.
     pub fn is_like(&self, other: &Self) -> bool {
         let same_access = match (&self.access, &other.access) {
             (
@@ -393,19 +399,19 @@ pub struct Attachment {
     pub capability: Capability,
     /// By target path.
     pub published: BTreeMap<PathBuf, Publication>,
-    /// Where the filesystem is mounted. What was staged before there was a choice is mounted at its staging path.
+    /// Where the filesystem is mounted. Rows without this field are mounted at the staging path.
     #[serde(default)]
     pub mounted: Mounted,
 }
 
-/// Where the filesystem of a staged volume is mounted on this host, if it is at all.
+/// Where this host mounts the filesystem of a staged volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mounted {
-    /// At the staging path, which is bound to each target.
+    /// At the staging path, which is bind-mounted at each target.
     #[default]
     AtStaging,
-    /// At each target, unless a runtime mounts it instead (KEP-2857).
+    /// At each target, unless a container runtime mounts it (KEP-2857).
     AtTargets,
 }
 
@@ -418,12 +424,12 @@ pub struct Publication {
     pub deferred: Option<Deferral>,
 }
 
-/// What a container runtime is to do after it has mounted a volume in the place of this host (KEP-2857).
+/// Instructions for the container runtime that mounts a deferred volume (KEP-2857).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Deferral {
-    /// The group that is to own the files.
+    /// The group that must own the files.
     pub group: Option<u32>,
-    /// How they are given to it; `None` where nothing is said.
+    /// When to change the group of the files; `None` if not specified.
     pub policy: Option<GroupPolicy>,
 }
 
@@ -447,7 +453,8 @@ impl Publication {
 }
 
 impl Attachment {
-    /// The target at which a container runtime mounts it in the place of this host, if that is so: there is no other then.
+    /// The target at which a container runtime mounts the volume. Such a volume has no other
+    /// target.
     pub fn deferred_at(&self) -> Option<(&Path, &Deferral)> {
         let mut published = self.published.iter();
         published.find_map(|(target, one)| Some((target.as_path(), one.deferred.as_ref()?)))
@@ -457,21 +464,21 @@ impl Attachment {
 /// A volume that belongs to one pod, from NodePublishVolume to NodeUnpublishVolume (KEP-596).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inline {
-    /// kubelet's name for it. It is never part of a path.
+    /// The id from kubelet. It is never part of a path.
     pub handle: String,
-    /// Names its backing file; unique for ever.
+    /// The name of its backing file. Unique forever.
     pub id: String,
-    /// `Ready` once the pod may have seen it.
+    /// `Ready` when the pod may have used it.
     pub phase: Phase,
     pub target: PathBuf,
     pub capacity_bytes: u64,
-    /// `None` while there is no filesystem that anybody may have written to.
+    /// `None` until the filesystem is created.
     pub format: Option<Format>,
     pub request: InlineRequest,
 }
 
-/// The parts of the request for an inline volume that a repeated call must agree with. Content is none of them: it
-/// may change, and is not written down here.
+/// The fields of the request for an inline volume that a repeated call must match. Content may
+/// change, and is not stored here.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InlineRequest {
     /// `None`: the driver chooses.
@@ -480,7 +487,7 @@ pub struct InlineRequest {
     pub readonly: bool,
     /// A tmpfs at the target instead of a file in the pool.
     pub in_memory: bool,
-    /// Only the driver writes to it, and keeps its content as it should be.
+    /// Only the driver writes to it and updates its content.
     pub read_only_content: bool,
     /// A container runtime mounts it, and this host never does.
     #[serde(default)]
@@ -488,16 +495,16 @@ pub struct InlineRequest {
 }
 
 impl InlineRequest {
-    /// Whether nothing at all is written through its mount.
+    /// Whether nothing, not even content, is written through its mount.
     pub fn is_read_only(&self) -> bool {
         !self.read_only_content && (self.readonly || self.capability.is_read_only())
     }
 }
 
-/// How a volume is, or the pool (CSI VolumeCondition, VolumeHealth).
+/// The condition of a volume or of the pool (CSI VolumeCondition, VolumeHealth).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
-    /// What is wrong with it, if anything.
+    /// The problem, if any.
     pub problem: Option<HealthProblem>,
     pub message: String,
 }
@@ -516,7 +523,7 @@ impl Condition {
     }
 }
 
-/// What can be wrong with a volume.
+/// The kinds of problems of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealthProblem {
     /// The pool's filesystem has shut down.
@@ -526,30 +533,30 @@ pub enum HealthProblem {
     BackingFileMissing,
     BackingFileShort,
     WritesLost,
-    /// Somebody else has attached the backing file, and may write to it.
+    /// Another program has attached the backing file and may write to it.
     ForeignLoopDevice,
     LoopDeviceMissing,
     LoopDeviceSize,
     NotMounted,
-    /// It is left to a container runtime, and mounted on this host as well.
+    /// A deferred volume is mounted on this host.
     MountedOnHost,
-    /// The container runtime that it is left to says so, or does not have it.
+    /// The container runtime reports a problem, or has not claimed the volume.
     Runtime,
-    /// An inline volume that is being made or removed.
+    /// An inline volume is being created or removed.
     NotReady,
-    /// How it is could not be found out.
+    /// The condition could not be determined.
     Unknown,
 }
 
-/// How a volume in use on this node is.
+/// Usage and condition of a volume in use on this node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stats {
-    /// None where it cannot be told: `condition` says why.
+    /// `None` if unknown: `condition` has the reason.
     pub usage: Option<Usage>,
     pub condition: Condition,
 }
 
-/// How much a volume holds.
+/// The usage of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Usage {
     /// A raw block volume: its size in bytes.
@@ -564,12 +571,12 @@ pub enum Usage {
     },
 }
 
-/// Room in the pool, all in bytes.
+/// Capacity of the pool, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
-    /// What can be written before the pool is full.
+    /// The space that can be written before the pool is full.
     pub available: u64,
-    /// The largest volume that CreateVolume accepts now (thin: overcommit included).
+    /// The largest volume that CreateVolume accepts now, including overcommit.
     pub maximum_volume: u64,
     pub minimum_volume: u64,
 }

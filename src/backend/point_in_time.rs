@@ -1,10 +1,10 @@
-//! Copies of volumes as they were at one moment, while pods write to them.
+//! Copies volumes at one point in time while pods write to them.
 //!
-//! Volumes that nobody writes to are cloned first. Of the others as much as possible is cloned while
-//! they run. Then mounted filesystems are frozen, what is in flight reaches the backing files, and the
-//! rest is cloned; the freeze lasts as long as that and no longer. A raw block volume cannot be frozen:
-//! one may take part, and it is cloned while the others stand still, so that there is one moment that
-//! holds for all.
+//! Volumes without writers are cloned first. Of the others, most data is cloned before the freeze.
+//! Then the mounted filesystems are frozen, pending writes are flushed to the backing files, and
+//! the rest is cloned; the freeze ends after that. A raw block volume cannot be frozen: a copy may
+//! include one, which is cloned while the others are frozen, so that all copies have the same point
+//! in time.
 
 use std::fs::File;
 use std::io;
@@ -20,99 +20,100 @@ use super::model::{Access, Attachment, Mounted, Volume};
 use super::store::{Store, now};
 use super::writeback;
 
-/// The longest freeze where a clone is one call.
+/// Maximum freeze if a clone is one call.
 const CLONE_DEADLINE: Duration = Duration::from_secs(30);
 
-/// The longest freeze where data is copied.
+/// Maximum freeze if data is copied.
 const COPY_DEADLINE: Duration = Duration::from_secs(300);
 
-/// How often a copy of a raw block volume is tried to fit between its writes.
-const QUIET_ATTEMPTS: usize = 10;
+/// Maximum number of attempts to copy a raw block volume without concurrent writes.
+const COPY_ATTEMPTS: usize = 10;
 
-/// A volume and the file that becomes its copy. The caller holds the volume's lock.
-pub struct Copy<'a> {
+/// A volume and the target file of its copy. The caller holds the volume's lock.
+pub struct CopyJob<'a> {
     pub volume: &'a Volume,
     pub source: &'a File,
     pub target: &'a File,
 }
 
-/// Where the time of the copies went, each step for all volumes together.
+/// Durations of the steps, each for all volumes.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Durations {
-    /// What was cloned while the volumes ran.
+    /// Cloning before the freeze.
     pub pre_clone: Duration,
-    /// From the first filesystem that stood still to the last that ran again (with a raw volume
-    /// that is written to and none that stands still: as long as the next two take; 0 where nobody writes).
+    /// From the first freeze to the last thaw. Without a filesystem to freeze, the duration of the
+    /// next two steps for a written raw volume; 0 without writers.
     pub frozen: Duration,
-    /// What was in flight reached the backing files.
-    pub settle: Duration,
-    /// The rest was cloned.
+    /// Flushing pending writes to the backing files.
+    pub flush: Duration,
+    /// Cloning the rest.
     pub clone: Duration,
 }
 
-/// Runs a step and adds what it took to `to`.
+/// Runs a step and adds its duration to `to`.
 pub fn timed<T>(to: &mut Duration, step: impl FnOnce() -> T) -> T {
-    let begun = Instant::now();
+    let start = Instant::now();
     let result = step();
-    *to += begun.elapsed();
+    *to += start.elapsed();
     result
 }
 
-/// What was copied.
+/// The result of a copy.
 pub struct Copied {
     /// Seconds and nanoseconds since the epoch.
-    pub moment: (u64, u32),
-    pub took: Durations,
-    /// Of each copy, in their order, whether its filesystem should have been frozen and could not be.
+    pub taken_at: (u64, u32),
+    pub durations: Durations,
+    /// For each copy, in order: whether its filesystem could not be frozen.
     pub crash_consistent: Vec<bool>,
 }
 
-/// What has to be stopped for a copy to be consistent.
+/// The writers to stop for a consistent copy.
 enum Writers {
-    /// Nobody writes, and nobody could.
+    /// The volume is not attached.
     None,
-    /// Nobody has the filesystem on this device, or writes to it raw, and nobody gets it now.
+    /// The device is attached but has no writer, and cannot get one while its volume is locked.
     Idle(LoopDevice),
-    /// The filesystem on this device, opened where it is mounted.
+    /// The mounted filesystem on this device.
     Filesystem(File, LoopDevice),
-    /// Whoever has the raw device.
+    /// The user of the raw device.
     Raw(LoopDevice),
-    /// Whoever a container runtime has given the device to, if anybody: a virtual machine leaves no trace here. (That the
-    /// filesystem looks clean, or unclaimed, proves nothing: it may be mounted while it is copied.)
+    /// Unknown: a container runtime may have given the device to a virtual machine, which this
+    /// kernel cannot see. (A filesystem that looks clean or unmounted proves nothing: it may be
+    /// mounted during the copy.)
     Unknown(LoopDevice),
 }
 
-/// Makes every target equal to its source at one moment. On an error the targets hold nothing of use.
-pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<Copied> {
-    let mut took = Durations::default();
+/// Copies all sources at one point in time. On an error the targets contain nothing usable.
+pub fn copy_all(store: &Store, copies: &[CopyJob<'_>]) -> Result<Copied> {
+    let mut durations = Durations::default();
     let mut members = Vec::with_capacity(copies.len());
     for copy in copies {
         members.push((copy, writers(store, copy)?));
     }
     let crash_consistent = members.iter().map(|(copy, writers)| writers.is_unknown(copy)).collect();
-    let raw = members.iter().filter(|(_, writers)| writers.is_running()).count();
+    let raw = members.iter().filter(|(_, writers)| writers.keeps_writing()).count();
     if raw > 1 {
         return Err(Error::Precondition(format!(
-            "source_volume_ids: {raw} volumes cannot be frozen, being raw block volumes that are published writable or \
-             filesystems that a container runtime may have in a virtual machine, so no moment would hold for more than \
-             one: unpublish the others first"
+            "source_volume_ids: {raw} volumes cannot be frozen (raw block volumes that are published writable, or \
+             filesystems that a container runtime may have mounted in a virtual machine), but a group can contain \
+             only one such volume: unpublish the others first"
         )));
     }
-    // The one that runs on first: while it is cloned the others are frozen already.
-    members.sort_by_key(|(_, writers)| !writers.is_running());
+    // Clone the volume that cannot be frozen first, while the others are frozen.
+    members.sort_by_key(|(_, writers)| !writers.keeps_writing());
     let pool = store.pool.as_ref();
-    let (written, still): (Vec<_>, Vec<_>) =
+    let (written, idle): (Vec<_>, Vec<_>) =
         members.into_iter().partition(|(_, writers)| writers.may_write());
-    // Their locks keep them as they are. One clone of the whole, and nobody waits for it.
-    for (copy, writers) in &still {
-        clone_one(store, copy, writers, &mut took)?;
+    // Their locks exclude writers, so one clone without a freeze is enough.
+    for (copy, writers) in &idle {
+        clone_one(store, copy, writers, &mut durations)?;
         reach("copy.made")?;
     }
     for (copy, _) in &written {
-        timed(&mut took.pre_clone, || pool.pre_clone(copy.source, copy.target))?;
+        timed(&mut durations.pre_clone, || pool.pre_clone(copy.source, copy.target))?;
         reach("copy.begun")?;
     }
-    // What there is to write is written before anybody stands still.
+    // Sync before the freeze, to keep the freeze short.
     for (copy, writers) in &written {
         if let Some(mounted) = writers.mounted() {
             writeback::sync_filesystem(store, &copy.volume.id, mounted)?;
@@ -124,13 +125,13 @@ pub fn copy_all(store: &Store, copies: &[Copy<'_>]) -> Result<Copied> {
         written.iter().filter_map(|(_, w)| w.mounted()).map(File::try_clone).collect();
     let mounted = mounted.context(|| "opening filesystems to freeze".to_owned())?;
     let frozen = Frozen::freeze(&store.freeze_guard, mounted, deadline)?;
-    let moment = now();
+    let taken_at = now();
     for (copy, writers) in &written {
-        clone_one(store, copy, writers, &mut took)?;
+        clone_one(store, copy, writers, &mut durations)?;
         reach("copy.made")?;
     }
-    took.frozen = frozen.thaw()?;
-    Ok(Copied { moment, took, crash_consistent })
+    durations.frozen = frozen.thaw()?;
+    Ok(Copied { taken_at, durations, crash_consistent })
 }
 
 impl Writers {
@@ -151,30 +152,30 @@ impl Writers {
         }
     }
 
-    /// Whether somebody may write until a freeze.
+    /// Whether writes are possible before a freeze.
     fn may_write(&self) -> bool {
         !matches!(self, Self::None | Self::Idle(_))
     }
 
-    /// Whether somebody may go on writing during a freeze.
-    fn is_running(&self) -> bool {
+    /// Whether writes are possible during a freeze.
+    fn keeps_writing(&self) -> bool {
         matches!(self, Self::Raw(_) | Self::Unknown(_))
     }
 
-    fn is_unknown(&self, copy: &Copy<'_>) -> bool {
+    fn is_unknown(&self, copy: &CopyJob<'_>) -> bool {
         let is_unknown = matches!(self, Self::Unknown(_));
         if is_unknown {
             warn!(
                 volume = copy.volume.id,
-                "a container runtime has the filesystem, and this kernel has it not mounted, so it cannot be frozen: the \
-                 copy is crash-consistent"
+                "a container runtime may have mounted the filesystem outside this kernel, so it cannot be frozen: the \
+                 copy is crash consistent"
             );
         }
         is_unknown
     }
 }
 
-fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
+fn writers(store: &Store, copy: &CopyJob<'_>) -> Result<Writers> {
     let attachment = store.catalog.read()?.get::<Attachment>(&copy.volume.id)?;
     let device = LoopDevice::find(copy.source)?.into_iter().next();
     let (Some(attachment), Some(device)) = (attachment, device) else { return Ok(Writers::None) };
@@ -184,8 +185,8 @@ fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
         }
         Access::Block => Writers::Idle(device),
         Access::Mount { .. } => {
-            // The kernel is asked where it is mounted: by the catalog's word another filesystem, the
-            // host's own, might be frozen.
+            // Read the mount from the kernel. With a path from the catalog, another filesystem (the
+            // host's own) might be frozen.
             match filesystem::open_mounted(&device)? {
                 Some(mounted) => Writers::Filesystem(mounted, device),
                 None if attachment.deferred_at().is_some() => Writers::Unknown(device),
@@ -198,39 +199,40 @@ fn writers(store: &Store, copy: &Copy<'_>) -> Result<Writers> {
 
 fn clone_one(
     store: &Store,
-    copy: &Copy<'_>,
+    copy: &CopyJob<'_>,
     writers: &Writers,
-    took: &mut Durations,
+    durations: &mut Durations,
 ) -> Result<()> {
     let pool = store.pool.as_ref();
     let (Writers::Raw(device) | Writers::Unknown(device)) = writers else {
-        timed(&mut took.settle, || settle(store, copy, writers))?;
-        return timed(&mut took.clone, || pool.clone(copy.source, copy.target));
+        timed(&mut durations.flush, || flush_writes(store, copy, writers))?;
+        return timed(&mut durations.clone, || pool.clone(copy.source, copy.target));
     };
     if pool.clones_atomically() {
-        timed(&mut took.settle, || settle(store, copy, writers))?;
-        return timed(&mut took.clone, || pool.clone(copy.source, copy.target));
+        timed(&mut durations.flush, || flush_writes(store, copy, writers))?;
+        return timed(&mut durations.clone, || pool.clone(copy.source, copy.target));
     }
-    for _ in 0..QUIET_ATTEMPTS {
-        timed(&mut took.settle, || settle(store, copy, writers))?;
-        let Some(before) = device.write_mark()? else { continue };
-        timed(&mut took.clone, || pool.clone(copy.source, copy.target))?;
-        if device.write_mark()? == Some(before) {
+    for _ in 0..COPY_ATTEMPTS {
+        timed(&mut durations.flush, || flush_writes(store, copy, writers))?;
+        let Some(before) = device.write_counters()? else { continue };
+        timed(&mut durations.clone, || pool.clone(copy.source, copy.target))?;
+        if device.write_counters()? == Some(before) {
             return Ok(());
         }
     }
     Err(Error::Busy(format!(
-        "volume {:?}, which cannot be frozen, was written to during each of {QUIET_ATTEMPTS} copies; a copy pool \
-         needs a quiet moment: pause the writer, or use a pool that shares blocks",
+        "volume {:?} cannot be frozen and was written to during each of {COPY_ATTEMPTS} copies; a copy pool \
+         requires a copy without writes: pause the writer, or use a reflink or image pool",
         copy.volume.id
     )))
 }
 
-/// What was acknowledged to a writer reaches the backing file.
-fn settle(store: &Store, copy: &Copy<'_>, writers: &Writers) -> Result<()> {
+/// Flushes acknowledged writes to the backing file.
+fn flush_writes(store: &Store, copy: &CopyJob<'_>, writers: &Writers) -> Result<()> {
     let volume_id = &copy.volume.id;
     if let Some(mounted) = writers.mounted() {
-        // The filesystem is frozen. The freeze wrote what was changed since the sync before it, and reports no error of that.
+        // The filesystem is frozen. The freeze wrote recent changes without reporting errors; this
+        // sync reports them.
         writeback::sync_filesystem(store, volume_id, mounted)?;
     }
     if let Some(device) = writers.device() {

@@ -1,5 +1,5 @@
-//! Who mounts a volume where this host does not (KEP-2857): a container runtime, reached by whoever implements [`Runtime`].
-//! The backend says what there is to mount and asks how it is; how the runtime is reached is not its business.
+//! The interface to container runtimes that mount deferred volumes (KEP-2857). Implementations of
+//! [`Runtime`] define how a runtime is reached.
 
 use std::fmt;
 use std::path::Path;
@@ -7,34 +7,34 @@ use std::path::Path;
 use super::error::Result;
 use super::model::{Deferral, FsType, Stats};
 
-/// A volume for a runtime to mount.
+/// A mount for a container runtime.
 #[derive(Debug)]
 pub struct DeferredMount<'a> {
-    /// Where it would be mounted on this host. It names the volume to the runtime.
+    /// The target path on this host. It identifies the volume to the runtime.
     pub target: &'a Path,
-    /// The device, which has the filesystem on it.
+    /// The device with the filesystem.
     pub device: &'a Path,
     pub fs_type: FsType,
-    /// As in mount(8), `ro` among them where nothing may be written, and `nouuid` for xfs.
+    /// Options as in mount(8). They include `ro` for a read-only volume, and `nouuid` for xfs.
     pub flags: &'a [String],
     pub deferral: &'a Deferral,
 }
 
-/// What a runtime says of a volume. Where none has claimed it: no usage, and an abnormal condition that says so. Where
-/// one has and no container runs now: no usage, and a normal condition.
+/// The statistics from a runtime. If no runtime has claimed the volume: no usage and an abnormal
+/// condition. If no container runs now: no usage and a normal condition.
 pub type RuntimeStats = Stats;
 
-/// The way to the runtimes. Calls block, for a bounded time, and can be repeated; the volume's lock is held, but not by
-/// `stats`.
+/// Access to container runtimes. Calls block for a limited time and can be repeated. The caller
+/// holds the volume's lock, except for `stats`.
 pub trait Runtime: fmt::Debug + Send + Sync {
-    /// Leaves word for the runtime. Nothing is mounted yet when this returns.
+    /// Requests a mount. The runtime mounts the volume later.
     fn stage(&self, mount: &DeferredMount<'_>) -> Result<()>;
 
-    /// Takes it back. OK when there is none.
+    /// Withdraws the request. Succeeds if there is none.
     fn unstage(&self, target: &Path) -> Result<()>;
 
     fn stats(&self, target: &Path) -> Result<RuntimeStats>;
 
-    /// Has the filesystem grown to its device, which has so many bytes.
+    /// Grows the filesystem to its device, which has `bytes` bytes.
     fn expand(&self, target: &Path, bytes: u64) -> Result<()>;
 }

@@ -1,15 +1,15 @@
-//! Snapshots: creating, deleting and listing them, and the answers to `allocated` and `delta`.
+//! Snapshots: create, delete and list, and the results of `allocated` and `delta`.
 
 use std::sync::Arc;
 
-use super::catalog::Reading;
-use super::cut;
+use super::catalog::ReadTx;
 use super::error::{Error, Kind, Result};
 use super::ids::{self, SNAPSHOT_PREFIX};
 use super::list::{self, Page};
 use super::model::{Predecessor, Snapshot, SnapshotPhase, Volume};
 use super::pool;
 use super::store::{SNAPSHOT_NAME_LOCK, Store, now};
+use super::take_snapshot;
 use super::tracker::{Bitmap, BlockMap, RecordReader};
 use super::writeback;
 
@@ -20,26 +20,26 @@ pub struct SnapshotFilter {
     pub volume_id: Option<String>,
 }
 
-/// How often a record that was folded away under a query is looked up anew.
+/// Maximum number of attempts to open records that are concurrently replaced.
 const LOOKUP_ATTEMPTS: usize = 3;
 
-/// Cuts a snapshot, or returns the one that a call with this name has cut before.
+/// Takes a snapshot, or returns the existing one with this name.
 pub fn create(store: &Store, name: &str, volume_id: &str) -> Result<Snapshot> {
     let name_lock = format!("{SNAPSHOT_NAME_LOCK}{name}");
-    let _lock = store.locks.take([name_lock.as_str(), volume_id])?;
+    let _lock = store.locks.try_lock([name_lock.as_str(), volume_id])?;
     let reading = store.catalog.read()?;
     if let Some(existing) = reading.by_name::<Snapshot>(name)? {
         if existing.phase == SnapshotPhase::Ready {
             return same_or_taken(existing, name, volume_id);
         }
-        cut::undo(store, std::slice::from_ref(&existing), None)?;
+        take_snapshot::undo(store, std::slice::from_ref(&existing), None)?;
     }
     let volume = reading.live_volume(volume_id)?;
     drop(reading);
     writeback::check(store, &volume)?;
     let row = new_row(&volume, name, None)?;
-    let snapshots = cut::cut(store, vec![(volume, row)], None)?;
-    snapshots.into_iter().next().ok_or_else(|| Error::Failed("the cut made no snapshot".to_owned()))
+    let snapshots = take_snapshot::take(store, vec![(volume, row)], None)?;
+    snapshots.into_iter().next().ok_or_else(|| Error::Failed("no snapshot was taken".to_owned()))
 }
 
 fn same_or_taken(existing: Snapshot, name: &str, volume_id: &str) -> Result<Snapshot> {
@@ -52,13 +52,13 @@ fn same_or_taken(existing: Snapshot, name: &str, volume_id: &str) -> Result<Snap
     )))
 }
 
-/// The row of a snapshot to be cut.
+/// The row of a new snapshot.
 pub fn new_row(volume: &Volume, name: &str, group_id: Option<&str>) -> Result<Snapshot> {
     Ok(Snapshot {
         id: ids::new_id(SNAPSHOT_PREFIX, name)?,
         name: name.to_owned(),
         volume_id: volume.id.clone(),
-        phase: SnapshotPhase::Cutting,
+        phase: SnapshotPhase::Taking,
         capacity_bytes: volume.capacity_bytes,
         created_at: now(),
         sequence: volume.next_sequence,
@@ -73,18 +73,18 @@ pub fn new_row(volume: &Volume, name: &str, group_id: Option<&str>) -> Result<Sn
     })
 }
 
-/// Deletes a snapshot. Its record stays as a base; so does its data, hidden, while the next cut
-/// compares with it. OK when it does not exist.
+/// Deletes a snapshot. Its record is kept, so that it can be a base. Its data is kept, hidden,
+/// while it is the baseline. Succeeds if the snapshot does not exist.
 pub fn delete(store: &Store, id: &str) -> Result<()> {
     let found = store.catalog.read()?.get::<Snapshot>(id)?;
     let Some(snapshot) = found else { return Ok(()) };
-    let _lock = store.locks.take([snapshot.volume_id.as_str()])?;
+    let _lock = store.locks.try_lock([snapshot.volume_id.as_str()])?;
     let reading = store.catalog.read()?;
     let Some(snapshot) = reading.get::<Snapshot>(id)? else { return Ok(()) };
     match snapshot.phase {
         SnapshotPhase::Ready => {}
-        SnapshotPhase::Cutting => return Ok(()),
-        // A deletion that met an error may have left what nobody needs any more.
+        SnapshotPhase::Taking => return Ok(()),
+        // A failed deletion may have left unneeded files.
         SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten { .. } => {
             return finish_deletion(store, &[snapshot]);
         }
@@ -92,16 +92,16 @@ pub fn delete(store: &Store, id: &str) -> Result<()> {
     if let Some(group) = &snapshot.group_id {
         return Err(Error::invalid(
             "snapshot_id",
-            format!("{id:?} belongs to group snapshot {group:?}; delete that"),
+            format!("{id:?} belongs to group snapshot {group:?}; delete the group snapshot"),
         ));
     }
     let row = deleted(&reading, snapshot)?;
-    store.catalog.write(|tx| tx.unname(&row).and_then(|()| tx.put(&row)))?;
+    store.catalog.write(|tx| tx.release_name(&row).and_then(|()| tx.put(&row)))?;
     finish_deletion(store, &[row])
 }
 
-/// The row of a snapshot after its deletion.
-pub fn deleted(reading: &Reading, snapshot: Snapshot) -> Result<Snapshot> {
+/// The row of a deleted snapshot.
+pub fn deleted(reading: &ReadTx, snapshot: Snapshot) -> Result<Snapshot> {
     let volume = reading.get::<Volume>(&snapshot.volume_id)?;
     let is_baseline =
         volume.is_some_and(|volume| volume.baseline.as_deref() == Some(snapshot.id.as_str()));
@@ -112,21 +112,21 @@ pub fn deleted(reading: &Reading, snapshot: Snapshot) -> Result<Snapshot> {
     })
 }
 
-/// Removes what the catalog no longer refers to after snapshots, or their volume, were deleted.
+/// Removes unreferenced data after a deletion of snapshots or of their volume.
 pub fn finish_deletion(store: &Store, rows: &[Snapshot]) -> Result<()> {
     let gone: Vec<Snapshot> = rows.iter().filter(|row| !row.has_data).cloned().collect();
-    cut::remove_data(store, &gone);
+    take_snapshot::remove_data(store, &gone);
     rows.iter().try_for_each(|row| collect(store, &row.volume_id))
 }
 
-/// Forgets a volume altogether once it and all of its snapshots are deleted.
+/// Removes all rows and records of a volume when it and its snapshots are deleted.
 pub fn collect(store: &Store, volume_id: &str) -> Result<()> {
     let reading = store.catalog.read()?;
     if reading.get::<Volume>(volume_id)?.is_some() {
         return Ok(());
     }
     let rows = reading.snapshots_of(volume_id)?;
-    let alive = |row: &Snapshot| matches!(row.phase, SnapshotPhase::Ready | SnapshotPhase::Cutting);
+    let alive = |row: &Snapshot| matches!(row.phase, SnapshotPhase::Ready | SnapshotPhase::Taking);
     if rows.is_empty() || rows.iter().any(alive) {
         return Ok(());
     }
@@ -137,7 +137,7 @@ pub fn collect(store: &Store, volume_id: &str) -> Result<()> {
     store.catalog.write(|tx| rows.iter().try_for_each(|row| tx.remove::<Snapshot>(&row.id)))
 }
 
-/// A page of the snapshots that exist, in order of id.
+/// A page of the existing snapshots, in order of id.
 pub fn list(
     store: &Store,
     filter: &SnapshotFilter,
@@ -163,24 +163,24 @@ fn matches(filter: &SnapshotFilter, row: &Snapshot) -> bool {
         && filter.volume_id.as_ref().is_none_or(|volume| *volume == row.volume_id)
 }
 
-/// The blocks that hold data in a snapshot.
+/// The allocated blocks of a snapshot.
 pub fn allocated(store: &Store, id: &str) -> Result<BlockMap> {
-    retried(|| {
+    retry(|| {
         let snapshot = store.catalog.read()?.live_snapshot(id)?;
         let record = store.open_record(&snapshot)?;
         Ok(BlockMap::new(snapshot.capacity_bytes, Bitmap::Allocated, vec![record]))
     })
 }
 
-/// The blocks that differ between two snapshots of a volume: those that changed in any snapshot
-/// after `base_id` up to `target_id`. The base may have been deleted.
+/// The blocks that changed in any snapshot after `base_id` up to `target_id`. The base may be
+/// deleted.
 pub fn delta(store: &Store, base_id: &str, target_id: &str) -> Result<BlockMap> {
-    retried(|| {
+    retry(|| {
         let reading = store.catalog.read()?;
         let target = reading.live_snapshot(target_id)?;
         let base = reading
             .get::<Snapshot>(base_id)?
-            .filter(|base| base.phase != SnapshotPhase::Cutting)
+            .filter(|base| base.phase != SnapshotPhase::Taking)
             .ok_or_else(|| Error::not_found(Kind::Snapshot, base_id))?;
         let records = chain(store, &reading, &base, &target)?;
         Ok(BlockMap::new(target.capacity_bytes, Bitmap::Changed, records))
@@ -190,7 +190,7 @@ pub fn delta(store: &Store, base_id: &str, target_id: &str) -> Result<BlockMap> 
 /// The records after `base` up to `target`.
 fn chain(
     store: &Store,
-    reading: &Reading,
+    reading: &ReadTx,
     base: &Snapshot,
     target: &Snapshot,
 ) -> Result<Vec<Arc<RecordReader>>> {
@@ -198,7 +198,7 @@ fn chain(
         return Err(Error::invalid(
             "base_snapshot_id",
             format!(
-                "{:?} is a snapshot of volume {:?}, the target of {:?}; both must be of one volume",
+                "{:?} is a snapshot of volume {:?}, the target of {:?}; both must be of the same volume",
                 base.id, base.volume_id, target.volume_id
             ),
         ));
@@ -226,7 +226,7 @@ fn chain(
             Error::Damaged(format!("snapshot {predecessor:?} is missing; run `pool check`"))
         })?;
         if current.sequence < base.sequence {
-            return Err(no_delta(base, target, "the base was cut while change tracking was off"));
+            return Err(no_delta(base, target, "the base was taken while change tracking was off"));
         }
     }
     Ok(records)
@@ -234,13 +234,13 @@ fn chain(
 
 fn no_delta(base: &Snapshot, target: &Snapshot, reason: &str) -> Error {
     Error::Precondition(format!(
-        "base_snapshot_id: the changes from {:?} to {:?} are not known: {reason}; take a full backup",
+        "base_snapshot_id: the changes from {:?} to {:?} are unknown: {reason}; take a full backup",
         base.id, target.id
     ))
 }
 
-/// Folding replaces record files while queries run; a query that meets that looks again.
-fn retried<T>(mut query: impl FnMut() -> Result<T>) -> Result<T> {
+/// Runs a query again if record files were replaced meanwhile.
+fn retry<T>(mut query: impl FnMut() -> Result<T>) -> Result<T> {
     let mut result = query();
     for _ in 1..LOOKUP_ATTEMPTS {
         if !matches!(result, Err(Error::Damaged(_))) {

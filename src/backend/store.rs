@@ -1,4 +1,4 @@
-//! What all operations stand on: the pool, the catalog, the locks, and the names of files.
+//! The shared state of all operations: pool, catalog, locks and file names.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Config;
-use super::catalog::{Catalog, Reading, SnapshotFile};
+use super::catalog::{Catalog, ReadTx, SnapshotFile};
 use super::error::{Context, Error, Kind, Result};
 use super::freeze_guard::Guard;
 use super::locks::Locks;
@@ -17,7 +17,7 @@ use super::pool::{self, Pool};
 use super::tracker::RecordReader;
 use super::writeback::Unrecorded;
 
-/// Names of snapshots and groups are locked apart from ids, under these prefixes.
+/// Prefixes of lock keys for names.
 pub const SNAPSHOT_NAME_LOCK: &str = "name of snapshot ";
 pub const VOLUME_NAME_LOCK: &str = "name of volume ";
 pub const GROUP_NAME_LOCK: &str = "name of group snapshot ";
@@ -29,15 +29,15 @@ pub struct Store {
     pub catalog: Catalog,
     pub locks: Locks,
     pub config: Config,
-    /// Largest volume, in bytes, whose backing file the pool's filesystem can hold.
+    /// The largest volume whose backing file the pool's filesystem supports, in bytes.
     pub max_volume_bytes: u64,
-    /// Snapshots whose filesystem should have been frozen and could not be, since this backend was opened.
+    /// The number of snapshots since the start whose filesystem could not be frozen.
     pub crash_consistent: AtomicU64,
-    /// Lost writes that the catalog could not record.
+    /// Lost writes that are not recorded in the catalog.
     pub unrecorded: Unrecorded,
-    /// Thaws what this process froze if it is killed.
+    /// Thaws filesystems if this process is killed.
     pub freeze_guard: Arc<Guard>,
-    /// Keeps a second instance away as long as it is open.
+    /// Excludes other instances while it is open.
     pub _instance_lock: nix::fcntl::Flock<File>,
 }
 
@@ -57,14 +57,14 @@ impl Store {
     /// Removes a file that the catalog no longer refers to.
     pub fn remove(&self, file: SnapshotFile) -> Result<()> {
         pool::remove(&self.path_of(&file))?;
-        self.catalog.is_removed(file);
+        self.catalog.note_removal(file);
         Ok(())
     }
 
-    /// Like [`Self::remove`], with the blocks free when this returns, however long that takes.
+    /// Like [`Self::remove`], but waits until the blocks are free.
     pub fn remove_and_free(&self, file: SnapshotFile) -> Result<()> {
         pool::remove_and_free(&self.path_of(&file))?;
-        self.catalog.is_removed(file);
+        self.catalog.note_removal(file);
         Ok(())
     }
 
@@ -75,40 +75,40 @@ impl Store {
         }
     }
 
-    /// How long the record of a deleted snapshot is kept that has no retention of its own, in seconds.
+    /// The default retention of a deleted snapshot's record, in seconds.
     pub fn retention(&self) -> u64 {
         self.config.retention.as_secs()
     }
 
-    /// The backing file of a volume, for reading and writing.
+    /// Opens the backing file of a volume for reading and writing.
     pub fn open_volume(&self, volume: &Volume) -> Result<File> {
         let path = self.volume_path(&volume.id);
         File::options().read(true).write(true).open(&path).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => Error::Damaged(format!(
-                "the backing file of volume {:?} is gone; restore the volume from a backup",
+                "the backing file of volume {:?} is missing; restore the volume from a backup",
                 volume.id
             )),
             _ => Error::io(format!("opening the backing file of {:?}", volume.id), e),
         })
     }
 
-    /// The data of a snapshot, for reading.
+    /// Opens the data of a snapshot for reading.
     pub fn open_snapshot(&self, snapshot: &Snapshot) -> Result<File> {
         File::open(self.snapshot_path(&snapshot.id)).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => Error::Damaged(format!(
-                "the data of snapshot {:?} is gone; run `pool check`",
+                "the data of snapshot {:?} is missing; run `pool check`",
                 snapshot.id
             )),
             _ => Error::io(format!("opening the data of {:?}", snapshot.id), e),
         })
     }
 
-    /// The change record of a snapshot, checked to be the one that the catalog means.
+    /// Opens the change record of a snapshot and checks that it matches the row.
     pub fn open_record(&self, snapshot: &Snapshot) -> Result<Arc<RecordReader>> {
         let path = self.record_path(&snapshot.id, snapshot.record_generation);
         let file = File::open(&path).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => Error::Damaged(format!(
-                "the change record of {:?} is gone; take a full backup and run `pool check`",
+                "the change record of {:?} is missing; take a full backup and run `pool check`",
                 snapshot.id
             )),
             _ => Error::io(format!("opening the change record of {:?}", snapshot.id), e),
@@ -124,7 +124,7 @@ impl Store {
             || header.predecessor.as_ref() != since
         {
             return Err(Error::Damaged(format!(
-                "the change record of {:?} is another snapshot's; run `pool check`",
+                "the change record of {:?} belongs to another snapshot; take a full backup and run `pool check`",
                 snapshot.id
             )));
         }
@@ -138,15 +138,15 @@ impl Store {
     }
 }
 
-impl Reading {
-    /// A volume that exists for the API.
+impl ReadTx {
+    /// A volume that exists in the API.
     pub fn live_volume(&self, id: &str) -> Result<Volume> {
         self.get::<Volume>(id)?
             .filter(|volume| volume.phase == Phase::Ready)
             .ok_or_else(|| Error::not_found(Kind::Volume, id))
     }
 
-    /// A snapshot that exists for the API.
+    /// A snapshot that exists in the API.
     pub fn live_snapshot(&self, id: &str) -> Result<Snapshot> {
         self.get::<Snapshot>(id)?
             .filter(|snapshot| snapshot.phase == SnapshotPhase::Ready)

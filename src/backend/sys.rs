@@ -1,6 +1,6 @@
-//! The system calls that neither std nor nix wraps: reflink and FIEMAP, freeze, inode flags, loop
-//! devices, detached mounts, mount namespaces, paths that stay where they begin. All `unsafe` code of the project is in this file; what is above it
-//! sees plain functions over files that return `io::Result`.
+//! System calls that neither std nor nix wraps: reflink and FIEMAP, freeze, inode flags, loop
+//! devices, detached mounts, mount namespaces, restricted path resolution. All `unsafe` code of the
+//! project is here. The rest of the code uses safe functions on files that return `io::Result`.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString};
@@ -31,7 +31,7 @@ fn check(result: c_int) -> io::Result<c_int> {
 
 fn check_fd(result: c_long) -> io::Result<OwnedFd> {
     let fd = check(result as c_int)?;
-    // SAFETY: the kernel has just returned this descriptor and nobody else owns it.
+    // SAFETY: the kernel has just returned this descriptor and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -47,20 +47,20 @@ fn ioctl_struct<T>(fd: impl AsFd, request: u32, value: &mut T) -> io::Result<c_i
     check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request as libc::Ioctl, value as *mut T) })
 }
 
-/// Lets all threads allocate from two arenas of the C library. By default glibc gives each thread that
-/// blocks an arena of its own, up to eight a core, and each keeps what the largest segment of a record
-/// needed in it: a long stream, whose parts are read by whichever thread is free, then grows step by
-/// step to some megabytes for each of them. To be called before threads are started; does nothing with
-/// other C libraries, which have no arenas.
-pub fn bound_arenas() {
+/// Limits glibc to two malloc arenas. By default it creates an arena for each thread that blocks,
+/// up to eight per core, and each keeps the memory of the largest record segment read in it: during
+/// a long stream, whose parts are read by different threads, memory would grow by some megabytes
+/// per arena. Call this before threads are started. Does nothing with other C libraries.
+pub fn limit_malloc_arenas() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: sets a number that malloc looks at, and is called while there is one thread.
+    // SAFETY: sets a parameter of malloc, and is called while the process has one thread.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 2);
     }
 }
 
-/// Makes `target` share all blocks of `source`, atomically against writers of `source` (FICLONE).
+/// Shares all blocks of `source` with `target`, atomically with regard to writers of `source`
+/// (FICLONE).
 pub fn clone_file(target: &File, source: &File) -> io::Result<()> {
     ioctl_value(target, nr::FICLONE, source.as_raw_fd() as c_ulong).map(drop)
 }
@@ -76,10 +76,10 @@ pub fn clone_range(target: &File, source: &File, offset: u64, length: u64) -> io
     ioctl_struct(target, nr::FICLONERANGE, &mut range).map(drop)
 }
 
-/// statfs(2). nix has it for glibc only.
+/// From statfs(2). nix has it for glibc only.
 pub const XFS_SUPER_MAGIC: FsType = FsType(0x5846_5342);
 
-/// Extents asked of the kernel at a time.
+/// Maximum number of extents per FIEMAP call.
 const FIEMAP_BATCH: usize = 2048;
 
 /// The kernel's `struct fiemap_extent`.
@@ -113,8 +113,8 @@ struct Fiemap {
     extents: [FiemapExtent; FIEMAP_BATCH],
 }
 
-/// The extents of `file` from byte `start` up to `end`, one batch, with what is dirty written out
-/// first. Empty when there is none.
+/// Reads one batch of extents of `file` from byte `start` up to `end`, after dirty data is written
+/// out. Empty if there is none.
 pub fn fiemap(file: &File, start: u64, end: u64) -> io::Result<Vec<FiemapExtent>> {
     let mut map = Box::new(Fiemap {
         start,
@@ -128,17 +128,17 @@ pub fn fiemap(file: &File, start: u64, end: u64) -> io::Result<Vec<FiemapExtent>
     ioctl_struct(file, nr::FS_IOC_FIEMAP, map.as_mut())?;
     let mapped = map.mapped_extents as usize;
     if mapped > FIEMAP_BATCH {
-        return Err(io::Error::other("FIEMAP returned more extents than were asked for"));
+        return Err(io::Error::other("FIEMAP returned more extents than requested"));
     }
     Ok(map.extents[..mapped].to_vec())
 }
 
-/// Freezes the filesystem that `dir` is on. EBUSY when it is frozen already.
+/// Freezes the filesystem of `dir`. EBUSY if it is already frozen.
 pub fn freeze(dir: &File) -> io::Result<()> {
     ioctl_value(dir, nr::FIFREEZE, 0).map(drop)
 }
 
-/// Thaws the filesystem that `dir` is on. EINVAL when it is not frozen.
+/// Thaws the filesystem of `dir`. EINVAL if it is not frozen.
 pub fn thaw(dir: &File) -> io::Result<()> {
     ioctl_value(dir, nr::FITHAW, 0).map(drop)
 }
@@ -162,7 +162,7 @@ pub fn extended_flags(file: &File) -> io::Result<u32> {
     Ok(attributes.fsx_xflags)
 }
 
-/// Adds extended inode flags. With `copy_bytes`, copy-on-write of an XFS allocates in pieces of so many bytes.
+/// Adds extended inode flags. `copy_bytes` sets the allocation unit of XFS copy-on-write.
 pub fn add_extended_flags(file: &File, flags: u32, copy_bytes: Option<u32>) -> io::Result<()> {
     let mut attributes = empty_fsxattr();
     ioctl_struct(file, nr::FS_IOC_FSGETXATTR, &mut attributes)?;
@@ -179,7 +179,7 @@ fn empty_fsxattr() -> fsxattr {
     unsafe { std::mem::zeroed() }
 }
 
-/// Pages of a file in the page cache. An error before Linux 6.5.
+/// The number of pages of a file in the page cache. Requires Linux 6.5.
 pub fn cached_pages(file: &File) -> io::Result<u64> {
     let range = cachestat_range { off: 0, len: 0 };
     // SAFETY: cachestat is a plain C structure of integers; all zeros is a value of it.
@@ -198,7 +198,7 @@ pub fn cached_pages(file: &File) -> io::Result<u64> {
     Ok(found.nr_cache)
 }
 
-/// The number of a free loop device; another process may take it first.
+/// The number of a free loop device. Another process may take it first.
 pub fn loop_free_number(control: &File) -> io::Result<u32> {
     ioctl_value(control, LOOP_CTL_GET_FREE, 0).map(|number| number as u32)
 }
@@ -233,12 +233,12 @@ pub fn loop_clear(device: &File) -> io::Result<()> {
     ioctl_value(device, LOOP_CLR_FD, 0).map(drop)
 }
 
-/// Makes the device as large as its backing file has become.
+/// Updates the size of the device to that of its backing file.
 pub fn loop_set_capacity(device: &File) -> io::Result<()> {
     ioctl_value(device, LOOP_SET_CAPACITY, 0).map(drop)
 }
 
-/// Sets whether a block device refuses writes.
+/// Sets or clears the read-only flag of a block device.
 pub fn set_block_read_only(device: &File, read_only: bool) -> io::Result<()> {
     let mut value = c_int::from(read_only);
     ioctl_struct(device, nr::BLKROSET, &mut value).map(drop)
@@ -276,15 +276,15 @@ fn xfs_geometry(file: &File) -> io::Result<XfsGeometry> {
     Ok(geometry)
 }
 
-/// Bytes of its device that the XFS of a file uses.
+/// The size of the XFS of a file, in bytes.
 pub fn xfs_bytes(file: &File) -> io::Result<u64> {
     let geometry = xfs_geometry(file)?;
     Ok(geometry.data_blocks.saturating_mul(geometry.block_size.into()))
 }
 
-/// Grows the XFS that a file is on to its device, which has so many bytes.
+/// Grows the XFS of a file to `device_bytes`, the size of its device.
 pub fn xfs_grow(file: &File, device_bytes: u64) -> io::Result<()> {
-    // From linux/xfs_fs.h (xfsprogs): XFS_IOC_FSGROWFSDATA with what it is given.
+    // From linux/xfs_fs.h (xfsprogs): XFS_IOC_FSGROWFSDATA and its argument.
     const GROW_DATA: u32 = 0x4010_586e;
     #[repr(C)]
     struct Grow {
@@ -299,7 +299,7 @@ pub fn xfs_grow(file: &File, device_bytes: u64) -> io::Result<()> {
     ioctl_struct(file, GROW_DATA, &mut grow).map(drop)
 }
 
-/// Grows the btrfs that a file is on to its device.
+/// Grows the btrfs of a file to the size of its device.
 pub fn btrfs_grow(file: &File) -> io::Result<()> {
     // From linux/btrfs.h: BTRFS_IOC_RESIZE with btrfs_ioctl_vol_args.
     const RESIZE: u32 = 0x5000_9403;
@@ -314,7 +314,7 @@ pub fn btrfs_grow(file: &File) -> io::Result<()> {
     ioctl_struct(file, RESIZE, &mut arguments).map(drop)
 }
 
-/// Which mount an open file was reached through, as mountinfo numbers them.
+/// The id of the mount through which a file was opened, as in mountinfo.
 pub fn mount_id(file: &File) -> io::Result<u64> {
     // SAFETY: statx is a plain C structure of integers; all zeros is a value of it.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
@@ -334,8 +334,8 @@ pub fn mount_id(file: &File) -> io::Result<u64> {
     Ok(stat.stx_mnt_id)
 }
 
-/// Mounts `source` without attaching it to any directory: no mount table shows it, and it goes when
-/// the last descriptor of it and of its files goes. Options are `name` or `name=value`.
+/// Mounts `source` without a path: no mount table shows it, and it ends when the last descriptor of
+/// the mount and its files is closed. Options are `name` or `name=value`.
 pub fn detached_mount(fs_type: &CStr, source: &str, options: &[&str]) -> io::Result<OwnedFd> {
     // The numbers of enum fsconfig_command and of the flags, from linux/mount.h.
     const FSOPEN_CLOEXEC: c_int = 1;
@@ -383,14 +383,14 @@ pub fn detached_mount(fs_type: &CStr, source: &str, options: &[&str]) -> io::Res
     })
 }
 
-/// Opens `path` below `directory` without ever leaving what is mounted there: no link leads out of it, nor does `..`.
-/// EXDEV where something would.
+/// Opens `path` below `directory` without leaving the directory or its mount, by links or `..`.
+/// EXDEV if the path would.
 pub fn open_beneath(directory: impl AsFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
     let resolve = libc::RESOLVE_BENEATH | libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_XDEV;
     open_resolved(directory, path, flags, resolve)
 }
 
-/// Opens `path` as if `root` were the root directory, following no link.
+/// Opens `path` with `root` as the root directory, without following links.
 pub fn open_in_root(root: impl AsFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
     let resolve = libc::RESOLVE_IN_ROOT | libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_SYMLINKS;
     open_resolved(root, path, flags, resolve)
@@ -418,7 +418,7 @@ fn open_resolved(
     })
 }
 
-/// Sends bytes, and with them a copy of a descriptor (unix(7), SCM_RIGHTS). Returns how many bytes went out.
+/// Sends bytes and optionally a descriptor (unix(7), SCM_RIGHTS). Returns the number of bytes sent.
 pub fn send_with_descriptor(
     socket: &UnixStream,
     bytes: &[u8],
@@ -436,8 +436,8 @@ pub fn send_with_descriptor(
     }
 }
 
-/// Receives bytes, 0 of them at the end, and the descriptors that were sent with them: at most one, and none where this process
-/// can have no more.
+/// Receives bytes (0 at the end) and at most one descriptor; no descriptor if this process has too
+/// many open.
 pub fn receive_with_descriptors(
     socket: &UnixStream,
     bytes: &mut [u8],
@@ -447,25 +447,26 @@ pub fn receive_with_descriptors(
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;
     let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut room), flags)?;
     let mut descriptors = Vec::new();
-    // An error means that a descriptor did not fit, or could not be had.
+    // An error means that a descriptor was dropped.
     for control in received.cmsgs().into_iter().flatten() {
         if let ControlMessageOwned::ScmRights(owned) = control {
-            // SAFETY: the kernel has just made these descriptors and nobody else owns them.
+            // SAFETY: the kernel has just created these descriptors and nothing else owns them.
             descriptors.extend(owned.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
         }
     }
     Ok((received.bytes, descriptors))
 }
 
-/// Gives the calling thread a copy of its mount namespace. The process must have no other thread, for that one would
-/// stay behind.
+/// Moves the calling thread to a copy of its mount namespace. The process must have no other
+/// thread, which would remain in the old namespace.
 pub fn new_mount_namespace() -> io::Result<()> {
     // SAFETY: takes an integer.
     check(unsafe { libc::unshare(libc::CLONE_NEWNS) }).map(drop)
 }
 
-/// Has the process that `command` starts killed when the calling thread ends, and start with no signal blocked.
-pub fn end_with_caller(command: &mut Command) {
+/// Makes the kernel kill the process of `command` when the calling thread ends. The process starts
+/// with no signal blocked.
+pub fn kill_with_parent(command: &mut Command) {
     let parent = std::process::id();
     let prepare = move || {
         // SAFETY: all three are safe to call after a fork, and the set is alive for the calls.
@@ -474,14 +475,14 @@ pub fn end_with_caller(command: &mut Command) {
             check(libc::sigemptyset(&raw mut none))?;
             check(libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut()))?;
             check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as c_ulong))?;
-            // Whoever ended before that was asked for sends nothing.
+            // If the parent ended before prctl, no signal is sent.
             if libc::getppid() as u32 != parent {
                 return Err(io::Error::from_raw_os_error(libc::ESRCH));
             }
         }
         Ok(())
     };
-    // SAFETY: the closure calls nothing but the above, and allocates nothing.
+    // SAFETY: the closure only makes the calls above and does not allocate.
     unsafe {
         command.pre_exec(prepare);
     }

@@ -1,4 +1,4 @@
-//! The place where a pod finds its volume: what may be there before, and taking it away afterwards.
+//! Target paths: checking them before a mount and removing them afterwards.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -8,33 +8,35 @@ use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::filesystem;
 
-/// What stands at `path` itself, links not followed.
+/// The metadata of `path`, without following links. `None` if it does not exist.
 pub fn present(path: &Path) -> Result<Option<Metadata>> {
     match fs::symlink_metadata(path) {
         Ok(metadata) => Ok(Some(metadata)),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::io(format!("looking at {}", path.display()), e)),
+        Err(e) => Err(Error::io(format!("reading the metadata of {}", path.display()), e)),
     }
 }
 
-/// That a filesystem can be mounted at `path`, if anything is there.
+/// Checks that `path` is missing or a directory without a mount.
 pub fn check_directory(field: &'static str, path: &Path) -> Result<()> {
     let fits = present(path)?.is_none_or(|found| found.is_dir());
-    if fits && filesystem::mount_at(path)?.is_none() { Ok(()) } else { Err(taken(field, path)) }
+    if fits && filesystem::mount_at(path)?.is_none() { Ok(()) } else { Err(occupied(field, path)) }
 }
 
-/// That a device can be bound to `path`, if anything is there: an empty file.
+/// Checks that `path` is missing or an empty file without a mount.
 pub fn check_file(field: &'static str, path: &Path) -> Result<()> {
     let fits = present(path)?.is_none_or(|found| found.is_file() && found.len() == 0);
-    if fits && filesystem::mount_at(path)?.is_none() { Ok(()) } else { Err(taken(field, path)) }
+    if fits && filesystem::mount_at(path)?.is_none() { Ok(()) } else { Err(occupied(field, path)) }
 }
 
-fn taken(field: &'static str, path: &Path) -> Error {
-    Error::Precondition(format!("{field}: something else is at {}", path.display()))
+fn occupied(field: &'static str, path: &Path) -> Error {
+    Error::Precondition(format!(
+        "{field}: another mount or file exists at {}; remove it",
+        path.display()
+    ))
 }
 
-/// Removes the directory or file that a volume was shown at. What is not empty, or is in use by
-/// somebody else, is not touched.
+/// Removes a target. Keeps a directory or file that is not empty or in use.
 pub fn remove_target(target: &Path) -> Result<()> {
     let removed = match present(target)? {
         Some(found) if found.is_dir() => fs::remove_dir(target),

@@ -1,54 +1,54 @@
-//! Volumes: creating them empty or from a source, growing, modifying and deleting them.
+//! Volumes: create (empty or from a source), expand, modify and delete.
 
 use std::fs::File;
 
 use tracing::info;
 
-use super::cut;
-use super::error::{Context, Error, MORE_ROOM, Result};
+use super::error::{Context, Error, FREE_SPACE_ADVICE, Result};
 use super::fail_point::reach;
 use super::ids::{self, VOLUME_PREFIX};
 use super::inline;
 use super::list::{self, Page};
 use super::loop_device::LoopDevice;
+use super::maintenance;
 use super::model::{
     Attachment, Capacity, ChainBreak, Format, FsType, Phase, Precision, Snapshot, SnapshotPhase,
     Source, Volume, VolumeRequest,
 };
-use super::point_in_time::{self, Copy};
+use super::point_in_time::{self, CopyJob};
 use super::pool::{self, Directory};
 use super::snapshot;
 use super::store::{Store, VOLUME_NAME_LOCK, length};
+use super::take_snapshot;
 use super::units::{BLOCK_SIZE, MIN_VOLUME_BYTES};
-use super::upkeep;
 use super::writeback;
 
-/// A new volume's capacity when neither the request nor a source says one.
+/// The default capacity of a new volume without a source, in bytes.
 const DEFAULT_BYTES: u64 = 1 << 30;
 
-/// What CreateVolume asks for.
+/// The arguments of CreateVolume.
 #[derive(Debug, Clone)]
 pub struct CreateVolume {
     pub name: String,
     pub request: VolumeRequest,
 }
 
-/// Creates a volume, or returns the one that a call with this name has created before.
+/// Creates a volume, or returns the existing one with this name.
 pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
     let CreateVolume { name, request } = create;
     let name_lock = format!("{VOLUME_NAME_LOCK}{name}");
-    // A volume to be cloned must not change hands meanwhile; a snapshot never changes.
+    // A source volume must not be attached or detached meanwhile. A source snapshot never changes.
     let source_lock = match &request.source {
         Some(Source::Volume(id)) => Some(id.as_str()),
         Some(Source::Snapshot(_)) | None => None,
     };
-    let _lock = store.locks.take([name_lock.as_str()].into_iter().chain(source_lock))?;
+    let _lock = store.locks.try_lock([name_lock.as_str()].into_iter().chain(source_lock))?;
     let existing = store.catalog.read()?.by_name::<Volume>(name)?;
     match existing {
         Some(existing) if existing.phase == Phase::Ready => {
             return same_or_taken(existing, request);
         }
-        Some(half_made) => drop_volume(store, half_made)?,
+        Some(unfinished) => drop_volume(store, unfinished)?,
         None => {}
     }
     let source = request.source.as_ref().map(|source| open_source(store, source)).transpose()?;
@@ -67,7 +67,7 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
         chain_break: ChainBreak::First,
         lost_writes: None,
     };
-    store.catalog.write(|tx| tx.put(&volume).and_then(|()| tx.name(&volume)))?;
+    store.catalog.write(|tx| tx.put(&volume).and_then(|()| tx.claim_name(&volume)))?;
     let ready = Volume { phase: Phase::Ready, ..volume.clone() };
     let made = make_file(store, &volume, source.as_ref())
         .and_then(|()| store.catalog.write(|tx| tx.put(&ready)));
@@ -75,36 +75,36 @@ pub fn create(store: &Store, create: &CreateVolume) -> Result<Volume> {
         Ok(()) => Ok(ready),
         Err(cause) => {
             if let Err(error) = drop_volume(store, volume) {
-                // The row stays as an intent: the next call or start-up undoes it.
-                tracing::error!(%error, "a volume that could not be made could not be undone yet");
+                // The row remains as an intent: the next call or start undoes it.
+                tracing::error!(%error, "failed to undo the creation of a volume; the next call or start tries again");
             }
             Err(cause)
         }
     }
 }
 
-/// CSI CreateVolume: the same name with compatible parameters is the same volume.
+/// CSI CreateVolume: the same name with compatible parameters returns the same volume.
 fn same_or_taken(existing: Volume, request: &VolumeRequest) -> Result<Volume> {
     let capacity = existing.capacity_bytes;
     let fits = request.required_bytes <= capacity
         && (request.limit_bytes == 0 || capacity <= request.limit_bytes);
-    let alike = VolumeRequest {
+    let same_parameters = VolumeRequest {
         required_bytes: existing.request.required_bytes,
         limit_bytes: existing.request.limit_bytes,
         ..request.clone()
     } == existing.request;
-    // A volume that has grown since still answers the call that made it.
-    if alike && (fits || *request == existing.request) {
+    // An expanded volume still matches the call that created it.
+    if same_parameters && (fits || *request == existing.request) {
         return Ok(existing);
     }
     Err(Error::AlreadyExists(format!(
-        "name: a volume named {:?} of {capacity} bytes exists with other parameters; choose another \
+        "name: a volume named {:?} of {capacity} bytes exists with other parameters; use another \
          name",
         existing.name
     )))
 }
 
-/// What a volume is made from, held open so that a deletion meanwhile does not matter.
+/// The open source of a new volume. It can be deleted meanwhile.
 enum OpenSource {
     Snapshot(Box<Snapshot>, File),
     Volume(Box<Volume>, File),
@@ -132,7 +132,7 @@ fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
         Source::Snapshot(id) => {
             let snapshot = reading.live_snapshot(id)?;
             let file = store.open_snapshot(&snapshot).or_else(|error| {
-                // Deleted since it was looked up?
+                // It may have been deleted since the lookup.
                 store.catalog.read()?.live_snapshot(id).and(Err(error))
             })?;
             OpenSource::Snapshot(Box::new(snapshot), file)
@@ -146,8 +146,8 @@ fn open_source(store: &Store, source: &Source) -> Result<OpenSource> {
     })
 }
 
-/// The capacity of a new volume in bytes: whole blocks, at least its source and what its filesystem
-/// needs.
+/// The capacity of a new volume in bytes: whole blocks, at minimum the size of its source and the
+/// minimum of its filesystem.
 fn capacity(store: &Store, request: &VolumeRequest, source: Option<&OpenSource>) -> Result<u64> {
     let limit = request.limit_bytes;
     let source_bytes = source.map_or(0, OpenSource::capacity_bytes);
@@ -159,43 +159,43 @@ fn capacity(store: &Store, request: &VolumeRequest, source: Option<&OpenSource>)
     };
     if required < source_bytes {
         return Err(Error::OutOfRange(format!(
-            "capacity_range: {required} bytes are less than the {source_bytes} of the source"
+            "capacity_range: {required} bytes are less than the {source_bytes} bytes of the source"
         )));
     }
-    let least = request.fs_type.map_or(MIN_VOLUME_BYTES, FsType::min_bytes);
-    let bytes = whole_blocks(store, required.max(least), limit)?;
+    let minimum = request.fs_type.map_or(MIN_VOLUME_BYTES, FsType::min_bytes);
+    let bytes = whole_blocks(store, required.max(minimum), limit)?;
     let room = room(store)?;
     if bytes > room.maximum_volume {
         return Err(Error::Exhausted(format!(
-            "capacity_range: {bytes} bytes are more than the {} that the pool can promise now; \
-             {MORE_ROOM}, or raise --overcommit",
+            "capacity_range: {bytes} bytes exceed the {} bytes that the pool can provision now; \
+             {FREE_SPACE_ADVICE}, or increase --overcommit",
             room.maximum_volume
         )));
     }
     Ok(bytes)
 }
 
-/// `bytes` rounded up to whole blocks, if that is within all limits.
+/// Rounds `bytes` up to whole blocks and checks the limits.
 fn whole_blocks(store: &Store, bytes: u64, limit: u64) -> Result<u64> {
     let rounded = bytes.div_ceil(BLOCK_SIZE).saturating_mul(BLOCK_SIZE);
     if rounded > store.max_volume_bytes {
         return Err(Error::OutOfRange(format!(
-            "capacity_range: {bytes} bytes are more than the largest volume here, {} bytes",
+            "capacity_range: {bytes} bytes exceed the largest supported volume, {} bytes",
             store.max_volume_bytes
         )));
     }
     if limit > 0 && rounded > limit {
         return Err(Error::OutOfRange(format!(
-            "capacity_range: at least {rounded} bytes are needed (whole blocks of {BLOCK_SIZE}), \
-             which is over the limit of {limit}"
+            "capacity_range: the volume needs {rounded} bytes (whole blocks of {BLOCK_SIZE} bytes), \
+             which exceeds the limit of {limit}"
         )));
     }
     Ok(rounded)
 }
 
-/// Makes the backing file of `volume`, durable.
+/// Creates the backing file of `volume` durably.
 fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Result<()> {
-    let doing = || format!("making the backing file of volume {:?}", volume.name);
+    let doing = || format!("creating the backing file of volume {:?}", volume.name);
     let path = store.volume_path(&volume.id);
     let file = pool::new_file(&path)?;
     store.pool.adopt(&file)?;
@@ -206,7 +206,7 @@ fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Res
         }
         Some(OpenSource::Volume(volume, source)) => {
             file.set_len(volume.capacity_bytes).context(doing)?;
-            point_in_time::copy_all(store, &[Copy { volume, source, target: &file }])?;
+            point_in_time::copy_all(store, &[CopyJob { volume, source, target: &file }])?;
         }
         None => {}
     }
@@ -217,12 +217,12 @@ fn make_file(store: &Store, volume: &Volume, source: Option<&OpenSource>) -> Res
     pool::sync_directory(&Directory::Volumes.path(store.pool.root()))
 }
 
-/// Deletes a volume; its snapshots stay. OK when it does not exist.
+/// Deletes a volume and keeps its snapshots. Succeeds if it does not exist.
 pub fn delete(store: &Store, id: &str) -> Result<()> {
-    let _lock = store.locks.take([id])?;
+    let _lock = store.locks.try_lock([id])?;
     let reading = store.catalog.read()?;
     let Some(volume) = reading.get::<Volume>(id)? else {
-        // A deletion that met an error may have left what nobody needs any more.
+        // A failed deletion may have left unneeded files.
         return snapshot::collect(store, id);
     };
     if let Some(attachment) = reading.get::<Attachment>(id)? {
@@ -236,8 +236,7 @@ pub fn delete(store: &Store, id: &str) -> Result<()> {
     drop_volume(store, volume)
 }
 
-/// Takes a volume away, whatever state it is in: intent, file, row. Start-up does the same for what
-/// a crash left half-way.
+/// Deletes a volume in any state: intent, file, row. Start-up does the same for unfinished volumes.
 pub fn drop_volume(store: &Store, volume: Volume) -> Result<()> {
     let volume = Volume { phase: Phase::Deleting, ..volume };
     store.catalog.write(|tx| tx.put(&volume))?;
@@ -246,16 +245,16 @@ pub fn drop_volume(store: &Store, volume: Volume) -> Result<()> {
         LoopDevice::detach_all(&backing)?;
     }
     pool::remove(&path)?;
-    // The next cut will never come, so no baseline is needed for it.
+    // No further snapshot will need the baseline.
     let mut rows = store.catalog.read()?.snapshots_of(&volume.id)?;
     rows.retain(|row| row.phase != SnapshotPhase::Ready && row.has_data);
     rows.iter_mut().for_each(|row| row.has_data = false);
     store.catalog.write(|tx| {
         rows.iter().try_for_each(|row| tx.put(row))?;
-        tx.unname(&volume)?;
+        tx.release_name(&volume)?;
         tx.remove::<Volume>(&volume.id)
     })?;
-    cut::remove_data(store, &rows);
+    take_snapshot::remove_data(store, &rows);
     snapshot::collect(store, &volume.id)
 }
 
@@ -263,12 +262,12 @@ pub fn list(store: &Store, after: Option<&str>, max: usize) -> Result<Page<Volum
     list::page(&store.catalog.read()?, after, max, |volume: &Volume| volume.phase == Phase::Ready)
 }
 
-/// Grows a volume, device included. To less than it has is OK and changes nothing.
+/// Grows a volume and its device. Does nothing if it is large enough.
 pub fn expand(store: &Store, id: &str, required_bytes: u64, limit_bytes: u64) -> Result<Volume> {
-    let _lock = store.locks.take([id])?;
+    let _lock = store.locks.try_lock([id])?;
     let mut volume = store.catalog.read()?.live_volume(id)?;
     let file = store.open_volume(&volume)?;
-    settle_growth(store, &mut volume, &file)?;
+    complete_growth(store, &mut volume, &file)?;
     if required_bytes > volume.capacity_bytes {
         let bytes = whole_blocks(store, required_bytes, limit_bytes)?;
         grow_file(store, &mut volume, &file, bytes)?;
@@ -281,26 +280,28 @@ pub fn expand(store: &Store, id: &str, required_bytes: u64, limit_bytes: u64) ->
     Ok(volume)
 }
 
-/// Grows the backing file and the row of a volume to `bytes`, which are more than it has.
+/// Grows the backing file and the row of a volume to `bytes`, which exceeds the current size.
 fn grow_file(store: &Store, volume: &mut Volume, file: &File, bytes: u64) -> Result<()> {
     let more = bytes - volume.capacity_bytes;
     let room = room(store)?;
     if more > room.maximum_volume {
         return Err(Error::Exhausted(format!(
-            "capacity_range: {more} more bytes are over the {} that the pool can promise now",
+            "capacity_range: {more} more bytes exceed the {} bytes that the pool can provision now; \
+             {FREE_SPACE_ADVICE}, or increase --overcommit",
             room.maximum_volume
         )));
     }
-    // File first: whatever comes in between, the size that is found is taken over.
+    // File first: after an interruption, the row takes the size of the file.
     file.set_len(bytes).context(|| format!("growing volume {:?}", volume.id))?;
     reach("volume.grown")?;
-    settle_growth(store, volume, file)
+    complete_growth(store, volume, file)
 }
 
-/// Completes an expansion that ended between the backing file and the catalog. The file is never truncated: a loop device
-/// may show its new size already, and hold data there. To be called with the volume's lock, before a device is made or
-/// grown: then no device is larger than the volume.
-pub fn settle_growth(store: &Store, volume: &mut Volume, file: &File) -> Result<()> {
+/// Completes an expansion that was interrupted between file and row: the row takes the size of the
+/// file. The file is never truncated, because a loop device may already have its new size and
+/// contain data there. The caller holds the volume's lock, and calls this before it attaches or
+/// grows a device, so that no device is larger than the volume.
+pub fn complete_growth(store: &Store, volume: &mut Volume, file: &File) -> Result<()> {
     let bytes = length(file)? / BLOCK_SIZE * BLOCK_SIZE;
     if bytes <= volume.capacity_bytes {
         return Ok(());
@@ -314,10 +315,10 @@ pub fn settle_growth(store: &Store, volume: &mut Volume, file: &File) -> Result<
     Ok(())
 }
 
-/// What ModifyVolume changes; `None` leaves it as it is.
+/// The changes of ModifyVolume; `None` keeps the current value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ModifyVolume {
-    /// Off breaks the chain of records: nothing is kept for the next cut.
+    /// Disabling it ends the chain of change records: no baseline is kept.
     pub change_tracking: Option<bool>,
     pub change_precision: Option<Precision>,
 }
@@ -326,7 +327,7 @@ pub fn modify(store: &Store, id: &str, modify: ModifyVolume) -> Result<()> {
     if modify == ModifyVolume::default() {
         return get(store, id).map(drop);
     }
-    let _lock = store.locks.take([id])?;
+    let _lock = store.locks.try_lock([id])?;
     let volume = store.catalog.read()?.live_volume(id)?;
     let modified = Volume {
         change_tracking: modify.change_tracking.unwrap_or(volume.change_tracking),
@@ -337,23 +338,24 @@ pub fn modify(store: &Store, id: &str, modify: ModifyVolume) -> Result<()> {
         return Ok(());
     }
     if volume.change_tracking && !modified.change_tracking {
-        return upkeep::drop_baseline(store, modified, ChainBreak::TrackingOff);
+        return maintenance::drop_baseline(store, modified, ChainBreak::TrackingOff);
     }
     store.catalog.write(|tx| tx.put(&modified))
 }
 
-/// Room for volumes. Thin ones may be larger than the pool in all, by the factor `--overcommit`.
+/// The capacity for new volumes. Volumes are thin: their total may exceed the pool by the factor
+/// `--overcommit`.
 pub fn room(store: &Store) -> Result<Capacity> {
     let room = store.pool.room()?;
-    let mut promised: u64 = 0;
+    let mut provisioned: u64 = 0;
     store.catalog.read()?.scan(None, |volume: Volume| {
-        promised = promised.saturating_add(volume.capacity_bytes);
+        provisioned = provisioned.saturating_add(volume.capacity_bytes);
         Ok(true)
     })?;
-    promised = promised.saturating_add(inline::promised(store)?);
-    let promise = (room.total as f64 * store.config.overcommit) as u64;
-    let available = room.available.saturating_sub(upkeep::reserve(room));
-    let maximum = if available == 0 { 0 } else { promise.saturating_sub(promised) };
+    provisioned = provisioned.saturating_add(inline::provisioned_bytes(store)?);
+    let limit = (room.total as f64 * store.config.overcommit) as u64;
+    let available = room.available.saturating_sub(maintenance::reserve(room));
+    let maximum = if available == 0 { 0 } else { limit.saturating_sub(provisioned) };
     Ok(Capacity {
         available,
         maximum_volume: maximum.min(store.max_volume_bytes) / BLOCK_SIZE * BLOCK_SIZE,

@@ -1,13 +1,14 @@
-//! Writes that the kernel accepted and could not write back later, since the pool was full or the disk failed. The kernel
-//! reports that once, to the next fsync or syncfs, and then treats the pages as clean. A snapshot that is taken after the
-//! report looks complete and lacks these writes. So the report is recorded in the volume's row: the volume gets no new
-//! snapshot and no clone, and its condition is abnormal, until it was unstaged and staged again. Its user then starts
-//! from what is on disk.
+//! Detects lost writes: writes that the kernel accepted and could not write back, because the pool
+//! was full or the disk failed. The kernel reports that once, to the next fsync or syncfs, and then
+//! treats the pages as clean. A snapshot taken after the report looks complete but lacks these
+//! writes. Therefore the report is recorded in the volume's row: the volume gets no snapshot and no
+//! clone, and its condition is abnormal, until it is unstaged and staged again. Its user then
+//! starts from the data on disk.
 //!
-//! No descriptor is kept open to receive reports. One that nobody has received yet goes to every descriptor that is
-//! opened later (errseq_t), so the next snapshot receives it, also after a restart of the driver. One that the volume's
-//! user has received is known to the user. An open file would keep the filesystem from being unmounted, and would not
-//! survive the driver.
+//! No descriptor is kept open to receive reports. A report that no process has received goes to
+//! every descriptor that is opened later (errseq_t), so the next snapshot receives it, also after a
+//! restart of the driver. A report that the volume's user received is known to the user. An open
+//! file would prevent an unmount of the filesystem, and would not survive the driver.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -24,7 +25,8 @@ use super::loop_device::LoopDevice;
 use super::model::{Attachment, LostWrites, Volume};
 use super::store::{Store, now};
 
-/// Lost writes by volume id that could not be recorded in the catalog. This process goes on refusing.
+/// Lost writes by volume id that could not be recorded in the catalog. This process still refuses
+/// snapshots.
 #[derive(Debug, Default)]
 pub struct Unrecorded(Mutex<BTreeMap<String, LostWrites>>);
 
@@ -34,13 +36,13 @@ impl Unrecorded {
     }
 }
 
-/// Writes back a mounted filesystem, `mounted` being any file on it. The caller of this and of all functions here holds
-/// the volume's lock.
+/// Writes back a mounted filesystem. `mounted` is any file on it. The caller of this and of all
+/// functions in this module holds the volume's lock.
 pub fn sync_filesystem(store: &Store, volume_id: &str, mounted: &File) -> Result<()> {
     checked(store, volume_id, "syncing its filesystem", syncfs(mounted).map_err(io::Error::from))
 }
 
-/// Writes back the page cache of a volume's loop device, and what is below it.
+/// Writes back the page cache of a volume's loop device and of its backing file.
 pub fn flush_device(store: &Store, volume_id: &str, device: &LoopDevice) -> Result<()> {
     flush(store, volume_id, "flushing its loop device", &device.open(false)?)
 }
@@ -59,22 +61,23 @@ pub fn sync_mounted(path: &Path) -> io::Result<()> {
     File::open(path).and_then(|root| Ok(syncfs(&root)?))
 }
 
-/// Receives what an unmount would not report. An unmount goes on whatever was lost: the loss is logged and recorded.
+/// Receives errors that an unmount would not report. Lost writes are logged and recorded, but do
+/// not prevent the unmount.
 pub fn sync_before_unmount(store: &Store, volume_id: &str, mounted_at: &Path) {
     let synced = sync_mounted(mounted_at);
-    // A path that does not open says nothing of the volume, but for a filesystem that has shut down.
-    if !matches!(&synced, Err(error) if is_of_opening(error)) {
+    // A failed open says nothing about the volume, unless the filesystem has shut down.
+    if !matches!(&synced, Err(error) if is_open_error(error)) {
         let _ = checked(store, volume_id, "syncing its filesystem", synced);
     }
 }
 
-fn is_of_opening(error: &io::Error) -> bool {
+fn is_open_error(error: &io::Error) -> bool {
     use libc::{EACCES, ELOOP, EMFILE, ENFILE, ENOENT, ENOTDIR};
     let codes = [EACCES, ELOOP, EMFILE, ENFILE, ENOENT, ENOTDIR];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
-/// Receives what a detached device would not report, as [`sync_before_unmount`].
+/// Receives errors that a detach would not report, like [`sync_before_unmount`].
 pub fn flush_before_detach(store: &Store, volume_id: &str, device: &LoopDevice) {
     let _ = flush_device(store, volume_id, device);
     if let Ok(backing) = File::open(store.volume_path(volume_id)) {
@@ -84,7 +87,7 @@ pub fn flush_before_detach(store: &Store, volume_id: &str, device: &LoopDevice) 
 
 fn checked(store: &Store, volume_id: &str, doing: &str, flushed: io::Result<()>) -> Result<()> {
     let Err(source) = flushed else { return Ok(()) };
-    // These tell of the call and not of the data.
+    // These errors concern the call, not the data.
     if matches!(source.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::ENOMEM)) {
         return Err(Error::io(format!("{doing} (volume {volume_id:?})"), source));
     }
@@ -97,11 +100,11 @@ fn checked(store: &Store, volume_id: &str, doing: &str, flushed: io::Result<()>)
 
 fn record_or_log(store: &Store, volume_id: &str) {
     if let Err(error) = record(store, volume_id) {
-        error!(volume = volume_id, %error, "lost writes are not recorded in the catalog: a restart of the driver forgets them");
+        error!(volume = volume_id, %error, "failed to record lost writes in the catalog: they will be unknown after a restart of the driver");
     }
 }
 
-/// Moves what is known of a volume from memory to its row. The first loss stays.
+/// Moves the lost writes of a volume from memory to its row. Keeps the first report.
 fn record(store: &Store, volume_id: &str) -> Result<()> {
     let Some(lost) = store.unrecorded.lock().get(volume_id).cloned() else { return Ok(()) };
     let reading = store.catalog.read()?;
@@ -116,12 +119,12 @@ fn record(store: &Store, volume_id: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes of the volume that were lost and not seen by a user since, if any.
+/// The lost writes of the volume, if any.
 pub fn lost(store: &Store, volume: &Volume) -> Option<LostWrites> {
     volume.lost_writes.clone().or_else(|| store.unrecorded.lock().get(&volume.id).cloned())
 }
 
-/// `Precondition` when writes to the volume were lost.
+/// `Precondition` if the volume has lost writes.
 pub fn check(store: &Store, volume: &Volume) -> Result<()> {
     let Some(lost) = lost(store, volume) else { return Ok(()) };
     if volume.lost_writes.is_none() {
@@ -146,7 +149,8 @@ pub fn describe(volume_id: &str, lost: &LostWrites) -> String {
     )
 }
 
-/// Removes the row of an attachment that the kernel knows no more. The next stage clears what was lost.
+/// Removes the row of an attachment after its device is detached. The next stage clears the lost
+/// writes.
 pub fn unstaged(store: &Store, volume_id: &str) -> Result<()> {
     let volume = store.catalog.read()?.get::<Volume>(volume_id)?;
     let changed = volume.and_then(|volume| {
@@ -162,7 +166,7 @@ pub fn unstaged(store: &Store, volume_id: &str) -> Result<()> {
     Ok(())
 }
 
-/// Clears what was lost before the volume was unstaged, now that it is staged again.
+/// Clears the lost writes from before the last unstage.
 pub fn staged(store: &Store, volume_id: &str) -> Result<()> {
     let volume = store.catalog.read()?.get::<Volume>(volume_id)?;
     match volume {
@@ -215,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_that_the_catalog_cannot_record_is_refused_by_this_process_and_recorded_later() {
+    fn unrecorded_lost_writes_are_refused_and_recorded_later() {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let backend = Backend::open(config(&directory)).unwrap();
         let (lost, whole) = (volume(&backend, "lost"), volume(&backend, "whole"));
@@ -232,14 +236,14 @@ mod tests {
         drop(backend);
         let backend = Backend::open(config(&directory)).unwrap();
         assert!(is_refused(&backend.store, &lost.id));
-        // The first loss is the one that counts.
+        // The first report is kept.
         reported(&backend.store, &lost, libc::ENOSPC).unwrap_err();
         let row = backend.store.catalog.read().unwrap().live_volume(&lost.id).unwrap();
         assert_eq!(row.lost_writes, Some(recorded));
     }
 
     #[test]
-    fn an_error_of_the_call_loses_nothing() {
+    fn an_error_of_the_call_is_not_a_lost_write() {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let backend = Backend::open(config(&directory)).unwrap();
         let volume = volume(&backend, "v");
@@ -250,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_of_a_damaged_row_is_still_a_text() {
+    fn an_invalid_time_can_be_formatted() {
         let lost = LostWrites { since: u64::MAX, cause: "x".to_owned(), unstaged: false };
         assert!(describe("v", &lost).contains("9999"));
     }

@@ -16,7 +16,7 @@ use tonic::{Code, Request, Response, Status};
 
 use crate::grpc::{RawMessage, SocketPath};
 use crate::proto::csi::v1 as csi;
-use crate::proto::former::PublishRequest;
+use crate::proto::legacy::PublishRequest;
 use csi::controller_server::{Controller, ControllerServer};
 use csi::node_server::{Node, NodeServer};
 use csi::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};

@@ -1,4 +1,4 @@
-//! What may stand in an entry: checked when one is written, and again by whoever reads one.
+//! Validates the values of an entry, when it is written and when it is read.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -9,13 +9,13 @@ use super::{Problem, Result, Target};
 
 const MAX_FS_TYPE: usize = 32;
 const MAX_OPTIONS: usize = 64;
-/// Bytes of one option.
+/// Maximum bytes of one option.
 const MAX_OPTION: usize = 256;
-/// Bytes of an option's key that an error repeats.
+/// Maximum bytes of an option's key in an error.
 const MAX_KEY: usize = 64;
 
-/// Options that make another kind of mount, mount something else besides, or have a program run: mount(8), and the ones of
-/// ext4, xfs and btrfs that name a device.
+/// Options that request another kind of mount, mount something else as well, or run a program: from
+/// mount(8), and options of ext4, xfs and btrfs that name a device.
 const OTHER_MOUNTS: [&str; 26] = [
     "bind",
     "rbind",
@@ -44,13 +44,14 @@ const OTHER_MOUNTS: [&str; 26] = [
     "upperdir",
     "workdir",
 ];
-/// Keys of secrets, or of who has one, wherever in a key these words stand: mount.cifs(8), nfs(5), mount.ceph(8), sshfs(1).
+/// Parts of option keys that hold a secret or name its owner: mount.cifs(8), nfs(5), mount.ceph(8),
+/// sshfs(1).
 const SECRET_WORDS: [&str; 6] = ["pass", "secret", "cred", "token", "key", "identity"];
-/// The same, but only as the whole key: ext4 has `user_xattr`.
+/// The same for whole keys only: ext4 has `user_xattr`.
 const SECRET_KEYS: [&str; 8] =
     ["user", "username", "login", "pw", "pwd", "pin", "auth", "authorization"];
 
-/// The type of a filesystem, as mount(2) and a file's name may have it.
+/// Validates a filesystem type for mount(2) and for a file name.
 pub fn fs_type(field: &'static str, text: &str) -> Result<()> {
     if text.is_empty() {
         return Err(Problem::invalid(field, "is required"));
@@ -61,7 +62,7 @@ pub fn fs_type(field: &'static str, text: &str) -> Result<()> {
         return Err(Problem::invalid(
             field,
             format!(
-                "has to be a letter and at most {} more of a-z, 0-9, _, - and .",
+                "must be a lowercase letter and at most {} more of a-z, 0-9, _, - and .",
                 MAX_FS_TYPE - 1
             ),
         ));
@@ -69,7 +70,7 @@ pub fn fs_type(field: &'static str, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Mount options, one to an element: what is joined by commas is taken apart.
+/// Validates mount options and splits them at commas.
 pub fn options(field: &'static str, given: &[String]) -> Result<Vec<String>> {
     let mut options = Vec::new();
     for option in given.iter().flat_map(|given| given.split(',')) {
@@ -82,11 +83,11 @@ pub fn options(field: &'static str, given: &[String]) -> Result<Vec<String>> {
     Ok(options)
 }
 
-/// No error repeats a value: it may be the very secret that has no place there.
+/// Errors never contain a value: it may be the secret that must not be in an option.
 fn check_option(field: &'static str, number: usize, option: &str) -> Result<()> {
     let refused = |reason: &str| Err(Problem::invalid(field, format!("option {number} {reason}")));
     if option.is_empty() || option.len() > MAX_OPTION {
-        return refused(&format!("has to have 1 to {MAX_OPTION} bytes"));
+        return refused(&format!("must have 1 to {MAX_OPTION} bytes"));
     }
     if !option.bytes().all(|byte| byte.is_ascii_graphic() && !matches!(byte, b'"' | b'\'' | b'\\'))
     {
@@ -96,9 +97,9 @@ fn check_option(field: &'static str, number: usize, option: &str) -> Result<()> 
     }
     let (key, has_value) = option.split_once('=').map_or((option, false), |(key, _)| (key, true));
     let lower = key.to_ascii_lowercase();
-    // Without a value the "key" may be one.
+    // Without a value, the "key" itself may be the secret.
     let name = match has_value {
-        true => crate::grpc::cut(key, MAX_KEY),
+        true => crate::grpc::truncate(key, MAX_KEY),
         false => format!("{number}"),
     };
     let refused = |reason: &str| Err(Problem::invalid(field, format!("option {name} {reason}")));
@@ -107,34 +108,34 @@ fn check_option(field: &'static str, number: usize, option: &str) -> Result<()> 
         || ["make-", "x-", "_netdev", "comment"].iter().any(|start| lower.starts_with(start))
     {
         return refused(&format!(
-            "({}) is not for a device that is mounted as it is",
-            OTHER_MOUNTS.iter().find(|word| **word == lower).unwrap_or(&"for mount(8) alone")
+            "({}) is not allowed: the device must be mounted by itself",
+            OTHER_MOUNTS.iter().find(|word| **word == lower).unwrap_or(&"an option of mount(8)")
         ));
     }
     let is_secret =
         SECRET_WORDS.iter().any(|word| plain.contains(word)) || SECRET_KEYS.contains(&plain);
     if is_secret {
-        return refused("looks as if it carried a secret, and options are written to disk");
+        return refused("may contain a secret, and options are written to disk");
     }
     Ok(())
 }
 
-/// The form of a device's path: absolute, normal, below /dev.
+/// Validates the form of a device path: absolute, normalized, below /dev.
 pub fn device_path(field: &'static str, text: &str) -> Result<PathBuf> {
     let path = Target::new(field, text)?.into_path();
     let below = path.strip_prefix("/dev").is_ok_and(|rest| {
         rest.components().next().is_some_and(|first| matches!(first, Component::Normal(_)))
     });
     if !below || path.as_os_str().as_bytes().iter().any(u8::is_ascii_control) {
-        return Err(Problem::invalid(field, "has to be a path below /dev"));
+        return Err(Problem::invalid(field, "must be a path below /dev"));
     }
     Ok(path)
 }
 
-/// The block device at a path below /dev, by the name that it has without links.
+/// Returns the path, with links resolved, of the block device at a path below /dev.
 pub fn block_device(field: &'static str, text: &str) -> Result<PathBuf> {
     let path = device_path(field, text)?;
-    let missing = |error| Problem::invalid(field, format!("cannot be looked up: {error}"));
+    let missing = |error| Problem::invalid(field, format!("cannot be found: {error}"));
     let device = fs::canonicalize(&path).map_err(missing)?;
     let found = fs::symlink_metadata(&device).map_err(missing)?;
     if !found.file_type().is_block_device() || !device.starts_with(Path::new("/dev")) {
@@ -152,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn options_of_filesystems_pass_and_are_taken_apart() {
+    fn filesystem_options_are_accepted_and_split() {
         let given = [
             "noatime,nodiratime",
             "ro",
@@ -176,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn options_that_make_another_mount_are_refused() {
+    fn options_for_other_mounts_are_refused() {
         for option in OTHER_MOUNTS.iter().chain(&[
             "BIND",
             "ro,bind",
@@ -188,12 +189,12 @@ mod tests {
             "helper=x",
             "loop=/dev/loop0",
         ]) {
-            assert!(refusal(option).contains("mounted as it is"), "{option}");
+            assert!(refusal(option).contains("mounted by itself"), "{option}");
         }
     }
 
     #[test]
-    fn options_that_carry_a_secret_are_refused_by_their_key_and_never_repeated() {
+    fn secret_options_are_refused_by_key_and_never_logged() {
         for key in [
             "password",
             "password2",
@@ -215,18 +216,18 @@ mod tests {
             "identityfile",
             "pw",
         ] {
-            let told = refusal(&format!("{key}=hunter2"));
+            let message = refusal(&format!("{key}=hunter2"));
             assert!(
-                told.contains(key) && told.contains("secret") && !told.contains("hunter2"),
-                "{told}"
+                message.contains(key) && message.contains("secret") && !message.contains("hunter2"),
+                "{message}"
             );
         }
-        // Such a value may as well stand without its key, or in another form than a value has.
+        // The secret may also come without a key, or in an invalid form.
         for value in
             ["hunter2password", "password hunter2", "hunter2=\u{7}", "hunter2\"", "hunter2\n"]
         {
-            let told = refusal(value);
-            assert!(!told.contains("hunter2"), "{told}");
+            let message = refusal(value);
+            assert!(!message.contains("hunter2"), "{message}");
         }
     }
 
@@ -242,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_type_of_filesystem_has_a_safe_alphabet() {
+    fn filesystem_types_have_a_safe_alphabet() {
         for good in ["ext4", "xfs", "btrfs", "fuse.x-y_z"] {
             fs_type("fs_type", good).unwrap();
         }
@@ -254,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_below_dev_and_a_block_device() {
+    fn a_device_must_be_a_block_device_below_dev() {
         for bad in [
             "",
             "dev/loop0",

@@ -1,6 +1,7 @@
-//! Entries on disk. Every file is written beside the entries, made durable and renamed into its own, so that whoever reads
-//! sees all or nothing; a crash leaves at most a file whose name nobody reads, and nothing strange in an entry. An entry's
-//! directory is opened once for each step and never through a link.
+//! Entries on disk. Every file is written next to the entries, synced, and renamed into its entry,
+//! so that a reader sees all of it or nothing. A crash leaves at most a file whose name no reader
+//! uses, and never an unknown file in an entry. Each step opens the entry's directory once and
+//! never through a link.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
@@ -18,15 +19,16 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 use sha2::{Digest, Sha256};
 
 use super::{MountInfo, Problem, Result, Target, trust};
-use crate::fail_point::meet;
+use crate::fail_point::hit;
 
 const MOUNT_INFO: &str = "mountInfo.json";
 const RUNTIME_CLI: &str = "runtime-cli";
-/// Not the proposal's: the path that the entry's name is the hash of, which cannot be told from it.
+/// An addition to the proposal: the target path, which cannot be derived from the entry's name, its
+/// hash.
 const TARGET: &str = "target";
-/// How the names of files begin that are being written. No entry is called like this.
+/// Prefix of files that are being written. No entry has such a name.
 const PARTIAL: &str = ".partial.";
-/// More than any of these files has.
+/// Maximum bytes of a file.
 const MAX_FILE: u64 = 64 << 10;
 const DIRECTORY_MODE: u32 = 0o700;
 const FILE_MODE: Mode = Mode::from_bits_truncate(0o600);
@@ -37,9 +39,9 @@ pub struct Directory {
     root: PathBuf,
 }
 
-/// Keeps others from serving a directory, as long as it is there.
+/// The lock on a directory; it is released on drop.
 #[derive(Debug)]
-pub struct Served {
+pub struct DirectoryLock {
     _lock: Flock<File>,
 }
 
@@ -52,62 +54,62 @@ impl Directory {
         &self.root
     }
 
-    /// Makes the directory where there is none, and takes it to serve it: one that others may write to, or that another
-    /// process serves, is refused.
-    pub fn serve(&self) -> Result<Served> {
-        make_directory(&self.root)?;
+    /// Creates the directory if it is missing, and locks it. A directory that others can write to,
+    /// or that another process has locked, is refused.
+    pub fn lock(&self) -> Result<DirectoryLock> {
+        create_directory(&self.root)?;
         self.check()?;
         let what = || format!("opening {}", self.root.display());
         let opened = File::open(&self.root).map_err(|e| Problem::io(what(), e))?;
         match Flock::lock(opened, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => Ok(Served { _lock: lock }),
+            Ok(lock) => Ok(DirectoryLock { _lock: lock }),
             Err((_, Errno::EWOULDBLOCK)) => Err(Problem::Unsafe(format!(
-                "{}: another process serves it; stop that first, or choose another directory",
+                "{}: another process uses this directory; stop it, or choose another directory",
                 self.root.display()
             ))),
             Err((_, errno)) => Err(Problem::io(what(), errno.into())),
         }
     }
 
-    /// Whether it is there, and nobody's but ours to write to.
+    /// Checks that the directory exists and that only root can write to it.
     pub fn check(&self) -> Result<()> {
         trust::directory(&self.root).map(drop)
     }
 
-    /// The entry of a target, whether it is there or not.
+    /// The entry of a target, whether or not it exists.
     pub fn entry(&self, target: &Target) -> Entry {
         let digest = Sha256::digest(target.as_path().as_os_str().as_bytes());
         let name: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
         Entry { path: self.root.join(name) }
     }
 
-    /// All entries that there are, with what is none left out. Empty where there is no directory.
+    /// All entries, including incomplete ones. Empty if the directory does not exist.
     pub fn entries(&self) -> Result<Vec<Entry>> {
         let is_hash = |name: &[u8]| {
             name.len() == 64 && name.iter().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
         };
-        self.entries_called(is_hash)
+        self.entries_named(is_hash)
     }
 
-    /// The directories in it whose names are like this.
-    pub fn entries_called(&self, like: impl Fn(&[u8]) -> bool) -> Result<Vec<Entry>> {
+    /// The subdirectories whose names match.
+    pub fn entries_named(&self, matches: impl Fn(&[u8]) -> bool) -> Result<Vec<Entry>> {
         let mut entries = Vec::new();
         for found in self.list()? {
             let is_directory = found.file_type().is_ok_and(|kind| kind.is_dir());
-            if is_directory && like(found.file_name().as_bytes()) {
+            if is_directory && matches(found.file_name().as_bytes()) {
                 entries.push(Entry { path: found.path() });
             }
         }
         Ok(entries)
     }
 
-    /// Removes what writers that are gone have left half written, at least so old.
+    /// Removes incomplete files of at least this age, which a killed writer left.
     pub fn remove_partial(&self, age: Duration) -> Result<()> {
         for found in self.list()? {
             let is_partial = found.file_name().as_bytes().starts_with(PARTIAL.as_bytes())
                 && found.file_type().is_ok_and(|kind| kind.is_file());
             let is_old = found.metadata().and_then(|found| found.modified());
-            if is_partial && is_old.is_ok_and(|modified| is_past(modified, age)) {
+            if is_partial && is_old.is_ok_and(|modified| is_older(modified, age)) {
                 let path = found.path();
                 fs::remove_file(&path)
                     .map_err(|e| Problem::io(format!("removing {}", path.display()), e))?;
@@ -126,58 +128,58 @@ impl Directory {
     }
 }
 
-/// What is handed over for one target.
+/// The files of one target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     path: PathBuf,
 }
 
 impl Entry {
-    /// The entry with this directory, for a layout that names them otherwise.
+    /// The entry at this directory, for a layout that names entries differently.
     pub fn at(path: PathBuf) -> Self {
         Self { path }
     }
 
-    /// Its directory; a runtime keeps its own files there.
+    /// The entry's directory, where a runtime keeps its own files.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Makes its directory, with nothing in it. Repeating it is nothing.
-    pub fn make_directory(&self) -> Result<()> {
-        make_directory(&self.path)
+    /// Creates the empty directory of the entry. Idempotent.
+    pub fn create_directory(&self) -> Result<()> {
+        create_directory(&self.path)
     }
 
-    /// Makes the entry of a target, with nothing in it but whose it is. Repeating it is nothing.
+    /// Creates the entry of a target, with the file `target` only. Idempotent.
     pub fn make(&self, target: &Target) -> Result<()> {
-        make_directory(&self.path)?;
-        // What is there already may be anything: what cannot be read is replaced as well.
-        if matches!(self.target(), Ok(Some(there)) if there == *target) {
+        create_directory(&self.path)?;
+        // An unreadable file is replaced too.
+        if matches!(self.target(), Ok(Some(written)) if written == *target) {
             return Ok(());
         }
         self.write(TARGET, target.as_path().as_os_str().as_bytes())
     }
 
-    /// Writes the entry. Repeating it with the same is nothing.
+    /// Writes the complete entry. Idempotent.
     pub fn stage(&self, target: &Target, info: &MountInfo) -> Result<()> {
         self.make(target)?;
-        self.hand_over(info)
+        self.write_mount_info(info)
     }
 
-    /// Writes what is to be mounted, and nothing else.
-    pub fn hand_over(&self, info: &MountInfo) -> Result<()> {
-        make_directory(&self.path)?;
+    /// Writes `mountInfo.json`, and nothing else. Idempotent.
+    pub fn write_mount_info(&self, info: &MountInfo) -> Result<()> {
+        create_directory(&self.path)?;
         match self.mount_info() {
-            Ok(Some(there)) if there == *info => Ok(()),
+            Ok(Some(written)) if written == *info => Ok(()),
             _ => self.write(MOUNT_INFO, &info.to_json()),
         }
     }
 
-    /// Removes it with all that is in it. OK when it is not there.
+    /// Removes the entry with all its files. Succeeds if it does not exist.
     pub fn unstage(&self) -> Result<()> {
-        // What says that there is an entry goes first: half of one is none.
+        // Without `mountInfo.json` an entry is incomplete, so this file is removed first.
         match self.remove(MOUNT_INFO) {
-            // What is no directory of ours is not looked into.
+            // An unsafe directory is removed without being opened.
             Ok(()) | Err(Problem::Unsafe(_)) => {}
             Err(other) => return Err(other),
         }
@@ -185,25 +187,25 @@ impl Entry {
         match fs::remove_dir_all(&self.path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
             removed => removed
-                .and_then(|()| meet("crust.entry.removed"))
+                .and_then(|()| hit("crust.entry.removed"))
                 .map_err(|e| Problem::io(what(), e)),
         }?;
         self.path.parent().map_or(Ok(()), sync)
     }
 
-    /// None: there is no entry, or not a whole one.
+    /// `None`: the entry does not exist or is incomplete.
     pub fn mount_info(&self) -> Result<Option<MountInfo>> {
         self.read(MOUNT_INFO)?.map(|bytes| MountInfo::parse(&bytes)).transpose()
     }
 
-    /// The target that the entry is of, as far as it says.
+    /// The entry's target. `None`: the file is missing.
     pub fn target(&self) -> Result<Option<Target>> {
         let Some(bytes) = self.read(TARGET)? else { return Ok(None) };
         let path = PathBuf::from(std::ffi::OsStr::from_bytes(&bytes));
         Target::new("target", path).map(Some)
     }
 
-    /// The program of the runtime that has claimed the volume. None: no runtime has.
+    /// The program of the runtime that has claimed the volume. `None`: the volume is unclaimed.
     pub fn runtime_cli(&self) -> Result<Option<PathBuf>> {
         let Some(bytes) = self.read(RUNTIME_CLI)? else { return Ok(None) };
         let line = bytes.strip_suffix(b"\n").unwrap_or(&bytes);
@@ -218,8 +220,9 @@ impl Entry {
         self.remove(RUNTIME_CLI)
     }
 
-    /// The names of all that is in it but what crust_ops writes: what runtimes have left. Empty where there is no entry.
-    pub fn left_by_runtimes(&self) -> Result<Vec<String>> {
+    /// The names of all files that crust_ops did not write, which are the runtime's. Empty if the
+    /// entry does not exist.
+    pub fn runtime_files(&self) -> Result<Vec<String>> {
         if self.open()?.is_none() {
             return Ok(Vec::new());
         }
@@ -228,26 +231,26 @@ impl Entry {
         Ok(names.filter(|name| name != MOUNT_INFO && name != TARGET).collect())
     }
 
-    /// Whether nothing was written or removed in it for so long. False where there is none.
-    pub fn is_untouched_for(&self, age: Duration) -> bool {
+    /// Whether the entry exists and has not changed for `age`.
+    pub fn is_unchanged_for(&self, age: Duration) -> bool {
         let modified = fs::symlink_metadata(&self.path).and_then(|found| found.modified());
-        modified.is_ok_and(|modified| is_past(modified, age))
+        modified.is_ok_and(|modified| is_older(modified, age))
     }
 
-    /// A file of the entry, whole. None where there is none.
+    /// Reads a file of the entry. `None`: it does not exist.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
         let Some(directory) = self.open()? else { return Ok(None) };
         let path = self.path.join(name);
         let what = || format!("reading {}", path.display());
         let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
-        let file = match openat(&directory, plain(name)?, flags, Mode::empty()) {
+        let file = match openat(&directory, file_name(name)?, flags, Mode::empty()) {
             Err(Errno::ENOENT) => return Ok(None),
-            Err(Errno::ELOOP) => return Err(no_file(&path)),
+            Err(Errno::ELOOP) => return Err(unsafe_file(&path)),
             opened => File::from(opened.map_err(|e| Problem::io(what(), e.into()))?),
         };
         let metadata = file.metadata().map_err(|e| Problem::io(what(), e))?;
-        if !metadata.is_file() || !is_ours(&metadata) {
-            return Err(no_file(&path));
+        if !metadata.is_file() || !is_private(&metadata) {
+            return Err(unsafe_file(&path));
         }
         let mut bytes = Vec::new();
         file.take(MAX_FILE + 1).read_to_end(&mut bytes).map_err(|e| Problem::io(what(), e))?;
@@ -267,48 +270,48 @@ impl Entry {
         let Some(directory) = self.open()? else {
             return Err(Problem::io(what(), io::ErrorKind::NotFound.into()));
         };
-        let name = plain(name)?;
+        let name = file_name(name)?;
         let written = Partial::write(&self.path, bytes).and_then(|partial| {
             partial.become_file(&directory, name)?;
-            meet("crust.file.named")?;
+            hit("crust.file.named")?;
             nix::unistd::fsync(&directory)?;
             Ok(())
         });
         written.map_err(|e| Problem::io(what(), e))
     }
 
-    /// OK when it is not there.
+    /// Succeeds if the file does not exist.
     pub fn remove(&self, name: &str) -> Result<()> {
         let Some(directory) = self.open()? else { return Ok(()) };
-        let removed = match unlinkat(&directory, plain(name)?, UnlinkatFlags::NoRemoveDir) {
+        let removed = match unlinkat(&directory, file_name(name)?, UnlinkatFlags::NoRemoveDir) {
             Err(Errno::ENOENT) => return Ok(()),
             removed => removed.map_err(io::Error::from),
         };
         let durable = removed.and_then(|()| {
-            meet("crust.file.removed")?;
+            hit("crust.file.removed")?;
             Ok(nix::unistd::fsync(&directory)?)
         });
         durable.map_err(|e| Problem::io(format!("removing {}", self.path.join(name).display()), e))
     }
 
-    /// Its directory, which nobody else may write to. None where there is none.
+    /// Opens the entry's directory, which only its owner may write to. `None`: it does not exist.
     fn open(&self) -> Result<Option<OwnedFd>> {
         let what = || format!("opening {}", self.path.display());
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         let directory = match nix::fcntl::open(&self.path, flags, Mode::empty()) {
             Err(Errno::ENOENT) => return Ok(None),
-            Err(Errno::ELOOP | Errno::ENOTDIR) => return Err(no_directory(&self.path)),
+            Err(Errno::ELOOP | Errno::ENOTDIR) => return Err(unsafe_directory(&self.path)),
             opened => File::from(opened.map_err(|e| Problem::io(what(), e.into()))?),
         };
         let metadata = directory.metadata().map_err(|e| Problem::io(what(), e))?;
-        if !is_ours(&metadata) {
-            return Err(no_directory(&self.path));
+        if !is_private(&metadata) {
+            return Err(unsafe_directory(&self.path));
         }
         Ok(Some(directory.into()))
     }
 }
 
-/// A file that is written, and has no name yet that anybody reads.
+/// A file that is being written and has no final name yet; removed on drop.
 struct Partial {
     directory: OwnedFd,
     name: String,
@@ -316,21 +319,21 @@ struct Partial {
 }
 
 impl Partial {
-    /// Writes it beside the entry.
+    /// Writes the file next to the entry.
     fn write(entry: &Path, bytes: &[u8]) -> io::Result<Self> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("{PARTIAL}{}.{number}", std::process::id());
         let directory = entry.parent().ok_or(io::ErrorKind::InvalidInput)?;
         let directory: OwnedFd = File::open(directory)?.into();
-        // One that a process of the same number has left.
+        // A killed process with the same id may have left a file.
         let _ = unlinkat(&directory, name.as_str(), UnlinkatFlags::NoRemoveDir);
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
         let mut file = File::from(openat(&directory, name.as_str(), flags, FILE_MODE)?);
         let partial = Self { directory, name, named: false };
         file.write_all(bytes)?;
         file.sync_all()?;
-        meet("crust.file.written")?;
+        hit("crust.file.written")?;
         Ok(partial)
     }
 
@@ -349,37 +352,37 @@ impl Drop for Partial {
     }
 }
 
-/// A name that leads nowhere else.
-fn plain(name: &str) -> Result<&str> {
+/// Checks that the name has one path component.
+fn file_name(name: &str) -> Result<&str> {
     match name {
-        "" | "." | ".." => Err(Problem::invalid("name", "is no name of a file")),
-        name if name.contains('/') => Err(Problem::invalid("name", "is no name of a file")),
+        "" | "." | ".." => Err(Problem::invalid("name", "is not a file name")),
+        name if name.contains('/') => Err(Problem::invalid("name", "is not a file name")),
         name => Ok(name),
     }
 }
 
-/// Whether it is this user's, and nobody else may write to it.
-fn is_ours(metadata: &fs::Metadata) -> bool {
+/// Whether this user owns the file and only this user can write to it.
+fn is_private(metadata: &fs::Metadata) -> bool {
     metadata.uid() == nix::unistd::geteuid().as_raw() && metadata.mode() & 0o022 == 0
 }
 
-fn no_file(path: &Path) -> Problem {
+fn unsafe_file(path: &Path) -> Problem {
     Problem::Unsafe(format!("{}: is not a file that only its owner may write to", path.display()))
 }
 
-fn no_directory(path: &Path) -> Problem {
+fn unsafe_directory(path: &Path) -> Problem {
     let shown = path.display();
     Problem::Unsafe(format!("{shown}: is not a directory that only its owner may write to"))
 }
 
-fn is_past(moment: SystemTime, age: Duration) -> bool {
-    // A moment to come, by a clock that was set back, is none that has passed.
-    moment.elapsed().is_ok_and(|elapsed| elapsed >= age)
+fn is_older(time: SystemTime, age: Duration) -> bool {
+    // A time in the future, after the clock was set back, has not passed.
+    time.elapsed().is_ok_and(|elapsed| elapsed >= age)
 }
 
-/// Makes a directory with its parents, for its owner alone. What is there is left as it is.
-fn make_directory(path: &Path) -> Result<()> {
-    let what = || format!("making {}", path.display());
+/// Creates a directory and its parents with mode 0700. An existing directory is unchanged.
+fn create_directory(path: &Path) -> Result<()> {
+    let what = || format!("creating {}", path.display());
     if fs::symlink_metadata(path).is_ok() {
         return Ok(());
     }
@@ -387,7 +390,7 @@ fn make_directory(path: &Path) -> Result<()> {
         .recursive(true)
         .mode(DIRECTORY_MODE)
         .create(path)
-        .and_then(|()| meet("crust.entry.made"))
+        .and_then(|()| hit("crust.entry.made"))
         .map_err(|e| Problem::io(what(), e))?;
     path.parent().map_or(Ok(()), sync)
 }
@@ -414,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_staged_is_read_back_and_can_be_taken_back_at_any_time() {
+    fn an_entry_can_be_staged_read_and_unstaged_repeatedly() {
         let scratch = tempfile::tempdir().unwrap();
         let directory = Directory::new(scratch.path().join("crust"));
         let target = Target::new("path", "/some/target").unwrap();

@@ -1,9 +1,10 @@
-//! The files by which crust_ops and a container runtime hand a volume over (KEP-2857, "Overview of Interactions between CSI
-//! Plugin, crust_ops and Container Runtime"): one directory, and in it one entry for each target path. [`crate::runtime_ops`]
-//! writes entries, [`crate::oci_runtime`] reads them and adds what is its own.
+//! The files that hand a volume from crust_ops to a container runtime (KEP-2857, "Overview of
+//! Interactions between CSI Plugin, crust_ops and Container Runtime"): one directory with one entry
+//! for each target path. [`crate::runtime_ops`] writes entries; [`crate::oci_runtime`] reads them
+//! and adds its own files.
 //!
-//! What is read here may be anybody's: names are hashes, sizes are bounded, links are not followed, and values are checked
-//! before they are believed.
+//! Content is untrusted: names are hashes, sizes are bounded, links are not followed, and values
+//! are validated on read.
 
 pub mod check;
 mod entry;
@@ -11,20 +12,21 @@ mod mount_info;
 mod target;
 pub mod trust;
 
-pub use entry::{Directory, Entry, Served};
+pub use entry::{Directory, DirectoryLock, Entry};
 pub use mount_info::{GroupChangePolicy, MountInfo, group_id};
 pub use target::Target;
 
-/// Where the entries are, unless a flag or a configuration says otherwise (the proposal's example).
+/// Default directory of the entries (the proposal's example).
 pub const DEFAULT_DIRECTORY: &str = "/var/run/crust";
 
-/// What is wrong with an entry.
+/// A problem with an entry.
 #[derive(Debug, thiserror::Error)]
 pub enum Problem {
-    /// A value that cannot be one.
+    /// A value is invalid.
     #[error("{field}: {reason}")]
     Invalid { field: &'static str, reason: String },
-    /// A file that is not what it should be: not root's, writable by others, a link, too large.
+    /// A file or directory is not safe to use: another owner, writable by others, a link, too
+    /// large.
     #[error("{0}")]
     Unsafe(String),
     #[error("{what}: {source}")]

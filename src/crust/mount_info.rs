@@ -1,5 +1,5 @@
-//! `mountInfo.json`: what a runtime has to know to mount a volume. The keys are those of the proposal's example, which are
-//! Kata's, and `options`, which only Kata names.
+//! `mountInfo.json`: the data that a runtime needs to mount a volume. The keys are those of the
+//! proposal's example, which are Kata's, and Kata's `options`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{Problem, Result, check};
 
-/// The one volume type that can be handed over.
+/// The only volume type.
 const BLOCK: &str = "block";
-/// Keys of `metadata`, as Kata names them.
+/// Keys of `metadata`, named as in Kata.
 const GROUP: &str = "fsGroup";
 const GROUP_POLICY: &str = "fsGroupChangePolicy";
 
@@ -34,7 +34,7 @@ impl MountInfo {
         Self { volume_type: BLOCK.to_owned(), device, fs_type, options, metadata: BTreeMap::new() }
     }
 
-    /// With a group that is to own the files, and how they are given to it.
+    /// Adds the group that owns the files, and the policy for changing it.
     pub fn with_group(mut self, group: u32, policy: Option<GroupChangePolicy>) -> Self {
         self.metadata.insert(GROUP.to_owned(), group.to_string());
         if let Some(policy) = policy {
@@ -43,8 +43,8 @@ impl MountInfo {
         self
     }
 
-    /// Reads what may be anybody's, and checks each value as far as it can be without a look at the machine: that `device` is
-    /// a block device is for the caller to see ([`check::block_device`]).
+    /// Parses untrusted input and validates each value. The caller must verify that `device` is a
+    /// block device ([`check::block_device`]).
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let read: Self = serde_json::from_slice(bytes)
             .map_err(|error| Problem::invalid("mountInfo.json", error.to_string()))?;
@@ -59,18 +59,17 @@ impl MountInfo {
     }
 
     pub fn to_json(&self) -> Vec<u8> {
-        // A map of strings: nothing in it can fail to be written.
+        // A map of strings always serializes.
         serde_json::to_vec_pretty(self).unwrap_or_default()
     }
 
-    /// The group that is to own the files. Where no policy is given, all are given to it at each mount.
+    /// The group that owns the files. The default policy is to change all files at each mount.
     pub fn group(&self) -> Result<Option<(u32, GroupChangePolicy)>> {
         let Some(group) = self.metadata.get(GROUP).filter(|group| !group.is_empty()) else {
             return match self.metadata.contains_key(GROUP_POLICY) {
-                true => Err(Problem::invalid(
-                    "metadata.fsGroupChangePolicy",
-                    "goes with an fsGroup only",
-                )),
+                true => {
+                    Err(Problem::invalid("metadata.fsGroupChangePolicy", "requires an fsGroup"))
+                }
                 false => Ok(None),
             };
         };
@@ -83,16 +82,16 @@ impl MountInfo {
     }
 }
 
-/// A group id in digits. The last one means "leave it" to chown(2).
+/// Parses a decimal group id. The highest number means "unchanged" to chown(2).
 pub fn group_id(field: &'static str, text: &str) -> Result<u32> {
     let digits = text.bytes().all(|byte| byte.is_ascii_digit());
     match text.parse::<u32>() {
         Ok(group) if digits && group != u32::MAX => Ok(group),
-        _ => Err(Problem::invalid(field, "is not a group id in digits")),
+        _ => Err(Problem::invalid(field, "is not a decimal group id")),
     }
 }
 
-/// How files are given to a group (PodSecurityContext.fsGroupChangePolicy).
+/// PodSecurityContext.fsGroupChangePolicy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupChangePolicy {
     Always,
@@ -128,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_keys_are_those_of_the_proposal() {
+    fn mount_info_has_the_keys_of_the_proposal() {
         let info =
             MountInfo::new("/dev/sdf".into(), "xfs".into(), Vec::new()).with_group(4059, None);
         let json: serde_json::Value = serde_json::from_slice(&info.to_json()).unwrap();
@@ -140,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_mounted_is_refused() {
+    fn invalid_mount_info_is_refused() {
         for bad in [
             "",
             "[]",

@@ -1,4 +1,4 @@
-//! The path that names an entry: where the volume would be mounted on the host.
+//! The target path that names an entry: where the host would mount the volume.
 
 use std::fmt;
 use std::os::unix::ffi::OsStrExt;
@@ -6,11 +6,11 @@ use std::path::{Component, Path, PathBuf};
 
 use super::{Problem, Result};
 
-/// PATH_MAX, without the end.
+/// PATH_MAX without the terminating zero.
 const MAX_PATH: usize = 4095;
 
-/// An absolute path with neither `.`, `..`, doubled slashes nor one at its end: equal paths are equal bytes, and so have one
-/// hash.
+/// A normalized absolute path: no `.`, `..`, double or trailing slashes. Equal paths have equal
+/// bytes and therefore equal hashes.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target(PathBuf);
 
@@ -27,7 +27,7 @@ impl Target {
                 Component::CurDir | Component::ParentDir | Component::Prefix(_) => {
                     return Err(Problem::invalid(
                         field,
-                        "has to be an absolute path without . and ..",
+                        "must be an absolute path without . and ..",
                     ));
                 }
             }
@@ -37,13 +37,13 @@ impl Target {
         {
             return Err(Problem::invalid(
                 field,
-                "has to be an absolute path, not the root, without . and .., doubled slashes and one at the end",
+                "must be an absolute path other than /, without ., .., double and trailing slashes",
             ));
         }
         if bytes.len() > MAX_PATH || bytes.contains(&0) {
             return Err(Problem::invalid(
                 field,
-                format!("has to have at most {MAX_PATH} bytes, none of them zero"),
+                format!("must have at most {MAX_PATH} bytes, none of them zero"),
             ));
         }
         Ok(Self(normal))
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_target_has_one_form() {
+    fn only_normalized_target_paths_are_accepted() {
         for good in ["/a", "/var/lib/kubelet/pods/1/volumes/kubernetes.io~csi/pv/mount", "/a b"] {
             assert!(Target::new("path", good).is_ok(), "{good}");
         }

@@ -1,4 +1,4 @@
-//! Whether nobody but root can change what stands at a path: every directory and link on the way to it is looked at.
+//! Checks that only root can change a file: every directory and link of its path is checked.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -8,12 +8,12 @@ use std::path::{Component, Path, PathBuf};
 
 use super::{Problem, Result};
 
-/// As many as the kernel follows.
+/// The kernel's limit.
 const MAX_LINKS: usize = 40;
 const STICKY: u32 = 0o1000;
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 
-/// A directory that only root can put something in.
+/// Returns the path, with links resolved, of a directory that only root can write to.
 pub fn directory(path: &Path) -> Result<PathBuf> {
     let (real, found) = walk(path)?;
     if !found.is_dir() || found.mode() & WRITABLE_BY_OTHERS != 0 {
@@ -22,7 +22,7 @@ pub fn directory(path: &Path) -> Result<PathBuf> {
     Ok(real)
 }
 
-/// A program that only root can have put there.
+/// Checks for an executable file that only root can have created.
 pub fn program(path: &Path) -> Result<()> {
     let (_, found) = walk(path)?;
     if !found.is_file() || found.permissions().mode() & 0o111 == 0 {
@@ -35,42 +35,43 @@ fn unsafe_at(path: &Path, reason: &str) -> Problem {
     Problem::Unsafe(format!("{}: {reason}", path.display()))
 }
 
-/// Goes to `path` as the kernel does, links included; the path without links, and what is there.
+/// Resolves `path` as the kernel does, including links. Returns the path without links and its
+/// metadata.
 fn walk(path: &Path) -> Result<(PathBuf, Metadata)> {
     if !path.is_absolute() {
         return Err(unsafe_at(path, "is not an absolute path"));
     }
     let mut links = 0;
-    let mut ahead = names(path);
+    let mut remaining = names(path);
     let mut at = PathBuf::from("/");
-    let mut found = look(&at)?;
-    while let Some(name) = ahead.pop_front() {
+    let mut found = trusted_metadata(&at)?;
+    while let Some(name) = remaining.pop_front() {
         if !found.is_dir() {
             return Err(unsafe_at(&at, "is not a directory"));
         }
         if name == ".." {
             at.pop();
-            found = look(&at)?;
+            found = trusted_metadata(&at)?;
             continue;
         }
         let next = at.join(name);
-        let there = look(&next)?;
-        if !there.is_symlink() {
-            (at, found) = (next, there);
+        let metadata = trusted_metadata(&next)?;
+        if !metadata.is_symlink() {
+            (at, found) = (next, metadata);
             continue;
         }
         links += 1;
         if links > MAX_LINKS {
-            return Err(unsafe_at(path, "has too many links in it"));
+            return Err(unsafe_at(path, "has too many links"));
         }
         let target = fs::read_link(&next)
             .map_err(|e| Problem::io(format!("reading {}", next.display()), e))?;
         if target.is_absolute() {
             at = PathBuf::from("/");
-            found = look(&at)?;
+            found = trusted_metadata(&at)?;
         }
         for name in names(&target).into_iter().rev() {
-            ahead.push_front(name);
+            remaining.push_front(name);
         }
     }
     Ok((at, found))
@@ -85,20 +86,21 @@ fn names(path: &Path) -> VecDeque<OsString> {
     path.components().filter_map(name).collect()
 }
 
-/// What stands at a path: only root may have put it there, and only root may change it.
-fn look(path: &Path) -> Result<Metadata> {
+/// Returns the metadata of a path that only root can have created and can change.
+fn trusted_metadata(path: &Path) -> Result<Metadata> {
     let found = fs::symlink_metadata(path)
-        .map_err(|e| Problem::io(format!("looking at {}", path.display()), e))?;
-    // Without root, in tests of no more than this, whoever runs them is as good.
+        .map_err(|e| Problem::io(format!("reading {}", path.display()), e))?;
+    // Unit tests run without root.
     if found.uid() != 0 && found.uid() != nix::unistd::geteuid().as_raw() {
-        return Err(unsafe_at(path, "is not root's"));
+        return Err(unsafe_at(path, "is not owned by root"));
     }
-    // A link's own mode means nothing, and in a sticky directory only the owner of a file can replace it.
+    // The mode of a link has no meaning, and in a sticky directory only the owner of a file can
+    // replace it.
     let open_to_others = found.mode() & WRITABLE_BY_OTHERS != 0
         && !found.is_symlink()
         && !(found.is_dir() && found.mode() & STICKY != 0);
     if open_to_others {
-        return Err(unsafe_at(path, "can be written to by its group or by others"));
+        return Err(unsafe_at(path, "is writable by its group or by others"));
     }
     Ok(found)
 }
@@ -115,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_others_can_change_is_not_trusted_wherever_on_the_way_they_can() {
+    fn a_program_that_others_can_change_is_not_trusted() {
         let scratch = tempfile::tempdir().unwrap();
         let at = |name: &str| scratch.path().join(name);
         make(&at("good"), 0o755);
@@ -132,7 +134,7 @@ mod tests {
         assert!(program(scratch.path()).is_err());
         assert!(program(Path::new("good")).is_err());
         assert!(matches!(program(&at("none")), Err(Problem::Io { .. })));
-        // The way there, or the way that a link takes.
+        // A directory in the path, or in the target of a link.
         fs::DirBuilder::new().mode(0o755).create(at("open")).unwrap();
         make(&at("open/program"), 0o755);
         symlink(at("open/program"), at("into-open")).unwrap();
@@ -146,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_others_may_write_to_is_not_trusted_even_when_it_is_sticky() {
+    fn a_directory_writable_by_others_is_not_trusted() {
         let scratch = tempfile::tempdir().unwrap();
         directory(scratch.path()).unwrap();
         for mode in [0o770, 0o1777] {

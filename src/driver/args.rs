@@ -1,5 +1,5 @@
-//! The flags of the mode, checked while they are parsed: whatever is wrong is told at the start and
-//! names the flag.
+//! Flags of the driver. Values are validated during parsing, so that an error at startup names the
+//! flag.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -19,14 +19,14 @@ use crate::grpc::socket::octal_mode;
 use crate::quantity;
 use crate::telemetry::role::RoleArgs;
 
-/// CSI GetPluginInfo: the longest driver name, in bytes.
+/// Maximum bytes of a driver name (CSI GetPluginInfo).
 const MAX_DRIVER_NAME: usize = 63;
-/// The node id is also a topology value (CSI Topology): at most so many bytes.
+/// Maximum bytes of a node id, which is also a topology value (CSI Topology).
 const MAX_NODE_ID: usize = 63;
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Socket to serve CSI on: unix:///path, unix:/path or /path.
+    /// Socket to serve CSI on: unix:///path, unix:/path or /path
     #[arg(
         long,
         env = "CSI_ENDPOINT",
@@ -35,70 +35,70 @@ pub struct Args {
     )]
     pub endpoint: SocketPath,
 
-    /// Access mode of the socket, in octal.
+    /// Octal access mode of the socket
     #[arg(long, default_value = "0600", value_parser = octal_mode, value_name = "MODE")]
     pub socket_mode: u32,
 
-    /// Group that owns the socket, by name or number; by default the driver's own.
+    /// Group of the socket, by name or number [default: the driver's group]
     #[arg(long, value_name = "GROUP")]
     pub socket_group: Option<String>,
 
-    /// Name of the driver: that of the CSIDriver object and the provisioner field of storage classes.
+    /// Name of the driver: the CSIDriver object and the provisioner of storage classes
     #[arg(long, default_value = "loopback.csi.local", value_parser = driver_name, value_name = "NAME")]
     pub driver_name: String,
 
-    /// Name of this node for CSI and for topology; by default the host name.
+    /// Name of this node in CSI and topology
     #[arg(long, env = "NODE_ID", default_value_t = NodeId::of_host(), value_name = "ID")]
     pub node_id: NodeId,
 
-    /// Directory that holds the pool and the catalog.
+    /// Directory of the pool and the catalog
     #[arg(long, default_value = "/var/lib/csi-loopback", value_name = "DIR")]
     pub data_dir: PathBuf,
 
-    /// Kind of pool: reflink (the data directory is on XFS with reflink), image (an XFS of its own in
-    /// a file), copy (plain files), or the first of them that works.
+    /// Kind of pool: reflink (data directory on XFS with reflink), image (XFS in a file), copy
+    /// (plain files), or auto (the existing kind, else the first that works)
     #[arg(long, default_value = "auto", value_name = "KIND", value_parser =
         PossibleValuesParser::new(["auto", "reflink", "image", "copy"]).try_map(|kind| kind.parse::<PoolChoice>()))]
     pub pool: PoolChoice,
 
-    /// Size of an image pool, such as 100Gi; by default chosen from the room there is when it is made. A
-    /// larger size than it has grows it.
+    /// Size of an image pool, such as 100Gi; a larger size than the current one grows the pool
+    /// [default: half of the free space, at most 10Gi]
     #[arg(long, value_parser = quantity::parse, value_name = "SIZE")]
     pub pool_size: Option<u64>,
 
-    /// Make the image of a new image pool sparse: it takes room when it is written to, and pods get I/O
-    /// errors when the filesystem below is full.
+    /// Create a sparse image: space is allocated on write, and pods get I/O errors when the
+    /// underlying filesystem is full
     #[arg(long)]
     pub pool_sparse: bool,
 
-    /// Bytes in a block of the filesystem of a new image pool: 4Ki to 64Ki, a power of two; by default 64Ki where the kernel
-    /// mounts it (Linux 6.12), else 4Ki.
+    /// Block size of a new image pool: a power of two from 4Ki to 64Ki [default: 64Ki if the kernel
+    /// supports it (Linux 6.12), else 4Ki]
     #[arg(long, value_parser = pool_block_size, value_name = "SIZE")]
     pub pool_block_size: Option<u64>,
 
-    /// How much larger than the pool all volumes may be together.
+    /// Maximum total capacity of all volumes, as a multiple of the pool size
     #[arg(long, default_value = "10", value_parser = overcommit, value_name = "FACTOR")]
     pub overcommit: f64,
 
-    /// How snapshot metadata is reported: extents as they are, or cut into blocks of one size.
+    /// Report snapshot metadata as extents of any length or as blocks of one size
     #[arg(long, value_enum, default_value_t = MetadataType::Variable, value_name = "TYPE")]
     pub block_metadata_type: MetadataType,
 
-    /// Largest block of the type fixed: a power of two, at least 4Ki.
+    /// Maximum block size for --block-metadata-type fixed: a power of two, at least 4Ki
     #[arg(long, default_value = "64Ki", value_parser = block_size, value_name = "SIZE")]
     pub block_size: u64,
 
-    /// How long a deleted snapshot can still be the base of a delta.
+    /// How long a deleted snapshot remains a valid base of deltas
     #[arg(long, default_value = "90days", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub change_record_retention: Duration,
 
-    /// Serve ListSnapshotDeltas, a proposal's addition to CSI (KEP-3314), and advertise it with a capability
-    /// that CSI itself does not know.
+    /// Serve ListSnapshotDeltas, a proposed CSI extension (KEP-3314), and advertise it with a
+    /// capability outside CSI
     #[arg(long)]
     pub enable_snapshot_deltas: bool,
 
-    /// Socket of the freeze guard (--mode freeze-guard), which thaws filesystems if the driver is killed: unix:///path, unix:/path
-    /// or /path. By default the driver starts one of its own, which in a container is killed with it.
+    /// Socket of a freeze guard (--mode freeze-guard), which thaws filesystems if the driver is
+    /// killed [default: start a guard as a child process, which a container kill also kills]
     #[arg(long, value_name = "SOCKET")]
     pub freeze_guard: Option<SocketPath>,
 
@@ -115,52 +115,53 @@ pub struct Args {
     pub role: RoleArgs,
 }
 
-/// Answers that are spoilt for tests.
+/// Fault injection for tests of clients.
 #[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Faults on purpose")]
+#[command(next_help_heading = "Fault injection")]
 pub struct FaultArgs {
-    /// Allow --fault. Never where real data is backed up.
+    /// Allow --fault; do not use with real backups
     #[arg(long)]
     pub enable_faults: bool,
 
-    /// Spoil answers on purpose, such as stream-abort,after=1000 (docs/reference/driver.md has all kinds); may
-    /// be repeated.
+    /// Inject a fault into responses, such as stream-abort,after=1000 (docs/reference/driver.md
+    /// lists all kinds); may be repeated
     #[arg(long, value_name = "RULE", requires = "enable_faults")]
     pub fault: Vec<Rule>,
 }
 
-/// Volumes that are declared in pods.
+/// Inline volumes, which pods declare.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Inline ephemeral volumes")]
 pub struct InlineArgs {
-    /// Make inline ephemeral volumes; those that there are can be unpublished in any case.
+    /// Create inline ephemeral volumes; existing ones can always be unpublished
     #[arg(id = "inline", long = "inline", default_value_t = true, action = ArgAction::Set, num_args = 0..=1,
         require_equals = true, default_missing_value = "true", value_name = "BOOL")]
     pub new: bool,
 
-    /// Largest inline volume.
+    /// Maximum size of an inline volume
     #[arg(long = "inline-max-size", default_value = "10Gi", value_parser = quantity::parse, value_name = "SIZE")]
     pub max_size: u64,
 
-    /// Most inline volumes on this node.
+    /// Maximum number of inline volumes on this node
     #[arg(long = "inline-max-volumes", default_value_t = 256, value_name = "N")]
     pub max_volumes: u64,
 
-    /// Most bytes of all inline volumes in the pool; by default a quarter of the pool.
+    /// Maximum total size of the inline volumes in the pool [default: a quarter of the pool]
     #[arg(long = "inline-max-total", value_parser = quantity::parse, value_name = "SIZE")]
     pub max_total: Option<u64>,
 
-    /// Most bytes of all inline volumes in memory: those with content or a secret, and those of medium Memory.
+    /// Maximum total size of the inline volumes in memory, which are those with content, a secret
+    /// or medium Memory
     #[arg(long = "inline-max-memory", default_value = "512Mi", value_parser = quantity::parse, value_name = "SIZE")]
     pub max_memory: u64,
 }
 
 impl Args {
-    /// The one at the given socket, or this program once more.
+    /// The guard at `--freeze-guard`, or a child process of this program.
     pub fn freeze_guard(&self) -> FreezeGuard {
         match &self.freeze_guard {
-            Some(socket) => FreezeGuard::At(socket.as_ref().to_owned()),
-            None => FreezeGuard::Own {
+            Some(socket) => FreezeGuard::Socket(socket.as_ref().to_owned()),
+            None => FreezeGuard::Child {
                 program: "/proc/self/exe".into(),
                 arguments: [vec!["freeze-guard".to_owned()], self.role.log.line()]
                     .concat()
@@ -183,26 +184,27 @@ impl InlineArgs {
     }
 }
 
-/// Volumes that a container runtime mounts in the place of this host.
+/// Deferred volumes, which a container runtime mounts.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Runtime assisted mounting")]
 pub struct DeferArgs {
-    /// Let container runtimes mount volumes in the place of this host, where a request or a volume asks for it: a
-    /// proposal's addition to CSI (KEP-2857), which is advertised with capabilities that CSI itself does not know.
+    /// Let container runtimes mount volumes instead of this host if a request says so: a proposed
+    /// CSI extension (KEP-2857), advertised with capabilities outside CSI
     #[arg(long)]
     pub enable_defer_fs_ops: bool,
 
-    /// Socket of crust_ops (--mode runtime-ops): unix:///path, unix:/path or /path.
+    /// Socket of crust_ops (--mode runtime-ops): unix:///path, unix:/path or /path
     #[arg(long, default_value = "unix:///run/csi-loopback/crust.sock", value_name = "SOCKET")]
     pub crust_endpoint: SocketPath,
 
-    /// How long a call of crust_ops may take: 100ms to 10min.
+    /// Timeout of a crust_ops call: 100ms to 10min
     #[arg(long, default_value = "30s", value_parser = crust_timeout, value_name = "TIME")]
     pub crust_timeout: Duration,
 }
 
 impl DeferArgs {
-    /// The way to the runtimes, if it is to be used. To be called inside a runtime.
+    /// A client of crust_ops if deferred volumes are enabled. Must be called inside a tokio
+    /// runtime.
     pub fn runtime(&self) -> Option<Arc<dyn Runtime>> {
         let crust = || Arc::new(Crust::new(&self.crust_endpoint, self.crust_timeout));
         self.enable_defer_fs_ops.then(|| crust() as _)
@@ -212,9 +214,9 @@ impl DeferArgs {
 /// `--block-metadata-type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum MetadataType {
-    /// Extents of any length.
+    /// Extents of any length
     Variable,
-    /// Extents of one length.
+    /// Blocks of one size
     Fixed,
 }
 
@@ -227,7 +229,7 @@ impl MetadataType {
     }
 }
 
-/// Name of a node: a label value, so that it can be a topology segment.
+/// Name of a node. It is a valid label value, so that it can be a topology segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeId(String);
 
@@ -236,7 +238,7 @@ impl NodeId {
         &self.0
     }
 
-    /// The host name as it is: checked like any other value when it is used.
+    /// The host name, unchecked: clap validates a default like any other value.
     fn of_host() -> Self {
         let name = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
         Self(name.unwrap_or_default())
@@ -271,7 +273,7 @@ fn driver_name(text: &str) -> Result<String, String> {
     ))
 }
 
-/// Whether `text` is made of letters, digits and `inner`, the latter not at its ends.
+/// Whether `text` consists of letters, digits and `inner`, with no `inner` at either end.
 fn is_label(text: &str, max: usize, inner: &[u8]) -> bool {
     let bytes = text.as_bytes();
     let ends = [bytes.first(), bytes.last()];
@@ -287,7 +289,7 @@ fn overcommit(text: &str) -> Result<f64, String> {
     }
 }
 
-/// The volume's lock is held for as long.
+/// Bounded, because the call holds the volume's lock.
 fn crust_timeout(text: &str) -> Result<Duration, String> {
     let range = Duration::from_millis(100)..=Duration::from_secs(600);
     quantity::duration(text, range, "a time from 100ms to 10min")
@@ -295,7 +297,7 @@ fn crust_timeout(text: &str) -> Result<Duration, String> {
 
 fn block_size(text: &str) -> Result<u64, String> {
     let bytes = quantity::parse(text)?;
-    // The upper end keeps the size within the wire's int64.
+    // The upper bound fits the wire's int64.
     if bytes.is_power_of_two() && (BLOCK_SIZE..=1 << 62).contains(&bytes) {
         return Ok(bytes);
     }
@@ -327,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_flags_are_checked() {
+    fn numeric_flags_are_checked() {
         assert_eq!(overcommit("1.5"), Ok(1.5));
         assert!(["0", "-1", "inf", "nan", "x"].iter().all(|text| overcommit(text).is_err()));
         assert_eq!(crust_timeout("100ms"), Ok(Duration::from_millis(100)));
@@ -341,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_backend_without_flags_has_the_limits_of_inline_volumes_that_the_flags_have() {
+    fn inline_flag_defaults_equal_the_backend_defaults() {
         use clap::{Args as _, Command, FromArgMatches as _};
         let command = InlineArgs::augment_args(Command::new("x"));
         let args = InlineArgs::from_arg_matches(&command.get_matches_from(["x"])).unwrap();

@@ -1,20 +1,20 @@
-//! The BaseAdmin service: which snapshots can be the base of a delta, and for how long.
+//! The BaseAdmin service: the snapshots that can be bases of a delta, and their retention.
 
 use prost_types::Timestamp;
 use tonic::{Request, Response, Status};
 
-use super::controller::{page, token};
+use super::request::{page, token};
 use super::{Plugin, request, response};
-use crate::backend::{self, Base, BasesOf, Error, Result, SnapshotPhase, now};
+use crate::backend::{self, Base, BaseFilter, Error, Result, SnapshotPhase, now};
 use crate::grpc::call::note;
 use crate::proto::admin::v1 as admin;
 use admin::base_admin_server::BaseAdmin;
-use admin::set_base_retention_request::Retention as Asked;
+use admin::set_base_retention_request::Retention as RequestedRetention;
 
 use super::call::{Describe, Subject};
 
-/// A base is kept for at most 100 years: times stay such that every client can write them down.
-const LONGEST_SECONDS: u64 = 100 * 365 * 86_400;
+/// Maximum retention of a base: 100 years, so that every client can represent the times.
+const MAX_SECONDS: u64 = 100 * 365 * 86_400;
 
 #[tonic::async_trait]
 impl BaseAdmin for Plugin {
@@ -33,26 +33,27 @@ impl BaseAdmin for Plugin {
     }
 }
 
-fn list(
-    plugin: &Plugin,
-    asked: admin::ListBasesRequest,
-) -> Result<admin::ListBasesResponse, Status> {
-    let volume_id = request::optional_id("volume_id", &asked.volume_id)?;
-    let target = request::optional_id("target_snapshot_id", &asked.target_snapshot_id)?;
+fn list(plugin: &Plugin, req: admin::ListBasesRequest) -> Result<admin::ListBasesResponse, Status> {
+    let volume_id = request::optional_id("volume_id", &req.volume_id)?;
+    let target = request::optional_id("target_snapshot_id", &req.target_snapshot_id)?;
     let of = match (volume_id, target) {
         ("", "") => {
+            return Err(Error::invalid(
+                "volume_id",
+                "is required, unless target_snapshot_id is set",
+            )
+            .into());
+        }
+        (volume_id, "") => BaseFilter::Volume(volume_id.to_owned()),
+        ("", target) => BaseFilter::Target(target.to_owned()),
+        _ => {
             return Err(
-                Error::invalid("volume_id", "is required, or target_snapshot_id instead").into()
+                Error::invalid("target_snapshot_id", "cannot be combined with volume_id").into()
             );
         }
-        (volume_id, "") => BasesOf::Volume(volume_id.to_owned()),
-        ("", target) => BasesOf::Target(target.to_owned()),
-        _ => {
-            return Err(Error::invalid("target_snapshot_id", "excludes volume_id").into());
-        }
     };
-    let max = page(request::max_entries(asked.max_entries)?);
-    let page = plugin.backend.bases(&of, token(&asked.starting_token), max)?;
+    let max = page(request::max_entries(req.max_entries)?);
+    let page = plugin.backend.bases(&of, token(&req.starting_token), max)?;
     Ok(admin::ListBasesResponse {
         bases: page.items.into_iter().map(base).collect(),
         next_token: page.next.unwrap_or_default(),
@@ -61,26 +62,32 @@ fn list(
 
 fn set_retention(
     plugin: &Plugin,
-    asked: admin::SetBaseRetentionRequest,
+    req: admin::SetBaseRetentionRequest,
 ) -> Result<admin::SetBaseRetentionResponse, Status> {
-    let id = request::id("snapshot_id", &asked.snapshot_id)?;
-    let retention = retention(asked.retention.as_ref(), now().0)?;
+    let id = request::id("snapshot_id", &req.snapshot_id)?;
+    let retention = retention(req.retention.as_ref(), now().0)?;
     let kept = plugin.backend.retain_base(id, retention)?;
     Ok(admin::SetBaseRetentionResponse { base: Some(base(kept)) })
 }
 
-/// What is asked for, `None` for the driver's own retention. `now` is in seconds since the epoch.
-fn retention(asked: Option<&Asked>, now: u64) -> Result<Option<backend::Retention>> {
-    match asked {
-        None => Err(Error::invalid("retention", "is required: for_seconds, until or by_default")),
-        Some(Asked::ByDefault(true)) => Ok(None),
-        Some(Asked::ByDefault(false)) => Err(Error::invalid("by_default", "can only be true")),
-        Some(Asked::ForSeconds(seconds)) if *seconds > LONGEST_SECONDS => {
-            let reason = format!("is more than {LONGEST_SECONDS}, 100 years");
+/// The requested retention; `None` means the driver's default. `now` is in seconds since the epoch.
+fn retention(req: Option<&RequestedRetention>, now: u64) -> Result<Option<backend::Retention>> {
+    match req {
+        None => {
+            Err(Error::invalid("retention", "is required: set for_seconds, until or by_default"))
+        }
+        Some(RequestedRetention::ByDefault(true)) => Ok(None),
+        Some(RequestedRetention::ByDefault(false)) => {
+            Err(Error::invalid("by_default", "must be true"))
+        }
+        Some(RequestedRetention::ForSeconds(seconds)) if *seconds > MAX_SECONDS => {
+            let reason = format!("is more than {MAX_SECONDS} (100 years)");
             Err(Error::invalid("for_seconds", reason))
         }
-        Some(Asked::ForSeconds(seconds)) => Ok(Some(backend::Retention::For(*seconds))),
-        Some(Asked::Until(time)) => until(time, now).map(Some),
+        Some(RequestedRetention::ForSeconds(seconds)) => {
+            Ok(Some(backend::Retention::For(*seconds)))
+        }
+        Some(RequestedRetention::Until(time)) => until(time, now).map(Some),
     }
 }
 
@@ -92,7 +99,7 @@ fn until(time: &Timestamp, now: u64) -> Result<backend::Retention> {
         Some(seconds) if seconds <= now => {
             Err(Error::invalid("until", "is not in the future; for_seconds 0 releases a base"))
         }
-        Some(seconds) if seconds - now > LONGEST_SECONDS => {
+        Some(seconds) if seconds - now > MAX_SECONDS => {
             Err(Error::invalid("until", "is more than 100 years away"))
         }
         Some(seconds) => Ok(backend::Retention::Until(seconds)),
@@ -145,22 +152,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_retention_is_within_a_hundred_years_or_refused_by_its_name() {
-        let at = |seconds, nanos| Asked::Until(Timestamp { seconds, nanos });
-        let good = |asked: &Asked| retention(Some(asked), 1000).unwrap();
-        assert_eq!(good(&Asked::ByDefault(true)), None);
-        for seconds in [0, 1, LONGEST_SECONDS] {
+    fn a_retention_outside_100_years_is_refused() {
+        let at = |seconds, nanos| RequestedRetention::Until(Timestamp { seconds, nanos });
+        let good = |req: &RequestedRetention| retention(Some(req), 1000).unwrap();
+        assert_eq!(good(&RequestedRetention::ByDefault(true)), None);
+        for seconds in [0, 1, MAX_SECONDS] {
             let kept = Some(backend::Retention::For(seconds));
-            assert_eq!(good(&Asked::ForSeconds(seconds)), kept);
+            assert_eq!(good(&RequestedRetention::ForSeconds(seconds)), kept);
         }
         assert_eq!(good(&at(1001, 999_999_999)), Some(backend::Retention::Until(1001)));
-        let last = i64::try_from(1000 + LONGEST_SECONDS).unwrap();
+        let last = i64::try_from(1000 + MAX_SECONDS).unwrap();
         assert_eq!(good(&at(last, 0)), Some(backend::Retention::Until(last.unsigned_abs())));
         for (bad, field) in [
             (None, "retention"),
-            (Some(Asked::ByDefault(false)), "by_default"),
-            (Some(Asked::ForSeconds(LONGEST_SECONDS + 1)), "for_seconds"),
-            (Some(Asked::ForSeconds(u64::MAX)), "for_seconds"),
+            (Some(RequestedRetention::ByDefault(false)), "by_default"),
+            (Some(RequestedRetention::ForSeconds(MAX_SECONDS + 1)), "for_seconds"),
+            (Some(RequestedRetention::ForSeconds(u64::MAX)), "for_seconds"),
             (Some(at(1000, 0)), "until"),
             (Some(at(-1, 0)), "until"),
             (Some(at(1001, -1)), "until"),

@@ -1,17 +1,18 @@
-//! What the log may know of the messages of CSI and of snapshot sessions. Calls themselves: [`crate::grpc::call`].
+//! Which fields of CSI and session messages may appear in the log. Running calls:
+//! [`crate::grpc::call`].
 
 pub use crate::grpc::call::{Call, Calls, Describe, Subject};
 use crate::grpc::call::{note, note_session};
 use crate::proto::csi::v1 as csi;
-use crate::proto::former::PublishRequest;
+use crate::proto::legacy::PublishRequest;
 use crate::proto::snapshotsession as session;
 
 macro_rules! describe {
-    ($($message:ident { $($noted:ident: $($field:ident).+),* })*) => {$(
+    ($($message:ident { $($logged:ident: $($field:ident).+),* })*) => {$(
         impl Describe for csi::$message {
             #[allow(unused_variables)]
             fn describe(&self, subject: &mut Subject) {
-                $(subject.$noted = note(&self.$($field).+);)*
+                $(subject.$logged = note(&self.$($field).+);)*
             }
         }
     )*};
@@ -113,7 +114,7 @@ impl Describe for csi::NodePublishVolumeRequest {
 impl Describe for PublishRequest {
     fn describe(&self, subject: &mut Subject) {
         self.request.describe(subject);
-        subject.deferred |= self.is_former;
+        subject.deferred |= self.has_legacy_field;
     }
 }
 
@@ -142,7 +143,8 @@ impl Describe for csi::CreateVolumeResponse {
 
 impl Describe for csi::CreateSnapshotResponse {
     fn describe(&self, subject: &mut Subject) {
-        subject.snapshot_id = self.snapshot.as_ref().and_then(|made| note(&made.snapshot_id));
+        subject.snapshot_id =
+            self.snapshot.as_ref().and_then(|snapshot| note(&snapshot.snapshot_id));
     }
 }
 
@@ -167,9 +169,9 @@ mod tests {
     #[test]
     fn of_a_sessions_token_the_log_knows_a_fingerprint() {
         let of = |token: &str| {
-            let asked =
+            let req =
                 session::GetDeltaRequest { session_token: token.into(), ..Default::default() };
-            Subject::of(&asked).session
+            Subject::of(&req).session
         };
         assert_eq!(of(""), None);
         assert_eq!(of("abc").as_deref(), Some("ba7816bf8f01cfea"));
@@ -181,7 +183,7 @@ mod tests {
         let publish =
             csi::NodePublishVolumeRequest { volume_id: "v-1".into(), ..Default::default() };
         let by_field = csi::NodePublishVolumeRequest { defer_fs_ops: true, ..publish.clone() };
-        let known = [&publish, &by_field].map(|asked| Subject::of(asked).deferred);
+        let known = [&publish, &by_field].map(|req| Subject::of(req).deferred);
         assert_eq!(known, [false, true]);
         let stats = csi::NodeGetVolumeStatsRequest { defer_fs_ops: true, ..Default::default() };
         assert!(Subject::of(&stats).deferred);

@@ -1,10 +1,11 @@
-//! CSI Controller: volumes. Its RPCs on snapshots are in `controller_snapshots` and `snapshot_deltas`.
+//! The CSI Controller service: volumes. The RPCs of snapshots are in `controller_snapshots` and
+//! `snapshot_deltas`.
 
 use tonic::{Request, Response, Status};
 
 use super::controller_snapshots as snapshots;
 use super::request::{self, Refusal};
-use super::topology::Place;
+use super::topology::NodeTopology;
 use super::{Plugin, health, response, snapshot_deltas, status};
 use crate::backend::{
     Condition, CreateVolume, Error, Result as Checked, Source, Volume, VolumeRequest,
@@ -14,9 +15,6 @@ use csi::controller_server::Controller;
 use csi::controller_service_capability::{Rpc, Type, rpc};
 use csi::validate_volume_capabilities_response::Confirmed;
 use csi::volume_content_source::Type as ContentSource;
-
-/// Entries in a page of a list, at most: the message stays under gRPC's 4 MiB.
-pub const MAX_ENTRIES: usize = 4096;
 
 const CAPABILITIES: [rpc::Type; 14] = [
     rpc::Type::CreateDeleteVolume,
@@ -28,7 +26,7 @@ const CAPABILITIES: [rpc::Type; 14] = [
     rpc::Type::CloneVolume,
     rpc::Type::ExpandVolume,
     rpc::Type::GetVolume,
-    // What CSI v1.12 has in the place of health.
+    // The predecessor of health in CSI v1.12.
     rpc::Type::VolumeCondition,
     rpc::Type::GetVolumeHealth,
     rpc::Type::ListVolumeHealth,
@@ -57,7 +55,7 @@ impl Controller for Plugin {
         request: Request<csi::ControllerPublishVolumeRequest>,
     ) -> Result<Response<csi::ControllerPublishVolumeResponse>, Status> {
         const METHOD: &str = "ControllerPublishVolume";
-        self.call(METHOD, request, |_, _| Err(status::unserved(METHOD))).await
+        self.call(METHOD, request, |_, _| Err(status::not_attachable(METHOD))).await
     }
 
     async fn controller_unpublish_volume(
@@ -65,7 +63,7 @@ impl Controller for Plugin {
         request: Request<csi::ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<csi::ControllerUnpublishVolumeResponse>, Status> {
         const METHOD: &str = "ControllerUnpublishVolume";
-        self.call(METHOD, request, |_, _| Err(status::unserved(METHOD))).await
+        self.call(METHOD, request, |_, _| Err(status::not_attachable(METHOD))).await
     }
 
     async fn validate_volume_capabilities(
@@ -93,7 +91,7 @@ impl Controller for Plugin {
         &self,
         request: Request<csi::ControllerGetVolumeHealthRequest>,
     ) -> Result<Response<csi::ControllerGetVolumeHealthResponse>, Status> {
-        self.call("ControllerGetVolumeHealth", request, health::of_volume).await
+        self.call("ControllerGetVolumeHealth", request, health::get_volume).await
     }
 
     async fn get_capacity(
@@ -164,13 +162,14 @@ impl Controller for Plugin {
         request: Request<csi::ListSnapshotDeltasRequest>,
     ) -> Result<Response<csi::ListSnapshotDeltasResponse>, Status> {
         let plugin = self.clone();
-        // Faults come in where the answer is opened, as those of the streams do.
-        let list = move |asked| snapshot_deltas::list(&plugin, &asked);
+        // `snapshot_deltas` injects faults itself, as the streams do.
+        let list = move |req| snapshot_deltas::list(&plugin, &req);
         self.calls.unary(snapshot_deltas::METHOD, request, list).await
     }
 }
 
-/// CSI's own, and the extension if it is switched on: a client may take a number that CSI lacks for a fault.
+/// CSI's capabilities, and the extension if enabled: a strict client may reject a number that CSI
+/// does not define.
 fn capabilities(
     plugin: &Plugin,
     _: csi::ControllerGetCapabilitiesRequest,
@@ -185,28 +184,28 @@ fn capabilities(
 
 fn create_volume(
     plugin: &Plugin,
-    asked: csi::CreateVolumeRequest,
+    req: csi::CreateVolumeRequest,
 ) -> Result<csi::CreateVolumeResponse, Status> {
-    let wanted = wanted_volume(&plugin.place, &asked)?;
-    if let Some(Source::Snapshot(id)) = &wanted.request.source {
+    let args = create_volume_args(&plugin.topology, &req)?;
+    if let Some(Source::Snapshot(id)) = &args.request.source {
         plugin.faults.check_ready(&plugin.backend, [id.as_str()])?;
     }
-    let made = plugin.backend.create_volume(&wanted)?;
-    Ok(csi::CreateVolumeResponse { volume: Some(response::volume(&made, &plugin.place)) })
+    let created = plugin.backend.create_volume(&args)?;
+    Ok(csi::CreateVolumeResponse { volume: Some(response::volume(&created, &plugin.topology)) })
 }
 
-pub(crate) fn wanted_volume(
-    place: &Place,
-    asked: &csi::CreateVolumeRequest,
+pub(crate) fn create_volume_args(
+    topology: &NodeTopology,
+    req: &csi::CreateVolumeRequest,
 ) -> Checked<CreateVolume> {
-    let name = request::name(&asked.name)?.to_owned();
-    let wanted = request::capabilities(&asked.volume_capabilities)?;
-    let fs_type = request::common_filesystem(&wanted)?;
-    let range = request::capacity_range(asked.capacity_range.as_ref())?;
-    let fixed = request::parameters(&asked.parameters)?;
-    let mutable = request::mutable_parameters(&asked.mutable_parameters)?;
-    let source = asked.volume_content_source.as_ref().map(content_source).transpose()?;
-    place.check(asked.accessibility_requirements.as_ref())?;
+    let name = request::name(&req.name)?.to_owned();
+    let capabilities = request::capabilities(&req.volume_capabilities)?;
+    let fs_type = request::common_filesystem(&capabilities)?;
+    let range = request::capacity_range(req.capacity_range.as_ref())?;
+    let fixed = request::parameters(&req.parameters)?;
+    let mutable = request::mutable_parameters(&req.mutable_parameters)?;
+    let source = req.volume_content_source.as_ref().map(content_source).transpose()?;
+    topology.check_requirement(req.accessibility_requirements.as_ref())?;
 
     let request = VolumeRequest {
         required_bytes: range.required,
@@ -230,78 +229,83 @@ fn content_source(source: &csi::VolumeContentSource) -> Checked<Source> {
             let id = request::id("volume_content_source.volume.volume_id", &source.volume_id)?;
             Ok(Source::Volume(id.to_owned()))
         }
-        None => Err(Error::invalid("volume_content_source", "names neither snapshot nor volume")),
+        None => {
+            Err(Error::invalid("volume_content_source", "names neither a snapshot nor a volume"))
+        }
     }
 }
 
 fn delete_volume(
     plugin: &Plugin,
-    asked: csi::DeleteVolumeRequest,
+    req: csi::DeleteVolumeRequest,
 ) -> Result<csi::DeleteVolumeResponse, Status> {
-    plugin.backend.delete_volume(request::id("volume_id", &asked.volume_id)?)?;
+    plugin.backend.delete_volume(request::id("volume_id", &req.volume_id)?)?;
     Ok(csi::DeleteVolumeResponse {})
 }
 
-/// CSI ValidateVolumeCapabilities: what is not supported is an answer, not an error.
+/// CSI ValidateVolumeCapabilities: an unsupported capability is a response, not an error.
 fn validate_volume_capabilities(
     plugin: &Plugin,
-    asked: csi::ValidateVolumeCapabilitiesRequest,
+    req: csi::ValidateVolumeCapabilitiesRequest,
 ) -> Result<csi::ValidateVolumeCapabilitiesResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    if asked.volume_capabilities.is_empty() {
+    let id = request::id("volume_id", &req.volume_id)?;
+    if req.volume_capabilities.is_empty() {
         return Err(Error::invalid("volume_capabilities", "is required").into());
     }
     let volume = plugin.backend.volume(id)?;
-    Ok(match objection(&volume, &asked)? {
+    Ok(match objection(&volume, &req)? {
         Some(message) => csi::ValidateVolumeCapabilitiesResponse { confirmed: None, message },
         None => csi::ValidateVolumeCapabilitiesResponse {
             confirmed: Some(Confirmed {
-                volume_context: asked.volume_context,
-                volume_capabilities: asked.volume_capabilities,
-                parameters: asked.parameters,
-                mutable_parameters: asked.mutable_parameters,
+                volume_context: req.volume_context,
+                volume_capabilities: req.volume_capabilities,
+                parameters: req.parameters,
+                mutable_parameters: req.mutable_parameters,
             }),
             message: String::new(),
         },
     })
 }
 
-/// Why the volume cannot be used like that, if it cannot. An error is a malformed request.
+/// Why the volume does not support the request, if it does not. An error means a malformed request.
 fn objection(
     volume: &Volume,
-    asked: &csi::ValidateVolumeCapabilitiesRequest,
+    req: &csi::ValidateVolumeCapabilitiesRequest,
 ) -> Checked<Option<String>> {
-    let wanted = match request::capabilities(&asked.volume_capabilities) {
+    let capabilities = match request::capabilities(&req.volume_capabilities) {
         Err(refusal @ Refusal::Unsupported { .. }) => {
             return Ok(Some(Error::from(refusal).to_string()));
         }
         other => other?,
     };
-    if let Err(refusal) = request::common_filesystem(&wanted) {
+    if let Err(refusal) = request::common_filesystem(&capabilities) {
         return Ok(Some(Error::from(refusal).to_string()));
     }
-    let mut named = wanted.iter().filter_map(request::named_filesystem);
+    let mut named = capabilities.iter().filter_map(request::named_filesystem);
     if let Some(found) = volume.format.map(|format| format.fs_type).or(volume.request.fs_type)
         && let Some(other) = named.find(|fs_type| *fs_type != found)
     {
-        return Ok(Some(format!("volume_capabilities: the volume has {found}, not {other}")));
+        return Ok(Some(format!(
+            "volume_capabilities: the volume has the filesystem {found}, not {other}"
+        )));
     }
     let checks = [
-        request::volume_context(&asked.volume_context).map(drop),
-        request::parameters(&asked.parameters).map(drop),
-        request::mutable_parameters(&asked.mutable_parameters).map(drop),
+        request::volume_context(&req.volume_context).map(drop),
+        request::parameters(&req.parameters).map(drop),
+        request::mutable_parameters(&req.mutable_parameters).map(drop),
     ];
     Ok(checks.into_iter().find_map(Result::err).map(|error| error.to_string()))
 }
 
 fn list_volumes(
     plugin: &Plugin,
-    asked: csi::ListVolumesRequest,
+    req: csi::ListVolumesRequest,
 ) -> Result<csi::ListVolumesResponse, Status> {
-    let page = page(request::max_entries(asked.max_entries)?);
-    let page = plugin.backend.volumes_with_conditions(token(&asked.starting_token), page)?;
+    let max = request::page(request::max_entries(req.max_entries)?);
+    let token = request::token(&req.starting_token);
+    let page = plugin.backend.volumes_with_conditions(token, max)?;
     let entry = |(volume, condition): (Volume, Condition)| csi::list_volumes_response::Entry {
-        volume: Some(response::volume(&volume, &plugin.place)),
+        volume: Some(response::volume(&volume, &plugin.topology)),
         status: Some(csi::list_volumes_response::VolumeStatus {
             published_node_ids: Vec::new(),
             volume_condition: Some(response::condition(condition)),
@@ -311,62 +315,52 @@ fn list_volumes(
     Ok(csi::ListVolumesResponse { entries, next_token: page.next.unwrap_or_default() })
 }
 
-/// Entries of a page: CSI lets a plugin return fewer than asked for, with a token for the rest.
-pub fn page(max_entries: usize) -> usize {
-    match max_entries {
-        0 => MAX_ENTRIES,
-        asked => asked.min(MAX_ENTRIES),
-    }
-}
-
-pub fn token(starting_token: &str) -> Option<&str> {
-    (!starting_token.is_empty()).then_some(starting_token)
-}
+///
 
 fn get_capacity(
     plugin: &Plugin,
-    asked: csi::GetCapacityRequest,
+    req: csi::GetCapacityRequest,
 ) -> Result<csi::GetCapacityResponse, Status> {
-    request::parameters(&asked.parameters)?;
-    let here = asked.accessible_topology.as_ref().is_none_or(|place| plugin.place.is_in(place));
-    if !here || !can_be_satisfied(&asked.volume_capabilities)? {
+    request::parameters(&req.parameters)?;
+    let here = req.accessible_topology.as_ref().is_none_or(|one| plugin.topology.is_in(one));
+    if !here || !is_supported(&req.volume_capabilities)? {
         return Ok(csi::GetCapacityResponse {
             available_capacity: 0,
             maximum_volume_size: Some(0),
             minimum_volume_size: None,
         });
     }
-    let room = plugin.backend.capacity()?;
+    let capacity = plugin.backend.capacity()?;
     Ok(csi::GetCapacityResponse {
-        available_capacity: response::bytes(room.available),
-        maximum_volume_size: Some(response::bytes(room.maximum_volume)),
-        minimum_volume_size: Some(response::bytes(room.minimum_volume)),
+        available_capacity: response::bytes(capacity.available),
+        maximum_volume_size: Some(response::bytes(capacity.maximum_volume)),
+        minimum_volume_size: Some(response::bytes(capacity.minimum_volume)),
     })
 }
 
-/// Whether a volume with these capabilities can be made. An error is a malformed request.
-fn can_be_satisfied(wanted: &[csi::VolumeCapability]) -> Checked<bool> {
-    if wanted.is_empty() {
+/// Whether a volume with these capabilities can be created. An error means a malformed request.
+fn is_supported(capabilities: &[csi::VolumeCapability]) -> Checked<bool> {
+    if capabilities.is_empty() {
         return Ok(true);
     }
-    match request::capabilities(wanted) {
-        Ok(wanted) => Ok(request::common_filesystem(&wanted).is_ok()),
+    match request::capabilities(capabilities) {
+        Ok(checked) => Ok(request::common_filesystem(&checked).is_ok()),
         Err(Refusal::Unsupported { .. }) => Ok(false),
         Err(refusal) => Err(refusal.into()),
     }
 }
 
-/// The device grows with its backing file; the filesystem on it has to follow on the node.
+/// Grows the backing file and the device. The filesystem is grown later, on the node.
 fn expand_volume(
     plugin: &Plugin,
-    asked: csi::ControllerExpandVolumeRequest,
+    req: csi::ControllerExpandVolumeRequest,
 ) -> Result<csi::ControllerExpandVolumeResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    if asked.capacity_range.is_none() {
+    let id = request::id("volume_id", &req.volume_id)?;
+    if req.capacity_range.is_none() {
         return Err(Error::invalid("capacity_range", "is required").into());
     }
-    let range = request::capacity_range(asked.capacity_range.as_ref())?;
-    if let Some(capability) = &asked.volume_capability {
+    let range = request::capacity_range(req.capacity_range.as_ref())?;
+    if let Some(capability) = &req.volume_capability {
         request::capability("volume_capability", Some(capability)).map_err(Error::from)?;
     }
     let volume = plugin.backend.expand_volume(id, range.required, range.limit)?;
@@ -378,13 +372,13 @@ fn expand_volume(
 
 fn get_volume(
     plugin: &Plugin,
-    asked: csi::ControllerGetVolumeRequest,
+    req: csi::ControllerGetVolumeRequest,
 ) -> Result<csi::ControllerGetVolumeResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
+    let id = request::id("volume_id", &req.volume_id)?;
     let volume = plugin.backend.volume(id)?;
     let condition = plugin.backend.volume_condition(id)?;
     Ok(csi::ControllerGetVolumeResponse {
-        volume: Some(response::volume(&volume, &plugin.place)),
+        volume: Some(response::volume(&volume, &plugin.topology)),
         status: Some(csi::controller_get_volume_response::VolumeStatus {
             published_node_ids: Vec::new(),
             volume_condition: Some(response::condition(condition)),
@@ -392,14 +386,14 @@ fn get_volume(
     })
 }
 
-/// An empty map changes nothing and is accepted for a volume that exists: on the wire it cannot be
-/// told from one whose keys were all taken out.
+/// An empty map changes nothing and is accepted for an existing volume: on the wire it is equal to
+/// a map whose keys were all removed.
 fn modify_volume(
     plugin: &Plugin,
-    asked: csi::ControllerModifyVolumeRequest,
+    req: csi::ControllerModifyVolumeRequest,
 ) -> Result<csi::ControllerModifyVolumeResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    plugin.backend.modify_volume(id, request::mutable_parameters(&asked.mutable_parameters)?)?;
+    let id = request::id("volume_id", &req.volume_id)?;
+    plugin.backend.modify_volume(id, request::mutable_parameters(&req.mutable_parameters)?)?;
     Ok(csi::ControllerModifyVolumeResponse {})
 }
 
@@ -408,12 +402,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_never_larger_than_a_message_can_be() {
-        assert_eq!((page(0), page(7), page(usize::MAX)), (MAX_ENTRIES, 7, MAX_ENTRIES));
-    }
-
-    #[test]
-    fn a_content_source_names_its_object() {
+    fn a_malformed_content_source_is_an_error_with_its_field() {
         let none = csi::VolumeContentSource { r#type: None };
         assert!(content_source(&none).unwrap_err().to_string().contains("volume_content_source"));
         let empty = ContentSource::Volume(Default::default());

@@ -1,43 +1,43 @@
-//! CSI Controller: snapshots.
+//! The snapshot RPCs of the CSI Controller service.
 
 use tonic::Status;
 
-use super::controller::{page, token};
+use super::request::{page, token};
 use super::{Plugin, request, response};
 use crate::backend::SnapshotFilter;
 use crate::proto::csi::v1 as csi;
 
 pub fn create(
     plugin: &Plugin,
-    asked: csi::CreateSnapshotRequest,
+    req: csi::CreateSnapshotRequest,
 ) -> Result<csi::CreateSnapshotResponse, Status> {
-    let name = request::name(&asked.name)?;
-    let volume_id = request::id("source_volume_id", &asked.source_volume_id)?;
-    request::keys("parameters", &asked.parameters, &[])?;
-    plugin.place.check(asked.accessibility_requirements.as_ref())?;
-    let made = plugin.backend.create_snapshot(name, volume_id)?;
-    Ok(csi::CreateSnapshotResponse { snapshot: Some(response::snapshot(&made, plugin)) })
+    let name = request::name(&req.name)?;
+    let volume_id = request::id("source_volume_id", &req.source_volume_id)?;
+    request::keys("parameters", &req.parameters, &[])?;
+    plugin.topology.check_requirement(req.accessibility_requirements.as_ref())?;
+    let created = plugin.backend.create_snapshot(name, volume_id)?;
+    Ok(csi::CreateSnapshotResponse { snapshot: Some(response::snapshot(&created, plugin)) })
 }
 
 pub fn delete(
     plugin: &Plugin,
-    asked: csi::DeleteSnapshotRequest,
+    req: csi::DeleteSnapshotRequest,
 ) -> Result<csi::DeleteSnapshotResponse, Status> {
-    plugin.backend.delete_snapshot(request::id("snapshot_id", &asked.snapshot_id)?)?;
+    plugin.backend.delete_snapshot(request::id("snapshot_id", &req.snapshot_id)?)?;
     Ok(csi::DeleteSnapshotResponse {})
 }
 
 pub fn list(
     plugin: &Plugin,
-    asked: csi::ListSnapshotsRequest,
+    req: csi::ListSnapshotsRequest,
 ) -> Result<csi::ListSnapshotsResponse, Status> {
     let some = |id: &str| (!id.is_empty()).then(|| id.to_owned());
     let filter = SnapshotFilter {
-        snapshot_id: some(request::optional_id("snapshot_id", &asked.snapshot_id)?),
-        volume_id: some(request::optional_id("source_volume_id", &asked.source_volume_id)?),
+        snapshot_id: some(request::optional_id("snapshot_id", &req.snapshot_id)?),
+        volume_id: some(request::optional_id("source_volume_id", &req.source_volume_id)?),
     };
-    let max = page(request::max_entries(asked.max_entries)?);
-    let page = plugin.backend.snapshots(&filter, token(&asked.starting_token), max)?;
+    let max = page(request::max_entries(req.max_entries)?);
+    let page = plugin.backend.snapshots(&filter, token(&req.starting_token), max)?;
     let entry = |snapshot| csi::list_snapshots_response::Entry {
         snapshot: Some(response::snapshot(snapshot, plugin)),
     };
@@ -49,8 +49,8 @@ pub fn list(
 
 pub fn get(
     plugin: &Plugin,
-    asked: csi::GetSnapshotRequest,
+    req: csi::GetSnapshotRequest,
 ) -> Result<csi::GetSnapshotResponse, Status> {
-    let found = plugin.backend.snapshot(request::id("snapshot_id", &asked.snapshot_id)?)?;
+    let found = plugin.backend.snapshot(request::id("snapshot_id", &req.snapshot_id)?)?;
     Ok(csi::GetSnapshotResponse { snapshot: Some(response::snapshot(&found, plugin)) })
 }

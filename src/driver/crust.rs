@@ -1,9 +1,9 @@
-//! The way to container runtimes: a client of crust_ops (KEP-2857, "Runtime API"), as the backend asks for one.
+//! Client of crust_ops (KEP-2857, "Runtime API"): the backend's interface to container runtimes.
 //!
-//! The backend calls from threads that may block, and each call has a connection of its own: there is none that could be
-//! stale after a restart of crust_ops, and nothing that one call could wait for in another. Time and sizes are
-//! bounded, for the volume's lock is held. No failure turns into a mount on this host or an answer that is made up: it is
-//! an error with the name of the method, and [`refused`] says of which kind.
+//! The backend calls from threads that may block. Each call has its own connection, so that none is
+//! stale after a restart of crust_ops and no call waits for another. Time and sizes are bounded,
+//! because the volume's lock is held. A failure never leads to a mount on this host or an invented
+//! response: it is an error with the name of the method, classified by [`to_error`].
 
 use std::error::Error as _;
 use std::fmt;
@@ -23,7 +23,7 @@ use crate::backend::{
     Condition, DeferredMount, Error, GroupPolicy, HealthProblem, Result, Runtime, RuntimeStats,
     Usage,
 };
-use crate::grpc::{MAX_MESSAGE, SocketPath, code_name, cut};
+use crate::grpc::{MAX_MESSAGE, SocketPath, code_name, truncate};
 use crate::proto::crust;
 use crust::runtime_client::RuntimeClient;
 use crust::volume_group_change_policy::Policy;
@@ -32,9 +32,10 @@ use crust::volume_usage::Unit;
 
 type Client = RuntimeClient<Channel>;
 
-/// Bytes of an answer, at most: more than any that means something.
-const MAX_ANSWER: usize = 64 << 10;
-/// How much longer crust_ops may take than is waited for: whose message it is that says so must not be left to chance.
+/// Maximum bytes of a response, more than any valid one has.
+const MAX_RESPONSE: usize = 64 << 10;
+/// The deadline sent to crust_ops is longer than the local timeout by this, so that the local
+/// timeout always expires first and its message is returned.
 const GRACE: Duration = Duration::from_secs(1);
 
 const STAGE: &str = "RuntimeStageVolume";
@@ -42,11 +43,11 @@ const UNSTAGE: &str = "RuntimeUnstageVolume";
 const STATS: &str = "RuntimeGetVolumeStats";
 const EXPAND: &str = "RuntimeExpandVolume";
 
-/// Where crust_ops is.
+/// A client of the crust_ops at `socket`.
 pub struct Crust {
     socket: PathBuf,
     timeout: Duration,
-    threads: Handle,
+    runtime: Handle,
 }
 
 impl fmt::Debug for Crust {
@@ -56,12 +57,13 @@ impl fmt::Debug for Crust {
 }
 
 impl Crust {
-    /// `timeout` is that of each call. To be called inside a runtime, whose threads do the work.
+    /// `timeout` applies to each call. Must be called inside a tokio runtime, whose threads do the
+    /// work.
     pub fn new(endpoint: &SocketPath, timeout: Duration) -> Self {
-        Self { socket: endpoint.as_ref().to_owned(), timeout, threads: Handle::current() }
+        Self { socket: endpoint.as_ref().to_owned(), timeout, runtime: Handle::current() }
     }
 
-    /// Makes a call to its end. Blocks: not to be called on one of the runtime's own threads.
+    /// Makes a call. Blocks: must not run on a thread of the tokio runtime.
     fn call<Q, R>(
         &self,
         method: &'static str,
@@ -72,26 +74,28 @@ impl Crust {
         request.set_timeout(self.timeout + GRACE);
         let called = async {
             let mut client = self.connect().await?;
-            let answer = send(&mut client, request).await;
-            answer.map(Response::into_inner).map_err(Cause::of)
+            let response = send(&mut client, request).await;
+            response.map(Response::into_inner).map_err(Cause::of)
         };
-        let ended = self.threads.block_on(async { timeout(self.timeout, called).await });
-        let answer = ended.unwrap_or(Err(Cause::Silent(self.timeout)));
-        answer.map_err(|cause| Failure { method, cause })
+        let finished = self.runtime.block_on(async { timeout(self.timeout, called).await });
+        let result = finished.unwrap_or(Err(Cause::TimedOut(self.timeout)));
+        result.map_err(|cause| Failure { method, cause })
     }
 
     async fn connect(&self) -> Result<Client, Cause> {
         let path = self.socket.clone();
-        // The host is never looked up; it becomes :authority, where h2 refuses a socket path.
+        // The host is not resolved. It becomes :authority, for which h2 rejects a socket path.
         let connected = Endpoint::from_static("http://localhost")
             .connect_with_connector(tower::service_fn(move |_: Uri| {
                 let path = path.clone();
                 async move { UnixStream::connect(path).await.map(TokioIo::new) }
             }))
             .await;
-        let channel = connected
-            .map_err(|error| Cause::Away { socket: self.socket.clone(), why: innermost(&error) })?;
-        Ok(RuntimeClient::new(channel).max_decoding_message_size(MAX_ANSWER))
+        let channel = connected.map_err(|error| Cause::Unreachable {
+            socket: self.socket.clone(),
+            why: innermost(&error),
+        })?;
+        Ok(RuntimeClient::new(channel).max_decoding_message_size(MAX_RESPONSE))
     }
 }
 
@@ -107,31 +111,31 @@ impl Runtime for Crust {
             volume_supplemental_group: group.unwrap_or_default(),
             volume_supplemental_group_change_policy: mount.deferral.policy.map(wire_policy),
         };
-        let answer = self.call(STAGE, request, async |client, request| {
+        let response = self.call(STAGE, request, async |client, request| {
             client.runtime_stage_volume(request).await
         });
-        answer.map(drop).map_err(refused)
+        response.map(drop).map_err(to_error)
     }
 
     fn unstage(&self, target: &Path) -> Result<()> {
         let request =
             crust::RuntimeUnstageVolumeRequest { volume_target_path: text("target_path", target)? };
-        let answer = self.call(UNSTAGE, request, async |client, request| {
+        let response = self.call(UNSTAGE, request, async |client, request| {
             client.runtime_unstage_volume(request).await
         });
-        answer.map(drop).map_err(refused)
+        response.map(drop).map_err(to_error)
     }
 
     fn stats(&self, target: &Path) -> Result<RuntimeStats> {
         let request = crust::RuntimeGetVolumeStatsRequest {
             volume_target_path: text("volume_path", target)?,
         };
-        let answer = self.call(STATS, request, async |client, request| {
+        let response = self.call(STATS, request, async |client, request| {
             client.runtime_get_volume_stats(request).await
         });
-        match answer {
-            Ok(answer) => stats(answer),
-            Err(failure) => failure.as_stats().map_or_else(|| Err(refused(failure)), Ok),
+        match response {
+            Ok(response) => stats(response),
+            Err(failure) => failure.as_stats().map_or_else(|| Err(to_error(failure)), Ok),
         }
     }
 
@@ -141,15 +145,15 @@ impl Runtime for Crust {
             volume_target_path: text("volume_path", target)?,
             capacity_range: Some(range),
         };
-        let answer = self.call(EXPAND, request, async |client, request| {
+        let response = self.call(EXPAND, request, async |client, request| {
             client.runtime_expand_volume(request).await
         });
-        // How large it says the volume is now may be the filesystem's size or the device's.
-        answer.map(drop).map_err(refused)
+        // The reported size may be the size of the filesystem or of the device, so it is ignored.
+        response.map(drop).map_err(to_error)
     }
 }
 
-/// A path as the wire has it.
+/// A path as UTF-8 text for the wire.
 fn text(field: &'static str, path: &Path) -> Result<String> {
     let text = path.to_str().ok_or_else(|| Error::invalid(field, "is not UTF-8"))?;
     Ok(text.to_owned())
@@ -163,7 +167,7 @@ fn wire_policy(policy: GroupPolicy) -> crust::VolumeGroupChangePolicy {
     crust::VolumeGroupChangePolicy { policy: policy.into() }
 }
 
-/// Why there is no answer.
+/// Why a call failed.
 #[derive(Debug)]
 struct Failure {
     method: &'static str,
@@ -172,24 +176,23 @@ struct Failure {
 
 #[derive(Debug)]
 enum Cause {
-    /// Nobody listens.
-    Away {
-        socket: PathBuf,
-        why: String,
-    },
-    /// The connection broke: it may have been done or not.
-    Broken(String),
-    /// Within so much time.
-    Silent(Duration),
-    Refused(Code, String),
+    /// No process listens on the socket.
+    Unreachable { socket: PathBuf, why: String },
+    /// The connection broke; the operation may or may not have been done.
+    Disconnected(String),
+    /// No response within this time.
+    TimedOut(Duration),
+    /// crust_ops returned an error.
+    Status(Code, String),
 }
 
 impl Cause {
     fn of(status: Status) -> Self {
         match status.source() {
-            // Of crust_ops' own words there is no source here. (A message that is too large has none either.)
-            Some(source) => Self::Broken(innermost(source)),
-            None => Self::Refused(status.code(), cut(status.message(), MAX_MESSAGE / 2)),
+            // An error that crust_ops returned has no source. (Neither has a message that is too
+            // large.)
+            Some(source) => Self::Disconnected(innermost(source)),
+            None => Self::Status(status.code(), truncate(status.message(), MAX_MESSAGE / 2)),
         }
     }
 }
@@ -198,19 +201,21 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.method)?;
         match &self.cause {
-            Cause::Away { socket, why } => write!(
+            Cause::Unreachable { socket, why } => write!(
                 f,
-                "crust_ops does not answer at {} ({why}); start csi-loopback --mode runtime-ops, or say where it is with --crust-endpoint",
+                "crust_ops is not reachable at {} ({why}); start csi-loopback --mode runtime-ops, or set --crust-endpoint to its socket",
                 socket.display()
             ),
-            Cause::Broken(why) => write!(f, "the connection to crust_ops broke ({why}); try again"),
-            Cause::Silent(timeout) => write!(
+            Cause::Disconnected(why) => {
+                write!(f, "the connection to crust_ops broke ({why}); try again")
+            }
+            Cause::TimedOut(timeout) => write!(
                 f,
-                "crust_ops has not answered within {} (--crust-timeout); try again",
+                "crust_ops did not respond within {} (--crust-timeout); try again",
                 humantime::format_duration(*timeout)
             ),
-            Cause::Refused(code, message) => {
-                write!(f, "crust_ops answers {}: {message}", code_name(*code))
+            Cause::Status(code, message) => {
+                write!(f, "crust_ops returned {}: {message}", code_name(*code))
             }
         }
     }
@@ -219,45 +224,45 @@ impl fmt::Display for Failure {
 impl Failure {
     fn code(&self) -> Option<Code> {
         match self.cause {
-            Cause::Refused(code, _) => Some(code),
+            Cause::Status(code, _) => Some(code),
             _ => None,
         }
     }
 
-    /// The answers to a question for stats that are no failure: that nobody can measure the volume now is something to tell
-    /// of it.
+    /// The errors of a stats call that are not failures: that no process can measure the volume now
+    /// is reported as its condition.
     fn as_stats(&self) -> Option<RuntimeStats> {
-        let Cause::Refused(code, said) = &self.cause else { return None };
+        let Cause::Status(code, text) = &self.cause else { return None };
         let (abnormal, message) = match code {
-            // A runtime that knows nothing of crust lets a pod write into the empty directory.
+            // A runtime without crust support lets a pod write into the empty directory.
             Code::FailedPrecondition => (
                 true,
                 format!(
-                    "not claimed by a container runtime: what pods write at its path is not on the volume, unless their containers have yet to start ({said})"
+                    "not claimed by a container runtime: unless the containers have not started yet, pods write to the host directory and not to the volume ({text})"
                 ),
             ),
             Code::NotFound => (
                 true,
                 format!(
-                    "not handed to a container runtime any more: delete the pod, so that it is published anew ({said})"
+                    "no longer assigned to a container runtime: delete the pod, so that the volume is published again ({text})"
                 ),
             ),
-            Code::Unavailable => (
-                false,
-                format!("no container has it mounted now, so that its usage is not known ({said})"),
-            ),
+            Code::Unavailable => {
+                (false, format!("not mounted by any container, so its usage is unknown ({text})"))
+            }
             _ => return None,
         };
         Some(RuntimeStats { usage: None, condition: condition(abnormal, &message) })
     }
 }
 
-/// The one place where a failure of crust_ops becomes an error of the backend.
+/// Maps a failure of crust_ops to an error of the backend. No other place does.
 ///
-/// What may come right by itself, or may have been done though there was no answer, is `Unavailable`: kubelet then
-/// repeats the call, and undoes it when the pod goes. After another error it takes it that nothing was done, so a
-/// stage has one of those only where crust_ops says that the request is wrong.
-fn refused(failure: Failure) -> Error {
+/// A failure that may be temporary, or after which the operation may have been done, is
+/// `Unavailable`: kubelet then repeats the call, and undoes it when the pod is deleted. After any
+/// other error kubelet assumes that nothing was done. Therefore a stage returns another error only
+/// if crust_ops rejects the request.
+fn to_error(failure: Failure) -> Error {
     let message = failure.to_string();
     let Some(code) = failure.code() else { return Error::Unavailable(message) };
     match (failure.method, code) {
@@ -267,20 +272,20 @@ fn refused(failure: Failure) -> Error {
         (STAGE, _) | (_, Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled) => {
             Error::Unavailable(message)
         }
-        // One call for a target at a time.
+        // crust_ops handles one call per target at a time.
         (UNSTAGE, Code::Aborted | Code::ResourceExhausted) => Error::Unavailable(message),
-        // Its container has yet to start.
+        // Its container has not started yet.
         (EXPAND, Code::FailedPrecondition) => Error::Unavailable(format!(
-            "{message}; the volume grows once a container runtime has claimed it: try again"
+            "{message}; the volume can grow after a container runtime has claimed it; try again"
         )),
         (EXPAND, Code::NotFound) => Error::Precondition(format!(
-            "{message}; delete the pod, so that the volume is published anew"
+            "{message}; delete the pod, so that the volume is published again"
         )),
         _ => Error::Failed(message),
     }
 }
 
-/// The cause behind all others, in its words.
+/// The root cause of an error.
 fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
     let mut cause = error;
     loop {
@@ -289,39 +294,41 @@ fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
         }
         match cause.source() {
             Some(next) => cause = next,
-            None => return cut(&cause.to_string(), MAX_MESSAGE / 2),
+            None => return truncate(&cause.to_string(), MAX_MESSAGE / 2),
         }
     }
 }
 
 fn condition(abnormal: bool, message: &str) -> Condition {
     let problem = abnormal.then_some(HealthProblem::Runtime);
-    Condition { problem, message: cut(message, MAX_MESSAGE) }
+    Condition { problem, message: truncate(message, MAX_MESSAGE) }
 }
 
-/// What crust_ops says of a volume, as far as it can be true.
-fn stats(answer: crust::RuntimeGetVolumeStatsResponse) -> Result<RuntimeStats> {
-    let wrong = |what: &str| Error::Failed(format!("{STATS}: crust_ops answers {what}"));
-    let condition = match answer.volume_condition {
-        Some(told) => condition(told.abnormal, &told.message),
-        None => Condition::healthy("its container runtime says nothing of its condition"),
+/// The stats that crust_ops reports, validated.
+fn stats(response: crust::RuntimeGetVolumeStatsResponse) -> Result<RuntimeStats> {
+    let invalid = |what: &str| {
+        Error::Failed(format!("{STATS}: crust_ops returned an invalid response: {what}"))
     };
-    if answer.usage.is_empty() {
+    let condition = match response.volume_condition {
+        Some(reported) => condition(reported.abnormal, &reported.message),
+        None => Condition::healthy("the container runtime reports no condition"),
+    };
+    if response.usage.is_empty() {
         return Ok(RuntimeStats { usage: None, condition });
     }
     let of = |unit: Unit| {
-        let mut found = answer.usage.iter().filter(|usage| usage.unit == i32::from(unit));
+        let mut found = response.usage.iter().filter(|usage| usage.unit == i32::from(unit));
         match (found.next(), found.next()) {
             (found, None) => Ok(found),
-            _ => Err(wrong("with a unit twice")),
+            _ => Err(invalid("a unit appears twice")),
         }
     };
-    if answer.usage.iter().any(|usage| !matches!(usage.unit(), Unit::Bytes | Unit::Inodes)) {
-        return Err(wrong("in a unit that there is not"));
+    if response.usage.iter().any(|usage| !matches!(usage.unit(), Unit::Bytes | Unit::Inodes)) {
+        return Err(invalid("unknown unit"));
     }
-    let amount = |value: i64| u64::try_from(value).map_err(|_| wrong("with a negative amount"));
-    let bytes = of(Unit::Bytes)?.ok_or_else(|| wrong("without the bytes"))?;
-    // A filesystem may count no inodes.
+    let amount = |value: i64| u64::try_from(value).map_err(|_| invalid("negative amount"));
+    let bytes = of(Unit::Bytes)?.ok_or_else(|| invalid("no usage in bytes"))?;
+    // A filesystem may not count inodes.
     let inodes = of(Unit::Inodes)?.copied().unwrap_or_default();
     let usage = Usage::Mount {
         total_bytes: amount(bytes.total)?,

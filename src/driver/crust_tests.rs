@@ -3,22 +3,22 @@ use crate::backend::{Deferral, FsType};
 use std::os::unix::net::UnixListener;
 use std::thread;
 
-/// A client of a socket of its own, and the threads that it works with.
+/// A client with its own socket and tokio runtime.
 struct Scene {
     directory: tempfile::TempDir,
     crust: Crust,
-    _threads: tokio::runtime::Runtime,
+    _runtime: tokio::runtime::Runtime,
 }
 
 fn scene(timeout: Duration) -> Scene {
     let directory = tempfile::tempdir().unwrap();
-    let threads =
+    let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let endpoint = directory.path().join("crust.sock").to_str().unwrap().parse().unwrap();
-    let _inside = threads.enter();
+    let _inside = runtime.enter();
     let crust = Crust::new(&endpoint, timeout);
     drop(_inside);
-    Scene { directory, crust, _threads: threads }
+    Scene { directory, crust, _runtime: runtime }
 }
 
 impl Scene {
@@ -27,10 +27,10 @@ impl Scene {
     }
 }
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(60);
 
-/// All calls, with their names.
-fn all(crust: &Crust) -> [(&'static str, Error); 4] {
+/// The error of each call, with the name of the method.
+fn all_errors(crust: &Crust) -> [(&'static str, Error); 4] {
     let target = Path::new("/pods/1/mount");
     let deferral = Deferral::default();
     let mount = DeferredMount {
@@ -48,17 +48,17 @@ fn all(crust: &Crust) -> [(&'static str, Error); 4] {
     ]
 }
 
-fn assert_all_unavailable(crust: &Crust, words: &str) {
-    for (method, error) in all(crust) {
+fn assert_all_unavailable(crust: &Crust, text: &str) {
+    for (method, error) in all_errors(crust) {
         let message = error.to_string();
         assert!(matches!(error, Error::Unavailable(_)), "{error:?}");
-        assert!(message.starts_with(method) && message.contains(words), "{message}");
+        assert!(message.starts_with(method) && message.contains(text), "{message}");
     }
 }
 
 #[test]
-fn a_crust_ops_that_is_away_is_told_with_its_socket_and_the_next_step() {
-    let scene = scene(PATIENCE);
+fn an_unreachable_crust_ops_is_reported_with_its_socket() {
+    let scene = scene(LONG);
     assert_all_unavailable(&scene.crust, "crust.sock (No such file or directory");
     drop(scene.listen());
     assert_all_unavailable(&scene.crust, "(Connection refused");
@@ -67,28 +67,28 @@ fn a_crust_ops_that_is_away_is_told_with_its_socket_and_the_next_step() {
 }
 
 #[test]
-fn a_crust_ops_that_says_nothing_is_not_waited_for_longer_than_the_timeout() {
+fn a_silent_crust_ops_fails_after_the_timeout() {
     let scene = scene(Duration::from_millis(100));
     let _silent = scene.listen();
     assert_all_unavailable(&scene.crust, "within 100ms (--crust-timeout)");
 }
 
 #[test]
-fn a_connection_that_breaks_is_an_error_of_its_own() {
-    let scene = scene(PATIENCE);
+fn a_broken_connection_is_unavailable() {
+    let scene = scene(LONG);
     let listener = scene.listen();
-    // As a crust_ops that is killed before it answers.
+    // Like a crust_ops that is killed before it responds.
     thread::spawn(move || listener.incoming().for_each(drop));
-    for (method, error) in all(&scene.crust) {
+    for (method, error) in all_errors(&scene.crust) {
         assert!(
-            matches!(&error, Error::Unavailable(words) if words.starts_with(method)),
+            matches!(&error, Error::Unavailable(text) if text.starts_with(method)),
             "{error:?}"
         );
     }
 }
 
 fn failure(method: &'static str, code: Code) -> Failure {
-    Failure { method, cause: Cause::Refused(code, "its words".into()) }
+    Failure { method, cause: Cause::Status(code, "its text".into()) }
 }
 
 /// Name of the variant.
@@ -103,10 +103,10 @@ fn kind(error: &Error) -> &'static str {
 }
 
 #[test]
-fn each_code_of_crust_ops_has_one_meaning_and_keeps_its_words() {
+fn each_code_of_crust_ops_maps_to_one_error() {
     use Code::*;
     let cases = [
-        // Kubelet takes it that nothing was published after any code but these; and then never undoes it.
+        // After any other code kubelet assumes that nothing was published, and never undoes it.
         (STAGE, InvalidArgument, "invalid"),
         (STAGE, Internal, "unavailable"),
         (STAGE, Unavailable, "unavailable"),
@@ -133,48 +133,48 @@ fn each_code_of_crust_ops_has_one_meaning_and_keeps_its_words() {
         (EXPAND, Unimplemented, "failed"),
     ];
     for (method, code, expected) in cases {
-        let error = refused(failure(method, code));
+        let error = to_error(failure(method, code));
         assert_eq!(kind(&error), expected, "{method} {code:?}");
         let message = error.to_string();
-        assert!(message.contains(method) && message.contains("its words"), "{message}");
+        assert!(message.contains(method) && message.contains("its text"), "{message}");
         assert!(message.contains(code_name(code)), "{message}");
     }
 }
 
 #[test]
-fn that_nobody_can_measure_a_volume_is_told_as_its_condition() {
-    let told = |code| failure(STATS, code).as_stats().unwrap();
-    for (code, abnormal, words) in [
+fn an_unmeasurable_volume_is_reported_as_a_condition() {
+    let condition_of = |code| failure(STATS, code).as_stats().unwrap();
+    for (code, abnormal, text) in [
         (Code::FailedPrecondition, true, "not claimed by a container runtime"),
-        (Code::NotFound, true, "published anew"),
-        (Code::Unavailable, false, "no container has it mounted"),
+        (Code::NotFound, true, "published again"),
+        (Code::Unavailable, false, "not mounted by any container"),
     ] {
-        let RuntimeStats { usage, condition } = told(code);
+        let RuntimeStats { usage, condition } = condition_of(code);
         assert_eq!((usage, condition.is_abnormal()), (None, abnormal), "{code:?}");
-        assert!(condition.message.contains(words), "{condition:?}");
-        assert!(condition.message.contains("its words"), "{condition:?}");
+        assert!(condition.message.contains(text), "{condition:?}");
+        assert!(condition.message.contains("its text"), "{condition:?}");
     }
     for code in [Code::Internal, Code::Aborted, Code::PermissionDenied, Code::DataLoss] {
         assert!(failure(STATS, code).as_stats().is_none(), "{code:?}");
     }
-    // Of a crust_ops that is not there nothing is known.
-    let away = Cause::Away { socket: "/run/crust.sock".into(), why: "gone".into() };
-    assert!(Failure { method: STATS, cause: away }.as_stats().is_none());
+    // An unreachable crust_ops reports nothing.
+    let unreachable = Cause::Unreachable { socket: "/run/crust.sock".into(), why: "gone".into() };
+    assert!(Failure { method: STATS, cause: unreachable }.as_stats().is_none());
 }
 
 fn usage(unit: i32, total: i64) -> crust::VolumeUsage {
     crust::VolumeUsage { unit, total, used: total / 4, available: total / 2 }
 }
 
-fn answer(usage: Vec<crust::VolumeUsage>) -> crust::RuntimeGetVolumeStatsResponse {
+fn stats_response(usage: Vec<crust::VolumeUsage>) -> crust::RuntimeGetVolumeStatsResponse {
     let condition = crust::VolumeCondition { abnormal: false, message: "mounted".into() };
     crust::RuntimeGetVolumeStatsResponse { usage, volume_condition: Some(condition) }
 }
 
 #[test]
-fn what_a_runtime_measures_is_passed_on() {
+fn the_usage_of_a_runtime_is_returned() {
     let (bytes, inodes) = (usage(1, 1 << 30), usage(2, 4000));
-    let both = stats(answer(vec![inodes, bytes])).unwrap();
+    let both = stats(stats_response(vec![inodes, bytes])).unwrap();
     let expected = Usage::Mount {
         total_bytes: 1 << 30,
         used_bytes: 1 << 28,
@@ -185,28 +185,28 @@ fn what_a_runtime_measures_is_passed_on() {
     };
     assert_eq!(both.usage, Some(expected));
     assert_eq!(both.condition, Condition::healthy("mounted"));
-    assert_eq!(stats(answer(vec![])).unwrap().usage, None);
-    assert!(stats(answer(vec![bytes])).unwrap().usage.is_some());
-    let unsaid =
+    assert_eq!(stats(stats_response(vec![])).unwrap().usage, None);
+    assert!(stats(stats_response(vec![bytes])).unwrap().usage.is_some());
+    let without_condition =
         crust::RuntimeGetVolumeStatsResponse { usage: vec![bytes], volume_condition: None };
-    assert!(!stats(unsaid).unwrap().condition.is_abnormal());
+    assert!(!stats(without_condition).unwrap().condition.is_abnormal());
 }
 
 #[test]
-fn an_answer_that_cannot_be_true_is_an_error_and_no_answer() {
+fn invalid_stats_are_an_error() {
     let (bytes, inodes) = (usage(1, 1 << 30), usage(2, 4000));
     for bad in [
-        answer(vec![inodes]),
-        answer(vec![bytes, bytes]),
-        answer(vec![bytes, inodes, inodes]),
-        answer(vec![bytes, usage(0, 5)]),
-        answer(vec![bytes, usage(7, 5)]),
-        answer(vec![usage(1, -4)]),
+        stats_response(vec![inodes]),
+        stats_response(vec![bytes, bytes]),
+        stats_response(vec![bytes, inodes, inodes]),
+        stats_response(vec![bytes, usage(0, 5)]),
+        stats_response(vec![bytes, usage(7, 5)]),
+        stats_response(vec![usage(1, -4)]),
     ] {
         let error = stats(bad.clone()).expect_err(&format!("{bad:?}"));
         assert!(error.to_string().starts_with(STATS), "{error}");
     }
-    let mut long = answer(vec![]);
+    let mut long = stats_response(vec![]);
     long.volume_condition.as_mut().unwrap().message = "x".repeat(1 << 16);
     assert!(stats(long).unwrap().condition.message.len() < 2 * MAX_MESSAGE);
 }

@@ -1,8 +1,9 @@
 use super::*;
+use crate::backend::GroupPolicy;
 use csi::volume_capability::access_mode::Mode;
-use csi::volume_capability::{AccessMode as WireMode, BlockVolume};
+use csi::volume_capability::{AccessMode as WireMode, BlockVolume, MountVolume};
 
-const KEPT: Volume = Volume::Persistent;
+const PERSISTENT: Volume = Volume::Persistent;
 
 fn used(access: AccessType, mode: Mode) -> Option<csi::VolumeCapability> {
     let access_mode = Some(WireMode { mode: mode.into() });
@@ -17,7 +18,7 @@ fn mount(group: &str, policy: &str) -> MountVolume {
     }
 }
 
-fn asked(mount: MountVolume) -> csi::NodePublishVolumeRequest {
+fn publish_request(mount: MountVolume) -> csi::NodePublishVolumeRequest {
     csi::NodePublishVolumeRequest {
         volume_id: "v".into(),
         volume_capability: used(AccessType::Mount(mount), Mode::SingleNodeSingleWriter),
@@ -26,20 +27,20 @@ fn asked(mount: MountVolume) -> csi::NodePublishVolumeRequest {
 }
 
 fn deferred(mount: MountVolume) -> csi::NodePublishVolumeRequest {
-    csi::NodePublishVolumeRequest { defer_fs_ops: true, ..asked(mount) }
+    csi::NodePublishVolumeRequest { defer_fs_ops: true, ..publish_request(mount) }
 }
 
-/// As the driver does.
-fn check(asked: &csi::NodePublishVolumeRequest, volume: Volume) -> Checked<Option<Deferral>> {
-    let capability = request::capability("volume_capability", asked.volume_capability.as_ref())?;
-    of_publish(asked, &capability, volume)
+/// Checks a request like the driver.
+fn check(req: &csi::NodePublishVolumeRequest, volume: Volume) -> Checked<Option<Deferral>> {
+    let capability = request::capability("volume_capability", req.volume_capability.as_ref())?;
+    from_publish(req, &capability, volume)
 }
 
-/// The field and the words of a refusal.
-fn refused(asked: &csi::NodePublishVolumeRequest, volume: Volume) -> (&'static str, String) {
-    match check(asked, volume) {
+/// The field and reason of a refusal.
+fn refusal(req: &csi::NodePublishVolumeRequest, volume: Volume) -> (&'static str, String) {
+    match check(req, volume) {
         Err(Error::Invalid { field, reason }) => (field, reason),
-        other => panic!("{other:?}: {asked:?}"),
+        other => panic!("{other:?}: {req:?}"),
     }
 }
 
@@ -48,9 +49,9 @@ fn group(group: u32, policy: Option<GroupPolicy>) -> Option<Deferral> {
 }
 
 #[test]
-fn a_volume_is_left_to_a_runtime_where_the_field_asks_for_it() {
-    for kind in [KEPT, Volume::Inline] {
-        assert_eq!(check(&asked(mount("", "")), kind).unwrap(), None);
+fn the_field_defers_a_volume() {
+    for kind in [PERSISTENT, Volume::Inline] {
+        assert_eq!(check(&publish_request(mount("", "")), kind).unwrap(), None);
         assert_eq!(check(&deferred(mount("", "")), kind).unwrap(), Some(Deferral::default()));
     }
 }
@@ -61,29 +62,32 @@ fn group_and_policy_are_passed_on() {
     for (text, policy) in
         [("", None), ("Always", Some(Always)), ("OnRootMismatch", Some(OnRootMismatch))]
     {
-        assert_eq!(check(&deferred(mount("2000", text)), KEPT).unwrap(), group(2000, policy));
+        assert_eq!(check(&deferred(mount("2000", text)), PERSISTENT).unwrap(), group(2000, policy));
     }
-    let both = |supplemental: &str, of_kubelet: &str| {
+    let both = |supplemental: &str, mount_group: &str| {
         deferred(MountVolume {
-            volume_mount_group: of_kubelet.to_owned(),
+            volume_mount_group: mount_group.to_owned(),
             ..mount(supplemental, "")
         })
     };
-    // Kubelets that know nothing of the other field.
-    assert_eq!(check(&both("", "2000"), KEPT).unwrap(), group(2000, None));
-    assert_eq!(check(&both("2000", "2000"), KEPT).unwrap(), group(2000, None));
-    let (field, words) = refused(&both("2000", "3000"), KEPT);
+    // Kubelets that do not know the supplemental group.
+    assert_eq!(check(&both("", "2000"), PERSISTENT).unwrap(), group(2000, None));
+    assert_eq!(check(&both("2000", "2000"), PERSISTENT).unwrap(), group(2000, None));
+    let (field, message) = refusal(&both("2000", "3000"), PERSISTENT);
     assert_eq!(field, "volume_capability");
-    assert!(words.contains("volume_supplemental_group and volume_mount_group differ"), "{words}");
+    assert!(
+        message.contains("volume_supplemental_group and volume_mount_group differ"),
+        "{message}"
+    );
 }
 
 #[test]
-fn a_group_or_policy_without_what_it_needs_is_refused() {
-    for (asked, words) in [
-        (asked(mount("2000", "")), "set defer_fs_ops"),
-        (asked(mount("2000", "Always")), "set defer_fs_ops"),
-        (asked(mount("", "Always")), "goes with volume_supplemental_group only"),
-        (deferred(mount("", "OnRootMismatch")), "goes with volume_supplemental_group only"),
+fn an_incomplete_group_or_policy_is_refused() {
+    for (req, message) in [
+        (publish_request(mount("2000", "")), "set defer_fs_ops"),
+        (publish_request(mount("2000", "Always")), "set defer_fs_ops"),
+        (publish_request(mount("", "Always")), "requires volume_supplemental_group"),
+        (deferred(mount("", "OnRootMismatch")), "requires volume_supplemental_group"),
         (deferred(mount("2000", "Never")), "neither Always nor OnRootMismatch"),
         (deferred(mount("2000", "always")), "neither Always nor OnRootMismatch"),
         (deferred(mount("staff", "")), "volume_supplemental_group is not a group id"),
@@ -91,17 +95,17 @@ fn a_group_or_policy_without_what_it_needs_is_refused() {
         (deferred(mount("-1", "")), "volume_supplemental_group is not a group id"),
         (deferred(mount("+1", "")), "volume_supplemental_group is not a group id"),
     ] {
-        let (field, reason) = refused(&asked, KEPT);
+        let (field, reason) = refusal(&req, PERSISTENT);
         assert_eq!(field, "volume_capability");
-        assert!(reason.contains(words), "{reason}");
+        assert!(reason.contains(message), "{reason}");
     }
-    // A policy needs its group itself, and not another one.
+    // A policy needs volume_supplemental_group, not volume_mount_group.
     let other = MountVolume { volume_mount_group: "2000".into(), ..mount("", "Always") };
-    assert_eq!(refused(&deferred(other), KEPT).0, "volume_capability");
+    assert_eq!(refusal(&deferred(other), PERSISTENT).0, "volume_capability");
 }
 
 #[test]
-fn one_writer_or_none() {
+fn a_deferred_volume_has_at_most_one_writer() {
     let modes = [
         (Mode::SingleNodeSingleWriter, true),
         (Mode::SingleNodeReaderOnly, true),
@@ -110,48 +114,48 @@ fn one_writer_or_none() {
         (Mode::SingleNodeMultiWriter, false),
     ];
     for (mode, fits) in modes {
-        let mut asked = deferred(mount("", ""));
-        asked.volume_capability = used(AccessType::Mount(mount("", "")), mode);
-        assert_eq!(check(&asked, KEPT).is_ok(), fits, "{mode:?}");
+        let mut req = deferred(mount("", ""));
+        req.volume_capability = used(AccessType::Mount(mount("", "")), mode);
+        assert_eq!(check(&req, PERSISTENT).is_ok(), fits, "{mode:?}");
         if !fits {
-            let (field, words) = refused(&asked, KEPT);
+            let (field, message) = refusal(&req, PERSISTENT);
             assert_eq!(field, "volume_capability");
-            assert!(words.contains("access_mode: "), "{words}");
-            assert!(words.contains("ReadWriteOncePod"), "{words}");
+            assert!(message.contains("access_mode: "), "{message}");
+            assert!(message.contains("ReadWriteOncePod"), "{message}");
         }
-        let readonly = csi::NodePublishVolumeRequest { readonly: true, ..asked.clone() };
-        assert!(check(&readonly, KEPT).is_ok());
+        let readonly = csi::NodePublishVolumeRequest { readonly: true, ..req.clone() };
+        assert!(check(&readonly, PERSISTENT).is_ok());
         let flags = MountVolume { mount_flags: vec!["ro".into()], ..Default::default() };
         let ro = used(AccessType::Mount(flags), mode);
-        let ro = csi::NodePublishVolumeRequest { volume_capability: ro, ..asked.clone() };
-        assert!(check(&ro, KEPT).is_ok());
-        // There is one pod of it.
-        assert!(check(&asked, Volume::Inline).is_ok());
+        let ro = csi::NodePublishVolumeRequest { volume_capability: ro, ..req.clone() };
+        assert!(check(&ro, PERSISTENT).is_ok());
+        // An inline volume belongs to one pod.
+        assert!(check(&req, Volume::Inline).is_ok());
     }
 }
 
 #[test]
-fn a_secret_and_a_block_device_are_not_left_to_a_runtime() {
+fn secrets_and_block_volumes_cannot_be_deferred() {
     let secrets = [("password".to_owned(), "hunter2".to_owned())];
     let secret =
         csi::NodePublishVolumeRequest { secrets: secrets.into(), ..deferred(mount("", "")) };
-    let (field, words) = refused(&secret, KEPT);
-    assert!(field == "secrets" && !words.contains("hunter2"), "{words}");
+    let (field, message) = refusal(&secret, PERSISTENT);
+    assert!(field == "secrets" && !message.contains("hunter2"), "{message}");
     let block = used(AccessType::Block(BlockVolume {}), Mode::SingleNodeSingleWriter);
     let raw = |defer_fs_ops| csi::NodePublishVolumeRequest {
         volume_capability: block.clone(),
         defer_fs_ops,
         ..Default::default()
     };
-    assert_eq!(refused(&raw(true), KEPT).0, "defer_fs_ops");
-    assert_eq!(check(&raw(false), KEPT).unwrap(), None);
+    assert_eq!(refusal(&raw(true), PERSISTENT).0, "defer_fs_ops");
+    assert_eq!(check(&raw(false), PERSISTENT).unwrap(), None);
 }
 
 #[test]
-fn what_is_off_is_refused_with_the_flag() {
+fn a_disabled_deferral_is_refused_with_the_flag() {
     let metrics = || Metrics::new(Vec::new());
     let (on, off) = (Deferrals::new(true, metrics()), Deferrals::new(false, metrics()));
     assert!(off.check_field(false).is_ok() && on.check_field(true).is_ok());
-    let Err(Error::Precondition(words)) = off.check_field(true) else { panic!() };
-    assert!(words.starts_with("defer_fs_ops: ") && words.contains("--enable-defer-fs-ops"));
+    let Err(Error::Precondition(message)) = off.check_field(true) else { panic!() };
+    assert!(message.starts_with("defer_fs_ops: ") && message.contains("--enable-defer-fs-ops"));
 }

@@ -1,18 +1,19 @@
-//! The token that names where the next page of ListSnapshotDeltas (KEP-3314) begins: the snapshots that are compared, the next
-//! block, and the block size. The driver needs nothing else to continue, so a token survives a restart. It grants no
-//! access and is not a secret; the checksum detects accidents and mix-ups.
+//! The page token of ListSnapshotDeltas (KEP-3314): the compared snapshots, the next block, and the
+//! block size. The driver keeps no other state of a list, so a token survives a restart. It grants
+//! no access and is not a secret; the checksum detects accidental changes.
 //!
-//! It stays within the 128 bytes that CSI allows a string, however long the ids are: it holds a digest of them.
+//! It fits the 128 bytes that CSI allows for a string, whatever the length of the ids, because it
+//! contains a digest of them.
 //!
 //! | bytes | content |
 //! |---|---|
 //! | 1 | version, 1 |
 //! | 1 | binary logarithm of the block size in bytes |
 //! | 8 | number of the next block, big-endian |
-//! | 16 | of the SHA-256 of base and target, each after its length |
-//! | 8 | of the SHA-256 of all that precedes |
+//! | 16 | prefix of the SHA-256 of base and target, each preceded by its length |
+//! | 8 | prefix of the SHA-256 of all preceding bytes |
 //!
-//! in base64url without padding.
+//! The encoding is base64url without padding.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,19 +23,19 @@ use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use sha2::{Digest, Sha256};
 
 const VERSION: u8 = 1;
-/// Of SHA-256, bytes that stand for the pair of snapshots.
+/// Bytes of the digest of the snapshot pair.
 const PAIR: usize = 16;
-/// Bytes that are checked by the last eight.
+/// Bytes covered by the checksum.
 const CHECKED: usize = 2 + 8 + PAIR;
-const ALL: usize = CHECKED + 8;
-/// Characters of every token.
-const LENGTH: usize = (ALL * 8).div_ceil(6);
+const TOKEN_BYTES: usize = CHECKED + 8;
+/// Characters of a token.
+const LENGTH: usize = (TOKEN_BYTES * 8).div_ceil(6);
 // CSI "Size limits".
 const _: () = assert!(LENGTH <= 128);
-/// Binary logarithms of the block sizes that there are: 4 KiB and more, within an int64.
+/// Valid binary logarithms of a block size: at least 4 KiB, within an int64.
 const BLOCK_SIZES: std::ops::RangeInclusive<u8> = 12..=62;
 
-/// A place in the list of blocks that differ between two snapshots.
+/// A position in the list of blocks that differ between two snapshots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeltaToken {
     pair: [u8; PAIR],
@@ -44,7 +45,8 @@ pub struct DeltaToken {
 }
 
 impl DeltaToken {
-    /// `base` is empty where there is none. The block size is in bytes, a power of two of at least 4096.
+    /// `base` is empty if there is no base. The block size is in bytes, a power of two of at least
+    /// 4096.
     pub fn new(base: &str, target: &str, next_block: u64, block_size: u64) -> Self {
         let block_size = block_size.trailing_zeros() as u8;
         debug_assert!(BLOCK_SIZES.contains(&block_size));
@@ -55,7 +57,7 @@ impl DeltaToken {
         self.pair == pair(base, target)
     }
 
-    /// Number of the first block that the page before did not have.
+    /// Number of the first block of the page.
     pub fn next_block(&self) -> u64 {
         self.next_block
     }
@@ -75,7 +77,7 @@ fn pair(base: &str, target: &str) -> [u8; PAIR] {
     first(digest)
 }
 
-fn check(bytes: &[u8]) -> [u8; ALL - CHECKED] {
+fn check(bytes: &[u8]) -> [u8; TOKEN_BYTES - CHECKED] {
     first(Sha256::new().chain_update(bytes))
 }
 
@@ -98,26 +100,26 @@ impl FromStr for DeltaToken {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        const FOREIGN: &str = "is not a token of this list";
-        const SPOILT: &str = "is not the token as it was given";
-        // Before anything else: what is sent may be of any length.
+        const MALFORMED: &str = "is not a token of ListSnapshotDeltas";
+        const CORRUPT: &str = "is not the token that was returned: it was changed";
+        // Checked first: a client may send any length.
         if text.len() != LENGTH {
-            return Err(FOREIGN);
+            return Err(MALFORMED);
         }
-        let bytes = URL_SAFE_NO_PAD.decode(text).map_err(|_| FOREIGN)?;
-        let (checked, sum) = bytes.split_at_checked(CHECKED).ok_or(FOREIGN)?;
+        let bytes = URL_SAFE_NO_PAD.decode(text).map_err(|_| MALFORMED)?;
+        let (checked, sum) = bytes.split_at_checked(CHECKED).ok_or(MALFORMED)?;
         if sum != check(checked) {
-            return Err(SPOILT);
+            return Err(CORRUPT);
         }
-        let ([VERSION, block_size], rest) = checked.split_first_chunk().ok_or(FOREIGN)? else {
-            return Err("is of another version of this driver");
+        let ([VERSION, block_size], rest) = checked.split_first_chunk().ok_or(MALFORMED)? else {
+            return Err("is from another version of the driver");
         };
         if !BLOCK_SIZES.contains(block_size) {
-            return Err(SPOILT);
+            return Err(CORRUPT);
         }
-        let (next_block, pair) = rest.split_first_chunk().ok_or(FOREIGN)?;
+        let (next_block, pair) = rest.split_first_chunk().ok_or(MALFORMED)?;
         Ok(Self {
-            pair: pair.try_into().map_err(|_| FOREIGN)?,
+            pair: pair.try_into().map_err(|_| MALFORMED)?,
             next_block: u64::from_be_bytes(*next_block),
             block_size: *block_size,
         })
@@ -130,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// Ids of any bytes that a request can have.
+    /// Any ids that a request can contain.
     fn ids() -> impl Strategy<Value = String> {
         "\\PC{0,128}"
     }
@@ -142,14 +144,14 @@ mod tests {
         })
     }
 
-    /// Bytes with the right check behind them.
+    /// Bytes with a valid checksum.
     fn sealed(bytes: &[u8]) -> String {
         URL_SAFE_NO_PAD.encode([bytes, &check(bytes)].concat())
     }
 
     proptest! {
         #[test]
-        fn a_token_is_read_as_it_was_made_and_has_one_length(
+        fn a_token_round_trips_and_has_a_fixed_length(
             (base, target, token) in tokens(), next in any::<u64>(), bits in 12..=62u32,
         ) {
             let text = token.to_string();
@@ -162,13 +164,13 @@ mod tests {
         }
 
         #[test]
-        fn a_token_is_of_no_other_pair(
+        fn a_token_is_valid_for_one_pair_only(
             (base, target, token) in tokens(), other in ids(), split in any::<prop::sample::Index>(),
         ) {
             prop_assert_eq!(token.is_of(&target, &base), base == target);
             prop_assert_eq!(token.is_of(&other, &target), other == base);
             prop_assert_eq!(token.is_of(&base, &other), other == target);
-            // The same letters, parted elsewhere.
+            // The same characters, split elsewhere.
             let both: Vec<char> = format!("{base}{target}").chars().collect();
             let at = split.index(both.len() + 1);
             let (one, two): (String, String) =
@@ -177,7 +179,7 @@ mod tests {
         }
 
         #[test]
-        fn a_token_with_a_character_changed_or_cut_or_added_is_refused(
+        fn an_altered_token_is_refused(
             (_, _, token) in tokens(), at in any::<prop::sample::Index>(), other in "[A-Za-z0-9_=+/é-]",
         ) {
             let text = token.to_string();
@@ -190,7 +192,7 @@ mod tests {
         }
 
         #[test]
-        fn nothing_that_is_sent_panics(text in "\\PC*", bytes in prop::collection::vec(any::<u8>(), CHECKED)) {
+        fn no_input_panics(text in "\\PC*", bytes in prop::collection::vec(any::<u8>(), CHECKED)) {
             let _ = text.parse::<DeltaToken>();
             if let Ok(token) = sealed(&bytes).parse::<DeltaToken>() {
                 prop_assert_eq!(token.to_string(), sealed(&bytes));
@@ -199,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_of_another_version_or_with_a_size_that_is_none_is_refused() {
+    fn a_token_with_another_version_or_block_size_is_refused() {
         let token = |version: u8, size: u8| {
             let mut bytes = [7; CHECKED];
             (bytes[0], bytes[1]) = (version, size);

@@ -1,17 +1,18 @@
-//! Extents straight into the bytes of a response message. GetMetadataAllocatedResponse and
-//! GetMetadataDeltaResponse are alike on the wire (CSI: block_metadata_type 1, volume_capacity_bytes 2,
-//! block_metadata 3), and so are those of the session API but for the numbers of the type: this serves all four. Millions of extents a second pass through here, which is
-//! why no message is built first.
+//! Encodes extents directly as response messages. GetMetadataAllocatedResponse and
+//! GetMetadataDeltaResponse are equal on the wire (CSI: block_metadata_type 1,
+//! volume_capacity_bytes 2, block_metadata 3). The session API's responses differ only in the
+//! values of the type, so one encoder serves all four. It handles millions of extents per second
+//! and therefore builds no intermediate message.
 
 use prost::encoding::{WireType, encode_key, encode_varint};
 
 use crate::backend::Extent;
 use crate::grpc::RawMessage;
 
-/// Bytes that one extent takes at most: two keys, two lengths, two numbers below 2^63.
+/// Maximum bytes of an extent: two keys, two lengths, two numbers below 2^63.
 const LARGEST: usize = 2 + 2 * (1 + 9);
 
-/// Bytes that one extent of a large volume takes.
+/// Typical bytes of an extent of a large volume.
 const USUAL: usize = 14;
 
 const EXTENT_KEY: u8 = key(3, WireType::LengthDelimited);
@@ -22,25 +23,25 @@ const fn key(field: u8, wire_type: WireType) -> u8 {
     field << 3 | wire_type as u8
 }
 
-/// Begins messages: type and capacity stand in each.
+/// The fields at the start of each message: type and capacity.
 #[derive(Clone)]
-pub struct Head(Vec<u8>);
+pub struct Header(Vec<u8>);
 
-impl Head {
-    /// `kind` is the number that the API has for the type of the blocks.
+impl Header {
+    /// `kind` is the API's number of the block metadata type.
     pub fn new(kind: i32, capacity_bytes: u64) -> Self {
-        let mut head = Vec::new();
+        let mut header = Vec::new();
         for (field, value) in [(1, u64::from(kind.unsigned_abs())), (2, capacity_bytes)] {
-            // Zero is told by absence.
+            // Protobuf omits zeros.
             if value > 0 {
-                encode_key(field, WireType::Varint, &mut head);
-                encode_varint(value, &mut head);
+                encode_key(field, WireType::Varint, &mut header);
+                encode_varint(value, &mut header);
             }
         }
-        Self(head)
+        Self(header)
     }
 
-    /// An empty message, with room for so many extents, or for some thousand: it grows.
+    /// An empty message with capacity for `extents`, or for some thousands: it grows.
     pub fn begin(&self, extents: usize) -> Frame {
         let mut bytes = Vec::with_capacity(self.0.len() + extents.min(4096) * USUAL);
         bytes.extend_from_slice(&self.0);
@@ -48,7 +49,7 @@ impl Head {
     }
 }
 
-/// A message that extents are added to.
+/// A message under construction.
 pub struct Frame {
     bytes: Vec<u8>,
     extents: usize,
@@ -80,7 +81,7 @@ impl Frame {
     }
 }
 
-/// Writes a key and a number below 2^63 from `at` on; returns where it ends.
+/// Writes a key and a number below 2^63 at `at`, and returns the end.
 fn put(entry: &mut [u8; LARGEST], at: usize, key: u8, mut value: u64) -> usize {
     entry[at] = key;
     let mut at = at + 1;
@@ -104,12 +105,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_frame_is_the_message_that_each_answer_would_be(
+        fn a_frame_equals_the_encoded_response(
             capacity in 0..=i64::MAX as u64,
             extents in prop::collection::vec((0..=i64::MAX as u64, 0..=i64::MAX as u64), 0..50),
         ) {
             let frame = |kind| {
-                let mut frame = Head::new(kind, capacity).begin(extents.len());
+                let mut frame = Header::new(kind, capacity).begin(extents.len());
                 for &(offset, length) in &extents {
                     frame.push(Extent { offset, length });
                 }

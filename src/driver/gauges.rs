@@ -1,4 +1,4 @@
-//! What is in the pool, as gauges that are read at each scrape.
+//! Metrics of the pool and its content, collected at each scrape.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use super::response;
 use crate::backend::{Backend, Result};
 
-/// Name, help and value. No labels: what a client sends makes no new ones.
+/// Name, help and value. There are no labels, so clients cannot create new series.
 type Gauge = (&'static str, &'static str, u64);
 
 /// The gauges of one backend.
@@ -22,35 +22,35 @@ impl Gauges {
         Self(backend)
     }
 
-    fn room(&self) -> Result<[Gauge; 2]> {
-        let room = self.0.capacity()?;
+    fn capacity(&self) -> Result<[Gauge; 2]> {
+        let capacity = self.0.capacity()?;
         Ok([
             (
                 "pool_available_bytes",
                 "Bytes that can be written before the pool is full",
-                room.available,
+                capacity.available,
             ),
             (
                 "pool_maximum_volume_bytes",
-                "Largest volume that can be made now",
-                room.maximum_volume,
+                "Size of the largest volume that can be created now",
+                capacity.maximum_volume,
             ),
         ])
     }
 
-    /// The second one is missing where nothing is to expire.
+    /// The second gauge is missing while no base expires.
     fn bases(&self) -> Result<impl Iterator<Item = Gauge>> {
         let (count, first) = self.0.retained_bases()?;
         let first = first.map(|time| {
             (
                 "base_expiry_timestamp_seconds",
-                "When the first of the deleted snapshots ceases to be a base of deltas",
+                "Time at which the next deleted snapshot expires as a base of deltas",
                 time,
             )
         });
         let count = (
             "retained_snapshots",
-            "Deleted snapshots of which the change record, or then only the id, is kept",
+            "Deleted snapshots whose change record or id is retained",
             count,
         );
         Ok([count].into_iter().chain(first))
@@ -60,16 +60,16 @@ impl Gauges {
         let (count, pool, memory) = self.0.inline_usage()?;
         Ok([
             ("inline_volumes", "Inline ephemeral volumes on this node", count),
-            ("inline_pool_bytes", "Sizes of the inline volumes in the pool, together", pool),
-            ("inline_memory_bytes", "Sizes of the inline volumes in memory, together", memory),
+            ("inline_pool_bytes", "Total size of the inline volumes in the pool", pool),
+            ("inline_memory_bytes", "Total size of the inline volumes in memory", memory),
         ])
     }
 }
 
-/// Whose name ends with `_total`.
+/// The exposed name ends with `_total`.
 const CRASH_CONSISTENT: (&str, &str) = (
     "snapshots_crash_consistent",
-    "Snapshots whose filesystem could not be frozen, since a virtual machine may have it",
+    "Snapshots taken without freezing the filesystem because a virtual machine may have mounted it",
 );
 
 impl fmt::Debug for Gauges {
@@ -80,11 +80,11 @@ impl fmt::Debug for Gauges {
 
 impl Collector for Gauges {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        // A pool that does not answer has no numbers; /healthz says why.
-        let room = self.room().into_iter().flatten();
+        // A pool that does not respond has no values; /healthz reports the reason.
+        let capacity = self.capacity().into_iter().flatten();
         let inline = self.inline().into_iter().flatten();
         let bases = self.bases().into_iter().flatten();
-        for (name, help, value) in room.chain(inline).chain(bases) {
+        for (name, help, value) in capacity.chain(inline).chain(bases) {
             let gauge = ConstGauge::new(response::bytes(value));
             gauge.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
         }

@@ -1,4 +1,4 @@
-//! CSI GroupController: snapshots of several volumes at one point in time.
+//! The CSI GroupController service: snapshots of several volumes at one point in time.
 
 use tonic::{Request, Response, Status};
 
@@ -47,18 +47,18 @@ fn capabilities() -> csi::GroupControllerGetCapabilitiesResponse {
 
 fn create(
     plugin: &Plugin,
-    asked: csi::CreateVolumeGroupSnapshotRequest,
+    req: csi::CreateVolumeGroupSnapshotRequest,
 ) -> Result<csi::CreateVolumeGroupSnapshotResponse, Status> {
-    let name = request::name(&asked.name)?;
-    let volume_ids = members(&asked.source_volume_ids)?;
-    request::keys("parameters", &asked.parameters, &[])?;
-    let made = plugin.backend.create_group(name, volume_ids)?;
+    let name = request::name(&req.name)?;
+    let volume_ids = members(&req.source_volume_ids)?;
+    request::keys("parameters", &req.parameters, &[])?;
+    let created = plugin.backend.create_group(name, volume_ids)?;
     Ok(csi::CreateVolumeGroupSnapshotResponse {
-        group_snapshot: Some(response::group(&made, plugin)),
+        group_snapshot: Some(response::group(&created, plugin)),
     })
 }
 
-/// The volumes of a new group: at least one, and none of them twice.
+/// Checks the volumes of a new group: at least one, each named once.
 pub(crate) fn members(volume_ids: &[String]) -> Checked<&[String]> {
     const FIELD: &str = "source_volume_ids";
     if volume_ids.is_empty() {
@@ -67,7 +67,7 @@ pub(crate) fn members(volume_ids: &[String]) -> Checked<&[String]> {
     ids(FIELD, volume_ids)?;
     let mut seen = std::collections::HashSet::new();
     match volume_ids.iter().find(|id| !seen.insert(id.as_str())) {
-        Some(twice) => Err(Error::invalid(FIELD, format!("names {twice:?} more than once"))),
+        Some(repeated) => Err(Error::invalid(FIELD, format!("names {repeated:?} more than once"))),
         None => Ok(volume_ids),
     }
 }
@@ -79,19 +79,19 @@ fn ids<'a>(field: &'static str, ids: &'a [String]) -> Checked<&'a [String]> {
 
 fn delete(
     plugin: &Plugin,
-    asked: csi::DeleteVolumeGroupSnapshotRequest,
+    req: csi::DeleteVolumeGroupSnapshotRequest,
 ) -> Result<csi::DeleteVolumeGroupSnapshotResponse, Status> {
-    let id = request::id("group_snapshot_id", &asked.group_snapshot_id)?;
-    plugin.backend.delete_group(id, ids("snapshot_ids", &asked.snapshot_ids)?)?;
+    let id = request::id("group_snapshot_id", &req.group_snapshot_id)?;
+    plugin.backend.delete_group(id, ids("snapshot_ids", &req.snapshot_ids)?)?;
     Ok(csi::DeleteVolumeGroupSnapshotResponse {})
 }
 
 fn get(
     plugin: &Plugin,
-    asked: csi::GetVolumeGroupSnapshotRequest,
+    req: csi::GetVolumeGroupSnapshotRequest,
 ) -> Result<csi::GetVolumeGroupSnapshotResponse, Status> {
-    let id = request::id("group_snapshot_id", &asked.group_snapshot_id)?;
-    let found = plugin.backend.group(id, ids("snapshot_ids", &asked.snapshot_ids)?)?;
+    let id = request::id("group_snapshot_id", &req.group_snapshot_id)?;
+    let found = plugin.backend.group(id, ids("snapshot_ids", &req.snapshot_ids)?)?;
     Ok(csi::GetVolumeGroupSnapshotResponse {
         group_snapshot: Some(response::group(&found, plugin)),
     })
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_group_has_members_and_each_only_once() {
+    fn a_group_needs_distinct_members() {
         let members = |ids: &[&str]| {
             let owned: Vec<String> = ids.iter().map(|id| (*id).to_owned()).collect();
             members(&owned).map(drop).map_err(|error| error.to_string())

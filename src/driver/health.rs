@@ -1,11 +1,11 @@
-//! The health of volumes and of the pool, as CSI v1.13 has it. Clients of v1.12 find the same conditions in the answers of ListVolumes,
-//! ControllerGetVolume and NodeGetVolumeStats.
+//! Health of volumes and of the pool (CSI v1.13). Clients of v1.12 get the same conditions from
+//! ListVolumes, ControllerGetVolume and NodeGetVolumeStats.
 
 use std::path::Path;
 
 use tonic::Status;
 
-use super::controller::{MAX_ENTRIES, page, token};
+use super::request::{MAX_ENTRIES, page, token};
 use super::{Plugin, request};
 use crate::backend::{Condition, HealthProblem};
 use crate::proto::csi::v1 as csi;
@@ -14,30 +14,31 @@ use csi::volume_health::VolumeHealthEntry;
 use csi::{StorageHealthErrorType, VolumeHealthErrorType};
 
 /// ControllerGetVolumeHealth.
-pub fn of_volume(
+pub fn get_volume(
     plugin: &Plugin,
-    asked: csi::ControllerGetVolumeHealthRequest,
+    req: csi::ControllerGetVolumeHealthRequest,
 ) -> Result<csi::ControllerGetVolumeHealthResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    // Controller calls know no inline volumes.
+    let id = request::id("volume_id", &req.volume_id)?;
+    // Controller calls exclude inline volumes.
     let volume = plugin.backend.volume(id)?;
     let condition = plugin.backend.volume_condition(&volume.id)?;
     let volume_health = Some(health(volume.id, condition));
     Ok(csi::ControllerGetVolumeHealthResponse { volume_health })
 }
 
-/// ControllerListVolumeHealth. Each call judges a whole page of volumes, however few entries it may return.
+/// ControllerListVolumeHealth. Each call checks a whole page of volumes, even if few are abnormal.
 pub fn list(
     plugin: &Plugin,
-    asked: csi::ControllerListVolumeHealthRequest,
+    req: csi::ControllerListVolumeHealthRequest,
 ) -> Result<csi::ControllerListVolumeHealthResponse, Status> {
-    let max = page(request::max_entries(asked.max_entries)?);
-    let all = plugin.backend.volumes_with_conditions(token(&asked.starting_token), MAX_ENTRIES)?;
+    let max = page(request::max_entries(req.max_entries)?);
+    let all = plugin.backend.volumes_with_conditions(token(&req.starting_token), MAX_ENTRIES)?;
     let conditions = all.items.into_iter().map(|(volume, condition)| (volume.id, condition));
     Ok(abnormal_page(conditions, all.next, max))
 }
 
-/// The first `max` abnormal volumes. The token of a page is the last volume that was judged, as in ListVolumes.
+/// The first `max` abnormal volumes. The page token is the last volume that was checked, as in
+/// ListVolumes.
 fn abnormal_page(
     conditions: impl Iterator<Item = (String, Condition)>,
     next: Option<String>,
@@ -53,14 +54,14 @@ fn abnormal_page(
     csi::ControllerListVolumeHealthResponse { entries, next_token: next.unwrap_or_default() }
 }
 
-/// NodeGetVolumeHealth. Of a volume that is left to a container runtime, what that says counts as well.
-pub fn on_node(
+/// NodeGetVolumeHealth. The condition of a deferred volume includes the container runtime's report.
+pub fn node_get_volume(
     plugin: &Plugin,
-    asked: csi::NodeGetVolumeHealthRequest,
+    req: csi::NodeGetVolumeHealthRequest,
 ) -> Result<csi::NodeGetVolumeHealthResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    let path = match asked.volume_publish_path.as_str() {
-        "" => Path::new(&asked.staging_target_path),
+    let id = request::id("volume_id", &req.volume_id)?;
+    let path = match req.volume_publish_path.as_str() {
+        "" => Path::new(&req.staging_target_path),
         published => Path::new(published),
     };
     let condition = match plugin.backend.is_deferred(id, path)? {
@@ -71,16 +72,16 @@ pub fn on_node(
     Ok(csi::NodeGetVolumeHealthResponse { volume_health })
 }
 
-/// NodeGetStorageHealth: the pool is all the storage that there is.
-pub fn of_storage(
+/// NodeGetStorageHealth: the pool is the only storage.
+pub fn node_get_storage(
     plugin: &Plugin,
     _: csi::NodeGetStorageHealthRequest,
 ) -> Result<csi::NodeGetStorageHealthResponse, Status> {
     let Condition { problem, message } = plugin.backend.pool_condition()?;
     let backend = problem.map(|problem| {
-        let (status, reason) = of_problem(problem);
+        let (status, reason) = status_and_reason(problem);
         StorageBackendHealth {
-            status: of_pool(status).into(),
+            status: storage_status(status).into(),
             reason: reason.to_owned(),
             message,
             volume_capability: None,
@@ -92,22 +93,22 @@ pub fn of_storage(
 fn health(volume_id: String, condition: Condition) -> csi::VolumeHealth {
     let Condition { problem, message } = condition;
     let entry = problem.map(|problem| {
-        let (status, reason) = of_problem(problem);
+        let (status, reason) = status_and_reason(problem);
         VolumeHealthEntry { status: status.into(), reason: reason.to_owned(), message }
     });
     csi::VolumeHealth { volume_id, health_statuses: entry.into_iter().collect() }
 }
 
-/// What is wrong with the pool is wrong with its volumes in the same way.
-fn of_pool(status: VolumeHealthErrorType) -> StorageHealthErrorType {
+/// The status of the pool for the status of its volumes.
+fn storage_status(status: VolumeHealthErrorType) -> StorageHealthErrorType {
     match status {
         VolumeHealthErrorType::Degraded => StorageHealthErrorType::StorageDegraded,
         _ => StorageHealthErrorType::StorageUnreachable,
     }
 }
 
-/// How bad it is, and CSI's word for programs; docs/reference/driver.md has the table.
-fn of_problem(problem: HealthProblem) -> (VolumeHealthErrorType, &'static str) {
+/// Severity, and CSI's reason in CamelCase; docs/reference/driver.md has the table.
+fn status_and_reason(problem: HealthProblem) -> (VolumeHealthErrorType, &'static str) {
     use VolumeHealthErrorType::{DataLoss, Degraded, Inaccessible};
     match problem {
         HealthProblem::PoolShutDown => (Inaccessible, "PoolShutDown"),
@@ -148,25 +149,25 @@ mod tests {
     ];
 
     #[test]
-    fn the_table_of_the_documentation_has_each_reason_with_its_status() {
+    fn the_documented_table_has_each_reason_and_status() {
         let page = include_str!("../../docs/reference/driver.md");
         let (_, page) = page.split_once("**Health.**").unwrap();
         let (table, _) = page.split_once("\n**").unwrap();
         for problem in ALL {
-            let (status, reason) = of_problem(problem);
+            let (status, reason) = status_and_reason(problem);
             assert_eq!(row(table, reason)[2], status.as_str_name(), "{reason}");
         }
         assert_eq!(rows(table).len(), ALL.len(), "rows for reasons that do not exist");
     }
 
     #[test]
-    fn a_page_leaves_out_healthy_volumes_and_the_next_one_continues_after_it() {
+    fn health_pages_omit_healthy_volumes_and_continue() {
         let listed = |max, next: Option<&str>| {
             let lost = || Condition::abnormal(HealthProblem::WritesLost, "lost");
             let conditions = [
-                ("a", Condition::healthy("well")),
+                ("a", Condition::healthy("healthy")),
                 ("b", lost()),
-                ("c", Condition::healthy("well")),
+                ("c", Condition::healthy("healthy")),
                 ("d", lost()),
             ];
             let conditions = conditions.map(|(id, condition)| (id.to_owned(), condition));
@@ -182,8 +183,8 @@ mod tests {
     }
 
     #[test]
-    fn an_abnormal_volume_has_one_entry_and_a_healthy_one_none() {
-        assert!(health("v".into(), Condition::healthy("well")).health_statuses.is_empty());
+    fn only_an_abnormal_volume_has_a_health_entry() {
+        assert!(health("v".into(), Condition::healthy("healthy")).health_statuses.is_empty());
         let broken =
             health("v".into(), Condition::abnormal(HealthProblem::BackingFileMissing, "gone"));
         let entry = VolumeHealthEntry {

@@ -1,4 +1,4 @@
-//! CSI Identity: who the plugin is, what it serves, whether it is well.
+//! The CSI Identity service: the plugin's name, capabilities and health.
 
 use std::collections::HashMap;
 
@@ -56,7 +56,7 @@ fn plugin_info(plugin: &Plugin, _: GetPluginInfoRequest) -> Result<GetPluginInfo
 }
 
 fn manifest(plugin: &Plugin) -> HashMap<String, String> {
-    // Shows that answers may be spoilt on purpose.
+    // Shows clients that faults may be injected.
     let faults = plugin.faults.kinds().map(|kinds| ("faults".to_owned(), kinds));
     faults.into_iter().collect()
 }
@@ -70,14 +70,14 @@ fn plugin_capabilities(
     let capabilities = services
         .into_iter()
         .chain([Type::VolumeExpansion(online)])
-        .map(|one| PluginCapability { r#type: Some(one) })
+        .map(|capability| PluginCapability { r#type: Some(capability) })
         .collect();
     Ok(GetPluginCapabilitiesResponse { capabilities })
 }
 
-/// CSI Probe: FAILED_PRECONDITION says that the plugin is not well, whatever the reason.
+/// CSI Probe: FAILED_PRECONDITION means that the plugin is not healthy, for any reason.
 fn probe(plugin: &Plugin, _: ProbeRequest) -> Result<ProbeResponse, Status> {
-    let well = plugin.backend.healthy();
-    well.map_err(|error| Error::Precondition(format!("the driver is not healthy: {error}")))?;
+    let health = plugin.backend.healthy();
+    health.map_err(|error| Error::Precondition(format!("the driver is not healthy: {error}")))?;
     Ok(ProbeResponse { ready: Some(true) })
 }

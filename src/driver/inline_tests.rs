@@ -13,7 +13,10 @@ fn mounted(flags: &[&str]) -> Option<csi::VolumeCapability> {
     used(AccessType::Mount(mount), Mode::SingleNodeMultiWriter)
 }
 
-fn asked(attributes: &[(&str, &str)], secrets: &[(&str, &str)]) -> csi::NodePublishVolumeRequest {
+fn publish_request(
+    attributes: &[(&str, &str)],
+    secrets: &[(&str, &str)],
+) -> csi::NodePublishVolumeRequest {
     let owned = |pairs: &[(&str, &str)]| {
         pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
     };
@@ -25,21 +28,21 @@ fn asked(attributes: &[(&str, &str)], secrets: &[(&str, &str)]) -> csi::NodePubl
     }
 }
 
-fn readonly(asked: csi::NodePublishVolumeRequest) -> csi::NodePublishVolumeRequest {
-    csi::NodePublishVolumeRequest { readonly: true, ..asked }
+fn readonly(req: csi::NodePublishVolumeRequest) -> csi::NodePublishVolumeRequest {
+    csi::NodePublishVolumeRequest { readonly: true, ..req }
 }
 
-/// The field and the words of a refusal.
-fn refused(asked: &csi::NodePublishVolumeRequest) -> (&'static str, String) {
-    match wanted(asked) {
+/// The field and reason of a refusal.
+fn refusal(req: &csi::NodePublishVolumeRequest) -> (&'static str, String) {
+    match inline_request(req) {
         Err(Error::Invalid { field, reason }) => (field, reason),
         other => panic!("{other:?}"),
     }
 }
 
 #[test]
-fn keys_of_kubernetes_are_no_attributes() {
-    let asked = asked(
+fn kubernetes_keys_are_not_attributes() {
+    let req = publish_request(
         &[
             ("size", "64Mi"),
             ("csi.storage.k8s.io/serviceAccount.tokens", "{}"),
@@ -47,84 +50,86 @@ fn keys_of_kubernetes_are_no_attributes() {
         ],
         &[],
     );
-    let (request, content) = wanted(&asked).unwrap();
+    let (request, content) = inline_request(&req).unwrap();
     assert_eq!((request.size_bytes, request.read_only_content), (Some(64 << 20), false));
     assert!(content.is_empty() && !request.in_memory);
 }
 
 #[test]
-fn content_is_published_read_only_or_not_at_all() {
-    for asked in [
-        asked(&[("content/a", "x")], &[]),
-        asked(&[("readOnlyContent", "true")], &[]),
-        asked(&[], &[("token", "x")]),
+fn content_must_be_published_read_only() {
+    for req in [
+        publish_request(&[("content/a", "x")], &[]),
+        publish_request(&[("readOnlyContent", "true")], &[]),
+        publish_request(&[], &[("token", "x")]),
     ] {
-        let (field, words) = refused(&asked);
+        let (field, message) = refusal(&req);
         assert_eq!(field, "readonly");
-        assert!(words.contains("volumes[].csi.readOnly"), "{words}");
-        let (request, _) = wanted(&readonly(asked.clone())).unwrap();
+        assert!(message.contains("volumes[].csi.readOnly"), "{message}");
+        let (request, _) = inline_request(&readonly(req.clone())).unwrap();
         assert!(request.read_only_content && !request.is_read_only());
-        let ro = csi::NodePublishVolumeRequest { volume_capability: mounted(&["ro"]), ..asked };
-        assert_eq!(refused(&readonly(ro)).0, "volume_capability");
+        let ro = csi::NodePublishVolumeRequest { volume_capability: mounted(&["ro"]), ..req };
+        assert_eq!(refusal(&readonly(ro)).0, "volume_capability");
     }
 }
 
 #[test]
-fn files_that_could_not_be_written_are_refused_and_not_left_out() {
-    let seeded = asked(&[("content/a", "x"), ("readOnlyContent", "false")], &[]);
-    assert!(!wanted(&seeded).unwrap().0.read_only_content);
-    assert_eq!(refused(&readonly(seeded.clone())).0, "readonly");
+fn files_of_a_read_only_volume_are_refused() {
+    let seeded = publish_request(&[("content/a", "x"), ("readOnlyContent", "false")], &[]);
+    assert!(!inline_request(&seeded).unwrap().0.read_only_content);
+    assert_eq!(refusal(&readonly(seeded.clone())).0, "readonly");
     let ro = csi::NodePublishVolumeRequest { volume_capability: mounted(&["ro"]), ..seeded };
-    assert_eq!(refused(&ro).0, "readonly");
+    assert_eq!(refusal(&ro).0, "readonly");
 }
 
 #[test]
-fn a_key_of_a_secret_is_the_name_of_a_file_and_its_value_is_never_repeated() {
+fn a_secret_key_is_a_file_name_and_its_value_stays_hidden() {
     for key in ["", "..", "..data", "a/b", "a b", "a\0", &"k".repeat(5000)] {
-        let (field, words) = refused(&readonly(asked(&[], &[(key, "hunter2"), ("z", "hunter2")])));
+        let (field, message) =
+            refusal(&readonly(publish_request(&[], &[(key, "hunter2"), ("z", "hunter2")])));
         assert_eq!(field, "secrets");
-        assert!(!words.contains("hunter2") && words.len() < 500, "{words}");
+        assert!(!message.contains("hunter2") && message.len() < 500, "{message}");
     }
-    let twice = readonly(asked(&[("content/token", "hunter2")], &[("token", "hunter2")]));
-    let (field, words) = refused(&twice);
-    assert!(field == "secrets" && words.contains("\"token\"") && !words.contains("hunter2"));
+    let twice = readonly(publish_request(&[("content/token", "hunter2")], &[("token", "hunter2")]));
+    let (field, message) = refusal(&twice);
+    assert!(field == "secrets" && message.contains("\"token\"") && !message.contains("hunter2"));
     let half = "x".repeat(inline::MAX_CONTENT_BYTES / 2);
-    let large = readonly(asked(&[("content/a", &half)], &[("b", &half)]));
-    assert_eq!(refused(&large).0, "secrets");
+    let large = readonly(publish_request(&[("content/a", &half)], &[("b", &half)]));
+    assert_eq!(refusal(&large).0, "secrets");
 }
 
 #[test]
-fn a_block_device_is_no_inline_volume() {
+fn a_raw_block_inline_volume_is_refused() {
     let block = used(AccessType::Block(BlockVolume {}), Mode::SingleNodeWriter);
-    let asked = csi::NodePublishVolumeRequest { volume_capability: block, ..asked(&[], &[]) };
-    let (field, words) = refused(&asked);
-    assert!(field == "volume_capability" && words.contains("block"), "{words}");
+    let req =
+        csi::NodePublishVolumeRequest { volume_capability: block, ..publish_request(&[], &[]) };
+    let (field, message) = refusal(&req);
+    assert!(field == "volume_capability" && message.contains("block"), "{message}");
 }
 
 #[test]
-fn an_inline_volume_is_left_to_a_runtime_whatever_its_mode() {
-    let sized = asked(&[("size", "64Mi")], &[]);
+fn an_inline_volume_can_be_deferred_in_any_mode() {
+    let sized = publish_request(&[("size", "64Mi")], &[]);
     let deferred = csi::NodePublishVolumeRequest { defer_fs_ops: true, ..sized.clone() };
-    for asked in [&deferred, &readonly(deferred.clone())] {
-        let (request, _) = wanted(asked).unwrap();
-        assert!(request.deferred.is_some() && !request.read_only_content, "{asked:?}");
+    for req in [&deferred, &readonly(deferred.clone())] {
+        let (request, _) = inline_request(req).unwrap();
+        assert!(request.deferred.is_some() && !request.read_only_content, "{req:?}");
     }
-    assert_eq!(wanted(&sized).unwrap().0.deferred, None);
-    let (field, words) = refused(&asked(&[("deferFSMount", "true")], &[]));
-    assert!(field == "volume_context" && words.contains("defer-fs-mount"), "{words}");
+    assert_eq!(inline_request(&sized).unwrap().0.deferred, None);
+    let (field, message) = refusal(&publish_request(&[("deferFSMount", "true")], &[]));
+    assert!(field == "volume_context" && message.contains("defer-fs-mount"), "{message}");
 }
 
 #[test]
-fn what_the_driver_writes_is_not_left_to_a_runtime() {
-    let defer = |asked| csi::NodePublishVolumeRequest { defer_fs_ops: true, ..asked };
-    for asked in [
-        defer(asked(&[("content/a", "x")], &[])),
-        defer(asked(&[("readOnlyContent", "true")], &[])),
+fn content_written_by_the_driver_cannot_be_deferred() {
+    let defer = |req| csi::NodePublishVolumeRequest { defer_fs_ops: true, ..req };
+    for req in [
+        defer(publish_request(&[("content/a", "x")], &[])),
+        defer(publish_request(&[("readOnlyContent", "true")], &[])),
     ] {
-        let (field, words) = refused(&readonly(asked));
+        let (field, message) = refusal(&readonly(req));
         assert_eq!(field, "defer_fs_ops");
-        assert!(words.contains("content/…"), "{words}");
+        assert!(message.contains("content/…"), "{message}");
     }
-    let (_, words) = refused(&readonly(defer(asked(&[], &[("t", "hunter2")]))));
-    assert!(words.contains("nodePublishSecretRef") && !words.contains("hunter2"), "{words}");
+    let (_, message) = refusal(&readonly(defer(publish_request(&[], &[("t", "hunter2")]))));
+    assert!(message.contains("nodePublishSecretRef") && !message.contains("hunter2"), "{message}");
 }

@@ -1,10 +1,10 @@
-//! The mode `driver`: the CSI services and that of snapshot sessions on a unix socket, a thin translation over
-//! [`crate::backend`].
+//! The mode `driver`: serves the CSI services and the SnapshotMetadata service of snapshot sessions
+//! on a unix socket, as a thin translation layer over [`crate::backend`].
 //!
-//! Each RPC is a plain function from request to response that may block; [`call`] runs it. What a
-//! client sends is checked in [`request`], what it gets is put together in [`response`], and every
-//! error becomes a status in [`status`]. No state is kept here: a restarted driver goes on from what
-//! the backend finds on disk.
+//! Each RPC is a blocking function from request to response; [`call`] runs it. [`request`]
+//! validates requests, [`response`] builds responses, and [`status`] maps every error to a gRPC
+//! status. This module keeps no state: a restarted driver continues from what the backend finds on
+//! disk.
 
 mod args;
 mod base_admin;
@@ -44,9 +44,9 @@ use crate::backend::{Backend, Style};
 use crate::telemetry::shutdown::Shutdown;
 use call::{Calls, Describe, Subject};
 use fault::Faults;
-use topology::Place;
+use topology::NodeTopology;
 
-/// What the services share. Cheap to clone.
+/// State that all services share. Clones refer to the same backend and counters.
 #[derive(Clone)]
 pub struct Plugin {
     backend: Backend,
@@ -54,17 +54,17 @@ pub struct Plugin {
     faults: Faults,
     shutdown: Shutdown,
     driver_name: String,
-    place: Place,
+    topology: NodeTopology,
     style: Style,
     /// Whether ListSnapshotDeltas is served.
     snapshot_deltas: bool,
-    /// Whether new inline volumes are made (`--inline`); existing ones are served in any case.
+    /// Whether new inline volumes are created (`--inline`). Existing ones are always served.
     new_inline_volumes: bool,
     deferrals: deferral::Deferrals,
 }
 
 impl Plugin {
-    /// Runs a call with one answer; `method` is the name of the RPC.
+    /// Runs a unary call; `method` is the name of the RPC.
     async fn call<Q, R>(
         &self,
         method: &'static str,

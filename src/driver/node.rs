@@ -1,4 +1,4 @@
-//! CSI Node: volumes on this machine, from backing file to the path that a pod sees.
+//! The CSI Node service: volumes on this machine, from the backing file to the path in a pod.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use tonic::{Request, Response, Status};
 use super::{Plugin, deferral, health, inline, request, response};
 use crate::backend::{Access, Capability, Error, Publication, Result as Checked, Stats};
 use crate::proto::csi::v1 as csi;
-use crate::proto::former::PublishRequest;
+use crate::proto::legacy::PublishRequest;
 use csi::node_server::Node;
 use csi::node_service_capability::{Rpc, Type, rpc};
 
@@ -15,7 +15,7 @@ const CAPABILITIES: [rpc::Type; 8] = [
     rpc::Type::StageUnstageVolume,
     rpc::Type::GetVolumeStats,
     rpc::Type::ExpandVolume,
-    // What CSI v1.12 has in the place of health.
+    // The predecessor of health in CSI v1.12.
     rpc::Type::VolumeCondition,
     rpc::Type::GetVolumeHealth,
     rpc::Type::GetStorageHealth,
@@ -71,14 +71,14 @@ impl Node for Plugin {
         &self,
         request: Request<csi::NodeGetVolumeHealthRequest>,
     ) -> Result<Response<csi::NodeGetVolumeHealthResponse>, Status> {
-        self.call("NodeGetVolumeHealth", request, health::on_node).await
+        self.call("NodeGetVolumeHealth", request, health::node_get_volume).await
     }
 
     async fn node_get_storage_health(
         &self,
         request: Request<csi::NodeGetStorageHealthRequest>,
     ) -> Result<Response<csi::NodeGetStorageHealthResponse>, Status> {
-        self.call("NodeGetStorageHealth", request, health::of_storage).await
+        self.call("NodeGetStorageHealth", request, health::node_get_storage).await
     }
 
     async fn node_expand_volume(
@@ -103,7 +103,8 @@ impl Node for Plugin {
     }
 }
 
-/// CSI's own, and the extensions if they are switched on: a client may take a number that CSI lacks for a fault.
+/// CSI's capabilities, and the extensions if enabled: a strict client may reject a number that CSI
+/// does not define.
 fn capabilities(
     plugin: &Plugin,
     _: csi::NodeGetCapabilitiesRequest,
@@ -118,21 +119,21 @@ fn capabilities(
 
 fn info(plugin: &Plugin, _: csi::NodeGetInfoRequest) -> Result<csi::NodeGetInfoResponse, Status> {
     Ok(csi::NodeGetInfoResponse {
-        node_id: plugin.place.node_id().to_owned(),
+        node_id: plugin.topology.node_id().to_owned(),
         max_volumes_per_node: 0,
-        accessible_topology: Some(plugin.place.topology()),
+        accessible_topology: Some(plugin.topology.to_csi()),
     })
 }
 
 fn stage(
     plugin: &Plugin,
-    asked: csi::NodeStageVolumeRequest,
+    req: csi::NodeStageVolumeRequest,
 ) -> Result<csi::NodeStageVolumeResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    let staging = request::path("staging_target_path", &asked.staging_target_path)?;
-    let capability = capability(asked.volume_capability.as_ref())?;
-    request::volume_context(&asked.volume_context)?;
-    request::keys("publish_context", &asked.publish_context, &[])?;
+    let id = request::id("volume_id", &req.volume_id)?;
+    let staging = request::path("staging_target_path", &req.staging_target_path)?;
+    let capability = capability(req.volume_capability.as_ref())?;
+    request::volume_context(&req.volume_context)?;
+    request::keys("publish_context", &req.publish_context, &[])?;
     plugin.backend.stage(id, &staging, &capability)?;
     Ok(csi::NodeStageVolumeResponse {})
 }
@@ -143,66 +144,63 @@ fn capability(capability: Option<&csi::VolumeCapability>) -> Checked<Capability>
 
 fn unstage(
     plugin: &Plugin,
-    asked: csi::NodeUnstageVolumeRequest,
+    req: csi::NodeUnstageVolumeRequest,
 ) -> Result<csi::NodeUnstageVolumeResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    let staging = request::path("staging_target_path", &asked.staging_target_path)?;
+    let id = request::id("volume_id", &req.volume_id)?;
+    let staging = request::path("staging_target_path", &req.staging_target_path)?;
     plugin.backend.unstage(id, &staging)?;
     Ok(csi::NodeUnstageVolumeResponse {})
 }
 
-fn publish(
-    plugin: &Plugin,
-    asked: PublishRequest,
-) -> Result<csi::NodePublishVolumeResponse, Status> {
-    let PublishRequest { request: asked, is_former } = asked;
-    deferral::check_number(is_former)?;
-    if request::is_inline(&asked.volume_context)? {
-        return inline::publish(plugin, asked);
+fn publish(plugin: &Plugin, req: PublishRequest) -> Result<csi::NodePublishVolumeResponse, Status> {
+    let PublishRequest { request: req, has_legacy_field } = req;
+    deferral::check_field_number(has_legacy_field)?;
+    if request::is_inline(&req.volume_context)? {
+        return inline::publish(plugin, req);
     }
-    let id = request::id("volume_id", &asked.volume_id)?;
-    let target = request::path("target_path", &asked.target_path)?;
-    let capability = capability(asked.volume_capability.as_ref())?;
-    let was_deferred = request::volume_context(&asked.volume_context)?;
-    request::keys("publish_context", &asked.publish_context, &[])?;
+    let id = request::id("volume_id", &req.volume_id)?;
+    let target = request::path("target_path", &req.target_path)?;
+    let capability = capability(req.volume_capability.as_ref())?;
+    let was_deferred = request::volume_context(&req.volume_context)?;
+    request::keys("publish_context", &req.publish_context, &[])?;
     // CSI NodePublishVolume: with STAGE_UNSTAGE_VOLUME a missing path is a missing stage.
-    if asked.staging_target_path.is_empty() {
+    if req.staging_target_path.is_empty() {
         let missing = "staging_target_path: is required; stage the volume first".to_owned();
         return Err(Error::Precondition(missing).into());
     }
-    let staging = request::path("staging_target_path", &asked.staging_target_path)?;
-    // What does not exist is reported first.
+    let staging = request::path("staging_target_path", &req.staging_target_path)?;
+    // Report a missing volume before other errors.
     plugin.backend.volume(id)?;
-    let deferred = deferral::of_publish(&asked, &capability, deferral::Volume::Persistent)?;
+    let deferred = deferral::from_publish(&req, &capability, deferral::Volume::Persistent)?;
     if was_deferred && deferred.is_none() && matches!(capability.access, Access::Mount { .. }) {
         return Err(deferral::not_on_this_host().into());
     }
-    let wanted = Publication { capability, readonly: asked.readonly, deferred };
-    plugin.deferrals.publish(&plugin.backend, &asked, deferred, || {
-        plugin.backend.publish(id, &staging, &target, &wanted)
+    let publication = Publication { capability, readonly: req.readonly, deferred };
+    plugin.deferrals.publish(&plugin.backend, &req, deferred, || {
+        plugin.backend.publish(id, &staging, &target, &publication)
     })?;
     Ok(csi::NodePublishVolumeResponse {})
 }
 
 fn unpublish(
     plugin: &Plugin,
-    asked: csi::NodeUnpublishVolumeRequest,
+    req: csi::NodeUnpublishVolumeRequest,
 ) -> Result<csi::NodeUnpublishVolumeResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    let target = request::path("target_path", &asked.target_path)?;
-    // Whether it was left to a runtime is what its row says, not this call.
+    let id = request::id("volume_id", &req.volume_id)?;
+    let target = request::path("target_path", &req.target_path)?;
+    // The volume's row, not this call, determines whether the publication is deferred.
     plugin.backend.unpublish(id, &target)?;
-    plugin.deferrals.settle(id, &target);
+    plugin.deferrals.discard_uncounted(id, &target);
     Ok(csi::NodeUnpublishVolumeResponse {})
 }
 
 fn stats(
     plugin: &Plugin,
-    asked: csi::NodeGetVolumeStatsRequest,
+    req: csi::NodeGetVolumeStatsRequest,
 ) -> Result<csi::NodeGetVolumeStatsResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    let path = request::place("volume_path", &asked.volume_path)?;
-    check_deferred(plugin, asked.defer_fs_ops, id, &path)?;
+    let id = request::id("volume_id", &req.volume_id)?;
+    let path = request::volume_path("volume_path", &req.volume_path)?;
+    check_deferred(plugin, req.defer_fs_ops, id, &path)?;
     let Stats { usage, condition } = plugin.backend.stats(id, &path)?;
     Ok(csi::NodeGetVolumeStatsResponse {
         usage: usage.map(response::usage).unwrap_or_default(),
@@ -210,31 +208,32 @@ fn stats(
     })
 }
 
-/// That the volume is one that the caller takes it for. Without the field the volume's row decides.
+/// Checks that the publication is deferred if the caller says so. Without the field, the volume's
+/// row decides.
 fn check_deferred(plugin: &Plugin, defer_fs_ops: bool, id: &str, path: &Path) -> Checked<()> {
     plugin.deferrals.check_field(defer_fs_ops)?;
     if !defer_fs_ops || plugin.backend.is_deferred(id, path)? {
         return Ok(());
     }
-    // What does not exist is told first.
+    // Report a missing volume before other errors.
     plugin.backend.volume_condition(id)?;
     Err(Error::Precondition(format!(
-        "defer_fs_ops: {id:?} was not left to a container runtime at {}; leave the field out",
+        "defer_fs_ops: volume {id:?} is not deferred to a container runtime at {}; omit the field",
         path.display()
     )))
 }
 
 fn expand(
     plugin: &Plugin,
-    asked: csi::NodeExpandVolumeRequest,
+    req: csi::NodeExpandVolumeRequest,
 ) -> Result<csi::NodeExpandVolumeResponse, Status> {
-    let id = request::id("volume_id", &asked.volume_id)?;
-    let path = request::place("volume_path", &asked.volume_path)?;
-    let range = request::capacity_range(asked.capacity_range.as_ref())?;
-    if asked.volume_capability.is_some() {
-        capability(asked.volume_capability.as_ref())?;
+    let id = request::id("volume_id", &req.volume_id)?;
+    let path = request::volume_path("volume_path", &req.volume_path)?;
+    let range = request::capacity_range(req.capacity_range.as_ref())?;
+    if req.volume_capability.is_some() {
+        capability(req.volume_capability.as_ref())?;
     }
-    inline::refuse_to_grow(plugin, id)?;
+    inline::refuse_expansion(plugin, id)?;
     let capacity = plugin.backend.volume(id)?.capacity_bytes;
     if range.required > capacity {
         return Err(Error::OutOfRange(format!(
@@ -243,7 +242,7 @@ fn expand(
         ))
         .into());
     }
-    check_deferred(plugin, asked.defer_fs_ops, id, &path)?;
+    check_deferred(plugin, req.defer_fs_ops, id, &path)?;
     let capacity = plugin.backend.expand_on_node(id, &path)?;
     Ok(csi::NodeExpandVolumeResponse { capacity_bytes: response::bytes(capacity) })
 }

@@ -1,4 +1,4 @@
-//! The PoolAdmin service: what an administrator asks about the pool of a running driver, and its growth.
+//! The PoolAdmin service: status and growth of the pool of a running driver.
 
 use tonic::{Request, Response, Status};
 
@@ -34,9 +34,9 @@ fn grow_pool(
     request: admin::GrowPoolRequest,
 ) -> Result<admin::GrowPoolResponse, Status> {
     let admin::GrowPoolRequest { size_bytes } = request;
-    // The length of a file is an int64.
+    // File sizes are int64.
     if size_bytes == 0 || i64::try_from(size_bytes).is_err() {
-        let reason = format!("{size_bytes} is not a size in bytes");
+        let reason = format!("{size_bytes} is not a valid size in bytes");
         return Err(Error::invalid("size_bytes", reason).into());
     }
     Ok(admin::GrowPoolResponse { pool: Some(pool(plugin.backend.grow_pool(size_bytes)?)) })

@@ -1,38 +1,40 @@
-//! Checks of what clients send, before any of it reaches the backend. Each check returns the value in
-//! the backend's types or `Error::Invalid`, which names the field. Ids are only checked for size: one
-//! that cannot exist is simply not found. Values that may be sensitive (mount flags, parameters,
-//! secrets) are never repeated in an error; names of keys are.
+//! Validation of requests before they reach the backend. Each check returns the value in the
+//! backend's types, or `Error::Invalid` with the field. Ids are only checked for size: an id that
+//! cannot exist is reported as not found. Errors never repeat values that may be sensitive (mount
+//! flags, parameters, secrets); they do repeat the names of keys.
 
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
-use super::deferral;
 use crate::backend::{
-    Access, AccessMode, Capability, Error, FsType, ModifyVolume, Precision, Result,
+    Access, AccessMode, Capability, Deferral, Error, FsType, GroupPolicy, ModifyVolume, Precision,
+    Result,
 };
-use crate::grpc::cut;
+use crate::grpc::truncate;
 use crate::inline::{DEFER_BY_ANNOTATION, REMOVED_DEFER_FS_MOUNT};
 use crate::proto::csi::v1 as csi;
-use csi::volume_capability::AccessType;
 use csi::volume_capability::access_mode::Mode;
+use csi::volume_capability::{AccessType, MountVolume};
 
-/// CSI "Size limits": most strings have at most so many bytes.
+/// Maximum bytes of most strings (CSI "Size limits").
 const MAX_STRING: usize = 128;
-/// CSI "Size limits": the mount flags have at most so many bytes together.
+/// Maximum total bytes of the mount flags (CSI "Size limits").
 const MAX_MOUNT_FLAGS: usize = 4096;
 /// Linux PATH_MAX without the terminating zero, in bytes.
 const MAX_PATH: usize = 4095;
-/// Bytes of a client's key that an error repeats.
+/// Maximum bytes of a client's key in an error.
 const MAX_SHOWN: usize = 128;
-/// Keys that Kubernetes components add by themselves.
+/// Maximum entries in a page of a list: the message stays below gRPC's limit of 4 MiB.
+pub const MAX_ENTRIES: usize = 4096;
+/// Prefixes of keys that Kubernetes components add.
 const KUBERNETES_PREFIXES: [&str; 2] = ["csi.storage.k8s.io/", "storage.kubernetes.io/"];
-/// Says that a volume is made for one pod (KEP-596).
+/// Marks an inline volume, which belongs to one pod (KEP-596).
 const EPHEMERAL_KEY: &str = "csi.storage.k8s.io/ephemeral";
-/// The parameters of this driver that are both immutable and mutable.
+/// The driver's parameters, which may be immutable or mutable.
 const CHANGE_TRACKING: &str = "changeTracking";
 const CHANGE_PRECISION: &str = "changePrecision";
 
-/// A required id of something that exists.
+/// A required id.
 pub fn id<'a>(field: &'static str, value: &'a str) -> Result<&'a str> {
     if value.is_empty() {
         return Err(Error::invalid(field, "is required"));
@@ -72,15 +74,16 @@ pub fn path(field: &'static str, value: &str) -> Result<PathBuf> {
     Ok(path.to_owned())
 }
 
-/// A required path at which something may be: whatever it looks like, what is not there is not found.
-pub fn place(field: &'static str, value: &str) -> Result<PathBuf> {
+/// A required path of a volume. Any value is accepted: a path that does not exist is reported as
+/// not found.
+pub fn volume_path(field: &'static str, value: &str) -> Result<PathBuf> {
     if value.is_empty() {
         return Err(Error::invalid(field, "is required"));
     }
     Ok(PathBuf::from(value))
 }
 
-/// Both ends of a capacity range in bytes, 0 for an end that is not given.
+/// Bounds of a capacity range in bytes; 0 means no bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Range {
     pub required: u64,
@@ -99,17 +102,30 @@ pub fn capacity_range(range: Option<&csi::CapacityRange>) -> Result<Range> {
     Ok(Range { required, limit })
 }
 
-/// `max_entries` of a list: 0 for no limit.
+/// `max_entries` of a list request; 0 means no limit.
 pub fn max_entries(value: i32) -> Result<usize> {
     usize::try_from(value).map_err(|_| Error::invalid("max_entries", "is negative"))
 }
 
-/// Why a capability is not accepted. CSI tells the two apart where a client only asks.
+/// Maximum entries of a page. CSI allows a plugin to return fewer than requested, with a token for
+/// the rest.
+pub fn page(max_entries: usize) -> usize {
+    match max_entries {
+        0 => MAX_ENTRIES,
+        requested => requested.min(MAX_ENTRIES),
+    }
+}
+
+pub fn token(starting_token: &str) -> Option<&str> {
+    (!starting_token.is_empty()).then_some(starting_token)
+}
+
+/// Why a capability is refused. CSI distinguishes the two cases in calls that only query support.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
-    /// The message is wrong.
+    /// The request is malformed.
     Malformed { field: &'static str, reason: String },
-    /// The message is right, but this driver does not do that.
+    /// The request is valid, but this driver does not support it.
     Unsupported { field: &'static str, reason: String },
 }
 
@@ -123,7 +139,7 @@ impl From<Refusal> for Error {
     }
 }
 
-/// A required capability; `field` is where the message has it.
+/// A required capability; `field` is its field in the request.
 pub fn capability(
     field: &'static str,
     capability: Option<&csi::VolumeCapability>,
@@ -134,7 +150,7 @@ pub fn capability(
     match &capability.access_type {
         None => Err(malformed("access_type is required: block or mount")),
         Some(AccessType::Block(_)) => Ok(Capability { access: Access::Block, mode }),
-        Some(AccessType::Mount(wanted)) => Ok(Capability { access: mount(field, wanted)?, mode }),
+        Some(AccessType::Mount(wire)) => Ok(Capability { access: mount(field, wire)?, mode }),
     }
 }
 
@@ -145,7 +161,7 @@ fn access_mode(
     let refused = |name: &str| Refusal::Unsupported {
         field,
         reason: format!(
-            "access_mode {name} is not supported: a volume is used on one node; use a SINGLE_NODE mode, or MULTI_NODE_READER_ONLY"
+            "access_mode {name} is not supported: a volume is on one node; use a SINGLE_NODE mode or MULTI_NODE_READER_ONLY"
         ),
     };
     let number = mode.map_or(0, |mode| mode.mode);
@@ -163,60 +179,88 @@ fn access_mode(
     }
 }
 
-fn mount(
-    field: &'static str,
-    wanted: &csi::volume_capability::MountVolume,
-) -> Result<Access, Refusal> {
+fn mount(field: &'static str, wire: &MountVolume) -> Result<Access, Refusal> {
     let malformed = |reason: &str| Refusal::Malformed { field, reason: reason.into() };
     let unsupported = |_| Refusal::Unsupported {
         field,
         reason: format!(
             "fs_type {:?} is not supported; use ext4, xfs or btrfs",
-            cut(&wanted.fs_type, MAX_SHOWN)
+            truncate(&wire.fs_type, MAX_SHOWN)
         ),
     };
-    let fs_type = match wanted.fs_type.as_str() {
+    let fs_type = match wire.fs_type.as_str() {
         "" => None,
         name => Some(name.parse().map_err(unsupported)?),
     };
-    let flags = &wanted.mount_flags;
+    let flags = &wire.mount_flags;
     if flags.iter().any(|flag| flag.is_empty() || flag.contains('\0')) {
-        return Err(malformed("mount_flags has an empty flag or a zero byte"));
+        return Err(malformed("mount_flags has an empty flag or a NUL byte"));
     }
     if flags.iter().map(String::len).sum::<usize>() > MAX_MOUNT_FLAGS {
         return Err(malformed("mount_flags has more than 4 KiB"));
     }
-    let group = group(field, "volume_mount_group", &wanted.volume_mount_group)?;
-    // Whether it may be there is for the call to say that publishes.
-    deferral::supplemental_group(field, wanted)?;
+    let group = group(field, "volume_mount_group", &wire.volume_mount_group)?;
+    // Checked only for validity: NodePublishVolume decides whether the group is allowed.
+    supplemental_group(field, wire)?;
     Ok(Access::Mount { fs_type, flags: flags.clone(), group })
 }
 
-/// A group id, if there is one. `name` is what the capability calls it.
+/// The supplemental group of a capability and its change policy; `field` is the field of the
+/// capability in the request.
+pub fn supplemental_group(
+    field: &'static str,
+    mount: &MountVolume,
+) -> Result<Option<Deferral>, Refusal> {
+    let malformed = |reason: &str| Err(Refusal::Malformed { field, reason: reason.into() });
+    let policy = match mount.volume_supplemental_group_change_policy.as_str() {
+        "" => None,
+        "Always" => Some(GroupPolicy::Always),
+        "OnRootMismatch" => Some(GroupPolicy::OnRootMismatch),
+        _ => {
+            return malformed(
+                "volume_supplemental_group_change_policy is neither Always nor OnRootMismatch",
+            );
+        }
+    };
+    let text = &mount.volume_supplemental_group;
+    let Some(id) = group(field, "volume_supplemental_group", text)? else {
+        return match policy {
+            None => Ok(None),
+            Some(_) => malformed(
+                "volume_supplemental_group_change_policy requires volume_supplemental_group",
+            ),
+        };
+    };
+    match group(field, "volume_mount_group", &mount.volume_mount_group)? {
+        Some(other) if other != id => malformed(
+            "volume_supplemental_group and volume_mount_group differ; both are the group of the pod",
+        ),
+        _ => Ok(Some(Deferral { group: Some(id), policy })),
+    }
+}
+
+/// A group id, or `None` for an empty text. `name` is the field within the capability.
 pub fn group(field: &'static str, name: &str, text: &str) -> Result<Option<u32>, Refusal> {
     if text.is_empty() {
         return Ok(None);
     }
-    // The largest number means "leave the group as it is" to the kernel.
+    // To the kernel, the largest number means "keep the group".
     match text.parse::<u32>() {
         Ok(id) if id != u32::MAX && text.bytes().all(|byte| byte.is_ascii_digit()) => Ok(Some(id)),
-        _ => Err(Refusal::Malformed {
-            field,
-            reason: format!("{name} is not a group id in decimal"),
-        }),
+        _ => Err(Refusal::Malformed { field, reason: format!("{name} is not a decimal group id") }),
     }
 }
 
-/// The required capabilities of a volume that is to satisfy all of them.
-pub fn capabilities(wanted: &[csi::VolumeCapability]) -> Result<Vec<Capability>, Refusal> {
+/// The required capabilities of a volume; the volume must satisfy all of them.
+pub fn capabilities(wire: &[csi::VolumeCapability]) -> Result<Vec<Capability>, Refusal> {
     const FIELD: &str = "volume_capabilities";
-    if wanted.is_empty() {
+    if wire.is_empty() {
         return Err(Refusal::Malformed { field: FIELD, reason: "is required".into() });
     }
-    wanted.iter().map(|one| capability(FIELD, Some(one))).collect()
+    wire.iter().map(|one| capability(FIELD, Some(one))).collect()
 }
 
-/// The filesystem that a capability names, if it does.
+/// The filesystem that a capability names, if any.
 pub fn named_filesystem(capability: &Capability) -> Option<FsType> {
     match capability.access {
         Access::Block => None,
@@ -224,66 +268,66 @@ pub fn named_filesystem(capability: &Capability) -> Option<FsType> {
     }
 }
 
-/// The filesystem that satisfies all of them, ext4 where none is named: `None` when none is to be
-/// mounted.
-pub fn common_filesystem(wanted: &[Capability]) -> Result<Option<FsType>, Refusal> {
-    let mut named = wanted.iter().filter_map(named_filesystem);
+/// The filesystem that satisfies all capabilities: ext4 if none is named, `None` if no capability
+/// mounts.
+pub fn common_filesystem(capabilities: &[Capability]) -> Result<Option<FsType>, Refusal> {
+    let mut named = capabilities.iter().filter_map(named_filesystem);
     let first = named.next();
     if named.any(|other| Some(other) != first) {
         return Err(Refusal::Unsupported {
             field: "volume_capabilities",
-            reason: "ask for more than one fs_type; a volume has one filesystem".into(),
+            reason: "name more than one fs_type; a volume has one filesystem".into(),
         });
     }
-    let mounts = wanted.iter().any(|one| matches!(one.access, Access::Mount { .. }));
+    let mounts = capabilities.iter().any(|one| matches!(one.access, Access::Mount { .. }));
     Ok(first.or_else(|| mounts.then_some(FsType::Ext4)))
 }
 
-/// Whether a component of Kubernetes has added this key.
+/// Whether Kubernetes components add keys of this kind.
 pub fn is_kubernetes_key(key: &str) -> bool {
     KUBERNETES_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
 }
 
-/// Refuses every key that is not `known` and not one of those that Kubernetes adds.
+/// Rejects every key that is neither in `known` nor added by Kubernetes.
 pub fn keys(field: &'static str, map: &HashMap<String, String>, known: &[&str]) -> Result<()> {
     let expected = |key: &str| known.contains(&key) || is_kubernetes_key(key);
-    // The first in order, so that the answer is the same each time.
+    // The first in order, so that the error is deterministic.
     match map.keys().filter(|key| !expected(key)).min() {
         None => Ok(()),
         Some(key) if key == REMOVED_DEFER_FS_MOUNT => {
             Err(Error::invalid(field, format!("{key} {DEFER_BY_ANNOTATION}")))
         }
         Some(key) => {
-            let shown = cut(key, MAX_SHOWN);
+            let shown = truncate(key, MAX_SHOWN);
             Err(Error::invalid(field, format!("unknown key {shown:?}")))
         }
     }
 }
 
-/// Whether the volume of a node call is a pod's own.
+/// Whether a node call concerns an inline volume.
 pub fn is_inline(context: &HashMap<String, String>) -> Result<bool> {
     Ok(boolean("volume_context", context, EPHEMERAL_KEY)?.unwrap_or_default())
 }
 
-/// Checks the context of a node call for a persistent volume. Returns whether an earlier version created the volume to be mounted by
-/// container runtimes only: a PersistentVolume keeps what its StorageClass said then.
+/// Checks the context of a node call for a persistent volume. Returns whether an earlier version
+/// created the volume as deferred: a PersistentVolume keeps the parameters of its StorageClass.
 pub fn volume_context(context: &HashMap<String, String>) -> Result<bool> {
     if is_inline(context)? {
         return Err(Error::invalid(
             "volume_context",
-            format!("{EPHEMERAL_KEY}: an inline volume is published without being staged"),
+            format!("{EPHEMERAL_KEY}: an inline volume must not be staged; publish it"),
         ));
     }
     keys("volume_context", context, &[REMOVED_DEFER_FS_MOUNT])?;
     Ok(boolean("volume_context", context, REMOVED_DEFER_FS_MOUNT)?.unwrap_or_default())
 }
 
-/// How the volume is tracked, as far as the parameters say so. Checks all of their keys.
+/// The change tracking settings in the parameters. Checks all keys.
 pub fn parameters(map: &HashMap<String, String>) -> Result<ModifyVolume> {
     tracking("parameters", map)
 }
 
-/// The same of the mutable parameters, which know the same keys.
+/// The same for mutable parameters, which have the same keys.
 pub fn mutable_parameters(map: &HashMap<String, String>) -> Result<ModifyVolume> {
     tracking("mutable_parameters", map)
 }
@@ -304,7 +348,7 @@ fn tracking(field: &'static str, map: &HashMap<String, String>) -> Result<Modify
     })
 }
 
-/// What `map` says of `key`, if it does.
+/// The boolean value of `key`, if present.
 fn boolean(
     field: &'static str,
     map: &HashMap<String, String>,

@@ -1,5 +1,5 @@
 use super::*;
-use csi::volume_capability::{AccessMode as WireMode, BlockVolume, MountVolume};
+use csi::volume_capability::{AccessMode as WireMode, BlockVolume};
 
 fn wire(mode: Mode, access: Option<AccessType>) -> csi::VolumeCapability {
     csi::VolumeCapability { access_type: access, access_mode: Some(WireMode { mode: mode.into() }) }
@@ -34,7 +34,7 @@ fn ids_and_names_are_required_and_bounded() {
 }
 
 #[test]
-fn paths_are_absolute_and_do_not_climb() {
+fn paths_are_absolute_without_parent_components() {
     assert_eq!(path("target_path", "/a/b..c/d").unwrap(), Path::new("/a/b..c/d"));
     for bad in ["", "a/b", "/a/../b", "..", "/a\0b", &format!("/{}", "x".repeat(4095))] {
         assert!(message(path("target_path", bad)).starts_with("target_path: "), "{bad:?}");
@@ -42,7 +42,7 @@ fn paths_are_absolute_and_do_not_climb() {
 }
 
 #[test]
-fn capacity_ranges_are_possible_ones() {
+fn impossible_capacity_ranges_are_refused() {
     let range = |required_bytes, limit_bytes| {
         capacity_range(Some(&csi::CapacityRange { required_bytes, limit_bytes }))
     };
@@ -55,7 +55,7 @@ fn capacity_ranges_are_possible_ones() {
 }
 
 #[test]
-fn access_modes_that_one_node_can_satisfy_are_accepted() {
+fn access_modes_of_one_node_are_accepted() {
     let modes = [
         (Mode::SingleNodeWriter, AccessMode::SingleNodeWriter),
         (Mode::SingleNodeReaderOnly, AccessMode::SingleNodeReaderOnly),
@@ -71,7 +71,7 @@ fn access_modes_that_one_node_can_satisfy_are_accepted() {
 }
 
 #[test]
-fn what_is_malformed_and_what_is_unsupported_are_told_apart() {
+fn malformed_and_unsupported_capabilities_differ() {
     let block = || Some(AccessType::Block(BlockVolume {}));
     let check = |wanted: &csi::VolumeCapability| capability("volume_capability", Some(wanted));
     let mut unset = wire(Mode::SingleNodeWriter, block());
@@ -117,7 +117,7 @@ fn an_error_does_not_repeat_mount_flags() {
 }
 
 #[test]
-fn a_filesystem_that_is_left_open_stays_open() {
+fn an_unnamed_filesystem_is_not_set() {
     let named = |wire: &csi::VolumeCapability| {
         named_filesystem(&capability("volume_capability", Some(wire)).unwrap())
     };
@@ -139,7 +139,7 @@ fn capabilities_agree_on_one_filesystem() {
 }
 
 #[test]
-fn keys_of_kubernetes_pass_and_unknown_ones_are_named() {
+fn kubernetes_keys_pass_and_unknown_keys_are_named() {
     let known = map(&[
         ("csi.storage.k8s.io/pvc/name", "x"),
         ("storage.kubernetes.io/csiProvisionerIdentity", "y"),
@@ -155,7 +155,7 @@ fn keys_of_kubernetes_pass_and_unknown_ones_are_named() {
 }
 
 #[test]
-fn parameters_have_the_values_that_the_table_has() {
+fn parameters_have_the_documented_values() {
     let fixed = |pairs: &[(&str, &str)]| parameters(&map(pairs));
     let mutable = |pairs: &[(&str, &str)]| mutable_parameters(&map(pairs));
     assert_eq!(fixed(&[]).unwrap(), ModifyVolume::default());
@@ -170,8 +170,8 @@ fn parameters_have_the_values_that_the_table_has() {
     }
     for bad in ["", "yes", "True"] {
         for key in ["changeTracking", "changePrecision"] {
-            let words = message(fixed(&[(key, bad)]));
-            assert!(words.starts_with("parameters: ") && words.contains(key), "{words}");
+            let error = message(fixed(&[(key, bad)]));
+            assert!(error.starts_with("parameters: ") && error.contains(key), "{error}");
             assert!(message(mutable(&[(key, bad)])).starts_with("mutable_parameters: "));
         }
     }
@@ -181,25 +181,32 @@ fn parameters_have_the_values_that_the_table_has() {
 }
 
 #[test]
-fn the_removed_parameter_is_refused_with_the_annotation_that_replaces_it() {
+fn the_removed_parameter_error_names_the_annotation() {
     for value in ["true", "false", "1"] {
         let map = map(&[("deferFSMount", value)]);
-        for (field, words) in [
+        for (field, error) in [
             ("parameters", message(parameters(&map))),
             ("mutable_parameters", message(mutable_parameters(&map))),
         ] {
-            assert!(words.starts_with(&format!("{field}: deferFSMount was removed")), "{words}");
-            assert!(words.contains("cbt.storage.k8s.io/defer-fs-mount"), "{words}");
+            assert!(error.starts_with(&format!("{field}: deferFSMount was removed")), "{error}");
+            assert!(error.contains("cbt.storage.k8s.io/defer-fs-mount"), "{error}");
         }
     }
 }
 
 #[test]
-fn a_context_says_whether_an_earlier_version_left_the_volume_to_runtimes() {
-    let said = |pairs: &[(&str, &str)]| volume_context(&map(pairs));
-    assert!(!said(&[]).unwrap() && !said(&[("deferFSMount", "false")]).unwrap());
-    assert!(said(&[("deferFSMount", "true")]).unwrap());
-    assert!(message(said(&[("deferFSMount", "1")])).starts_with("volume_context: deferFSMount"));
+fn the_context_marks_volumes_deferred_by_an_earlier_version() {
+    let deferred = |pairs: &[(&str, &str)]| volume_context(&map(pairs));
+    assert!(!deferred(&[]).unwrap() && !deferred(&[("deferFSMount", "false")]).unwrap());
+    assert!(deferred(&[("deferFSMount", "true")]).unwrap());
+    assert!(
+        message(deferred(&[("deferFSMount", "1")])).starts_with("volume_context: deferFSMount")
+    );
+}
+
+#[test]
+fn a_page_is_bounded_by_the_message_size() {
+    assert_eq!((page(0), page(7), page(usize::MAX)), (MAX_ENTRIES, 7, MAX_ENTRIES));
 }
 
 #[test]

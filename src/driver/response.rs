@@ -1,28 +1,29 @@
-//! The backend's values as CSI messages.
+//! Conversion of the backend's values to CSI messages.
 
 use std::collections::HashMap;
 
 use prost_types::Timestamp;
 
 use super::Plugin;
-use super::topology::Place;
+use super::topology::NodeTopology;
 use crate::backend::{Condition, GroupSnapshot, Snapshot, Source, Usage, Volume};
 use crate::proto::csi::v1 as csi;
 use csi::volume_content_source::{SnapshotSource, Type, VolumeSource};
 use csi::volume_usage::Unit;
 
-/// Bytes for the wire. Sizes end at 64 TiB; a larger number cannot become a negative one.
+/// Bytes as the wire's int64. Volume sizes end at 64 TiB; a larger number saturates instead of
+/// becoming negative.
 pub fn bytes(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
-pub fn volume(volume: &Volume, place: &Place) -> csi::Volume {
+pub fn volume(volume: &Volume, topology: &NodeTopology) -> csi::Volume {
     csi::Volume {
         capacity_bytes: bytes(volume.capacity_bytes),
         volume_id: volume.id.clone(),
         volume_context: HashMap::new(),
         content_source: volume.source.as_ref().map(content_source),
-        accessible_topology: vec![place.topology()],
+        accessible_topology: vec![topology.to_csi()],
     }
 }
 
@@ -38,8 +39,8 @@ pub fn condition(condition: Condition) -> csi::VolumeCondition {
     csi::VolumeCondition { abnormal: condition.is_abnormal(), message: condition.message }
 }
 
-/// A snapshot is ready as soon as it exists, for its copy is complete when the cut returns; unless a
-/// fault says otherwise. Volumes made from it are where it is.
+/// A snapshot is ready when it is created, because its copy is complete; an injected fault may
+/// delay this. Volumes made from it have its topology.
 pub fn snapshot(snapshot: &Snapshot, plugin: &Plugin) -> csi::Snapshot {
     csi::Snapshot {
         size_bytes: bytes(snapshot.capacity_bytes),
@@ -48,11 +49,11 @@ pub fn snapshot(snapshot: &Snapshot, plugin: &Plugin) -> csi::Snapshot {
         creation_time: Some(timestamp(snapshot.created_at)),
         ready_to_use: plugin.faults.ready(snapshot),
         group_snapshot_id: snapshot.group_id.clone().unwrap_or_default(),
-        accessible_topology: vec![plugin.place.topology()],
+        accessible_topology: vec![plugin.topology.to_csi()],
     }
 }
 
-/// A group is ready when all of its snapshots are.
+/// A group is ready when all its snapshots are.
 pub fn group(group: &GroupSnapshot, plugin: &Plugin) -> csi::VolumeGroupSnapshot {
     let snapshots: Vec<_> = group.snapshots.iter().map(|member| snapshot(member, plugin)).collect();
     csi::VolumeGroupSnapshot {

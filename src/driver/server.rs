@@ -1,4 +1,4 @@
-//! The driver from start to end: flags, backend, socket, server, drain.
+//! Lifecycle of the driver: flags, backend, socket, server, graceful shutdown.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::call::Calls;
 use super::deferral::Deferrals;
 use super::fault::Faults;
 use super::gauges::Gauges;
-use super::topology::Place;
+use super::topology::NodeTopology;
 use crate::backend::{self, Backend, Config, FreezeGuard};
 use crate::grpc::{serve, socket};
 use crate::proto::admin::v1::base_admin_server::BaseAdminServer;
@@ -27,41 +27,41 @@ use crate::proto::csi::v1::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 use crate::telemetry::http::{self, HealthCheck, Pages};
 use crate::telemetry::metrics::Metrics;
-use crate::telemetry::rounds;
+use crate::telemetry::periodic;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Threads that calls may block, at most.
+/// Maximum number of threads that calls block.
 const BLOCKING_THREADS: usize = 64;
-/// Time between two looks at the room in the pool.
-const RELIEVE_EVERY: Duration = Duration::from_secs(1);
-/// Time between two looks for records that are past their retention.
-const FORGET_EVERY: Duration = Duration::from_secs(60);
-/// Time between two looks for inline volumes whose pod is gone.
-const COLLECT_EVERY: Duration = Duration::from_secs(10);
+/// Interval between checks of the free space of the pool.
+const PRESSURE_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between searches for change records whose retention has ended.
+const RETENTION_INTERVAL: Duration = Duration::from_secs(60);
+/// Interval between searches for inline volumes whose pod is gone.
+const INLINE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Serves until a signal has come and the running calls are done. Volumes stay attached: pods go on,
-/// and the next driver takes over.
+/// Serves until a signal arrives and the running calls are done. Volumes stay attached: pods
+/// continue, and the next driver takes over.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
-    backend::bound_arenas();
+    backend::limit_malloc_arenas();
     args.role.clone().run_blocking(BLOCKING_THREADS, |shutdown| serve(args, shutdown))
 }
 
-/// A delta over a long chain of snapshots holds a file open for each of them.
+/// A delta over a long chain of snapshots keeps one file open per snapshot.
 fn raise_file_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
     if let Err(error) = raised {
-        tracing::warn!(%error, "could not raise the limit of open files");
+        tracing::warn!(%error, "failed to raise the open file limit");
     }
 }
 
 async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     raise_file_limit();
     let guard = args.freeze_guard();
-    if std::process::id() == 1 && matches!(guard, FreezeGuard::Own { .. }) {
+    if std::process::id() == 1 && matches!(guard, FreezeGuard::Child { .. }) {
         tracing::warn!(
-            "the driver is the first process of its container, so its own freeze guard is killed with it; run one in another \
-             container and give its socket as --freeze-guard"
+            "the driver is process 1 of its container, so a kill of the container also kills its freeze guard; run a \
+             freeze guard in another container and pass its socket with --freeze-guard"
         );
     }
     let Args {
@@ -99,10 +99,10 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         freeze_guard: guard,
     };
     let path = endpoint.as_ref();
-    // What refuses the start later on must do so before a new pool is made.
+    // Detect addresses in use before a new pool is created.
     http::try_listen(role.http_endpoint.as_ref()).await?;
     socket::try_listen(path, socket_group.as_deref())?;
-    // Before the socket is made: the backend's lock refuses a second driver.
+    // Open the backend before the socket exists: its lock rejects a second driver.
     let backend = spawn_blocking(move || Backend::open(config)).await??;
     let metrics = Metrics::new(vec![Box::new(Gauges::new(backend.clone()))]);
     let calls = Calls::new(metrics.clone());
@@ -111,7 +111,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         calls: calls.clone(),
         faults: Faults::new(faults.fault),
         shutdown: shutdown.clone(),
-        place: Place::new(&driver_name, node_id.as_str()),
+        topology: NodeTopology::new(&driver_name, node_id.as_str()),
         driver_name,
         style: block_metadata_type.style(block_size),
         snapshot_deltas: enable_snapshot_deltas,
@@ -124,13 +124,13 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         driver = plugin.driver_name,
-        node = plugin.place.node_id(),
+        node = plugin.topology.node_id(),
         pool = backend.pool_description(),
         socket = %path.display(),
         "serving CSI"
     );
-    keep_house(&backend, &shutdown);
-    serve::until_told(router(plugin), listener, &calls, &shutdown).await
+    spawn_housekeeping(&backend, &shutdown);
+    serve::until_shutdown(router(plugin), listener, &calls, &shutdown).await
 }
 
 fn router(plugin: Plugin) -> tonic::transport::server::Router {
@@ -150,18 +150,18 @@ fn health(backend: &Backend) -> HealthCheck {
     Arc::new(move || backend.healthy().map_err(|error| error.to_string()))
 }
 
-/// A round of the backend's housekeeping.
-type Round = fn(&Backend) -> backend::Result<()>;
+/// A periodic task of the backend.
+type Task = fn(&Backend) -> backend::Result<()>;
 
-/// Starts the backend's housekeeping.
-fn keep_house(backend: &Backend, shutdown: &Shutdown) {
-    let rounds: [(Duration, Round); 3] = [
-        (RELIEVE_EVERY, Backend::relieve_pressure),
-        (FORGET_EVERY, Backend::forget_expired),
-        (COLLECT_EVERY, Backend::collect_inline),
+/// Spawns the backend's periodic tasks.
+fn spawn_housekeeping(backend: &Backend, shutdown: &Shutdown) {
+    let tasks: [(Duration, Task); 3] = [
+        (PRESSURE_INTERVAL, Backend::relieve_pressure),
+        (RETENTION_INTERVAL, Backend::forget_expired),
+        (INLINE_INTERVAL, Backend::collect_inline),
     ];
-    for (every, round) in rounds {
+    for (interval, task) in tasks {
         let backend = backend.clone();
-        tokio::spawn(rounds::keep(every, move || round(&backend), shutdown.clone()));
+        tokio::spawn(periodic::run(interval, move || task(&backend), shutdown.clone()));
     }
 }

@@ -1,10 +1,11 @@
-//! The SnapshotMetadata service of snapshot sessions (KEP-3314, "The SP Snapshot Session Service"), for a sidecar that
-//! passes answers on as they are. It is CSI's under other names and numbers: snapshots and volumes go by their CSI
-//! ids, and the token, which is the sidecar's business, is ignored.
+//! The SnapshotMetadata service of snapshot sessions (KEP-3314, "The SP Snapshot Session Service"),
+//! for a sidecar that forwards responses unchanged. It mirrors CSI's service with other names and
+//! field numbers. Snapshots and volumes are named by CSI id. The session token concerns only the
+//! sidecar and is ignored here.
 
 use tonic::{Request, Response, Status};
 
-use super::snapshot_metadata::{Asked, Window};
+use super::snapshot_metadata::{MapRequest, Window};
 use super::stream::{Messages, extents_per_message};
 use super::{Plugin, request};
 use crate::backend::{Backend, Error, Result as Checked, Style};
@@ -38,40 +39,40 @@ fn number(style: Style) -> i32 {
     }
 }
 
-fn allocated(backend: &Backend, asked: &session::GetAllocatedRequest) -> Checked<Asked> {
-    let id = request::id("snapshot", &asked.snapshot)?;
-    let volume = request::optional_id("volume_id", &asked.volume_id)?;
-    let window = window("starting_offset", asked.starting_offset, asked.max_results)?;
+fn allocated(backend: &Backend, req: &session::GetAllocatedRequest) -> Checked<MapRequest> {
+    let id = request::id("snapshot", &req.snapshot)?;
+    let volume = request::optional_id("volume_id", &req.volume_id)?;
+    let window = window("starting_offset", req.starting_offset, req.max_results)?;
     let map = backend.allocated(id)?;
     check_volume(backend, volume, id)?;
-    Ok(Asked { map, window })
+    Ok(MapRequest { map, window })
 }
 
-fn delta(backend: &Backend, asked: &session::GetDeltaRequest) -> Checked<Asked> {
-    let base = request::id("base_snapshot", &asked.base_snapshot)?;
-    let target = request::id("target_snapshot", &asked.target_snapshot)?;
-    let volume = request::optional_id("volume_id", &asked.volume_id)?;
-    let window = window("starting_byte_offset", asked.starting_byte_offset, asked.max_results)?;
-    // First whether they are of one volume: that holds whatever the request says of it.
+fn delta(backend: &Backend, req: &session::GetDeltaRequest) -> Checked<MapRequest> {
+    let base = request::id("base_snapshot", &req.base_snapshot)?;
+    let target = request::id("target_snapshot", &req.target_snapshot)?;
+    let volume = request::optional_id("volume_id", &req.volume_id)?;
+    let window = window("starting_byte_offset", req.starting_byte_offset, req.max_results)?;
+    // First check that both are snapshots of one volume, whatever volume the request names.
     let map = backend.delta(base, target)?;
     check_volume(backend, volume, target)?;
-    Ok(Asked { map, window })
+    Ok(MapRequest { map, window })
 }
 
-/// The snapshot has to be of the volume, where one is named.
+/// Checks that the snapshot belongs to the volume, if the request names one.
 fn check_volume(backend: &Backend, volume_id: &str, snapshot_id: &str) -> Checked<()> {
     if volume_id.is_empty() || backend.snapshot(snapshot_id)?.volume_id == volume_id {
         return Ok(());
     }
     Err(Error::Missing(format!(
-        "volume_id: snapshot {snapshot_id:?} is not of the volume {volume_id:?}; name its own, or leave it empty"
+        "volume_id: snapshot {snapshot_id:?} does not belong to volume {volume_id:?}; pass the volume of the snapshot, or leave the field empty"
     )))
 }
 
-/// Backend and CSI count to the end of an int64: no volume is longer.
+/// Backend and CSI use int64 offsets, and no volume is larger.
 fn window(field: &'static str, starting_offset: u64, max_results: u32) -> Checked<Window> {
     if i64::try_from(starting_offset).is_err() {
-        let problem = format!("{field}: {starting_offset} is past the end of any volume");
+        let problem = format!("{field}: {starting_offset} is beyond the end of any volume");
         return Err(Error::OutOfRange(problem));
     }
     let max_results = usize::try_from(max_results).unwrap_or(usize::MAX);
@@ -83,11 +84,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_offset_that_is_no_int64_is_out_of_range_and_any_number_of_results_will_do() {
+    fn an_offset_above_int64_is_out_of_range() {
         assert!(window("f", i64::MAX as u64, u32::MAX).is_ok());
         let refused = window("starting_byte_offset", i64::MAX as u64 + 1, 0).unwrap_err();
         assert!(
-            matches!(&refused, Error::OutOfRange(said) if said.starts_with("starting_byte_offset: "))
+            matches!(&refused, Error::OutOfRange(text) if text.starts_with("starting_byte_offset: "))
         );
     }
 }

@@ -1,13 +1,14 @@
-//! ListSnapshotDeltas (KEP-3314, VolumeSnapshotDelta): what the metadata streams say, in pages. Blocks of an answer are of
-//! one size: that of `--block-size` in the style fixed, else the backend's. A page is opened where it
-//! begins, so that it costs what is on it, and the driver keeps nothing between two pages.
+//! ListSnapshotDeltas (KEP-3314, VolumeSnapshotDelta): the content of the metadata streams, in
+//! pages. All blocks of a response have one size: `--block-size` with the type fixed, otherwise the
+//! backend's block size. A page is opened at its start, so its cost is proportional to its own
+//! content, and the driver keeps no state between pages.
 
 use tonic::Status;
 
-use super::controller::{page, token};
 use super::delta_token::DeltaToken;
 use super::fault::Stream;
-use super::snapshot_metadata::{Asked, Window};
+use super::request::{page, token};
+use super::snapshot_metadata::{MapRequest, Window};
 use super::{Plugin, request, status};
 use crate::backend::{BLOCK_SIZE, Backend, Error, Extent, Result as Checked, Style};
 use crate::proto::csi::v1 as csi;
@@ -18,23 +19,23 @@ const STARTING_TOKEN: &str = "starting_token";
 
 pub fn list(
     plugin: &Plugin,
-    asked: &csi::ListSnapshotDeltasRequest,
+    req: &csi::ListSnapshotDeltasRequest,
 ) -> Result<csi::ListSnapshotDeltasResponse, Status> {
     if !plugin.snapshot_deltas {
-        return Err(status::switched_off(METHOD, "--enable-snapshot-deltas"));
+        return Err(status::disabled(METHOD, "--enable-snapshot-deltas"));
     }
-    // Numbers of blocks say nothing unless blocks have one size.
+    // Block numbers need blocks of one size.
     let style = match plugin.style {
         Style::Variable => Style::Fixed(BLOCK_SIZE),
         fixed => fixed,
     };
-    let opened = plugin.open(METHOD, asked, style, |backend| open(backend, asked, style))?;
+    let opened = plugin.open(METHOD, req, style, |backend| open(backend, req, style))?;
     let (size, max) = (opened.unit_bytes, opened.per_message);
     let (changed_blocks, next) = match opened.stream {
-        Stream::Whole(extents) => take(extents, size, max)?,
-        Stream::Spoilt(extents) => take(extents, size, max)?,
+        Stream::Intact(extents) => take(extents, size, max)?,
+        Stream::Faulty(extents) => take(extents, size, max)?,
     };
-    let token = |next| DeltaToken::new(&asked.from_snapshot_id, &asked.to_snapshot_id, next, size);
+    let token = |next| DeltaToken::new(&req.from_snapshot_id, &req.to_snapshot_id, next, size);
     Ok(csi::ListSnapshotDeltasResponse {
         volume_size_bytes: opened.capacity_bytes,
         next_token: next.map(|next| token(next).to_string()).unwrap_or_default(),
@@ -42,67 +43,73 @@ pub fn list(
     })
 }
 
-fn open(backend: &Backend, asked: &csi::ListSnapshotDeltasRequest, style: Style) -> Checked<Asked> {
-    let base = request::optional_id(FROM, &asked.from_snapshot_id)?;
-    let target = request::id("to_snapshot_id", &asked.to_snapshot_id)?;
-    let max_entries = page(request::max_entries(asked.max_entries)?);
-    let start = token(&asked.starting_token).map(|text| start(text, base, target)).transpose()?;
+fn open(
+    backend: &Backend,
+    req: &csi::ListSnapshotDeltasRequest,
+    style: Style,
+) -> Checked<MapRequest> {
+    let base = request::optional_id(FROM, &req.from_snapshot_id)?;
+    let target = request::id("to_snapshot_id", &req.to_snapshot_id)?;
+    let max_entries = page(request::max_entries(req.max_entries)?);
+    let start = token(&req.starting_token).map(|text| start(text, base, target)).transpose()?;
     let map = match base {
         "" => backend.allocated(target),
-        base => backend.delta(base, target).map_err(of_base),
+        base => backend.delta(base, target).map_err(rename_base_field),
     };
-    let map = map.map_err(|error| if start.is_some() { outlived(error) } else { error })?;
+    let map = map.map_err(|error| if start.is_some() { stale_if_gone(error) } else { error })?;
     let starting_offset = match start {
         None => 0,
         Some(token) => offset(&token, map.unit_bytes(style))?,
     };
     let window =
         Window { starting_offset, extents_per_message: max_entries, field: STARTING_TOKEN };
-    Ok(Asked { map, window })
+    Ok(MapRequest { map, window })
 }
 
 fn start(text: &str, base: &str, target: &str) -> Checked<DeltaToken> {
     let invalid = |reason: &str| {
-        let advice = "pass next_token of the page before, or nothing to start from the beginning";
+        let advice =
+            "pass next_token of the previous page, or leave it empty to start from the beginning";
         Error::invalid(STARTING_TOKEN, format!("{reason}; {advice}"))
     };
     let token: DeltaToken = text.parse().map_err(invalid)?;
     if !token.is_of(base, target) {
-        return Err(invalid("was given for other snapshots than those of the request"));
+        return Err(invalid("belongs to other snapshots than the request"));
     }
     Ok(token)
 }
 
-/// Where in the volume the page begins, in bytes; past any volume for a block that is.
+/// Offset of the page in bytes. Saturates for a block beyond the end of any volume.
 fn offset(token: &DeltaToken, block_size: u64) -> Checked<u64> {
-    let counted_in = token.block_size();
-    if counted_in != block_size {
+    let token_size = token.block_size();
+    if token_size != block_size {
         return Err(stale(&format!(
-            "it counts in blocks of {counted_in} bytes, and those of this driver have {block_size}"
+            "it uses blocks of {token_size} bytes, and this driver blocks of {block_size} bytes"
         )));
     }
     Ok(token.next_block().saturating_mul(block_size))
 }
 
-/// CSI ListSnapshots, errors: a token that was good once is ABORTED, and the client starts over.
+/// CSI ListSnapshots, errors: a token that is no longer valid is ABORTED, and the client starts
+/// again.
 fn stale(reason: &str) -> Error {
     Error::Busy(format!("{STARTING_TOKEN}: is stale: {reason}; start from the beginning"))
 }
 
-/// What a token began on there is no more: the target was deleted, or the base is past its retention.
-fn outlived(error: Error) -> Error {
+/// A token is stale if the target was deleted or the base's retention has ended.
+fn stale_if_gone(error: Error) -> Error {
     match error {
         Error::NotFound { .. } | Error::Precondition(_) => stale(&error.to_string()),
         other => other,
     }
 }
 
-/// The backend calls the base by the name that it has in CSI.
-fn of_base(error: Error) -> Error {
-    const BACKENDS: &str = "base_snapshot_id";
+/// Replaces CSI's field name, which the backend uses for the base.
+fn rename_base_field(error: Error) -> Error {
+    const BACKEND_FIELD: &str = "base_snapshot_id";
     match error {
-        Error::Invalid { field: BACKENDS, reason } => Error::Invalid { field: FROM, reason },
-        Error::Precondition(text) => Error::Precondition(match text.strip_prefix(BACKENDS) {
+        Error::Invalid { field: BACKEND_FIELD, reason } => Error::Invalid { field: FROM, reason },
+        Error::Precondition(text) => Error::Precondition(match text.strip_prefix(BACKEND_FIELD) {
             Some(rest) => format!("{FROM}{rest}"),
             None => text,
         }),
@@ -110,7 +117,7 @@ fn of_base(error: Error) -> Error {
     }
 }
 
-/// Up to `max` extents, each of one block, and the number of the block behind them if there is one.
+/// Up to `max` extents of one block each, and the number of the next block if there is one.
 fn take<E: Into<Status>>(
     extents: impl Iterator<Item = Result<Extent, E>>,
     block_size: u64,
@@ -122,7 +129,7 @@ fn take<E: Into<Status>>(
         if blocks.len() == max {
             return Ok((blocks, Some(offset)));
         }
-        // No token: this driver hands out no data.
+        // No data token: this driver does not serve block data.
         blocks.push(csi::BlockSnapshotChangedBlock {
             offset,
             block_size_bytes: block_size,
@@ -137,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_ends_where_it_is_full_and_names_the_next_block_that_changed() {
+    fn a_full_page_names_the_next_changed_block() {
         let extents = |numbers: &'static [u64]| {
             numbers.iter().map(|n| Ok::<_, Status>(Extent { offset: n * 8192, length: 8192 }))
         };
@@ -151,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_past_any_volume_is_no_overflow() {
+    fn a_block_beyond_any_volume_does_not_overflow() {
         let token = DeltaToken::new("a", "b", u64::MAX, 4096);
         assert_eq!(offset(&token, 4096).unwrap(), u64::MAX);
     }

@@ -1,12 +1,13 @@
-//! CSI SnapshotMetadata: which ranges of a snapshot hold data, and which changed since another. A
-//! stream holds no lock: it reads finished records and runs while volumes are in use.
+//! The CSI SnapshotMetadata service: which ranges of a snapshot hold data, and which changed since
+//! another snapshot. A stream holds no lock: it reads complete change records and runs while
+//! volumes are in use.
 
 use tonic::{Request, Response, Status};
 
 use super::call::{Call, Describe, Subject};
 use super::fault::Stream;
-use super::frame::Head;
-use super::stream::{Batches, Limits, Messages, extents_per_message, start};
+use super::frame::Header;
+use super::stream::{Batcher, Limits, Messages, extents_per_message, start};
 use super::{Plugin, request, status};
 use crate::backend::{Backend, BlockMap, Error, Extents, Result as Checked, Style};
 use crate::grpc::deadline;
@@ -33,20 +34,20 @@ impl SnapshotMetadata for Plugin {
     }
 }
 
-/// A block map and where in it to start.
-pub(super) struct Asked {
+/// A block map and the part of it that a request reads.
+pub(super) struct MapRequest {
     pub map: BlockMap,
     pub window: Window,
 }
 
 impl Plugin {
-    /// Opens the map that `open` finds and starts to stream it; `number` is what the API has for a style. What is
-    /// wrong with the request is the status of the call, with no message before it.
+    /// Opens the map that `open` finds and starts to stream it; `number` is the API's number of a
+    /// style. An invalid request is the status of the call, before any message.
     pub(super) async fn metadata<Q>(
         &self,
         method: &'static str,
         request: Request<Q>,
-        open: fn(&Backend, &Q) -> Checked<Asked>,
+        open: fn(&Backend, &Q) -> Checked<MapRequest>,
         number: fn(Style) -> i32,
     ) -> Result<Response<Messages>, Status>
     where
@@ -54,11 +55,11 @@ impl Plugin {
     {
         let limits =
             Limits { deadline: deadline(request.metadata()), shutdown: self.shutdown.clone() };
-        let asked = request.into_inner();
-        let call = self.calls.begin(method, &asked);
+        let req = request.into_inner();
+        let call = self.calls.begin(method, &req);
         let plugin = self.clone();
         let opening = tokio::task::spawn_blocking(move || {
-            plugin.open(method, &asked, plugin.style, |backend| open(backend, &asked))
+            plugin.open(method, &req, plugin.style, |backend| open(backend, &req))
         });
         let opened = opening.await.unwrap_or_else(|_| Err(status::panicked(method)));
         match opened {
@@ -70,16 +71,16 @@ impl Plugin {
         }
     }
 
-    /// Opens the map that `open` finds for a request, from where it is to start. Blocks.
+    /// Opens the map that `open` finds at the requested offset. Blocks.
     pub(super) fn open(
         &self,
         method: &str,
-        asked: &impl Describe,
+        req: &impl Describe,
         style: Style,
-        open: impl FnOnce(&Backend) -> Checked<Asked>,
+        open: impl FnOnce(&Backend) -> Checked<MapRequest>,
     ) -> Result<Opened, Status> {
-        let Asked { map, window } = open(&self.backend)?;
-        let subject = Subject::of(asked);
+        let MapRequest { map, window } = open(&self.backend)?;
+        let subject = Subject::of(req);
         self.faults.check_ready(&self.backend, subject.snapshot_ids())?;
         self.faults.before(method, &subject)?;
         let (capacity_bytes, unit_bytes) = (map.capacity_bytes(), map.unit_bytes(style));
@@ -88,11 +89,11 @@ impl Plugin {
     }
 }
 
-/// An answer that can begin.
+/// A response that is ready to be streamed.
 pub(super) struct Opened {
     pub stream: Stream<Extents>,
     pub capacity_bytes: u64,
-    /// In the style fixed, the length of each extent.
+    /// With the type fixed, the length of each extent.
     pub unit_bytes: u64,
     pub per_message: usize,
 }
@@ -100,11 +101,13 @@ pub(super) struct Opened {
 impl Opened {
     fn start(self, number: i32, limits: Limits, call: Call) -> Messages {
         let Self { stream, capacity_bytes, unit_bytes: _, per_message } = self;
-        let head = Head::new(number, capacity_bytes);
+        let header = Header::new(number, capacity_bytes);
         match stream {
-            Stream::Whole(extents) => start(Batches::new(extents, head, per_message), limits, call),
-            Stream::Spoilt(extents) => {
-                start(Batches::new(extents, head, per_message), limits, call)
+            Stream::Intact(extents) => {
+                start(Batcher::new(extents, header, per_message), limits, call)
+            }
+            Stream::Faulty(extents) => {
+                start(Batcher::new(extents, header, per_message), limits, call)
             }
         }
     }
@@ -117,25 +120,25 @@ fn number(style: Style) -> i32 {
     }
 }
 
-fn allocated(backend: &Backend, asked: &csi::GetMetadataAllocatedRequest) -> Checked<Asked> {
-    let id = request::id("snapshot_id", &asked.snapshot_id)?;
-    let window = window(asked.starting_offset, asked.max_results)?;
-    Ok(Asked { map: backend.allocated(id)?, window })
+fn allocated(backend: &Backend, req: &csi::GetMetadataAllocatedRequest) -> Checked<MapRequest> {
+    let id = request::id("snapshot_id", &req.snapshot_id)?;
+    let window = window(req.starting_offset, req.max_results)?;
+    Ok(MapRequest { map: backend.allocated(id)?, window })
 }
 
-fn delta(backend: &Backend, asked: &csi::GetMetadataDeltaRequest) -> Checked<Asked> {
-    let base = request::id("base_snapshot_id", &asked.base_snapshot_id)?;
-    let target = request::id("target_snapshot_id", &asked.target_snapshot_id)?;
-    let window = window(asked.starting_offset, asked.max_results)?;
-    Ok(Asked { map: backend.delta(base, target)?, window })
+fn delta(backend: &Backend, req: &csi::GetMetadataDeltaRequest) -> Checked<MapRequest> {
+    let base = request::id("base_snapshot_id", &req.base_snapshot_id)?;
+    let target = request::id("target_snapshot_id", &req.target_snapshot_id)?;
+    let window = window(req.starting_offset, req.max_results)?;
+    Ok(MapRequest { map: backend.delta(base, target)?, window })
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Window {
-    /// Bytes.
+    /// In bytes.
     pub starting_offset: u64,
     pub extents_per_message: usize,
-    /// What the request calls the offset.
+    /// The request's field for the offset.
     pub field: &'static str,
 }
 
@@ -151,8 +154,8 @@ impl Window {
 pub(crate) fn window(starting_offset: i64, max_results: i32) -> Checked<Window> {
     let max_results =
         usize::try_from(max_results).map_err(|_| Error::invalid("max_results", "is negative"))?;
-    // CSI GetMetadataAllocated, errors: an offset outside of the snapshot is OUT_OF_RANGE, and so is
-    // one before its start.
+    // CSI GetMetadataAllocated, errors: an offset outside of the snapshot is OUT_OF_RANGE. A negative
+    // one is outside.
     let field = "starting_offset";
     let starting_offset = u64::try_from(starting_offset)
         .map_err(|_| Error::OutOfRange(format!("{field}: is negative")))?;
@@ -165,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn negative_numbers_are_refused_each_with_its_own_code() {
+    fn negative_offsets_and_limits_are_refused() {
         assert!(matches!(window(-1, 0), Err(Error::OutOfRange(_))));
         assert!(matches!(window(0, -1), Err(Error::Invalid { field: "max_results", .. })));
         let window = window(4097, 10).unwrap();

@@ -1,18 +1,18 @@
-//! The one place where an error of the backend becomes a gRPC status.
+//! Maps backend errors to gRPC statuses. No other place does.
 
 use tonic::{Code, Status};
 
 use crate::backend::Error;
 pub use crate::grpc::call::{exiting, panicked};
-use crate::grpc::{MAX_MESSAGE, cut};
+use crate::grpc::{MAX_MESSAGE, truncate};
 
 impl From<Error> for Status {
     fn from(error: Error) -> Self {
-        Self::new(code(&error), cut(&error.to_string(), MAX_MESSAGE))
+        Self::new(code(&error), truncate(&error.to_string(), MAX_MESSAGE))
     }
 }
 
-/// CSI's meaning of each code is in the tables of errors of every RPC ("gRPC error code").
+/// CSI defines the codes in the error tables of the RPCs ("gRPC error code").
 fn code(error: &Error) -> Code {
     match error {
         Error::Invalid { .. } => Code::InvalidArgument,
@@ -30,18 +30,18 @@ fn code(error: &Error) -> Code {
 
 pub fn deadline() -> Status {
     Status::deadline_exceeded(
-        "the deadline passed before the stream was complete; what was sent is not the whole answer",
+        "the deadline passed before the stream was complete; the response is incomplete",
     )
 }
 
-pub fn unserved(method: &str) -> Status {
+pub fn not_attachable(method: &str) -> Status {
     Status::unimplemented(format!(
-        "{method}: this driver's volumes are not attached by a controller"
+        "{method}: the volumes of this driver need no attachment by a controller"
     ))
 }
 
-pub fn switched_off(method: &str, flag: &str) -> Status {
-    Status::unimplemented(format!("{method} is switched off; start the driver with {flag}"))
+pub fn disabled(method: &str, flag: &str) -> Status {
+    Status::unimplemented(format!("{method} is disabled; start the driver with {flag}"))
 }
 
 #[cfg(test)]
@@ -50,32 +50,32 @@ mod tests {
     use crate::backend::Kind;
 
     #[test]
-    fn each_error_has_its_code_and_keeps_its_words() {
-        let words = || "words".to_owned();
-        let io = Error::Io { doing: words(), source: std::io::Error::other("disk") };
+    fn each_error_keeps_its_code_and_message() {
+        let text = || "text".to_owned();
+        let io = Error::Io { doing: text(), source: std::io::Error::other("disk") };
         let cases = [
-            (Error::invalid("name", "words"), Code::InvalidArgument),
-            (Error::not_found(Kind::Volume, "words"), Code::NotFound),
-            (Error::Missing(words()), Code::NotFound),
-            (Error::AlreadyExists(words()), Code::AlreadyExists),
-            (Error::Busy(words()), Code::Aborted),
-            (Error::Unavailable(words()), Code::Unavailable),
-            (Error::Precondition(words()), Code::FailedPrecondition),
-            (Error::OutOfRange(words()), Code::OutOfRange),
-            (Error::Exhausted(words()), Code::ResourceExhausted),
-            (Error::Damaged(words()), Code::DataLoss),
+            (Error::invalid("name", "text"), Code::InvalidArgument),
+            (Error::not_found(Kind::Volume, "text"), Code::NotFound),
+            (Error::Missing(text()), Code::NotFound),
+            (Error::AlreadyExists(text()), Code::AlreadyExists),
+            (Error::Busy(text()), Code::Aborted),
+            (Error::Unavailable(text()), Code::Unavailable),
+            (Error::Precondition(text()), Code::FailedPrecondition),
+            (Error::OutOfRange(text()), Code::OutOfRange),
+            (Error::Exhausted(text()), Code::ResourceExhausted),
+            (Error::Damaged(text()), Code::DataLoss),
             (io, Code::Internal),
-            (Error::Failed(words()), Code::Internal),
+            (Error::Failed(text()), Code::Internal),
         ];
         for (error, code) in cases {
             let status = Status::from(error);
             assert_eq!(status.code(), code);
-            assert!(status.message().contains("words"));
+            assert!(status.message().contains("text"));
         }
     }
 
     #[test]
-    fn a_message_stays_small_enough_for_a_header() {
+    fn a_status_message_fits_a_header() {
         let status = Status::from(Error::invalid("parameters", "é".repeat(1 << 20)));
         assert!(status.message().len() <= MAX_MESSAGE + '…'.len_utf8());
         assert!(status.message().starts_with("parameters: é"));

@@ -1,8 +1,9 @@
-//! A stream of block metadata: extents are read on demand, some messages ahead of the client, and no
-//! thread waits while a client is slow.
+//! Streams of block metadata. Extents are read on demand, a few messages ahead of the client, and a
+//! slow client blocks no thread.
 //!
-//! A clean end means that everything was sent. So the end is said explicitly between the producer and
-//! the response: a producer that is gone without having said it, for whatever reason, is an error.
+//! A stream ends without an error only if everything was sent. Therefore the producer reports the
+//! end explicitly to the response stream: a producer that disappears without this report, for any
+//! reason, is an error.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -16,91 +17,93 @@ use tokio_stream::Stream;
 use tonic::Status;
 
 use super::call::Call;
-use super::frame::{Frame, Head};
+use super::frame::{Frame, Header};
 use super::status;
 use crate::backend::Extent;
 use crate::grpc::RawMessage;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Extents in a message when the client does not say.
+/// Extents per message if the client does not specify a number.
 const DEFAULT_EXTENTS: usize = 4096;
-/// Extents in a message, at most: of up to 24 bytes each, they stay under gRPC's default of 4 MiB.
+/// Maximum extents per message: at up to 24 bytes each, a message stays below gRPC's default limit
+/// of 4 MiB.
 const MAX_EXTENTS: usize = 128 << 10;
-/// Bytes of messages that are made in one go: enough that handing them over costs nothing beside
-/// making them, little enough that a stream's memory is nothing to speak of.
-const STEP_BYTES: usize = 64 << 10;
-/// What a message takes beside its bytes.
+/// Bytes of messages per batch: large enough that passing a batch on costs little compared with
+/// encoding it, small enough that the memory of a stream is negligible.
+const BATCH_BYTES: usize = 64 << 10;
+/// Memory of a message in addition to its bytes.
 const MESSAGE_BYTES: usize = 64;
-/// How long messages wait for others.
-const STEP_TIME: Duration = Duration::from_millis(5);
+/// How long a ready message waits for others in its batch.
+const BATCH_TIME: Duration = Duration::from_millis(5);
 
 /// Extents per message for `max_results`, which is not negative.
 pub fn extents_per_message(max_results: usize) -> usize {
     match max_results {
         0 => DEFAULT_EXTENTS,
-        asked => asked.min(MAX_EXTENTS),
+        requested => requested.min(MAX_EXTENTS),
     }
 }
 
-/// Cuts extents into messages.
-pub struct Batches<I> {
+/// Groups extents into messages, and messages into batches.
+pub struct Batcher<I> {
     extents: I,
-    head: Head,
+    header: Header,
     per_message: usize,
-    /// How long messages that are ready wait for others, at most.
-    step_time: Duration,
-    begun: bool,
+    /// Maximum time that ready messages wait for others.
+    batch_time: Duration,
+    started: bool,
 }
 
-/// Messages that were made in one go.
+/// Messages that are passed on together.
 #[derive(Default)]
-struct Step {
+struct Batch {
     messages: Vec<RawMessage>,
     extents: usize,
-    /// What follows them: nothing yet, the end of the answer, or a failure.
+    /// What follows the messages: `None` if more follow, otherwise the end of the stream or an
+    /// error.
     end: Option<Result<(), Status>>,
 }
 
-impl Step {
+impl Batch {
     fn ending(end: Result<(), Status>) -> Self {
         Self { end: Some(end), ..Self::default() }
     }
 }
 
-impl<I, E> Batches<I>
+impl<I, E> Batcher<I>
 where
     I: Iterator<Item = Result<Extent, E>>,
     E: Into<Status>,
 {
-    pub fn new(extents: I, head: Head, per_message: usize) -> Self {
-        Self { extents, head, per_message, step_time: STEP_TIME, begun: false }
+    pub fn new(extents: I, header: Header, per_message: usize) -> Self {
+        Self { extents, header, per_message, batch_time: BATCH_TIME, started: false }
     }
 
-    /// The next messages. The first step is one message, which the client waits for; it is there even
-    /// when there is nothing to report, for it tells type and capacity. Blocks.
-    fn step(&mut self) -> Step {
-        let begun = time::Instant::now();
-        let first = !std::mem::replace(&mut self.begun, true);
-        let (mut step, mut bytes) = (Step::default(), 0);
+    /// The next messages. The first batch is a single message, so that the client does not wait. It
+    /// is sent even without extents, because it carries type and capacity. Blocks.
+    fn next_batch(&mut self) -> Batch {
+        let start = time::Instant::now();
+        let first = !std::mem::replace(&mut self.started, true);
+        let (mut batch, mut bytes) = (Batch::default(), 0);
         loop {
-            let (frame, end) = self.frame();
-            step.end = end;
-            if frame.extents() > 0 || (first && !matches!(step.end, Some(Err(_)))) {
-                step.extents += frame.extents();
+            let (frame, end) = self.next_frame();
+            batch.end = end;
+            if frame.extents() > 0 || (first && !matches!(batch.end, Some(Err(_)))) {
+                batch.extents += frame.extents();
                 let message = frame.finish();
                 bytes += message.0.len() + MESSAGE_BYTES;
-                step.messages.push(message);
+                batch.messages.push(message);
             }
-            let full = bytes >= STEP_BYTES || begun.elapsed() >= self.step_time;
-            if first || step.end.is_some() || full {
-                return step;
+            let full = bytes >= BATCH_BYTES || start.elapsed() >= self.batch_time;
+            if first || batch.end.is_some() || full {
+                return batch;
             }
         }
     }
 
-    /// The next message, and what follows it when that is known.
-    fn frame(&mut self) -> (Frame, Option<Result<(), Status>>) {
-        let mut frame = self.head.begin(self.per_message);
+    /// The next message, and what follows it if known.
+    fn next_frame(&mut self) -> (Frame, Option<Result<(), Status>>) {
+        let mut frame = self.header.begin(self.per_message);
         while frame.extents() < self.per_message {
             match self.extents.next() {
                 Some(Ok(extent)) => frame.push(extent),
@@ -114,14 +117,14 @@ where
 
 /// The response stream of a metadata RPC.
 pub struct Messages {
-    steps: mpsc::Receiver<Step>,
+    batches: mpsc::Receiver<Batch>,
     ready: vec::IntoIter<RawMessage>,
     end: Option<Result<(), Status>>,
 }
 
 impl Messages {
-    fn new(steps: mpsc::Receiver<Step>) -> Self {
-        Self { steps, ready: vec::IntoIter::default(), end: None }
+    fn new(batches: mpsc::Receiver<Batch>) -> Self {
+        Self { batches, ready: vec::IntoIter::default(), end: None }
     }
 }
 
@@ -136,22 +139,22 @@ impl Stream for Messages {
             if let Some(end) = self.end.take() {
                 return Poll::Ready(end.err().map(Err));
             }
-            match ready!(self.steps.poll_recv(context)) {
-                Some(step) => (self.ready, self.end) = (step.messages.into_iter(), step.end),
+            match ready!(self.batches.poll_recv(context)) {
+                Some(batch) => (self.ready, self.end) = (batch.messages.into_iter(), batch.end),
                 None => return Poll::Ready(Some(Err(status::exiting()))),
             }
         }
     }
 }
 
-/// When a stream is cut off before its end.
+/// Conditions that abort a stream.
 pub struct Limits {
     pub deadline: Option<Instant>,
     pub shutdown: Shutdown,
 }
 
 impl Limits {
-    /// Waits for the first limit to be reached.
+    /// Waits until a limit is reached and returns its status.
     async fn reached(&self) -> Status {
         let deadline = async {
             match self.deadline {
@@ -166,8 +169,8 @@ impl Limits {
     }
 }
 
-/// Starts to send `batches`.
-pub fn start<I, E>(batches: Batches<I>, limits: Limits, mut call: Call) -> Messages
+/// Starts a stream.
+pub fn start<I, E>(batcher: Batcher<I>, limits: Limits, mut call: Call) -> Messages
 where
     I: Iterator<Item = Result<Extent, E>> + Send + 'static,
     E: Into<Status>,
@@ -176,57 +179,58 @@ where
     tokio::spawn(async move {
         let last = tokio::select! {
             biased;
-            status = limits.reached() => Step::ending(Err(status)),
-            last = produce(batches, &sender, &mut call) => match last {
+            status = limits.reached() => Batch::ending(Err(status)),
+            last = produce(batcher, &sender, &mut call) => match last {
                 Some(last) => last,
-                // The client has gone. Dropping the call says so in the log.
+                // The client disconnected; dropping the call logs it.
                 None => return,
             },
         };
-        // The client has gone, otherwise: dropping the call says so in the log.
-        if let Ok(place) = sender.reserve().await {
-            call.streamed(last.messages.len(), last.extents);
+        // Otherwise the client disconnected; dropping the call logs it.
+        if let Ok(permit) = sender.reserve().await {
+            call.add_messages(last.messages.len(), last.extents);
             call.end(last.end.as_ref().and_then(|end| end.as_ref().err()));
-            // After that: who has the whole answer finds the call in the log and among the metrics.
-            place.send(last);
+            // Send last: a client that has the whole response finds the call in the log and metrics.
+            permit.send(last);
         }
     });
     Messages::new(receiver)
 }
 
-/// Sends all steps but the last, which it returns unless the client has gone.
+/// Sends all batches except the last one, which it returns. Returns `None` if the client
+/// disconnected.
 async fn produce<I, E>(
-    mut batches: Batches<I>,
-    sender: &mpsc::Sender<Step>,
+    mut batcher: Batcher<I>,
+    sender: &mpsc::Sender<Batch>,
     call: &mut Call,
-) -> Option<Step>
+) -> Option<Batch>
 where
     I: Iterator<Item = Result<Extent, E>> + Send + 'static,
     E: Into<Status>,
 {
     loop {
         let work = spawn_blocking(move || {
-            let step = batches.step();
-            (batches, step)
+            let batch = batcher.next_batch();
+            (batcher, batch)
         });
-        let Ok((rest, step)) = work.await else {
-            return Some(Step::ending(Err(status::panicked(call.method()))));
+        let Ok((rest, batch)) = work.await else {
+            return Some(Batch::ending(Err(status::panicked(call.method()))));
         };
-        if step.end.is_some() {
-            return Some(step);
+        if batch.end.is_some() {
+            return Some(batch);
         }
-        batches = rest;
-        if !hand_over(step, sender, call).await {
+        batcher = rest;
+        if !send(batch, sender, call).await {
             return None;
         }
     }
 }
 
-/// Whether the client was still there to take the step.
-async fn hand_over(step: Step, sender: &mpsc::Sender<Step>, call: &mut Call) -> bool {
-    let Ok(place) = sender.reserve().await else { return false };
-    call.streamed(step.messages.len(), step.extents);
-    place.send(step);
+/// Sends a batch. Returns false if the client disconnected.
+async fn send(batch: Batch, sender: &mpsc::Sender<Batch>, call: &mut Call) -> bool {
+    let Ok(permit) = sender.reserve().await else { return false };
+    call.add_messages(batch.messages.len(), batch.extents);
+    permit.send(batch);
     true
 }
 

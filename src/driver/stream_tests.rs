@@ -20,19 +20,23 @@ fn extents(count: u64) -> impl Iterator<Item = Checked<Extent>> + Send + 'static
     (0..count).map(|block| Ok(Extent { offset: block * 8192, length: 4096 }))
 }
 
-/// The sizes of the messages, and the status when the stream does not end cleanly.
+/// The sizes of the messages, and the status if the stream ends with an error.
 async fn sizes(
     extents: impl Iterator<Item = Checked<Extent>> + Send + 'static,
     per_message: usize,
     deadline: Option<Instant>,
 ) -> (Vec<usize>, Option<Status>) {
-    let (_running, shutdown) = Shutdown::by_hand();
+    let (_running, shutdown) = Shutdown::manual();
     let limits = Limits { deadline, shutdown };
-    collect(start(batches(extents, per_message), limits, call())).await
+    collect(start(batcher(extents, per_message), limits, call())).await
 }
 
-fn batches<I: Iterator<Item = Checked<Extent>>>(extents: I, per_message: usize) -> Batches<I> {
-    Batches::new(extents, Head::new(BlockMetadataType::VariableLength.into(), 1 << 30), per_message)
+fn batcher<I: Iterator<Item = Checked<Extent>>>(extents: I, per_message: usize) -> Batcher<I> {
+    Batcher::new(
+        extents,
+        Header::new(BlockMetadataType::VariableLength.into(), 1 << 30),
+        per_message,
+    )
 }
 
 fn size(message: RawMessage) -> usize {
@@ -53,41 +57,41 @@ async fn collect(mut stream: Messages) -> (Vec<usize>, Option<Status>) {
 }
 
 #[tokio::test]
-async fn nothing_to_report_is_one_empty_message() {
+async fn a_stream_without_extents_is_one_empty_message() {
     let (sizes, error) = sizes(extents(0), 3, None).await;
     assert_eq!(sizes, [0]);
     assert!(error.is_none());
 }
 
 #[tokio::test]
-async fn messages_are_full_and_no_empty_one_follows() {
+async fn messages_are_full_and_the_last_is_not_empty() {
     assert_eq!(sizes(extents(7), 3, None).await.0, [3, 3, 1]);
     assert_eq!(sizes(extents(6), 3, None).await.0, [3, 3]);
 }
 
 #[test]
-fn the_first_message_is_not_kept_waiting_and_the_others_come_in_handfuls() {
-    let mut batches = batches(extents(1 << 20), 256);
-    // However long this thread is kept waiting.
-    batches.step_time = Duration::MAX;
-    let first = batches.step();
+fn the_first_message_is_sent_alone_and_others_in_batches() {
+    let mut batcher = batcher(extents(1 << 20), 256);
+    // Independent of how long this thread is not scheduled.
+    batcher.batch_time = Duration::MAX;
+    let first = batcher.next_batch();
     assert_eq!((first.messages.len(), first.extents), (1, 256));
-    let next = batches.step();
+    let next = batcher.next_batch();
     assert!(next.messages.len() > 1 && next.extents == next.messages.len() * 256);
     let bytes: usize = next.messages.iter().map(|message| message.0.len()).sum();
-    assert!(bytes < STEP_BYTES + (256 << 5), "{bytes} bytes at once");
+    assert!(bytes < BATCH_BYTES + (256 << 5), "{bytes} bytes at once");
 }
 
 #[test]
-fn extents_that_come_slowly_do_not_hold_each_other_up() {
-    let slow = extents(1000).inspect(|_| std::thread::sleep(STEP_TIME));
-    let mut batches = batches(slow, 1);
-    batches.step();
-    assert_eq!(batches.step().extents, 1);
+fn slow_extents_do_not_delay_each_other() {
+    let slow = extents(1000).inspect(|_| std::thread::sleep(BATCH_TIME));
+    let mut batcher = batcher(slow, 1);
+    batcher.next_batch();
+    assert_eq!(batcher.next_batch().extents, 1);
 }
 
 #[tokio::test]
-async fn a_failure_in_the_middle_is_an_error_and_not_an_end() {
+async fn a_failure_during_a_stream_is_an_error() {
     let failing = extents(4).chain([Err(Error::Damaged("record".into()))]);
     let (sizes, error) = sizes(failing, 2, None).await;
     assert_eq!(sizes, [2, 2]);
@@ -95,7 +99,7 @@ async fn a_failure_in_the_middle_is_an_error_and_not_an_end() {
 }
 
 #[tokio::test]
-async fn a_panic_in_the_middle_is_an_error_and_not_an_end() {
+async fn a_panic_during_a_stream_is_an_error() {
     let panicking = extents(4).chain(std::iter::from_fn(|| panic!("on purpose")));
     let (sizes, error) = sizes(panicking, 2, None).await;
     assert_eq!(sizes, [2]);
@@ -103,7 +107,7 @@ async fn a_panic_in_the_middle_is_an_error_and_not_an_end() {
 }
 
 #[tokio::test]
-async fn a_deadline_in_the_middle_is_an_error_and_not_an_end() {
+async fn a_deadline_during_a_stream_is_an_error() {
     let slow = extents(1000).inspect(|_| std::thread::sleep(Duration::from_millis(5)));
     let deadline = Instant::now() + Duration::from_millis(40);
     let (_, error) = sizes(slow, 1, Some(deadline)).await;
@@ -111,11 +115,11 @@ async fn a_deadline_in_the_middle_is_an_error_and_not_an_end() {
 }
 
 #[tokio::test]
-async fn the_end_of_the_driver_is_an_error_and_not_an_end() {
-    let (phase, shutdown) = Shutdown::by_hand();
+async fn a_shutdown_during_a_stream_is_an_error() {
+    let (phase, shutdown) = Shutdown::manual();
     let limits = Limits { deadline: None, shutdown };
     let slow = extents(1000).inspect(|_| std::thread::sleep(Duration::from_millis(5)));
-    let stream = start(batches(slow, 1), limits, call());
+    let stream = start(batcher(slow, 1), limits, call());
     phase.send_replace(Phase::Draining);
     tokio::time::sleep(Duration::from_millis(30)).await;
     phase.send_replace(Phase::Ending);
@@ -123,15 +127,15 @@ async fn the_end_of_the_driver_is_an_error_and_not_an_end() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_has_the_whole_answer_finds_the_call_counted() {
+async fn a_complete_stream_is_already_counted() {
     let metrics = Metrics::new(Vec::new());
     let calls = Calls::new(metrics.clone());
-    // Counted a moment later, it would be missed in one of so many.
+    // If it were counted after the last message, one of these rounds would fail.
     for number in 1..=2000 {
-        let (_running, shutdown) = Shutdown::by_hand();
+        let (_running, shutdown) = Shutdown::manual();
         let call = calls.begin("GetMetadataAllocated", &GetMetadataAllocatedRequest::default());
         let limits = Limits { deadline: None, shutdown };
-        assert_eq!(collect(start(batches(extents(3), 3), limits, call)).await.0, [3]);
+        assert_eq!(collect(start(batcher(extents(3), 3), limits, call)).await.0, [3]);
         let counted = metrics.scrape().unwrap();
         for line in [
             format!("count{{method=\"GetMetadataAllocated\",code=\"OK\"}} {number}\n"),
@@ -143,10 +147,10 @@ async fn who_has_the_whole_answer_finds_the_call_counted() {
 }
 
 #[tokio::test]
-async fn a_lost_producer_is_an_error_and_not_an_end() {
+async fn a_lost_producer_is_an_error() {
     let (sender, receiver) = mpsc::channel(1);
-    let message = batches(extents(1), 3).step().messages.remove(0);
-    sender.send(Step { messages: vec![message], extents: 1, end: None }).await.unwrap();
+    let message = batcher(extents(1), 3).next_batch().messages.remove(0);
+    sender.send(Batch { messages: vec![message], extents: 1, end: None }).await.unwrap();
     drop(sender);
     let (sizes, error) = collect(Messages::new(receiver)).await;
     assert_eq!(sizes, [1]);
@@ -154,7 +158,7 @@ async fn a_lost_producer_is_an_error_and_not_an_end() {
 }
 
 #[test]
-fn a_full_message_stays_under_the_default_limit_of_clients() {
+fn a_full_message_is_below_the_default_client_limit() {
     let largest = BlockMetadata { byte_offset: 64 << 40, size_bytes: 64 << 40 };
     let message = GetMetadataAllocatedResponse {
         block_metadata_type: 2,

@@ -1,16 +1,16 @@
-//! Where volumes and snapshots are: all of them on this node, and nowhere else (CSI Topology).
+//! The topology of volumes and snapshots (CSI Topology): all of them are on this node.
 
 use crate::backend::{Error, Result};
 use crate::proto::csi::v1 as csi;
 
-/// This node as a topology.
+/// The topology segment of this node.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct NodeTopology {
     key: String,
     node_id: String,
 }
 
-impl Place {
+impl NodeTopology {
     pub fn new(driver_name: &str, node_id: &str) -> Self {
         Self { key: format!("topology.{driver_name}/node"), node_id: node_id.to_owned() }
     }
@@ -19,19 +19,18 @@ impl Place {
         &self.node_id
     }
 
-    pub fn topology(&self) -> csi::Topology {
+    pub fn to_csi(&self) -> csi::Topology {
         csi::Topology { segments: [(self.key.clone(), self.node_id.clone())].into() }
     }
 
-    /// Whether this node lies in `topology`. One with segments that this driver does not know is
-    /// somewhere else.
+    /// Whether this node matches `topology`. A topology with unknown segments does not match.
     pub fn is_in(&self, topology: &csi::Topology) -> bool {
         topology.segments.iter().all(|(key, value)| *key == self.key && *value == self.node_id)
     }
 
-    /// Fails unless a volume or snapshot on this node meets the requirement: one of `requisite` or, without
-    /// those, one of `preferred` has to hold this node.
-    pub fn check(&self, requirement: Option<&csi::TopologyRequirement>) -> Result<()> {
+    /// Fails unless this node meets the requirement: it must match an entry of `requisite` or, if
+    /// that is empty, of `preferred`.
+    pub fn check_requirement(&self, requirement: Option<&csi::TopologyRequirement>) -> Result<()> {
         let Some(requirement) = requirement else { return Ok(()) };
         let candidates = match requirement.requisite.as_slice() {
             [] => &requirement.preferred,
@@ -41,7 +40,7 @@ impl Place {
             return Ok(());
         }
         Err(Error::Exhausted(format!(
-            "accessibility_requirements: volumes and snapshots of this driver are on {}={} only",
+            "accessibility_requirements: volumes and snapshots of this driver are only on {}={}",
             self.key, self.node_id
         )))
     }
@@ -57,8 +56,8 @@ mod tests {
     }
 
     #[test]
-    fn only_requirements_that_hold_this_node_are_met() {
-        let place = Place::new("d.example", "n1");
+    fn only_requirements_with_this_node_are_met() {
+        let node = NodeTopology::new("d.example", "n1");
         let here = topology(&[("topology.d.example/node", "n1")]);
         let elsewhere = topology(&[("topology.d.example/node", "n2")]);
         let zone = topology(&[("topology.d.example/node", "n1"), ("zone", "z1")]);
@@ -68,10 +67,10 @@ mod tests {
                 requisite: owned(requisite),
                 preferred: owned(preferred),
             };
-            place.check(Some(&requirement)).is_ok()
+            node.check_requirement(Some(&requirement)).is_ok()
         };
-        assert_eq!(place.topology(), here);
-        assert!(place.check(None).is_ok());
+        assert_eq!(node.to_csi(), here);
+        assert!(node.check_requirement(None).is_ok());
         assert!(check(&[], &[]));
         assert!(check(&[&elsewhere, &here], &[]));
         assert!(check(&[], &[&elsewhere, &here]));

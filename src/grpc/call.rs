@@ -1,8 +1,8 @@
-//! What every call goes through: it runs on a thread where it may block, to its end even if the
-//! client goes away, is timed, counted and logged in one line, and a panic in it becomes INTERNAL.
+//! The common path of every call. A call runs on a thread where it may block, completes even if the
+//! client disconnects, is timed, counted and logged in one line, and turns a panic into INTERNAL.
 //!
-//! Only names, ids and paths reach the log, field by field: never a message as a whole, for those
-//! hold secrets, mount flags and parameters.
+//! Only names, ids and paths are logged, field by field. A whole message is never logged, because
+//! messages contain secrets, mount flags and parameters.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -12,13 +12,13 @@ use tokio::task::spawn_blocking;
 use tonic::{Code, Request, Response, Status};
 use tracing::Level;
 
-use super::{code_name, cut, fingerprint, is_fingerprint};
+use super::{code_name, fingerprint, is_fingerprint, truncate};
 use crate::telemetry::metrics::Metrics;
 
-/// Bytes of a name, id or path that go into the log; valid ones of names and ids are shorter.
+/// Maximum logged bytes of a name, id or path; valid names and ids are shorter.
 const MAX_LOGGED: usize = 256;
 
-/// Begins calls. Cheap to clone.
+/// Starts calls and tracks the running ones. Clones share the state.
 #[derive(Clone)]
 pub struct Calls {
     metrics: Metrics,
@@ -30,13 +30,13 @@ impl Calls {
         Self { metrics, running: watch::Sender::new(0) }
     }
 
-    /// Waits until no call runs, those included whose client has gone.
+    /// Waits until no call runs, including calls whose client has disconnected.
     pub async fn idle(&self) {
         // `self` holds a sender, so that the channel cannot close.
         let _ = self.running.subscribe().wait_for(|running| *running == 0).await;
     }
 
-    /// Runs a call with one answer.
+    /// Runs a unary call.
     pub async fn unary<Q, R>(
         &self,
         method: &'static str,
@@ -61,14 +61,14 @@ impl Calls {
         work.await.unwrap_or_else(|_| Err(exiting())).map(Response::new)
     }
 
-    /// Begins a call that the caller ends.
+    /// Starts a call. The caller must end it.
     pub fn begin(&self, method: &'static str, request: &impl Describe) -> Call {
         self.running.send_modify(|running| *running += 1);
         let calls = self.clone();
         Call {
             method,
             subject: Subject::of(request),
-            begun: Instant::now(),
+            start: Instant::now(),
             calls,
             messages: 0,
             extents: 0,
@@ -77,11 +77,11 @@ impl Calls {
     }
 }
 
-/// A call that runs. One that is dropped before its end counts as CANCELLED.
+/// A running call. A call that is dropped before its end is reported as CANCELLED.
 pub struct Call {
     method: &'static str,
     subject: Subject,
-    begun: Instant,
+    start: Instant,
     calls: Calls,
     messages: u64,
     extents: u64,
@@ -93,14 +93,14 @@ impl Call {
         self.method
     }
 
-    /// Books messages of a stream.
-    pub fn streamed(&mut self, messages: usize, extents: usize) {
+    /// Counts sent messages of a stream.
+    pub fn add_messages(&mut self, messages: usize, extents: usize) {
         self.messages += messages as u64;
         self.extents += extents as u64;
-        self.calls.metrics.streamed(extents as u64);
+        self.calls.metrics.add_extents(extents as u64);
     }
 
-    /// Takes in what became known of it since it began.
+    /// Adds what a message, such as the response, contains about the call.
     pub fn note(&mut self, message: &impl Describe) {
         message.describe(&mut self.subject);
     }
@@ -112,8 +112,8 @@ impl Call {
 
     fn report(&mut self, code: Code, error: Option<&str>) {
         self.ended = true;
-        let duration = self.begun.elapsed();
-        self.calls.metrics.called(self.method, code_name(code), duration);
+        let duration = self.start.elapsed();
+        self.calls.metrics.observe_call(self.method, code_name(code), duration);
         self.log(code, error, duration);
     }
 
@@ -151,18 +151,18 @@ impl Call {
 impl Drop for Call {
     fn drop(&mut self) {
         if !self.ended {
-            self.report(Code::Cancelled, Some("the client went away"));
+            self.report(Code::Cancelled, Some("the client disconnected"));
         }
         self.calls.running.send_modify(|running| *running -= 1);
     }
 }
 
-/// To the microsecond.
+/// With a resolution of one microsecond.
 fn milliseconds(duration: Duration) -> f64 {
     duration.as_micros() as f64 / 1000.0
 }
 
-/// What a call is about, as far as a log may know.
+/// The objects of a call, limited to what may be logged.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Subject {
     pub name: Option<String>,
@@ -173,7 +173,7 @@ pub struct Subject {
     pub path: Option<String>,
     /// A fingerprint: the token itself is a secret.
     pub session: Option<String>,
-    /// Whether the request leaves the mount to a container runtime.
+    /// Whether the request defers the mount to a container runtime.
     pub deferred: bool,
 }
 
@@ -198,10 +198,10 @@ impl Subject {
         } = self;
         [name, volume_id, snapshot_id, base_snapshot_id, group_snapshot_id, path]
             .iter()
-            .any(|noted| noted.as_deref().is_some_and(|noted| noted.contains(text)))
+            .any(|logged| logged.as_deref().is_some_and(|logged| logged.contains(text)))
     }
 
-    /// Whether it is about two snapshots.
+    /// Whether the call compares two snapshots.
     pub fn has_base(&self) -> bool {
         self.base_snapshot_id.is_some()
     }
@@ -212,17 +212,19 @@ impl Subject {
     }
 }
 
-/// A message that can say which of its fields the log may know.
+/// A message that reports which of its fields may be logged.
 pub trait Describe {
     fn describe(&self, subject: &mut Subject);
 }
 
-/// The value for the log: nothing for an absent field, and cut, for it is not checked yet.
+/// The value for the log: `None` for an empty field, otherwise truncated, because it is not
+/// validated yet.
 pub fn note(value: &str) -> Option<String> {
-    (!value.is_empty()).then(|| cut(value, MAX_LOGGED))
+    (!value.is_empty()).then(|| truncate(value, MAX_LOGGED))
 }
 
-/// What the log may know of a session. The sidecar of this project sends a fingerprint, and its log has the same.
+/// The fingerprint of a session token, for the log. This project's sidecar sends a fingerprint
+/// instead of the token and logs the same value.
 pub fn note_session(token: &str) -> Option<String> {
     match token {
         "" => None,
@@ -232,11 +234,13 @@ pub fn note_session(token: &str) -> Option<String> {
 }
 
 pub fn panicked(method: &str) -> Status {
-    Status::internal(format!("{method} failed in a way that is a bug of ours; the log says where"))
+    Status::internal(format!(
+        "{method} panicked, which is a bug; the log of the server has the location"
+    ))
 }
 
 pub fn exiting() -> Status {
-    Status::unavailable("the process that serves this is exiting; try again")
+    Status::unavailable("the server is shutting down; try again")
 }
 
 #[cfg(test)]
@@ -258,16 +262,16 @@ mod tests {
     async fn a_panic_becomes_internal_and_is_counted() {
         let calls = calls();
         let request = Request::new(Probe);
-        let answer = calls
+        let response = calls
             .unary("Probe", request, |_| -> Result<Probe, Status> { panic!("on purpose") })
             .await;
-        assert_eq!(answer.unwrap_err().code(), Code::Internal);
+        assert_eq!(response.unwrap_err().code(), Code::Internal);
         let metrics = calls.metrics.scrape().unwrap();
         assert!(metrics.contains(r#"count{method="Probe",code="INTERNAL"} 1"#), "{metrics}");
     }
 
     #[tokio::test]
-    async fn a_call_runs_to_its_end_when_the_client_goes_away() {
+    async fn a_call_completes_after_the_client_disconnects() {
         let calls = calls();
         let (go, wait) = std::sync::mpsc::channel::<()>();
         let request = Request::new(Probe);

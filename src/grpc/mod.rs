@@ -1,6 +1,6 @@
-//! What every side of a gRPC socket agrees on: where it is, how a code is written, what a log shows of a token, and a
-//! message that passes through as the bytes that it is; and what roles that serve one share: how a socket is made
-//! ([`socket`]) and what each call goes through ([`call`]) until the last ([`serve`]).
+//! Shared gRPC code: socket paths, names of codes, fingerprints of tokens, and messages that pass
+//! through as bytes. For servers: how a socket is created ([`socket`]), how each call runs
+//! ([`call`]), and serving until shutdown ([`serve`]).
 
 pub mod call;
 pub mod serve;
@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use tonic::Code;
 use tonic::metadata::MetadataMap;
 
-/// The longest path that the kernel takes for a unix socket, in bytes.
+/// Maximum bytes of a unix socket path in the kernel.
 const MAX_SOCKET_PATH: usize = 107;
 
 /// Absolute path of a unix socket.
@@ -38,8 +38,8 @@ impl FromStr for SocketPath {
     fn from_str(text: &str) -> Result<Self, String> {
         let rest = text.strip_prefix("unix:").unwrap_or(text);
         let path = rest.strip_prefix("//").unwrap_or(rest);
-        let names_a_file = path.starts_with('/') && !path.ends_with('/') && !path.contains("://");
-        if !names_a_file || (rest == text && text.starts_with("//")) {
+        let is_file_path = path.starts_with('/') && !path.ends_with('/') && !path.contains("://");
+        if !is_file_path || (rest == text && text.starts_with("//")) {
             return Err(format!("{text:?} is not unix:///path, unix:/path or /path"));
         }
         if path.len() > MAX_SOCKET_PATH || path.contains('\0') {
@@ -55,12 +55,12 @@ impl fmt::Display for SocketPath {
     }
 }
 
-/// A message of any type, encoded. Sending it is one copy, receiving it none.
+/// An encoded message of any type. Sending it is one copy, receiving it none.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RawMessage(pub Bytes);
 
 impl RawMessage {
-    /// The same message, encoded.
+    /// Encodes a message.
     pub fn of(message: &impl prost::Message) -> Self {
         Self(message.encode_to_vec().into())
     }
@@ -83,8 +83,8 @@ impl prost::Message for RawMessage {
         Ok(Self(buf.copy_to_bytes(buf.remaining())))
     }
 
-    /// Only `decode` takes such a message in: it has no fields that it could be put together from.
-    #[allow(deprecated)] // There is no other way to make this error.
+    /// Never called by `decode`: a raw message has no fields to merge.
+    #[allow(deprecated)] // The error has no other constructor.
     fn merge_field(
         &mut self,
         _: u32,
@@ -92,19 +92,19 @@ impl prost::Message for RawMessage {
         _: &mut impl Buf,
         _: DecodeContext,
     ) -> Result<(), DecodeError> {
-        Err(DecodeError::new("a raw message cannot be a part of another"))
+        Err(DecodeError::new("a raw message cannot be part of another message"))
     }
 }
 
-/// Digits of a fingerprint.
+/// Hexadecimal digits of a fingerprint.
 const FINGERPRINT: usize = 16;
 
-/// Bytes of a status message, at most: it travels in an HTTP/2 header, which has a limit, and may
-/// hold what a client sent.
+/// Maximum bytes of a status message. It is sent in an HTTP/2 header, which has a limit, and may
+/// contain text of a client.
 pub const MAX_MESSAGE: usize = 1024;
 
-/// `text`, or its start when it has more than `max` bytes.
-pub fn cut(text: &str, max: usize) -> String {
+/// Truncates `text` to `max` bytes at a character boundary, and marks the truncation with `…`.
+pub fn truncate(text: &str, max: usize) -> String {
     if text.len() <= max {
         return text.to_owned();
     }
@@ -112,8 +112,8 @@ pub fn cut(text: &str, max: usize) -> String {
     format!("{}…", &text[..end])
 }
 
-/// When the client's `grpc-timeout` passes. The server applies it by itself up to the start of a
-/// response, not to the stream that follows.
+/// The deadline of the client's `grpc-timeout`. tonic applies it only until the response starts,
+/// not to the stream that follows.
 pub fn deadline(metadata: &MetadataMap) -> Option<Instant> {
     let timeout = parse_timeout(metadata.get("grpc-timeout")?.to_str().ok()?)?;
     Instant::now().checked_add(timeout)
@@ -137,20 +137,20 @@ pub(crate) fn parse_timeout(text: &str) -> Option<Duration> {
     })
 }
 
-/// What a log may show of a secret, so that its uses can be told apart: the first 16 hexadecimal digits of its SHA-256. It
-/// does not lead back to a secret that cannot be guessed, and is none itself.
+/// Identifies a secret in a log: the first 16 hexadecimal digits of its SHA-256. It does not reveal
+/// a secret that cannot be guessed, and it cannot be used as one.
 pub fn fingerprint(secret: &str) -> String {
     let digest = Sha256::digest(secret.as_bytes());
     digest.iter().take(FINGERPRINT / 2).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Whether `text` looks as what [`fingerprint`] returns.
+/// Whether `text` has the form of a [`fingerprint`].
 pub fn is_fingerprint(text: &str) -> bool {
     text.len() == FINGERPRINT
         && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }
 
-/// The name of a code as gRPC writes it.
+/// The name of a code in gRPC, such as `NOT_FOUND`.
 pub const fn code_name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",
@@ -173,7 +173,7 @@ pub const fn code_name(code: Code) -> &'static str {
     }
 }
 
-/// The code with a name as gRPC writes it.
+/// The code with this name in gRPC.
 pub fn code_named(name: &str) -> Option<Code> {
     (0..=16).map(Code::from).find(|code| code_name(*code) == name)
 }
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_endpoint_is_a_unix_socket_with_an_absolute_path() {
+    fn an_endpoint_is_an_absolute_unix_socket_path() {
         for text in ["unix:///run/a.sock", "unix:/run/a.sock", "/run/a.sock"] {
             let path: SocketPath = text.parse().unwrap();
             assert_eq!(path.as_ref(), Path::new("/run/a.sock"), "{text}");
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fingerprint_is_the_start_of_the_digest_and_tells_itself() {
+    fn a_fingerprint_is_a_prefix_of_the_digest() {
         // SHA-256 of "abc", FIPS 180-2, appendix B.1.
         assert_eq!(fingerprint("abc"), "ba7816bf8f01cfea");
         assert!(is_fingerprint(&fingerprint("")));
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn timeouts_are_read_as_grpc_writes_them() {
+    fn grpc_timeouts_are_parsed() {
         assert_eq!(parse_timeout("99999999H"), Some(Duration::from_secs(99_999_999 * 3600)));
         assert_eq!(parse_timeout("250m"), Some(Duration::from_millis(250)));
         for bad in ["", "S", "123456789S", "1x", "-1S", "1é"] {

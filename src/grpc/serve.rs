@@ -1,4 +1,4 @@
-//! A gRPC server on a unix socket from its first call to its last.
+//! Runs a gRPC server on a unix socket until shutdown.
 
 use std::convert::Infallible;
 use std::io;
@@ -18,16 +18,16 @@ use tonic::codegen::http::{Request, Response};
 use tonic::transport::server::Router;
 
 use super::call::Calls;
-use crate::telemetry::accept::Accepting;
+use crate::telemetry::accept::BackoffAcceptor;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Calls at once over one connection, and bytes under way of each. The connection has room for all of them: one that nobody reads
-/// holds up no other.
+/// Maximum concurrent calls of a connection, and the window of each in bytes. The connection's
+/// window covers all calls, so that a call whose response is not read blocks no other.
 const STREAMS: u32 = 200;
 const WINDOW: u32 = 64 << 10;
 
-/// Serves until a signal has come and the running calls are done, or out of time.
-pub async fn until_told(
+/// Serves until shutdown begins and the running calls are done or the drain timeout ends.
+pub async fn until_shutdown(
     router: Router,
     listener: UnixListener,
     calls: &Calls,
@@ -37,20 +37,21 @@ pub async fn until_told(
     let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
         served = served => served.context("serving")?,
-        () = shutdown.overdue() => tracing::warn!("closing connections that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("closing connections that did not end within the drain timeout"),
     }
-    ended(calls, shutdown).await;
+    wait_for_calls(calls, shutdown).await;
     Ok(())
 }
 
-/// The connections until draining begins. (tonic itself polls a listener that fails again at once.)
+/// Accepts connections until draining begins. (tonic itself retries a failing listener without a
+/// pause.)
 fn incoming(listener: UnixListener, shutdown: Shutdown) -> ReceiverStream<io::Result<UnixStream>> {
     let (ready, connections) = mpsc::channel(1);
     tokio::spawn(async move {
-        let mut accepting = Accepting::default();
+        let mut acceptor = BackoffAcceptor::default();
         loop {
             let next = tokio::select! {
-                next = accepting.next(&listener) => next,
+                next = acceptor.next(&listener) => next,
                 () = shutdown.draining() => return,
                 () = ready.closed() => return,
             };
@@ -62,18 +63,18 @@ fn incoming(listener: UnixListener, shutdown: Shutdown) -> ReceiverStream<io::Re
     ReceiverStream::new(connections)
 }
 
-/// Calls whose client has gone run on without a connection.
-async fn ended(calls: &Calls, shutdown: &Shutdown) {
+/// Waits for calls whose client disconnected: they continue without a connection.
+async fn wait_for_calls(calls: &Calls, shutdown: &Shutdown) {
     tokio::select! {
         () = calls.idle() => tracing::info!("stopped"),
-        () = shutdown.overdue() => tracing::warn!("stopped with calls that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("stopped while calls were still running after the drain timeout"),
     }
 }
 
-/// The same for a service that is handed each request as it is, and whose answers go out as they are: with no header more, and no
-/// deadline but its own.
-pub async fn each_until_told<F>(
-    answer: impl Fn(Request<Body>) -> F + Clone + Send + 'static,
+/// The same for a service that receives each request unchanged and whose responses are sent
+/// unchanged: without added headers, and with no deadline except its own.
+pub async fn raw_until_shutdown<F>(
+    service: impl Fn(Request<Body>) -> F + Clone + Send + 'static,
     listener: UnixListener,
     calls: &Calls,
     shutdown: &Shutdown,
@@ -82,11 +83,11 @@ where
     F: Future<Output = Response<Body>> + Send + 'static,
 {
     let mut connections = JoinSet::new();
-    let mut accepting = Accepting::default();
+    let mut acceptor = BackoffAcceptor::default();
     loop {
         tokio::select! {
-            stream = accepting.next(&listener) => {
-                connections.spawn(attend(stream, answer.clone(), shutdown.clone()));
+            stream = acceptor.next(&listener) => {
+                connections.spawn(serve_connection(stream, service.clone(), shutdown.clone()));
             }
             Some(_) = connections.join_next() => {}
             () = shutdown.draining() => break,
@@ -95,39 +96,39 @@ where
     drop(listener);
     tokio::select! {
         () = async { while connections.join_next().await.is_some() {} } => {}
-        () = shutdown.overdue() => tracing::warn!("closing connections that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("closing connections that did not end within the drain timeout"),
     }
-    ended(calls, shutdown).await;
+    wait_for_calls(calls, shutdown).await;
     Ok(())
 }
 
-/// Serves one connection to its end.
-async fn attend<F>(
+/// Serves one connection until it ends.
+async fn serve_connection<F>(
     stream: UnixStream,
-    answer: impl Fn(Request<Body>) -> F + Send + 'static,
+    service: impl Fn(Request<Body>) -> F + Send + 'static,
     shutdown: Shutdown,
 ) where
     F: Future<Output = Response<Body>> + Send + 'static,
 {
-    let each = service_fn(move |request: Request<Incoming>| {
-        let answered = answer(request.map(Body::new));
-        async move { Ok::<_, Infallible>(answered.await) }
+    let handler = service_fn(move |request: Request<Incoming>| {
+        let response = service(request.map(Body::new));
+        async move { Ok::<_, Infallible>(response.await) }
     });
     let mut builder = http2::Builder::new(TokioExecutor::new());
     builder.auto_date_header(false).max_concurrent_streams(STREAMS);
     builder.initial_stream_window_size(WINDOW).initial_connection_window_size(STREAMS * WINDOW);
-    let mut served = pin!(builder.serve_connection(TokioIo::new(stream), each));
+    let mut served = pin!(builder.serve_connection(TokioIo::new(stream), handler));
     tokio::select! {
-        ended = served.as_mut() => return told(ended),
+        result = served.as_mut() => return log_result(result),
         () = shutdown.draining() => {}
     }
     served.as_mut().graceful_shutdown();
-    told(served.await);
+    log_result(served.await);
 }
 
-fn told(ended: hyper::Result<()>) {
-    if let Err(error) = ended {
-        tracing::debug!(%error, "a connection broke");
+fn log_result(result: hyper::Result<()>) {
+    if let Err(error) = result {
+        tracing::debug!(%error, "connection failed");
     }
 }
 

@@ -1,5 +1,6 @@
-//! The unix socket of a role: made with no moment at which it has the wrong owner or mode, never taken
-//! from a process that still answers, and removed at the end only if it is still ours.
+//! The unix socket of a role. It never exists with the wrong owner or mode, never replaces the
+//! socket of a running process, and is removed at the end only if it is still this process's
+//! socket.
 
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io::ErrorKind;
@@ -14,15 +15,16 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::Group;
 use tokio::net::{UnixListener, UnixSocket};
 
-use crate::fail_point::meet;
+use crate::fail_point::hit;
 
-/// Connections that may wait to be accepted.
+/// Maximum connections that wait to be accepted.
 const BACKLOG: u32 = 128;
-/// How often, and after how long, it is looked whether another process has made its socket.
-const TURNS: usize = 50;
-const TURN: Duration = Duration::from_millis(10);
+/// Attempts to lock the directory, and the pause between them, while another process creates a
+/// socket.
+const LOCK_ATTEMPTS: usize = 50;
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
-/// Removes its socket when dropped, unless another process has put its own there.
+/// Removes the socket when dropped, unless another process has replaced it.
 pub struct Guard {
     path: PathBuf,
     device: u64,
@@ -34,94 +36,96 @@ impl Drop for Guard {
         let ours = fs::symlink_metadata(&self.path)
             .is_ok_and(|found| (found.dev(), found.ino()) == (self.device, self.inode));
         if ours && let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "the socket could not be removed");
+            tracing::warn!(path = %self.path.display(), %error, "failed to remove the socket");
         }
     }
 }
 
-/// A socket that has no name yet that clients know.
+/// A bound socket that does not have its final name yet.
 struct Bound {
     socket: UnixSocket,
     gid: Option<u32>,
     temporary: PathBuf,
-    _turn: Option<Flock<File>>,
+    _lock: Option<Flock<File>>,
 }
 
-/// Binds a socket beside `path`, where that is free.
+/// Binds a socket with a temporary name in the directory of `path`, if `path` is free.
 fn bind(path: &Path, group: Option<&str>) -> anyhow::Result<Bound> {
-    let directory = path.parent().context("the socket needs a directory")?;
+    let directory = path.parent().context("the path of the socket has no directory")?;
     DirBuilder::new()
         .recursive(true)
         .mode(0o755)
         .create(directory)
-        .with_context(|| format!("making the directory {}", directory.display()))?;
+        .with_context(|| format!("failed to create the directory {}", directory.display()))?;
     let gid = group.map(group_id).transpose()?;
-    // One at a time: two containers that share the directory may have the same process number, and each would take the other's
-    // socket for its own.
-    let turn = turn(directory)?;
-    refuse_if_taken(path)?;
+    // One process at a time: two containers that share the directory may have the same process id,
+    // and each would mistake the other's temporary socket for its own.
+    let lock = lock(directory)?;
+    check_not_in_use(path)?;
 
-    // Bound under a name of its own first: nobody can connect before `listen`, and by then mode and
-    // group are set. The rename then takes the place of a stale socket in one step.
-    // Its name is no longer than a process number: a socket's path has little room.
-    remove_left_over(directory);
+    // Bind under a temporary name: no client can connect before `listen`, and until then mode and
+    // group are set. The rename then replaces a stale socket atomically. The temporary name is only
+    // the process id, because the path of a socket is short.
+    remove_stale(directory);
     let temporary = directory.join(format!(".{}", std::process::id()));
     let socket = UnixSocket::new_stream()?;
     socket
         .bind(&temporary)
-        .with_context(|| format!("binding a socket in {}", directory.display()))?;
-    Ok(Bound { socket, gid, temporary, _turn: turn })
+        .with_context(|| format!("failed to bind a socket in {}", directory.display()))?;
+    Ok(Bound { socket, gid, temporary, _lock: lock })
 }
 
-/// Finds out whether [`listen`] would succeed, and leaves no socket. To be called inside a runtime.
+/// Checks whether [`listen`] would succeed, and leaves no socket. Must be called inside a tokio
+/// runtime.
 pub fn try_listen(path: &Path, group: Option<&str>) -> anyhow::Result<()> {
     let bound = bind(path, group)?;
     let temporary = bound.temporary.display();
-    fs::remove_file(&bound.temporary).with_context(|| format!("removing {temporary}"))
+    fs::remove_file(&bound.temporary).with_context(|| format!("failed to remove {temporary}"))
 }
 
-/// Listens on `path` with this mode and group. A socket that nobody listens on is replaced; one that
-/// answers is an error. To be called inside a runtime.
+/// Listens on `path` with this mode and group. Replaces a socket without a listener; a socket that
+/// accepts connections is an error. Must be called inside a tokio runtime.
 pub fn listen(
     path: &Path,
     mode: u32,
     group: Option<&str>,
 ) -> anyhow::Result<(UnixListener, Guard)> {
     let shown = path.display();
-    let Bound { socket, gid, temporary, _turn } = bind(path, group)?;
-    let placed = (|| {
-        meet("socket.bound")?;
-        chown(&temporary, None, gid).context("setting the group of the socket")?;
+    let Bound { socket, gid, temporary, _lock } = bind(path, group)?;
+    let result = (|| {
+        hit("socket.bound")?;
+        chown(&temporary, None, gid).context("failed to set the group")?;
         fs::set_permissions(&temporary, Permissions::from_mode(mode))?;
-        let made = fs::symlink_metadata(&temporary)?;
+        let metadata = fs::symlink_metadata(&temporary)?;
         let listener = socket.listen(BACKLOG)?;
         fs::rename(&temporary, path)?;
-        let guard = Guard { path: path.to_owned(), device: made.dev(), inode: made.ino() };
-        meet("socket.named")?;
+        let guard = Guard { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino() };
+        hit("socket.named")?;
         anyhow::Ok((listener, guard))
     })();
-    placed
+    result
         .inspect_err(|_| drop(fs::remove_file(&temporary)))
-        .with_context(|| format!("making the socket {shown}"))
+        .with_context(|| format!("failed to create the socket {shown}"))
 }
 
-/// Keeps other processes of this program from making a socket in the directory, until it is dropped. It takes a moment to make one: a
-/// lock that lasts is for something else.
-fn turn(directory: &Path) -> anyhow::Result<Option<Flock<File>>> {
-    for _ in 0..TURNS {
+/// Locks the directory against other processes of this program that create a socket, until the lock
+/// is dropped. Creation takes a moment: a lock that lasts longer has another purpose and is
+/// ignored.
+fn lock(directory: &Path) -> anyhow::Result<Option<Flock<File>>> {
+    for _ in 0..LOCK_ATTEMPTS {
         let opened = File::open(directory);
-        let opened = opened.with_context(|| format!("opening {}", directory.display()))?;
+        let opened = opened.with_context(|| format!("failed to open {}", directory.display()))?;
         match Flock::lock(opened, FlockArg::LockExclusiveNonblock) {
             Ok(locked) => return Ok(Some(locked)),
-            Err(_) => sleep(TURN),
+            Err(_) => sleep(LOCK_PAUSE),
         }
     }
     Ok(None)
 }
 
-/// Removes what processes that were killed had bound and not yet named: sockets called after a process
-/// that is gone, or after this one.
-fn remove_left_over(directory: &Path) {
+/// Removes temporary sockets of killed processes: those named after a process that does not exist,
+/// or after this one.
+fn remove_stale(directory: &Path) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let process = name.to_str().and_then(|name| name.strip_prefix('.')?.parse::<u32>().ok());
@@ -134,47 +138,49 @@ fn remove_left_over(directory: &Path) {
     }
 }
 
-fn refuse_if_taken(path: &Path) -> anyhow::Result<()> {
+fn check_not_in_use(path: &Path) -> anyhow::Result<()> {
     let shown = path.display();
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error).with_context(|| format!("looking at {shown}")),
+        Err(error) => return Err(error).with_context(|| format!("failed to inspect {shown}")),
         Ok(found) if !found.file_type().is_socket() => {
             bail!("{shown} exists and is not a socket; remove it or choose another --endpoint")
         }
         Ok(_) => {}
     }
     match UnixStream::connect(path) {
-        Ok(_) => bail!(
-            "{shown} is in use: another process answers on it; stop it or choose another --endpoint"
-        ),
+        Ok(_) => {
+            bail!("{shown} is in use by another process; stop it or choose another --endpoint")
+        }
         Err(error)
             if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound) =>
         {
             Ok(())
         }
-        Err(error) => Err(error).with_context(|| format!("finding out whether {shown} is in use")),
+        Err(error) => {
+            Err(error).with_context(|| format!("failed to check whether {shown} is in use"))
+        }
     }
 }
 
-/// An access mode, as a flag gives it.
+/// Parses an access mode.
 pub fn octal_mode(text: &str) -> Result<u32, String> {
     let digits = text.strip_prefix("0o").unwrap_or(text);
     let octal = digits.bytes().all(|byte| byte.is_ascii_digit());
     match u32::from_str_radix(digits, 8) {
         Ok(mode) if octal && mode <= 0o777 => Ok(mode),
-        _ => Err(format!("{text:?} is not an access mode in octal, such as 0660")),
+        _ => Err(format!("{text:?} is not an octal access mode such as 0660")),
     }
 }
 
-/// The id of a group that is given by name or number.
+/// The id of a group, from its name or number.
 fn group_id(group: &str) -> anyhow::Result<u32> {
     if let Ok(id) = group.parse() {
         return Ok(id);
     }
-    let found =
-        Group::from_name(group).with_context(|| format!("looking up the group {group:?}"))?;
-    Ok(found.with_context(|| format!("--socket-group: there is no group {group:?}"))?.gid.as_raw())
+    let found = Group::from_name(group)
+        .with_context(|| format!("failed to look up the group {group:?}"))?;
+    Ok(found.with_context(|| format!("--socket-group: unknown group {group:?}"))?.gid.as_raw())
 }
 
 #[cfg(test)]
@@ -193,7 +199,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_socket_has_its_mode_and_goes_with_its_guard() {
+    async fn the_socket_has_its_mode_and_is_removed_at_the_end() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("made/csi.sock");
         let (_listener, guard) = listen(&path, 0o640, None).unwrap();
@@ -205,7 +211,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_that_answers_is_not_taken() {
+    async fn a_socket_in_use_is_not_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("csi.sock");
         let _first = listen(&path, 0o600, None).unwrap();
@@ -215,7 +221,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stale_socket_is_replaced_and_its_old_guard_leaves_the_new_one_alone() {
+    async fn a_stale_socket_is_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("csi.sock");
         let (listener, stale) = listen(&path, 0o600, None).unwrap();
@@ -226,22 +232,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_a_killed_process_had_bound_and_not_named_goes_with_the_next_start() {
+    async fn temporary_sockets_of_killed_processes_are_removed() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
-        // More than any process number (proc(5), pid_max).
-        let of_the_dead = UnixListener::bind(at(".4194305")).unwrap();
-        let of_the_living = UnixListener::bind(at(".1")).unwrap();
+        // Greater than any process id (proc(5), pid_max).
+        let killed = UnixListener::bind(at(".4194305")).unwrap();
+        let running = UnixListener::bind(at(".1")).unwrap();
         fs::write(at(".4194306"), "no socket").unwrap();
         let (_listener, _guard) = listen(&at("csi.sock"), 0o600, None).unwrap();
-        drop((of_the_dead, of_the_living));
-        let there = [".4194305", ".1", ".4194306", "csi.sock"].map(|name| at(name).exists());
-        assert_eq!(there, [false, true, true, true]);
+        drop((killed, running));
+        let exists = [".4194305", ".1", ".4194306", "csi.sock"].map(|name| at(name).exists());
+        assert_eq!(exists, [false, true, true, true]);
     }
 
-    /// As two containers that share a directory, in each of which the first process is number 1.
+    /// Like two containers that share a directory and in which the first process has id 1.
     #[tokio::test(flavor = "multi_thread", worker_threads = 8)]
-    async fn two_that_begin_at_once_do_not_take_each_others_socket() {
+    async fn concurrent_starts_keep_their_own_sockets() {
         let directory = tempfile::tempdir().unwrap();
         for _ in 0..50 {
             let each = ["csi.sock", "proxy.sock"].map(|name| {
@@ -259,7 +265,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_directory_that_is_locked_for_something_else_holds_up_nobody() {
+    async fn a_directory_locked_for_another_purpose_is_usable() {
         let directory = tempfile::tempdir().unwrap();
         let opened = File::open(directory.path()).unwrap();
         let _locked = Flock::lock(opened, FlockArg::LockExclusive).unwrap();
@@ -269,7 +275,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_that_is_no_socket_is_left_alone() {
+    async fn a_file_that_is_not_a_socket_is_kept() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("csi.sock");
         fs::write(&path, "precious").unwrap();

@@ -1,6 +1,6 @@
-//! Admission webhooks (AdmissionReview v1): an object on its way into the cluster is judged, and what cannot be judged is refused.
-//! A refusal has a code and words, which the API server hands on to whoever sent the object. What is let pass may be changed on
-//! its way, and warned of.
+//! Admission webhooks (AdmissionReview v1): decides about objects that are sent to the API server,
+//! and refuses what it cannot decide. A refusal has a code and a message, which the API server
+//! returns to the sender. An allowed object may be changed, and may get warnings.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,21 +22,22 @@ use tokio::time::timeout;
 
 use super::cache::Object;
 use super::client::Failure;
-use crate::grpc::{MAX_MESSAGE, cut};
+use crate::grpc::{MAX_MESSAGE, truncate};
 
-/// Bytes of one warning and of all of an object: the API server cuts what is longer.
+/// Maximum bytes of one warning, and of all warnings of an object: the API server truncates longer
+/// ones.
 const MAX_WARNING: usize = 240;
 const MAX_WARNINGS: usize = 3072;
 
-/// What becomes of an object.
+/// The decision about an object.
 pub type Verdict = Result<(), Refusal>;
 
-/// An object that is let pass.
+/// An object that is allowed.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub struct Allowed {
-    /// In order.
+    /// Changes to the object, in order.
     pub changes: Vec<Set>,
-    /// For whoever sent it, a line each.
+    /// Warnings for the sender, one line each.
     pub warnings: Vec<String>,
 }
 
@@ -46,7 +47,7 @@ impl From<()> for Allowed {
     }
 }
 
-/// One step of a JSON Patch (RFC 6902): a field gets a value, whether it had one or not. What holds the field has to be there.
+/// One step of a JSON Patch (RFC 6902) that sets a field. The parent of the field must exist.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Set {
     op: &'static str,
@@ -55,7 +56,7 @@ pub struct Set {
 }
 
 impl Set {
-    /// The field's name is the last of `path`.
+    /// `path` leads to the field and ends with its name.
     pub fn new<'a>(path: impl IntoIterator<Item = &'a str>, value: impl Into<Value>) -> Self {
         let escaped = |name: &str| format!("/{}", name.replace('~', "~0").replace('/', "~1"));
         let path = path.into_iter().map(escaped).collect();
@@ -63,17 +64,17 @@ impl Set {
     }
 }
 
-/// What became of a review, for whoever counts.
+/// The outcome of a review, for metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     Allowed,
-    /// Let pass, and changed.
+    /// Allowed, and changed.
     Changed,
     Refused,
-    /// It could not be judged.
+    /// No decision was possible.
     Failed,
-    /// It was no review.
-    Nonsense,
+    /// The body was not a review.
+    Malformed,
 }
 
 impl Outcome {
@@ -87,10 +88,10 @@ impl Outcome {
     }
 }
 
-/// Who is told what became of each review, and how long that took.
-pub type Count = Arc<dyn Fn(Outcome, Duration) + Send + Sync>;
+/// Observes outcome and duration of each review.
+pub type Observer = Arc<dyn Fn(Outcome, Duration) + Send + Sync>;
 
-/// Why an object is not taken: for whoever sent it.
+/// Why an object is refused, for the sender.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     code: StatusCode,
@@ -98,30 +99,30 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// Who sent it may not.
+    /// The sender has no permission.
     pub fn not_allowed(message: impl Into<String>) -> Self {
         Self::new(StatusCode::FORBIDDEN, message)
     }
 
-    /// It can be sent by nobody.
+    /// The object is invalid for every sender.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(StatusCode::UNPROCESSABLE_ENTITY, message)
     }
 
-    /// It cannot be judged until somebody has mended something.
+    /// No decision is possible until an administrator corrects something.
     pub fn failed(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
     }
 
-    /// It cannot be judged now.
+    /// No decision is possible now; a retry may help.
     pub fn unavailable(message: impl Into<String>) -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, message)
     }
 
-    /// It cannot be judged, since a call to the API server failed; `what` is not known without it.
+    /// No decision is possible, because a call to the API server failed that would return `what`.
     pub fn unknown(what: &str, failure: &Failure) -> Self {
-        let message = format!("{what} is not known: {}", failure.message);
-        match failure.is_own_right {
+        let message = format!("cannot determine {what}: {}", failure.message);
+        match failure.lacks_permission {
             true => Self::failed(message),
             false => Self::unavailable(message),
         }
@@ -131,7 +132,7 @@ impl Refusal {
         Self { code, message: message.into() }
     }
 
-    /// As an HTTP status.
+    /// The code as an HTTP status.
     pub fn code(&self) -> u16 {
         self.code.as_u16()
     }
@@ -140,7 +141,7 @@ impl Refusal {
         &self.message
     }
 
-    /// As the API server names its own refusals.
+    /// The reason in the API server's own terms.
     fn reason(&self) -> &'static str {
         match self.code {
             StatusCode::FORBIDDEN => "Forbidden",
@@ -151,26 +152,28 @@ impl Refusal {
     }
 }
 
-/// A webhook that judges objects of one kind, each within `limit`, which is to be less than the API server waits.
-pub fn validating<K, J, F>(limit: Duration, judge: J) -> MethodRouter
+/// A webhook for objects of one kind. `limit` bounds a review; it must be shorter than the API
+/// server's timeout.
+pub fn validating<K, H, F>(limit: Duration, handler: H) -> MethodRouter
 where
     K: Object,
-    J: Fn(AdmissionRequest<K>) -> F + Clone + Send + Sync + 'static,
+    H: Fn(AdmissionRequest<K>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Verdict> + Send + 'static,
 {
-    Webhook::of::<K>(limit).route(judge)
+    Webhook::of::<K>(limit).route(handler)
 }
 
-/// How objects are judged at one path.
+/// A webhook at one path.
 #[derive(Clone)]
 pub struct Webhook {
     kinds: Arc<[GroupVersionKind]>,
     limit: Duration,
-    count: Option<Count>,
+    observer: Option<Observer>,
 }
 
 impl Webhook {
-    /// Of objects of this kind, each within `limit`, which is to be less than the API server waits.
+    /// For objects of one kind. `limit` bounds a review; it must be shorter than the API server's
+    /// timeout.
     pub fn of<K: Object>(limit: Duration) -> Self {
         Self::of_kinds(
             &[GroupVersionKind::gvk(&K::group(&()), &K::version(&()), &K::kind(&()))],
@@ -179,77 +182,77 @@ impl Webhook {
     }
 
     pub fn of_kinds(kinds: &[GroupVersionKind], limit: Duration) -> Self {
-        Self { kinds: kinds.into(), limit, count: None }
+        Self { kinds: kinds.into(), limit, observer: None }
     }
 
-    pub fn counted(self, count: Count) -> Self {
-        Self { count: Some(count), ..self }
+    pub fn observed_by(self, observer: Observer) -> Self {
+        Self { observer: Some(observer), ..self }
     }
 
-    /// Judges what is posted there.
-    pub fn route<K, A, J, F>(self, judge: J) -> MethodRouter
+    /// The route that handles reviews with `handler`.
+    pub fn route<K, A, H, F>(self, handler: H) -> MethodRouter
     where
         K: Resource + DeserializeOwned + Send + 'static,
         A: Into<Allowed>,
-        J: Fn(AdmissionRequest<K>) -> F + Clone + Send + Sync + 'static,
+        H: Fn(AdmissionRequest<K>) -> F + Clone + Send + Sync + 'static,
         F: Future<Output = Result<A, Refusal>> + Send + 'static,
     {
         post(move |body: Bytes| async move {
             let started = Instant::now();
-            let (outcome, response) = match self.answer(&body, judge).await {
+            let (outcome, response) = match self.answer(&body, handler).await {
                 Ok((outcome, review)) => (outcome, Json(review).into_response()),
-                Err(problem) => (Outcome::Nonsense, no_review(problem)),
+                Err(problem) => (Outcome::Malformed, no_review(problem)),
             };
-            if let Some(count) = &self.count {
-                count(outcome, started.elapsed());
+            if let Some(observer) = &self.observer {
+                observer(outcome, started.elapsed());
             }
             response
         })
     }
 
     /// # Errors
-    /// It is no review that could be answered; why.
-    async fn answer<K, A, J, F>(
+    /// The body is not a review that can be response.
+    async fn answer<K, A, H, F>(
         &self,
         body: &[u8],
-        judge: J,
+        handler: H,
     ) -> Result<(Outcome, AdmissionReview<DynamicObject>), String>
     where
         K: Resource + DeserializeOwned,
         A: Into<Allowed>,
-        J: FnOnce(AdmissionRequest<K>) -> F,
+        H: FnOnce(AdmissionRequest<K>) -> F,
         F: Future<Output = Result<A, Refusal>>,
     {
-        let (uid, request) = asked(body)?;
+        let (uid, request) = parse(body)?;
         let limit = self.limit;
         let verdict = match request_for::<K>(&self.kinds, request) {
-            Ok(request) => timeout(limit, judge(request)).await.unwrap_or_else(|_| {
-                let message = format!("could not be judged within {limit:?}; try again");
+            Ok(request) => timeout(limit, handler(request)).await.unwrap_or_else(|_| {
+                let message = format!("the webhook did not decide within {limit:?}; retry later");
                 Err(Refusal::unavailable(message))
             }),
             Err(refusal) => Err(refusal),
         };
-        // What it says may hold what a client sent: no line for each at the usual level.
+        // The message may contain text of a client: do not log each refusal at the usual level.
         if let Err(Refusal { code, message }) = &verdict {
             match code.is_server_error() {
-                true => tracing::warn!(uid, %code, message, "an object could not be judged"),
-                false => tracing::debug!(uid, %code, message, "an object was refused"),
+                true => tracing::warn!(uid, %code, message, "failed to review an object"),
+                false => tracing::debug!(uid, %code, message, "refused an object"),
             }
         }
         let verdict = verdict.map(Into::into);
         let outcome = Outcome::of(&verdict);
-        Ok((outcome, answered(uid, verdict)?.into_review()))
+        Ok((outcome, response(uid, verdict)?.into_review()))
     }
 }
 
 fn no_review(problem: String) -> Response {
-    let told = format!("not an AdmissionReview of {META_API_VERSION_V1}: {problem}\n");
-    (StatusCode::BAD_REQUEST, told).into_response()
+    let text = format!("not an AdmissionReview of {META_API_VERSION_V1}: {problem}\n");
+    (StatusCode::BAD_REQUEST, text).into_response()
 }
 
-/// The request's uid, and the request, of which nothing else is known yet.
-fn asked(body: &[u8]) -> Result<(String, Value), String> {
-    // Where it ended or went wrong is told; what it holds is not.
+/// Returns the request's uid, and the request, still undecoded.
+fn parse(body: &[u8]) -> Result<(String, Value), String> {
+    // The error reports the position, but no content.
     let mut review: Value = serde_json::from_slice(body)
         .map_err(|error| format!("not JSON in line {}, column {}", error.line(), error.column()))?;
     for (field, expected) in [("apiVersion", META_API_VERSION_V1), ("kind", META_KIND)] {
@@ -264,26 +267,26 @@ fn asked(body: &[u8]) -> Result<(String, Value), String> {
     }
 }
 
-/// The request as one for objects of one of these kinds.
+/// Decodes a request for objects of one of these kinds.
 fn request_for<K: Resource + DeserializeOwned>(
     kinds: &[GroupVersionKind],
     request: Value,
 ) -> Result<AdmissionRequest<K>, Refusal> {
-    let asked: Option<GroupVersionKind> = serde_json::from_value(request["kind"].clone()).ok();
-    let Some(kind) = asked.filter(|kind| kinds.contains(kind)) else {
-        let judged = |kind: &GroupVersionKind| format!("{} of {}", kind.kind, kind.api_version());
-        let judged: Vec<_> = kinds.iter().map(judged).collect();
+    let requested: Option<GroupVersionKind> = serde_json::from_value(request["kind"].clone()).ok();
+    let Some(kind) = requested.filter(|kind| kinds.contains(kind)) else {
+        let title = |kind: &GroupVersionKind| format!("{} of {}", kind.kind, kind.api_version());
+        let titles: Vec<_> = kinds.iter().map(title).collect();
         return Err(Refusal::failed(format!(
-            "this webhook judges {} only; mend the rules of its webhook configuration",
-            judged.join(", ")
+            "this webhook reviews only {}; correct the rules of its webhook configuration",
+            titles.join(", ")
         )));
     };
     serde_json::from_value(request)
-        .map_err(|error| Refusal::invalid(format!("not a request for a {}: {error}", kind.kind)))
+        .map_err(|error| Refusal::invalid(format!("invalid request for a {}: {error}", kind.kind)))
 }
 
-fn answered(uid: String, verdict: Result<Allowed, Refusal>) -> Result<AdmissionResponse, String> {
-    // It has no other way to be made without the request, which may be unreadable.
+fn response(uid: String, verdict: Result<Allowed, Refusal>) -> Result<AdmissionResponse, String> {
+    // The only constructor that does not need the request, which may be unreadable.
     let mut response = AdmissionResponse::invalid("");
     response.uid = uid;
     response.allowed = verdict.is_ok();
@@ -292,9 +295,9 @@ fn answered(uid: String, verdict: Result<Allowed, Refusal>) -> Result<AdmissionR
             response.result = Status::default();
             response.warnings = Some(warnings(allowed.warnings)).filter(|some| !some.is_empty());
             if !allowed.changes.is_empty() {
-                let unsaid = |error: serde_json::Error| error.to_string();
-                let patch = serde_json::to_value(allowed.changes).map_err(unsaid)?;
-                let patch = serde_json::from_value(patch).map_err(unsaid)?;
+                let failed = |error: serde_json::Error| error.to_string();
+                let patch = serde_json::to_value(allowed.changes).map_err(failed)?;
+                let patch = serde_json::from_value(patch).map_err(failed)?;
                 response = response.with_patch(patch).map_err(|error| error.to_string())?;
             }
         }
@@ -303,7 +306,7 @@ fn answered(uid: String, verdict: Result<Allowed, Refusal>) -> Result<AdmissionR
                 status: Some(StatusSummary::Failure),
                 code: refusal.code(),
                 reason: refusal.reason().to_owned(),
-                message: cut(&refusal.message, MAX_MESSAGE),
+                message: truncate(&refusal.message, MAX_MESSAGE),
                 ..Status::default()
             };
         }
@@ -311,12 +314,13 @@ fn answered(uid: String, verdict: Result<Allowed, Refusal>) -> Result<AdmissionR
     Ok(response)
 }
 
-/// As many as the API server hands on, in a form in which it does. They become a header's text, which has no control characters.
+/// Truncates the warnings as the API server would. They become HTTP headers, which cannot contain
+/// control characters.
 fn warnings(all: Vec<String>) -> Vec<String> {
     let (mut taken, mut bytes, total) = (Vec::new(), 0, all.len());
     for warning in all {
         let plain = warning.replace(char::is_control, " ");
-        let warning = cut(&plain, MAX_WARNING);
+        let warning = truncate(&plain, MAX_WARNING);
         bytes += warning.len();
         if bytes > MAX_WARNINGS {
             let more = total - taken.len();
@@ -358,7 +362,7 @@ mod tests {
         })
     }
 
-    async fn judged(review: &Value, verdict: Verdict) -> Result<Value, String> {
+    async fn reviewed(review: &Value, verdict: Verdict) -> Result<Value, String> {
         answered_by(&webhook(), review, verdict).await
     }
 
@@ -371,19 +375,19 @@ mod tests {
         review: &Value,
         verdict: Result<A, Refusal>,
     ) -> Result<Value, String> {
-        let judge = async |_: AdmissionRequest<SnapshotSessionRequest>| verdict;
-        let (_, answer) = webhook.answer(review.to_string().as_bytes(), judge).await?;
+        let handler = async |_: AdmissionRequest<SnapshotSessionRequest>| verdict;
+        let (_, answer) = webhook.answer(review.to_string().as_bytes(), handler).await?;
         Ok(serde_json::to_value(answer).unwrap())
     }
 
     #[tokio::test]
-    async fn an_answer_has_the_requests_uid_and_the_verdict() {
-        let answer = judged(&review(), Ok(())).await.unwrap();
+    async fn a_response_has_the_uid_and_the_decision() {
+        let answer = reviewed(&review(), Ok(())).await.unwrap();
         assert_eq!(answer["apiVersion"], "admission.k8s.io/v1");
         assert_eq!(answer["kind"], "AdmissionReview");
         assert_eq!(answer["response"]["uid"], "u-1");
         assert_eq!(answer["response"]["allowed"], true);
-        let answer = judged(&review(), Err(Refusal::not_allowed("no"))).await.unwrap();
+        let answer = reviewed(&review(), Err(Refusal::not_allowed("no"))).await.unwrap();
         let response = &answer["response"];
         assert_eq!((&response["uid"], &response["allowed"]), (&json!("u-1"), &json!(false)));
         assert_eq!(response["status"]["code"], 403);
@@ -392,22 +396,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_cannot_be_judged_is_refused() {
+    async fn an_undecidable_request_is_refused() {
         let mut other = review();
         other["request"]["kind"]["kind"] = "Pod".into();
         let mut unreadable = review();
         unreadable["request"]["object"]["spec"] = json!({ "snapshots": 1 });
-        let mut nobody = review();
-        nobody["request"]["userInfo"] = Value::Null;
+        let mut no_user = review();
+        no_user["request"]["userInfo"] = Value::Null;
         let mut unknown = review();
         unknown["request"]["operation"] = "BLESS".into();
         for (review, code, words) in [
-            (other, 500, "judges SnapshotSessionRequest"),
-            (unreadable, 422, "not a request for a SnapshotSessionRequest"),
-            (nobody, 422, "not a request"),
+            (other, 500, "reviews only SnapshotSessionRequest"),
+            (unreadable, 422, "invalid request for a SnapshotSessionRequest"),
+            (no_user, 422, "invalid request"),
             (unknown, 422, "BLESS"),
         ] {
-            let answer = judged(&review, Ok(())).await.unwrap();
+            let answer = reviewed(&review, Ok(())).await.unwrap();
             let response = &answer["response"];
             assert_eq!(response["allowed"], false, "{answer}");
             assert_eq!(response["status"]["code"], code, "{answer}");
@@ -416,12 +420,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_judge_who_takes_too_long_is_not_waited_for() {
-        let judge = async |_: AdmissionRequest<SnapshotSessionRequest>| {
+    async fn a_slow_review_times_out() {
+        let handler = async |_: AdmissionRequest<SnapshotSessionRequest>| {
             std::future::pending::<Verdict>().await
         };
         let (outcome, answer) =
-            webhook().answer(review().to_string().as_bytes(), judge).await.unwrap();
+            webhook().answer(review().to_string().as_bytes(), handler).await.unwrap();
         assert_eq!(outcome, Outcome::Failed);
         let response = answer.response.unwrap();
         assert!(!response.allowed);
@@ -429,7 +433,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_review_is_told_so() {
+    async fn a_malformed_review_is_an_error() {
         let with = |field: &str, value: Value| {
             let mut review = review();
             review[field] = value;
@@ -448,14 +452,14 @@ mod tests {
             (with("request", json!({ "uid": "" })), "uid"),
             (with("request", json!({ "uid": 7 })), "uid"),
         ] {
-            let judge = async |_: AdmissionRequest<SnapshotSessionRequest>| Verdict::Ok(());
-            let error = webhook().answer(body.as_bytes(), judge).await.unwrap_err();
+            let handler = async |_: AdmissionRequest<SnapshotSessionRequest>| Verdict::Ok(());
+            let error = webhook().answer(body.as_bytes(), handler).await.unwrap_err();
             assert!(error.contains(words), "{error}");
         }
     }
 
     #[tokio::test]
-    async fn an_object_that_passes_may_be_changed_and_warned_of() {
+    async fn an_allowed_object_may_get_changes_and_warnings() {
         let changes = vec![
             Set::new(["metadata", "annotations", "a/b~c"], "x"),
             Set::new(["spec", "on"], true),
@@ -478,15 +482,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn warnings_are_no_more_than_the_api_server_hands_on() {
+    async fn warnings_stay_within_the_api_servers_limits() {
         let warnings = (0..100).map(|_| "w".repeat(1000)).collect();
         let allowed = Allowed { warnings, ..Allowed::default() };
         let answer = answered_by(&webhook(), &review(), Ok(allowed)).await.unwrap();
-        let told: Vec<String> =
+        let returned: Vec<String> =
             serde_json::from_value(answer["response"]["warnings"].clone()).unwrap();
-        assert!(told.iter().all(|one| one.len() <= 256), "{told:?}");
-        assert!(told.iter().map(String::len).sum::<usize>() <= 4096, "{told:?}");
-        let last = told.last().unwrap();
-        assert_eq!(*last, format!("and {} more", 100 - (told.len() - 1)));
+        assert!(returned.iter().all(|one| one.len() <= 256), "{returned:?}");
+        assert!(returned.iter().map(String::len).sum::<usize>() <= 4096, "{returned:?}");
+        let last = returned.last().unwrap();
+        assert_eq!(*last, format!("and {} more", 100 - (returned.len() - 1)));
     }
 }

@@ -1,5 +1,6 @@
-//! The caBundle of an APIService, by which the aggregation layer of the API server knows a server of this program. The object is
-//! another's, who deploys it: only that one field is written, and it is never made.
+//! Maintains the caBundle of an APIService, by which the API server's aggregation layer
+//! authenticates a server of this program. The administrator owns the object: only this field is
+//! written, and the object is never created.
 
 use anyhow::Context;
 use k8s_openapi::ByteString;
@@ -9,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::publish::Publication;
 
-/// Of one APIService.
+/// The caBundle of one APIService.
 #[derive(Debug)]
 pub struct CaBundle {
     name: String,
@@ -17,7 +18,7 @@ pub struct CaBundle {
 }
 
 impl CaBundle {
-    /// Of the APIService `name`; `manager` is as whom the field is written.
+    /// For the APIService `name`; `manager` is the field manager of the writes.
     pub fn new(name: &str, manager: &'static str) -> Self {
         Self { name: name.to_owned(), manager }
     }
@@ -34,23 +35,24 @@ impl Publication for CaBundle {
         &self.name
     }
 
-    fn is_as_it_should_be(&self, found: &APIService, pem: &str) -> bool {
+    fn is_current(&self, found: &APIService, pem: &str) -> bool {
         ca_bundle(found) == pem.as_bytes()
     }
 
-    fn wanted(&self, found: Option<&APIService>, pem: &str) -> anyhow::Result<Value> {
-        let found = found.context("it does not exist; nobody is served until it is applied")?;
-        let spec = found.spec.as_ref().context("it has no spec; apply it anew")?;
-        // The API server refuses both together.
+    fn desired(&self, found: Option<&APIService>, pem: &str) -> anyhow::Result<Value> {
+        let found = found
+            .context("the object does not exist; apply it, otherwise the API is not served")?;
+        let spec = found.spec.as_ref().context("the object has no spec; apply it again")?;
+        // The API server rejects this field together with a caBundle.
         anyhow::ensure!(
             spec.insecure_skip_tls_verify != Some(true),
-            "spec.insecureSkipTLSVerify is true: anybody on the way to this server can answer in its place; apply it \
-             without, and spec.caBundle is written"
+            "spec.insecureSkipTLSVerify is true, which lets any server on the network path impersonate this one; apply \
+             the object without this field, and spec.caBundle will be written"
         );
         Ok(json!({
             "apiVersion": APIService::api_version(&()),
             "kind": APIService::kind(&()),
-            // With the uid, an object that is gone by now is not made.
+            // The uid prevents that apply creates an object that has been deleted meanwhile.
             "metadata": { "name": self.name, "uid": found.metadata.uid },
             "spec": { "caBundle": ByteString(pem.as_bytes().to_vec()) },
         }))
@@ -79,19 +81,19 @@ mod tests {
     }
 
     #[test]
-    fn only_the_bundle_is_written_and_no_api_service_is_made() {
+    fn only_the_bundle_is_written_and_nothing_is_created() {
         let publication = CaBundle::new("v1.example", "m");
-        let wanted = publication.wanted(Some(&service("old", false)), "new").unwrap();
-        assert_eq!(wanted["spec"], json!({ "caBundle": ByteString(b"new".to_vec()) }));
-        assert_eq!(wanted["metadata"], json!({ "name": "v1.example", "uid": "u" }));
-        assert!(publication.wanted(None, "new").is_err());
-        assert!(publication.is_as_it_should_be(&service("a", false), "a"));
-        assert!(!publication.is_as_it_should_be(&service("", false), "a"));
+        let desired = publication.desired(Some(&service("old", false)), "new").unwrap();
+        assert_eq!(desired["spec"], json!({ "caBundle": ByteString(b"new".to_vec()) }));
+        assert_eq!(desired["metadata"], json!({ "name": "v1.example", "uid": "u" }));
+        assert!(publication.desired(None, "new").is_err());
+        assert!(publication.is_current(&service("a", false), "a"));
+        assert!(!publication.is_current(&service("", false), "a"));
     }
 
     #[test]
-    fn an_api_service_that_checks_no_certificate_is_told() {
-        let wanted = CaBundle::new("v1.example", "m").wanted(Some(&service("", true)), "new");
-        assert!(wanted.unwrap_err().to_string().contains("spec.insecureSkipTLSVerify"));
+    fn an_insecure_api_service_is_an_error() {
+        let desired = CaBundle::new("v1.example", "m").desired(Some(&service("", true)), "new");
+        assert!(desired.unwrap_err().to_string().contains("spec.insecureSkipTLSVerify"));
     }
 }

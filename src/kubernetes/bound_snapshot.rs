@@ -1,5 +1,6 @@
-//! From the name of a VolumeSnapshot to its content and to the handle that the driver knows, with every check that belongs in
-//! between. What it says of a [`Problem`] is the same in all roles; which code that becomes is each role's.
+//! Resolves the name of a VolumeSnapshot to its content and to the driver's handle, with all
+//! checks. The message of a [`Problem`] is the same in all roles; each role maps it to its own
+//! code.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use kube::ResourceExt;
 use super::cache::{Cache, Key};
 use super::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 
-/// A VolumeSnapshot that is bound to a content that is ready.
+/// A VolumeSnapshot that is bound to a ready content.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     pub object: Arc<VolumeSnapshot>,
@@ -19,27 +20,27 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Namespace and name, for people.
+    /// Namespace and name, for messages.
     pub fn shown(&self) -> String {
         shown(&Key::new(&self.object.namespace().unwrap_or_default(), &self.object.name_any()))
     }
 }
 
-/// Which of a delta's snapshots is looked for: a base may be on its way out, a target may not.
+/// The role of a snapshot in a delta. A base may be in deletion, a target may not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
     Base,
     Target,
 }
 
-/// Why a name leads to no handle. Its text says what is wrong.
+/// Why a name cannot be resolved to a handle. Displays as a message for the caller.
 #[derive(Debug, thiserror::Error)]
 pub enum Problem {
     #[error("VolumeSnapshot {} does not exist", shown(.0))]
     Missing(Key),
     #[error("{kind} {name} is being deleted")]
     Deleting { kind: &'static str, name: String },
-    /// It may be later.
+    /// Not ready yet; a retry may help.
     #[error(transparent)]
     NotReady(#[from] NotReady),
     #[error(
@@ -47,44 +48,44 @@ pub enum Problem {
         shown(.snapshot)
     )]
     ContentMissing { content: String, snapshot: Key },
-    #[error("VolumeSnapshot {} is not one of the driver {driver}", shown(.snapshot))]
+    #[error("VolumeSnapshot {} does not belong to the driver {driver}", shown(.snapshot))]
     OtherDriver { snapshot: Key, driver: String },
-    /// The API server could not be asked; what for.
-    #[error("could not {doing}: {error}")]
+    /// A call to the API server failed; `doing` is its purpose.
+    #[error("failed to {doing}: {error}")]
     Api { doing: &'static str, error: kube::Error },
 }
 
-/// What of it is not ready to use yet.
+/// Which object is not ready to use.
 #[derive(Debug, thiserror::Error)]
 pub enum NotReady {
-    #[error("VolumeSnapshot {} is not ready to use yet; try again", shown(.0))]
+    #[error("VolumeSnapshot {} is not ready to use yet; retry later", shown(.0))]
     Snapshot(Key),
     #[error(
-        "VolumeSnapshotContent {content} is not bound to VolumeSnapshot {}; try again",
+        "VolumeSnapshotContent {content} is not bound to VolumeSnapshot {}; retry later",
         shown(.snapshot)
     )]
     Unbound { content: String, snapshot: Key },
-    #[error("VolumeSnapshotContent {0} is not ready to use yet; try again")]
+    #[error("VolumeSnapshotContent {0} is not ready to use yet; retry later")]
     Content(String),
 }
 
-/// Why one cannot be the base of the other.
+/// Why a snapshot cannot be the base of another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Misfit {
+pub enum Mismatch {
     OtherVolume,
     BaseNewer,
 }
 
-impl fmt::Display for Misfit {
+impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::OtherVolume => "is a snapshot of another volume than the target",
-            Self::BaseNewer => "is newer than the target; the earlier snapshot is the base",
+            Self::OtherVolume => "belongs to another volume than the target",
+            Self::BaseNewer => "is newer than the target; use the earlier snapshot as base",
         })
     }
 }
 
-/// Cheap to clone.
+/// Resolves VolumeSnapshots with two watches. Clones share them.
 #[derive(Clone)]
 pub struct Resolver {
     pub snapshots: Cache<VolumeSnapshot>,
@@ -92,7 +93,8 @@ pub struct Resolver {
 }
 
 impl Resolver {
-    /// The VolumeSnapshot of that name, with its content and handle; of `driver`, where one is named.
+    /// The VolumeSnapshot with this name, its content and its handle. If `driver` is given, it must
+    /// be the content's.
     pub async fn resolve(
         &self,
         driver: Option<&str>,
@@ -106,15 +108,15 @@ impl Resolver {
     }
 
     pub async fn object(&self, key: &Key) -> Result<Option<Arc<VolumeSnapshot>>, Problem> {
+        // A cached object that is not ready may be outdated.
         let known = self.snapshots.get(key).await.map_err(unread_snapshots)?;
         match known {
-            // It may be ready by now.
             Some(object) if object.ready_content().is_none() => self.newest(key).await,
             known => Ok(known),
         }
     }
 
-    /// As the API server tells it now.
+    /// The object as the API server returns it now.
     pub async fn newest(&self, key: &Key) -> Result<Option<Arc<VolumeSnapshot>>, Problem> {
         self.snapshots.fetch(key).await.map_err(unread_snapshots)
     }
@@ -131,7 +133,7 @@ impl Resolver {
         }
     }
 
-    /// Follows a VolumeSnapshot to its content and handle.
+    /// Resolves a VolumeSnapshot to its content and handle.
     pub async fn bound(
         &self,
         driver: Option<&str>,
@@ -165,19 +167,19 @@ impl Resolver {
     }
 }
 
-/// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest. Only contents that were
-/// created dynamically are compared: of an imported snapshot Kubernetes does not know the volume, and its time of creation may
-/// be that of the import.
-pub fn fits(base: &VolumeSnapshotContent, target: &VolumeSnapshotContent) -> Result<(), Misfit> {
+/// Whether one snapshot can be the base of the other, as far as Kubernetes knows; the driver checks
+/// the rest. Only dynamically created contents are compared: Kubernetes does not know the volume of
+/// an imported snapshot, and its creation time may be the time of the import.
+pub fn fits(base: &VolumeSnapshotContent, target: &VolumeSnapshotContent) -> Result<(), Mismatch> {
     let volumes = (&base.spec.source.volume_handle, &target.spec.source.volume_handle);
     let (Some(base_volume), Some(target_volume)) = volumes else { return Ok(()) };
     if base_volume != target_volume {
-        return Err(Misfit::OtherVolume);
+        return Err(Mismatch::OtherVolume);
     }
-    let cut_at =
+    let created_at =
         |content: &VolumeSnapshotContent| content.status.as_ref().and_then(|it| it.creation_time);
-    if cut_at(base).zip(cut_at(target)).is_some_and(|(base, target)| base > target) {
-        return Err(Misfit::BaseNewer);
+    if created_at(base).zip(created_at(target)).is_some_and(|(base, target)| base > target) {
+        return Err(Mismatch::BaseNewer);
     }
     Ok(())
 }
@@ -197,7 +199,7 @@ mod tests {
         VolumeSnapshotContentSource, VolumeSnapshotContentSpec, VolumeSnapshotContentStatus,
     };
 
-    /// One that was taken of this volume, or imported, at this time.
+    /// A content of this volume, or an imported one, with this creation time.
     fn content(volume: Option<&str>, time: i64) -> VolumeSnapshotContent {
         let source = VolumeSnapshotContentSource {
             volume_handle: volume.map(str::to_owned),
@@ -210,13 +212,13 @@ mod tests {
     }
 
     #[test]
-    fn only_snapshots_that_were_taken_through_kubernetes_are_compared_by_time() {
+    fn imported_snapshots_are_not_compared_by_time() {
         for (base, target, expected) in [
             ((Some("v"), 1), (Some("v"), 2), Ok(())),
             ((Some("v"), 1), (Some("v"), 1), Ok(())),
-            ((Some("v"), 2), (Some("v"), 1), Err(Misfit::BaseNewer)),
-            ((Some("v"), 1), (Some("w"), 2), Err(Misfit::OtherVolume)),
-            // The driver judges these.
+            ((Some("v"), 2), (Some("v"), 1), Err(Mismatch::BaseNewer)),
+            ((Some("v"), 1), (Some("w"), 2), Err(Mismatch::OtherVolume)),
+            // The driver decides about these.
             ((None, 2), (Some("v"), 1), Ok(())),
             ((Some("v"), 2), (None, 1), Ok(())),
             ((None, 2), (None, 1), Ok(())),

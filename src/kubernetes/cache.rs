@@ -1,7 +1,8 @@
-//! Objects of one kind as a watch tells them, so that a look-up costs no call to the API server. Where the
-//! watch does not run (the API server is away, or the role allows no watch) every look-up asks the API
-//! server: an answer is never older than what a working watch last reported. Only [`Cache::with_recent`], whose look-up is a
-//! list of all objects then, finds objects in one list for some seconds.
+//! A cache of objects of one kind, filled by a watch, so that a lookup costs no call to the API
+//! server. While the watch is not running (the API server is unavailable, or the role does not
+//! permit watches), every lookup queries the API server: a result is never older than the last
+//! report of a running watch. The only exception is [`Cache::with_recent`], which would list all
+//! objects for each lookup and therefore reuses a list for some seconds.
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
@@ -22,17 +23,17 @@ use tokio_stream::StreamExt;
 use super::client::within;
 use crate::telemetry::shutdown::Shutdown;
 
-/// How long one call to the API server may take.
+/// Timeout of one call to the API server.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(15);
-/// Objects in one page of a list.
+/// Maximum objects in one page of a list.
 const PAGE: u32 = 500;
-/// How old a list may be that [`Cache::with_recent`] answers from.
-const LISTED_FOR: Duration = Duration::from_secs(5);
-/// Pauses after a watch that broke: the first, and the longest.
+/// Maximum age of a list that [`Cache::with_recent`] reuses.
+const LIST_TTL: Duration = Duration::from_secs(5);
+/// Pauses after a broken watch: the first, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// What this module can hold.
+/// An object that the cache can hold.
 pub trait Object:
     Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static
 {
@@ -50,13 +51,13 @@ pub struct Key {
     pub name: String,
 }
 
-/// A value by which objects are also found.
+/// A secondary key of objects.
 pub type Index<K> = fn(&K) -> Option<Cow<'_, str>>;
 
-/// Gives access to a namespace.
+/// Returns the API of a namespace.
 type Of<K> = Arc<dyn Fn(&str) -> Api<K> + Send + Sync>;
 
-/// Cheap to clone.
+/// The objects of one watch. Clones share them.
 pub struct Cache<K> {
     state: Arc<RwLock<State<K>>>,
     index: Index<K>,
@@ -66,7 +67,7 @@ pub struct Cache<K> {
     changes: watch::Sender<u64>,
 }
 
-/// A list of all objects, or why there is none.
+/// A list of all objects, or the error of the attempt.
 struct Listed<K> {
     began: Instant,
     indexed: Result<HashMap<String, Vec<Arc<K>>>, Arc<kube::Error>>,
@@ -101,7 +102,7 @@ struct State<K> {
 }
 
 impl<K: Object> Cache<K> {
-    /// Starts to watch what `all` selects; `of` gives access to a namespace.
+    /// Starts a watch of what `all` and `select` cover. `of` returns the API of a namespace.
     pub fn start(
         all: Api<K>,
         of: impl Fn(&str) -> Api<K> + Send + Sync + 'static,
@@ -117,69 +118,73 @@ impl<K: Object> Cache<K> {
         cache
     }
 
-    /// What the watch says of it: the object, or that there is none. Nothing where it does not run.
-    pub fn told(&self, key: &Key) -> Option<Option<Arc<K>>> {
+    /// The watch's report: the object, or that it does not exist. `None` while the watch is not
+    /// running.
+    pub fn cached(&self, key: &Key) -> Option<Option<Arc<K>>> {
         let state = self.read();
         state.live.then(|| state.objects.get(key).cloned())
     }
 
-    /// The object, as the watch or else the API server tells it.
+    /// The object, from the watch or else from the API server.
     pub async fn get(&self, key: &Key) -> kube::Result<Option<Arc<K>>> {
-        match self.told(key).flatten() {
+        match self.cached(key).flatten() {
             Some(object) => Ok(Some(object)),
-            // It may be newer than what the watch has told.
+            // It may be newer than the watch's last report.
             None => self.fetch(key).await,
         }
     }
 
-    /// The object, as the API server tells it now.
+    /// The object as the API server returns it now.
     pub async fn fetch(&self, key: &Key) -> kube::Result<Option<Arc<K>>> {
         let api = (self.of)(&key.namespace);
         Ok(in_time(api.get_opt(&key.name)).await?.map(Arc::new))
     }
 
-    /// The objects with this value of the index, as the watch tells. Nothing where it does not run.
-    pub fn told_with(&self, value: &str) -> Option<Vec<Arc<K>>> {
+    /// The watch's objects with this value of the index. `None` while the watch is not running.
+    pub fn cached_with(&self, value: &str) -> Option<Vec<Arc<K>>> {
         let state = self.read();
         let keys = state.indexed.get(value).into_iter().flatten();
         state.live.then(|| keys.filter_map(|key| state.objects.get(key).cloned()).collect())
     }
 
-    /// The same, also where the watch does not run any more: then as it told last.
-    pub fn last_told_with(&self, value: &str) -> Vec<Arc<K>> {
+    /// Like [`Cache::cached_with`], but also after the watch broke: then from its last report.
+    pub fn last_cached_with(&self, value: &str) -> Vec<Arc<K>> {
         let state = self.read();
         let keys = state.indexed.get(value).into_iter().flatten();
         keys.filter_map(|key| state.objects.get(key).cloned()).collect()
     }
 
-    /// The objects with this value of the index.
+    /// The objects with this value of the index, from the watch or else from the API server.
     pub async fn with(&self, value: &str) -> kube::Result<Vec<Arc<K>>> {
-        match self.told_with(value) {
-            Some(told) => Ok(told),
+        match self.cached_with(value) {
+            Some(cached) => Ok(cached),
             None => self.fetch_with(value).await,
         }
     }
 
-    /// The objects with this value of the index, as the API server tells them now: it lists all.
+    /// The objects with this value of the index as the API server returns them now. Lists all
+    /// objects.
     pub async fn fetch_with(&self, value: &str) -> kube::Result<Vec<Arc<K>>> {
         let matches = |one: &K| (self.index)(one).as_deref() == Some(value);
         let found = list(&self.all, ListParams::default(), matches).await?;
         Ok(found.into_iter().map(Arc::new).collect())
     }
 
-    /// The same, but where the watch does not run from a list that all share who ask at the same time: otherwise each look-up
-    /// would list all objects. What is found may be some seconds old. What is not found is in no list that began after
-    /// the call. A list that fails fails for all callers that waited for it, so that none waits for more than two.
+    /// Like [`Cache::with`], but while the watch is not running, concurrent callers share one list
+    /// of all objects: otherwise each lookup would list all objects. Objects that are found may be
+    /// some seconds old; objects that are not found are missing in a list that started after the
+    /// call. If a list fails, all callers that waited for it fail, so that none waits for more than
+    /// two lists.
     pub async fn with_recent(&self, value: &str) -> Result<Vec<Arc<K>>, Arc<kube::Error>> {
-        if let Some(told) = self.told_with(value) {
-            return Ok(told);
+        if let Some(cached) = self.cached_with(value) {
+            return Ok(cached);
         }
         let called = Instant::now();
         let mut listed = self.listed.lock().await;
         if let Some(list) = &*listed {
             let found = list.with(value);
             let is_found = found.as_ref().is_ok_and(|found| !found.is_empty());
-            if list.began > called || (is_found && list.began.elapsed() < LISTED_FOR) {
+            if list.began > called || (is_found && list.began.elapsed() < LIST_TTL) {
                 return found;
             }
         }
@@ -199,18 +204,18 @@ impl<K: Object> Cache<K> {
         Ok(indexed)
     }
 
-    /// All objects. Nothing where the watch does not run.
+    /// All objects. `None` while the watch is not running.
     pub fn all(&self) -> Option<Vec<Arc<K>>> {
         let state = self.read();
         state.live.then(|| state.objects.values().cloned().collect())
     }
 
-    /// Whether the watch runs.
+    /// Whether the watch is running.
     pub fn is_live(&self) -> bool {
         self.read().live
     }
 
-    /// Says whenever the watch has told something.
+    /// Changes with every report of the watch.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
@@ -224,7 +229,7 @@ impl<K: Object> Cache<K> {
                     if has_run(&error) {
                         pause = FIRST_PAUSE;
                     }
-                    tracing::warn!(kind = %K::kind(&()), %error, "the watch broke; asking the API server instead");
+                    tracing::warn!(kind = %K::kind(&()), %error, "the watch broke; querying the API server until it runs again");
                 }
                 () = shutdown.ending() => return,
             }
@@ -235,7 +240,7 @@ impl<K: Object> Cache<K> {
         }
     }
 
-    /// Takes in what one watch tells, until it breaks.
+    /// Applies the events of one watch until it breaks.
     async fn watch(&self, select: &watcher::Config) -> watcher::Error {
         let mut events = pin!(watcher::watcher(self.all.clone(), select.clone()));
         let mut listed = Vec::new();
@@ -312,19 +317,20 @@ impl<K: Object> State<K> {
     }
 }
 
-/// Takes away what nobody reads and is larger than the rest.
+/// Removes the managed fields, which no caller reads and which are larger than the rest.
 fn shrink(object: &mut impl ResourceExt) {
     object.managed_fields_mut().clear();
 }
 
-/// Whether a watch began before it broke. Each attempt lists all objects first, so that one that cannot begin, since the role
-/// does not allow it or the API server is away, is tried less and less often.
+/// Whether a watch had started before it broke. Each attempt first lists all objects, so a watch
+/// that cannot start (no permission, or the API server is unavailable) is retried with a growing
+/// pause.
 fn has_run(error: &watcher::Error) -> bool {
     use watcher::Error::{InitialListFailed, WatchStartFailed};
     !matches!(error, InitialListFailed(_) | WatchStartFailed(_))
 }
 
-/// Everything in the cluster, for a kind that has namespaces.
+/// A cache of all objects in the cluster, for a namespaced kind.
 pub fn of_all_namespaces<K>(client: &Client, index: Index<K>, shutdown: Shutdown) -> Cache<K>
 where
     K: Object + Resource<Scope = kube::core::NamespaceResourceScope>,
@@ -334,7 +340,7 @@ where
     Cache::start(Api::all(client.clone()), of, watcher::Config::default(), index, shutdown)
 }
 
-/// What `select` says of a kind that has no namespaces.
+/// A cache of the objects that `select` selects, for a cluster-scoped kind.
 pub fn of_cluster<K>(
     client: &Client,
     select: watcher::Config,
@@ -363,7 +369,7 @@ fn key(object: &impl ResourceExt) -> Key {
     Key { namespace: object.namespace().unwrap_or_default(), name: object.name_any() }
 }
 
-/// What `select` and `matches` choose, as the API server tells it now, page by page.
+/// Lists the objects that `select` and `matches` select, page by page.
 pub async fn list<K: Object>(
     api: &Api<K>,
     select: ListParams,
@@ -381,7 +387,7 @@ pub async fn list<K: Object>(
     }
 }
 
-/// A call to the API server that does not wait for ever.
+/// A call to the API server, with [`CALL_TIMEOUT`].
 pub async fn in_time<T>(call: impl Future<Output = kube::Result<T>>) -> kube::Result<T> {
     within(CALL_TIMEOUT, call).await
 }
@@ -406,20 +412,20 @@ mod tests {
         api.put(&format!("{CONTENTS}/{handle}"), object);
     }
 
-    /// Without a watch, which this API server does not allow.
+    /// A cache without a watch, which this API server does not permit.
     fn contents(api: &FakeApi) -> Cache<VolumeSnapshotContent> {
-        let (_phase, shutdown) = Shutdown::by_hand();
+        let (_phase, shutdown) = Shutdown::manual();
         let select = watcher::Config::default().labels(WATCHED);
         of_cluster(&api.client(), select, snapshot::handle, shutdown)
     }
 
     #[tokio::test]
-    async fn without_a_watch_all_who_look_for_a_value_share_one_list() {
+    async fn without_a_watch_concurrent_lookups_share_one_list() {
         let api = FakeApi::default();
         (0..10).for_each(|number| put(&api, &format!("handle-{number}")));
         let contents = contents(&api);
         let mut all = JoinSet::new();
-        // As many again look for what is not there.
+        // The other half looks up handles that do not exist.
         for number in 0..20 {
             let contents = contents.clone();
             all.spawn(async move {
@@ -431,9 +437,10 @@ mod tests {
             assert_eq!(found, usize::from(number < 10), "handle-{number}");
         }
         let lists = || api.calls(&format!("GET {CONTENTS}"));
-        // One for those who were there when it began, and one for those who came while it ran and did not find theirs.
+        // One list for the callers who waited when it started, and one for those who came later and
+        // found nothing.
         assert_eq!(lists(), 2);
-        // Who comes later has one of its own if it finds nothing.
+        // A later caller starts a new list only if it finds nothing.
         assert_eq!(contents.with_recent("handle-1").await.unwrap().len(), 1);
         assert_eq!(lists(), 2);
         assert!(contents.with_recent("handle-10").await.unwrap().is_empty());
@@ -441,7 +448,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_a_watch_a_list_that_fails_fails_for_all_who_wait_for_it() {
+    async fn without_a_watch_a_failed_list_fails_all_waiting() {
         let api = FakeApi::default();
         put(&api, "first");
         api.fail();
@@ -456,7 +463,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_a_watch_what_was_made_after_a_list_is_found() {
+    async fn without_a_watch_a_newer_object_is_found() {
         let api = FakeApi::default();
         put(&api, "first");
         let contents = contents(&api);
@@ -466,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_that_may_not_begin_is_tried_less_and_less_often() {
+    fn a_watch_that_cannot_start_is_retried_with_backoff() {
         let refused = || kube::Error::Service("403".into());
         assert!(!has_run(&watcher::Error::WatchStartFailed(refused())));
         assert!(!has_run(&watcher::Error::InitialListFailed(refused())));

@@ -1,9 +1,11 @@
-//! What the aggregated API server and a driver's sidecar say to each other (KEP-3314, VolumeSnapshotDelta, "CBT Datapath
-//! Workflow", step 4): JSON over HTTPS. One POST asks for a page, and a GET of the same path what the driver can do.
+//! The protocol between the aggregated API server and a driver's sidecar (KEP-3314,
+//! VolumeSnapshotDelta, "CBT Datapath Workflow", step 4): JSON over HTTPS. A POST requests a page,
+//! and a GET of the same path returns the driver's capability.
 //!
-//! The caller shows a bearer token of its ServiceAccount with the audience [`audience`]: an address in a DriverDiscovery is another's to
-//! choose, and a token that was sent there is good for that driver alone. It has to be allowed to `create` the subresource
-//! [`SUBRESOURCE`] of the driver's DriverDiscovery.
+//! The caller sends a bearer token of its ServiceAccount with the audience [`audience`]. A third
+//! party chooses the address in a DriverDiscovery, so a token that is sent there must be valid for
+//! that driver only. The caller must be allowed to `create` the subresource [`SUBRESOURCE`] of the
+//! driver's DriverDiscovery.
 
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
@@ -11,11 +13,11 @@ use serde::{Deserialize, Serialize};
 use super::secret::Secrets;
 use super::snapshot_delta::ChangedBlock;
 
-/// Where the sidecar serves it.
+/// HTTP path at the sidecar.
 pub const PATH: &str = "/v1alpha1/snapshot-deltas";
-/// Of driverdiscoveries.cbt.storage.k8s.io, for RBAC.
+/// Subresource of driverdiscoveries.cbt.storage.k8s.io, for RBAC.
 pub const SUBRESOURCE: &str = "deltas";
-/// Entries that a page can have, at most.
+/// Maximum entries of a page.
 pub const MAX_LIMIT: u32 = 4096;
 
 /// The audience of a token for this driver's endpoint.
@@ -23,43 +25,43 @@ pub fn audience(driver: &str) -> String {
     format!("cbt-http.cbt.storage.k8s.io/{driver}")
 }
 
-/// Asks for a page.
+/// A request for a page.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PageRequest {
-    /// Name of the CSI driver that is meant.
+    /// Name of the requested CSI driver.
     pub driver: String,
-    /// CSI handle; empty: all blocks of the target.
+    /// CSI handle of the base; empty for all blocks of the target.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub base_snapshot_id: String,
-    /// CSI handle.
+    /// CSI handle of the target.
     pub target_snapshot_id: String,
-    /// Number of the block to begin with.
+    /// Number of the first block to return.
     #[serde(default)]
     pub offset: u64,
-    /// Entries, at most: 1 to 4096.
+    /// Maximum number of entries, 1 to 4096.
     pub limit: u32,
-    /// For the driver.
+    /// Secrets for the driver.
     #[serde(default, skip_serializing_if = "Secrets::is_empty")]
     pub secrets: Secrets,
 }
 
-/// A page.
+/// A page of changed blocks.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Page {
-    /// Bytes, where the driver says it.
+    /// Size of the volume in bytes, if the driver reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volume_size_bytes: Option<u64>,
-    /// In ascending order, all of one size.
+    /// Blocks in ascending order, all of one size.
     #[serde(default)]
     pub changed_blocks: Vec<ChangedBlock>,
-    /// The offset of the next page, if there is one.
+    /// The offset of the next page, if more follows.
     #[serde(default, rename = "continue", skip_serializing_if = "Option::is_none")]
     pub next: Option<u64>,
 }
 
-/// Answer to the GET.
+/// Response to the GET.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Info {
@@ -68,7 +70,7 @@ pub struct Info {
     pub capability: Capability,
 }
 
-/// By which call the driver tells changed blocks.
+/// The call by which the driver reports changed blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Capability {
     ListSnapshotDeltas,
@@ -77,38 +79,38 @@ pub enum Capability {
     None,
 }
 
-/// Why there is no page: the body of every answer that is not 200.
+/// Why no page is returned: the body of every response with another status than 200.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Problem {
     pub kind: ProblemKind,
-    /// What is wrong and what to do about it.
+    /// What is wrong and what to do.
     pub message: String,
-    /// Name of the driver's gRPC code, such as NOT_FOUND, if the driver refused.
+    /// Name of the driver's gRPC code, such as NOT_FOUND, if the driver refused the request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub code: Option<String>,
 }
 
-/// Kinds of problems. Each has a status of HTTP.
+/// Kinds of problems. Each has an HTTP status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ProblemKind {
-    /// The request is not one.
+    /// The request is malformed.
     Invalid,
-    /// No token, or not one of this audience.
+    /// The token is missing or not valid for this audience.
     Unauthenticated,
-    /// The token's user may not call.
+    /// The token's user has no permission.
     NotAllowed,
-    /// Another driver is here than the one that was asked for.
+    /// The endpoint belongs to another driver than the requested one.
     OtherDriver,
-    /// The driver refused or failed.
+    /// The driver refused the request or failed.
     Driver,
-    /// The driver has no call by which it tells changed blocks.
+    /// The driver has no call that reports changed blocks.
     Unsupported,
-    /// The driver, the leading replica or the API server is not there. Another attempt may help.
+    /// The driver, the leader or the API server is unavailable. A retry may help.
     Unavailable,
-    /// Too much at once. Another attempt may help.
+    /// Too many concurrent requests. A retry may help.
     Busy,
-    /// It took too long.
+    /// The request timed out.
     TimedOut,
 }
 

@@ -1,30 +1,32 @@
-//! The annotation by which a pod opts in to mounts by its container runtime. It takes the place of the field `deferFSMount` that KEP-2857
-//! adds to a pod's volumes, and has that field's rules ("DeferFSMount field in Pod Spec").
+//! The annotation by which a pod requests deferred mounts for some of its volumes. It replaces the
+//! field `deferFSMount` that KEP-2857 adds to a pod's volumes, with the same rules ("DeferFSMount
+//! field in Pod Spec").
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
 
-/// Names of volumes, separated by commas.
+/// Its value: names of volumes, separated by commas.
 pub const ANNOTATION: &str = "cbt.storage.k8s.io/defer-fs-mount";
 
-/// The annotation, as the pod has it.
+/// The annotation's value, if the pod has it.
 pub fn value(pod: &Pod) -> Option<&str> {
     pod.metadata.annotations.as_ref()?.get(ANNOTATION).map(String::as_str)
 }
 
-/// The volumes that a pod names.
+/// The volumes that the annotation names.
 pub fn names(pod: &Pod) -> BTreeSet<&str> {
     let names = value(pod).into_iter().flat_map(|value| value.split(','));
     names.map(str::trim).filter(|name| !name.is_empty()).collect()
 }
 
-/// Whether a volume is of a kind that a runtime can mount: a claim, a generic ephemeral or an inline volume.
+/// Whether a container runtime can mount a volume of this kind: a claim, a generic ephemeral or an
+/// inline volume.
 pub fn can_be_deferred(volume: &Volume) -> bool {
     volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some() || volume.csi.is_some()
 }
 
-/// The volumes that containers have as raw block devices, and none of them as a directory.
+/// The volumes that containers use only as raw block devices.
 pub fn only_devices(pod: &Pod) -> BTreeSet<&str> {
     let Some(spec) = &pod.spec else { return BTreeSet::new() };
     let plain = spec.containers.iter().chain(spec.init_containers.iter().flatten());
@@ -39,46 +41,47 @@ pub fn only_devices(pod: &Pod) -> BTreeSet<&str> {
     &devices - &mounted
 }
 
-/// What is wrong with a pod's annotation, or with how it has changed; `before` is the pod as it was.
+/// Returns what is wrong with the annotation, or with its change; `before` is the previous pod.
 pub fn problem(pod: &Pod, before: Option<&Pod>) -> Option<String> {
     let named = names(pod);
-    // Once, for whoever sends a pod may name as many as there is room for.
+    // Indexed once: a pod may name very many volumes.
     let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
     let volumes: BTreeMap<&str, &Volume> =
         volumes.map(|volume| (volume.name.as_str(), volume)).collect();
     let devices = only_devices(pod);
-    let told = |what: String| Some(format!("metadata.annotations[{ANNOTATION}]: {what}"));
+    let error = |what: String| Some(format!("metadata.annotations[{ANNOTATION}]: {what}"));
     let known = before.map(names).unwrap_or_default();
     for name in named.difference(&known) {
         match volumes.get(name) {
             None => {
-                return told(format!(
-                    "{name:?} is no volume of the pod; name volumes of spec.volumes"
+                return error(format!(
+                    "{name:?} is not a volume of the pod; use names from spec.volumes"
                 ));
             }
             Some(volume) if !can_be_deferred(volume) => {
-                return told(format!(
-                    "{name:?} is neither a claim nor a generic ephemeral or inline volume, and no runtime could mount it; leave it out"
+                return error(format!(
+                    "{name:?} cannot be deferred: it is neither a claim nor a generic ephemeral or inline volume; remove it"
                 ));
             }
             Some(_) if devices.contains(name) => {
-                return told(format!(
-                    "{name:?} is a raw block device of the pod's containers, and there is no filesystem to be mounted; leave it out"
+                return error(format!(
+                    "{name:?} cannot be deferred: the pod's containers use it as a raw block device; remove it"
                 ));
             }
             Some(_) => {}
         }
         if before.is_some_and(is_initialised) {
-            return told(format!(
-                "{name:?} can be named until the pod is initialised, and this one is; make a new pod"
+            return error(format!(
+                "{name:?} cannot be added after the pod is initialized; create a new pod"
             ));
         }
     }
     let gone = known.difference(&named).next()?;
-    told(format!("{gone:?} was named, and stays so for as long as the pod lives"))
+    error(format!("{gone:?} cannot be removed while the pod exists; create a new pod"))
 }
 
-/// The proposal: "marked by the presence of Kubelet managed pod conditions like Initialized, Ready, etc".
+/// KEP-2857: "marked by the presence of Kubelet managed pod conditions like Initialized, Ready,
+/// etc".
 fn is_initialised(pod: &Pod) -> bool {
     let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
     conditions.into_iter().any(|condition| {
@@ -114,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn only_volumes_that_a_runtime_could_mount_are_named() {
+    fn only_volumes_that_a_runtime_can_mount_are_accepted() {
         for good in [None, Some(""), Some("own"), Some(" a , b,own,"), Some("both")] {
             assert_eq!(problem(&pod(good, false), None), None, "{good:?}");
         }
@@ -124,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_is_named_until_the_pod_is_initialised_and_never_unnamed() {
+    fn volumes_are_added_until_initialization_never_removed() {
         let change = |from: Option<&str>, initialised, to: Option<&str>| {
             problem(&pod(to, initialised), Some(&pod(from, initialised))).is_none()
         };

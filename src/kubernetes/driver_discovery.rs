@@ -1,6 +1,7 @@
-//! DriverDiscovery (KEP-3314, VolumeSnapshotDelta, "DriverDiscovery Resource"): tells the aggregated API server where the
-//! `cbt-http` endpoint of a CSI driver is and whom to trust there. A driver's sidecar publishes it, or somebody by hand; the
-//! controller of the aggregated API server writes its status.
+//! DriverDiscovery (KEP-3314, VolumeSnapshotDelta, "DriverDiscovery Resource"): where the
+//! aggregated API server finds a CSI driver's `cbt-http` endpoint, and which certificates it trusts
+//! there. The driver's sidecar or an administrator publishes it; the aggregated API server's
+//! controller writes the status.
 
 use k8s_openapi::ByteString;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
@@ -11,12 +12,12 @@ use serde::{Deserialize, Serialize};
 use super::metadata_service::certificates;
 use super::session::conditions;
 
-/// Port of a Service where none is said.
+/// Default port of a Service.
 pub const DEFAULT_PORT: u16 = 443;
 
-// Each column of the table has a type.
+// printcolumn repeats the attribute `type_`.
 #[allow(clippy::duplicated_attributes)]
-/// Of which driver, and where.
+/// The driver and its endpoint.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, CustomResource, KubeSchema)]
 #[kube(
     group = "cbt.storage.k8s.io",
@@ -25,7 +26,7 @@ pub const DEFAULT_PORT: u16 = 443;
     plural = "driverdiscoveries",
     shortname = "dd",
     status = "DriverDiscoveryStatus",
-    doc = "Where the aggregated API server finds the changed blocks of a CSI driver's snapshots. The object has the driver's name.",
+    doc = "Endpoint from which the aggregated API server reads the changed blocks of a CSI driver's snapshots. The name must be the driver's name.",
     annotation("api-approved.kubernetes.io", "unapproved, KEP-3314's VolumeSnapshotDelta design was replaced"),
     validation = Rule::new("self.metadata.name == self.spec.driverName").message("metadata.name: must be spec.driverName"),
     printcolumn(
@@ -45,51 +46,52 @@ pub struct DriverDiscoverySpec {
     /// Name of the CSI driver.
     #[schemars(length(min = 1, max = 253))]
     pub driver_name: String,
-    /// Where requests for the driver's changed blocks are sent.
+    /// Endpoint for requests for the driver's changed blocks.
     pub client_config: ClientConfig,
 }
 
-/// Where an endpoint is: exactly one of `url` and `service`.
+/// Location of an endpoint: exactly one of `url` and `service`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("has(self.url) != has(self.service)").message("exactly one of url and service must be set")
 )]
 pub struct ClientConfig {
-    /// Address outside the cluster, as in https://host:port/path. What is in the cluster goes by `service`.
+    /// URL of an endpoint outside the cluster, in the form https://host:port/path. Use `service`
+    /// for one in the cluster.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "url")]
     pub url: Option<String>,
     /// A Service in the cluster.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service: Option<ServiceReference>,
-    /// Certificates (PEM) of the authorities that the endpoint's certificate may come from.
+    /// CA certificates (PEM) that sign the endpoint's certificate.
     #[schemars(schema_with = "certificates")]
     pub ca_bundle: ByteString,
 }
 
-/// A Service that fronts the driver.
+/// A Service in front of the driver.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 pub struct ServiceReference {
     #[schemars(schema_with = "label")]
     pub namespace: String,
     #[schemars(schema_with = "label")]
     pub name: String,
-    /// Path of the endpoint; / where it is absent.
+    /// Path of the endpoint. Defaults to /.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "path")]
     pub path: Option<String>,
-    /// 443 where it is absent.
+    /// Port of the Service. Defaults to 443.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 65_535))]
     pub port: Option<i32>,
 }
 
-/// What the controller saw of the endpoint.
+/// State of the endpoint as observed by the controller.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct DriverDiscoveryStatus {
-    /// Types EndpointReachable, CapabilityPresent, CertificateValid.
+    /// Conditions of types EndpointReachable, CapabilityPresent and CertificateValid.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions")]
     pub conditions: Vec<Condition>,

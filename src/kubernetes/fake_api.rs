@@ -1,5 +1,5 @@
-//! An API server for tests of what reads objects: those that were put there, by path, and reviews of access. It allows no
-//! watch, as the role of the released sidecar does, and takes neither process nor file.
+//! A fake API server for tests: serves objects by path, and access reviews. It permits no watch,
+//! like the role of the released sidecar, and needs neither processes nor files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,16 +9,16 @@ use kube::client::Body;
 use serde_json::{Value, json};
 use tonic::codegen::http;
 
-/// Cheap to clone.
+/// Clones share the state.
 #[derive(Clone, Default)]
 pub struct FakeApi(Arc<Mutex<State>>);
 
 #[derive(Default)]
 struct State {
     objects: BTreeMap<String, Value>,
-    /// What may be done: verb, namespace and name.
+    /// Permitted actions: verb, namespace and name.
     rights: BTreeSet<[String; 3]>,
-    /// Method and path of every call, those of watches not included.
+    /// Method and path of every call except watches.
     calls: Vec<String>,
     fails: bool,
 }
@@ -28,17 +28,17 @@ impl FakeApi {
         self.state().objects.insert(path.to_owned(), object);
     }
 
-    /// From now on a review says that everybody may `get` this object.
+    /// From now on, reviews allow all users to `get` this object.
     pub fn allow_get(&self, namespace: &str, name: &str) {
         self.state().rights.insert(["get", namespace, name].map(str::to_owned));
     }
 
-    /// From now on it answers no call.
+    /// From now on, all reads fail.
     pub fn fail(&self) {
         self.state().fails = true;
     }
 
-    /// The calls so far that begin so.
+    /// The number of calls so far whose text starts with `begin`.
     pub fn calls(&self, begin: &str) -> usize {
         self.state().calls.iter().filter(|call| call.starts_with(begin)).count()
     }
@@ -54,7 +54,7 @@ impl FakeApi {
 
     async fn answer(&self, request: http::Request<Body>) -> http::Response<Body> {
         let (uri, method) = (request.uri().clone(), request.method().clone());
-        // A watch begins with a list, which its selector distinguishes.
+        // A watch starts with a list, which its selector distinguishes.
         if uri.query().is_some_and(|query| query.contains(WATCHED) || query.contains("watch=")) {
             return failure(403);
         }
@@ -63,7 +63,7 @@ impl FakeApi {
             let body = request.into_body().collect_bytes().await.unwrap();
             return self.reviewed(serde_json::from_slice(&body).unwrap());
         }
-        // Concurrent callers have sent their requests by then.
+        // Let concurrent callers send their requests first.
         tokio::task::yield_now().await;
         let state = self.state();
         if state.fails {
@@ -82,8 +82,8 @@ impl FakeApi {
     }
 
     fn reviewed(&self, mut review: Value) -> http::Response<Body> {
-        let asked = review["spec"]["resourceAttributes"].clone();
-        let word = |field: &str| asked[field].as_str().unwrap_or_default().to_owned();
+        let attributes = review["spec"]["resourceAttributes"].clone();
+        let word = |field: &str| attributes[field].as_str().unwrap_or_default().to_owned();
         let right = [word("verb"), word("namespace"), word("name")];
         review["status"] = json!({ "allowed": self.state().rights.contains(&right) });
         respond(201, &review)
@@ -94,7 +94,7 @@ impl FakeApi {
     }
 }
 
-/// Selects what a cache watches in a test, so that a list of its watch is not taken for one of its own.
+/// Selector of the caches' watches in tests, which distinguishes a watch's list from other lists.
 pub const WATCHED: &str = "watched";
 
 fn respond(code: u16, body: &Value) -> http::Response<Body> {

@@ -1,5 +1,6 @@
-//! HTTPS for what the API server calls: webhooks, aggregated APIs. Whoever reaches the port may speak to it, so everything has
-//! a bound: a request's head, body and time, the bytes of all bodies together, and how long a connection may say nothing.
+//! HTTPS for servers that the API server calls: webhooks and aggregated APIs. Any process that
+//! reaches the port can connect, so everything is limited: a request's head, body and time, the
+//! bytes of all bodies together, and the idle time of a connection.
 
 use std::io;
 use std::pin::pin;
@@ -23,48 +24,50 @@ use tokio_stream::{Stream, StreamExt};
 use super::tls::Connection;
 use crate::telemetry::shutdown::Shutdown;
 
-/// How long a client may take for the head of a request. A connection on which none was sent whole is closed then.
+/// Time to receive the head of a request. The connection is closed when it expires.
 const HEAD: Duration = Duration::from_secs(10);
-/// A connection over which nothing was asked for so long is closed. The API server closes its own sooner.
+/// Idle time after which a connection is closed. The API server closes its connections earlier.
 const IDLE: Duration = Duration::from_secs(180);
-/// Bytes and headers of a request's head: the API server passes on each group of a user, who may be in hundreds.
+/// Maximum bytes and headers of a request's head: the API server forwards all groups of a user,
+/// which may be hundreds.
 const MAX_HEAD: usize = 64 << 10;
 const MAX_HEADERS: usize = 1000;
-/// Requests at once over one connection (HTTP/2); the API server opens another one for more.
+/// Maximum concurrent requests of one HTTP/2 connection; the API server opens another connection
+/// for more.
 const MAX_STREAMS: u32 = 128;
-/// Bytes of all bodies together; what would be more waits.
+/// Maximum bytes of all bodies in memory; further bodies wait.
 const MAX_BODIES: usize = 64 << 20;
-/// A client that says nothing for so long is asked whether it is there, and has so long to answer (HTTP/2).
+/// Interval of keepalive pings to an idle HTTP/2 client, and time for its response.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(20));
-/// How long answers have to reach their clients when a connection is closed.
+/// Time to deliver responses when a connection is closed.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// The bounds that depend on what is served.
+/// Limits that depend on the service.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Bytes of a request's body, at most 64 MiB.
+    /// Maximum bytes of a request's body, at most 64 MiB.
     pub body: usize,
-    /// How long a request may take from the end of its head to its answer.
+    /// Maximum time from the end of a request's head to its response.
     pub request: Duration,
 }
 
-/// How a client is told that its request is not within the bounds: 413 of a body that is too large, 400 of one that broke off, 408 of
-/// a request that took too long, and words.
+/// Creates the response to a request that exceeds the limits: 413 for a body that is too large, 400
+/// for an incomplete body, 408 for a request that takes too long; with a message.
 pub type Refuse = fn(StatusCode, String) -> Response;
 
-/// Serves `routes` until draining begins and what runs then has ended, or is cut off when everything ends. Each request has the
-/// extension [`ClientChain`](super::tls::ClientChain).
+/// Serves `routes` until draining begins and the running requests are complete, or until the
+/// process ends. Each request has the extension [`ClientChain`](super::tls::ClientChain).
 pub async fn serve(
     incoming: impl Stream<Item = io::Result<Connection>> + Unpin,
     routes: Router,
     limits: Limits,
     shutdown: Shutdown,
 ) {
-    serve_as(incoming, routes, limits, refused, shutdown).await;
+    serve_with(incoming, routes, limits, refused, shutdown).await;
 }
 
-/// The same, where what is not within the bounds is told in a form of the caller's own.
-pub async fn serve_as(
+/// Like [`serve`], with the caller's own format of responses to requests that exceed the limits.
+pub async fn serve_with(
     mut incoming: impl Stream<Item = io::Result<Connection>> + Unpin,
     routes: Router,
     limits: Limits,
@@ -72,7 +75,7 @@ pub async fn serve_as(
     shutdown: Shutdown,
 ) {
     let bodies = Arc::new(Semaphore::new(MAX_BODIES));
-    // axum's own bound would be a second one.
+    // axum's own limit would be a second one.
     let routes = routes
         .layer(DefaultBodyLimit::disable())
         .layer(from_fn_with_state(Bounds { limits, bodies, refuse }, within_bounds));
@@ -81,9 +84,9 @@ pub async fn serve_as(
         tokio::select! {
             next = incoming.next() => match next {
                 Some(Ok(connection)) => {
-                    connections.spawn(attend(connection, routes.clone(), limits, shutdown.clone()));
+                    connections.spawn(serve_connection(connection, routes.clone(), limits, shutdown.clone()));
                 }
-                Some(Err(error)) => tracing::debug!(%error, "a connection could not be taken"),
+                Some(Err(error)) => tracing::debug!(%error, "failed to accept a connection"),
                 None => break,
             },
             Some(_) = connections.join_next() => {}
@@ -92,11 +95,16 @@ pub async fn serve_as(
     while connections.join_next().await.is_some() {}
 }
 
-/// Serves one connection to its end.
-async fn attend(connection: Connection, routes: Router, limits: Limits, shutdown: Shutdown) {
+/// Serves one connection until it ends.
+async fn serve_connection(
+    connection: Connection,
+    routes: Router,
+    limits: Limits,
+    shutdown: Shutdown,
+) {
     let (activity, seen) = watch::channel(Activity::default());
     let chain = Extension(connection.client_chain());
-    let routes = routes.layer(chain).layer(from_fn_with_state(activity, counted));
+    let routes = routes.layer(chain).layer(from_fn_with_state(activity, track));
     let served = builder();
     let served = served.serve_connection(
         TokioIo::new(connection),
@@ -104,13 +112,13 @@ async fn attend(connection: Connection, routes: Router, limits: Limits, shutdown
     );
     let mut served = pin!(served);
     tokio::select! {
-        ended = served.as_mut() => return told(ended),
+        ended = served.as_mut() => return log_end(ended),
         () = idle(seen) => {}
         () = shutdown.draining() => {}
     }
     served.as_mut().graceful_shutdown();
     tokio::select! {
-        ended = served => told(ended),
+        ended = served => log_end(ended),
         () = sleep(limits.request + GRACE) => {}
         () = shutdown.overdue() => {}
     }
@@ -134,22 +142,22 @@ fn builder() -> Builder<TokioExecutor> {
     builder
 }
 
-fn told(ended: Result<(), Box<dyn std::error::Error + Send + Sync>>) {
+fn log_end(ended: Result<(), Box<dyn std::error::Error + Send + Sync>>) {
     if let Err(error) = ended {
-        tracing::debug!(%error, "a connection broke");
+        tracing::debug!(%error, "a connection failed");
     }
 }
 
-/// What a connection is used for.
+/// The use of a connection.
 #[derive(Debug, Default, Clone, Copy)]
 struct Activity {
-    /// Requests that are being answered.
+    /// Requests in progress.
     running: usize,
-    /// Whether there was any.
+    /// Whether there was any request.
     any: bool,
 }
 
-/// One request of a connection, until it is answered.
+/// One request in progress.
 struct Running(watch::Sender<Activity>);
 
 impl Drop for Running {
@@ -158,7 +166,7 @@ impl Drop for Running {
     }
 }
 
-async fn counted(
+async fn track(
     State(activity): State<watch::Sender<Activity>>,
     request: Request,
     next: Next,
@@ -168,14 +176,14 @@ async fn counted(
     next.run(request).await
 }
 
-/// Waits until a connection is used no more.
+/// Waits until a connection is idle.
 async fn idle(mut activity: watch::Receiver<Activity>) {
     loop {
         let now = *activity.borrow_and_update();
         let patience = if now.any { IDLE } else { HEAD };
         tokio::select! {
             () = sleep(patience), if now.running == 0 => return,
-            // An error means that nobody counts any more; the connection then ends by itself.
+            // An error means that the connection has ended.
             changed = activity.changed() => if changed.is_err() { std::future::pending().await },
         }
     }
@@ -188,13 +196,13 @@ struct Bounds {
     refuse: Refuse,
 }
 
-/// Takes the body in before anybody looks at it, and answers in time.
+/// Reads the body before the handler runs, and enforces the time limit.
 async fn within_bounds(State(bounds): State<Bounds>, request: Request, next: Next) -> Response {
     let limits = bounds.limits;
     let answered = async {
         let (head, body) = request.into_parts();
         match collect(body, &bounds).await {
-            // What it takes in memory is given back when it is answered.
+            // The body's memory permit is released after the response.
             Ok((body, _taken)) => next.run(Request::from_parts(head, body.into())).await,
             Err(response) => response,
         }
@@ -203,7 +211,7 @@ async fn within_bounds(State(bounds): State<Bounds>, request: Request, next: Nex
         Ok(response) => response,
         Err(_) => (bounds.refuse)(
             StatusCode::REQUEST_TIMEOUT,
-            format!("the request was not through within {:?}", limits.request),
+            format!("the request did not complete within {:?}", limits.request),
         ),
     }
 }
@@ -216,14 +224,14 @@ async fn collect(body: Body, bounds: &Bounds) -> Result<(Bytes, Taken), Response
     let (mut whole, mut taken): (Vec<u8>, Taken) = (Vec::new(), None);
     while let Some(piece) = pieces.next().await {
         let piece = piece.map_err(|error| {
-            (bounds.refuse)(StatusCode::BAD_REQUEST, format!("the body broke off: {error}"))
+            (bounds.refuse)(StatusCode::BAD_REQUEST, format!("the body is incomplete: {error}"))
         })?;
         let room = most.saturating_sub(whole.len());
         let (true, Ok(bytes)) = (piece.len() <= room, u32::try_from(piece.len())) else {
-            let message = format!("the body has more than {most} bytes");
+            let message = format!("the body is larger than {most} bytes");
             return Err((bounds.refuse)(StatusCode::PAYLOAD_TOO_LARGE, message));
         };
-        // Nobody closes it.
+        // The semaphore is never closed.
         if let Ok(more) = bounds.bodies.clone().acquire_many_owned(bytes).await {
             match &mut taken {
                 Some(taken) => taken.merge(more),
@@ -264,11 +272,11 @@ mod tests {
         config: rustls::ClientConfig,
         phase: watch::Sender<Phase>,
         served: JoinHandle<()>,
-        /// Told when /slow begins.
+        /// Notified when /slow starts.
         slow: Arc<Notify>,
     }
 
-    /// Says how long a body is, and takes 200 ms for /slow.
+    /// Returns the length of a body, and takes 200 ms for /slow.
     async fn start() -> Server {
         let dir = TempDir::new().unwrap();
         let key = KeyPair::generate().unwrap();
@@ -281,7 +289,7 @@ mod tests {
         let command = <tls::Args as clap::Args>::augment_args(clap::Command::new("x"));
         let matches = command.try_get_matches_from(["x"]).unwrap();
         let args = <tls::Args as clap::FromArgMatches>::from_arg_matches(&matches).unwrap();
-        let (phase, shutdown) = Shutdown::by_hand();
+        let (phase, shutdown) = Shutdown::manual();
         let listener = tls::listen(0).await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
@@ -316,7 +324,7 @@ mod tests {
     }
 
     async fn answer(stream: &mut TlsStream<TcpStream>, sent: &str) -> String {
-        // It may be refused before all of it is there.
+        // The request may be refused before it is sent completely.
         let _ = stream.write_all(sent.as_bytes()).await;
         let mut answer = vec![0; 4096];
         let length = timeout(Duration::from_secs(20), stream.read(&mut answer)).await.unwrap();
@@ -325,7 +333,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_has_a_bound_whether_its_length_is_told_or_not() {
+    async fn a_body_is_limited_with_or_without_content_length() {
         let server = start().await;
         let mut stream = server.connect().await;
         let fits = answer(&mut stream, &post_of(1000, 1000)).await;
@@ -338,12 +346,12 @@ mod tests {
         let head = "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n";
         let chunk = format!("1f4\r\n{}\r\n", "x".repeat(500));
         let mut stream = server.connect().await;
-        let untold = answer(&mut stream, &format!("{head}{}", chunk.repeat(3))).await;
-        assert!(untold.starts_with("HTTP/1.1 413"), "{untold}");
+        let chunked = answer(&mut stream, &format!("{head}{}", chunk.repeat(3))).await;
+        assert!(chunked.starts_with("HTTP/1.1 413"), "{chunked}");
     }
 
     #[tokio::test]
-    async fn slow_clients_are_let_go_and_hold_up_nobody() {
+    async fn slow_clients_are_closed_and_do_not_block_others() {
         let server = start().await;
         let started = Instant::now();
         let (mut silent, mut half_head) = (server.connect().await, server.connect().await);
@@ -356,13 +364,13 @@ mod tests {
         assert!(late.starts_with("HTTP/1.1 408"), "{late}");
         for stream in [&mut silent, &mut half_head] {
             let gone = timeout(HEAD * 2, stream.read_to_end(&mut Vec::new())).await;
-            assert!(gone.is_ok(), "it is kept for ever");
+            assert!(gone.is_ok(), "the connection stays open");
         }
         assert!(started.elapsed() >= HEAD - Duration::from_secs(1));
     }
 
     #[tokio::test]
-    async fn what_runs_ends_well_when_draining_begins_and_idle_connections_end_at_once() {
+    async fn draining_completes_requests_and_closes_idle_clients() {
         let server = start().await;
         let mut idle = server.connect().await;
         answer(&mut idle, &post_of(1, 1)).await;
@@ -372,11 +380,11 @@ mod tests {
         server.phase.send_replace(Phase::Draining);
         let done = answer(&mut busy, "").await;
         assert!(done.starts_with("HTTP/1.1 200"), "{done}");
-        timeout(Duration::from_secs(5), server.served).await.expect("it goes on").unwrap();
+        timeout(Duration::from_secs(5), server.served).await.expect("still serving").unwrap();
     }
 
     #[tokio::test]
-    async fn a_connection_that_is_not_used_is_idle_and_one_with_a_request_is_not() {
+    async fn a_connection_with_a_request_is_not_idle() {
         let (activity, seen) = watch::channel(Activity { running: 1, any: true });
         let mut waiting = tokio::spawn(idle(seen));
         assert!(timeout(Duration::from_millis(50), &mut waiting).await.is_err());

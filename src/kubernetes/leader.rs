@@ -1,7 +1,8 @@
-//! Who of several replicas leads: whoever holds a Lease (coordination.k8s.io/v1). A lease of another counts as
-//! abandoned when this process has seen it unchanged for its whole duration by its own clock: two machines' clocks are never
-//! compared. Each write names the version that it was decided on, so that of two who take it at once one fails. Who cannot
-//! renew stops leading before anybody else may begin.
+//! Leader election with a Lease (coordination.k8s.io/v1). Another replica's lease is treated as
+//! abandoned when this process has seen it unchanged for its whole duration by its own clock:
+//! clocks of different machines are never compared. Each write names the version on which the
+//! decision was based, so that of two replicas that take a lease at the same time one fails. A
+//! leader that cannot renew stops leading before another replica can start.
 
 use std::time::Duration;
 
@@ -16,56 +17,59 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use super::client::within;
 use crate::quantity::duration;
-use crate::telemetry::complaint::Complaint;
+use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Time between two looks, at most: a lease that is given back is not left lying.
+/// Maximum poll interval, so that a released lease is taken soon.
 const LONGEST_PERIOD: Duration = Duration::from_secs(2);
-/// How long giving the lease back may take.
+/// Timeout of releasing the lease.
 const RELEASE: Duration = Duration::from_secs(3);
 
-/// Tells what is new, and whether it is: who hears of it begins or ends its work then.
-fn tell(told: &watch::Sender<bool>, now: bool) -> bool {
-    told.send_if_modified(|known| std::mem::replace(known, now) != now)
+/// Sets whether this process leads and returns whether that is a change. Receivers then start or
+/// stop their work.
+fn set_leading(leads: &watch::Sender<bool>, now: bool) -> bool {
+    leads.send_if_modified(|known| std::mem::replace(known, now) != now)
 }
 
-/// How long a lease lasts that nobody renews, for the command line.
+/// Parses the duration of a lease on the command line.
 pub fn lease_duration(text: &str) -> Result<Duration, String> {
     duration(text, Duration::from_secs(1)..=Duration::from_secs(3600), "from 1s to 1h")
 }
 
-/// A name for an election: `own`, such as that of the pod, which no other has, and what a restarted container does not have.
+/// A unique identity for an election: `own`, such as the mode, with a random suffix that a
+/// restarted container does not share.
 ///
 /// # Errors
 /// The system has no random numbers.
-pub fn own_name(own: &str) -> anyhow::Result<String> {
-    let random = getrandom::u64().context("making a name for the election")?;
+pub fn candidate_name(own: &str) -> anyhow::Result<String> {
+    let random = getrandom::u64().context("failed to create an identity for the election")?;
     Ok(format!("{own}_{random:016x}"))
 }
 
-/// What replicas of the same program agree on, and who this one is.
+/// The parameters that all replicas share, and the identity of this one.
 #[derive(Clone)]
 pub struct Election {
     pub leases: Api<Lease>,
     /// Name of the Lease.
     pub name: String,
-    /// Of this process, unlike that of any other.
+    /// Identity of this process, different from all others.
     pub identity: String,
-    /// How long a lease lasts that nobody renews; at least a second.
+    /// Time after which an unrenewed lease expires; at least a second.
     pub duration: Duration,
 }
 
 impl Election {
-    /// Takes part until draining begins, in a task of its own. Tells whether this process leads.
+    /// Takes part in a background task until draining begins. The receiver holds whether this
+    /// process leads.
     pub fn start(self, shutdown: Shutdown) -> watch::Receiver<bool> {
-        let (leads, told) = watch::channel(false);
+        let (leads, receiver) = watch::channel(false);
         tokio::spawn(async move {
             let mut candidate = Candidate {
                 election: self,
                 leads,
                 renewed: None,
                 seen: None,
-                complaint: Complaint::default(),
+                error_log: RateLimitedLog::default(),
             };
             tokio::select! {
                 () = candidate.run() => {}
@@ -73,15 +77,16 @@ impl Election {
             }
             candidate.retire().await;
         });
-        told
+        receiver
     }
 
-    /// The leader renews and the others look as often.
+    /// Interval at which the leader renews and standbys poll.
     fn period(&self) -> Duration {
         LONGEST_PERIOD.min(self.duration / 6)
     }
 
-    /// Who has not renewed for so long leads no more. What is left of the duration is for work that was under way.
+    /// Time after the last renewal when a leader stops leading. The rest of the duration is for
+    /// running work.
     fn deadline(&self) -> Duration {
         self.duration * 2 / 3
     }
@@ -90,11 +95,11 @@ impl Election {
 struct Candidate {
     election: Election,
     leads: watch::Sender<bool>,
-    /// When the last successful renewal was begun, while leading.
+    /// Start of the last successful renewal, while leading.
     renewed: Option<Instant>,
-    /// The lease's version that was seen last, and when it was seen first.
+    /// The last seen version of the lease, and when it was first seen.
     seen: Option<(String, Instant)>,
-    complaint: Complaint,
+    error_log: RateLimitedLog,
 }
 
 impl Candidate {
@@ -106,50 +111,53 @@ impl Candidate {
             );
             match timeout_at(until, self.round()).await {
                 Ok(Ok(())) => {
-                    if self.complaint.is_over() {
-                        tracing::info!("Lease {} is in order again", self.election.name);
+                    if self.error_log.clear() {
+                        tracing::info!(
+                            "Lease {} can be read and written again",
+                            self.election.name
+                        );
                     }
                 }
                 Ok(Err(error)) => self.complain(&error.to_string()),
-                Err(_) => self.complain("the API server did not answer in time"),
+                Err(_) => self.complain("the API server did not respond in time"),
             }
             let overdue = |renewed: Instant| renewed.elapsed() >= self.election.deadline();
             if self.renewed.is_some_and(overdue) {
-                self.follow("the lease could not be renewed");
+                self.follow("the lease was not renewed in time");
             }
             sleep(self.election.period()).await;
         }
     }
 
-    /// Looks at the lease and renews or takes it where that is right.
+    /// Polls the lease, and renews or takes it if possible.
     async fn round(&mut self) -> kube::Result<()> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let found = self.election.leases.get_opt(&self.election.name).await?;
         let Some(mut lease) = found else {
             let mut lease = Lease::default();
             lease.metadata.name = Some(self.election.name.clone());
             lease.spec = Some(self.claim(None));
             self.election.leases.create(&PostParams::default(), &lease).await?;
-            self.lead(begun);
+            self.lead(started);
             return Ok(());
         };
-        if !self.is_to_be_written(&lease, begun) {
-            self.follow("another holds the lease");
+        if !self.may_write(&lease, started) {
+            self.follow("another replica holds the lease");
             return Ok(());
         }
         lease.spec = Some(self.claim(lease.spec.as_ref()));
         let params = PostParams::default();
         match self.election.leases.replace(&self.election.name, &params, &lease).await {
-            Ok(_) => self.lead(begun),
-            // Another was faster.
+            Ok(_) => self.lead(started),
+            // Another replica was faster.
             Err(kube::Error::Api(status)) if status.code == 409 => {}
             Err(error) => return Err(error),
         }
         Ok(())
     }
 
-    /// Whether it is this process's, nobody's, or abandoned.
-    fn is_to_be_written(&mut self, lease: &Lease, now: Instant) -> bool {
+    /// Whether this process may write the lease: it holds it, or the lease is free or abandoned.
+    fn may_write(&mut self, lease: &Lease, now: Instant) -> bool {
         let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.as_deref());
         let holder = holder.unwrap_or_default();
         if holder.is_empty() || holder == self.election.identity {
@@ -169,7 +177,7 @@ impl Candidate {
         now - since >= lasts.max(self.election.duration)
     }
 
-    /// The lease as it is to be while this process leads.
+    /// The lease's spec with this process as leader.
     fn claim(&self, before: Option<&LeaseSpec>) -> LeaseSpec {
         let now = MicroTime(Timestamp::now());
         let identity = &self.election.identity;
@@ -190,28 +198,28 @@ impl Candidate {
     fn lead(&mut self, since: Instant) {
         self.renewed = Some(since);
         self.seen = None;
-        if tell(&self.leads, true) {
-            tracing::info!(identity = self.election.identity, "leading");
+        if set_leading(&self.leads, true) {
+            tracing::info!(identity = self.election.identity, "became leader");
         }
     }
 
     fn follow(&mut self, why: &str) {
         self.renewed = None;
-        if tell(&self.leads, false) {
-            tracing::warn!(identity = self.election.identity, why, "leading no more");
+        if set_leading(&self.leads, false) {
+            tracing::warn!(identity = self.election.identity, why, "lost leadership");
         }
     }
 
     fn complain(&mut self, error: &str) {
-        if self.complaint.is_new(error) {
-            tracing::warn!(error, "Lease {} cannot be read or written", self.election.name);
+        if self.error_log.is_new(error) {
+            tracing::warn!(error, "failed to read or write Lease {}", self.election.name);
         }
     }
 
-    /// Stops leading, and then gives the lease back so that another need not wait.
+    /// Stops leading, and then releases the lease so that another replica need not wait.
     async fn retire(&mut self) {
         let led = self.renewed.take().is_some();
-        tell(&self.leads, false);
+        set_leading(&self.leads, false);
         if !led {
             return;
         }
@@ -226,23 +234,25 @@ impl Candidate {
             Ok(())
         });
         if let Err(error) = released.await {
-            tracing::debug!(%error, "the lease was not given back; it ends by itself");
+            tracing::debug!(%error, "failed to release the lease; it will expire");
         }
     }
 }
 
-/// Does `work` while this process leads, until draining begins and the lease is given back. `told` hears who leads.
+/// Runs `work` while this process leads, until draining begins and the lease is released. Calls
+/// `report` with every change of leadership.
 ///
-/// What is under way when the lease is lost is dropped: work has to be such that the next leader can go on from there.
+/// When the lease is lost, `work` is dropped at any await: it must allow the next leader to
+/// continue.
 pub async fn while_leading<W: Future<Output = ()>>(
     mut leads: watch::Receiver<bool>,
-    told: impl Fn(bool),
+    report: impl Fn(bool),
     work: impl Fn() -> W,
     shutdown: &Shutdown,
 ) {
     loop {
         let leading = *leads.borrow_and_update();
-        told(leading);
+        report(leading);
         let work = async {
             match leading {
                 true => work().await,
@@ -251,11 +261,11 @@ pub async fn while_leading<W: Future<Output = ()>>(
         };
         tokio::select! {
             changed = leads.changed() => if changed.is_err() { return },
-            () = work => tracing::error!("the leader's work has ended; beginning anew"),
+            () = work => tracing::error!("the leader's work ended unexpectedly; restarting it"),
             () = shutdown.draining() => break,
         }
     }
-    // Until the lease is given back.
+    // Wait until the lease is released.
     while leads.changed().await.is_ok() {}
 }
 
@@ -280,7 +290,7 @@ mod tests {
             leads: watch::channel(false).0,
             renewed: None,
             seen: None,
-            complaint: Complaint::default(),
+            error_log: RateLimitedLog::default(),
         }
     }
 
@@ -290,7 +300,7 @@ mod tests {
         lease.spec = Some(LeaseSpec {
             holder_identity: Some(holder.into()),
             lease_duration_seconds: Some(15),
-            // Whatever the other's clock says.
+            // The other replica's clock must not matter.
             renew_time: Some(MicroTime(Timestamp::UNIX_EPOCH)),
             lease_transitions: Some(4),
             ..LeaseSpec::default()
@@ -299,14 +309,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn anothers_lease_is_taken_only_when_it_was_seen_unchanged_for_its_duration() {
+    async fn a_foreign_lease_is_taken_only_after_its_duration() {
         let mut candidate = candidate();
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut at = |seconds, version| {
-            let now = begun + Duration::from_secs(seconds);
-            candidate.is_to_be_written(&lease("other", version), now)
+            let now = started + Duration::from_secs(seconds);
+            candidate.may_write(&lease("other", version), now)
         };
-        assert!(!at(0, "1"), "it may be renewed any moment");
+        assert!(!at(0, "1"), "it may still be renewed");
         assert!(!at(14, "1"));
         assert!(!at(15, "2"), "it was renewed");
         assert!(!at(29, "2"));
@@ -314,25 +324,25 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_leader_that_renews_is_told_once() {
+    async fn renewing_does_not_restart_the_leaders_work() {
         let mut candidate = candidate();
-        let mut told = candidate.leads.subscribe();
+        let mut leads = candidate.leads.subscribe();
         candidate.lead(Instant::now());
-        assert!(told.has_changed().unwrap() && *told.borrow_and_update());
+        assert!(leads.has_changed().unwrap() && *leads.borrow_and_update());
         candidate.lead(Instant::now());
-        assert!(!told.has_changed().unwrap(), "its work would begin anew");
+        assert!(!leads.has_changed().unwrap(), "the work would restart");
         candidate.follow("x");
-        assert!(told.has_changed().unwrap() && !*told.borrow_and_update());
+        assert!(leads.has_changed().unwrap() && !*leads.borrow_and_update());
         candidate.follow("x");
-        assert!(!told.has_changed().unwrap());
+        assert!(!leads.has_changed().unwrap());
     }
 
     #[tokio::test]
-    async fn a_lease_of_nobody_or_ones_own_is_taken_at_once() {
+    async fn a_free_or_own_lease_is_taken_at_once() {
         let (mut candidate, now) = (candidate(), Instant::now());
-        assert!(candidate.is_to_be_written(&lease("", "1"), now));
-        assert!(candidate.is_to_be_written(&lease("me", "1"), now));
-        assert!(candidate.is_to_be_written(&Lease::default(), now));
+        assert!(candidate.may_write(&lease("", "1"), now));
+        assert!(candidate.may_write(&lease("me", "1"), now));
+        assert!(candidate.may_write(&Lease::default(), now));
         let claim = candidate.claim(lease("other", "1").spec.as_ref());
         assert_eq!(
             (claim.holder_identity.as_deref(), claim.lease_transitions),

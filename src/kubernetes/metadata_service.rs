@@ -1,5 +1,6 @@
-//! SnapshotMetadataService (KEP-3314, "Snapshot Metadata Service Custom Resource"): tells backup applications
-//! where a driver's sidecar listens, whom to trust there and which audience a token must have.
+//! SnapshotMetadataService (KEP-3314, "Snapshot Metadata Service Custom Resource"): the address of
+//! a driver's sidecar for backup applications, the certificates to trust, and the audience of
+//! tokens.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,12 +10,12 @@ use kube::CustomResource;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-/// Label by which the object of a driver is found, whatever its name.
+/// Label that holds the driver's name, to find the object of a driver whatever its name.
 pub const DRIVER_LABEL: &str = "cbt.storage.k8s.io/driver";
 
-// Each column of the table has a type.
+// printcolumn repeats the attribute `type_`.
 #[allow(clippy::duplicated_attributes)]
-/// What a client has to know to call the service.
+/// What a client needs to call the service.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema, CustomResource)]
 #[kube(
     group = "cbt.storage.k8s.io",
@@ -22,7 +23,7 @@ pub const DRIVER_LABEL: &str = "cbt.storage.k8s.io/driver";
     kind = "SnapshotMetadataService",
     plural = "snapshotmetadataservices",
     shortname = "sms",
-    doc = "Where and how a CSI driver's SnapshotMetadata service is reached. The object has the driver's name.",
+    doc = "Address, audience and CA certificates of a CSI driver's SnapshotMetadata service. The name should be the driver's name.",
     annotation(
         "api-approved.kubernetes.io",
         "https://github.com/kubernetes-csi/external-snapshot-metadata/pull/2"
@@ -33,27 +34,28 @@ pub const DRIVER_LABEL: &str = "cbt.storage.k8s.io/driver";
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotMetadataServiceSpec {
-    /// The audience that a client's token must have, which it passes in the "security_token" field of each call.
+    /// The audience that a client's token must have. The client passes the token in the field
+    /// security_token of each call.
     #[schemars(length(min = 1, max = 1024))]
     pub audience: String,
-    /// Where the service listens: host:port, with no scheme, as in name.namespace.svc:6443; an IPv6 address in
-    /// brackets.
+    /// Address of the service as host:port without a scheme, such as name.namespace.svc:6443. An
+    /// IPv6 address must be in brackets.
     #[schemars(schema_with = "address")]
     pub address: String,
-    /// Certificates (PEM) of the authorities that the service's certificate may come from.
+    /// CA certificates (PEM) that sign the service's certificate.
     #[serde(rename = "caCert")]
     #[schemars(schema_with = "certificates")]
     pub ca_cert: ByteString,
-    /// Whether a base snapshot has to exist still when a delta is asked from it.
+    /// Whether the base snapshot of a delta must still exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub require_base_snapshot_for_delta: Option<bool>,
 }
 
-/// A rule and no `pattern`: what a pattern refuses is told by the pattern alone.
+/// A CEL rule instead of a `pattern`, because the error of a pattern shows only the pattern.
 pub(super) fn address(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "string",
-        // A name of 253, a colon, five digits; brackets.
+        // A name of 253 bytes, a colon, five digits; brackets.
         "minLength": 3,
         "maxLength": 261,
         "x-kubernetes-validations": [{
@@ -63,18 +65,18 @@ pub(super) fn address(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
-/// A host or an IPv6 address in brackets, and a port (RE2).
+/// A host, or an IPv6 address in brackets, and a port (RE2).
 const ADDRESS: &str = concat!(
     r"^([^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]):",
     r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])$"
 );
 
-/// In base64, in which they are measured too: 384 KiB of certificates at most.
+/// At most 384 KiB of certificates; the limit applies to the base64 text.
 pub(super) fn certificates(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "string", "format": "byte", "minLength": 1, "maxLength": 524_288 })
 }
 
-/// Where a service listens, as `spec.address` has it: a DNS name or an IP address, and a port.
+/// Address of a service as in `spec.address`: a DNS name or an IP address, and a port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
     host: String,
@@ -82,7 +84,7 @@ pub struct Address {
 }
 
 impl Address {
-    /// The name that a client expects in the certificate: without the brackets of an IPv6 address.
+    /// The name that clients expect in the certificate: without the brackets of an IPv6 address.
     pub fn host(&self) -> &str {
         self.host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&self.host)
     }
@@ -115,7 +117,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// RFC 1123: labels of letters, digits and '-', which is at no end of one.
+/// RFC 1123: labels of letters, digits and '-', which neither starts nor ends a label.
 fn is_dns_name(name: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     let label = |label: &str| {

@@ -1,6 +1,7 @@
-//! What the roles know of a Kubernetes API server: a client with limits, the types of objects that belong
-//! to others (VolumeSnapshot) or to this project (SnapshotMetadataService, the objects of sessions, VolumeSnapshotDelta and DriverDiscovery), what roles say to each other
-//! over HTTPS ([`cbt_http`]), TLS. Knows no role.
+//! Access to the Kubernetes API for the roles: a client with limits, watches, leader election, TLS,
+//! the types of objects of other projects (VolumeSnapshot) and of this one
+//! (SnapshotMetadataService, the objects of sessions, VolumeSnapshotDelta, DriverDiscovery), and
+//! the protocol between roles over HTTPS ([`cbt_http`]). It does not depend on any role.
 
 pub mod admission;
 pub mod api_service;

@@ -1,7 +1,7 @@
-//! What objects of Kubernetes can be called. Names become parts of URLs at the API server: what passes here can
-//! name nothing else there.
+//! Valid names of Kubernetes objects. Names become parts of URLs at the API server: a name that
+//! passes these checks cannot address anything else.
 
-/// The longest name of a namespace (RFC 1123 label), and of other objects (RFC 1123 subdomain), in bytes.
+/// Maximum bytes of a namespace's name (RFC 1123 label), and of other names (RFC 1123 subdomain).
 const MAX_LABEL: usize = 63;
 const MAX_SUBDOMAIN: usize = 253;
 
@@ -23,12 +23,14 @@ fn is_label(text: &str) -> bool {
         && bytes.iter().all(|byte| plain(*byte) || *byte == b'-')
 }
 
-/// The name of an object, for the command line.
+/// Parses the name of an object on the command line.
 pub fn object(text: &str) -> Result<String, String> {
     if is_object(text) {
         return Ok(text.to_owned());
     }
-    Err(format!("is not a name in Kubernetes: up to {MAX_SUBDOMAIN} of a-z, 0-9, '-' and '.'"))
+    Err(format!(
+        "is not a valid Kubernetes name: use up to {MAX_SUBDOMAIN} of a-z, 0-9, '-' and '.'"
+    ))
 }
 
 #[cfg(test)]
@@ -36,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_kubernetes_allows_is_a_name() {
+    fn only_valid_kubernetes_names_are_accepted() {
         let long = "x".repeat(63);
         for good in ["a", "db-1", "0", "a-b-c", long.as_str()] {
             assert!(is_object(good) && is_namespace(good), "{good}");

@@ -1,6 +1,6 @@
-//! Who is it, and may they? TokenReview and SubjectAccessReview, with what was granted kept for a short, chosen
-//! time: within it a revoked token or permission may still pass, after it never. What was refused is
-//! asked anew each time. Tokens are kept as hashes only.
+//! Authentication and authorization by TokenReview and SubjectAccessReview. Granted reviews are
+//! cached for a configurable time, during which a revoked token or permission may still pass.
+//! Refusals are not cached. Only hashes of tokens are kept.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -21,55 +21,55 @@ use sha2::{Digest, Sha256};
 
 use super::cache::in_time;
 
-/// Tokens and decisions that are remembered, at most.
-const REMEMBERED: u64 = 10_000;
+/// Maximum number of cached tokens and of cached permissions.
+const MAX_CACHED: u64 = 10_000;
 
-/// Why there is no user, or no permission.
+/// Why a review did not grant the request.
 #[derive(Debug, Clone)]
 pub enum Denied {
-    /// The answer is no. The text says why, as far as the API server did.
+    /// The review refused it, with the API server's reason if it gave one.
     Refused(String),
-    /// There is no answer.
+    /// The review failed.
     Unknown(Arc<kube::Error>),
 }
 
-/// Cheap to clone.
+/// Reviews tokens and permissions. Clones share the caches.
 #[derive(Clone)]
 pub struct Reviewer {
     client: Client,
-    /// How long what was granted may be remembered.
+    /// Time to cache granted reviews.
     ttl: Duration,
     users: Cache<[u8; 32], Grant>,
     permissions: Cache<[u8; 32], ()>,
 }
 
-/// A token that was good.
+/// An accepted token.
 #[derive(Clone)]
 struct Grant {
     user: Arc<UserInfo>,
-    /// When the token ends by its own word.
+    /// Expiry in the token's claims.
     expires: Option<SystemTime>,
 }
 
-/// What somebody wants to do.
+/// An action to authorize.
 #[derive(Debug, Clone, Copy)]
 pub struct Action<'a> {
     pub verb: &'a str,
     pub group: &'a str,
     pub resource: &'a str,
     pub subresource: Option<&'a str>,
-    /// Empty for objects that belong to none.
+    /// Empty for cluster-scoped objects.
     pub namespace: &'a str,
-    /// Of one object; none for all of them.
+    /// Name of one object; `None` for all objects.
     pub name: Option<&'a str>,
 }
 
 impl Reviewer {
     pub fn new(client: Client, ttl: Duration) -> Self {
-        Self { client, ttl, users: remembered(ttl), permissions: remembered(ttl) }
+        Self { client, ttl, users: cache(ttl), permissions: cache(ttl) }
     }
 
-    /// The user that a token stands for, for this audience.
+    /// The user of a token that is valid for this audience.
     pub async fn authenticate(&self, token: &str, audience: &str) -> Result<Arc<UserInfo>, Denied> {
         if self.ttl.is_zero() {
             return Ok(self.review_token(token, audience).await?.user);
@@ -102,7 +102,7 @@ impl Reviewer {
         Ok(Grant { user, expires: expiry(token) })
     }
 
-    /// Whether the user may do it.
+    /// Whether the user may perform the action.
     pub async fn authorize(&self, user: &UserInfo, action: Action<'_>) -> Result<(), Denied> {
         if self.ttl.is_zero() {
             return self.review_access(user, action).await;
@@ -110,7 +110,7 @@ impl Reviewer {
         let identity =
             serde_json::to_string(user).map_err(|error| unknown(kube::Error::SerdeError(error)))?;
         let Action { verb, group, resource, subresource, namespace, name } = action;
-        // No object and no subresource has an empty name.
+        // Objects and subresources never have empty names.
         let [subresource, name] = [subresource, name].map(Option::unwrap_or_default);
         let key = digest(&[&identity, verb, group, resource, subresource, namespace, name]);
         let review = self.review_access(user, action);
@@ -146,13 +146,13 @@ impl Reviewer {
     }
 }
 
-/// The user, if the API server vouches for the token and for the audience.
+/// The user, if the API server accepts the token for the audience.
 fn granted(status: TokenReviewStatus, audience: &str) -> Result<UserInfo, Denied> {
     if status.authenticated != Some(true) {
         let reason = "it is not valid, has expired, or is for another audience";
         return Err(Denied::Refused(reason.into()));
     }
-    // An authenticator that knows no audiences leaves them out; the token may then be one for the API server
+    // An authenticator without audiences omits them; the token may then be meant for the API server
     // itself.
     if !status.audiences.unwrap_or_default().iter().any(|one| one == audience) {
         return Err(Denied::Refused("it is for another audience".into()));
@@ -164,11 +164,11 @@ fn unknown(error: kube::Error) -> Denied {
     Denied::Unknown(Arc::new(error))
 }
 
-fn remembered<V: Clone + Send + Sync + 'static>(ttl: Duration) -> Cache<[u8; 32], V> {
-    Cache::builder().max_capacity(REMEMBERED).time_to_live(ttl).build()
+fn cache<V: Clone + Send + Sync + 'static>(ttl: Duration) -> Cache<[u8; 32], V> {
+    Cache::builder().max_capacity(MAX_CACHED).time_to_live(ttl).build()
 }
 
-/// One value for these texts in this order, and for no others.
+/// A hash that is unique for this sequence of texts.
 fn digest(parts: &[&str]) -> [u8; 32] {
     let mut hash = Sha256::new();
     for part in parts {
@@ -178,7 +178,7 @@ fn digest(parts: &[&str]) -> [u8; 32] {
     hash.finalize().into()
 }
 
-/// When a token ends, as it says itself: its signature was checked by the API server.
+/// Expiry in a token's claims. The API server has verified the signature.
 fn expiry(token: &str) -> Option<SystemTime> {
     #[derive(Deserialize)]
     struct Claims {
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_end_of_a_token_is_read_from_its_claims() {
+    fn a_tokens_expiry_is_read_from_its_claims() {
         // {"aud":["a"],"exp":1763673303}
         let token = "eyJhbGciOiJub25lIn0.eyJhdWQiOlsiYSJdLCJleHAiOjE3NjM2NzMzMDN9.c2ln";
         assert_eq!(expiry(token), Some(UNIX_EPOCH + Duration::from_secs(1_763_673_303)));
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_review_that_does_not_name_the_audience_lets_nobody_in() {
+    fn a_review_without_the_audience_refuses_the_token() {
         let status = |authenticated, audiences: &[&str]| TokenReviewStatus {
             authenticated,
             audiences: Some(audiences.iter().map(|one| (*one).to_owned()).collect()),
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_key_cannot_be_moved_into_each_other() {
+    fn digests_of_different_parts_differ() {
         assert_ne!(digest(&["ab", "c"]), digest(&["a", "bc"]));
         assert_ne!(digest(&["a", ""]), digest(&["a"]));
     }

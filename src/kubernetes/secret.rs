@@ -1,4 +1,4 @@
-//! What is in a Secret, on its way to a driver: shown to nobody else.
+//! The content of a Secret for a driver, in a type that does not print.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -6,20 +6,19 @@ use std::fmt;
 use k8s_openapi::api::core::v1::Secret;
 use serde::{Deserialize, Serialize};
 
-/// What a text shows in the place of a secret.
+/// Replacement of a secret value in a text.
 const HIDDEN: &str = "[hidden]";
-/// Values that are shorter say nothing and would hide half of any text.
+/// Minimum length of hidden values: hiding shorter ones would make texts unreadable.
 const SHORTEST_HIDDEN: usize = 4;
 
-/// Names and values; never shown.
+/// Names and values, which are never printed.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Secrets(HashMap<String, String>);
 
 impl Secrets {
-    /// All entries of a Secret.
-    ///
-    /// Nothing where a value is no text (UTF-8), which is all that CSI takes.
+    /// All entries of a Secret. `None` if a value is not UTF-8 text, the only type that CSI
+    /// accepts.
     pub fn of(secret: Secret) -> Option<Self> {
         let entries = secret.data.unwrap_or_default().into_iter();
         let texts =
@@ -31,12 +30,12 @@ impl Secrets {
         self.0.is_empty()
     }
 
-    /// For the driver's request, and nothing else.
+    /// The values, only for the request to the driver.
     pub fn reveal(&self) -> HashMap<String, String> {
         self.0.clone()
     }
 
-    /// `text` without any of the values, should a driver repeat them.
+    /// Replaces all values in `text`, in case a driver quotes them.
     pub fn hide(&self, text: &str) -> String {
         let values = self.0.values().filter(|value| value.len() >= SHORTEST_HIDDEN);
         values.fold(text.to_owned(), |text, value| text.replace(value.as_str(), HIDDEN))
@@ -54,11 +53,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_text_loses_every_value_of_a_secret() {
+    fn secret_values_are_hidden_in_a_text() {
         let entries = [("user", "backup-user"), ("key", "hunter2"), ("x", "abc")];
         let secrets = Secrets(entries.map(|(key, value)| (key.into(), value.into())).into());
-        let said = secrets.hide("login of backup-user with hunter2 failed (abc)");
-        assert_eq!(said, "login of [hidden] with [hidden] failed (abc)");
+        let text = secrets.hide("login of backup-user with hunter2 failed (abc)");
+        assert_eq!(text, "login of [hidden] with [hidden] failed (abc)");
         assert_eq!(format!("{secrets:?}"), "3 secrets");
     }
 }

@@ -1,9 +1,10 @@
-//! The objects of a snapshot session (KEP-3314, session design, "Custom Resources"). The proposal names them and leaves
-//! their fields open; these are this project's.
+//! The objects of a snapshot session (KEP-3314, session design, "Custom Resources"). The KEP names
+//! them, but leaves their fields open; this project defines them.
 //!
-//! A backup application makes a [`SnapshotSessionRequest`] beside its VolumeSnapshots. The session manager finds the
-//! [`SnapshotServiceConfiguration`] of their driver, writes a [`SnapshotSessionData`] into the driver's namespace, and tells
-//! the application its name, which is the session's token.
+//! A backup application creates a [`SnapshotSessionRequest`] in the namespace of its
+//! VolumeSnapshots. The session manager finds the driver's [`SnapshotServiceConfiguration`], writes
+//! a [`SnapshotSessionData`] into the driver's namespace, and returns its name, the session's
+//! token, in the request's status.
 
 use k8s_openapi::ByteString;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
@@ -13,16 +14,16 @@ use serde::{Deserialize, Serialize};
 
 use super::metadata_service::{address, certificates};
 
-/// VolumeSnapshots that one session can have, at most.
+/// Maximum number of VolumeSnapshots in a session.
 pub const MAX_SNAPSHOTS: usize = 64;
-/// Label of a [`SnapshotSessionData`]: the uid of the request that it was made for.
+/// Label of a [`SnapshotSessionData`]: the uid of its request.
 pub const REQUEST_LABEL: &str = "cbt.storage.k8s.io/session-request-uid";
-/// Keeps a request until its data, which is in another namespace, is gone.
+/// Finalizer that keeps a request until its data, which is in another namespace, is deleted.
 pub const FINALIZER: &str = "cbt.storage.k8s.io/session-data";
 
-// Each column of the table has a type.
+// printcolumn repeats the attribute `type_`.
 #[allow(clippy::duplicated_attributes)]
-/// What a session is asked for. It cannot be changed.
+/// The requested session. Immutable.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, CustomResource, KubeSchema)]
 #[kube(
     group = "cbt.storage.k8s.io",
@@ -32,14 +33,14 @@ pub const FINALIZER: &str = "cbt.storage.k8s.io/session-data";
     shortname = "ssr",
     namespaced,
     status = "SnapshotSessionRequestStatus",
-    doc = "Asks for a snapshot session: direct access to the block metadata of VolumeSnapshots of this namespace. \
-           Deleting it ends the session.",
+    doc = "Requests a snapshot session: direct access to the block metadata of VolumeSnapshots in this namespace. \
+           Deleting the object ends the session.",
     annotation(
         "api-approved.kubernetes.io",
         "unapproved, KEP-3314's session design leaves its objects open"
     ),
-    // Its own rules are not asked where it is gone.
-    validation = Rule::new("!has(oldSelf.status) || has(self.status)").message("status: cannot be taken away"),
+    // The status's own rules are not evaluated when it is removed.
+    validation = Rule::new("!has(oldSelf.status) || has(self.status)").message("status: cannot be removed"),
     printcolumn(name = "State", type_ = "string", json_path = ".status.state"),
     printcolumn(name = "Driver", type_ = "string", json_path = ".status.driver"),
     printcolumn(name = "Expires", type_ = "string", json_path = ".status.expirationTime"),
@@ -47,24 +48,26 @@ pub const FINALIZER: &str = "cbt.storage.k8s.io/session-data";
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("self == oldSelf").message("cannot be changed; make another SnapshotSessionRequest"))]
+#[x_kube(validation = Rule::new("self == oldSelf").message("cannot be changed; create another SnapshotSessionRequest"))]
 pub struct SnapshotSessionRequestSpec {
-    /// Names of VolumeSnapshots in this namespace, 1 to 64, all of one CSI driver.
+    /// Names of 1 to 64 VolumeSnapshots in this namespace, all of one CSI driver.
     #[schemars(schema_with = "snapshot_names")]
     pub snapshots: Vec<String>,
-    /// How long the session is wanted, in seconds. The session manager has a default and a maximum.
+    /// Requested duration of the session in seconds. The session manager has a default and a
+    /// maximum.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 315_360_000))]
     pub lifetime_seconds: Option<i64>,
 }
 
-/// How far a session has come. Written by the session manager alone.
+/// State of a session. Written only by the session manager.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("!has(oldSelf.state) || oldSelf.state == 'Pending' || (has(self.state) && self.state == oldSelf.state)")
         .message("Ready and Failed are final"),
-    // Else a second one could be made while the first is in use already. A session that fails loses it.
+    // Otherwise the token could change while the first one is in use. A failed session loses its
+    // token.
     validation = Rule::new("!has(oldSelf.sessionToken) || (has(self.sessionToken) ? self.sessionToken == oldSelf.sessionToken : has(self.state) && self.state == 'Failed')")
         .message("the token of a session cannot be changed"),
     validation = Rule::new("!has(self.state) || self.state != 'Ready' || (has(self.address) && has(self.caCert) && has(self.sessionToken) && has(self.driver) && has(self.expirationTime))")
@@ -73,22 +76,23 @@ pub struct SnapshotSessionRequestSpec {
         .message("Failed needs an error and has no sessionToken")
 )]
 pub struct SnapshotSessionRequestStatus {
-    /// Pending until the session can be used (Ready) or never will be (Failed). Absent means Pending.
+    /// Pending until the session can be used (Ready) or has failed (Failed). Absent means Pending.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state: Option<SessionState>,
-    /// What stands in the way, in more detail than the state. Type Ready.
+    /// Condition of type Ready, with the reason for the state.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions")]
     pub conditions: Vec<Condition>,
-    /// Where the driver's SnapshotMetadata service listens: host:port.
+    /// Address of the driver's SnapshotMetadata service, host:port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 261))]
     pub address: Option<String>,
-    /// Certificates (PEM) of the authorities that the service's certificate may come from.
+    /// CA certificates (PEM) that sign the service's certificate.
     #[serde(default, rename = "caCert", skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "certificates")]
     pub ca_cert: Option<ByteString>,
-    /// Goes into the field session_token of each call, once the state is Ready. Whoever has it has the session.
+    /// Token for the field session_token of each call, valid in state Ready. Its holder has access
+    /// to the session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 253))]
     pub session_token: Option<String>,
@@ -100,7 +104,7 @@ pub struct SnapshotSessionRequestStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "time")]
     pub expiration_time: Option<Time>,
-    /// Why the session failed, and what to do about it.
+    /// Why the session failed, and what to do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 32_768))]
     pub error: Option<String>,
@@ -116,7 +120,7 @@ pub enum SessionState {
 }
 
 impl SnapshotSessionRequest {
-    /// A status subresource drops what the creator sends, so that a new request has none.
+    /// A new request has no status: the API server drops what the creator sends.
     pub fn state(&self) -> SessionState {
         self.status.as_ref().and_then(|status| status.state).unwrap_or_default()
     }
@@ -130,9 +134,9 @@ impl SnapshotSessionRequest {
     }
 }
 
-// Each column of the table has a type.
+// printcolumn repeats the attribute `type_`.
 #[allow(clippy::duplicated_attributes)]
-/// What a session's client has to know.
+/// What a session's client needs to call the driver.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema, CustomResource)]
 #[kube(
     group = "cbt.storage.k8s.io",
@@ -140,8 +144,8 @@ impl SnapshotSessionRequest {
     kind = "SnapshotServiceConfiguration",
     plural = "snapshotserviceconfigurations",
     shortname = "ssc",
-    doc = "Says that a CSI driver has the SnapshotMetadata service with session tokens, and where. The object has the \
-           driver's name, also as the label cbt.storage.k8s.io/driver.",
+    doc = "Address and CA certificates of a CSI driver's SnapshotMetadata service with session tokens. The object's name \
+           and its label cbt.storage.k8s.io/driver are the driver's name.",
     annotation(
         "api-approved.kubernetes.io",
         "unapproved, KEP-3314's session design leaves its objects open"
@@ -152,22 +156,22 @@ impl SnapshotSessionRequest {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotServiceConfigurationSpec {
-    /// Where the service listens: host:port, with no scheme, as in name.namespace.svc:6443; an IPv6 address in
-    /// brackets.
+    /// Address of the service as host:port without a scheme, such as name.namespace.svc:6443. An
+    /// IPv6 address must be in brackets.
     #[schemars(schema_with = "address")]
     pub address: String,
-    /// Certificates (PEM) of the authorities that the service's certificate may come from.
+    /// CA certificates (PEM) that sign the service's certificate.
     #[serde(rename = "caCert")]
     #[schemars(schema_with = "certificates")]
     pub ca_cert: ByteString,
-    /// The driver's namespace, in which the SnapshotSessionData objects of its sessions are.
+    /// Namespace of the driver, which contains the SnapshotSessionData objects of its sessions.
     #[schemars(schema_with = "namespace")]
     pub driver_namespace: String,
 }
 
-// Each column of the table has a type.
+// printcolumn repeats the attribute `type_`.
 #[allow(clippy::duplicated_attributes)]
-/// What a session's token stands for.
+/// What a session's token gives access to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, CustomResource, KubeSchema)]
 #[kube(
     group = "cbt.storage.k8s.io",
@@ -177,7 +181,7 @@ pub struct SnapshotServiceConfigurationSpec {
     singular = "snapshotsessiondata",
     shortname = "ssd",
     namespaced,
-    doc = "A snapshot session, for the driver's sidecar. Its name is the session's token: nobody but the session manager and \
+    doc = "A snapshot session, for the driver's sidecar. Its name is the session's token: only the session manager and \
            the driver may read such objects.",
     annotation("api-approved.kubernetes.io", "unapproved, KEP-3314's session design leaves its objects open"),
     validation = Rule::new("self.metadata.name.matches('^[a-z0-9]{52,253}$')")
@@ -193,17 +197,17 @@ pub struct SnapshotSessionDataSpec {
     /// Name of the CSI driver.
     #[schemars(length(min = 1, max = 253))]
     pub driver: String,
-    /// The request that this was made for.
+    /// The request of the session.
     pub request: SessionRequestReference,
-    /// What the session gives access to.
+    /// The snapshots that the session gives access to.
     #[schemars(length(min = 1, max = 64))]
     pub snapshots: Vec<SessionSnapshot>,
-    /// From when on the token is refused.
+    /// Time from which the token is refused.
     #[schemars(schema_with = "time")]
     pub expiration_time: Time,
 }
 
-/// A SnapshotSessionRequest.
+/// Reference to a SnapshotSessionRequest.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 pub struct SessionRequestReference {
     #[schemars(schema_with = "namespace")]
@@ -214,7 +218,8 @@ pub struct SessionRequestReference {
     pub uid: String,
 }
 
-/// A VolumeSnapshot as it was when the session began: another one of the same name is not part of it.
+/// A VolumeSnapshot at the start of the session. A later object of the same name is not part of the
+/// session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SessionSnapshot {
     #[schemars(schema_with = "namespace")]
@@ -223,7 +228,7 @@ pub struct SessionSnapshot {
     pub name: String,
     #[schemars(length(min = 1, max = 253))]
     pub uid: String,
-    /// The snapshot's id in CSI.
+    /// CSI handle of the snapshot.
     #[schemars(length(min = 1, max = 1024))]
     pub handle: String,
 }

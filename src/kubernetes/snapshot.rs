@@ -1,6 +1,6 @@
-//! The snapshot objects of Kubernetes, `snapshot.storage.k8s.io/v1`: the fields that this project reads or, in
-//! tests, writes. The controllers of external-snapshotter own them. Every status may be absent: an object has
-//! none until its controller has looked at it.
+//! The snapshot objects of Kubernetes, `snapshot.storage.k8s.io/v1`, with the fields that this
+//! project reads or, in tests, writes. The controllers of external-snapshotter own them. An object
+//! has no status until its controller has processed it.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -16,10 +16,10 @@ use super::name;
 pub const GROUP: &str = "snapshot.storage.k8s.io";
 const VERSION: &str = "v1";
 
-/// Annotation of the class that is taken where a VolumeSnapshot names none.
+/// Annotation of the class for VolumeSnapshots that name none.
 pub const DEFAULT_CLASS: &str = "snapshot.storage.kubernetes.io/is-default-class";
 
-/// A user's wish for a snapshot, and how far it has come.
+/// A user's request for a snapshot, and its status.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, CustomResource)]
 #[kube(
     group = "snapshot.storage.k8s.io",
@@ -37,7 +37,7 @@ pub struct VolumeSnapshotSpec {
     pub volume_snapshot_class_name: Option<String>,
 }
 
-/// Exactly one of them is set.
+/// Exactly one field is set.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeSnapshotSource {
@@ -68,7 +68,7 @@ pub struct VolumeSnapshotError {
     pub time: Option<Time>,
 }
 
-/// A snapshot of the storage, as Kubernetes knows it.
+/// A snapshot in the storage system.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, CustomResource)]
 #[kube(
     group = "snapshot.storage.k8s.io",
@@ -80,7 +80,7 @@ pub struct VolumeSnapshotError {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeSnapshotContentSpec {
-    /// The VolumeSnapshot that it belongs to; without a uid until they are bound.
+    /// The VolumeSnapshot that it belongs to; without a uid until both are bound.
     pub volume_snapshot_ref: ObjectReference,
     /// Name of the CSI driver.
     pub driver: String,
@@ -93,7 +93,7 @@ pub struct VolumeSnapshotContentSpec {
     pub source_volume_mode: Option<String>,
 }
 
-/// Exactly one of them is set: a volume to cut a snapshot of, or a snapshot that was there before.
+/// Exactly one field is set: the volume to take a snapshot of, or an existing snapshot.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeSnapshotContentSource {
@@ -106,10 +106,10 @@ pub struct VolumeSnapshotContentSource {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeSnapshotContentStatus {
-    /// The snapshot's id in CSI.
+    /// CSI handle of the snapshot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub snapshot_handle: Option<String>,
-    /// When the snapshot was cut: nanoseconds since 1970.
+    /// When the snapshot was taken, in nanoseconds since 1970.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub creation_time: Option<i64>,
     /// Bytes.
@@ -121,7 +121,7 @@ pub struct VolumeSnapshotContentStatus {
     pub error: Option<VolumeSnapshotError>,
 }
 
-/// How snapshots are made, and with which secrets. It has no spec.
+/// Parameters of snapshots, and their secrets. A class has no spec.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeSnapshotClass {
@@ -137,7 +137,7 @@ pub struct VolumeSnapshotClass {
 }
 
 impl VolumeSnapshot {
-    /// The content that it is bound to, once it is ready to use.
+    /// Name of the bound content, if the snapshot is ready to use.
     pub fn ready_content(&self) -> Option<&str> {
         let status = self.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
         status.bound_volume_snapshot_content_name.as_deref().filter(|name| name::is_object(name))
@@ -145,13 +145,13 @@ impl VolumeSnapshot {
 }
 
 impl VolumeSnapshotContent {
-    /// The snapshot's id in CSI, once it is ready to use.
+    /// CSI handle of the snapshot, if it is ready to use.
     pub fn ready_handle(&self) -> Option<&str> {
         let status = self.status.as_ref().filter(|status| status.ready_to_use == Some(true))?;
         status.snapshot_handle.as_deref().filter(|handle| !handle.is_empty())
     }
 
-    /// Whether it refers back to the VolumeSnapshot: a reference in one direction proves nothing.
+    /// Whether it refers to the VolumeSnapshot: a reference in one direction proves nothing.
     pub fn belongs_to(&self, object: &VolumeSnapshot) -> bool {
         let back = &self.spec.volume_snapshot_ref;
         let same_uid = match back.uid.as_deref() {
@@ -162,7 +162,7 @@ impl VolumeSnapshotContent {
     }
 }
 
-/// The index of contents by the snapshot's id in CSI, ready or not.
+/// Index of contents by CSI handle, whether ready or not.
 pub fn handle(content: &VolumeSnapshotContent) -> Option<Cow<'_, str>> {
     let made = content.status.as_ref().and_then(|status| status.snapshot_handle.as_deref());
     made.or(content.spec.source.snapshot_handle.as_deref()).map(Cow::from)

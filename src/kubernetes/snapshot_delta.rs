@@ -1,8 +1,9 @@
-//! VolumeSnapshotDelta (KEP-3314, VolumeSnapshotDelta, "API Specification"): asks for the blocks that differ between two
-//! VolumeSnapshots of its namespace, and is answered in its status. It can only be created and is never stored.
+//! VolumeSnapshotDelta (KEP-3314, VolumeSnapshotDelta, "API Specification"): requests the blocks
+//! that differ between two VolumeSnapshots of its namespace; the status has the result. It can only
+//! be created and is never stored.
 //!
-//! The proposal's example and its Go types disagree; docs/reference/aggregated-api.md says what was chosen: the types' `changedBlocks`,
-//! block numbers and not bytes, states as strings.
+//! The KEP's example and its Go types differ. docs/reference/aggregated-api.md describes the
+//! choices: the types' `changedBlocks`, block numbers instead of bytes, states as strings.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use schemars::JsonSchema;
@@ -15,10 +16,10 @@ pub const API_VERSION: &str = "cbt.storage.k8s.io/v1alpha1";
 pub const KIND: &str = "VolumeSnapshotDelta";
 pub const PLURAL: &str = "volumesnapshotdeltas";
 
-/// Entries of a page where `spec.limit` says nothing.
+/// Default of `spec.limit`.
 pub const DEFAULT_LIMIT: u64 = 256;
 
-/// A question, and in its status the answer.
+/// A request, and its result in the status.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeSnapshotDelta {
@@ -31,16 +32,17 @@ pub struct VolumeSnapshotDelta {
     pub status: Option<VolumeSnapshotDeltaStatus>,
 }
 
-/// What is asked.
+/// The request.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeSnapshotDeltaSpec {
-    /// Name of the VolumeSnapshot to compare with. Without it, all blocks that the target holds are listed.
+    /// Name of the VolumeSnapshot to compare with. Without it, all allocated blocks of the target
+    /// are returned.
     #[serde(default, deserialize_with = "or_default", skip_serializing_if = "String::is_empty")]
     pub base_volume_snapshot_name: String,
-    /// Name of the VolumeSnapshot whose blocks are listed.
+    /// Name of the VolumeSnapshot whose blocks are returned.
     pub target_volume_snapshot_name: String,
-    /// Secret of this namespace that the CSI driver needs for the call. All of its entries are passed.
+    /// Secret in this namespace that the CSI driver needs for the call. All its entries are passed.
     #[serde(
         default,
         alias = "volumeSnapshotDeltaSecretRef",
@@ -48,32 +50,33 @@ pub struct VolumeSnapshotDeltaSpec {
         skip_serializing_if = "Option::is_none"
     )]
     pub secret_ref: Option<SecretReference>,
-    /// The kind of metadata; there is only "block".
+    /// Kind of metadata. The only value is "block".
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
-    /// Entries of the answer, at most; 0 means 256. The server has a maximum of its own.
+    /// Maximum number of blocks to return; 0 means 256. The server also has a maximum.
     #[serde(default, deserialize_with = "or_default")]
     pub limit: u64,
-    /// Number of the block to begin with: 0, or what status.continue of the page before said.
+    /// Number of the first block to return: 0, or status.continue of the previous page.
     #[serde(default, deserialize_with = "or_default")]
     pub offset: u64,
 }
 
-/// A Secret.
+/// Reference to a Secret.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SecretReference {
     /// Name of the Secret.
     pub name: String,
-    /// That of the VolumeSnapshotDelta, which is also the default.
+    /// Namespace of the Secret. It must be the VolumeSnapshotDelta's namespace, which is the
+    /// default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespace: Option<String>,
 }
 
-/// What was found.
+/// The result.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeSnapshotDeltaStatus {
-    /// The blocks, in ascending order. Those of one answer have one size.
+    /// Changed blocks in ascending order. All blocks of one response have the same size.
     #[serde(
         default,
         alias = "changedBlockDeltas",
@@ -81,35 +84,36 @@ pub struct VolumeSnapshotDeltaStatus {
         skip_serializing_if = "Vec::is_empty"
     )]
     pub changed_blocks: Vec<ChangedBlock>,
-    /// What went wrong in the driver, if the state is Failed.
+    /// Error of the driver, if the state is Failed.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub error: String,
-    /// Completed: nothing follows. Continue: more follows, from the block that `continue` names. Failed: see `error`.
+    /// Completed: no blocks follow. Continue: more blocks follow, starting at `continue`. Failed:
+    /// see `error`.
     #[serde(default)]
     pub state: VolumeSnapshotDeltaState,
-    /// Entries that this answer could have.
+    /// Maximum number of blocks in this response.
     #[serde(default)]
     pub limit: u64,
-    /// The block that it began with.
+    /// Number of the block at which this response starts.
     #[serde(default)]
     pub offset: u64,
-    /// The offset of the next request, if the state is Continue; else 0.
+    /// Offset of the next request, if the state is Continue; otherwise 0.
     #[serde(default, rename = "continue")]
     pub next: u64,
-    /// Size of the volume in bytes, where the driver says it.
+    /// Size of the volume in bytes, if the driver reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volume_size_bytes: Option<u64>,
 }
 
-/// A block that differs.
+/// A changed block.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ChangedBlock {
-    /// Number of the block: it begins at offset times blockSizeBytes.
+    /// Number of the block, which starts at byte offset * blockSizeBytes.
     pub offset: u64,
     /// Size of the block in bytes.
     pub block_size_bytes: u64,
-    /// With what the driver hands out the block's content, where it does.
+    /// Token to read the block's content from the driver, if the driver provides one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data_token: Option<DataToken>,
 }
@@ -118,15 +122,15 @@ pub struct ChangedBlock {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct DataToken {
-    /// As the driver says it.
+    /// The token as the driver returns it.
     pub token: String,
-    /// RFC 3339.
+    /// Time of issuance (RFC 3339).
     pub issuance_time: String,
-    /// A duration such as 3h0m0s.
+    /// Validity as a duration, such as 3h0m0s.
     pub ttl: String,
 }
 
-/// `status.state`. A number on input is its place in the proposal's list.
+/// `status.state`. A number in input is the index in the KEP's list.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, JsonSchema)]
 pub enum VolumeSnapshotDeltaState {
     #[default]
@@ -161,7 +165,7 @@ impl<'de> Deserialize<'de> for VolumeSnapshotDeltaState {
     }
 }
 
-/// Go writes what is empty as null.
+/// Reads null as the default, because Go encodes empty values as null.
 pub fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
     deserializer: D,
 ) -> Result<T, D::Error> {
@@ -194,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn the_example_and_the_types_of_the_proposal_are_both_read() {
+    fn the_keps_example_and_types_are_both_accepted() {
         let status = |blocks: &str| {
             json!({ "limit": 256, "offset": 0, "continue": 3, "state": 1, blocks: [{
                 "offset": 0, "blockSizeBytes": 524_288,

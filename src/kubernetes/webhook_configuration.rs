@@ -1,5 +1,6 @@
-//! The caBundle of a ValidatingWebhookConfiguration or MutatingWebhookConfiguration, by which the API server knows a webhook of this
-//! program. The object is another's, who deploys it: only that one field of each of its webhooks is written, and it is never made.
+//! Maintains the caBundle of a ValidatingWebhookConfiguration or MutatingWebhookConfiguration, by
+//! which the API server authenticates a webhook of this program. The administrator owns the object:
+//! only this field of each webhook is written, and the object is never created.
 
 use std::marker::PhantomData;
 
@@ -14,10 +15,10 @@ use serde_json::{Value, json};
 use super::cache::Object;
 use super::publish::Publication;
 
-/// A webhook whose answer does not come lets nothing pass, as is also the default.
+/// The policy, also the default, under which requests fail if the webhook does not respond.
 const FAILS_CLOSED: &str = "Fail";
 
-/// What both kinds of webhooks have.
+/// Fields that both kinds of webhooks have.
 #[derive(Debug, Clone, Copy)]
 pub struct Webhook<'a> {
     name: &'a str,
@@ -58,7 +59,7 @@ impl<'a> Webhook<'a> {
     }
 }
 
-/// All webhooks of one configuration.
+/// The caBundle of all webhooks of one configuration.
 #[derive(Debug)]
 pub struct CaBundle<C> {
     name: String,
@@ -68,7 +69,7 @@ pub struct CaBundle<C> {
 }
 
 impl<C: Configuration> CaBundle<C> {
-    /// Of the configuration `name`; `manager` is as whom the field is written.
+    /// For the configuration `name`; `manager` is the field manager of the writes.
     pub fn new(name: &str, manager: &'static str) -> Self {
         Self { name: name.to_owned(), manager, is_open: false, kind: PhantomData }
     }
@@ -85,35 +86,36 @@ impl<C: Configuration> Publication for CaBundle<C> {
         &self.name
     }
 
-    fn is_as_it_should_be(&self, found: &C, pem: &str) -> bool {
+    fn is_current(&self, found: &C, pem: &str) -> bool {
         let webhooks = found.webhooks();
         !webhooks.is_empty() && webhooks.iter().all(|one| one.ca_bundle() == pem.as_bytes())
     }
 
-    fn wanted(&self, found: Option<&C>, pem: &str) -> anyhow::Result<Value> {
-        let found = found.context("it does not exist; nothing is checked until it is applied")?;
+    fn desired(&self, found: Option<&C>, pem: &str) -> anyhow::Result<Value> {
+        let found =
+            found.context("the object does not exist; apply it, otherwise nothing is checked")?;
         let ca_bundle = json!({ "caBundle": k8s_openapi::ByteString(pem.as_bytes().to_vec()) });
         let webhooks = found.webhooks();
         let webhooks =
             webhooks.iter().map(|one| json!({ "name": one.name, "clientConfig": ca_bundle }));
         let webhooks: Vec<_> = webhooks.collect();
-        anyhow::ensure!(!webhooks.is_empty(), "it has no webhooks; apply it anew");
+        anyhow::ensure!(!webhooks.is_empty(), "the object has no webhooks; apply it again");
         Ok(json!({
             "apiVersion": C::api_version(&()),
             "kind": C::kind(&()),
-            // With the uid, an object that is gone by now is not made.
+            // The uid prevents that apply creates an object that has been deleted meanwhile.
             "metadata": { "name": self.name, "uid": found.meta().uid },
             "webhooks": webhooks,
         }))
     }
 
-    fn look(&mut self, found: &C) {
+    fn inspect(&mut self, found: &C) {
         let webhooks = found.webhooks();
         let open = webhooks.iter().find(|webhook| webhook.is_open());
         if let Some(webhook) = open.filter(|_| !self.is_open) {
             tracing::warn!(
                 webhook = webhook.name,
-                "{} {}: failurePolicy is not {FAILS_CLOSED}: while the webhook is away, anything passes",
+                "{} {}: failurePolicy is not {FAILS_CLOSED}: while the webhook is unavailable, all requests pass unchecked",
                 C::kind(&()),
                 self.name
             );
@@ -146,40 +148,40 @@ mod tests {
     }
 
     #[test]
-    fn both_kinds_of_configurations_get_the_same() {
+    fn both_kinds_of_configurations_get_the_same_bundle() {
         let mutating: MutatingWebhookConfiguration =
             serde_json::from_value(object(&["", "old"])).unwrap();
-        let other = CaBundle::new("c", "m").wanted(Some(&configuration(&["", "old"])), "new");
-        let wanted = CaBundle::new("c", "m").wanted(Some(&mutating), "new").unwrap();
-        assert_eq!(wanted["kind"], "MutatingWebhookConfiguration");
-        assert_eq!(wanted["webhooks"], other.unwrap()["webhooks"]);
+        let other = CaBundle::new("c", "m").desired(Some(&configuration(&["", "old"])), "new");
+        let desired = CaBundle::new("c", "m").desired(Some(&mutating), "new").unwrap();
+        assert_eq!(desired["kind"], "MutatingWebhookConfiguration");
+        assert_eq!(desired["webhooks"], other.unwrap()["webhooks"]);
     }
 
     #[test]
-    fn a_webhook_that_fails_open_is_noticed() {
+    fn a_webhook_that_fails_open_is_reported() {
         let mut object = object(&["", ""]);
         let mut publication = CaBundle::new("c", "m");
         for (policy, is_open) in [("Fail", false), ("Ignore", true), ("Fail", false)] {
             object["webhooks"][1]["failurePolicy"] = policy.into();
             let found: ValidatingWebhookConfiguration =
                 serde_json::from_value(object.clone()).unwrap();
-            publication.look(&found);
+            publication.inspect(&found);
             assert_eq!(publication.is_open, is_open);
         }
     }
 
     #[test]
-    fn only_the_bundle_of_each_webhook_is_written_and_none_is_made() {
+    fn only_the_bundles_are_written_and_nothing_is_created() {
         let publication = CaBundle::new("c", "m");
-        let wanted = publication.wanted(Some(&configuration(&["", "old"])), "new").unwrap();
+        let desired = publication.desired(Some(&configuration(&["", "old"])), "new").unwrap();
         let bundle = json!({ "caBundle": ByteString(b"new".to_vec()) });
         let webhooks = json!([
             { "name": "w0.example", "clientConfig": bundle },
             { "name": "w1.example", "clientConfig": bundle },
         ]);
-        assert_eq!(wanted["webhooks"], webhooks);
-        assert_eq!(wanted["metadata"], json!({ "name": "c", "uid": "u" }));
-        assert!(publication.wanted(None, "new").is_err());
-        assert!(publication.wanted(Some(&configuration(&[])), "new").is_err());
+        assert_eq!(desired["webhooks"], webhooks);
+        assert_eq!(desired["metadata"], json!({ "name": "c", "uid": "u" }));
+        assert!(publication.desired(None, "new").is_err());
+        assert!(publication.desired(Some(&configuration(&[])), "new").is_err());
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::grpc::SocketPath;
 use crate::grpc::socket::octal_mode;
 use crate::kubernetes::client;
-use crate::quantity::some_time;
+use crate::quantity::nonzero_duration;
 use crate::telemetry::role::RoleArgs;
 
 #[derive(Debug, clap::Args)]
@@ -14,7 +14,8 @@ pub struct Args {
     #[command(flatten)]
     pub cluster: client::Args,
 
-    /// Socket to serve CSI on, the one that node-driver-registrar tells kubelet of: unix:///path, unix:/path or /path.
+    /// Unix socket for CSI, which node-driver-registrar registers with kubelet: unix:///path,
+    /// unix:/path or /path.
     #[arg(
         long,
         env = "CSI_ENDPOINT",
@@ -27,24 +28,24 @@ pub struct Args {
     #[arg(long, default_value = "0600", value_parser = octal_mode, value_name = "MODE")]
     pub socket_mode: u32,
 
-    /// The driver's socket.
+    /// Unix socket of the CSI driver.
     #[arg(long, default_value = "unix:///csi/csi.sock", value_name = "SOCKET")]
     pub driver_endpoint: SocketPath,
 
-    /// Name of this node's object: pods of no other are watched.
+    /// Name of the node whose pods are watched.
     #[arg(long, env = "NODE_NAME", value_name = "NAME")]
     pub node_name: String,
 
-    /// Directory that keeps which volumes were left to a runtime. It has to outlive restarts of the node.
+    /// Directory that stores the deferred volumes; it must survive restarts of the node.
     #[arg(long, default_value = "/var/lib/csi-loopback-node-proxy", value_name = "DIR")]
     pub state_dir: PathBuf,
 
-    /// How long a publish waits for the API server to report its pod.
+    /// Maximum time that a publish waits for the API server to report its pod.
     #[arg(long, default_value = "5s", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub pod_timeout: Duration,
 
-    /// Time between two looks for remembered volumes whose target is gone; those that are found gone twice are forgotten.
-    #[arg(long, default_value = "60s", value_parser = some_time, value_name = "TIME")]
+    /// Interval of checking deferred volumes; those whose target is gone twice are removed.
+    #[arg(long, default_value = "60s", value_parser = nonzero_duration, value_name = "TIME")]
     pub collect_every: Duration,
 
     #[command(flatten)]
@@ -58,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounds_that_never_pause_are_refused() {
+    fn invalid_collection_intervals_are_refused() {
         let parse = |every: &str| {
             let command = Args::augment_args(clap::Command::new("node-proxy"));
             command.try_get_matches_from(["node-proxy", "--node-name=n", "--collect-every", every])

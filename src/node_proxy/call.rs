@@ -1,11 +1,11 @@
-//! The four calls that the proposal has kubelet add something to.
+//! The four calls to which the proposal's kubelet adds fields.
 
 use prost::Message;
 
 use crate::grpc::call::{Describe, Subject, note};
 use crate::proto::csi::v1 as csi;
 
-/// Which of them.
+/// A call that the proxy decodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Call {
     Publish,
@@ -17,7 +17,7 @@ pub enum Call {
 impl Call {
     pub const ALL: [Self; 4] = [Self::Publish, Self::Unpublish, Self::Stats, Self::Expand];
 
-    /// The call with this path of HTTP/2. None: not one that is looked at.
+    /// The call with this HTTP/2 path. `None`: the proxy forwards it without decoding.
     pub fn at(path: &str) -> Option<Self> {
         let method = path.strip_prefix("/csi.v1.Node/")?;
         Self::ALL.into_iter().find(|call| call.method() == method)
@@ -44,18 +44,18 @@ impl Call {
     }
 }
 
-/// What is asked.
+/// A decoded request.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Asked {
+pub enum DecodedRequest {
     Publish(Box<csi::NodePublishVolumeRequest>),
     Unpublish(csi::NodeUnpublishVolumeRequest),
     Stats(csi::NodeGetVolumeStatsRequest),
     Expand(Box<csi::NodeExpandVolumeRequest>),
 }
 
-impl Asked {
-    /// Decodes a request. None where it is none: the driver says better what is wrong with it.
-    pub fn read(call: Call, message: &[u8]) -> Option<Self> {
+impl DecodedRequest {
+    /// Decodes a request. `None`: it is invalid, and the driver must report why.
+    pub fn decode(call: Call, message: &[u8]) -> Option<Self> {
         Some(match call {
             Call::Publish => Self::Publish(Message::decode(message).ok()?),
             Call::Unpublish => Self::Unpublish(Message::decode(message).ok()?),
@@ -65,13 +65,13 @@ impl Asked {
     }
 }
 
-impl Describe for Asked {
+impl Describe for DecodedRequest {
     fn describe(&self, subject: &mut Subject) {
         let (volume, path) = match self {
-            Self::Publish(asked) => (&asked.volume_id, &asked.target_path),
-            Self::Unpublish(asked) => (&asked.volume_id, &asked.target_path),
-            Self::Stats(asked) => (&asked.volume_id, &asked.volume_path),
-            Self::Expand(asked) => (&asked.volume_id, &asked.volume_path),
+            Self::Publish(request) => (&request.volume_id, &request.target_path),
+            Self::Unpublish(request) => (&request.volume_id, &request.target_path),
+            Self::Stats(request) => (&request.volume_id, &request.volume_path),
+            Self::Expand(request) => (&request.volume_id, &request.volume_path),
         };
         (subject.volume_id, subject.path) = (note(volume), note(path));
     }
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_four_calls_are_looked_at() {
+    fn only_four_calls_are_decoded() {
         for call in Call::ALL {
             assert_eq!(Call::at(&format!("/csi.v1.Node/{}", call.method())), Some(call));
         }

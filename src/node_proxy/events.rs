@@ -1,4 +1,5 @@
-//! What is told of a pod, as kubelet would tell it. It is no part of a call: that is answered whether or not it can be told.
+//! Records events for pods, as kubelet does. Events are independent of calls: a call does not fail
+//! when its event cannot be recorded.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,43 +11,44 @@ use kube::api::PostParams;
 use kube::{Api, Client};
 use tokio::sync::Semaphore;
 
-use super::memory::PodRef;
-use crate::grpc::cut;
+use super::store::PodRef;
+use crate::grpc::truncate;
 use crate::kubernetes::cache::in_time;
 
-/// The same of a pod is told once in so long: kubelet repeats a call that fails every few seconds.
-const TELL_AGAIN: Duration = Duration::from_secs(60);
-/// Of so many different things at most it is known when they were told; more are not told.
-const MAX_TOLD: usize = 1024;
-/// Events under way; more are not told.
-const MAX_UNDER_WAY: usize = 32;
-/// Bytes of an event's message, at most (the API server takes 1 KiB).
+/// Interval at which an identical event of a pod is repeated. kubelet retries a failed call every
+/// few seconds.
+const REPEAT_INTERVAL: Duration = Duration::from_secs(60);
+/// Maximum number of different events within that interval; more are dropped.
+const MAX_RECENT: usize = 1024;
+/// Maximum number of events being recorded; more are dropped.
+const MAX_IN_FLIGHT: usize = 32;
+/// Maximum bytes of an event's message (the API server accepts 1 KiB).
 const MAX_MESSAGE: usize = 1000;
 const COMPONENT: &str = "csi-loopback-node-proxy";
 
-/// Cheap to clone.
+/// Records events; clones share the limits.
 #[derive(Clone)]
 pub struct Events {
     client: Client,
     node: String,
-    told: Arc<Mutex<Told>>,
-    under_way: Arc<Semaphore>,
+    recent: Arc<Mutex<RecentEvents>>,
+    in_flight: Arc<Semaphore>,
 }
 
 impl Events {
     pub fn new(client: Client, node: &str) -> Self {
-        let under_way = Arc::new(Semaphore::new(MAX_UNDER_WAY));
-        Self { client, node: node.to_owned(), told: Arc::default(), under_way }
+        let in_flight = Arc::new(Semaphore::new(MAX_IN_FLIGHT));
+        Self { client, node: node.to_owned(), recent: Arc::default(), in_flight }
     }
 
-    /// Tells the pod's readers what is the matter with a volume's mount.
+    /// Records a FailedMount event for the pod.
     pub fn failed_mount(&self, pod: &PodRef, message: &str) {
-        let Ok(permit) = self.under_way.clone().try_acquire_owned() else { return };
-        let is_news = {
-            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-            told.is_news(&pod.uid, message, Instant::now())
+        let Ok(permit) = self.in_flight.clone().try_acquire_owned() else { return };
+        let is_new = {
+            let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+            recent.is_new(&pod.uid, message, Instant::now())
         };
-        if pod.name.is_empty() || !is_news {
+        if pod.name.is_empty() || !is_new {
             return;
         }
         let event = event(pod, &self.node, message);
@@ -54,25 +56,25 @@ impl Events {
         tokio::spawn(async move {
             let _permit = permit;
             if let Err(error) = in_time(events.create(&PostParams::default(), &event)).await {
-                tracing::warn!(%error, "an event could not be told");
+                tracing::warn!(%error, "failed to record event");
             }
         });
     }
 }
 
-/// What was told of whom, and when.
+/// The time of each recent event, by pod uid and message.
 #[derive(Debug, Default)]
-struct Told(BTreeMap<(String, String), Instant>);
+struct RecentEvents(BTreeMap<(String, String), Instant>);
 
-impl Told {
-    fn is_news(&mut self, uid: &str, message: &str, now: Instant) -> bool {
-        self.0.retain(|_, at| now.duration_since(*at) < TELL_AGAIN);
+impl RecentEvents {
+    fn is_new(&mut self, uid: &str, message: &str, now: Instant) -> bool {
+        self.0.retain(|_, at| now.duration_since(*at) < REPEAT_INTERVAL);
         let key = (uid.to_owned(), message.to_owned());
-        let is_news = self.0.len() < MAX_TOLD && !self.0.contains_key(&key);
-        if is_news {
+        let is_new = self.0.len() < MAX_RECENT && !self.0.contains_key(&key);
+        if is_new {
             self.0.insert(key, now);
         }
-        is_news
+        is_new
     }
 }
 
@@ -94,7 +96,7 @@ fn event(pod: &PodRef, node: &str, message: &str) -> Event {
         },
         type_: Some("Warning".into()),
         reason: Some("FailedMount".into()),
-        message: Some(cut(message, MAX_MESSAGE)),
+        message: Some(truncate(message, MAX_MESSAGE)),
         source: Some(EventSource {
             component: Some(COMPONENT.into()),
             host: Some(node.to_owned()),
@@ -113,23 +115,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_same_of_a_pod_is_told_once_a_minute() {
-        let (mut told, begun) = (Told::default(), Instant::now());
-        assert!(told.is_news("u", "a", begun));
-        assert!(!told.is_news("u", "a", begun + TELL_AGAIN / 2));
-        assert!(told.is_news("u", "b", begun) && told.is_news("w", "a", begun));
-        assert!(told.is_news("u", "a", begun + TELL_AGAIN));
+    fn identical_events_are_recorded_once_a_minute() {
+        let (mut recent, begun) = (RecentEvents::default(), Instant::now());
+        assert!(recent.is_new("u", "a", begun));
+        assert!(!recent.is_new("u", "a", begun + REPEAT_INTERVAL / 2));
+        assert!(recent.is_new("u", "b", begun) && recent.is_new("w", "a", begun));
+        assert!(recent.is_new("u", "a", begun + REPEAT_INTERVAL));
     }
 
     #[test]
-    fn of_many_things_a_bounded_number_is_told() {
-        let (mut told, now) = (Told::default(), Instant::now());
-        let news = (0..2 * MAX_TOLD).filter(|n| told.is_news("u", &n.to_string(), now));
-        assert_eq!(news.count(), MAX_TOLD);
+    fn the_number_of_recorded_events_is_bounded() {
+        let (mut recent, now) = (RecentEvents::default(), Instant::now());
+        let new = (0..2 * MAX_RECENT).filter(|n| recent.is_new("u", &n.to_string(), now));
+        assert_eq!(new.count(), MAX_RECENT);
     }
 
     #[test]
-    fn an_event_is_of_its_pod_and_not_longer_than_the_api_server_takes() {
+    fn an_event_names_its_pod_and_fits_the_api_limit() {
         let pod = PodRef { namespace: "n".into(), name: "p".into(), uid: "u".into() };
         let event = event(&pod, "node", &"words ".repeat(1000));
         assert!(event.message.unwrap().len() <= 1024);

@@ -1,4 +1,4 @@
-//! Passing calls on as the bytes that they are: headers, frames and trailers of HTTP/2 go through.
+//! Forwards calls as bytes: HTTP/2 headers, frames and trailers are unchanged.
 
 use std::future::Future;
 use std::io;
@@ -24,13 +24,14 @@ use crate::proto::csi::v1 as csi;
 use csi::node_client::NodeClient;
 use csi::node_service_capability::{Type, rpc};
 
-/// How long the driver may take to answer a call of the proxy's own, or to take a connection.
-const ASK_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time between two tries to connect to a driver whose queue is full.
-const CONNECT_AGAIN: Duration = Duration::from_millis(10);
+/// Timeout of the proxy's own calls, and of connecting.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval of connection attempts while the driver's queue is full.
+const CONNECT_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The driver on its socket. Each call has a connection of its own, as kubelet makes one for each of its calls: so a driver that
-/// was replaced is met by the first call behind that, and no call waits for another. Cheap to clone.
+/// A client of the driver's socket. Each call has its own connection, as kubelet's calls have. So
+/// the first call after a restart of the driver reaches the new process, and no call waits for
+/// another. Clones share the path.
 #[derive(Debug, Clone)]
 pub struct Driver {
     socket: Arc<Path>,
@@ -41,14 +42,14 @@ impl Driver {
         Self { socket: socket.as_ref().into() }
     }
 
-    /// Passes a call on.
+    /// Forwards a call.
     ///
     /// # Errors
-    /// The driver is away.
+    /// The driver is unavailable.
     pub async fn forward(&self, request: Request<Body>) -> Result<Response<Body>> {
         self.send(request).await.map_err(|error| {
-            tracing::warn!(socket = %self.socket.display(), %error, "the driver does not answer");
-            Refusal::DriverAway(self.socket.display().to_string())
+            tracing::warn!(socket = %self.socket.display(), %error, "the CSI driver is unavailable");
+            Refusal::DriverUnavailable(self.socket.display().to_string())
         })
     }
 
@@ -56,43 +57,45 @@ impl Driver {
         let stream = self.connect().await?;
         let handshake = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await;
         let (mut sender, connection) = handshake.map_err(io::Error::other)?;
-        // It ends with the call, and what goes wrong on it the call learns.
+        // The connection ends with the call, which reports its errors.
         tokio::spawn(connection);
-        *request.uri_mut() = absolute(request.uri());
-        let answer = sender.send_request(request).await.map_err(io::Error::other)?;
-        Ok(answer.map(Body::new))
+        *request.uri_mut() = absolute_uri(request.uri());
+        let response = sender.send_request(request).await.map_err(io::Error::other)?;
+        Ok(response.map(Body::new))
     }
 
-    /// A driver that more call than its queue holds is there, and only slow: connect(2) says EAGAIN then.
+    /// A driver with a full queue exists and is slow: connect(2) returns EAGAIN.
     async fn connect(&self) -> io::Result<UnixStream> {
-        let until = Instant::now() + ASK_TIMEOUT;
+        let until = Instant::now() + CALL_TIMEOUT;
         loop {
             match UnixStream::connect(&self.socket).await {
-                Err(error) if is_full(&error) && Instant::now() < until => {
-                    sleep(CONNECT_AGAIN).await;
+                Err(error) if is_queue_full(&error) && Instant::now() < until => {
+                    sleep(CONNECT_INTERVAL).await;
                 }
                 connected => return connected,
             }
         }
     }
 
-    /// Passes on a call that nobody looks at. Where the driver is away the answer is UNAVAILABLE.
-    pub async fn pass_on(&self, request: Request<Body>) -> Response<Body> {
-        let away = |refusal: Refusal| Status::unavailable(refusal.to_string()).into_http();
-        self.forward(request).await.unwrap_or_else(away)
+    /// Forwards a call that the proxy does not decode. If the driver is unavailable, the response
+    /// is UNAVAILABLE.
+    pub async fn forward_unchanged(&self, request: Request<Body>) -> Response<Body> {
+        let unavailable = |refusal: Refusal| Status::unavailable(refusal.to_string()).into_http();
+        self.forward(request).await.unwrap_or_else(unavailable)
     }
 
-    /// The capabilities of its Node service. Asked each time: a driver may be replaced by another version at any moment.
+    /// Returns the capabilities of the driver's Node service. They are not cached: the driver may
+    /// be replaced at any time.
     ///
     /// # Errors
-    /// The driver does not say.
+    /// The driver is unavailable or failed.
     pub async fn capabilities(&self) -> Result<Vec<rpc::Type>> {
         let mut node = NodeClient::new(self.clone());
-        let asked = node.node_get_capabilities(csi::NodeGetCapabilitiesRequest {});
-        // One that does not know the call has none.
-        let answer = answered("NodeGetCapabilities", asked).await?.unwrap_or_default();
-        let said = answer.capabilities.into_iter();
-        Ok(said
+        let call = node.node_get_capabilities(csi::NodeGetCapabilitiesRequest {});
+        // A driver without the call has no capabilities.
+        let capabilities = response("NodeGetCapabilities", call).await?.unwrap_or_default();
+        let capabilities = capabilities.capabilities.into_iter();
+        Ok(capabilities
             .filter_map(|capability| match capability.r#type {
                 Some(Type::Rpc(rpc)) => Some(rpc.r#type()),
                 _ => None,
@@ -100,51 +103,53 @@ impl Driver {
             .collect())
     }
 
-    /// Has it take back a volume that was to be left to a runtime.
+    /// Unpublishes a volume that the driver should have deferred.
     ///
     /// # Errors
-    /// The driver does not.
+    /// The driver is unavailable or failed.
     pub async fn unpublish(&self, volume: &str, target: &str) -> Result<()> {
         let mut node = NodeClient::new(self.clone());
-        let asked = node.node_unpublish_volume(csi::NodeUnpublishVolumeRequest {
+        let call = node.node_unpublish_volume(csi::NodeUnpublishVolumeRequest {
             volume_id: volume.to_owned(),
             target_path: target.to_owned(),
             defer_fs_ops: true,
         });
-        answered("NodeUnpublishVolume", asked).await?;
+        response("NodeUnpublishVolume", call).await?;
         Ok(())
     }
 
-    /// Whether it reports any problem with a volume (CSI v1.13).
+    /// Whether the driver reports a problem of a volume (CSI v1.13).
     ///
     /// # Errors
-    /// The driver does not say.
+    /// The driver is unavailable or failed.
     pub async fn reports_problem(&self, volume: &str, target: &str) -> Result<bool> {
         let mut node = NodeClient::new(self.clone());
-        let asked = node.node_get_volume_health(csi::NodeGetVolumeHealthRequest {
+        let call = node.node_get_volume_health(csi::NodeGetVolumeHealthRequest {
             volume_id: volume.to_owned(),
             volume_publish_path: target.to_owned(),
             ..Default::default()
         });
-        let health =
-            answered("NodeGetVolumeHealth", asked).await?.and_then(|one| one.volume_health);
+        let health = response("NodeGetVolumeHealth", call).await?.and_then(|one| one.volume_health);
         Ok(health.is_some_and(|health| !health.health_statuses.is_empty()))
     }
 }
 
-/// The answer to a call of the proxy's own; None where the driver does not have it.
-async fn answered<T>(
+/// Awaits the response to one of the proxy's own calls. `None`: the driver does not implement the
+/// call.
+async fn response<T>(
     method: &str,
-    asked: impl Future<Output = Result<tonic::Response<T>, Status>>,
+    call: impl Future<Output = Result<tonic::Response<T>, Status>>,
 ) -> Result<Option<T>> {
-    match tokio::time::timeout(ASK_TIMEOUT, asked).await {
-        Ok(Ok(answer)) => Ok(Some(answer.into_inner())),
+    match tokio::time::timeout(CALL_TIMEOUT, call).await {
+        Ok(Ok(response)) => Ok(Some(response.into_inner())),
         Ok(Err(status)) if status.code() == Code::Unimplemented => Ok(None),
         Ok(Err(status)) => {
             let code = code_name(status.code());
-            Err(Refusal::DriverAway(format!("{method}: {code}")))
+            Err(Refusal::DriverUnavailable(format!("{method}: {code}")))
         }
-        Err(_) => Err(Refusal::DriverAway(format!("{method} takes longer than {ASK_TIMEOUT:?}"))),
+        Err(_) => Err(Refusal::DriverUnavailable(format!(
+            "{method} exceeded its timeout of {CALL_TIMEOUT:?}"
+        ))),
     }
 }
 
@@ -164,19 +169,19 @@ impl Service<Request<Body>> for Driver {
     }
 }
 
-fn is_full(error: &io::Error) -> bool {
+fn is_queue_full(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::WouldBlock
 }
 
-/// HTTP/2 wants a scheme and a host, which nobody looks up.
-fn absolute(uri: &Uri) -> Uri {
+/// HTTP/2 requires a scheme and a host; neither is used.
+fn absolute_uri(uri: &Uri) -> Uri {
     let mut parts = uri.clone().into_parts();
     parts.scheme.get_or_insert(Scheme::HTTP);
     parts.authority.get_or_insert(Authority::from_static("localhost"));
     Uri::from_parts(parts).unwrap_or_else(|_| uri.clone())
 }
 
-/// How long a call's client waits, where it says so.
+/// The timeout that the client set for a call.
 pub fn deadline(headers: &HeaderMap) -> Option<Duration> {
     parse_timeout(headers.get("grpc-timeout")?.to_str().ok()?)
 }

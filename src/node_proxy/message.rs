@@ -1,6 +1,7 @@
-//! The message of a unary call: gathered, taken out of its frame, added to, and framed again. Protobuf merges what is written twice: a
-//! scalar that comes later counts, and messages become one. So to add a field is to write it behind the rest, and nothing of that is
-//! decoded and encoded again: what this version does not know stays.
+//! Buffers the message of a unary call, removes its gRPC frame, appends fields, and frames it
+//! again. Protobuf merges repeated occurrences of a field: the last scalar wins, and messages are
+//! merged. So a field is added by appending its encoding. The original bytes are not decoded and
+//! encoded again, and unknown fields survive.
 
 use std::sync::Arc;
 
@@ -12,86 +13,86 @@ use tonic::body::Body;
 use tonic::codegen::http::HeaderMap;
 
 use super::call::Call;
-use super::wish::Group;
+use super::deferral_request::Group;
 use crate::proto::csi::v1 as csi;
 use csi::volume_capability::{AccessType, MountVolume};
 
-/// Bytes of a message that is looked at, at most: what gRPC servers take by default.
+/// Maximum bytes of a decoded message: the default of gRPC servers.
 pub const MAX_MESSAGE: usize = 4 << 20;
-/// A larger one needs room.
+/// A larger message needs a permit.
 const SMALL: usize = 64 << 10;
-/// So many larger ones are held at once.
-const LARGE_AT_ONCE: usize = 16;
-/// A message's prefix: whether it is compressed, and its length.
+/// Maximum number of larger messages in memory.
+const MAX_LARGE: usize = 16;
+/// Bytes of the gRPC frame prefix: the compression flag and the length.
 const PREFIX: usize = 5;
 
-/// Room for large messages. Cheap to clone.
+/// Limits the large messages in memory; clones share the limit.
 #[derive(Debug, Clone)]
-pub struct Room(Arc<Semaphore>);
+pub struct BufferLimit(Arc<Semaphore>);
 
-impl Default for Room {
+impl Default for BufferLimit {
     fn default() -> Self {
-        Self(Arc::new(Semaphore::new(LARGE_AT_ONCE)))
+        Self(Arc::new(Semaphore::new(MAX_LARGE)))
     }
 }
 
-/// A body, whole.
+/// A complete body.
 #[derive(Debug)]
-pub struct Held {
+pub struct BufferedBody {
     pub bytes: Bytes,
     pub trailers: Option<HeaderMap>,
-    /// Kept for as long as the message is.
-    _room: Option<OwnedSemaphorePermit>,
+    /// Held while the message is in memory.
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
-/// Why a body cannot be had whole.
+/// Why a body could not be buffered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unheld {
+pub enum BufferError {
     TooLarge,
-    BrokeOff,
+    Incomplete,
 }
 
-impl Room {
-    /// Gathers a body. A large one waits until there is room.
-    pub async fn gather(&self, mut body: Body) -> Result<Held, Unheld> {
-        let (mut bytes, mut trailers, mut room) = (BytesMut::new(), None, None);
+impl BufferLimit {
+    /// Reads a complete body. A large one waits for a permit.
+    pub async fn buffer(&self, mut body: Body) -> Result<BufferedBody, BufferError> {
+        let (mut bytes, mut trailers, mut permit) = (BytesMut::new(), None, None);
         while let Some(frame) = body.frame().await {
-            match frame.map_err(|_| Unheld::BrokeOff)?.into_data() {
+            match frame.map_err(|_| BufferError::Incomplete)?.into_data() {
                 Ok(data) => {
                     let length = bytes.len() + data.len();
                     if length > MAX_MESSAGE + PREFIX {
-                        return Err(Unheld::TooLarge);
+                        return Err(BufferError::TooLarge);
                     }
-                    if length > SMALL && room.is_none() {
-                        room = self.0.clone().acquire_owned().await.ok();
+                    if length > SMALL && permit.is_none() {
+                        permit = self.0.clone().acquire_owned().await.ok();
                     }
                     bytes.extend_from_slice(&data);
                 }
                 Err(frame) => trailers = frame.into_trailers().ok(),
             }
         }
-        Ok(Held { bytes: bytes.freeze(), trailers, _room: room })
+        Ok(BufferedBody { bytes: bytes.freeze(), trailers, _permit: permit })
     }
 }
 
-/// A body of these bytes.
+/// Creates a body.
 pub fn body(bytes: impl Into<Bytes>, trailers: Option<HeaderMap>) -> Body {
     let trailers = async move { trailers.map(Ok) };
     Body::new(Full::new(bytes.into()).with_trailers(trailers))
 }
 
-/// The one message of a unary call, if it is not compressed.
-pub fn unframed(bytes: &[u8]) -> Option<&[u8]> {
+/// The single message of a unary call, if it is not compressed.
+pub fn unframe(bytes: &[u8]) -> Option<&[u8]> {
     let (prefix, message) = bytes.split_at_checked(PREFIX)?;
     let (compressed, length) = prefix.split_first()?;
     let length = u32::from_be_bytes(length.try_into().ok()?) as usize;
     (*compressed == 0 && length == message.len()).then_some(message)
 }
 
-/// A message in a frame, with `defer_fs_ops`, and, for a publish, the group where there is one.
-pub fn deferred(call: Call, message: &[u8], group: Option<&Group>) -> Vec<u8> {
+/// Appends `defer_fs_ops` to a message, and the group to a publish, and adds the frame.
+pub fn with_defer_fs_ops(call: Call, message: &[u8], group: Option<&Group>) -> Vec<u8> {
     let added = match call {
-        Call::Publish => added_to_publish(group),
+        Call::Publish => publish_fields(group),
         Call::Unpublish => {
             csi::NodeUnpublishVolumeRequest { defer_fs_ops: true, ..Default::default() }
                 .encode_to_vec()
@@ -101,12 +102,12 @@ pub fn deferred(call: Call, message: &[u8], group: Option<&Group>) -> Vec<u8> {
         Call::Expand => csi::NodeExpandVolumeRequest { defer_fs_ops: true, ..Default::default() }
             .encode_to_vec(),
     };
-    // What is added to a message that fits is some hundred bytes.
+    // The appended fields have at most some hundred bytes.
     let length = u32::try_from(message.len() + added.len()).unwrap_or(u32::MAX);
     [&[0], length.to_be_bytes().as_slice(), message, &added].concat()
 }
 
-fn added_to_publish(group: Option<&Group>) -> Vec<u8> {
+fn publish_fields(group: Option<&Group>) -> Vec<u8> {
     let capability = group.map(|group| csi::VolumeCapability {
         access_type: Some(AccessType::Mount(MountVolume {
             volume_supplemental_group: group.id.clone(),
@@ -128,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_added_joins_what_is_there_and_nothing_is_lost() {
+    fn added_fields_merge_and_unknown_fields_survive() {
         let mount = MountVolume {
             fs_type: "xfs".into(),
             mount_flags: vec!["noatime".into()],
@@ -144,12 +145,12 @@ mod tests {
             ..Default::default()
         };
         let mut bytes = before.encode_to_vec();
-        // A field of a later CSI: number 100, a string.
+        // A field of a later CSI version: number 100, a string.
         let unknown = [0xa2, 0x06, 0x03, b'n', b'e', b'w'];
         bytes.extend_from_slice(&unknown);
         let group = Group { id: "7".into(), policy: Some("OnRootMismatch".into()) };
-        let framed = deferred(Call::Publish, &bytes, Some(&group));
-        let message = unframed(&framed).unwrap();
+        let framed = with_defer_fs_ops(Call::Publish, &bytes, Some(&group));
+        let message = unframe(&framed).unwrap();
         let mut wanted = before;
         wanted.defer_fs_ops = true;
         if let Some(AccessType::Mount(mount)) =
@@ -163,9 +164,9 @@ mod tests {
     }
 
     #[test]
-    fn each_call_has_the_field() {
+    fn each_call_gets_defer_fs_ops() {
         fn of<M: Message + Default>(call: Call) -> M {
-            M::decode(unframed(&deferred(call, &[], None)).unwrap()).unwrap()
+            M::decode(unframe(&with_defer_fs_ops(call, &[], None)).unwrap()).unwrap()
         }
         assert!(of::<csi::NodePublishVolumeRequest>(Call::Publish).defer_fs_ops);
         assert!(of::<csi::NodeUnpublishVolumeRequest>(Call::Unpublish).defer_fs_ops);
@@ -174,8 +175,8 @@ mod tests {
     }
 
     #[test]
-    fn only_one_whole_message_that_is_not_compressed_is_read() {
-        assert_eq!(unframed(&[0, 0, 0, 0, 2, 7, 8]), Some([7, 8].as_slice()));
+    fn only_one_complete_uncompressed_message_is_accepted() {
+        assert_eq!(unframe(&[0, 0, 0, 0, 2, 7, 8]), Some([7, 8].as_slice()));
         for other in [
             &[][..],
             &[0, 0, 0, 0],
@@ -184,28 +185,28 @@ mod tests {
             &[0, 0, 0, 0, 1, 7, 8],
             &[0, 0, 0, 0, 1, 7, 0, 0, 0, 0, 1, 8],
         ] {
-            assert_eq!(unframed(other), None, "{other:?}");
+            assert_eq!(unframe(other), None, "{other:?}");
         }
     }
 
     #[tokio::test]
-    async fn a_message_is_held_up_to_its_bound() {
-        let room = Room::default();
-        let held = room.gather(body(vec![7; MAX_MESSAGE + PREFIX], None)).await.unwrap();
+    async fn messages_are_buffered_up_to_the_limit() {
+        let limit = BufferLimit::default();
+        let held = limit.buffer(body(vec![7; MAX_MESSAGE + PREFIX], None)).await.unwrap();
         assert_eq!(held.bytes.len(), MAX_MESSAGE + PREFIX);
-        let refused = room.gather(body(vec![7; MAX_MESSAGE + PREFIX + 1], None)).await;
-        assert_eq!(refused.unwrap_err(), Unheld::TooLarge);
+        let refused = limit.buffer(body(vec![7; MAX_MESSAGE + PREFIX + 1], None)).await;
+        assert_eq!(refused.unwrap_err(), BufferError::TooLarge);
     }
 
     #[tokio::test]
-    async fn large_messages_wait_for_room_and_small_ones_do_not() {
-        let room = Room::default();
-        let large = || room.gather(body(vec![7; SMALL + 1], None));
+    async fn only_large_messages_wait_for_a_permit() {
+        let limit = BufferLimit::default();
+        let large = || limit.buffer(body(vec![7; SMALL + 1], None));
         let mut held = Vec::new();
-        for _ in 0..LARGE_AT_ONCE {
+        for _ in 0..MAX_LARGE {
             held.push(large().await.unwrap());
         }
-        room.gather(body(vec![7; SMALL], None)).await.unwrap();
+        limit.buffer(body(vec![7; SMALL], None)).await.unwrap();
         let mut waits = Box::pin(large());
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());
         assert!(waits.as_mut().poll(&mut context).is_pending());

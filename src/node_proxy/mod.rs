@@ -1,28 +1,30 @@
-//! The mode `node-proxy`: between kubelet and a CSI driver, any driver, it does what the proposal for runtime assisted mounting
-//! asks of kubelet (KEP-2857, "Enhancements to Kubelet"), since a kubelet of today does not. A pod opts in by an annotation; calls
-//! for its volumes get the proposal's fields, if the driver has the capabilities; that a volume was left to a runtime is
-//! remembered on disk.
+//! The mode `node-proxy`: a proxy between kubelet and any CSI driver. It implements kubelet's part
+//! of runtime assisted mounting (KEP-2857, "Enhancements to Kubelet"), which no released kubelet
+//! has. A pod opts in with an annotation. Calls for its volumes get the proposal's fields if the
+//! driver has the capabilities, and the proxy stores deferred volumes on disk.
 //!
-//! Calls are passed on as the bytes that they are ([`forward`]). Four are looked at ([`node`], [`publish`]), and added to, never written
-//! anew ([`message`]): what a later CSI has in them stays. A pod that did not opt in gets no failure from here that it would not
-//! have had without.
+//! All calls are forwarded as bytes ([`forward`]). Four calls are decoded ([`node`], [`publish`]),
+//! and fields are appended without encoding the message again ([`message`]), so that unknown fields
+//! survive. The proxy causes no failure for pods without the annotation that they would not have
+//! without the proxy.
 
 mod args;
 pub(crate) mod call;
-mod disk;
+pub(crate) mod deferral_request;
 mod events;
 mod forward;
-mod host;
-mod memory;
+mod host_mounts;
 pub(crate) mod message;
 mod node;
-pub(crate) mod place;
 mod pods;
+mod proxy;
 mod publish;
+pub(crate) mod publish_target;
 mod refusal;
 mod reports;
 mod server;
-pub(crate) mod wish;
+mod state_dir;
+mod store;
 
 pub use args::Args;
 pub use server::run;

@@ -1,5 +1,5 @@
-//! The four calls that the proposal has kubelet add something to, from request to answer. Whatever cannot be read is passed on as it is: the
-//! driver says better what is wrong with it.
+//! Handles the four calls to which the proposal's kubelet adds fields, from request to response.
+//! Unreadable requests are forwarded unchanged: the driver must report what is wrong with them.
 
 use http_body_util::BodyExt as _;
 use prost::Message as _;
@@ -8,58 +8,41 @@ use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, Request, Response, header, request};
 use tonic::{Code, Status};
 
-use super::call::{Asked, Call};
-use super::events::Events;
-use super::forward::{self, Driver};
-use super::host::{Host, Passed};
-use super::memory::{Left, Memory, PodRef, Publishing};
-use super::message::{self, Held, MAX_MESSAGE, Room, Unheld};
-use super::pods::Pods;
+use super::call::{Call, DecodedRequest};
+use super::deferral_request::Group;
+use super::forward;
+use super::host_mounts::HostPublish;
+use super::message::{self, BufferError, BufferedBody, MAX_MESSAGE};
+use super::proxy::Proxy;
 use super::publish::Decision;
 use super::refusal::{Refusal, Result};
-use super::reports::Reports;
-use crate::fail_point::meet;
-use crate::grpc::call::{Calls, Describe, Subject};
+use super::store::{DeferredVolume, PodRef, PublishGuard};
+use crate::fail_point::hit;
+use crate::grpc::call::{Describe, Subject};
 use crate::kubernetes::defer_annotation::ANNOTATION;
 use crate::proto::csi::v1 as csi;
-use crate::telemetry::metrics::Metrics;
 use csi::node_service_capability::rpc::Type;
 
-/// Cheap to clone.
-#[derive(Clone)]
-pub struct Proxy {
-    pub driver: Driver,
-    pub memory: Memory,
-    pub pods: Pods,
-    pub host: Host,
-    pub events: Events,
-    pub reports: Reports,
-    pub metrics: Metrics,
-    pub calls: Calls,
-    pub room: Room,
-    /// For answers: a request that waits for its own has room already, and would wait for ever if all of them did.
-    pub room_for_answers: Room,
+/// What the proxy does with a call.
+enum Action {
+    Forward,
+    /// Forward unchanged; the host mounts the volume.
+    ForwardForHost(HostPublish),
+    /// Add the proposal's fields, and the group to a publish.
+    AddFields(FollowUp, Option<Group>),
+    /// Forward unchanged for a deferred volume, because the driver lacks the capability.
+    ForwardDeferred(FollowUp),
 }
 
-/// What becomes of a call.
-enum Next {
-    Pass,
-    /// As it is, for the host.
-    PassFor(Passed),
-    Add(After, Option<super::wish::Group>),
-    /// As it is, for a volume that was left to a runtime by a driver that no longer knows of that.
-    Keep(After),
+/// What the proxy does after a successful response of the driver.
+enum FollowUp {
+    Publish { guard: PublishGuard, volume: String, target: String, pod: PodRef },
+    Unpublish { target: String },
+    Stats { volume: String, target: String, has_health: bool },
+    Expand,
 }
 
-/// What is to be done once the driver has answered.
-enum After {
-    Published { publishing: Publishing, volume: String, target: String, pod: PodRef },
-    Unpublished { target: String },
-    Measured { volume: String, target: String, has_health: bool },
-    Grown,
-}
-
-/// In the log.
+/// Marks the call as deferred in the log.
 struct Deferred;
 
 impl Describe for Deferred {
@@ -69,51 +52,54 @@ impl Describe for Deferred {
 }
 
 impl Proxy {
-    /// Answers a call, at its deadline at the latest.
+    /// Handles a call, at most until its deadline.
     pub async fn handle(self, request: Request<Body>) -> Response<Body> {
         let Some(limit) = forward::deadline(request.headers()) else {
-            return self.attend(request).await;
+            return self.route(request).await;
         };
-        let late = |_| Status::deadline_exceeded("the CSI driver did not answer in time");
-        let answered = timeout(limit, self.attend(request)).await.map_err(late);
-        answered.unwrap_or_else(Status::into_http)
+        let late =
+            |_| Status::deadline_exceeded("the CSI driver did not respond before the deadline");
+        let response = timeout(limit, self.route(request)).await.map_err(late);
+        response.unwrap_or_else(Status::into_http)
     }
 
-    async fn attend(self, request: Request<Body>) -> Response<Body> {
+    async fn route(self, request: Request<Body>) -> Response<Body> {
         let Some(call) = Call::at(request.uri().path()) else {
-            return self.driver.pass_on(request).await;
+            return self.driver.forward_unchanged(request).await;
         };
         let (parts, body) = request.into_parts();
-        let held = match self.room.gather(body).await {
-            Ok(held) => held,
-            Err(Unheld::TooLarge) => {
+        let buffered = match self.request_limit.buffer(body).await {
+            Ok(buffered) => buffered,
+            Err(BufferError::TooLarge) => {
                 let refusal = Refusal::TooLarge(MAX_MESSAGE);
                 self.reports.failed(call, refusal.reason(call));
                 return refusal.status(call).into_http();
             }
-            Err(Unheld::BrokeOff) => return Status::cancelled("the request broke off").into_http(),
+            Err(BufferError::Incomplete) => {
+                return Status::cancelled("the request is incomplete").into_http();
+            }
         };
-        let read = message::unframed(&held.bytes).and_then(|message| Asked::read(call, message));
-        match read {
-            Some(asked) => self.answer(call, asked, parts, held).await,
+        let message = message::unframe(&buffered.bytes);
+        match message.and_then(|message| DecodedRequest::decode(call, message)) {
+            Some(decoded) => self.respond(call, decoded, parts, buffered).await,
             None => {
-                let body = message::body(held.bytes.clone(), held.trailers.clone());
-                self.driver.pass_on(Request::from_parts(parts, body)).await
+                let body = message::body(buffered.bytes.clone(), buffered.trailers.clone());
+                self.driver.forward_unchanged(Request::from_parts(parts, body)).await
             }
         }
     }
 
-    async fn answer(
+    async fn respond(
         &self,
         call: Call,
-        asked: Asked,
+        decoded: DecodedRequest,
         parts: request::Parts,
-        held: Held,
+        buffered: BufferedBody,
     ) -> Response<Body> {
-        // It is waited for at the end of the process, also when its client has gone.
-        let mut line = self.calls.begin(call.method(), &asked);
-        let next = match self.next(asked).await {
-            Ok(next) => next,
+        // A shutdown waits for the call even if its client has disconnected.
+        let mut line = self.calls.begin(call.method(), &decoded);
+        let action = match self.plan(decoded).await {
+            Ok(action) => action,
             Err(refusal) => {
                 self.reports.failed(call, refusal.reason(call));
                 let status = refusal.status(call);
@@ -121,77 +107,86 @@ impl Proxy {
                 return status.into_http();
             }
         };
-        let (answer, failed) = match next {
-            Next::Pass => (self.driver.forward(whole(parts, &held)).await, None),
-            Next::PassFor(passed) => {
-                let answer = self.driver.forward(whole(parts, &held)).await;
-                (answer.map(|answer| self.watched(answer, passed)), None)
+        let (response, failed) = match action {
+            Action::Forward => (self.driver.forward(unchanged(parts, &buffered)).await, None),
+            Action::ForwardForHost(publish) => {
+                let response = self.driver.forward(unchanged(parts, &buffered)).await;
+                (response.map(|response| self.record_host_publish(response, publish)), None)
             }
-            Next::Keep(after) => self.finish(call, after, whole(parts, &held)).await,
-            Next::Add(after, group) => {
+            Action::ForwardDeferred(follow_up) => {
+                self.finish(call, follow_up, unchanged(parts, &buffered)).await
+            }
+            Action::AddFields(follow_up, group) => {
                 line.note(&Deferred);
-                let request = added(call, parts, &held, group.as_ref());
-                self.finish(call, after, request).await
+                let request = with_fields(call, parts, &buffered, group.as_ref());
+                self.finish(call, follow_up, request).await
             }
         };
-        let answer = answer.unwrap_or_else(|refusal| refusal.status(call).into_http());
-        let said = failed
-            .or_else(|| Status::from_header_map(answer.headers()).map(|status| status.code()));
-        // What the driver says may be a secret.
-        let status = said
+        let response = response.unwrap_or_else(|refusal| refusal.status(call).into_http());
+        let code = failed
+            .or_else(|| Status::from_header_map(response.headers()).map(|status| status.code()));
+        // The driver's message may contain a secret.
+        let status = code
             .filter(|code| *code != Code::Ok)
-            .map(|code| Status::new(code, "the driver's answer"));
+            .map(|code| Status::new(code, "returned by the CSI driver"));
         line.end(status.as_ref());
-        answer
+        response
     }
 
-    async fn next(&self, asked: Asked) -> Result<Next> {
-        Ok(match asked {
-            Asked::Publish(asked) => match self.decide(&asked).await? {
-                Decision::Pass(None) => Next::Pass,
-                Decision::Pass(Some(passed)) => Next::PassFor(passed),
-                Decision::Defer(left) => self.defer(*asked, left).await?,
+    async fn plan(&self, decoded: DecodedRequest) -> Result<Action> {
+        Ok(match decoded {
+            DecodedRequest::Publish(request) => match self.decide(&request).await? {
+                Decision::Forward(None) => Action::Forward,
+                Decision::Forward(Some(publish)) => Action::ForwardForHost(publish),
+                Decision::Defer(volume) => self.defer(*request, volume).await?,
             },
-            Asked::Unpublish(asked) => {
-                self.host.unpublished(&asked.target_path);
-                if self.memory.at(&asked.volume_id, &asked.target_path).is_none() {
-                    return Ok(Next::Pass);
+            DecodedRequest::Unpublish(request) => {
+                self.host_mounts.unpublished(&request.target_path);
+                if self.store.at_target(&request.volume_id, &request.target_path).is_none() {
+                    return Ok(Action::Forward);
                 }
-                let after = After::Unpublished { target: asked.target_path };
-                // It goes through in any case: a pod must be able to end (story 5). A driver that cannot be asked and does not
-                // know the field passes it over.
+                let follow_up = FollowUp::Unpublish { target: request.target_path };
+                // Unpublish is never refused: a pod must be able to end (story 5). If the
+                // capabilities are unknown, a driver that does not know the field ignores it.
                 match self.driver.capabilities().await {
-                    Ok(has) if !has.contains(&Type::DeferFsOps) => Next::Keep(after),
-                    _ => Next::Add(after, None),
+                    Ok(has) if !has.contains(&Type::DeferFsOps) => {
+                        Action::ForwardDeferred(follow_up)
+                    }
+                    _ => Action::AddFields(follow_up, None),
                 }
             }
-            Asked::Stats(asked) => {
-                if self.memory.of(&asked.volume_id, &asked.volume_path).is_none() {
-                    return Ok(Next::Pass);
+            DecodedRequest::Stats(request) => {
+                if self.store.at_path(&request.volume_id, &request.volume_path).is_none() {
+                    return Ok(Action::Forward);
                 }
-                let has_health = self.check_defers().await?.contains(&Type::GetVolumeHealth);
-                let (volume, target) = (asked.volume_id, asked.volume_path);
-                Next::Add(After::Measured { volume, target, has_health }, None)
+                let has_health =
+                    self.deferring_capabilities().await?.contains(&Type::GetVolumeHealth);
+                let (volume, target) = (request.volume_id, request.volume_path);
+                Action::AddFields(FollowUp::Stats { volume, target, has_health }, None)
             }
-            Asked::Expand(asked) => {
-                if self.memory.of(&asked.volume_id, &asked.volume_path).is_none() {
-                    return Ok(Next::Pass);
+            DecodedRequest::Expand(request) => {
+                if self.store.at_path(&request.volume_id, &request.volume_path).is_none() {
+                    return Ok(Action::Forward);
                 }
-                self.check_defers().await?;
-                Next::Add(After::Grown, None)
+                self.deferring_capabilities().await?;
+                Action::AddFields(FollowUp::Expand, None)
             }
         })
     }
 
-    async fn defer(&self, asked: csi::NodePublishVolumeRequest, left: Left) -> Result<Next> {
-        let (volume, target) = (asked.volume_id, asked.target_path);
-        let publishing = self.memory.publishing(&target, &left).await?;
-        let after = After::Published { publishing, volume, target, pod: left.pod };
-        Ok(Next::Add(after, left.group))
+    async fn defer(
+        &self,
+        request: csi::NodePublishVolumeRequest,
+        deferred: DeferredVolume,
+    ) -> Result<Action> {
+        let (volume, target) = (request.volume_id, request.target_path);
+        let guard = self.store.begin_publish(&target, &deferred).await?;
+        let follow_up = FollowUp::Publish { guard, volume, target, pod: deferred.pod };
+        Ok(Action::AddFields(follow_up, deferred.group))
     }
 
-    /// The capabilities of the driver, where it defers.
-    async fn check_defers(&self) -> Result<Vec<Type>> {
+    /// The capabilities of the driver, which must include DEFER_FS_OPS.
+    async fn deferring_capabilities(&self) -> Result<Vec<Type>> {
         let capability = Type::DeferFsOps;
         let has = self.driver.capabilities().await?;
         match has.contains(&capability) {
@@ -203,117 +198,123 @@ impl Proxy {
         }
     }
 
-    /// Passes on a call for a volume that is left to a runtime, and draws the consequences of the answer, whose code is returned.
+    /// Forwards a call for a deferred volume and completes it. Returns the response and its code.
     async fn finish(
         &self,
         call: Call,
-        after: After,
+        follow_up: FollowUp,
         request: Request<Body>,
     ) -> (Result<Response<Body>>, Option<Code>) {
-        let finished = self.exchange(after, request).await;
+        let finished = self.forward_and_complete(follow_up, request).await;
         match &finished {
             Ok((_, Code::Ok)) => {}
             Ok(_) => {
-                let refused = Refusal::DriverRefused(String::new());
-                self.reports.failed(call, refused.reason(call));
+                let failed = Refusal::DriverFailed(String::new());
+                self.reports.failed(call, failed.reason(call));
             }
             Err(refusal) => self.reports.failed(call, refusal.reason(call)),
         }
         match finished {
-            Ok((answer, code)) => (Ok(answer), Some(code)),
+            Ok((response, code)) => (Ok(response), Some(code)),
             Err(refusal) => (Err(refusal), None),
         }
     }
 
-    async fn exchange(
+    async fn forward_and_complete(
         &self,
-        after: After,
+        follow_up: FollowUp,
         request: Request<Body>,
     ) -> Result<(Response<Body>, Code)> {
         let (parts, body) = self.driver.forward(request).await?.into_parts();
-        let held = match self.room_for_answers.gather(body).await {
-            Ok(held) => held,
-            Err(Unheld::BrokeOff) => {
-                return Err(Refusal::DriverAway("its answer broke off".into()));
+        let buffered = match self.response_limit.buffer(body).await {
+            Ok(buffered) => buffered,
+            Err(BufferError::Incomplete) => {
+                return Err(Refusal::DriverUnavailable("its response is incomplete".into()));
             }
-            Err(Unheld::TooLarge) => {
-                let why = format!("its answer has more than {MAX_MESSAGE} bytes");
-                return Err(Refusal::DriverRefused(why));
+            Err(BufferError::TooLarge) => {
+                let why = format!("its response has more than {MAX_MESSAGE} bytes");
+                return Err(Refusal::DriverFailed(why));
             }
         };
-        let code = code(&parts.headers, held.trailers.as_ref());
+        let code = grpc_code(&parts.headers, buffered.trailers.as_ref());
         if code == Code::Ok {
-            self.done(after, &held).await?;
+            self.complete(follow_up, &buffered).await?;
         }
-        let body = message::body(held.bytes, held.trailers);
+        let body = message::body(buffered.bytes, buffered.trailers);
         Ok((Response::from_parts(parts, body), code))
     }
 
-    async fn done(&self, after: After, held: &Held) -> Result<()> {
-        let point = |name| meet(name).map_err(|error| Refusal::NotRemembered(error.to_string()));
-        match after {
-            After::Published { publishing, volume, target, pod } => {
+    async fn complete(&self, follow_up: FollowUp, response: &BufferedBody) -> Result<()> {
+        let point = |name| hit(name).map_err(|error| Refusal::StateUnavailable(error.to_string()));
+        match follow_up {
+            FollowUp::Publish { guard, volume, target, pod } => {
                 point("node_proxy.published")?;
-                if self.is_on_host(&target).await? {
-                    drop(publishing);
+                if self.is_mounted_on_host(&target).await? {
+                    drop(guard);
                     return self.undo(&volume, &target, &pod).await;
                 }
-                self.metrics.published_deferred();
+                self.metrics.record_deferred_publish();
             }
-            After::Unpublished { target } => {
+            FollowUp::Unpublish { target } => {
                 point("node_proxy.unpublished")?;
-                self.memory.forget(&target).await?;
+                self.store.remove(&target).await?;
             }
-            After::Measured { volume, target, has_health } => {
-                let said = message::unframed(&held.bytes).and_then(|message| {
+            FollowUp::Stats { volume, target, has_health } => {
+                let condition = message::unframe(&response.bytes).and_then(|message| {
                     csi::NodeGetVolumeStatsResponse::decode(message).ok()?.volume_condition
                 });
-                let abnormal = match said {
-                    // CSI v1.13 has no condition.
+                let abnormal = match condition {
+                    // CSI v1.13 has no volume condition.
                     None if has_health => self.driver.reports_problem(&volume, &target).await,
-                    said => Ok(said.is_some_and(|said| said.abnormal)),
+                    condition => Ok(condition.is_some_and(|condition| condition.abnormal)),
                 };
                 match abnormal {
-                    Ok(abnormal) => self.memory.measured(&target, abnormal),
-                    // The figures are there all the same, and what was known of it stays.
-                    Err(why) => tracing::warn!(volume, %why, "the health of a volume is not known"),
+                    Ok(abnormal) => self.store.set_condition(&target, abnormal),
+                    // The statistics are valid all the same, and the last condition remains.
+                    Err(why) => {
+                        tracing::warn!(volume, %why, "failed to get the health of a volume")
+                    }
                 }
             }
-            After::Grown => {}
+            FollowUp::Expand => {}
         }
         Ok(())
     }
 
-    /// Unpublishes a volume that the driver has mounted on the host although the runtime was to have it.
+    /// Unpublishes a volume that the driver has mounted on the host although it was deferred.
     ///
     /// # Errors
-    /// Always: the publish has failed.
+    /// Always, because the publish has failed.
     async fn undo(&self, volume: &str, target: &str, pod: &PodRef) -> Result<()> {
         let refusal = match self.driver.unpublish(volume, target).await {
             Ok(()) => {
-                self.memory.forget(target).await?;
+                self.store.remove(target).await?;
                 Refusal::DriverMounted(target.to_owned())
             }
-            // Kubelet repeats the publish, and it is undone then.
-            Err(away) => away,
+            // kubelet repeats the publish, which is undone then.
+            Err(refusal) => refusal,
         };
         tracing::error!(volume, target, %refusal, "the driver mounted a deferred volume on the host");
-        if refusal.is_to_be_mended() {
+        if refusal.needs_user_action() {
             self.events.failed_mount(pod, &format!("volume {volume:?}: {refusal}"));
         }
         Err(refusal)
     }
 
-    /// Notes that the host has the volume when the driver says that it is published.
-    fn watched(&self, answer: Response<Body>, passed: Passed) -> Response<Body> {
-        let (host, mut passed) = (self.host.clone(), Some(passed));
-        answer.map(|body| {
+    /// Records that the host has mounted the volume when the driver's response is successful.
+    fn record_host_publish(
+        &self,
+        response: Response<Body>,
+        publish: HostPublish,
+    ) -> Response<Body> {
+        let (host_mounts, mut publish) = (self.host_mounts.clone(), Some(publish));
+        response.map(|body| {
             Body::new(body.map_frame(move |frame| {
-                let is_ok = |trailers| code(&HeaderMap::new(), Some(trailers)) == Code::Ok;
+                let is_ok = |trailers| grpc_code(&HeaderMap::new(), Some(trailers)) == Code::Ok;
                 if frame.trailers_ref().is_some_and(is_ok)
-                    && let Some(passed) = passed.take()
+                    && let Some(publish) = publish.take()
                 {
-                    host.published(passed);
+                    host_mounts.published(publish);
                 }
                 frame
             }))
@@ -321,26 +322,26 @@ impl Proxy {
     }
 }
 
-/// The request, as it came.
-fn whole(parts: request::Parts, held: &Held) -> Request<Body> {
-    Request::from_parts(parts, message::body(held.bytes.clone(), held.trailers.clone()))
+fn unchanged(parts: request::Parts, buffered: &BufferedBody) -> Request<Body> {
+    Request::from_parts(parts, message::body(buffered.bytes.clone(), buffered.trailers.clone()))
 }
 
-fn added(
+/// The request with the proposal's fields.
+fn with_fields(
     call: Call,
     mut parts: request::Parts,
-    held: &Held,
-    group: Option<&super::wish::Group>,
+    buffered: &BufferedBody,
+    group: Option<&Group>,
 ) -> Request<Body> {
     parts.headers.remove(header::CONTENT_LENGTH);
-    // It was read.
-    let message = message::unframed(&held.bytes).unwrap_or_default();
-    let bytes = message::deferred(call, message, group);
-    Request::from_parts(parts, message::body(bytes, held.trailers.clone()))
+    // The frame is valid: the request was decoded.
+    let message = message::unframe(&buffered.bytes).unwrap_or_default();
+    let bytes = message::with_defer_fs_ops(call, message, group);
+    Request::from_parts(parts, message::body(bytes, buffered.trailers.clone()))
 }
 
-fn code(headers: &HeaderMap, trailers: Option<&HeaderMap>) -> Code {
-    let said = trailers.and_then(|trailers| trailers.get("grpc-status"));
-    let said = said.or_else(|| headers.get("grpc-status"));
-    said.map_or(Code::Unknown, |code| Code::from_bytes(code.as_bytes()))
+fn grpc_code(headers: &HeaderMap, trailers: Option<&HeaderMap>) -> Code {
+    let status = trailers.and_then(|trailers| trailers.get("grpc-status"));
+    let status = status.or_else(|| headers.get("grpc-status"));
+    status.map_or(Code::Unknown, |code| Code::from_bytes(code.as_bytes()))
 }

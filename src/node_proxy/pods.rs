@@ -1,4 +1,5 @@
-//! The pods of this node. One that the watch has told of is known also while the API server is away.
+//! Watches the pods of this node. Pods that the watch has reported stay available while the API
+//! server is not.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,22 +13,23 @@ use kube::{Api, Client};
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
-use super::memory::PodRef;
 use super::refusal::{Refusal, Result};
+use super::store::PodRef;
 use crate::kubernetes::cache::{Cache, Key, in_time};
 use crate::kubernetes::defer_annotation;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Time between two looks at what the watch has told.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// Time between two questions for a pod.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// Interval of polling the watch's cache.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Interval of requests for a pod.
+const FETCH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Annotations by which kubelet marks the mirror of a static pod: with the pod's own uid, and as a mirror.
+/// Annotations with which kubelet marks the mirror pod of a static pod: the static pod's uid, and
+/// that it is a mirror.
 const CONFIG_HASH: &str = "kubernetes.io/config.hash";
 const MIRROR: &str = "kubernetes.io/config.mirror";
 
-/// Cheap to clone.
+/// The pods of this node; clones share the cache.
 #[derive(Clone)]
 pub struct Pods {
     client: Client,
@@ -36,7 +38,7 @@ pub struct Pods {
 }
 
 impl Pods {
-    /// Starts to watch the pods of a node. A call waits at most so long for what the API server is to tell.
+    /// Starts to watch the pods of a node. `wait` limits how long a call waits for the API server.
     pub fn start(client: Client, node: &str, wait: Duration, shutdown: Shutdown) -> Self {
         let one = client.clone();
         let of = move |namespace: &str| Api::namespaced(one.clone(), namespace);
@@ -45,14 +47,15 @@ impl Pods {
         Self { client, cache, wait }
     }
 
-    /// The pod with this uid, by the watch or else by namespace and name. None where nobody can say within the time.
+    /// Finds the pod with this uid in the watch's cache, or else by namespace and name. `None`: it
+    /// was not found within the time limit.
     pub async fn find(&self, uid: &str, named: Option<&(String, String)>) -> Option<Arc<Pod>> {
-        let told = async {
+        let watched = async {
             loop {
                 if let Some(pod) = self.known(uid) {
                     return pod;
                 }
-                sleep(LOOK_AGAIN).await;
+                sleep(POLL_INTERVAL).await;
             }
         };
         let fetched = async {
@@ -60,24 +63,24 @@ impl Pods {
             let key = Key::new(namespace, name);
             loop {
                 match self.cache.fetch(&key).await {
-                    // One of the same name and another uid is another pod.
+                    // A pod with the same name and another uid is a different pod.
                     Ok(Some(pod)) if kubelets_uid(&pod).as_deref() == Some(uid) => return pod,
-                    _ => sleep(ASK_AGAIN).await,
+                    _ => sleep(FETCH_INTERVAL).await,
                 }
             }
         };
         tokio::select! {
             biased;
-            pod = told => Some(pod),
+            pod = watched => Some(pod),
             pod = fetched => Some(pod),
             () = sleep(self.wait) => None,
         }
     }
 
-    /// The pod with this uid, as the watch last reported it. A pod that only claims to be the mirror of that uid is not
-    /// preferred to the one that has it.
+    /// The pod with this uid, as the watch last reported it. A pod that only claims to be the
+    /// mirror of that uid is not preferred over the pod that has it.
     pub fn known(&self, uid: &str) -> Option<Arc<Pod>> {
-        let mut found = self.cache.last_told_with(uid);
+        let mut found = self.cache.last_cached_with(uid);
         let own = found.iter().position(|pod| pod.metadata.uid.as_deref() == Some(uid));
         match own {
             Some(own) => Some(found.swap_remove(own)),
@@ -85,7 +88,7 @@ impl Pods {
         }
     }
 
-    /// The uids of all pods of the node that have opted in. None while the watch does not run.
+    /// The uids of all pods of the node that have opted in. `None`: the watch does not run.
     pub fn opted_in(&self) -> Option<BTreeSet<String>> {
         let pods = self.cache.all()?.into_iter();
         let opted = pods.filter(|pod| !defer_annotation::names(pod).is_empty());
@@ -97,13 +100,13 @@ impl Pods {
         self.cache.is_live()
     }
 
-    /// Tells when the watch has told something.
+    /// Changes whenever the watch has reported something.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.cache.changes()
     }
 
-    /// The claim that is bound to a PersistentVolume, and whether it is one of those that are left.
-    pub async fn ask(
+    /// Finds which of `claims` is bound to a PersistentVolume, and whether it is deferred.
+    pub async fn find_claim(
         &self,
         pod: &Pod,
         claims: &BTreeMap<String, bool>,
@@ -112,11 +115,11 @@ impl Pods {
         let unknown = |why: String| Refusal::ClaimsUnknown { volume: volume.to_owned(), why };
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
-        let asked = async {
+        let search = async {
             for (claim, opted) in claims {
                 let found = in_time(api.get_opt(claim)).await.map_err(|error| {
                     unknown(format!(
-                        "asking for the claim {claim:?} (get persistentvolumeclaims): {error}"
+                        "reading the claim {claim:?} (get persistentvolumeclaims): {error}"
                     ))
                 })?;
                 let bound = found.and_then(|claim| claim.spec).and_then(|spec| spec.volume_name);
@@ -124,10 +127,10 @@ impl Pods {
                     return Ok((claim.clone(), *opted));
                 }
             }
-            Err(unknown("none of the pod's claims is".into()))
+            Err(unknown("none of the pod's claims is bound to it".into()))
         };
-        let late = |_| unknown(format!("the API server does not say within {:?}", self.wait));
-        timeout(self.wait, asked).await.map_err(late)?
+        let late = |_| unknown(format!("the API server did not respond within {:?}", self.wait));
+        timeout(self.wait, search).await.map_err(late)?
     }
 }
 
@@ -142,8 +145,8 @@ impl PodRef {
     }
 }
 
-/// The uid by which kubelet knows the pod. A static pod has one of kubelet's own, which its mirror in the API server carries
-/// as an annotation.
+/// The uid that kubelet uses for the pod. kubelet chooses the uid of a static pod, and its mirror
+/// pod has it as an annotation.
 fn kubelets_uid(pod: &Pod) -> Option<Cow<'_, str>> {
     let metadata = &pod.metadata;
     let annotation = |name| metadata.annotations.as_ref()?.get(name);
@@ -172,10 +175,10 @@ mod tests {
     }
 
     #[test]
-    fn a_static_pod_is_known_by_the_hash_that_its_mirror_carries() {
+    fn a_static_pod_has_the_uid_of_its_mirrors_annotation() {
         let mirror = json!({ CONFIG_HASH: "static", MIRROR: "static" });
         assert_eq!(uid(mirror.clone(), "Node"), "static");
-        // What any user may write makes no mirror.
+        // Annotations that any user can write do not make a mirror pod.
         assert_eq!(uid(mirror, "ReplicaSet"), "api");
         assert_eq!(uid(json!({ CONFIG_HASH: "static" }), "Node"), "api");
         assert_eq!(uid(json!({}), "Node"), "api");

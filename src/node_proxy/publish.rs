@@ -1,5 +1,5 @@
-//! What the proposal has kubelet do before NodePublishVolume: whether the pod wants the volume left to its runtime, whether the
-//! driver can do that, and what there is to say if not.
+//! Decides about a NodePublishVolume as the proposal's kubelet does: whether the pod defers the
+//! volume, whether the driver supports that, and which failures are reported.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,125 +8,129 @@ use k8s_openapi::api::core::v1::Pod;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
-use super::host::Passed;
-use super::memory::{Left, PodRef};
-use super::node::Proxy;
-use super::place::{Place, PodInfo};
+use super::deferral_request::{self, DeferralRequest, Group, VolumeKind};
+use super::host_mounts::HostPublish;
+use super::proxy::Proxy;
+use super::publish_target::{PodInfo, PublishTarget};
 use super::refusal::{Refusal, Result};
-use super::wish::{self, Form, Group, Wish};
+use super::store::{DeferredVolume, PodRef};
 use crate::backend::filesystem;
 use crate::kubernetes::defer_annotation::{self, ANNOTATION};
 use crate::proto::csi::v1 as csi;
 use csi::node_service_capability::rpc::Type;
 use csi::volume_capability::AccessType;
 
-/// How long the kernel may take to say what is mounted.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout of reading the mount table.
+const MOUNT_TABLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What becomes of a publish.
+/// What the proxy does with a publish.
 #[derive(Debug)]
 pub enum Decision {
-    /// It is passed on as it is.
-    Pass(Option<Passed>),
-    Defer(Left),
+    /// Forward it unchanged.
+    Forward(Option<HostPublish>),
+    Defer(DeferredVolume),
 }
 
 impl Proxy {
-    pub async fn decide(&self, asked: &csi::NodePublishVolumeRequest) -> Result<Decision> {
-        let block = asked
+    pub async fn decide(&self, request: &csi::NodePublishVolumeRequest) -> Result<Decision> {
+        let block = request
             .volume_capability
             .as_ref()
             .is_some_and(|capability| matches!(capability.access_type, Some(AccessType::Block(_))));
-        if let Some(left) = self.memory.at(&asked.volume_id, &asked.target_path).filter(|_| !block)
-        {
-            let checked = self.check_publish(left.group.as_ref()).await;
-            return self.told(checked, &left.pod, asked).map(|()| Decision::Defer(left));
+        let stored = self.store.at_target(&request.volume_id, &request.target_path);
+        if let Some(volume) = stored.filter(|_| !block) {
+            let checked = self.check_publish(volume.group.as_ref()).await;
+            let reported = self.report_failure(checked, &volume.pod, request);
+            return reported.map(|()| Decision::Defer(volume));
         }
-        let Some(place) = Place::of(&asked.target_path, &asked.volume_context) else {
-            return Ok(Decision::Pass(None));
+        let Some(target) = PublishTarget::of(&request.target_path, &request.volume_context) else {
+            return Ok(Decision::Forward(None));
         };
-        let info = PodInfo::of(&asked.volume_context);
-        let block = block || matches!(place, Place::Device { .. });
-        let mut passed = Passed {
-            volume: asked.volume_id.clone(),
-            target: asked.target_path.clone(),
-            place,
-            form: Form { block, inline: info.inline },
-            judged: None,
+        let info = PodInfo::of(&request.volume_context);
+        let block = block || matches!(target, PublishTarget::Device { .. });
+        let mut publish = HostPublish {
+            volume: request.volume_id.clone(),
+            target: request.target_path.clone(),
+            publish_target: target,
+            kind: VolumeKind { block, inline: info.inline },
+            checked_annotation: None,
         };
-        let uid = passed.place.pod_uid();
+        let uid = publish.publish_target.pod_uid();
         let Some(pod) = self.pods.find(uid, info.named.as_ref()).await else {
-            // It may have opted in. A driver that cannot defer has to mount in any case.
+            // The pod may have opted in. A driver that cannot defer must mount in any case.
             return match self.driver.capabilities().await?.contains(&Type::DeferFsOps) {
                 true => Err(Refusal::PodUnknown(uid.to_owned())),
-                false => Ok(Decision::Pass(Some(passed))),
+                false => Ok(Decision::Forward(Some(publish))),
             };
         };
-        let wanted = self.wanted(&pod, &passed).await;
+        let is_deferred = self.is_deferred(&pod, &publish).await;
         let pod_ref = PodRef::of(&pod);
-        if !self.told(wanted, &pod_ref, asked)? {
-            passed.judged = defer_annotation::value(&pod).map(str::to_owned);
-            return Ok(Decision::Pass(Some(passed)));
+        if !self.report_failure(is_deferred, &pod_ref, request)? {
+            publish.checked_annotation = defer_annotation::value(&pod).map(str::to_owned);
+            return Ok(Decision::Forward(Some(publish)));
         }
-        let group = wish::group(&pod);
-        let checked = self.check_new(&asked.target_path, group.as_ref()).await;
-        self.told(checked, &pod_ref, asked)?;
-        let claim = self.claim(&pod, &passed).await;
-        let left = Left::new(&asked.volume_id, &asked.staging_target_path, group, pod_ref);
-        Ok(Decision::Defer(left.with_claim(claim)))
+        let group = deferral_request::group(&pod);
+        let checked = self.check_new(&request.target_path, group.as_ref()).await;
+        self.report_failure(checked, &pod_ref, request)?;
+        let claim = self.claim(&pod, &publish).await;
+        let staging = &request.staging_target_path;
+        let volume = DeferredVolume::new(&request.volume_id, staging, group, pod_ref);
+        Ok(Decision::Defer(volume.with_claim(claim)))
     }
 
-    /// The claim that the volume belongs to, for the metrics; None where it is unknown.
-    async fn claim(&self, pod: &Pod, asked: &Passed) -> Option<String> {
-        let mut claims = wish::claims_at(pod, &asked.place, asked.form)?;
+    /// The claim of the volume, for the metrics; `None` if unknown.
+    async fn claim(&self, pod: &Pod, publish: &HostPublish) -> Option<String> {
+        let target = &publish.publish_target;
+        let mut claims = deferral_request::candidate_claims(pod, target, publish.kind)?;
         if claims.len() == 1 {
             return claims.pop_first().map(|(claim, _)| claim);
         }
-        let found = self.pods.ask(pod, &claims, asked.place.name()?).await;
+        let found = self.pods.find_claim(pod, &claims, target.name()?).await;
         found.ok().map(|(claim, _)| claim)
     }
 
-    /// Whether the pod wants its runtime to have the volume.
-    async fn wanted(&self, pod: &Pod, asked: &Passed) -> Result<bool> {
-        let wanted = match wish::wish(pod, &asked.place, asked.form) {
-            Wish::Host => false,
-            Wish::Runtime => true,
-            Wish::Depends(claims) => {
-                let name = asked.place.name().unwrap_or_default();
-                self.pods.ask(pod, &claims, name).await?.1
+    /// Whether the pod defers the volume to its runtime.
+    async fn is_deferred(&self, pod: &Pod, publish: &HostPublish) -> Result<bool> {
+        let target = &publish.publish_target;
+        let is_deferred = match deferral_request::deferral_request(pod, target, publish.kind) {
+            DeferralRequest::Host => false,
+            DeferralRequest::Runtime => true,
+            DeferralRequest::ByClaim(claims) => {
+                self.pods.find_claim(pod, &claims, target.name().unwrap_or_default()).await?.1
             }
-            Wish::Unclear => return Err(Refusal::Ambiguous(asked.target.clone())),
+            DeferralRequest::Ambiguous => return Err(Refusal::Ambiguous(publish.target.clone())),
         };
-        match wanted && asked.form.block {
+        match is_deferred && publish.kind.block {
             true => Err(Refusal::RawBlock),
-            false => Ok(wanted),
+            false => Ok(is_deferred),
         }
     }
 
-    /// What is left for the first time must not be on the host already.
+    /// Checks a volume that is deferred for the first time: the host must not have mounted it.
     async fn check_new(&self, target: &str, group: Option<&Group>) -> Result<()> {
-        if self.is_on_host(target).await? {
+        if self.is_mounted_on_host(target).await? {
             return Err(Refusal::MountedOnHost(target.to_owned()));
         }
         self.check_publish(group).await
     }
 
-    /// Whether something is mounted at the target on this node.
-    pub async fn is_on_host(&self, target: &str) -> Result<bool> {
+    /// Whether anything is mounted at the target on this node.
+    pub async fn is_mounted_on_host(&self, target: &str) -> Result<bool> {
         let unknown = |why: String| {
-            Refusal::NotRemembered(format!(
-                "whether the host has {target} mounted is not known: {why}"
+            Refusal::StateUnavailable(format!(
+                "cannot determine whether the host has mounted {target}: {why}"
             ))
         };
         let path = PathBuf::from(target);
-        let looked =
-            timeout(LOOK_TIMEOUT, spawn_blocking(move || filesystem::mount_at(&path))).await;
-        let looked = looked.map_err(|late| unknown(late.to_string()))?;
-        let looked = looked.map_err(|ended| unknown(ended.to_string()))?;
-        looked.map(|mount| mount.is_some()).map_err(|error| unknown(error.to_string()))
+        let lookup = spawn_blocking(move || filesystem::mount_at(&path));
+        let found = timeout(MOUNT_TABLE_TIMEOUT, lookup).await;
+        let found = found.map_err(|late| unknown(late.to_string()))?;
+        let found = found.map_err(|ended| unknown(ended.to_string()))?;
+        found.map(|mount| mount.is_some()).map_err(|error| unknown(error.to_string()))
     }
 
-    /// No call has a field that the driver has no capability for, and none goes without one that the pod wants.
+    /// Checks the driver's capabilities: no field is sent without its capability, and no publish is
+    /// forwarded without a field that the pod needs.
     async fn check_publish(&self, group: Option<&Group>) -> Result<()> {
         let has = self.driver.capabilities().await?;
         let mut needs = vec![(Type::DeferFsOps, ANNOTATION)];
@@ -145,25 +149,26 @@ impl Proxy {
         }
     }
 
-    /// Tells the pod's readers of what somebody has to mend, as kubelet would.
-    fn told<T>(
+    /// Records a failure that needs action as an event of the pod, as kubelet does.
+    fn report_failure<T>(
         &self,
         result: Result<T>,
         pod: &PodRef,
-        asked: &csi::NodePublishVolumeRequest,
+        request: &csi::NodePublishVolumeRequest,
     ) -> Result<T> {
         result.inspect_err(|refusal| {
-            if refusal.is_to_be_mended() {
-                self.events.failed_mount(pod, &format!("volume {}: {refusal}", called(asked)));
+            if refusal.needs_user_action() {
+                let message = format!("volume {}: {refusal}", volume_names(request));
+                self.events.failed_mount(pod, &message);
             }
         })
     }
 }
 
-/// As kubelet's own events have it, where that is known, for few know the names that the driver has for volumes.
-fn called(asked: &csi::NodePublishVolumeRequest) -> String {
-    match Place::of_path(&asked.target_path).as_ref().and_then(Place::name) {
-        Some(name) => format!("{name:?} ({:?})", asked.volume_id),
-        None => format!("{:?}", asked.volume_id),
+/// kubelet's name of the volume, as in its own events, and the driver's handle.
+fn volume_names(request: &csi::NodePublishVolumeRequest) -> String {
+    match PublishTarget::of_path(&request.target_path).as_ref().and_then(PublishTarget::name) {
+        Some(name) => format!("{name:?} ({:?})", request.volume_id),
+        None => format!("{:?}", request.volume_id),
     }
 }

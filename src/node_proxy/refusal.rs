@@ -1,100 +1,103 @@
-//! Why a call does not reach the driver, or comes to nothing there: one reason, one code (docs/reference/node-proxy.md has the table).
+//! Reasons for a refused or failed call, each with one gRPC code (table in
+//! docs/reference/node-proxy.md).
 
 use tonic::{Code, Status};
 
 use super::call::Call;
-use crate::grpc::{MAX_MESSAGE, cut};
+use crate::grpc::{MAX_MESSAGE, truncate};
 use crate::kubernetes::defer_annotation::ANNOTATION;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The driver answers, and does not have what the pod needs; `because` is what of the pod needs it.
+    /// The driver lacks a capability that `because` of the pod requires.
     #[error(
-        "the pod wants the volume left to its container runtime ({because}), and the CSI driver does not have the capability \
-         {capability}: upgrade the driver, or delete the pod and make it without"
+        "the pod defers the volume to its container runtime ({because}), and the CSI driver lacks the capability {capability}; \
+         upgrade the driver, or recreate the pod without it"
     )]
     MissingCapability { capability: &'static str, because: &'static str },
 
-    #[error("the CSI driver does not answer ({0}); try again")]
-    DriverAway(String),
+    #[error("the CSI driver is unavailable ({0}); try again")]
+    DriverUnavailable(String),
 
-    /// The driver has answered with an error, or with something that is no answer.
-    #[error("the CSI driver: {0}")]
-    DriverRefused(String),
+    /// The driver returned an error or an invalid response.
+    #[error("the CSI driver failed: {0}")]
+    DriverFailed(String),
 
     #[error(
-        "the API server does not report the pod {0}, so that whether its volumes are left to its container runtime is not known; \
-         check the API server and the right to watch pods, and try again"
+        "the API server does not report the pod {0}, so the proxy cannot determine whether the pod defers its volumes; \
+         check the API server and the permission to watch pods, and try again"
     )]
     PodUnknown(String),
 
     #[error(
-        "the annotation {ANNOTATION} names some of the pod's claims and not others, and which one is bound to the PersistentVolume {volume:?} \
-         is not known: {why}; name all of them or none, or try again"
+        "the annotation {ANNOTATION} names some of the pod's claims and not others, and the claim of the PersistentVolume {volume:?} \
+         is unknown: {why}; name all of them or none, or try again"
     )]
     ClaimsUnknown { volume: String, why: String },
 
     #[error(
-        "{0} is mounted on the host, from before the pod left the volume to its container runtime, and a volume is mounted in one place: \
-         delete the pod, and annotate the new one before it is started"
+        "{0} was mounted on the host before the pod deferred the volume to its container runtime; \
+         delete the pod, and annotate its replacement before it starts"
     )]
     MountedOnHost(String),
 
     #[error(
-        "the CSI driver mounted the volume on the host at {0}, although it has DEFER_FS_OPS and the pod leaves the volume to its \
-         container runtime; it was unpublished: upgrade the driver, or delete the pod and make it without the annotation"
+        "the CSI driver mounted the volume on the host at {0} despite defer_fs_ops, and the proxy unpublished it; \
+         upgrade the driver, or recreate the pod without the annotation"
     )]
     DriverMounted(String),
 
     #[error(
-        "the annotation {ANNOTATION} names a raw block volume, which has no filesystem to be left to a container runtime: \
-         leave it out and make the pod anew"
+        "the annotation {ANNOTATION} names a raw block volume, which has no filesystem to mount; \
+         recreate the pod without the name"
     )]
     RawBlock,
 
-    /// The target path is none of kubelet's, so that the name of the volume is not known.
+    /// The target path is not kubelet's, so the volume's name is unknown.
     #[error(
-        "the annotation {ANNOTATION} names some of the pod's volumes and not others, and {0} does not say which one is meant: \
-         publish at the path that kubelet has for it (…/pods/UID/volumes/kubernetes.io~csi/NAME/mount), or name all of them or none"
+        "the annotation {ANNOTATION} names some of the pod's volumes and not others, and the path {0} does not identify the volume; \
+         publish at kubelet's path (…/pods/UID/volumes/kubernetes.io~csi/NAME/mount), or name all of them or none"
     )]
     Ambiguous(String),
 
     #[error(
-        "that the volume is left to a container runtime cannot be written down (--state-dir): {0}; try again when that is mended"
+        "the state of the deferred volume cannot be read or written (--state-dir): {0}; correct this, then try again"
     )]
-    NotRemembered(String),
+    StateUnavailable(String),
 
-    #[error("the message has more than {0} bytes; send less")]
+    #[error("the message has more than {0} bytes")]
     TooLarge(usize),
 }
 
 pub type Result<T, E = Refusal> = std::result::Result<T, E>;
 
 impl Refusal {
-    /// The one translation: the gRPC code, and the value of the label `reason` in the metrics.
+    /// The gRPC code, and the value of the metrics label `reason`.
     pub fn kind(&self, call: Call) -> (Code, &'static str) {
         match self {
-            // Kubelet takes FAILED_PRECONDITION of an expansion for a volume that cannot grow while it is used, and stops
-            // trying; with any other code it marks the claim and goes on (pkg/volume/csi/expander.go).
+            // kubelet interprets FAILED_PRECONDITION of an expansion as a volume that cannot grow
+            // while it is in use, and stops retrying. For any other code it marks the claim and
+            // retries (pkg/volume/csi/expander.go).
             Self::MissingCapability { .. } if call == Call::Expand => {
                 (Code::Unimplemented, "missing_capability")
             }
             Self::MissingCapability { .. } => (Code::FailedPrecondition, "missing_capability"),
-            Self::DriverAway(_) => (Code::Unavailable, "driver_away"),
-            Self::DriverRefused(_) => (Code::Unavailable, "driver_refused"),
+            Self::DriverUnavailable(_) => (Code::Unavailable, "driver_away"),
+            Self::DriverFailed(_) => (Code::Unavailable, "driver_refused"),
             Self::PodUnknown(_) => (Code::Unavailable, "pod_unknown"),
             Self::ClaimsUnknown { .. } => (Code::Unavailable, "claims_unknown"),
             Self::MountedOnHost(_) => (Code::FailedPrecondition, "mounted_on_host"),
             Self::DriverMounted(_) => (Code::FailedPrecondition, "driver_mounted"),
             Self::RawBlock => (Code::FailedPrecondition, "raw_block"),
             Self::Ambiguous(_) => (Code::FailedPrecondition, "ambiguous"),
-            Self::NotRemembered(_) => (Code::Unavailable, "not_remembered"),
+            Self::StateUnavailable(_) => (Code::Unavailable, "not_remembered"),
             Self::TooLarge(_) => (Code::ResourceExhausted, "too_large"),
         }
     }
 
-    /// Whether it stays until somebody mends it: what is to be told of the pod, and not what a moment later may be otherwise.
-    pub fn is_to_be_mended(&self) -> bool {
+    /// Whether the failure persists until a user acts. Such failures are reported as events;
+    /// transient ones are not.
+    pub fn needs_user_action(&self) -> bool {
         self.kind(Call::Publish).0 == Code::FailedPrecondition
     }
 
@@ -103,7 +106,7 @@ impl Refusal {
     }
 
     pub fn status(&self, call: Call) -> Status {
-        Status::new(self.kind(call).0, cut(&self.to_string(), MAX_MESSAGE))
+        Status::new(self.kind(call).0, truncate(&self.to_string(), MAX_MESSAGE))
     }
 }
 
@@ -119,21 +122,21 @@ pub mod tests {
         let words = || "words ".repeat(1000);
         vec![
             Refusal::MissingCapability { capability: "DEFER_FS_OPS", because: ANNOTATION },
-            Refusal::DriverAway(words()),
-            Refusal::DriverRefused(words()),
+            Refusal::DriverUnavailable(words()),
+            Refusal::DriverFailed(words()),
             Refusal::PodUnknown(words()),
             Refusal::ClaimsUnknown { volume: words(), why: words() },
             Refusal::MountedOnHost(words()),
             Refusal::DriverMounted(words()),
             Refusal::RawBlock,
             Refusal::Ambiguous(words()),
-            Refusal::NotRemembered(words()),
+            Refusal::StateUnavailable(words()),
             Refusal::TooLarge(1),
         ]
     }
 
     #[test]
-    fn each_refusal_has_a_reason_of_its_own_one_code_and_a_short_message() {
+    fn each_refusal_has_a_unique_reason_one_code_and_short_text() {
         let reasons: BTreeSet<_> =
             all().iter().map(|refusal| refusal.reason(Call::Publish)).collect();
         assert_eq!(reasons.len(), all().len());
@@ -149,7 +152,7 @@ pub mod tests {
     }
 
     #[test]
-    fn the_table_of_the_documentation_has_each_reason_with_its_codes() {
+    fn the_documentation_lists_each_reason_with_its_codes() {
         let page = include_str!("../../docs/reference/node-proxy.md");
         let (_, page) = page.split_once("## Refusals").unwrap();
         let (table, _) = page.split_once("\n## ").unwrap();
@@ -165,7 +168,7 @@ pub mod tests {
     }
 
     #[test]
-    fn an_expansion_without_the_capability_is_not_taken_for_a_volume_in_use() {
+    fn a_missing_capability_keeps_kubelet_retrying_expansion() {
         let missing = &all()[0];
         assert_eq!(missing.kind(Call::Expand).0, Code::Unimplemented);
         assert_eq!(missing.kind(Call::Stats).0, Code::FailedPrecondition);

@@ -1,5 +1,5 @@
-//! What the proposal has kubelet report, as numbers. Every label but those of a volume's condition comes from a fixed set; that is
-//! there for as long as the volume is remembered.
+//! The metrics of the proxy, including those of the proposal's kubelet. All labels come from fixed
+//! sets, except those of a volume's condition, which exists for as long as the volume is stored.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,17 +12,17 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
 use super::call::Call;
-use super::memory::{Left, Memory};
-use super::place::Place;
-use crate::grpc::cut;
+use super::publish_target::PublishTarget;
+use super::store::{DeferredVolume, StateStore};
+use crate::grpc::truncate;
 
-/// Bytes of a label, at most: names of Kubernetes are shorter.
+/// Maximum bytes of a label; names in Kubernetes are shorter.
 const MAX_LABEL: usize = 253;
 
-/// Cheap to clone.
+/// Counters of the proxy; clones share them.
 #[derive(Debug, Clone)]
 pub struct Reports {
-    memory: Memory,
+    store: StateStore,
     counts: Arc<Mutex<Counts>>,
 }
 
@@ -33,16 +33,16 @@ struct Counts {
 }
 
 impl Reports {
-    pub fn new(memory: Memory) -> Self {
-        Self { memory, counts: Arc::default() }
+    pub fn new(store: StateStore) -> Self {
+        Self { store, counts: Arc::default() }
     }
 
-    /// A call for a volume that is, or is to be, left to a runtime came to nothing.
+    /// Counts a failed call for a volume that is, or was to be, deferred.
     pub fn failed(&self, call: Call, reason: &'static str) {
         *self.counts().failures.entry((call, reason)).or_default() += 1;
     }
 
-    /// A pod has opted in a volume that the host had mounted by then.
+    /// Counts a pod that opted in after the host had mounted the volume.
     pub fn mounted_before_opt_in(&self) {
         self.counts().mounted_before += 1;
     }
@@ -52,11 +52,11 @@ impl Reports {
     }
 }
 
-/// They get the prefix `csi_loopback_` where they are registered.
+/// The registry adds the prefix `csi_loopback_`.
 impl Collector for Reports {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let volumes = ConstGauge::new(i64::try_from(self.memory.len()).unwrap_or(i64::MAX));
-        let help = "Volumes that are left to a container runtime";
+        let volumes = ConstGauge::new(i64::try_from(self.store.len()).unwrap_or(i64::MAX));
+        let help = "Deferred volumes";
         volumes.encode(encoder.encode_descriptor(
             "deferred_volumes",
             help,
@@ -64,14 +64,14 @@ impl Collector for Reports {
             MetricType::Gauge,
         )?)?;
         let counts = self.counts();
-        let help = "Volumes that the host had mounted when their pod opted in";
+        let help = "Volumes that the host had mounted before their pod opted in";
         ConstCounter::new(counts.mounted_before).encode(encoder.encode_descriptor(
             "mounted_before_opt_in",
             help,
             None,
             MetricType::Counter,
         )?)?;
-        let help = "Calls for volumes that are, or were to be, left to a container runtime and came to nothing";
+        let help = "Failed calls for volumes that are, or were to be, deferred";
         let mut failures =
             encoder.encode_descriptor("deferred_failures", help, None, MetricType::Counter)?;
         for ((call, reason), count) in &counts.failures {
@@ -82,24 +82,24 @@ impl Collector for Reports {
     }
 }
 
-/// The proposal's own name, which has no prefix.
+/// The proposal's metric, whose name has no prefix.
 #[derive(Debug)]
-pub struct Conditions(pub Memory);
+pub struct Conditions(pub StateStore);
 
 impl Collector for Conditions {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let help = "Whether a volume that is left to a container runtime was abnormal when it was measured last (1), or not (0)";
+        let help = "1 if the last reported condition of a deferred volume is abnormal, 0 otherwise";
         let name = "volume_stats_health_status_abnormal";
         let mut gauges = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        for (target, left, abnormal) in self.0.conditions() {
+        for (target, deferred, abnormal) in self.0.conditions() {
             let labels = [
-                ("namespace", cut(&left.pod.namespace, MAX_LABEL)),
+                ("namespace", truncate(&deferred.pod.namespace, MAX_LABEL)),
                 (
                     "persistentvolumeclaim",
-                    cut(left.claim.as_deref().unwrap_or_default(), MAX_LABEL),
+                    truncate(deferred.claim.as_deref().unwrap_or_default(), MAX_LABEL),
                 ),
-                ("pod", cut(&left.pod.name, MAX_LABEL)),
-                ("volume", volume(target.to_str().unwrap_or_default(), &left)),
+                ("pod", truncate(&deferred.pod.name, MAX_LABEL)),
+                ("volume", volume(target.to_str().unwrap_or_default(), &deferred)),
             ];
             ConstGauge::new(i64::from(abnormal)).encode(gauges.encode_family(&labels)?)?;
         }
@@ -107,11 +107,11 @@ impl Collector for Conditions {
     }
 }
 
-/// As kubelet calls it, or else the driver.
-fn volume(target: &str, left: &Left) -> String {
-    match Place::of_path(target) {
-        Some(Place::Mount { name, .. }) => cut(&name, MAX_LABEL),
-        _ => cut(&left.volume_handle, MAX_LABEL),
+/// kubelet's name of the volume, or else the driver's handle.
+fn volume(target: &str, deferred: &DeferredVolume) -> String {
+    match PublishTarget::of_path(target) {
+        Some(PublishTarget::Mount { name, .. }) => truncate(&name, MAX_LABEL),
+        _ => truncate(&deferred.volume_handle, MAX_LABEL),
     }
 }
 
@@ -119,30 +119,33 @@ fn volume(target: &str, left: &Left) -> String {
 mod tests {
     use super::*;
     use crate::crust::Directory;
-    use crate::node_proxy::disk::Disk;
-    use crate::node_proxy::memory::PodRef;
+    use crate::node_proxy::state_dir::StateDir;
+    use crate::node_proxy::store::PodRef;
     use crate::telemetry::metrics::Metrics;
 
     #[tokio::test]
-    async fn the_numbers_have_the_names_that_operators_look_for() {
+    async fn metrics_have_their_documented_names() {
         let scratch = tempfile::tempdir().unwrap();
-        let disk = Disk::open(Directory::new(scratch.path().join("state"))).unwrap();
-        let memory = Memory::open(disk);
+        let state_dir = StateDir::open(Directory::new(scratch.path().join("state"))).unwrap();
+        let store = StateStore::open(state_dir);
         let pod = PodRef { namespace: "n".into(), name: "p".into(), uid: "u".into() };
         let target = "/pods/u/volumes/kubernetes.io~csi/pvc-1/mount";
         drop(
-            memory
-                .publishing(target, &Left::new("v", "", None, pod).with_claim(Some("data".into())))
+            store
+                .begin_publish(
+                    target,
+                    &DeferredVolume::new("v", "", None, pod).with_claim(Some("data".into())),
+                )
                 .await
                 .unwrap(),
         );
-        memory.measured(target, true);
-        let reports = Reports::new(memory.clone());
+        store.set_condition(target, true);
+        let reports = Reports::new(store.clone());
         reports.failed(Call::Stats, "missing_capability");
         reports.mounted_before_opt_in();
-        let named = Conditions(memory.clone());
+        let named = Conditions(store.clone());
         let metrics = Metrics::with_names(vec![Box::new(reports)], vec![Box::new(named)]);
-        metrics.published_deferred();
+        metrics.record_deferred_publish();
         let text = metrics.scrape().unwrap();
         let condition = r#"volume_stats_health_status_abnormal{namespace="n",persistentvolumeclaim="data",pod="p",volume="pvc-1"}"#;
         for line in [
@@ -154,9 +157,9 @@ mod tests {
         ] {
             assert!(text.lines().any(|there| there == line), "{line} not in\n{text}");
         }
-        memory.measured(target, false);
+        store.set_condition(target, false);
         assert!(metrics.scrape().unwrap().contains(&format!("{condition} 0\n")));
-        memory.forget(target).await.unwrap();
+        store.remove(target).await.unwrap();
         assert!(!metrics.scrape().unwrap().contains(condition));
     }
 }

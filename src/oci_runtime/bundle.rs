@@ -1,4 +1,4 @@
-//! A container's config.json (OCI runtime specification), as far as volumes have to do with it.
+//! A container's config.json (OCI runtime specification), as far as it concerns volumes.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail, ensure};
 use serde_json::Value;
 
-/// More than any config.json has.
+/// Maximum bytes of config.json.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// By which annotations callers tell the pod that a container belongs to: containerd's, and CRI-O's.
+/// Annotations that name the pod sandbox of a container: containerd's and CRI-O's.
 const SANDBOX: [&str; 2] = ["io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID"];
 
 #[derive(Debug, Clone, PartialEq)]
@@ -19,16 +19,16 @@ pub struct Spec(Value);
 /// A bind mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bind {
-    /// Which of the mounts it is.
+    /// Index in `mounts`.
     pub index: usize,
     pub source: PathBuf,
 }
 
 impl Spec {
-    /// None where there is no such file.
+    /// Reads config.json. `None`: the file does not exist.
     ///
     /// # Errors
-    /// It cannot be read, or is no config.json.
+    /// The file is unreadable or invalid.
     pub fn read(path: &Path) -> Result<Option<Self>> {
         let file = match File::open(path) {
             Ok(file) => file,
@@ -44,11 +44,11 @@ impl Spec {
     }
 
     pub fn to_json(&self) -> Vec<u8> {
-        // Keys are strings: nothing in it can fail to be written.
+        // All keys are strings, so this cannot fail.
         serde_json::to_vec(&self.0).unwrap_or_default()
     }
 
-    /// Its bind mounts with an absolute source. (Others are below the bundle, or none.)
+    /// The bind mounts with an absolute source. Other sources are below the bundle.
     pub fn binds(&self) -> Vec<Bind> {
         let bind = |(index, mount): (usize, &Value)| {
             let is_bind = mount["type"] == "bind"
@@ -65,28 +65,28 @@ impl Spec {
         }
     }
 
-    /// The pod, or the container itself where it is of none.
+    /// The pod sandbox, or the container itself if it belongs to none.
     pub fn sandbox(&self, container: &str) -> String {
         let annotations = &self.0["annotations"];
         let named = SANDBOX.iter().find_map(|name| annotations[*name].as_str());
         named.unwrap_or(container).to_owned()
     }
 
-    /// The label that SELinux is to give to all of a mount. None: none.
+    /// The SELinux label of the mounts, if any.
     pub fn mount_label(&self) -> Option<&str> {
         self.0["linux"]["mountLabel"].as_str().filter(|label| !label.is_empty())
     }
 
-    /// That a container may have a volume that nobody but it may see mounted.
+    /// Checks that a container may have a volume whose mount no other process may see.
     ///
     /// # Errors
-    /// It may not, and why.
+    /// The container would share its mounts.
     pub fn check(&self) -> Result<()> {
         for mount in self.mounts() {
             let shared = options(mount).find(|option| matches!(*option, "shared" | "rshared"));
             if let Some(option) = shared {
                 bail!(
-                    "the mount at {} is {option} (mountPropagation: Bidirectional), which a container with a volume whose mount is deferred cannot have: nothing of its mounts may reach the host",
+                    "the mount at {} is {option} (mountPropagation: Bidirectional), which is not allowed for a container with a deferred volume: its mounts must not propagate to the host",
                     mount["destination"].as_str().unwrap_or_default()
                 );
             }
@@ -95,22 +95,20 @@ impl Spec {
         let propagation = linux["rootfsPropagation"].as_str().unwrap_or_default();
         ensure!(
             !matches!(propagation, "shared" | "rshared"),
-            "linux.rootfsPropagation is {propagation}, which a container with a volume whose mount is deferred cannot have"
+            "linux.rootfsPropagation is {propagation}, which is not allowed for a container with a deferred volume"
         );
         let namespaces = linux["namespaces"].as_array().map_or(&[][..], Vec::as_slice);
         let namespace = |kind: &str| namespaces.iter().find(|namespace| namespace["type"] == kind);
         ensure!(
             namespace("user").is_none(),
-            "a container in a user namespace (hostUsers: false) cannot have a volume whose mount is deferred"
+            "a container in a user namespace (hostUsers: false) cannot have a deferred volume"
         );
         let Some(mount) = namespace("mount") else {
-            bail!(
-                "a container without a mount namespace of its own cannot have a volume whose mount is deferred"
-            )
+            bail!("a container without its own mount namespace cannot have a deferred volume")
         };
         ensure!(
             mount["path"].as_str().is_none_or(str::is_empty),
-            "a container that joins a mount namespace cannot have a volume whose mount is deferred"
+            "a container that joins a mount namespace cannot have a deferred volume"
         );
         Ok(())
     }
@@ -134,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn bind_mounts_are_told_from_others() {
+    fn bind_mounts_are_recognized() {
         let mut spec = spec(json!([
             {"type": "proc", "source": "proc", "destination": "/proc"},
             {"type": "bind", "source": "/a", "destination": "/x"},
@@ -149,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_show_a_volume_to_others_is_refused() {
+    fn shared_mounts_are_refused() {
         let shared = json!([{"type": "bind", "source": "/a", "destination": "/x", "options": ["rbind", "rshared"]}]);
         assert!(spec(shared).check().unwrap_err().to_string().contains("/x"));
         assert!(spec(json!([])).check().is_ok());
@@ -165,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn containers_of_a_pod_are_told_by_their_annotations() {
+    fn annotations_identify_the_pod_of_a_container() {
         let of = |annotations: Value| Spec(json!({"annotations": annotations})).sandbox("own");
         assert_eq!(of(json!({"io.kubernetes.cri.sandbox-id": "pod"})), "pod");
         assert_eq!(of(json!({"io.kubernetes.cri-o.SandboxID": "pod"})), "pod");

@@ -1,6 +1,7 @@
-//! Which containers have a volume: a file for each in the volume's entry, written before anything is mounted and removed
-//! when the container is deleted. It says by which process the container is known to live, so one that was left behind by
-//! whatever was killed counts for nothing; whoever comes next collects it.
+//! Records which containers use a volume: one file per container in the volume's entry, written
+//! before any mount and removed when the container is deleted. The file names a process whose life
+//! shows that the container lives. A claim of a dead container is ignored, and removed by the next
+//! process that finds it.
 
 use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt;
@@ -14,29 +15,30 @@ use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::behind;
+use super::next_runtime;
 use super::process::Process;
 use crate::backend::fail_point::reach;
 use crate::crust::{Entry, MountInfo};
 
-/// How the files are named.
+/// Prefix of the file names.
 const PREFIX: &str = "container-";
-/// A pod has fewer containers.
+/// Maximum number of claims; a pod has fewer containers.
 const MAX_CLAIMS: usize = 1024;
-/// How long another container of the volume may be in the making: giving many files to a group takes its time.
-const PATIENCE: Duration = Duration::from_secs(110);
-const PAUSE: Duration = Duration::from_millis(10);
+/// How long to wait while another container of the volume is created: changing the group of many
+/// files takes time.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(110);
+const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A container by its names.
+/// Identifies a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Container {
-    /// Where the runtime keeps it. None: where it does by default.
+    /// The runtime's state directory. `None`: its default.
     pub root: Option<String>,
     pub id: String,
 }
 
 impl Container {
-    /// Name of its claims.
+    /// File name of the container's claims.
     fn file(&self) -> String {
         let mut digest = Sha256::new();
         digest.update(self.root.as_deref().unwrap_or_default());
@@ -51,9 +53,9 @@ impl Container {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Phase {
-    /// The process is the one of this program that makes it.
+    /// The process is the instance of this program that creates the container.
     Creating,
-    /// The process is the container's first one.
+    /// The process is the first one of the container.
     Created,
 }
 
@@ -63,48 +65,48 @@ pub struct Claim {
     sandbox: String,
     phase: Phase,
     process: Process,
-    /// Hash of how the volume is mounted: options may be nobody else's business.
+    /// Hash of the mount options, which may be confidential.
     mount: String,
-    /// With which label of SELinux's, which whoever mounts it too has to name as well.
+    /// SELinux label of the mount; another mount of the volume must use the same.
     #[serde(default)]
     label: Option<String>,
 }
 
 impl Claim {
-    /// Of a container that this process is about to make.
-    pub fn intended(
+    /// The claim of a container that this process is about to create.
+    pub fn creating(
         container: &Container,
         sandbox: &str,
         info: &MountInfo,
         label: Option<&str>,
     ) -> Result<Self> {
         let process = Process::of(std::process::id()).context("this process has no /proc entry")?;
-        let said = format!("{:?}", (&info.device, &info.fs_type, &info.options, label));
-        let mount = Sha256::digest(said).iter().map(|byte| format!("{byte:02x}")).collect();
+        let options = format!("{:?}", (&info.device, &info.fs_type, &info.options, label));
+        let mount = Sha256::digest(options).iter().map(|byte| format!("{byte:02x}")).collect();
         let (container, sandbox) = (container.clone(), sandbox.to_owned());
         let label = label.map(str::to_owned);
         Ok(Self { container, sandbox, phase: Phase::Creating, process, mount, label })
     }
 
-    /// The same once the container is there, by its first process.
-    pub fn completed(&self, pid: u32) -> Option<Self> {
+    /// The claim after the container was created, with its first process.
+    pub fn created(&self, pid: u32) -> Option<Self> {
         let process = Process::of(pid)?;
         Some(Self { phase: Phase::Created, process, ..self.clone() })
     }
 
-    /// A process that has the volume mounted, by its number here, as long as the container lives. (The one that makes it has
-    /// it a little later than it claims it.)
+    /// The id of a process that has the volume mounted, while the container lives. (The process
+    /// that creates the container mounts the volume shortly after claiming it.)
     pub fn process(&self, program: &Path) -> Result<Option<u32>> {
         let living = self.process.living();
         if living.is_some() || self.phase == Phase::Created {
             return Ok(living);
         }
-        // Whoever made it was killed: before the container was there, or after.
-        behind::process_of(program, self.container.root.as_deref(), &self.container.id)
+        // The creating process was killed, before or after the container was created.
+        next_runtime::container_process(program, self.container.root.as_deref(), &self.container.id)
     }
 }
 
-/// The claims of one volume, which nobody else changes while this lives.
+/// The claims of one volume, locked for as long as this value lives.
 #[derive(Debug)]
 pub struct Claims<'a> {
     entry: &'a Entry,
@@ -113,27 +115,26 @@ pub struct Claims<'a> {
 }
 
 impl<'a> Claims<'a> {
-    /// None: the entry is not there, or not any more. `program` is asked for containers of which nothing else is known.
+    /// Locks the claims. `None`: the entry does not exist, or was removed meanwhile. `program` is
+    /// the runtime that reports unknown containers.
     pub fn lock(entry: &'a Entry, program: &'a Path) -> Result<Option<Self>> {
         let what = || format!("locking {}", entry.path().display());
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + LOCK_TIMEOUT;
         let Ok(mut directory) = File::open(entry.path()) else { return Ok(None) };
         let lock = loop {
             match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => break lock,
                 Err((back, nix::Error::EWOULDBLOCK)) if Instant::now() < until => {
                     directory = back;
-                    sleep(PAUSE);
+                    sleep(LOCK_INTERVAL);
                 }
                 Err((_, nix::Error::EWOULDBLOCK)) => {
-                    bail!(
-                        "another container of the volume is in the making for too long; try again"
-                    )
+                    bail!("another container of the volume is still being created; try again")
                 }
                 Err((_, error)) => return Err(error).with_context(what),
             }
         };
-        // It may have been removed, and made anew, while this waited.
+        // The entry may have been removed and created again during the wait.
         let same = |found: &fs::Metadata, opened: &fs::Metadata| {
             (found.dev(), found.ino()) == (opened.dev(), opened.ino())
         };
@@ -143,14 +144,15 @@ impl<'a> Claims<'a> {
         Ok(current.then_some(Self { entry, program, _lock: lock }))
     }
 
-    /// That a container may claim the volume: no other pod has it, nor this container itself, and nobody otherwise.
-    /// Says whether it is the first one that lives.
-    pub fn allow(&self, claim: &Claim) -> Result<bool> {
+    /// Checks that a container may claim the volume: no other pod uses it, this container does not
+    /// use it yet, and the mount options are the same. Removes claims of dead containers. Returns
+    /// whether this is the first living container.
+    pub fn check(&self, claim: &Claim) -> Result<bool> {
         let mut first = true;
         for (name, other) in self.all()? {
             let other = other.with_context(|| {
                 format!(
-                    "{}: cannot be read; if no container has the volume, remove it",
+                    "{}: is unreadable; remove it if no container uses the volume",
                     self.entry.path().join(&name).display()
                 )
             })?;
@@ -162,18 +164,18 @@ impl<'a> Claims<'a> {
             }
             ensure!(
                 other.container != claim.container,
-                "container {:?} has the volume already: delete it first",
+                "the container {:?} already uses the volume; delete it first",
                 other.container.id
             );
             ensure!(
                 other.sandbox == claim.sandbox,
-                "another pod (sandbox {:?}, container {:?}) has the volume: it can be had by one at a time",
+                "another pod (sandbox {:?}, container {:?}) uses the volume; only one pod can use it at a time",
                 other.sandbox,
                 other.container.id
             );
             ensure!(
                 other.mount == claim.mount,
-                "container {:?} has the volume mounted with other options; they cannot be changed while it runs",
+                "the container {:?} has mounted the volume with other options, which cannot change while it runs",
                 other.container.id
             );
             first = false;
@@ -181,7 +183,7 @@ impl<'a> Claims<'a> {
         Ok(first)
     }
 
-    /// Claims the volume, for a container and for this program.
+    /// Writes the container's claim, and the path of this program for crust_ops.
     pub fn add(&self, claim: &Claim, runtime_cli: &Path) -> Result<()> {
         self.put(claim)?;
         reach("oci_runtime.claimed")?;
@@ -193,11 +195,11 @@ impl<'a> Claims<'a> {
         Ok(self.entry.write(&claim.container.file(), &serde_json::to_vec(claim)?)?)
     }
 
-    /// Takes a container's claim away, and with the last one what says that a runtime has the volume. The claim goes last: as long as
-    /// it is there whoever is asked to delete the container comes here again.
+    /// Removes a container's claim, and with the last one the path of this program. The claim is
+    /// removed last: as long as it exists, a repeated deletion of the container calls this again.
     pub fn remove(&self, container: &Container) -> Result<()> {
         let own = container.file();
-        if !self.others_live(&own)? {
+        if !self.has_other_claims(&own)? {
             self.entry.remove_runtime_cli()?;
             reach("oci_runtime.cli_removed")?;
         }
@@ -205,8 +207,8 @@ impl<'a> Claims<'a> {
         Ok(reach("oci_runtime.claim_removed")?)
     }
 
-    /// Whether another container has the volume, or may have. What the dead have left is collected.
-    fn others_live(&self, own: &str) -> Result<bool> {
+    /// Whether another container uses the volume or may use it. Removes claims of dead containers.
+    fn has_other_claims(&self, own: &str) -> Result<bool> {
         for (name, other) in self.all()? {
             if name == own {
                 continue;
@@ -232,13 +234,17 @@ fn all(entry: &Entry) -> Result<Vec<(String, Result<Claim>)>> {
     for found in fs::read_dir(entry.path()).with_context(what)? {
         let name = found.with_context(what)?.file_name();
         let Some(name) = name.to_str().filter(|name| name.starts_with(PREFIX)) else { continue };
-        ensure!(claims.len() < MAX_CLAIMS, "{}: has too many containers", entry.path().display());
+        ensure!(
+            claims.len() < MAX_CLAIMS,
+            "{}: has more than {MAX_CLAIMS} containers",
+            entry.path().display()
+        );
         let Some(bytes) = entry.read(name).transpose() else { continue };
         let claim = bytes
             .map_err(anyhow::Error::from)
             .and_then(|bytes| Ok(serde_json::from_slice::<Claim>(&bytes)?))
             .and_then(|claim| {
-                ensure!(claim.container.file() == name, "is the claim of another container");
+                ensure!(claim.container.file() == name, "the claim belongs to another container");
                 Ok(claim)
             });
         claims.push((name.to_owned(), claim));
@@ -251,18 +257,19 @@ pub fn has(entry: &Entry, container: &Container) -> bool {
     fs::symlink_metadata(entry.path().join(container.file())).is_ok()
 }
 
-/// Whether a container whose claim is there lives. One that cannot be told may.
-pub fn lives(entry: &Entry, container: &Container, program: &Path) -> bool {
+/// Whether a container with a claim lives. False if its claim is unreadable or its state is
+/// unknown.
+pub fn is_running(entry: &Entry, container: &Container, program: &Path) -> bool {
     let claim = entry.read(&container.file()).ok().flatten();
     let claim = claim.and_then(|bytes| serde_json::from_slice::<Claim>(&bytes).ok());
     claim.is_some_and(|claim| claim.process(program).is_ok_and(|process| process.is_some()))
 }
 
-/// Processes of the containers that have the volume, by their numbers here, and with which label each has it.
+/// The process ids of the containers that use the volume, and the label of each mount.
 pub fn processes(entry: &Entry, program: &Path) -> Result<Vec<(u32, Option<String>)>> {
     let mut processes = Vec::new();
     for (_, claim) in all(entry)? {
-        // What is no claim says of no container that it lives.
+        // An unreadable claim identifies no container.
         let Ok(claim) = claim else { continue };
         let process = claim.process(program)?;
         processes.extend(process.map(|process| (process, claim.label)));
@@ -270,11 +277,11 @@ pub fn processes(entry: &Entry, program: &Path) -> Result<Vec<(u32, Option<Strin
     Ok(processes)
 }
 
-/// The root and the id of a container as claims keep them: as texts.
+/// Converts the root and the id of a container to text, as claims store them.
 pub fn container(root: Option<&std::ffi::OsStr>, id: &std::ffi::OsStr) -> Result<Container> {
     let text = |field: &str, value: &std::ffi::OsStr| {
         let text = std::str::from_utf8(value.as_bytes());
-        text.map(str::to_owned).with_context(|| format!("{field}: is no text"))
+        text.map(str::to_owned).with_context(|| format!("{field}: is not UTF-8"))
     };
     let root = root.map(|root| text("--root", root)).transpose()?;
     let id = text("container id", id)?;
@@ -304,25 +311,25 @@ mod tests {
         Container { root: None, id: id.to_owned() }
     }
 
-    /// A container that lives by a process of its own.
+    /// A container with a living process.
     fn living(id: &str, sandbox: &str) -> (Claim, Child) {
         let child = Command::new("sleep").arg("60").spawn().unwrap();
-        let claim = Claim::intended(&named(id), sandbox, &info(&[]), None).unwrap();
-        (claim.completed(child.id()).unwrap(), child)
+        let claim = Claim::creating(&named(id), sandbox, &info(&[]), None).unwrap();
+        (claim.created(child.id()).unwrap(), child)
     }
 
-    /// Whether it is the first one, if it may have the volume.
+    /// Claims the volume. Returns whether this is the first container.
     fn claimed(claims: &Claims<'_>, claim: &Claim) -> Result<bool> {
-        let first = claims.allow(claim)?;
+        let first = claims.check(claim)?;
         claims.add(claim, Path::new("/cli"))?;
         Ok(first)
     }
 
-    /// A runtime that knows of no container.
+    /// A runtime without containers.
     const NONE: &str = "/bin/false";
 
     #[test]
-    fn the_last_container_takes_the_claim_of_the_runtime_with_it() {
+    fn the_last_container_removes_runtime_cli() {
         let scratch = tempfile::tempdir().unwrap();
         let entry = entry(scratch.path());
         let claims = Claims::lock(&entry, Path::new(NONE)).unwrap().unwrap();
@@ -342,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_dead_container_has_left_counts_for_nothing() {
+    fn claims_of_dead_containers_are_ignored() {
         let scratch = tempfile::tempdir().unwrap();
         let entry = entry(scratch.path());
         let claims = Claims::lock(&entry, Path::new(NONE)).unwrap().unwrap();
@@ -353,9 +360,9 @@ mod tests {
         assert!(refused.contains("another pod"), "{refused}");
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(claimed(&claims, &own).unwrap(), "the first one that lives");
+        assert!(claimed(&claims, &own).unwrap(), "the first living container");
         assert!(!has(&entry, &named("dead")) && has(&entry, &named("own")));
-        let other = Claim::intended(&named("other"), "pod", &info(&["noatime"]), None).unwrap();
+        let other = Claim::creating(&named("other"), "pod", &info(&["noatime"]), None).unwrap();
         assert!(claimed(&claims, &other).unwrap_err().to_string().contains("options"));
         assert!(claimed(&claims, &own).unwrap_err().to_string().contains("already"));
         second.kill().unwrap();
@@ -363,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_claim_is_not_passed_over() {
+    fn an_invalid_claim_is_an_error() {
         let scratch = tempfile::tempdir().unwrap();
         let entry = entry(scratch.path());
         let claims = Claims::lock(&entry, Path::new(NONE)).unwrap().unwrap();
@@ -373,7 +380,7 @@ mod tests {
         let refused = format!("{:#}", claimed(&claims, &own).unwrap_err());
         assert!(refused.contains(&name), "{refused}");
         assert!(processes(&entry, Path::new(NONE)).unwrap().is_empty());
-        // Its own deletion takes it away, whatever is in it.
+        // The deletion of the container removes its claim, whatever the file contains.
         claims.remove(&named("bad")).unwrap();
         assert!(claimed(&claims, &own).unwrap());
         child.kill().unwrap();
@@ -381,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_that_is_gone_has_no_claims() {
+    fn a_removed_entry_has_no_claims() {
         let scratch = tempfile::tempdir().unwrap();
         let entry = entry(scratch.path());
         entry.unstage().unwrap();

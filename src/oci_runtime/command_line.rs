@@ -1,4 +1,4 @@
-//! The command line, which is that of the runtime behind: read as far as has to be known, and passed on as it came.
+//! Parses the next runtime's command line as far as necessary. It is passed on unchanged.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// Global flags of runc, crun and youki that take a value.
 const GLOBAL_VALUES: [&str; 8] =
     ["log", "log-format", "root", "criu", "rootless", "cgroup-manager", "l", "r"];
-/// Those of create, run and restore.
+/// Flags of create, run and restore that take a value.
 const VALUES: [&str; 15] = [
     "bundle",
     "b",
@@ -26,13 +26,13 @@ const VALUES: [&str; 15] = [
     "lsm-mount-context",
 ];
 
-/// What the command line says.
+/// A parsed command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invocation {
-    /// Where the caller looks for errors, and whether as lines of JSON.
+    /// The file in which the caller expects errors, and whether as lines of JSON.
     pub log: Option<PathBuf>,
     pub log_json: bool,
-    /// Where the runtime behind keeps its containers.
+    /// The state directory of the next runtime.
     pub root: Option<OsString>,
     pub command: Command,
 }
@@ -40,12 +40,12 @@ pub struct Invocation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Command {
     Create(Create),
-    /// A container that is brought back from a checkpoint.
+    /// Restores a container from a checkpoint.
     Restore(Create),
     Delete {
         container: OsString,
     },
-    /// Words for this program alone.
+    /// Arguments for this program only.
     Crust(Vec<OsString>),
     Other,
 }
@@ -53,11 +53,11 @@ pub enum Command {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Create {
     pub bundle: PathBuf,
-    /// Within the bundle.
+    /// Path within the bundle.
     pub config: PathBuf,
     pub container: OsString,
     pub pid_file: Option<PathBuf>,
-    /// `run` that stays until the container ends.
+    /// `run` without `--detach`, which returns when the container ends.
     pub attached: bool,
 }
 
@@ -85,7 +85,7 @@ impl Invocation {
     }
 }
 
-/// `--name`, `-name` and `--name=value`, as Go programs take them. None: it is not a flag.
+/// Parses `--name`, `-name` and `--name=value`, as Go programs do. `None`: not a flag.
 fn flag(word: &OsStr) -> Option<(String, Option<OsString>)> {
     let bytes = word.as_bytes();
     let bytes = bytes.strip_prefix(b"--").or_else(|| bytes.strip_prefix(b"-"))?;
@@ -103,7 +103,7 @@ fn command(name: &OsStr, words: &[OsString]) -> Command {
         Some("run") => Command::Create(create(words, true)),
         Some("restore") => Command::Restore(create(words, true)),
         Some("delete") => {
-            // Its flags have no values.
+            // The flags of `delete` have no values.
             let container = words.iter().find(|word| flag(word).is_none() && *word != "--");
             match container {
                 Some(container) => Command::Delete { container: container.clone() },
@@ -148,7 +148,7 @@ fn create(words: &[OsString], attached: bool) -> Create {
 }
 
 impl Create {
-    /// The file that says what the container is.
+    /// The container's config.json.
     pub fn config_file(&self) -> PathBuf {
         let bundle = if self.bundle.as_os_str().is_empty() { Path::new(".") } else { &self.bundle };
         bundle.join(&self.config)
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_containerd_is_read() {
+    fn a_command_line_of_containerd_is_parsed() {
         let read = parse(
             "--root /run/containerd/runc/k8s.io --log /b/log.json --log-format json create --bundle /b --pid-file /b/init.pid c1",
         );
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_are_found_in_each_of_their_forms() {
+    fn flags_are_parsed_in_each_form() {
         for line in [
             "--debug -root=/r create -b /b c1",
             "--root /r --systemd-cgroup create c1 --bundle=/b",
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn other_commands_are_not_looked_at() {
+    fn other_commands_are_not_parsed() {
         for line in
             ["", "--version", "--help", "start c1", "exec c1 create", "delete", "--root", "--log x"]
         {

@@ -1,4 +1,4 @@
-//! The configuration file. There are no flags: the command line is another runtime's.
+//! The configuration file. There are no flags, because the command line is the next runtime's.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -10,21 +10,22 @@ use serde::Deserialize;
 use crate::crust;
 
 const FILE: &str = "/etc/csi-loopback/oci-runtime.yaml";
-/// Names another file, which then has to be there.
+/// Environment variable that names another file, which must exist.
 const VARIABLE: &str = "CSI_LOOPBACK_RUNC_CONFIG";
-/// More than any of these files has.
+/// Maximum bytes of the file.
 const MAX_BYTES: u64 = 64 << 10;
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct Config {
-    /// The runtime that does all the rest: a path, or a name to be found in PATH.
+    /// The next runtime: a path, or a name to search in PATH.
     pub runtime: PathBuf,
-    /// Where crust_ops leaves its entries.
+    /// The directory of crust_ops' entries.
     pub crust_dir: PathBuf,
-    /// A directory of this program. Host and other containers see it empty.
+    /// A directory for this program's mounts. It is empty on the host and in other containers.
     pub work_dir: PathBuf,
-    /// Kubelet's directory: sources below it are looked at closely, for kubelet has bind mounts there.
+    /// kubelet's directory. Mount sources below it are compared with the mount table, because
+    /// kubelet creates bind mounts there.
     pub kubelet_dir: PathBuf,
 }
 
@@ -53,7 +54,11 @@ impl Config {
         file.take(MAX_BYTES + 1)
             .read_to_string(&mut text)
             .with_context(|| format!("reading {}", path.display()))?;
-        ensure!(text.len() as u64 <= MAX_BYTES, "{}: too large", path.display());
+        ensure!(
+            text.len() as u64 <= MAX_BYTES,
+            "{}: has more than {MAX_BYTES} bytes",
+            path.display()
+        );
         Self::parse(&text).with_context(|| path.display().to_string())
     }
 
@@ -79,7 +84,7 @@ impl Config {
             ("workDir", &config.work_dir),
             ("kubeletDir", &config.kubelet_dir),
         ] {
-            ensure!(path.is_absolute(), "{key}: has to be an absolute path");
+            ensure!(path.is_absolute(), "{key}: must be an absolute path");
         }
         Ok(config)
     }
@@ -90,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_said_is_as_by_default() {
+    fn missing_settings_have_their_defaults() {
         assert_eq!(Config::parse("").unwrap(), Config::default());
         let config = Config::parse("runtime: /usr/bin/crun\nworkDir: /w\n").unwrap();
         assert_eq!(config.runtime, PathBuf::from("/usr/bin/crun"));
@@ -99,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_an_error() {
+    fn invalid_settings_are_errors() {
         for bad in [
             "rumtime: runc",
             "runtime: ''",

@@ -1,7 +1,8 @@
-//! `create` and `run` of a container with volumes that were left to this runtime. They are mounted in a mount namespace of this
-//! process, which the runtime behind starts the container from: it clones the namespace, keeps what it binds into the container,
-//! and the rest goes with this process. On the host nothing is ever mounted, and the bundle is never changed: the config.json
-//! with the new sources lies over it in that namespace.
+//! `create` and `run` of a container with deferred volumes. This process mounts the volumes in its
+//! own mount namespace and starts the next runtime there. That runtime clones the namespace and
+//! binds the volumes into the container; the rest of the namespace ends with this process. Nothing
+//! is ever mounted on the host, and the bundle is not changed: a config.json with the new sources
+//! is mounted over it in the namespace.
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -13,12 +14,12 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, ensure};
 use nix::mount::{MsFlags, mount};
 
-use super::behind::{self, Behind};
 use super::bundle::Spec;
 use super::claim::{self, Claim, Claims, Container};
 use super::command_line::{Create, Invocation};
 use super::config::Config;
 use super::deferred::{self, Deferred};
+use super::next_runtime::{self, NextRuntime};
 use super::sub_path;
 use super::volume::Volume;
 use crate::backend::fail_point::reach;
@@ -27,45 +28,45 @@ use crate::crust::{Directory, Target, trust};
 
 const NONE: Option<&str> = None;
 
-/// What is to be done before the container is made. None: nothing.
+/// Finds the container's deferred volumes. `None`: it has none.
 ///
 /// # Errors
-/// Whether a volume was left to this runtime cannot be found out. The container does not start: it would have the host's empty
-/// directory in the volume's place.
-pub fn deferred(config: &Config, create: &Create) -> Result<Option<(Spec, Vec<Deferred>)>> {
-    // Most nodes have none, most of the time: all is the other runtime's then.
+/// It is unknown whether the container has deferred volumes. The container must not start, because
+/// it would see an empty directory of the host.
+pub fn find_deferred(config: &Config, create: &Create) -> Result<Option<(Spec, Vec<Deferred>)>> {
+    // The common case: without entries, the next runtime does everything.
     if !config.crust_dir.exists() || Directory::new(&config.crust_dir).entries()?.is_empty() {
         return Ok(None);
     }
     let file = create.config_file();
     let read = Spec::read(&file).with_context(|| {
         format!(
-            "{} cannot be read, and volumes on this node are left to this runtime ({}): the container may have one of them",
+            "{} is unreadable, and the container may use one of the deferred volumes of this node ({})",
             file.display(),
             config.crust_dir.display()
         )
     });
-    // Without a file the other runtime makes no container.
+    // Without this file the next runtime rejects the container.
     let Some(spec) = read? else { return Ok(None) };
     let found = deferred::find(config, &spec.binds())?;
     Ok(if found.is_empty() { None } else { Some((spec, found)) })
 }
 
-/// Makes the container with its volumes.
+/// Creates the container with its volumes.
 pub fn create(
     config: &Config,
-    behind: &Behind<'_>,
+    next: &NextRuntime<'_>,
     invocation: &Invocation,
     create: &Create,
     mut spec: Spec,
     found: &[Deferred],
 ) -> Result<ExitCode> {
-    ensure!(nix::unistd::geteuid().is_root(), "mounting a volume needs root");
+    ensure!(nix::unistd::geteuid().is_root(), "mounting a volume requires root");
     spec.check()?;
     let runtime_cli = super::own_program()?;
     let container = claim::container(invocation.root.as_deref(), &create.container)?;
-    let mut making = Making {
-        program: behind.program,
+    let mut creation = ContainerCreation {
+        program: next.program,
         sandbox: spec.sandbox(&container.id),
         label: spec.mount_label().map(str::to_owned),
         container,
@@ -77,9 +78,9 @@ pub fn create(
     let mut roots = BTreeMap::new();
     for (number, (target, (deferred, volume))) in volumes.iter().enumerate() {
         let at = config.work_dir.join(format!("volume-{number}"));
-        let root = making
+        let root = creation
             .mount(deferred, volume, &at, &runtime_cli)
-            .with_context(|| format!("the volume of {target}"))?;
+            .with_context(|| format!("volume of {target}"))?;
         roots.insert(*target, (at, root));
     }
     for deferred in found {
@@ -89,22 +90,22 @@ pub fn create(
             false => {
                 let at = config.work_dir.join(format!("sub-path-{}", deferred.index));
                 bind_sub_path(root, &deferred.sub_path, &at)
-                    .with_context(|| format!("the volume of {}", deferred.target))?;
+                    .with_context(|| format!("volume of {}", deferred.target))?;
                 at
             }
         };
         spec.set_source(deferred.index, &source);
     }
     drop(roots);
-    cover(&config_file, &config.work_dir.join("config.json"), &spec)?;
-    let status = behind.run()?;
+    replace_config(&config_file, &config.work_dir.join("config.json"), &spec)?;
+    let status = next.run()?;
     if status.success() && !create.attached {
-        making.complete(create)?;
+        creation.complete(create)?;
     }
-    Ok(behind::exit_code(status))
+    Ok(next_runtime::exit_code(status))
 }
 
-/// The volumes, each once, in the order in which they are locked by everybody.
+/// The volumes without duplicates, in the order in which every process locks them.
 fn volumes<'a>(
     spec: &Spec,
     found: &'a [Deferred],
@@ -113,28 +114,29 @@ fn volumes<'a>(
     for deferred in found {
         if !volumes.contains_key(&deferred.target) {
             let volume = Volume::new(&deferred.info, spec.mount_label())
-                .with_context(|| format!("the volume of {}", deferred.target))?;
+                .with_context(|| format!("volume of {}", deferred.target))?;
             volumes.insert(&deferred.target, (deferred, volume));
         }
     }
     Ok(volumes)
 }
 
-/// From here on nothing that this process mounts is seen by any other. What the host mounts and unmounts is followed.
+/// Enters a private mount namespace. Its mounts are invisible to other processes; mounts and
+/// unmounts on the host propagate into it.
 pub fn enter_private_namespace(work_dir: &Path) -> Result<()> {
     let what = || format!("{} (workDir)", work_dir.display());
     DirBuilder::new().recursive(true).mode(0o700).create(work_dir).with_context(what)?;
     trust::directory(work_dir).with_context(what)?;
-    sys::new_mount_namespace().context("making a mount namespace")?;
+    sys::new_mount_namespace().context("creating a mount namespace")?;
     mount(NONE, "/", NONE, MsFlags::MS_REC | MsFlags::MS_SLAVE, NONE)
-        .context("parting the mount namespace from the host's")?;
+        .context("making the mount namespace private")?;
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(Some("tmpfs"), work_dir, Some("tmpfs"), flags, Some("mode=0700,size=64m"))
         .with_context(what)?;
     Ok(reach("oci_runtime.namespace_entered")?)
 }
 
-/// Shows what is at a sub-path of a volume at `at` as well.
+/// Bind mounts the file or directory at a sub-path of a volume at `at`.
 fn bind_sub_path(root: &File, sub_path: &Path, at: &Path) -> Result<()> {
     let opened = sub_path::open(root, sub_path)?;
     reach("oci_runtime.sub_path_opened")?;
@@ -142,22 +144,22 @@ fn bind_sub_path(root: &File, sub_path: &Path, at: &Path) -> Result<()> {
         true => fs::create_dir(at),
         false => OpenOptions::new().write(true).create_new(true).mode(0o600).open(at).map(drop),
     }
-    .with_context(|| format!("making {}", at.display()))?;
-    // What was opened, whatever has its name by now.
+    .with_context(|| format!("creating {}", at.display()))?;
+    // Bind the opened file, because another file may have its name now.
     let opened = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
     filesystem::bind(&opened, at)?;
     Ok(())
 }
 
-/// Lays the changed config.json over the bundle's, in this namespace.
-fn cover(config_file: &Path, own: &Path, spec: &Spec) -> Result<()> {
+/// Mounts the changed config.json over the bundle's, in this namespace.
+fn replace_config(config_file: &Path, own: &Path, spec: &Spec) -> Result<()> {
     fs::write(own, spec.to_json()).context("writing config.json")?;
     filesystem::bind(own, config_file)?;
     Ok(())
 }
 
-/// A container in the making. Where it does not come to be its claims go.
-struct Making<'a> {
+/// A container that is being created. Its claims are removed on drop unless it was completed.
+struct ContainerCreation<'a> {
     program: &'a Path,
     container: Container,
     sandbox: String,
@@ -165,8 +167,9 @@ struct Making<'a> {
     claims: Vec<(&'a Deferred, Claim)>,
 }
 
-impl<'a> Making<'a> {
-    /// Claims a volume, mounts it at `at` and gives its files to its group. Returns its root directory.
+impl<'a> ContainerCreation<'a> {
+    /// Claims a volume, mounts it at `at` and changes the group of its files. Returns its root
+    /// directory.
     fn mount(
         &mut self,
         deferred: &'a Deferred,
@@ -174,51 +177,51 @@ impl<'a> Making<'a> {
         at: &Path,
         runtime_cli: &Path,
     ) -> Result<File> {
-        fs::create_dir(at).with_context(|| format!("making {}", at.display()))?;
+        fs::create_dir(at).with_context(|| format!("creating {}", at.display()))?;
         let claims = Claims::lock(&deferred.entry, self.program)?
-            .context("has just been taken back by crust_ops")?;
-        // What was read before it was locked may have been replaced.
+            .context("crust_ops has just unstaged it; try again")?;
+        // The entry may have changed before it was locked.
         ensure!(
             deferred.entry.mount_info()?.as_ref() == Some(&deferred.info),
-            "has just been handed over anew by crust_ops; try again"
+            "crust_ops has just staged it again; try again"
         );
         let label = self.label.as_deref();
-        let claim = Claim::intended(&self.container, &self.sandbox, &deferred.info, label)?;
-        let first = claims.allow(&claim)?;
+        let claim = Claim::creating(&self.container, &self.sandbox, &deferred.info, label)?;
+        let is_first = claims.check(&claim)?;
         self.claims.push((deferred, claim.clone()));
         claims.add(&claim, runtime_cli)?;
         volume.mount(at)?;
         reach("oci_runtime.mounted")?;
-        if first {
-            volume.give_to_group(at)?;
+        if is_first {
+            volume.apply_group(at)?;
         }
         reach("oci_runtime.given_to_group")?;
         File::open(at).with_context(|| format!("opening {}", at.display()))
     }
 
-    /// From now on the container lives by its own first process. Where that cannot be told the claims say still whose container
-    /// it is, and the runtime is asked.
+    /// Replaces this process in the claims by the container's first process. If that process is
+    /// unknown, the claims still name the container, whose state the next runtime reports.
     fn complete(&mut self, create: &Create) -> Result<()> {
-        let made = std::mem::take(&mut self.claims);
+        let claims = std::mem::take(&mut self.claims);
         reach("oci_runtime.created")?;
-        let written = create.pid_file.as_ref().and_then(|file| fs::read_to_string(file).ok());
-        let pid = written.and_then(|pid| pid.trim().parse().ok()).or_else(|| {
+        let pid = create.pid_file.as_ref().and_then(|file| fs::read_to_string(file).ok());
+        let pid = pid.and_then(|pid| pid.trim().parse().ok()).or_else(|| {
             let root = self.container.root.as_deref();
-            behind::process_of(self.program, root, &self.container.id).ok().flatten()
+            next_runtime::container_process(self.program, root, &self.container.id).ok().flatten()
         });
-        for (deferred, claim) in made {
-            let Some(completed) = pid.and_then(|pid| claim.completed(pid)) else { continue };
+        for (deferred, claim) in claims {
+            let Some(created) = pid.and_then(|pid| claim.created(pid)) else { continue };
             if let Ok(Some(claims)) = Claims::lock(&deferred.entry, self.program)
                 && claim::has(&deferred.entry, &self.container)
             {
-                let _ = claims.put(&completed);
+                let _ = claims.put(&created);
             }
         }
         Ok(reach("oci_runtime.completed")?)
     }
 }
 
-impl Drop for Making<'_> {
+impl Drop for ContainerCreation<'_> {
     fn drop(&mut self) {
         for (deferred, _) in &self.claims {
             if let Ok(Some(claims)) = Claims::lock(&deferred.entry, self.program)
@@ -235,29 +238,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_container_whose_config_cannot_be_read_does_not_start_while_volumes_are_left_to_the_runtime()
-     {
+    fn an_unreadable_config_is_refused_while_entries_exist() {
         let scratch = tempfile::tempdir().unwrap();
         let crust_dir = scratch.path().join("crust");
         let config = Config { crust_dir: crust_dir.clone(), ..Config::default() };
         let bundle = scratch.path().to_owned();
-        let asked = Create { bundle, config: "config.json".into(), ..Create::default() };
-        let file = asked.config_file();
+        let request = Create { bundle, config: "config.json".into(), ..Create::default() };
+        let file = request.config_file();
         let unreadable = [&b"{"[..], b"[]", &[b' '; (16 << 20) + 1]];
         for text in unreadable {
             fs::write(&file, text).unwrap();
-            assert_eq!(deferred(&config, &asked).unwrap(), None, "there is no entry");
+            assert_eq!(find_deferred(&config, &request).unwrap(), None, "no entry exists");
         }
         let target = Target::new("target", "/pods/u/volumes/kubernetes.io~csi/v/mount").unwrap();
         Directory::new(&crust_dir).entry(&target).make(&target).unwrap();
         for text in unreadable {
             fs::write(&file, text).unwrap();
-            let refused = deferred(&config, &asked).unwrap_err().to_string();
-            assert!(refused.contains("config.json cannot be read"), "{refused}");
+            let refused = find_deferred(&config, &request).unwrap_err().to_string();
+            assert!(refused.contains("config.json is unreadable"), "{refused}");
         }
         fs::write(&file, "{}").unwrap();
-        assert_eq!(deferred(&config, &asked).unwrap(), None);
+        assert_eq!(find_deferred(&config, &request).unwrap(), None);
         fs::remove_file(&file).unwrap();
-        assert_eq!(deferred(&config, &asked).unwrap(), None, "the other runtime refuses");
+        assert_eq!(find_deferred(&config, &request).unwrap(), None, "the next runtime rejects it");
     }
 }

@@ -1,5 +1,6 @@
-//! Which mounts of a container are volumes that were left to this runtime: those whose source is the target of an entry or
-//! lies below one, by its path or, for the bind mounts that kubelet makes of sub-paths, by what the kernel says is mounted there.
+//! Finds the mounts of a container that are deferred volumes: those whose source is an entry's
+//! target or below one. The source is compared by path or, for the bind mounts that kubelet creates
+//! for sub-paths, by the mount table.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -12,22 +13,22 @@ use super::config::Config;
 use crate::backend::filesystem::{self, Mount};
 use crate::crust::{Directory, Entry, MountInfo, Target};
 
-/// A mount of a container whose source is on a volume that is not mounted.
+/// A mount of a container whose source is on a deferred volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Deferred {
-    /// Which of the container's mounts it is.
+    /// Index of the container's mount.
     pub index: usize,
     pub target: Target,
     pub entry: Entry,
     pub info: MountInfo,
-    /// What of the volume is shown; empty for all of it.
+    /// Path within the volume; empty for all of it.
     pub sub_path: PathBuf,
 }
 
-/// Those among `binds`.
+/// Finds the deferred volumes among `binds`.
 ///
 /// # Errors
-/// One seems to be, and cannot be handed over; why.
+/// A bind mount refers to a deferred volume that cannot be mounted.
 pub fn find(config: &Config, binds: &[Bind]) -> Result<Vec<Deferred>> {
     let directory = Directory::new(&config.crust_dir);
     let entries = directory.entries()?;
@@ -35,15 +36,15 @@ pub fn find(config: &Config, binds: &[Bind]) -> Result<Vec<Deferred>> {
     if entries.is_empty() {
         return Ok(found);
     }
-    let mut places = None;
+    let mut table = None;
     for bind in binds {
         let deferred = match by_path(&directory, bind)? {
-            None if by_kernel_counts(config, &bind.source) => {
-                if places.is_none() {
-                    places = Some(Places::new(&entries)?);
+            None if may_be_indirect(config, &bind.source) => {
+                if table.is_none() {
+                    table = Some(MountTable::new(&entries)?);
                 }
-                match &places {
-                    Some(places) => places.deferred(bind)?,
+                match &table {
+                    Some(table) => table.deferred(bind)?,
                     None => None,
                 }
             }
@@ -58,7 +59,7 @@ pub fn find(config: &Config, binds: &[Bind]) -> Result<Vec<Deferred>> {
 }
 
 fn by_path(directory: &Directory, bind: &Bind) -> Result<Option<Deferred>> {
-    // As the kernel would read it, but for links.
+    // Normalized as the kernel does, without resolving links.
     let source: PathBuf = bind.source.components().collect();
     for ancestor in source.ancestors() {
         let Ok(target) = Target::new("source", ancestor) else { continue };
@@ -69,65 +70,62 @@ fn by_path(directory: &Directory, bind: &Bind) -> Result<Option<Deferred>> {
         let info = info(&entry, &target)?;
         let sub_path = source.strip_prefix(ancestor)?.to_owned();
         if sub_path.components().any(|part| !matches!(part, Component::Normal(_))) {
-            bail!("{}: the sub-path has .. in it", bind.source.display());
+            bail!("{}: the sub-path contains ..", bind.source.display());
         }
         return Ok(Some(Deferred { index: bind.index, target, entry, info, sub_path }));
     }
     Ok(None)
 }
 
-/// What is to be mounted. The entry is there, so a container must not start without it.
+/// Reads the entry's mount data. The entry exists, so the container must not start without it.
 fn info(entry: &Entry, target: &Target) -> Result<MountInfo> {
-    let read =
-        entry.mount_info().with_context(|| format!("the entry of {target} cannot be used"))?;
-    read.with_context(|| {
-        format!("{target} is just being handed over by crust_ops, or taken back; try again")
-    })
+    let read = entry.mount_info().with_context(|| format!("the entry of {target} is invalid"))?;
+    read.with_context(|| format!("crust_ops is staging or unstaging {target}; try again"))
 }
 
-/// Whether what is mounted at a source can be anything of an entry: kubelet's own, or what is reached by links.
-fn by_kernel_counts(config: &Config, source: &Path) -> bool {
+/// Whether a source may refer to an entry through a bind mount of kubelet or a link.
+fn may_be_indirect(config: &Config, source: &Path) -> bool {
     source.starts_with(&config.kubelet_dir)
         || source.components().any(|part| part.as_os_str() == "volume-subpaths")
         || source.canonicalize().is_ok_and(|real| real != source)
 }
 
-/// Where a path leads: a filesystem, and a place in it.
+/// The filesystem of a path, and the path within it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Place {
+struct Location {
     /// `major:minor`.
     device: String,
     path: PathBuf,
-    /// It was there, and is mounted still.
+    /// The directory was removed and is still mounted.
     removed: bool,
 }
 
-/// So the kernel ends the root of a mount whose directory is gone.
+/// Suffix that the kernel adds to the root of a mount whose directory was removed.
 const REMOVED: &[u8] = b"//deleted";
 
-/// What the kernel says of mounts and of the targets of entries.
-struct Places {
+/// The mount table, and the locations of the entries' targets.
+struct MountTable {
     mounts: Vec<Mount>,
-    targets: Vec<(Target, Entry, Place)>,
+    targets: Vec<(Target, Entry, Location)>,
 }
 
-impl Places {
+impl MountTable {
     fn new(entries: &[Entry]) -> Result<Self> {
-        let mut places = Self { mounts: filesystem::all_mounts()?, targets: Vec::new() };
+        let mut table = Self { mounts: filesystem::all_mounts()?, targets: Vec::new() };
         for entry in entries {
-            // One that says nothing of use is not found by its path either.
+            // An unreadable entry is not found by its path either.
             let Ok(Some(target)) = entry.target() else { continue };
-            if let Some(place) = places.of(target.as_path()) {
-                places.targets.push((target, entry.clone(), place));
+            if let Some(location) = table.locate(target.as_path()) {
+                table.targets.push((target, entry.clone(), location));
             }
         }
-        Ok(places)
+        Ok(table)
     }
 
-    /// Of what is not there, where it would be.
-    fn of(&self, path: &Path) -> Option<Place> {
-        let there = |above: &Path| Some((above.canonicalize().ok()?, above.to_owned()));
-        let (real, above) = path.ancestors().find_map(there)?;
+    /// The location of a path. For a missing path, where it would be.
+    fn locate(&self, path: &Path) -> Option<Location> {
+        let existing = |above: &Path| Some((above.canonicalize().ok()?, above.to_owned()));
+        let (real, above) = path.ancestors().find_map(existing)?;
         let missing = path.strip_prefix(above).ok()?;
         if missing.components().any(|part| part == Component::ParentDir) {
             return None;
@@ -144,21 +142,21 @@ impl Places {
         let root = mount.root.as_os_str().as_bytes();
         let removed = root.ends_with(REMOVED);
         let root = Path::new(OsStr::from_bytes(root.strip_suffix(REMOVED).unwrap_or(root)));
-        // Joining nothing leaves a slash at the end.
+        // Joining an empty path adds a trailing slash.
         let path = root.join(below).components().collect();
-        Some(Place { device: mount.device.clone(), path, removed })
+        Some(Location { device: mount.device.clone(), path, removed })
     }
 
     fn deferred(&self, bind: &Bind) -> Result<Option<Deferred>> {
-        let Some(place) = self.of(&bind.source) else { return Ok(None) };
-        for (target, entry, targets) in &self.targets {
-            if place.device != targets.device {
+        let Some(location) = self.locate(&bind.source) else { return Ok(None) };
+        for (target, entry, target_location) in &self.targets {
+            if location.device != target_location.device {
                 continue;
             }
-            let Ok(sub_path) = place.path.strip_prefix(&targets.path) else { continue };
-            if place.removed {
+            let Ok(sub_path) = location.path.strip_prefix(&target_location.path) else { continue };
+            if location.removed {
                 bail!(
-                    "{}: the directory below {target} that is mounted there has been removed",
+                    "{}: the mounted directory below {target} was removed; restart the pod",
                     bind.source.display()
                 );
             }
@@ -191,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_and_what_is_below_it_are_found_and_nothing_else_is() {
+    fn only_a_target_and_paths_below_it_are_found() {
         let scratch = tempfile::tempdir().unwrap();
         let config = config(scratch.path());
         let of = |source: &str| {
@@ -211,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_to_a_target_is_found_by_where_it_leads() {
+    fn a_link_to_a_target_is_resolved() {
         let scratch = tempfile::tempdir().unwrap();
         let config = config(scratch.path());
         let real = scratch.path().join("real/mount/sub");
@@ -219,7 +217,10 @@ mod tests {
         std::os::unix::fs::symlink("real", scratch.path().join("link")).unwrap();
         let target = staged(&Directory::new(&config.crust_dir), &scratch.path().join("link/mount"));
         let found = find(&config, &[Bind { index: 0, source: real }]).unwrap();
-        assert!(found.is_empty(), "nobody looks at what is not kubelet's and no link");
+        assert!(
+            found.is_empty(),
+            "sources outside kubelet's directory that are no links are not resolved"
+        );
         let config = Config { kubelet_dir: scratch.path().join("real"), ..config };
         let source = scratch.path().join("real/mount/sub");
         let found = find(&config, &[Bind { index: 0, source }]).unwrap();
@@ -227,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_does_not_start_without_a_volume_that_cannot_be_made_out() {
+    fn an_invalid_entry_prevents_the_start_of_its_container() {
         let scratch = tempfile::tempdir().unwrap();
         let config = config(scratch.path());
         let directory = Directory::new(&config.crust_dir);

@@ -1,31 +1,36 @@
-//! `delete`: the runtime behind deletes, and then the container's claims go.
+//! `delete`: runs the next runtime, then removes the container's claims.
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::behind::{self, Behind};
 use super::claim::{self, Claims, Container};
 use super::config::Config;
+use super::next_runtime::{self, NextRuntime};
 use crate::crust::{Directory, Entry};
 
-/// The volumes that a container has claimed.
+/// The entries of the volumes that a container has claimed.
 pub fn claimed(config: &Config, container: &Container) -> Vec<Entry> {
-    // Where there is no directory there is no claim; one that cannot be read is no reason to keep a container.
+    // Without a directory there are no claims, and an unreadable one must not prevent the deletion
+    // of a container.
     let entries = Directory::new(&config.crust_dir).entries().unwrap_or_default();
     entries.into_iter().filter(|entry| claim::has(entry, container)).collect()
 }
 
-pub fn delete(behind: &Behind<'_>, container: &Container, claimed: &[Entry]) -> Result<ExitCode> {
-    let status = behind.run()?;
+pub fn delete(
+    next: &NextRuntime<'_>,
+    container: &Container,
+    claimed: &[Entry],
+) -> Result<ExitCode> {
+    let status = next.run()?;
     for entry in claimed {
-        // A container that could not be deleted, since it runs, has its volumes still.
-        if !status.success() && claim::lives(entry, container, behind.program) {
+        // A container that could not be deleted because it runs keeps its volumes.
+        if !status.success() && claim::is_running(entry, container, next.program) {
             continue;
         }
-        if let Some(claims) = Claims::lock(entry, behind.program)? {
+        if let Some(claims) = Claims::lock(entry, next.program)? {
             claims.remove(container)?;
         }
     }
-    Ok(behind::exit_code(status))
+    Ok(next_runtime::exit_code(status))
 }

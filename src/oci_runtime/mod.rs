@@ -1,17 +1,18 @@
-//! The mode `oci-runtime`: an OCI runtime that mounts what crust_ops has left word of ([`crate::crust`]) where only the container
-//! sees it, and leaves all the rest to another runtime, runc unless configured otherwise (KEP-2857). Its command line is that
-//! other runtime's, so all of it is passed on: only `create`, `run`, `restore`, `delete` and `crust` are looked at, and where
-//! no volume has been left to this one the other takes this process over.
+//! The mode `oci-runtime`: an OCI runtime that mounts the deferred volumes that crust_ops has
+//! staged ([`crate::crust`]), visible only to the container, and passes everything else to the next
+//! runtime, runc by default (KEP-2857). Its command line is that of the next runtime and is passed
+//! on unchanged. Only `create`, `run`, `restore`, `delete` and `crust` are parsed; if no deferred
+//! volume is involved, the next runtime replaces this process.
 
-mod answer;
-mod behind;
 mod bundle;
 mod claim;
 mod command_line;
 mod config;
 mod create;
+mod crust_commands;
 mod deferred;
 mod delete;
+mod next_runtime;
 mod process;
 mod report;
 mod sub_path;
@@ -24,14 +25,14 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use behind::Behind;
 use command_line::{Command, Invocation};
 use config::Config;
+use next_runtime::NextRuntime;
 
-/// The name that this mode goes by.
+/// The file name of the program that selects this mode.
 pub const PROGRAM: &str = "csi-loopback-runc";
 
-/// All that the other runtime gets, as it was given.
+/// The arguments for the next runtime, unchanged.
 #[derive(Debug, clap::Args)]
 #[command(disable_help_flag = true)]
 pub struct Args {
@@ -40,13 +41,13 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
-    // There is no flag for it: the command line is another's.
+    // An environment variable, because the command line is the next runtime's.
     #[cfg(feature = "failpoints")]
     if let Some(directory) = std::env::var_os("CSI_LOOPBACK_RUNC_FAIL_POINTS") {
         crate::backend::fail_point::watch(directory.into());
     }
     let invocation = Invocation::parse(&args.arguments);
-    // Told here, and not by main: the caller looks for it elsewhere too.
+    // Reported here and not by main, because the caller also reads the runtime's log file.
     Ok(handle(&args, &invocation).unwrap_or_else(|error| {
         report::error(&invocation, &format!("{error:#}"));
         ExitCode::FAILURE
@@ -55,18 +56,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 fn handle(args: &Args, invocation: &Invocation) -> Result<ExitCode> {
     let config = Config::read()?;
-    let behind = Behind { program: &config.runtime, arguments: &args.arguments };
+    let next = NextRuntime { program: &config.runtime, arguments: &args.arguments };
     match &invocation.command {
         Command::Create(create) => {
-            if let Some((spec, found)) = create::deferred(&config, create)? {
-                return create::create(&config, &behind, invocation, create, spec, &found);
+            if let Some((spec, found)) = create::find_deferred(&config, create)? {
+                return create::create(&config, &next, invocation, create, spec, &found);
             }
         }
         Command::Restore(restore) => {
-            if let Some((_, found)) = create::deferred(&config, restore)? {
+            if let Some((_, found)) = create::find_deferred(&config, restore)? {
                 let target = found.first().map(|deferred| deferred.target.to_string());
                 bail!(
-                    "a container with a volume whose mount is deferred ({}) cannot be restored from a checkpoint",
+                    "a container with a deferred volume ({}) cannot be restored from a checkpoint; create it again",
                     target.unwrap_or_default()
                 );
             }
@@ -75,26 +76,26 @@ fn handle(args: &Args, invocation: &Invocation) -> Result<ExitCode> {
             if let Ok(container) = claim::container(invocation.root.as_deref(), container) {
                 let claimed = delete::claimed(&config, &container);
                 if !claimed.is_empty() {
-                    return delete::delete(&behind, &container, &claimed);
+                    return delete::delete(&next, &container, &claimed);
                 }
             }
         }
-        Command::Crust(words) => return Ok(answer::answer(&config, words)),
+        Command::Crust(arguments) => return Ok(crust_commands::run(&config, arguments)),
         Command::Other => {}
     }
-    behind.exec()
+    next.exec()
 }
 
-/// The path by which this program was called, by which crust_ops is to call it again. The name selects the mode, so links are
-/// not followed.
+/// The path of this program, by which crust_ops calls it. Links are not followed, because the file
+/// name selects the mode.
 fn own_program() -> Result<PathBuf> {
     let called = std::env::args_os().next().map(PathBuf::from).unwrap_or_default();
     ensure!(
         called.file_name().is_some_and(|name| name == PROGRAM),
-        "has to be called by the name {PROGRAM} (a link is enough), by which crust_ops calls it again"
+        "the program must be called {PROGRAM}, because crust_ops calls it by that name; create a link"
     );
     if called.components().count() > 1 || called.is_absolute() {
-        return std::path::absolute(&called).context("finding this program");
+        return std::path::absolute(&called).context("finding the path of this program");
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
     let executable = |path: &Path| {

@@ -1,36 +1,37 @@
-//! Processes by what cannot be another's: a number is used again, a number with its time of start is not.
+//! Identifies processes by id and start time: an id can be reused, the pair cannot.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
 use serde::{Deserialize, Serialize};
 
-/// One process of this boot.
+/// A process of this boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub pid: u32,
-    /// In ticks since boot (proc(5), starttime).
+    /// Start time in ticks since boot (proc(5), starttime).
     start: u64,
-    /// Inode of its PID namespace's, as whoever wrote this saw it: the numbers are those of that namespace.
+    /// Inode of the PID namespace of the process that wrote this; the id belongs to that namespace.
     namespace: u64,
 }
 
 impl Process {
-    /// None: it does not live.
+    /// `None`: the process does not run.
     pub fn of(pid: u32) -> Option<Self> {
         Some(Self { pid, start: start(pid)?, namespace: own_namespace() })
     }
 
-    /// Its number here, where it may be another. None: it does not live, or is not to be seen from here.
+    /// The process's id in this PID namespace, which may differ. `None`: the process does not run
+    /// or is not visible here.
     pub fn living(&self) -> Option<u32> {
         if self.namespace == own_namespace() {
             return (start(self.pid) == Some(self.start)).then_some(self.pid);
         }
-        // Seen from a namespace above, under which a process has one number in each namespace on the way.
-        let listed = fs::read_dir("/proc").ok()?;
-        let numbers = listed.filter_map(|found| found.ok()?.file_name().to_str()?.parse().ok());
-        numbers.into_iter().find(|pid: &u32| {
-            start(*pid) == Some(self.start) && numbers_of(*pid).contains(&self.pid)
+        // In a parent namespace, the process has one id for each namespace down to its own.
+        let processes = fs::read_dir("/proc").ok()?;
+        let ids = processes.filter_map(|found| found.ok()?.file_name().to_str()?.parse().ok());
+        ids.into_iter().find(|pid: &u32| {
+            start(*pid) == Some(self.start) && ids_in_child_namespaces(*pid).contains(&self.pid)
         })
     }
 }
@@ -39,10 +40,10 @@ fn own_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |found| found.ino())
 }
 
-/// None of one that has ended and is only waited for.
+/// `None` for a zombie.
 fn start(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in parentheses, may have anything in it.
+    // The name in parentheses may contain any character.
     let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_whitespace();
     match fields.next()? {
         "Z" | "X" => None,
@@ -50,8 +51,8 @@ fn start(pid: u32) -> Option<u64> {
     }
 }
 
-/// Its numbers in the namespaces below this one.
-fn numbers_of(pid: u32) -> Vec<u32> {
+/// The process's ids in the child namespaces.
+fn ids_in_child_namespaces(pid: u32) -> Vec<u32> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
     line.split_whitespace().skip(1).filter_map(|number| number.parse().ok()).collect()
@@ -62,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_not_taken_for_another_with_its_number() {
+    fn a_reused_process_id_is_detected() {
         let own = Process::of(std::process::id()).unwrap();
         assert_eq!(own.living(), Some(own.pid));
         assert_eq!(Process { start: own.start + 1, ..own }.living(), None);

@@ -1,5 +1,5 @@
-//! How errors are told: on stderr, and in the file where the caller looks for the errors of the runtime behind, as that one
-//! writes them.
+//! Reports errors on stderr, and in the log file in which the caller expects the errors of the next
+//! runtime, in that runtime's format.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -17,6 +17,6 @@ pub fn error(invocation: &Invocation, message: &str) {
         false => format!("time={time:?} level=error msg={message:?}"),
     };
     let opened = OpenOptions::new().append(true).create(true).mode(0o644).open(path);
-    // Where that fails stderr has it.
+    // If this fails, the error is still on stderr.
     let _ = opened.and_then(|mut log| log.write_all(format!("{line}\n").as_bytes()));
 }

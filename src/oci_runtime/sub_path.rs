@@ -1,5 +1,6 @@
-//! Sub-paths of a volume. Whoever writes to the volume may put links in the way at any time, so what is mounted is what was
-//! opened, and it is opened by the kernel's own rules for not leaving a tree.
+//! Opens sub-paths of a volume. Processes that write to the volume can replace components by links
+//! at any time. Therefore the opened file itself is mounted, and the kernel opens it without
+//! leaving the volume (openat2, RESOLVE_BENEATH).
 
 use std::ffi::CString;
 use std::fs::{File, Permissions};
@@ -15,39 +16,41 @@ use nix::sys::stat::{Mode, mkdirat};
 
 use crate::backend::sys;
 
-/// More is no path (PATH_MAX).
+/// Maximum number of components (PATH_MAX).
 const MAX_COMPONENTS: usize = 2048;
-/// The kernel gives up where something was renamed meanwhile, and may be asked again.
+/// The kernel returns EAGAIN after a concurrent rename; the call can be repeated.
 const ATTEMPTS: usize = 100;
 
-/// Opens (O_PATH) what is at `sub_path` of the volume whose root directory is `root`: a directory or a file. What is missing is made as kubelet
-/// makes it: directories with the root's mode.
+/// Opens (O_PATH) the directory or file at `sub_path` of the volume with the root directory `root`.
+/// Missing directories are created as kubelet does, with the root's mode.
 pub fn open(root: &File, sub_path: &Path) -> Result<File> {
     let parts: Vec<_> = sub_path.components().collect();
     ensure!(parts.len() <= MAX_COMPONENTS, "the sub-path is too long");
     let found = match open_beneath(root, sub_path) {
-        Err(e) if e.raw_os_error() == Some(libc::ENOENT) => make(root, sub_path)?,
-        opened => opened.map_err(told).with_context(|| told_of(sub_path))?,
+        Err(e) if e.raw_os_error() == Some(libc::ENOENT) => create(root, sub_path)?,
+        opened => opened.map_err(explain).with_context(|| describe(sub_path))?,
     };
-    let kind = found.metadata().with_context(|| told_of(sub_path))?.file_type();
+    let kind = found.metadata().with_context(|| describe(sub_path))?.file_type();
     ensure!(
         kind.is_dir() || kind.is_file(),
         "{}: is {}, not a directory or a file",
-        told_of(sub_path),
+        describe(sub_path),
         if kind.is_socket() { "a socket" } else { "a special file" }
     );
     Ok(found)
 }
 
-fn told_of(sub_path: &Path) -> String {
+fn describe(sub_path: &Path) -> String {
     format!("sub-path {:?}", sub_path.display().to_string())
 }
 
-fn told(error: io::Error) -> anyhow::Error {
+fn explain(error: io::Error) -> anyhow::Error {
     match error.raw_os_error() {
-        Some(libc::EXDEV) => anyhow::anyhow!("leads out of the volume by a link"),
-        Some(libc::ELOOP) => anyhow::anyhow!("is a link of too many links"),
-        Some(libc::EROFS) => anyhow::anyhow!("does not exist, and the volume is read-only"),
+        Some(libc::EXDEV) => anyhow::anyhow!("a link leads out of the volume"),
+        Some(libc::ELOOP) => anyhow::anyhow!("has too many links"),
+        Some(libc::EROFS) => {
+            anyhow::anyhow!("does not exist and cannot be created, because the volume is read-only")
+        }
         _ => error.into(),
     }
 }
@@ -63,10 +66,10 @@ fn open_beneath(root: &File, path: &Path) -> io::Result<File> {
     sys::open_beneath(root, &path, libc::O_PATH).map(OwnedFd::into)
 }
 
-/// Makes what is missing of `path`, from above downwards.
-fn make(root: &File, path: &Path) -> Result<File> {
-    let mode = root.metadata().context("looking at the volume")?.mode() & 0o7777;
-    let mut above = root.try_clone().context("the volume")?;
+/// Creates the missing components of `path` from the top down.
+fn create(root: &File, path: &Path) -> Result<File> {
+    let mode = root.metadata().context("reading the volume's mode")?.mode() & 0o7777;
+    let mut above = root.try_clone().context("duplicating the volume's descriptor")?;
     let mut walked = PathBuf::new();
     for part in path.components() {
         walked.push(part);
@@ -75,37 +78,37 @@ fn make(root: &File, path: &Path) -> Result<File> {
                 let made = mkdirat(&above, part.as_os_str(), Mode::from_bits_truncate(mode));
                 match made {
                     Ok(()) => {}
-                    // Somebody else was faster; if it is a link to nothing, what follows fails.
+                    // Another process created it; if it is a dangling link, the next step fails.
                     Err(Errno::EEXIST) => {}
-                    Err(e) => return Err(told(e.into())).with_context(|| told_of(path)),
+                    Err(e) => return Err(explain(e.into())).with_context(|| describe(path)),
                 }
                 let new = open_beneath(root, &walked).map_err(|e| match e.raw_os_error() {
-                    Some(libc::ENOENT) => anyhow::anyhow!("is a link to nothing"),
-                    _ => told(e),
+                    Some(libc::ENOENT) => anyhow::anyhow!("is a dangling link"),
+                    _ => explain(e),
                 });
-                let new = new.with_context(|| told_of(path))?;
+                let new = new.with_context(|| describe(path))?;
                 if made.is_ok() {
-                    open_up(&new, mode).with_context(|| told_of(path))?;
+                    set_mode(&new, mode).with_context(|| describe(path))?;
                 }
                 new
             }
-            opened => opened.map_err(told).with_context(|| told_of(path))?,
+            opened => opened.map_err(explain).with_context(|| describe(path))?,
         };
     }
     if walked.as_os_str().is_empty() {
-        bail!("{}: is empty", told_of(path));
+        bail!("{}: is empty", describe(path));
     }
     Ok(above)
 }
 
-/// What the umask has taken of a new directory's mode.
-fn open_up(directory: &File, mode: u32) -> io::Result<()> {
+/// Restores the mode bits that the umask removed.
+fn set_mode(directory: &File, mode: u32) -> io::Result<()> {
     use std::os::fd::AsRawFd;
     let found = directory.metadata()?;
     if !found.is_dir() {
         return Ok(());
     }
-    // The way to chmod what was opened by O_PATH.
+    // An O_PATH descriptor can be chmodded only through /proc.
     let path = format!("/proc/self/fd/{}", directory.as_raw_fd());
     std::fs::set_permissions(path, Permissions::from_mode(mode))
 }
@@ -126,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_made_with_the_mode_of_the_volumes_root() {
+    fn missing_sub_paths_are_created_with_the_roots_mode() {
         let (scratch, root) = volume();
         let at = scratch.path().join("volume");
         fs::set_permissions(&at, Permissions::from_mode(0o2775)).unwrap();
@@ -138,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_and_a_link_within_are_found() {
+    fn files_and_links_within_the_volume_are_found() {
         let (scratch, root) = volume();
         let at = scratch.path().join("volume");
         fs::create_dir(at.join("d")).unwrap();
@@ -153,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_leads_out_of_the_volume() {
+    fn no_sub_path_leads_out_of_the_volume() {
         let (scratch, root) = volume();
         let at = scratch.path().join("volume");
         symlink("../outside", at.join("out")).unwrap();
@@ -176,8 +179,8 @@ mod tests {
             "../outside",
             "nothing-there/x",
         ] {
-            let told = format!("{:#}", open(&root, Path::new(path)).unwrap_err());
-            assert!(told.contains(path), "{told}");
+            let message = format!("{:#}", open(&root, Path::new(path)).unwrap_err());
+            assert!(message.contains(path), "{message}");
         }
         assert_eq!(fs::read_dir(scratch.path().join("outside")).unwrap().count(), 0);
         assert!(!at.join("nothing").exists());

@@ -1,4 +1,5 @@
-//! Mounting a volume. What an entry says is checked once more: crust_ops has done so, but its directory may be anybody's.
+//! Mounts a volume. The entry is validated again: crust_ops has validated it, but others may have
+//! written to its directory.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,9 +12,9 @@ use crate::backend::filesystem;
 use crate::backend::{Error, FsType};
 use crate::crust::{GroupChangePolicy, MountInfo, check};
 
-/// How long a device may be in use: the kernel lets go of a filesystem in its own time.
-const BUSY_PATIENCE: Duration = Duration::from_secs(10);
-const BUSY_PAUSE: Duration = Duration::from_millis(20);
+/// How long to retry a busy device: the kernel releases a filesystem asynchronously.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
+const BUSY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The filesystem of a volume, ready to be mounted.
 #[derive(Debug)]
@@ -25,7 +26,7 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// With a label, all of it is shown with that to SELinux.
+    /// With a label, SELinux uses it for the whole filesystem.
     pub fn new(info: &MountInfo, label: Option<&str>) -> Result<Self> {
         let device = check::block_device("mountInfo.json: device", &info.device)?;
         check::fs_type("mountInfo.json: fstype", &info.fs_type)?;
@@ -33,7 +34,7 @@ impl Volume {
             anyhow::anyhow!("mountInfo.json: fstype: {:?} is not supported", info.fs_type)
         })?;
         let mut options = check::options("mountInfo.json: options", &info.options)?;
-        // The reason may name an option, which is no secret then: it is one of a few words.
+        // The reason names at most an option from a fixed list, which is no secret.
         filesystem::check_options(&options).map_err(|error| match error {
             Error::Invalid { reason, .. } => anyhow::anyhow!("mountInfo.json: options: {reason}"),
             error => error.into(),
@@ -41,11 +42,11 @@ impl Volume {
         if let Some(label) = label {
             ensure!(
                 Path::new("/sys/fs/selinux/status").exists(),
-                "linux.mountLabel: SELinux is off on this node, so the volume cannot be labelled"
+                "linux.mountLabel: SELinux is disabled on this node, so the volume cannot be labelled"
             );
             ensure!(
                 !label.contains(['"', '\n', '\0']),
-                "linux.mountLabel: {label:?} is not a label"
+                "linux.mountLabel: {label:?} is not a valid label"
             );
             options.push(format!("context=\"{label}\""));
         }
@@ -56,9 +57,9 @@ impl Volume {
         self.options.iter().flat_map(|option| option.split(',')).any(|option| option == "ro")
     }
 
-    /// Mounts it at `path`, which nobody outside this mount namespace sees.
+    /// Mounts the volume at `path`, which only this mount namespace shows.
     pub fn mount(&self, path: &Path) -> Result<()> {
-        let until = Instant::now() + BUSY_PATIENCE;
+        let until = Instant::now() + BUSY_TIMEOUT;
         loop {
             let mounted =
                 filesystem::mount_device(&self.device, path, self.fs_type, &self.options, false);
@@ -66,7 +67,7 @@ impl Volume {
                 Err(Error::Io { source, .. }) if source.raw_os_error() == Some(libc::EBUSY) => {
                     if Instant::now() > until {
                         bail!(
-                            "{} is in use, or mounted with other options (read-only and not); stop what has it",
+                            "{} is in use, or mounted with other options (read-only or writable); stop the process that uses it",
                             self.device.display()
                         );
                     }
@@ -74,18 +75,19 @@ impl Volume {
                 mounted => {
                     return mounted.with_context(|| {
                         format!(
-                            "{} holds no {} that can be mounted",
+                            "{} contains no mountable {} filesystem",
                             self.device.display(),
                             self.fs_type
                         )
                     });
                 }
             }
-            sleep(BUSY_PAUSE);
+            sleep(BUSY_INTERVAL);
         }
     }
 
-    /// Mounts at `path` what is mounted elsewhere. EBUSY where it is read-only there and is not to be here.
+    /// Mounts at `path` a filesystem that is already mounted elsewhere. EBUSY: it is mounted
+    /// read-only there, and would be writable here.
     pub fn join(&self, path: &Path) -> io::Result<()> {
         self.join_as(path, false)
     }
@@ -101,8 +103,9 @@ impl Volume {
         }
     }
 
-    /// Gives the files to the group that the entry names, as kubelet would, where there is one and files can change hands.
-    pub fn give_to_group(&self, root: &Path) -> Result<()> {
+    /// Changes the group of the files as the entry requests, as kubelet would. Does nothing for a
+    /// read-only volume.
+    pub fn apply_group(&self, root: &Path) -> Result<()> {
         let Some((group, policy)) = self.group.filter(|_| !self.is_read_only()) else {
             return Ok(());
         };

@@ -1,14 +1,15 @@
-//! The generated gRPC code: messages, clients and servers of every file in csi-spec/, laid out by
-//! protobuf package. It promises the wire format and no more: what a field means is written in the
-//! .proto files, and checking arguments is left to the services.
+//! Generated gRPC code: messages, clients and servers of the files in csi-spec/, by protobuf
+//! package. It guarantees only the wire format. The .proto files define the meaning of fields;
+//! services validate arguments.
 //!
-//! Requests print whole with `{:?}`, secrets included: log their handles, never the messages.
+//! `{:?}` prints a request completely, with its secrets: log handles, never messages.
 
 /// Package `csi`.
 pub mod csi {
-    /// Package `csi.v1`: CSI v1.13 and what v1.12 had besides, and what KEP-3314 and KEP-2857 add to it.
+    /// Package `csi.v1`: CSI v1.13, the parts of v1.12 that it removed, and the extensions of
+    /// KEP-3314 and KEP-2857.
     pub mod v1 {
-        // Generated; variant sizes and the like are not ours to choose.
+        // Generated code.
         #![allow(clippy::all)]
         tonic::include_proto!("csi.v1");
         include!(concat!(env!("OUT_DIR"), "/servers/csi.v1.rs"));
@@ -22,7 +23,8 @@ pub mod snapshotmetadata {
     include!(concat!(env!("OUT_DIR"), "/servers/snapshotmetadata.rs"));
 }
 
-/// Package `snapshotsession`: the SnapshotMetadata API with session tokens (KEP-3314, session design).
+/// Package `snapshotsession`: the SnapshotMetadata API with session tokens (KEP-3314, session
+/// design).
 pub mod snapshotsession {
     #![allow(clippy::all)]
     tonic::include_proto!("snapshotsession");
@@ -38,7 +40,7 @@ pub mod crust {
 
 /// Package `csiloopback.admin`.
 pub mod admin {
-    /// Package `csiloopback.admin.v1`: administration of a running driver, of this project's own.
+    /// Package `csiloopback.admin.v1`: this project's own services to administer a running driver.
     pub mod v1 {
         #![allow(clippy::all)]
         tonic::include_proto!("csiloopback.admin.v1");
@@ -46,7 +48,7 @@ pub mod admin {
     }
 }
 
-pub mod former;
+pub mod legacy;
 
 /// Encoded `google.protobuf.FileDescriptorSet` of csi-spec/ and its imports, with comments.
 pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("csi_descriptor");

@@ -1,5 +1,5 @@
-//! Entries that nobody takes back: those whose target is gone, as a driver leaves them that does not know of them any more,
-//! and halves of a stage or an unstage that was not repeated.
+//! Removes abandoned entries: those whose target is gone, as after a driver that lost its records,
+//! and incomplete ones of a stage or unstage that was not repeated.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -15,43 +15,43 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
 use super::layout::Layout;
-use super::turns::Turns;
+use super::locks::TargetLocks;
 use crate::crust::{Entry, Problem};
 
-/// Goes through the entries.
+/// Removes abandoned entries.
 #[derive(Debug, Clone)]
-pub struct Collection {
+pub struct EntryCollector {
     pub layout: Arc<dyn Layout>,
-    pub turns: Turns,
-    /// What was written in more recently is not looked at: somebody is at it.
+    pub locks: TargetLocks,
+    /// Entries that changed more recently are skipped, because a call may be using them.
     pub age: Duration,
     pub collected: Arc<AtomicU64>,
 }
 
-/// What becomes of an entry, and why.
+/// What happens to an entry, and why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Fate {
-    Stays,
-    Goes(&'static str),
+enum Decision {
+    Keep,
+    Remove(&'static str),
 }
 
-impl Collection {
-    /// One round. What cannot be decided stays.
+impl EntryCollector {
+    /// Runs one round. Entries that cannot be decided remain.
     pub fn round(&self) -> Result<(), Problem> {
         let layout = &self.layout;
         for entry in layout.entries()? {
-            if !entry.is_untouched_for(self.age) {
+            if !entry.is_unchanged_for(self.age) {
                 continue;
             }
-            // While there is a call for it somebody is at it as well.
-            let Ok(_turn) = self.turns.take(&entry.path().to_string_lossy(), Duration::ZERO) else {
+            // A call for the entry is in progress.
+            let Ok(_lock) = self.locks.lock(&entry.path().to_string_lossy(), Duration::ZERO) else {
                 continue;
             };
-            match self.fate(&entry) {
-                Ok(Fate::Stays) => {}
-                Ok(Fate::Goes(why)) => self.remove(&entry, why),
+            match self.decide(&entry) {
+                Ok(Decision::Keep) => {}
+                Ok(Decision::Remove(why)) => self.remove(&entry, why),
                 Err(problem) => {
-                    tracing::warn!(entry = %entry.path().display(), %problem, "this is no entry of ours; it is left alone");
+                    tracing::warn!(entry = %entry.path().display(), %problem, "invalid entry; keeping it");
                 }
             }
         }
@@ -63,43 +63,45 @@ impl Collection {
         match entry.unstage() {
             Ok(()) => {
                 self.collected.fetch_add(1, Ordering::Relaxed);
-                tracing::info!(entry = %shown, why, "collected an entry");
+                tracing::info!(entry = %shown, why, "removed an abandoned entry");
             }
             Err(problem) => {
-                tracing::error!(entry = %shown, %problem, "an entry could not be collected")
+                tracing::error!(entry = %shown, %problem, "failed to remove an abandoned entry")
             }
         }
     }
 
-    fn fate(&self, entry: &Entry) -> Result<Fate, Problem> {
+    fn decide(&self, entry: &Entry) -> Result<Decision, Problem> {
         let layout = &self.layout;
         let target = layout.target_of(entry)?;
         if let Some(target) = &target
             && layout.entry(target).ok().as_ref() != Some(entry)
         {
-            return Err(Problem::Unsafe(format!("{target} is not the target of this name")));
+            return Err(Problem::Unsafe(format!(
+                "its target {target} belongs to an entry of another name"
+            )));
         }
-        // One that cannot be read is there all the same.
-        let is_whole = !matches!(entry.mount_info(), Ok(None));
+        // An unreadable file is not a missing one.
+        let is_complete = !matches!(entry.mount_info(), Ok(None));
         let why = match &target {
-            _ if !is_whole => "half of an entry",
-            None => return Ok(Fate::Stays),
+            _ if !is_complete => "the entry is incomplete",
+            None => return Ok(Decision::Keep),
             Some(target) if is_gone(target.as_path()) => "its target is gone",
-            Some(_) => return Ok(Fate::Stays),
+            Some(_) => return Ok(Decision::Keep),
         };
         let in_use = layout.is_in_use(entry, target.as_ref());
-        Ok(if in_use { Fate::Stays } else { Fate::Goes(why) })
+        Ok(if in_use { Decision::Keep } else { Decision::Remove(why) })
     }
 }
 
-/// Whether there is certainly nothing.
+/// Whether the path certainly does not exist.
 fn is_gone(path: &Path) -> bool {
-    let looked = std::fs::symlink_metadata(path);
-    looked.is_err_and(|error| error.kind() == ErrorKind::NotFound)
+    let metadata = std::fs::symlink_metadata(path);
+    metadata.is_err_and(|error| error.kind() == ErrorKind::NotFound)
 }
 
-/// What is counted of the entries, at each scrape.
-pub struct Gauges(pub Collection);
+/// Metrics of the entries, read at each scrape.
+pub struct Gauges(pub EntryCollector);
 
 impl fmt::Debug for Gauges {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -109,11 +111,11 @@ impl fmt::Debug for Gauges {
 
 impl Collector for Gauges {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let Self(collection) = self;
-        // A directory that cannot be read has no numbers; /healthz says why.
-        if let Ok(entries) = collection.layout.entries() {
+        let Self(collector) = self;
+        // An unreadable directory has no count; /healthz reports the reason.
+        if let Ok(entries) = collector.layout.entries() {
             let gauge = ConstGauge::new(i64::try_from(entries.len()).unwrap_or(i64::MAX));
-            let help = "Volumes that are handed over to a container runtime";
+            let help = "Entries of volumes for container runtimes";
             gauge.encode(encoder.encode_descriptor(
                 "crust_entries",
                 help,
@@ -121,8 +123,8 @@ impl Collector for Gauges {
                 MetricType::Gauge,
             )?)?;
         }
-        let counter = ConstCounter::new(collection.collected.load(Ordering::Relaxed));
-        let help = "Entries removed because their target was gone, or that were half made";
+        let counter = ConstCounter::new(collector.collected.load(Ordering::Relaxed));
+        let help = "Entries removed because their target was gone or they were incomplete";
         counter.encode(encoder.encode_descriptor(
             "crust_collected",
             help,

@@ -1,21 +1,22 @@
-//! The mode `runtime-ops`, crust_ops (KEP-2857, "Container RUntime STorage Operations (crust_ops) Proxy"): a CSI plugin says on
-//! a unix socket which volume a container runtime is to mount, and asks how it is; this hands it over by files
-//! ([`crate::crust`], or Kata's own) and runs the runtime's program for the rest.
+//! The mode `runtime-ops`: crust_ops (KEP-2857, "Container RUntime STorage Operations (crust_ops)
+//! Proxy"). Over a unix socket, a CSI plugin hands a volume to a container runtime and requests its
+//! statistics and expansion. crust_ops writes the files of the volume ([`crate::crust`] or Kata's
+//! layout) and runs the runtime's program.
 //!
-//! A call goes through [`request`] (what was asked, checked), [`layout`] (which files, which program), [`program`] (run it within
-//! bounds) and [`answer`] (what it said); why not is a [`refusal`], one reason, one code. Nothing is kept here: all there is to
-//! know is in the entries.
+//! A call passes through [`request`] (validation), [`layout`] (files and program), [`program`]
+//! (bounded execution) and [`output`] (parsing the program's output). A failure is a [`refusal`]
+//! with one gRPC code. All state is in the entries.
 
-pub(crate) mod answer;
 mod args;
 mod collect;
 mod layout;
+mod locks;
+pub(crate) mod output;
 mod program;
 mod refusal;
 mod request;
 mod server;
 mod service;
-mod turns;
 
 pub use args::Args;
 pub use server::run;

@@ -1,5 +1,5 @@
-//! Runs a runtime's program: no shell, nothing of our environment, an end for all that it starts when its time is over, and no
-//! more of what it says than there is room for.
+//! Runs a runtime's program: without a shell, with a clean environment, a timeout that kills its
+//! process group, and limited output.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -16,17 +16,17 @@ use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 
-use super::answer::printable;
+use super::output::printable;
 use super::refusal::{Refusal, Result};
 use crate::crust::{Problem, trust};
 
-/// Bytes of standard output: all answers are much shorter.
+/// Maximum bytes of standard output; valid output is much shorter.
 const MAX_OUTPUT: usize = 64 << 10;
-/// Bytes of what it says on standard error that are kept.
+/// Maximum bytes of standard error that are kept.
 const MAX_ERRORS: usize = 4 << 10;
-/// Bytes of that which a refusal repeats.
-const MAX_SAID: usize = 512;
-/// Exit code of a program that knows the volume, and that no container of it runs.
+/// Maximum bytes of standard error in an error.
+const MAX_MESSAGE: usize = 512;
+/// Exit code of a program for a volume without a running container.
 const NOT_RUNNING: i32 = 3;
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
@@ -34,12 +34,12 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 #[derive(Debug, Clone)]
 pub struct Runner {
     pub timeout: Duration,
-    /// All of their environment but `PATH`.
+    /// The environment, in addition to `PATH`.
     pub environment: Vec<(String, String)>,
 }
 
 impl Runner {
-    /// What the program says when it succeeds. `action` is what it is to do, in words of ours.
+    /// Runs the program and returns its standard output. `action` describes the command in errors.
     pub fn run(
         &self,
         program: &Path,
@@ -47,8 +47,8 @@ impl Runner {
         arguments: &[OsString],
     ) -> Result<Vec<u8>> {
         trust::program(program).map_err(|problem| match problem {
-            // What is not there is no program.
-            Problem::Io { source, .. } => unstartable(program, &source),
+            // A missing file is an error of starting the program.
+            Problem::Io { source, .. } => not_started(program, &source),
             problem => Refusal::Untrusted(problem.to_string()),
         })?;
         let child = Command::new(program)
@@ -62,25 +62,27 @@ impl Runner {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|error| unstartable(program, &error))?;
+            .map_err(|error| not_started(program, &error))?;
         let mut running = Running { child, ended: false };
-        let said = running.listen(Instant::now() + self.timeout);
+        let outcome = running.read_output(Instant::now() + self.timeout);
         let status = running.end();
-        match said.map_err(|error| failed(program, action, error.to_string(), b""))? {
-            Said::Overdue => {
-                Err(Refusal::Overdue { program: program.to_owned(), action, limit: self.timeout })
+        match outcome.map_err(|error| failed(program, action, error.to_string(), b""))? {
+            Outcome::TimedOut => {
+                Err(Refusal::TimedOut { program: program.to_owned(), action, limit: self.timeout })
             }
-            Said::TooMuch => {
-                Err(Refusal::TooMuch { program: program.to_owned(), action, limit: MAX_OUTPUT })
-            }
-            Said::All { output, errors } => {
-                judge(program, action, status, &errors).map(|()| output)
+            Outcome::OutputTooLong => Err(Refusal::OutputTooLong {
+                program: program.to_owned(),
+                action,
+                limit: MAX_OUTPUT,
+            }),
+            Outcome::Ended { output, errors } => {
+                check_status(program, action, status, &errors).map(|()| output)
             }
         }
     }
 }
 
-fn judge(
+fn check_status(
     program: &Path,
     action: &'static str,
     status: io::Result<ExitStatus>,
@@ -88,59 +90,61 @@ fn judge(
 ) -> Result<()> {
     match status {
         Ok(status) if status.success() => Ok(()),
-        Ok(status) if status.code() == Some(NOT_RUNNING) => Err(Refusal::NotRunning(said(errors))),
+        Ok(status) if status.code() == Some(NOT_RUNNING) => {
+            Err(Refusal::NotRunning(message(errors)))
+        }
         Ok(status) => Err(failed(program, action, status.to_string(), errors)),
         Err(error) => Err(failed(program, action, error.to_string(), errors)),
     }
 }
 
-fn unstartable(program: &Path, error: &io::Error) -> Refusal {
-    Refusal::Unstartable { program: program.to_owned(), reason: error.to_string() }
+fn not_started(program: &Path, error: &io::Error) -> Refusal {
+    Refusal::NotStarted { program: program.to_owned(), reason: error.to_string() }
 }
 
-fn failed(program: &Path, action: &'static str, how: String, errors: &[u8]) -> Refusal {
-    Refusal::Failed { program: program.to_owned(), action, how, said: said(errors) }
+fn failed(program: &Path, action: &'static str, reason: String, errors: &[u8]) -> Refusal {
+    Refusal::Failed { program: program.to_owned(), action, status: reason, stderr: message(errors) }
 }
 
-fn said(errors: &[u8]) -> String {
-    match printable(&String::from_utf8_lossy(errors), MAX_SAID) {
-        said if said.is_empty() => "it does not say why".into(),
-        said => said,
+fn message(errors: &[u8]) -> String {
+    match printable(&String::from_utf8_lossy(errors), MAX_MESSAGE) {
+        message if message.is_empty() => "no message on standard error".into(),
+        message => message,
     }
 }
 
-enum Said {
-    All { output: Vec<u8>, errors: Vec<u8> },
-    Overdue,
-    TooMuch,
+enum Outcome {
+    Ended { output: Vec<u8>, errors: Vec<u8> },
+    TimedOut,
+    OutputTooLong,
 }
 
-/// A program, which does not outlive this, nor does what it has started.
+/// A running program. It and its process group are killed on drop.
 struct Running {
     child: Child,
     ended: bool,
 }
 
 impl Running {
-    /// Listens until it has ended, is out of time or has said too much.
-    fn listen(&mut self, deadline: Instant) -> io::Result<Said> {
+    /// Reads until the program ends, times out or exceeds the output limit.
+    fn read_output(&mut self, deadline: Instant) -> io::Result<Outcome> {
         let mut output = Pipe::new(self.child.stdout.take().map(OwnedFd::from), MAX_OUTPUT)?;
         let mut errors = Pipe::new(self.child.stderr.take().map(OwnedFd::from), MAX_ERRORS)?;
         let mut pause = Duration::from_millis(1);
         loop {
             let has_ended = self.has_ended()?;
-            // Looked at after that: what was said before its end is all there.
-            let something = output.drain()? | errors.drain()?;
-            if output.overflown {
-                return Ok(Said::TooMuch);
+            // Read after this check, so that all output before the end is included.
+            let has_data = output.drain()? | errors.drain()?;
+            if output.overflowed {
+                return Ok(Outcome::OutputTooLong);
             }
             if has_ended {
-                return Ok(Said::All { output: output.kept, errors: errors.kept });
+                return Ok(Outcome::Ended { output: output.kept, errors: errors.kept });
             }
             if Instant::now() >= deadline {
-                return Ok(Said::Overdue);
+                return Ok(Outcome::TimedOut);
             }
-            pause = if something {
+            pause = if has_data {
                 Duration::from_millis(1)
             } else {
                 (pause * 2).min(Duration::from_millis(20))
@@ -149,7 +153,7 @@ impl Running {
         }
     }
 
-    /// It is not waited for yet: until then nobody else can have its number.
+    /// The process is not reaped yet, so that its id, and process group, cannot be reused.
     fn has_ended(&self) -> io::Result<bool> {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
         match waitid(Id::Pid(self.pid()), flags) {
@@ -160,11 +164,11 @@ impl Running {
     }
 
     fn pid(&self) -> Pid {
-        // A process number fits: pid_t is what it came as.
+        // A process id fits: it was a pid_t.
         Pid::from_raw(i32::try_from(self.child.id()).unwrap_or(i32::MAX))
     }
 
-    /// Ends it with all that it has started, as far as that has not left its process group.
+    /// Kills and reaps the program with its process group. Processes that left the group survive.
     fn end(&mut self) -> io::Result<ExitStatus> {
         let _ = killpg(self.pid(), Signal::SIGKILL);
         self.ended = true;
@@ -180,27 +184,27 @@ impl Drop for Running {
     }
 }
 
-/// One end of a pipe that never holds us up.
+/// The reading end of a pipe, nonblocking and limited to `capacity` bytes.
 struct Pipe {
     file: Option<File>,
     kept: Vec<u8>,
-    room: usize,
-    overflown: bool,
+    capacity: usize,
+    overflowed: bool,
 }
 
 impl Pipe {
-    fn new(end: Option<OwnedFd>, room: usize) -> io::Result<Self> {
+    fn new(end: Option<OwnedFd>, capacity: usize) -> io::Result<Self> {
         if let Some(end) = &end {
             fcntl(end.as_fd(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         }
-        Ok(Self { file: end.map(File::from), kept: Vec::new(), room, overflown: false })
+        Ok(Self { file: end.map(File::from), kept: Vec::new(), capacity, overflowed: false })
     }
 
-    /// Reads what is there now, up to a bound; whether there was something.
+    /// Reads available data, up to a limit. Returns whether there was any.
     fn drain(&mut self) -> io::Result<bool> {
         let Some(file) = &mut self.file else { return Ok(false) };
         let mut buffer = [0; 8192];
-        let mut something = false;
+        let mut has_data = false;
         for _ in 0..16 {
             match file.read(&mut buffer) {
                 Ok(0) => {
@@ -208,16 +212,16 @@ impl Pipe {
                     break;
                 }
                 Ok(length) => {
-                    something = true;
-                    let fits = length.min(self.room - self.kept.len());
+                    has_data = true;
+                    let fits = length.min(self.capacity - self.kept.len());
                     self.kept.extend_from_slice(&buffer[..fits]);
-                    self.overflown |= fits < length;
+                    self.overflowed |= fits < length;
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(something)
+        Ok(has_data)
     }
 }

@@ -1,4 +1,5 @@
-//! Why not: one reason, one code (docs/reference/runtime-assisted-mount.md has the table).
+//! Reasons for a failed call, each with one gRPC code (table in
+//! docs/reference/runtime-assisted-mount.md).
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,56 +7,56 @@ use std::time::Duration;
 use tonic::{Code, Status};
 
 use crate::crust::{Problem, Target};
-use crate::grpc::{MAX_MESSAGE, cut};
+use crate::grpc::{MAX_MESSAGE, truncate};
 
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
     #[error("{field}: {reason}")]
     Invalid { field: &'static str, reason: String },
 
-    #[error("volume_target_path: nothing is handed over for {0}; stage the volume first")]
+    #[error("volume_target_path: {0} has no entry; publish the volume again")]
     NoEntry(Target),
 
     #[error(
-        "{0} is not claimed by a container runtime yet; either its container has not been made, or its runtime does not \
-         know of volumes that are left to it"
+        "no container runtime has claimed the volume of {0}; wait for its container, or check that its RuntimeClass supports \
+         deferred volumes"
     )]
     Unclaimed(Target),
 
-    /// A program that somebody else may have put there.
-    #[error("the runtime's program is not to be trusted: {0}")]
+    /// Others can change the runtime's program.
+    #[error("the runtime's program is not trusted: {0}; correct its owner and mode")]
     Untrusted(String),
 
-    #[error("{program}: cannot be started: {reason}")]
-    Unstartable { program: PathBuf, reason: String },
+    #[error("starting {program}: {reason}; reinstall the container runtime")]
+    NotStarted { program: PathBuf, reason: String },
 
     #[error(
-        "{program} {action} took longer than {limit:?} and was ended; see whether its container hangs"
+        "{program} {action} exceeded its timeout of {limit:?} and was killed; check the container"
     )]
-    Overdue { program: PathBuf, action: &'static str, limit: Duration },
+    TimedOut { program: PathBuf, action: &'static str, limit: Duration },
 
-    #[error("{program} {action} said more than {limit} bytes and was ended")]
-    TooMuch { program: PathBuf, action: &'static str, limit: usize },
+    #[error("{program} {action} wrote more than {limit} bytes and was killed")]
+    OutputTooLong { program: PathBuf, action: &'static str, limit: usize },
 
-    /// No container of the volume runs.
-    #[error("no container that has the volume runs now: {0}")]
+    /// No container of the volume is running.
+    #[error("no container with the volume is running: {0}")]
     NotRunning(String),
 
-    #[error("{program} {action} failed ({how}): {said}")]
-    Failed { program: PathBuf, action: &'static str, how: String, said: String },
+    #[error("{program} {action} failed ({status}): {stderr}")]
+    Failed { program: PathBuf, action: &'static str, status: String, stderr: String },
 
-    #[error("{program} {action} said nothing that can be used: {reason}")]
-    Nonsense { program: PathBuf, action: &'static str, reason: String },
+    #[error("{program} {action} wrote invalid output: {reason}; check the version of the runtime")]
+    InvalidOutput { program: PathBuf, action: &'static str, reason: String },
 
-    /// Files of an entry.
+    /// Reading or writing the files of an entry failed.
     #[error("{0}")]
-    Disk(String),
+    EntryIo(String),
 
-    #[error("another call for {0} is still under way; try again when it has ended")]
+    #[error("another call for {0} is in progress; try again")]
     Busy(String),
 
-    #[error("more than {0} calls at a time; try again")]
-    Flooded(usize),
+    #[error("more than {0} concurrent calls; try again")]
+    TooManyCalls(usize),
 }
 
 pub type Result<T, E = Refusal> = std::result::Result<T, E>;
@@ -65,7 +66,7 @@ impl Refusal {
         Self::Invalid { field, reason: reason.into() }
     }
 
-    /// What is wrong with what was asked.
+    /// A problem of a request field.
     pub fn of_request(problem: Problem) -> Self {
         match problem {
             Problem::Invalid { field, reason } => Self::Invalid { field, reason },
@@ -73,9 +74,9 @@ impl Refusal {
         }
     }
 
-    /// What is wrong with the files of an entry.
+    /// A problem of an entry's files.
     pub fn of_files(problem: Problem) -> Self {
-        Self::Disk(problem.to_string())
+        Self::EntryIo(problem.to_string())
     }
 
     fn code(&self) -> Code {
@@ -84,20 +85,20 @@ impl Refusal {
             Self::NoEntry(_) => Code::NotFound,
             Self::Unclaimed(_) => Code::FailedPrecondition,
             Self::Untrusted(_) => Code::PermissionDenied,
-            Self::Unstartable { .. } => Code::Unimplemented,
-            Self::Overdue { .. } => Code::DeadlineExceeded,
-            Self::TooMuch { .. } | Self::Flooded(_) => Code::ResourceExhausted,
+            Self::NotStarted { .. } => Code::Unimplemented,
+            Self::TimedOut { .. } => Code::DeadlineExceeded,
+            Self::OutputTooLong { .. } | Self::TooManyCalls(_) => Code::ResourceExhausted,
             Self::NotRunning(_) => Code::Unavailable,
             Self::Failed { .. } | Self::Busy(_) => Code::Aborted,
-            Self::Nonsense { .. } => Code::DataLoss,
-            Self::Disk(_) => Code::Internal,
+            Self::InvalidOutput { .. } => Code::DataLoss,
+            Self::EntryIo(_) => Code::Internal,
         }
     }
 }
 
 impl From<Refusal> for Status {
     fn from(refusal: Refusal) -> Self {
-        Self::new(refusal.code(), cut(&refusal.to_string(), MAX_MESSAGE))
+        Self::new(refusal.code(), truncate(&refusal.to_string(), MAX_MESSAGE))
     }
 }
 
@@ -110,7 +111,7 @@ mod tests {
     use crate::grpc::code_name;
 
     #[test]
-    fn each_refusal_has_a_code_that_the_documentation_explains_and_a_short_message() {
+    fn each_refusal_has_a_documented_code_and_a_short_message() {
         let page = include_str!("../../docs/reference/runtime-assisted-mount.md");
         let target = || Target::new("path", format!("/{}", "x".repeat(4000))).unwrap();
         let program = || PathBuf::from("/bin/runtime");
@@ -121,13 +122,13 @@ mod tests {
             Refusal::NoEntry(target()),
             Refusal::Unclaimed(target()),
             Refusal::Untrusted(words()),
-            Refusal::Unstartable { program: program(), reason: words() },
-            Refusal::Overdue { program: program(), action, limit },
-            Refusal::TooMuch { program: program(), action, limit: 1 },
+            Refusal::NotStarted { program: program(), reason: words() },
+            Refusal::TimedOut { program: program(), action, limit },
+            Refusal::OutputTooLong { program: program(), action, limit: 1 },
             Refusal::NotRunning(words()),
-            Refusal::Failed { program: program(), action, how: words(), said: words() },
-            Refusal::Nonsense { program: program(), action, reason: words() },
-            Refusal::Disk(words()),
+            Refusal::Failed { program: program(), action, status: words(), stderr: words() },
+            Refusal::InvalidOutput { program: program(), action, reason: words() },
+            Refusal::EntryIo(words()),
         ];
         let mut codes = BTreeSet::new();
         for refusal in refusals {
@@ -137,9 +138,9 @@ mod tests {
             row(page, name);
             assert!(codes.insert(name), "{name} twice");
         }
-        // These two share a code with something that is also a matter of trying again.
+        // These share a code with another reason that is solved by a retry.
         for (refusal, name) in
-            [(Refusal::Busy(words()), "ABORTED"), (Refusal::Flooded(64), "RESOURCE_EXHAUSTED")]
+            [(Refusal::Busy(words()), "ABORTED"), (Refusal::TooManyCalls(64), "RESOURCE_EXHAUSTED")]
         {
             assert_eq!(code_name(Status::from(refusal).code()), name);
         }

@@ -1,4 +1,4 @@
-//! The role from start to end.
+//! Starts and serves the mode.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -8,26 +8,26 @@ use anyhow::Context as _;
 use tonic::transport::Server;
 
 use super::args::{Args, Layout as Choice};
-use super::collect::{Collection, Gauges};
+use super::collect::{EntryCollector, Gauges};
 use super::layout::{Crust, Kata, Layout};
+use super::locks::TargetLocks;
 use super::program::Runner;
 use super::service::{MAX_CALLS, Ops};
-use super::turns::Turns;
 use crate::crust::Directory;
 use crate::grpc::call::Calls;
 use crate::grpc::{serve, socket};
 use crate::proto::crust::runtime_server::RuntimeServer;
 use crate::telemetry::http::Pages;
 use crate::telemetry::metrics::Metrics;
-use crate::telemetry::rounds;
+use crate::telemetry::periodic;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Threads that may block: a call each, and housekeeping, health and metrics.
+/// Threads for blocking work: one for each call, and for collector, health and metrics.
 const BLOCKING_THREADS: usize = MAX_CALLS + 4;
-/// How often the time that a program may take a call waits for another one for the same target.
-const PATIENCE: u32 = 2;
+/// Factor of --cli-timeout: how long a call waits for another call for the same target.
+const LOCK_TIMEOUT_FACTOR: u32 = 2;
 
-/// Serves until a signal has come and the running calls are done. What is handed over stays so.
+/// Serves until a termination signal, then finishes running calls. Entries remain.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     args.role.clone().run_blocking(BLOCKING_THREADS, |shutdown| serve(args, shutdown))
 }
@@ -59,15 +59,15 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
             (Arc::new(kata), "--kata-dir")
         }
     };
-    // Kept to the end: nobody else may serve the directory.
-    let _served = layout.directory().serve().context(flag)?;
-    let collection = Collection {
+    // Held until the process ends: no other crust_ops may use the directory.
+    let _lock = layout.directory().lock().context(flag)?;
+    let collector = EntryCollector {
         layout: layout.clone(),
-        turns: Turns::default(),
+        locks: TargetLocks::default(),
         age: collect_every,
         collected: Arc::new(AtomicU64::new(0)),
     };
-    let metrics = Metrics::new(vec![Box::new(Gauges(collection.clone()))]);
+    let metrics = Metrics::new(vec![Box::new(Gauges(collector.clone()))]);
     let calls = Calls::new(metrics.clone());
     let served = layout.clone();
     let health = move || served.directory().check().map_err(|problem| problem.to_string());
@@ -81,9 +81,10 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
         socket = %path.display(),
         "serving the Runtime API"
     );
-    let ops = Ops::new(layout, collection.turns.clone(), calls.clone(), cli_timeout * PATIENCE);
-    let round = move || collection.round();
-    tokio::spawn(rounds::keep(collect_every, round, shutdown.clone()));
+    let ops =
+        Ops::new(layout, collector.locks.clone(), calls.clone(), cli_timeout * LOCK_TIMEOUT_FACTOR);
+    let round = move || collector.round();
+    tokio::spawn(periodic::run(collect_every, round, shutdown.clone()));
     let router = Server::builder().add_service(RuntimeServer::new(ops));
-    serve::until_told(router, listener, &calls, &shutdown).await
+    serve::until_shutdown(router, listener, &calls, &shutdown).await
 }

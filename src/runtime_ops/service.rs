@@ -1,4 +1,4 @@
-//! The service Runtime.
+//! The gRPC service Runtime.
 
 use std::fs;
 use std::sync::Arc;
@@ -8,31 +8,36 @@ use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status};
 
 use super::layout::Layout;
+use super::locks::{TargetLock, TargetLocks};
 use super::refusal::{Refusal, Result};
 use super::request;
-use super::turns::{Turn, Turns};
 use crate::crust::{Entry, Target};
 use crate::grpc::call::{Calls, Describe, Subject, note};
 use crate::proto::crust as api;
 use api::runtime_server::Runtime;
 
-/// Calls at a time. Each may wait for a program.
+/// Maximum concurrent calls. Each may wait for a program.
 pub const MAX_CALLS: usize = 64;
 
-/// Cheap to clone.
+/// Implements the Runtime API; clones share the locks and limits.
 #[derive(Clone)]
 pub struct Ops {
     layout: Arc<dyn Layout>,
-    turns: Turns,
+    locks: TargetLocks,
     calls: Calls,
     slots: Arc<Semaphore>,
-    patience: Duration,
+    lock_timeout: Duration,
 }
 
 impl Ops {
-    /// `patience`: how long a call waits for another one for the same target.
-    pub fn new(layout: Arc<dyn Layout>, turns: Turns, calls: Calls, patience: Duration) -> Self {
-        Self { layout, turns, calls, slots: Arc::new(Semaphore::new(MAX_CALLS)), patience }
+    /// `lock_timeout`: how long a call waits for another one for the same target.
+    pub fn new(
+        layout: Arc<dyn Layout>,
+        locks: TargetLocks,
+        calls: Calls,
+        lock_timeout: Duration,
+    ) -> Self {
+        Self { layout, locks, calls, slots: Arc::new(Semaphore::new(MAX_CALLS)), lock_timeout }
     }
 
     async fn call<Q, R>(
@@ -48,18 +53,18 @@ impl Ops {
         let ops = self.clone();
         let slot = self.slots.clone().try_acquire_owned();
         let work = move |request| {
-            let _slot = slot.map_err(|_| Refusal::Flooded(MAX_CALLS))?;
+            let _slot = slot.map_err(|_| Refusal::TooManyCalls(MAX_CALLS))?;
             Ok(run(&ops, request)?)
         };
         self.calls.unary(method, request, work).await
     }
 
-    /// The volume that is asked for, and the turn for it.
-    fn begin(&self, path: &str) -> Result<(Target, Entry, Turn)> {
+    /// Validates the target and locks it.
+    fn begin(&self, path: &str) -> Result<(Target, Entry, TargetLock)> {
         let target = request::target(path)?;
         let entry = self.layout.entry(&target)?;
-        let turn = self.turns.take(&entry.path().to_string_lossy(), self.patience)?;
-        Ok((target, entry, turn))
+        let lock = self.locks.lock(&entry.path().to_string_lossy(), self.lock_timeout)?;
+        Ok((target, entry, lock))
     }
 }
 
@@ -96,15 +101,15 @@ impl Runtime for Ops {
 
 fn stage(
     ops: &Ops,
-    asked: api::RuntimeStageVolumeRequest,
+    request: api::RuntimeStageVolumeRequest,
 ) -> Result<api::RuntimeStageVolumeResponse> {
-    let info = request::mount_info(&asked)?;
-    let (target, entry, _turn) = ops.begin(&asked.volume_target_path)?;
-    // What is not seen here would be taken for gone, and its entry collected.
+    let info = request::mount_info(&request)?;
+    let (target, entry, _lock) = ops.begin(&request.volume_target_path)?;
+    // An invisible target would be treated as gone, and its entry removed.
     if !fs::symlink_metadata(target.as_path()).is_ok_and(|found| found.is_dir()) {
         return Err(Refusal::invalid(
             "volume_target_path",
-            "is not a directory here; make it first, and let crust_ops see the host's directories",
+            "is not a directory; create it first, and check that crust_ops sees the host's directories",
         ));
     }
     ops.layout.stage(&entry, &target, &info).map_err(Refusal::of_files)?;
@@ -113,27 +118,27 @@ fn stage(
 
 fn unstage(
     ops: &Ops,
-    asked: api::RuntimeUnstageVolumeRequest,
+    request: api::RuntimeUnstageVolumeRequest,
 ) -> Result<api::RuntimeUnstageVolumeResponse> {
-    let (_, entry, _turn) = ops.begin(&asked.volume_target_path)?;
+    let (_, entry, _lock) = ops.begin(&request.volume_target_path)?;
     entry.unstage().map_err(Refusal::of_files)?;
     Ok(api::RuntimeUnstageVolumeResponse {})
 }
 
 fn stats(
     ops: &Ops,
-    asked: api::RuntimeGetVolumeStatsRequest,
+    request: api::RuntimeGetVolumeStatsRequest,
 ) -> Result<api::RuntimeGetVolumeStatsResponse> {
-    let (target, entry, _turn) = ops.begin(&asked.volume_target_path)?;
+    let (target, entry, _lock) = ops.begin(&request.volume_target_path)?;
     ops.layout.stats(&entry, &target)
 }
 
 fn expand(
     ops: &Ops,
-    asked: api::RuntimeExpandVolumeRequest,
+    request: api::RuntimeExpandVolumeRequest,
 ) -> Result<api::RuntimeExpandVolumeResponse> {
-    let range = request::range(asked.capacity_range)?;
-    let (target, entry, _turn) = ops.begin(&asked.volume_target_path)?;
+    let range = request::range(request.capacity_range)?;
+    let (target, entry, _lock) = ops.begin(&request.volume_target_path)?;
     let capacity_bytes = ops.layout.expand(&entry, &target, range)?;
     Ok(api::RuntimeExpandVolumeResponse { capacity_bytes })
 }
@@ -141,7 +146,7 @@ fn expand(
 macro_rules! describe {
     ($($request:ident, $response:ident;)*) => {$(
         impl Describe for api::$request {
-            // Nothing else: options have no place in a log.
+            // Only the path: options must not be logged.
             fn describe(&self, subject: &mut Subject) {
                 subject.path = note(&self.volume_target_path);
             }

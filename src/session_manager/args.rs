@@ -1,4 +1,4 @@
-//! The flags of the mode.
+//! The flags of the session manager.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use crate::kubernetes::{client, name};
 use crate::quantity::duration;
 use crate::telemetry::role::{self, RoleArgs};
 
-/// Help that says more than that of the flags that other roles have, too.
-const SERVICE_ADDRESS: &str = "Where the API server reaches the webhook, as host:port: the name of a Service. \
-    The certificate of --self-signed is for this host";
+/// Help texts that differ from the shared flags'.
+const SERVICE_ADDRESS: &str = "Address of the webhook for the API server, as host:port of a Service; \
+    the certificate of --self-signed is valid for it";
 const KUBE_API_QPS: &str =
-    "Calls to the API server a second, for requests and for the webhook each";
+    "Maximum requests per second to the API server, for the controller and the webhook each";
 
 #[derive(Debug, clap::Args)]
 #[command(mut_arg("service_address", |arg| arg.help(SERVICE_ADDRESS)))]
@@ -22,43 +22,43 @@ pub struct Args {
     #[command(flatten)]
     pub kubernetes: client::Args,
 
-    /// TCP port to serve the webhook on, on every address; 0 for any that is free.
+    /// TCP port of the webhook, on all addresses (0: any free port)
     #[arg(long, default_value_t = 9443, value_name = "PORT")]
     pub port: u16,
 
     #[command(flatten)]
     pub tls: identity::Args,
 
-    /// ValidatingWebhookConfiguration whose caBundle is kept with --self-signed.
+    /// ValidatingWebhookConfiguration whose caBundle is updated with --self-signed
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub webhook_configuration: String,
 
-    /// ConfigMap with the lifetimes of sessions: defaultLifetime and maximumLifetime, such as 90m.
+    /// ConfigMap with the lifetimes of sessions: defaultLifetime and maximumLifetime, e.g. 90m
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub config_map: String,
 
-    /// Lease by which one of several replicas leads.
+    /// Lease for leader election
     #[arg(long, default_value = NAME, value_parser = name::object, value_name = "NAME")]
     pub lease: String,
 
-    /// How long a lease lasts that nobody renews: so late at most another replica takes over.
+    /// Time after which an unrenewed lease expires, the maximum failover delay
     #[arg(long, default_value = "15s", value_parser = lease_duration, value_name = "TIME")]
     pub lease_duration: Duration,
 
-    /// Name of this replica, unlike that of any other; by default a random one.
+    /// Unique name of this replica; otherwise a random name is used
     #[arg(long, env = "POD_NAME", value_parser = name::object, value_name = "NAME")]
     pub identity: Option<String>,
 
-    /// How long the snapshots of a request have to become ready before it is Failed.
+    /// Time for the snapshots of a request to become ready before the request fails
     #[arg(long, default_value = "10m", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub ready_timeout: Duration,
 
-    /// Each request is looked at as often even where no watch says anything.
+    /// Interval at which each request is reconciled even without a change
     #[arg(long, default_value = "60s", value_parser = resync, value_name = "TIME")]
     pub resync: Duration,
 
-    /// Delete every session of the cluster and exit: for uninstalling. The other flags do nothing then, except
-    /// --kubeconfig and those of the log.
+    /// Delete all sessions of the cluster and exit, before uninstalling; only --kubeconfig and the
+    /// log flags apply
     #[arg(long)]
     pub clean_up: bool,
 
@@ -66,7 +66,7 @@ pub struct Args {
     pub role: RoleArgs,
 }
 
-/// Of the objects that belong to a deployment.
+/// Default name of the objects of a deployment.
 const NAME: &str = "csi-loopback-session-manager";
 
 fn resync(text: &str) -> Result<Duration, String> {
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_out_of_their_range_are_errors_of_the_command_line() {
+    fn flags_out_of_range_are_command_line_errors() {
         parse("x --self-signed --service-address a:1 --namespace n").unwrap();
         parse("x --clean-up").unwrap();
         for (bad, named) in [

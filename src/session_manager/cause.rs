@@ -1,18 +1,19 @@
-//! Why a session is not, or not yet, or no longer, to be had. Each is a row of the table of docs/reference/session-manager.md, a reason of the
-//! request's condition and of its event, and a label of the metrics; a test holds code and page together.
+//! Why a session is not, or not yet, or no longer, available. Each cause is a row of the table in
+//! docs/reference/session-manager.md, a reason of the request's condition and event, and a label of
+//! the metrics; a test compares code and page.
 
 use std::fmt;
 
-/// What follows from a cause.
+/// Consequence of a cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It may pass: the request stays Pending.
+    /// The cause may disappear: the request stays Pending.
     Wait,
-    /// It will not: the request is Failed.
+    /// The cause is permanent: the request becomes Failed.
     Fail,
 }
 
-/// What stands in the way.
+/// The cause that prevents a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Cause {
     SnapshotMissing,
@@ -53,7 +54,7 @@ impl Cause {
         }
     }
 
-    /// As conditions, events and metrics have it.
+    /// The value in conditions, events and metrics.
     pub const fn reason(self) -> &'static str {
         match self {
             Self::SnapshotMissing => "SnapshotMissing",
@@ -72,7 +73,7 @@ impl Cause {
     }
 }
 
-/// A cause, and words for the one who asked: what is wrong and what to do.
+/// A cause, and a message for the user: what is wrong and what to do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Obstacle {
     pub cause: Cause,
@@ -97,7 +98,7 @@ mod tests {
     use crate::documented::row;
 
     #[test]
-    fn the_table_of_the_documentation_has_each_cause_with_what_follows() {
+    fn every_cause_is_documented_with_its_state() {
         let page = include_str!("../../docs/reference/session-manager.md");
         for cause in Cause::ALL {
             let label = cause.reason();

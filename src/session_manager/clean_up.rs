@@ -1,5 +1,5 @@
-//! `--clean-up`: for uninstalling. Deletes every session, with or without a manager that runs, so that no finalizer keeps
-//! an object and nothing is left behind.
+//! `--clean-up`, for uninstalling: deletes all sessions, whether or not a manager is running, so
+//! that no finalizer blocks the deletion of an object.
 
 use kube::api::{DeleteParams, ListParams};
 use kube::{Api, Client, ResourceExt};
@@ -12,7 +12,7 @@ use crate::kubernetes::session::{SnapshotSessionData, SnapshotSessionRequest};
 /// Deletes all requests and all data.
 ///
 /// # Errors
-/// What the API server refuses.
+/// The API server refuses a call.
 pub async fn run(client: &Client) -> anyhow::Result<()> {
     let mut requests = 0;
     for request in all::<SnapshotSessionRequest>(client).await? {
@@ -20,7 +20,7 @@ pub async fn run(client: &Client) -> anyhow::Result<()> {
         let api: Api<SnapshotSessionRequest> = Api::namespaced(client.clone(), &namespace);
         let name = request.name_any();
         tolerate(in_time(api.delete(&name, &DeleteParams::default())).await, &[404])?;
-        // A manager that runs may be faster.
+        // A running manager may be faster.
         if let Some(still) = in_time(api.get_opt(&name)).await? {
             tolerate(finalizer::release(&api, &still).await, &[409])?;
         }
@@ -35,7 +35,7 @@ pub async fn run(client: &Client) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Everything of a kind; nothing where the kind is not known any more.
+/// All objects of a kind; none if the kind is not defined any more.
 async fn all<K: Object>(client: &Client) -> kube::Result<Vec<K>> {
     match list(&Api::all(client.clone()), ListParams::default(), |_| true).await {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(Vec::new()),

@@ -1,6 +1,8 @@
-//! From Pending to Ready or Failed. Intent, object, result: first the request gets a finalizer, then its status the token, over the
-//! version that was read, so that there is one token whoever else is at it; then the data of that name is made; then
-//! the status says Ready. After a crash between any two of them the next look goes on from what the request says.
+//! Moves a request from Pending to Ready or Failed, in the order intent, object, result. First the
+//! request gets a finalizer, then its status gets the token, over the version that was read, so
+//! that concurrent writers agree on one token. Then the data with that name is created, and the
+//! status becomes Ready. After a crash between any two steps, the next reconciliation continues
+//! from the request's state.
 
 use std::time::Duration;
 
@@ -12,8 +14,8 @@ use kube::runtime::events::EventType;
 use kube::{Api, ResourceExt};
 
 use super::cause::{Cause, Obstacle, Verdict};
-use super::controller::{Context, Error};
-use super::resolve::Found;
+use super::context::{Context, Error};
+use super::resolve::Resolved;
 use super::status::{self, Draft, ESTABLISHED, REVOKED};
 use super::{end, finalizer, token};
 use crate::kubernetes::cache::in_time;
@@ -23,12 +25,12 @@ use crate::kubernetes::session::{
     SnapshotSessionRequest,
 };
 
-/// Time between two looks at what may become ready. They cost the API server nothing while the watches run.
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
-/// A session that is younger may not have come through the watch yet.
-const SETTLED: SignedDuration = SignedDuration::from_secs(10);
+/// Poll interval of a waiting request. While the watches run, a poll costs no call.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Time for the data of a new session to arrive through the watch.
+const WATCH_DELAY: SignedDuration = SignedDuration::from_secs(10);
 
-/// Why a step was not taken.
+/// Why a step was not completed.
 enum Stop {
     Obstacle(Obstacle),
     Error(Error),
@@ -40,7 +42,7 @@ impl<E: Into<Error>> From<E> for Stop {
     }
 }
 
-/// Does what can be done for a pending request.
+/// Advances a pending request as far as possible.
 pub async fn advance(
     context: &Context,
     request: &SnapshotSessionRequest,
@@ -48,22 +50,22 @@ pub async fn advance(
 ) -> Result<Action, Error> {
     let expiration = expiration(context, request, now);
     match open(context, request, &expiration).await {
-        Ok(()) => Ok(context.next_look(request, now)),
+        Ok(()) => Ok(context.next_reconciliation(request, now)),
         Err(Stop::Error(error)) => Err(error),
         Err(Stop::Obstacle(obstacle)) if obstacle.cause.verdict() == Verdict::Fail => {
             fail(context, request, &expiration, &obstacle).await?;
-            Ok(context.next_look(request, now))
+            Ok(context.next_reconciliation(request, now))
         }
         Err(Stop::Obstacle(obstacle)) => wait(context, request, &expiration, now, obstacle).await,
     }
 }
 
-/// When the session ends: as it was said first, else a lifetime from now.
+/// When the session ends: the time in the status, or else the granted lifetime from now.
 fn expiration(context: &Context, request: &SnapshotSessionRequest, now: Timestamp) -> Time {
     request.expiration_time().cloned().unwrap_or_else(|| {
         let lifetime = context.lifetimes.current().grant(request.spec.lifetime_seconds);
         let seconds = i64::try_from(lifetime.as_secs()).unwrap_or(i64::MAX);
-        // Whole seconds: that is what the API keeps.
+        // The API stores whole seconds.
         let second = now.as_second().saturating_add(seconds);
         Time(Timestamp::from_second(second).unwrap_or(Timestamp::MAX))
     })
@@ -78,9 +80,9 @@ async fn open(
     let found = context.resolver.resolve(&namespace, &request.spec.snapshots).await;
     let found = found.map_err(|error| refused("read snapshots and configurations", error))?;
     let found = found.map_err(Stop::Obstacle)?;
-    let requests = context.requests_beside(request);
+    let requests = context.requests_in_namespace_of(request);
     let held = finalizer::hold(&requests, request).await?;
-    let (held, token) = choose(context, &requests, held, expiration, &found).await?;
+    let (held, token) = ensure_token(context, &requests, held, expiration, &found).await?;
     let data = data(&held, &found, &token, expiration);
     create(context, &found, &data).await?;
     write(&requests, &Draft::of(&held, expiration).ready(&found, &token)).await?;
@@ -92,28 +94,28 @@ async fn open(
         "a session is ready"
     );
     let note = format!("the session can be used until {}", expiration.0);
-    context.tell(request, EventType::Normal, ESTABLISHED, &note).await;
+    context.record_event(request, EventType::Normal, ESTABLISHED, &note).await;
     Ok(())
 }
 
-/// The request with its token. A token that it has already may have data: what does not fit is deleted.
-async fn choose(
+/// Returns the request with its token. If it already has one, data that does not match is deleted.
+async fn ensure_token(
     context: &Context,
     requests: &Api<SnapshotSessionRequest>,
     held: SnapshotSessionRequest,
     expiration: &Time,
-    found: &Found,
+    found: &Resolved,
 ) -> Result<(SnapshotSessionRequest, String), Stop> {
     if let Some(chosen) = held.session_token().map(str::to_owned) {
-        if !token::is_one(&chosen) {
-            let message = "the status has a session token that the manager has not made; make another request";
+        if !token::is_valid(&chosen) {
+            let message = "the status has a session token that this manager did not create; create another SnapshotSessionRequest";
             return Err(Stop::Obstacle(Obstacle::new(Cause::DataRefused, message)));
         }
-        let wanted = data(&held, found, &chosen, expiration);
+        let expected = data(&held, found, &chosen, expiration);
         let fits = |one: &SnapshotSessionData| {
             one.namespace().as_ref() == Some(&found.configuration.spec.driver_namespace)
                 && one.name_any() == chosen
-                && one.spec == wanted.spec
+                && one.spec == expected.spec
         };
         end::delete_data(context, &held, fits).await?;
         return Ok((held, chosen));
@@ -123,10 +125,10 @@ async fn choose(
     Ok((write(requests, &draft).await?, chosen))
 }
 
-/// The data of a session.
+/// The data object of a session.
 fn data(
     request: &SnapshotSessionRequest,
-    found: &Found,
+    found: &Resolved,
     token: &str,
     expiration: &Time,
 ) -> SnapshotSessionData {
@@ -148,7 +150,11 @@ fn data(
     data
 }
 
-async fn create(context: &Context, found: &Found, data: &SnapshotSessionData) -> Result<(), Stop> {
+async fn create(
+    context: &Context,
+    found: &Resolved,
+    data: &SnapshotSessionData,
+) -> Result<(), Stop> {
     let namespace = &found.configuration.spec.driver_namespace;
     let api: Api<SnapshotSessionData> = Api::namespaced(context.client.clone(), namespace);
     let error = match in_time(api.create(&PostParams::default(), data)).await {
@@ -157,18 +163,18 @@ async fn create(context: &Context, found: &Found, data: &SnapshotSessionData) ->
     };
     let kube::Error::Api(status) = &error else { return Err(error.into()) };
     match status.code {
-        // Made before, and `choose` has seen that it fits.
+        // Created before, and `ensure_token` has checked that it matches.
         409 => Ok(()),
         404 => Err(Stop::Obstacle(Obstacle::new(
             Cause::NamespaceMissing,
             format!(
-                "the namespace {namespace} of the CSI driver {}, which its SnapshotServiceConfiguration names, does not exist",
+                "the namespace {namespace} in the SnapshotServiceConfiguration of the CSI driver {} does not exist; correct driverNamespace",
                 found.driver
             ),
         ))),
         422 => Err(Stop::Obstacle(Obstacle::new(
             Cause::DataRefused,
-            "the API server refuses what the session would be made of: a handle of a snapshot is too long, perhaps",
+            "the API server rejects the session's data; a snapshot's CSI handle may be too long",
         ))),
         _ => {
             Err(refused(&format!("create SnapshotSessionData in the namespace {namespace}"), error))
@@ -185,18 +191,18 @@ async fn write(
     Ok(in_time(requests.patch_status(&name, &params, &patch)).await?)
 }
 
-/// What an administrator has to mend is said on the request; anything else may be better next time.
+/// A missing permission is reported on the request; other errors are retried.
 fn refused(doing: &str, error: kube::Error) -> Stop {
     match &error {
         kube::Error::Api(status) if status.code == 403 => Stop::Obstacle(Obstacle::new(
             Cause::ManagerNotAllowed,
-            format!("the session manager may not {doing}; its ClusterRole has to allow it"),
+            format!("the session manager may not {doing}; grant the permission in its ClusterRole"),
         )),
         _ => Stop::Error(error.into()),
     }
 }
 
-/// Says what is waited for; or that it took too long.
+/// Reports the obstacle on the request, or fails the request after the timeout.
 async fn wait(
     context: &Context,
     request: &SnapshotSessionRequest,
@@ -208,16 +214,16 @@ async fn wait(
     let waited = Duration::try_from(now.duration_since(created)).unwrap_or_default();
     if waited >= context.ready_timeout {
         let limit = humantime::format_duration(context.ready_timeout);
-        let message = format!("after {limit} still: {}", obstacle.message);
+        let message = format!("not ready within {limit}: {}", obstacle.message);
         let obstacle = Obstacle::new(Cause::NotReadyInTime, message);
         fail(context, request, expiration, &obstacle).await?;
-        return Ok(context.next_look(request, now));
+        return Ok(context.next_reconciliation(request, now));
     }
     let draft = Draft::of(request, expiration).waiting(&obstacle);
     if draft.differs() {
-        write(&context.requests_beside(request), &draft).await?;
+        write(&context.requests_in_namespace_of(request), &draft).await?;
     }
-    Ok(Action::requeue(LOOK_AGAIN.min(context.ready_timeout.saturating_sub(waited))))
+    Ok(Action::requeue(POLL_INTERVAL.min(context.ready_timeout.saturating_sub(waited))))
 }
 
 async fn fail(
@@ -230,34 +236,37 @@ async fn fail(
         end::delete_data(context, request, |_| false).await?;
     }
     let draft = Draft::of(request, expiration).failed(obstacle);
-    write(&context.requests_beside(request), &draft).await?;
+    write(&context.requests_in_namespace_of(request), &draft).await?;
     context.metrics.finished(obstacle.cause.reason());
     let namespace = request.namespace().unwrap_or_default();
     tracing::info!(namespace, name = request.name_any(), %obstacle, "a session has failed");
-    context.tell(request, EventType::Warning, obstacle.cause.reason(), &obstacle.message).await;
+    context
+        .record_event(request, EventType::Warning, obstacle.cause.reason(), &obstacle.message)
+        .await;
     Ok(())
 }
 
-/// Says so where somebody has deleted the data of a session, which ends it.
+/// Reports on the request that the data of its session was deleted, which ends the session.
 pub async fn note_revocation(
     context: &Context,
     request: &SnapshotSessionRequest,
     now: Timestamp,
 ) -> Result<(), Error> {
-    let settled = status::condition(request)
-        .is_none_or(|(reason, since)| reason != REVOKED && now.duration_since(since.0) >= SETTLED);
+    let settled = status::condition(request).is_none_or(|(reason, since)| {
+        reason != REVOKED && now.duration_since(since.0) >= WATCH_DELAY
+    });
     let uid = request.metadata.uid.as_deref().unwrap_or_default();
-    if !settled || context.data.told_with(uid).is_some_and(|told| !told.is_empty()) {
+    if !settled || context.data.cached_with(uid).is_some_and(|cached| !cached.is_empty()) {
         return Ok(());
     }
-    // It may be newer than what the watch has told, or no watch runs.
+    // The data may be newer than the watch's last report, or no watch is running.
     if !end::list_data(context, uid).await?.is_empty() {
         return Ok(());
     }
     let expiration = expiration(context, request, now);
     let draft = Draft::of(request, &expiration).revoked();
-    write(&context.requests_beside(request), &draft).await?;
-    let note = "the session's data was deleted: its token is refused";
-    context.tell(request, EventType::Warning, REVOKED, note).await;
+    write(&context.requests_in_namespace_of(request), &draft).await?;
+    let note = "the session's data was deleted, so its token is refused";
+    context.record_event(request, EventType::Warning, REVOKED, note).await;
     Ok(())
 }

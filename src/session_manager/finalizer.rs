@@ -1,5 +1,5 @@
-//! The finalizer of a request, which holds it while there may be data of it in another namespace. Both ways it is written over
-//! the version that was read.
+//! The finalizer of a request, which blocks its deletion while there may be data of it in another
+//! namespace. It is added and removed over the version that was read.
 
 use kube::api::{Patch, PatchParams};
 use kube::{Api, ResourceExt};
@@ -9,12 +9,12 @@ use crate::kubernetes::cache::in_time;
 use crate::kubernetes::client::tolerate;
 use crate::kubernetes::session::{FINALIZER, SnapshotSessionRequest};
 
-/// Whether it holds the request.
+/// Whether the request has the finalizer.
 pub fn holds(request: &SnapshotSessionRequest) -> bool {
     request.finalizers().iter().any(|one| one == FINALIZER)
 }
 
-/// The request with it.
+/// Adds the finalizer and returns the request.
 pub async fn hold(
     requests: &Api<SnapshotSessionRequest>,
     request: &SnapshotSessionRequest,
@@ -27,7 +27,7 @@ pub async fn hold(
     write(requests, request, &all).await
 }
 
-/// Takes it away; that the request is gone is as good.
+/// Removes the finalizer; a deleted request is not an error.
 pub async fn release(
     requests: &Api<SnapshotSessionRequest>,
     request: &SnapshotSessionRequest,

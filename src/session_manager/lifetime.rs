@@ -1,5 +1,6 @@
-//! How long sessions last: a default and a maximum, from a ConfigMap that may change at any time (KEP-3314, session
-//! design: "a mechanism will be provided to configure the expiry time, for example, via a ConfigMap").
+//! The lifetimes of sessions: a default and a maximum from a ConfigMap that may change at any time
+//! (KEP-3314, session design: "a mechanism will be provided to configure the expiry time, for
+//! example, via a ConfigMap").
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,19 +11,19 @@ use kube::runtime::watcher;
 use kube::{Api, Client};
 
 use crate::kubernetes::cache::{Cache, Key};
-use crate::telemetry::complaint::Complaint;
+use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Keys of the ConfigMap; durations such as 90m.
+/// Keys of the ConfigMap. Values are durations such as 90m.
 pub const DEFAULT_KEY: &str = "defaultLifetime";
 pub const MAXIMUM_KEY: &str = "maximumLifetime";
-/// What holds where the ConfigMap or a key of it is not there.
+/// Limits without the ConfigMap or a key.
 const BUILT_IN: Limits =
     Limits { default: Duration::from_secs(3600), maximum: Duration::from_secs(24 * 3600) };
-/// The longest maximum: ten years.
+/// Maximum value: ten years.
 const LONGEST: Duration = Duration::from_secs(315_360_000);
 
-/// What lifetimes there are.
+/// Default and maximum lifetime.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     pub default: Duration,
@@ -30,10 +31,10 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// The lifetime of a session for which so many seconds are asked.
+    /// The lifetime of a session with this request.
     pub fn grant(self, seconds: Option<i64>) -> Duration {
-        let asked = seconds.and_then(|seconds| u64::try_from(seconds).ok());
-        asked.map_or(self.default, Duration::from_secs).min(self.maximum)
+        let requested = seconds.and_then(|seconds| u64::try_from(seconds).ok());
+        requested.map_or(self.default, Duration::from_secs).min(self.maximum)
     }
 
     fn read(data: &BTreeMap<String, String>) -> Result<Self, String> {
@@ -53,7 +54,7 @@ impl Limits {
     }
 }
 
-/// The limits as they are now. Cheap to clone.
+/// The current limits. Clones share the watch.
 #[derive(Clone)]
 pub struct Lifetimes {
     maps: Cache<ConfigMap>,
@@ -64,44 +65,44 @@ pub struct Lifetimes {
 #[derive(Debug)]
 struct Known {
     limits: Limits,
-    /// Of what is wrong with the ConfigMap.
-    complaint: Complaint,
+    /// Errors in the ConfigMap.
+    error_log: RateLimitedLog,
 }
 
 impl Lifetimes {
-    /// Begins to watch the ConfigMap.
+    /// Starts to watch the ConfigMap.
     pub fn start(client: &Client, namespace: &str, name: &str, shutdown: Shutdown) -> Self {
         let maps: Api<ConfigMap> = Api::namespaced(client.clone(), namespace);
         let one = maps.clone();
         let select = watcher::Config::default().fields(&format!("metadata.name={name}"));
         let maps = Cache::start(maps, move |_| one.clone(), select, |_| None, shutdown);
         let known =
-            Arc::new(Mutex::new(Known { limits: BUILT_IN, complaint: Complaint::default() }));
+            Arc::new(Mutex::new(Known { limits: BUILT_IN, error_log: RateLimitedLog::default() }));
         Self { maps, key: Key::new(namespace, name), known }
     }
 
-    /// Whether the watch has told of it, or that there is none.
+    /// Whether the watch has reported the ConfigMap, or that it does not exist.
     pub fn is_known(&self) -> bool {
         self.maps.is_live()
     }
 
-    /// What the ConfigMap says; while it says nonsense, or is not known, what it said before.
+    /// The limits in the ConfigMap. While it is invalid or unknown, the last valid limits.
     pub fn current(&self) -> Limits {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(found) = self.maps.told(&self.key) else { return known.limits };
+        let Some(found) = self.maps.cached(&self.key) else { return known.limits };
         let data = found.and_then(|map| map.data.clone()).unwrap_or_default();
         match Limits::read(&data) {
             Ok(limits) => {
                 if known.limits != limits {
-                    tracing::info!(?limits, "lifetimes of sessions");
+                    tracing::info!(?limits, "read the lifetimes of sessions");
                     known.limits = limits;
                 }
-                known.complaint.is_over();
+                known.error_log.clear();
             }
             Err(problem) => {
-                if known.complaint.is_new(&problem) {
+                if known.error_log.is_new(&problem) {
                     let Key { namespace, name } = &self.key;
-                    tracing::warn!(problem, limits = ?known.limits, "ConfigMap {namespace}/{name} is not taken");
+                    tracing::warn!(problem, limits = ?known.limits, "rejected ConfigMap {namespace}/{name}; keeping the current limits");
                 }
             }
         }
@@ -119,14 +120,18 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_map_or_key_means_what_is_built_in() {
+    fn a_missing_map_or_key_means_the_built_in_value() {
         assert_eq!(read(&[]), Ok(BUILT_IN));
         let short = read(&[(MAXIMUM_KEY, "10m")]).unwrap();
-        assert_eq!(short.default, Duration::from_secs(600), "the default keeps to the maximum");
+        assert_eq!(
+            short.default,
+            Duration::from_secs(600),
+            "the default is limited by the maximum"
+        );
     }
 
     #[test]
-    fn nonsense_is_told_by_key() {
+    fn an_invalid_value_is_an_error_with_its_key() {
         for (key, value) in [
             (DEFAULT_KEY, "soon"),
             (DEFAULT_KEY, "0s"),
@@ -139,9 +144,9 @@ mod tests {
     }
 
     #[test]
-    fn a_session_lasts_as_long_as_is_asked_up_to_the_maximum() {
+    fn a_requested_lifetime_is_limited_by_the_maximum() {
         let limits = read(&[(DEFAULT_KEY, "10m"), (MAXIMUM_KEY, "1h")]).unwrap();
-        let seconds = |asked| limits.grant(asked).as_secs();
+        let seconds = |requested| limits.grant(requested).as_secs();
         assert_eq!((seconds(None), seconds(Some(60)), seconds(Some(7200))), (600, 60, 3600));
     }
 }

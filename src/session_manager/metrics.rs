@@ -1,4 +1,4 @@
-//! The manager's numbers. Labels come from fixed sets: nothing that a request says becomes one.
+//! The manager's metrics. Labels come from fixed sets, never from a request.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ struct Outcome {
     reason: &'static str,
 }
 
-/// Cheap to clone; all clones count into the same numbers.
+/// Clones share the metrics.
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -22,44 +22,53 @@ pub struct Metrics {
     expired: Counter,
     ended: Counter,
     swept: Counter,
-    troubled: Counter,
+    attempts_failed: Counter,
     leading: Gauge,
 }
 
 impl Metrics {
-    /// `more` registers numbers that live elsewhere.
+    /// `more` registers metrics of other parts.
     pub fn new(more: impl FnOnce(&mut Registry)) -> Self {
         let mut registry = Registry::with_prefix("csi_loopback_session_manager");
         let metrics = (Family::default(), Counter::default(), Counter::default());
         let (finished, expired, ended) = metrics;
-        let (swept, troubled, leading) = (Counter::default(), Counter::default(), Gauge::default());
+        let (swept, attempts_failed, leading) =
+            (Counter::default(), Counter::default(), Gauge::default());
         registry.register(
             "requests_finished",
             "Requests that became Ready or Failed, by the reason of their condition",
             Family::clone(&finished),
         );
-        registry.register("requests_expired", "Requests deleted at their end", expired.clone());
+        registry.register("requests_expired", "Requests deleted at their expiry", expired.clone());
         registry.register(
             "requests_ended",
-            "Requests that were let go, their data deleted",
+            "Requests whose data and finalizer were deleted",
             ended.clone(),
         );
         registry.register(
             "data_swept",
-            "SnapshotSessionData deleted that no request accounted for",
+            "Orphaned SnapshotSessionData that were deleted",
             swept.clone(),
         );
         registry.register(
             "attempts_failed",
-            "Looks at a request that have to be repeated, conflicts aside",
-            troubled.clone(),
+            "Failed reconciliations of a request, except conflicts",
+            attempts_failed.clone(),
         );
-        registry.register("leading", "1 in the replica that looks after requests", leading.clone());
+        registry.register("leading", "1 in the leader", leading.clone());
         more(&mut registry);
-        Self { registry: Arc::new(registry), finished, expired, ended, swept, troubled, leading }
+        Self {
+            registry: Arc::new(registry),
+            finished,
+            expired,
+            ended,
+            swept,
+            attempts_failed,
+            leading,
+        }
     }
 
-    /// A request has become Ready or Failed; `reason` is one of a fixed set.
+    /// Counts a request that became Ready or Failed; `reason` is from a fixed set.
     pub fn finished(&self, reason: &'static str) {
         self.finished.get_or_create(&Outcome { reason }).inc();
     }
@@ -76,8 +85,8 @@ impl Metrics {
         self.swept.inc();
     }
 
-    pub fn troubled(&self) {
-        self.troubled.inc();
+    pub fn attempt_failed(&self) {
+        self.attempts_failed.inc();
     }
 
     pub fn leading(&self, leads: bool) {

@@ -1,13 +1,15 @@
-//! The mode `session-manager`: snapshot sessions (KEP-3314, session design, "The Snapshot Session Manager"). A validating webhook
-//! lets only those ask for a session who may read its snapshots; a controller turns each request into a session, for
-//! which a driver's sidecar has a SnapshotSessionData and the backup application a token, and ends it when its time is over.
+//! The mode `session-manager`: snapshot sessions (KEP-3314, session design, "The Snapshot Session
+//! Manager"). A validating webhook admits a request only if its creator may get the snapshots. A
+//! controller turns each request into a session, with a SnapshotSessionData for the driver's
+//! sidecar and a token for the backup application, and deletes it at its expiry.
 //!
-//! Any number of replicas may run: all serve the webhook, one of them leads and runs the controller. What they know is in
-//! the cluster.
+//! Any number of replicas may run: all serve the webhook, the leader runs the controller. All state
+//! is in the cluster.
 
 mod args;
 mod cause;
 mod clean_up;
+mod context;
 mod controller;
 mod end;
 mod establish;

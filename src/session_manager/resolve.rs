@@ -1,5 +1,6 @@
-//! From the names in a request to what a session needs: the driver, the snapshots' handles, and where the driver's service is (KEP-3314,
-//! "The Snapshot Session Manager"). Nobody is told that something is missing before the API server was asked for it.
+//! Resolves the names in a request to the driver, the snapshots' handles and the driver's service
+//! (KEP-3314, "The Snapshot Session Manager"). An object is reported as missing only after a query
+//! to the API server.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -15,15 +16,15 @@ use crate::kubernetes::name;
 use crate::kubernetes::session::{SessionSnapshot, SnapshotServiceConfiguration};
 use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 
-/// What a session is made of.
+/// What a session consists of.
 #[derive(Debug, Clone)]
-pub struct Found {
+pub struct Resolved {
     pub driver: String,
     pub snapshots: Vec<SessionSnapshot>,
     pub configuration: Arc<SnapshotServiceConfiguration>,
 }
 
-/// The outcome of a look: what was found, or what stands in the way.
+/// The result of a lookup, or the obstacle.
 pub type Outcome<T> = Result<T, Obstacle>;
 
 pub struct Resolver {
@@ -34,15 +35,19 @@ pub struct Resolver {
     pub all_configurations: Api<SnapshotServiceConfiguration>,
 }
 
-/// The index of configurations.
+/// Index of configurations by the driver's label.
 pub fn driver_label(configuration: &SnapshotServiceConfiguration) -> Option<Cow<'_, str>> {
     configuration.labels().get(DRIVER_LABEL).map(Into::into)
 }
 
 impl Resolver {
     /// # Errors
-    /// The API server could not be asked.
-    pub async fn resolve(&self, namespace: &str, names: &[String]) -> kube::Result<Outcome<Found>> {
+    /// A call to the API server failed.
+    pub async fn resolve(
+        &self,
+        namespace: &str,
+        names: &[String],
+    ) -> kube::Result<Outcome<Resolved>> {
         let mut drivers = BTreeSet::new();
         let mut snapshots = Vec::new();
         let mut waiting: Option<Obstacle> = None;
@@ -55,7 +60,7 @@ impl Resolver {
                 Err(obstacle) if obstacle.cause.verdict() == Verdict::Fail => {
                     return Ok(Err(obstacle));
                 }
-                // What fails for good is worth more than what may pass.
+                // Report a permanent obstacle rather than a temporary one.
                 Err(obstacle) => drop(waiting.get_or_insert(obstacle)),
             }
         }
@@ -64,7 +69,7 @@ impl Resolver {
             return Ok(Err(Obstacle::new(
                 Cause::SeveralDrivers,
                 format!(
-                    "the VolumeSnapshots are of several CSI drivers ({}); make a request for each driver",
+                    "the VolumeSnapshots belong to several CSI drivers ({}); create a request for each driver",
                     all.join(", ")
                 ),
             )));
@@ -73,15 +78,16 @@ impl Resolver {
             (Some(obstacle), _) => return Ok(Err(obstacle)),
             (None, Some(driver)) => driver,
             (None, None) => {
-                let obstacle = Obstacle::new(Cause::SnapshotMissing, "no VolumeSnapshot is named");
+                let obstacle =
+                    Obstacle::new(Cause::SnapshotMissing, "the request names no VolumeSnapshot");
                 return Ok(Err(obstacle));
             }
         };
         let configuration = self.configuration(&driver).await?;
-        Ok(configuration.map(|configuration| Found { driver, snapshots, configuration }))
+        Ok(configuration.map(|configuration| Resolved { driver, snapshots, configuration }))
     }
 
-    /// The driver of a VolumeSnapshot, and what the session has to know of it.
+    /// The driver of a VolumeSnapshot, and its entry in the session's data.
     async fn snapshot(&self, key: &Key) -> kube::Result<Outcome<(String, SessionSnapshot)>> {
         let Key { namespace, name } = key;
         let shown = format!("VolumeSnapshot {namespace}/{name}");
@@ -113,14 +119,14 @@ impl Resolver {
         Ok(Ok((content.spec.driver.clone(), snapshot)))
     }
 
-    /// The one configuration that has the driver's label.
+    /// The only configuration with the driver's label.
     async fn configuration(
         &self,
         driver: &str,
     ) -> kube::Result<Outcome<Arc<SnapshotServiceConfiguration>>> {
         let known = match name::is_object(driver) {
             true => self.configurations.with(driver).await?,
-            // No object and no label can be called so.
+            // Not a valid name of an object or value of a label.
             false => return Ok(Err(without_configuration(driver))),
         };
         let found = match <[_; 1]>::try_from(known) {
@@ -144,20 +150,20 @@ fn the_one(
     match (found.next(), found.next()) {
         (None, _) => Err(without_configuration(driver)),
         (Some(one), None) if one.name_any() == driver => Ok(one),
-        // Who may write only an object of its own name could else speak for another driver.
+        // Otherwise a user who may only write an object of one name could configure another driver.
         (Some(one), None) => Err(Obstacle::new(
             Cause::ConfigurationMisnamed,
             format!(
-                "SnapshotServiceConfiguration {} is labelled {DRIVER_LABEL}={driver} and does not have the driver's \
-                 name; an administrator has to mend or delete it",
+                "SnapshotServiceConfiguration {} has the label {DRIVER_LABEL}={driver}, but not the driver's name; an \
+                 administrator must correct or delete it",
                 one.name_any()
             ),
         )),
         (Some(_), Some(_)) => Err(Obstacle::new(
             Cause::SeveralConfigurations,
             format!(
-                "several SnapshotServiceConfigurations are labelled {DRIVER_LABEL}={driver} ({}); an administrator has \
-                 to delete all but the one with the driver's name",
+                "several SnapshotServiceConfigurations have the label {DRIVER_LABEL}={driver} ({}); an administrator \
+                 must delete all except the one with the driver's name",
                 names.join(", ")
             ),
         )),
@@ -168,7 +174,7 @@ fn without_configuration(driver: &str) -> Obstacle {
     Obstacle::new(
         Cause::NoConfiguration,
         format!(
-            "the CSI driver {driver} offers no snapshot sessions: there is no SnapshotServiceConfiguration labelled \
+            "the CSI driver {driver} does not offer snapshot sessions: no SnapshotServiceConfiguration has the label \
              {DRIVER_LABEL}={driver}"
         ),
     )

@@ -1,4 +1,4 @@
-//! The manager from start to end: flags, API server, certificate, webhook, election, controller.
+//! The life of the manager: flags, API server, certificate, webhook, election, controller.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -11,13 +11,14 @@ use kube::{Api, Client};
 use tokio::task::JoinHandle;
 
 use super::args::Args;
-use super::controller::{self, Context};
+use super::context::Context;
+use super::controller;
 use super::lifetime::Lifetimes;
 use super::metrics::Metrics;
 use super::resolve::{self, Resolver};
 use super::{clean_up, webhook};
-use crate::kubernetes::leader::{Election, own_name, while_leading};
-use crate::kubernetes::publish::keep;
+use crate::kubernetes::leader::{Election, candidate_name, while_leading};
+use crate::kubernetes::publish::maintain;
 use crate::kubernetes::session::SnapshotSessionData;
 use crate::kubernetes::tls::identity::Identity;
 use crate::kubernetes::webhook_configuration::CaBundle;
@@ -25,10 +26,10 @@ use crate::kubernetes::{cache, https, tls};
 use crate::telemetry::http::Pages;
 use crate::telemetry::shutdown::Shutdown;
 
-/// As whom events and fields of others' objects are written.
+/// Reporter of events, and field manager of writes to other parties' objects.
 const MANAGER: &str = "csi-loopback-session-manager";
 
-/// Serves until a signal has come.
+/// Serves until a signal arrives.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     args.role.clone().run(|shutdown| async move {
         if !args.clean_up {
@@ -53,28 +54,28 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let election = Election {
         leases: Api::namespaced(kubernetes.clone(), &namespace),
         name: args.lease.clone(),
-        identity: own_name(args.identity.as_deref().unwrap_or("manager"))?,
+        identity: candidate_name(args.identity.as_deref().unwrap_or("manager"))?,
         duration: args.lease_duration,
     };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), namespace, "managing snapshot sessions");
     let leading = |leads| context.metrics.leading(leads);
-    // Each write names the version that it is for, and the next leader goes on from what was written.
+    // Each write names its version, and the next leader continues from the last write.
     let work = || controller::run(context.clone());
     while_leading(election.start(shutdown.clone()), leading, work, &shutdown).await;
-    // Calls that run may end.
-    webhook.await.context("the webhook")?;
+    // Running calls may complete.
+    webhook.await.context("failed to serve the webhook")?;
     tracing::info!("stopped");
     Ok(())
 }
 
-/// Begins to serve the webhook and, with an authority of its own, to keep it known to the API server.
+/// Starts to serve the webhook and, with a self-signed authority, to publish its certificate.
 async fn serve_webhook(
     args: &Args,
     kubernetes: &Client,
     identity: Identity,
     shutdown: &Shutdown,
 ) -> anyhow::Result<JoinHandle<()>> {
-    // A rate of its own: a flood of requests does not keep the controller from the API server.
+    // A separate rate limit: many reviews do not delay the controller.
     let reviews = args.kubernetes.connect().await?;
     let listener = tls::listen(args.port).await.with_context(|| format!("--port {}", args.port))?;
     let address = listener.local_addr()?;
@@ -83,7 +84,7 @@ async fn serve_webhook(
     if let Some(trusted) = identity.trusted {
         let publication: CaBundle<ValidatingWebhookConfiguration> =
             CaBundle::new(&args.webhook_configuration, MANAGER);
-        tokio::spawn(keep(kubernetes.clone(), publication, trusted, shutdown.clone()));
+        tokio::spawn(maintain(kubernetes.clone(), publication, trusted, shutdown.clone()));
     }
     tracing::info!(%address, "serving the webhook");
     let routes = webhook::routes(reviews);
@@ -132,7 +133,7 @@ fn pages(context: &Arc<Context>) -> Pages {
     let (metrics, watched) = (context.metrics.clone(), context.clone());
     let health = move || match watched.lifetimes.is_known() {
         true => Ok(()),
-        false => Err("the API server has not told the ConfigMap yet".into()),
+        false => Err("the ConfigMap has not been read from the API server yet".into()),
     };
     Pages::new(Arc::new(health), Arc::new(move || metrics.scrape()))
 }

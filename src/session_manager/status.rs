@@ -1,4 +1,5 @@
-//! What a request says of itself, and how that is written: whole, and only over the version that it was decided on.
+//! The status of a request, and how it is written: completely, and only over the version that was
+//! read.
 
 use k8s_openapi::ByteString;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
@@ -7,29 +8,29 @@ use kube::ResourceExt;
 use serde_json::{Value, json};
 
 use super::cause::Obstacle;
-use super::resolve::Found;
-use crate::grpc::cut;
+use super::resolve::Resolved;
+use crate::grpc::truncate;
 use crate::kubernetes::session::{
     SessionState, SnapshotSessionRequest, SnapshotSessionRequestStatus,
 };
 
-/// The one type of condition.
+/// The only type of condition.
 const READY: &str = "Ready";
-/// Reasons of the condition where no cause stands in the way.
+/// Reasons of the condition without an obstacle.
 pub const ESTABLISHED: &str = "SessionReady";
 const ESTABLISHING: &str = "Establishing";
 pub const REVOKED: &str = "SessionRevoked";
-/// Bytes of a message, at most.
+/// Maximum bytes of a message.
 const MAX_MESSAGE: usize = 16 << 10;
 
-/// A status in the making.
+/// A new status of a request.
 pub struct Draft<'a> {
     request: &'a SnapshotSessionRequest,
     pub status: SnapshotSessionRequestStatus,
 }
 
 impl<'a> Draft<'a> {
-    /// From what the request says now, with the time of its end noted.
+    /// Starts from the current status, and sets the expiration time.
     pub fn of(request: &'a SnapshotSessionRequest, expiration: &Time) -> Self {
         let mut status = request.status.clone().unwrap_or_default();
         status.state.get_or_insert(SessionState::Pending);
@@ -37,7 +38,7 @@ impl<'a> Draft<'a> {
         Self { request, status }
     }
 
-    /// All is found; the token is chosen and stands for nothing yet.
+    /// Everything is resolved; the token is chosen, but not valid yet.
     pub fn establishing(mut self, driver: &str, token: &str) -> Self {
         self.status.driver = Some(driver.to_owned());
         self.status.session_token = Some(token.to_owned());
@@ -50,7 +51,7 @@ impl<'a> Draft<'a> {
         self
     }
 
-    pub fn ready(mut self, found: &Found, token: &str) -> Self {
+    pub fn ready(mut self, found: &Resolved, token: &str) -> Self {
         let configuration = &found.configuration.spec;
         self.status.state = Some(SessionState::Ready);
         self.status.address = Some(configuration.address.clone());
@@ -64,14 +65,14 @@ impl<'a> Draft<'a> {
     pub fn failed(mut self, obstacle: &Obstacle) -> Self {
         self.status.state = Some(SessionState::Failed);
         self.status.session_token = None;
-        self.status.error = Some(cut(&obstacle.message, MAX_MESSAGE));
+        self.status.error = Some(truncate(&obstacle.message, MAX_MESSAGE));
         self.condition("False", obstacle.cause.reason(), &obstacle.message);
         self
     }
 
-    /// The data is gone. The state is final: only the condition can tell.
+    /// The data was deleted. The state is final, so only the condition changes.
     pub fn revoked(mut self) -> Self {
-        let message = "the session's data was deleted: its token is refused; make another request";
+        let message = "the session's data was deleted, so its token is refused; create another SnapshotSessionRequest";
         self.condition("False", REVOKED, message);
         self
     }
@@ -83,7 +84,7 @@ impl<'a> Draft<'a> {
             type_: READY.to_owned(),
             status: status.to_owned(),
             reason: reason.to_owned(),
-            message: cut(message, MAX_MESSAGE),
+            message: truncate(message, MAX_MESSAGE),
             last_transition_time: since.map_or_else(
                 || Time(Timestamp::now()),
                 |before| before.last_transition_time.clone(),
@@ -94,18 +95,18 @@ impl<'a> Draft<'a> {
         self.status.conditions.push(condition);
     }
 
-    /// Of the request.
+    /// Name of the request.
     pub fn name(&self) -> String {
         self.request.name_any()
     }
 
-    /// Whether it says something new.
+    /// Whether it differs from the current status.
     pub fn differs(&self) -> bool {
         self.request.status.as_ref() != Some(&self.status)
     }
 
-    /// As a merge patch (RFC 7386) that holds for this version of the request alone. What the status does not have is
-    /// taken away.
+    /// A merge patch (RFC 7386) that applies only to this version of the request. Missing fields
+    /// are removed.
     pub fn patch(&self) -> serde_json::Result<Value> {
         let fields =
             ["state", "address", "caCert", "sessionToken", "driver", "expirationTime", "error"];
@@ -120,7 +121,7 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// The reason of the condition, and since when it holds.
+/// The reason of the condition, and the time of its last transition.
 pub fn condition(request: &SnapshotSessionRequest) -> Option<(&str, &Time)> {
     let conditions = &request.status.as_ref()?.conditions;
     let ready = conditions.iter().find(|condition| condition.type_ == READY)?;
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_session_says_why_and_has_no_token() {
+    fn a_failed_session_has_an_error_and_no_token() {
         let mut request = request();
         request.status = Some(Draft::of(&request, &end()).establishing("d", "token").status);
         let obstacle = Obstacle::new(Cause::NoConfiguration, "there is none");
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_already_is_not_written_again() {
+    fn an_unchanged_status_is_not_written() {
         let mut request = request();
         let obstacle = Obstacle::new(Cause::SnapshotNotReady, "wait");
         let first = Draft::of(&request, &end()).waiting(&obstacle);
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_condition_keeps_the_time_at_which_it_began() {
+    fn a_condition_keeps_its_transition_time() {
         let mut request = request();
         let long_ago = Time(Timestamp::from_second(1).unwrap());
         let obstacle = Obstacle::new(Cause::SnapshotNotReady, "wait");

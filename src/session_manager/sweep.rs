@@ -1,6 +1,6 @@
-//! Data that no request accounts for: its request is gone (somebody took the finalizer away, or a leader that had lost its lease
-//! without knowing made it too late), has another token, or has expired. Found in what the watches have told, confirmed with the
-//! API server, and deleted.
+//! Deletes orphaned data: its request was deleted (its finalizer was removed, or a former leader
+//! created the data too late), has another token, or has expired. The watches report candidates,
+//! and a query to the API server confirms them.
 
 use std::time::Duration;
 
@@ -9,17 +9,17 @@ use kube::runtime::reflector::{ObjectRef, Store};
 use kube::{Api, ResourceExt};
 use tokio::time::sleep;
 
-use super::controller::Context;
+use super::context::Context;
 use super::end;
 use crate::kubernetes::cache::in_time;
 use crate::kubernetes::session::{SnapshotSessionData, SnapshotSessionRequest};
 
-/// Time between two rounds. A round in which all is well asks the API server for nothing.
-const EVERY: Duration = Duration::from_secs(5);
+/// Pause between rounds. A round without orphans makes no calls.
+const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Sweeps for as long as it is polled. `known` are the requests.
+/// Runs rounds until the future is dropped.
 pub async fn run(context: &Context, known: &Store<SnapshotSessionRequest>) {
-    // An error means that the watch of requests has ended, and everything with it.
+    // An error means that the watch of requests has ended, and with it the controller.
     if known.wait_until_ready().await.is_err() {
         return;
     }
@@ -28,15 +28,15 @@ pub async fn run(context: &Context, known: &Store<SnapshotSessionRequest>) {
             if !is_suspect(&data, known) {
                 continue;
             }
-            if let Err(error) = settle(context, &data).await {
-                tracing::warn!(%error, "data of a session that is over could not be deleted; trying again");
+            if let Err(error) = delete_if_orphaned(context, &data).await {
+                tracing::warn!(%error, "failed to delete orphaned session data; retrying");
             }
         }
-        sleep(EVERY).await;
+        sleep(INTERVAL).await;
     }
 }
 
-/// Whether something is wrong with it, as far as is known here.
+/// Whether the data looks orphaned, by the watches' state.
 fn is_suspect(data: &SnapshotSessionData, known: &Store<SnapshotSessionRequest>) -> bool {
     let reference = &data.spec.request;
     let key = ObjectRef::new(&reference.name).within(&reference.namespace);
@@ -47,13 +47,13 @@ fn is_expired(data: &SnapshotSessionData) -> bool {
     data.spec.expiration_time.0 <= Timestamp::now()
 }
 
-/// Whether the request has this data. The token is in the request before the data is made.
+/// Whether the data belongs to the request. The request has its token before the data is created.
 fn accounts_for(request: &SnapshotSessionRequest, data: &SnapshotSessionData) -> bool {
     request.metadata.uid.as_deref() == Some(&data.spec.request.uid)
         && request.session_token() == data.metadata.name.as_deref()
 }
 
-async fn settle(context: &Context, data: &SnapshotSessionData) -> kube::Result<()> {
+async fn delete_if_orphaned(context: &Context, data: &SnapshotSessionData) -> kube::Result<()> {
     let reference = &data.spec.request;
     if !is_expired(data) {
         let requests: Api<SnapshotSessionRequest> =
@@ -66,11 +66,6 @@ async fn settle(context: &Context, data: &SnapshotSessionData) -> kube::Result<(
     end::delete(&context.client, data).await?;
     context.metrics.swept();
     let (namespace, request) = (data.namespace().unwrap_or_default(), &reference.name);
-    tracing::info!(
-        namespace,
-        request,
-        of = reference.namespace,
-        "data of a session that is over is deleted"
-    );
+    tracing::info!(namespace, request, of = reference.namespace, "deleted orphaned session data");
     Ok(())
 }

@@ -1,24 +1,25 @@
-//! Session tokens. A token is the name of a SnapshotSessionData, and whoever knows it has the session.
+//! Session tokens. A token is the name of a SnapshotSessionData, and gives its holder access to the
+//! session.
 
 use anyhow::Context;
 
-/// What names of objects may have, and no character twice as likely as another: 32 of them, five bits each.
+/// 32 characters that are valid in object names, so that each has five random bits.
 const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
-/// Characters: 260 bits.
+/// Length in characters: 260 bits.
 const LENGTH: usize = 52;
 
-/// A new token, from the system's generator.
+/// Creates a token from the system's random number generator.
 ///
 /// # Errors
 /// The system has no random numbers.
 pub fn new() -> anyhow::Result<String> {
     let mut random = [0; LENGTH];
-    getrandom::fill(&mut random).context("making a session token")?;
+    getrandom::fill(&mut random).context("failed to create a session token")?;
     Ok(random.iter().map(|byte| char::from(ALPHABET[usize::from(byte & 31)])).collect())
 }
 
-/// Whether it has the form of a token that [`new`] has made.
-pub fn is_one(text: &str) -> bool {
+/// Whether the text has the form of a token of [`new`].
+pub fn is_valid(text: &str) -> bool {
     text.len() == LENGTH && text.bytes().all(|byte| ALPHABET.contains(&byte))
 }
 
@@ -30,15 +31,15 @@ mod tests {
     use crate::kubernetes::name;
 
     #[test]
-    fn a_token_is_an_objects_name_of_at_least_256_bits_and_never_the_same() {
+    fn tokens_are_unique_object_names_of_over_256_bits() {
         let tokens: HashSet<String> = (0..1000).map(|_| new().unwrap()).collect();
         assert_eq!(tokens.len(), 1000);
-        assert!(tokens.iter().all(|token| is_one(token) && name::is_object(token)));
+        assert!(tokens.iter().all(|token| is_valid(token) && name::is_object(token)));
         const { assert!(LENGTH * 5 >= 256) };
         let used: HashSet<char> = tokens.iter().flat_map(|token| token.chars()).collect();
         assert_eq!(used.len(), 32, "every character occurs");
         for other in ["", "a", &"a".repeat(51), &"A".repeat(52), &"1".repeat(52)] {
-            assert!(!is_one(other), "{other}");
+            assert!(!is_valid(other), "{other}");
         }
     }
 }

@@ -1,5 +1,6 @@
-//! The validating webhook (KEP-3314, session design, "The Snapshot Session Manager"): whoever asks for a session has to be allowed to get
-//! each of its VolumeSnapshots. What cannot be found out is refused.
+//! The validating webhook (KEP-3314, session design, "The Snapshot Session Manager"): the creator
+//! of a request must be allowed to get each of its VolumeSnapshots. A request that cannot be
+//! checked is refused.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,44 +21,44 @@ use crate::kubernetes::review::{Action, Denied, Reviewer};
 use crate::kubernetes::session::{MAX_SNAPSHOTS, SnapshotSessionRequest};
 use crate::kubernetes::snapshot::GROUP;
 
-/// Where the webhook is.
+/// HTTP path of the webhook.
 pub const PATH: &str = "/validate-snapshotsessionrequest";
-/// Objects of Kubernetes are smaller, and at most two come at once, before and after.
+/// A review holds at max_running two objects, the old and the new one, which are smaller than this.
 pub const LIMITS: Limits = Limits { body: 3 << 20, request: Duration::from_secs(9) };
 
-/// How long a judgement may take: the API server waits 10 s.
-const JUDGEMENT: Duration = Duration::from_secs(8);
-/// Reviews that are asked for at once; more wait.
+/// Time limit of a decision: the API server waits 10 s.
+const REVIEW_TIMEOUT: Duration = Duration::from_secs(8);
+/// Maximum number of concurrent SubjectAccessReviews; further ones wait.
 const REVIEWS: usize = 16;
-/// Names in a refusal.
+/// Maximum number of names in a refusal.
 const NAMED: usize = 3;
-/// Who is told to have no right.
+/// This role, in errors about its permissions.
 const ROLE: &str = "session manager";
 
-/// What is served over HTTPS. Reviews are asked for through `client`, which is to have a rate of its own: a flood of
-/// requests then starves nobody but itself.
+/// The routes of the webhook. `client` makes the reviews and should have its own rate limit, so
+/// that many requests delay only each other.
 pub fn routes(client: Client) -> Router {
     let webhook = Webhook {
-        // A right that was taken away must not be found a moment later.
+        // Not cached: a revoked permission must not be granted from a cache.
         reviewer: Reviewer::new(client, Duration::ZERO),
-        turns: Arc::new(Semaphore::new(REVIEWS)),
+        permits: Arc::new(Semaphore::new(REVIEWS)),
     };
-    let judge = move |request| webhook.clone().judge(request);
-    Router::new().route(PATH, validating(JUDGEMENT, judge))
+    let decide = move |request| webhook.clone().decide(request);
+    Router::new().route(PATH, validating(REVIEW_TIMEOUT, decide))
 }
 
 #[derive(Clone)]
 struct Webhook {
     reviewer: Reviewer,
-    turns: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
 }
 
 impl Webhook {
-    async fn judge(self, request: AdmissionRequest<SnapshotSessionRequest>) -> Verdict {
+    async fn decide(self, request: AdmissionRequest<SnapshotSessionRequest>) -> Verdict {
         match request.operation {
             Operation::Create => self.creation(request).await,
             Operation::Update => update(&request),
-            // They give nobody access to anything.
+            // These operations give no access.
             Operation::Delete | Operation::Connect => Ok(()),
         }
     }
@@ -65,20 +66,20 @@ impl Webhook {
     async fn creation(&self, request: AdmissionRequest<SnapshotSessionRequest>) -> Verdict {
         let namespace = request.namespace.unwrap_or_default();
         if !name::is_namespace(&namespace) {
-            return Err(Refusal::invalid("metadata.namespace: is missing or no name"));
+            return Err(Refusal::invalid("metadata.namespace: is missing or not a valid name"));
         }
         let Some(object) = request.object else {
-            return Err(Refusal::invalid("the review has no object to be judged"));
+            return Err(Refusal::invalid("the review has no object"));
         };
         let names = snapshots(object.spec.snapshots)?;
         let denied = self.denied(request.user_info.clone(), &namespace, names).await?;
         if denied.is_empty() {
             return Ok(());
         }
-        Err(Refusal::not_allowed(words(&request.user_info, &namespace, &denied)))
+        Err(Refusal::not_allowed(denial_message(&request.user_info, &namespace, &denied)))
     }
 
-    /// The VolumeSnapshots that the user may not get.
+    /// The VolumeSnapshots that the user must not get.
     async fn denied(
         &self,
         user: UserInfo,
@@ -86,13 +87,13 @@ impl Webhook {
         names: BTreeSet<String>,
     ) -> Result<BTreeSet<String>, Refusal> {
         let user = Arc::new(user);
-        // What still runs ends when this is dropped.
+        // Running reviews end when the set is dropped.
         let mut reviews = JoinSet::new();
         for name in names {
             let (webhook, user, namespace) = (self.clone(), user.clone(), namespace.to_owned());
             reviews.spawn(async move {
-                // Nobody closes it.
-                let _turn = webhook.turns.acquire().await;
+                // The semaphore is never closed.
+                let _permit = webhook.permits.acquire().await;
                 let action = Action {
                     verb: "get",
                     group: GROUP,
@@ -113,14 +114,14 @@ impl Webhook {
                     denied.insert(name);
                 }
                 Ok((_, Err(Denied::Unknown(error)))) => return Err(unknown(&error)),
-                Err(_) => return Err(Refusal::failed("a review of the rights ended early")),
+                Err(_) => return Err(Refusal::failed("a permission review ended unexpectedly")),
             }
         }
         Ok(denied)
     }
 }
 
-/// Each name once. The definition of the kind has the same bounds; here nothing is taken on trust.
+/// The distinct names. The CRD has the same limits, but they are not taken on trust.
 fn snapshots(names: Vec<String>) -> Result<BTreeSet<String>, Refusal> {
     if names.is_empty() || names.len() > MAX_SNAPSHOTS {
         let message =
@@ -128,22 +129,20 @@ fn snapshots(names: Vec<String>) -> Result<BTreeSet<String>, Refusal> {
         return Err(Refusal::invalid(message));
     }
     if let Some(bad) = names.iter().find(|name| !name::is_object(name)) {
-        let message = format!("spec.snapshots: {bad:?} is not the name of a VolumeSnapshot");
+        let message = format!("spec.snapshots: {bad:?} is not a valid VolumeSnapshot name");
         return Err(Refusal::invalid(message));
     }
     Ok(names.into_iter().collect())
 }
 
-/// A session is for what its creator was allowed. Everything else of the object may change.
+/// The spec is immutable, because the session gives access to what its creator was allowed to get.
 fn update(request: &AdmissionRequest<SnapshotSessionRequest>) -> Verdict {
     let (Some(new), Some(old)) = (&request.object, &request.old_object) else {
-        return Err(Refusal::invalid(
-            "the review has not both objects, the one before and the one after",
-        ));
+        return Err(Refusal::invalid("the review lacks the old or the new object"));
     };
     if new.spec != old.spec {
         return Err(Refusal::invalid(
-            "spec: cannot be changed; make another SnapshotSessionRequest",
+            "spec: cannot be changed; create another SnapshotSessionRequest",
         ));
     }
     Ok(())
@@ -154,15 +153,15 @@ fn unknown(error: &kube::Error) -> Refusal {
     Refusal::unknown("whether you may get the VolumeSnapshots", &failure)
 }
 
-fn words(user: &UserInfo, namespace: &str, denied: &BTreeSet<String>) -> String {
+fn denial_message(user: &UserInfo, namespace: &str, denied: &BTreeSet<String>) -> String {
     let names: Vec<_> = denied.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
     let more = match denied.len().saturating_sub(NAMED) {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
     format!(
-        "spec.snapshots: {} may not get the volumesnapshots.{GROUP} {}{more} in the namespace {namespace}; a Role there or a \
-         ClusterRole has to allow the verb get",
+        "spec.snapshots: {} may not get the volumesnapshots.{GROUP} {}{more} in the namespace {namespace}; grant the verb \
+         get with a Role there or a ClusterRole",
         user.username.as_deref().unwrap_or("the user"),
         names.join(", "),
     )
@@ -178,28 +177,28 @@ mod tests {
 
     use super::*;
 
-    /// An API server for what a real one cannot be asked: who was asked about, and how many at once. It allows whatever is
-    /// not `secret`.
+    /// An API server that records the reviews and their concurrency, which a real one does not
+    /// show. It allows every name but `secret`.
     #[derive(Default)]
-    struct Asked {
+    struct FakeReviews {
         specs: Mutex<Vec<Value>>,
         running: AtomicUsize,
-        most: AtomicUsize,
+        max_running: AtomicUsize,
     }
 
-    fn webhook(asked: Arc<Asked>) -> Webhook {
+    fn webhook(reviews: Arc<FakeReviews>) -> Webhook {
         let service = tower::service_fn(move |request: http::Request<Body>| {
-            let asked = asked.clone();
+            let reviews = reviews.clone();
             async move {
-                let now = asked.running.fetch_add(1, Ordering::SeqCst) + 1;
-                asked.most.fetch_max(now, Ordering::SeqCst);
+                let now = reviews.running.fetch_add(1, Ordering::SeqCst) + 1;
+                reviews.max_running.fetch_max(now, Ordering::SeqCst);
                 let body = request.into_body().collect_bytes().await.unwrap();
                 let mut review: Value = serde_json::from_slice(&body).unwrap();
                 let name = review["spec"]["resourceAttributes"]["name"].clone();
-                asked.specs.lock().unwrap().push(review["spec"].clone());
+                reviews.specs.lock().unwrap().push(review["spec"].clone());
                 tokio::time::sleep(Duration::from_millis(5)).await;
                 review["status"] = json!({ "allowed": name != "secret" });
-                asked.running.fetch_sub(1, Ordering::SeqCst);
+                reviews.running.fetch_sub(1, Ordering::SeqCst);
                 let answer = http::Response::new(Body::from(review.to_string().into_bytes()));
                 Ok::<_, std::convert::Infallible>(answer)
             }
@@ -207,7 +206,7 @@ mod tests {
         let client = Client::new(service, "default");
         Webhook {
             reviewer: Reviewer::new(client, Duration::ZERO),
-            turns: Arc::new(Semaphore::new(REVIEWS)),
+            permits: Arc::new(Semaphore::new(REVIEWS)),
         }
     }
 
@@ -231,10 +230,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn everything_that_is_known_of_the_creator_is_asked_about() {
-        let asked = Arc::new(Asked::default());
-        let judged = webhook(asked.clone()).judge(creation(&["a".into()], Some("apps"))).await;
-        assert_eq!(judged, Ok(()));
+    async fn a_review_holds_all_attributes_of_the_creator() {
+        let reviews = Arc::new(FakeReviews::default());
+        let decision = webhook(reviews.clone()).decide(creation(&["a".into()], Some("apps"))).await;
+        assert_eq!(decision, Ok(()));
         let attributes = json!({
             "verb": "get", "group": "snapshot.storage.k8s.io", "resource": "volumesnapshots",
             "namespace": "apps", "name": "a",
@@ -243,49 +242,49 @@ mod tests {
             "user": "alice", "uid": "u-1", "groups": ["g-1", "g-2"], "extra": { "scope": ["s"] },
             "resourceAttributes": attributes,
         });
-        assert_eq!(*asked.specs.lock().unwrap(), [expected]);
+        assert_eq!(*reviews.specs.lock().unwrap(), [expected]);
     }
 
     #[tokio::test]
-    async fn each_name_is_asked_for_once_and_a_few_at_a_time() {
-        let asked = Arc::new(Asked::default());
-        let webhook = webhook(asked.clone());
+    async fn each_name_is_reviewed_once_with_limited_concurrency() {
+        let reviews = Arc::new(FakeReviews::default());
+        let webhook = webhook(reviews.clone());
         let names: Vec<_> = (0..60).map(|number| format!("s{}", number % 50)).collect();
         let others =
-            (0..4).map(|_| tokio::spawn(webhook.clone().judge(creation(&names, Some("n")))));
+            (0..4).map(|_| tokio::spawn(webhook.clone().decide(creation(&names, Some("n")))));
         for other in others.collect::<Vec<_>>() {
             assert_eq!(other.await.unwrap(), Ok(()));
         }
-        assert_eq!(asked.specs.lock().unwrap().len(), 4 * 50);
-        assert_eq!(asked.most.load(Ordering::SeqCst), REVIEWS);
+        assert_eq!(reviews.specs.lock().unwrap().len(), 4 * 50);
+        assert_eq!(reviews.max_running.load(Ordering::SeqCst), REVIEWS);
     }
 
     #[tokio::test]
-    async fn one_that_is_denied_is_enough() {
+    async fn one_denied_name_refuses_the_request() {
         let names = ["a".into(), "secret".into()];
         let webhook = webhook(Arc::default());
-        let refused = webhook.clone().judge(creation(&names, Some("n"))).await.unwrap_err();
+        let refused = webhook.clone().decide(creation(&names, Some("n"))).await.unwrap_err();
         assert_eq!(refused.code(), 403);
         assert!(refused.message().contains("\"secret\" in the namespace n"), "{refused:?}");
         for namespace in [None, Some(""), Some("A/b")] {
-            let refused = webhook.clone().judge(creation(&names[..1], namespace)).await;
+            let refused = webhook.clone().decide(creation(&names[..1], namespace)).await;
             assert_eq!(refused.unwrap_err().code(), 422, "{namespace:?}");
         }
     }
 
     #[test]
-    fn a_refusal_names_who_what_where_and_the_next_step() {
+    fn a_refusal_names_user_objects_and_next_step() {
         let user = UserInfo { username: Some("alice".into()), ..UserInfo::default() };
         let denied = |count| (1..=count).map(|number| format!("s{number}")).collect();
-        let told = words(&user, "apps", &denied(5));
+        let message = denial_message(&user, "apps", &denied(5));
         for part in ["alice", r#""s1", "s2", "s3" and 2 more"#, "namespace apps", "the verb get"] {
-            assert!(told.contains(part), "{told}");
+            assert!(message.contains(part), "{message}");
         }
-        assert!(!words(&user, "apps", &denied(3)).contains("more"));
+        assert!(!denial_message(&user, "apps", &denied(3)).contains("more"));
     }
 
     #[test]
-    fn names_are_checked_though_the_definition_does_so() {
+    fn names_are_checked_regardless_of_the_crd() {
         let of = |names: &[&str]| snapshots(names.iter().map(|name| (*name).into()).collect());
         assert_eq!(of(&["b", "a", "b"]).unwrap().len(), 2);
         let many = vec!["a"; MAX_SNAPSHOTS + 1];
@@ -295,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_spec_is_kept_from_change() {
+    fn only_the_spec_is_immutable() {
         let object = |snapshot: &str, label: &str| -> SnapshotSessionRequest {
             serde_json::from_value(serde_json::json!({
                 "metadata": { "name": "r", "labels": { "team": label } },

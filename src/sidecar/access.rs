@@ -1,24 +1,24 @@
-//! Who asks, and may they: the token is reviewed for this driver's audience, then the right to get VolumeSnapshots
-//! in the namespace (KEP-3314, "The External Snapshot Metadata Sidecar"), and, where the base is a VolumeSnapshot of another
-//! namespace, the right to get that one.
+//! Authentication and authorization of a call (KEP-3314, "The External Snapshot Metadata Sidecar"):
+//! reviews the token for this driver's audience, then the permission to get VolumeSnapshots in the
+//! namespace, and, if the base is a VolumeSnapshot of another namespace, the permission to get it.
 
 use std::sync::Arc;
 
 use k8s_openapi::api::authentication::v1::UserInfo;
 
 use super::refusal::{Reason, Refusal};
-use super::request::Asked;
+use super::request::MetadataRequest;
 use crate::kubernetes::cache::{Cache, Key};
 use crate::kubernetes::metadata_service::SnapshotMetadataService;
 use crate::kubernetes::review::{Action, Denied, Reviewer};
 use crate::kubernetes::snapshot::GROUP;
 
-/// Where the audience comes from.
+/// Source of the audience that tokens must have.
 #[derive(Clone)]
 pub enum Audience {
     /// `--audience`.
     Fixed(String),
-    /// The SnapshotMetadataService of this name.
+    /// The spec of the SnapshotMetadataService with this name.
     Of { services: Box<Cache<SnapshotMetadataService>>, name: String },
 }
 
@@ -41,30 +41,30 @@ impl Audience {
     }
 }
 
-/// Cheap to clone.
+/// Authenticates callers. Clones share the caches of reviews.
 #[derive(Clone)]
-pub struct Gate {
+pub struct Authenticator {
     pub audience: Audience,
     pub reviewer: Reviewer,
 }
 
-/// The user of a token that is good.
+/// The user of an accepted token.
 pub struct Caller<'g> {
     reviewer: &'g Reviewer,
     user: Arc<UserInfo>,
 }
 
-impl Gate {
-    /// The user of the token.
-    pub async fn authenticate(&self, asked: &Asked) -> Result<Caller<'_>, Refusal> {
+impl Authenticator {
+    /// Returns the token's user, or the refusal of a token that the API server rejects.
+    pub async fn authenticate(&self, request: &MetadataRequest) -> Result<Caller<'_>, Refusal> {
         let audience = self.audience.current().await?;
-        match self.reviewer.authenticate(asked.token.reveal(), &audience).await {
+        match self.reviewer.authenticate(request.token.reveal(), &audience).await {
             Ok(user) => Ok(Caller { reviewer: &self.reviewer, user }),
             Err(Denied::Refused(reason)) => Err(Refusal::new(
                 Reason::Unauthenticated,
                 format!(
-                    "security_token: {reason}; ask the TokenRequest API for one with the audience that the \
-                     driver's SnapshotMetadataService names"
+                    "security_token: {reason}; request a token from the TokenRequest API with the audience of the \
+                     driver's SnapshotMetadataService"
                 ),
             )),
             Err(Denied::Unknown(error)) => Err(Refusal::api("create TokenReviews", &error)),
@@ -82,7 +82,7 @@ impl<'g> Caller<'g> {
         self.user.username.as_deref()
     }
 
-    /// Refuses a caller that may not get the VolumeSnapshots of the namespace.
+    /// Refuses a caller that has no permission to get VolumeSnapshots in the namespace.
     pub async fn authorize(&self, namespace: &str) -> Result<(), Refusal> {
         if self.may_get(namespace, None).await? {
             return Ok(());
@@ -90,14 +90,14 @@ impl<'g> Caller<'g> {
         Err(Refusal::new(
             Reason::NotAllowed,
             format!(
-                "{} may not get volumesnapshots.{GROUP} in the namespace {namespace}; a Role there or a \
-                 ClusterRole has to allow it",
+                "{} may not get volumesnapshots.{GROUP} in the namespace {namespace}; grant the permission with a \
+                 Role there or a ClusterRole",
                 self.username().unwrap_or("the user")
             ),
         ))
     }
 
-    /// Whether the caller may get the VolumeSnapshot of this name, or all of the namespace.
+    /// Whether the caller may get this VolumeSnapshot, or, without a name, all of the namespace.
     pub async fn may_get(&self, namespace: &str, name: Option<&str>) -> Result<bool, Refusal> {
         let action = Action {
             verb: "get",
@@ -117,7 +117,7 @@ impl<'g> Caller<'g> {
 
 fn unknown(problem: &str) -> Refusal {
     let message = format!(
-        "{problem}, so that no token can be checked; mend it or start the sidecar with --audience"
+        "{problem}, so tokens cannot be checked; correct the object or start the sidecar with --audience"
     );
     Refusal::new(Reason::NoAudience, message)
 }

@@ -1,6 +1,6 @@
-//! The flags of the mode: those of the released external-snapshot-metadata sidecar, under the same names and with
-//! the same defaults, and some more. They are read as Go's flag package reads them, so that manifests written for that
-//! sidecar mean the same here: the last of several wins, and an empty value is one that was not given.
+//! The flags of the sidecar: the flags of the released external-snapshot-metadata sidecar, with the
+//! same names and defaults, and more. They follow Go's flag package, so that manifests of that
+//! sidecar keep their meaning: the last occurrence wins, and an empty value means the default.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,82 +23,85 @@ use crate::telemetry::{http, klog};
 #[command(version, args_override_self = true)]
 #[command(mut_arg("http_endpoint", role::http_by_default))]
 pub struct Args {
-    /// Socket of the CSI driver: unix:///path, unix:/path or /path.
+    /// Socket of the CSI driver (unix:///path, unix:/path or /path)
     #[arg(long, default_value = "/run/csi/socket", value_name = "SOCKET")]
     pub csi_address: SocketPath,
 
-    /// How long a call to the CSI driver with one answer may take.
+    /// Timeout of a unary call to the CSI driver
     #[arg(long, default_value = "1m", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub timeout: Duration,
 
-    /// TCP port to serve the SnapshotMetadata API on, on every address; 0 for any that is free.
+    /// TCP port of the SnapshotMetadata API, on all addresses (0: any free port)
     #[arg(long, default_value_t = 50051, value_name = "PORT")]
     pub port: u16,
 
     #[command(flatten)]
     pub tls: tls::Args,
 
-    /// Serve the SnapshotMetadata API with session tokens.
+    /// Serve the SnapshotMetadata API with session tokens
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
         action = clap::ArgAction::Set, value_parser = klog::boolean, value_name = "BOOL")]
     pub session_api: bool,
 
-    /// Serve the released SnapshotMetadata API.
+    /// Serve the released SnapshotMetadata API
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = true,
         action = clap::ArgAction::Set, value_parser = klog::boolean, value_name = "BOOL")]
     pub metadata_api: bool,
 
-    /// Audience that a client's token must have; by default that of the SnapshotMetadataService.
+    /// Audience that a client's token must have; otherwise the audience of the
+    /// SnapshotMetadataService is used
     #[arg(long, value_parser = not_blank, value_name = "AUDIENCE")]
     pub audience: Option<String>,
 
-    /// SnapshotMetadataService that names the audience; by default the one named after the driver.
+    /// SnapshotMetadataService that names the audience; otherwise the one with the driver's name is
+    /// used
     #[arg(long, value_parser = not_blank, value_name = "NAME")]
     pub service_name: Option<String>,
 
-    /// What base_snapshot_id of a delta request may be: a CSI handle (id), the name of a VolumeSnapshot (name), or both
-    /// (either). What is the name of one snapshot and the handle of another is refused.
+    /// Accept as base_snapshot_id a CSI handle (id), the name of a VolumeSnapshot (name), or both
+    /// (either)
     #[arg(long, value_enum, default_value_t = BaseReference::Id, value_name = "KIND")]
     pub base_reference: BaseReference,
 
-    /// Code for users who may not get VolumeSnapshots in the namespace.
+    /// Status code for users who may not get VolumeSnapshots in the namespace
     #[arg(long, value_enum, default_value_t = DeniedAs::PermissionDenied, value_name = "CODE")]
     pub denied_as: DeniedAs,
 
-    /// Longest time that one answer may take, in minutes; 0 for the default.
+    /// Maximum duration of a response stream, in minutes (0: the default)
     #[arg(long, default_value_t = DEFAULT_LONGEST, value_parser = clap::value_parser!(u64).range(..=525_600), value_name = "MINUTES")]
     pub max_streaming_duration_min: u64,
 
-    /// Hold every answer of the driver to the contract of its stream, and end one that breaks it.
+    /// Check every response of the driver against the stream's contract, and end a stream that
+    /// breaks it
     #[arg(long)]
     pub check_streams: bool,
 
-    /// Answers at once, at most; more are turned away with RESOURCE_EXHAUSTED.
+    /// Maximum number of concurrent response streams; further calls fail with RESOURCE_EXHAUSTED
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096), value_name = "N")]
     pub max_streams: u32,
 
-    /// How long a token or permission that was granted is taken as granted: so late at most a revocation is
-    /// noticed. 0s asks the API server for each call.
+    /// Time to cache a granted token or permission review, the maximum delay of a revocation (0s:
+    /// do not cache)
     #[arg(long, default_value = "10s", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub review_cache_ttl: Duration,
 
-    /// Kubeconfig file; by default the ServiceAccount of the pod is used.
+    /// Kubeconfig file; otherwise the pod's ServiceAccount is used
     #[arg(long, value_parser = OsStringValueParser::new().map(PathBuf::from), value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
 
-    /// Calls to the API server a second; 0 for the default, below 0 for no limit.
+    /// Maximum requests per second to the API server (0: the default, negative: no limit)
     #[arg(long, default_value_t = DEFAULT_QPS, allow_negative_numbers = true, value_name = "N")]
     pub kube_api_qps: f64,
 
-    /// Calls to the API server at once, after a pause.
+    /// Maximum burst of requests to the API server
     #[arg(long, default_value_t = 10, value_name = "N")]
     pub kube_api_burst: u32,
 
-    /// Path of the metrics.
+    /// HTTP path of the metrics
     #[arg(long, default_value = "/metrics", value_parser = absolute, value_name = "PATH")]
     pub metrics_path: String,
 
-    /// Serve no metrics; /health stays.
+    /// Do not serve metrics; /health is still served
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
         action = clap::ArgAction::Set, value_parser = klog::boolean, value_name = "BOOL")]
     pub disable_metrics: bool,
@@ -119,15 +122,15 @@ pub struct Args {
     pub role: RoleArgs,
 }
 
-/// Of the released sidecar.
+/// Default of the released sidecar.
 const DEFAULT_QPS: f64 = 5.0;
-/// Minutes, of the released sidecar.
+/// Default of the released sidecar, in minutes.
 const DEFAULT_LONGEST: u64 = 10;
-/// Where there is no limit.
+/// A rate that never limits.
 const UNLIMITED: Rate = Rate { per_second: 1e6, burst: 1_000_000 };
 
 impl Args {
-    /// What the flags mean: those that say nothing are as if they had not been given.
+    /// Replaces empty values by the defaults.
     pub fn settled(mut self) -> Self {
         self.audience = self.audience.filter(|audience| !audience.is_empty());
         self.service_name = self.service_name.filter(|name| !name.is_empty());
@@ -139,7 +142,7 @@ impl Args {
     }
 
     /// # Errors
-    /// Flags that leave nothing to do.
+    /// The flags enable no API, or publish nothing.
     pub fn check(&self) -> anyhow::Result<()> {
         if !self.metadata_api && !self.session_api && !self.cbt_http.enabled {
             anyhow::bail!(
@@ -155,7 +158,7 @@ impl Args {
         Ok(())
     }
 
-    /// Where the driver's DriverDiscovery is to say that cbt-http is reached, where it is served.
+    /// Address of cbt-http to publish in the driver's DriverDiscovery, if cbt-http is enabled.
     pub fn discovery(&self) -> Option<&Address> {
         self.cbt_http.service_address.as_ref().filter(|_| self.cbt_http.enabled)
     }
@@ -170,12 +173,12 @@ impl Args {
     }
 }
 
-/// `--denied-as`.
+/// `--denied-as`: the status code for a user without permission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DeniedAs {
-    /// As the released sidecar.
+    /// The code of the released sidecar
     PermissionDenied,
-    /// As the proposal's text.
+    /// The code in the text of KEP-3314
     Unauthenticated,
 }
 
@@ -188,10 +191,10 @@ impl DeniedAs {
     }
 }
 
-/// An empty one is the default; blanks are a mistake.
+/// Accepts an empty text, which means the default, and rejects blanks, which are a mistake.
 fn not_blank(text: &str) -> Result<String, String> {
     if text.trim().is_empty() && !text.is_empty() {
-        return Err("is blank; leave the flag away for the default".into());
+        return Err("is blank; omit the flag to use the default".into());
     }
     Ok(text.to_owned())
 }
@@ -206,7 +209,7 @@ fn absolute(text: &str) -> Result<String, String> {
     {
         return Ok(text.to_owned());
     }
-    Err(format!("{text:?} is not a path such as /metrics"))
+    Err(format!("{text:?} is not an absolute path such as /metrics, or is reserved"))
 }
 
 #[cfg(test)]
@@ -227,21 +230,21 @@ mod tests {
     }
 
     #[test]
-    fn a_flag_without_a_value_is_as_one_that_was_not_given() {
+    fn an_empty_value_means_the_default() {
         let args = parse(
             "x --audience= --service-name= --kubeconfig= --tls-min-version= --max-streaming-duration-min=0",
         );
         assert_eq!((args.audience, args.service_name, args.kubeconfig), (None, None, None));
         assert_eq!(args.tls.tls_min_version, tls::MinVersion::Tls12);
         assert_eq!(args.max_streaming_duration_min, DEFAULT_LONGEST);
-        // As a variable of a pod that is not set.
+        // The value of an unset variable in a pod's manifest.
         assert_eq!(parse("x --audience ").audience, None);
         let blank = Line::try_parse_from(["x", "--audience", " "]).unwrap_err();
         assert!(blank.to_string().contains("is blank"), "{blank}");
     }
 
     #[test]
-    fn the_last_of_a_flags_values_counts() {
+    fn the_last_value_of_a_flag_wins() {
         let args = parse(
             "x --audience=a --port 1 --session-api --disable-metrics --kubeconfig=/a --port=2 \
              --session-api=false --audience=b --manage-service --service-address a:1 --manage-service \
@@ -253,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_base_is_a_handle_unless_a_flag_says_otherwise() {
+    fn a_base_is_a_handle_by_default() {
         assert_eq!(parse("x").base_reference, BaseReference::Id);
         assert_eq!(parse("x --base-reference either").base_reference, BaseReference::Either);
     }

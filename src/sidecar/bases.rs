@@ -1,6 +1,7 @@
-//! `--publish-bases`: the bases that the driver's BaseAdmin service reports, as an annotation of VolumeSnapshotContents, where backup
-//! products see it; and an annotation by which they say how long a snapshot is to stay a base. It is done in rounds, and nothing
-//! is kept but what spares calls. All replicas write the same.
+//! `--publish-bases`: publishes the bases that the driver's BaseAdmin service reports as an
+//! annotation of VolumeSnapshotContents, and applies the annotation that requests how long a
+//! snapshot remains a base. Works in rounds; state between rounds only saves calls. All replicas
+//! write the same values.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -16,57 +17,59 @@ use tokio::time::sleep;
 use tonic::{Code, Status};
 
 use super::driver_link::DriverLink;
-use crate::grpc::{code_name, cut};
+use crate::grpc::{code_name, truncate};
 use crate::kubernetes::cache::{Cache, in_time};
 use crate::kubernetes::client::tolerate;
 use crate::kubernetes::snapshot::VolumeSnapshotContent;
 use crate::proto::admin::v1 as admin;
-use crate::telemetry::complaint::Complaint;
+use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
 use admin::set_base_retention_request::Retention;
 
-/// The bases of deltas to the newest snapshot of a volume: [`Published`] as JSON.
+/// Annotation: the bases for deltas to a volume's newest snapshot, [`Published`] as JSON.
 const BASES: &str = "cbt.storage.k8s.io/bases";
-/// How long the snapshot is to stay a base after its deletion: a time such as 30days, or [`BY_DEFAULT`].
+/// Annotation: how long the snapshot remains a base after its deletion, e.g. 30days or
+/// [`BY_DEFAULT`].
 const RETENTION: &str = "cbt.storage.k8s.io/base-retention";
-/// Why that cannot be.
+/// Annotation: why the requested retention cannot be applied.
 const RETENTION_ERROR: &str = "cbt.storage.k8s.io/base-retention-error";
 const BY_DEFAULT: &str = "default";
 
-/// Bases in an annotation, at most. The annotations of an object have 256 KiB together, and a base takes some 150 bytes.
+/// Maximum number of bases in an annotation. An object's annotations are limited to 256 KiB, and a
+/// base takes about 150 bytes.
 const MAX_BASES: usize = 100;
-/// Bytes of an error in an annotation, at most.
+/// Maximum bytes of an error in an annotation.
 const MAX_ERROR: usize = 512;
-/// Pause before a driver that is away is asked again whether it has the service.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// Interval between attempts to find the service of a driver that is not ready.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// Of the year 9999, after which times cannot be written down.
+/// End of the year 9999, the last time that RFC 3339 can express.
 const LAST_SECOND: u64 = 253_402_300_799;
 
 type Content = Arc<VolumeSnapshotContent>;
 
 pub struct Bases {
     driver: DriverLink,
-    /// The driver's.
+    /// Name of the CSI driver.
     name: String,
     contents: Cache<VolumeSnapshotContent>,
     objects: Api<VolumeSnapshotContent>,
-    /// How long a call of the driver may take.
+    /// Timeout of a call to the driver.
     timeout: Duration,
-    /// The retention that the driver accepted last, by content.
+    /// The last retention that the driver accepted, by content.
     accepted: HashMap<String, String>,
-    /// The volumes of snapshots whose contents do not name them, by handle.
+    /// Volumes of snapshots whose contents do not name them, by handle.
     volumes: HashMap<String, String>,
-    complaint: Complaint,
+    error_log: RateLimitedLog,
 }
 
-/// What the annotation says.
+/// Value of the annotation [`BASES`].
 #[derive(Debug, Serialize)]
 struct Published {
     volume: String,
-    /// Newest first, and so the snapshot itself before all others.
+    /// Newest first, starting with the snapshot itself.
     bases: Vec<Base>,
-    /// Whether there are older ones than these.
+    /// Whether there are older bases than these.
     #[serde(skip_serializing_if = "is_false")]
     more: bool,
 }
@@ -74,7 +77,7 @@ struct Published {
 #[derive(Debug, Serialize)]
 struct Base {
     handle: String,
-    /// When it ceases to be one (RFC 3339). Missing while its time has not begun.
+    /// When it stops being a base (RFC 3339). Missing while the retention time has not started.
     #[serde(skip_serializing_if = "Option::is_none")]
     expires: Option<String>,
 }
@@ -99,12 +102,13 @@ impl Bases {
             timeout,
             accepted: HashMap::new(),
             volumes: HashMap::new(),
-            complaint: Complaint::default(),
+            error_log: RateLimitedLog::default(),
         }
     }
 
-    /// Makes rounds, with pauses of `every`, until draining begins. Sends an error to `refused` where the driver lacks the service.
-    pub async fn keep(
+    /// Runs a round every `every` until draining begins. Sends an error to `refused` if the driver
+    /// does not have the service.
+    pub async fn run(
         mut self,
         every: Duration,
         refused: mpsc::Sender<anyhow::Error>,
@@ -112,18 +116,20 @@ impl Bases {
     ) {
         let work = async {
             if let Err(error) = self.find_service().await {
-                // Without a receiver the process is ending.
+                // A missing receiver means that the process is ending.
                 let _ = refused.send(error).await;
                 return;
             }
             loop {
                 match self.round().await {
-                    Ok(()) if self.complaint.is_over() => tracing::info!("bases are published"),
+                    Ok(()) if self.error_log.clear() => {
+                        tracing::info!("publishing bases succeeded")
+                    }
                     Ok(()) => {}
                     Err(error) => {
                         let error = format!("{error:#}");
-                        if self.complaint.is_new(&error) {
-                            tracing::warn!(error, "bases cannot be published; trying again");
+                        if self.error_log.is_new(&error) {
+                            tracing::warn!(error, "failed to publish bases; retrying");
                         }
                     }
                 }
@@ -136,27 +142,29 @@ impl Bases {
         }
     }
 
+    /// Waits until the driver responds.
+    ///
     /// # Errors
-    /// The driver does not have it.
+    /// The driver does not have the service.
     async fn find_service(&self) -> anyhow::Result<()> {
         loop {
-            // It names nothing, which every driver that has the service refuses.
-            let asked = admin::ListBasesRequest::default();
-            match self.driver.list_bases(asked, self.timeout).await {
+            // An empty request: every driver that has the service rejects it.
+            let request = admin::ListBasesRequest::default();
+            match self.driver.list_bases(request, self.timeout).await {
                 Err(status) if status.code() == Code::Unimplemented => anyhow::bail!(
-                    "--publish-bases: the CSI driver {} does not have the service csiloopback.admin.v1.BaseAdmin; start without this flag",
+                    "--publish-bases: the CSI driver {} does not have the service csiloopback.admin.v1.BaseAdmin; remove the flag",
                     self.name
                 ),
-                Err(status) if status.code() != Code::InvalidArgument => sleep(ASK_AGAIN).await,
+                Err(status) if status.code() != Code::InvalidArgument => sleep(RETRY_AFTER).await,
                 _ => return Ok(()),
             }
         }
     }
 
-    /// Does for all contents of the driver what is to be done now. What goes wrong with one does not keep the others.
+    /// Processes all contents of the driver. An error with one content does not stop the others.
     async fn round(&mut self) -> anyhow::Result<()> {
         let contents = self.contents.all();
-        let contents = contents.context("the watch of VolumeSnapshotContents does not run")?;
+        let contents = contents.context("the watch of VolumeSnapshotContents is not running")?;
         let is_ours = |content: &Content| {
             content.spec.driver == self.name
                 && content.metadata.deletion_timestamp.is_none()
@@ -172,23 +180,24 @@ impl Bases {
         let bases = self.published(&contents, &mut failure).await;
         for content in &contents {
             let Some(handle) = content.ready_handle() else { continue };
-            let mut wanted = BTreeMap::new();
-            match self.heed(content, handle).await {
-                Ok(error) => drop(wanted.insert(RETENTION_ERROR, error)),
+            let mut desired = BTreeMap::new();
+            match self.apply_retention(content, handle).await {
+                Ok(error) => drop(desired.insert(RETENTION_ERROR, error)),
                 Err(error) => failure = Some(error),
             }
-            // What the driver could not say stays as it is.
+            // Without a response of the driver the annotation stays unchanged.
             if let Some(bases) = bases.get(handle) {
-                wanted.insert(BASES, bases.clone());
+                desired.insert(BASES, bases.clone());
             }
-            if let Err(error) = self.write(content, wanted).await {
+            if let Err(error) = self.write(content, desired).await {
                 failure = Some(error);
             }
         }
         failure.map_or(Ok(()), Err)
     }
 
-    /// The annotation of each handle that is known: nothing for those that are not the newest of their volumes.
+    /// The annotation's value by handle: `None` for a handle that is not its volume's newest.
+    /// Handles for which the driver gave no answer are missing.
     async fn published(
         &mut self,
         contents: &[Content],
@@ -224,7 +233,7 @@ impl Bases {
         bases
     }
 
-    /// The volume that a snapshot is of. A content that was made for a snapshot that was there before does not say.
+    /// The handle of a snapshot's volume. A pre-provisioned content does not name it.
     async fn volume(
         &mut self,
         content: &VolumeSnapshotContent,
@@ -244,43 +253,46 @@ impl Bases {
         Ok(volume)
     }
 
-    /// What is published of this snapshot, if it is this driver's.
+    /// The annotation's value for this snapshot, or `None` if this driver does not have the
+    /// snapshot.
     async fn bases(&self, handle: &str) -> anyhow::Result<Option<String>> {
         let Some(answer) = self.list(handle, MAX_BASES).await? else { return Ok(None) };
         published(answer).map(Some)
     }
 
-    /// The first bases of deltas to this snapshot; nothing where it is of a driver of this name on another node, or gone.
+    /// The first bases for deltas to this snapshot, or `None` if the snapshot is deleted or belongs
+    /// to a driver of the same name on another node.
     async fn list(
         &self,
         handle: &str,
         max: usize,
     ) -> anyhow::Result<Option<admin::ListBasesResponse>> {
-        let asked = admin::ListBasesRequest {
+        let request = admin::ListBasesRequest {
             target_snapshot_id: handle.to_owned(),
             max_entries: i32::try_from(max).unwrap_or(i32::MAX),
             ..Default::default()
         };
-        match self.driver.list_bases(asked, self.timeout).await {
+        match self.driver.list_bases(request, self.timeout).await {
             Ok(answer) => Ok(Some(answer)),
             Err(status) if status.code() == Code::NotFound => Ok(None),
             Err(status) => Err(of_driver(handle, &status)),
         }
     }
 
-    /// Tells the driver how long the snapshot is to stay a base, if its content says so. Returns why it cannot.
-    async fn heed(
+    /// Sets the retention that the content's annotation requests. Returns why the request is
+    /// invalid.
+    async fn apply_retention(
         &mut self,
         content: &VolumeSnapshotContent,
         handle: &str,
     ) -> anyhow::Result<Option<String>> {
-        let Some(asked) = content.annotations().get(RETENTION) else { return Ok(None) };
-        let retention = match retention(asked) {
+        let Some(requested) = content.annotations().get(RETENTION) else { return Ok(None) };
+        let retention = match retention(requested) {
             Ok(retention) => retention,
             Err(error) => return Ok(Some(error)),
         };
         let name = content.name_any();
-        if self.accepted.get(&name) == Some(asked) {
+        if self.accepted.get(&name) == Some(requested) {
             return Ok(None);
         }
         let request = admin::SetBaseRetentionRequest {
@@ -289,35 +301,40 @@ impl Bases {
         };
         match self.driver.set_base_retention(request, self.timeout).await {
             Ok(_) => {
-                tracing::info!(snapshot_id = handle, retention = asked, "a base has its retention");
-                self.accepted.insert(name, asked.clone());
+                tracing::info!(
+                    snapshot_id = handle,
+                    retention = requested,
+                    "set the retention of a base"
+                );
+                self.accepted.insert(name, requested.clone());
                 Ok(None)
             }
             Err(status) if status.code() == Code::NotFound => Ok(None),
             Err(status) if status.code() == Code::InvalidArgument => {
-                Ok(Some(cut(status.message(), MAX_ERROR)))
+                Ok(Some(truncate(status.message(), MAX_ERROR)))
             }
             Err(status) => Err(of_driver(handle, &status)),
         }
     }
 
-    /// Gives the object these annotations, `None` for no such one, where they are not as they should be.
+    /// Updates the object's annotations where they differ; `None` removes an annotation.
     async fn write(
         &self,
         content: &VolumeSnapshotContent,
-        mut wanted: BTreeMap<&str, Option<String>>,
+        mut desired: BTreeMap<&str, Option<String>>,
     ) -> anyhow::Result<()> {
-        wanted.retain(|name, value| content.annotations().get(*name) != value.as_ref());
-        if wanted.is_empty() {
+        desired.retain(|name, value| content.annotations().get(*name) != value.as_ref());
+        if desired.is_empty() {
             return Ok(());
         }
         let name = content.name_any();
-        if let Some(Some(error)) = wanted.get(RETENTION_ERROR) {
-            tracing::warn!(content = name, error, "{RETENTION} cannot be heeded");
+        if let Some(Some(error)) = desired.get(RETENTION_ERROR) {
+            tracing::warn!(content = name, error, "cannot apply the annotation {RETENTION}");
         }
-        let patch = Patch::Merge(json!({ "metadata": { "annotations": wanted } }));
+        let patch = Patch::Merge(json!({ "metadata": { "annotations": desired } }));
         let patched = in_time(self.objects.patch(&name, &PatchParams::default(), &patch)).await;
-        tolerate(patched, &[404]).with_context(|| format!("annotating {name}"))
+        tolerate(patched, &[404])
+            .with_context(|| format!("failed to annotate VolumeSnapshotContent {name}"))
     }
 }
 
@@ -344,15 +361,15 @@ fn retention(text: &str) -> Result<Retention, String> {
     match humantime::parse_duration(text) {
         Ok(time) => Ok(Retention::ForSeconds(time.as_secs())),
         Err(error) => {
-            let text = cut(text, MAX_ERROR / 4);
-            Err(format!("{text:?} is neither a time such as 30days nor {BY_DEFAULT}: {error}"))
+            let text = truncate(text, MAX_ERROR / 4);
+            Err(format!("{text:?} is neither a duration such as 30days nor {BY_DEFAULT}: {error}"))
         }
     }
 }
 
 fn of_driver(handle: &str, status: &Status) -> anyhow::Error {
     let (code, message) = (code_name(status.code()), status.message());
-    anyhow::anyhow!("the driver answers {code} for {handle}: {message}")
+    anyhow::anyhow!("the driver returned {code} for snapshot {handle}: {message}")
 }
 
 #[cfg(test)]
@@ -362,7 +379,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_retention_is_a_time_or_the_default() {
+    fn a_retention_is_a_duration_or_the_default() {
         assert_eq!(retention("30days"), Ok(Retention::ForSeconds(30 * 86_400)));
         assert_eq!(retention("0s"), Ok(Retention::ForSeconds(0)));
         assert_eq!(retention("default"), Ok(Retention::ByDefault(true)));
@@ -373,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_published_is_short_and_the_same_each_time() {
+    fn the_annotation_is_compact_and_deterministic() {
         let base = |handle: &str, expires: Option<i64>| admin::Base {
             snapshot_id: handle.into(),
             volume_id: "vol".into(),

@@ -1,5 +1,5 @@
-//! One call from its first byte to its last: counted, and logged in one line. The line holds names, the user or a
-//! fingerprint of the session, and numbers, never a token, a secret or a message as a whole.
+//! One call of a client, from start to end: metrics, and one log line. The line holds names, the
+//! user or a fingerprint of the session, and numbers; never a token, a secret or a message.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,17 +9,17 @@ use tonic::{Code, Status};
 
 use super::metrics::{Metrics, Operation};
 use super::refusal::{Reason, Refusal};
-use crate::grpc::{code_name, cut};
+use crate::grpc::{code_name, truncate};
 
-/// Bytes of a name that go into the log.
+/// Maximum bytes of a name in the log.
 const MAX_LOGGED: usize = 253;
 
-/// A call that runs. One that is dropped before its end counts as CANCELLED.
+/// A call in progress. If it is dropped before its end, it is recorded as CANCELLED.
 pub struct Call {
     operation: Operation,
     metrics: Metrics,
     denied_as: Code,
-    begun: Instant,
+    started: Instant,
     namespace: String,
     target: String,
     base: Option<String>,
@@ -30,22 +30,17 @@ pub struct Call {
     bytes: u64,
     relaying: bool,
     ended: bool,
-    // Dropped with the call, which is then no longer one that runs.
-    _running: Running,
+    // Released with the call.
+    _permit: Permit,
 }
 
 impl Call {
-    pub fn begin(
-        operation: Operation,
-        metrics: Metrics,
-        denied_as: Code,
-        running: Running,
-    ) -> Self {
+    pub fn begin(operation: Operation, metrics: Metrics, denied_as: Code, running: Permit) -> Self {
         Self {
             operation,
             metrics,
             denied_as,
-            begun: Instant::now(),
+            started: Instant::now(),
             namespace: String::new(),
             target: String::new(),
             base: None,
@@ -56,36 +51,36 @@ impl Call {
             bytes: 0,
             relaying: false,
             ended: false,
-            _running: running,
+            _permit: running,
         }
     }
 
-    /// Notes what it is about, once that was checked.
-    pub fn about(&mut self, target: &str, base: Option<&str>) {
+    /// Sets the snapshots for the log line, after they were validated.
+    pub fn set_snapshots(&mut self, target: &str, base: Option<&str>) {
         self.target = target.to_owned();
-        self.base = base.map(|base| cut(base, MAX_LOGGED));
+        self.base = base.map(|base| truncate(base, MAX_LOGGED));
     }
 
-    pub fn within(&mut self, namespace: &str) {
+    pub fn set_namespace(&mut self, namespace: &str) {
         self.namespace = namespace.to_owned();
     }
 
-    /// Notes the session, by its fingerprint.
-    pub fn of(&mut self, session: String) {
+    /// Sets the fingerprint of the session.
+    pub fn set_session(&mut self, session: String) {
         self.session = Some(session);
     }
 
-    pub fn by(&mut self, user: Option<&str>) {
-        self.user = user.map(|user| cut(user, MAX_LOGGED));
+    pub fn set_user(&mut self, user: Option<&str>) {
+        self.user = user.map(|user| truncate(user, MAX_LOGGED));
     }
 
-    /// The answer begins.
+    /// Records that the response stream starts.
     pub fn relaying(&mut self) {
         self.relaying = true;
         self.metrics.opened();
     }
 
-    /// Books one message.
+    /// Records one message.
     pub fn relayed(&mut self, extents: u64, bytes: u64) {
         self.messages += 1;
         self.extents += extents;
@@ -97,7 +92,7 @@ impl Call {
         self.end(Code::Ok, None, None);
     }
 
-    /// Ends it with a refusal; returns what the client is told.
+    /// Ends the call with a refusal and returns the client's status.
     pub fn refused(&mut self, refusal: &Refusal) -> Status {
         let status = match refusal.reason {
             Reason::NotAllowed => refusal.status_with(self.denied_as),
@@ -115,7 +110,7 @@ impl Call {
         if self.relaying {
             self.metrics.closed();
         }
-        let duration = self.begun.elapsed();
+        let duration = self.started.elapsed();
         self.metrics.called(self.operation, code, duration);
         self.log(code, reason, error, duration);
     }
@@ -152,35 +147,35 @@ impl Call {
 
 impl Drop for Call {
     fn drop(&mut self) {
-        self.end(Code::Cancelled, None, Some("the client went away"));
+        self.end(Code::Cancelled, None, Some("the client disconnected"));
     }
 }
 
-/// Counts calls that run, up to a limit. Cheap to clone.
+/// Limits the number of concurrent calls. Clones share the count.
 #[derive(Debug, Clone)]
-pub struct Calls {
+pub struct ConcurrencyLimit {
     running: Arc<AtomicUsize>,
     limit: usize,
 }
 
-impl Calls {
+impl ConcurrencyLimit {
     pub fn new(limit: usize) -> Self {
         Self { running: Arc::default(), limit }
     }
 
-    /// One more, unless there are too many.
-    pub fn begin(&self) -> Option<Running> {
+    /// Returns a permit, unless the limit is reached.
+    pub fn try_acquire(&self) -> Option<Permit> {
         let before = self.running.fetch_add(1, Ordering::Relaxed);
-        let running = Running(self.running.clone());
+        let running = Permit(self.running.clone());
         (before < self.limit).then_some(running)
     }
 }
 
-/// One that is counted, until it is dropped.
+/// One counted call, until it is dropped.
 #[derive(Debug)]
-pub struct Running(Arc<AtomicUsize>);
+pub struct Permit(Arc<AtomicUsize>);
 
-impl Drop for Running {
+impl Drop for Permit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -191,12 +186,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_beyond_the_limit_are_turned_away_until_one_ends() {
-        let calls = Calls::new(2);
-        let first = calls.begin().unwrap();
-        let _second = calls.begin().unwrap();
-        assert!(calls.begin().is_none() && calls.begin().is_none());
+    fn calls_over_the_limit_are_refused_until_one_ends() {
+        let calls = ConcurrencyLimit::new(2);
+        let first = calls.try_acquire().unwrap();
+        let _second = calls.try_acquire().unwrap();
+        assert!(calls.try_acquire().is_none() && calls.try_acquire().is_none());
         drop(first);
-        assert!(calls.begin().is_some());
+        assert!(calls.try_acquire().is_some());
     }
 }

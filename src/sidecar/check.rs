@@ -1,6 +1,7 @@
-//! `--check-streams`: what every answer of a driver has to keep to (CSI, SnapshotMetadata; KEP-3314, "Metadata Format"), checked
-//! on the messages as they lie there, of CSI's API and of that of sessions: their fields have the same numbers. A backup made
-//! of an answer that breaks the contract may lack data, and nobody would notice before it is restored.
+//! `--check-streams`: checks every response of a driver against the contract of its stream (CSI,
+//! SnapshotMetadata; KEP-3314, "Metadata Format"), on the encoded messages of both APIs, whose
+//! field numbers are equal. A backup from a response that breaks the contract may lack data, which
+//! would only show at a restore.
 
 use super::fields::{BLOCK_METADATA, Value, next_field};
 use super::refusal::{Reason, Refusal};
@@ -12,24 +13,24 @@ const CAPACITY: u32 = 2;
 const OFFSET: u32 = 1;
 const SIZE: u32 = 2;
 
-/// One answer, as far as it has come.
+/// The state of the check of one stream.
 #[derive(Debug)]
 pub struct StreamCheck {
     /// Bytes.
     starting_offset: u64,
-    /// Block metadata type and capacity in bytes, which are those of the first message.
+    /// Block metadata type and capacity (bytes), which every message must repeat.
     shape: Option<[u64; 2]>,
-    /// The first byte after the last extent.
+    /// End of the last extent.
     end: u64,
 }
 
 impl StreamCheck {
-    /// Of an answer that was asked for from this byte on, which is not negative.
+    /// `starting_offset` is the request's, in bytes, and not negative.
     pub fn new(starting_offset: i64) -> Self {
         Self { starting_offset: starting_offset.unsigned_abs(), shape: None, end: 0 }
     }
 
-    /// Checks the next message; returns how many extents it has.
+    /// Checks the next message and returns its number of extents.
     pub fn check(&mut self, message: &[u8]) -> Result<u64, Refusal> {
         self.accept(message).map_err(broken)
     }
@@ -54,7 +55,7 @@ impl StreamCheck {
         }
         let [_, capacity] = shape;
         if capacity > i64::MAX as u64 || self.end > capacity {
-            return Err("an extent ends past the capacity, or that is negative");
+            return Err("an extent ends past the capacity, or the capacity is negative");
         }
         Ok(extents)
     }
@@ -75,7 +76,7 @@ impl StreamCheck {
         if offset < self.end {
             return Err("extents are not ascending, or overlap");
         }
-        // No sum of two int64 overflows an uint64.
+        // The sum of two int64 fits a uint64.
         self.end = offset + size;
         if self.end <= self.starting_offset {
             return Err("an extent ends before starting_offset");
@@ -84,7 +85,7 @@ impl StreamCheck {
     }
 }
 
-const MALFORMED: &str = "a message is none of this API";
+const MALFORMED: &str = "a message is malformed";
 
 /// The next field of a message of this API.
 fn next<'m>(rest: &mut &'m [u8]) -> Result<Option<(u32, Value<'m>)>, &'static str> {
@@ -93,8 +94,8 @@ fn next<'m>(rest: &mut &'m [u8]) -> Result<Option<(u32, Value<'m>)>, &'static st
 
 fn broken(how: &str) -> Refusal {
     let message = format!(
-        "the CSI driver broke the contract of its answer (--check-streams): {how}; discard what was sent, and report it to \
-         the driver's maintainers"
+        "the CSI driver's response breaks the contract of the stream (--check-streams): {how}; discard the received \
+         data, and report the error to the driver's maintainers"
     );
     Refusal::new(Reason::ContractBroken, message)
 }
@@ -120,21 +121,21 @@ mod tests {
         message.encode_to_vec()
     }
 
-    /// How an answer from byte `starting_offset` on ends whose messages are these.
+    /// Result of the check of these messages, with a request from byte `starting_offset`.
     fn outcome(starting_offset: i64, messages: &[Vec<u8>]) -> Result<u64, &'static str> {
         let mut check = StreamCheck::new(starting_offset);
         messages.iter().map(|message| check.accept(message)).sum()
     }
 
     #[test]
-    fn an_answer_that_keeps_the_contract_passes() {
+    fn a_stream_that_keeps_the_contract_passes() {
         let whole = [
             message(2, 100, &[(0, 10), (10, 5)]),
             message(2, 100, &[]),
             message(2, 100, &[(99, 1)]),
         ];
         assert_eq!(outcome(0, &whole), Ok(3));
-        // Rounded down: the extent holds the byte that was asked for.
+        // Rounded down: the extent holds the requested byte.
         assert_eq!(outcome(9, &whole), Ok(3));
         assert_eq!(outcome(0, &[]), Ok(0));
     }
@@ -156,10 +157,10 @@ mod tests {
             (0, vec![message(2, 100, &[(-1, 1)])], "negative"),
             (0, vec![message(2, 100, &[(1, -1)])], "negative"),
             (0, vec![message(2, i64::MAX, &[(i64::MAX, i64::MAX)])], "past the capacity"),
-            (0, vec![good()[..good().len() - 1].to_vec()], "none of this API"),
-            // A capacity that is text; an extent that is a number.
-            (0, vec![vec![0x12, 1, b'x']], "none of this API"),
-            (0, vec![vec![0x18, 1]], "none of this API"),
+            (0, vec![good()[..good().len() - 1].to_vec()], "malformed"),
+            // A capacity with a text value; an extent with a numeric value.
+            (0, vec![vec![0x12, 1, b'x']], "malformed"),
+            (0, vec![vec![0x18, 1]], "malformed"),
         ] {
             let breach = outcome(starting_offset, &messages).expect_err(named);
             assert!(breach.contains(named), "{breach}: {named}");
@@ -172,7 +173,7 @@ mod tests {
     /// Type, capacity, and extents: offset and size.
     type Sent = (i32, i64, Vec<(i64, i64)>);
 
-    /// The same of messages that are decoded.
+    /// The expected result for the decoded messages.
     fn expected(starting_offset: i64, messages: &[Sent]) -> bool {
         let extents: Vec<_> = messages.iter().flat_map(|(_, _, extents)| extents).collect();
         let is_one =
@@ -187,12 +188,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_bytes_are_judged_as_the_decoded_messages_would_be(
+        fn the_check_agrees_with_the_decoded_messages(
             starting_offset in 0_i64..20,
             messages in prop::collection::vec(
                 (1..=2_i32, 28..=30_i64, prop::collection::vec((0_i64..30, 0_i64..4), 0..4)), 1..4,
             ),
-            // Most of them sorted and of one shape, so that some keep the contract.
+            // Most of them sorted and consistent, so that some keep the contract.
             is_sorted in prop::bool::weighted(0.8),
         ) {
             let mut messages = messages;
@@ -210,14 +211,14 @@ mod tests {
             }
             let encoded: Vec<_> =
                 messages.iter().map(|(kind, capacity, extents)| message(*kind, *capacity, extents)).collect();
-            let judged = outcome(starting_offset, &encoded);
-            prop_assert_eq!(judged.is_ok(), expected(starting_offset, &messages), "{:?}", judged);
+            let checked = outcome(starting_offset, &encoded);
+            prop_assert_eq!(checked.is_ok(), expected(starting_offset, &messages), "{:?}", checked);
             let extents = messages.iter().map(|(_, _, extents)| extents.len() as u64).sum::<u64>();
-            prop_assert!(judged.is_err() || judged == Ok(extents));
+            prop_assert!(checked.is_err() || checked == Ok(extents));
         }
 
         #[test]
-        fn whatever_a_driver_sends_is_judged(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn any_bytes_are_checked_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = StreamCheck::new(0).check(&bytes);
         }
     }

@@ -1,5 +1,5 @@
-//! The driver on its socket: whether it is there, what it is called and whether it has CSI's SnapshotMetadata service and
-//! that of sessions; and the calls, whose answers stay encoded. A driver that ends and comes back is found again.
+//! The connection to the CSI driver: polls its readiness, name and capabilities, and makes calls
+//! whose responses stay encoded. Reconnects to a driver that restarts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -29,29 +29,30 @@ use csi::controller_service_capability::rpc::Type as Rpc;
 use csi::identity_client::IdentityClient;
 use csi::plugin_capability::service::Type;
 
-/// Bytes of one answer that may be under way to a client that does not read.
+/// Maximum bytes in transit to a client that does not read.
 const STREAM_WINDOW: u32 = 256 << 10;
-/// Bytes of a frame from the driver, at most. HTTP/2's default, 16 KiB, costs a tenth more processor time.
+/// Maximum bytes of a frame from the driver. HTTP/2's default, 16 KiB, costs 10 % more processor
+/// time.
 const FRAME: u32 = 64 << 10;
-/// HTTP/2's largest window.
+/// Maximum window of HTTP/2.
 const LARGEST_WINDOW: u32 = (1 << 31) - 1;
-/// A driver's message may be so large, in bytes. What gRPC clients take by default is 4 MiB.
+/// Maximum bytes of a driver's message. The default of gRPC clients is 4 MiB.
 const MAX_MESSAGE: usize = 32 << 20;
-/// Time between two looks at a driver that is there, and at one that is not.
-const LOOK_EVERY: Duration = Duration::from_secs(5);
-const LOOK_AGAIN: Duration = Duration::from_millis(500);
+/// Poll intervals of a ready driver and of a driver that is not ready.
+const POLL_READY: Duration = Duration::from_secs(5);
+const POLL_NOT_READY: Duration = Duration::from_millis(500);
 
 const ALLOCATED: &str = "/csi.v1.SnapshotMetadata/GetMetadataAllocated";
 const DELTA: &str = "/csi.v1.SnapshotMetadata/GetMetadataDelta";
 const SESSION_ALLOCATED: &str = "/snapshotsession.SnapshotMetadata/GetAllocated";
 const SESSION_DELTA: &str = "/snapshotsession.SnapshotMetadata/GetDelta";
 
-/// A driver's answer: messages as bytes.
-pub type Answer = Streaming<RawMessage>;
+/// A driver's response stream: encoded messages.
+pub type MetadataStream = Streaming<RawMessage>;
 
-/// What the driver is asked about: handles, and from where on.
+/// Parameters of a request to the driver, with handles.
 #[derive(Debug, Clone)]
-pub struct Question {
+pub struct DriverRequest {
     pub target: String,
     pub base: Option<String>,
     /// Bytes.
@@ -59,40 +60,40 @@ pub struct Question {
     pub max_results: i32,
 }
 
-/// What is known of the driver.
+/// State of the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Driver {
-    /// It does not answer, or not as it should. Why.
-    Away(String),
+    /// It does not respond, or not correctly; with the reason.
+    NotReady(String),
     Ready {
         name: String,
         /// Whether it has the SnapshotMetadata service.
         capable: bool,
-        /// Whether it has ListSnapshotDeltas (KEP-3314, VolumeSnapshotDelta). False where nobody needs to know.
-        lists: bool,
+        /// Whether it has ListSnapshotDeltas (KEP-3314, VolumeSnapshotDelta). False if not probed.
+        lists_deltas: bool,
     },
 }
 
-/// Cheap to clone.
+/// A handle to the driver's connection. Clones share it.
 #[derive(Debug, Clone)]
 pub struct DriverLink {
     channel: Channel,
     state: watch::Receiver<Driver>,
-    /// Whether the driver at the other end of the connection has said that it lacks the session API.
+    /// Whether the connected driver lacks the session API.
     lacks_sessions: Arc<AtomicBool>,
-    /// Whether anybody wants to know of ListSnapshotDeltas.
-    asks_deltas: bool,
+    /// Whether to probe for ListSnapshotDeltas.
+    probe_deltas: bool,
 }
 
 impl DriverLink {
-    /// Starts to look for the driver. `streams`: answers at once, at most; each has room of its own, so that one
-    /// that nobody reads holds up no other. `timeout` is for calls with one answer. `asks_deltas`: whether to find out
-    /// about ListSnapshotDeltas.
+    /// Starts to poll the driver. `streams` is the maximum number of concurrent response streams;
+    /// each has its own window, so that a stalled client does not block others. `timeout` bounds
+    /// unary calls. `probe_deltas`: whether to probe for ListSnapshotDeltas.
     pub fn start(
         socket: &SocketPath,
         streams: usize,
         timeout: Duration,
-        asks_deltas: bool,
+        probe_deltas: bool,
         shutdown: Shutdown,
     ) -> Self {
         let path = socket.as_ref().to_owned();
@@ -106,13 +107,13 @@ impl DriverLink {
             .max_frame_size(FRAME)
             .connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
                 let path = path.clone();
-                // Who answers now may be another version.
+                // The new peer may be another version.
                 lacked.store(false, Ordering::Relaxed);
                 async move { UnixStream::connect(path).await.map(TokioIo::new) }
             }));
-        let (sender, state) = watch::channel(Driver::Away("it was not asked yet".into()));
-        let link = Self { channel, state, lacks_sessions, asks_deltas };
-        tokio::spawn(look(link.clone(), sender, timeout, shutdown));
+        let (sender, state) = watch::channel(Driver::NotReady("it has not been polled yet".into()));
+        let link = Self { channel, state, lacks_sessions, probe_deltas };
+        tokio::spawn(poll(link.clone(), sender, timeout, shutdown));
         link
     }
 
@@ -120,18 +121,18 @@ impl DriverLink {
         self.state.clone()
     }
 
-    /// The driver's name, once it answers.
+    /// The driver's name, if it is ready.
     pub fn name(&self) -> Result<String, Refusal> {
         match &*self.state.borrow() {
             Driver::Ready { name, .. } => Ok(name.clone()),
-            Driver::Away(why) => {
-                let message = format!("the CSI driver is not ready: {why}; try again");
+            Driver::NotReady(why) => {
+                let message = format!("the CSI driver is not ready: {why}; retry later");
                 Err(Refusal::new(Reason::DriverNotReady, message))
             }
         }
     }
 
-    /// The driver's name, once it answers and can do what the sidecar is for.
+    /// The driver's name, if it is ready and has the SnapshotMetadata service.
     pub fn capable(&self) -> Result<String, Refusal> {
         let name = self.name()?;
         match &*self.state.borrow() {
@@ -145,14 +146,14 @@ impl DriverLink {
         }
     }
 
-    /// The answer of CSI's SnapshotMetadata, for which the driver has `left`.
-    pub async fn ask(
+    /// ConcurrencyLimit CSI's SnapshotMetadata service.
+    pub async fn get_metadata(
         &self,
-        question: Question,
+        driver_request: DriverRequest,
         secrets: HashMap<String, String>,
-        left: Duration,
-    ) -> Result<Answer, Status> {
-        let Question { target, base, starting_offset, max_results } = question;
+        timeout: Duration,
+    ) -> Result<MetadataStream, Status> {
+        let DriverRequest { target, base, starting_offset, max_results } = driver_request;
         let Some(base_snapshot_id) = base else {
             let snapshot_id = target;
             let request = csi::GetMetadataAllocatedRequest {
@@ -161,7 +162,7 @@ impl DriverLink {
                 max_results,
                 secrets,
             };
-            return self.stream(bounded(request, left), ALLOCATED).await;
+            return self.stream(bounded(request, timeout), ALLOCATED).await;
         };
         let request = csi::GetMetadataDeltaRequest {
             base_snapshot_id,
@@ -170,22 +171,22 @@ impl DriverLink {
             max_results,
             secrets,
         };
-        self.stream(bounded(request, left), DELTA).await
+        self.stream(bounded(request, timeout), DELTA).await
     }
 
-    /// The answer of the driver's own session API, if it has that. `session_token` and `volume_id` are what the
-    /// driver is told of them.
-    pub async fn ask_session(
+    /// ConcurrencyLimit the driver's own session API; returns `None` if the driver lacks it. The
+    /// driver receives `session_token` and `volume_id` as given here.
+    pub async fn get_session_metadata(
         &self,
-        question: Question,
+        driver_request: DriverRequest,
         session_token: String,
         volume_id: String,
-        left: Duration,
-    ) -> Result<Option<Answer>, Status> {
+        timeout: Duration,
+    ) -> Result<Option<MetadataStream>, Status> {
         if self.lacks_sessions.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let Question { target, base, starting_offset, max_results } = question;
+        let DriverRequest { target, base, starting_offset, max_results } = driver_request;
         let (starting_offset, max_results) =
             (starting_offset.unsigned_abs(), max_results.unsigned_abs());
         let answer = match base {
@@ -197,7 +198,7 @@ impl DriverLink {
                     starting_offset,
                     max_results,
                 };
-                self.stream(bounded(request, left), SESSION_ALLOCATED).await
+                self.stream(bounded(request, timeout), SESSION_ALLOCATED).await
             }
             Some(base_snapshot) => {
                 let request = session::GetDeltaRequest {
@@ -208,14 +209,14 @@ impl DriverLink {
                     starting_byte_offset: starting_offset,
                     max_results,
                 };
-                self.stream(bounded(request, left), SESSION_DELTA).await
+                self.stream(bounded(request, timeout), SESSION_DELTA).await
             }
         };
         match answer {
             Err(status) if status.code() == Code::Unimplemented => {
                 if !self.lacks_sessions.swap(true, Ordering::Relaxed) {
                     tracing::info!(
-                        "the driver lacks the session API; it is asked through CSI's instead"
+                        "the driver lacks the session API; using CSI's SnapshotMetadata service instead"
                     );
                 }
                 Ok(None)
@@ -224,42 +225,42 @@ impl DriverLink {
         }
     }
 
-    /// A page of the driver's ListSnapshotDeltas, for which it has `left`.
+    /// Returns a page of the driver's ListSnapshotDeltas.
     pub async fn list_deltas(
         &self,
         request: csi::ListSnapshotDeltasRequest,
-        left: Duration,
+        timeout: Duration,
     ) -> Result<csi::ListSnapshotDeltasResponse, Status> {
         let controller = ControllerClient::new(self.channel.clone());
         let mut controller = controller.max_decoding_message_size(MAX_MESSAGE);
-        controller.list_snapshot_deltas(bounded(request, left)).await.map(Response::into_inner)
+        controller.list_snapshot_deltas(bounded(request, timeout)).await.map(Response::into_inner)
     }
 
-    /// A page of the bases that the driver's BaseAdmin service knows, for which it has `left`.
+    /// Returns a page of the bases that the driver's BaseAdmin service reports.
     pub async fn list_bases(
         &self,
         request: admin::ListBasesRequest,
-        left: Duration,
+        timeout: Duration,
     ) -> Result<admin::ListBasesResponse, Status> {
         let mut bases = BaseAdminClient::new(self.channel.clone());
-        bases.list_bases(bounded(request, left)).await.map(Response::into_inner)
+        bases.list_bases(bounded(request, timeout)).await.map(Response::into_inner)
     }
 
-    /// Changes how long a snapshot stays a base, for which the driver has `left`.
+    /// Changes how long a snapshot remains a base.
     pub async fn set_base_retention(
         &self,
         request: admin::SetBaseRetentionRequest,
-        left: Duration,
+        timeout: Duration,
     ) -> Result<(), Status> {
         let mut bases = BaseAdminClient::new(self.channel.clone());
-        bases.set_base_retention(bounded(request, left)).await.map(drop)
+        bases.set_base_retention(bounded(request, timeout)).await.map(drop)
     }
 
     async fn stream<Q: prost::Message + Send + Sync + 'static>(
         &self,
         request: Request<Q>,
         path: &'static str,
-    ) -> Result<Answer, Status> {
+    ) -> Result<MetadataStream, Status> {
         let mut grpc = Grpc::new(self.channel.clone()).max_decoding_message_size(MAX_MESSAGE);
         grpc.ready().await.map_err(|error| Status::from_error(Box::new(error)))?;
         let codec = ProstCodec::<Q, RawMessage>::default();
@@ -270,32 +271,33 @@ impl DriverLink {
     async fn identify(&self, timeout: Duration) -> Result<Driver, Status> {
         let mut identity = IdentityClient::new(self.channel.clone());
         let probe = identity.probe(bounded(csi::ProbeRequest {}, timeout)).await?.into_inner();
-        // CSI Probe: a driver that does not say is ready.
+        // CSI Probe: a driver that does not set the field is ready.
         if probe.ready == Some(false) {
-            return Ok(Driver::Away("it answers Probe with \"not ready\"".into()));
+            return Ok(Driver::NotReady("it reports \"not ready\" in Probe".into()));
         }
         let about =
             identity.get_plugin_info(bounded(csi::GetPluginInfoRequest {}, timeout)).await?;
-        let asked = bounded(csi::GetPluginCapabilitiesRequest {}, timeout);
-        let capabilities = identity.get_plugin_capabilities(asked).await?.into_inner().capabilities;
+        let request = bounded(csi::GetPluginCapabilitiesRequest {}, timeout);
+        let capabilities =
+            identity.get_plugin_capabilities(request).await?.into_inner().capabilities;
         let capable = capabilities.iter().any(|capability| {
             matches!(&capability.r#type, Some(csi::plugin_capability::Type::Service(service))
                 if service.r#type() == Type::SnapshotMetadataService)
         });
         let name = about.into_inner().name;
         if name.is_empty() {
-            return Ok(Driver::Away("it has no name".into()));
+            return Ok(Driver::NotReady("it reports an empty name".into()));
         }
-        let lists = self.asks_deltas && self.has_deltas(timeout).await?;
-        Ok(Driver::Ready { name, capable, lists })
+        let lists_deltas = self.probe_deltas && self.has_deltas(timeout).await?;
+        Ok(Driver::Ready { name, capable, lists_deltas })
     }
 
     async fn has_deltas(&self, timeout: Duration) -> Result<bool, Status> {
         let mut controller = ControllerClient::new(self.channel.clone());
-        let asked = bounded(csi::ControllerGetCapabilitiesRequest {}, timeout);
-        let capabilities = match controller.controller_get_capabilities(asked).await {
+        let request = bounded(csi::ControllerGetCapabilitiesRequest {}, timeout);
+        let capabilities = match controller.controller_get_capabilities(request).await {
             Ok(answer) => answer.into_inner().capabilities,
-            // It has no Controller service.
+            // The driver has no Controller service.
             Err(status) if status.code() == Code::Unimplemented => return Ok(false),
             Err(status) => return Err(status),
         };
@@ -312,8 +314,8 @@ fn bounded<T>(message: T, timeout: Duration) -> Request<T> {
     request
 }
 
-/// Looks at the driver again and again, and tells what has changed.
-async fn look(
+/// Polls the driver, and publishes and logs changes.
+async fn poll(
     link: DriverLink,
     state: watch::Sender<Driver>,
     timeout: Duration,
@@ -321,28 +323,33 @@ async fn look(
 ) {
     let mut first_name: Option<String> = None;
     loop {
-        let asked = tokio::time::timeout(timeout, link.identify(timeout)).await;
-        let found = match asked {
+        let polled = tokio::time::timeout(timeout, link.identify(timeout)).await;
+        let found = match polled {
             Ok(Ok(driver)) => driver,
             Ok(Err(status)) if status.code() == Code::Unavailable => {
-                Driver::Away("nobody answers on its socket".into())
+                Driver::NotReady("no process listens on its socket".into())
             }
-            Ok(Err(status)) => Driver::Away(format!("it answers {}", code_name(status.code()))),
-            Err(_) => Driver::Away("it does not answer in time".into()),
+            Ok(Err(status)) => {
+                Driver::NotReady(format!("it returned {}", code_name(status.code())))
+            }
+            Err(_) => Driver::NotReady("it did not respond in time".into()),
         };
         let found = match (found, &first_name) {
-            // Audience, service object and snapshots were all looked up for the other one.
-            (Driver::Ready { name, .. }, Some(first)) if name != *first => Driver::Away(format!(
-                "its name has changed from {first} to {name}, and the sidecar has to be started again"
-            )),
+            // Audience, service object and snapshots were looked up for the first name.
+            (Driver::Ready { name, .. }, Some(first)) if name != *first => Driver::NotReady(
+                format!("its name changed from {first} to {name}; restart the sidecar"),
+            ),
             (found, _) => found,
         };
         if let (Driver::Ready { name, .. }, None) = (&found, &first_name) {
             first_name = Some(name.clone());
         }
-        tell(&state, found);
-        let pause =
-            if matches!(*state.borrow(), Driver::Ready { .. }) { LOOK_EVERY } else { LOOK_AGAIN };
+        update(&state, found);
+        let pause = if matches!(*state.borrow(), Driver::Ready { .. }) {
+            POLL_READY
+        } else {
+            POLL_NOT_READY
+        };
         tokio::select! {
             () = sleep(pause) => {}
             () = shutdown.ending() => return,
@@ -350,7 +357,7 @@ async fn look(
     }
 }
 
-fn tell(state: &watch::Sender<Driver>, found: Driver) {
+fn update(state: &watch::Sender<Driver>, found: Driver) {
     let changed = state.send_if_modified(|known| {
         let changed = *known != found;
         *known = found.clone();
@@ -360,13 +367,13 @@ fn tell(state: &watch::Sender<Driver>, found: Driver) {
         Driver::Ready { name, capable: true, .. } if changed => {
             tracing::info!(driver = %name, "the driver is ready")
         }
-        Driver::Ready { name, lists: true, .. } if changed => {
-            tracing::info!(driver = %name, "the driver has ListSnapshotDeltas and no SnapshotMetadata service");
+        Driver::Ready { name, lists_deltas: true, .. } if changed => {
+            tracing::info!(driver = %name, "the driver has ListSnapshotDeltas, but no SnapshotMetadata service");
         }
         Driver::Ready { name, .. } if changed => {
-            tracing::error!(driver = %name, "the driver has no SnapshotMetadata service; every call is UNIMPLEMENTED");
+            tracing::error!(driver = %name, "the driver has no SnapshotMetadata service; every call fails with UNIMPLEMENTED");
         }
-        Driver::Away(why) if changed => tracing::warn!(%why, "the driver is not ready"),
+        Driver::NotReady(why) if changed => tracing::warn!(%why, "the driver is not ready"),
         _ => {}
     }
 }

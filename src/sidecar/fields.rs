@@ -1,22 +1,22 @@
-//! The fields of a protobuf message as they lie there, for what is not decoded: the answers of both APIs, whose fields have the
-//! same numbers.
+//! Reads the fields of an encoded protobuf message, without decoding the message. Both APIs use the
+//! same field numbers in responses.
 
 use prost::DecodeError;
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 
-/// Field of both responses that holds the extents.
+/// Number of the field that holds the extents, in both responses.
 pub const BLOCK_METADATA: u32 = 3;
 
-/// What a field holds.
+/// Value of a field.
 #[derive(Debug)]
 pub enum Value<'m> {
     Number(u64),
     Bytes(&'m [u8]),
-    /// What neither API has: numbers of fixed length, groups.
+    /// Wire types that neither API uses: fixed-length numbers, groups.
     Other,
 }
 
-/// The next field of a message: its number and value. Nothing at the end.
+/// Returns number and value of the next field, or `None` at the end of the message.
 pub fn next_field<'m>(rest: &mut &'m [u8]) -> Result<Option<(u32, Value<'m>)>, DecodeError> {
     if rest.is_empty() {
         return Ok(None);

@@ -1,6 +1,6 @@
-//! The sidecar's numbers. Labels come from fixed sets and the driver's name: nothing that a client sends becomes
-//! one. The histogram has the name, the labels and the words of the released sidecar, except that snapshots
-//! are no labels and that deltas are booked as deltas.
+//! The sidecar's metrics. Labels come from fixed sets and the driver's name, never from a client.
+//! The histogram has the released sidecar's name, labels and values, with two exceptions: snapshots
+//! are not labels, and deltas are counted as deltas.
 
 use std::fmt;
 use std::sync::atomic::AtomicI64;
@@ -15,13 +15,13 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tonic::Code;
 
-/// Upper ends in seconds: those of the released sidecar, and some below for answers in milliseconds.
+/// Upper bounds of the buckets in seconds: the released sidecar's, and smaller ones.
 const BUCKETS: [f64; 17] = [
     0.002, 0.005, 0.01, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0,
     600.0,
 ];
 
-/// What is asked for.
+/// The RPCs of both APIs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
     Allocated,
@@ -31,7 +31,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Of the RPC.
+    /// Name of the RPC.
     pub const fn method(self) -> &'static str {
         match self {
             Self::Allocated => "GetMetadataAllocated",
@@ -41,7 +41,7 @@ impl Operation {
         }
     }
 
-    /// In the released sidecar's metrics, which know the first two.
+    /// Value of the label `method_name`. The released sidecar has the first two.
     const fn label(self) -> &'static str {
         match self {
             Self::Allocated => "MetadataAllocated",
@@ -60,19 +60,19 @@ struct Call {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Why {
+struct ReasonLabel {
     reason: &'static str,
 }
 
 type Histograms = Family<Call, Histogram, fn() -> Histogram>;
 
-/// Cheap to clone; all clones count into the same numbers.
+/// Clones share the metrics.
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
     driver_name: Arc<OnceLock<String>>,
     calls: Histograms,
-    refused: Family<Why, Counter>,
+    refused: Family<ReasonLabel, Counter>,
     open: Gauge<i64, AtomicI64>,
     extents: Counter,
     bytes: Counter,
@@ -82,30 +82,34 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// `more` registers numbers that live elsewhere.
+    /// `more` registers metrics of other parts.
     pub fn new(more: impl FnOnce(&mut Registry)) -> Self {
         let mut registry = Registry::default();
         let calls: Histograms = Family::new_with_constructor(|| Histogram::new(BUCKETS));
         registry.register(
             "snapshot_metadata_controller_operations_seconds",
-            "Duration of calls, whole streams included",
+            "Duration of calls, including the whole stream",
             calls.clone(),
         );
         let own = registry.sub_registry_with_prefix("csi_loopback_sidecar");
-        let refused: Family<Why, Counter> = Family::default();
-        own.register("requests_refused", "Calls that failed, by reason", refused.clone());
+        let refused: Family<ReasonLabel, Counter> = Family::default();
+        own.register("requests_refused", "Failed calls, by reason", refused.clone());
         let open = Gauge::default();
-        own.register("streams_open", "Answers that are being relayed", open.clone());
+        own.register("streams_open", "Response streams in progress", open.clone());
         let (extents, bytes, messages) =
             (Counter::default(), Counter::default(), Counter::default());
         own.register("relayed_extents", "Extents relayed", extents.clone());
         own.register("relayed_message_bytes", "Bytes of messages relayed", bytes.clone());
         own.register("relayed_messages", "Messages relayed", messages.clone());
         let (driver_ready, driver_capable) = (Gauge::default(), Gauge::default());
-        own.register("driver_ready", "1 when the driver answers Probe", driver_ready.clone());
+        own.register(
+            "driver_ready",
+            "1 if the driver reports ready in Probe",
+            driver_ready.clone(),
+        );
         own.register(
             "driver_capable",
-            "1 when the driver has the SnapshotMetadata service",
+            "1 if the driver has the SnapshotMetadata service",
             driver_capable.clone(),
         );
         more(own);
@@ -129,7 +133,7 @@ impl Metrics {
         self.driver_capable.set(capable.into());
     }
 
-    pub fn driver_away(&self) {
+    pub fn driver_not_ready(&self) {
         self.driver_ready.set(0);
     }
 
@@ -143,7 +147,7 @@ impl Metrics {
     }
 
     pub fn refused(&self, reason: &'static str) {
-        self.refused.get_or_create(&Why { reason }).inc();
+        self.refused.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     pub fn opened(&self) {
@@ -160,7 +164,7 @@ impl Metrics {
         self.bytes.inc_by(bytes);
     }
 
-    /// The text of a scrape.
+    /// The metrics in the text format.
     pub fn scrape(&self) -> Result<String, fmt::Error> {
         let mut body = String::new();
         text::encode(&mut body, &self.registry)?;
@@ -168,7 +172,7 @@ impl Metrics {
     }
 }
 
-/// As the released sidecar, written in Go, writes a code.
+/// Name of a code in Go, which the released sidecar uses as the label's value.
 const fn go_name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",
@@ -196,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_are_booked_under_the_released_name_by_operation_and_code() {
+    fn calls_are_counted_by_operation_and_code() {
         let metrics = Metrics::new(|_| {});
         metrics.driver("loopback.csi.local", true);
         metrics.called(Operation::Delta, Code::Ok, Duration::from_millis(3));

@@ -1,9 +1,10 @@
-//! The mode `sidecar`: the front door of a CSI driver for backup applications (KEP-3314). It sits in the driver's pod,
-//! serves the Kubernetes SnapshotMetadata API over TLS, as released, with session tokens, or both, and pages of changed blocks
-//! over HTTPS to the aggregated API server, finds out who asks and
-//! whether they may, turns names of Kubernetes into handles of the driver, and relays the driver's answer as it is.
+//! The mode `sidecar`: the API endpoint of a CSI driver for backup applications (KEP-3314). It runs
+//! in the driver's pod. It serves the Kubernetes SnapshotMetadata API over TLS, as released, with
+//! session tokens, or both, and pages of changed blocks over HTTPS to the aggregated API server. It
+//! authenticates and authorizes callers, resolves Kubernetes names to the driver's handles, and
+//! relays the driver's responses unchanged.
 //!
-//! It keeps no state but what watches and reviews remember for a while: any number of replicas may run.
+//! State consists of watches and cached reviews, so any number of replicas may run.
 
 mod access;
 mod args;

@@ -1,5 +1,5 @@
-//! `--manage-service`: the objects by which backup applications and the session manager find the sidecar: what they say. How they
-//! are kept so is [`crate::kubernetes::publish`]'s business.
+//! `--manage-service`: the content of the objects by which backup applications and the session
+//! manager find the sidecar. [`crate::kubernetes::publish`] creates and updates the objects.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,86 +21,86 @@ use crate::quantity;
 use crate::telemetry::klog;
 use crate::telemetry::shutdown::Shutdown;
 
-/// As whom the fields are written (server-side apply).
+/// Field manager of server-side apply.
 const MANAGER: &str = "csi-loopback-sidecar";
-/// Field of a SnapshotMetadataService's spec that not every CRD has.
+/// Field of a SnapshotMetadataService's spec that some versions of the CRD lack.
 const OPTIONAL_FIELD: &str = "requireBaseSnapshotForDelta";
 
-/// The flags. The command that flattens them has those of [`tls::authority`], too.
+/// The flags. A command that flattens them must also flatten [`tls::authority`]'s.
 #[derive(Debug, Clone, clap::Args)]
-// Its group would have the name `Args`, as that of the role that flattens it.
+// The default name, `Args`, would collide with the group of the struct that flattens this one.
 #[group(skip)]
 pub struct Args {
-    /// Make the driver's SnapshotMetadataService and keep it so: address, audience, caCert. Without --audience
-    /// the audience is then the driver's name. With --session-api its SnapshotServiceConfiguration, too, and with
-    /// --cbt-http-service-address its DriverDiscovery.
+    /// Create and update the driver's SnapshotMetadataService; with --session-api also its
+    /// SnapshotServiceConfiguration, with --cbt-http-service-address also its DriverDiscovery
     #[arg(long, requires = "service_address")]
     pub manage_service: bool,
 
-    /// Where clients reach this sidecar, as host:port: the name of a Service. The certificate of --self-signed
-    /// is for this host.
+    /// Address of the sidecar for clients, as host:port of a Service; the certificate of
+    /// --self-signed is valid for it
     #[arg(long, value_name = "ADDRESS")]
     pub service_address: Option<Address>,
 
-    /// File with the certificates (PEM) of the authorities that clients are to trust; by default ca.crt beside
-    /// --tls-cert. It may change at any time.
+    /// PEM file of the CA certificates to publish, reloaded on change; otherwise ca.crt next to
+    /// --tls-cert is used
     #[arg(long, requires = "manage_service", conflicts_with = "self_signed", value_name = "FILE")]
     pub service_ca: Option<PathBuf>,
 
-    /// Publish in the SnapshotMetadataService whether the base of a delta has to exist still; by default the field is left as
-    /// others set it.
+    /// Publish requireBaseSnapshotForDelta in the SnapshotMetadataService; otherwise the field is
+    /// not changed
     #[arg(long, requires = "manage_service", num_args = 0..=1, require_equals = true, default_missing_value = "true",
         value_parser = klog::boolean, value_name = "BOOL")]
     pub require_base_snapshot_for_delta: Option<bool>,
 
-    /// Publish the bases of deltas and when they expire in annotations of VolumeSnapshotContents, and heed the annotation that says
-    /// how long a snapshot is to stay one. Only for csi-loopback's driver.
+    /// Publish the bases for deltas and their expiry as annotations of VolumeSnapshotContents, and
+    /// apply retention annotations (csi-loopback's driver only)
     #[arg(long)]
     pub publish_bases: bool,
 
-    /// How often the bases of the driver are polled.
+    /// Interval at which the driver's bases are polled
     #[arg(long, default_value = "1min", value_parser = bases_interval, value_name = "TIME")]
     pub publish_bases_interval: Duration,
 }
 
 fn bases_interval(text: &str) -> Result<Duration, String> {
     let range = Duration::from_secs(1)..=Duration::from_secs(86_400);
-    quantity::duration(text, range, "within 1s and 1day")
+    quantity::duration(text, range, "from 1s to 1day")
 }
 
-/// What the SnapshotMetadataService says.
+/// Content of the SnapshotMetadataService.
 #[derive(Debug, Clone)]
 pub struct Service {
     /// Name of the CSI driver, and of the object.
     pub driver: String,
     pub address: Address,
     pub audience: String,
-    /// requireBaseSnapshotForDelta, where it is published. What a driver can do is not for every sidecar to know, and unset is the
-    /// safe value.
+    /// requireBaseSnapshotForDelta, if it is published. The sidecar cannot know what every driver
+    /// supports; unset is the safe value.
     pub requires_base: Option<bool>,
 }
 
-/// What the SnapshotServiceConfiguration says.
+/// Content of the SnapshotServiceConfiguration.
 #[derive(Debug, Clone)]
 pub struct Configuration {
     /// Name of the CSI driver, and of the object.
     pub driver: String,
     pub address: Address,
-    /// The driver's namespace, which is the sidecar's.
+    /// Namespace of the driver and the sidecar.
     pub namespace: String,
 }
 
-/// What the DriverDiscovery says. Its status is another's.
+/// Content of the DriverDiscovery, without the status, which the aggregated API server writes.
 #[derive(Debug, Clone)]
 pub struct Discovery {
     /// Name of the CSI driver, and of the object.
     pub driver: String,
-    /// Where the aggregated API server reaches cbt-http.
+    /// Address of cbt-http for the aggregated API server.
     pub address: Address,
 }
 
 impl Discovery {
-    /// By the Service, where the host is the name of one: a server in the cluster need not know the cluster's DNS then.
+    /// Names the Service if the host is a Service's name: then the API server does not need cluster
+    /// DNS.
     fn client_config(&self, pem: &str) -> ClientConfig {
         let ca_bundle = ByteString(pem.as_bytes().to_vec());
         let mut labels = self.address.host().split('.');
@@ -125,19 +125,20 @@ impl Discovery {
     }
 }
 
-/// The authorities of --service-ca, or of ca.crt beside --tls-cert, read again when they change. For
-/// certificates from files; an authority of its own has bundles of its own.
+/// Reads the certificates of --service-ca, or of ca.crt next to --tls-cert, and reloads them on
+/// change. For certificates from files: a self-signed authority publishes its own bundle.
 ///
 /// # Errors
-/// The file cannot be read or holds something else; which.
+/// The file cannot be read or has other content.
 pub fn authorities(
     args: &Args,
     tls: &tls::Args,
     shutdown: Shutdown,
 ) -> anyhow::Result<watch::Receiver<String>> {
-    let beside = tls.tls_cert.as_deref().map(|cert| cert.with_file_name("ca.crt"));
-    let file = args.service_ca.clone().or(beside).context("--manage-service needs --service-ca")?;
-    tls::authorities_of("--service-ca", &file, shutdown)
+    let sibling = tls.tls_cert.as_deref().map(|cert| cert.with_file_name("ca.crt"));
+    let file =
+        args.service_ca.clone().or(sibling).context("--manage-service requires --service-ca")?;
+    tls::watch_authorities("--service-ca", &file, shutdown)
 }
 
 impl Publication for Service {
@@ -153,7 +154,7 @@ impl Publication for Service {
         &self.driver
     }
 
-    fn wanted(&self, _: Option<&SnapshotMetadataService>, pem: &str) -> anyhow::Result<Value> {
+    fn desired(&self, _: Option<&SnapshotMetadataService>, pem: &str) -> anyhow::Result<Value> {
         let mut object = json!({
             "apiVersion": SnapshotMetadataService::api_version(&()),
             "kind": SnapshotMetadataService::kind(&()),
@@ -164,14 +165,14 @@ impl Publication for Service {
                 "caCert": k8s_openapi::ByteString(pem.as_bytes().to_vec()),
             },
         });
-        // What is not written stays as another manager set it.
+        // A field that is not written keeps the value of its manager.
         if let Some(required) = self.requires_base {
             object["spec"][OPTIONAL_FIELD] = required.into();
         }
         Ok(object)
     }
 
-    fn is_as_it_should_be(&self, found: &SnapshotMetadataService, pem: &str) -> bool {
+    fn is_current(&self, found: &SnapshotMetadataService, pem: &str) -> bool {
         let spec = &found.spec;
         is_labelled(&found.metadata, &self.driver)
             && spec.address == self.address.to_string()
@@ -194,7 +195,11 @@ impl Publication for Configuration {
         &self.driver
     }
 
-    fn wanted(&self, _: Option<&SnapshotServiceConfiguration>, pem: &str) -> anyhow::Result<Value> {
+    fn desired(
+        &self,
+        _: Option<&SnapshotServiceConfiguration>,
+        pem: &str,
+    ) -> anyhow::Result<Value> {
         Ok(json!({
             "apiVersion": SnapshotServiceConfiguration::api_version(&()),
             "kind": SnapshotServiceConfiguration::kind(&()),
@@ -207,7 +212,7 @@ impl Publication for Configuration {
         }))
     }
 
-    fn is_as_it_should_be(&self, found: &SnapshotServiceConfiguration, pem: &str) -> bool {
+    fn is_current(&self, found: &SnapshotServiceConfiguration, pem: &str) -> bool {
         let spec = &found.spec;
         is_labelled(&found.metadata, &self.driver)
             && spec.address == self.address.to_string()
@@ -227,7 +232,7 @@ impl Publication for Discovery {
         &self.driver
     }
 
-    fn wanted(&self, _: Option<&DriverDiscovery>, pem: &str) -> anyhow::Result<Value> {
+    fn desired(&self, _: Option<&DriverDiscovery>, pem: &str) -> anyhow::Result<Value> {
         Ok(json!({
             "apiVersion": DriverDiscovery::api_version(&()),
             "kind": DriverDiscovery::kind(&()),
@@ -236,8 +241,8 @@ impl Publication for Discovery {
         }))
     }
 
-    /// Of address and Service there may be one, and another manager may have set the one that is not meant.
-    fn in_the_way(&self, found: &DriverDiscovery) -> Option<Value> {
+    /// clientConfig has either an address or a Service; another manager may have set the other one.
+    fn conflicts(&self, found: &DriverDiscovery) -> Option<Value> {
         let found = &found.spec.client_config;
         let ClientConfig { url, service, .. } = self.client_config("");
         let is_other = (found.url.is_some() && url.is_none())
@@ -245,7 +250,7 @@ impl Publication for Discovery {
         is_other.then(|| json!({ "spec": { "clientConfig": { "url": url, "service": service } } }))
     }
 
-    fn is_as_it_should_be(&self, found: &DriverDiscovery, pem: &str) -> bool {
+    fn is_current(&self, found: &DriverDiscovery, pem: &str) -> bool {
         is_labelled(&found.metadata, &self.driver)
             && found.spec.driver_name == self.driver
             && found.spec.client_config == self.client_config(pem)
@@ -273,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_that_contradict_each_other_are_errors_of_the_command_line() {
+    fn contradicting_flags_are_command_line_errors() {
         for good in [
             "x --manage-service --service-address a:1 --tls-cert c --tls-key k --service-ca f",
             "x --manage-service --service-address a:1 --self-signed --self-signed-validity 1h",
@@ -297,8 +302,8 @@ mod tests {
             ("x --self-signed --service-address a:1 --self-signed-validity 11years", "3650days"),
             ("x --self-signed --service-address a:1 --self-signed-secret A_b", "a-z"),
             ("x --service-address https://a:1", "host:port"),
-            ("x --publish-bases-interval 999ms", "1s and 1day"),
-            ("x --publish-bases-interval 2days", "1s and 1day"),
+            ("x --publish-bases-interval 999ms", "1s to 1day"),
+            ("x --publish-bases-interval 2days", "1s to 1day"),
         ] {
             let error = parse(bad).unwrap_err().to_string();
             assert!(error.contains(named), "{bad}: {error}");
@@ -311,48 +316,48 @@ mod tests {
     }
 
     #[test]
-    fn whether_a_base_has_to_exist_is_published_only_if_a_flag_says_so() {
+    fn require_base_is_published_only_if_the_flag_is_set() {
         let line = "x --manage-service --service-address a:1";
         assert_eq!(parse(line).unwrap().require_base_snapshot_for_delta, None);
         let given = format!("{line} --require-base-snapshot-for-delta=false");
         assert_eq!(parse(&given).unwrap().require_base_snapshot_for_delta, Some(false));
         for published in [None, Some(false), Some(true)] {
             let service = service(published);
-            let object = service.wanted(None, "pem").unwrap();
+            let object = service.desired(None, "pem").unwrap();
             assert_eq!(object["spec"].get(OPTIONAL_FIELD), published.map(Value::from).as_ref());
             let object: SnapshotMetadataService = serde_json::from_value(object).unwrap();
             for found in [None, Some(false), Some(true)] {
                 let mut object = object.clone();
                 object.spec.require_base_snapshot_for_delta = found;
-                let is_left_alone = published.is_none() || found == published;
-                assert_eq!(service.is_as_it_should_be(&object, "pem"), is_left_alone, "{found:?}");
+                let is_unchanged = published.is_none() || found == published;
+                assert_eq!(service.is_current(&object, "pem"), is_unchanged, "{found:?}");
             }
         }
     }
 
     #[test]
-    fn any_difference_of_a_service_is_drift() {
+    fn any_difference_in_a_service_is_drift() {
         let service = service(None);
         let object: SnapshotMetadataService =
-            serde_json::from_value(service.wanted(None, "pem").unwrap()).unwrap();
+            serde_json::from_value(service.desired(None, "pem").unwrap()).unwrap();
         let spec = object.spec.clone();
         let with = |spec: SnapshotMetadataServiceSpec| SnapshotMetadataService {
             spec,
             metadata: object.metadata.clone(),
         };
-        let good = |object: &SnapshotMetadataService| service.is_as_it_should_be(object, "pem");
+        let good = |object: &SnapshotMetadataService| service.is_current(object, "pem");
         assert!(good(&object));
         let address = SnapshotMetadataServiceSpec { address: "b:1".into(), ..spec.clone() };
         let audience = SnapshotMetadataServiceSpec { audience: "v".into(), ..spec.clone() };
         for other in [address, audience] {
             assert!(!good(&with(other.clone())), "{other:?}");
         }
-        assert!(!service.is_as_it_should_be(&object, "other"));
+        assert!(!service.is_current(&object, "other"));
         assert!(!good(&SnapshotMetadataService { metadata: ObjectMeta::default(), spec }));
     }
 
     #[test]
-    fn a_discovery_names_the_service_whose_name_the_host_is_and_else_the_address() {
+    fn a_discovery_names_the_service_or_else_the_address() {
         let config = |address: &str| {
             Discovery { driver: "d".into(), address: address.parse().unwrap() }.client_config("pem")
         };
@@ -371,49 +376,49 @@ mod tests {
     }
 
     #[test]
-    fn any_difference_of_a_discovery_is_drift() {
-        let wanted = Discovery { driver: "d".into(), address: "a:1".parse().unwrap() };
-        let made = |wanted: &Discovery| -> DriverDiscovery {
-            serde_json::from_value(wanted.wanted(None, "pem").unwrap()).unwrap()
+    fn any_difference_in_a_discovery_is_drift() {
+        let desired = Discovery { driver: "d".into(), address: "a:1".parse().unwrap() };
+        let made = |desired: &Discovery| -> DriverDiscovery {
+            serde_json::from_value(desired.desired(None, "pem").unwrap()).unwrap()
         };
-        let object = made(&wanted);
-        assert!(wanted.is_as_it_should_be(&object, "pem"));
-        assert!(!wanted.is_as_it_should_be(&object, "other"));
+        let object = made(&desired);
+        assert!(desired.is_current(&object, "pem"));
+        assert!(!desired.is_current(&object, "other"));
         for address in ["a:2", "a.b.svc:1"] {
-            let other = Discovery { address: address.parse().unwrap(), ..wanted.clone() };
-            assert!(!wanted.is_as_it_should_be(&made(&other), "pem"));
+            let other = Discovery { address: address.parse().unwrap(), ..desired.clone() };
+            assert!(!desired.is_current(&made(&other), "pem"));
         }
-        assert_eq!(wanted.in_the_way(&object), None);
+        assert_eq!(desired.conflicts(&object), None);
         let mut other = object.clone();
         other.spec.client_config.url = None;
         other.spec.client_config.service = Some(ServiceReference::default());
-        assert!(!wanted.is_as_it_should_be(&other, "pem"));
-        assert!(wanted.in_the_way(&other).unwrap()["spec"]["clientConfig"]["service"].is_null());
+        assert!(!desired.is_current(&other, "pem"));
+        assert!(desired.conflicts(&other).unwrap()["spec"]["clientConfig"]["service"].is_null());
         let mut unlabelled = object;
         unlabelled.metadata.labels = None;
-        assert!(!wanted.is_as_it_should_be(&unlabelled, "pem"));
+        assert!(!desired.is_current(&unlabelled, "pem"));
     }
 
     #[test]
-    fn any_difference_of_a_configuration_is_drift() {
-        let wanted = Configuration {
+    fn any_difference_in_a_configuration_is_drift() {
+        let desired = Configuration {
             driver: "d".into(),
             address: "a:1".parse().unwrap(),
             namespace: "n".into(),
         };
-        let made = |wanted: &Configuration| -> SnapshotServiceConfiguration {
-            serde_json::from_value(wanted.wanted(None, "pem").unwrap()).unwrap()
+        let made = |desired: &Configuration| -> SnapshotServiceConfiguration {
+            serde_json::from_value(desired.desired(None, "pem").unwrap()).unwrap()
         };
-        let object = made(&wanted);
-        assert!(wanted.is_as_it_should_be(&object, "pem"));
-        assert!(!wanted.is_as_it_should_be(&object, "other"));
-        let address = Configuration { address: "b:1".parse().unwrap(), ..wanted.clone() };
-        let namespace = Configuration { namespace: "m".into(), ..wanted.clone() };
+        let object = made(&desired);
+        assert!(desired.is_current(&object, "pem"));
+        assert!(!desired.is_current(&object, "other"));
+        let address = Configuration { address: "b:1".parse().unwrap(), ..desired.clone() };
+        let namespace = Configuration { namespace: "m".into(), ..desired.clone() };
         for other in [address, namespace] {
-            assert!(!wanted.is_as_it_should_be(&made(&other), "pem"), "{other:?}");
+            assert!(!desired.is_current(&made(&other), "pem"), "{other:?}");
         }
         let mut unlabelled = object;
         unlabelled.metadata.labels = None;
-        assert!(!wanted.is_as_it_should_be(&unlabelled, "pem"));
+        assert!(!desired.is_current(&unlabelled, "pem"));
     }
 }

@@ -1,5 +1,6 @@
-//! Why a request gets no answer, and the one place where a reason becomes a gRPC code and the details that programs
-//! read (google.rpc.ErrorInfo and RetryInfo). The tables of docs/reference/sidecar.md say the same, and tests hold them to the code.
+//! Why a request is refused, and the only place that maps a reason to a gRPC code and to the
+//! details for programs (google.rpc.ErrorInfo and RetryInfo). Tests compare the tables of
+//! docs/reference/sidecar.md with this code.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -7,13 +8,13 @@ use std::time::Duration;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-use crate::grpc::{MAX_MESSAGE, cut};
+use crate::grpc::{MAX_MESSAGE, truncate};
 use crate::kubernetes::client;
 
-/// Domain of ErrorInfo: whose reasons they are.
+/// Domain of ErrorInfo.
 const DOMAIN: &str = "csi-loopback";
 
-/// Each is a row of the table and a value of the label `reason` in the metrics.
+/// Each reason is a row of the table and a value of the metrics' label `reason`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reason {
     MissingArgument,
@@ -39,7 +40,7 @@ pub enum Reason {
     TooMany,
     TooLong,
     Exiting,
-    DriverBrokeOff,
+    DriverDisconnected,
     MessageTooLarge,
     ContractBroken,
     SessionInvalid,
@@ -47,7 +48,7 @@ pub enum Reason {
     SnapshotReplaced,
     OtherVolumeId,
     NoStyle,
-    /// The driver's own error: its code.
+    /// The driver's own error, with its code.
     Driver(Code),
 }
 
@@ -77,7 +78,7 @@ impl Reason {
         Self::TooMany,
         Self::TooLong,
         Self::Exiting,
-        Self::DriverBrokeOff,
+        Self::DriverDisconnected,
         Self::MessageTooLarge,
         Self::ContractBroken,
         Self::SessionInvalid,
@@ -111,7 +112,7 @@ impl Reason {
             | Self::SecretMissing
             | Self::ApiServer
             | Self::Exiting
-            | Self::DriverBrokeOff => Code::Unavailable,
+            | Self::DriverDisconnected => Code::Unavailable,
             Self::SidecarNotAllowed | Self::ContractBroken | Self::NoStyle => Code::Internal,
             Self::TooMany | Self::MessageTooLarge => Code::ResourceExhausted,
             Self::TooLong => Code::DeadlineExceeded,
@@ -119,10 +120,10 @@ impl Reason {
         }
     }
 
-    /// How long to wait before the same request may succeed, where nothing has to be done but wait.
+    /// Delay before a retry, if waiting is enough for the same request to succeed.
     fn retry_after(self) -> Option<Duration> {
         let seconds = match self {
-            Self::DriverNotReady | Self::Exiting | Self::DriverBrokeOff => 1,
+            Self::DriverNotReady | Self::Exiting | Self::DriverDisconnected => 1,
             Self::SnapshotNotReady
             | Self::ApiServer
             | Self::TooMany
@@ -132,7 +133,7 @@ impl Reason {
         Some(Duration::from_secs(seconds))
     }
 
-    /// As it stands in metrics, logs and the table.
+    /// The value in metrics, logs and the table.
     pub const fn label(self) -> &'static str {
         match self {
             Self::MissingArgument => "missing_argument",
@@ -158,7 +159,7 @@ impl Reason {
             Self::TooMany => "too_many",
             Self::TooLong => "too_long",
             Self::Exiting => "exiting",
-            Self::DriverBrokeOff => "driver_broke_off",
+            Self::DriverDisconnected => "driver_broke_off",
             Self::MessageTooLarge => "message_too_large",
             Self::ContractBroken => "contract_broken",
             Self::SessionInvalid => "session_invalid",
@@ -171,7 +172,7 @@ impl Reason {
     }
 }
 
-/// A reason, and words for the caller: what is wrong and what to do.
+/// A reason, and a message for the caller: what is wrong and what to do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     pub reason: Reason,
@@ -183,11 +184,11 @@ impl Refusal {
         Self { reason, message: message.into() }
     }
 
-    /// A call to the API server that failed; `doing` is what it was for.
+    /// A failed call to the API server; `doing` is its purpose.
     pub fn api(doing: &str, error: &kube::Error) -> Self {
         let failure = client::failure("sidecar", doing, error);
         let reason =
-            if failure.is_own_right { Reason::SidecarNotAllowed } else { Reason::ApiServer };
+            if failure.lacks_permission { Reason::SidecarNotAllowed } else { Reason::ApiServer };
         Self::new(reason, failure.message)
     }
 
@@ -203,7 +204,7 @@ impl Refusal {
         self.status_with(self.code())
     }
 
-    /// The same with another code than the reason's.
+    /// Like [`Refusal::status`], with another code than the reason's.
     pub fn status_with(&self, code: Code) -> Status {
         let mut details = ErrorDetails::new();
         details.set_error_info(
@@ -214,7 +215,7 @@ impl Refusal {
         if let Some(delay) = self.reason.retry_after() {
             details.set_retry_info(Some(delay));
         }
-        Status::with_error_details(code, cut(&self.message, MAX_MESSAGE), details)
+        Status::with_error_details(code, truncate(&self.message, MAX_MESSAGE), details)
     }
 }
 
@@ -226,18 +227,18 @@ mod tests {
 
     const PAGE: &str = include_str!("../../docs/reference/sidecar.md");
 
-    /// What the released sidecar does where this one refuses, as its source has it (v1.1.0).
+    /// What the released sidecar does in this case (source of v1.1.0).
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     enum Released {
-        /// It refuses with the same code.
+        /// It fails with the same code.
         Same,
-        /// It refuses with this one.
+        /// It fails with this code.
         As(Code),
-        /// It does not refuse.
+        /// It answers the request.
         Answers,
-        /// Its process ends.
+        /// Its process exits.
         Ends,
-        /// It has no such API.
+        /// It does not have the API.
         Lacks,
     }
 
@@ -250,7 +251,7 @@ mod tests {
             | Reason::OtherDriver
             | Reason::SecretMissing
             | Reason::TooLong
-            | Reason::DriverBrokeOff
+            | Reason::DriverDisconnected
             | Reason::MessageTooLarge
             | Reason::Driver(_) => Same,
             Reason::NoAudience | Reason::ApiServer => As(Code::Internal),
@@ -276,7 +277,7 @@ mod tests {
         }
     }
 
-    /// The rows of the table under this heading: the cells of each.
+    /// The cells of each row of the table under this heading.
     fn table(heading: &str) -> Vec<Vec<&'static str>> {
         let (_, section) = PAGE.split_once(heading).expect(heading);
         let rows = section.lines().skip_while(|line| !line.starts_with("|---")).skip(1);
@@ -285,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_of_differences_has_each_code_that_the_released_sidecar_does_not_have() {
+    fn differences_from_the_released_sidecar_are_documented() {
         let rows = table("### Codes that differ");
         for reason in Reason::ALL {
             let label = format!("`{}`", reason.label());
@@ -309,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_tells_programs_its_reason_and_where_waiting_helps_how_long() {
+    fn a_refusal_has_its_reason_and_retry_delay_as_details() {
         let delays = table("### What programs read");
         let driver = [Code::Unavailable, Code::NotFound].map(Reason::Driver);
         for reason in Reason::ALL.into_iter().chain(driver) {
@@ -321,12 +322,12 @@ mod tests {
                 (info.reason.to_lowercase().as_str(), info.domain.as_str()),
                 (reason.label(), DOMAIN)
             );
-            // As google.rpc.ErrorInfo has it.
+            // The pattern of google.rpc.ErrorInfo.
             let plain = |byte: u8| byte.is_ascii_uppercase() || byte == b'_';
             assert!(info.reason.bytes().all(plain) && info.reason.len() <= 63, "{}", info.reason);
             let delay = details.retry_info().and_then(|info| info.retry_delay);
             let label = format!("`{}`", reason.label());
-            let told = delays.iter().find(|row| match reason {
+            let documented = delays.iter().find(|row| match reason {
                 Reason::Driver(code) => {
                     row[1].contains("`driver` with") && row[1].contains(code_name(code))
                 }
@@ -334,7 +335,7 @@ mod tests {
             });
             assert_eq!(
                 delay.map(|delay| format!("{} s", delay.as_secs())).as_deref(),
-                told.map(|row| row[0]),
+                documented.map(|row| row[0]),
                 "{label}"
             );
         }
@@ -348,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_of_the_documentation_has_each_reason_with_its_code() {
+    fn every_reason_is_documented_with_its_code() {
         for reason in Reason::ALL {
             let label = reason.label();
             let row = row(PAGE, label);

@@ -1,6 +1,6 @@
-//! An answer on its way from the driver to the client. Messages pass through as the bytes that they are; they are
-//! taken from the driver only as the client takes them, so that flow control reaches from end to end. An
-//! end is passed on as clean only when the driver has said that it is.
+//! Relays a response stream from the driver to the client. Messages stay encoded, and are read from
+//! the driver only when the client reads, so that flow control works end to end. The stream ends
+//! successfully only if the driver reports success.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,23 +11,23 @@ use tokio::time::{Instant, sleep_until};
 use tokio_stream::Stream;
 use tonic::{Code, Status};
 
-use super::call::{Call, Running};
+use super::call::{Call, Permit};
 use super::check::StreamCheck;
-use super::driver_link::Answer;
+use super::driver_link::MetadataStream;
 use super::fields::{BLOCK_METADATA, Value, next_field};
 use super::refusal::{Reason, Refusal};
 use crate::grpc::RawMessage;
 use crate::kubernetes::secret::Secrets;
 use crate::telemetry::shutdown::Shutdown;
 
-/// What cuts an answer off.
+/// What ends a stream early.
 pub struct Limits {
     pub deadline: Instant,
     pub shutdown: Shutdown,
 }
 
 impl Limits {
-    /// Waits for the first of them.
+    /// Waits for the first limit.
     async fn reached(self) -> Refusal {
         tokio::select! {
             () = sleep_until(self.deadline) => too_long(),
@@ -36,48 +36,49 @@ impl Limits {
     }
 }
 
-/// The response stream of all calls. Its limits hold also while the client does not read and so nobody asks for
-/// the next message: then the driver's side is given up, and the client is told when it reads on.
+/// The response stream of all calls. The limits also apply while the client does not read, so that
+/// nothing polls the stream: then the driver's stream is dropped, and the client receives the
+/// status when it reads again.
 pub struct Relay {
     state: Arc<Mutex<State>>,
-    // Dropped with the stream, which ends the one that minds the limits.
+    // Dropped with the stream, which ends the task that enforces the limits.
     _done: oneshot::Sender<()>,
 }
 
 enum State {
     Open(Box<Open>),
-    /// Over; what is left to be told, if anything.
+    /// Ended; with the status that the client has not received yet.
     Over(Option<Status>),
 }
 
 struct Open {
-    from: Answer,
+    from: MetadataStream,
     check: Option<StreamCheck>,
     rewrite: Option<Rewrite>,
     secrets: Secrets,
     call: Call,
     reader: Option<Waker>,
-    _stream: Running,
+    _stream: Permit,
 }
 
-/// Makes a message of another API of the driver's.
+/// Converts a message of another API of the driver.
 pub type Rewrite = fn(RawMessage) -> Result<RawMessage, Refusal>;
 
-/// A driver's answer that has begun, and what goes with it.
+/// A driver's response stream, and what the relay needs with it.
 pub struct Opened {
-    pub answer: Answer,
-    /// What each message is held to, with `--check-streams`.
+    pub answer: MetadataStream,
+    /// Check of each message, with `--check-streams`.
     pub check: Option<StreamCheck>,
-    /// For each message, where it is not the client's API that was asked.
+    /// Conversion of each message, if the driver's API is not the client's.
     pub rewrite: Option<Rewrite>,
-    /// Which the driver was given.
+    /// The secrets that the driver received.
     pub secrets: Secrets,
-    pub stream: Running,
+    pub stream: Permit,
 }
 
 impl Open {
-    /// The message as it goes to the client, and how many extents it has.
-    fn passed(&mut self, message: RawMessage) -> Result<(RawMessage, u64), Refusal> {
+    /// Returns the message for the client and its number of extents.
+    fn forward(&mut self, message: RawMessage) -> Result<(RawMessage, u64), Refusal> {
         let extents = match &mut self.check {
             None => extents(&message.0),
             Some(check) => check.check(&message.0)?,
@@ -97,11 +98,11 @@ impl Relay {
         let open = Open { from, check, rewrite, secrets, call, reader: None, _stream: stream };
         let state = Arc::new(Mutex::new(State::Open(Box::new(open))));
         let (done, ended) = oneshot::channel();
-        let minded = state.clone();
+        let limited = state.clone();
         tokio::spawn(async move {
             tokio::select! {
                 _ = ended => {}
-                refusal = limits.reached() => cut_off(&minded, &refusal),
+                refusal = limits.reached() => terminate(&limited, &refusal),
             }
         });
         Self { state, _done: done }
@@ -112,8 +113,8 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ends an answer that is still open; this lets go of the driver.
-fn cut_off(state: &Mutex<State>, refusal: &Refusal) {
+/// Ends a stream that is still open and drops the driver's stream.
+fn terminate(state: &Mutex<State>, refusal: &Refusal) {
     let mut state = lock(state);
     let reader = match &mut *state {
         State::Open(open) => open.reader.take(),
@@ -153,7 +154,7 @@ impl Stream for Relay {
                     open.reader = Some(context.waker().clone());
                     return Poll::Pending;
                 }
-                Poll::Ready(Some(Ok(message))) => match open.passed(message) {
+                Poll::Ready(Some(Ok(message))) => match open.forward(message) {
                     Ok((message, extents)) => {
                         open.call.relayed(extents, message.0.len() as u64);
                         return Poll::Ready(Some(Ok(message)));
@@ -161,7 +162,7 @@ impl Stream for Relay {
                     Err(refusal) => Some(refusal),
                 },
                 Poll::Ready(Some(Err(status))) => Some(of_driver(&status, &open.secrets)),
-                // An end without the driver's word is an error of the stream.
+                // tonic reports a stream that ends without a status as an error.
                 Poll::Ready(None) => None,
             },
         };
@@ -173,28 +174,28 @@ impl Stream for Relay {
     }
 }
 
-/// What a driver's error is to the client: the same, as far as it is the driver's. What failed between driver
-/// and sidecar is nothing that the client could do about, except to go on from where it was.
+/// Maps a driver's error for the client. The driver's own errors keep their code. If the connection
+/// failed, the client can only resume.
 pub fn of_driver(status: &Status, secrets: &Secrets) -> Refusal {
     use std::error::Error as _;
-    // Only what comes from the connection has a source, and only what is no gRPC begins so.
+    // Only errors of the connection have a source, and only non-gRPC responses have this prefix.
     if status.source().is_some() || status.message().starts_with("protocol error: ") {
-        return broke_off();
+        return disconnected();
     }
     if status.message().starts_with("Error, decoded message length too large") {
-        let message = "the driver sent a message that is too large; ask for fewer max_results";
+        let message = "the CSI driver sent a message that is too large; use a smaller max_results";
         return Refusal::new(Reason::MessageTooLarge, message);
     }
     let code = match status.code() {
-        // A driver's way to say nothing.
+        // The driver's error does not state a cause.
         Code::Unknown | Code::Ok => Code::Internal,
         code => code,
     };
-    let said = secrets.hide(status.message());
-    let message = match (code, said.is_empty()) {
+    let text = secrets.hide(status.message());
+    let message = match (code, text.is_empty()) {
         (_, true) => "the CSI driver gave no reason".to_owned(),
-        (Code::FailedPrecondition, _) => format!("{said} (take a full backup)"),
-        _ => said,
+        (Code::FailedPrecondition, _) => format!("{text} (take a full backup)"),
+        _ => text,
     };
     Refusal::new(Reason::Driver(code), message)
 }
@@ -202,26 +203,26 @@ pub fn of_driver(status: &Status, secrets: &Secrets) -> Refusal {
 pub fn too_long() -> Refusal {
     Refusal::new(
         Reason::TooLong,
-        "the deadline of the call, or --max-streaming-duration-min, passed before the answer was complete; go on \
-         with starting_offset",
+        "the deadline of the call or --max-streaming-duration-min expired before the response was complete; resume \
+         at starting_offset",
     )
 }
 
 pub fn exiting() -> Refusal {
     Refusal::new(
         Reason::Exiting,
-        "the sidecar is exiting; go on with starting_offset, another replica answers",
+        "the sidecar is exiting; resume at starting_offset with another replica",
     )
 }
 
-pub fn broke_off() -> Refusal {
+pub fn disconnected() -> Refusal {
     Refusal::new(
-        Reason::DriverBrokeOff,
-        "the CSI driver broke off; what was sent is not the whole answer: go on with starting_offset",
+        Reason::DriverDisconnected,
+        "the connection to the CSI driver failed and the response is incomplete; resume at starting_offset",
     )
 }
 
-/// Extents in a message, which is not decoded for that. What is no such message has those that were found.
+/// Counts the extents in an encoded message. Counting stops where the message is malformed.
 fn extents(mut message: &[u8]) -> u64 {
     let mut found = 0;
     while let Ok(Some((field, value))) = next_field(&mut message) {
@@ -238,7 +239,7 @@ mod tests {
     use crate::proto::csi::v1 as csi;
 
     #[test]
-    fn extents_are_counted_as_they_lie_there() {
+    fn extents_are_counted_in_encoded_messages() {
         for count in [0_u64, 1, 2, 300] {
             let block =
                 |index| csi::BlockMetadata { byte_offset: index as i64 * 8192, size_bytes: 4096 };
@@ -256,13 +257,13 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn whatever_a_driver_sends_can_be_counted(bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..200)) {
+        fn any_bytes_can_be_counted(bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..200)) {
             proptest::prop_assert!(extents(&bytes) <= bytes.len() as u64);
         }
     }
 
     #[test]
-    fn a_drivers_error_is_passed_on_and_unknown_is_internal() {
+    fn driver_errors_are_relayed_and_unknown_is_internal() {
         let none = Secrets::default();
         let refusal = of_driver(&Status::out_of_range("starting_offset: past the end"), &none);
         assert_eq!(
@@ -271,7 +272,7 @@ mod tests {
         );
         assert_eq!(of_driver(&Status::unknown("x"), &none).code(), Code::Internal);
         let broken = Status::from_error(Box::new(std::io::Error::other("reset")));
-        assert_eq!(of_driver(&broken, &none).reason, Reason::DriverBrokeOff);
+        assert_eq!(of_driver(&broken, &none).reason, Reason::DriverDisconnected);
         let full = of_driver(&Status::failed_precondition("the chain is broken"), &none);
         assert!(full.message().contains("full backup"));
     }

@@ -1,30 +1,31 @@
-//! The Kubernetes SnapshotMetadata API as released: each call is checked, translated and relayed, in this order:
-//! arguments, token, permission, driver, names, secrets, driver's answer (DESIGN section 4).
+//! The released Kubernetes SnapshotMetadata API. Each call is checked in this order: arguments,
+//! token, permission, driver, names, secrets (docs/design/architecture.md, "A request through the
+//! sidecar").
 
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
-use super::access::Gate;
+use super::access::Authenticator;
 use super::call::Call;
 use super::metrics::Operation;
 use super::refusal::Refusal;
 use super::relay::{Opened, Relay, exiting};
-use super::request::Asked;
-use super::service::{Cleared, Front, Sidecar};
+use super::request::MetadataRequest;
+use super::service::{MetadataApi, Prepared, Sidecar};
 use crate::proto::snapshotmetadata as api;
 use api::snapshot_metadata_server::SnapshotMetadata;
 
-/// Cheap to clone.
+/// The server of the API. Clones share all state.
 #[derive(Clone)]
 pub struct Released {
     pub sidecar: Sidecar,
     /// Set once the driver's name is known.
-    pub gate: watch::Receiver<Option<Gate>>,
+    pub authenticator: watch::Receiver<Option<Authenticator>>,
 }
 
-impl Front for Released {
-    type Asked = Asked;
+impl MetadataApi for Released {
+    type Request = MetadataRequest;
 
     fn sidecar(&self) -> &Sidecar {
         &self.sidecar
@@ -33,36 +34,40 @@ impl Front for Released {
     async fn open(
         &self,
         call: &mut Call,
-        asked: Asked,
+        request: MetadataRequest,
         deadline: Instant,
     ) -> Result<Opened, Refusal> {
-        call.within(&asked.namespace);
-        call.about(&asked.target, asked.base.as_deref());
-        let cleared = self.clear(call, &asked).await?;
-        self.sidecar.ask(cleared, None, deadline).await
+        call.set_namespace(&request.namespace);
+        call.set_snapshots(&request.target, request.base.as_deref());
+        let prepared = self.prepare(call, &request).await?;
+        self.sidecar.open_stream(prepared, None, deadline).await
     }
 }
 
 impl Released {
-    /// All that stands between a request and its answer.
-    async fn clear(&self, call: &mut Call, asked: &Asked) -> Result<Cleared, Refusal> {
+    /// All checks between a request and the driver's response.
+    async fn prepare(
+        &self,
+        call: &mut Call,
+        request: &MetadataRequest,
+    ) -> Result<Prepared, Refusal> {
         let Sidecar { driver, resolver, .. } = &self.sidecar;
-        let Some(gate) = self.gate.borrow().clone() else {
-            // Without the driver's name nobody knows the audience.
+        let Some(authenticator) = self.authenticator.borrow().clone() else {
+            // Without the driver's name the audience is unknown.
             return Err(driver.name().err().unwrap_or_else(exiting));
         };
-        let caller = gate.authenticate(asked).await?;
-        call.by(caller.username());
-        caller.authorize(&asked.namespace).await?;
+        let caller = authenticator.authenticate(request).await?;
+        call.set_user(caller.username());
+        caller.authorize(&request.namespace).await?;
         let driver = driver.capable()?;
         let stream = self.sidecar.stream()?;
-        let target = resolver.target(&driver, &asked.namespace, &asked.target).await?;
-        let base = match &asked.base {
+        let target = resolver.target(&driver, &request.namespace, &request.target).await?;
+        let base = match &request.base {
             Some(base) => Some(resolver.base(&driver, base, &target, &caller).await?),
             None => None,
         };
-        let window = (asked.starting_offset, asked.max_results);
-        self.sidecar.cleared(&target, base, window, stream).await
+        let window = (request.starting_offset, request.max_results);
+        self.sidecar.prepare(&target, base, window, stream).await
     }
 }
 
@@ -76,7 +81,7 @@ impl SnapshotMetadata for Released {
         request: Request<api::GetMetadataAllocatedRequest>,
     ) -> Result<Response<Relay>, Status> {
         let (metadata, _, request) = request.into_parts();
-        self.answer(Operation::Allocated, &metadata, Asked::allocated(request)).await
+        self.serve(Operation::Allocated, &metadata, MetadataRequest::allocated(request)).await
     }
 
     async fn get_metadata_delta(
@@ -84,6 +89,6 @@ impl SnapshotMetadata for Released {
         request: Request<api::GetMetadataDeltaRequest>,
     ) -> Result<Response<Relay>, Status> {
         let (metadata, _, request) = request.into_parts();
-        self.answer(Operation::Delta, &metadata, Asked::delta(request)).await
+        self.serve(Operation::Delta, &metadata, MetadataRequest::delta(request)).await
     }
 }

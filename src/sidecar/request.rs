@@ -1,5 +1,5 @@
-//! What a client asks, checked before anything else is done with it. Names become parts of paths at the
-//! API server, so that they are held to what Kubernetes allows.
+//! Validates a client's request before anything else uses it. Names become parts of API server
+//! paths, so they must be valid Kubernetes names.
 
 use std::fmt;
 
@@ -7,12 +7,12 @@ use super::refusal::{Reason, Refusal};
 use crate::kubernetes::name;
 use crate::proto::snapshotmetadata as api;
 
-/// Bytes of a CSI handle. CSI says 128; there are drivers that do not keep to it.
+/// Maximum bytes of a CSI handle. CSI's limit is 128, but some drivers exceed it.
 pub const MAX_HANDLE: usize = 1024;
-/// Bytes of a token: more than any ServiceAccount's.
+/// Maximum bytes of a token, more than any ServiceAccount token has.
 const MAX_TOKEN: usize = 16 << 10;
 
-/// A token, which is never shown.
+/// A token, which is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
 
@@ -34,21 +34,21 @@ impl fmt::Debug for Token {
     }
 }
 
-/// A request of either kind: `base` makes it one for a delta.
+/// A valid request of either RPC. With `base` it is a request for a delta.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Asked {
+pub struct MetadataRequest {
     pub token: Token,
     pub namespace: String,
-    /// Name of the VolumeSnapshot.
+    /// Name of the target VolumeSnapshot.
     pub target: String,
-    /// Handle of the base, or name of its VolumeSnapshot.
+    /// CSI handle of the base, or name of its VolumeSnapshot.
     pub base: Option<String>,
     /// Bytes.
     pub starting_offset: i64,
     pub max_results: i32,
 }
 
-impl Asked {
+impl MetadataRequest {
     pub fn allocated(request: api::GetMetadataAllocatedRequest) -> Result<Self, Refusal> {
         let api::GetMetadataAllocatedRequest {
             security_token,
@@ -87,7 +87,7 @@ impl Asked {
 fn token(text: String) -> Result<Token, Refusal> {
     required("security_token", &text)?;
     if text.len() > MAX_TOKEN || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
-        return Err(invalid("security_token", "is not a token of a ServiceAccount"));
+        return Err(invalid("security_token", "is not a ServiceAccount token"));
     }
     Ok(Token(text))
 }
@@ -95,7 +95,7 @@ fn token(text: String) -> Result<Token, Refusal> {
 fn namespaced(text: &str) -> Result<(), Refusal> {
     required("namespace", text)?;
     if !name::is_namespace(text) {
-        return Err(invalid("namespace", "is not the name of a namespace"));
+        return Err(invalid("namespace", "is not a valid namespace name"));
     }
     Ok(())
 }
@@ -103,7 +103,7 @@ fn namespaced(text: &str) -> Result<(), Refusal> {
 pub fn snapshot(field: &str, text: &str) -> Result<(), Refusal> {
     required(field, text)?;
     if !name::is_object(text) {
-        return Err(invalid(field, "is not the name of a VolumeSnapshot"));
+        return Err(invalid(field, "is not a valid VolumeSnapshot name"));
     }
     Ok(())
 }
@@ -111,19 +111,21 @@ pub fn snapshot(field: &str, text: &str) -> Result<(), Refusal> {
 fn base(text: &str) -> Result<(), Refusal> {
     required("base_snapshot_id", text)?;
     if text.len() > MAX_HANDLE || text.chars().any(char::is_control) {
-        let problem = format!("is not a handle or name of at most {MAX_HANDLE} bytes");
+        let problem =
+            format!("is not a CSI handle or VolumeSnapshot name of at most {MAX_HANDLE} bytes");
         return Err(invalid("base_snapshot_id", &problem));
     }
     Ok(())
 }
 
-/// The drivers check it too; but one of them answers a negative number by spinning for ever.
+/// Drivers check these numbers too, but one known driver loops forever on a negative number.
 fn window(starting_offset: i64, max_results: i32) -> Result<(), Refusal> {
     if max_results < 0 {
-        return Err(invalid("max_results", "is negative; 0 leaves it to the driver"));
+        return Err(invalid("max_results", "is negative; use 0 for the driver's default"));
     }
     if starting_offset < 0 {
-        let message = "starting_offset: is negative; it counts bytes from the start of the volume";
+        let message =
+            "starting_offset: is negative; set it to a byte offset from the start of the volume";
         return Err(Refusal::new(Reason::OutOfRange, message));
     }
     Ok(())
@@ -163,13 +165,13 @@ mod tests {
     ) {
         let mut request = delta();
         change(&mut request);
-        let refusal = Asked::delta(request).unwrap_err();
+        let refusal = MetadataRequest::delta(request).unwrap_err();
         assert_eq!(refusal.reason, reason, "{refusal:?}");
         assert!(refusal.message().starts_with(&format!("{field}: ")), "{refusal:?}");
     }
 
     #[test]
-    fn each_argument_that_is_missing_is_named() {
+    fn a_missing_argument_is_named() {
         refused(|it| it.security_token.clear(), Reason::MissingArgument, "security_token");
         refused(|it| it.namespace.clear(), Reason::MissingArgument, "namespace");
         refused(|it| it.base_snapshot_id.clear(), Reason::MissingArgument, "base_snapshot_id");
@@ -183,12 +185,12 @@ mod tests {
             namespace: "n".into(),
             ..Default::default()
         };
-        let refusal = Asked::allocated(empty).unwrap_err();
+        let refusal = MetadataRequest::allocated(empty).unwrap_err();
         assert!(refusal.message().starts_with("snapshot_name: "), "{refusal:?}");
     }
 
     #[test]
-    fn what_cannot_be_a_name_never_reaches_the_api_server() {
+    fn invalid_names_never_reach_the_api_server() {
         let long = "x".repeat(254);
         for bad in
             ["..", "a/b", "a/../b", "A", "a_b", "-a", "a-", "a..b", "é", "a?b", "a%2fb", &long]
@@ -220,14 +222,14 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_negative_are_refused_each_with_its_own_code() {
+    fn negative_numbers_are_refused_with_their_own_codes() {
         refused(|it| it.max_results = -1, Reason::InvalidArgument, "max_results");
         refused(|it| it.starting_offset = -1, Reason::OutOfRange, "starting_offset");
     }
 
     #[test]
-    fn a_token_never_shows() {
-        let asked = Asked::delta(delta()).unwrap();
-        assert!(!format!("{asked:?}").contains("a.b.c"));
+    fn a_token_is_never_printed() {
+        let request = MetadataRequest::delta(delta()).unwrap();
+        assert!(!format!("{request:?}").contains("a.b.c"));
     }
 }

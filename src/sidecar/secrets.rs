@@ -1,6 +1,6 @@
-//! The secrets of a driver's snapshot calls: which Secret a class names (CSI's Kubernetes parameters
-//! `csi.storage.k8s.io/snapshotter-secret-name` and `-namespace`), and its content, which is shown to nobody but
-//! the driver.
+//! Reads the secrets for a driver's snapshot calls: the Secret that a class names (parameters
+//! `csi.storage.k8s.io/snapshotter-secret-name` and `-namespace`). Only the driver receives its
+//! content.
 
 use std::sync::Arc;
 
@@ -16,9 +16,10 @@ use crate::kubernetes::snapshot::{DEFAULT_CLASS, VolumeSnapshotClass};
 
 const NAME_KEY: &str = "csi.storage.k8s.io/snapshotter-secret-name";
 const NAMESPACE_KEY: &str = "csi.storage.k8s.io/snapshotter-secret-namespace";
-/// Where the snapshot-controller notes the same Secret on a content, for the time when the class is gone.
-const NOTED_NAME: &str = "snapshot.storage.kubernetes.io/deletion-secret-name";
-const NOTED_NAMESPACE: &str = "snapshot.storage.kubernetes.io/deletion-secret-namespace";
+/// Annotations by the snapshot-controller that name the same Secret, for use after the class is
+/// deleted.
+const DELETION_NAME_KEY: &str = "snapshot.storage.kubernetes.io/deletion-secret-name";
+const DELETION_NAMESPACE_KEY: &str = "snapshot.storage.kubernetes.io/deletion-secret-namespace";
 
 /// Namespace and name of a Secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,7 +28,7 @@ pub struct SecretRef {
     pub name: String,
 }
 
-/// Finds the secrets for a snapshot. Cheap to clone.
+/// Finds the secrets for a snapshot. Clones share the watch.
 #[derive(Clone)]
 pub struct SecretFinder {
     pub client: Client,
@@ -35,16 +36,17 @@ pub struct SecretFinder {
 }
 
 impl SecretFinder {
-    /// The secrets for calls about `snapshot`; none where its class names none, or where there is no class.
+    /// The secrets for calls about `snapshot`. Empty if its class names none, or if it has no
+    /// class.
     pub async fn secrets(&self, snapshot: &Snapshot) -> Result<Secrets, Refusal> {
-        let wanted = match self.class(snapshot).await {
+        let reference = match self.class(snapshot).await {
             Ok(Some(class)) => of_class(&class, snapshot)?,
-            // The released sidecar's ClusterRole does not let it read classes.
-            Err(refusal) if refusal.reason == Reason::SidecarNotAllowed => noted(snapshot),
-            Ok(None) => noted(snapshot),
+            // The released sidecar's ClusterRole does not allow it to read classes.
+            Err(refusal) if refusal.reason == Reason::SidecarNotAllowed => of_annotations(snapshot),
+            Ok(None) => of_annotations(snapshot),
             Err(refusal) => return Err(refusal),
         };
-        match wanted {
+        match reference {
             Some(at) => self.read(&at).await,
             None => Ok(Secrets::default()),
         }
@@ -56,8 +58,8 @@ impl SecretFinder {
     ) -> Result<Option<Arc<VolumeSnapshotClass>>, Refusal> {
         let failed = |error| Refusal::api("read VolumeSnapshotClasses", &error);
         let own = snapshot.content.spec.volume_snapshot_class_name.as_deref();
-        let asked = snapshot.object.spec.volume_snapshot_class_name.as_deref();
-        if let Some(name) = own.or(asked).filter(|name| !name.is_empty()) {
+        let requested = snapshot.object.spec.volume_snapshot_class_name.as_deref();
+        if let Some(name) = own.or(requested).filter(|name| !name.is_empty()) {
             return self.classes.get(&Key::cluster(name)).await.map_err(failed);
         }
         let of_driver = self.classes.with(&snapshot.content.spec.driver).await.map_err(failed)?;
@@ -71,8 +73,8 @@ impl SecretFinder {
             (Some(one), Some(other)) => Err(Refusal::new(
                 Reason::SecretMissing,
                 format!(
-                    "VolumeSnapshot {} names no class, and the driver has several default ones, {} and {}: \
-                     one of them has to lose the annotation {DEFAULT_CLASS}",
+                    "VolumeSnapshot {} names no class, and the driver has several default classes, {} and {}: \
+                     remove the annotation {DEFAULT_CLASS} from one of them",
                     snapshot.shown(),
                     one.name_any(),
                     other.name_any()
@@ -96,13 +98,13 @@ impl SecretFinder {
         };
         Secrets::of(secret).ok_or_else(|| {
             let message =
-                format!("the Secret {namespace}/{name} has a value that is no text (UTF-8)");
+                format!("the Secret {namespace}/{name} has a value that is not UTF-8 text");
             Refusal::new(Reason::SecretMissing, message)
         })
     }
 }
 
-/// The Secret that the parameters of a class name.
+/// The Secret that a class's parameters name.
 fn of_class(
     class: &VolumeSnapshotClass,
     snapshot: &Snapshot,
@@ -125,20 +127,20 @@ fn of_class(
             let name = fill(name, &words);
             let valid = |text: &Option<String>| text.as_deref().is_some_and(name::is_object);
             if !valid(&name) {
-                return Err(wrong(&format!("{NAME_KEY} does not make the name of a Secret")));
+                return Err(wrong(&format!("{NAME_KEY} does not yield a valid Secret name")));
             }
             if !valid(&namespace) {
                 return Err(wrong(&format!(
-                    "{NAMESPACE_KEY} does not make the name of a namespace"
+                    "{NAMESPACE_KEY} does not yield a valid namespace name"
                 )));
             }
             Ok(name.zip(namespace).map(|(name, namespace)| SecretRef { namespace, name }))
         }
-        _ => Err(wrong(&format!("{NAME_KEY} and {NAMESPACE_KEY} are both needed, or none"))),
+        _ => Err(wrong(&format!("set both {NAME_KEY} and {NAMESPACE_KEY}, or neither"))),
     }
 }
 
-/// `template` with each `${word}` replaced; nothing when it has one that is not known.
+/// Replaces each `${word}` in `template`; `None` if a word is unknown.
 fn fill(template: &str, words: &[(&str, String)]) -> Option<String> {
     let mut filled = String::new();
     let mut rest = template;
@@ -153,10 +155,10 @@ fn fill(template: &str, words: &[(&str, String)]) -> Option<String> {
     Some(filled)
 }
 
-/// The Secret that is noted on the content.
-fn noted(snapshot: &Snapshot) -> Option<SecretRef> {
+/// The Secret that the content's annotations name.
+fn of_annotations(snapshot: &Snapshot) -> Option<SecretRef> {
     let note = |key| snapshot.content.annotations().get(key).filter(|text| name::is_object(text));
-    let (name, namespace) = (note(NOTED_NAME)?, note(NOTED_NAMESPACE)?);
+    let (name, namespace) = (note(DELETION_NAME_KEY)?, note(DELETION_NAMESPACE_KEY)?);
     Some(SecretRef { namespace: namespace.clone(), name: name.clone() })
 }
 
@@ -172,7 +174,7 @@ mod tests {
         Snapshot { object: object.into(), content: content.into(), handle: "h".into() }
     }
 
-    fn wanted(parameters: &[(&str, &str)]) -> Result<Option<SecretRef>, Refusal> {
+    fn secret_of(parameters: &[(&str, &str)]) -> Result<Option<SecretRef>, Refusal> {
         let mut class = VolumeSnapshotClass::new("fast", "driver");
         class.parameters =
             parameters.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
@@ -181,8 +183,8 @@ mod tests {
 
     #[test]
     fn a_class_names_its_secret_by_templates() {
-        assert_eq!(wanted(&[("other", "x")]), Ok(None));
-        let found = wanted(&[
+        assert_eq!(secret_of(&[("other", "x")]), Ok(None));
+        let found = secret_of(&[
             (NAME_KEY, "${volumesnapshot.name}-of-${volumesnapshotcontent.name}"),
             (NAMESPACE_KEY, "${volumesnapshot.namespace}"),
         ]);
@@ -191,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_that_names_half_or_nonsense_is_refused() {
+    fn incomplete_or_invalid_secret_parameters_are_refused() {
         for parameters in [
             &[(NAME_KEY, "a")][..],
             &[(NAMESPACE_KEY, "a")],
@@ -201,7 +203,7 @@ mod tests {
             &[(NAME_KEY, "${volumesnapshot.name"), (NAMESPACE_KEY, "a")],
         ] {
             assert_eq!(
-                wanted(parameters).unwrap_err().reason,
+                secret_of(parameters).unwrap_err().reason,
                 Reason::SecretMissing,
                 "{parameters:?}"
             );

@@ -1,4 +1,4 @@
-//! The sidecar from start to end: flags, API server, driver, certificate, servers, drain.
+//! The life of the sidecar: flags, API server, driver, certificate, servers, drain.
 
 use std::io;
 use std::process::ExitCode;
@@ -15,10 +15,10 @@ use tonic::transport::server::Router;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use super::access::{Audience, Gate};
+use super::access::{Audience, Authenticator};
 use super::args::Args;
 use super::bases::Bases;
-use super::call::Calls;
+use super::call::ConcurrencyLimit;
 use super::driver_link::{Driver, DriverLink};
 use super::metrics::Metrics;
 use super::released::Released;
@@ -29,29 +29,29 @@ use super::session::{Sessions, Tokens};
 use super::{cbt_http, publish};
 use crate::kubernetes::cache::{self, Cache};
 use crate::kubernetes::metadata_service::Address;
-use crate::kubernetes::publish::{Publication, keep};
+use crate::kubernetes::publish::{Publication, maintain};
 use crate::kubernetes::review::Reviewer;
 use crate::kubernetes::snapshot::{self, VolumeSnapshotClass, VolumeSnapshotContent};
 use crate::kubernetes::tls::Connection;
-use crate::kubernetes::tls::identity::{Identity, Wanted};
+use crate::kubernetes::tls::identity::{CertificateSource, Identity};
 use crate::kubernetes::{bound_snapshot, client, tls};
 use crate::proto::snapshotmetadata::snapshot_metadata_server::SnapshotMetadataServer;
 use crate::proto::snapshotsession::snapshot_metadata_server::SnapshotMetadataServer as SessionServer;
 use crate::telemetry::http::{self, HealthCheck, Pages};
 use crate::telemetry::shutdown::Shutdown;
 
-/// Calls of one connection at once, and of all that are being checked or answered.
+/// Maximum number of concurrent calls of one connection, and of all connections.
 const CALLS_PER_CONNECTION: u32 = 1024;
 const CALLS: usize = 8192;
-/// Bytes of a request, at most.
+/// Maximum bytes of a request.
 const MAX_REQUEST: usize = 64 << 10;
-/// Bytes of a request's headers, at most.
+/// Maximum bytes of a request's headers.
 const MAX_HEADERS: u32 = 16 << 10;
-/// A client that says nothing for so long is asked whether it is there, and has so long to answer.
+/// Interval of keepalive pings to an idle client, and time for its response.
 const KEEPALIVE_EVERY: Duration = Duration::from_secs(60);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Serves until a signal has come and the running answers are done.
+/// Serves until a signal arrives and the running streams are complete.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let args = args.settled();
     let mut role = args.role.clone();
@@ -66,35 +66,43 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     let kubernetes = client::connect(args.kubeconfig.as_deref(), args.rate()).await?;
     let driver = driver(&args, &shutdown);
     let mut identity = identity(&args, &kubernetes, &shutdown).await?;
-    let numbers = cbt_http::Metrics::new();
+    let page_metrics = cbt_http::Metrics::new();
     let metrics = Metrics::new(|registry| {
         identity.register(registry);
         if args.cbt_http.enabled {
-            numbers.register(registry);
+            page_metrics.register(registry);
         }
     });
     let base = Base { args, namespace, kubernetes, driver, metrics, shutdown };
-    let (gate_sender, gate) = watch::channel(None);
-    let apis = base.apis(gate).await?;
+    let (authenticator_sender, authenticator) = watch::channel(None);
+    let apis = base.apis(authenticator).await?;
     let contents = base.args.publish.publish_bases.then(|| base.contents(&apis));
     let (refused, mut refusals) = mpsc::channel(1);
-    let pages = base.pages(&identity, &numbers).await?;
+    let pages = base.pages(&identity, &page_metrics).await?;
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
-    // Whoever finds the HTTP endpoint, and what it says, finds it so.
+    // The port accepts connections before the HTTP endpoint reports health.
     let incoming = base.listen(&identity).await?;
-    let attended = watch::Sender::new(Driver::Away("it was not asked yet".into()));
-    base.serve_http(attended.subscribe(), pages.as_ref().map(|pages| pages.leads.clone())).await?;
+    let followed_state = watch::Sender::new(Driver::NotReady("it has not been polled yet".into()));
+    base.serve_http(followed_state.subscribe(), pages.as_ref().map(|pages| pages.leads.clone()))
+        .await?;
     let trusted = identity.trusted.take();
     let shutdown = base.shutdown.clone();
-    let attend = Attend { base, gate: gate_sender, health, attended, contents, refused };
-    tokio::spawn(attend.driver(trusted));
+    let follower = DriverFollower {
+        base,
+        authenticator: authenticator_sender,
+        health,
+        followed_state,
+        contents,
+        refused,
+    };
+    tokio::spawn(follower.driver(trusted));
     let router = router(apis).add_service(health_service);
     let served = router.serve_with_incoming_shutdown(incoming, drained(shutdown.clone()));
     tokio::select! {
         served = served => served.context("serving")?,
         Some(refused) = refusals.recv() => return Err(refused),
-        () = shutdown.overdue() => tracing::warn!("closing connections that did not end in time"),
+        () = shutdown.overdue() => tracing::warn!("closing connections that did not finish in time"),
     }
     if let Some(pages) = pages {
         pages.task.await.context("cbt-http")?;
@@ -103,7 +111,7 @@ async fn serve(args: Args, shutdown: Shutdown) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The APIs that are switched on.
+/// The enabled APIs.
 struct Apis {
     released: Option<Released>,
     sessions: Option<Sessions>,
@@ -123,28 +131,28 @@ fn router(apis: Apis) -> Router {
 }
 
 fn driver(args: &Args, shutdown: &Shutdown) -> DriverLink {
-    let asks_deltas = args.cbt_http.enabled;
+    let probe_deltas = args.cbt_http.enabled;
     let streams = args.max_streams as usize;
-    // Pages can be streams to the driver, too.
-    let streams = if asks_deltas { streams * 2 } else { streams };
-    DriverLink::start(&args.csi_address, streams, args.timeout, asks_deltas, shutdown.clone())
+    // Pages may also be streams of the driver.
+    let streams = if probe_deltas { streams * 2 } else { streams };
+    DriverLink::start(&args.csi_address, streams, args.timeout, probe_deltas, shutdown.clone())
 }
 
-/// The certificate, and what is to be published of its authority.
+/// The certificate, and the bundle to publish if objects are managed.
 async fn identity(
     args: &Args,
     kubernetes: &Client,
     shutdown: &Shutdown,
 ) -> anyhow::Result<Identity> {
     let (publish, managed) = (&args.publish, args.publish.manage_service);
-    let wanted = Wanted {
+    let source = CertificateSource {
         mode: "sidecar",
         files: &args.tls,
         authority: &args.authority,
         address: publish.service_address.as_ref(),
     };
     let more: Vec<&str> = args.discovery().map(Address::host).into_iter().collect();
-    let mut identity = tls::identity::start(kubernetes, wanted, &more, shutdown).await?;
+    let mut identity = tls::identity::start(kubernetes, source, &more, shutdown).await?;
     if !managed {
         identity.trusted = None;
     } else if identity.trusted.is_none() {
@@ -153,10 +161,10 @@ async fn identity(
     Ok(identity)
 }
 
-/// What all parts stand on.
+/// What all parts share.
 struct Base {
     args: Args,
-    /// Of the driver and of this sidecar, where it is needed.
+    /// Namespace of the driver and the sidecar, if needed.
     namespace: Option<String>,
     kubernetes: Client,
     driver: DriverLink,
@@ -165,8 +173,11 @@ struct Base {
 }
 
 impl Base {
-    async fn apis(&self, gate: watch::Receiver<Option<Gate>>) -> anyhow::Result<Apis> {
-        // Pages need nothing of what it watches.
+    async fn apis(
+        &self,
+        authenticator: watch::Receiver<Option<Authenticator>>,
+    ) -> anyhow::Result<Apis> {
+        // Pages do not need the watches.
         if !self.args.metadata_api && !self.args.session_api {
             return Ok(Apis { released: None, sessions: None });
         }
@@ -177,7 +188,7 @@ impl Base {
             }
             _ => None,
         };
-        let released = self.args.metadata_api.then_some(Released { sidecar, gate });
+        let released = self.args.metadata_api.then_some(Released { sidecar, authenticator });
         Ok(Apis { released, sessions })
     }
 
@@ -205,16 +216,16 @@ impl Base {
             },
             secrets: SecretFinder { client: kubernetes.clone(), classes },
             metrics: self.metrics.clone(),
-            calls: Calls::new(CALLS),
-            streams: Calls::new(args.max_streams as usize),
-            longest: Duration::from_secs(args.max_streaming_duration_min * 60),
+            calls: ConcurrencyLimit::new(CALLS),
+            streams: ConcurrencyLimit::new(args.max_streams as usize),
+            max_duration: Duration::from_secs(args.max_streaming_duration_min * 60),
             check_streams: args.check_streams,
             denied_as: args.denied_as.code(),
             shutdown: shutdown.clone(),
         }
     }
 
-    /// The contents that an API watches anyway, or else a watch of them.
+    /// The watch of contents of an enabled API, or else a new one.
     fn contents(&self, apis: &Apis) -> Cache<VolumeSnapshotContent> {
         let released = apis.released.iter().map(|api| &api.sidecar);
         let mut sidecars = released.chain(apis.sessions.iter().map(|api| &api.sidecar));
@@ -229,14 +240,14 @@ impl Base {
         }
     }
 
-    /// The session API, whose look-ups of unknown tokens have a client with a rate of their own.
+    /// The session API. Lookups of unknown tokens use a client with a separate rate limit.
     async fn sessions(&self, namespace: &str, sidecar: &Sidecar) -> anyhow::Result<Sessions> {
-        let asking = client::connect(self.args.kubeconfig.as_deref(), self.args.rate()).await?;
-        let tokens = Tokens::start(&self.kubernetes, asking, namespace, self.shutdown.clone());
+        let lookups = client::connect(self.args.kubeconfig.as_deref(), self.args.rate()).await?;
+        let tokens = Tokens::start(&self.kubernetes, lookups, namespace, self.shutdown.clone());
         Ok(Sessions { sidecar: sidecar.clone(), tokens })
     }
 
-    /// cbt-http, where it is switched on.
+    /// cbt-http, if enabled.
     async fn pages(
         &self,
         identity: &Identity,
@@ -262,7 +273,7 @@ impl Base {
         let pages = Pages {
             health: Arc::new(move || match &*state.borrow() {
                 Driver::Ready { .. } => Ok(()),
-                Driver::Away(why) => Err(format!("the CSI driver is not ready: {why}")),
+                Driver::NotReady(why) => Err(format!("the CSI driver is not ready: {why}")),
             }),
             metrics: (!args.disable_metrics).then(|| {
                 (args.metrics_path.clone(), Arc::new(move || metrics.scrape()) as http::Scrape)
@@ -286,20 +297,20 @@ impl Base {
     }
 }
 
-/// What follows the driver: health, the audience's source, the object that advertises the service.
-struct Attend {
+/// Follows the driver's state: updates health, the audience's source and the published objects.
+struct DriverFollower {
     base: Base,
-    gate: watch::Sender<Option<Gate>>,
+    authenticator: watch::Sender<Option<Authenticator>>,
     health: HealthReporter,
-    /// The driver as all of that knows it by now.
-    attended: watch::Sender<Driver>,
+    /// The driver's state after these updates.
+    followed_state: watch::Sender<Driver>,
     /// For --publish-bases.
     contents: Option<Cache<VolumeSnapshotContent>>,
-    /// Receives the error when the driver cannot do what the flags ask for.
+    /// Receives an error if the driver lacks what a flag requires.
     refused: mpsc::Sender<anyhow::Error>,
 }
 
-impl Attend {
+impl DriverFollower {
     async fn driver(mut self, mut trusted: Option<watch::Receiver<String>>) {
         let mut state = self.base.driver.state();
         let mut contents = self.contents.take();
@@ -311,18 +322,18 @@ impl Attend {
                     if let Some(contents) = contents.take() {
                         self.publish_bases(name, contents);
                     }
-                    if self.gate.borrow().is_none() {
+                    if self.authenticator.borrow().is_none() {
                         self.begin(name, trusted.take());
                     }
                     ServingStatus::Serving
                 }
-                Driver::Away(_) => {
-                    self.base.metrics.driver_away();
+                Driver::NotReady(_) => {
+                    self.base.metrics.driver_not_ready();
                     ServingStatus::NotServing
                 }
             };
             self.health.set_service_status("", status).await;
-            self.attended.send_replace(now);
+            self.followed_state.send_replace(now);
             tokio::select! {
                 changed = state.changed() => if changed.is_err() { return },
                 () = self.base.shutdown.draining() => {
@@ -338,20 +349,20 @@ impl Attend {
         let objects = Api::all(kubernetes.clone());
         let bases = Bases::new(link.clone(), driver, contents, objects, args.timeout);
         let every = args.publish.publish_bases_interval;
-        tokio::spawn(bases.keep(every, self.refused.clone(), shutdown.clone()));
+        tokio::spawn(bases.run(every, self.refused.clone(), shutdown.clone()));
     }
 
-    /// What can begin once the driver's name is known.
+    /// Starts what needs the driver's name.
     fn begin(&self, driver: &str, trusted: Option<watch::Receiver<String>>) {
         if let (Some(trusted), Some(address)) = (&trusted, &self.base.args.publish.service_address)
         {
             self.advertise(driver, address, trusted);
         }
-        // Who makes the object knows what it says.
+        // The sidecar publishes the audience itself, so it need not read the object.
         let own = trusted.is_some().then(|| driver.to_owned());
         let audience = match self.base.args.audience.clone().or(own) {
             Some(audience) => Audience::Fixed(audience),
-            // Only the released API asks for it.
+            // Only the released API needs an audience.
             None if !self.base.args.metadata_api => return,
             None => {
                 let name = self.base.args.service_name.clone().unwrap_or_else(|| driver.to_owned());
@@ -366,10 +377,10 @@ impl Attend {
             }
         };
         let reviewer = Reviewer::new(self.base.kubernetes.clone(), self.base.args.review_cache_ttl);
-        self.gate.send_replace(Some(Gate { audience, reviewer }));
+        self.authenticator.send_replace(Some(Authenticator { audience, reviewer }));
     }
 
-    /// Begins to keep the objects by which clients find what is served.
+    /// Starts to maintain the objects by which clients find the sidecar.
     fn advertise(&self, driver: &str, address: &Address, trusted: &watch::Receiver<String>) {
         let (args, driver, address) = (&self.base.args, driver.to_owned(), address.clone());
         if let Some(address) = args.discovery().cloned() {
@@ -388,7 +399,7 @@ impl Attend {
 
     fn keep(&self, publication: impl Publication, trusted: &watch::Receiver<String>) {
         let (kubernetes, shutdown) = (self.base.kubernetes.clone(), self.base.shutdown.clone());
-        tokio::spawn(keep(kubernetes, publication, trusted.clone(), shutdown));
+        tokio::spawn(maintain(kubernetes, publication, trusted.clone(), shutdown));
     }
 }
 

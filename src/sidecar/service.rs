@@ -1,5 +1,5 @@
-//! What the APIs have in common: a call is counted, opened within its limits and relayed. How it is opened is the
-//! API's own: [`released`](super::released) and [`session`](super::session).
+//! The common part of both APIs: a call is counted, opened within its limits, and relayed.
+//! [`released`](super::released) and [`session`](super::session) implement how it is opened.
 
 use std::time::Duration;
 
@@ -7,9 +7,9 @@ use tokio::time::{Instant, timeout_at};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Response, Status};
 
-use super::call::{Call, Calls, Running};
+use super::call::{Call, ConcurrencyLimit, Permit};
 use super::check::StreamCheck;
-use super::driver_link::{DriverLink, Question};
+use super::driver_link::{DriverLink, DriverRequest};
 use super::metrics::{Metrics, Operation};
 use super::refusal::{Reason, Refusal};
 use super::relay::{Limits, Opened, Relay, Rewrite, exiting, of_driver, too_long};
@@ -20,27 +20,27 @@ use crate::kubernetes::bound_snapshot::Snapshot;
 use crate::kubernetes::secret::Secrets;
 use crate::telemetry::shutdown::Shutdown;
 
-/// What the calls share. Cheap to clone.
+/// State shared by all calls.
 #[derive(Clone)]
 pub struct Sidecar {
     pub driver: DriverLink,
     pub resolver: Resolver,
     pub secrets: SecretFinder,
     pub metrics: Metrics,
-    /// Calls in all, and those whose answers are being relayed.
-    pub calls: Calls,
-    pub streams: Calls,
-    pub longest: Duration,
-    /// Whether answers are held to the contract of their stream.
+    /// Limits of all calls, and of response streams.
+    pub calls: ConcurrencyLimit,
+    pub streams: ConcurrencyLimit,
+    pub max_duration: Duration,
+    /// Whether response streams are checked against their contract.
     pub check_streams: bool,
-    /// The code for a user who may not.
+    /// The code for a user without permission.
     pub denied_as: Code,
     pub shutdown: Shutdown,
 }
 
 impl Sidecar {
     fn begin(&self, operation: Operation) -> Result<Call, Status> {
-        match self.calls.begin() {
+        match self.calls.try_acquire() {
             Some(running) => {
                 Ok(Call::begin(operation, self.metrics.clone(), self.denied_as, running))
             }
@@ -52,88 +52,88 @@ impl Sidecar {
         }
     }
 
-    /// Room for one more answer.
-    pub fn stream(&self) -> Result<Running, Refusal> {
-        self.streams.begin().ok_or_else(|| too_many("streams"))
+    /// A permit for one more response stream.
+    pub fn stream(&self) -> Result<Permit, Refusal> {
+        self.streams.try_acquire().ok_or_else(|| too_many("streams"))
     }
 
-    /// The last step before the driver is asked: its secrets.
-    pub async fn cleared(
+    /// The last step before the call to the driver: its secrets.
+    pub async fn prepare(
         &self,
         target: &Snapshot,
         base: Option<String>,
         (starting_offset, max_results): (i64, i32),
-        stream: Running,
-    ) -> Result<Cleared, Refusal> {
+        stream: Permit,
+    ) -> Result<Prepared, Refusal> {
         let secrets = self.secrets.secrets(target).await?;
         let target = target.handle.clone();
         tracing::debug!(
             snapshot_id = target,
             base_snapshot_id = base,
             ?secrets,
-            "asking the driver"
+            "calling the driver"
         );
-        let question = Question { target, base, starting_offset, max_results };
-        Ok(Cleared { question, secrets, stream })
+        let driver_request = DriverRequest { target, base, starting_offset, max_results };
+        Ok(Prepared { driver_request, secrets, stream })
     }
 
-    /// What the answer to this is held to.
-    pub fn check(&self, question: &Question) -> Option<StreamCheck> {
-        self.check_streams.then(|| StreamCheck::new(question.starting_offset))
+    /// The check of the response stream, if enabled.
+    pub fn check(&self, driver_request: &DriverRequest) -> Option<StreamCheck> {
+        self.check_streams.then(|| StreamCheck::new(driver_request.starting_offset))
     }
 
-    /// The answer of the driver's CSI service, whose messages are rewritten if that is said.
-    pub async fn ask(
+    /// ConcurrencyLimit the driver's CSI service. `rewrite` converts its messages.
+    pub async fn open_stream(
         &self,
-        cleared: Cleared,
+        prepared: Prepared,
         rewrite: Option<Rewrite>,
         deadline: Instant,
     ) -> Result<Opened, Refusal> {
-        let Cleared { question, secrets, stream } = cleared;
-        let left = deadline.saturating_duration_since(Instant::now());
-        let check = self.check(&question);
-        match self.driver.ask(question, secrets.reveal(), left).await {
+        let Prepared { driver_request, secrets, stream } = prepared;
+        let timeout = deadline.saturating_duration_since(Instant::now());
+        let check = self.check(&driver_request);
+        match self.driver.get_metadata(driver_request, secrets.reveal(), timeout).await {
             Ok(answer) => Ok(Opened { answer, check, rewrite, secrets, stream }),
             Err(status) => Err(of_driver(&status, &secrets)),
         }
     }
 }
 
-/// A request that may be answered.
-pub struct Cleared {
-    pub question: Question,
+/// A request that passed all checks.
+pub struct Prepared {
+    pub driver_request: DriverRequest,
     pub secrets: Secrets,
-    pub stream: Running,
+    pub stream: Permit,
 }
 
 /// One of the APIs that the sidecar serves.
-pub trait Front: Sync {
-    /// A request of it, checked.
-    type Asked: Send;
+pub trait MetadataApi: Sync {
+    /// A valid request of the API.
+    type Request: Send;
 
     fn sidecar(&self) -> &Sidecar;
 
-    /// All that stands between a request and the driver's answer, and the start of that.
+    /// Runs all checks and starts the driver's response stream.
     fn open(
         &self,
         call: &mut Call,
-        asked: Self::Asked,
+        request: Self::Request,
         deadline: Instant,
     ) -> impl Future<Output = Result<Opened, Refusal>> + Send;
 
-    /// Answers a call, of which `metadata` tells the client's deadline.
-    fn answer(
+    /// Serves a call; `metadata` holds the client's deadline.
+    fn serve(
         &self,
         operation: Operation,
         metadata: &MetadataMap,
-        asked: Result<Self::Asked, Refusal>,
+        request: Result<Self::Request, Refusal>,
     ) -> impl Future<Output = Result<Response<Relay>, Status>> + Send {
         let sidecar = self.sidecar();
-        let latest = Instant::now() + sidecar.longest;
+        let latest = Instant::now() + sidecar.max_duration;
         let deadline = deadline(metadata).map_or(latest, |deadline| deadline.min(latest));
         async move {
             let mut call = sidecar.begin(operation)?;
-            let opening = async { self.open(&mut call, asked?, deadline).await };
+            let opening = async { self.open(&mut call, request?, deadline).await };
             let opened = tokio::select! {
                 opened = timeout_at(deadline, opening) => opened.unwrap_or_else(|_| Err(too_long())),
                 () = sidecar.shutdown.ending() => Err(exiting()),
@@ -150,6 +150,6 @@ pub trait Front: Sync {
 }
 
 pub fn too_many(what: &str) -> Refusal {
-    let message = format!("too many {what} at once; try again later, or raise --max-streams");
+    let message = format!("too many concurrent {what}; retry later, or increase --max-streams");
     Refusal::new(Reason::TooMany, message)
 }

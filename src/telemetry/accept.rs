@@ -1,6 +1,6 @@
-//! Connections of a listening socket, as they come. Where the process or the machine has no room for another one (EMFILE, ENFILE,
-//! ENOBUFS, ENOMEM), accept(2) fails at once, and again at once: attempts are then made with pauses, and few of them are
-//! logged.
+//! Accepts connections of a listening socket. If the process or machine cannot accept another
+//! connection (EMFILE, ENFILE, ENOBUFS, ENOMEM), accept(2) fails immediately and repeatedly:
+//! attempts then back off, and few failures are logged.
 
 use std::future::poll_fn;
 use std::io;
@@ -10,13 +10,13 @@ use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::time::{Instant, sleep};
 
-/// The first pause; each one is twice as long as the one before, up to the longest.
+/// The first pause and the longest one; each is twice as long as the previous one.
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(1);
-/// Time between two log lines.
+/// Interval between log lines.
 const LOG_EVERY: Duration = Duration::from_secs(60);
 
-/// What connections come from.
+/// A source of connections.
 pub trait Listener {
     type Connection;
 
@@ -39,16 +39,16 @@ impl Listener for TcpListener {
     }
 }
 
-/// Accepts the connections of one listener.
+/// Accepts the connections of one listener, with a backoff after failures.
 #[derive(Debug, Default)]
-pub struct Accepting {
+pub struct BackoffAcceptor {
     pause: Option<Duration>,
     failures: u64,
     logged: Option<Instant>,
 }
 
-impl Accepting {
-    /// The next connection. Nothing is lost when this is dropped before it has one.
+impl BackoffAcceptor {
+    /// Returns the next connection. Cancel safe.
     pub async fn next<L: Listener>(&mut self, listener: &L) -> L::Connection {
         loop {
             match poll_fn(|context| listener.poll_accept(context)).await {
@@ -56,8 +56,8 @@ impl Accepting {
                     self.succeeded();
                     return connection;
                 }
-                Err(error) if is_of_one_client(&error) => {
-                    tracing::debug!(%error, "a client went before it was accepted");
+                Err(error) if concerns_one_connection(&error) => {
+                    tracing::debug!(%error, "a client disconnected before it was accepted");
                 }
                 Err(error) => self.failed(&error).await,
             }
@@ -69,7 +69,7 @@ impl Accepting {
         if self.logged.is_none_or(|logged| logged.elapsed() >= LOG_EVERY) {
             self.logged = Some(Instant::now());
             let failures = self.failures;
-            tracing::warn!(%error, failures, "cannot accept connections; trying again");
+            tracing::warn!(%error, failures, "failed to accept connections; retrying");
         }
         let pause = self.pause.map_or(FIRST, |pause| LONGEST.min(pause * 2));
         self.pause = Some(pause);
@@ -78,14 +78,14 @@ impl Accepting {
 
     fn succeeded(&mut self) {
         if self.pause.take().is_some() {
-            tracing::debug!(failures = self.failures, "accepting connections again");
+            tracing::debug!(failures = self.failures, "acceptor connections again");
         }
     }
 }
 
-/// What accept(2) reports of the connection that it would have returned.
-fn is_of_one_client(error: &io::Error) -> bool {
-    let of_the_network = [
+/// Whether accept(2) reports an error of the new connection and not of the listener.
+fn concerns_one_connection(error: &io::Error) -> bool {
+    let connection_errors = [
         libc::ENETDOWN,
         libc::EPROTO,
         libc::ENOPROTOOPT,
@@ -98,7 +98,7 @@ fn is_of_one_client(error: &io::Error) -> bool {
         libc::EPERM,
         libc::EINTR,
     ];
-    error.raw_os_error().is_some_and(|code| of_the_network.contains(&code))
+    error.raw_os_error().is_some_and(|code| connection_errors.contains(&code))
 }
 
 #[cfg(test)]
@@ -109,16 +109,16 @@ mod tests {
 
     use super::*;
 
-    /// Fails so often with this error, and then has a connection.
+    /// Fails `remaining` times with this error, then returns a connection.
     struct Failing {
         error: i32,
-        left: Cell<usize>,
+        remaining: Cell<usize>,
         attempts: Cell<usize>,
     }
 
     impl Failing {
         fn new(error: i32, times: usize) -> Self {
-            Self { error, left: Cell::new(times), attempts: Cell::new(0) }
+            Self { error, remaining: Cell::new(times), attempts: Cell::new(0) }
         }
     }
 
@@ -127,29 +127,31 @@ mod tests {
 
         fn poll_accept(&self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
             self.attempts.set(self.attempts.get() + 1);
-            let Some(left) = self.left.get().checked_sub(1) else { return Poll::Ready(Ok(())) };
-            self.left.set(left);
+            let Some(remaining) = self.remaining.get().checked_sub(1) else {
+                return Poll::Ready(Ok(()));
+            };
+            self.remaining.set(remaining);
             Poll::Ready(Err(io::Error::from_raw_os_error(self.error)))
         }
     }
 
     #[tokio::test]
-    async fn without_room_few_attempts_are_made_until_there_is_room_again() {
-        let mut accepting = Accepting::default();
+    async fn accept_backs_off_while_descriptors_are_exhausted() {
+        let mut acceptor = BackoffAcceptor::default();
         for error in [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM] {
             let full = Failing::new(error, usize::MAX);
-            assert!(timeout(Duration::from_millis(500), accepting.next(&full)).await.is_err());
+            assert!(timeout(Duration::from_millis(500), acceptor.next(&full)).await.is_err());
             assert!(full.attempts.get() <= 4, "{} attempts", full.attempts.get());
-            accepting.next(&Failing::new(error, 1)).await;
-            accepting.next(&Failing::new(error, 0)).await;
-            assert_eq!(accepting.pause, None);
+            acceptor.next(&Failing::new(error, 1)).await;
+            acceptor.next(&Failing::new(error, 0)).await;
+            assert_eq!(acceptor.pause, None);
         }
     }
 
     #[tokio::test]
-    async fn a_client_that_has_gone_makes_nobody_wait() {
+    async fn a_disconnected_client_causes_no_backoff() {
         let gone = Failing::new(libc::ECONNABORTED, 1000);
-        Accepting::default().next(&gone).await;
+        BackoffAcceptor::default().next(&gone).await;
         assert_eq!(gone.attempts.get(), 1001);
     }
 }

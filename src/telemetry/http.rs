@@ -1,6 +1,7 @@
-//! `--http-endpoint`: health for a probe and metrics for Prometheus, at the same paths in every role. Plain HTTP, nothing secret on
-//! it. Every client that reaches the port is served, and a check can hang with a disk, so everything
-//! has a bound: connections, the time that each may take, and threads ([`Alone`]).
+//! `--http-endpoint`: health for probes and metrics for Prometheus over plain HTTP, at the same
+//! paths in every role, without secrets. Any client that reaches the port is served, and a check
+//! can hang with a disk, so connections, their duration, and threads ([`SingleFlight`]) are
+//! bounded.
 
 use std::fmt;
 use std::io;
@@ -21,29 +22,29 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use super::accept::Accepting;
-use super::alone::{Alone, NoResult};
+use super::accept::BackoffAcceptor;
 use super::shutdown::Shutdown;
+use super::single_flight::{NoResult, SingleFlight};
 
-/// How long a health check may take before it counts as failed, and a scrape.
-const ANSWER_DEADLINE: Duration = short_in_tests(Duration::from_secs(5));
-/// How long a client may take for the head of its request.
-const HEAD: Duration = short_in_tests(Duration::from_secs(10));
-/// The longest life of a connection, which is for one request.
-const CONNECTION: Duration = Duration::from_secs(30);
-/// Connections at once; while there are so many, further clients wait in the kernel's queue.
+/// Timeout of a health check, after which it fails, and of a scrape.
+const CHECK_TIMEOUT: Duration = short_in_tests(Duration::from_secs(5));
+/// Timeout for the headers of a request.
+const HEADER_TIMEOUT: Duration = short_in_tests(Duration::from_secs(10));
+/// Maximum duration of a connection, which serves one request.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
+/// Maximum concurrent connections. Further clients wait in the kernel's queue.
 const MAX_CONNECTIONS: usize = 64;
-/// Bytes of a request's head.
-const MAX_HEAD: usize = 16 << 10;
+/// Maximum bytes of the headers of a request.
+const MAX_HEADER_BYTES: usize = 16 << 10;
 
 const fn short_in_tests(time: Duration) -> Duration {
     if cfg!(test) { Duration::from_millis(200) } else { time }
 }
 
-/// Says what is wrong, or nothing. May block.
+/// Returns the reason if the process is not healthy. May block.
 pub type HealthCheck = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 
-/// Where to listen: `host:port`, or `:port` for every address of the machine.
+/// Address to listen on: `host:port`, or `:port` for every address of the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
     host: Option<String>,
@@ -81,19 +82,19 @@ impl Endpoint {
     }
 }
 
-/// The text of a scrape. May block.
+/// Returns the text of a scrape. May block.
 pub type Scrape = Arc<dyn Fn() -> Result<String, fmt::Error> + Send + Sync>;
 
-/// Where health is: as on most of Kubernetes, and as the released sidecar has it.
+/// Paths of the health check: the usual one in Kubernetes, and the one of the released sidecar.
 pub const HEALTH_PATHS: [&str; 2] = ["/healthz", "/health"];
 
-/// What is served.
+/// The served pages.
 pub struct Pages {
     /// At [`HEALTH_PATHS`].
     pub health: HealthCheck,
-    /// The path, and what stands there.
+    /// The path and content of the metrics.
     pub metrics: Option<(String, Scrape)>,
-    /// Checks at paths of their own, which say nothing of health.
+    /// Checks at other paths, which do not affect health.
     pub checks: Vec<(&'static str, HealthCheck)>,
 }
 
@@ -104,10 +105,10 @@ impl Pages {
     }
 }
 
-/// Finds out whether an endpoint that flags ask for can be had, and does not keep it.
+/// Checks whether the process can listen on the endpoint, and releases it again.
 ///
 /// # Errors
-/// It cannot be had.
+/// The process cannot listen on the endpoint.
 pub async fn try_listen(endpoint: Option<&Endpoint>) -> anyhow::Result<()> {
     match endpoint {
         Some(endpoint) => endpoint.listen().await.map(drop).context("--http-endpoint"),
@@ -115,11 +116,11 @@ pub async fn try_listen(endpoint: Option<&Endpoint>) -> anyhow::Result<()> {
     }
 }
 
-/// Listens at `endpoint` and serves until the process ends; returns the address, which has the port
-/// that was chosen when the endpoint's was 0.
+/// Listens on `endpoint` and serves until the process ends. Returns the address, which has the
+/// chosen port if the port of the endpoint is 0.
 ///
 /// # Errors
-/// The endpoint cannot be had.
+/// The process cannot listen on the endpoint.
 pub async fn start(
     endpoint: &Endpoint,
     pages: Pages,
@@ -128,15 +129,15 @@ pub async fn start(
     let listener = endpoint.listen().await?;
     let address = listener.local_addr()?;
     let Pages { health, metrics, checks } = pages;
-    let health = Alone::new(health);
-    let checks = checks.into_iter().map(|(path, check)| (path, Alone::new(check)));
+    let health = SingleFlight::new(health);
+    let checks = checks.into_iter().map(|(path, check)| (path, SingleFlight::new(check)));
     let mut routes = Router::new();
     for (path, check) in checks.chain(HEALTH_PATHS.map(|path| (path, health.clone()))) {
         routes = routes.route(path, get(move || healthz(check.clone())));
     }
     if let Some((path, scrape)) = metrics {
-        let scrape = Alone::new(scrape);
-        routes = routes.route(&path, get(move || scraped(scrape.clone())));
+        let scrape = SingleFlight::new(scrape);
+        routes = routes.route(&path, get(move || metrics_page(scrape.clone())));
     }
     tokio::spawn(async move {
         tokio::select! {
@@ -148,38 +149,38 @@ pub async fn start(
 }
 
 async fn serve(listener: TcpListener, routes: Router) {
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let mut accepting = Accepting::default();
-    // Nobody closes it.
-    while let Ok(place) = places.clone().acquire_owned().await {
-        let stream = accepting.next(&listener).await;
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut acceptor = BackoffAcceptor::default();
+    // The semaphore is never closed.
+    while let Ok(permit) = permits.clone().acquire_owned().await {
+        let stream = acceptor.next(&listener).await;
         let routes = routes.clone();
         tokio::spawn(async move {
-            if timeout(CONNECTION, attend(stream, routes)).await.is_err() {
-                tracing::debug!("closing a connection that took too long");
+            if timeout(CONNECTION_TIMEOUT, serve_connection(stream, routes)).await.is_err() {
+                tracing::debug!("closing a connection after its maximum duration");
             }
-            drop(place);
+            drop(permit);
         });
     }
 }
 
-async fn attend(stream: TcpStream, routes: Router) {
+async fn serve_connection(stream: TcpStream, routes: Router) {
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(HEAD);
-    builder.max_buf_size(MAX_HEAD).keep_alive(false);
+    builder.timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
+    builder.max_buf_size(MAX_HEADER_BYTES).keep_alive(false);
     let served = builder
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes.into_service()));
     if let Err(error) = served.await {
-        tracing::debug!(%error, "a connection broke");
+        tracing::debug!(%error, "connection failed");
     }
 }
 
-async fn healthz(health: Alone<Result<(), String>>) -> Response {
-    match health.result(ANSWER_DEADLINE).await {
+async fn healthz(health: SingleFlight<Result<(), String>>) -> Response {
+    match health.result(CHECK_TIMEOUT).await {
         Ok(Ok(())) => (StatusCode::OK, "ok\n").into_response(),
         Ok(Err(reason)) => unavailable(&reason),
         Err(NoResult::Failed) => unavailable("the health check panicked"),
-        Err(NoResult::Late) => unavailable("the health check did not answer in time"),
+        Err(NoResult::TimedOut) => unavailable("the health check timed out"),
     }
 }
 
@@ -187,14 +188,14 @@ fn unavailable(reason: &str) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response()
 }
 
-async fn scraped(scrape: Alone<Result<String, fmt::Error>>) -> Response {
+async fn metrics_page(scrape: SingleFlight<Result<String, fmt::Error>>) -> Response {
     const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    match scrape.result(ANSWER_DEADLINE).await {
+    match scrape.result(CHECK_TIMEOUT).await {
         Ok(Ok(body)) => ([(header::CONTENT_TYPE, OPEN_METRICS)], body).into_response(),
         Ok(Err(_)) | Err(NoResult::Failed) => {
-            (StatusCode::INTERNAL_SERVER_ERROR, "collecting metrics failed\n").into_response()
+            (StatusCode::INTERNAL_SERVER_ERROR, "failed to collect the metrics\n").into_response()
         }
-        Err(NoResult::Late) => unavailable("the metrics were not collected in time"),
+        Err(NoResult::TimedOut) => unavailable("collecting the metrics timed out"),
     }
 }
 
@@ -227,9 +228,9 @@ mod tests {
         let mut stream = TcpStream::connect(address).await.unwrap();
         let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.unwrap();
-        answer
+        let mut response = String::new();
+        stream.read_to_string(&mut response).await.unwrap();
+        response
     }
 
     fn pages(health: HealthCheck) -> Pages {
@@ -238,8 +239,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn health_answers_200_or_503_with_the_reason() {
-        let (end, shutdown) = Shutdown::by_hand();
+    async fn health_is_200_or_503_with_the_reason() {
+        let (end, shutdown) = Shutdown::manual();
         let endpoint = "127.0.0.1:0".parse().unwrap();
         let good = pages(Arc::new(|| Ok(())));
         let address = start(&endpoint, good, shutdown.clone()).await.unwrap();
@@ -250,12 +251,12 @@ mod tests {
         assert!(fetch(address, "/other").await.starts_with("HTTP/1.1 404"));
         let bad = pages(Arc::new(|| Err("the pool is gone".into())));
         let address = start(&endpoint, bad, shutdown).await.unwrap();
-        let answer = fetch(address, "/healthz").await;
-        assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("the pool is gone"));
+        let response = fetch(address, "/healthz").await;
+        assert!(response.starts_with("HTTP/1.1 503") && response.contains("the pool is gone"));
         drop(end);
     }
 
-    /// In a runtime where one thread may block, which has to stay free for calls.
+    /// Runs a test in a runtime with one blocking thread, which must remain free for calls.
     fn with_one_blocking_thread(test: impl Future<Output = ()>) {
         let mut builder = tokio::runtime::Builder::new_multi_thread();
         let runtime = builder.worker_threads(2).max_blocking_threads(1).enable_all().build();
@@ -263,9 +264,9 @@ mod tests {
     }
 
     #[test]
-    fn a_check_that_hangs_takes_one_thread_and_none_of_those_for_calls() {
+    fn a_hanging_check_blocks_no_thread_for_calls() {
         with_one_blocking_thread(async {
-            let (let_go, hangs) = std::sync::mpsc::channel::<()>();
+            let (release, hangs) = std::sync::mpsc::channel::<()>();
             let hangs = std::sync::Mutex::new(hangs);
             let runs = Arc::new(AtomicUsize::new(0));
             let counted = runs.clone();
@@ -274,45 +275,45 @@ mod tests {
                 let _ = hangs.lock().unwrap().recv();
                 Ok(())
             });
-            let (_end, shutdown) = Shutdown::by_hand();
+            let (_end, shutdown) = Shutdown::manual();
             let endpoint = "127.0.0.1:0".parse().unwrap();
             let address = start(&endpoint, pages(health), shutdown).await.unwrap();
             for _ in 0..3 {
                 let at_once: JoinSet<String> =
                     (0..20).map(|_| fetch(address, "/healthz")).collect();
-                for answer in at_once.join_all().await {
-                    assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("in time"));
+                for response in at_once.join_all().await {
+                    assert!(response.starts_with("HTTP/1.1 503") && response.contains("timed out"));
                 }
                 let call = tokio::task::spawn_blocking(|| ());
                 timeout(Duration::from_secs(20), call).await.expect("a thread for a call").unwrap();
                 assert!(fetch(address, "/metrics").await.contains("# EOF"));
             }
             assert_eq!(runs.load(Ordering::Relaxed), 1);
-            drop(let_go);
+            drop(release);
             while !fetch(address, "/healthz").await.starts_with("HTTP/1.1 200") {}
         });
     }
 
     #[tokio::test]
-    async fn a_scrape_that_hangs_is_answered_in_time() {
-        let (let_go, hangs) = std::sync::mpsc::channel::<()>();
+    async fn a_hanging_scrape_times_out() {
+        let (release, hangs) = std::sync::mpsc::channel::<()>();
         let hangs = std::sync::Mutex::new(hangs);
         let scrape: Scrape = Arc::new(move || {
             let _ = hangs.lock().unwrap().recv();
             Ok("# EOF\n".into())
         });
         let pages = Pages::new(Arc::new(|| Ok(())), scrape);
-        let (_end, shutdown) = Shutdown::by_hand();
+        let (_end, shutdown) = Shutdown::manual();
         let address = start(&"127.0.0.1:0".parse().unwrap(), pages, shutdown).await.unwrap();
         assert!(fetch(address, "/metrics").await.starts_with("HTTP/1.1 503"));
         assert!(fetch(address, "/healthz").await.starts_with("HTTP/1.1 200"));
-        drop(let_go);
+        drop(release);
         while !fetch(address, "/metrics").await.contains("# EOF") {}
     }
 
     #[tokio::test]
-    async fn clients_that_say_nothing_are_few_and_do_not_stay() {
-        let (_end, shutdown) = Shutdown::by_hand();
+    async fn silent_clients_are_limited_and_disconnected() {
+        let (_end, shutdown) = Shutdown::manual();
         let pages = pages(Arc::new(|| Ok(())));
         let address = start(&"127.0.0.1:0".parse().unwrap(), pages, shutdown).await.unwrap();
         let mut silent = Vec::new();
@@ -322,10 +323,10 @@ mod tests {
             stream.write_all(begun).await.unwrap();
             silent.push(stream);
         }
-        // After them in the queue.
+        // This request waits in the queue after them.
         assert!(fetch(address, "/healthz").await.starts_with("HTTP/1.1 200"));
         for mut stream in silent {
-            // Closed, with an answer or without one.
+            // Closed, with or without a response.
             let _ = stream.read_to_string(&mut String::new()).await;
         }
     }

@@ -1,13 +1,13 @@
-//! The logging flags of Kubernetes' Go programs (klog), so that a command line written for one of them works here.
-//! `-v` chooses how much is logged; the others are about files and headers that this program does not
-//! have, and do nothing.
+//! The logging flags of Kubernetes' Go programs (klog), so that a command line for one of them
+//! works here. `-v` sets the verbosity. The other flags concern files and headers that this program
+//! does not have, and are ignored.
 
 use super::logs;
 
 #[derive(Debug, Clone, Default, clap::Args)]
 #[group(skip)]
 pub struct Args {
-    /// Verbosity as klog has it: 0 to 3 info, 4 to 7 debug, from 8 trace of this program's own events.
+    /// Verbosity as in klog: 0 to 3 info, 4 to 7 debug, 8 and above trace of this program's events
     #[arg(long, hide_short_help = true, allow_negative_numbers = true, value_name = "N")]
     v: Option<i32>,
 
@@ -27,7 +27,7 @@ macro_rules! ignored {
             $value: Option<String>,)*
         }
 
-        /// All that klog has beside `-v`.
+        /// All flags of klog except `-v`.
         #[cfg(test)]
         const IGNORED: &[(&str, &str)] =
             &[$((stringify!($switch), ""),)* $((stringify!($value), "=x")),*];
@@ -41,7 +41,7 @@ ignored! {
 }
 
 impl Args {
-    /// What is logged: `-v` decides where `--log-level` was left as it is.
+    /// Applies `-v`, unless `--log-level` is set.
     pub fn apply(&self, log: &mut logs::Args) {
         let level = match self.v {
             Some(v) if v >= 8 => "info,csi_loopback=trace",
@@ -54,30 +54,30 @@ impl Args {
     }
 }
 
-/// A boolean as Go's flags take it.
+/// A boolean in the syntax of Go's flags.
 pub fn boolean(text: &str) -> Result<bool, String> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
-        _ => Err("is not true or false".into()),
+        _ => Err("is neither true nor false".into()),
     }
 }
 
-/// Turns a command line in the style of Go's flags, where one dash does for a long name, into one with two.
-/// What follows `--` is left alone, and so are single letters but `-v`.
+/// Converts a command line in the style of Go's flags, where a long name may have one dash, to two
+/// dashes. Arguments after `--` and single letters except `-v` remain unchanged.
 pub fn double_dashes(arguments: impl Iterator<Item = String>) -> Vec<String> {
-    let mut through = false;
-    let turned = arguments.map(|argument| {
-        through |= argument == "--";
+    let mut after_separator = false;
+    let converted = arguments.map(|argument| {
+        after_separator |= argument == "--";
         let name = argument.strip_prefix('-').filter(|rest| !rest.starts_with('-'));
         let name = name.map(|rest| rest.split_once('=').map_or(rest, |(name, _)| name));
         let is_flag = name.is_some_and(|name| {
             name == "v"
                 || (name.len() > 1 && name.starts_with(|first: char| first.is_ascii_alphabetic()))
         });
-        if is_flag && !through { format!("-{argument}") } else { argument }
+        if is_flag && !after_separator { format!("-{argument}") } else { argument }
     });
-    turned.collect()
+    converted.collect()
 }
 
 #[cfg(test)]
@@ -95,14 +95,14 @@ mod tests {
     }
 
     fn level(line: &str) -> String {
-        let turned = double_dashes(line.split_whitespace().map(str::to_owned));
-        let Line { mut log, klog } = Line::try_parse_from(turned).expect(line);
+        let converted = double_dashes(line.split_whitespace().map(str::to_owned));
+        let Line { mut log, klog } = Line::try_parse_from(converted).expect(line);
         klog.apply(&mut log);
         log.log_level
     }
 
     #[test]
-    fn every_flag_of_klog_is_taken_with_one_dash_and_with_two() {
+    fn every_klog_flag_is_accepted_with_one_or_two_dashes() {
         for (name, value) in IGNORED {
             for dashes in ["-", "--"] {
                 assert_eq!(level(&format!("x {dashes}{name}{value}")), "info");
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn verbosity_chooses_how_much_is_logged() {
+    fn verbosity_sets_the_log_level() {
         for (line, expected) in [
             ("x -v=3", "info"),
             ("x -v 5", "info,csi_loopback=debug"),
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn only_long_flags_get_a_second_dash() {
         let line = ["-csi-address=/a", "-v", "5", "-h", "--port", "-1", "--", "-x-y"];
-        let turned = double_dashes(line.map(str::to_owned).into_iter());
-        assert_eq!(turned, ["--csi-address=/a", "--v", "5", "-h", "--port", "-1", "--", "-x-y"]);
+        let converted = double_dashes(line.map(str::to_owned).into_iter());
+        assert_eq!(converted, ["--csi-address=/a", "--v", "5", "-h", "--port", "-1", "--", "-x-y"]);
     }
 }

@@ -1,5 +1,5 @@
-//! Structured logs on stderr, as text for people or JSON for machines, times in UTC. Panics become
-//! log lines too, so that a reader of JSON misses none.
+//! Structured logs on stderr, as text or JSON, with times in UTC. Panics are logged too, so that
+//! JSON logs are complete.
 
 use std::io::{IsTerminal, stderr};
 
@@ -13,32 +13,32 @@ use tracing_subscriber::{EnvFilter, fmt};
 /// `--log-format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// One line of text for each event.
+    /// One line of text per event
     Text,
-    /// One JSON object for each event.
+    /// One JSON object per event
     Json,
 }
 
-/// What is logged when nothing else is asked for.
+/// The default of `--log-level`.
 pub const DEFAULT_LEVEL: &str = "info";
 
-/// The flags of a role that logs.
+/// The logging flags of a role.
 #[derive(Debug, Clone, clap::Args)]
-// Its group would have the name `Args`, as that of the role that flattens it.
+// The group would be named `Args`, like the group of the role that flattens it.
 #[group(skip)]
 pub struct Args {
-    /// How log lines are written to stderr.
+    /// Format of the log on stderr
     #[arg(long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
     pub log_format: Format,
 
-    /// What is logged: error, warn, info, debug, trace, or directives such as
-    /// info,csi_loopback::driver=debug. Of libraries nothing below info.
+    /// Log level: error, warn, info, debug, trace or off, or directives such as
+    /// info,csi_loopback::driver=debug; libraries log info and above only
     #[arg(long, default_value = DEFAULT_LEVEL, value_parser = directives, value_name = "LEVEL")]
     pub log_level: String,
 }
 
 impl Args {
-    /// The same flags, for another process of this program.
+    /// The command line arguments for a child process of this program.
     pub fn line(&self) -> Vec<String> {
         let format = self.log_format.to_possible_value();
         let format = format.map(|format| format!("--log-format={}", format.get_name()));
@@ -46,11 +46,11 @@ impl Args {
     }
 }
 
-/// Checked here so that a wrong directive is an error of the command line; kept as text because the
-/// filter itself cannot be cloned.
+/// Validated here, so that an invalid directive is an error of the command line. Kept as text,
+/// because the filter cannot be cloned.
 fn directives(text: &str) -> Result<String, String> {
     if text.trim().is_empty() {
-        return Err("no level given; use error, warn, info, debug or trace".into());
+        return Err("the level is empty; use error, warn, info, debug or trace".into());
     }
     if let Some(word) = text.split(',').map(str::trim).find(|one| is_mistyped(one)) {
         return Err(format!(
@@ -61,23 +61,23 @@ fn directives(text: &str) -> Result<String, String> {
     EnvFilter::try_new(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
 }
 
-/// Whether the directive is a bare word that is neither a level nor a module of this program. The filter
-/// takes any word for the name of a library, of which it then shows everything, and nothing else.
+/// Whether the directive is a bare word that is neither a level nor a module of this program. The
+/// filter would accept any word as the name of a library, log all events of it, and nothing else.
 fn is_mistyped(directive: &str) -> bool {
     let is_bare = !directive.is_empty() && !directive.contains(['=', '[', ']']);
-    let of_ours = directive.split("::").next() == Some(env!("CARGO_CRATE_NAME"));
-    is_bare && !of_ours && directive.parse::<LevelFilter>().is_err()
+    let is_own_module = directive.split("::").next() == Some(env!("CARGO_CRATE_NAME"));
+    is_bare && !is_own_module && directive.parse::<LevelFilter>().is_err()
 }
 
-/// What libraries say below info may hold anything that passes through them: addresses with the names of objects in
-/// them, one of which may be a token. So that is shown at no level; and nothing at all of the API server's client: what
-/// fails there is told by who has asked.
+/// Below info, libraries may log anything that passes through them, such as object addresses, one
+/// of which may be a token. So these events are never logged. Neither are any events of the API
+/// server's client: its callers report its errors.
 fn may_be_shown(event: &Metadata<'_>) -> bool {
     let of = |name: &str| event.target().split("::").next() == Some(name);
     of(env!("CARGO_CRATE_NAME")) || (*event.level() <= Level::INFO && !of("kube_client"))
 }
 
-/// Starts logging. To be called once, before any thread is started.
+/// Starts logging. Must be called once, before any thread is started.
 pub fn init(args: Args) -> anyhow::Result<()> {
     let Args { log_format, log_level } = args;
     let filter = EnvFilter::try_new(log_level)?.and(filter_fn(may_be_shown));
@@ -87,8 +87,8 @@ pub fn init(args: Args) -> anyhow::Result<()> {
         Format::Json => lines.json().flatten_event(true).with_filter(filter).boxed(),
     };
     let started = tracing_subscriber::registry().with(lines).try_init();
-    started.map_err(|error| anyhow::anyhow!("starting the log: {error}"))?;
-    // By which whoever looks for what must not be in a log knows that it holds all there is.
+    started.map_err(|error| anyhow::anyhow!("failed to start logging: {error}"))?;
+    // Marks a complete log for checks that a log contains no secret.
     tracing::trace!("logging everything");
     std::panic::set_hook(Box::new(|panic| {
         let location = panic.location().map(ToString::to_string).unwrap_or_default();
@@ -106,7 +106,7 @@ mod tests {
     use super::directives;
 
     #[test]
-    fn log_levels_and_directives_are_checked_when_parsed() {
+    fn log_levels_and_directives_are_validated() {
         for good in [
             "info",
             "DEBUG",

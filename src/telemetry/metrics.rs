@@ -1,5 +1,5 @@
-//! The metrics of one process, in the OpenMetrics text format. Every label comes from a fixed set
-//! (method names, gRPC codes), never from a request: a client cannot make them grow.
+//! The metrics of a process, in the OpenMetrics text format. Every label comes from a fixed set
+//! (method names, gRPC codes), never from a request, so clients cannot create new series.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-/// Upper ends of the histogram's buckets, in seconds: from a look-up to a mkfs on a slow disk.
+/// Upper bounds of the histogram's buckets in seconds: from a lookup to a mkfs on a slow disk.
 const BUCKETS: [f64; 12] =
     [0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0, 120.0];
 
@@ -22,7 +22,7 @@ struct Call {
     code: &'static str,
 }
 
-/// Cheap to clone; all clones count into the same numbers.
+/// The metrics of a process. All clones update the same values.
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -32,20 +32,21 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// `collectors` are asked at each scrape, for numbers that live elsewhere.
+    /// `collectors` provide further values at each scrape.
     pub fn new(collectors: Vec<Box<dyn Collector>>) -> Self {
         Self::with_names(collectors, Vec::new())
     }
 
-    /// The same, with collectors besides whose names are whole.
+    /// The same, with collectors in `named` whose metrics get no prefix.
     pub fn with_names(collectors: Vec<Box<dyn Collector>>, named: Vec<Box<dyn Collector>>) -> Self {
         let mut all = Registry::default();
         named.into_iter().for_each(|collector| all.register_collector(collector));
         let deferred = Counter::default();
-        // With no prefix: the proposal's name, by which operators look for it (KEP-2857, "Monitoring Requirements").
+        // No prefix: the proposal defines the name for operators (KEP-2857, "Monitoring
+        // Requirements").
         all.register(
             "volumes_published_with_deferred_ops",
-            "Volumes published for a container runtime to mount",
+            "Volumes published with the mount deferred to a container runtime",
             deferred.clone(),
         );
         let registry = all.sub_registry_with_prefix("csi_loopback");
@@ -53,7 +54,7 @@ impl Metrics {
             Family::new_with_constructor(|| Histogram::new(BUCKETS));
         registry.register(
             "rpc_duration_seconds",
-            "Duration of gRPC calls, whole streams included",
+            "Duration of gRPC calls, including whole streams",
             calls.clone(),
         );
         let extents = Counter::default();
@@ -64,22 +65,22 @@ impl Metrics {
         Self { registry: Arc::new(all), calls, extents, deferred }
     }
 
-    /// Books one call. `method` is the name of an RPC, `code` of a gRPC code.
-    pub fn called(&self, method: &'static str, code: &'static str, duration: Duration) {
+    /// Records a call. `method` is the name of an RPC, `code` the name of a gRPC code.
+    pub fn observe_call(&self, method: &'static str, code: &'static str, duration: Duration) {
         self.calls.get_or_create(&Call { method, code }).observe(duration.as_secs_f64());
     }
 
-    /// Books extents sent to a client.
-    pub fn streamed(&self, extents: u64) {
+    /// Counts extents sent to a client.
+    pub fn add_extents(&self, extents: u64) {
         self.extents.inc_by(extents);
     }
 
-    /// Books a volume whose mount was left to a container runtime.
-    pub fn published_deferred(&self) {
+    /// Counts a published deferred volume.
+    pub fn record_deferred_publish(&self) {
         self.deferred.inc();
     }
 
-    /// The text of a scrape. Collectors may block.
+    /// Returns the text of a scrape. Blocks if a collector does.
     pub fn scrape(&self) -> Result<String, fmt::Error> {
         let mut body = String::new();
         text::encode(&mut body, &self.registry)?;
@@ -94,11 +95,11 @@ mod tests {
     #[test]
     fn calls_are_counted_by_method_and_code() {
         let metrics = Metrics::new(Vec::new());
-        metrics.called("CreateVolume", "OK", Duration::from_millis(3));
-        metrics.called("CreateVolume", "OK", Duration::from_millis(4));
-        metrics.called("CreateVolume", "ABORTED", Duration::from_millis(1));
-        metrics.streamed(7);
-        metrics.published_deferred();
+        metrics.observe_call("CreateVolume", "OK", Duration::from_millis(3));
+        metrics.observe_call("CreateVolume", "OK", Duration::from_millis(4));
+        metrics.observe_call("CreateVolume", "ABORTED", Duration::from_millis(1));
+        metrics.add_extents(7);
+        metrics.record_deferred_publish();
         let text = metrics.scrape().unwrap();
         for line in [
             r#"csi_loopback_rpc_duration_seconds_count{method="CreateVolume",code="OK"} 2"#,

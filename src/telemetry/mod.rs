@@ -1,13 +1,13 @@
-//! What every role shows of itself: logs on stderr, Prometheus metrics and health over HTTP, and the
-//! one place that turns signals into an orderly end. Knows no role and no backend.
+//! Shared by all roles: logs on stderr, Prometheus metrics and health over HTTP, and graceful
+//! shutdown on signals. Does not depend on any role or on the backend.
 
 pub mod accept;
-pub mod alone;
-pub mod complaint;
 pub mod http;
 pub mod klog;
 pub mod logs;
 pub mod metrics;
+pub mod periodic;
+pub mod rate_limited_log;
 pub mod role;
-pub mod rounds;
 pub mod shutdown;
+pub mod single_flight;

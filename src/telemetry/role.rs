@@ -1,4 +1,4 @@
-//! What every role that serves until a signal has: its logs, its HTTP endpoint, an orderly end, and the flags of these.
+//! Shared by all roles that serve until a signal: flags, logs, HTTP endpoint, graceful shutdown.
 
 use std::future::Future;
 use std::process::ExitCode;
@@ -13,21 +13,22 @@ use super::shutdown::{BLOCKING_THREADS, Shutdown, run_to_end};
 #[cfg(feature = "failpoints")]
 use crate::fail_point;
 
-/// The flags. A role flattens them last: clap files what follows a heading under it.
+/// Flags of every role. A role must flatten them last, because clap lists the flags that follow a
+/// heading under it.
 #[derive(Debug, Clone, clap::Args)]
-// Its group would have the name `RoleArgs` in each of them.
+// The group would be named `RoleArgs` in each role.
 #[group(skip)]
 #[command(next_help_heading = HEADING)]
 pub struct RoleArgs {
-    /// Serve /healthz, /health and /metrics on host:port or :port.
+    /// Serve /healthz, /health and /metrics over HTTP on host:port or :port
     #[arg(long, value_name = "ADDRESS")]
     pub http_endpoint: Option<http::Endpoint>,
 
-    /// How long running calls may take after the first signal to stop.
+    /// How long running calls may take after the first termination signal
     #[arg(long, default_value = "20s", value_parser = humantime::parse_duration, value_name = "TIME")]
     pub drain_timeout: Duration,
 
-    /// Directory with a plan of where to be killed or to fail (fail_point).
+    /// Directory with the plan of the fail points
     #[cfg(feature = "failpoints")]
     #[arg(long, value_name = "DIR")]
     pub fail_points: Option<std::path::PathBuf>,
@@ -36,19 +37,19 @@ pub struct RoleArgs {
     pub log: logs::Args,
 }
 
-/// What the flags stand under in `--help`.
+/// Heading of the flags in `--help`.
 pub const HEADING: &str = "Process";
 
-/// Where a role of a cluster has its HTTP endpoint by default; on a node it has none.
+/// Sets the default HTTP endpoint of a cluster role; node roles have none.
 pub fn http_by_default(flag: clap::Arg) -> clap::Arg {
     flag.default_value(":8080")
 }
 
 impl RoleArgs {
-    /// Runs `serve` in an asynchronous runtime until it ends, as it does some time after a signal.
+    /// Runs `serve` in a tokio runtime until it ends, which it does after a signal.
     ///
     /// # Errors
-    /// Those of `serve`; logs or threads cannot be had.
+    /// Errors of `serve`; logging or threads cannot be started.
     pub fn run<F: Future<Output = anyhow::Result<()>>>(
         &self,
         serve: impl FnOnce(Shutdown) -> F,
@@ -56,7 +57,7 @@ impl RoleArgs {
         self.run_blocking(BLOCKING_THREADS, serve)
     }
 
-    /// The same for a role whose calls block threads: so many at most.
+    /// The same for a role whose calls block threads, at most `threads`.
     ///
     /// # Errors
     /// As [`run`](Self::run).
@@ -70,20 +71,21 @@ impl RoleArgs {
         self.fail_points.iter().cloned().for_each(fail_point::watch);
         let drain = self.drain_timeout;
         run_to_end(threads, async move {
-            // First, so that a signal during a long start ends the process in order, too.
-            serve(Shutdown::on_signal(drain).context("watching for signals")?).await
+            // First, so that a signal during a long start also ends the process gracefully.
+            serve(Shutdown::on_signal(drain).context("failed to watch for signals")?).await
         })
     }
 
-    /// Begins to serve the pages, where `--http-endpoint` asks for it. Health fails as soon as the process drains.
+    /// Starts to serve the pages if `--http-endpoint` is set. Health fails as soon as the process
+    /// drains.
     ///
     /// # Errors
-    /// The endpoint cannot be had.
+    /// The process cannot listen on the endpoint.
     pub async fn serve_http(&self, mut pages: Pages, shutdown: &Shutdown) -> anyhow::Result<()> {
         let Some(endpoint) = &self.http_endpoint else { return Ok(()) };
         let (health, ending) = (pages.health, shutdown.clone());
         pages.health = Arc::new(move || match ending.is_draining() {
-            true => Err("the process is exiting".into()),
+            true => Err("the process is shutting down".into()),
             false => health(),
         });
         let address = http::start(endpoint, pages, shutdown.clone()).await;

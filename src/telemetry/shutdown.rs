@@ -1,6 +1,6 @@
-//! The end of a process, in one place. `Running → Draining → Ending`: at SIGTERM or SIGINT no new
-//! work is taken and what runs may finish; when the drain time is over, what still runs is cut off
-//! with an error. A second signal exits at once.
+//! Graceful shutdown: `Running → Draining → Ending`. SIGTERM or SIGINT starts draining: no new work
+//! starts, and running work may finish. After the drain timeout, remaining work is aborted with an
+//! error. A second signal exits immediately.
 
 use std::io;
 use std::process::ExitCode;
@@ -12,20 +12,20 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-/// Threads that serve connections: they only pass messages on.
+/// Threads that serve connections; they only pass messages.
 const THREADS: usize = 2;
-/// Threads that may be blocked, of a role that says nothing of it.
+/// Maximum number of blocked threads of a role that does not set it.
 pub(super) const BLOCKING_THREADS: usize = 512;
-/// How long what was cut off at the end has to tell its clients.
+/// Time for aborted work to report its error to clients.
 const GRACE: Duration = Duration::from_secs(1);
-/// Exit code of a process that a second signal ended: 128 + SIGTERM, as a shell would show it.
-const EXIT_AT_ONCE: i32 = 143;
+/// Exit code after a second signal: 128 + SIGTERM, as in a shell.
+const EXIT_SECOND_SIGNAL: i32 = 143;
 
-/// Runs a role to its end. What has not ended by then does not keep the process alive. So many `threads` may be blocked at most;
-/// they end when idle.
+/// Runs a role until it ends. Work that has not ended then does not keep the process alive. At most
+/// `threads` threads may be blocked; idle ones end.
 ///
 /// # Errors
-/// The threads cannot be started, or what the role ends with.
+/// The threads cannot be started, or the role fails.
 pub(super) fn run_to_end(
     threads: usize,
     role: impl Future<Output = anyhow::Result<()>>,
@@ -35,7 +35,7 @@ pub(super) fn run_to_end(
         .max_blocking_threads(threads)
         .enable_all()
         .build()
-        .context("starting the threads")?;
+        .context("failed to start the threads")?;
     let result = runtime.block_on(role);
     runtime.shutdown_background();
     result.map(|()| ExitCode::SUCCESS)
@@ -44,66 +44,66 @@ pub(super) fn run_to_end(
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
     Running,
-    /// Nothing new begins; what runs may finish.
+    /// No new work starts; running work may finish.
     Draining,
-    /// What still runs ends now, with an error.
+    /// Running work is aborted with an error.
     Ending,
 }
 
-/// Tells how far the end has come. Cheap to clone.
+/// The phase of the shutdown, shared by all clones.
 #[derive(Debug, Clone)]
 pub struct Shutdown(watch::Receiver<Phase>);
 
 impl Shutdown {
-    /// Watches for signals; `drain` is the time from the first one to [`Phase::Ending`]. To be called
-    /// inside a runtime.
+    /// Watches for signals; `drain` is the time from the first one to [`Phase::Ending`]. Must be
+    /// called inside a tokio runtime.
     pub fn on_signal(drain: Duration) -> io::Result<Self> {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
-        let (phase, shutdown) = Self::by_hand();
+        let (phase, shutdown) = Self::manual();
         tokio::spawn(async move {
             let name = next_signal(&mut terminate, &mut interrupt).await;
             tracing::info!(signal = name, drain_timeout = ?drain, "draining");
             phase.send_replace(Phase::Draining);
             tokio::select! {
                 () = sleep(drain) => { phase.send_replace(Phase::Ending); }
-                name = next_signal(&mut terminate, &mut interrupt) => exit_at_once(name),
+                name = next_signal(&mut terminate, &mut interrupt) => exit_now(name),
             }
-            exit_at_once(next_signal(&mut terminate, &mut interrupt).await);
+            exit_now(next_signal(&mut terminate, &mut interrupt).await);
         });
         Ok(shutdown)
     }
 
-    /// A shutdown that its sender moves along; dropping the sender ends everything.
-    pub fn by_hand() -> (watch::Sender<Phase>, Self) {
+    /// A shutdown that is controlled by its sender. Dropping the sender ends everything.
+    pub fn manual() -> (watch::Sender<Phase>, Self) {
         let (sender, receiver) = watch::channel(Phase::Running);
         (sender, Self(receiver))
     }
 
-    /// Whether nothing new may begin.
+    /// Whether draining has begun.
     pub fn is_draining(&self) -> bool {
         *self.0.borrow() >= Phase::Draining
     }
 
-    /// Waits until nothing new may begin.
+    /// Waits until draining begins.
     pub async fn draining(&self) {
         self.reached(Phase::Draining).await;
     }
 
-    /// Waits until everything has to end.
+    /// Waits until running work must end.
     pub async fn ending(&self) {
         self.reached(Phase::Ending).await;
     }
 
-    /// Waits until everything should have ended, with the moment that it has to tell its clients. It bounds hyper's graceful
-    /// shutdown, which by itself waits for clients that do not read.
+    /// Waits until running work must end, plus the time to report errors to clients. It bounds
+    /// hyper's graceful shutdown, which waits for clients that do not read.
     pub async fn overdue(&self) {
         self.ending().await;
         sleep(GRACE).await;
     }
 
     async fn reached(&self, phase: Phase) {
-        // An error means that nobody is left to say more: then everything ends.
+        // An error means that the sender was dropped: then everything ends.
         let _ = self.0.clone().wait_for(|now| *now >= phase).await;
     }
 }
@@ -115,9 +115,9 @@ async fn next_signal(terminate: &mut Signal, interrupt: &mut Signal) -> &'static
     }
 }
 
-fn exit_at_once(name: &str) -> ! {
-    tracing::warn!(signal = name, "second signal: exiting at once");
-    std::process::exit(EXIT_AT_ONCE)
+fn exit_now(name: &str) -> ! {
+    tracing::warn!(signal = name, "second signal: exiting immediately");
+    std::process::exit(EXIT_SECOND_SIGNAL)
 }
 
 #[cfg(test)]
@@ -126,7 +126,7 @@ mod tests {
 
     #[tokio::test]
     async fn draining_comes_before_ending() {
-        let (phase, shutdown) = Shutdown::by_hand();
+        let (phase, shutdown) = Shutdown::manual();
         phase.send_replace(Phase::Draining);
         shutdown.draining().await;
         let early = tokio::time::timeout(Duration::from_millis(20), shutdown.ending()).await;
@@ -137,7 +137,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_lost_sender_ends_everything() {
-        let (phase, shutdown) = Shutdown::by_hand();
+        let (phase, shutdown) = Shutdown::manual();
         drop(phase);
         shutdown.ending().await;
     }

@@ -1,5 +1,5 @@
-//! What the API server takes as a DriverDiscovery, and what it refuses, by the definition in deploy/crds alone: there is no
-//! controller here.
+//! Which DriverDiscovery objects the API server accepts and refuses, by the CRD in deploy/crds
+//! alone. No controller runs.
 
 use support::cluster::shared;
 
@@ -8,7 +8,7 @@ use kube::Api;
 use kube::api::{ApiResource, DynamicObject, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 use support::cluster::Cluster;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 
 const SOON: &str = "2030-01-01T00:00:00Z";
 
@@ -28,7 +28,7 @@ fn discovery(name: &str, client_config: Value) -> Value {
     })
 }
 
-/// What the API server says to such an object (a dry run); nothing is kept.
+/// The API server's response to such an object, as a dry run.
 fn verdict(cluster: &Cluster, object: &Value) -> Result<(), String> {
     let kind = ApiResource::erase::<DriverDiscovery>(&());
     let api: Api<DynamicObject> = Api::all_with(cluster.client(), &kind);
@@ -38,15 +38,15 @@ fn verdict(cluster: &Cluster, object: &Value) -> Result<(), String> {
     answer.map(drop).map_err(|error| error.to_string())
 }
 
-/// The same of a DriverDiscovery that says where the endpoint is.
+/// The same for a DriverDiscovery with this endpoint.
 fn endpoint(cluster: &Cluster, client_config: Value) -> Result<(), String> {
     verdict(cluster, &discovery("d.example", client_config))
 }
 
 fn refused(cluster: &Cluster, client_config: Value, named: &str) {
-    let told = endpoint(cluster, client_config.clone());
-    let told = told.expect_err(&format!("taken: {client_config}"));
-    assert!(told.contains(named), "{client_config}: {told}");
+    let error = endpoint(cluster, client_config.clone());
+    let error = error.expect_err(&format!("taken: {client_config}"));
+    assert!(error.contains(named), "{client_config}: {error}");
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn an_endpoint_is_either_a_url_or_a_service() {
     for field in ["driverName", "clientConfig"] {
         let mut without = discovery("d.example", by_service());
         without["spec"].as_object_mut().unwrap().remove(field);
-        assert!(verdict(cluster, &without).is_err_and(|told| told.contains(field)), "{field}");
+        assert!(verdict(cluster, &without).is_err_and(|error| error.contains(field)), "{field}");
     }
     let mut misspelt = by_service();
     misspelt["servcie"] = json!({});
@@ -70,7 +70,7 @@ fn an_endpoint_is_either_a_url_or_a_service() {
 }
 
 #[test]
-fn a_url_is_https_with_host_and_path_and_nothing_else() {
+fn a_url_has_only_https_host_and_path() {
     let Some(cluster) = shared() else { return };
     let longest = format!("https://host.example/{}", "p".repeat(1003));
     for url in [
@@ -100,12 +100,12 @@ fn a_url_is_https_with_host_and_path_and_nothing_else() {
     ] {
         refused(cluster, by_url(url), "spec.clientConfig.url");
     }
-    let told = endpoint(cluster, by_url("http://host.example/path")).unwrap_err();
-    assert!(told.contains("must be https://host:port/path"), "{told}");
+    let error = endpoint(cluster, by_url("http://host.example/path")).unwrap_err();
+    assert!(error.contains("must be https://host:port/path"), "{error}");
 }
 
 #[test]
-fn a_service_is_named_with_port_and_path_within_their_limits() {
+fn a_service_has_valid_name_port_and_path() {
     let Some(cluster) = shared() else { return };
     let with = |field: &str, value: Value| {
         let mut config = by_service();
@@ -150,7 +150,7 @@ fn a_service_is_named_with_port_and_path_within_their_limits() {
 }
 
 #[test]
-fn authorities_are_needed_and_base64() {
+fn a_ca_bundle_is_required_in_base64() {
     let Some(cluster) = shared() else { return };
     let with = |bundle: Value| {
         let mut config = by_service();
@@ -174,21 +174,21 @@ fn the_object_has_the_drivers_name() {
     for other in ["another.example", "D.example", ""] {
         let mut object = discovery("d.example", by_service());
         object["spec"]["driverName"] = json!(other);
-        let told = verdict(cluster, &object).expect_err(other);
-        assert!(told.contains("driverName"), "{other}: {told}");
+        let error = verdict(cluster, &object).expect_err(other);
+        assert!(error.contains("driverName"), "{other}: {error}");
     }
     let mut object = discovery("d.example", by_service());
     object["spec"]["driverName"] = json!("another.example");
-    let told = verdict(cluster, &object).unwrap_err();
-    assert!(told.contains("metadata.name: must be spec.driverName"), "{told}");
-    // Nor can it become another's later.
+    let error = verdict(cluster, &object).unwrap_err();
+    assert!(error.contains("metadata.name: must be spec.driverName"), "{error}");
+    // It cannot become another driver's later.
     let name = cluster.unique("renamed");
     let all = cluster.api::<DriverDiscovery>();
     let made: DriverDiscovery = cluster.create(&all, discovery(&name, by_service()));
     let patch = json!({ "spec": { "driverName": "another.example" } });
     let patch = Patch::Merge(&patch);
-    let told = cluster.block_on(all.patch(&name, &PatchParams::default(), &patch)).unwrap_err();
-    assert!(told.to_string().contains("must be spec.driverName"), "{told}");
+    let error = cluster.block_on(all.patch(&name, &PatchParams::default(), &patch)).unwrap_err();
+    assert!(error.to_string().contains("must be spec.driverName"), "{error}");
     assert_eq!(made.spec.driver_name, name);
     cluster.delete(&all, &name);
 }
@@ -201,7 +201,7 @@ fn condition(kind: &str) -> Value {
 }
 
 #[test]
-fn a_creator_writes_no_status() {
+fn a_creator_cannot_set_the_status() {
     let Some(cluster) = shared() else { return };
     let name = cluster.unique("forged");
     let all = cluster.api::<DriverDiscovery>();
@@ -210,8 +210,12 @@ fn a_creator_writes_no_status() {
     let made: DriverDiscovery = cluster.create(&all, object);
     assert_eq!(made.status, None, "what the creator sends is dropped");
     let status = json!({ "status": { "conditions": [condition("EndpointReachable")] } });
-    assert_eq!(cluster.merge(&all, &name, &status).status, None, "nor whoever changes the object");
-    // The controller writes it through the subresource, which in turn changes nothing else.
+    assert_eq!(
+        cluster.merge(&all, &name, &status).status,
+        None,
+        "nor a user who changes the object"
+    );
+    // The controller writes it through the subresource, which changes nothing else.
     let mut both = status;
     both["spec"] = json!({ "clientConfig": { "service": { "name": "elsewhere" } } });
     let both = Patch::Merge(&both);
@@ -223,7 +227,7 @@ fn a_creator_writes_no_status() {
 }
 
 #[test]
-fn conditions_have_each_type_once_and_all_their_fields() {
+fn conditions_are_complete_and_unique_by_type() {
     let Some(cluster) = shared() else { return };
     let name = cluster.unique("conditions");
     let all = cluster.api::<DriverDiscovery>();
@@ -237,7 +241,7 @@ fn conditions_have_each_type_once_and_all_their_fields() {
     let kinds = ["EndpointReachable", "CapabilityPresent", "CertificateValid"];
     assert_eq!(set(kinds.map(condition).to_vec().into()), Ok(()));
     let twice = set(json!([condition("EndpointReachable"), condition("EndpointReachable")]));
-    assert!(twice.as_ref().is_err_and(|told| told.contains("Duplicate value")), "{twice:?}");
+    assert!(twice.as_ref().is_err_and(|error| error.contains("Duplicate value")), "{twice:?}");
     for (field, bad) in [
         ("status", json!("Perhaps")),
         ("reason", json!("")),
@@ -252,21 +256,21 @@ fn conditions_have_each_type_once_and_all_their_fields() {
             true => drop(wrong.as_object_mut().unwrap().remove(field)),
             false => wrong[field] = bad,
         }
-        let told = set(json!([wrong])).expect_err(field);
-        assert!(told.contains(&format!("conditions[0].{field}")), "{field}: {told}");
+        let error = set(json!([wrong])).expect_err(field);
+        assert!(error.contains(&format!("conditions[0].{field}")), "{field}: {error}");
     }
     cluster.delete(&all, &name);
 }
 
 #[test]
-fn kubectl_knows_short_name_columns_and_fields() {
+fn kubectl_shows_short_name_columns_and_fields() {
     let Some(cluster) = shared() else { return };
     let name = cluster.unique("shown");
     let all = cluster.api::<DriverDiscovery>();
     let object = serde_json::from_value(discovery(&name, by_service())).unwrap();
     cluster.block_on(all.create(&PostParams::default(), &object)).unwrap();
     let table = || -> Vec<Vec<String>> {
-        let text = said(cluster.kubectl(&["get", "dd", &name]));
+        let text = stdout_of(cluster.kubectl(&["get", "dd", &name]));
         let words = |line: &str| line.split_whitespace().map(str::to_owned).collect();
         text.lines().map(words).collect()
     };
@@ -280,16 +284,16 @@ fn kubectl_knows_short_name_columns_and_fields() {
     assert_eq!(table()[1][..3], [name.as_str(), "True", "Unknown"]);
 
     for (field, words) in [
-        ("driverdiscovery", "where the aggregated API server finds"),
+        ("driverdiscovery", "endpoint from which the aggregated API server reads"),
         ("dd.spec.driverName", "Name of the CSI driver"),
-        ("dd.spec.clientConfig", "Where requests for the driver's changed blocks are sent"),
+        ("dd.spec.clientConfig", "Endpoint for requests for the driver's changed blocks"),
         ("dd.spec.clientConfig.url", "https://host:port/path"),
-        ("dd.spec.clientConfig.caBundle", "Certificates (PEM) of the authorities"),
-        ("dd.spec.clientConfig.service.path", "/ where it is absent"),
-        ("dd.spec.clientConfig.service.port", "443 where it is absent"),
+        ("dd.spec.clientConfig.caBundle", "CA certificates (PEM) that sign"),
+        ("dd.spec.clientConfig.service.path", "Defaults to /"),
+        ("dd.spec.clientConfig.service.port", "Defaults to 443"),
         ("dd.status.conditions", "EndpointReachable"),
     ] {
-        let text = said(cluster.kubectl(&["explain", field]));
+        let text = stdout_of(cluster.kubectl(&["explain", field]));
         let text = text.split_whitespace().collect::<Vec<_>>().join(" ").to_lowercase();
         assert!(text.contains(&words.to_lowercase()), "{field}: {text}");
     }

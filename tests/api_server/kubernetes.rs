@@ -1,5 +1,6 @@
-//! The harness itself: a real API server with the released parts around our driver, and none of our sidecar.
-//! What the released sidecar and its clients do here is what "existing clients work unchanged" means.
+//! The harness itself: a real API server with the released parts and our driver, without our
+//! sidecar. The behavior of the released sidecar and clients defines what "existing clients work
+//! unchanged" means.
 
 use support::cluster::shared;
 
@@ -15,7 +16,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::getpid;
 use serde_json::Value;
 use support::cluster::access::{backup_rules, rule, sidecar_rules};
-use support::cluster::programs::{Process, Served, json_extents, said, table_extents};
+use support::cluster::programs::{Process, Served, json_extents, stdout_of, table_extents};
 use support::cluster::proxy::Way;
 use support::cluster::rig::Rig;
 use support::cluster::tls::Authority;
@@ -27,7 +28,7 @@ use tempfile::TempDir;
 const AUDIENCE: &str = "backup";
 
 #[test]
-fn a_snapshot_becomes_ready_with_the_handle_that_the_driver_gave() {
+fn a_snapshot_becomes_ready_with_the_drivers_handle() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.write(1, [0, 7]);
@@ -51,12 +52,12 @@ fn a_snapshot_becomes_ready_with_the_handle_that_the_driver_gave() {
 }
 
 #[test]
-fn a_class_with_a_secret_makes_snapshots_with_it_alone() {
+fn a_class_with_a_secret_requires_it() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let namespace = rig.namespace.as_str();
     let class = cluster.snapshot_class_with_secret(&rig.driver_name, namespace, "credentials");
-    cluster.ask_for_snapshot(namespace, "secret", "data", &class);
+    cluster.request_snapshot(namespace, "secret", "data", &class);
     let snapshots = cluster.api_in::<VolumeSnapshot>(namespace);
     let error = cluster.wait_for("an error in the snapshot's status", || {
         cluster.get(&snapshots, "secret").unwrap().status?.error?.message
@@ -68,7 +69,7 @@ fn a_class_with_a_secret_makes_snapshots_with_it_alone() {
 }
 
 #[test]
-fn a_token_is_good_for_its_audience_and_in_its_time_alone() {
+fn a_token_is_valid_for_its_audience_and_time_only() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("tokens");
     let account = cluster.account(&namespace, "backup");
@@ -83,7 +84,7 @@ fn a_token_is_good_for_its_audience_and_in_its_time_alone() {
     let review = cluster.review(&cluster.token(&account, None), AUDIENCE);
     assert_ne!(review.authenticated, Some(true), "{review:?}");
 
-    // It is the time that it is refused for: signed anew without another change, it is good.
+    // The time is the reason: signed again with only the time changed, the token is valid.
     let again = cluster.resigned(&token, |_| {});
     assert_eq!(cluster.review(&again, AUDIENCE).authenticated, Some(true));
     let review = cluster.review(&cluster.expired_token(&account, Some(AUDIENCE)), AUDIENCE);
@@ -94,7 +95,7 @@ fn a_token_is_good_for_its_audience_and_in_its_time_alone() {
 }
 
 #[test]
-fn rights_hold_where_they_were_given_and_nowhere_else() {
+fn permissions_are_limited_to_their_namespace() {
     let Some(cluster) = shared() else { return };
     let (here, there) = (cluster.namespace("here"), cluster.namespace("there"));
     let account = cluster.account(&here, "reader");
@@ -111,7 +112,7 @@ fn rights_hold_where_they_were_given_and_nowhere_else() {
     assert!(!cluster.allowed(&account, None, "delete", "", "configmaps"));
 }
 
-/// What the API server said, by its code where it refused.
+/// The result, by its code if the API server refused the call.
 fn code<T>(answer: kube::Result<T>) -> Result<(), u16> {
     match answer {
         Ok(_) => Ok(()),
@@ -120,7 +121,7 @@ fn code<T>(answer: kube::Result<T>) -> Result<(), u16> {
     }
 }
 
-/// Starts the released sidecar with just the rights that it needs.
+/// Starts the released sidecar with only the permissions that it needs.
 fn released(rig: &Rig<'_>) -> Served {
     let authority = Authority::new("backup authority");
     let certificate = authority.certify(rig.driver.scratch(), "sidecar");
@@ -143,24 +144,24 @@ fn the_released_sidecar_serves_the_released_clients() {
     let (backup, kubeconfig) = rig.account("backup", &backup_rules());
     let namespace = rig.namespace.as_str();
 
-    let table = said(cluster.lister(&kubeconfig, &["-n", namespace, "-s", "first"]));
+    let table = stdout_of(cluster.lister(&kubeconfig, &["-n", namespace, "-s", "first"]));
     assert_eq!(table_extents(&table), [(0, BLOCK), (7 * BLOCK, 2 * BLOCK)], "{table}");
     let changed = [(8 * BLOCK, BLOCK), (100 * BLOCK, BLOCK)];
     for base in [["-p", "first"], ["-P", &first.handle]] {
         let arguments = [&["-n", namespace, "-s", "second", "-o", "json"], &base[..]].concat();
         let json: Value =
-            serde_json::from_str(&said(cluster.lister(&kubeconfig, &arguments))).unwrap();
+            serde_json::from_str(&stdout_of(cluster.lister(&kubeconfig, &arguments))).unwrap();
         assert_eq!(json_extents(&json), changed, "{json}");
     }
     let limited =
         ["-n", namespace, "-s", "second", "-max-results", "1", "-starting-offset", "28672"];
-    let table = said(cluster.lister(&kubeconfig, &limited));
+    let table = stdout_of(cluster.lister(&kubeconfig, &limited));
     assert_eq!(table_extents(&table), [(7 * BLOCK, 2 * BLOCK), (100 * BLOCK, BLOCK)], "{table}");
 
-    // An account that is named and one that is taken from the kubeconfig are the same.
+    // A named account and the kubeconfig's account are equivalent.
     let named = ["-service-account", "backup", "-service-account-namespace", namespace];
     let named = [&["-n", namespace, "-s", "first"], &named[..]].concat();
-    said(cluster.lister(&cluster.kubeconfig(), &named));
+    stdout_of(cluster.lister(&cluster.kubeconfig(), &named));
     let output = cluster.lister(&cluster.kubeconfig(), &["-n", namespace, "-s", "first"]);
     assert!(!output.status.success());
     assert!(String::from_utf8_lossy(&output.stderr).contains("ServiceAccount"), "{output:?}");
@@ -171,7 +172,7 @@ fn the_released_sidecar_serves_the_released_clients() {
     assert!(!output.status.success(), "{} reads another's", backup.user());
 }
 
-/// Lets the verifier rebuild the second snapshot: from nothing, or from the first.
+/// Lets the verifier rebuild the second snapshot, from nothing or from the first.
 fn verify(rig: &Rig<'_>, kubeconfig: &Path, base: &[&str], handle: &str) {
     use support::requests::Source;
     let name = format!("verified-{}", base.len());
@@ -180,22 +181,22 @@ fn verify(rig: &Rig<'_>, kubeconfig: &Path, base: &[&str], handle: &str) {
     let (source, target) =
         (rig.driver.publish(&source, &block()), rig.driver.publish(&target, &block()));
     if !base.is_empty() {
-        // As the first snapshot left it.
+        // The state of the first snapshot.
         for block in [0, 7, 8] {
             write_direct(&target, block * BLOCK, &pattern(1 + block, BLOCK as usize));
         }
     }
     let (source, target) = (support::path(&source), support::path(&target));
     let arguments = ["-n", &rig.namespace, "-s", "second", "-src", source, "-tgt", target];
-    said(rig.cluster.verifier(kubeconfig, &[&arguments, base].concat()));
-    // It does compare: what differs where nothing was reported is found.
+    stdout_of(rig.cluster.verifier(kubeconfig, &[&arguments, base].concat()));
+    // The verifier does compare: it finds an unreported difference.
     write_direct(Path::new(target), 50 * BLOCK, &pattern(3, BLOCK as usize));
     let output = rig.cluster.verifier(kubeconfig, &[&arguments, base].concat());
     assert!(String::from_utf8_lossy(&output.stderr).contains("do not match"), "{output:?}");
 }
 
 #[test]
-fn a_way_that_is_cut_lets_nothing_through() {
+fn a_blocked_proxy_forwards_nothing() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("cut");
     let account = cluster.account(&namespace, "caller");
@@ -217,7 +218,7 @@ fn a_way_that_is_cut_lets_nothing_through() {
     assert!(ask(&client).is_err(), "it answers while the way hangs");
     cluster.turn(&proxy, Way::Refused);
     assert_eq!(proxy.open_connections(), 0);
-    assert!(ask(&client).unwrap().is_err(), "it answers while the way is cut");
+    assert!(ask(&client).unwrap().is_err(), "it answers while the proxy is blocked");
 
     cluster.turn(&proxy, Way::Open);
     let counted = proxy.connections();
@@ -227,9 +228,9 @@ fn a_way_that_is_cut_lets_nothing_through() {
 
 #[test]
 #[ignore = "full tier"]
-fn requests_are_told_by_their_user() {
+fn requests_are_counted_by_user() {
     let Some(cluster) = shared() else { return };
-    let namespace = cluster.namespace("told");
+    let namespace = cluster.namespace("users");
     let account = cluster.account(&namespace, "caller");
     let client = cluster.client_as(&account);
     assert_eq!(cluster.requests_by(&account.user()), 0);
@@ -245,7 +246,7 @@ fn requests_are_told_by_their_user() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_cluster_that_ends_leaves_nothing() {
+fn a_stopped_cluster_leaves_no_process_or_file() {
     let Some(_) = shared() else { return };
     let other = Cluster::start().unwrap_or_else(|why| panic!("{why:?}"));
     let directory = other.directory();
@@ -260,12 +261,12 @@ fn a_cluster_that_ends_leaves_nothing() {
     wait_for("the end of all parts", || command_lines(&directory).is_empty());
 }
 
-/// Of the processes that work in the directory or name it.
+/// Command lines of processes that work in the directory or name it.
 fn command_lines(directory: &Path) -> Vec<String> {
     processes_of(directory).into_iter().map(|(_, line)| line).collect()
 }
 
-/// This test starts its own binary for itself alone. That process kills itself as soon as its cluster runs.
+/// Runs its own binary with only this test. That process kills itself when its cluster runs.
 #[test]
 #[ignore = "full tier"]
 fn a_killed_test_process_leaves_no_cluster() {
@@ -293,7 +294,7 @@ fn a_killed_test_process_leaves_no_cluster() {
 }
 
 #[test]
-fn a_cluster_without_its_tools_says_why() {
+fn a_missing_tool_is_named() {
     let Some(cluster) = shared() else { return };
     let directory = cluster.scratch().join("without");
     let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/hack/cluster.sh"));
@@ -309,5 +310,5 @@ fn a_cluster_without_its_tools_says_why() {
     assert_eq!(status.code(), Some(77), "{}", process.log());
     let log = process.log();
     let why = log.lines().last().unwrap();
-    assert!(why.contains("Go is not installed") || why.contains("cannot be had"), "{log}");
+    assert!(why.contains("Go is not installed") || why.contains("build failed"), "{log}");
 }

@@ -1,5 +1,5 @@
-//! Every role against a real Kubernetes API server, which the tests share. Namespaces and drivers have names that are
-//! unique to a test.
+//! Every role with a real Kubernetes API server, which the tests share. Names of namespaces and
+//! drivers are unique to a test.
 
 mod admission;
 mod aggregated_api;

@@ -1,5 +1,5 @@
-//! What the API server takes as objects of snapshot sessions, and what it refuses, by the definitions in deploy/crds alone: there is no
-//! session manager and no webhook here.
+//! Which objects of snapshot sessions the API server accepts and refuses, by the CRDs in
+//! deploy/crds alone. No session manager and no webhook runs.
 
 use support::cluster::shared;
 
@@ -10,9 +10,9 @@ use kube::Api;
 use kube::api::{ApiResource, DynamicObject, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 use support::cluster::Cluster;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 
-/// As long as a token is.
+/// A text with the length of a token.
 const TOKEN: &str = "abcdefghijklmnopqrstuvwxyz234567abcdefghijklmnopqrst";
 const SOON: &str = "2030-01-01T00:00:00Z";
 
@@ -46,7 +46,7 @@ fn ready() -> Value {
     })
 }
 
-/// What the API server says to such an object (a dry run); nothing is kept.
+/// The API server's response to such an object, as a dry run.
 fn verdict<K>(cluster: &Cluster, namespace: Option<&str>, mut object: Value) -> Result<(), String>
 where
     K: kube::Resource<DynamicType = ()>,
@@ -69,12 +69,12 @@ fn refused<K>(cluster: &Cluster, namespace: Option<&str>, object: Value, named: 
 where
     K: kube::Resource<DynamicType = ()>,
 {
-    let told = verdict::<K>(cluster, namespace, object.clone());
-    let told = told.expect_err(&format!("taken: {object}"));
-    assert!(told.contains(named), "{object}: {told}");
+    let error = verdict::<K>(cluster, namespace, object.clone());
+    let error = error.expect_err(&format!("taken: {object}"));
+    assert!(error.contains(named), "{object}: {error}");
 }
 
-/// Requests of a namespace of their own.
+/// The API of requests in a separate namespace.
 fn requests(cluster: &Cluster) -> Api<SnapshotSessionRequest> {
     cluster.api_in(&cluster.namespace("definitions"))
 }
@@ -88,7 +88,7 @@ fn make(
     cluster.create(requests, object)
 }
 
-/// Writes these fields of the status; null takes one away.
+/// Writes these fields of the status; null removes a field.
 fn set_status(
     cluster: &Cluster,
     requests: &Api<SnapshotSessionRequest>,
@@ -101,7 +101,7 @@ fn set_status(
     answer.map_err(|error| error.to_string())
 }
 
-/// The error of a status that is refused.
+/// The error of a status that must be refused.
 fn refused_status(
     cluster: &Cluster,
     requests: &Api<SnapshotSessionRequest>,
@@ -109,9 +109,9 @@ fn refused_status(
     status: &Value,
     named: &str,
 ) {
-    let told = set_status(cluster, requests, name, status);
-    let told = told.map(drop).expect_err(&format!("taken: {status}"));
-    assert!(told.contains(named), "{status}: {told}");
+    let error = set_status(cluster, requests, name, status);
+    let error = error.map(drop).expect_err(&format!("taken: {status}"));
+    assert!(error.contains(named), "{status}: {error}");
 }
 
 #[test]
@@ -133,9 +133,9 @@ fn a_request_names_1_to_64_snapshots_each_once() {
     let twice = json!({ "snapshots": ["monday", "tuesday", "monday"] });
     let twice = SnapshotSessionRequest::new("x", serde_json::from_value(twice).unwrap());
     let requests: Api<SnapshotSessionRequest> = cluster.api_in(&namespace);
-    let told = cluster.block_on(requests.create(&PostParams::default(), &twice));
-    let told = told.unwrap_err().to_string();
-    assert!(told.contains("spec.snapshots[2]: Duplicate value"), "{told}");
+    let error = cluster.block_on(requests.create(&PostParams::default(), &twice));
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("spec.snapshots[2]: Duplicate value"), "{error}");
     let too_long = "s".repeat(254);
     for bad in ["", "Monday", "mon_day", "-monday", "monday-", "mon/day", "a..b", &too_long] {
         refused(spec(&[bad]), "spec.snapshots[0]");
@@ -146,7 +146,7 @@ fn a_request_names_1_to_64_snapshots_each_once() {
 }
 
 #[test]
-fn a_request_asks_for_a_lifetime_of_a_second_to_ten_years() {
+fn a_lifetime_is_from_one_second_to_ten_years() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("definitions");
     let asking = |lifetime: Value| {
@@ -155,14 +155,14 @@ fn a_request_asks_for_a_lifetime_of_a_second_to_ten_years() {
         object
     };
     for good in [json!(1), json!(3600), json!(315_360_000)] {
-        let told = verdict::<SnapshotSessionRequest>(cluster, Some(&namespace), asking(good));
-        assert_eq!(told, Ok(()));
+        let error = verdict::<SnapshotSessionRequest>(cluster, Some(&namespace), asking(good));
+        assert_eq!(error, Ok(()));
     }
     for bad in [json!(0), json!(-1), json!(315_360_001), json!(1.5), json!("1h")] {
         let kind = refused::<SnapshotSessionRequest>;
         kind(cluster, Some(&namespace), asking(bad), "spec.lifetimeSeconds");
     }
-    // Null is as good as absent.
+    // Null means absent.
     let requests: Api<SnapshotSessionRequest> = cluster.api_in(&namespace);
     let kind = ApiResource::erase::<SnapshotSessionRequest>(&());
     let any: Api<DynamicObject> = Api::namespaced_with(cluster.client(), &namespace, &kind);
@@ -186,15 +186,15 @@ fn the_spec_of_a_request_cannot_be_changed() {
         let patch = json!({ "spec": change });
         let patch = Patch::Merge(&patch);
         let answer = cluster.block_on(requests.patch("fixed", &PatchParams::default(), &patch));
-        let told = answer.map(drop).expect_err(&format!("taken: {change}")).to_string();
-        assert!(told.contains("cannot be changed; make another"), "{change}: {told}");
+        let error = answer.map(drop).expect_err(&format!("taken: {change}")).to_string();
+        assert!(error.contains("cannot be changed; create another"), "{change}: {error}");
     }
     let labels = json!({ "metadata": { "labels": { "any": "one" } } });
     cluster.merge(&requests, "fixed", &labels);
 }
 
 #[test]
-fn a_creator_writes_no_status_and_none_means_pending() {
+fn a_creator_cannot_set_the_status_which_is_pending() {
     let Some(cluster) = shared() else { return };
     let requests = requests(cluster);
     let object = json!({
@@ -203,11 +203,11 @@ fn a_creator_writes_no_status_and_none_means_pending() {
     let made = cluster.create(&requests, object);
     assert_eq!(made.status, None, "what the creator sends is dropped");
     assert_eq!(made.state(), SessionState::Pending);
-    // Nor does whoever may change the request.
+    // Neither can a user who may update the request.
     let changed = cluster.merge(&requests, "forged", &json!({ "status": ready() }));
     assert_eq!((changed.status.as_ref(), changed.state()), (None, SessionState::Pending));
 
-    // The manager does, through the subresource, which in turn changes nothing else.
+    // The manager can, through the subresource, which changes nothing else.
     let patch = json!({ "spec": { "snapshots": ["other"] }, "status": ready() });
     let patch = Patch::Merge(&patch);
     let written =
@@ -215,8 +215,8 @@ fn a_creator_writes_no_status_and_none_means_pending() {
     let written = written.unwrap();
     assert_eq!(written.spec.snapshots, ["monday"]);
     assert_eq!(written.state(), SessionState::Ready);
-    let told = cluster.merge(&requests, "forged", &json!({ "status": { "state": "Failed" } }));
-    assert_eq!(told.state(), SessionState::Ready);
+    let error = cluster.merge(&requests, "forged", &json!({ "status": { "state": "Failed" } }));
+    assert_eq!(error.state(), SessionState::Ready);
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn ready_and_failed_are_final() {
         set_status(cluster, &requests, name, &json!({ "state": "Pending" })).unwrap();
         set_status(cluster, &requests, name, &last).unwrap();
         for other in others {
-            // All that the other state needs, so that nothing but the change is wrong.
+            // With all fields that the other state requires, so that only the change is invalid.
             let status = match other.as_str() {
                 Some("Ready") => {
                     let mut status = ready();
@@ -246,12 +246,12 @@ fn ready_and_failed_are_final() {
             };
             refused_status(cluster, &requests, name, &status, "Ready and Failed are final");
         }
-        // Nor by taking the whole status away.
-        refused_status(cluster, &requests, name, &Value::Null, "cannot be taken away");
+        // Nor by removing the whole status.
+        refused_status(cluster, &requests, name, &Value::Null, "cannot be removed");
         let again = set_status(cluster, &requests, name, &last).unwrap();
         assert_ne!(again.state(), SessionState::Pending);
     }
-    // From none to Failed at once.
+    // Directly from no state to Failed.
     make(cluster, &requests, "at-once");
     let failed = json!({ "state": "Failed", "error": "no such snapshot" });
     set_status(cluster, &requests, "at-once", &failed).unwrap();
@@ -272,10 +272,10 @@ fn the_token_of_a_session_cannot_be_changed() {
         }
         let exchange = json!({ "sessionToken": other });
         refused_status(cluster, &requests, "session", &exchange, why);
-        let take_away = json!({ "sessionToken": null });
-        refused_status(cluster, &requests, "session", &take_away, why);
+        let removal = json!({ "sessionToken": null });
+        refused_status(cluster, &requests, "session", &removal, why);
     }
-    // One that fails after all has none any more.
+    // A session that fails loses its token.
     make(cluster, &requests, "fails");
     set_status(cluster, &requests, "fails", &chosen).unwrap();
     let failed = json!({ "state": "Failed", "error": "x", "sessionToken": null });
@@ -283,7 +283,7 @@ fn the_token_of_a_session_cannot_be_changed() {
 }
 
 #[test]
-fn ready_needs_all_that_a_client_needs() {
+fn ready_requires_all_fields_of_a_client() {
     let Some(cluster) = shared() else { return };
     let requests = requests(cluster);
     make(cluster, &requests, "session");
@@ -296,7 +296,7 @@ fn ready_needs_all_that_a_client_needs() {
 }
 
 #[test]
-fn failed_needs_an_error_and_has_no_token() {
+fn failed_requires_an_error_and_no_token() {
     let Some(cluster) = shared() else { return };
     let requests = requests(cluster);
     make(cluster, &requests, "session");
@@ -309,7 +309,7 @@ fn failed_needs_an_error_and_has_no_token() {
 }
 
 #[test]
-fn a_status_has_no_other_states_and_no_second_condition_of_a_type() {
+fn states_and_condition_types_are_restricted() {
     let Some(cluster) = shared() else { return };
     let requests = requests(cluster);
     make(cluster, &requests, "session");
@@ -353,8 +353,8 @@ fn the_name_of_session_data_is_a_token() {
     assert_eq!(with(TOKEN), Ok(()));
     assert_eq!(with(&"a".repeat(253)), Ok(()));
     for bad in ["session", &TOKEN[..51], &TOKEN.replace('f', "-"), &TOKEN.replace('f', ".")] {
-        let told = with(bad).expect_err(bad);
-        assert!(told.contains("the name is a token"), "{bad}: {told}");
+        let error = with(bad).expect_err(bad);
+        assert!(error.contains("the name is a token"), "{bad}: {error}");
     }
 }
 
@@ -428,15 +428,15 @@ fn session_data_cannot_be_changed() {
         let patch = json!({ "spec": change });
         let patch = Patch::Merge(&patch);
         let answer = cluster.block_on(all.patch(TOKEN, &PatchParams::default(), &patch));
-        let told = answer.map(drop).expect_err(&format!("taken: {change}")).to_string();
-        assert!(told.contains("cannot be changed"), "{change}: {told}");
+        let error = answer.map(drop).expect_err(&format!("taken: {change}")).to_string();
+        assert!(error.contains("cannot be changed"), "{change}: {error}");
     }
     cluster.delete(&all, TOKEN);
     cluster.wait_until_gone(&all, TOKEN);
 }
 
 #[test]
-fn a_configuration_says_where_and_whom_to_trust() {
+fn a_configuration_requires_address_and_ca() {
     let Some(cluster) = shared() else { return };
     let with = |field: &str, value: Value| {
         let mut object = configuration_object();
@@ -455,8 +455,8 @@ fn a_configuration_says_where_and_whom_to_trust() {
         ("driverNamespace", json!("0"), json!("")),
         ("driverNamespace", json!("a-b"), json!("a.b")),
     ] {
-        let told = verdict::<SnapshotServiceConfiguration>(cluster, None, with(field, good));
-        assert_eq!(told, Ok(()), "{field}");
+        let error = verdict::<SnapshotServiceConfiguration>(cluster, None, with(field, good));
+        assert_eq!(error, Ok(()), "{field}");
         let named = format!("spec.{field}");
         refused::<SnapshotServiceConfiguration>(cluster, None, with(field, bad), &named);
     }
@@ -468,7 +468,7 @@ fn a_configuration_says_where_and_whom_to_trust() {
 }
 
 #[test]
-fn kubectl_knows_short_names_columns_and_fields() {
+fn kubectl_shows_short_names_columns_and_fields() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("definitions");
     let requests: Api<SnapshotSessionRequest> = cluster.api_in(&namespace);
@@ -480,14 +480,14 @@ fn kubectl_knows_short_names_columns_and_fields() {
     set_status(cluster, &requests, "failed", &failed).unwrap();
     cluster
         .create(&cluster.api_in::<SnapshotSessionData>(&namespace), data_object(&namespace, TOKEN));
-    // Of a name of its own: the other tests' dry runs meet what is kept in the cluster.
+    // In a separate namespace, because other tests' dry runs see stored objects.
     let mut configuration = configuration_object();
     configuration["metadata"]["name"] = json!("shown.example");
     cluster.create(&cluster.api::<SnapshotServiceConfiguration>(), configuration);
 
-    // Fields of each line; a column that is empty has none.
+    // The number of fields of each line; an empty column has none.
     let table = |arguments: &[&str]| -> Vec<Vec<String>> {
-        let text = said(cluster.kubectl(&[&["get"], arguments].concat()));
+        let text = stdout_of(cluster.kubectl(&[&["get"], arguments].concat()));
         let words = |line: &str| line.split_whitespace().map(str::to_owned).collect();
         text.lines().map(words).collect()
     };
@@ -497,7 +497,8 @@ fn kubectl_knows_short_names_columns_and_fields() {
     assert_eq!(row("session")[1..4], ["Ready", "d.example", SOON]);
     assert_eq!(row("failed")[1], "Failed");
     assert_eq!(row("new").len(), 2, "{:?}", row("new"));
-    let wide = said(cluster.kubectl(&["get", "-n", &namespace, "ssr", "failed", "-o", "wide"]));
+    let wide =
+        stdout_of(cluster.kubectl(&["get", "-n", &namespace, "ssr", "failed", "-o", "wide"]));
     assert!(wide.contains("ERROR") && wide.contains("no such snapshot"), "{wide}");
     assert!(!wide.contains(TOKEN), "{wide}");
 
@@ -509,13 +510,13 @@ fn kubectl_knows_short_names_columns_and_fields() {
     assert_eq!(rows[1], [TOKEN, "d.example", "backup", "demo", SOON]);
 
     for (field, words) in [
-        ("ssr.spec.snapshots", "Names of VolumeSnapshots in this namespace"),
+        ("ssr.spec.snapshots", "Names of 1 to 64 VolumeSnapshots in this namespace"),
         ("ssr.status.state", "Absent means Pending"),
-        ("ssr.status.sessionToken", "Whoever has it has the session"),
-        ("ssc.spec.driverNamespace", "The driver's namespace"),
-        ("ssd.spec.snapshots.handle", "The snapshot's id in CSI"),
+        ("ssr.status.sessionToken", "Its holder has access to the session"),
+        ("ssc.spec.driverNamespace", "Namespace of the driver"),
+        ("ssd.spec.snapshots.handle", "CSI handle of the snapshot"),
     ] {
-        let text = said(cluster.kubectl(&["explain", field]));
+        let text = stdout_of(cluster.kubectl(&["explain", field]));
         let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(text.contains(words), "{field}: {text}");
     }

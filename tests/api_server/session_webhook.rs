@@ -1,5 +1,5 @@
-//! The session manager's webhook, as a real API server calls it: who may ask for a session, what is refused and how that is
-//! said, and how the API server comes to trust it.
+//! The session manager's webhook, called by a real API server: who may create a request, what is
+//! refused and with which message, and how the API server comes to trust the webhook.
 
 use support::cluster::shared;
 
@@ -25,18 +25,18 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 const VOLUME_SNAPSHOTS: &str = "snapshot.storage.k8s.io";
 const OURS: &str = "cbt.storage.k8s.io";
 
-/// A manager, and a namespace whose requests it judges.
+/// A manager, and a namespace whose requests it reviews.
 struct Rig<'a> {
     cluster: &'a Cluster,
     apps: String,
     configuration: String,
-    /// May make requests, but get no VolumeSnapshot.
+    /// May create requests, but not get VolumeSnapshots.
     stranger: Account,
     manager: Served,
 }
 
 impl<'a> Rig<'a> {
-    /// Ready to judge.
+    /// A rig whose webhook is called.
     fn new(cluster: &'a Cluster) -> Self {
         let rig = Self::with(cluster, manager_rules(), &[]);
         rig.configure("Fail");
@@ -78,7 +78,7 @@ impl<'a> Rig<'a> {
         self.cluster.api()
     }
 
-    /// Makes the configuration, for this rig's namespace alone.
+    /// Creates the configuration, for this rig's namespace only.
     fn configure(&self, failure_policy: &str) {
         let url =
             format!("https://localhost:{}/validate-snapshotsessionrequest", self.manager.port);
@@ -106,7 +106,7 @@ impl<'a> Rig<'a> {
         );
     }
 
-    /// The API server takes a moment to heed a configuration.
+    /// Waits until the API server applies the configuration.
     fn wait_until_judging(&self) {
         let client = self.cluster.client_as(&self.stranger);
         self.cluster.wait_for("the webhook", || {
@@ -124,7 +124,7 @@ impl<'a> Rig<'a> {
         Some(String::from_utf8(bundle.0).unwrap())
     }
 
-    /// Whether a request for these snapshots is taken; else what is said.
+    /// Whether a request for these snapshots is accepted, or the error.
     fn ask(&self, client: &Client, snapshots: &[&str], dry_run: bool) -> Result<String, String> {
         let name = self.cluster.unique("request");
         let spec = json!({ "snapshots": snapshots });
@@ -159,7 +159,7 @@ fn assert_refused(answer: Result<String, String>, words: &[&str]) {
 }
 
 #[test]
-fn who_may_get_each_snapshot_may_ask_and_nobody_else() {
+fn only_users_who_may_get_all_snapshots_are_admitted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let backup = cluster.account(&rig.apps, "backup");
@@ -168,7 +168,7 @@ fn who_may_get_each_snapshot_may_ask_and_nobody_else() {
     let name = rig.ask(&cluster.client_as(&backup), &["monday", "tuesday"], false).unwrap();
     assert!(rig.exists(&name));
     let stranger = cluster.client_as(&rig.stranger);
-    let told = [
+    let expected = [
         "403",
         &rig.stranger.user(),
         "volumesnapshots.snapshot.storage.k8s.io",
@@ -176,8 +176,8 @@ fn who_may_get_each_snapshot_may_ask_and_nobody_else() {
         &format!("namespace {}", rig.apps),
         "the verb get",
     ];
-    assert_refused(rig.ask(&stranger, &["d", "a", "c", "b"], false), &told);
-    // The right holds in its own namespace, and no further.
+    assert_refused(rig.ask(&stranger, &["d", "a", "c", "b"], false), &expected);
+    // The permission is limited to its own namespace.
     let elsewhere = cluster.namespace("elsewhere");
     let account = cluster.account(&rig.apps, "elsewhere");
     rig.may_create(&account);
@@ -190,7 +190,7 @@ fn who_may_get_each_snapshot_may_ask_and_nobody_else() {
 }
 
 #[test]
-fn rights_to_single_snapshots_count_by_name() {
+fn permissions_for_single_names_are_enough() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let limited = cluster.account(&rig.apps, "limited");
@@ -210,7 +210,7 @@ fn rights_to_single_snapshots_count_by_name() {
     assert_refused(refused, &["403", "\"tuesday\""]);
 }
 
-/// A Role, and who has it.
+/// Creates a Role and binds it.
 fn bind(rig: &Rig<'_>, name: &str, rules: &Value, subject: &Value) {
     let metadata = json!({ "name": name });
     let role = json!({ "metadata": metadata, "rules": rules });
@@ -223,7 +223,7 @@ fn bind(rig: &Rig<'_>, name: &str, rules: &Value, subject: &Value) {
 }
 
 #[test]
-fn groups_of_the_creator_count() {
+fn permissions_of_groups_apply() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let of = |kind: &str, name: &str| json!({ "apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name });
@@ -253,16 +253,16 @@ fn groups_of_the_creator_count() {
         create(&["others", "operators"]).status.success().then_some(())
     });
     let output = create(&["others"]);
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && told.contains("jane may not get"), "{told}");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && error.contains("jane may not get"), "{error}");
 }
 
 #[test]
-fn everything_but_the_spec_may_change() {
+fn all_fields_except_the_spec_may_change() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let name = rig.ask(&cluster.client(), &["monday"], false).unwrap();
-    // Nobody asks what the one who changes it may read.
+    // The updating user's permission to get snapshots does not matter.
     let api: Api<SnapshotSessionRequest> =
         Api::namespaced(cluster.client_as(&rig.stranger), &rig.apps);
     cluster.merge(&api, &name, &json!({ "metadata": { "labels": { "team": "a" } } }));
@@ -271,8 +271,8 @@ fn everything_but_the_spec_may_change() {
     let patch = json!({ "spec": { "snapshots": ["tuesday"] } });
     let patch = kube::api::Patch::Merge(&patch);
     let changed = cluster.block_on(api.patch(&name, &Default::default(), &patch));
-    let told = changed.unwrap_err().to_string();
-    assert!(told.contains("cannot be changed"), "{told}");
+    let error = changed.unwrap_err().to_string();
+    assert!(error.contains("cannot be changed"), "{error}");
     let all = cluster.api_in::<SnapshotSessionRequest>(&rig.apps);
     cluster.delete(&all, &name);
     cluster.merge(&all, &name, &json!({ "metadata": { "finalizers": null } }));
@@ -280,7 +280,7 @@ fn everything_but_the_spec_may_change() {
 }
 
 #[test]
-fn dry_runs_are_judged_and_leave_nothing() {
+fn dry_runs_are_reviewed_and_store_nothing() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let name = rig.ask(&cluster.client(), &["monday"], true).unwrap();
@@ -290,7 +290,7 @@ fn dry_runs_are_judged_and_leave_nothing() {
 }
 
 #[test]
-fn while_the_webhook_is_away_nobody_gets_a_session() {
+fn without_the_webhook_requests_are_refused() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.ask(&cluster.client(), &["monday"], false).unwrap();
@@ -299,21 +299,21 @@ fn while_the_webhook_is_away_nobody_gets_a_session() {
 }
 
 #[test]
-fn a_manager_that_may_not_ask_lets_nobody_in_and_says_so() {
+fn without_review_permission_requests_are_refused() {
     let Some(cluster) = shared() else { return };
     let mut rules = manager_rules();
     rules.retain(|rule| rule.resources.as_deref() != Some(&["subjectaccessreviews".to_owned()]));
     let rig = Rig::with(cluster, rules, &[]);
     rig.configure("Fail");
     rig.wait_until_judging();
-    let told = ["500", "ServiceAccount may not create SubjectAccessReviews", "ClusterRole"];
-    assert_refused(rig.ask(&cluster.client(), &["monday"], false), &told);
+    let expected = ["500", "ServiceAccount may not create SubjectAccessReviews", "ClusterRole"];
+    assert_refused(rig.ask(&cluster.client(), &["monday"], false), &expected);
     rig.log_has("may not create SubjectAccessReviews");
 }
 
 #[test]
 #[ignore = "full tier"]
-fn the_ca_bundle_is_published_and_nothing_else_is_written() {
+fn only_the_ca_bundle_is_written() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, manager_rules(), &[]);
     rig.log_has("does not exist");
@@ -352,20 +352,20 @@ fn the_ca_bundle_is_published_and_nothing_else_is_written() {
     assert_eq!(webhook.failure_policy.as_deref(), Some("Fail"));
     cluster.delete(&api, &rig.configuration);
     std::thread::sleep(Duration::from_secs(3));
-    assert!(rig.found().is_none(), "it was made anew");
+    assert!(rig.found().is_none(), "it was created again");
     let warnings = rig.manager.process.log().matches("failurePolicy is not").count();
     assert_eq!(warnings, 1);
 }
 
 #[test]
-fn a_provided_certificate_is_shown_and_the_ca_bundle_left_to_who_provides_it() {
+fn a_provided_certificate_keeps_the_ca_bundle() {
     let Some(cluster) = shared() else { return };
     let authorities = ["before", "after"].map(Authority::new);
     let directory = TempDir::with_prefix_in("provided-", cluster.scratch()).unwrap();
     let provided = authorities[0].certify(directory.path(), "webhook");
     let flags = ["--tls-cert", path(&provided.file), "--tls-key", path(&provided.key)];
     let spawn = |cluster: &Cluster, start: &Start<'_>| {
-        manager::spawn_showing(cluster, start, free_port(), &flags)
+        manager::spawn_with_certificate(cluster, start, free_port(), &flags)
     };
     let rig = Rig::started_by(cluster, manager_rules(), &[], spawn);
     rig.configure("Fail");
@@ -384,7 +384,8 @@ fn a_provided_certificate_is_shown_and_the_ca_bundle_left_to_who_provides_it() {
     provide(authorities[0].pem());
     rig.wait_until_judging();
     ask().unwrap();
-    // A renewed certificate is taken from the files; what the API server trusts changes by hand alone.
+    // A renewed certificate is loaded from the files; only an administrator changes the API
+    // server's caBundle.
     authorities[1].certify(directory.path(), "webhook");
     provide(authorities[1].pem());
     cluster.wait_for("the new certificate", || ask().ok());
@@ -396,14 +397,14 @@ fn a_provided_certificate_is_shown_and_the_ca_bundle_left_to_who_provides_it() {
 
 #[test]
 #[ignore = "full tier"]
-fn garbage_and_slow_clients_hold_up_nobody() {
+fn garbage_and_slow_clients_block_no_other_client() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     let (port, pem) = (rig.manager.port, rig.ca_bundle().unwrap());
     let answer = |sent: String| {
         cluster.block_on(async {
             let mut stream = connect(port, &pem).await;
-            // It may be refused before all of it is sent.
+            // The request may be refused before it is sent completely.
             let _ = stream.write_all(sent.as_bytes()).await;
             let mut answer = Vec::new();
             let _ = stream.read_to_end(&mut answer).await;
@@ -445,7 +446,7 @@ fn garbage_and_slow_clients_hold_up_nobody() {
         let answer = answer(sent);
         assert!(answer.starts_with(&format!("HTTP/1.1 {code}")), "{begin:?}: {answer:?}");
     }
-    // Some say nothing, some half a head, some half a body.
+    // Silent clients, and clients that send half a head or half a body.
     let whole = post(&"x".repeat(1000));
     let mut slow = Vec::new();
     for sent in ["", &whole[..40], &whole[..whole.len() - 500]].repeat(40) {
@@ -458,7 +459,7 @@ fn garbage_and_slow_clients_hold_up_nobody() {
     let started = Instant::now();
     rig.ask(&cluster.client(), &["monday"], false).unwrap();
     assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
-    // They are let go.
+    // Their connections are closed.
     let mut ends = Vec::new();
     for mut stream in slow {
         let mut answer = Vec::new();

@@ -1,5 +1,6 @@
-//! The sidecar's certificates against a real API server: replicas that have one authority in common and replace their
-//! certificates while clients come and go, and the SnapshotMetadataService by which clients know the authority.
+//! The sidecar's certificates with a real API server: replicas that share an authority and replace
+//! their certificates while clients connect, and the SnapshotMetadataService that publishes the
+//! authority.
 
 use support::cluster::shared;
 
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use clap::Parser;
 use csi_loopback::kubernetes::metadata_service::{DRIVER_LABEL, SnapshotMetadataService};
-use csi_loopback::kubernetes::publish::keep;
+use csi_loopback::kubernetes::publish::maintain;
 use csi_loopback::kubernetes::session::SnapshotServiceConfiguration;
 use csi_loopback::kubernetes::tls;
 use csi_loopback::kubernetes::tls::authority;
@@ -22,7 +23,7 @@ use rustls_pki_types::ServerName;
 use serde_json::json;
 use support::cluster::Cluster;
 use support::cluster::access::{Account, rule};
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::cluster::proxy::Way;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -30,7 +31,7 @@ use tokio::sync::watch;
 use tokio_rustls::TlsConnector;
 use tokio_stream::StreamExt;
 
-/// Of the driver, as its SnapshotServiceConfiguration says.
+/// The driver's namespace in its SnapshotServiceConfiguration.
 const NAMESPACE: &str = "drivers";
 const SECRET: &str = "csi-loopback-sidecar-ca";
 
@@ -60,7 +61,7 @@ fn service(driver: &str, flags: &Flags) -> Service {
     Service { driver: driver.to_owned(), address, audience: "backup".to_owned(), requires_base }
 }
 
-/// What the sidecar needs for this, beside what it needs anyway.
+/// Additional permissions of the sidecar.
 fn grant(cluster: &Cluster, namespace: &str, create: bool) -> Account {
     let account = cluster.account(namespace, "sidecar");
     let verbs: &[&str] = if create { &["get", "update", "create"] } else { &["get", "update"] };
@@ -72,14 +73,14 @@ fn grant(cluster: &Cluster, namespace: &str, create: bool) -> Account {
     account
 }
 
-/// Echoes over TLS, with a certificate of the authority in common; ends when it is dropped.
+/// Echoes over TLS, with a certificate of the shared authority, until it is dropped.
 struct Replica {
     port: u16,
     _phase: watch::Sender<Phase>,
 }
 
 async fn replica(client: Client, flags: Flags, driver: String) -> anyhow::Result<Replica> {
-    let (phase, shutdown) = Shutdown::by_hand();
+    let (phase, shutdown) = Shutdown::manual();
     let service = service(&driver, &flags);
     let address = service.address.clone();
     let names = vec![address.host().to_owned()];
@@ -87,8 +88,8 @@ async fn replica(client: Client, flags: Flags, driver: String) -> anyhow::Result
     let started =
         authority::start(client.clone(), &flags.authority, "sidecar", names, shutdown.clone());
     let (certificates, trusted) = started.await?;
-    tokio::spawn(keep(client.clone(), service, trusted.clone(), shutdown.clone()));
-    tokio::spawn(keep(client, configuration, trusted, shutdown.clone()));
+    tokio::spawn(maintain(client.clone(), service, trusted.clone(), shutdown.clone()));
+    tokio::spawn(maintain(client, configuration, trusted, shutdown.clone()));
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let port = listener.local_addr()?.port();
     let config = tls::server_config(&flags.tls, certificates, tls::GRPC)?;
@@ -102,7 +103,7 @@ async fn replica(client: Client, flags: Flags, driver: String) -> anyhow::Result
     Ok(Replica { port, _phase: phase })
 }
 
-/// The certificate's issuer and serial number, as a client with this caCert sees them.
+/// The certificate's issuer and serial number, as seen by a client with this caCert.
 async fn connect(port: u16, ca_cert: &str) -> Result<(Vec<u8>, Vec<u8>), String> {
     let config = tls::client_config(ca_cert.as_bytes()).map_err(|error| format!("{error:#}"))?;
     let stream = TcpStream::connect(("127.0.0.1", port)).await.map_err(|e| e.to_string())?;
@@ -135,7 +136,7 @@ fn start(cluster: &Cluster, client: &Client, flags: Flags, driver: &str) -> Repl
 }
 
 #[test]
-fn replicas_that_start_together_have_one_authority() {
+fn replicas_that_start_together_share_one_authority() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("together");
     let client = cluster.client_as(&grant(cluster, &namespace, true));
@@ -162,7 +163,8 @@ fn replicas_that_start_together_have_one_authority() {
     assert_eq!(secret.data.unwrap()["ca.crt"], ByteString(pem.into_bytes()));
 }
 
-/// Connects to each replica until `done` of what the replicas have shown, with each caCert.
+/// Connects to each replica with each caCert, until `done` accepts the certificates of the
+/// replicas.
 fn connect_until(
     cluster: &Cluster,
     replicas: &[Replica],
@@ -199,7 +201,7 @@ fn no_handshake_fails_while_certificates_are_replaced() {
 
 /// The steps of docs/reference/sidecar.md.
 #[test]
-fn an_authority_is_replaced_by_hand_and_no_handshake_fails() {
+fn a_manual_ca_rotation_fails_no_handshake() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("by-hand");
     let client = cluster.client_as(&grant(cluster, &namespace, true));
@@ -217,7 +219,7 @@ fn an_authority_is_replaced_by_hand_and_no_handshake_fails() {
     let both = format!("{old}{cert}");
     put(&[("ca.crt", &both)]);
     cluster.wait_for("both", || (ca_cert(cluster, driver)? == both).then_some(()));
-    // A replica may change before it is first asked.
+    // A replica may change before its first connection.
     let has_changed = |seen: &BTreeSet<(Vec<u8>, Vec<u8>)>| {
         seen.iter().any(|(issuer, _)| String::from_utf8_lossy(issuer).contains("Example's own"))
     };
@@ -228,9 +230,10 @@ fn an_authority_is_replaced_by_hand_and_no_handshake_fails() {
     connect_until(cluster, &replicas, &[&cert], |seen| seen.iter().all(|one| !one.is_empty()));
 }
 
-/// As it was before authorities lasted: with a successor and a predecessor, and an end in a year.
+/// The format before authorities were persistent: with a successor and a predecessor, expiring in a
+/// year.
 #[test]
-fn a_secret_of_the_former_format_is_taken_over() {
+fn a_secret_of_the_former_format_is_migrated() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("former");
     let client = cluster.client_as(&grant(cluster, &namespace, true));
@@ -257,7 +260,7 @@ fn a_secret_of_the_former_format_is_taken_over() {
     cluster.merge(&secrets, SECRET, &json!({ "metadata": { "labels": label } }));
     let replicas = [(); 2].map(|()| start(cluster, &client, self_signed(&namespace, "1h"), driver));
     let now = cluster.wait_for("the service", || ca_cert(cluster, driver));
-    // Clients that trust the former certificate or the lasting one can connect.
+    // Clients that trust the former or the persistent certificate can connect.
     for pem in [&signing.0, &bundle, &now] {
         for replica in &replicas {
             cluster.block_on(connect(replica.port, pem)).unwrap();
@@ -273,7 +276,7 @@ fn bytes(text: &str) -> ByteString {
     ByteString(text.as_bytes().to_vec())
 }
 
-/// Certificate and key of an authority of this name, which ends in a year.
+/// Certificate and key of an authority of this name, which expires in a year.
 fn former_authority(name: &str) -> (String, String) {
     let mut params = rcgen::CertificateParams::default();
     params.distinguished_name.push(rcgen::DnType::CommonName, name);
@@ -286,7 +289,7 @@ fn former_authority(name: &str) -> (String, String) {
 
 #[test]
 #[ignore = "full tier"]
-fn a_service_that_drifts_is_put_right() {
+fn a_drifted_service_is_corrected() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("drift");
     let client = cluster.client_as(&grant(cluster, &namespace, true));
@@ -313,7 +316,7 @@ fn a_service_that_drifts_is_put_right() {
         cluster.merge(&api, driver, &patch);
         put_right(&patch.to_string());
     }
-    // What others have added stays.
+    // Fields of other managers are kept.
     cluster.merge(&api, driver, &json!({ "metadata": { "labels": { "team": "a" } } }));
     cluster.merge(&api, driver, &json!({ "spec": { "address": "elsewhere:2" } }));
     cluster.wait_for("the address", || {
@@ -328,7 +331,7 @@ fn a_service_that_drifts_is_put_right() {
 }
 
 #[test]
-fn whether_a_base_has_to_exist_stays_as_the_administrator_has_said() {
+fn require_base_keeps_the_administrators_value() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("base");
     let client = cluster.client_as(&grant(cluster, &namespace, true));
@@ -354,10 +357,10 @@ fn whether_a_base_has_to_exist_stays_as_the_administrator_has_said() {
     put_right(Some(false));
 }
 
-/// `--session-api`: for the session manager.
+/// `--session-api`: the object for the session manager.
 #[test]
 #[ignore = "full tier"]
-fn a_service_configuration_says_the_same_and_is_put_right() {
+fn a_service_configuration_is_published_and_maintained() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("configuration");
     let client = cluster.client_as(&grant(cluster, &namespace, true));
@@ -388,11 +391,11 @@ fn a_service_configuration_says_the_same_and_is_put_right() {
 }
 
 #[test]
-fn a_secret_that_is_gone_or_damaged_is_made_anew() {
+fn a_deleted_or_damaged_secret_is_recreated() {
     let Some(cluster) = shared() else { return };
-    let namespace = cluster.namespace("anew");
+    let namespace = cluster.namespace("recreated");
     let client = cluster.client_as(&grant(cluster, &namespace, true));
-    let driver = "anew.example";
+    let driver = "recreated.example";
     let replicas =
         [(); 2].map(|()| start(cluster, &client, self_signed(&namespace, "60s"), driver));
     let secrets = cluster.api_in::<Secret>(&namespace);
@@ -416,7 +419,7 @@ fn a_secret_that_is_gone_or_damaged_is_made_anew() {
 }
 
 #[test]
-fn a_secret_of_another_is_left_alone() {
+fn a_foreign_secret_is_not_changed() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("other");
     let client = cluster.client_as(&grant(cluster, &namespace, true));
@@ -430,7 +433,7 @@ fn a_secret_of_another_is_left_alone() {
 }
 
 #[test]
-fn a_secret_made_beforehand_spares_the_right_to_create() {
+fn a_precreated_secret_needs_no_create_permission() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("beforehand");
     cluster.secret(&namespace, SECRET, &[]);
@@ -443,7 +446,7 @@ fn a_secret_made_beforehand_spares_the_right_to_create() {
 
 #[test]
 #[ignore = "full tier"]
-fn an_api_server_that_is_away_is_waited_for() {
+fn an_unavailable_api_server_is_waited_for() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("away");
     let account = grant(cluster, &namespace, true);
@@ -471,7 +474,7 @@ fn an_api_server_that_is_away_is_waited_for() {
 
 #[test]
 #[ignore = "full tier"]
-fn authorities_from_a_file_follow_it() {
+fn published_authorities_follow_their_file() {
     let Some(cluster) = shared() else { return };
     let namespace = cluster.namespace("file");
     let client = cluster.client_as(&grant(cluster, &namespace, false));
@@ -491,11 +494,11 @@ fn authorities_from_a_file_follow_it() {
     );
     let flags = flags(&line);
     let driver = "file.example";
-    let (_phase, shutdown) = Shutdown::by_hand();
+    let (_phase, shutdown) = Shutdown::manual();
     let service = service(driver, &flags);
     cluster.block_on(async {
         let trusted = publish::authorities(&flags.publish, &flags.tls, shutdown.clone()).unwrap();
-        tokio::spawn(keep(client, service, trusted, shutdown));
+        tokio::spawn(maintain(client, service, trusted, shutdown));
     });
     let becomes = |pem: &str| {
         cluster.wait_for("the authorities", || {
@@ -506,7 +509,7 @@ fn authorities_from_a_file_follow_it() {
     let both = format!("{}{}", one.pem(), two.pem());
     std::fs::write(&ca, &both).unwrap();
     becomes(&both);
-    // What is no certificate is kept out.
+    // Content that is not a certificate is rejected.
     std::fs::write(&ca, "nonsense").unwrap();
     std::thread::sleep(Duration::from_secs(3));
     becomes(&both);
@@ -514,7 +517,7 @@ fn authorities_from_a_file_follow_it() {
     becomes(&two.pem());
 }
 
-/// The last one: while it runs there is no such object at all.
+/// Runs last: meanwhile no such object exists.
 #[test]
 #[ignore = "full tier"]
 fn a_crd_that_comes_later_is_waited_for() {
@@ -527,7 +530,8 @@ fn a_crd_that_comes_later_is_waited_for() {
     cluster.wait_for("the service", || ca_cert(cluster, driver));
 }
 
-/// As the released one: without requireBaseSnapshotForDelta, at which server-side apply fails where it is unknown.
+/// The released CRD, without requireBaseSnapshotForDelta: server-side apply fails on an unknown
+/// field.
 #[test]
 fn a_crd_without_the_newest_field_is_enough() {
     let Some(cluster) = shared() else { return };
@@ -549,12 +553,12 @@ fn a_crd_without_the_newest_field_is_enough() {
 
 const CRD: &str = "snapshotmetadataservices.cbt.storage.k8s.io";
 
-/// Takes the definition away; returns it, and a namespace and client of a sidecar's account.
+/// Deletes the definition; returns it, and a namespace and client of a sidecar's account.
 fn without_crd(cluster: &Cluster) -> (serde_json::Value, String, kube::Client) {
-    let crd = said(cluster.kubectl(&["get", "crd", CRD, "-o", "json"]));
+    let crd = stdout_of(cluster.kubectl(&["get", "crd", CRD, "-o", "json"]));
     let mut crd: serde_json::Value = serde_json::from_str(&crd).unwrap();
     crd["metadata"] = json!({ "name": CRD, "annotations": crd["metadata"]["annotations"] });
-    said(cluster.kubectl(&["delete", "crd", CRD]));
+    stdout_of(cluster.kubectl(&["delete", "crd", CRD]));
     let namespace = cluster.namespace("crd");
     let account = cluster.account(&namespace, "sidecar");
     cluster.grant_in(&namespace, &account, &[rule("", &["secrets"], &["get", "update", "create"])]);
@@ -567,6 +571,6 @@ fn without_crd(cluster: &Cluster) -> (serde_json::Value, String, kube::Client) {
 
 fn install(cluster: &Cluster, crd: &serde_json::Value) {
     let file = cluster.write("crd", &crd.to_string());
-    said(cluster.kubectl(&["apply", "-f", support::path(&file)]));
-    said(cluster.kubectl(&["wait", "--for=condition=Established", &format!("crd/{CRD}")]));
+    stdout_of(cluster.kubectl(&["apply", "-f", support::path(&file)]));
+    stdout_of(cluster.kubectl(&["wait", "--for=condition=Established", &format!("crd/{CRD}")]));
 }

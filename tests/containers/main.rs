@@ -1,4 +1,5 @@
-//! Volumes in containers: runc and containerd on this machine, and a released kubelet on which pods run.
+//! Volumes in containers: runc and containerd on this machine, and a released kubelet that runs
+//! pods.
 
 mod kubelet;
 mod node_proxy_kubelet;

@@ -1,4 +1,4 @@
-//! How long a deleted snapshot stays a base is changed.
+//! Scenario: the retention of a deleted snapshot is changed.
 
 use csi_loopback::proto::admin::v1 as admin;
 use support::MIB;
@@ -9,7 +9,7 @@ use super::harness::{Scenario, Scene};
 use admin::base::Retention as Kept;
 use admin::set_base_retention_request::Retention;
 
-/// Each round keeps the base for one day more.
+/// Each round extends the retention by one day.
 #[derive(Default)]
 pub struct Keep {
     volume: String,
@@ -29,7 +29,7 @@ impl Scenario for Keep {
             self.base = on.driver.snapshot(&on.name("base", 0), &self.volume);
             on.driver.snapshot(&on.name("next", 0), &self.volume);
             on.driver.ok(delete_snapshot(&self.base));
-            // The table of those with a retention of their own is made with the first.
+            // The first entry creates the table of rows with their own retention.
             on.driver.ok(keep(&self.base, 86_400));
             self.seconds = 86_400;
         }

@@ -1,4 +1,5 @@
-//! A catalog that is damaged on disk and whole in the page cache is written again at a start, whatever ends that start.
+//! A catalog that is damaged on disk but intact in the page cache is rewritten at a start, also if
+//! that start is killed.
 
 use csi_loopback::backend::PoolKind;
 use support::driver::{all_snapshots, block};
@@ -7,11 +8,12 @@ use support::{MIB, have_root};
 
 use super::harness::{Fault, STEPS, Scene};
 
-/// Names of the points of this.
+/// Names of the fail points of the rewrite.
 const OWN: [&str; 2] = ["catalog.written_again", "catalog.replaced"];
 
-/// The points that a start meets which writes the catalog again. It is killed at the one named `die_at`.
-pub fn rescue(die_at: Option<&str>) -> Vec<String> {
+/// The fail points of a start that rewrites the catalog. The driver is killed at the point
+/// `die_at`.
+pub fn rewrite(die_at: Option<&str>) -> Vec<String> {
     let mut scene = Scene::start(PoolKind::Reflink, &[]);
     let volume = scene.driver.volume(&scene.name("v", 0), MIB, block());
     let snapshot = scene.driver.snapshot(&scene.name("s", 0), &volume);
@@ -22,11 +24,11 @@ pub fn rescue(die_at: Option<&str>) -> Vec<String> {
         Some(name) => scene.plan(Fault::Kill, 1, name),
         None => scene.plan(Fault::Kill, 0, STEPS),
     }
-    let started = scene.start_anew(|| {});
+    let started = scene.restart(|| {});
     let met = scene.met();
     if die_at.is_some() {
         started.unwrap_err();
-        scene.has_died();
+        scene.wait_for_death();
         scene.driver.start_again();
     }
     let is_listed = |scene: &Scene| {
@@ -44,8 +46,8 @@ pub fn rescue(die_at: Option<&str>) -> Vec<String> {
 }
 
 #[test]
-fn a_driver_killed_while_it_writes_its_catalog_again_writes_it_at_the_next_start() {
+fn a_rewrite_of_the_catalog_is_repeated_after_a_kill() {
     if have_root() {
-        OWN.iter().for_each(|name| drop(rescue(Some(name))));
+        OWN.iter().for_each(|name| drop(rewrite(Some(name))));
     }
 }

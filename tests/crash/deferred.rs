@@ -1,5 +1,5 @@
-//! Scenarios of a driver that knows container runtimes, with the real crust_ops beside it: volumes that are left to a
-//! runtime and taken back, and those that this host mounts at their targets.
+//! Scenarios of a driver with deferred mounts enabled and the real crust_ops: deferred volumes, and
+//! volumes that this host mounts at their targets.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -17,30 +17,30 @@ use support::driver::*;
 use support::inline::{PodVolume, context};
 use support::{MIB, path, run};
 
-/// SCENE is the scene's own directory.
+/// SCENE is the directory of the scene.
 pub const FLAGS: [&str; 3] = ["--enable-defer-fs-ops", "--crust-endpoint", "SCENE/crust.sock"];
 
 const BYTES: u64 = 300 * MIB;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Call {
-    /// A volume is left to a runtime.
+    /// Publish of a deferred volume.
     Publish,
-    /// It is taken back, with directories below its target.
+    /// Unpublish of a deferred volume, with directories below its target.
     Unpublish,
-    /// It is cut while a container writes to it.
-    Cut,
-    /// Its container is to grow it.
+    /// A snapshot while a container writes to the volume.
+    Snapshot,
+    /// NodeExpandVolume of a volume that a container has mounted.
     Expand,
-    /// Of a volume that is larger than its filesystem, which grows before anybody mounts it.
+    /// Stage of a volume that is larger than its filesystem, which grows before it is mounted.
     StageLarger,
-    /// On this host, where a group gets the files before.
+    /// Publish on this host, which first changes the group of the files.
     PublishOnHost,
     PublishInline,
     UnpublishInline,
-    /// A start of the driver after the pod of an inline volume has vanished.
+    /// A start of the driver after the pod of an inline volume vanished.
     Leftovers,
-    /// A start of the driver after the device of a volume that was left to a runtime is gone.
+    /// A start of the driver after the device of a deferred volume was detached.
     Reboot,
 }
 
@@ -48,15 +48,15 @@ pub struct Deferred {
     call: Call,
     crust_ops: Option<CrustOps>,
     container: Option<Container>,
-    /// Of a volume that is staged.
+    /// Unstage of a volume.
     id: String,
     inline: Option<PodVolume>,
     snapshot: Option<String>,
-    cuts: Vec<String>,
+    snapshots: Vec<String>,
     round: usize,
 }
 
-/// It ends with the value.
+/// Ended when the value is dropped.
 struct CrustOps {
     child: Child,
     directory: PathBuf,
@@ -81,7 +81,7 @@ impl CrustOps {
         entry.mount_info().unwrap().is_some()
     }
 
-    /// Claims a volume for a container, whose program grows it there.
+    /// Claims a volume for a container, whose program grows the filesystem.
     fn claim(&self, target: &Path, container: &Container) {
         let program = self.directory.with_file_name("runtime");
         let script = format!(
@@ -102,7 +102,7 @@ impl Drop for CrustOps {
     }
 }
 
-/// What a ReadWriteOncePod claim is.
+/// The access mode of a ReadWriteOncePod claim.
 fn one_writer() -> csi::VolumeCapability {
     of_one_writer(mounted("xfs"))
 }
@@ -122,7 +122,7 @@ impl Deferred {
             id: String::new(),
             inline: None,
             snapshot: None,
-            cuts: Vec::new(),
+            snapshots: Vec::new(),
             round: 0,
         }
     }
@@ -173,7 +173,7 @@ impl Deferred {
             let small = on.driver.volume(&on.name("small", 0), BYTES, one_writer());
             on.driver.stage(&small, &one_writer());
             on.driver.unstage(&small);
-            on.driver.snapshot(&on.name("cut", 0), &small)
+            on.driver.snapshot(&on.name("snapshot", 0), &small)
         });
         let request = csi::CreateVolumeRequest {
             volume_content_source: Some(Source::Snapshot(snapshot).into()),
@@ -185,7 +185,7 @@ impl Deferred {
     fn new_pod(&mut self, on: &Scene) {
         let handle = on.name("inline", self.round);
         let pod = on.driver.scratch().join("pods").join(&handle);
-        // Another pod, by which the directory of all is known.
+        // Another pod, so that the directory of pods is not empty.
         fs::create_dir_all(pod.with_file_name("other")).unwrap();
         let target = pod.join("volumes/kubernetes.io~csi/v/mount");
         self.inline = Some(PodVolume { handle, target });
@@ -201,11 +201,11 @@ impl Deferred {
         }
     }
 
-    fn cut(&self, on: &Scene) -> String {
+    fn snapshot_name(&self, on: &Scene) -> String {
         on.name("taken", self.round)
     }
 
-    /// A container that has the volume, and has claimed it.
+    /// A container that has claimed and mounted the volume.
     fn run_container(&mut self, on: &Scene) {
         let device = loops_named(&self.id).remove(0);
         let container = Container::start(device.as_ref(), "xfs", &["nouuid".to_owned()]);
@@ -224,7 +224,7 @@ impl Scenario for Deferred {
         if self.crust_ops.is_none() {
             self.crust_ops = Some(CrustOps::start(on));
         }
-        let reuses = matches!(self.call, Call::Cut | Call::Expand);
+        let reuses = matches!(self.call, Call::Snapshot | Call::Expand);
         let is_new = round == 1 || !reuses;
         if is_new {
             self.release(on);
@@ -244,7 +244,7 @@ impl Scenario for Deferred {
                 on.driver.ok(self.publishing(on));
                 fs::create_dir_all(self.target(on).join("sub/path")).unwrap();
             }
-            Call::Cut | Call::Expand => {
+            Call::Snapshot | Call::Expand => {
                 if is_new {
                     on.driver.ok(self.publishing(on));
                     self.run_container(on);
@@ -273,21 +273,21 @@ impl Scenario for Deferred {
                 let target = self.target(on);
                 on.driver.call(expand_on_node(&self.id, &target)).map(drop)
             }
-            Call::Cut => {
-                let answer = on.driver.call(cut(&self.cut(on), &self.id))?;
+            Call::Snapshot => {
+                let answer = on.driver.call(create_snapshot(&self.snapshot_name(on), &self.id))?;
                 let id = answer.snapshot.unwrap().snapshot_id;
-                if !self.cuts.contains(&id) {
-                    self.cuts.push(id);
+                if !self.snapshots.contains(&id) {
+                    self.snapshots.push(id);
                 }
                 Ok(())
             }
             Call::Reboot => {
                 let devices = loops_named(&self.id);
-                on.start_anew(|| devices.iter().for_each(|one| run("losetup", &["-d", one])))
+                on.restart(|| devices.iter().for_each(|one| run("losetup", &["-d", one])))
             }
             Call::Leftovers => {
                 let pod = on.driver.scratch().join("pods").join(on.name("inline", self.round));
-                on.start_anew(|| {
+                on.restart(|| {
                     let _ = fs::remove_dir_all(pod);
                 })
             }
@@ -304,9 +304,13 @@ impl Scenario for Deferred {
             Call::Publish | Call::PublishInline => {
                 assert!(self.crust_ops().is_handed_over(&target) && target.is_dir());
             }
-            Call::Unpublish | Call::UnpublishInline | Call::Leftovers => {
+            Call::Unpublish | Call::UnpublishInline => {
                 assert!(!self.crust_ops().is_handed_over(&target) && !target.exists());
             }
+            // A later collection removes a device that is busy during the start.
+            Call::Leftovers => wait_for("the inline volume is removed", || {
+                !self.crust_ops().is_handed_over(&target) && !target.exists()
+            }),
             Call::Reboot => assert!(!self.crust_ops().is_handed_over(&target)),
             Call::StageLarger => {
                 on.driver.ok(on.driver.publishing(&self.id, &target, &one_writer()));
@@ -321,14 +325,14 @@ impl Scenario for Deferred {
                 let least = BYTES - 100 * MIB + (self.round as u64 - 1) * 16 * MIB;
                 assert!(size(&self.inside("")) > least, "{} of {least}", size(&self.inside("")));
             }
-            Call::Cut => {
-                let mut distinct = self.cuts.clone();
+            Call::Snapshot => {
+                let mut distinct = self.snapshots.clone();
                 distinct.dedup();
                 assert_eq!(distinct.len(), self.round, "one for each round");
             }
         }
         if let Call::PublishInline = self.call {
-            // As it would be for the pod.
+            // As kubelet does for the pod.
             let id = self.device_name();
             let device = loops_named(&id).remove(0);
             let container = Container::start(device.as_ref(), "xfs", &["nouuid".to_owned()]);
@@ -338,7 +342,7 @@ impl Scenario for Deferred {
     }
 
     fn begins_after(&self) -> Option<&'static str> {
-        // What comes before is the same in every start.
+        // Earlier points are the same in every start.
         matches!(self.call, Call::Leftovers | Call::Reboot).then_some("pool.directory_made")
     }
 
@@ -363,7 +367,7 @@ impl Scenario for Deferred {
     }
 
     fn finish(&mut self, on: &Scene) {
-        for id in self.cuts.drain(..) {
+        for id in self.snapshots.drain(..) {
             on.driver.ok(delete_snapshot(&id));
         }
         self.release(on);
@@ -372,12 +376,12 @@ impl Scenario for Deferred {
             .map(|entry| entry.unwrap().path())
             .filter(|path| path.file_name().is_some_and(|name| name.len() == 64))
             .collect();
-        assert!(left.is_empty(), "left behind: {left:?}");
+        assert!(left.is_empty(), "remaining: {left:?}");
     }
 }
 
 impl Deferred {
-    /// The name of the backing file of the inline volume, by which its device is told.
+    /// The name of the backing file of the inline volume, which identifies its device.
     fn device_name(&self) -> String {
         let handle = &self.inline.as_ref().unwrap().handle;
         let devices = fs::read_dir("/sys/block").unwrap().flatten();

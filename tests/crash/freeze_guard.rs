@@ -1,5 +1,5 @@
-//! The freeze guard: what a killed driver had frozen runs again without another start of the driver. (That its own guard does
-//! so is a law of every scenario that freezes.)
+//! The freeze guard: after a kill of the driver, its frozen filesystems are thawed without another
+//! start of the driver. (Every scenario that freezes checks this for the driver's own guard.)
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,11 @@ use crate::snapshots::Mounted;
 use support::driver::*;
 use support::{have_root, path};
 
-/// What runs a process as the first one of a pid namespace, as a container does; killed, it takes that with it.
+/// Runs a process as the first one of a pid namespace, as a container does. Killing it kills the
+/// process.
 const CONTAINER: [&str; 4] = ["unshare", "--pid", "--fork", "--kill-child"];
 
-/// A guard that listens, ended at the latest with this.
+/// A listening guard. Ended when this is dropped.
 struct Guard {
     child: Child,
     log: PathBuf,
@@ -81,11 +82,12 @@ impl Guarded {
     }
 }
 
-/// Begins a cut that stays where the filesystem is frozen, does `then`, and waits for the call to end in whatever way.
+/// Starts a snapshot that blocks while the filesystem is frozen, runs `then`, and waits for the end
+/// of the call.
 fn while_frozen(scene: &mut Scene, volume: &Mounted, then: impl FnOnce(&mut Scene)) {
     scene.plan(Fault::Hang, 1, "freeze.frozen");
     let channel = scene.driver.channel();
-    let request = cut("a", &volume.id);
+    let request = create_snapshot("a", &volume.id);
     std::thread::scope(|scope| {
         let call = scope.spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -98,7 +100,7 @@ fn while_frozen(scene: &mut Scene, volume: &Mounted, then: impl FnOnce(&mut Scen
 }
 
 #[test]
-fn a_guard_in_another_process_thaws_what_a_killed_driver_had_frozen() {
+fn a_separate_guard_thaws_after_a_kill_of_the_driver() {
     if !have_root() {
         return;
     }
@@ -106,10 +108,10 @@ fn a_guard_in_another_process_thaws_what_a_killed_driver_had_frozen() {
     for _ in 0..2 {
         let volume = Mounted::new(&guarded.scene, "v");
         guarded.scene.plan(Fault::Kill, 1, "freeze.frozen");
-        assert!(guarded.scene.driver.call(cut("a", &volume.id)).is_err());
-        guarded.scene.has_died();
-        PodWrite::begin(&volume.target).has_to_end();
-        // Also where the next start does not come to thaw anything: it is not needed.
+        assert!(guarded.scene.driver.call(create_snapshot("a", &volume.id)).is_err());
+        guarded.scene.wait_for_death();
+        PodWrite::begin(&volume.target).assert_ends();
+        // The thaw does not depend on the next start.
         guarded.scene.met();
         guarded.scene.driver.start_again();
         guarded.scene.driver.snapshot("a", &volume.id);
@@ -124,9 +126,9 @@ fn a_guard_in_another_process_thaws_what_a_killed_driver_had_frozen() {
     guarded.scene.end();
 }
 
-/// Two containers of a pod: each has a first process, whose end is that of all in it.
+/// Two containers of a pod. Each ends with its first process.
 #[test]
-fn a_guard_in_a_container_of_its_own_thaws_when_the_drivers_container_is_killed() {
+fn a_guard_thaws_after_a_kill_of_the_drivers_container() {
     if !have_root() {
         return;
     }
@@ -141,13 +143,13 @@ fn a_guard_in_a_container_of_its_own_thaws_when_the_drivers_container_is_killed(
         "private",
     ];
     let mut guarded = Guarded::start(&CONTAINER, &GUARD);
-    // Mounted after the guard had its namespace: it never sees the mount.
+    // Mounted after the guard's namespace was created, so the guard does not see the mount.
     let volume = Mounted::new(&guarded.scene, "v");
     while_frozen(&mut guarded.scene, &volume, |scene| {
         let write = PodWrite::begin(&volume.target);
         scene.driver.signal(Signal::SIGKILL);
         scene.driver.wait();
-        write.has_to_end();
+        write.assert_ends();
     });
     let log = guarded.guard.as_ref().unwrap().log();
     assert!(log.contains("thawed a filesystem"), "{log}");
@@ -155,12 +157,12 @@ fn a_guard_in_a_container_of_its_own_thaws_when_the_drivers_container_is_killed(
     guarded.scene.driver.start_again();
     guarded.scene.driver.snapshot("a", &volume.id);
     guarded.scene.driver.take_down(&volume.id);
-    // What runs it minds no other signal.
+    // Its parent ignores other signals.
     guarded.scene.driver.kill();
 }
 
 #[test]
-fn without_the_guard_that_a_flag_names_nothing_is_frozen_until_it_is_back() {
+fn without_the_configured_guard_nothing_is_frozen() {
     if !have_root() {
         return;
     }
@@ -171,11 +173,15 @@ fn without_the_guard_that_a_flag_names_nothing_is_frozen_until_it_is_back() {
         guarded.guard = None;
         let name = format!("b{round}");
         guarded.scene.plan(Fault::Error, 0, "freeze.");
-        guarded.scene.driver.refused(cut(&name, &volume.id), Code::Unavailable, "guard.sock");
+        guarded.scene.driver.refused(
+            create_snapshot(&name, &volume.id),
+            Code::Unavailable,
+            "guard.sock",
+        );
         let met = guarded.scene.met();
         assert!(met.iter().all(|point| point == "freeze.synced"), "{met:?}");
         volume.change(round);
-        // What needs no freeze needs no guard.
+        // An operation without a freeze needs no guard.
         let raw = guarded.scene.driver.volume(&format!("raw{round}"), 1 << 20, block());
         guarded.scene.driver.snapshot(&format!("raw{round}"), &raw);
         guarded.start_guard();
@@ -186,7 +192,7 @@ fn without_the_guard_that_a_flag_names_nothing_is_frozen_until_it_is_back() {
 }
 
 #[test]
-fn a_guard_is_ended_by_a_signal_once_no_driver_is_connected() {
+fn a_guard_ends_by_a_signal_after_all_drivers_disconnect() {
     if !have_root() {
         return;
     }
@@ -196,7 +202,7 @@ fn a_guard_is_ended_by_a_signal_once_no_driver_is_connected() {
     let mut guard = guarded.guard.take().unwrap();
     kill(guard.pid(), Signal::SIGTERM).unwrap();
     wait_for("the signal is noticed", || guard.log().contains("SIGTERM"));
-    // The pod is being ended: the driver still finishes what it has begun.
+    // The pod is being terminated: the driver still completes its calls.
     guarded.scene.driver.snapshot("b", &volume.id);
     assert!(guard.child.try_wait().unwrap().is_none());
     guarded.scene.driver.take_down(&volume.id);
@@ -205,7 +211,7 @@ fn a_guard_is_ended_by_a_signal_once_no_driver_is_connected() {
     assert!(!guarded.scene.place().join("guard.sock").exists());
 }
 
-/// Processes whose parent is this one.
+/// The children of a process.
 fn children(of: Pid) -> Vec<Pid> {
     let stat = |pid: &str| {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -219,13 +225,13 @@ fn children(of: Pid) -> Vec<Pid> {
 }
 
 #[test]
-fn a_drivers_own_guard_is_replaced_when_it_has_died_and_survives_what_ends_a_group() {
+fn a_child_guard_is_replaced_and_survives_group_signals() {
     if !have_root() {
         return;
     }
     let mut scene = Scene::start(PoolKind::Image, &[]);
     let volume = Mounted::new(&scene, "v");
-    assert_eq!(children(scene.driver.pid()), [], "no guard before there is something to guard");
+    assert_eq!(children(scene.driver.pid()), [], "no guard without a freeze");
     scene.driver.snapshot("a", &volume.id);
     let [first] = children(scene.driver.pid())[..] else { panic!("not one guard") };
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
@@ -237,7 +243,7 @@ fn a_drivers_own_guard_is_replaced_when_it_has_died_and_survives_what_ends_a_gro
     scene.driver.snapshot("c", &volume.id);
     let [second] = children(scene.driver.pid())[..] else { panic!("not one guard") };
     assert_ne!(first, second);
-    // It holds nothing of a volume: a mount that it held could not go.
+    // It holds no descriptor of a volume: otherwise the unmount would fail.
     for entry in fs::read_dir(format!("/proc/{second}/fd")).unwrap().flatten() {
         let Ok(file) = fs::read_link(entry.path()) else { continue };
         assert!(!path(&file).starts_with(path(&scene.driver.staging(&volume.id))), "{file:?}");
@@ -251,7 +257,7 @@ fn a_drivers_own_guard_is_replaced_when_it_has_died_and_survives_what_ends_a_gro
 
 #[test]
 #[ignore = "full tier"]
-fn a_guard_that_does_not_answer_is_refused_and_leaves_no_mount_busy() {
+fn a_hanging_guard_is_an_error_and_keeps_no_mount_busy() {
     if !have_root() {
         return;
     }
@@ -260,7 +266,7 @@ fn a_guard_that_does_not_answer_is_refused_and_leaves_no_mount_busy() {
     scene.driver.snapshot("a", &volume.id);
     let [guard] = children(scene.driver.pid())[..] else { panic!("not one guard") };
     kill(guard, Signal::SIGSTOP).unwrap();
-    // It is killed, and a new one takes its place.
+    // It is killed and replaced.
     scene.driver.snapshot("b", &volume.id);
     scene.driver.take_down(&volume.id);
     drop(scene);
@@ -270,7 +276,7 @@ fn a_guard_that_does_not_answer_is_refused_and_leaves_no_mount_busy() {
     guarded.scene.driver.snapshot("a", &volume.id);
     let guard = guarded.guard.as_ref().unwrap().pid();
     kill(guard, Signal::SIGSTOP).unwrap();
-    guarded.scene.driver.refused(cut("b", &volume.id), Code::Unavailable, "guard.sock");
+    guarded.scene.driver.refused(create_snapshot("b", &volume.id), Code::Unavailable, "guard.sock");
     volume.change(1);
     kill(guard, Signal::SIGCONT).unwrap();
     guarded.scene.driver.snapshot("b", &volume.id);

@@ -1,5 +1,5 @@
-//! One scenario against one driver: the points that its call meets, a death or an error at each of
-//! them, and what has to hold afterwards.
+//! Runs one scenario against one driver: determines the fail points of its call, kills the driver
+//! or injects an error at each of them, and checks the result.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -21,49 +21,50 @@ use tonic::{Code, Status};
 use support::driver::*;
 use support::path;
 
-/// All points but those within a commit of the catalog, whose number is the store's business.
+/// All fail points except those within a commit of the catalog, whose number depends on redb.
 pub const STEPS: &str = "!page.";
 pub const PAGES: &str = "page.";
-/// No name begins so.
+/// Matches no name.
 pub const ALL: &str = "!-";
 
-/// What is done at a point.
+/// The action at a fail point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     Kill,
     Error,
-    /// It stays there until the plan changes.
+    /// The driver blocks there until the plan changes.
     Hang,
 }
 
-/// A call of the driver, with all that has to be there before and to hold after it.
+/// A call of the driver, with its preconditions and postconditions.
 pub trait Scenario {
-    /// Makes what the call needs, under names of this round; the first time also what all rounds share.
+    /// Creates the objects that the call needs, with names of this round. The first round also
+    /// creates shared objects.
     fn prepare(&mut self, on: &mut Scene, round: usize);
 
-    /// The call. It is made again, as it was, after the driver died in it.
+    /// The call. It is repeated unchanged after the driver died.
     fn call(&mut self, on: &mut Scene) -> Result<(), Status>;
 
-    /// That the call has done what it promises, once and only once.
+    /// Checks that the call took effect exactly once.
     fn check(&mut self, on: &Scene);
 
-    /// The last point that is not yet this call's, where the call is a new start of the driver.
+    /// If the call is a start of the driver: the last fail point before the tested work.
     fn begins_after(&self) -> Option<&'static str> {
         None
     }
 
-    /// Directories and devices that pods use, which go on serving them whatever becomes of the driver; also those that it had
-    /// frozen, which its guard thaws.
+    /// Directories and devices of pods, which must work without the driver; frozen ones are thawed
+    /// by the guard.
     fn in_use(&self) -> Vec<PathBuf> {
         Vec::new()
     }
 
-    /// The volumes that have a loop device after the call, and where volumes are mounted.
+    /// The volumes with a loop device after the call, and the mount paths.
     fn attached(&self, _on: &Scene) -> Attached {
         Attached::default()
     }
 
-    /// Takes down what is in use.
+    /// Unpublishes and unstages everything.
     fn finish(&mut self, _on: &Scene) {}
 }
 
@@ -74,14 +75,14 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// Adds a volume as [`Driver::stage`] leaves it.
+    /// Adds a volume in the state after [`Driver::stage`].
     pub fn staged(mut self, on: &Scene, id: &str, is_mounted: bool) -> Self {
         self.devices.insert(id.to_owned());
         self.mounts.extend(is_mounted.then(|| on.driver.staging(id)));
         self
     }
 
-    /// Adds a volume as [`Driver::publish`] leaves it.
+    /// Adds a volume in the state after [`Driver::publish`].
     pub fn published(self, on: &Scene, id: &str, is_mounted: bool) -> Self {
         let mut all = self.staged(on, id, is_mounted);
         all.mounts.insert(on.driver.target(id));
@@ -89,7 +90,7 @@ impl Attached {
     }
 }
 
-/// A driver with fail points, and names that nobody else on the machine uses.
+/// A driver with fail points, and unique names on this machine.
 pub struct Scene {
     pub driver: Driver,
     tag: String,
@@ -97,12 +98,12 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// SCENE in a flag stands for [`Scene::place`].
+    /// SCENE in a flag is replaced by [`Scene::place`].
     pub fn start(kind: PoolKind, flags: &[&str]) -> Self {
         Self::start_by(&[], kind, flags)
     }
 
-    /// With a driver that this program runs.
+    /// Starts the driver by this program.
     pub fn start_by(program: &[&str], kind: PoolKind, flags: &[&str]) -> Self {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
         let points = TempDir::with_prefix("points-").unwrap();
@@ -115,7 +116,7 @@ impl Scene {
         Self { driver, tag: format!("crash{}x{number}", std::process::id()), points }
     }
 
-    /// A private directory beside the driver's.
+    /// A private directory next to the driver's.
     pub fn place(&self) -> &Path {
         self.points.path()
     }
@@ -125,10 +126,11 @@ impl Scene {
         format!("{}-{what}-{round}", self.tag)
     }
 
-    /// From now on the points count whose names are `names`; 0 is no point, and only notes them.
+    /// Counts the fail points with these names from now on. Number 0 is no point and only records
+    /// them.
     pub fn plan(&mut self, fault: Fault, at: usize, names: &str) {
         if self.driver.is_running() {
-            // Its socket is there a moment before the last point of its start: an answer comes after.
+            // The socket exists before the last fail point of a start; a response comes after it.
             self.driver.ok(csi::ProbeRequest {});
         }
         let what = match fault {
@@ -142,21 +144,21 @@ impl Scene {
         fs::rename(temporary, self.points.path().join("plan")).unwrap();
     }
 
-    /// The points met since the plan was made.
+    /// The fail points met since the plan was set.
     pub fn met_so_far(&self) -> Vec<String> {
         let met = fs::read_to_string(self.points.path().join("met")).unwrap_or_default();
         met.lines().map(str::to_owned).collect()
     }
 
-    /// The points met since the plan was made, which ends here.
+    /// The fail points met since the plan was set. Clears the plan.
     pub fn met(&self) -> Vec<String> {
         let _ = fs::remove_file(self.points.path().join("plan"));
         self.met_so_far()
     }
 
-    /// Kills the driver if it runs, does `meanwhile`, and starts it; an error when that ends at a
-    /// point, by `UNAVAILABLE`.
-    pub fn start_anew(&mut self, meanwhile: impl FnOnce()) -> Result<(), Status> {
+    /// Kills the driver if it runs, runs `meanwhile`, and starts it. `UNAVAILABLE` if the start
+    /// ends at a fail point.
+    pub fn restart(&mut self, meanwhile: impl FnOnce()) -> Result<(), Status> {
         if self.driver.is_running() {
             self.driver.kill();
         }
@@ -167,18 +169,18 @@ impl Scene {
         })
     }
 
-    /// Waits for the driver's death by its own hand.
-    pub fn has_died(&mut self) {
+    /// Waits until the driver has killed itself.
+    pub fn wait_for_death(&mut self) {
         if self.driver.is_running() {
             let status = self.driver.wait();
             assert_eq!(status.signal(), Some(libc::SIGKILL), "the driver ended: {status}");
         }
-        // A tool that it was starting holds its descriptors until it runs.
+        // A tool that is being started holds the driver's descriptors until it executes.
         let socket = self.driver.socket();
         wait_for("the dead driver's socket is closed", || UnixStream::connect(&socket).is_err());
     }
 
-    /// Ends the driver in order and has the pool checked; then the driver runs again.
+    /// Stops the driver, checks the pool, and starts the driver again.
     pub fn check_pool(&mut self) {
         assert!(self.driver.stop().success());
         self.check_stopped_pool();
@@ -198,10 +200,10 @@ impl Scene {
             .map(|entry| entry.unwrap().path())
             .filter(|path| path.extension().is_some_and(|end| end == "part"))
             .collect();
-        assert!(left.is_empty(), "left behind: {left:?}");
+        assert!(left.is_empty(), "remaining: {left:?}");
     }
 
-    /// The loop devices and mounts of this scene, as the kernel tells them.
+    /// The loop devices and mounts of this scene, from the kernel.
     fn attached_now(&self) -> Attached {
         let mut devices: Vec<String> = Vec::new();
         for entry in fs::read_dir("/sys/block").unwrap().flatten() {
@@ -224,11 +226,11 @@ impl Scene {
         Attached { devices: distinct, mounts }
     }
 
-    /// That nothing but this is attached and mounted.
+    /// Checks that exactly these are attached and mounted.
     fn check_attached(&self, expected: &Attached) {
         let until = Instant::now() + PATIENCE;
         let mut found = self.attached_now();
-        // The kernel lets go of a device a moment after its last user, which may have much to write.
+        // The kernel detaches a device some time after its last user, which may have much to write.
         while found != *expected && Instant::now() < until {
             thread::sleep(Duration::from_millis(10));
             found = self.attached_now();
@@ -236,8 +238,8 @@ impl Scene {
         assert_eq!(found, *expected, "devices and mounts");
     }
 
-    /// Begins with an empty data directory: the points that its start meets, up to the death at the
-    /// N-th (0: none).
+    /// Starts with an empty data directory. Returns the fail points of the start up to the kill at
+    /// point N (0: none).
     pub fn make_pool(&mut self, at: usize, names: &str) -> Vec<String> {
         if self.driver.is_running() {
             self.driver.kill();
@@ -245,17 +247,17 @@ impl Scene {
         let _ = Command::new("chattr").args(["-R", "-i"]).arg(self.driver.data_dir()).output();
         fs::remove_dir_all(self.driver.data_dir()).unwrap();
         self.plan(Fault::Kill, at, names);
-        let started = self.start_anew(|| {});
+        let started = self.restart(|| {});
         let met = self.met();
         if at > 0 {
-            self.has_died();
+            self.wait_for_death();
         } else {
             started.unwrap();
         }
         met
     }
 
-    /// Ends the driver; nothing of it may be left.
+    /// Ends the driver and checks that nothing remains.
     pub fn end(&mut self) {
         self.check_attached(&Attached::default());
         assert!(self.driver.stop().success());
@@ -269,11 +271,11 @@ impl Scene {
                 path != &socket && (name.starts_with('.') || name.starts_with("target-"))
             })
             .collect();
-        assert!(left.is_empty(), "left behind: {left:?}");
+        assert!(left.is_empty(), "remaining: {left:?}");
     }
 }
 
-/// A write that a pod makes, which a frozen filesystem lets wait.
+/// A write by a pod, which blocks on a frozen filesystem.
 pub struct PodWrite {
     place: PathBuf,
     done: mpsc::Receiver<()>,
@@ -287,7 +289,7 @@ impl PodWrite {
             let file = if to.is_dir() { to.join("pod") } else { to };
             let mut file =
                 File::options().write(true).create(true).truncate(false).open(file).unwrap();
-            // The first block of a device is what every scenario writes before it cuts.
+            // Every scenario writes the first block of a device before a snapshot.
             file.write_all(b"pod").and_then(|()| file.sync_all()).unwrap();
             let _ = send.send(());
         });
@@ -295,7 +297,7 @@ impl PodWrite {
     }
 
     #[track_caller]
-    pub fn has_to_end(&self) {
+    pub fn assert_ends(&self) {
         match self.done.recv_timeout(Duration::from_secs(20)) {
             Ok(()) => {}
             Err(RecvTimeoutError::Timeout) => {
@@ -309,7 +311,7 @@ impl PodWrite {
     }
 }
 
-/// A scenario in progress.
+/// A running scenario.
 pub struct Play<'a> {
     pub scene: Scene,
     pub scenario: &'a mut dyn Scenario,
@@ -326,41 +328,41 @@ impl<'a> Play<'a> {
         self.scenario.prepare(&mut self.scene, self.round);
     }
 
-    fn settled(&mut self) {
+    fn check_recovered(&mut self) {
         self.scenario.check(&self.scene);
         let expected = self.scenario.attached(&self.scene);
         self.scene.check_attached(&expected);
     }
 
-    /// The call, undisturbed: which of the points it meets.
+    /// Runs the call without failures. Returns its fail points.
     pub fn learn(&mut self, names: &str) -> Vec<String> {
         self.prepare();
         self.scene.plan(Fault::Kill, 0, names);
         self.scenario.call(&mut self.scene).unwrap();
         let met = self.scene.met();
-        self.settled();
+        self.check_recovered();
         met
     }
 
-    /// The driver dies at the N-th point of the call, and is not started again yet. What pods use goes on. False when the
-    /// call met fewer points.
+    /// Kills the driver at the N-th fail point of the call, and does not restart it. Checks that
+    /// pods continue. Returns false if the call has fewer points.
     pub fn die_at(&mut self, at: usize, names: &str, expected: Option<&[String]>) -> bool {
         self.prepare();
         self.scene.plan(Fault::Kill, at, names);
         let answer = self.scenario.call(&mut self.scene);
         let met = self.scene.met();
         if met.len() < at {
-            // Only where it had to let go of a device less often.
+            // Only if it had to retry a detach less often.
             if let Some(expected) = expected {
                 assert_same_way(expected, &met);
             }
             answer.unwrap();
             return false;
         }
-        // A start that dies there has served.
+        // A start that dies there was already serving.
         let served = met.last().is_some_and(|point| point == "socket.named");
-        assert!(answer.is_err() || served, "a driver that died at {met:?} has answered");
-        self.scene.has_died();
+        assert!(answer.is_err() || served, "a driver that died at {met:?} has responded");
+        self.scene.wait_for_death();
         if let Some(expected) = expected {
             assert_same_way(&met, expected);
         }
@@ -371,14 +373,14 @@ impl<'a> Play<'a> {
     fn pods_go_on(&self) {
         let places = self.scenario.in_use();
         let writes: Vec<PodWrite> = places.iter().map(|place| PodWrite::begin(place)).collect();
-        writes.iter().for_each(PodWrite::has_to_end);
+        writes.iter().for_each(PodWrite::assert_ends);
     }
 
-    /// A killed driver starts again, and the same call does what it promises. With a `check`, the start
-    /// alone has to have settled everything.
+    /// Starts a killed driver and checks that the repeated call succeeds. With a `check`, the start
+    /// alone must recover everything.
     pub fn converge(&mut self, check: bool) {
         self.scene.driver.start_again();
-        // Where the start is the call, its work goes on after it has served.
+        // If the call is a start, its work continues after it serves.
         if check && self.scenario.begins_after().is_none() {
             self.scene.driver.kill();
             self.scene.check_stopped_pool();
@@ -386,11 +388,11 @@ impl<'a> Play<'a> {
         }
         let repeated = self.scenario.call(&mut self.scene);
         repeated.unwrap_or_else(|status| panic!("repeated after the death: {status:?}"));
-        self.settled();
+        self.check_recovered();
     }
 
-    /// An error at the N-th point: the call says so, or has done its work all the same; repeated, it
-    /// does what it promises. Returns the code.
+    /// Injects an error at the N-th fail point. The call returns it or succeeds, and succeeds when
+    /// repeated. Returns the code.
     pub fn fail_at(&mut self, at: usize, expected: Option<&[String]>) {
         self.prepare();
         self.scene.plan(Fault::Error, at, STEPS);
@@ -408,10 +410,10 @@ impl<'a> Play<'a> {
         }
         let repeated = self.scenario.call(&mut self.scene);
         repeated.unwrap_or_else(|status| panic!("repeated after {answer:?}: {status:?}"));
-        self.settled();
+        self.check_recovered();
     }
 
-    /// A start of a driver that died: the points that it meets. The driver is killed again.
+    /// Starts a driver that died, returns the fail points of the start, and kills it again.
     pub fn watch_start(&mut self, names: &str) -> Vec<String> {
         self.scene.plan(Fault::Kill, 0, names);
         self.scene.driver.start_again();
@@ -420,39 +422,38 @@ impl<'a> Play<'a> {
         met
     }
 
-    /// Starts the driver again and again, and kills it each time after the first step that it had not
-    /// taken before; where a death leaves the start where it was, a step later. `at` is the first step.
-    /// Says how often.
+    /// Starts the driver repeatedly, and kills it each time after its first new step, or one step
+    /// later if a start makes no progress. `at` is the first step. Returns the number of starts.
     pub fn die_while_starting(&mut self, mut at: usize) -> usize {
         let (mut deaths, mut before) = (0, Vec::new());
         loop {
             self.scene.plan(Fault::Kill, at, STEPS);
-            let started = self.scene.start_anew(|| {});
+            let started = self.scene.restart(|| {});
             let met = self.scene.met();
             if met.len() < at {
                 started.unwrap();
                 self.scene.driver.kill();
                 return deaths;
             }
-            self.scene.has_died();
+            self.scene.wait_for_death();
             deaths += 1;
             if met == before {
                 at += 1;
             }
             before = met;
-            assert!(deaths < 500, "the start never comes to its end: {before:?}");
+            assert!(deaths < 500, "the start does not complete after {before:?}");
         }
     }
 
-    /// Ends the scenario and looks for what it left.
+    /// Ends the scenario and checks that nothing remains.
     pub fn end(mut self) {
         self.scenario.finish(&self.scene);
         self.scene.end();
     }
 }
 
-/// A call goes the same way each time, but for how often it has to let go of a device that somebody else's mount namespace,
-/// begun at that moment, still has: then it came less far. `met` is the beginning of what is `expected`.
+/// Checks that a call meets the same fail points each time, except for repeated detaches of a
+/// device that a new mount namespace still holds. `met` must be the beginning of `expected`.
 #[track_caller]
 fn assert_same_way(met: &[String], expected: &[String]) {
     const AGAIN: &str = "loop.let_go";
@@ -464,6 +465,6 @@ fn assert_same_way(met: &[String], expected: &[String]) {
     let (met, expected) = (once(met), once(expected));
     assert!(
         expected.starts_with(&met),
-        "the call took another way than before: {met:?}, not {expected:?}"
+        "the call met other points than before: {met:?}, expected {expected:?}"
     );
 }

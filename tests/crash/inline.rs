@@ -1,5 +1,5 @@
-//! Scenarios of inline volumes: publish and unpublish, the same after a reboot, and a start that finds volumes
-//! of pods that are gone.
+//! Scenarios of inline volumes: publish and unpublish, also after a reboot, and a start that finds
+//! volumes of vanished pods.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -14,7 +14,7 @@ use support::driver::*;
 use support::inline::{PodVolume, is_mounted};
 use support::{path, run};
 
-/// The calls, by what they find.
+/// The calls, by initial state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Call {
     /// Publish of a new volume with this filesystem.
@@ -23,13 +23,13 @@ pub enum Call {
     ReadOnly,
     /// Publish of a new volume to a group.
     ToGroup,
-    /// Publish of a volume that the pod has.
+    /// Publish of an existing volume.
     Repeat,
-    /// Publish of a volume that the pod had before a reboot.
+    /// Publish of an existing volume after a reboot.
     RepeatAfterReboot,
     Unpublish,
     UnpublishAfterReboot,
-    /// A start of the driver that finds a volume whose pod is gone, with its directory.
+    /// A start of the driver that finds a volume whose pod and directory no longer exist.
     Leftovers,
 }
 
@@ -39,7 +39,7 @@ pub struct OnPod {
     volume: Option<PodVolume>,
 }
 
-/// What a volume is found by, before and after the call.
+/// Identifies a volume before and after the call.
 const WORDS: &str = "what the pod has written";
 
 impl OnPod {
@@ -74,7 +74,7 @@ impl OnPod {
         unpublishing(&self.volume().handle, path(&self.volume().target))
     }
 
-    /// The devices of the volume, by the names of what is behind them, which nobody else knows.
+    /// The devices of the volume, by the unique names of their backing files.
     fn devices(&self) -> Vec<String> {
         let begins = format!("inline-{}-", self.volume().handle);
         let mut found = Vec::new();
@@ -92,7 +92,7 @@ impl OnPod {
         found
     }
 
-    /// Takes away what the kernel has of the volume.
+    /// Removes mounts and devices of the volume, as a reboot does.
     fn reboot(&self) {
         let target = path(&self.volume().target);
         while is_mounted(&self.volume().target) {
@@ -102,7 +102,7 @@ impl OnPod {
             run("losetup", &["-d", &device]);
         }
         let gone = || self.devices().is_empty();
-        wait_for("the devices are gone", gone);
+        wait_for("the devices are detached", gone);
     }
 
     fn release(&self, on: &Scene) {
@@ -120,7 +120,7 @@ impl Scenario for OnPod {
             self.release(on);
             let handle = on.name("inline", round);
             let pod = on.driver.scratch().join("pods").join(&handle);
-            // Another pod, by which the directory of all is known.
+            // Another pod, so that the directory of pods is not empty.
             fs::create_dir_all(pod.with_file_name("other")).unwrap();
             let target = pod.join("volumes/kubernetes.io~csi/v/mount");
             self.volume = Some(PodVolume { handle, target });
@@ -148,7 +148,7 @@ impl Scenario for OnPod {
             }
             Call::Leftovers => {
                 let pod = on.driver.scratch().join("pods").join(&self.volume().handle);
-                on.start_anew(|| {
+                on.restart(|| {
                     if is_mounted(&self.volume().target) {
                         run("umount", &[path(&self.volume().target)]);
                     }
@@ -163,8 +163,10 @@ impl Scenario for OnPod {
         let volume = self.volume();
         let found = || fs::read_to_string(volume.file("file")).unwrap();
         match self.call {
-            Call::Unpublish | Call::UnpublishAfterReboot | Call::Leftovers => {
-                assert!(!volume.target.exists());
+            Call::Unpublish | Call::UnpublishAfterReboot => assert!(!volume.target.exists()),
+            // A later collection removes a device that is busy during the start.
+            Call::Leftovers => {
+                wait_for("the inline volume is removed", || !volume.target.exists());
             }
             Call::Repeat | Call::RepeatAfterReboot => assert_eq!(found(), WORDS),
             Call::ReadOnly => {
@@ -187,7 +189,7 @@ impl Scenario for OnPod {
     }
 
     fn begins_after(&self) -> Option<&'static str> {
-        // What comes before is the same in every start.
+        // Earlier points are the same in every start.
         (self.call == Call::Leftovers).then_some("pool.directory_made")
     }
 

@@ -1,4 +1,4 @@
-//! Scenarios of inline volumes whose content the driver writes, which are in memory.
+//! Scenarios of inline volumes in memory with content that the driver writes.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,13 +16,13 @@ type Files = &'static [(&'static str, &'static str)];
 const BEFORE: Files = &[("a", "before"), ("b", "before"), ("gone", "x")];
 const AFTER: Files = &[("a", "after"), ("b", "after"), ("new", "y")];
 
-/// What is done with a volume that carries a secret.
+/// The calls for a volume with a secret.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Call {
     Publish,
-    /// Publish of a volume that is there, with another secret, while things lie there that do not belong there.
+    /// Publish of an existing volume with another secret, while unwanted files exist in it.
     Refresh,
-    /// Publish of a writable volume, which begins with the files.
+    /// Publish of a writable volume with initial files.
     Seed,
     Unpublish,
 }
@@ -69,7 +69,7 @@ impl Scenario for InlineContent {
             Call::Publish | Call::Seed => {}
             Call::Unpublish => drop(on.driver.ok(self.publishing(BEFORE))),
             Call::Refresh => {
-                // The same generations are there in each round.
+                // Each round has the same generations.
                 on.driver.ok(self.publishing(&[("a", "once")]));
                 on.driver.ok(self.publishing(BEFORE));
                 fs::create_dir_all(self.volume().file("left/deep/deeper")).unwrap();

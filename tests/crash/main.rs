@@ -1,17 +1,17 @@
-//! A driver that is killed, or meets an error, between any two steps: what pods use goes on, and the
-//! call converges when it is repeated after the next start.
+//! Kills the driver, or injects an error, between any two steps. Volumes in use must continue to
+//! work, and the call must converge when it is repeated after the next start.
 //!
-//! Fail points stand in the source between steps that change disk, catalog or kernel
-//! (src/fail_point.rs). A scenario is a call with what it needs and promises; it is run once to
-//! learn which points it meets, then once for each of them.
+//! Fail points are in the source between steps that change disk, catalog or kernel
+//! (src/fail_point.rs). A scenario is a call with its preconditions and postconditions. It runs
+//! once to find the fail points that it meets, and then once for each of them.
 //!
-//! CRASH_POOLS=all      every point of every scenario on every kind of pool, points within the commits
-//!                      of the catalog included. By default that is so on image pools for all points
-//!                      between steps; of the rest a sample is taken, another one with each seed.
-//! CRASH_SAMPLE=N       one in N of what is met by default (1).
-//! CRASH_SEED=N         the seed of the sample; by default the day.
-//! CRASH_ONLY=NAME      scenarios with this in their names.
-//! CRASH_WORKERS=N      scenarios that run side by side (3).
+//!     CRASH_POOLS=all      test every point of every scenario on every kind of pool, including
+//!                          points within commits of the catalog. By default only image pools get
+//!                          all points between steps; the rest is sampled, depending on the seed.
+//!     CRASH_SAMPLE=N       test one in N of the default points (1).
+//!     CRASH_SEED=N         seed of the sample; the default is the date.
+//!     CRASH_ONLY=NAME      run only scenarios whose name contains NAME.
+//!     CRASH_WORKERS=N      number of parallel scenarios (3).
 
 mod bases;
 mod catalog;
@@ -45,7 +45,7 @@ use node::{Call, OnNode};
 use support::driver::{Freeze, block};
 use support::{ALL_KINDS, MIB, have_root};
 
-/// A scenario by name, with the flags that its driver needs.
+/// A scenario with its name and the flags of its driver.
 struct Entry {
     name: &'static str,
     flags: &'static [&'static str],
@@ -60,9 +60,9 @@ macro_rules! entries {
     (@ $flags:expr) => { &$flags };
 }
 
-/// The longest first, so that none of them is alone at the end.
+/// The longest first, so that none of them runs alone at the end.
 const ENTRIES: &[Entry] = entries! {
-    "cut a group" => snapshots::CutGroup::default(),
+    "snapshot group" => snapshots::TakeGroup::default(),
     "forget an id" [snapshots::Forget::FLAGS] => snapshots::Forget::new(snapshots::Dropped::Id),
     "forget a record" [snapshots::Forget::FLAGS] => snapshots::Forget::new(snapshots::Dropped::Record),
     "forget a released base" => snapshots::Forget::new(snapshots::Dropped::Released),
@@ -70,8 +70,8 @@ const ENTRIES: &[Entry] = entries! {
     "stage new" => OnNode::new(Call::StageNew),
     "pressure" [snapshots::Pressure::FLAGS] => snapshots::Pressure::default(),
     "grow the pool" [pool::Grow::FLAGS] => pool::Grow::default(),
-    "cut mounted" => snapshots::CutMounted::default(),
-    "cut raw" => snapshots::CutRaw::default(),
+    "snapshot mounted" => snapshots::TakeMounted::default(),
+    "snapshot raw" => snapshots::TakeRaw::default(),
     "clone mounted" => volumes::CloneMounted::default(),
     "delete a group" => snapshots::DeleteGroup::default(),
     "delete a volume" => volumes::Delete::default(),
@@ -108,7 +108,7 @@ const ENTRIES: &[Entry] = entries! {
     "inline: unpublish" => OnPod::new(inline::Call::Unpublish),
     "inline: unpublish after a reboot" => OnPod::new(inline::Call::UnpublishAfterReboot),
     "deferred: stage larger" [deferred::FLAGS] => Deferred::new(DeferredCall::StageLarger),
-    "deferred: cut" [deferred::FLAGS] => Deferred::new(DeferredCall::Cut),
+    "deferred: snapshot" [deferred::FLAGS] => Deferred::new(DeferredCall::Snapshot),
     "deferred: inline" [deferred::FLAGS] => Deferred::new(DeferredCall::PublishInline),
     "deferred: inline unpublish" [deferred::FLAGS] => Deferred::new(DeferredCall::UnpublishInline),
     "deferred: start with leftovers" [deferred::FLAGS] => Deferred::new(DeferredCall::Leftovers),
@@ -141,13 +141,13 @@ fn seed() -> usize {
     number("CRASH_SEED").unwrap_or_else(|| today() as usize)
 }
 
-/// Whether the one at this index is in the sample of one in `every`; with all of them if all are wanted.
+/// Whether an index is in a sample of one in `every`. Always true if all are requested.
 fn sampled(index: usize, every: usize) -> bool {
     let thinned = every * number("CRASH_SAMPLE").unwrap_or(1);
     everything() || (index + seed()).is_multiple_of(thinned)
 }
 
-/// Runs `run` for each kind and scenario, some side by side; fails with all that failed.
+/// Runs `run` for each kind and scenario, some in parallel. Fails with all failures.
 fn for_each_scenario(
     wanted: impl Fn(PoolKind, &Entry) -> bool,
     run: impl Fn(PoolKind, &Entry) -> usize + Sync,
@@ -192,25 +192,25 @@ fn for_each_scenario(
     ));
 }
 
-/// The points of a call that are its own.
+/// The fail points of the call itself.
 fn own(met: &[String], scenario: &dyn Scenario) -> usize {
     let last = |name: &str| met.iter().rposition(|point| point == name).expect(name);
     scenario.begins_after().map_or(0, |name| last(name) + 1)
 }
 
-/// A full pool is the pool's own only where that is an image, and only that grows.
+/// Only an image pool has its own space, and only its image can grow.
 fn fits(kind: PoolKind, entry: &Entry) -> bool {
     kind == PoolKind::Image || !["pressure", "grow the pool"].contains(&entry.name)
 }
 
-/// Whether a call meets the same points each time: what a mounted filesystem has written, of which a copy
-/// pool copies piece by piece, is its own business.
+/// Whether a call meets the same fail points each time. On a copy pool, the points of copying a
+/// mounted volume depend on what the filesystem has written.
 fn is_exact(kind: PoolKind) -> bool {
     kind != PoolKind::Copy
 }
 
 #[test]
-fn a_driver_killed_at_any_point_of_a_call_converges_when_it_is_repeated() {
+fn a_call_converges_after_a_kill_at_any_point() {
     for_each_scenario(fits, |kind, entry| {
         let mut scenario = (entry.make)();
         let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
@@ -232,7 +232,7 @@ fn a_driver_killed_at_any_point_of_a_call_converges_when_it_is_repeated() {
 }
 
 #[test]
-fn a_driver_killed_within_a_commit_of_the_catalog_finds_it_before_or_after() {
+fn a_kill_within_a_commit_leaves_the_old_or_new_catalog() {
     let wanted =
         |kind, entry: &Entry| fits(kind, entry) && (everything() || kind == PoolKind::Image);
     for_each_scenario(wanted, |kind, entry| {
@@ -242,7 +242,7 @@ fn a_driver_killed_within_a_commit_of_the_catalog_finds_it_before_or_after() {
         let mut rounds = 0;
         for at in (0..met.len()).filter(|at| sampled(*at, 4)) {
             println!("{kind}: {}: killed at {} of {}, {}", entry.name, at + 1, met.len(), met[at]);
-            // How many there are is the store's business, and changes with what it holds.
+            // Their number depends on redb and on the contents of the catalog.
             if !play.die_at(at + 1, PAGES, None) {
                 continue;
             }
@@ -256,7 +256,7 @@ fn a_driver_killed_within_a_commit_of_the_catalog_finds_it_before_or_after() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
+fn a_driver_killed_during_each_start_recovers() {
     let wanted = |kind, entry: &Entry| {
         fits(kind, entry)
             && (everything() || kind == PoolKind::Image)
@@ -266,7 +266,7 @@ fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
         let mut scenario = (entry.make)();
         let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
         let met = play.learn(STEPS);
-        // A start that has nothing to settle meets the points before and after.
+        // A start without recovery meets the points before and after it.
         play.scene.driver.kill();
         let idle = play.watch_start(STEPS);
         play.scene.driver.start_again();
@@ -288,9 +288,9 @@ fn a_driver_killed_again_and_again_while_it_starts_settles_everything() {
 }
 
 #[test]
-fn an_error_at_any_point_of_a_call_is_told_and_the_call_converges() {
+fn an_error_at_any_point_is_returned_and_the_call_converges() {
     let wanted = |kind, entry: &Entry| {
-        // Nobody waits for an answer there, and a start that fails is tried again.
+        // No caller waits there, and a failed start is repeated.
         let is_unasked = entry.name == "pressure" || entry.name.starts_with("forget ");
         let calls = !is_unasked && !STARTS.contains(&entry.name);
         calls && (everything() || kind == PoolKind::Image)
@@ -311,7 +311,7 @@ fn an_error_at_any_point_of_a_call_is_told_and_the_call_converges() {
 }
 
 #[test]
-fn a_driver_killed_while_it_makes_its_pool_makes_it_at_the_next_start() {
+fn an_interrupted_pool_creation_is_repeated_at_the_next_start() {
     if !have_root() {
         return;
     }
@@ -321,15 +321,15 @@ fn a_driver_killed_while_it_makes_its_pool_makes_it_at_the_next_start() {
         let pools = ALL_KINDS.map(|kind| (kind, &[][..])).into_iter();
         let pools = pools.chain([(PoolKind::Image, allocated)]);
         let threads: Vec<_> = pools
-            .map(|(kind, flags)| scope.spawn(move || made_after_deaths(kind, flags)))
+            .map(|(kind, flags)| scope.spawn(move || created_after_kills(kind, flags)))
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
     support::report(&format!("{rounds} rounds in {:.0?}, seed {}", begun.elapsed(), seed()));
 }
 
-/// A new pool of this kind for each death that its making can meet; says how many.
-fn made_after_deaths(kind: PoolKind, flags: &[&str]) -> usize {
+/// Creates a new pool for each fail point of the creation. Returns their number.
+fn created_after_kills(kind: PoolKind, flags: &[&str]) -> usize {
     let mut rounds = 0;
     for names in [STEPS, PAGES] {
         let every = if kind == PoolKind::Image { 1 } else { 4 };
@@ -340,7 +340,7 @@ fn made_after_deaths(kind: PoolKind, flags: &[&str]) -> usize {
             assert_eq!(scene.make_pool(at + 1, names), met[..=at]);
             scene.driver.start_again();
             let volume = scene.driver.volume(&scene.name("v", at), MIB, block());
-            scene.driver.snapshot(&scene.name("cut", at), &volume);
+            scene.driver.snapshot(&scene.name("snapshot", at), &volume);
             scene.check_pool();
             rounds += 1;
         }
@@ -350,16 +350,16 @@ fn made_after_deaths(kind: PoolKind, flags: &[&str]) -> usize {
 }
 
 #[test]
-fn every_fail_point_of_the_source_is_met_by_a_scenario() {
+fn every_fail_point_is_met_by_a_scenario() {
     let met = Mutex::new(BTreeSet::new());
     let note = |points: Vec<String>| met.lock().unwrap().extend(points);
-    let wanted = |kind, entry: &Entry| kind == PoolKind::Image || entry.name == "cut raw";
+    let wanted = |kind, entry: &Entry| kind == PoolKind::Image || entry.name == "snapshot raw";
     for_each_scenario(wanted, |kind, entry| {
         let mut scenario = (entry.make)();
         let mut play = Play::new(Scene::start(kind, entry.flags), scenario.as_mut());
         note(play.learn(ALL));
-        // A start that has something to thaw, as if the guard had been killed, too.
-        if entry.name == "cut mounted" {
+        // A start with a filesystem to thaw, as if the guard had been killed too.
+        if entry.name == "snapshot mounted" {
             let steps = play.learn(STEPS);
             let frozen = steps.iter().position(|point| point == "freeze.frozen").unwrap() + 1;
             assert!(play.die_at(frozen, STEPS, Some(&steps[..frozen])));
@@ -377,9 +377,9 @@ fn every_fail_point_of_the_source_is_met_by_a_scenario() {
     let mut scene = Scene::start(PoolKind::Image, &[]);
     note(scene.make_pool(0, ALL));
     scene.end();
-    note(catalog::rescue(None));
+    note(catalog::rewrite(None));
     let (met, mut known) = (met.into_inner().unwrap(), source::points());
-    // Another program's, with scenarios of its own.
+    // Points of another program, which has its own scenarios.
     known.retain(|point| !point.starts_with(oci_runtime::OWN));
     let unmet: Vec<_> = known.difference(&met).collect();
     assert!(unmet.is_empty(), "no scenario meets {unmet:?}: add one to tests/crash");
@@ -389,7 +389,7 @@ fn every_fail_point_of_the_source_is_met_by_a_scenario() {
 }
 
 #[test]
-fn every_function_that_changes_disk_or_kernel_has_a_fail_point() {
+fn every_function_that_changes_state_has_a_fail_point() {
     let without = source::functions_without_points();
     assert!(without.is_empty(), "a step and no fail point after it: {without:?}");
 }

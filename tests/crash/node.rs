@@ -1,5 +1,5 @@
-//! Scenarios of volumes in use on the node: stage, publish, growth and their reverses, and a start
-//! after the kernel has forgotten everything.
+//! Scenarios of volumes in use on the node: stage, publish, expand, unpublish, unstage, and a start
+//! after a reboot.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -17,14 +17,14 @@ use support::{MIB, path, run};
 /// The calls of the Node service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Call {
-    /// Stage of a new volume, whose filesystem is made.
+    /// Stage of a new volume, which creates its filesystem.
     StageNew,
     /// Stage of a volume made from a snapshot and larger than that: its filesystem grows.
     StageLarger,
     StageRaw,
-    /// Stage of a device that was to go with its last user, who is still there.
+    /// Stage of a device with the autoclear flag that is still in use.
     StageBusy,
-    /// Publish to a group, which gets all files.
+    /// Publish with a group, which owns all files.
     PublishToGroup,
     PublishReadOnly,
     PublishRawReadOnly,
@@ -35,7 +35,7 @@ pub enum Call {
     UnstageReadOnly,
     /// NodeExpandVolume of a mounted xfs.
     Expand,
-    /// A start of the driver after a reboot: nothing is attached any more.
+    /// A start of the driver after a reboot: nothing is attached.
     Reboot,
 }
 
@@ -68,7 +68,7 @@ impl OnNode {
         !matches!(self.wanted().access_type, Some(csi::volume_capability::AccessType::Block(_)))
     }
 
-    /// A group that the files do not have yet.
+    /// A new group for the files.
     fn group(&self) -> u32 {
         20_000 + self.round as u32
     }
@@ -86,7 +86,7 @@ impl OnNode {
         csi::NodePublishVolumeRequest { readonly, ..request }
     }
 
-    /// A volume of this round, in the place of the last one.
+    /// A new volume for this round.
     fn new_volume(&mut self, on: &Scene) {
         self.release(on);
         let name = on.name("v", self.round);
@@ -99,7 +99,7 @@ impl OnNode {
             let small = on.driver.volume(&on.name("small", 0), bytes, mounted(""));
             on.driver.stage(&small, &mounted(""));
             on.driver.unstage(&small);
-            on.driver.snapshot(&on.name("cut", 0), &small)
+            on.driver.snapshot(&on.name("snapshot", 0), &small)
         });
         let request = csi::CreateVolumeRequest {
             volume_content_source: Some(Source::Snapshot(snapshot).into()),
@@ -193,7 +193,7 @@ impl Scenario for OnNode {
                 on.driver.call(unstaging(&self.id, path(&staging))).map(drop)
             }
             Expand => on.driver.call(expand_on_node(&self.id, &staging)).map(drop),
-            Reboot => on.start_anew(|| {
+            Reboot => on.restart(|| {
                 while !mounts_at(&target).is_empty() {
                     run("umount", &[path(&target)]);
                 }
@@ -214,7 +214,7 @@ impl Scenario for OnNode {
                 assert!(bytes > least, "{bytes}");
             }
             StageRaw => assert!(!self.is_read_only(self.device().as_ref())),
-            // Its user goes and it stays.
+            // Its user ends, and the device remains.
             StageBusy => self.user = None,
             PublishToGroup => {
                 for name in ["", "directory", "directory/file"] {
@@ -243,7 +243,7 @@ impl Scenario for OnNode {
     }
 
     fn begins_after(&self) -> Option<&'static str> {
-        // What comes before is the same in every start.
+        // Earlier points are the same in every start.
         (self.call == Call::Reboot).then_some("pool.directory_made")
     }
 

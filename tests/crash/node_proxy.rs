@@ -1,5 +1,5 @@
-//! The node proxy, killed or failed between any two steps of what it does: what is repeated after the next start converges, and the
-//! driver is never told to leave a volume to a runtime before that is written down.
+//! Kills the node proxy or injects an error between any two steps. A repeated call converges after
+//! the next start, and a deferral is recorded before the driver receives the request.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::Status;
 
-use support::cluster::node_proxy::{Bound, Rig, Volume};
+use support::cluster::node_proxy::{BoundPod, Rig, Volume};
 use support::cluster::recorder::{DEFERRING, Recorder};
 use support::cluster::{Cluster, NoCluster};
 use support::driver::wait_for;
 use support::{have_root, path};
 
-/// Those of the proxy's own and those of the files that it keeps.
+/// Fail points of the proxy and of its store.
 const ALL: &str = "!socket.";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,22 +49,23 @@ impl<'a> Scene<'a> {
         met.lines().map(str::to_owned).collect()
     }
 
-    fn take(&self, step: Step, pod: &Bound, volume: &Volume) -> Result<(), Status> {
+    fn take(&self, step: Step, pod: &BoundPod, volume: &Volume) -> Result<(), Status> {
         match step {
             Step::Publish => self.rig.publish(pod, volume),
             Step::Unpublish => self.rig.unpublish(pod, volume),
         }
     }
 
-    /// What the driver was told to leave is written down, unless it was taken back since.
-    fn what_was_left_is_known(&self, target: &Path) {
-        let published = self.rig.behind.seen::<csi::NodePublishVolumeRequest>();
+    /// Checks that every deferred publish is recorded, unless it was unpublished.
+    fn deferrals_are_recorded(&self, target: &Path) {
+        let published = self.rig.driver.seen::<csi::NodePublishVolumeRequest>();
         let mut left = published.iter().filter(|one| one.target_path == path(target));
         let told = left.any(|one| one.defer_fs_ops);
         assert!(!told || self.rig.vol_data(target).is_some(), "{}", target.display());
     }
 
-    /// One pod, and one step of its life that is ended or failed at the N-th point. False when it has fewer.
+    /// Runs the steps of one pod, one of which is interrupted at the N-th fail point. Returns false
+    /// if it has fewer points.
     fn round(&mut self, step: Step, how: &str, at: usize, seen: &mut BTreeSet<String>) -> bool {
         let name = format!("{step:?}-{how}-{at}").to_lowercase();
         let volume = self.rig.claim(&name);
@@ -84,7 +85,7 @@ impl<'a> Scene<'a> {
             self.rig.kill_proxy();
         }
         if step == Step::Publish {
-            self.what_was_left_is_known(&target);
+            self.deferrals_are_recorded(&target);
         }
         if reached && how == "kill" {
             self.rig.start_proxy();
@@ -97,17 +98,17 @@ impl<'a> Scene<'a> {
         reached
     }
 
-    /// That the step has come to its end, and the rest of the pod's life to its own.
-    fn converged(&self, step: Step, pod: &Bound, volume: &Volume) {
+    /// Checks that the step and the remaining steps of the pod complete.
+    fn converged(&self, step: Step, pod: &BoundPod, volume: &Volume) {
         let target = self.rig.target(pod, volume);
         let remembered =
             |is: bool| assert_eq!(self.rig.vol_data(&target).is_some(), is, "{step:?}");
         remembered(step == Step::Publish);
-        let last = self.rig.behind.seen::<csi::NodePublishVolumeRequest>().pop().unwrap();
+        let last = self.rig.driver.seen::<csi::NodePublishVolumeRequest>().pop().unwrap();
         assert!(last.defer_fs_ops && last.target_path == path(&target));
         self.rig.unmount(pod, volume);
         remembered(false);
-        // Half of an entry goes in the round that each start makes.
+        // The sweep of each start removes partial entries.
         let entry = self.rig.entry(&target);
         wait_for("the end of the entry", || !entry.path().exists());
     }
@@ -115,13 +116,13 @@ impl<'a> Scene<'a> {
 
 #[test]
 #[ignore = "full tier"]
-fn a_crash_of_the_node_proxy_at_any_step_converges_when_the_call_is_repeated() {
+fn a_node_proxy_call_converges_after_a_crash_at_any_step() {
     if !have_root() {
         return;
     }
     let cluster = match Cluster::start() {
         Ok(cluster) => cluster,
-        Err(NoCluster::Lacking(why)) => return support::skip(&why),
+        Err(NoCluster::Unavailable(why)) => return support::skip(&why),
         Err(NoCluster::Failed(why)) => panic!("{why}"),
     };
     let mut seen = BTreeSet::new();

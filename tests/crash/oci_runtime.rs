@@ -1,5 +1,5 @@
-//! The OCI runtime, killed or failed at each of its steps: nothing is mounted on the host, what it was doing can be deleted
-//! and done again, and nothing is left then.
+//! Kills the OCI runtime or injects an error at each step. No mount remains on the host, and the
+//! container can be deleted and created again.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,10 +9,10 @@ use crate::source;
 use support::runtime::{Container, Node, bind, is_live, on_node};
 use support::{MIB, kernel};
 
-/// How points of this program begin; those of the backend are met in it too.
+/// Prefix of the fail points of this program. It also meets those of the backend.
 pub const OWN: &str = "oci_runtime.";
 
-/// Calls the runtime with a plan. Says what it answered, and which points it met.
+/// Calls the runtime with a plan. Returns its output and the fail points met.
 fn call(node: &Node, plan: &str, words: &[String]) -> (Output, Vec<String>) {
     let points = node.path("points");
     fs::create_dir_all(&points).unwrap();
@@ -32,7 +32,7 @@ fn deletion(container: &Container<'_>) -> Vec<String> {
     ["delete", "--force", &container.id].map(str::to_owned).to_vec()
 }
 
-/// A volume, and a container that has a sub-path of it and gives it to a group.
+/// A volume, and a container that mounts a sub-path of it with a group.
 fn with_scene(node: &Node, round: impl Fn(&Container<'_>, &dyn Fn())) {
     let device = node.device("v", "ext4", 32 * MIB);
     let info = support::runtime::info(&device, "ext4", &[]).with_group(4059, None);
@@ -43,9 +43,9 @@ fn with_scene(node: &Node, round: impl Fn(&Container<'_>, &dyn Fn())) {
     round(&container, &|| {
         assert_eq!(node.shown(&device), Vec::<String>::new(), "on the host");
         container.delete();
-        kernel::wait_for("nobody has it", || !is_live(&device));
+        kernel::wait_for("the device is not in use", || !is_live(&device));
         node.assert_gone(&device, &target);
-        // The next one has it, and works.
+        // The next container can use the volume.
         let next = node.container(&mounts).in_pod("another");
         next.start();
         assert_eq!(next.exec(&["stat", "-c", "%g", "/s"]), "4059");
@@ -56,10 +56,10 @@ fn with_scene(node: &Node, round: impl Fn(&Container<'_>, &dyn Fn())) {
 
 #[test]
 #[ignore = "full tier"]
-fn a_runtime_that_dies_or_fails_between_any_two_steps_leaves_nothing() {
+fn an_interrupted_runtime_leaves_no_mount() {
     on_node(|node| {
         with_scene(node, |container, afterwards| {
-            // Every round is to find the same tree, and so to meet the same points.
+            // Every round must start with the same tree, to meet the same points.
             assert!(call(node, "", &container.creation()).0.status.success());
             afterwards();
             let mut all = BTreeSet::new();
@@ -74,7 +74,7 @@ fn a_runtime_that_dies_or_fails_between_any_two_steps_leaves_nothing() {
                     let plan = format!("{what} {} !page.", number + 1);
                     let (output, met) = call(node, &plan, &container.creation());
                     assert!(met.contains(point), "{point}: {met:?}");
-                    // A container that was made is made, whatever could not be noted then.
+                    // A created container exists, even if recording it failed.
                     assert!(what == "error" || !output.status.success(), "{point}: {output:?}");
                     afterwards();
                     rounds += 1;
@@ -90,7 +90,7 @@ fn a_runtime_that_dies_or_fails_between_any_two_steps_leaves_nothing() {
                 }
             }
             all.extend(created.into_iter().chain(deleted));
-            // One that is met where something was left behind.
+            // A point that is met only after an interrupted call.
             all.insert(format!("{OWN}claim_collected"));
             let known = source::points().into_iter().filter(|point| point.starts_with(OWN));
             let unmet: Vec<_> = known.filter(|point| !all.contains(point)).collect();
@@ -101,10 +101,10 @@ fn a_runtime_that_dies_or_fails_between_any_two_steps_leaves_nothing() {
 }
 
 #[test]
-fn a_runtime_that_is_killed_takes_the_one_behind_it_along() {
+fn a_killed_runtime_ends_its_runc() {
     on_node(|node| {
         with_scene(node, |container, afterwards| {
-            // One that stands still, before it makes the container and after.
+            // A runtime that blocks before and after it creates the container.
             for order in ["touch W; exec sleep 1000", "runc \"$@\"; touch W; exec sleep 1000"] {
                 let waits = node.path("waits");
                 let script = order.replace('W', waits.to_str().unwrap());

@@ -1,4 +1,4 @@
-//! The image of a pool grows while a pod writes.
+//! Scenario: a pool image grows while a pod writes.
 
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ impl Scenario for Grow {
         if self.volume.is_empty() {
             self.volume = on.driver.volume(&on.name("v", 0), MIB, block());
             self.device = on.driver.publish(&self.volume, &block());
-            // The first growth beyond the flag is noted down, which no later one has to do.
+            // The first growth beyond the flag updates the marker; later ones do not.
             self.size = 320 * MIB + Self::STEP;
             on.driver.ok(admin::GrowPoolRequest { size_bytes: self.size });
         }
@@ -42,7 +42,7 @@ impl Scenario for Grow {
         let pool = on.driver.ok(admin::GetPoolRequest {});
         let image = pool.image.unwrap();
         assert_eq!((image.size_bytes, image.allocated), (self.size, true));
-        // Its log is not counted.
+        // The log of the XFS is not counted.
         assert!(pool.total_bytes > self.size - 80 * MIB, "{pool:?}");
     }
 

@@ -1,4 +1,5 @@
-//! crust_ops, killed or failed between any two steps of a stage or an unstage: what is repeated after the next start converges.
+//! Kills crust_ops or injects an error between any two steps of a stage or unstage. The repeated
+//! call converges after the next start.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,16 +9,16 @@ use support::have_root;
 use support::ops::Ops;
 use support::path;
 
-/// How the names of its points begin.
+/// Prefix of its fail points.
 pub const POINTS: &str = "crust.";
 
-/// The points that a call meets.
+/// The fail points that a call meets.
 fn met(plan: &Path) -> Vec<String> {
     let met = fs::read_to_string(plan.join("met")).unwrap_or_default();
     met.lines().map(str::to_owned).collect()
 }
 
-/// Stages and unstages a volume over and over, ended or failed at the first point, the second and so on until there is none.
+/// Stages and unstages a volume repeatedly, interrupted at each fail point in turn.
 fn converges(how: &str, stages: bool, seen: &mut BTreeSet<String>) {
     for at in 1.. {
         let mut ops = Ops::start(&[]);
@@ -42,7 +43,7 @@ fn converges(how: &str, stages: bool, seen: &mut BTreeSet<String>) {
             seen.extend(met(&plan));
             return;
         }
-        // What is there is all of it or none.
+        // The entry is complete or missing.
         let half = ops.entry(&target).mount_info().unwrap();
         first.unwrap_err();
         if how == "kill" {
@@ -57,13 +58,13 @@ fn converges(how: &str, stages: bool, seen: &mut BTreeSet<String>) {
         );
         assert_eq!(ops.entry(&target).path().exists(), stages);
         ops.unstage(&target).unwrap();
-        assert_eq!(ops.entry(&target).left_by_runtimes().unwrap(), Vec::<String>::new());
+        assert_eq!(ops.entry(&target).runtime_files().unwrap(), Vec::<String>::new());
         drop(ops);
     }
 }
 
 #[test]
-fn a_crash_of_crust_ops_at_any_step_converges_when_the_call_is_repeated() {
+fn a_crust_ops_call_converges_after_a_crash_at_any_step() {
     if !have_root() {
         return;
     }

@@ -1,5 +1,5 @@
-//! Scenarios of snapshots: cutting and deleting them, alone and in groups, and what becomes of
-//! their data and records in time.
+//! Scenarios of snapshots: taking and deleting them, alone and in groups, and the removal of their
+//! data and records.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,13 +15,13 @@ use crate::harness::{Attached, Scenario, Scene};
 use support::driver::*;
 use support::{BLOCK, MIB, pattern, read_all, write_direct, zero};
 
-/// The blocks that an answer reports.
+/// The blocks of a result.
 pub fn blocks(answer: &Metadata) -> BTreeSet<u64> {
     let extents = answer.extents();
     extents.iter().flat_map(|(offset, size)| offset / BLOCK..(offset + size) / BLOCK).collect()
 }
 
-/// The one snapshot of this name.
+/// The only snapshot with this name.
 pub fn snapshot_named(on: &Scene, volume_id: &str, name: &str) -> String {
     let of_volume =
         csi::ListSnapshotsRequest { source_volume_id: volume_id.to_owned(), ..Default::default() };
@@ -32,8 +32,8 @@ pub fn snapshot_named(on: &Scene, volume_id: &str, name: &str) -> String {
     found.remove(0).snapshot_id
 }
 
-/// A raw volume that a pod writes to, and what it has written since the last snapshot. The first
-/// block is written before each cut: it is where the pod writes beside it.
+/// A raw volume with a writing pod, and the blocks written since the last snapshot. The first block
+/// is written before each snapshot; the pod writes it too.
 pub struct Raw {
     pub id: String,
     device: PathBuf,
@@ -62,13 +62,13 @@ impl Raw {
         self.written.extend(first..first + count);
     }
 
-    /// Scattered writes, a discard, and the block that the pod writes, too.
+    /// Scattered writes, a discard, and the block that the pod writes.
     pub fn change(&mut self, round: usize) {
         let seed = round as u64;
         self.write(0, 1, seed);
         self.write(100 + seed * 7 % 500, 1 + seed % 5, seed);
         self.write(1000 + seed * 3 % 500, 2, seed);
-        // A hole where the last round has written, and data where the next one makes a hole.
+        // A hole where the last round wrote, and data where the next round makes a hole.
         let (hole, next) = (4 + seed % 30, 4 + (seed + 1) % 30);
         self.write(next, 1, seed);
         zero(&self.device, hole * BLOCK, BLOCK, true);
@@ -76,7 +76,8 @@ impl Raw {
         self.written.insert(hole);
     }
 
-    /// That the snapshot is one of this moment, and tells exactly what was written since the last.
+    /// Checks that the snapshot has the current content and reports exactly the writes since the
+    /// last one.
     pub fn check(&mut self, on: &Scene, snapshot: &str) {
         let allocated = blocks(&on.driver.ok(allocated(snapshot)));
         let holds_data = self.content.chunks(BLOCK as usize).zip(0..);
@@ -93,38 +94,39 @@ impl Raw {
         self.written.clear();
     }
 
-    /// Reads the snapshot through a volume that is made from it.
+    /// Reads the snapshot through a volume created from it.
     fn check_content(&self, on: &Scene, snapshot: &str) {
         let copy = on.driver.copy(&on.name("copy", 0), Source::Snapshot(snapshot), block());
         let content = on.driver.with_device(&copy, read_all);
         let pods = BLOCK as usize;
-        assert!(content[pods..] == self.content[pods..], "{snapshot} holds something else");
+        assert!(content[pods..] == self.content[pods..], "{snapshot} has other content");
         on.driver.ok(delete_volume(&copy));
     }
 }
 
-/// CreateSnapshot of a raw volume; the snapshot before was deleted, so its hidden data goes.
+/// CreateSnapshot of a raw volume whose previous snapshot was deleted, so that its hidden data is
+/// removed.
 #[derive(Default)]
-pub struct CutRaw {
+pub struct TakeRaw {
     raw: Option<Raw>,
     name: String,
 }
 
-impl Scenario for CutRaw {
+impl Scenario for TakeRaw {
     fn prepare(&mut self, on: &mut Scene, round: usize) {
         let raw = self.raw.get_or_insert_with(|| {
             let mut raw = Raw::new(on, "raw");
-            let first = on.driver.snapshot(&on.name("cut", 0), &raw.id);
+            let first = on.driver.snapshot(&on.name("snapshot", 0), &raw.id);
             raw.check(on, &first);
             raw
         });
         on.driver.ok(delete_snapshot(raw.base.as_ref().unwrap()));
         raw.change(round);
-        self.name = on.name("cut", round);
+        self.name = on.name("snapshot", round);
     }
 
     fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
-        on.driver.call(cut(&self.name, &self.raw.as_ref().unwrap().id)).map(drop)
+        on.driver.call(create_snapshot(&self.name, &self.raw.as_ref().unwrap().id)).map(drop)
     }
 
     fn check(&mut self, on: &Scene) {
@@ -148,7 +150,7 @@ impl Scenario for CutRaw {
     }
 }
 
-/// A mounted volume with a file that says how often it was written.
+/// A mounted volume with a file that contains a counter of its writes.
 pub struct Mounted {
     pub id: String,
     pub target: PathBuf,
@@ -161,12 +163,12 @@ impl Mounted {
         Self { id, target }
     }
 
-    /// Not flushed: that is what the cut is for.
+    /// Not flushed: the snapshot must do that.
     pub fn change(&self, round: usize) {
         fs::write(self.target.join("count"), round.to_string()).unwrap();
     }
 
-    /// That a volume made from the snapshot holds the file of this round.
+    /// Checks that a volume created from the snapshot contains the file of this round.
     pub fn check(&self, on: &Scene, snapshot: &str, round: usize) {
         let copy = on.name(&format!("copy-{round}"), 0);
         let copy = on.driver.copy(&copy, Source::Snapshot(snapshot), mounted(""));
@@ -178,27 +180,27 @@ impl Mounted {
     }
 }
 
-/// CreateSnapshot of a mounted volume, which stands still for it; the snapshot before stays.
+/// CreateSnapshot of a mounted volume, which is frozen. The previous snapshot exists.
 #[derive(Default)]
-pub struct CutMounted {
+pub struct TakeMounted {
     volume: Option<Mounted>,
     name: String,
     round: usize,
     base: Option<String>,
 }
 
-impl Scenario for CutMounted {
+impl Scenario for TakeMounted {
     fn prepare(&mut self, on: &mut Scene, round: usize) {
         let volume = self.volume.get_or_insert_with(|| Mounted::new(on, "mounted"));
         if self.base.is_none() {
-            self.base = Some(on.driver.snapshot(&on.name("cut", 0), &volume.id));
+            self.base = Some(on.driver.snapshot(&on.name("snapshot", 0), &volume.id));
         }
         volume.change(round);
-        (self.name, self.round) = (on.name("cut", round), round);
+        (self.name, self.round) = (on.name("snapshot", round), round);
     }
 
     fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
-        on.driver.call(cut(&self.name, &self.volume.as_ref().unwrap().id)).map(drop)
+        on.driver.call(create_snapshot(&self.name, &self.volume.as_ref().unwrap().id)).map(drop)
     }
 
     fn check(&mut self, on: &Scene) {
@@ -206,7 +208,7 @@ impl Scenario for CutMounted {
         let snapshot = snapshot_named(on, &volume.id, &self.name);
         let base = self.base.replace(snapshot.clone()).unwrap();
         assert!(!on.driver.ok(delta(&base, &snapshot)).extents().is_empty());
-        // The file's journal and blocks, which are nowhere but in the page cache without the freeze.
+        // Journal and blocks of the file, which are only in the page cache without the freeze.
         if self.round % 4 == 1 {
             volume.check(on, &snapshot, self.round);
         }
@@ -227,21 +229,21 @@ impl Scenario for CutMounted {
 
 /// CreateVolumeGroupSnapshot of two mounted volumes and a raw one.
 #[derive(Default)]
-pub struct CutGroup {
+pub struct TakeGroup {
     mounted: Vec<Mounted>,
     raw: Option<Raw>,
     name: String,
     round: usize,
 }
 
-impl CutGroup {
+impl TakeGroup {
     fn ids(&self) -> Vec<&str> {
         let raw = self.raw.iter().map(|raw| raw.id.as_str());
         self.mounted.iter().map(|volume| volume.id.as_str()).chain(raw).collect()
     }
 }
 
-impl Scenario for CutGroup {
+impl Scenario for TakeGroup {
     fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.raw.is_none() {
             self.mounted = ["a", "b"].map(|what| Mounted::new(on, what)).into();
@@ -249,8 +251,8 @@ impl Scenario for CutGroup {
             let base = on.driver.snapshot(&on.name("base", 0), &raw.id);
             raw.check(on, &base);
             self.raw = Some(raw);
-            // So that all rounds compare with a snapshot before.
-            let group = cut_group(&on.name("group", 0), &self.ids());
+            // So that every round has a previous snapshot.
+            let group = create_group_snapshot(&on.name("group", 0), &self.ids());
             let made = on.driver.ok(group).group_snapshot.unwrap();
             let raw = self.raw.as_mut().unwrap();
             let member = made.snapshots.iter().find(|one| one.source_volume_id == raw.id);
@@ -262,12 +264,13 @@ impl Scenario for CutGroup {
     }
 
     fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
-        on.driver.call(cut_group(&self.name, &self.ids())).map(drop)
+        on.driver.call(create_group_snapshot(&self.name, &self.ids())).map(drop)
     }
 
     fn check(&mut self, on: &Scene) {
-        // Repeated once more it answers with what there is.
-        let made = on.driver.ok(cut_group(&self.name, &self.ids())).group_snapshot.unwrap();
+        // Another repetition returns the existing group.
+        let made =
+            on.driver.ok(create_group_snapshot(&self.name, &self.ids())).group_snapshot.unwrap();
         assert_eq!((made.snapshots.len(), made.ready_to_use), (3, true));
         for member in &made.snapshots {
             let number = self.ids().iter().position(|id| *id == member.source_volume_id).unwrap();
@@ -298,7 +301,7 @@ impl Scenario for CutGroup {
     }
 }
 
-/// DeleteSnapshot of one that is not the newest: its data goes, its record stays.
+/// DeleteSnapshot of one that is not the newest: its data is removed, its record is kept.
 #[derive(Default)]
 pub struct DeleteSnapshot {
     volume: String,
@@ -310,9 +313,9 @@ impl Scenario for DeleteSnapshot {
     fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.volume.is_empty() {
             self.volume = on.driver.volume(&on.name("v", 0), MIB, block());
-            self.newer = on.driver.snapshot(&on.name("cut", 0), &self.volume);
+            self.newer = on.driver.snapshot(&on.name("snapshot", 0), &self.volume);
         }
-        let newest = on.driver.snapshot(&on.name("cut", round), &self.volume);
+        let newest = on.driver.snapshot(&on.name("snapshot", round), &self.volume);
         self.older = std::mem::replace(&mut self.newer, newest);
     }
 
@@ -328,7 +331,7 @@ impl Scenario for DeleteSnapshot {
     }
 }
 
-/// DeleteSnapshot of the last one of a volume that was deleted: nothing is left of either.
+/// DeleteSnapshot of the last snapshot of a deleted volume: all files of both are removed.
 #[derive(Default)]
 pub struct DeleteLastSnapshot {
     snapshot: String,
@@ -367,9 +370,10 @@ impl Scenario for DeleteGroup {
                 ["a", "b"].map(|one| on.driver.volume(&on.name(one, 0), MIB, block())).into();
         }
         let ids: Vec<&str> = self.volumes.iter().map(String::as_str).collect();
-        self.group = on.driver.ok(cut_group(&on.name("group", round), &ids)).group_snapshot;
+        self.group =
+            on.driver.ok(create_group_snapshot(&on.name("group", round), &ids)).group_snapshot;
         for volume in ids {
-            on.driver.snapshot(&on.name(&format!("cut-{}", &volume[4..]), round), volume);
+            on.driver.snapshot(&on.name(&format!("snapshot-{}", &volume[4..]), round), volume);
         }
     }
 
@@ -390,7 +394,7 @@ impl Scenario for DeleteGroup {
     }
 }
 
-/// A pool that runs full drops the hidden baseline, once its driver looks at the room there is.
+/// A nearly full pool drops the hidden baseline at the driver's next poll.
 #[derive(Default)]
 pub struct Pressure {
     volume: String,
@@ -421,22 +425,22 @@ impl Scenario for Pressure {
             self.filler_device = on.driver.publish(&self.filler, &block());
         }
         zero(&self.filler_device, 0, 512 * MIB, true);
-        wait_for("there is room", || !self.is_full(on).unwrap());
+        wait_for("space is available", || !self.is_full(on).unwrap());
         (self.round, self.filled) = (round, false);
         write_direct(&self.device, 0, &pattern(1, Self::DATA as usize));
         self.hidden = on.driver.snapshot(&on.name("hidden", round), &self.volume);
         on.driver.ok(delete_snapshot(&self.hidden));
-        // Now the snapshot's data is its own, and its end makes room.
+        // Now the snapshot shares no blocks, so that dropping its data frees space.
         write_direct(&self.device, 0, &pattern(2, Self::DATA as usize));
     }
 
-    /// Fills the pool up to less than the reserve, and waits for relief.
+    /// Fills the pool beyond the reserve, and waits until space is freed.
     fn call(&mut self, on: &mut Scene) -> Result<(), Status> {
         let mut filled = 0;
         while !self.filled {
             zero(&self.filler_device, filled, 4 * MIB, false);
             filled += 4 * MIB;
-            // A driver that dies has met the full pool.
+            // A driver that dies has detected the full pool.
             self.filled = self.is_full(on).unwrap_or(true);
         }
         let until = Instant::now() + PATIENCE;
@@ -467,8 +471,8 @@ impl Scenario for Pressure {
     }
 }
 
-/// A driver that starts drops the records that are past their retention, which are folded into the next ones; and the ids
-/// of those whose records it dropped one retention before.
+/// A starting driver merges expired records into their successors, and drops the ids of records
+/// dropped one retention period ago.
 pub struct Forget {
     what: Dropped,
     raw: Option<Raw>,
@@ -478,11 +482,11 @@ pub struct Forget {
     written: BTreeSet<u64>,
 }
 
-/// What a start of the driver drops of a deleted snapshot.
+/// The data of a deleted snapshot that a start drops.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Dropped {
     Record,
-    /// The record of one whose own retention is over, long before that of the driver.
+    /// The record of a snapshot whose own retention ended before the driver's.
     Released,
     Id,
 }
@@ -495,9 +499,9 @@ impl Forget {
         Self { what, raw: None, older, forgotten, newer, written: BTreeSet::new() }
     }
 
-    /// A new start of the driver, until it has dropped this: it does so as soon as it serves.
+    /// Restarts the driver and waits until it has dropped this, which it does when it serves.
     fn start(&self, on: &mut Scene, what: Dropped) -> Result<(), Status> {
-        on.start_anew(|| {})?;
+        on.restart(|| {})?;
         let until = Instant::now() + PATIENCE;
         loop {
             match on.driver.call(delta(&self.forgotten, &self.newer)) {
@@ -510,15 +514,15 @@ impl Forget {
                 Err(status) => return Err(status),
                 Ok(_) => {}
             }
-            assert!(Instant::now() < until, "not forgotten");
+            assert!(Instant::now() < until, "not dropped");
             thread::sleep(Duration::from_millis(5));
         }
-        // It waits until the volume is free, and changes nothing.
+        // Waits until the volume is not locked, and changes nothing.
         on.driver.call_patiently(expand(&self.raw.as_ref().unwrap().id, Raw::BYTES)).map(drop)
     }
 }
 
-/// Times of deletion are whole seconds, and what is as old as the retention is kept.
+/// Deletion times are whole seconds, and a record exactly as old as the retention is kept.
 fn next_second() {
     let into_second = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().subsec_millis();
     thread::sleep(Duration::from_millis(u64::from(1020 - into_second)));
@@ -527,7 +531,7 @@ fn next_second() {
 impl Scenario for Forget {
     fn prepare(&mut self, on: &mut Scene, round: usize) {
         if self.what == Dropped::Record && round > 1 {
-            // Otherwise the next start would drop the former round's id, too.
+            // Otherwise the next start would also drop the previous round's id.
             next_second();
             self.start(on, Dropped::Id).unwrap();
         }
@@ -539,9 +543,10 @@ impl Scenario for Forget {
             } else {
                 self.written.extend(&raw.written);
             }
-            // The former round's records may still be under way.
-            let cut = on.driver.call_patiently(cut(&on.name(what, round), &raw.id)).unwrap();
-            let id = cut.snapshot.unwrap().snapshot_id;
+            // The records of the previous round may not be dropped yet.
+            let response =
+                on.driver.call_patiently(create_snapshot(&on.name(what, round), &raw.id)).unwrap();
+            let id = response.snapshot.unwrap().snapshot_id;
             raw.check(on, &id);
             id
         });

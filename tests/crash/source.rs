@@ -1,10 +1,10 @@
-//! What the source says of its fail points.
+//! Reads the fail points from the source.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Calls that change what a crash leaves behind.
+/// Calls that change durable or kernel state.
 const STEPS: [&str; 35] = [
     ".commit()",
     ".create(&",
@@ -43,26 +43,26 @@ const STEPS: [&str; 35] = [
     "unlinkat(",
 ];
 
-/// Functions that need no point, and why.
+/// Functions that need no fail point, with reasons.
 const EXCEPT: [(&str, &str); 18] = [
-    ("append", "into a buffer; the point comes when that is written"),
-    ("clone", "the point is the caller's, who knows what is cloned"),
+    ("append", "writes to a buffer; the point is at the flush of the buffer"),
+    ("clone", "the caller has the point"),
     ("copy_of", "in memory"),
-    ("ensure_node", "a node in /dev that belongs to nobody"),
-    ("fill_with_zeros", "the point comes when the file has its size"),
-    ("flush", "what is in the kernel's hands a dead process loses no more"),
-    ("largest_file", "a file that the next start makes again"),
-    ("meet", "the points themselves"),
-    ("overwrite", "once more what is overwritten by a repeat from its beginning"),
-    ("probe", "files that the next start makes again"),
-    ("probe_files", "files that the next start makes again"),
-    ("open_with", "what an earlier process wrote, once more"),
+    ("ensure_node", "a shared node in /dev"),
+    ("fill_with_zeros", "the point is after the resize"),
+    ("flush", "data in the kernel survives the process"),
+    ("largest_file", "the next start creates the file again"),
+    ("hit", "implements the points"),
+    ("overwrite", "a repeated call overwrites everything again"),
+    ("probe", "the next start creates the files again"),
+    ("probe_files", "the next start creates the files again"),
+    ("open_with", "flushes data of an earlier process"),
     ("read_verified", "in memory"),
-    ("release", "room and no content, taken again when there is plenty"),
-    ("reserve", "room and no content, taken again at the next start"),
-    ("resize", "the point is the caller's"),
-    ("sync_data", "the point is the caller's"),
-    ("write_pages", "the point is the caller's"),
+    ("release", "frees space without content; reserved again when space is available"),
+    ("reserve", "reserves space without content; reserved again at the next start"),
+    ("resize", "the caller has the point"),
+    ("sync_data", "the caller has the point"),
+    ("write_pages", "the caller has the point"),
 ];
 
 fn sources(directory: &Path) -> Vec<PathBuf> {
@@ -78,32 +78,32 @@ fn sources(directory: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Whose points the driver does not meet.
+/// Files whose fail points the driver does not meet.
 const OTHER_ROLES: [&str; 4] =
     ["src/crust", "src/runtime_ops", "src/oci_runtime", "src/node_proxy"];
 
-/// The names of all points of the driver.
+/// The names of all fail points of the driver.
 pub fn points() -> BTreeSet<String> {
     let mut points = BTreeSet::new();
     let all = sources(Path::new("src")).into_iter();
     for path in all.filter(|path| OTHER_ROLES.iter().all(|role| !path.starts_with(role))) {
         let source = fs::read_to_string(path).unwrap();
-        for call in ["reach(\"", "meet(\""] {
+        for call in ["reach(\"", "hit(\""] {
             let parts = source.split(call).skip(1);
             points.extend(parts.map(|rest| rest.split('"').next().unwrap().to_owned()));
         }
     }
-    // What is handed over to runtimes is another process's (runtime_ops.rs).
+    // crust_ops is another process (runtime_ops.rs).
     points.retain(|point| !point.starts_with(super::runtime_ops::POINTS));
     points
 }
 
-/// Functions of the backend that take a step and meet no point.
+/// Functions of the backend that change state without a fail point.
 pub fn functions_without_points() -> Vec<String> {
     let mut found = Vec::new();
     for path in sources(Path::new("src/backend")) {
         let shown = path.display().to_string();
-        // System calls are wrapped in the one, and are a step where they are called.
+        // The first file wraps system calls, which count as steps of their callers.
         if shown.ends_with("/sys.rs") || shown.contains("/tests") {
             continue;
         }
@@ -115,7 +115,7 @@ pub fn functions_without_points() -> Vec<String> {
             let code: Vec<&str> = lines.collect();
             let takes_step = code.iter().any(|line| STEPS.iter().any(|step| line.contains(step)));
             let has_point =
-                code.iter().any(|line| line.contains("reach(\"") || line.contains("meet(\""));
+                code.iter().any(|line| line.contains("reach(\"") || line.contains("hit(\""));
             if takes_step && !has_point && EXCEPT.iter().all(|(except, _)| *except != name) {
                 found.push(format!("{shown}: {name}"));
             }

@@ -1,4 +1,4 @@
-//! Scenarios of volumes: making, growing, changing and deleting them.
+//! Scenarios of volumes: create, expand, modify and delete.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::snapshots::{Mounted, blocks};
 use support::driver::*;
 use support::{BLOCK, MIB, pattern, read_all, write_direct};
 
-/// The one volume of this name.
+/// The only volume with this name.
 fn volume_named(on: &Scene, name: &str) -> String {
     let mut ids = volume_ids(&on.driver);
     ids.retain(|id| id.starts_with(&format!("vol-{name}-")));
@@ -19,7 +19,7 @@ fn volume_named(on: &Scene, name: &str) -> String {
     ids.remove(0)
 }
 
-/// CreateVolume of an empty one.
+/// CreateVolume of an empty volume.
 #[derive(Default)]
 pub struct CreateEmpty {
     name: String,
@@ -41,7 +41,7 @@ impl Scenario for CreateEmpty {
     }
 }
 
-/// CreateVolume from a snapshot, larger than that.
+/// CreateVolume from a snapshot, larger than its source.
 #[derive(Default)]
 pub struct CreateFromSnapshot {
     snapshot: String,
@@ -55,7 +55,7 @@ impl Scenario for CreateFromSnapshot {
             let volume = on.driver.volume(&on.name("source", 0), 2 * MIB, block());
             let content = pattern(7, MIB as usize);
             on.driver.with_device(&volume, |device| write_direct(device, BLOCK, &content));
-            self.snapshot = on.driver.snapshot(&on.name("cut", 0), &volume);
+            self.snapshot = on.driver.snapshot(&on.name("snapshot", 0), &volume);
         }
         (self.name, self.round) = (on.name("v", round), round);
     }
@@ -75,7 +75,7 @@ impl Scenario for CreateFromSnapshot {
     }
 }
 
-/// CreateVolume from a volume that is mounted, which stands still for it.
+/// CreateVolume from a mounted volume, which is frozen.
 #[derive(Default)]
 pub struct CloneMounted {
     source: Option<Mounted>,
@@ -122,7 +122,7 @@ impl Scenario for CloneMounted {
     }
 }
 
-/// DeleteVolume with deleted snapshots: all of it goes.
+/// DeleteVolume with deleted snapshots: everything is removed.
 #[derive(Default)]
 pub struct Delete {
     id: String,
@@ -147,7 +147,7 @@ impl Scenario for Delete {
     }
 }
 
-/// ControllerExpandVolume of a raw volume that is published; the device grows with it.
+/// ControllerExpandVolume of a published raw volume, whose device grows too.
 #[derive(Default)]
 pub struct Expand {
     id: String,
@@ -177,7 +177,7 @@ impl Scenario for Expand {
     fn check(&mut self, on: &Scene) {
         let capacity = on.driver.ok(get_volume(&self.id)).volume.unwrap().capacity_bytes;
         assert_eq!(capacity as u64, self.bytes);
-        // What the orchestrator calls next makes the device follow where a crash came in between.
+        // NodeExpandVolume, which the orchestrator calls next, grows the device after a crash.
         on.driver.ok(expand_on_node(&self.id, &self.device));
         assert_eq!(size_of(&self.device), self.bytes);
     }
@@ -195,7 +195,7 @@ impl Scenario for Expand {
     }
 }
 
-/// ControllerModifyVolume: tracking off, with a hidden baseline.
+/// ControllerModifyVolume: disables tracking, with a hidden baseline.
 #[derive(Default)]
 pub struct TrackingOff {
     id: String,
@@ -226,7 +226,7 @@ impl Scenario for TrackingOff {
     }
 }
 
-/// ControllerModifyVolume: tracking on again.
+/// ControllerModifyVolume: enables tracking again.
 #[derive(Default)]
 pub struct TrackingOn {
     id: String,

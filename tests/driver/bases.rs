@@ -1,4 +1,4 @@
-//! Which snapshots can be the base of a delta and for how long: the BaseAdmin service, its commands and its metrics.
+//! Bases of deltas and their retention: the BaseAdmin service, its commands and its metrics.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -32,7 +32,7 @@ fn ids(answer: &admin::ListBasesResponse) -> Vec<String> {
     answer.bases.iter().map(|base| base.snapshot_id.clone()).collect()
 }
 
-/// A driver, a volume and three snapshots of it, of which the first two were deleted.
+/// A driver, a volume and three snapshots of it, of which the first two are deleted.
 fn sample() -> (Driver, String, [String; 3]) {
     let driver = Driver::with(PoolKind::Image, &["--http-endpoint", "127.0.0.1:0"]);
     let volume = driver.volume("v", MIB, block());
@@ -44,7 +44,7 @@ fn sample() -> (Driver, String, [String; 3]) {
 }
 
 #[test]
-fn bases_are_listed_with_their_ends_and_what_is_said_of_one_outlives_a_kill() {
+fn bases_and_their_retention_survive_a_kill() {
     if !have_root() {
         return;
     }
@@ -71,26 +71,30 @@ fn bases_are_listed_with_their_ends_and_what_is_said_of_one_outlives_a_kill() {
     let kept: Vec<_> = listed.iter().map(|base| base.retention).collect();
     assert_eq!(kept, [Some(Kept::ForSeconds(week)), None, Some(Kept::Until(until))]);
     assert_eq!(listed[2].expires_at, Some(until));
-    // Given up, it goes with the next housekeeping; a start does that first.
+    // After its release, the next periodic task removes it; a start runs the task first.
     driver.ok(keep(&b, Retention::ForSeconds(0)));
     driver.ok(delta(&b, &c));
     std::thread::sleep(std::time::Duration::from_millis(2100));
     driver.restart();
     kernel::wait_for("the base is dropped", || driver.call(delta(&b, &c)).is_err());
     driver.refused(delta(&b, &c), Code::FailedPrecondition, "full backup");
-    driver.refused(keep(&b, Retention::ByDefault(true)), Code::FailedPrecondition, "no base");
+    driver.refused(
+        keep(&b, Retention::ByDefault(true)),
+        Code::FailedPrecondition,
+        "no longer a base",
+    );
     driver.ok(delta(&a, &c));
     let target = admin::ListBasesRequest { target_snapshot_id: c.clone(), ..Default::default() };
     assert_eq!(ids(&driver.ok(target)), [c, a]);
 }
 
 #[test]
-fn the_metrics_tell_how_many_are_kept_and_when_the_first_of_them_goes() {
+fn metrics_report_retained_bases_and_the_next_expiry() {
     if !have_root() {
         return;
     }
     let (driver, _, [a, b, _]) = sample();
-    let told = |end: i64| {
+    let check = |end: i64| {
         let (_, body) = fetch(http_address(&driver), "/metrics");
         for line in [
             "\ncsi_loopback_retained_snapshots 2\n".to_owned(),
@@ -101,10 +105,10 @@ fn the_metrics_tell_how_many_are_kept_and_when_the_first_of_them_goes() {
     };
     let end =
         |id: &str| driver.ok(keep(id, Retention::ByDefault(true))).expires_at.unwrap().seconds;
-    told(end(&a).min(end(&b)));
+    check(end(&a).min(end(&b)));
     let soon = Timestamp { seconds: now() + DAY, nanos: 0 };
     driver.ok(keep(&b, Retention::Until(soon)));
-    told(soon.seconds);
+    check(soon.seconds);
 }
 
 #[test]
@@ -133,7 +137,7 @@ fn each_error_names_its_field() {
     let bad = admin::ListBasesRequest { starting_token, ..list };
     driver.refused(bad, Code::Aborted, "starting_token: ");
     driver.refused(of_volume("vol-none"), Code::NotFound, "vol-none");
-    // A target has to be there.
+    // The target must exist.
     driver.refused(target(&a), Code::NotFound, &a);
     let none = admin::SetBaseRetentionRequest { snapshot_id: a.clone(), retention: None };
     driver.refused(none, Code::InvalidArgument, "retention: ");

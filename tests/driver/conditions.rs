@@ -1,5 +1,5 @@
-//! What the driver says of the room in its pool and of volumes in trouble, and what it answers while an
-//! operation is under way.
+//! Capacity of the pool, conditions of damaged volumes, and responses while an operation is in
+//! progress.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -27,7 +27,7 @@ fn room(driver: &Driver) -> (u64, u64) {
 }
 
 #[test]
-fn capacity_is_the_room_of_the_pool_and_overcommit_bounds_what_is_promised() {
+fn capacity_is_limited_by_the_pool_and_overcommit() {
     if !have_root() {
         return;
     }
@@ -43,7 +43,7 @@ fn capacity_is_the_room_of_the_pool_and_overcommit_bounds_what_is_promised() {
     driver.refused(expand(&volume, maximum + BLOCK), Code::ResourceExhausted, "capacity_range");
     driver.with_device(&volume, |device| zero(device, 0, 200 * MIB, false));
     let (left, _) = room(&driver);
-    // A little is freed and taken by the catalog and by the pool's filesystem itself.
+    // The catalog and the pool's filesystem themselves free and use a little space.
     assert!((199 * MIB..220 * MIB).contains(&(available - left)), "{available} {left}");
     driver.ok(delete_volume(&volume));
     assert_eq!(room(&driver).1, maximum);
@@ -57,7 +57,7 @@ fn capacity_is_the_room_of_the_pool_and_overcommit_bounds_what_is_promised() {
 }
 
 #[test]
-fn a_pool_that_is_nearly_full_is_told_and_takes_no_new_volumes() {
+fn a_nearly_full_pool_is_reported_and_accepts_no_volumes() {
     if !have_root() {
         return;
     }
@@ -83,16 +83,16 @@ fn a_pool_that_is_nearly_full_is_told_and_takes_no_new_volumes() {
     let storage = || driver.ok(csi::NodeGetStorageHealthRequest::default()).backend_health;
     let [full]: [_; 1] = storage().try_into().unwrap();
     assert_eq!((full.status(), full.reason.as_str()), (Storage::StorageDegraded, "PoolNearlyFull"));
-    // Deleting is what helps, and works.
+    // Deletion frees space, and succeeds.
     driver.take_down(&volume);
     driver.ok(delete_volume(&volume));
-    wait_for("there is room again", || room(&driver).0 > 200 * MIB);
+    wait_for("space is available again", || room(&driver).0 > 200 * MIB);
     assert!(!condition(&driver, &idle).abnormal && storage().is_empty());
     driver.volume("w", MIB, block());
 }
 
 #[test]
-fn a_volume_whose_file_is_gone_or_too_short_is_abnormal_and_nobody_else() {
+fn only_a_volume_with_a_damaged_file_is_abnormal() {
     if !have_root() {
         return;
     }
@@ -116,7 +116,7 @@ fn a_volume_whose_file_is_gone_or_too_short_is_abnormal_and_nobody_else() {
         }
         let answer = driver.ok(stats(&short, path(&device)));
         assert!(answer.volume_condition.unwrap().abnormal);
-        driver.refused(cut("s", &gone), Code::DataLoss, "gone");
+        driver.refused(create_snapshot("s", &gone), Code::DataLoss, "gone");
         driver.refused(driver.staging_of(&gone, &block()), Code::DataLoss, "gone");
         file.set_len(2 * MIB).unwrap();
         assert!(!condition(&driver, &short).abnormal);
@@ -126,7 +126,7 @@ fn a_volume_whose_file_is_gone_or_too_short_is_abnormal_and_nobody_else() {
 }
 
 #[test]
-fn a_staged_volume_whose_file_is_gone_tells_so_and_can_be_unstaged_for_good() {
+fn a_staged_volume_without_its_file_can_be_unstaged() {
     if !have_root() {
         return;
     }
@@ -148,7 +148,7 @@ fn a_staged_volume_whose_file_is_gone_tells_so_and_can_be_unstaged_for_good() {
 }
 
 #[test]
-fn a_loop_device_that_was_taken_away_makes_its_volume_abnormal() {
+fn a_detached_loop_device_makes_its_volume_abnormal() {
     with_driver(|driver| {
         let volume = driver.volume("v", MIB, block());
         driver.stage(&volume, &block());
@@ -163,7 +163,7 @@ fn a_loop_device_that_was_taken_away_makes_its_volume_abnormal() {
 }
 
 #[test]
-fn a_pool_that_has_shut_down_is_unhealthy_and_its_volumes_can_be_taken_away() {
+fn volumes_of_a_shut_down_pool_can_be_unstaged() {
     if !have_root() {
         return;
     }
@@ -197,7 +197,7 @@ fn a_pool_that_has_shut_down_is_unhealthy_and_its_volumes_can_be_taken_away() {
     for (id, at) in [(&idle, Path::new("")), (&inline.handle, inline.target.as_path())] {
         assert_eq!(health_on_node(&driver, id, at)[0].reason, "PoolShutDown");
     }
-    driver.refused(cut("s", &idle), Code::Unavailable, "shut down");
+    driver.refused(create_snapshot("s", &idle), Code::Unavailable, "shut down");
     driver.refused(create("w", MIB, block()), Code::Unavailable, "shut down");
 
     for _ in 0..2 {
@@ -205,7 +205,7 @@ fn a_pool_that_has_shut_down_is_unhealthy_and_its_volumes_can_be_taken_away() {
         driver.take_down(&volume);
     }
     assert!(!inline.target.exists() && loops_named(&volume).is_empty());
-    // That the driver starts shows that nothing keeps the filesystem mounted.
+    // The start of the driver shows that nothing keeps the filesystem mounted.
     driver.restart();
     assert!(fetch(http_address(&driver), "/healthz").0.contains(" 200 "));
     assert!(driver.log().contains("removing an inline volume"));
@@ -218,7 +218,7 @@ fn a_pool_that_has_shut_down_is_unhealthy_and_its_volumes_can_be_taken_away() {
 }
 
 #[test]
-fn operations_on_one_volume_exclude_each_other_while_everything_else_is_answered() {
+fn operations_exclude_each_other_per_volume_only() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         let other = driver.volume("w", MIB, block());
@@ -236,9 +236,9 @@ fn operations_on_one_volume_exclude_each_other_while_everything_else_is_answered
                 driver.call(expand(&volume, 1)).is_err_and(|e| e.code() == Code::Aborted)
             });
             let busy: Vec<Result<(), Status>> = vec![
-                driver.call(cut("c", &volume)).map(drop),
+                driver.call(create_snapshot("c", &volume)).map(drop),
                 driver.call(delete_snapshot(&a)).map(drop),
-                driver.call(cut_group("g", &[&other, &volume])).map(drop),
+                driver.call(create_group_snapshot("g", &[&other, &volume])).map(drop),
                 driver.call(delete_volume(&volume)).map(drop),
                 driver.call(expand(&volume, GIB)).map(drop),
                 driver.call(modify(&volume, &[("changeTracking", "false")])).map(drop),
@@ -258,23 +258,23 @@ fn operations_on_one_volume_exclude_each_other_while_everything_else_is_answered
                 driver.call(csi::ProbeRequest {}).map(drop),
                 driver.call(allocated(&a)).map(drop),
                 driver.call(delta(&a, &b)).map(drop),
-                driver.call(cut("of-other", &other)).map(drop),
+                driver.call(create_snapshot("of-other", &other)).map(drop),
                 driver.call(from_source("restored", Source::Snapshot(&a), 0)).map(drop),
                 driver.call(create("new", MIB, block())).map(drop),
             ];
             let still = driver.call(expand(&volume, 1));
-            // Before anything is asserted: a panic here would leave the slow call waiting.
+            // Before any assertion: a panic here would leave the slow call waiting.
             drop(frozen);
             slow.join().unwrap().unwrap();
             for (number, answer) in busy.into_iter().enumerate() {
-                assert_refused(answer, Code::Aborted, "under way", &format!("busy {number}"));
+                assert_refused(answer, Code::Aborted, "in progress", &format!("busy {number}"));
             }
             for (number, answer) in free.into_iter().enumerate() {
                 assert!(answer.is_ok(), "free {number}: {answer:?}");
             }
-            assert_refused(still, Code::Aborted, "under way", "it held on until the end");
+            assert_refused(still, Code::Aborted, "in progress", "it held on until the end");
         });
-        // Nothing of the refused was done, and each of them works now.
+        // The refused calls had no effect, and each of them succeeds now.
         assert_eq!(all_snapshots(driver).len(), 3);
         driver.snapshot("c", &volume);
         driver.copy("clone", Source::Volume(&volume), block());
@@ -282,7 +282,7 @@ fn operations_on_one_volume_exclude_each_other_while_everything_else_is_answered
 }
 
 #[test]
-fn what_is_repeated_for_a_pod_that_runs_waits_for_nobody() {
+fn a_repeated_call_for_a_running_pod_does_not_wait() {
     with_driver(|driver| {
         let shared = mounted_as("", Mode::SingleNodeMultiWriter);
         let volume = driver.volume("v", 32 * MIB, shared.clone());
@@ -312,9 +312,9 @@ fn what_is_repeated_for_a_pod_that_runs_waits_for_nobody() {
             drop(frozen);
             slow.join().unwrap().unwrap();
             assert!(repeated.iter().all(Result::is_ok), "{repeated:?}");
-            assert_refused(another, Code::Aborted, "under way", "with another argument");
+            assert_refused(another, Code::Aborted, "in progress", "with another argument");
         });
-        // What is not as it was left is made so: here a crash has come before the mount was read-only.
+        // A changed publication is repaired: here a crash occurred before the mount was read-only.
         run("mount", &["-o", "remount,bind,rw", path(&reading)]);
         driver.ok(readonly);
         assert!(fs::write(reading.join("file"), "y").is_err());
@@ -322,13 +322,13 @@ fn what_is_repeated_for_a_pod_that_runs_waits_for_nobody() {
 }
 
 #[test]
-fn a_filesystem_that_somebody_else_froze_is_neither_cut_nor_thawed() {
+fn a_foreign_freeze_prevents_a_snapshot_and_is_kept() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         let staging = driver.stage(&volume, &mounted(""));
         let frozen = Freeze::new(&staging);
-        driver.refused(cut("a", &volume), Code::Aborted, "frozen");
-        // It still is: a second freeze fails.
+        driver.refused(create_snapshot("a", &volume), Code::Aborted, "frozen");
+        // It is still frozen: a second freeze fails.
         let again = std::process::Command::new("fsfreeze").arg("-f").arg(&staging).output();
         assert!(!again.unwrap().status.success());
         drop(frozen);

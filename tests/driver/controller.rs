@@ -1,5 +1,5 @@
-//! Volumes, snapshots and groups over the wire: what a repeated, impossible, malformed or hostile
-//! request gets, and what stays answerable while a volume is busy.
+//! Volumes, snapshots and groups over the wire: responses to repeated, impossible, malformed and
+//! hostile requests, and calls that work while a volume is busy.
 
 use std::collections::BTreeSet;
 use std::fs::{self};
@@ -31,7 +31,7 @@ fn capacity_of(answer: csi::CreateVolumeResponse) -> u64 {
     answer.volume.unwrap().capacity_bytes as u64
 }
 
-/// A volume restored to twice its source's size has a filesystem as large when it is staged.
+/// A volume restored to twice its source's size has a filesystem of that size after staging.
 fn grows_at_stage(driver: &Driver, fs_type: &str, mib: u64) {
     let wanted = mounted(fs_type);
     let source = driver.volume(&format!("source-{fs_type}"), mib * MIB, wanted.clone());
@@ -56,7 +56,7 @@ fn grows_at_stage(driver: &Driver, fs_type: &str, mib: u64) {
 }
 
 #[test]
-fn a_repeated_request_is_the_same_volume_and_another_one_is_refused() {
+fn a_repeated_create_returns_the_volume_or_already_exists() {
     with_driver(|driver| {
         let source = driver.volume("source", MIB, block());
         let snapshot = driver.snapshot("snapshot", &source);
@@ -73,7 +73,7 @@ fn a_repeated_request_is_the_same_volume_and_another_one_is_refused() {
             assert_eq!(made.content_source, request.volume_content_source);
             assert_eq!(driver.ok(request.clone()).volume.unwrap(), made);
             assert_eq!(driver.ok(get_volume(&made.volume_id)).volume.unwrap(), made);
-            // The order of compatible things does not matter, nor what only Kubernetes looks at.
+            // The order of capabilities does not matter, nor do keys that only Kubernetes reads.
             let labelled = csi::CreateVolumeRequest {
                 parameters: {
                     let mut parameters = request.parameters.clone();
@@ -104,14 +104,14 @@ fn a_repeated_request_is_the_same_volume_and_another_one_is_refused() {
             driver.refused(request, Code::AlreadyExists, "name");
         }
         assert_eq!(volume_ids(driver).len(), 6);
-        // A name that is free again makes another volume.
+        // A released name creates another volume.
         driver.ok(delete_volume(&source));
         assert_ne!(driver.volume("source", MIB, block()), source);
     });
 }
 
 #[test]
-fn a_request_made_many_times_at_once_makes_one_volume_and_one_snapshot() {
+fn concurrent_equal_requests_create_one_object() {
     with_driver(|driver| {
         for round in 0..10 {
             let at_once = |make: &(dyn Fn() -> Result<String, Status> + Sync)| {
@@ -128,7 +128,7 @@ fn a_request_made_many_times_at_once_makes_one_volume_and_one_snapshot() {
                 Ok(made.volume.unwrap().volume_id)
             });
             at_once(&|| {
-                let made = driver.call_patiently(cut(&name, &volume))?;
+                let made = driver.call_patiently(create_snapshot(&name, &volume))?;
                 Ok(made.snapshot.unwrap().snapshot_id)
             });
         }
@@ -137,7 +137,7 @@ fn a_request_made_many_times_at_once_makes_one_volume_and_one_snapshot() {
 }
 
 #[test]
-fn a_volume_that_has_grown_still_answers_the_request_that_made_it() {
+fn create_is_idempotent_after_an_expansion() {
     with_driver(|driver| {
         let volume = driver.volume("v", MIB, block());
         driver.ok(expand(&volume, 2 * MIB));
@@ -147,7 +147,7 @@ fn a_volume_that_has_grown_still_answers_the_request_that_made_it() {
 }
 
 #[test]
-fn a_new_volume_has_the_capacity_that_was_asked_for_in_whole_blocks() {
+fn a_new_volume_has_the_requested_capacity_in_blocks() {
     with_driver(|driver| {
         let capacity = |request: csi::CreateVolumeRequest| {
             let id = driver.ok(request).volume.unwrap();
@@ -180,7 +180,7 @@ fn a_new_volume_has_the_capacity_that_was_asked_for_in_whole_blocks() {
 }
 
 #[test]
-fn a_copy_is_as_large_as_its_source_or_larger_and_never_smaller() {
+fn a_copy_is_never_smaller_than_its_source() {
     with_driver(|driver| {
         let source = driver.volume("source", 2 * MIB, block());
         let content = pattern(1, 2 << 20);
@@ -206,7 +206,7 @@ fn a_copy_is_as_large_as_its_source_or_larger_and_never_smaller() {
 }
 
 #[test]
-fn a_filesystem_restored_to_a_larger_volume_is_grown_when_it_is_staged() {
+fn a_restore_to_a_larger_volume_grows_at_stage() {
     with_driver(|driver| {
         for (fs_type, mib) in [("ext4", 32), ("xfs", 300), ("btrfs", 128)] {
             grows_at_stage(driver, fs_type, mib);
@@ -235,7 +235,7 @@ fn a_filesystem_can_be_restored_as_a_block_volume_and_back() {
 }
 
 #[test]
-fn a_clone_of_a_volume_in_use_is_consistent_and_its_source_goes_on() {
+fn a_clone_of_a_volume_in_use_is_consistent() {
     for_each_driver(|driver| {
         let source = driver.volume("source", 64 * MIB, mounted(""));
         let target = driver.publish(&source, &mounted(""));
@@ -264,7 +264,7 @@ fn a_clone_of_a_volume_in_use_is_consistent_and_its_source_goes_on() {
         });
         for clone in clones {
             let clone = clone.unwrap();
-            // Mounting replays the journal; then there is nothing to repair.
+            // Mounting replays the journal; then nothing needs repair.
             let mounted_at = driver.publish(&clone, &mounted(""));
             assert!(fs::read_dir(&mounted_at).unwrap().count() > 1);
             fs::write(mounted_at.join("own"), "x").unwrap();
@@ -277,7 +277,7 @@ fn a_clone_of_a_volume_in_use_is_consistent_and_its_source_goes_on() {
 }
 
 #[test]
-fn volumes_and_snapshots_are_made_on_this_node_and_nowhere_else() {
+fn volumes_and_snapshots_are_created_on_this_node_only() {
     with_driver(|driver| {
         let at = |node: &str| csi::Topology {
             segments: map(&[("topology.loopback.csi.local/node", node)]),
@@ -298,7 +298,7 @@ fn volumes_and_snapshots_are_made_on_this_node_and_nowhere_else() {
                 requisite,
                 preferred: Vec::new(),
             }),
-            ..cut(name, &made.volume_id)
+            ..create_snapshot(name, &made.volume_id)
         };
         let elsewhere = snapshot("elsewhere", vec![at("node-2")]);
         driver.refused(elsewhere, Code::ResourceExhausted, "accessibility_requirements");
@@ -316,7 +316,7 @@ fn volumes_and_snapshots_are_made_on_this_node_and_nowhere_else() {
 }
 
 #[test]
-fn an_unknown_parameter_is_refused_by_name_and_those_of_kubernetes_are_accepted() {
+fn only_unknown_parameters_are_refused() {
     with_driver(|driver| {
         let volume = driver.volume("v", MIB, block());
         let kubernetes = map(&[
@@ -343,10 +343,10 @@ fn an_unknown_parameter_is_refused_by_name_and_those_of_kubernetes_are_accepted(
             let request = create(&name, MIB, block());
             let request = csi::CreateVolumeRequest { mutable_parameters: parameters(), ..request };
             check(driver.call(request).map(drop), "mutable_parameters");
-            let request = cut(&name, &volume);
+            let request = create_snapshot(&name, &volume);
             let request = csi::CreateSnapshotRequest { parameters: parameters(), ..request };
             check(driver.call(request).map(drop), "parameters");
-            let request = cut_group(&name, &[&volume]);
+            let request = create_group_snapshot(&name, &[&volume]);
             let request =
                 csi::CreateVolumeGroupSnapshotRequest { parameters: parameters(), ..request };
             check(driver.call(request).map(drop), "parameters");
@@ -417,7 +417,7 @@ fn a_volume_is_deleted_with_snapshots_but_not_in_use() {
             }
             driver.refused(get_volume(&volume), Code::NotFound, &volume);
             driver.refused(expand(&volume, GIB), Code::NotFound, &volume);
-            driver.refused(cut("x", &volume), Code::NotFound, &volume);
+            driver.refused(create_snapshot("x", &volume), Code::NotFound, &volume);
             let request = driver.staging_of(&volume, &wanted);
             driver.refused(request, Code::NotFound, &volume);
             driver.copy(&format!("back-{name}"), Source::Snapshot(&snapshot), wanted);
@@ -426,7 +426,7 @@ fn a_volume_is_deleted_with_snapshots_but_not_in_use() {
 }
 
 #[test]
-fn expanding_to_less_changes_nothing_and_limits_hold() {
+fn expansion_never_shrinks_and_respects_limits() {
     with_driver(|driver| {
         let volume = driver.volume("v", 4 * MIB, block());
         for bytes in [0, 1, MIB, 4 * MIB] {
@@ -452,7 +452,7 @@ fn expanding_to_less_changes_nothing_and_limits_hold() {
 }
 
 #[test]
-fn capabilities_that_are_not_supported_are_answered_and_not_confirmed() {
+fn unsupported_capabilities_are_not_confirmed() {
     with_driver(|driver| {
         let volume = driver.volume("v", 300 * MIB, mounted("xfs"));
         let request = |wanted: &[csi::VolumeCapability]| csi::ValidateVolumeCapabilitiesRequest {
@@ -483,7 +483,7 @@ fn capabilities_that_are_not_supported_are_answered_and_not_confirmed() {
         };
         let answer = driver.ok(parameters);
         assert!(answer.confirmed.is_none() && answer.message.contains("colour"), "{answer:?}");
-        // What CreateVolume does not support it refuses.
+        // CreateVolume refuses unsupported capabilities.
         for wanted in [mounted("vfat"), mounted_as("", Mode::MultiNodeMultiWriter)] {
             let unsupported = create("x", GIB, wanted);
             driver.refused(unsupported, Code::InvalidArgument, "volume_capabilities");

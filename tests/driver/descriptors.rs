@@ -1,4 +1,4 @@
-//! A process that has no file descriptor left for another connection.
+//! A process without a free file descriptor for another connection.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -13,12 +13,12 @@ use support::driver::*;
 use support::ops::Ops;
 use support::{have_root, run};
 
-/// So many descriptors, of which a process that serves has a part.
+/// Limit of descriptors; the serving process uses some of them.
 const LIMIT: usize = 96;
-/// More connections than fit, few enough for the queue of the socket.
+/// More connections than the limit allows, but few enough for the queue of the socket.
 const CLIENTS: usize = 200;
 
-/// The processor time that a process has had, in ticks of 10 ms (proc(5), stat).
+/// CPU time of a process in ticks of 10 ms (proc(5), stat).
 fn ticks(process: Pid) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
     let (_, rest) = stat.rsplit_once(')').unwrap();
@@ -30,25 +30,26 @@ fn descriptors(process: Pid) -> usize {
     fs::read_dir(format!("/proc/{process}/fd")).unwrap().count()
 }
 
-/// Takes all descriptors of a server by connecting, and watches it for a while. The connections are the caller's to close.
+/// Exhausts the descriptors of a server with connections, and watches it for a while. The caller
+/// must close the connections.
 fn exhaust(process: Pid, socket: &Path, log: impl Fn() -> String) -> Vec<UnixStream> {
     run("prlimit", &["--pid", &process.to_string(), &format!("--nofile={LIMIT}:{LIMIT}")]);
     let clients: Vec<UnixStream> =
         (0..CLIENTS).map(|_| UnixStream::connect(socket).unwrap()).collect();
-    wait_for("no descriptor is left", || descriptors(process) >= LIMIT - 1);
-    wait_for("it says so", || log().contains("cannot accept connections"));
+    wait_for("all descriptors are in use", || descriptors(process) >= LIMIT - 1);
+    wait_for("the failure is logged", || log().contains("failed to accept connections"));
     let before = ticks(process);
     sleep(Duration::from_secs(3));
-    // A loop without pauses takes all of a processor's 300.
+    // A loop without pauses would use all 300 ticks of a processor.
     let took = ticks(process) - before;
     assert!(took < 60, "{took} ticks in 3 s");
-    assert!(log().matches("cannot accept connections").count() <= 2, "{}", log());
+    assert!(log().matches("failed to accept connections").count() <= 2, "{}", log());
     clients
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_driver_without_descriptors_waits_says_so_once_and_serves_again() {
+fn a_driver_recovers_from_descriptor_exhaustion() {
     if !have_root() {
         return;
     }
@@ -56,7 +57,7 @@ fn a_driver_without_descriptors_waits_says_so_once_and_serves_again() {
     driver.ok(csi::ProbeRequest {});
     for round in 0..2 {
         let clients = exhaust(driver.pid(), &driver.socket(), || driver.log());
-        // A client that was connected before is served throughout.
+        // A client that was connected before is served all the time.
         driver.ok(csi::GetPluginInfoRequest {});
         drop(clients);
         let listed = driver.cli(&["volume", "list"]);
@@ -67,7 +68,7 @@ fn a_driver_without_descriptors_waits_says_so_once_and_serves_again() {
 
 #[test]
 #[ignore = "full tier"]
-fn crust_ops_without_descriptors_waits_says_so_once_and_serves_again() {
+fn crust_ops_recovers_from_descriptor_exhaustion() {
     if !have_root() {
         return;
     }

@@ -1,5 +1,5 @@
-//! Faults on purpose: each rule does what docs/reference/driver.md says, through the real socket, and none does
-//! anything without `--enable-faults`.
+//! Fault injection: each rule works as in docs/reference/driver.md, through the real socket, and no
+//! rule has an effect without `--enable-faults`.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use tonic::Code;
 /// Extents in the delta of `two_snapshots`.
 const EXTENTS: u64 = 10;
 
-/// A driver with these rules, unless the machine has no root.
+/// A driver with these rules; skipped without root.
 fn with_faults(rules: &[&str], run: impl FnOnce(&mut Driver)) {
     if !have_root() {
         return;
@@ -23,7 +23,7 @@ fn with_faults(rules: &[&str], run: impl FnOnce(&mut Driver)) {
     run(&mut Driver::with(PoolKind::Image, &flags));
 }
 
-/// Two snapshots of a volume, with that many extents between them.
+/// Two snapshots of a volume, with this number of extents between them.
 fn two_snapshots(driver: &Driver) -> (String, String) {
     let volume = driver.volume("v", 16 * MIB, block());
     let first = driver.snapshot("first", &volume);
@@ -35,7 +35,7 @@ fn two_snapshots(driver: &Driver) -> (String, String) {
     (first, driver.snapshot("second", &volume))
 }
 
-/// What arrives of a delta, and the code at its end.
+/// The received extents of a delta, and the code at its end.
 fn receive(driver: &Driver, base: &str, target: &str, from: u64) -> (Vec<u64>, Option<Code>) {
     let request = csi::GetMetadataDeltaRequest {
         starting_offset: from as i64,
@@ -60,7 +60,7 @@ fn receive(driver: &Driver, base: &str, target: &str, from: u64) -> (Vec<u64>, O
 }
 
 #[test]
-fn a_stream_that_breaks_off_is_an_error_and_goes_on_where_it_broke() {
+fn an_aborted_stream_can_be_resumed() {
     with_faults(&["stream-abort,after=6,times=1,code=ABORTED"], |driver| {
         let (first, second) = two_snapshots(driver);
         let (mut offsets, code) = receive(driver, &first, &second, 0);
@@ -70,12 +70,12 @@ fn a_stream_that_breaks_off_is_an_error_and_goes_on_where_it_broke() {
         offsets.extend(rest);
         let whole: Vec<u64> = (0..EXTENTS).map(|extent| extent * 2 * BLOCK).collect();
         assert_eq!(offsets, whole);
-        assert!(driver.log().contains("stream-abort"), "the log tells that it was on purpose");
+        assert!(driver.log().contains("stream-abort"), "the log reports the injected fault");
     });
 }
 
 #[test]
-fn a_stall_delays_a_stream_and_takes_nothing_away() {
+fn a_stalled_stream_is_complete() {
     with_faults(&["stream-stall,after=5,for=300ms,method=GetMetadataDelta"], |driver| {
         let (first, second) = two_snapshots(driver);
         let begun = Instant::now();
@@ -86,7 +86,7 @@ fn a_stall_delays_a_stream_and_takes_nothing_away() {
 }
 
 #[test]
-fn a_slow_snapshot_takes_its_time_and_is_whole() {
+fn a_slow_snapshot_is_complete() {
     with_faults(&["slow-snapshot,for=300ms,match=second"], |driver| {
         let begun = Instant::now();
         let (first, second) = two_snapshots(driver);
@@ -96,10 +96,10 @@ fn a_slow_snapshot_takes_its_time_and_is_whole() {
 }
 
 #[test]
-fn a_snapshot_that_is_not_ready_becomes_so() {
+fn a_snapshot_becomes_ready_after_the_delay() {
     with_faults(&["not-ready,for=2s,match=late"], |driver| {
         let volume = driver.volume("v", 16 * MIB, block());
-        let request = cut("late", &volume);
+        let request = create_snapshot("late", &volume);
         let made = driver.ok(request.clone()).snapshot.unwrap();
         assert!(!made.ready_to_use);
         let id = made.snapshot_id.as_str();
@@ -114,12 +114,12 @@ fn a_snapshot_that_is_not_ready_becomes_so() {
 }
 
 #[test]
-fn an_input_output_error_fails_the_calls_that_it_is_meant_for() {
+fn an_io_error_fault_fails_only_matching_calls() {
     with_faults(
         &["io-error,method=CreateSnapshot,times=1", "io-error,method=GetMetadataDelta,after=3"],
         |driver| {
             let volume = driver.volume("first", 16 * MIB, block());
-            driver.refused(cut("s", &volume), Code::Internal, "io-error");
+            driver.refused(create_snapshot("s", &volume), Code::Internal, "io-error");
             let (first, second) = two_snapshots(driver);
             let (offsets, code) = receive(driver, &first, &second, 0);
             assert_eq!((offsets.len(), code), (3, Some(Code::Internal)));
@@ -128,7 +128,7 @@ fn an_input_output_error_fails_the_calls_that_it_is_meant_for() {
 }
 
 #[test]
-fn lost_tracking_calls_for_a_full_backup() {
+fn a_tracking_lost_fault_requires_a_full_backup() {
     with_faults(&["tracking-lost"], |driver| {
         let (first, second) = two_snapshots(driver);
         driver.refused(delta(&first, &second), Code::FailedPrecondition, "full backup");
@@ -139,7 +139,7 @@ fn lost_tracking_calls_for_a_full_backup() {
 }
 
 #[test]
-fn no_fault_without_the_flag_that_enables_them() {
+fn faults_require_the_enabling_flag() {
     with_driver(|driver| {
         let output = driver.run_another(&["--fault", "io-error"]);
         assert_eq!(output.status.code(), Some(2));

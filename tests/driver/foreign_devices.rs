@@ -1,5 +1,5 @@
-//! Loop devices that somebody else attached to the files of a pool: never used, never detached, and refused where they
-//! would destroy data.
+//! Foreign loop devices on the files of a pool: never used, never detached, and refused if they
+//! could destroy data.
 
 use std::fs;
 use std::path::Path;
@@ -45,7 +45,7 @@ impl Drop for Foreign {
     }
 }
 
-/// Writable devices that the driver cannot have made.
+/// Writable devices that the driver cannot have created.
 const WRITABLE: [&[&str]; 4] = [
     &["-b", "4096", "-o", "4096"],
     &["-b", "4096", "--sizelimit", "1048576"],
@@ -54,7 +54,7 @@ const WRITABLE: [&[&str]; 4] = [
 ];
 
 #[test]
-fn a_writable_device_of_somebody_else_is_refused_by_name_and_left_alone() {
+fn a_foreign_writable_device_is_refused_by_name_and_kept() {
     if !have_root() {
         return;
     }
@@ -68,7 +68,7 @@ fn a_writable_device_of_somebody_else_is_refused_by_name_and_left_alone() {
         driver.refused(stage, Code::FailedPrecondition, "losetup -d");
         foreign.is_untouched();
         drop(foreign);
-        // One at a time is fine.
+        // One at a time is allowed.
         let content = pattern(1, BLOCK as usize);
         driver.with_device(&volume, |device| write_direct(device, 3 * MIB, &content));
         let all = fs::read(&file).unwrap();
@@ -77,7 +77,7 @@ fn a_writable_device_of_somebody_else_is_refused_by_name_and_left_alone() {
 }
 
 #[test]
-fn a_device_that_somebody_else_attaches_meanwhile_is_an_abnormal_condition() {
+fn a_foreign_device_attached_later_is_an_abnormal_condition() {
     if !have_root() {
         return;
     }
@@ -90,7 +90,7 @@ fn a_device_that_somebody_else_attaches_meanwhile_is_an_abnormal_condition() {
         let foreign = Foreign::attach(options, &driver.backing_file(&volume));
         let found = condition();
         assert!(found.abnormal && found.message.contains(&foreign.device), "{found:?}");
-        // What a pod has goes on, and ends.
+        // An existing publication continues, and can be ended.
         write_direct(&target, 0, &pattern(2, BLOCK as usize));
         foreign.is_untouched();
         drop(foreign);
@@ -104,7 +104,7 @@ fn a_device_that_somebody_else_attaches_meanwhile_is_an_abnormal_condition() {
 }
 
 #[test]
-fn a_read_only_device_of_somebody_else_is_in_nobodys_way() {
+fn a_foreign_read_only_device_is_ignored() {
     if !have_root() {
         return;
     }
@@ -126,7 +126,7 @@ fn a_read_only_device_of_somebody_else_is_in_nobodys_way() {
 }
 
 #[test]
-fn a_volume_that_is_published_read_only_keeps_its_device_over_a_restart() {
+fn a_read_only_publication_keeps_its_device_over_a_restart() {
     with_driver(|driver| {
         let volume = driver.volume("v", 4 * MIB, block());
         driver.stage(&volume, &block());
@@ -145,12 +145,12 @@ fn a_volume_that_is_published_read_only_keeps_its_device_over_a_restart() {
 }
 
 #[test]
-fn a_pool_image_that_somebody_else_may_write_to_is_not_opened() {
+fn a_pool_image_with_a_foreign_writable_device_is_not_opened() {
     with_driver(|driver| {
         driver.volume("v", MIB, block());
         assert!(driver.stop().success());
         let image = driver.data_dir().join("pool.img");
-        wait_for("the device of the pool goes", || {
+        wait_for("the device of the pool is detached", || {
             loops_named("pool.img")
                 .iter()
                 .all(|device| !Foreign::options(device).contains(path(&image)))

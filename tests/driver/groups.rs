@@ -1,4 +1,4 @@
-//! Group snapshots: one moment for all members, all or none.
+//! Group snapshots: one point in time for all members, all or none.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -17,14 +17,14 @@ fn counted(directory: &Path) -> u64 {
     u64::from_le_bytes(fs::read(directory.join("counter")).unwrap().try_into().unwrap())
 }
 
-/// Writes a number into the file, again and again the same place.
+/// Writes a number to the file, always at the same position.
 fn count(file: &mut File, number: u64) {
     file.seek(SeekFrom::Start(0)).unwrap();
     file.write_all(&number.to_le_bytes()).unwrap();
 }
 
 #[test]
-fn a_group_snapshot_holds_one_moment_of_all_of_its_volumes() {
+fn a_group_snapshot_has_one_point_in_time() {
     for_each_driver(|driver| {
         let ids = ["a", "b"].map(|name| driver.volume(name, 32 * MIB, mounted("")));
         let targets = [0, 1].map(|number| driver.publish(&ids[number], &mounted("")));
@@ -37,17 +37,19 @@ fn a_group_snapshot_holds_one_moment_of_all_of_its_volumes() {
                 let mut number = 0;
                 while !stop.load(Ordering::Relaxed) {
                     number += 1;
-                    // First A, then B: at every moment, B is as far as A or one behind.
+                    // First A, then B: at any time, B equals A or is one less.
                     files.iter_mut().for_each(|file| count(file, number));
                     written.store(number, Ordering::Relaxed);
                 }
             });
             let cut = |round: usize| {
-                // Past what the cut before may hold, however late the writer gets its turn.
+                // Greater than in the previous snapshot, however late the writer is scheduled.
                 let before = written.load(Ordering::Relaxed);
-                wait_for("the pod writes on", || written.load(Ordering::Relaxed) > before + 1);
+                wait_for("the pod continues to write", || {
+                    written.load(Ordering::Relaxed) > before + 1
+                });
                 let order = [&*ids[round % 2], &*ids[(round + 1) % 2]];
-                driver.call(cut_group(&format!("g{round}"), &order))
+                driver.call(create_group_snapshot(&format!("g{round}"), &order))
             };
             (0..6).map(cut).collect::<Vec<_>>()
         });
@@ -73,7 +75,7 @@ fn a_group_snapshot_holds_one_moment_of_all_of_its_volumes() {
 }
 
 #[test]
-fn of_a_group_that_fails_nothing_remains() {
+fn a_failed_group_snapshot_leaves_nothing() {
     if !have_root() {
         return;
     }
@@ -81,12 +83,12 @@ fn of_a_group_that_fails_nothing_remains() {
     let ids = ["a", "b", "c"].map(|name| driver.volume(name, 32 * MIB, mounted("")));
     let stagings = [0, 1].map(|number| driver.stage(&ids[number], &mounted("")));
     let files = |directory: &str| fs::read_dir(driver.data_dir().join(directory)).unwrap().count();
-    let request = cut_group("g", &[&ids[0], &ids[1], &ids[2]]);
+    let request = create_group_snapshot("g", &[&ids[0], &ids[1], &ids[2]]);
     let nothing_remains = || {
         assert!(all_snapshots(&driver).is_empty());
         assert_eq!((files("snapshots"), files("records")), (0, 0));
         fs::write(stagings[0].join("file"), "not frozen").unwrap();
-        // The members' locks are free.
+        // The locks of the members are released.
         ids.iter().for_each(|id| assert!(driver.call(expand(id, 1)).is_ok()));
     };
     let frozen = Freeze::new(&stagings[1]);
@@ -98,19 +100,19 @@ fn of_a_group_that_fails_nothing_remains() {
     driver.refused(request.clone(), Code::DataLoss, "gone");
     fs::rename(driver.scratch().join("xfs/away"), &backing).unwrap();
     nothing_remains();
-    let unknown = cut_group("g", &[&ids[0], NO_VOLUME]);
+    let unknown = create_group_snapshot("g", &[&ids[0], NO_VOLUME]);
     driver.refused(unknown, Code::NotFound, NO_VOLUME);
     nothing_remains();
-    // The same name again, and now it works.
+    // The same name again, which succeeds now.
     assert_eq!(driver.ok(request).group_snapshot.unwrap().snapshots.len(), 3);
 }
 
 #[test]
-fn at_most_one_raw_member_of_a_group_may_be_written_to() {
+fn a_group_has_at_most_one_writable_raw_member() {
     with_driver(|driver| {
         let [a, b] = ["a", "b"].map(|name| driver.volume(name, MIB, block()));
         let mounted_one = driver.volume("f", 32 * MIB, mounted(""));
-        let all = |name: &str| cut_group(name, &[&mounted_one, &a, &b]);
+        let all = |name: &str| create_group_snapshot(name, &[&mounted_one, &a, &b]);
         driver.ok(all("idle"));
         driver.stage(&mounted_one, &mounted(""));
         let device = driver.publish(&a, &block());
@@ -125,17 +127,17 @@ fn at_most_one_raw_member_of_a_group_may_be_written_to() {
         let reader = block_as(Mode::SingleNodeReaderOnly);
         driver.publish(&b, &reader);
         driver.ok(all("three"));
-        // One by one they can be cut as ever.
+        // They can still be snapshotted individually.
         driver.snapshot("alone", &b);
     });
 }
 
 #[test]
-fn a_group_is_made_found_and_deleted_as_a_whole() {
+fn a_group_is_created_found_and_deleted_as_a_whole() {
     with_driver(|driver| {
         let ids = ["a", "b", "c"].map(|name| driver.volume(name, MIB, block()));
         let [a, b, c] = ids.each_ref().map(String::as_str);
-        let group = driver.ok(cut_group("g", &[a, b])).group_snapshot.unwrap();
+        let group = driver.ok(create_group_snapshot("g", &[a, b])).group_snapshot.unwrap();
         assert!(group.ready_to_use && group.creation_time.is_some());
         let members: Vec<String> =
             group.snapshots.iter().map(|one| one.snapshot_id.clone()).collect();
@@ -146,10 +148,13 @@ fn a_group_is_made_found_and_deleted_as_a_whole() {
         }
         // The volumes are a set: their order does not matter.
         for order in [[a, b], [b, a]] {
-            assert_eq!(driver.ok(cut_group("g", &order)).group_snapshot.unwrap(), group);
+            assert_eq!(
+                driver.ok(create_group_snapshot("g", &order)).group_snapshot.unwrap(),
+                group
+            );
         }
         for other in [&[a][..], &[a, b, c], &[a, c]] {
-            driver.refused(cut_group("g", other), Code::AlreadyExists, "name");
+            driver.refused(create_group_snapshot("g", other), Code::AlreadyExists, "name");
         }
         let id = &group.group_snapshot_id;
         let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>();
@@ -189,7 +194,7 @@ fn a_group_is_made_found_and_deleted_as_a_whole() {
         assert_eq!(all_snapshots(driver).len(), 1);
         assert!(driver.ok(delta(&members[1], &b_now)).extents().is_empty());
         driver.ok(get_volume(&restored));
-        let again = driver.ok(cut_group("g", &[a, c])).group_snapshot.unwrap();
+        let again = driver.ok(create_group_snapshot("g", &[a, c])).group_snapshot.unwrap();
         assert_ne!(&again.group_snapshot_id, id);
     });
 }

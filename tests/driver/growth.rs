@@ -10,7 +10,7 @@ use support::driver::*;
 use support::{MIB, path, pattern, read_all, write_direct};
 use tonic::Code;
 
-/// Grows a volume from `from` to `to` MiB while a file is written, and looks at it from all sides.
+/// Grows a volume from `from` to `to` MiB during writes, and checks every reported size.
 fn grows_online(driver: &Driver, fs_type: &str, from: u64, to: u64) {
     let wanted = mounted(fs_type);
     let volume = driver.volume(&format!("v-{fs_type}"), from * MIB, wanted.clone());
@@ -66,14 +66,14 @@ fn a_mounted_xfs_or_btrfs_grows_under_its_pod() {
 #[test]
 fn a_mounted_ext4_grows_under_its_pod() {
     if !ext4_grows_online() {
-        // Without the capability the next test holds what happens instead.
+        // The next test covers the case without the capability.
         return println!("report: ext4 does not grow online here: no CAP_SYS_RESOURCE");
     }
     with_driver(|driver| grows_online(driver, "ext4", 32, 200));
 }
 
 #[test]
-fn growth_that_the_node_missed_is_made_up_for_when_the_volume_is_staged() {
+fn a_missed_node_expansion_is_done_at_stage() {
     with_driver(|driver| {
         for (fs_type, mib) in [("ext4", 32), ("xfs", 300), ("btrfs", 128)] {
             let wanted = mounted(fs_type);
@@ -117,7 +117,7 @@ fn a_raw_device_grows_under_its_pod() {
 }
 
 #[test]
-fn growth_on_the_node_needs_growth_by_the_controller_first() {
+fn node_expansion_requires_controller_expansion() {
     with_driver(|driver| {
         let volume = driver.volume("v", MIB, block());
         let device = driver.publish(&volume, &block());

@@ -1,4 +1,4 @@
-//! The health of volumes, as CSI v1.13 asks for it, beside the conditions that v1.12 has.
+//! Volume health of CSI v1.13, compared with the conditions of v1.12.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -13,8 +13,8 @@ use tonic::Code;
 
 fn health(driver: &Driver, id: &str) -> Vec<VolumeHealthEntry> {
     let volume_id = id.to_owned();
-    let asked = csi::ControllerGetVolumeHealthRequest { volume_id, ..Default::default() };
-    let health = driver.ok(asked).volume_health.unwrap();
+    let req = csi::ControllerGetVolumeHealthRequest { volume_id, ..Default::default() };
+    let health = driver.ok(req).volume_health.unwrap();
     assert_eq!(health.volume_id, id);
     health.health_statuses
 }
@@ -23,12 +23,12 @@ fn health(driver: &Driver, id: &str) -> Vec<VolumeHealthEntry> {
 fn pages(driver: &Driver, max_entries: i32) -> Vec<Vec<String>> {
     let (mut pages, mut starting_token) = (Vec::new(), String::new());
     loop {
-        let asked = csi::ControllerListVolumeHealthRequest {
+        let req = csi::ControllerListVolumeHealthRequest {
             max_entries,
             starting_token,
             ..Default::default()
         };
-        let answer = driver.ok(asked);
+        let answer = driver.ok(req);
         for entry in &answer.entries {
             assert_eq!(entry.health_statuses, health(driver, &entry.volume_id));
         }
@@ -45,7 +45,7 @@ fn found(entries: &[VolumeHealthEntry]) -> Vec<(Status, &str)> {
 }
 
 #[test]
-fn health_reports_what_the_condition_reports_and_lists_leave_out_healthy_volumes() {
+fn health_equals_the_condition_and_lists_only_abnormal_volumes() {
     if !have_root() {
         return;
     }
@@ -58,13 +58,13 @@ fn health_reports_what_the_condition_reports_and_lists_leave_out_healthy_volumes
     let file = File::options().write(true).open(driver.backing_file(&short)).unwrap();
     file.set_len(MIB).unwrap();
     for (id, reason) in [(&gone, "BackingFileMissing"), (&short, "BackingFileShort")] {
-        let told = health(&driver, id);
-        assert_eq!(found(&told), [(DataLoss, reason)]);
+        let reported = health(&driver, id);
+        assert_eq!(found(&reported), [(DataLoss, reason)]);
         let status = driver.ok(get_volume(id)).status.unwrap();
-        assert_eq!(told[0].message, status.volume_condition.unwrap().message);
-        // Whether it is in use or not, and wherever the caller takes it to be.
+        assert_eq!(reported[0].message, status.volume_condition.unwrap().message);
+        // In use or not, and whatever path the caller passes.
         for at in ["", path(&device), "/nowhere"] {
-            assert_eq!(health_on_node(&driver, id, Path::new(at)), told);
+            assert_eq!(health_on_node(&driver, id, Path::new(at)), reported);
         }
     }
     assert!(health(&driver, &whole).is_empty());
@@ -78,7 +78,7 @@ fn health_reports_what_the_condition_reports_and_lists_leave_out_healthy_volumes
 }
 
 #[test]
-fn health_of_unknown_volumes_and_pages_is_refused() {
+fn health_of_unknown_volumes_and_tokens_is_refused() {
     with_driver(|driver| {
         let of = |volume_id: &str| csi::ControllerGetVolumeHealthRequest {
             volume_id: volume_id.to_owned(),

@@ -1,4 +1,4 @@
-//! Missing, malformed and hostile fields: refused by name, and nothing is touched.
+//! Missing, malformed and hostile fields: the error names the field, and nothing changes.
 
 use std::collections::BTreeSet;
 use std::fs::{self};
@@ -18,15 +18,15 @@ fn case<R: Rpc + Clone>(field: &'static str, request: R) -> Case {
     (field, Box::new(move |driver| driver.call(request.clone()).map(drop)))
 }
 
-/// Requests of every RPC that takes something, each with one field missing or malformed.
+/// Requests of every RPC with arguments, each with one field missing or malformed.
 fn malformed(volume: &str) -> Vec<Case> {
     let mut cases = missing(volume);
     cases.extend(["", &"x".repeat(129)].into_iter().flat_map(|id| wrong_id(volume, id)));
     for name in ["a\nb", "a\0", "\u{1b}[2J"] {
         cases.extend([
             case("name", create(name, MIB, block())),
-            case("name", cut(name, volume)),
-            case("name", cut_group(name, &[volume])),
+            case("name", create_snapshot(name, volume)),
+            case("name", create_group_snapshot(name, &[volume])),
         ]);
     }
     let no_mode = csi::VolumeCapability { access_mode: None, ..block() };
@@ -99,9 +99,9 @@ fn missing(volume: &str) -> Vec<Case> {
                 ..validate(volume)
             },
         ),
-        case("source_volume_ids", cut_group("x", &[])),
-        case("source_volume_ids", cut_group("x", &[""])),
-        case("source_volume_ids", cut_group("x", &[volume, volume])),
+        case("source_volume_ids", create_group_snapshot("x", &[])),
+        case("source_volume_ids", create_group_snapshot("x", &[""])),
+        case("source_volume_ids", create_group_snapshot("x", &[volume, volume])),
         case("staging_target_path", unstaging(volume, "")),
         case("target_path", unpublishing(volume, "")),
         case("volume_path", stats(volume, "")),
@@ -125,12 +125,12 @@ fn missing(volume: &str) -> Vec<Case> {
     ]
 }
 
-/// Every call that takes an id or a name, with this one.
+/// Every call with an id or a name, set to this one.
 fn wrong_id(volume: &str, id: &str) -> Vec<Case> {
     vec![
         case("name", create(id, MIB, block())),
-        case("name", cut(id, volume)),
-        case("name", cut_group(id, &[volume])),
+        case("name", create_snapshot(id, volume)),
+        case("name", create_group_snapshot(id, &[volume])),
         case("volume_id", delete_volume(id)),
         case("volume_id", get_volume(id)),
         case(
@@ -147,7 +147,7 @@ fn wrong_id(volume: &str, id: &str) -> Vec<Case> {
         case("volume_id", expand(id, 1)),
         case("volume_id", modify(id, &[])),
         case("volume_id", validate(id)),
-        case("source_volume_id", cut("x", id)),
+        case("source_volume_id", create_snapshot("x", id)),
         case("snapshot_id", delete_snapshot(id)),
         case(
             "snapshot_id",
@@ -228,7 +228,7 @@ fn wrong_path(volume: &str, place: &str) -> Vec<Case> {
     ]
 }
 
-/// Every path below a directory, with its content if it is a file.
+/// Every path in a directory, with the content of files.
 fn tree(root: &Path) -> BTreeSet<(String, Vec<u8>)> {
     let mut found = BTreeSet::new();
     for entry in fs::read_dir(root).unwrap() {
@@ -242,7 +242,7 @@ fn tree(root: &Path) -> BTreeSet<(String, Vec<u8>)> {
 }
 
 #[test]
-fn a_missing_or_malformed_field_is_refused_by_its_name() {
+fn a_missing_or_malformed_field_is_named_in_the_error() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         for (number, (field, call)) in malformed(&volume).into_iter().enumerate() {
@@ -254,7 +254,7 @@ fn a_missing_or_malformed_field_is_refused_by_its_name() {
 }
 
 #[test]
-fn a_hostile_id_or_name_is_answered_and_touches_nothing() {
+fn a_hostile_id_or_name_has_no_effect() {
     if !have_root() {
         return;
     }
@@ -302,9 +302,9 @@ fn a_hostile_id_or_name_is_answered_and_touches_nothing() {
             driver.call(expand(word, MIB)).map(drop),
             driver.call(modify(word, &[(word, word)])).map(drop),
             driver.call(modify(word, &[("changeTracking", "true")])).map(drop),
-            driver.call(cut("x", word)).map(drop),
+            driver.call(create_snapshot("x", word)).map(drop),
             driver.call(delete_snapshot(word)).map(drop),
-            driver.call(cut_group("x", &[word])).map(drop),
+            driver.call(create_group_snapshot("x", &[word])).map(drop),
             driver.call(group(word)).map(drop),
             driver.call(allocated(word)).map(drop),
             driver.call(delta(word, word)).map(drop),
@@ -321,13 +321,13 @@ fn a_hostile_id_or_name_is_answered_and_touches_nothing() {
             let code = answer.as_ref().map_or_else(Status::code, |()| Code::Ok);
             assert!(known.contains(&code), "{word:?} {number}: {answer:?}");
         }
-        // As a name it is as good as any, and found again.
+        // As a name it is valid, and found again.
         let id = driver.volume(word, MIB, block());
         assert_eq!(driver.volume(word, MIB, block()), id);
         assert!(id.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'/'), "{id}");
         let snapshot = driver.snapshot(word, &id);
         assert_eq!(driver.snapshot(word, &id), snapshot);
-        driver.ok(cut_group(word, &[&id]));
+        driver.ok(create_group_snapshot(word, &[&id]));
         made.push(id);
     }
     assert_eq!(tree(&precious), before);

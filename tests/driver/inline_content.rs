@@ -1,4 +1,5 @@
-//! Inline volumes of content (KEP-596, "Read-only volumes") and those in memory, through the driver's socket.
+//! Inline volumes with content (KEP-596, "Read-only volumes") or in memory, through the driver's
+//! socket.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -18,7 +19,7 @@ use support::inline::{PodVolume, is_mounted, pod_volume};
 use support::{BLOCK, path, run};
 use tonic::Code;
 
-/// In no log, no catalog, and afterwards nowhere.
+/// Must appear in no log and no catalog, and nowhere after the end.
 const SECRET: &str = "correct-horse-battery-staple-0451";
 
 /// The files that a user of the volume sees.
@@ -37,7 +38,8 @@ fn expected(files: &[(&str, &str)]) -> BTreeMap<String, String> {
     files.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect()
 }
 
-/// Whether these bytes are in any block of a file, holes skipped. (Here they fill blocks, or are at the start of one.)
+/// Whether these bytes are in any block of a file, skipping holes. (Here they fill blocks or are at
+/// the start of one.)
 fn contains(file: &Path, bytes: &[u8]) -> bool {
     let file = File::open(file).unwrap();
     let mut buffer = vec![0; 1 << 20];
@@ -71,7 +73,7 @@ fn all_files(directory: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn each_key_of_the_content_and_of_the_secret_is_a_file() {
+fn each_key_of_content_and_secret_is_a_file() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid", "identity");
         let content = [("content/app.conf", "a=b\n"), ("content/.hidden", "")];
@@ -79,20 +81,20 @@ fn each_key_of_the_content_and_of_the_secret_is_a_file() {
         driver.ok(volume.publishing_content(&content, &secret));
         let all = [("app.conf", "a=b\n"), (".hidden", ""), secret[0], secret[1]];
         assert_eq!(files(&volume), expected(&all));
-        // On the host it is written to; and what is in it is neither run nor opened as a device.
+        // The host mount is writable; files in it cannot be executed or opened as devices.
         let mount = mounts_at(&volume.target).remove(0);
         for option in ["rw", "nosuid", "nodev", "noexec"] {
             assert!(mount.has(option), "{option}: {mount:?}");
         }
         let usage = driver.ok(stats(&volume.handle, path(&volume.target)));
         assert!(!usage.volume_condition.is_some_and(|condition| condition.abnormal));
-        // It outlives the driver, and is then refreshed as before.
+        // It survives the driver, and can then be refreshed as before.
         driver.kill();
         driver.start_again();
         assert_eq!(files(&volume), expected(&all));
         driver.ok(volume.publishing_content(&content[..1], &[("token", "other")]));
         assert_eq!(files(&volume), expected(&[("app.conf", "a=b\n"), ("token", "other")]));
-        // Emptied, and still a volume.
+        // Emptied, but still a volume.
         driver.ok(volume.publishing_content(&[("readOnlyContent", "true")], &[]));
         assert_eq!(files(&volume), expected(&[]));
         driver.unpublish(&volume.handle, &volume.target);
@@ -101,7 +103,7 @@ fn each_key_of_the_content_and_of_the_secret_is_a_file() {
 }
 
 #[test]
-fn what_cannot_be_content_is_refused_and_leaves_nothing() {
+fn invalid_content_is_refused_and_leaves_nothing() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid", "refused");
         let refused = |request: csi::NodePublishVolumeRequest, words: &str| {
@@ -129,7 +131,7 @@ fn what_cannot_be_content_is_refused_and_leaves_nothing() {
 }
 
 #[test]
-fn a_reader_sees_the_old_content_or_the_new_one_and_never_both() {
+fn a_reader_never_sees_a_mix_of_old_and_new_content() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid", "swapped");
         let text = |generation: u32| format!("{generation} ").repeat(5000);
@@ -143,12 +145,13 @@ fn a_reader_sees_the_old_content_or_the_new_one_and_never_both() {
             let reader = scope.spawn(|| {
                 let (mut reads, mut last) = (0, 0);
                 while !done.load(Ordering::Relaxed) {
-                    // By its name a file is there, and whole, at any time.
+                    // A file is available under its name, and complete, at any time.
                     let by_name = fs::read_to_string(volume.file("a")).unwrap();
                     let generation: u32 = by_name.split(' ').next().unwrap().parse().unwrap();
                     assert!(by_name == text(generation) && generation >= last, "half, or old");
                     last = generation;
-                    // Both of one generation, through one directory. It is gone only after the call after next.
+                    // Both of one generation, through one directory. The directory is removed only
+                    // by the call after the next.
                     let shown = File::open(volume.file("..data")).unwrap();
                     match (read_in(&shown, "a"), read_in(&shown, "b")) {
                         (Ok(a), Ok(b)) => assert!(a == b, "a mixture"),
@@ -179,12 +182,12 @@ fn read_in(directory: &File, name: &str) -> io::Result<String> {
 }
 
 #[test]
-fn content_that_does_not_fit_leaves_the_old_whole() {
+fn content_that_does_not_fit_keeps_the_old_content() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid", "small");
         let old = [("token", "old"), ("other", "same")];
         driver.ok(volume.publishing_content(&[("size", "8Mi")], &old));
-        // A pod that could write has filled the volume.
+        // A pod with write access has filled the volume.
         let junk = volume.file("..data/junk");
         assert!(fs::write(&junk, vec![1; 16 << 20]).is_err());
         let large = "x".repeat(2 << 20);
@@ -199,7 +202,7 @@ fn content_that_does_not_fit_leaves_the_old_whole() {
 }
 
 #[test]
-fn a_group_reads_what_a_refresh_has_written() {
+fn a_group_can_read_refreshed_content() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid", "group");
         for value in ["first", "second"] {
@@ -216,7 +219,7 @@ fn a_group_reads_what_a_refresh_has_written() {
 }
 
 #[test]
-fn a_writable_volume_begins_with_the_content_and_is_the_pods_from_then_on() {
+fn a_writable_volume_is_only_initialized_with_content() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid", "seeded");
         let attributes = [("readOnlyContent", "false"), ("content/a", "first"), ("size", "16Mi")];
@@ -235,7 +238,7 @@ fn a_writable_volume_begins_with_the_content_and_is_the_pods_from_then_on() {
 }
 
 #[test]
-fn what_is_in_memory_outlives_the_driver_and_is_gone_with_the_pod() {
+fn a_memory_volume_survives_the_driver_but_not_the_pod() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid", "memory");
         let publishing = volume.publishing(&[("medium", "Memory"), ("size", "16Mi")]);
@@ -250,7 +253,7 @@ fn what_is_in_memory_outlives_the_driver_and_is_gone_with_the_pod() {
         let answer = driver.ok(stats(&volume.handle, path(&volume.target)));
         assert_eq!(answer.usage.len(), 2);
         assert!(!answer.volume_condition.is_some_and(|condition| condition.abnormal));
-        // A reboot takes the mount away, and kubelet publishes again: the volume begins anew.
+        // A reboot removes the mount, and kubelet publishes again: the volume is empty again.
         run("umount", &[path(&volume.target)]);
         driver.refused(stats(&volume.handle, path(&volume.target)), Code::NotFound, "not in use");
         driver.ok(publishing);
@@ -260,14 +263,14 @@ fn what_is_in_memory_outlives_the_driver_and_is_gone_with_the_pod() {
     });
 }
 
-/// What the kernel calls the filesystem that is mounted there.
+/// The kernel's name of the mounted filesystem.
 fn filesystem(at: &Path) -> String {
     let output = Command::new("findmnt").args(["-n", "-o", "FSTYPE", path(at)]).output().unwrap();
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 #[test]
-fn a_volume_in_memory_takes_no_more_bytes_and_files_than_its_size_allows() {
+fn a_memory_volume_limits_bytes_and_files() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid", "bounded");
         driver.ok(volume.publishing(&[("medium", "Memory"), ("size", "4Mi")]));
@@ -276,7 +279,7 @@ fn a_volume_in_memory_takes_no_more_bytes_and_files_than_its_size_allows() {
         let count = files.count();
         assert!((1000..2100).contains(&count), "{count}");
         driver.unpublish(&volume.handle, &volume.target);
-        // No option takes the bounds away.
+        // No mount option removes the limits.
         let mode = csi::volume_capability::access_mode::Mode::SingleNodeMultiWriter;
         let flagged = csi::NodePublishVolumeRequest {
             volume_capability: Some(with_flags("", mode, &["size=1g"])),
@@ -288,7 +291,7 @@ fn a_volume_in_memory_takes_no_more_bytes_and_files_than_its_size_allows() {
 }
 
 #[test]
-fn content_and_secrets_are_in_memory_and_never_on_the_disk() {
+fn content_and_secrets_are_never_on_disk() {
     with_driver(|driver| {
         let attributes: [&[(&str, &str)]; 3] =
             [&[], &[("medium", "Memory")], &[("readOnlyContent", "false")]];
@@ -310,7 +313,7 @@ fn content_and_secrets_are_in_memory_and_never_on_the_disk() {
             driver.unpublish(&volume.handle, &volume.target);
             nowhere("afterwards");
         }
-        // Content of attributes, too; and a volume of neither is in the pool.
+        // Also content of attributes; a volume without content or secret is in the pool.
         for (attributes, expected) in
             [([("content/a", "x")], "tmpfs"), ([("size", "16Mi")], "ext4")]
         {

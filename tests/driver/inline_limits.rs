@@ -1,5 +1,5 @@
-//! How much inline volumes may take of a node, that nobody gets more by asking at once, and that many come and go
-//! at once without being refused.
+//! Limits of inline volumes on a node, also for concurrent requests, and many concurrent publishes
+//! without a refusal.
 
 use std::path::Path;
 use std::sync::Barrier;
@@ -30,7 +30,7 @@ fn refused_for(driver: &Driver, request: csi::NodePublishVolumeRequest, flag: &s
 }
 
 #[test]
-fn what_is_over_a_limit_is_refused_by_the_name_of_its_flag_and_fits_when_another_is_gone() {
+fn exceeding_an_inline_limit_names_the_flag() {
     let flags = [
         "--inline-max-size=64Mi",
         "--inline-max-volumes=3",
@@ -53,7 +53,7 @@ fn what_is_over_a_limit_is_refused_by_the_name_of_its_flag_and_fits_when_another
         driver.ok(d.publishing(&[("size", "1Mi")]));
         refused_for(driver, a.publishing(&[("size", "1Mi")]), "--inline-max-volumes");
         driver.unpublish(&d.handle, &d.target);
-        // Without a size it is no larger than it may be.
+        // Without a size, the volume is at most as large as the limit.
         driver.unpublish(&b.handle, &b.target);
         driver.ok(b.publishing(&[]));
         let at = b.target.to_str().unwrap();
@@ -63,7 +63,7 @@ fn what_is_over_a_limit_is_refused_by_the_name_of_its_flag_and_fits_when_another
 }
 
 #[test]
-fn capacity_counts_what_is_promised_to_inline_volumes() {
+fn capacity_includes_inline_volumes() {
     let flags = ["--pool-size", "1Gi", "--overcommit", "3"];
     with_flags(&flags, |driver| {
         let maximum = || {
@@ -79,7 +79,7 @@ fn capacity_counts_what_is_promised_to_inline_volumes() {
     });
 }
 
-/// A volume of one pod, of so many bytes.
+/// A volume of one pod with this size in bytes.
 fn publish(pool: &Pool, name: &str, bytes: u64) -> Answer<()> {
     let access = Access::Mount { fs_type: None, flags: Vec::new(), group: None };
     let request = InlineRequest {
@@ -101,7 +101,7 @@ fn unpublish(pool: &Pool, name: &str) {
 }
 
 #[test]
-fn of_many_that_ask_at_once_no_more_get_a_volume_than_there_may_be() {
+fn concurrent_publishes_respect_the_inline_limit() {
     if !have_root() {
         return;
     }
@@ -138,7 +138,7 @@ fn of_many_that_ask_at_once_no_more_get_a_volume_than_there_may_be() {
 }
 
 #[test]
-fn a_pool_with_little_room_takes_no_inline_volume_and_keeps_nothing_of_it() {
+fn a_full_pool_refuses_inline_volumes_without_leftovers() {
     if !have_root() {
         return;
     }
@@ -154,21 +154,23 @@ fn a_pool_with_little_room_takes_no_inline_volume_and_keeps_nothing_of_it() {
         assert!(!pool.scratch().join("new").exists());
     }
     assert_eq!(pool.backend().inline_usage().unwrap().0, 1);
-    // What is there can be taken away all the same.
+    // Existing volumes can still be removed.
     unpublish(&pool, "before");
     pool.detach(&device);
     pool.backend().delete_volume(&filler.id).unwrap();
-    wait_for("there is room again", || pool.backend().capacity().unwrap().available > 200 * MIB);
+    wait_for("space is available again", || {
+        pool.backend().capacity().unwrap().available > 200 * MIB
+    });
     publish(&pool, "new", MIB).unwrap();
     unpublish(&pool, "new");
     pool.stop();
     assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
 }
 
-/// Makes all calls at once and says how long they took.
+/// Makes all calls concurrently and returns their durations.
 fn all_at_once<R: Rpc + Send>(driver: &Driver, requests: Vec<R>) -> f64
 where
-    R::Answer: Send,
+    R::Response: Send,
 {
     let begun = Instant::now();
     thread::scope(|scope| {
@@ -185,7 +187,7 @@ where
 
 #[test]
 #[ignore = "full tier"]
-fn two_hundred_volumes_are_published_and_unpublished_at_once_and_none_is_refused() {
+fn two_hundred_inline_volumes_are_published_concurrently() {
     with_flags(&[], |driver| {
         let pod = |number| format!("pod-{number}");
         let volumes: Vec<PodVolume> =
@@ -215,7 +217,7 @@ fn two_hundred_volumes_are_published_and_unpublished_at_once_and_none_is_refused
 }
 
 #[test]
-fn many_calls_at_once_for_one_handle_make_one_volume() {
+fn concurrent_publishes_of_one_handle_create_one_volume() {
     with_flags(&[], |driver| {
         let volume = pod_volume(driver, "uid", "v");
         for _ in 0..3 {

@@ -1,5 +1,5 @@
-//! Inline volumes in trouble: places that are taken, users that stay, files that somebody removed, reboots, and pods
-//! that vanished while nobody looked. What a pod has is kept, and what nobody has goes.
+//! Inline volumes in trouble: occupied targets, volumes in use, removed files, reboots, and pods
+//! that vanished unnoticed. A volume in use is kept, an unused one is removed.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use csi_loopback::backend::PoolKind;
 use csi_loopback::backend::check::{self, FindingKind};
 use csi_loopback::proto::csi::v1 as csi;
-use support::container::WITHOUT_OTHERS;
+use support::container::UNMOUNT_OTHERS;
 use support::driver::*;
 use support::inline::{PodVolume, is_mounted, pod_volume};
 use support::{MIB, have_root, path, run};
@@ -18,7 +18,7 @@ use tonic::Code;
 
 const SMALL: [(&str, &str); 1] = [("size", "16Mi")];
 
-/// A volume of a pod of its own, published, with a file in it.
+/// A published volume of a new pod, with a file in it.
 fn published(driver: &Driver, pod: &str) -> PodVolume {
     let volume = pod_volume(driver, pod, "v");
     driver.ok(volume.publishing(&SMALL));
@@ -42,7 +42,7 @@ fn is_attached(device: &str) -> bool {
     Path::new("/sys/block").join(name).join("loop").exists()
 }
 
-/// What a reboot takes away of a volume.
+/// Removes what a reboot removes of a volume.
 fn reboot(volume: &PodVolume) {
     let device = device_at(&volume.target);
     run("umount", &[path(&volume.target)]);
@@ -54,7 +54,7 @@ fn pods(driver: &Driver) -> PathBuf {
     driver.scratch().join("pods")
 }
 
-/// The pod is gone, with its directory, and nobody has told the driver.
+/// Removes the pod and its directory without a call to the driver.
 fn vanish(volume: &PodVolume) {
     while is_mounted(&volume.target) {
         run("umount", &[path(&volume.target)]);
@@ -62,7 +62,7 @@ fn vanish(volume: &PodVolume) {
     fs::remove_dir_all(volume.target.ancestors().nth(4).unwrap()).unwrap();
 }
 
-/// How many inline volumes the pool holds, with a row or without; the driver is stopped and started for it.
+/// Number of inline volumes in the pool, with a row or without; stops and starts the driver.
 fn in_pool(driver: &mut Driver) -> u64 {
     if driver.is_running() {
         driver.kill();
@@ -72,10 +72,10 @@ fn in_pool(driver: &mut Driver) -> u64 {
     report.inline_volumes
 }
 
-/// Waits until the pool holds so many, and stops the driver: a round gives a device half a second to let go of its blocks, and then it is
-/// the next one's turn, of which a start is the first.
+/// Waits until the pool has this number, and stops the driver: a collection waits half a second for
+/// a device to release its blocks, and then leaves it to the next one, which a start runs first.
 fn settled(driver: &mut Driver, count: u64) {
-    wait_for("what has to go is gone from the pool", || {
+    wait_for("removed volumes are gone from the pool", || {
         if driver.is_running() {
             driver.kill();
         }
@@ -89,15 +89,15 @@ fn settled(driver: &mut Driver, count: u64) {
 }
 
 #[test]
-fn a_target_that_something_else_is_at_is_refused_and_nothing_is_made() {
+fn an_occupied_target_is_refused() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid", "v");
         fs::create_dir_all(&volume.target).unwrap();
         run("mount", &["-t", "tmpfs", "tmpfs", path(&volume.target)]);
-        let words = "target_path: something else is at";
+        let words = "target_path: another mount or file exists at";
         driver.refused(volume.publishing(&SMALL), Code::FailedPrecondition, words);
         driver.unpublish(&volume.handle, &volume.target);
-        assert!(is_mounted(&volume.target), "what is somebody else's stays");
+        assert!(is_mounted(&volume.target), "a foreign mount remains");
         assert_eq!(in_pool(driver), 0);
         driver.start_again();
         run("umount", &[path(&volume.target)]);
@@ -106,7 +106,7 @@ fn a_target_that_something_else_is_at_is_refused_and_nothing_is_made() {
         driver.refused(volume.publishing(&SMALL), Code::FailedPrecondition, words);
         fs::remove_file(&volume.target).unwrap();
         driver.ok(volume.publishing(&SMALL));
-        // Not above another volume either.
+        // Not over another volume either.
         let other = PodVolume { handle: "csi-other".to_owned(), target: volume.target.clone() };
         driver.refused(other.publishing(&SMALL), Code::FailedPrecondition, words);
         driver.unpublish(&other.handle, &other.target);
@@ -116,21 +116,21 @@ fn a_target_that_something_else_is_at_is_refused_and_nothing_is_made() {
 }
 
 #[test]
-fn a_reboot_loses_nothing_that_is_in_the_pool() {
+fn inline_volumes_in_the_pool_survive_a_reboot() {
     with_driver(|driver| {
         let volume = published(driver, "uid");
         driver.kill();
         reboot(&volume);
         driver.start_again();
-        // What is at the target meanwhile keeps the volume from being shown, and does it no harm.
+        // A file at the target in the meantime prevents the mount, and does not damage the volume.
         run("mount", &["-t", "tmpfs", "tmpfs", path(&volume.target)]);
-        let words = "something else is at";
+        let words = "another mount or file exists at";
         driver.refused(volume.publishing(&SMALL), Code::FailedPrecondition, words);
         run("umount", &[path(&volume.target)]);
         driver.ok(volume.publishing(&SMALL));
         assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "uid");
         unpublish(driver, &volume);
-        // Unpublish without a new publish, where somebody has used the bare directory meanwhile.
+        // Unpublish without another publish, after another process used the bare directory.
         let volume = published(driver, "uid-2");
         driver.kill();
         reboot(&volume);
@@ -143,7 +143,7 @@ fn a_reboot_loses_nothing_that_is_in_the_pool() {
 }
 
 #[test]
-fn a_volume_in_use_is_taken_away_when_its_user_is_gone() {
+fn an_inline_volume_in_use_is_removed_after_its_user() {
     with_driver(|driver| {
         let volume = published(driver, "uid");
         let user = File::open(volume.file("file")).unwrap();
@@ -151,7 +151,7 @@ fn a_volume_in_use_is_taken_away_when_its_user_is_gone() {
         driver.refused(unpublishing.clone(), Code::Aborted, "is in use");
         assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "uid");
         drop(user);
-        // A round may be at it.
+        // A collection may be in progress.
         driver.call_patiently(unpublishing).unwrap();
         assert!(!volume.target.exists());
         assert_eq!(in_pool(driver), 0);
@@ -159,7 +159,7 @@ fn a_volume_in_use_is_taken_away_when_its_user_is_gone() {
 }
 
 #[test]
-fn a_volume_whose_file_was_removed_serves_its_pod_and_goes_with_it() {
+fn a_pod_keeps_an_inline_volume_whose_file_was_removed() {
     if !have_root() {
         return;
     }
@@ -169,25 +169,25 @@ fn a_volume_whose_file_was_removed_serves_its_pod_and_goes_with_it() {
     for entry in fs::read_dir(driver.data_dir().join("volumes")).unwrap() {
         fs::remove_file(entry.unwrap().path()).unwrap();
     }
-    driver.refused(volume.publishing(&SMALL), Code::DataLoss, "backing file is gone");
+    driver.refused(volume.publishing(&SMALL), Code::DataLoss, "backing file is missing");
     fs::write(volume.file("more"), "written").unwrap();
     assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "uid");
     let condition = driver.ok(stats(&volume.handle, path(&volume.target))).volume_condition;
     let message = condition.unwrap().message;
-    assert!(message.contains("backing file is gone"), "{message}");
+    assert!(message.contains("backing file is missing"), "{message}");
     unpublish(&driver, &volume);
     assert!(!is_attached(&device));
     assert_eq!(in_pool(&mut driver), 0);
 }
 
-/// A process in a mount namespace of its own, which has the volume at another place.
+/// A process in its own mount namespace, which has the volume mounted at another path.
 struct Elsewhere(Child);
 
 impl Elsewhere {
     fn new(volume: &PodVolume, at: &Path) -> Self {
         fs::create_dir_all(at).unwrap();
         let script = format!(
-            "{WITHOUT_OTHERS}mount --bind \"$0\" \"$1\" && without_others \"$1\" && echo there && exec cat"
+            "{UNMOUNT_OTHERS}mount --bind \"$0\" \"$1\" && unmount_others \"$1\" && echo there && exec cat"
         );
         let mut child = Command::new("unshare")
             .args(["--mount", "--propagation", "private", "sh", "-c", &script])
@@ -212,7 +212,7 @@ impl Drop for Elsewhere {
 
 #[test]
 #[ignore = "full tier"]
-fn volumes_of_pods_that_vanished_go_and_one_that_is_in_use_anywhere_stays() {
+fn only_unused_volumes_of_vanished_pods_are_collected() {
     with_driver(|driver| {
         let (gone, used, here) =
             (published(driver, "gone"), published(driver, "used"), published(driver, "here"));
@@ -222,17 +222,17 @@ fn volumes_of_pods_that_vanished_go_and_one_that_is_in_use_anywhere_stays() {
         vanish(&gone);
         vanish(&used);
         driver.start_again();
-        // The other mount namespace had a copy of each mount, and gives them up in its own time.
-        wait_for("what nobody uses is gone", || !is_attached(&devices[0]));
+        // The other mount namespace had a copy of each mount and releases them later.
+        wait_for("an unused volume is removed", || !is_attached(&devices[0]));
         assert!(is_attached(&devices[1]) && is_attached(&devices[2]));
-        // It is whole: a pod that comes back finds what is in it.
+        // It is complete: a pod that returns finds its content.
         driver.ok(used.publishing(&SMALL));
         assert_eq!(fs::read_to_string(used.file("file")).unwrap(), "used");
         vanish(&used);
         assert_eq!(fs::read_to_string(here.file("file")).unwrap(), "here");
         drop(user);
-        // By a round: no start is needed.
-        wait_for("what nobody uses any more is gone", || !is_attached(&devices[1]));
+        // By a periodic collection, without a restart.
+        wait_for("a volume that is no longer used is removed", || !is_attached(&devices[1]));
         driver.unpublish(&used.handle, &used.target);
         driver.ok(here.publishing(&SMALL));
         settled(driver, 1);
@@ -244,9 +244,9 @@ fn volumes_of_pods_that_vanished_go_and_one_that_is_in_use_anywhere_stays() {
 
 #[test]
 #[ignore = "full tier"]
-fn one_that_cannot_be_removed_keeps_neither_the_driver_nor_the_others() {
+fn an_unremovable_inline_volume_blocks_nothing_else() {
     with_driver(|driver| {
-        // In the order in which they are looked after the stuck one may be first or last.
+        // The stuck one may be first or last in the order of the collection.
         let (before, stuck, after) =
             (published(driver, "a"), published(driver, "b"), published(driver, "c"));
         let devices = [&before, &stuck, &after].map(|volume| device_at(&volume.target));
@@ -261,17 +261,17 @@ fn one_that_cannot_be_removed_keeps_neither_the_driver_nor_the_others() {
         wait_for("the others are gone", || !others.iter().any(|device| is_attached(device)));
         assert!(is_attached(&devices[1]));
         let log = driver.log();
-        assert!(log.contains("mounted in another place or mount namespace"), "{log}");
+        assert!(log.contains("mounted at another path or in another mount namespace"), "{log}");
         drop(user);
-        wait_for("it is gone when it can be", || !is_attached(&devices[1]));
-        // The round that has let go of it may still be at the rest.
+        wait_for("it is removed when possible", || !is_attached(&devices[1]));
+        // The collection that released it may still process the rest.
         driver.call_patiently(leaving).unwrap();
         settled(driver, 0);
     });
 }
 
 #[test]
-fn a_directory_of_pods_that_is_not_there_yet_costs_no_volume() {
+fn a_missing_pods_directory_removes_no_volume() {
     with_driver(|driver| {
         let volume = published(driver, "uid");
         driver.kill();
@@ -288,7 +288,7 @@ fn a_directory_of_pods_that_is_not_there_yet_costs_no_volume() {
         driver.start_again();
         driver.ok(volume.publishing(&SMALL));
         assert_eq!(fs::read_to_string(volume.file("file")).unwrap(), "uid");
-        // With the pods of others in it, it says that this one is gone.
+        // Other pods in the directory prove that this one is gone.
         driver.kill();
         reboot(&volume);
         vanish(&volume);
@@ -299,7 +299,7 @@ fn a_directory_of_pods_that_is_not_there_yet_costs_no_volume() {
 }
 
 #[test]
-fn pool_check_knows_inline_volumes_and_what_is_wrong_with_them() {
+fn pool_check_reports_problems_of_inline_volumes() {
     if !have_root() {
         return;
     }
@@ -333,9 +333,9 @@ fn pool_check_knows_inline_volumes_and_what_is_wrong_with_them() {
     expected.sort();
     assert_eq!(found, expected);
     fs::remove_file(directory.join("inline-x-0123456789abcdef")).unwrap();
-    // Neither is mounted, and both can be taken away.
+    // Neither is mounted, and both can be removed.
     driver.start_again();
-    driver.refused(volumes[0].publishing(&SMALL), Code::DataLoss, "backing file is gone");
+    driver.refused(volumes[0].publishing(&SMALL), Code::DataLoss, "backing file is missing");
     driver.refused(volumes[1].publishing(&SMALL), Code::DataLoss, "instead of");
     driver.ok(volumes[2].publishing(&SMALL));
     volumes.iter().for_each(|volume| unpublish(&driver, volume));
@@ -343,7 +343,7 @@ fn pool_check_knows_inline_volumes_and_what_is_wrong_with_them() {
 }
 
 #[test]
-fn neither_content_nor_secrets_are_in_the_catalog() {
+fn the_catalog_contains_no_content_or_secrets() {
     if !have_root() {
         return;
     }
@@ -351,7 +351,7 @@ fn neither_content_nor_secrets_are_in_the_catalog() {
     let volume = pod_volume(&driver, "uid", "v");
     let content = [("content/config", "hunter-in-content")];
     let publishing = volume.publishing_content(&content, &[("password", "hunter-in-secret")]);
-    // Written or not: what was asked for is what must not be there.
+    // Written or not, the requested content must not be found.
     for _ in 0..2 {
         drop(driver.call(publishing.clone()));
     }
@@ -365,7 +365,7 @@ fn neither_content_nor_secrets_are_in_the_catalog() {
 }
 
 #[test]
-fn a_new_volume_is_empty_and_open_to_every_user_as_an_empty_dir_is() {
+fn a_new_inline_volume_has_the_mode_of_an_empty_dir() {
     with_driver(|driver| {
         for fs_type in ["ext4", "xfs", "btrfs"] {
             let volume = pod_volume(driver, "uid", fs_type);

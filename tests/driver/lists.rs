@@ -6,7 +6,7 @@ use support::driver::*;
 use tonic::Code;
 
 #[test]
-fn lists_are_paged_and_no_page_is_lost_when_something_is_deleted_in_between() {
+fn lists_are_paged_correctly_across_deletions() {
     with_driver(|driver| {
         let volumes: Vec<_> =
             (0..7).map(|number| driver.volume(&format!("v{number}"), MIB, block())).collect();
@@ -33,7 +33,7 @@ fn lists_are_paged_and_no_page_is_lost_when_something_is_deleted_in_between() {
             loop {
                 let (ids, next) = page(&token);
                 assert!(!ids.is_empty() && ids.len() <= 2);
-                // The one that the token stands for, and the one before it.
+                // The volume that the token names, and the previous one.
                 ids.iter().for_each(|id| delete(id));
                 seen.extend(ids);
                 pages += 1;
@@ -99,12 +99,12 @@ fn snapshots_are_found_by_id_and_by_volume() {
         assert_eq!((found.source_volume_id.as_str(), found.size_bytes as u64), (&*w, 2 * MIB));
         assert!(found.ready_to_use && found.creation_time.is_some());
         assert!(found.group_snapshot_id.is_empty());
-        assert_eq!(driver.ok(cut("c", &w)).snapshot.unwrap(), found);
-        driver.refused(cut("c", &v), Code::AlreadyExists, "name");
+        assert_eq!(driver.ok(create_snapshot("c", &w)).snapshot.unwrap(), found);
+        driver.refused(create_snapshot("c", &v), Code::AlreadyExists, "name");
         driver.refused(get(NO_SNAPSHOT), Code::NotFound, NO_SNAPSHOT);
         driver.ok(delete_volume(&w));
         assert_eq!(find("", &w), [c.as_str()]);
-        driver.ok(cut("a", &v));
+        driver.ok(create_snapshot("a", &v));
         for _ in 0..2 {
             driver.ok(delete_snapshot(&a));
             driver.refused(get(&a), Code::NotFound, &a);

@@ -1,4 +1,4 @@
-//! What the driver logs, and what never reaches a log.
+//! The content of the driver's log, and values that must never be logged.
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
@@ -8,15 +8,15 @@ use tonic::Code;
 
 use csi::volume_capability::access_mode::Mode;
 
-/// In every value of this kind a client may keep a secret.
+/// A part of every value in which a client may keep a secret.
 const SECRET: &str = "1481516234";
 
 fn secrets() -> std::collections::HashMap<String, String> {
     map(&[("password", SECRET), ("csi.storage.k8s.io/serviceAccount.tokens", SECRET)])
 }
 
-/// Every RPC that carries secrets or values that may be secret, with these as they are to be (an
-/// error comes of something else) and as they must not be.
+/// Every RPC with secrets or possibly secret values, once valid (with an error in another field)
+/// and once invalid.
 fn calls_with_secrets(driver: &Driver, volume: &str, snapshot: &str, group: &str) {
     let (secret, kubernetes) = (secrets(), map(&[("csi.storage.k8s.io/pvc/name", SECRET)]));
     let bad = map(&[("changeTracking", SECRET), ("csi.storage.k8s.io/pvc/name", SECRET)]);
@@ -32,12 +32,12 @@ fn calls_with_secrets(driver: &Driver, volume: &str, snapshot: &str, group: &str
             let _ = driver.call(csi::CreateSnapshotRequest {
                 secrets: secret.clone(),
                 parameters: values.clone(),
-                ..cut(name, volume)
+                ..create_snapshot(name, volume)
             });
             let _ = driver.call(csi::CreateVolumeGroupSnapshotRequest {
                 secrets: secret.clone(),
                 parameters: values.clone(),
-                ..cut_group(name, &[volume])
+                ..create_group_snapshot(name, &[volume])
             });
         }
         for id in [volume, "vol-none-0123456789abcdef", ""] {
@@ -118,7 +118,7 @@ fn calls_with_secrets(driver: &Driver, volume: &str, snapshot: &str, group: &str
 }
 
 #[test]
-fn secrets_mount_flags_and_parameter_values_never_reach_the_log() {
+fn secrets_mount_flags_and_parameters_are_never_logged() {
     if !have_root() {
         return;
     }
@@ -127,11 +127,11 @@ fn secrets_mount_flags_and_parameter_values_never_reach_the_log() {
         let driver = Driver::with(PoolKind::Copy, &flags);
         let raw = driver.volume("raw", MIB, block());
         let snapshot = driver.snapshot("s", &raw);
-        let group = driver.ok(cut_group("g", &[&raw])).group_snapshot.unwrap();
+        let group = driver.ok(create_group_snapshot("g", &[&raw])).group_snapshot.unwrap();
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         let secret = secrets();
         let context = map(&[("csi.storage.k8s.io/pod.name", SECRET)]);
-        // A flag that works and whose value is free, and flags that no filesystem knows.
+        // A valid flag with a free value, and flags that no filesystem knows.
         let works = format!("init_itable={SECRET}");
         for flags in [&[SECRET][..], &["bind", SECRET], &[&works]] {
             let wanted = with_flags("", Mode::SingleNodeMultiWriter, flags);
@@ -156,7 +156,7 @@ fn secrets_mount_flags_and_parameter_values_never_reach_the_log() {
         let log = driver.log();
         let said: Vec<_> = log.lines().filter(|line| line.contains(SECRET)).collect();
         assert!(said.is_empty(), "{said:#?}");
-        // It is the log of these calls, and as detailed as it gets.
+        // The log contains these calls, at the highest level.
         for word in ["TRACE", "NodeStageVolume", "GetMetadataDelta", "OK", "INVALID_ARGUMENT"] {
             assert!(log.contains(word), "{word}");
         }
@@ -180,7 +180,7 @@ fn an_error_never_repeats_a_value_that_may_be_secret() {
 }
 
 #[test]
-fn each_call_is_one_line_of_json_with_its_ids_duration_and_code() {
+fn each_call_is_one_json_line_with_ids_duration_and_code() {
     if !have_root() {
         return;
     }
@@ -191,7 +191,7 @@ fn each_call_is_one_line_of_json_with_its_ids_duration_and_code() {
     let b = driver.snapshot("b", &volume);
     driver.ok(delta(&a, &b));
     driver.ok(allocated(&a));
-    driver.refused(get_volume("nobody"), Code::NotFound, "nobody");
+    driver.refused(get_volume("no-such-volume"), Code::NotFound, "no-such-volume");
     driver.refused(create("", MIB, block()), Code::InvalidArgument, "name");
     let lines: Vec<serde_json::Value> =
         driver.log().lines().map(|line| serde_json::from_str(line).expect(line)).collect();
@@ -214,7 +214,7 @@ fn each_call_is_one_line_of_json_with_its_ids_duration_and_code() {
     has(&[("rpc", "CreateSnapshot"), ("volume_id", &volume), ("snapshot_id", &a)]);
     has(&[("rpc", "GetMetadataDelta"), ("base_snapshot_id", &a), ("snapshot_id", &b)]);
     has(&[("rpc", "GetMetadataAllocated"), ("snapshot_id", &a), ("code", "OK")]);
-    has(&[("rpc", "ControllerGetVolume"), ("volume_id", "nobody"), ("code", "NOT_FOUND")]);
+    has(&[("rpc", "ControllerGetVolume"), ("volume_id", "no-such-volume"), ("code", "NOT_FOUND")]);
     has(&[("rpc", "CreateVolume"), ("code", "INVALID_ARGUMENT")]);
     let stream = calls.iter().find(|call| call["rpc"] == "GetMetadataAllocated").unwrap();
     assert_eq!((stream["messages"].as_u64(), stream["extents"].as_u64()), (Some(1), Some(1)));

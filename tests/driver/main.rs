@@ -1,5 +1,5 @@
-//! The driver and what runs beside it on a node, over their sockets: real pools, loop devices and mounts, as root. No
-//! Kubernetes.
+//! The driver and the other roles of a node, over their sockets: real pools, loop devices and
+//! mounts, as root, without Kubernetes.
 
 mod bases;
 mod conditions;

@@ -1,12 +1,12 @@
-//! Several pools on one machine share its loop devices, and none touches another's.
+//! Several pools on one machine share its loop devices, and none affects another's.
 
 use support::*;
 
-/// Attaching and detaching at the same time passes devices from one pool to another as fast as the
-/// kernel can; whoever lets go of one must not let go of what somebody else has just attached.
+/// Concurrent attaching and detaching passes devices from one pool to another at the kernel's
+/// speed. A pool that detaches a device must not detach one that another pool has just attached.
 #[test]
 #[ignore = "full tier"]
-fn pools_that_attach_and_detach_at_once_never_take_each_others_devices() {
+fn concurrent_pools_never_use_each_others_devices() {
     if !have_root() {
         return;
     }

@@ -1,4 +1,5 @@
-//! Snapshot metadata over the wire: what a stream holds, how it is cut into messages, and how it ends.
+//! Snapshot metadata over the wire: the content of a stream, its division into messages, and its
+//! end.
 
 use std::time::Duration;
 
@@ -33,7 +34,7 @@ fn sample(driver: &Driver) -> (String, String) {
 }
 
 #[test]
-fn extents_are_reported_as_they_are_or_in_blocks_of_one_size() {
+fn extents_have_any_length_or_one_block_size() {
     with_driver(|driver| {
         let (volume, a) = sample(driver);
         let device = driver.target(&volume);
@@ -65,7 +66,7 @@ fn extents_are_reported_as_they_are_or_in_blocks_of_one_size() {
 }
 
 #[test]
-fn an_answer_starts_at_the_offset_that_is_asked_for() {
+fn a_stream_starts_at_the_requested_offset() {
     with_driver(|driver| {
         let (volume, a) = sample(driver);
         let (first, last) = ((BLOCK, 2 * BLOCK), (9 * BLOCK, BLOCK));
@@ -111,7 +112,7 @@ fn an_answer_starts_at_the_offset_that_is_asked_for() {
 }
 
 #[test]
-fn a_delta_between_what_has_none_is_refused_with_the_right_code() {
+fn an_impossible_delta_is_refused_with_its_code() {
     with_driver(|driver| {
         let (volume, a) = sample(driver);
         let b = driver.snapshot("b", &volume);
@@ -132,7 +133,7 @@ fn a_delta_between_what_has_none_is_refused_with_the_right_code() {
             driver.refused(request, Code::InvalidArgument, "max_results");
         }
 
-        // A deleted snapshot stays a base, but is no target.
+        // A deleted snapshot remains a base, but cannot be a target.
         driver.ok(delete_snapshot(&a));
         assert!(driver.ok(delta(&a, &b)).extents().is_empty());
         driver.refused(delta(&a, &a), Code::NotFound, &a);
@@ -146,7 +147,7 @@ fn a_delta_between_what_has_none_is_refused_with_the_right_code() {
 }
 
 #[test]
-fn an_empty_answer_is_one_message_with_type_and_capacity() {
+fn an_empty_stream_is_one_message_with_type_and_capacity() {
     with_driver(|driver| {
         let (volume, a) = sample(driver);
         let empty = driver.volume("empty", 5 * MIB, block());
@@ -173,7 +174,7 @@ fn an_empty_answer_is_one_message_with_type_and_capacity() {
 }
 
 #[test]
-fn a_message_holds_no_more_extents_than_asked_for() {
+fn a_message_has_at_most_the_requested_extents() {
     with_driver(|driver| {
         let volume = driver.volume("v", 64 * MIB, block());
         let device = driver.publish(&volume, &block());
@@ -192,11 +193,12 @@ fn a_message_holds_no_more_extents_than_asked_for() {
             let sizes: Vec<_> = all.messages.iter().map(Vec::len).collect();
             assert!(sizes.iter().all(|size| (1..=most).contains(size)), "{max_results}: {sizes:?}");
             if most < count {
-                // Full ones but for the last: a client that asks for many gets them at once.
+                // All except the last are full: a client that requests many gets them in one
+                // message.
                 assert_eq!(sizes.len(), count.div_ceil(most));
             }
         }
-        // Cut anywhere and resumed behind what has come, the parts are the whole.
+        // Interrupted anywhere and resumed after the last extent, the parts equal the whole.
         let (mut parts, mut offset) = (Vec::new(), 0);
         while parts.len() < count {
             let answer = driver.ok(from(&b, offset as i64, 1024));
@@ -208,14 +210,14 @@ fn a_message_holds_no_more_extents_than_asked_for() {
 }
 
 #[test]
-fn no_message_of_a_large_answer_is_too_large_for_grpc() {
+fn no_message_of_a_large_stream_exceeds_the_grpc_limit() {
     if !have_root() {
         return;
     }
     let driver = Driver::with(PoolKind::Reflink, &SMALLEST);
     let bytes = 2 * GIB;
     let volume = driver.volume("v", bytes, block());
-    // The same 64 MiB over and over: as many blocks as would fill more than 4 MiB of message.
+    // The same 64 MiB repeatedly: as many blocks as would fill more than 4 MiB of message.
     let source = driver.data_dir().join("source");
     std::fs::write(&source, pattern(1, 64 << 20)).unwrap();
     let backing = driver.backing_file(&volume);
@@ -232,7 +234,7 @@ fn no_message_of_a_large_answer_is_too_large_for_grpc() {
     assert!(answer.messages.len() < 20, "{} messages", answer.messages.len());
 }
 
-/// A snapshot whose answer has 16384 extents: far more than fit in a window of HTTP/2, one by one.
+/// A snapshot whose stream has 16384 extents: far more than an HTTP/2 window fits, one by one.
 fn long_answer(driver: &Driver) -> (String, String) {
     let volume = driver.volume("v", 64 * MIB, block());
     let content = pattern(1, 64 << 20);
@@ -241,7 +243,7 @@ fn long_answer(driver: &Driver) -> (String, String) {
     (volume, snapshot)
 }
 
-/// Begins to read, waits for `pause`, reads on: how many extents came, and how it ended.
+/// Reads the first message, waits for `pause`, and reads on: the number of extents, and the end.
 fn read_slowly(
     driver: &Driver,
     timeout: Option<Duration>,
@@ -268,7 +270,7 @@ fn read_slowly(
 }
 
 #[test]
-fn a_stream_that_is_cut_off_by_its_deadline_ends_with_an_error() {
+fn a_stream_that_exceeds_its_deadline_ends_with_an_error() {
     if !have_root() {
         return;
     }
@@ -279,13 +281,13 @@ fn a_stream_that_is_cut_off_by_its_deadline_ends_with_an_error() {
     let (extents, end) = read_slowly(&driver, Some(timeout), &snapshot, pause);
     assert!((1..16384).contains(&extents), "{extents}");
     assert_eq!(end.unwrap_err().code(), Code::DeadlineExceeded);
-    // Slowness alone is no error.
+    // A slow client alone is not an error.
     let (extents, end) = read_slowly(&driver, None, &snapshot, pause);
     assert_eq!((extents, end.is_ok()), (16384, true), "{end:?}");
 }
 
 #[test]
-fn a_stream_that_is_cut_off_by_a_shutdown_ends_with_an_error() {
+fn a_stream_aborted_by_a_shutdown_ends_with_an_error() {
     if !have_root() {
         return;
     }
@@ -294,28 +296,28 @@ fn a_stream_that_is_cut_off_by_a_shutdown_ends_with_an_error() {
     let (_, snapshot) = long_answer(&driver);
     let (extents, end) = read_slowly(&driver, None, &snapshot, async || {
         driver.signal(Signal::SIGTERM);
-        // From then on its time runs, whenever it got to hear the signal.
+        // The drain timeout starts when the driver receives the signal.
         while !driver.log().contains("draining") {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         tokio::time::sleep(Duration::from_millis(600)).await;
     });
     assert!((1..16384).contains(&extents), "{extents}");
-    let code = end.expect_err("an answer that was cut off looks complete").code();
+    let code = end.expect_err("an aborted stream looks complete").code();
     assert!(matches!(code, Code::Unavailable | Code::Unknown | Code::Cancelled), "{code:?}");
     assert!(driver.wait().success());
 
-    // Also when nothing of it could be said any more.
+    // Also if no error could be sent to the client.
     driver.start_again();
     let (extents, end) =
         read_slowly(&driver, None, &snapshot, async || driver.signal(Signal::SIGKILL));
     assert!((1..16384).contains(&extents), "{extents}");
-    end.expect_err("an answer that was cut off looks complete");
+    end.expect_err("an aborted stream looks complete");
     driver.wait();
 }
 
 #[test]
-fn a_stream_goes_on_while_its_volume_is_cut_deleted_and_restored() {
+fn a_stream_continues_while_its_volume_changes() {
     if !have_root() {
         return;
     }
@@ -339,7 +341,7 @@ fn a_stream_goes_on_while_its_volume_is_cut_deleted_and_restored() {
 }
 
 #[test]
-fn clients_that_do_not_read_keep_nobody_else_waiting() {
+fn clients_that_do_not_read_block_no_other_client() {
     if !have_root() {
         return;
     }
@@ -356,7 +358,7 @@ fn clients_that_do_not_read_keep_nobody_else_waiting() {
     driver.ok(csi::ProbeRequest {});
     driver.snapshot("b", &driver.volume("w", MIB, block()));
     drop(streams);
-    wait_for("the log tells of streams whose client went away", || {
+    wait_for("the log reports streams whose client disconnected", || {
         driver.log().matches("CANCELLED").count() >= 70
     });
 }

@@ -16,7 +16,7 @@ fn number(value: &Value, name: &str) -> u64 {
 }
 
 #[test]
-fn the_commands_show_the_pool_and_grow_it_under_its_volumes() {
+fn the_pool_commands_work_with_attached_volumes() {
     if !have_root() {
         return;
     }
@@ -25,7 +25,10 @@ fn the_commands_show_the_pool_and_grow_it_under_its_volumes() {
     let device = driver.publish(&volume, &block());
     write_direct(&device, 0, &pattern(1, MIB as usize));
     let before = driver.cli_json(&["pool", "status"]);
-    assert_eq!((&before["kind"], &before["reason"]), (&"image".into(), &"asked for".into()));
+    assert_eq!(
+        (&before["kind"], &before["reason"]),
+        (&"image".into(), &"requested by --pool".into())
+    );
     assert_eq!(number(&before["image"], "size_bytes"), 400 * MIB);
     assert_eq!(before["image"]["allocated"], true);
     assert!(number(&before["image"], "available_below_bytes") > 0);
@@ -53,18 +56,18 @@ fn the_commands_show_the_pool_and_grow_it_under_its_volumes() {
     let refused = driver.cli(&["pool", "grow", "--size", "500Mi"]);
     let said = String::from_utf8(refused.stderr).unwrap();
     assert!(!refused.status.success() && said.contains("OUT_OF_RANGE"), "{said}");
-    // It was started with --pool-size 400Mi and is again.
+    // Started again with the original --pool-size 400Mi.
     driver.restart();
     assert_eq!(driver.ok(admin::GetPoolRequest {}).image.unwrap().size_bytes, 600 * MIB);
     driver.restart_with(&["--pool-size", "700Mi"]);
     assert_eq!(driver.ok(admin::GetPoolRequest {}).image.unwrap().size_bytes, 700 * MIB);
     write_direct(&device, 0, &pattern(2, MIB as usize));
     driver.take_down(&volume);
-    assert!(driver.log().contains("the pool has grown"));
+    assert!(driver.log().contains("grew the pool"));
 }
 
 #[test]
-fn a_pool_without_an_image_says_what_has_to_grow() {
+fn growing_a_pool_without_an_image_names_the_filesystem() {
     if !have_root() {
         return;
     }
@@ -74,5 +77,5 @@ fn a_pool_without_an_image_says_what_has_to_grow() {
     driver.refused(grow(GIB), Code::FailedPrecondition, "grow that");
     let shown = driver.cli(&["pool", "status"]);
     let shown = String::from_utf8(shown.stdout).unwrap();
-    assert!(shown.contains("copy: asked for") && !shown.contains("image"), "{shown}");
+    assert!(shown.contains("copy: requested by --pool") && !shown.contains("image"), "{shown}");
 }

@@ -1,5 +1,4 @@
-//! The driver as a process: its socket, its log, its endpoints for people and machines, and what
-//! becomes of volumes when it starts, stops or dies.
+//! The driver as a process: its socket, log and endpoints, and volumes across start, stop and kill.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +13,7 @@ use support::http::{fetch, http_address};
 use support::{BLOCK, MIB, have_root, path, pattern, read_all, write_direct};
 use tonic::{Code, Request};
 
-/// What the metrics count: the values of a label, over all lines.
+/// All values of a label in the metrics.
 fn label_values(metrics: &str, label: &str) -> BTreeSet<String> {
     let start = format!("{label}=\"");
     let values = metrics.lines().filter_map(|line| line.split_once(&start)?.1.split_once('"'));
@@ -22,7 +21,7 @@ fn label_values(metrics: &str, label: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn a_driver_advertises_what_it_serves_and_nothing_else() {
+fn a_driver_advertises_exactly_what_it_serves() {
     with_driver(|driver| {
         use csi::controller_service_capability::{Type as Controller, rpc::Type as C};
         use csi::node_service_capability::{Type as Node, rpc::Type as N};
@@ -118,7 +117,7 @@ fn a_driver_advertises_what_it_serves_and_nothing_else() {
 }
 
 #[test]
-fn a_second_driver_on_the_same_data_directory_or_socket_is_refused() {
+fn a_second_driver_on_the_same_directory_is_refused() {
     with_driver(|driver| {
         let other_socket = driver.scratch().join("other.sock");
         let other_data = driver.scratch().join("other-data");
@@ -140,7 +139,7 @@ fn a_second_driver_on_the_same_data_directory_or_socket_is_refused() {
 }
 
 #[test]
-fn a_start_that_is_refused_makes_no_pool() {
+fn a_failed_start_creates_no_pool() {
     with_driver(|driver| {
         let data = driver.scratch().join("other-data");
         let file = driver.scratch().join("file");
@@ -151,7 +150,7 @@ fn a_start_that_is_refused_makes_no_pool() {
         let (below_a_file, answering) = (file.join("csi.sock"), driver.socket());
         let flags: [(&[&str], &str); 5] = [
             (&["--endpoint", path(&socket), "--http-endpoint", &taken], "--http-endpoint"),
-            (&["--endpoint", path(&below_a_file)], "making the directory"),
+            (&["--endpoint", path(&below_a_file)], "failed to create the directory"),
             (&["--endpoint", path(&file)], "is not a socket"),
             (&["--endpoint", path(&answering)], "in use"),
             (&["--endpoint", path(&socket), "--socket-group", "no such group"], "--socket-group"),
@@ -168,7 +167,7 @@ fn a_start_that_is_refused_makes_no_pool() {
 }
 
 #[test]
-fn a_log_level_that_is_none_is_refused() {
+fn an_invalid_log_level_is_refused() {
     with_driver(|driver| {
         let data = driver.scratch().join("other-data");
         let flags = ["--data-dir", path(&data), "--log-level", "foo"];
@@ -183,7 +182,7 @@ fn a_log_level_that_is_none_is_refused() {
 }
 
 #[test]
-fn a_stale_socket_is_replaced_and_an_orderly_end_removes_its_own() {
+fn a_stale_socket_is_replaced_and_removed_at_the_end() {
     with_driver(|driver| {
         driver.kill();
         let stale = fs::metadata(driver.socket()).unwrap();
@@ -193,7 +192,7 @@ fn a_stale_socket_is_replaced_and_an_orderly_end_removes_its_own() {
         assert_ne!(fs::metadata(driver.socket()).unwrap().ino(), stale.ino());
         assert_eq!(driver.stop().code(), Some(0));
         assert!(!driver.socket().exists());
-        // What is no socket is not the driver's to remove.
+        // The driver does not remove a file that is not a socket.
         fs::write(driver.socket(), "precious").unwrap();
         let output = driver.run_another(&[]);
         assert!(!output.status.success());
@@ -203,7 +202,7 @@ fn a_stale_socket_is_replaced_and_an_orderly_end_removes_its_own() {
 }
 
 #[test]
-fn the_socket_is_for_its_owner_alone_unless_flags_say_otherwise() {
+fn the_socket_is_private_unless_flags_open_it() {
     with_driver(|driver| {
         let found = fs::metadata(driver.socket()).unwrap();
         assert_eq!(found.permissions().mode() & 0o7777, 0o600);
@@ -214,14 +213,14 @@ fn the_socket_is_for_its_owner_alone_unless_flags_say_otherwise() {
         let output = driver.run_another(&["--socket-group", "no-such-group"]);
         assert!(!output.status.success());
         assert!(String::from_utf8_lossy(&output.stderr).contains("--socket-group"));
-        // The data of volumes is for root alone, whatever the socket is.
+        // Only root can read the data of volumes, whatever the mode of the socket.
         let mode = fs::metadata(driver.data_dir()).unwrap().permissions().mode();
         assert_eq!(mode & 0o077, 0, "{mode:o}");
     });
 }
 
 #[test]
-fn sigterm_ends_the_driver_with_0_and_leaves_volumes_attached() {
+fn sigterm_exits_with_0_and_keeps_volumes_attached() {
     for_each_driver(|driver| {
         let (fs_volume, raw_volume) =
             (driver.volume("f", 32 * MIB, mounted("")), driver.volume("r", MIB, block()));
@@ -232,7 +231,7 @@ fn sigterm_ends_the_driver_with_0_and_leaves_volumes_attached() {
         write_direct(&device, 0, &pattern(2, BLOCK as usize));
         driver.start_again();
         assert_eq!(fs::read(target.join("file")).unwrap(), pattern(1, 100_000));
-        // The successor knows the volumes: everything goes on, and ends.
+        // The next driver knows the volumes: they remain usable and can be removed.
         driver.ok(driver.staging_of(&fs_volume, &mounted("")));
         driver.ok(driver.publishing(&fs_volume, &target, &mounted("")));
         assert_eq!(mounts_at(&target).len(), 1);
@@ -248,7 +247,7 @@ fn sigterm_ends_the_driver_with_0_and_leaves_volumes_attached() {
 }
 
 #[test]
-fn a_call_that_runs_when_the_driver_is_told_to_stop_is_finished() {
+fn a_running_call_completes_after_sigterm() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         let staging = driver.stage(&volume, &mounted(""));
@@ -259,8 +258,8 @@ fn a_call_that_runs_when_the_driver_is_told_to_stop_is_finished() {
             let request = driver.publishing(&volume, &target, &in_group("4242"));
             let slow = scope.spawn(|| driver.call_patiently(request));
             wait_for("the slow call runs", || {
-                let asked = driver.call(driver.staging_of(&volume, &mounted("")));
-                asked.is_err_and(|status| status.code() == Code::Aborted)
+                let req = driver.call(driver.staging_of(&volume, &mounted("")));
+                req.is_err_and(|status| status.code() == Code::Aborted)
             });
             driver.signal(Signal::SIGTERM);
             wait_for("the driver drains", || driver.log().contains("draining"));
@@ -274,7 +273,7 @@ fn a_call_that_runs_when_the_driver_is_told_to_stop_is_finished() {
 }
 
 #[test]
-fn health_is_told_over_http_and_by_probe() {
+fn health_is_served_over_http_and_by_probe() {
     if !have_root() {
         return;
     }
@@ -294,7 +293,7 @@ fn health_is_told_over_http_and_by_probe() {
 }
 
 #[test]
-fn metrics_count_rpcs_by_method_and_code_and_no_client_can_make_them_grow() {
+fn rpc_metrics_have_bounded_labels() {
     if !have_root() {
         return;
     }
@@ -304,7 +303,7 @@ fn metrics_count_rpcs_by_method_and_code_and_no_client_can_make_them_grow() {
     driver.with_device(&volume, |device| write_direct(device, 0, &pattern(1, BLOCK as usize)));
     let snapshot = driver.snapshot("a", &volume);
     driver.ok(allocated(&snapshot));
-    driver.refused(get_volume("nobody"), Code::NotFound, "nobody");
+    driver.refused(get_volume("no-such-volume"), Code::NotFound, "no-such-volume");
     let scrape = || {
         let (status, body) = fetch(address, "/metrics");
         assert!(status.contains(" 200 ") && body.ends_with("# EOF\n"), "{status}: {body}");
@@ -321,7 +320,11 @@ fn metrics_count_rpcs_by_method_and_code_and_no_client_can_make_them_grow() {
         assert!(before.contains(line), "{line} is not in\n{before}");
     }
     for number in 0..20 {
-        driver.refused(get_volume(&format!("nobody-{number}")), Code::NotFound, "nobody");
+        driver.refused(
+            get_volume(&format!("no-such-volume-{number}")),
+            Code::NotFound,
+            "no-such-volume",
+        );
         let path: tonic::codegen::http::uri::PathAndQuery =
             format!("/csi.v1.Controller/Method{number}").parse().unwrap();
         let unknown = driver.block_on(async {
@@ -347,7 +350,7 @@ fn metrics_count_rpcs_by_method_and_code_and_no_client_can_make_them_grow() {
 
 #[test]
 #[ignore = "full tier"]
-fn in_the_commands_a_name_works_wherever_an_id_does() {
+fn the_commands_accept_names_and_ids() {
     with_driver(|driver| {
         let run = |arguments: &[&str]| {
             let output = driver.cli(arguments);
@@ -369,7 +372,7 @@ fn in_the_commands_a_name_works_wherever_an_id_does() {
                 driver.cli_json(&["snapshot", "create", "a", "--volume", volume]);
                 fs::write(target.join("file"), pattern(1, 100_000)).unwrap();
             }
-            // The second time it is there already.
+            // The second time it exists already.
             let b = driver.cli_json(&["snapshot", "create", "b", "--volume", volume]);
             let size = ["1100Mi", "1200Mi"][round];
             run(&["volume", "expand", volume, "--size", size, "--path", path(&target)]);
@@ -405,7 +408,7 @@ fn in_the_commands_a_name_works_wherever_an_id_does() {
         for command in ["stage", "delete"] {
             let staging: &[&str] =
                 if command == "stage" { &["--staging", path(&staging)] } else { &[] };
-            let unknown = driver.cli(&[&["volume", command, "nobody"], staging].concat());
+            let unknown = driver.cli(&[&["volume", command, "no-such-volume"], staging].concat());
             let said = String::from_utf8_lossy(&unknown.stderr).into_owned();
             assert!(!unknown.status.success() && said.contains("no volume named"), "{said}");
         }
@@ -413,7 +416,7 @@ fn in_the_commands_a_name_works_wherever_an_id_does() {
 }
 
 #[test]
-fn pool_check_refuses_a_pool_in_use_and_finds_nothing_wrong_after() {
+fn pool_check_refuses_a_pool_in_use() {
     for_each_driver(|driver| {
         let volume = driver.volume("v", 8 * MIB, block());
         let mut snapshots = Vec::new();
@@ -424,7 +427,7 @@ fn pool_check_refuses_a_pool_in_use_and_finds_nothing_wrong_after() {
             snapshots.push(driver.snapshot(&format!("s{round}"), &volume));
         }
         driver.ok(delete_snapshot(&snapshots[1]));
-        driver.ok(cut_group("g", &[&volume]));
+        driver.ok(create_group_snapshot("g", &[&volume]));
         driver.copy("clone", Source::Volume(&volume), block());
         driver.ok(delete_volume(&volume));
         let data_dir = driver.data_dir();
@@ -446,7 +449,7 @@ fn pool_check_refuses_a_pool_in_use_and_finds_nothing_wrong_after() {
 }
 
 #[test]
-fn the_environment_names_socket_and_node_where_no_flag_does() {
+fn environment_variables_set_socket_and_node() {
     with_driver(|driver| {
         let socket = driver.scratch().join("environment.sock");
         let data = driver.scratch().join("environment-data");
@@ -457,8 +460,8 @@ fn the_environment_names_socket_and_node_where_no_flag_does() {
             .stderr(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        wait_for("the socket is there", || socket.exists());
-        let asked = driver.block_on(async {
+        wait_for("the socket exists", || socket.exists());
+        let req = driver.block_on(async {
             let channel = tonic::transport::Endpoint::from_static("http://localhost")
                 .connect_with_connector(tower::service_fn(move |_: tonic::transport::Uri| {
                     let socket = socket.clone();
@@ -472,12 +475,12 @@ fn the_environment_names_socket_and_node_where_no_flag_does() {
         });
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(asked.unwrap().node_id, "node-of-environment");
+        assert_eq!(req.unwrap().node_id, "node-of-environment");
     });
 }
 
 #[test]
-fn a_restart_changes_neither_ids_nor_content() {
+fn a_restart_keeps_ids_and_content() {
     for_each_driver(|driver| {
         let volume = driver.volume("v", MIB, block());
         let content = pattern(9, MIB as usize);
@@ -502,7 +505,7 @@ fn a_restart_changes_neither_ids_nor_content() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_driver_killed_at_any_moment_of_a_cut_or_a_copy_leaves_nothing_frozen_or_half_made() {
+fn a_killed_snapshot_leaves_nothing_frozen_or_incomplete() {
     for_each_driver(|driver| {
         let ids = ["a", "b"].map(|name| driver.volume(name, 32 * MIB, mounted("")));
         let targets = ids.each_ref().map(|id| driver.publish(id, &mounted("")));
@@ -512,7 +515,7 @@ fn a_driver_killed_at_any_moment_of_a_cut_or_a_copy_leaves_nothing_frozen_or_hal
             }
             let (name, clone) = (format!("g{round}"), format!("c{round}"));
             let steps = |driver: &Driver| {
-                driver.call(cut_group(&name, &[&ids[0], &ids[1]]))?;
+                driver.call(create_group_snapshot(&name, &[&ids[0], &ids[1]]))?;
                 driver.call(csi::CreateVolumeRequest {
                     volume_content_source: Some(Source::Volume(&ids[0]).into()),
                     ..create(&clone, 0, mounted(""))
@@ -525,7 +528,7 @@ fn a_driver_killed_at_any_moment_of_a_cut_or_a_copy_leaves_nothing_frozen_or_hal
             });
             driver.wait();
             driver.start_again();
-            // A frozen filesystem would keep this waiting for ever.
+            // This would hang forever on a frozen filesystem.
             let (done, waiting) = std::sync::mpsc::channel();
             let written = targets.clone();
             std::thread::spawn(move || {
@@ -537,7 +540,7 @@ fn a_driver_killed_at_any_moment_of_a_cut_or_a_copy_leaves_nothing_frozen_or_hal
                 let _ = std::process::Command::new("fsfreeze").arg("-u").arg(target).status();
             });
             thawed.expect("the successor thaws what its predecessor froze");
-            // All of the group or nothing of it; what is repeated is made.
+            // The group is complete or absent; a repeated call completes it.
             let before = driver.ok(csi::ListSnapshotsRequest::default()).entries.len();
             assert_eq!(before % 2, 0);
             let clone = steps(driver).unwrap().volume.unwrap().volume_id;

@@ -1,5 +1,6 @@
-//! The driver's own service for snapshot sessions (KEP-3314, "The SP Snapshot Session Service"): the answers are those of
-//! CSI's service, the volume is verified, the token is ignored and not shown.
+//! The driver's service for snapshot sessions (KEP-3314, "The SP Snapshot Session Service"): the
+//! responses equal those of CSI's service, the volume is verified, and the token is ignored and not
+//! logged.
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::grpc::fingerprint;
@@ -14,7 +15,7 @@ use csi::BlockMetadataType::{FixedLength, VariableLength};
 
 const FIXED: [&str; 4] = ["--block-metadata-type", "fixed", "--block-size", "64Ki"];
 
-/// Two snapshots of a raw volume, between which a block was written.
+/// Two snapshots of a raw volume, with a write between them.
 fn sample(driver: &Driver) -> (String, String, String) {
     let volume = driver.volume("v", 64 * MIB, block());
     let device = driver.publish(&volume, &block());
@@ -28,21 +29,21 @@ fn sample(driver: &Driver) -> (String, String, String) {
     (volume, first, second)
 }
 
-/// Both services answer alike.
+/// Checks that both services return the same.
 #[track_caller]
-fn same<Q: Rpc<Answer = Metadata>, S: Rpc<Answer = Metadata>>(
+fn same<Q: Rpc<Response = Metadata>, S: Rpc<Response = Metadata>>(
     driver: &Driver,
     of_csi: Q,
-    asked: S,
+    req: S,
 ) -> Metadata {
-    let (expected, answer) = (driver.ok(of_csi), driver.ok(asked));
+    let (expected, answer) = (driver.ok(of_csi), driver.ok(req));
     let facts = |it: &Metadata| (it.kind, it.capacity, it.messages.clone());
     assert_eq!(facts(&answer), facts(&expected));
     answer
 }
 
 #[test]
-fn a_session_is_answered_as_csi_is_in_both_styles() {
+fn session_streams_equal_csi_streams_in_both_styles() {
     with_driver(|driver| {
         let (_, first, second) = sample(driver);
         for (flags, kind) in [(&[][..], VariableLength), (&FIXED, FixedLength)] {
@@ -55,25 +56,25 @@ fn a_session_is_answered_as_csi_is_in_both_styles() {
                     max_results: max_results as i32,
                     ..allocated(&second)
                 };
-                let asked = session::GetAllocatedRequest {
+                let req = session::GetAllocatedRequest {
                     starting_offset: offset,
                     max_results,
                     ..session_allocated(&second)
                 };
-                assert_eq!(same(driver, of_csi, asked).kind, kind);
+                assert_eq!(same(driver, of_csi, req).kind, kind);
                 let of_csi = csi::GetMetadataDeltaRequest {
                     starting_offset: offset as i64,
                     max_results: max_results as i32,
                     ..delta(&first, &second)
                 };
-                let asked = session::GetDeltaRequest {
+                let req = session::GetDeltaRequest {
                     starting_byte_offset: offset,
                     max_results,
                     ..session_delta(&first, &second)
                 };
-                assert_eq!(same(driver, of_csi, asked).kind, kind);
+                assert_eq!(same(driver, of_csi, req).kind, kind);
             }
-            // No change, and a base that was deleted: as CSI has it.
+            // No change, and a deleted base: as in CSI.
             same(driver, delta(&second, &second), session_delta(&second, &second));
         }
         driver.ok(delete_snapshot(&first));
@@ -82,7 +83,7 @@ fn a_session_is_answered_as_csi_is_in_both_styles() {
 }
 
 #[test]
-fn the_named_volume_has_to_be_that_of_the_snapshot() {
+fn the_session_volume_must_match_the_snapshot() {
     with_driver(|driver| {
         let (volume, first, second) = sample(driver);
         let other = driver.volume("w", MIB, block());
@@ -102,14 +103,14 @@ fn the_named_volume_has_to_be_that_of_the_snapshot() {
             driver.refused(between(wrong, &first), Code::NotFound, "volume_id");
         }
         driver.refused(of(&"x".repeat(129)), Code::InvalidArgument, "volume_id");
-        // A base of another volume is what it is to CSI.
+        // A base of another volume is handled as in CSI.
         driver.refused(delta(&foreign, &second), Code::InvalidArgument, "base_snapshot_id");
         driver.refused(between(&volume, &foreign), Code::InvalidArgument, "base_snapshot");
     });
 }
 
 #[test]
-fn each_error_of_a_session_has_its_code_and_names_the_field() {
+fn each_session_error_has_its_code_and_field() {
     with_driver(|driver| {
         let (volume, first, second) = sample(driver);
         let unknown = "snap-x-0123456789abcdef";
@@ -121,20 +122,20 @@ fn each_error_of_a_session_has_its_code_and_names_the_field() {
         driver.refused(session_delta(unknown, &second), Code::NotFound, unknown);
         driver.refused(session_delta(&first, unknown), Code::NotFound, unknown);
         for offset in [64 * MIB + 1, i64::MAX as u64, i64::MAX as u64 + 1, u64::MAX] {
-            let asked = session::GetAllocatedRequest {
+            let req = session::GetAllocatedRequest {
                 starting_offset: offset,
                 ..session_allocated(&first)
             };
-            driver.refused(asked, Code::OutOfRange, "starting_offset: ");
-            let asked = session::GetDeltaRequest {
+            driver.refused(req, Code::OutOfRange, "starting_offset: ");
+            let req = session::GetDeltaRequest {
                 starting_byte_offset: offset,
                 ..session_delta(&first, &second)
             };
-            driver.refused(asked, Code::OutOfRange, "starting_byte_offset: ");
+            driver.refused(req, Code::OutOfRange, "starting_byte_offset: ");
         }
         for max_results in [i32::MAX as u32 + 1, u32::MAX] {
-            let asked = session::GetAllocatedRequest { max_results, ..session_allocated(&second) };
-            same(driver, allocated(&second), asked);
+            let req = session::GetAllocatedRequest { max_results, ..session_allocated(&second) };
+            same(driver, allocated(&second), req);
         }
         driver.ok(modify(&volume, &[("changeTracking", "false")]));
         let untracked = driver.snapshot("third", &volume);
@@ -143,7 +144,7 @@ fn each_error_of_a_session_has_its_code_and_names_the_field() {
 }
 
 #[test]
-fn of_a_token_the_drivers_log_shows_a_fingerprint_and_no_more() {
+fn the_driver_logs_only_a_fingerprint_of_a_session_token() {
     const TOKEN: &str = "mfrggzdfmztwq2lknnwg23tpobyxe43uov3ho6dzpiqdcmrtgq2q";
     if !have_root() {
         return;
@@ -153,7 +154,7 @@ fn of_a_token_the_drivers_log_shows_a_fingerprint_and_no_more() {
         let driver = Driver::with(PoolKind::Copy, &flags);
         let volume = driver.volume("v", MIB, block());
         let first = driver.snapshot("first", &volume);
-        // The sidecar of this project sends a fingerprint, another one may send anything.
+        // This project's sidecar sends a fingerprint; another sidecar may send anything.
         for token in [TOKEN, &fingerprint(TOKEN), ""] {
             for snapshot in [first.as_str(), "", "snap-none-0123456789abcdef"] {
                 let _ = driver.call(session::GetAllocatedRequest {
@@ -176,7 +177,7 @@ fn of_a_token_the_drivers_log_shows_a_fingerprint_and_no_more() {
 }
 
 #[test]
-fn faults_spoil_the_answers_of_sessions_too() {
+fn faults_apply_to_session_streams() {
     if !have_root() {
         return;
     }
@@ -186,7 +187,7 @@ fn faults_spoil_the_answers_of_sessions_too() {
     let driver = Driver::with(PoolKind::Image, &flags);
     let (_, first, second) = sample(&driver);
     assert!(!driver.ok(allocated(&first)).extents().is_empty(), "the rule is for another method");
-    driver.refused(session_allocated(&first), Code::Aborted, "breaks off here");
+    driver.refused(session_allocated(&first), Code::Aborted, "the stream was aborted");
     assert!(!driver.ok(session_allocated(&first)).extents().is_empty());
     driver.refused(session_delta(&first, &second), Code::FailedPrecondition, "full backup");
 }

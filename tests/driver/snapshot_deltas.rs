@@ -1,5 +1,5 @@
-//! ListSnapshotDeltas (KEP-3314, VolumeSnapshotDelta) on the real driver: its pages are the metadata streams' answers, its
-//! tokens outlive the driver and nothing else, and without its flag it is not there.
+//! ListSnapshotDeltas (KEP-3314, VolumeSnapshotDelta) on the real driver: its pages equal the
+//! metadata streams, its tokens survive the driver but nothing else, and it requires its flag.
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
@@ -12,7 +12,7 @@ use csi::controller_service_capability::{Type, rpc};
 const ON: &str = "--enable-snapshot-deltas";
 const FIXED: [&str; 5] = [ON, "--block-metadata-type", "fixed", "--block-size", "64Ki"];
 const VARIABLE: [&str; 1] = [ON];
-/// Entries of a page, at most (docs/reference/driver.md).
+/// Maximum entries of a page (docs/reference/driver.md).
 const LARGEST_PAGE: usize = 4096;
 
 fn deltas(from: &str, to: &str) -> csi::ListSnapshotDeltasRequest {
@@ -37,7 +37,8 @@ fn with_deltas(run: impl FnOnce(&mut Driver)) {
     }
 }
 
-/// Two snapshots of a raw volume with runs of blocks and lone ones, also in one unit of 64 KiB and across two.
+/// Two snapshots of a raw volume with runs and single blocks, also within one unit of 64 KiB and
+/// across two.
 fn sample(driver: &Driver) -> (String, String, String) {
     let volume = driver.volume("v", 64 * MIB, block());
     let device = driver.publish(&volume, &block());
@@ -53,17 +54,17 @@ fn sample(driver: &Driver) -> (String, String, String) {
     (volume, first, second)
 }
 
-/// (block, size in bytes) of a page, with what holds for each page.
+/// Block and size in bytes of each entry of a page, after the checks that apply to every page.
 fn blocks(answer: &csi::ListSnapshotDeltasResponse) -> Vec<(u64, u64)> {
     assert_eq!(answer.volume_size_bytes, 64 * MIB);
     let blocks = answer.changed_blocks.iter().map(|block| {
-        assert_eq!(block.token, None, "this driver hands out no data");
+        assert_eq!(block.token, None, "this driver returns no data tokens");
         (block.offset, block.block_size_bytes)
     });
     blocks.collect()
 }
 
-/// All pages put together, from `token` on.
+/// All pages together, from `token`.
 fn rest(driver: &Driver, from: &str, to: &str, max: i32, token: &str) -> Vec<(u64, u64)> {
     let (mut all, mut token) = (Vec::new(), token.to_owned());
     loop {
@@ -75,13 +76,13 @@ fn rest(driver: &Driver, from: &str, to: &str, max: i32, token: &str) -> Vec<(u6
             assert!(max == 0 || of_page.len() <= max as usize, "{} of {max}", of_page.len());
             return all;
         }
-        // A page with a token is full, so that the pages come to an end.
+        // A page with a token is full, so that the list ends.
         let full = if max == 0 { LARGEST_PAGE } else { LARGEST_PAGE.min(max as usize) };
         assert_eq!(of_page.len(), full);
     }
 }
 
-/// What a stream says, cut into blocks of `size` bytes.
+/// The content of a stream, divided into blocks of `size` bytes.
 fn cut_up(streamed: &Metadata, size: u64) -> Vec<(u64, u64)> {
     let extents = streamed.extents();
     let of = |(offset, length): (u64, u64)| {
@@ -92,7 +93,7 @@ fn cut_up(streamed: &Metadata, size: u64) -> Vec<(u64, u64)> {
 }
 
 #[test]
-fn pages_put_together_are_what_the_streams_say_in_both_styles() {
+fn pages_together_equal_the_streams_in_both_styles() {
     with_deltas(|driver| {
         let (_, first, second) = sample(driver);
         for (flags, size) in [(&VARIABLE[..], BLOCK), (&FIXED[..], 64 << 10)] {
@@ -112,7 +113,7 @@ fn pages_put_together_are_what_the_streams_say_in_both_styles() {
 }
 
 #[test]
-fn a_page_has_the_largest_size_when_none_or_more_is_asked_for() {
+fn a_page_has_a_default_and_maximum_size() {
     with_deltas(|driver| {
         let volume = driver.volume("v", 64 * MIB, block());
         let content = pattern(1, 5000 * BLOCK as usize);
@@ -131,7 +132,7 @@ fn a_page_has_the_largest_size_when_none_or_more_is_asked_for() {
 }
 
 #[test]
-fn a_token_is_good_after_the_driver_was_killed() {
+fn a_page_token_remains_valid_after_a_kill() {
     with_deltas(|driver| {
         let (_, first, second) = sample(driver);
         for from in [first.as_str(), ""] {
@@ -152,7 +153,7 @@ fn a_token_is_good_after_the_driver_was_killed() {
 }
 
 #[test]
-fn a_token_that_is_foreign_forged_cut_or_overlong_is_refused() {
+fn an_invalid_page_token_is_refused() {
     with_deltas(|driver| {
         let (volume, first, second) = sample(driver);
         let third = driver.snapshot("third", &volume);
@@ -161,12 +162,12 @@ fn a_token_that_is_foreign_forged_cut_or_overlong_is_refused() {
         let refused = |from: &str, to: &str, token: &str| {
             driver.refused(page(from, to, 0, token), Code::InvalidArgument, "starting_token: ");
         };
-        // Good, for others.
+        // Valid, but for other snapshots.
         refused("", &second, &token);
         refused(&first, &third, &token);
         refused(&second, &third, &token);
         refused(&first, &second, &driver.ok(page("", &second, 1, "")).next_token);
-        // Of another list of this driver.
+        // From another list of this driver.
         let lists = csi::ListSnapshotsRequest { max_entries: 1, ..Default::default() };
         refused(&first, &second, &driver.ok(lists).next_token);
         refused(&first, &second, &second);
@@ -188,7 +189,7 @@ fn a_token_that_is_foreign_forged_cut_or_overlong_is_refused() {
 }
 
 #[test]
-fn a_token_is_aborted_once_its_answer_is_no_longer_to_be_had() {
+fn a_page_token_is_aborted_when_its_delta_is_gone() {
     with_deltas(|driver| {
         let (volume, first, second) = sample(driver);
         let third = driver.snapshot("third", &volume);
@@ -202,27 +203,29 @@ fn a_token_is_aborted_once_its_answer_is_no_longer_to_be_had() {
         let begun = driver.ok(page(&first, &second, 1, ""));
         let held = driver.ok(page("", &second, 1, "")).next_token;
         let token = begun.next_token.as_str();
-        let behind = rest(driver, &first, &second, 0, token);
+        let rest_of_list = rest(driver, &first, &second, 0, token);
 
         // Blocks of another size have other numbers.
         driver.restart_with(&FIXED);
         stale(driver, &first, token);
         stale(driver, "", &held);
         driver.restart_with(&VARIABLE);
-        assert_eq!(rest(driver, &first, &second, 0, token), behind);
+        assert_eq!(rest(driver, &first, &second, 0, token), rest_of_list);
 
-        // The base may be deleted, until its record is dropped.
+        // The base may be deleted until its record is dropped.
         driver.ok(delete_snapshot(&first));
-        assert_eq!(rest(driver, &first, &second, 4, token), behind);
-        // Ages are in whole seconds, and records are looked at when a driver starts.
+        assert_eq!(rest(driver, &first, &second, 4, token), rest_of_list);
+        // Ages have a resolution of one second, and a starting driver checks records.
         std::thread::sleep(std::time::Duration::from_secs(2));
         driver.restart_with(&[ON, "--change-record-retention", "0s"]);
-        wait_for("the base's record is dropped", || driver.call(deltas(&first, &second)).is_err());
+        wait_for("the record of the base is dropped", || {
+            driver.call(deltas(&first, &second)).is_err()
+        });
         driver.refused(deltas(&first, &second), Code::FailedPrecondition, "from_snapshot_id");
         stale(driver, &first, token);
         assert!(!rest(driver, "", &second, 0, &held).is_empty());
 
-        // The target has to be there. To start over tells why.
+        // The target must exist. Starting over reports why it does not.
         driver.ok(delete_snapshot(&second));
         stale(driver, "", &held);
         driver.refused(deltas("", &second), Code::NotFound, &second);
@@ -265,14 +268,14 @@ fn advertised(driver: &Driver) -> Vec<i32> {
 }
 
 #[test]
-fn without_the_flag_it_is_neither_advertised_nor_served() {
+fn snapshot_deltas_require_the_flag() {
     with_driver(|driver| {
         let (_, first, second) = sample(driver);
         let of_csi = advertised(driver);
         let is_of_csi = |number: &i32| *number < 1000;
         assert!(of_csi.iter().all(is_of_csi), "{of_csi:?}");
-        for asked in [deltas(&first, &second), deltas("", ""), page("", &second, -1, "x")] {
-            driver.refused(asked, Code::Unimplemented, ON);
+        for req in [deltas(&first, &second), deltas("", ""), page("", &second, -1, "x")] {
+            driver.refused(req, Code::Unimplemented, ON);
         }
         driver.restart_with(&VARIABLE);
         let capability = rpc::Type::ListBlockSnapshotDeltas.into();
@@ -282,7 +285,7 @@ fn without_the_flag_it_is_neither_advertised_nor_served() {
 }
 
 #[test]
-fn faults_spoil_pages_and_the_log_names_the_snapshots_and_no_secret() {
+fn faults_apply_to_pages_and_the_log_has_no_secret() {
     if !have_root() {
         return;
     }
@@ -293,15 +296,15 @@ fn faults_spoil_pages_and_the_log_names_the_snapshots_and_no_secret() {
     let driver = Driver::with(PoolKind::Image, &flags);
     let (_, first, second) = sample(&driver);
     assert!(!driver.ok(delta(&first, &second)).extents().is_empty(), "the rules are for another");
-    driver.refused(deltas("", &second), Code::Unavailable, "breaks off here");
-    // What is allocated needs no tracking.
+    driver.refused(deltas("", &second), Code::Unavailable, "the stream was aborted");
+    // Allocated blocks need no tracking.
     assert!(!driver.ok(deltas("", &second)).changed_blocks.is_empty());
     driver.refused(deltas(&first, &second), Code::FailedPrecondition, "full backup");
-    let asked = csi::ListSnapshotDeltasRequest {
+    let req = csi::ListSnapshotDeltasRequest {
         secrets: map(&[("key", "hunter2")]),
         ..deltas(&first, &second)
     };
-    assert!(!driver.ok(asked).changed_blocks.is_empty());
+    assert!(!driver.ok(req).changed_blocks.is_empty());
     let log = driver.log();
     assert!(log.contains("TRACE") && !log.contains("hunter2"), "{log}");
     let both = |line: &&str| {

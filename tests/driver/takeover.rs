@@ -1,4 +1,4 @@
-//! A driver that is killed: pods go on, and the next one takes over.
+//! A killed driver: pods continue, and the next driver takes over.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -9,7 +9,7 @@ use support::{BLOCK, MIB, path, pattern, write_direct};
 use tonic::Code;
 
 #[test]
-fn a_killed_driver_leaves_io_running_and_its_successor_takes_over() {
+fn io_continues_after_a_kill_and_the_next_driver_takes_over() {
     for_each_driver(|driver| {
         let (volume, raw) =
             (driver.volume("f", 64 * MIB, mounted("")), driver.volume("r", MIB, block()));
@@ -27,25 +27,27 @@ fn a_killed_driver_leaves_io_running_and_its_successor_takes_over() {
                     written.store(number, Ordering::Relaxed);
                 }
             });
-            let goes_on = || {
+            let assert_writes_continue = || {
                 let before = written.load(Ordering::Relaxed);
-                wait_for("the pod writes on", || written.load(Ordering::Relaxed) > before + 1);
+                wait_for("the pod continues to write", || {
+                    written.load(Ordering::Relaxed) > before + 1
+                });
             };
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                goes_on();
+                assert_writes_continue();
                 driver.kill();
-                goes_on();
+                assert_writes_continue();
                 driver.start_again();
-                goes_on();
+                assert_writes_continue();
                 let snapshot = driver.snapshot("a", &volume);
-                goes_on();
+                assert_writes_continue();
                 snapshot
             }));
             stop.store(true, Ordering::Relaxed);
             result
         })
         .unwrap();
-        // The successor holds the same mounts and devices.
+        // The next driver has the same mounts and devices.
         driver.stage(&volume, &mounted(""));
         driver.ok(driver.publishing(&volume, &target, &mounted("")));
         assert_eq!(mounts_at(&target).len(), 1);
@@ -61,7 +63,7 @@ fn a_killed_driver_leaves_io_running_and_its_successor_takes_over() {
 }
 
 #[test]
-fn a_driver_killed_at_any_moment_of_a_node_call_converges_when_it_is_repeated() {
+fn a_killed_node_call_converges_when_repeated() {
     with_driver(|driver| {
         for round in 0..12u64 {
             let volume = driver.volume(&format!("v{round}"), 32 * MIB, mounted(""));

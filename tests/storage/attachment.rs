@@ -1,5 +1,5 @@
-//! Staging and publishing next to things that are not the driver's: nothing of them is touched, and
-//! whatever fails leaves everything as it was.
+//! Staging and publishing near mounts and files of other programs: these are not touched, and a
+//! failed call changes nothing.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
@@ -11,7 +11,7 @@ use csi_loopback::backend::{
 };
 use support::*;
 
-/// Publishes a volume on this host, to be written to.
+/// Publishes a volume on this host for writing.
 fn publish(
     backend: &Backend,
     volume_id: &str,
@@ -36,7 +36,7 @@ fn is_mounted(path: &Path) -> bool {
     mounts.lines().any(|line| line.split(' ').nth(4) == path.to_str())
 }
 
-/// A tmpfs of somebody else, unmounted at the end.
+/// A tmpfs of another program, unmounted at the end.
 struct Tmpfs(PathBuf);
 
 impl Tmpfs {
@@ -54,7 +54,7 @@ impl Drop for Tmpfs {
 }
 
 #[test]
-fn a_stage_that_fails_leaves_the_mount_of_somebody_else() {
+fn a_failed_stage_keeps_the_mount_of_another_program() {
     image_pool(|pool| {
         let volume = filesystem(pool, "v");
         let foreign = Tmpfs::at(pool.scratch().join("stage"));
@@ -66,7 +66,7 @@ fn a_stage_that_fails_leaves_the_mount_of_somebody_else() {
 }
 
 #[test]
-fn a_publish_that_fails_leaves_what_was_at_its_target() {
+fn a_failed_publish_leaves_its_target_unchanged() {
     image_pool(|pool| {
         let volume = filesystem(pool, "v");
         let backend = pool.backend().clone();
@@ -80,7 +80,7 @@ fn a_publish_that_fails_leaves_what_was_at_its_target() {
             assert!(matches!(refused, Err(Error::Precondition(_))), "{refused:?}");
             assert_eq!(fs::read_to_string(&precious).unwrap(), "data");
         }
-        // A directory with something in it is covered, and comes back as it was.
+        // A non-empty directory is covered by the mount, and reappears unchanged.
         let full = pool.scratch().join("full");
         fs::create_dir(&full).unwrap();
         fs::write(full.join("kept"), "data").unwrap();
@@ -93,7 +93,7 @@ fn a_publish_that_fails_leaves_what_was_at_its_target() {
 }
 
 #[test]
-fn a_target_of_another_volume_is_refused_and_stays() {
+fn a_target_of_another_volume_is_refused() {
     image_pool(|pool| {
         let (one, two) = (filesystem(pool, "one"), filesystem(pool, "two"));
         let backend = pool.backend().clone();
@@ -118,7 +118,7 @@ fn a_target_of_another_volume_is_refused_and_stays() {
 }
 
 #[test]
-fn paths_through_symbolic_links_work_and_converge() {
+fn paths_with_symbolic_links_work() {
     image_pool(|pool| {
         let volume = filesystem(pool, "v");
         let backend = pool.backend().clone();
@@ -144,13 +144,13 @@ fn paths_through_symbolic_links_work_and_converge() {
 }
 
 #[test]
-fn a_snapshot_freezes_its_own_filesystem_and_no_other() {
+fn a_snapshot_freezes_only_its_own_filesystem() {
     image_pool(|pool| {
         let volume = filesystem(pool, "v");
         let backend = pool.backend().clone();
         let staging = pool.scratch().join("parent/stage");
         backend.stage(&volume.id, &staging, &mounted(FsType::Ext4)).unwrap();
-        // From now on the path leads into another filesystem.
+        // From now on the path is in another filesystem.
         let foreign = Tmpfs::at(pool.scratch().join("parent"));
         fs::create_dir(&staging).unwrap();
         let refused = backend.create_snapshot("s", &volume.id);
@@ -162,7 +162,7 @@ fn a_snapshot_freezes_its_own_filesystem_and_no_other() {
 }
 
 #[test]
-fn a_volumes_group_reaches_its_own_files_and_none_behind_a_link() {
+fn a_group_change_does_not_follow_links() {
     image_pool(|pool| {
         let volume = filesystem(pool, "v");
         let backend = pool.backend().clone();
@@ -199,7 +199,7 @@ fn a_volumes_group_reaches_its_own_files_and_none_behind_a_link() {
 }
 
 #[test]
-fn a_repeated_publish_takes_no_files_from_another_pods_group() {
+fn a_repeated_publish_keeps_the_group_of_another_pod() {
     image_pool(|pool| {
         let volume = filesystem(pool, "v");
         let backend = pool.backend().clone();
@@ -216,7 +216,7 @@ fn a_repeated_publish_takes_no_files_from_another_pods_group() {
             publish(&backend, &volume.id, &staging, &target(group), &capability).unwrap();
         };
         fs::write(staging.join("file"), "").unwrap();
-        // The last pod's counts, however often kubelet repeats itself for the first.
+        // The group of the last pod remains, even if kubelet repeats the call for the first.
         for group in [4242, 4243, 4243, 4242] {
             publish(group);
         }
@@ -229,7 +229,7 @@ fn a_repeated_publish_takes_no_files_from_another_pods_group() {
 }
 
 #[test]
-fn data_written_raw_is_never_formatted_over() {
+fn raw_data_is_never_overwritten_by_mkfs() {
     image_pool(|pool| {
         let volume = filesystem(pool, "v");
         let attached = pool.attach(&volume.id);
@@ -241,7 +241,7 @@ fn data_written_raw_is_never_formatted_over() {
         assert!(matches!(refused, Err(Error::Precondition(_))), "{refused:?}");
         let attached = pool.attach(&volume.id);
         assert!(read_all(&attached.target) == before);
-        // A filesystem that was made through the raw device is used as it is.
+        // A filesystem that was created through the raw device is used unchanged.
         run("mkfs.xfs", &["-q", "-f", "-d", "size=60m", "--unsupported", path(&attached.target)]);
         pool.detach(&attached);
         pool.backend().stage(&volume.id, &staging, &mounted(FsType::Xfs)).unwrap();
@@ -250,9 +250,10 @@ fn data_written_raw_is_never_formatted_over() {
     });
 }
 
-/// A driver that is killed while it makes a filesystem leaves its tool behind, which goes on, and the next driver is asked again.
+/// The tool of a driver that was killed while it created a filesystem keeps running when the next
+/// driver gets the call.
 #[test]
-fn a_tool_that_a_killed_driver_left_on_the_device_is_waited_for() {
+fn a_stage_waits_for_the_tool_of_a_killed_driver() {
     with_pool(PoolKind::Copy, |pool| {
         let volume = filesystem(pool, "v");
         let backing = pool.data_dir().join("volumes").join(&volume.id);
@@ -261,7 +262,7 @@ fn a_tool_that_a_killed_driver_left_on_the_device_is_waited_for() {
             &["--find", "--direct-io=on", "--sector-size=4096", support::path(&backing)],
         );
         let device = kernel::loops_named(&volume.id).remove(0);
-        // As mkfs has it.
+        // Open exclusively, like mkfs.
         let alone =
             fs::File::options().read(true).custom_flags(libc::O_EXCL).open(&device).unwrap();
         let tool = std::thread::spawn(move || {
@@ -281,7 +282,7 @@ fn a_tool_that_a_killed_driver_left_on_the_device_is_waited_for() {
 }
 
 #[test]
-fn unstaging_lets_go_of_the_loop_device_and_deleting_of_the_rest() {
+fn unstage_detaches_the_device_and_delete_removes_the_file() {
     for_each_pool(|pool| {
         let capabilities = [raw(), mounted(FsType::Ext4)];
         for (number, capability) in capabilities.iter().enumerate() {
@@ -301,7 +302,7 @@ fn unstaging_lets_go_of_the_loop_device_and_deleting_of_the_rest() {
 }
 
 #[test]
-fn a_device_that_was_taken_away_does_not_keep_its_target() {
+fn a_detached_device_does_not_keep_its_target() {
     image_pool(|pool| {
         let volume = pool.volume("v", MIB);
         let attached = pool.attach(&volume.id);
@@ -309,7 +310,7 @@ fn a_device_that_was_taken_away_does_not_keep_its_target() {
         run("losetup", &["-d", &format!("/dev/loop{}", nix::sys::stat::minor(rdev))]);
         pool.detach(&attached);
         assert!(!is_mounted(&attached.target) && !attached.target.exists());
-        // And all begins anew.
+        // Staging and publishing work again.
         let attached = pool.attach(&volume.id);
         write_direct(&attached.target, 0, &pattern(1, BLOCK as usize));
         pool.detach(&attached);
@@ -317,13 +318,13 @@ fn a_device_that_was_taken_away_does_not_keep_its_target() {
 }
 
 #[test]
-fn what_is_in_a_devices_page_cache_is_in_the_snapshot() {
+fn the_page_cache_of_a_device_is_in_the_snapshot() {
     for_each_pool(|pool| {
         use std::os::unix::fs::FileExt;
         let volume = pool.volume("v", 64 * MIB);
         let device = pool.attach(&volume.id).target;
         let a = pool.snapshot("a", &volume);
-        // As long as it is open, nothing writes the cache back.
+        // As long as it is open, the kernel does not write the cache back.
         let open = fs::File::options().write(true).open(&device).unwrap();
         open.write_all_at(&pattern(1, 3 * BLOCK as usize), 5 * BLOCK).unwrap();
         let b = pool.snapshot("b", &volume);
@@ -333,7 +334,7 @@ fn what_is_in_a_devices_page_cache_is_in_the_snapshot() {
 }
 
 #[test]
-fn a_larger_copy_of_a_filesystem_has_grown_when_it_is_staged() {
+fn a_larger_copy_of_a_filesystem_grows_at_staging() {
     image_pool(|pool| {
         for fs_type in FsType::ALL {
             let request =
@@ -352,7 +353,7 @@ fn a_larger_copy_of_a_filesystem_has_grown_when_it_is_staged() {
                     ..request
                 },
             );
-            // Both at the same time: their filesystems have the same identity.
+            // Both at the same time: their filesystems have the same UUID.
             let grown = pool.scratch().join(format!("large-{fs_type}"));
             backend.stage(&larger.id, &grown, &mounted(fs_type)).unwrap();
             assert_eq!(fs::read_to_string(grown.join("file")).unwrap(), "data");

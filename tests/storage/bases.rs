@@ -1,41 +1,41 @@
-//! How long a snapshot stays good as the base of a delta: the retention that each may have of its own.
+//! How long a snapshot can be the base of a delta, with its own or the default retention.
 
 use std::thread::sleep;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use csi_loopback::backend::{Backend, BasesOf, Error, Retention, Snapshot, check};
+use csi_loopback::backend::{Backend, BaseFilter, Error, Retention, Snapshot, check};
 use support::*;
 
 fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()
 }
 
-/// Retentions end with the second that they end in.
+/// A retention ends at the end of its last second.
 fn next_round(pool: &Pool) {
     sleep(Duration::from_millis(1100));
     pool.backend().forget_expired().unwrap();
 }
 
-/// Snapshots of a volume, each with one more block written before it: block 2 n for the n-th.
+/// Snapshots of a volume. Block 2 n is written before the n-th.
 fn snapshots(pool: &mut Pool, count: u64) -> (Attached, Vec<Snapshot>) {
     let volume = pool.volume("v", 64 * MIB);
     let attached = pool.attach(&volume.id);
-    let cut = |number| {
+    let take = |number| {
         write_direct(&attached.target, number * 2 * BLOCK, &pattern(number, BLOCK as usize));
         pool.snapshot(&format!("s{number}"), &volume)
     };
-    let cut = (0..count).map(cut).collect();
-    (attached, cut)
+    let taken = (0..count).map(take).collect();
+    (attached, taken)
 }
 
-fn bases(backend: &Backend, of: &BasesOf) -> Vec<(String, Option<u64>)> {
+fn bases(backend: &Backend, of: &BaseFilter) -> Vec<(String, Option<u64>)> {
     let page = backend.bases(of, None, 0).unwrap();
     page.items.into_iter().map(|base| (base.snapshot.id, base.expires_at)).collect()
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_base_with_a_retention_of_its_own_goes_at_its_own_time_and_the_others_stay_exact() {
+fn a_base_expires_at_the_end_of_its_own_retention() {
     if !have_root() {
         return;
     }
@@ -46,7 +46,7 @@ fn a_base_with_a_retention_of_its_own_goes_at_its_own_time_and_the_others_stay_e
         let keep = |pool: &Pool, number: usize, retention| {
             pool.backend().retain_base(id(number), retention).unwrap().expires_at
         };
-        // Before its deletion and after it, by a duration and by a time.
+        // Set before and after the deletion, by a duration and by a time.
         assert_eq!(keep(&pool, 0, Some(Retention::For(3600))), None);
         for number in [0, 1, 2] {
             pool.backend().delete_snapshot(id(number)).unwrap();
@@ -54,7 +54,7 @@ fn a_base_with_a_retention_of_its_own_goes_at_its_own_time_and_the_others_stay_e
         let until = now() + 1800;
         assert_eq!(keep(&pool, 2, Some(Retention::Until(until))), Some(until));
         let delta = |pool: &Pool, from: usize| pool.backend().delta(id(from), id(4)).map(blocks);
-        // The id is kept for the driver's retention, which is over with the next round.
+        // The id is kept for the driver's retention, which ends with the next round.
         let is_refused = |pool: &Pool, from: usize| {
             matches!(delta(pool, from), Err(Error::Precondition(_) | Error::NotFound { .. }))
         };
@@ -67,7 +67,7 @@ fn a_base_with_a_retention_of_its_own_goes_at_its_own_time_and_the_others_stay_e
         }
         let (count, first) = pool.backend().retained_bases().unwrap();
         assert!(count >= 2 && first == Some(until), "{count}, {first:?}");
-        // What was released goes at the next round, and what was extended does not.
+        // A released base is dropped in the next round, an extended one is not.
         let end = keep(&pool, 0, Some(Retention::For(0))).unwrap();
         assert!(end <= now(), "{end}");
         assert_eq!(delta(&pool, 0).unwrap(), [2, 4, 6, 8]);
@@ -77,7 +77,7 @@ fn a_base_with_a_retention_of_its_own_goes_at_its_own_time_and_the_others_stay_e
         assert_eq!(delta(&pool, 2).unwrap(), [6, 8], "{kind}");
         let refused = pool.backend().retain_base(id(0), None).unwrap_err();
         assert!(matches!(refused, Error::Precondition(_)), "{refused}");
-        // As long as the driver says, which is over.
+        // The default retention, which has ended.
         keep(&pool, 2, None);
         next_round(&pool);
         assert!(is_refused(&pool, 2), "{kind}");
@@ -90,7 +90,7 @@ fn a_base_with_a_retention_of_its_own_goes_at_its_own_time_and_the_others_stay_e
 }
 
 #[test]
-fn a_released_base_that_the_next_snapshot_counts_from_stays_until_then() {
+fn a_released_baseline_is_kept_until_the_next_snapshot() {
     if !have_root() {
         return;
     }
@@ -110,7 +110,7 @@ fn a_released_base_that_the_next_snapshot_counts_from_stays_until_then() {
 }
 
 #[test]
-fn bases_are_listed_newest_first_with_their_ends_and_a_target_has_those_of_its_chain() {
+fn bases_are_listed_newest_first_by_volume_or_target() {
     if !have_root() {
         return;
     }
@@ -132,17 +132,17 @@ fn bases_are_listed_newest_first_with_their_ends_and_a_target_has_those_of_its_c
     for deleted in [&id(1), &id(2), &after, &last] {
         pool.backend().delete_snapshot(deleted).unwrap();
     }
-    let of_volume = BasesOf::Volume(volume.id.clone());
+    let of_volume = BaseFilter::Volume(volume.id.clone());
     let listed = bases(pool.backend(), &of_volume);
     let ids: Vec<_> = listed.iter().map(|(id, _)| id.clone()).collect();
     assert_eq!(ids, [last.clone(), after.clone(), id(3), id(2), id(1), id(0)]);
     for (listed_id, end) in &listed {
-        // Those that exist, and the one that the next snapshot counts from.
+        // Existing snapshots, and the baseline of the next one.
         let has_none = [&last, &id(3), &id(0)].contains(&listed_id);
         let in_an_hour = end.is_some_and(|end| (begun + 3600..begun + 3660).contains(&end));
         assert_eq!((end.is_none(), in_an_hour), (has_none, !has_none), "{listed_id}: {end:?}");
     }
-    // In pages, while bases are given up.
+    // In pages, while bases expire.
     let (mut paged, mut token) = (Vec::new(), None);
     loop {
         let page = pool.backend().bases(&of_volume, token.as_deref(), 2).unwrap();
@@ -158,7 +158,7 @@ fn bases_are_listed_newest_first_with_their_ends_and_a_target_has_those_of_its_c
         let refused = pool.backend().bases(&of_volume, Some(bad), 2);
         assert!(matches!(refused, Err(Error::Busy(_))), "{bad:?}");
     }
-    let of_target = |id: &str| bases(pool.backend(), &BasesOf::Target(id.to_owned()));
+    let of_target = |id: &str| bases(pool.backend(), &BaseFilter::Target(id.to_owned()));
     let chain: Vec<_> = of_target(&id(3)).into_iter().map(|(id, _)| id).collect();
     assert_eq!(chain, [id(3), id(2), id(1), id(0)]);
     let newest = pool.snapshot("newest", &volume).id;
@@ -167,7 +167,7 @@ fn bases_are_listed_newest_first_with_their_ends_and_a_target_has_those_of_its_c
     for base in &chain {
         pool.backend().delta(base, &newest).unwrap();
     }
-    for of in [BasesOf::Volume("vol-none".into()), BasesOf::Target(id(1))] {
+    for of in [BaseFilter::Volume("vol-none".into()), BaseFilter::Target(id(1))] {
         let refused = pool.backend().bases(&of, None, 0);
         assert!(matches!(refused, Err(Error::NotFound { .. })), "{of:?}");
     }

@@ -1,10 +1,10 @@
-//! A pool that was damaged is refused, or says so, or answers as if nothing had been. Whatever happens to
-//! its files, an answer about blocks is the right one or an error, and nothing panics.
+//! A damaged pool is refused, reports the damage, or works correctly. A result about blocks is
+//! always correct or an error, and nothing panics.
 //!
-//! Out of scope is what docs/design/limitations.md says: the data of volumes and snapshots has no checksum.
+//! Out of scope (docs/design/limitations.md): the data of volumes and snapshots has no checksum.
 //!
-//! CORRUPTION_CASES  damaged pools per kind of pool (90; a third of that for image pools)
-//! ORACLE_SEED       where the random numbers begin (1)
+//!     CORRUPTION_CASES  damaged pools per kind of pool (90; a third of that for image pools)
+//!     ORACLE_SEED       seed of the random numbers (1)
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -17,10 +17,10 @@ use csi_loopback::backend::check::{self, Report};
 use csi_loopback::backend::{Backend, Config, Error, PoolChoice, PoolKind, pool};
 use support::*;
 
-/// As long as looking at a damaged pool may take, on a machine that is busy.
+/// Timeout for checking a damaged pool on a busy machine.
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// A pool with a history, on a filesystem where a copy of it costs nothing, and its right answers.
+/// A pool with a history and its correct results, on a filesystem where a copy of it is cheap.
 struct Template {
     pool: Pool,
     config: Config,
@@ -55,8 +55,8 @@ impl Template {
     }
 }
 
-/// Writes some blocks and cuts, several times.
-fn cuts(pool: &mut Pool, volume_id: &str, names: &[&str], seed: u64) -> Vec<String> {
+/// Writes some blocks and takes a snapshot, several times.
+fn take_snapshots(pool: &mut Pool, volume_id: &str, names: &[&str], seed: u64) -> Vec<String> {
     let attached = pool.attach(volume_id);
     let mut ids = Vec::new();
     for (number, name) in names.iter().enumerate() {
@@ -70,36 +70,36 @@ fn cuts(pool: &mut Pool, volume_id: &str, names: &[&str], seed: u64) -> Vec<Stri
     ids
 }
 
-/// A history with a forgotten snapshot, and a volume with nothing but one.
+/// A history with a dropped change record, and a volume with only one snapshot.
 fn begin(pool: &mut Pool) {
     let v = pool.volume("v", 4 * MIB).id;
     let w = pool.volume("w", 4 * MIB).id;
-    let ids = cuts(pool, &v, &["v0", "v1", "v2"], 1);
-    cuts(pool, &w, &["w0"], 2);
+    let ids = take_snapshots(pool, &v, &["v0", "v1", "v2"], 1);
+    take_snapshots(pool, &w, &["w0"], 2);
     pool.backend().delete_snapshot(&ids[1]).unwrap();
-    // Retention is over one second later.
+    // The retention ends one second later.
     std::thread::sleep(Duration::from_millis(1100));
     pool.backend().forget_expired().unwrap();
 }
 
-/// And one with deleted bases, a hidden baseline, a group, and a snapshot that its volume is gone from.
+/// Adds deleted bases, a hidden baseline, a group, and a snapshot of a deleted volume.
 fn go_on(pool: &mut Pool) {
     let id = |name: &str| {
         let volumes = pool.backend().volumes(None, 0).unwrap().items;
         volumes.into_iter().find(|volume| volume.name == name).unwrap().id
     };
     let (v, w) = (id("v"), id("w"));
-    let more = cuts(pool, &v, &["v3", "v4", "v5"], 3);
+    let more = take_snapshots(pool, &v, &["v3", "v4", "v5"], 3);
     pool.backend().create_group("g", &[v.clone(), w.clone()]).unwrap();
-    let last = cuts(pool, &w, &["w1", "w2"], 4);
+    let last = take_snapshots(pool, &w, &["w1", "w2"], 4);
     pool.backend().delete_snapshot(&more[0]).unwrap();
     pool.backend().delete_snapshot(&last[1]).unwrap();
     let gone = pool.volume("gone", 2 * MIB).id;
-    cuts(pool, &gone, &["kept"], 5);
+    take_snapshots(pool, &gone, &["kept"], 5);
     pool.backend().delete_volume(&gone).unwrap();
 }
 
-/// What a pool answers, errors as text.
+/// The results of a pool, with errors as text.
 #[derive(Debug, PartialEq)]
 struct Answers {
     lists: Result<Vec<String>, String>,
@@ -108,7 +108,7 @@ struct Answers {
 }
 
 impl Answers {
-    /// About everything that the pool shows.
+    /// Queries every object of the pool.
     fn of(backend: &Backend) -> Self {
         let snapshots = backend.snapshots(&Default::default(), None, 0).unwrap().items;
         let ids: Vec<String> = snapshots.into_iter().map(|row| row.id).collect();
@@ -132,7 +132,7 @@ impl Answers {
         self.allocated.keys().cloned().collect()
     }
 
-    /// What is answered at all is right.
+    /// Every successful result must be correct.
     fn assert_none_wrong(&self, found: &Self) {
         for (id, answer) in &found.allocated {
             assert!(answer.is_err() || *answer == self.allocated[id], "allocated of {id}");
@@ -168,7 +168,7 @@ fn lists(backend: &Backend) -> Result<Vec<String>, Error> {
     Ok(rows)
 }
 
-/// What is done to a pool.
+/// The kinds of damage.
 #[derive(Debug, Clone)]
 enum Damage {
     Flip {
@@ -184,10 +184,10 @@ enum Damage {
         to: u64,
     },
     Swap(PathBuf, PathBuf),
-    /// The first file gets what the second one holds.
+    /// The first file gets the content of the second.
     Replace(PathBuf, PathBuf),
     Remove(PathBuf),
-    /// The file as it was earlier.
+    /// The file gets its earlier content.
     Older(PathBuf),
     Directory(PathBuf),
 }
@@ -197,7 +197,7 @@ fn copy(from: &Path, to: &Path) {
     run("cp", &["-a", "--reflink=always", path(from), path(to)]);
 }
 
-/// Snapshots are immutable again, which a copy is not; or are not any more.
+/// Sets or clears the immutable flag of snapshots. A copy lacks it.
 fn set_immutable(pool: &Path, on: bool) {
     let Ok(entries) = fs::read_dir(pool.join("snapshots")) else { return };
     for entry in entries.map(Result::unwrap).filter(|entry| entry.file_type().unwrap().is_file()) {
@@ -206,7 +206,7 @@ fn set_immutable(pool: &Path, on: bool) {
 }
 
 impl Damage {
-    /// Something random to a random file, of those that are read back and checked.
+    /// Random damage to a random file that is verified when it is read.
     fn random(random: &mut Random, pool: &Path) -> Self {
         let any = |random: &mut Random, directory: &str| {
             let entries = fs::read_dir(pool.join(directory)).unwrap();
@@ -214,7 +214,7 @@ impl Damage {
             names.sort();
             Path::new(directory).join(&names[random.below(names.len() as u64) as usize])
         };
-        // Where the image is, its filesystem has all the rest.
+        // In an image pool, the other files are in the image.
         let image = pool.join("pool.img").exists();
         let (file, has_checksum) = match random.below(10) {
             0 | 1 => ("pool.json".into(), true),
@@ -225,10 +225,10 @@ impl Damage {
             _ => (any(random, "records"), true),
         };
         let length = fs::metadata(pool.join(&file)).unwrap().len();
-        // The parts of an image that name what is in it.
+        // The metadata of an image.
         let whole = if image { length.min(64 << 10) } else { length };
         let directory = file.parent().and_then(Path::to_str).unwrap_or_default().to_owned();
-        // Flips are the rule, but data has no checksum that would tell.
+        // Bit flips are most frequent. Data has no checksum.
         let kinds = if has_checksum { 0..12 } else { 2..8 };
         match kinds.start + random.below(kinds.end - kinds.start) {
             0 | 8.. => Self::Flip { file, bit: random.below(whole * 8) },
@@ -237,7 +237,7 @@ impl Damage {
             3 if !directory.is_empty() => Self::Swap(file, any(random, &directory)),
             4 if !directory.is_empty() => Self::Replace(file, any(random, &directory)),
             5 => Self::Remove(file),
-            // All of a pool as it was earlier is a pool.
+            // A whole pool with its earlier content is valid.
             6 if !image => Self::Older(file),
             _ => Self::Directory(file),
         }
@@ -302,29 +302,29 @@ struct Tally {
     right: u64,
 }
 
-/// Looks at a damaged copy in both ways: offline, and as a driver that starts on it.
+/// Examines a damaged copy by an offline check and by a starting driver.
 fn look(template: &Template, damaged: &Path, tally: &mut Tally) {
     let (data_dir, pool) = (damaged.to_owned(), PoolChoice::Auto);
     let config = Config { data_dir, pool, ..template.config.clone() };
     let checked = check::check(damaged);
-    let told = |report: &Report| report.findings.len() > template.findings;
+    let has_findings = |report: &Report| report.findings.len() > template.findings;
     let opened = Backend::open(config);
     if let Ok(backend) = &opened {
         let found = Answers::about(backend, &template.answers.ids());
         template.answers.assert_none_wrong(&found);
         match &checked {
-            Ok(report) if !told(report) => {
+            Ok(report) if !has_findings(report) => {
                 assert!(found == template.answers, "no finding, and not what it was");
                 tally.right += 1;
             }
             _ => tally.found += 1,
         }
     } else {
-        let damage = matches!(&checked, Ok(report) if !told(report));
+        let damage = matches!(&checked, Ok(report) if !has_findings(report));
         assert!(!damage, "no finding, but the driver does not start: {opened:?}");
         tally.refused += 1;
     }
-    // A start that was not right has not made the damage invisible either.
+    // A start on a damaged pool must not hide the damage.
     let kind = |pool: &Path| fs::read_to_string(pool.join("pool.json"));
     if let (Ok(now), Ok(before)) = (kind(damaged), kind(&template.config.data_dir)) {
         assert!(opened.is_err() || now == before, "it became another kind of pool: {now}");
@@ -370,17 +370,17 @@ fn damaged_pools(kind: PoolKind, share: u64) {
 
 #[test]
 #[ignore = "full tier"]
-fn a_damaged_reflink_pool_answers_right_or_says_so() {
+fn a_damaged_reflink_pool_returns_correct_results_or_errors() {
     damaged_pools(PoolKind::Reflink, 1);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_damaged_copy_pool_answers_right_or_says_so() {
+fn a_damaged_copy_pool_returns_correct_results_or_errors() {
     damaged_pools(PoolKind::Copy, 1);
 }
 
 #[test]
-fn a_damaged_image_pool_answers_right_or_says_so() {
+fn a_damaged_image_pool_returns_correct_results_or_errors() {
     damaged_pools(PoolKind::Image, 3);
 }

@@ -1,7 +1,8 @@
-//! Pools that earlier versions made, kept in `tests/data/pools-v1`, one of each kind. Their driver was killed while the
-//! volume was attached. They hold the raw volume `v` of 1 MiB and four snapshots of it, of which the first and the
-//! last are deleted; and `o1`, a snapshot of a deleted volume. Blocks written: 0 to 3 before `s1`, 2 and 9 before `s2`, 3
-//! before `s3`, 20 before `s4`, 21 after it.
+//! Pools from earlier versions, one of each kind, in `tests/data/pools-v1`. Their driver was killed
+//! while the volume was attached. They contain the raw volume `v` of 1 MiB and four snapshots of
+//! it, of which the first and the last are deleted; and `o1`, a snapshot of a deleted volume.
+//! Blocks written: 0 to 3 before `s1`, 2 and 9 before `s2`, 3 before `s3`, 20 before `s4`, 21 after
+//! it.
 
 use std::path::Path;
 
@@ -20,7 +21,7 @@ fn named(backend: &Backend, name: &str) -> Snapshot {
 }
 
 #[test]
-fn a_pool_of_an_earlier_version_opens_and_keeps_its_chain_of_changes() {
+fn a_pool_of_an_earlier_version_keeps_its_chain_of_changes() {
     if !have_root() {
         return;
     }
@@ -39,14 +40,14 @@ fn a_pool_of_an_earlier_version_opens_and_keeps_its_chain_of_changes() {
         assert!(blocks(backend.allocated(&o1.id).unwrap()).is_empty());
         assert_eq!(pool.read_snapshot(&s3)[9 * BLOCK as usize], 51);
 
-        // The next snapshot counts from the deleted s4, whose data is still there.
+        // The baseline of the next snapshot is the deleted s4, whose data exists.
         let attached = pool.attach(&volume.id);
         write_direct(&attached.target, 30 * BLOCK, &[1; BLOCK as usize]);
         let s5 = pool.snapshot("s5", &volume);
         pool.detach(&attached);
         let changed = blocks(pool.backend().delta(&s3.id, &s5.id).unwrap());
         match kind {
-            // An archive does not keep that files share blocks, so more is reported than was changed.
+            // An archive does not preserve shared blocks, so more is reported than was changed.
             PoolKind::Reflink => assert!([20, 21, 30].iter().all(|block| changed.contains(block))),
             PoolKind::Image | PoolKind::Copy => assert_eq!(changed, [20, 21, 30]),
         }
@@ -55,7 +56,7 @@ fn a_pool_of_an_earlier_version_opens_and_keeps_its_chain_of_changes() {
         pool.restart();
         assert_eq!(blocks(pool.backend().delta(&s2.id, &s3.id).unwrap()), [3]);
         pool.stop();
-        // An archive does not keep the immutable flag of files, either.
+        // An archive does not preserve the immutable flag of files.
         let mut findings = check::check(pool.data_dir()).unwrap().findings;
         findings.retain(|found| kind == PoolKind::Image || found.kind != FindingKind::NotImmutable);
         assert!(findings.is_empty(), "{findings:?}");

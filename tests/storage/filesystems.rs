@@ -1,9 +1,10 @@
-//! Real filesystems under real load, through the real binary's socket: fio, stress-ng and a writer that
-//! knows what it wrote work on a volume while it is cut at random moments. Every snapshot passes the
-//! filesystem's own check as it is, mounts, and holds one moment of the writer's file; and every
-//! snapshot plus the delta to another is that other, byte by byte, also when the base is deleted.
+//! Real filesystems under load, through the socket of the real binary: fio, stress-ng and a writer
+//! that records its writes work on a volume while snapshots are taken at random times. Every
+//! snapshot passes the filesystem's own check without repair, mounts, and contains one point in
+//! time of the writer's file. A snapshot plus the delta to another equals the other in every byte,
+//! also if the base is deleted.
 //!
-//! `FILESYSTEMS_SECONDS` sets how long each filesystem on each kind of pool is under load (2).
+//! `FILESYSTEMS_SECONDS` sets the load time for each filesystem on each kind of pool (2).
 
 use std::fs::{self, File};
 use std::ops::RangeInclusive;
@@ -24,23 +25,23 @@ use support::{ALL_KINDS, BLOCK, MIB, SetOnDrop, fsck, have_root, path, run};
 
 use csi::volume_capability::access_mode::Mode;
 
-/// Snapshots in one piece of load; more time means more such pieces.
-const MOST_CUTS: usize = 5;
+/// Number of snapshots per load phase. More time means more phases.
+const MAX_SETS: usize = 5;
 const PIECE: Duration = Duration::from_secs(6);
-/// Milliseconds between two cuts.
+/// Milliseconds between two snapshots.
 const LONGEST_PAUSE: u64 = 600;
 
 fn seconds() -> u64 {
-    let asked = std::env::var("FILESYSTEMS_SECONDS").ok();
-    asked.map_or(2, |text| text.parse().expect("FILESYSTEMS_SECONDS is a number"))
+    let requested = std::env::var("FILESYSTEMS_SECONDS").ok();
+    requested.map_or(2, |text| text.parse().expect("FILESYSTEMS_SECONDS is a number"))
 }
 
-/// In the place of a filesystem's name: a raw block volume.
+/// Instead of a filesystem name: a raw block volume.
 const RAW: &str = "raw";
-/// Where on it the writer of the test counts; fio has what is before.
+/// Offset of the test's counter. fio uses the space before it.
 const COUNTER: u64 = 56 * MIB;
 
-/// The smallest volume that has room for the load.
+/// The minimum volume size for the load.
 fn size_for(fs_type: &str) -> u64 {
     match fs_type {
         RAW => 64 * MIB,
@@ -74,26 +75,26 @@ impl Member {
     }
 }
 
-/// Snapshots of all members at one moment.
-struct Cut {
+/// Snapshots of all members at the same time.
+struct SnapshotSet {
     parts: Vec<Part>,
-    /// Of several members.
+    /// Set for several members.
     group: Option<String>,
-    /// How far the writer was, before and after.
+    /// The counter of the writer before and after.
     steps: RangeInclusive<usize>,
     deleted: bool,
 }
 
-/// A snapshot of one member, and a volume that was made from it at once.
+/// A snapshot of one member, and a volume created from it immediately.
 struct Part {
     snapshot: String,
     restored: String,
 }
 
-/// What was seen, for the report.
+/// Statistics for the report.
 #[derive(Default)]
 struct Counts {
-    cuts: usize,
+    snapshots: usize,
     deleted: usize,
     pairs: usize,
     extents: usize,
@@ -103,9 +104,9 @@ struct Counts {
 
 impl Counts {
     fn report(&self, what: &str) {
-        let Self { cuts, deleted, pairs, extents, reported, differing } = self;
+        let Self { snapshots, deleted, pairs, extents, reported, differing } = self;
         println!(
-            "report: {what}: {cuts} snapshots cut under load, {deleted} of them deleted under load, \
+            "report: {what}: {snapshots} snapshots taken under load, {deleted} of them deleted under load, \
              {pairs} pairs compared, {extents} extents, reported/differing {:.2}",
             *reported as f64 / (*differing).max(1) as f64
         );
@@ -113,7 +114,7 @@ impl Counts {
     }
 }
 
-/// Volumes under load, one or, cut as a group, several.
+/// Volumes under load: one, or several as a group.
 struct Busy<'a> {
     driver: &'a Driver,
     members: Vec<Member>,
@@ -134,19 +135,19 @@ impl<'a> Busy<'a> {
         format!("{what}-{}", self.names)
     }
 
-    /// Load, cuts and checks, until that time has been spent under load.
+    /// Runs load, snapshots and checks for the given load time.
     fn run(mut self, load: Duration) -> Counts {
         let mut kept = None;
         let pieces = load.as_secs_f64() / PIECE.as_secs_f64();
         let pieces = pieces.ceil().max(1.0) as u32;
         for _ in 0..pieces {
             let history = History::default();
-            let mut all: Vec<Cut> = kept.take().into_iter().collect();
+            let mut all: Vec<SnapshotSet> = kept.take().into_iter().collect();
             let old = all.len();
             all.extend(self.piece(load / pieces, &history));
             kept = Some(self.compare_all(&mut all));
-            all[old..].iter().for_each(|cut| self.check_cut(cut, &history));
-            all.iter().for_each(|cut| self.remove(cut));
+            all[old..].iter().for_each(|set| self.check_set(set, &history));
+            all.iter().for_each(|set| self.remove(set));
         }
         for member in &self.members {
             self.driver.take_down(&member.volume);
@@ -155,7 +156,7 @@ impl<'a> Busy<'a> {
         self.counts
     }
 
-    fn piece(&mut self, time: Duration, history: &History) -> Vec<Cut> {
+    fn piece(&mut self, time: Duration, history: &History) -> Vec<SnapshotSet> {
         let scratch = self.driver.scratch();
         let on = |member: &Member| {
             let logs = scratch.join(format!("logs-{}", member.fs_type));
@@ -166,55 +167,58 @@ impl<'a> Busy<'a> {
         let files: Vec<PathBuf> = self.members.iter().map(|m| m.target.join("exercised")).collect();
         let mut writer = Exerciser::new(&files, self.random.next_u64(), history);
         let stop = AtomicBool::new(false);
-        let cuts = thread::scope(|scope| {
+        let sets = thread::scope(|scope| {
             let _stop = SetOnDrop(&stop);
             scope.spawn(|| writer.run(&stop));
-            self.cut_for(time, || history.now())
+            self.snapshot_for(time, || history.now())
         });
         loads.into_iter().for_each(Load::stop);
-        cuts
+        sets
     }
 
-    /// Cuts at random moments, at least so often that a pair is left that are no neighbours.
-    fn cut_for(&mut self, time: Duration, progress: impl Fn() -> usize) -> Vec<Cut> {
+    /// Takes snapshots at random times, at least enough for a pair that is not adjacent.
+    fn snapshot_for(&mut self, time: Duration, progress: impl Fn() -> usize) -> Vec<SnapshotSet> {
         let until = Instant::now() + time;
-        let mut cuts = Vec::new();
-        while cuts.len() < 3 || (Instant::now() < until && cuts.len() < MOST_CUTS) {
+        let mut sets = Vec::new();
+        while sets.len() < 3 || (Instant::now() < until && sets.len() < MAX_SETS) {
             thread::sleep(Duration::from_millis(self.random.below(LONGEST_PAUSE)));
             let mounts = self.members.iter().filter(|member| member.fs_type != RAW);
             if self.random.one_in(3) {
                 mounts.for_each(|member| run("fstrim", &[path(&member.target)]));
             }
-            cuts.push(self.cut(&progress));
-            let last = cuts.len() >= 3 && (Instant::now() >= until || cuts.len() == MOST_CUTS);
-            // If it is the newest, the next cut counts from its hidden copy.
-            let number = self.random.below(cuts.len() as u64) as usize;
-            if !last && !cuts[number].deleted && self.random.one_in(2) {
-                self.delete(&mut cuts[number]);
+            sets.push(self.take_snapshots(&progress));
+            let last = sets.len() >= 3 && (Instant::now() >= until || sets.len() == MAX_SETS);
+            // If it is the newest, the next snapshot is compared with its hidden copy.
+            let number = self.random.below(sets.len() as u64) as usize;
+            if !last && !sets[number].deleted && self.random.one_in(2) {
+                self.delete(&mut sets[number]);
                 self.counts.deleted += 1;
             }
         }
-        cuts
+        sets
     }
 
-    fn cut(&mut self, progress: impl Fn() -> usize) -> Cut {
-        let name = self.name("cut");
+    fn take_snapshots(&mut self, progress: impl Fn() -> usize) -> SnapshotSet {
+        let name = self.name("snapshot");
         let first = progress();
         let (snapshots, group) = match &*self.members {
-            // Nothing holds up who writes to a raw volume; a copy pool waits for it to pause.
+            // A writer of a raw volume is not frozen; a copy pool waits for a pause.
             [raw] if raw.fs_type == RAW => {
-                let cut = self.driver.call_patiently(cut(&name, &raw.volume));
-                (vec![cut.unwrap().snapshot.unwrap()], None)
+                let response = self.driver.call_patiently(create_snapshot(&name, &raw.volume));
+                (vec![response.unwrap().snapshot.unwrap()], None)
             }
-            [one] => (vec![self.driver.ok(cut(&name, &one.volume)).snapshot.unwrap()], None),
+            [one] => {
+                (vec![self.driver.ok(create_snapshot(&name, &one.volume)).snapshot.unwrap()], None)
+            }
             several => {
                 let ids: Vec<&str> = several.iter().map(|one| &*one.volume).collect();
-                let group = self.driver.ok(cut_group(&name, &ids)).group_snapshot.unwrap();
+                let group =
+                    self.driver.ok(create_group_snapshot(&name, &ids)).group_snapshot.unwrap();
                 (group.snapshots, Some(group.group_snapshot_id))
             }
         };
         let steps = first..=progress();
-        self.counts.cuts += 1;
+        self.counts.snapshots += 1;
         let of = |member: &Member| {
             let mut all = snapshots.iter();
             let snapshot = all.find(|one| one.source_volume_id == member.volume).unwrap();
@@ -223,12 +227,12 @@ impl<'a> Busy<'a> {
             let restored = self.driver.copy(&name, Source::Snapshot(&snapshot), block());
             Part { snapshot, restored }
         };
-        Cut { parts: self.members.iter().map(of).collect(), group, steps, deleted: false }
+        SnapshotSet { parts: self.members.iter().map(of).collect(), group, steps, deleted: false }
     }
 
-    fn delete(&self, cut: &mut Cut) {
-        let mut ids = cut.parts.iter().map(|part| part.snapshot.clone());
-        if let Some(group_snapshot_id) = cut.group.clone() {
+    fn delete(&self, set: &mut SnapshotSet) {
+        let mut ids = set.parts.iter().map(|part| part.snapshot.clone());
+        if let Some(group_snapshot_id) = set.group.clone() {
             self.driver.ok(csi::DeleteVolumeGroupSnapshotRequest {
                 group_snapshot_id,
                 snapshot_ids: ids.collect(),
@@ -237,25 +241,25 @@ impl<'a> Busy<'a> {
         } else {
             self.driver.ok(delete_snapshot(&ids.next().unwrap()));
         }
-        cut.deleted = true;
+        set.deleted = true;
     }
 
-    /// Compares every snapshot with what its map and its deltas say; all but the last are deleted. The
-    /// last is returned once more, with volumes of its own.
-    fn compare_all(&mut self, all: &mut [Cut]) -> Cut {
+    /// Compares every snapshot with its allocated blocks and its deltas. Deletes all but the last,
+    /// which is returned with new volumes.
+    fn compare_all(&mut self, all: &mut [SnapshotSet]) -> SnapshotSet {
         let members = 0..self.members.len();
         for member in members.clone() {
             self.compare_member(member, all);
         }
-        // A base is as good when it is gone.
+        // A deleted base gives the same delta.
         let last = all.len() - 1;
-        let deltas = |all: &[Cut]| -> Vec<Vec<(u64, u64)>> {
+        let deltas = |all: &[SnapshotSet]| -> Vec<Vec<(u64, u64)>> {
             let bases = all[..last].iter();
             let one = |base, member| self.delta(base, &all[last], member);
             bases.flat_map(|base| members.clone().map(move |member| one(base, member))).collect()
         };
         let before = deltas(all);
-        all[..last].iter_mut().filter(|cut| !cut.deleted).for_each(|cut| self.delete(cut));
+        all[..last].iter_mut().filter(|set| !set.deleted).for_each(|set| self.delete(set));
         assert!(deltas(all) == before, "a deleted base changes the delta");
         let again = |part: &Part| {
             let (name, source) =
@@ -263,18 +267,18 @@ impl<'a> Busy<'a> {
             let restored = self.driver.copy(&name, source, block());
             Part { snapshot: part.snapshot.clone(), restored }
         };
-        let Cut { parts, group, steps, deleted } = &all[last];
+        let SnapshotSet { parts, group, steps, deleted } = &all[last];
         let parts = parts.iter().map(again).collect();
-        Cut { parts, group: group.clone(), steps: steps.clone(), deleted: *deleted }
+        SnapshotSet { parts, group: group.clone(), steps: steps.clone(), deleted: *deleted }
     }
 
-    fn delta(&self, base: &Cut, target: &Cut, member: usize) -> Vec<(u64, u64)> {
-        let [base, target] = [base, target].map(|cut| &*cut.parts[member].snapshot);
+    fn delta(&self, base: &SnapshotSet, target: &SnapshotSet, member: usize) -> Vec<(u64, u64)> {
+        let [base, target] = [base, target].map(|set| &*set.parts[member].snapshot);
         self.driver.ok(delta(base, target)).extents()
     }
 
-    /// Neighbours, and others up to the last. What is deleted already is good as a base alone.
-    fn pairs(&mut self, all: &[Cut]) -> Vec<(usize, usize)> {
+    /// Adjacent pairs, and others up to the last. Deleted snapshots are only bases.
+    fn pairs(&mut self, all: &[SnapshotSet]) -> Vec<(usize, usize)> {
         let last = all.len() - 1;
         let mut pairs: Vec<(usize, usize)> = (0..last).map(|base| (base, base + 1)).collect();
         pairs.push((0, last));
@@ -285,7 +289,7 @@ impl<'a> Busy<'a> {
         pairs
     }
 
-    fn compare_member(&mut self, member: usize, all: &[Cut]) {
+    fn compare_member(&mut self, member: usize, all: &[SnapshotSet]) {
         let size = self.members[member].size();
         let part = |number: usize| &all[number].parts[member];
         let open =
@@ -311,43 +315,45 @@ impl<'a> Busy<'a> {
         (0..all.len()).for_each(|number| self.driver.take_down(&part(number).restored));
     }
 
-    /// The filesystems' own opinion of a cut, and the writer's.
-    fn check_cut(&self, cut: &Cut, history: &History) {
+    /// Checks a snapshot with the filesystem's tool and the writer's counter.
+    fn check_set(&self, set: &SnapshotSet, history: &History) {
         let parts: Vec<(&Member, &str)> = self
             .members
             .iter()
-            .zip(&cut.parts)
+            .zip(&set.parts)
             .map(|(member, part)| (member, &*part.restored))
             .collect();
         let mut files = Vec::new();
         for (member, restored) in &parts {
-            self.driver.with_device(restored, |device| fsck::check_as_cut(member.fs_type, device));
+            self.driver
+                .with_device(restored, |device| fsck::check_frozen_copy(member.fs_type, device));
             let target = self.driver.publish(restored, &read_only(member.fs_type));
             assert!(read_tree(&target) > 0);
             files.push(target.join("exercised"));
         }
-        history.holds(&files, cut.steps.clone());
+        history.holds(&files, set.steps.clone());
         for (member, restored) in &parts {
             self.driver.take_down(restored);
             self.driver.with_device(restored, |device| fsck::check(member.fs_type, device));
         }
     }
 
-    fn remove(&self, cut: &Cut) {
-        for part in &cut.parts {
+    fn remove(&self, set: &SnapshotSet) {
+        for part in &set.parts {
             self.driver.ok(delete_volume(&part.restored));
         }
     }
 }
 
 impl Busy<'_> {
-    /// A raw block volume is as after a power cut: what a writer was told is written, is there.
+    /// A snapshot of a raw block volume is as after a power loss: it contains every acknowledged
+    /// write.
     fn run_raw(mut self, load: Duration) -> Counts {
         let pause = (self.driver.kind() == PoolKind::Copy).then_some(Duration::from_millis(300));
         let target = self.members[0].target.clone();
         let tools = Load::on_device(&target, COUNTER, pause, self.driver.scratch());
         let (stop, counted) = (AtomicBool::new(false), AtomicUsize::new(0));
-        let mut cuts = thread::scope(|scope| {
+        let mut sets = thread::scope(|scope| {
             let _stop = SetOnDrop(&stop);
             scope.spawn(|| {
                 let device = File::options().write(true).open(&target).unwrap();
@@ -359,15 +365,15 @@ impl Busy<'_> {
                     }
                 }
             });
-            self.cut_for(load, || counted.load(Ordering::SeqCst))
+            self.snapshot_for(load, || counted.load(Ordering::SeqCst))
         });
         tools.stop();
-        self.compare_all(&mut cuts);
-        for cut in cuts {
-            self.driver.with_device(&cut.parts[0].restored, |device| {
+        self.compare_all(&mut sets);
+        for set in sets {
+            self.driver.with_device(&set.parts[0].restored, |device| {
                 let mut found = [0; 8];
                 File::open(device).unwrap().read_exact_at(&mut found, COUNTER).unwrap();
-                let (found, steps) = (u64::from_ne_bytes(found) as usize, &cut.steps);
+                let (found, steps) = (u64::from_ne_bytes(found) as usize, &set.steps);
                 assert!((*steps.start()..=steps.end() + 1).contains(&found), "{found} {steps:?}");
             });
         }
@@ -375,7 +381,7 @@ impl Busy<'_> {
     }
 }
 
-/// One filesystem, on each kind of pool.
+/// Runs one filesystem on each kind of pool.
 fn on_each_pool(fs_type: &'static str) {
     if !have_root() || !have_load() {
         return;
@@ -390,27 +396,26 @@ fn on_each_pool(fs_type: &'static str) {
 
 #[test]
 #[ignore = "full tier"]
-fn every_snapshot_of_a_busy_ext4_is_clean_and_its_deltas_are_complete() {
+fn snapshots_of_a_busy_ext4_are_clean_with_complete_deltas() {
     on_each_pool("ext4");
 }
 
 #[test]
 #[ignore = "full tier"]
-fn every_snapshot_of_a_busy_xfs_is_clean_and_its_deltas_are_complete() {
+fn snapshots_of_a_busy_xfs_are_clean_with_complete_deltas() {
     on_each_pool("xfs");
 }
 
 #[test]
 #[ignore = "full tier"]
-fn every_snapshot_of_a_busy_btrfs_is_clean_and_its_deltas_are_complete() {
+fn snapshots_of_a_busy_btrfs_are_clean_with_complete_deltas() {
     on_each_pool("btrfs");
 }
 
-/// The writer turns from one filesystem to the other with each step: what it has written to both at some
-/// moment is what the members of a group hold.
+/// The writer alternates between the filesystems, so a group must contain the same step of both.
 #[test]
 #[ignore = "full tier"]
-fn a_group_of_busy_filesystems_holds_one_moment_of_both() {
+fn a_group_of_busy_filesystems_has_one_point_in_time() {
     if !have_root() || !have_load() {
         return;
     }
@@ -420,7 +425,7 @@ fn a_group_of_busy_filesystems_holds_one_moment_of_both() {
 }
 
 #[test]
-fn every_snapshot_of_a_busy_raw_volume_holds_what_was_written_and_its_deltas_are_complete() {
+fn snapshots_of_a_busy_raw_volume_have_complete_deltas() {
     if !have_root() || !have_load() {
         return;
     }

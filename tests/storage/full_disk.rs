@@ -1,5 +1,5 @@
-//! The filesystem below a sparse image pool runs full, and then the driver is stopped or killed and started again.
-//! Whatever the order, acknowledged snapshots stay, and lists and deletions work.
+//! The filesystem of a sparse pool image is full, and the driver is stopped or killed and
+//! restarted. In any order, acknowledged snapshots remain, and lists and deletions work.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -27,7 +27,8 @@ impl End {
     }
 }
 
-/// A driver with a sparse image pool on a small ext4, with a mounted volume and two acknowledged snapshots.
+/// A driver with a sparse image pool on a small ext4, with a mounted volume and two acknowledged
+/// snapshots.
 struct Rig {
     // Dropped in this order.
     driver: Driver,
@@ -55,7 +56,7 @@ impl Rig {
         rig
     }
 
-    /// Writes 1 MiB in the pod's filesystem, as a pod that wants it on disk.
+    /// Writes and flushes 1 MiB in the pod's filesystem.
     fn write(&self, number: u64) -> std::io::Result<()> {
         let mut file = File::create(self.driver.target(&self.volume).join(number.to_string()))?;
         file.write_all(&pattern(number, MIB as usize))?;
@@ -90,14 +91,15 @@ impl Rig {
         for snapshot in &self.snapshots {
             assert!(listed.contains(snapshot), "{when}: {snapshot} is not among {listed:?}");
         }
-        assert!(volume_ids(&self.driver).contains(&self.volume), "{when}: the volume is gone");
+        assert!(volume_ids(&self.driver).contains(&self.volume), "{when}: the volume is missing");
     }
 
-    /// What a pod and csi-snapshotter do on a full disk: they try again and again.
+    /// Retries like a pod and csi-snapshotter on a full disk.
     fn try_for_a_while(&mut self) {
         for number in 10..22 {
             let _ = self.write(number);
-            if let Ok(made) = self.driver.call(cut(&format!("s{number}"), &self.volume)) {
+            if let Ok(made) = self.driver.call(create_snapshot(&format!("s{number}"), &self.volume))
+            {
                 self.snapshots.push(made.snapshot.unwrap().snapshot_id);
             }
             self.assert_listed("on a full disk");
@@ -107,7 +109,7 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // What cleans up behind a failed test needs room.
+        // The cleanup of a failed test needs space.
         let _ = fs::remove_file(self.filler());
     }
 }
@@ -119,7 +121,7 @@ fn a_full_disk_and_restarts(first: End, second: End) {
     first.of(&mut rig.driver);
     rig.driver.start_again();
     rig.assert_listed("after a start on a full disk");
-    // What is deleted there stays deleted.
+    // Objects deleted on the full disk remain deleted.
     let deleted = rig.snapshots.remove(1);
     rig.driver.ok(delete_snapshot(&deleted));
     rig.try_for_a_while();
@@ -131,8 +133,8 @@ fn a_full_disk_and_restarts(first: End, second: End) {
     assert!(all_snapshots(&rig.driver).iter().all(|one| one.snapshot_id != deleted));
     drop_page_cache();
     rig.driver.restart();
-    rig.assert_listed("after one more start");
-    // Everything works again, at most after the volume was staged again.
+    rig.assert_listed("after another start");
+    // Everything works again, at the latest after the volume is staged again.
     rig.driver.take_down(&rig.volume);
     rig.driver.publish(&rig.volume, &mounted("ext4"));
     rig.write(100).unwrap();
@@ -143,14 +145,14 @@ fn a_full_disk_and_restarts(first: End, second: End) {
 
 #[test]
 #[ignore = "full tier"]
-fn a_full_disk_then_a_stop_then_a_kill_lose_no_acknowledged_snapshot() {
+fn a_full_disk_then_stop_then_kill_loses_no_snapshot() {
     if have_root() {
         a_full_disk_and_restarts(End::Stopped, End::Killed);
     }
 }
 
 #[test]
-fn a_full_disk_then_a_kill_then_a_stop_lose_no_acknowledged_snapshot() {
+fn a_full_disk_then_kill_then_stop_loses_no_snapshot() {
     if have_root() {
         a_full_disk_and_restarts(End::Killed, End::Stopped);
     }

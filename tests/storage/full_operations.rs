@@ -1,6 +1,6 @@
-//! Every operation meets the end of the room, at every place in it: with each amount of room from none to
-//! enough, it is refused in plain words and leaves nothing, and the same call succeeds once there is
-//! room. Pods lose no data by that.
+//! Every operation runs out of space at every step. With any amount of free space, it fails with a
+//! clear message and leaves nothing, and the repeated call succeeds when space is available. Pods
+//! lose no data.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -14,12 +14,12 @@ use support::full::*;
 use support::kernel::wait_for;
 use support::*;
 
-/// What is there while operations are tried: a volume in use that is written to, with a snapshot.
+/// Objects that exist during the operations: a volume in use that is written to, with a snapshot.
 struct World {
     volume_id: String,
     device: Attached,
     base: Snapshot,
-    /// Deleted, past its retention, and with a snapshot after it: its record is to be folded.
+    /// A deleted snapshot with an expired record, which must be merged into its successor.
     expired: Snapshot,
     content: Vec<u8>,
     changed: Vec<u64>,
@@ -36,7 +36,7 @@ impl World {
             content[(at * BLOCK) as usize..][..data.len()].copy_from_slice(&data);
             at
         };
-        // Many extents, so that their maps need room, and more data than a pool keeps back.
+        // Many extents, so that their maps need space, and more data than the reserve of the pool.
         (0..400).map(|number| put(number * 20, 8, number)).for_each(drop);
         let base = pool.snapshot("base", &volume);
         let mut changed: Vec<u64> = (0..10).map(|n| put(n * 50, 1, 1000 + n)).collect();
@@ -47,29 +47,29 @@ impl World {
         Self { volume_id: volume.id, device, base, expired, content, changed }
     }
 
-    /// The volume's data is what was written, and the next delta says what changed.
+    /// Checks the volume's data and the next delta.
     fn assert_whole(&self, pool: &Pool) {
         assert!(read_all(&self.device.target) == self.content, "the volume's data is another");
         let made = pool.backend().create_snapshot("last", &self.volume_id).unwrap();
-        // A retention ends with the second that it ends in.
+        // A retention ends at the end of its last second.
         wait_for("what has expired is forgotten", || {
             pool.backend().forget_expired().unwrap();
             let forgotten = pool.backend().delta(&self.expired.id, &made.id);
-            // The id goes one retention period later, which is none here.
+            // The id is dropped one retention period later, which is 0 here.
             matches!(forgotten, Err(Error::Precondition(_) | Error::NotFound { .. }))
         });
         assert_eq!(blocks(pool.backend().delta(&self.base.id, &made.id).unwrap()), self.changed);
     }
 }
 
-/// What the API shows.
+/// The objects in the API.
 fn shown(backend: &Backend) -> Vec<String> {
     let volumes = backend.volumes(None, 0).unwrap().items.into_iter().map(|row| row.id);
     let snapshots = backend.snapshots(&Default::default(), None, 0).unwrap().items;
     volumes.chain(snapshots.into_iter().map(|row| row.id)).collect()
 }
 
-/// An operation by its name, the objects that it is given made before.
+/// An operation by name, after its input objects are created.
 type Operation = (&'static str, fn(&Pool, &World, &str) -> Result<(), Error>);
 
 fn created(pool: &Pool, name: &str, source: Option<Source>) -> Result<(), Error> {
@@ -78,8 +78,8 @@ fn created(pool: &Pool, name: &str, source: Option<Source>) -> Result<(), Error>
     pool.backend().create_volume(&CreateVolume { name: name.to_owned(), request }).map(drop)
 }
 
-/// The spare volume of an operation: small, raw, with nothing on it. Once it is deleted, another id. To look for it may be what
-/// meets the end of the room: after a write that failed the catalog is opened anew.
+/// The spare volume of an operation: small, raw and empty. After its deletion it gets another id.
+/// Looking it up may fail too, because the catalog is reopened after a failed write.
 fn spare(pool: &Pool, name: &str) -> Result<String, Error> {
     let volumes = pool.backend().volumes(None, 0)?.items;
     let found = volumes.into_iter().find(|row| row.name == format!("for-{name}"));
@@ -92,7 +92,7 @@ fn snapshot_of_spare(pool: &Pool, name: &str) -> Result<String, Error> {
     Ok(found.map_or("snap-gone-0123456789abcdef".to_owned(), |row| row.id))
 }
 
-/// Those that need room, all but the last two for something that the API shows then.
+/// Operations that need space. All but the last two create something in the API.
 const NEEDY: [Operation; 8] = [
     ("create volume", |pool, _, name| created(pool, name, None)),
     ("clone", |pool, world, name| {
@@ -123,7 +123,7 @@ const NEEDY: [Operation; 8] = [
     }),
 ];
 
-/// Those that have to succeed in a pool without a block left.
+/// Operations that must succeed in a pool without a free block.
 const ALWAYS: [Operation; 5] = [
     ("modify", |pool, _, name| {
         let id = spare(pool, name)?;
@@ -145,7 +145,7 @@ fn prepare(pool: &Pool, operations: &[Operation]) {
     }
 }
 
-/// Takes the volumes of the operations out of use.
+/// Unpublishes and unstages the volumes of the operations.
 fn clean_up(pool: &Pool) {
     for (name, _) in NEEDY {
         let id = spare(pool, name).unwrap();
@@ -154,7 +154,7 @@ fn clean_up(pool: &Pool) {
     }
 }
 
-/// Room for the next attempt, in blocks: all small amounts, then coarser.
+/// Free space for the next attempt, in blocks: all small amounts, then larger steps.
 fn more(room: u64) -> u64 {
     match room {
         0..8 => room + 1,
@@ -165,7 +165,7 @@ fn more(room: u64) -> u64 {
 }
 
 #[test]
-fn an_operation_that_meets_the_end_of_the_pool_leaves_nothing_and_succeeds_with_room() {
+fn an_operation_on_a_full_pool_leaves_nothing() {
     if !have_root() {
         return;
     }
@@ -178,7 +178,7 @@ fn an_operation_that_meets_the_end_of_the_pool_leaves_nothing_and_succeeds_with_
 
 #[test]
 #[ignore = "full tier"]
-fn an_operation_that_meets_the_end_of_a_copy_pool_leaves_nothing_and_succeeds_with_room() {
+fn an_operation_on_a_full_copy_pool_leaves_nothing() {
     if !have_root() {
         return;
     }
@@ -191,7 +191,7 @@ fn an_operation_that_meets_the_end_of_a_copy_pool_leaves_nothing_and_succeeds_wi
     with_spares(pool, try_everything);
 }
 
-/// Runs a test, and takes the volumes of the operations out of use also when it fails.
+/// Runs a test, and unstages the volumes of the operations also when it fails.
 fn with_spares(mut pool: Pool, test: impl FnOnce(&mut Pool)) {
     prepare(&pool, &NEEDY);
     prepare(&pool, &ALWAYS);
@@ -225,7 +225,7 @@ fn try_everything(pool: &mut Pool) {
         levels.push(format!("{name} {refusals}"));
         end = fill(&filler.target, end - room);
     }
-    println!("report: refused before they succeeded: {}", levels.join(", "));
+    println!("report: refused attempts before success: {}", levels.join(", "));
     clean_up(pool);
     for (name, operation) in ALWAYS {
         let result = operation(pool, &world, name);
@@ -241,9 +241,9 @@ fn try_everything(pool: &mut Pool) {
     assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
 }
 
-/// The image is sparse: its filesystem has room that the one below does not have.
+/// The image is sparse: its filesystem has more free space than the disk.
 #[test]
-fn an_image_that_meets_the_end_of_the_filesystem_below_converges_once_there_is_room() {
+fn an_operation_on_a_full_disk_converges_with_free_space() {
     if !have_root() {
         return;
     }
@@ -268,7 +268,7 @@ fn try_everything_on(pool: &mut Pool, host: &Path) {
             match operation(pool, &world, name) {
                 Ok(()) => break,
                 Err(Error::Exhausted(_)) => refused += 1,
-                // Some of it looks like a broken disk from within.
+                // Some failures look like a broken disk.
                 Err(error @ (Error::Io { .. } | Error::Failed(_))) => {
                     println!("{name} with {room} KiB: {error}");
                     failed += 1;
@@ -277,10 +277,10 @@ fn try_everything_on(pool: &mut Pool, host: &Path) {
             }
         }
         tally.push(format!("{name} {refused}+{failed}"));
-        // What the failed ones had takes the pool's filesystem a moment, too.
+        // The pool's filesystem also frees the space of failed operations later.
         wait_for_room(pool, 40 * MIB);
         let result = operation(pool, &world, name);
-        assert!(result.is_ok(), "{name}, once there is room: {result:?}");
+        assert!(result.is_ok(), "{name}, with free space: {result:?}");
         assert!(pool.backend().healthy().is_ok(), "after {name}");
     }
     println!("report: refused with a full host, plus failed otherwise: {}", tally.join(", "));
@@ -291,11 +291,11 @@ fn try_everything_on(pool: &mut Pool, host: &Path) {
     assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
 }
 
-/// XFS frees what was removed in the background.
+/// XFS frees removed blocks in the background.
 fn wait_for_room(pool: &Pool, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(60);
     while pool.backend().pool_room().unwrap().available < bytes {
-        assert!(Instant::now() < until, "there is no room");
+        assert!(Instant::now() < until, "no space is available");
         std::thread::sleep(Duration::from_millis(10));
     }
 }

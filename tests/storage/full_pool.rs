@@ -1,5 +1,5 @@
-//! A pool without room refuses what needs room and says so, leaves nothing half-made, keeps what it
-//! has, and is usable again as soon as something was deleted.
+//! A full pool refuses operations that need space with a clear error, leaves nothing unfinished,
+//! keeps its data, and works again after a deletion.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ fn create(backend: &Backend, name: &str, source: Option<Source>) -> Result<Strin
     backend.create_volume(&CreateVolume { name: name.to_owned(), request }).map(|made| made.id)
 }
 
-/// What the API shows.
+/// The objects in the API.
 fn shown(backend: &Backend) -> (Vec<String>, Vec<String>) {
     let volumes = backend.volumes(None, 0).unwrap().items.into_iter().map(|row| row.id);
     let snapshots = backend.snapshots(&Default::default(), None, 0).unwrap().items;
@@ -20,7 +20,7 @@ fn shown(backend: &Backend) -> (Vec<String>, Vec<String>) {
 }
 
 #[test]
-fn a_full_pool_refuses_keeps_what_it_has_and_recovers_by_deletions() {
+fn a_full_pool_keeps_its_data_and_recovers_by_deletions() {
     if !have_root() {
         return;
     }
@@ -55,8 +55,8 @@ fn a_full_pool_refuses_keeps_what_it_has_and_recovers_by_deletions() {
         }
         exhausted(backend.create_snapshot(&name, &large.id), "a snapshot");
         exhausted(backend.create_snapshot(&name, &small.id), "a snapshot");
-        // Of one: of several raw volumes in use, only one may be written to. XFS may have found a few blocks by now: enough for
-        // an inode and for extents that are shared.
+        // One volume: only one of several raw volumes may be written to. XFS may have found a few
+        // free blocks: enough for an inode and shared extents.
         match backend.create_group(&name, std::slice::from_ref(&large.id)) {
             Ok(made) => backend.delete_group(&made.group.id, &[]).unwrap(),
             refused => exhausted(refused, "a group snapshot"),
@@ -69,13 +69,13 @@ fn a_full_pool_refuses_keeps_what_it_has_and_recovers_by_deletions() {
     assert_eq!(backend.capacity().unwrap().available, 0);
     let condition = backend.volume_condition(&small.id).unwrap();
     assert!(condition.is_abnormal() && condition.message.contains("nearly full"), "{condition:?}");
-    // Answers need no room, and neither does taking a volume out of use and back into it.
+    // Queries need no space, and neither do unstage and stage.
     let delta: Vec<u64> = (0..10 * MIB / BLOCK).collect();
     assert_eq!(blocks(backend.delta(&a.id, &b.id).unwrap()), delta);
     pool.detach(&small_at);
     let small_at = pool.attach(&small.id);
     assert_eq!(read_all(&small_at.target)[..content[1].len()], content[1]);
-    // XFS frees what was removed in the background.
+    // XFS frees removed blocks in the background.
     let frees = |pool: &Pool, bytes: u64| {
         let room = || pool.backend().pool_room().unwrap().available;
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -86,7 +86,7 @@ fn a_full_pool_refuses_keeps_what_it_has_and_recovers_by_deletions() {
     };
     pool.backend().delete_snapshot(&a.id).unwrap();
     frees(&pool, 9 * MIB);
-    // Nothing half-made remains.
+    // Nothing unfinished remains.
     for attached in [&large_at, &small_at, &filler_at] {
         pool.detach(attached);
     }
@@ -95,7 +95,7 @@ fn a_full_pool_refuses_keeps_what_it_has_and_recovers_by_deletions() {
     pool.start();
     pool.backend().delete_volume(&filler.id).unwrap();
     frees(&pool, 200 * MIB);
-    // Everything works again, and what was there is as it was.
+    // Everything works again, and existing data is unchanged.
     pool.volume("new-0", GIB);
     let c = pool.snapshot("new-0", &large);
     assert!(blocks(pool.backend().delta(&b.id, &c.id).unwrap()).is_empty());
@@ -110,9 +110,9 @@ fn a_full_pool_refuses_keeps_what_it_has_and_recovers_by_deletions() {
     assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
 }
 
-/// Else nothing could be deleted any more.
+/// Otherwise nothing could be deleted.
 #[test]
-fn a_pool_without_a_block_left_can_be_opened_and_checked() {
+fn a_pool_without_a_free_block_can_be_opened_and_checked() {
     if !have_root() {
         return;
     }
@@ -132,16 +132,16 @@ fn a_pool_without_a_block_left_can_be_opened_and_checked() {
     pool.backend().delete_volume(&filler.id).unwrap();
 }
 
-/// With every amount of room from none to enough, a cut ends before its copy, in its copy, in its
-/// record, or well.
+/// With different amounts of free space, taking a snapshot fails before the copy, in the copy, in
+/// the record, or succeeds.
 #[test]
-fn a_snapshot_that_meets_the_end_of_the_pool_anywhere_leaves_nothing() {
+fn a_snapshot_that_fills_the_pool_leaves_nothing() {
     if !have_root() {
         return;
     }
     let mut pool = Pool::with(PoolKind::Image, |config| {
         config.pool_size = Some(400 * MIB);
-        // With larger blocks a few of them free are room for everything.
+        // With larger blocks, a few free ones are enough for everything.
         config.pool_block_size = Some(BLOCK);
     });
     let volume = pool.volume("v", 64 * MIB);
@@ -149,14 +149,14 @@ fn a_snapshot_that_meets_the_end_of_the_pool_anywhere_leaves_nothing() {
     let filler_at = pool.attach(&filler.id);
     let attached = pool.attach(&volume.id);
     let device = &attached.target;
-    // Many extents, so that their maps need room.
+    // Many extents, so that their maps need space.
     for number in 0..3000 {
         write_direct(device, number * 5 * BLOCK, &pattern(number, BLOCK as usize));
     }
     let before = pool.snapshot("before", &volume);
     write_direct(device, 2 * BLOCK, &pattern(7, BLOCK as usize));
     let end = fill(&filler_at.target, 0);
-    // Files need no block as long as there are inodes left over.
+    // New files need no block while free inodes exist.
     let spare = (0..100).take_while(|number| {
         match pool.backend().create_snapshot(&format!("spare-{number}"), &volume.id) {
             Ok(_) => true,
@@ -195,7 +195,7 @@ fn a_snapshot_that_meets_the_end_of_the_pool_anywhere_leaves_nothing() {
     assert_eq!(check::check(pool.data_dir()).unwrap().findings, []);
 }
 
-/// On a copy pool the copy itself is what has no room.
+/// On a copy pool there is no space for the copy itself.
 #[test]
 fn a_copy_that_does_not_fit_leaves_nothing() {
     if !have_root() {

@@ -1,5 +1,5 @@
-//! The image of an image pool and the filesystem that it is on: an allocated image needs nothing of that,
-//! a sparse one has a reserve, and both grow.
+//! A pool image and its filesystem: an allocated image needs no space from the filesystem, a sparse
+//! one has a reserve, and both can grow.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 struct OnSmall {
     pool: Pool,
     host: PathBuf,
-    // Dropped in this order: the pool, then what it is on.
+    // Dropped in this order: the pool, then its filesystem.
     _small: Small,
     _directory: TempDir,
 }
@@ -66,7 +66,7 @@ fn marker(pool: &Pool) -> String {
 }
 
 #[test]
-fn pods_write_and_snapshots_are_taken_when_the_filesystem_below_an_allocated_image_is_full() {
+fn an_allocated_image_works_on_a_full_filesystem() {
     if !have_root() {
         return;
     }
@@ -78,7 +78,7 @@ fn pods_write_and_snapshots_are_taken_when_the_filesystem_below_an_allocated_ima
     let filler = HostFiller::all_of(&on.host);
     let status = on.status();
     assert!(status.allocated && status.available_below < MIB, "{status:?}");
-    // Nearly all that the pool has, where nothing was written before.
+    // Nearly all of the pool, in blocks that were never written.
     for part in 0..200 {
         write_direct(&attached.target, (8 + part) * MIB, &pattern(part, 1 << 20));
     }
@@ -91,7 +91,7 @@ fn pods_write_and_snapshots_are_taken_when_the_filesystem_below_an_allocated_ima
     assert!(on.status().allocated);
     write_direct(&attached.target, 4 * MIB, &pattern(7, 1 << 20));
     assert!(read_all(&attached.target)[(8 * MIB) as usize..][..1 << 20] == pattern(0, 1 << 20));
-    // What a pod that fills the pool gets is the end of the pool's own room, and it goes on after that.
+    // A pod that fills the pool gets ENOSPC from the pool, and can continue after space is freed.
     let large = on.pool.volume("large", 256 * MIB);
     let large_at = on.pool.attach(&large.id);
     let end = fill(&large_at.target, 0);
@@ -101,11 +101,11 @@ fn pods_write_and_snapshots_are_taken_when_the_filesystem_below_an_allocated_ima
     on.pool.backend().delete_snapshot(&a.id).unwrap();
     on.pool.detach(&large_at);
     on.pool.backend().delete_volume(&large.id).unwrap();
-    wait_for("there is room again", || {
+    wait_for("space is available again", || {
         on.pool.backend().pool_room().unwrap().available > 100 * MIB
     });
     on.pool.snapshot("c", &volume);
-    // What was deleted is still allocated below.
+    // The deleted blocks remain allocated in the image.
     on.pool.detach(&attached);
     on.pool.backend().delete_volume(&volume.id).unwrap();
     on.pool.restart();
@@ -116,7 +116,7 @@ fn pods_write_and_snapshots_are_taken_when_the_filesystem_below_an_allocated_ima
 }
 
 #[test]
-fn an_image_without_room_for_all_of_it_is_refused_and_leaves_nothing() {
+fn an_image_larger_than_the_free_space_is_refused() {
     if !have_root() {
         return;
     }
@@ -143,7 +143,7 @@ fn an_image_without_room_for_all_of_it_is_refused_and_leaves_nothing() {
 }
 
 #[test]
-fn an_image_of_no_given_size_takes_half_of_the_room_and_is_allocated() {
+fn a_default_image_is_allocated_with_half_of_the_free_space() {
     if !have_root() {
         return;
     }
@@ -162,7 +162,7 @@ fn an_image_of_no_given_size_takes_half_of_the_room_and_is_allocated() {
 }
 
 #[test]
-fn a_sparse_pool_stays_sparse_until_its_marker_says_otherwise() {
+fn a_sparse_pool_remains_sparse_unless_its_marker_changes() {
     if !have_root() {
         return;
     }
@@ -180,7 +180,7 @@ fn a_sparse_pool_stays_sparse_until_its_marker_says_otherwise() {
     assert!(on.reserve().exists());
     let used = || fs::metadata(&path).unwrap().blocks() * 512;
     assert!(used() < 200 * MIB);
-    // Not while a volume is attached: its mount of the pool discards.
+    // Not while a volume is attached: its mount of the pool discards blocks.
     let attached = on.pool.attach(&volume.id);
     on.pool.stop();
     let json = on.pool.data_dir().join("pool.json");
@@ -205,9 +205,9 @@ fn a_sparse_pool_stays_sparse_until_its_marker_says_otherwise() {
     on.pool.detach(&attached);
 }
 
-/// As after a copy of the image that leaves out what is zeros.
+/// As after a sparse copy of the image.
 #[test]
-fn an_allocated_image_with_holes_is_allocated_again_where_there_is_room() {
+fn an_allocated_image_with_holes_is_allocated_again() {
     if !have_root() {
         return;
     }
@@ -217,7 +217,7 @@ fn an_allocated_image_with_holes_is_allocated_again_where_there_is_room() {
     let path = on.host.join("data/pool.img");
     let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     let file = File::options().write(true).open(&path).unwrap();
-    // Nothing of the XFS is there: its last group has a head and nothing else.
+    // This range contains no XFS data: its last allocation group has only a header.
     fallocate(&file, punch, 380 * MIB as i64, 20 * MIB as i64).unwrap();
     drop(file);
     let filler = HostFiller::all_of(&on.host);
@@ -234,8 +234,7 @@ fn an_allocated_image_with_holes_is_allocated_again_where_there_is_room() {
 }
 
 #[test]
-fn the_reserve_of_a_sparse_image_serves_deletions_when_the_filesystem_below_is_full_and_is_made_again()
- {
+fn the_reserve_allows_deletions_on_a_full_filesystem() {
     if !have_root() {
         return;
     }
@@ -252,21 +251,22 @@ fn the_reserve_of_a_sparse_image_serves_deletions_when_the_filesystem_below_is_f
     on.pool.backend().relieve_pressure().unwrap();
     let condition = on.pool.backend().volume_condition(&volume.id).unwrap();
     assert!(condition.is_abnormal() && condition.message.contains("I/O errors"), "{condition:?}");
-    // Whatever fills the disk does not get the reserve. Deletions do, each as much as it needs.
+    // The program that fills the disk does not get the reserve. Deletions do, as much as each
+    // needs.
     assert!(reserve().unwrap() >= 64 * MIB);
     assert_eq!(on.status().available_below, 0);
     for id in &volumes {
         on.pool.backend().delete_volume(id).unwrap();
     }
     let left = reserve().unwrap_or(0);
-    println!("report: {} of 64 MiB of the reserve were left", left / MIB);
+    println!("report: {} of 64 MiB of the reserve remained", left / MIB);
     on.pool.backend().relieve_pressure().unwrap();
-    assert_eq!(reserve().unwrap_or(0), left, "the reserve is taken from those who need room");
+    assert_eq!(reserve().unwrap_or(0), left, "the reserve is not used by the filler");
     drop(filler);
     on.pool.backend().relieve_pressure().unwrap();
     assert!(reserve().unwrap() >= 64 * MIB);
     assert!(!on.pool.backend().volume_condition(&volume.id).unwrap().is_abnormal());
-    // Filled while no driver runs: a start has part of it.
+    // Filled while no driver runs: the start releases a part.
     on.pool.stop();
     let filler = HostFiller::all_of(&on.host);
     assert!(available(&on.host) < MIB);
@@ -281,7 +281,7 @@ fn the_reserve_of_a_sparse_image_serves_deletions_when_the_filesystem_below_is_f
 }
 
 #[test]
-fn an_image_on_a_filesystem_that_copies_on_write_is_treated_as_sparse() {
+fn an_image_on_a_copy_on_write_filesystem_is_sparse() {
     if !have_root() {
         return;
     }
@@ -298,7 +298,7 @@ fn an_image_on_a_filesystem_that_copies_on_write_is_treated_as_sparse() {
 }
 
 #[test]
-fn an_image_grows_while_volumes_are_attached_and_keeps_its_room() {
+fn an_allocated_image_grows_while_volumes_are_attached() {
     if !have_root() {
         return;
     }
@@ -328,7 +328,7 @@ fn an_image_grows_while_volumes_are_attached_and_keeps_its_room() {
     let refused = on.pool.backend().grow_pool(500 * MIB).unwrap_err();
     assert!(matches!(refused, Error::OutOfRange(_)), "{refused}");
     assert_eq!((available(&on.host), on.status()), before);
-    // The driver still has the size in its flags that the pool was made with.
+    // The driver's flags still have the original size of the pool.
     on.pool.restart();
     assert_eq!(on.status().size, 700 * MIB);
     assert!(on.status().allocated);
@@ -336,7 +336,7 @@ fn an_image_grows_while_volumes_are_attached_and_keeps_its_room() {
 }
 
 #[test]
-fn a_larger_size_at_the_start_grows_the_pool_and_a_smaller_one_is_refused() {
+fn a_larger_pool_size_grows_the_pool_a_smaller_is_refused() {
     if !have_root() {
         return;
     }
@@ -362,9 +362,9 @@ fn a_larger_size_at_the_start_grows_the_pool_and_a_smaller_one_is_refused() {
     }
 }
 
-/// The file is longer than the device, or the device larger than the filesystem.
+/// The file is larger than the device, or the device larger than the filesystem.
 #[test]
-fn a_growth_that_was_interrupted_is_completed_by_the_next_start() {
+fn an_interrupted_growth_is_completed_by_the_next_start() {
     if !have_root() {
         return;
     }

@@ -1,5 +1,5 @@
-//! Image pools whose filesystem has blocks of 64 KiB. The oracle and the power cuts run on such pools, too
-//! (`POOL_BLOCK_SIZE`).
+//! Image pools whose filesystem has blocks of 64 KiB. The oracle and the power loss tests also run
+//! on such pools (`POOL_BLOCK_SIZE`).
 
 use std::path::PathBuf;
 
@@ -24,11 +24,11 @@ fn written(pool: &mut Pool) -> (Volume, PathBuf, Snapshot) {
 }
 
 #[test]
-fn of_a_large_block_only_what_differs_is_reported() {
+fn only_the_different_part_of_a_large_block_is_reported() {
     with_large_blocks(|pool| {
         let (volume, device, first) = written(pool);
         write_direct(&device, 3 * BLOCK, &pattern(2, BLOCK as usize));
-        // What it held before.
+        // The previous content.
         write_direct(&device, LARGE, &pattern(1, 2 * LARGE as usize)[LARGE as usize..]);
         discard(&device, 2 * LARGE, 4 * BLOCK);
         write_direct(&device, 1000 * BLOCK, &pattern(3, BLOCK as usize));
@@ -42,7 +42,7 @@ fn of_a_large_block_only_what_differs_is_reported() {
 }
 
 #[test]
-fn with_the_precision_block_whole_blocks_of_the_pool_are_reported() {
+fn precision_block_reports_whole_blocks_of_the_pool() {
     with_large_blocks(|pool| {
         let (volume, device, first) = written(pool);
         let coarse =
@@ -63,7 +63,7 @@ fn with_the_precision_block_whole_blocks_of_the_pool_are_reported() {
 }
 
 #[test]
-fn a_small_write_after_a_snapshot_takes_the_room_of_one_block() {
+fn a_small_write_after_a_snapshot_takes_one_block() {
     if !have_root() || !have_large_blocks() {
         return;
     }
@@ -84,7 +84,7 @@ fn a_small_write_after_a_snapshot_takes_the_room_of_one_block() {
 }
 
 #[test]
-fn a_new_image_pool_has_the_largest_blocks_that_the_kernel_mounts() {
+fn a_new_image_pool_has_the_largest_supported_blocks() {
     if have_root() {
         let pool = Pool::with(PoolKind::Image, |config| config.pool_block_size = None);
         let expected = if kernel_mounts_large_blocks() { LARGE } else { BLOCK };
@@ -93,7 +93,7 @@ fn a_new_image_pool_has_the_largest_blocks_that_the_kernel_mounts() {
 }
 
 #[test]
-fn a_pool_keeps_the_block_size_that_it_was_made_with() {
+fn a_pool_keeps_its_block_size() {
     with_large_blocks(|pool| {
         let (volume, device, first) = written(pool);
         pool.stop();
@@ -106,7 +106,7 @@ fn a_pool_keeps_the_block_size_that_it_was_made_with() {
 }
 
 #[test]
-fn a_block_size_that_xfs_does_not_have_leaves_no_image() {
+fn an_unsupported_block_size_leaves_no_image() {
     with_large_blocks(|pool| {
         pool.stop();
         std::fs::remove_dir_all(pool.data_dir()).unwrap();

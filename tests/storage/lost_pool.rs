@@ -1,5 +1,6 @@
-//! A pool whose filesystem shuts down, as XFS does when it cannot write its log: everything says so and what to do, volumes
-//! are let go of, and after the recovery everything acknowledged is there.
+//! A pool whose filesystem has shut down, as XFS does when it cannot write its log: all calls
+//! report it with the remedy, volumes can be unpublished and unstaged, and after the recovery all
+//! acknowledged data exists.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -25,7 +26,7 @@ fn lost<T: std::fmt::Debug>(result: Result<T, Error>) -> String {
 
 #[track_caller]
 fn assert_abnormal(backend: &Backend, volume_id: &str) {
-    // A catalog that cannot be read is another way to say it.
+    // An unreadable catalog is another symptom.
     match backend.volume_condition(volume_id) {
         Ok(found) => {
             assert!(found.is_abnormal() && found.message.contains("shut down"), "{found:?}")
@@ -35,7 +36,7 @@ fn assert_abnormal(backend: &Backend, volume_id: &str) {
 }
 
 #[test]
-fn a_pool_that_has_shut_down_says_so_and_is_recovered_with_everything_acknowledged() {
+fn a_shut_down_pool_is_reported_and_recovers_all_data() {
     if !have_root() {
         return;
     }
@@ -46,7 +47,7 @@ fn a_pool_that_has_shut_down_says_so_and_is_recovered_with_everything_acknowledg
 }
 
 #[test]
-fn a_copy_pool_whose_ext4_has_shut_down_says_so_and_is_recovered() {
+fn a_shut_down_copy_pool_on_ext4_is_reported_and_recovers() {
     if !have_root() {
         return;
     }
@@ -98,7 +99,7 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
         ids.iter().for_each(|id| assert_abnormal(backend, id));
     }
 
-    // What is in use is let go of, in the order of CSI, and once more.
+    // Volumes in use can be unpublished and unstaged, also repeatedly.
     let wrong_order = backend.unstage(&volume.id, &mounted_at.staging);
     assert!(matches!(wrong_order, Err(Error::Precondition(_))), "{wrong_order:?}");
     for unknown in ["vol-unknown-0123456789abcdef", "csi-unknown"] {
@@ -121,7 +122,7 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
         assert!(loops_named(&attached.volume_id).is_empty());
     }
 
-    // What is still attached keeps the filesystem as it is, also for the next start, which names it.
+    // An attached volume keeps the filesystem mounted, also during the next start, which names it.
     pool.stop();
     lost(check::check(pool.data_dir()));
     let message = lost(pool.try_start());
@@ -133,7 +134,7 @@ fn recovered(mut pool: Pool, remount: impl Fn(&Pool)) {
     remount(&pool);
     wait_for("the pool opens", || pool.try_start().is_ok());
 
-    // Nobody has to unstage what the recovery has taken away.
+    // A volume that the recovery detached needs no unstage.
     let backend = pool.backend();
     for id in ids {
         let condition = backend.volume_condition(id).unwrap();

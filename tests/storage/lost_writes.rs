@@ -1,5 +1,5 @@
-//! Writes that the kernel accepted from a pod and could not write back: no snapshot or clone is made of such a volume
-//! until it was unstaged and staged again.
+//! Lost writes: the kernel accepted writes of a pod and could not write them back. Such a volume
+//! gets no snapshot or clone until it is unstaged and staged again.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -14,7 +14,7 @@ use support::full::*;
 use support::kernel::loops_named;
 use support::*;
 
-/// A pool that is full, with a volume in use that has a snapshot.
+/// A full pool, with a volume in use that has a snapshot.
 struct Full {
     pool: Pool,
     volume: Volume,
@@ -23,7 +23,7 @@ struct Full {
     base: Snapshot,
     other: Volume,
     filler: Attached,
-    /// The first block of the filler that was not written.
+    /// The first unwritten block of the filler.
     end: u64,
 }
 
@@ -55,7 +55,7 @@ impl Full {
         Self { pool, volume, attached, capability, base, other, filler, end }
     }
 
-    /// What a pod does that writes without fsync. The kernel fails to write it back, and reports that to nobody.
+    /// Writes without fsync, as a pod may. The writeback fails, and no process gets the error.
     fn lose_a_write(&self) {
         let target = &self.attached.target;
         let data = pattern(2, (4 * MIB) as usize);
@@ -75,7 +75,7 @@ impl Full {
         assert!(there != data, "the pool has room for it");
     }
 
-    /// As if the administrator had made room.
+    /// Frees space, as an administrator would.
     fn free_room(&self) {
         discard(&self.filler.target, (self.end - 10_000) * BLOCK, 10_000 * BLOCK);
     }
@@ -86,7 +86,8 @@ impl Full {
         self.pool.backend().create_volume(&CreateVolume { name: "clone".to_owned(), request })
     }
 
-    /// Neither a snapshot nor a clone is made, however often it is tried, and the condition says why.
+    /// Checks that snapshots and clones are refused repeatedly, and that the condition has the
+    /// reason.
     #[track_caller]
     fn assert_refused(&self, when: &str) {
         let backend = self.pool.backend();
@@ -113,7 +114,7 @@ impl Full {
         let backend = self.pool.backend();
         let wanted = csi_loopback::backend::Publication::on_host(self.capability.clone(), false);
         backend.stage(volume_id, staging, &self.capability).unwrap();
-        // What kubelet may repeat changes nothing.
+        // Repeated calls of kubelet change nothing.
         backend.stage(volume_id, staging, &self.capability).unwrap();
         backend.publish(volume_id, staging, target, &wanted).unwrap();
     }
@@ -124,7 +125,7 @@ impl Full {
         self.pool.backend().unstage(volume_id, staging).unwrap();
     }
 
-    /// Everything works again, and the next delta has every block that differs.
+    /// Everything works again, and the next delta has every different block.
     fn assert_whole(mut self) {
         let condition = self.pool.backend().volume_condition(&self.volume.id).unwrap();
         assert!(!condition.message.contains("were lost"), "{condition:?}");
@@ -146,7 +147,8 @@ impl Full {
     }
 }
 
-/// Writes back the pages of a file. The error is reported for this file alone, and not for the filesystem.
+/// Writes back the pages of a file. The error is reported for this file only, not for the
+/// filesystem.
 fn write_back(file: &File) -> std::io::Result<()> {
     let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE
         | libc::SYNC_FILE_RANGE_WRITE
@@ -169,7 +171,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T, Error>, when: &str) {
     }
 }
 
-fn a_snapshot_meets_the_loss(mut full: Full) {
+fn a_snapshot_detects_lost_writes(mut full: Full) {
     full.lose_a_write();
     full.free_room();
     full.assert_refused("at first");
@@ -185,18 +187,18 @@ fn a_snapshot_meets_the_loss(mut full: Full) {
 }
 
 #[test]
-fn a_mounted_volume_that_lost_writes_has_no_snapshot_until_it_is_staged_again() {
+fn a_mounted_volume_with_lost_writes_gets_no_snapshot() {
     if !have_root() {
         return;
     }
     for fs_type in FsType::ALL {
         println!("with {fs_type}");
-        a_snapshot_meets_the_loss(Full::new(PoolKind::Image, None, mounted(fs_type)));
+        a_snapshot_detects_lost_writes(Full::new(PoolKind::Image, None, mounted(fs_type)));
     }
 }
 
 #[test]
-fn a_volume_of_a_copy_pool_that_lost_writes_has_no_snapshot_until_it_is_staged_again() {
+fn a_copy_pool_volume_with_lost_writes_gets_no_snapshot() {
     if !have_root() {
         return;
     }
@@ -204,11 +206,11 @@ fn a_volume_of_a_copy_pool_that_lost_writes_has_no_snapshot_until_it_is_staged_a
     let _small = Small::mount(directory.path(), 400 * MIB);
     let data_dir = directory.path().join("small/data");
     let full = Full::new(PoolKind::Copy, Some(&data_dir), mounted(FsType::Ext4));
-    a_snapshot_meets_the_loss(full);
+    a_snapshot_detects_lost_writes(full);
 }
 
 #[test]
-fn a_raw_volume_that_lost_writes_has_no_snapshot_until_it_is_staged_again() {
+fn a_raw_volume_with_lost_writes_gets_no_snapshot() {
     if !have_root() {
         return;
     }
@@ -216,7 +218,7 @@ fn a_raw_volume_that_lost_writes_has_no_snapshot_until_it_is_staged_again() {
     full.lose_a_write();
     full.free_room();
     full.assert_refused("at first");
-    // As a machine that starts again: the device is gone, and nobody has unstaged the volume.
+    // As after a reboot: the device does not exist, and the volume was not unstaged.
     full.pool.stop();
     run("umount", &[path(&full.attached.target)]);
     let devices = loops_named(&full.volume.id);
@@ -227,9 +229,9 @@ fn a_raw_volume_that_lost_writes_has_no_snapshot_until_it_is_staged_again() {
     full.assert_whole();
 }
 
-/// An unmount reports no errors, so the unstage asks for them; a full pool records them.
+/// An unmount reports no errors, so unstage syncs first. A full pool records them.
 #[test]
-fn a_loss_that_nobody_met_before_the_unstage_is_recorded_by_it() {
+fn an_unstage_records_lost_writes() {
     if !have_root() {
         return;
     }

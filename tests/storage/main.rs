@@ -1,5 +1,5 @@
-//! The proofs about stored data: pools of every kind, as root, through the backend and through the driver. They need
-//! loop devices and filesystem tools, and nothing else.
+//! Tests of stored data: pools of every kind, through the backend and the driver. They need root,
+//! loop devices and filesystem tools.
 
 mod attachment;
 mod bases;

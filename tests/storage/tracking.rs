@@ -1,4 +1,4 @@
-//! The rules that keep deltas true, one test each, on every kind of pool.
+//! The rules of change tracking, one test each, on every kind of pool.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -6,7 +6,7 @@ use csi_loopback::backend::{Error, FsType, Source, Style, VolumeRequest, check};
 use support::*;
 
 #[test]
-fn a_delta_reports_what_was_written_and_nothing_else() {
+fn a_delta_reports_exactly_the_written_blocks() {
     for_each_pool(|pool| {
         let volume = pool.volume("v", 64 * MIB);
         let device = pool.attach(&volume.id).target;
@@ -23,11 +23,11 @@ fn a_delta_reports_what_was_written_and_nothing_else() {
 }
 
 #[test]
-fn a_discard_and_a_zero_out_are_changes_and_no_longer_allocated() {
+fn discarded_and_zeroed_blocks_are_changed_not_allocated() {
     for_each_pool(|pool| {
         let volume = pool.volume("v", 64 * MIB);
         let device = pool.attach(&volume.id).target;
-        // Part of a block of the pool stays allocated.
+        // A partially erased block of the pool remains allocated.
         let unit = block_size_of(pool.kind());
         write_direct(&device, 0, &pattern(1, 64 * unit as usize));
         let a = pool.snapshot("a", &volume);
@@ -47,7 +47,7 @@ fn a_discard_and_a_zero_out_are_changes_and_no_longer_allocated() {
 }
 
 #[test]
-fn zeros_that_were_written_are_allocated() {
+fn written_zeros_are_allocated() {
     for_each_pool(|pool| {
         let volume = pool.volume("v", 64 * MIB);
         let device = pool.attach(&volume.id).target;
@@ -59,7 +59,7 @@ fn zeros_that_were_written_are_allocated() {
 }
 
 #[test]
-fn growth_is_changed_where_it_holds_data_and_each_snapshot_keeps_its_capacity() {
+fn growth_is_changed_where_it_has_data() {
     for_each_pool(|pool| {
         let volume = pool.volume("v", 64 * MIB);
         let device = pool.attach(&volume.id).target;
@@ -82,8 +82,9 @@ fn a_delta_from_a_deleted_base_is_exact() {
         let volume = pool.volume("v", 64 * MIB);
         let device = pool.attach(&volume.id).target;
         let mut last: Option<String> = None;
-        // Blocks are overwritten as soon as the snapshot that holds them is deleted: were its data
-        // not kept as the hidden baseline, they would be written in place and the change lost.
+        // Blocks are overwritten directly after the deletion of the snapshot that contains them.
+        // Without the hidden baseline they would be overwritten in place, and the change would be
+        // missed.
         for round in 0..12 {
             write_direct(&device, round % 3 * BLOCK, &pattern(round, BLOCK as usize));
             let snapshot = pool.snapshot(&format!("s{round}"), &volume);
@@ -142,7 +143,7 @@ fn a_snapshot_outlives_its_volume() {
         pool.backend().delete_volume(&volume.id).unwrap();
         assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), [1]);
         assert!(pool.read_snapshot(&a).starts_with(&content));
-        // With the last snapshot the volume is forgotten altogether.
+        // The last snapshot removes all rows of the volume.
         pool.backend().delete_snapshot(&a.id).unwrap();
         assert_eq!(blocks(pool.backend().delta(&a.id, &b.id).unwrap()), [1]);
         pool.backend().delete_snapshot(&b.id).unwrap();
@@ -151,7 +152,7 @@ fn a_snapshot_outlives_its_volume() {
 }
 
 #[test]
-fn a_delta_that_cannot_be_known_is_refused_with_its_reason() {
+fn an_unknown_delta_is_refused_with_its_reason() {
     for_each_pool(|pool| {
         let volume = pool.volume("v", 64 * MIB);
         let other = pool.volume("w", 64 * MIB);
@@ -178,7 +179,7 @@ fn a_delta_that_cannot_be_known_is_refused_with_its_reason() {
             assert!(matches!(refused, Error::Precondition(_)), "{refused}");
             assert!(refused.to_string().contains("full backup"), "{refused}");
         }
-        // What does not need the missing records goes on working.
+        // Queries that do not need the missing records still work.
         let allocated = blocks(backend.allocated(&untracked.id).unwrap());
         assert_eq!(allocated, whole_blocks(pool.kind(), [0]));
         assert!(blocks(backend.delta(&tracked.id, &again.id).unwrap()).is_empty());
@@ -187,7 +188,7 @@ fn a_delta_that_cannot_be_known_is_refused_with_its_reason() {
 }
 
 #[test]
-fn a_restored_volume_and_a_clone_start_a_chain_of_their_own() {
+fn a_restored_volume_and_a_clone_start_a_new_chain() {
     for_each_pool(|pool| {
         let volume = pool.volume("v", 64 * MIB);
         let device = pool.attach(&volume.id).target;
@@ -208,13 +209,13 @@ fn a_restored_volume_and_a_clone_start_a_chain_of_their_own() {
             assert_eq!(allocated, whole_blocks(pool.kind(), 0..4));
             assert!(matches!(backend.delta(&a.id, &second.id), Err(Error::Invalid { .. })));
         }
-        // The source was not touched.
+        // The source is unchanged.
         assert_eq!(pool.read_snapshot(&a)[..], read_all(&device)[..]);
     });
 }
 
 #[test]
-fn a_record_past_its_retention_is_folded_into_the_next_and_refused_as_a_base() {
+fn an_expired_record_is_merged_and_refused_as_a_base() {
     if !have_root() {
         return;
     }
@@ -250,7 +251,7 @@ fn a_record_past_its_retention_is_folded_into_the_next_and_refused_as_a_base() {
 }
 
 #[test]
-fn the_newest_deleted_snapshot_stays_a_base_whatever_its_age() {
+fn the_newest_deleted_snapshot_is_always_a_base() {
     if !have_root() {
         return;
     }
@@ -267,7 +268,7 @@ fn the_newest_deleted_snapshot_stays_a_base_whatever_its_age() {
 }
 
 #[test]
-fn hidden_baselines_go_before_the_pool_is_full_and_the_gap_is_refused() {
+fn baselines_are_dropped_and_deltas_across_the_gap_refused() {
     if !have_root() {
         return;
     }
@@ -282,7 +283,7 @@ fn hidden_baselines_go_before_the_pool_is_full_and_the_gap_is_refused() {
     let a = pool.snapshot("a", &volume);
     pool.backend().delete_snapshot(&a.id).unwrap();
     pool.backend().relieve_pressure().unwrap();
-    // Every block is written anew: now the baseline holds 320 MiB that nobody can see.
+    // Every block is rewritten: now the hidden baseline uses 320 MiB.
     fill(0, 80);
     let mut next = 80;
     while pool.backend().pool_room().unwrap().available
@@ -302,7 +303,7 @@ fn hidden_baselines_go_before_the_pool_is_full_and_the_gap_is_refused() {
 }
 
 #[test]
-fn a_stream_that_is_cut_anywhere_and_resumed_is_the_whole() {
+fn an_interrupted_and_resumed_stream_is_complete() {
     with_pool(ALL_KINDS[1], |pool| {
         let volume = pool.volume("v", 64 * MIB);
         let device = pool.attach(&volume.id).target;
@@ -324,8 +325,8 @@ fn a_stream_that_is_cut_anywhere_and_resumed_is_the_whole() {
                     .iter()
                     .filter(|extent| extent.end() > start)
                     .map(|extent| {
-                        let cut = start.saturating_sub(extent.offset);
-                        (extent.offset + cut, extent.length - cut)
+                        let skipped = start.saturating_sub(extent.offset);
+                        (extent.offset + skipped, extent.length - skipped)
                     })
                     .collect();
                 let got: Vec<_> = rest.iter().map(|e| (e.offset, e.length)).collect();
@@ -371,7 +372,7 @@ fn the_largest_volume_is_tracked_to_its_last_block() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_filesystem_is_consistent_in_a_snapshot_that_was_cut_under_load() {
+fn a_snapshot_under_load_has_a_consistent_filesystem() {
     for_each_pool(|pool| {
         for fs_type in FsType::ALL {
             let volume = pool.create(
@@ -393,20 +394,20 @@ fn a_filesystem_is_consistent_in_a_snapshot_that_was_cut_under_load() {
                         written.store(number, Ordering::Relaxed);
                     }
                 });
-                let cut = |number| {
+                let take = |number| {
                     let before = written.load(Ordering::Relaxed);
                     let goes_on = || written.load(Ordering::Relaxed) > before + 20;
                     kernel::wait_for("the pod writes", goes_on);
                     pool.snapshot(&format!("{fs_type}-{number}"), &volume)
                 };
-                (0..3).map(cut).collect()
+                (0..3).map(take).collect()
             });
             backend.unstage(&volume.id, &staging).unwrap();
             for snapshot in &snapshots {
                 let source = Some(Source::Snapshot(snapshot.id.clone()));
                 let name = format!("check-{}", snapshot.id);
                 let copy = pool.create(&name, VolumeRequest { source, ..request() });
-                // Mounting replays the journal, without which xfs_repair would complain of it.
+                // Mounting replays the journal: otherwise xfs_repair reports a dirty log.
                 let mount = pool.scratch().join(&name);
                 backend.stage(&copy.id, &mount, &mounted(fs_type)).unwrap();
                 assert!(std::fs::read_dir(&mount).unwrap().count() > 0);
@@ -437,7 +438,7 @@ fn a_filesystem_is_consistent_in_a_snapshot_that_was_cut_under_load() {
 }
 
 #[test]
-fn no_tool_can_move_or_change_the_blocks_of_a_snapshot() {
+fn no_tool_can_change_the_blocks_of_a_snapshot() {
     with_pool(ALL_KINDS[0], |pool| {
         let volume = pool.volume("v", 64 * MIB);
         let device = pool.attach(&volume.id).target;
@@ -460,13 +461,14 @@ fn no_tool_can_move_or_change_the_blocks_of_a_snapshot() {
     });
 }
 
-/// Whether each stage of a volume, before and after a snapshot, has a device with direct I/O. Its sectors have 4096 bytes.
+/// Whether the device uses direct I/O after each stage of a volume, before and after a snapshot.
+/// Its sectors have 4096 bytes.
 fn direct_io_of_stages(pool: &mut Pool) -> [bool; 2] {
     use std::os::unix::fs::MetadataExt;
     let volume = pool.volume("v", 64 * MIB);
     [0, 1].map(|round| {
         let attached = pool.attach(&volume.id);
-        // The device's number, from that of the bound node.
+        // The device number, from the bind-mounted node.
         let rdev = std::fs::metadata(&attached.target).unwrap().rdev();
         let sys = format!("/sys/block/loop{}", nix::sys::stat::minor(rdev));
         let value = |name: &str| std::fs::read_to_string(format!("{sys}/{name}")).unwrap();
@@ -480,7 +482,7 @@ fn direct_io_of_stages(pool: &mut Pool) -> [bool; 2] {
 }
 
 #[test]
-fn a_device_has_4096_byte_sectors_and_direct_io_before_and_after_a_snapshot() {
+fn a_device_has_4096_byte_sectors_and_direct_io() {
     for_each_pool(|pool| {
         let is_large = block_size_of(pool.kind()) > BLOCK;
         assert_eq!(direct_io_of_stages(pool), [!is_large; 2]);
@@ -488,7 +490,7 @@ fn a_device_has_4096_byte_sectors_and_direct_io_before_and_after_a_snapshot() {
 }
 
 #[test]
-fn a_device_on_larger_blocks_goes_through_the_page_cache_before_and_after_a_snapshot() {
+fn a_device_on_larger_blocks_uses_the_page_cache() {
     if have_root() && have_large_blocks() {
         let pool = &mut Pool::with(ALL_KINDS[1], |config| config.pool_block_size = Some(64 << 10));
         assert_eq!(direct_io_of_stages(pool), [false; 2]);
@@ -496,7 +498,7 @@ fn a_device_on_larger_blocks_goes_through_the_page_cache_before_and_after_a_snap
 }
 
 #[test]
-fn nobody_sees_the_mount_of_an_image_pool() {
+fn the_mount_of_an_image_pool_is_not_visible() {
     with_pool(ALL_KINDS[1], |pool| {
         let image = pool.data_dir().join("pool.img");
         let devices = |image: &std::path::Path| {
@@ -509,13 +511,13 @@ fn nobody_sees_the_mount_of_an_image_pool() {
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         assert!(!mounts.contains(&format!(" {device} ")), "{mounts}");
         pool.stop();
-        // The kernel writes the filesystem's log before it lets go, in its own time.
-        kernel::wait_for("the image is let go of", || devices(&image).is_empty());
+        // The kernel writes the filesystem's log before it detaches the device, asynchronously.
+        kernel::wait_for("the image is detached", || devices(&image).is_empty());
     });
 }
 
 #[test]
-fn retention_goes_on_past_what_it_has_forgotten() {
+fn retention_continues_after_a_dropped_record() {
     if !have_root() {
         return;
     }
@@ -528,7 +530,8 @@ fn retention_goes_on_past_what_it_has_forgotten() {
             pool.snapshot(&format!("s{number}"), &volume)
         })
         .collect();
-    // The newer one first: it is forgotten, and still names the older one as its predecessor.
+    // The newer one first: its record is dropped, and its row still has the older one as
+    // predecessor.
     for number in [2, 1] {
         pool.backend().delete_snapshot(&snapshots[number].id).unwrap();
         std::thread::sleep(std::time::Duration::from_millis(1100));
@@ -538,7 +541,7 @@ fn retention_goes_on_past_what_it_has_forgotten() {
         let delta = pool.backend().delta(&snapshots[0].id, &snapshots[3].id).unwrap();
         assert_eq!(blocks(delta), [2, 4, 6]);
     }
-    // After another retention period nothing is left of them.
+    // After another retention period their rows are removed.
     std::thread::sleep(std::time::Duration::from_millis(1100));
     pool.backend().forget_expired().unwrap();
     for number in [1, 2] {
@@ -554,7 +557,7 @@ fn retention_goes_on_past_what_it_has_forgotten() {
 }
 
 #[test]
-fn a_pool_that_has_lost_its_image_or_its_catalog_is_not_taken_for_a_new_one() {
+fn a_pool_without_image_or_catalog_is_damaged_not_new() {
     if !have_root() {
         return;
     }

@@ -1,5 +1,5 @@
-//! Many retained rows: what the driver keeps of deleted snapshots does not slow down what it does with others. And a delta
-//! across a long chain of change records.
+//! The cost of calls with many catalog rows of deleted snapshots, and of a delta across a long
+//! chain of change records.
 
 use std::fs::File;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -18,10 +18,10 @@ use crate::report::{Report, Row};
 use crate::stats::{bytes, grouped, time};
 use crate::writer;
 
-/// For a start on the largest catalog.
+/// Time limit of a start on the largest catalog.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Of each volume.
+/// Bytes of each volume.
 const SIZE: u64 = 64 << 20;
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
@@ -43,11 +43,12 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
 struct Bench {
     driver: Driver,
     volumes: Vec<String>,
-    /// The first of a chain, deleted, and the last.
+    /// The first, deleted snapshot of a chain.
     base: String,
+    /// The last snapshot of the chain.
     last: String,
     chain: usize,
-    /// Names are not used twice.
+    /// Number of used snapshot names.
     taken: usize,
 }
 
@@ -75,7 +76,7 @@ impl Bench {
         Ok(Self { driver, volumes, base, last, chain, taken: 0 })
     }
 
-    /// Adds rows of deleted snapshots to the catalog, each table in the order of its keys.
+    /// Adds rows of deleted snapshots to the catalog, in the key order of each table.
     fn fill(&mut self, rows: std::ops::Range<usize>) -> Result<()> {
         self.driver.stop()?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
@@ -119,7 +120,7 @@ impl Bench {
         }
         tx.commit()?;
         drop(catalog);
-        // The driver leaves nothing of it in the page cache.
+        // The driver uses direct I/O and leaves no pages of the catalog in the page cache.
         let file = File::open(&path)?;
         file.sync_all()?;
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
@@ -141,7 +142,7 @@ impl Bench {
             let what = format!("start, {} retained rows, {what}", grouped(rows as i64));
             let measured =
                 format!("{}, peak {}, catalog of {}", time(took), bytes(peak), bytes(size));
-            report.row(Row::said("catalog", what, measured).spent(0.0, peak));
+            report.row(Row::value("catalog", what, measured).spent(0.0, peak));
         }
         Ok(())
     }
@@ -160,21 +161,21 @@ impl Bench {
                 source_volume_id: volume.clone(),
                 ..Default::default()
             };
-            ensure!(!driver.call(request)?.entries.is_empty(), "no snapshot is listed");
+            ensure!(!driver.call(request)?.entries.is_empty(), "the list has no snapshot");
             Ok(())
         })?;
         let volumes = self
             .timed(runs, |driver, _| driver.call(csi::ListVolumesRequest::default()).map(drop))?;
         let delta = self.timed(runs, |driver, _| {
-            let answer = driver.ask(Some(&self.base), &self.last)?;
-            ensure!(!answer.extents.is_empty(), "nothing has changed");
+            let delta = driver.get_metadata(Some(&self.base), &self.last)?;
+            ensure!(!delta.extents.is_empty(), "the delta is empty");
             Ok(())
         })?;
-        let of = self.volumes.len();
+        let page = self.volumes.len();
         for (what, cost) in [
             ("CreateSnapshot".to_owned(), create),
             ("ListSnapshots of a volume".to_owned(), list),
-            (format!("ListVolumes, a page of {of} volumes"), volumes),
+            (format!("ListVolumes, a page of {page} volumes"), volumes),
             (format!("delta across a chain of {}", self.chain), delta),
         ] {
             report.row(Row::times("catalog", format!("{what}, {with}"), &cost));

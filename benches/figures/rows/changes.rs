@@ -1,5 +1,6 @@
-//! CreateSnapshot after random writes, and what it reports as changed: on blocks of 64 KiB, where contents are compared to know
-//! changes to 4 KiB, the same without the comparison, and on blocks of 4 KiB.
+//! CreateSnapshot after random writes, and the reported changes: on pool blocks of 64 KiB, where
+//! the driver compares contents to track changes of 4 KiB; without this comparison; and on blocks
+//! of 4 KiB.
 
 use std::time::{Duration, Instant};
 
@@ -13,10 +14,10 @@ use crate::report::{Report, Row};
 use crate::stats::{bytes, grouped, time};
 use crate::{Options, writer};
 
-/// Parts of the volume that are written before a snapshot: one in so many of its blocks of 4 KiB.
+/// Parts of the volume that are written before a snapshot: one of N blocks of 4 KiB, and its name.
 const PARTS: [(u64, &str); 3] = [(1000, "0.1 %"), (100, "1 %"), (10, "10 %")];
 
-/// What a snapshot took after each part, and the bytes that it reports as changed.
+/// After each part, the duration of CreateSnapshot and the changed bytes.
 type Life = Vec<(Duration, u64)>;
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
@@ -30,23 +31,23 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
             "CreateSnapshot after random 4 KiB writes to {share} of {} ({blocks} blocks)",
             bytes(size)
         );
-        report.row(Row::said("changes", what, tell(exact[number])).against(
+        report.row(Row::value("changes", what, describe(exact[number])).against(
             format!(
                 "changePrecision block: {}; on blocks of 4 KiB: {}",
-                tell(coarse[number]),
-                tell(small[number])
+                describe(coarse[number]),
+                describe(small[number])
             ),
             None,
         ));
     }
     report.note(
-        "changes: measured is a pool with blocks of 64 KiB and changes known to 4 KiB. What is reported with changePrecision \
-         block is what the snapshot before pins",
+        "changes: measured is a pool with blocks of 64 KiB and changes tracked in 4 KiB. The bytes that changePrecision \
+         block reports are also the space that the previous snapshot keeps allocated",
     );
     Ok(())
 }
 
-fn tell((took, changed): (Duration, u64)) -> String {
+fn describe((took, changed): (Duration, u64)) -> String {
     format!("{}, {} changed", time(took.as_secs_f64()), bytes(changed))
 }
 
@@ -69,9 +70,10 @@ fn life(options: Options, size: u64, block_size: u64, precision: &str) -> Result
         let begun = Instant::now();
         let snapshot = driver.snapshot(share, &volume)?;
         let took = begun.elapsed();
-        let changed = driver.ask(Some(&before), &snapshot)?.blocks().len() as u64 * 4096;
+        let delta = driver.get_metadata(Some(&before), &snapshot)?;
+        let changed = delta.blocks().len() as u64 * 4096;
         life.push((took, changed));
-        println!("    {share}: {}", tell((took, changed)));
+        println!("    {share}: {}", describe((took, changed)));
         driver.call(csi::DeleteSnapshotRequest { snapshot_id: before, ..Default::default() })?;
         before = snapshot;
     }

@@ -1,5 +1,5 @@
-//! CreateSnapshot against the number of extents: where its time goes, and how long a writer stands
-//! still, beside what one plain FICLONE of the same file costs.
+//! CreateSnapshot against the number of extents: the time of its steps, and the stall of a writer,
+//! compared with one plain FICLONE of the same file.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -8,38 +8,38 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use crate::calls::Capability;
-use crate::harness::{Cost, Cut, Driver};
+use crate::harness::{Cost, Driver, SnapshotSteps};
 use crate::report::{Report, Row};
 use crate::stats::{Samples, digits, grouped, time};
 use crate::{Options, kernel, writer};
 
-/// Of the volume: sparse, so that extents are single blocks.
+/// Bytes of the volume, which is sparse, so that extents are single blocks.
 const SIZE: u64 = 64 << 30;
 
-/// Rounds beside a writer are not begun when they have taken so long: half a million extents take
-/// several seconds a call.
+/// Rounds with a writer end after this time: with half a million extents, a call takes several
+/// seconds.
 const ENOUGH: Duration = Duration::from_secs(50);
 
-/// The driver's steps that grow with the extents, with the names that they have in the table.
+/// Steps of the driver that grow with the number of extents, and their names in the table.
 const STEPS: [(&str, &str); 3] =
     [("pre_clone", "pre-clone"), ("clone", "final FICLONE"), ("compare", "FIEMAP compare")];
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
-    // Extents, rounds, and whether the writer's stall has a target.
+    // Extents and rounds.
     let sizes: &[(usize, usize)] = options.pick(
         &[(1_000, 7), (10_000, 7), (100_000, 5), (500_000, 3), (1_000_000, 2)],
         &[(1_000, 1), (5_000, 1)],
     );
     let mut charts = Charts::default();
     for (extents, rounds) in sizes {
-        one(report, *extents, *rounds, &mut charts)?;
+        measure_extents(report, *extents, *rounds, &mut charts)?;
     }
-    report.line("cut", "CreateSnapshot, nobody writes", charts.whole);
+    report.line("snapshot", "CreateSnapshot without a writer", charts.whole);
     for ((_, name), points) in STEPS.iter().zip(charts.steps) {
-        report.line("cut", *name, points);
+        report.line("snapshot", *name, points);
     }
-    report.line("cut", "all the rest", charts.rest);
-    report.line("cut", "one plain FICLONE", charts.plain);
+    report.line("snapshot", "other steps", charts.rest);
+    report.line("snapshot", "one plain FICLONE", charts.plain);
     report.line("stall", "CreateSnapshot", charts.stall);
     report.line("stall", "one plain FICLONE", charts.plain_stall);
     Ok(())
@@ -55,18 +55,24 @@ struct Charts {
     plain_stall: Vec<(f64, f64)>,
 }
 
-/// What the rounds of one number of extents gave.
+/// Results of all rounds with one number of extents.
 #[derive(Default)]
 struct Rounds {
-    cuts: Vec<Cut>,
+    steps: Vec<SnapshotSteps>,
     plain: Vec<Duration>,
     plain_stalls: Vec<Duration>,
     stalls: Vec<Duration>,
-    busy_cuts: Vec<Duration>,
+    /// Duration of CreateSnapshot with a writer.
+    busy: Vec<Duration>,
     writes: Vec<f64>,
 }
 
-fn one(report: &mut Report, extents: usize, rounds: usize, charts: &mut Charts) -> Result<()> {
+fn measure_extents(
+    report: &mut Report,
+    extents: usize,
+    rounds: usize,
+    charts: &mut Charts,
+) -> Result<()> {
     let driver = Driver::start(64 << 30)?;
     let volume = driver.volume("extents", SIZE, Capability::Block)?;
     let blocks = writer::scattered(extents, SIZE / 4096, 41);
@@ -75,7 +81,8 @@ fn one(report: &mut Report, extents: usize, rounds: usize, charts: &mut Charts) 
     let device = driver.publish(&volume, Capability::Block)?;
 
     let mut found = Rounds::default();
-    // Nobody writes: where the time goes. Between two cuts a hundredth of the blocks change.
+    // Without a writer: the time of each step. Between two snapshots, one in a hundred blocks
+    // changes.
     let few: Vec<u64> = blocks.iter().copied().step_by(100).collect();
     let cost = driver.measure(1, rounds, |run| {
         writer::change(&device, &few, run as u64)?;
@@ -83,7 +90,7 @@ fn one(report: &mut Report, extents: usize, rounds: usize, charts: &mut Charts) 
         driver.snapshot(&format!("quiet-{run}"), &volume)?;
         let took = begun.elapsed();
         if run > 0 {
-            found.cuts.push(driver.last_cut()?);
+            found.steps.push(driver.last_snapshot_steps()?);
         }
         Ok(took)
     })?;
@@ -93,23 +100,24 @@ fn one(report: &mut Report, extents: usize, rounds: usize, charts: &mut Charts) 
             break;
         }
         found.plain.push(plain_clone(&driver, &file)?);
-        // A writer that never rests, beside both in turn.
-        let plain = writer::beside(&device, &blocks, round as u64, || plain_clone(&driver, &file))?;
+        // A continuous writer during FICLONE, and then during CreateSnapshot.
+        let plain =
+            writer::write_during(&device, &blocks, round as u64, || plain_clone(&driver, &file))?;
         found.plain_stalls.push(plain.longest);
-        let cut = writer::beside(&device, &blocks, round as u64 + 100, || {
+        let snapshot = writer::write_during(&device, &blocks, round as u64 + 100, || {
             let begun = Instant::now();
             driver.snapshot(&format!("busy-{round}"), &volume)?;
             Ok(begun.elapsed())
         })?;
-        found.stalls.push(cut.longest);
-        found.busy_cuts.push(cut.result);
-        found.writes.push(cut.writes as f64);
+        found.stalls.push(snapshot.longest);
+        found.busy.push(snapshot.result);
+        found.writes.push(snapshot.writes as f64);
     }
-    tell(report, extents, &cost, found, charts);
+    report_rounds(report, extents, &cost, found, charts);
     Ok(())
 }
 
-/// One FICLONE of the backing file into a new file of the pool, which then goes.
+/// One FICLONE of the backing file into a new file of the pool, which is then deleted.
 fn plain_clone(driver: &Driver, file: &Path) -> Result<Duration> {
     let path = driver.pool.path().join("plain-clone");
     let (source, target) = (File::open(file)?, File::create(&path)?);
@@ -118,35 +126,42 @@ fn plain_clone(driver: &Driver, file: &Path) -> Result<Duration> {
     let took = begun.elapsed();
     drop(target);
     fs::remove_file(&path)?;
-    // What is freed in the background is not to be met by what comes next.
+    // Wait for the deletion in the background, so that it does not disturb the next measurement.
     kernel::free_bytes(&driver.pool.path())?;
     Ok(took)
 }
 
-fn tell(report: &mut Report, extents: usize, cost: &Cost, found: Rounds, charts: &mut Charts) {
+fn report_rounds(
+    report: &mut Report,
+    extents: usize,
+    cost: &Cost,
+    found: Rounds,
+    charts: &mut Charts,
+) {
     let x = extents as f64;
     let count = grouped(extents as i64);
-    let median =
-        |values: &dyn Fn(&Cut) -> f64| found.cuts.iter().map(values).collect::<Samples>().median();
+    let median = |values: &dyn Fn(&SnapshotSteps) -> f64| {
+        found.steps.iter().map(values).collect::<Samples>().median()
+    };
     let whole = cost.times.median();
     let mut shares = Vec::new();
     let mut sum = 0.0;
     for ((step, name), points) in STEPS.iter().zip(&mut charts.steps) {
-        let took = median(&|cut| cut.get(*step).copied().unwrap_or_default());
+        let took = median(&|steps| steps.get(*step).copied().unwrap_or_default());
         points.push((x, took));
         shares.push(format!("{name} {} ({} %)", time(took), (took / whole * 100.0).round()));
         sum += took;
     }
     let rest = (whole - sum).max(0.0);
-    shares.push(format!("all the rest {}", time(rest)));
+    shares.push(format!("other steps {}", time(rest)));
     charts.whole.push((x, whole));
     charts.rest.push((x, rest));
     let plain: Samples = found.plain.into_iter().collect();
     charts.plain.push((x, plain.median()));
     let others = ["settle", "seal", "record", "commit"].map(|step| {
-        format!("{step} {}", time(median(&|cut| cut.get(step).copied().unwrap_or_default())))
+        format!("{step} {}", time(median(&|steps| steps.get(step).copied().unwrap_or_default())))
     });
-    report.note(format!("extents: of the rest at {count} extents: {}", others.join(", ")));
+    report.note(format!("extents: other steps at {count} extents: {}", others.join(", ")));
     let row = Row::times("extents", format!("CreateSnapshot, {count} extents"), cost);
     let peer = format!("{}; one plain FICLONE {}", shares.join(", "), plain.times());
     report.row(row.against(peer, None));
@@ -155,13 +170,13 @@ fn tell(report: &mut Report, extents: usize, cost: &Cost, found: Rounds, charts:
     let plain_stalls: Samples = found.plain_stalls.into_iter().collect();
     charts.stall.push((x, stalls.median()));
     charts.plain_stall.push((x, plain_stalls.median()));
-    let busy: Samples = found.busy_cuts.into_iter().collect();
+    let busy: Samples = found.busy.into_iter().collect();
     let writes: Samples = found.writes.into_iter().collect();
     let ratio = plain_stalls.median() / stalls.median();
-    let what = format!("longest stall of a 4 KiB writer during the cut, {count} extents");
+    let what = format!("longest stall of a 4 KiB writer during CreateSnapshot, {count} extents");
     let row = Row::samples("extents", what, &stalls, "seconds", time).against(
         format!(
-            "during one plain FICLONE: {}; the cut took {} with {} writes meanwhile",
+            "during one plain FICLONE: {}; CreateSnapshot took {} during {} writes",
             plain_stalls.times(),
             time(busy.median()),
             digits(writes.median())
@@ -169,8 +184,8 @@ fn tell(report: &mut Report, extents: usize, cost: &Cost, found: Rounds, charts:
         ratio,
     );
     report.row(match extents {
-        100_000 => row.must("a tenth of a plain FICLONE's", ratio >= 10.0),
-        500_000 => row.must("a twelfth of a plain FICLONE's", ratio >= 12.0),
+        100_000 => row.must("1/10 of a plain FICLONE", ratio >= 10.0),
+        500_000 => row.must("1/12 of a plain FICLONE", ratio >= 12.0),
         _ => row,
     });
 }

@@ -1,4 +1,4 @@
-//! fio on a published raw block volume and on a plain loop device beside it, in turn.
+//! fio alternately on a published raw block volume and on a plain loop device.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ const BLOCK_SIZES: [&str; 2] = ["4k", "128k"];
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     if !load::is_available() {
         let row =
-            Row::said("fio", "fio: volume against plain loop device", "not available: no fio");
+            Row::value("fio", "fio: volume against plain loop device", "fio is not installed");
         report.row(row.must("0.97 or better", None));
         return Ok(());
     }
@@ -31,18 +31,15 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let published = driver.publish(&volume, Capability::Block)?;
     let plain = PlainLoop::attach(&plain)?;
     let direct = |device: &str| {
-        let shown = run("losetup", &["--noheadings", "--output", "DIO,LOG-SEC", device]);
-        shown.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+        let columns = run("losetup", &["--noheadings", "--output", "DIO,LOG-SEC", device]);
+        columns.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
     };
     let ours = run(
         "losetup",
         &["--noheadings", "--output", "NAME", "-j", text(&driver.pool.volume(&volume))],
     )?;
-    let (ours, theirs) = (direct(ours.trim())?, direct(&plain.0)?);
-    ensure!(
-        ours == theirs,
-        "the devices are not alike: {ours}, {theirs} (direct I/O, sector size)"
-    );
+    let (ours, peer) = (direct(ours.trim())?, direct(&plain.0)?);
+    ensure!(ours == peer, "the devices differ: {ours}, {peer} (direct I/O, sector size)");
 
     let mut points = Vec::new();
     for block_size in BLOCK_SIZES {
@@ -60,13 +57,13 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
 }
 
 fn compare(load: Load, options: Options, ours: &Path, plain: &Path, size: u64) -> Result<Row> {
-    let rate = |device: &Path| load.run(device).map(|met| met.bytes_per_second);
-    let (mut volume, mut beside, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    let rate = |device: &Path| load.run(device).map(|result| result.bytes_per_second);
+    let (mut volume, mut peer, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
     if !options.quick {
         rate(ours)?;
     }
     for round in 0..options.pick(5, 1) {
-        // Who comes first changes with the round.
+        // The order changes with each round.
         let (a, b) = match round % 2 {
             0 => (rate(ours)?, rate(plain)?),
             _ => {
@@ -75,19 +72,19 @@ fn compare(load: Load, options: Options, ours: &Path, plain: &Path, size: u64) -
             }
         };
         volume.push(a);
-        beside.push(b);
+        peer.push(b);
         ratios.push(a / b);
     }
     let ratios: Samples = ratios.into_iter().collect();
     let volume: Samples = volume.into_iter().collect();
-    let beside: Samples = beside.into_iter().collect();
+    let peer: Samples = peer.into_iter().collect();
     let rate = |rate: f64| format!("{}/s", bytes(rate as u64));
     let Load { pattern, block_size, .. } = load;
     let what = format!("fio {pattern} {block_size}, {} raw block volume", bytes(size));
     let row = Row::samples("fio", what, &volume, "bytes per second", rate).against(
         format!(
             "plain loop device on the same pool: {}; ratios {} … {}",
-            beside.text(rate),
+            peer.text(rate),
             digits(ratios.min()),
             digits(ratios.max())
         ),

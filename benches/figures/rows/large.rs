@@ -1,4 +1,4 @@
-//! 1 TiB, sparse, a million scattered extents, written for real.
+//! A sparse volume of 1 TiB with a million scattered extents.
 
 use std::time::{Duration, Instant};
 
@@ -19,22 +19,22 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     writer::scatter(&driver.pool.volume(&volume), &blocks)?;
     let begun = Instant::now();
     let target = driver.snapshot("target", &volume)?;
-    let cut = begun.elapsed();
+    let took = begun.elapsed();
 
     let mut firsts: Vec<Duration> = Vec::new();
     let runs = options.pick(9, 2);
     let decoded = driver.measure(1, runs, |_| {
-        let answer = driver.ask(Some(&base), &target)?;
-        ensure!(answer.blocks() == blocks, "the delta is not what was written");
-        firsts.push(answer.first);
-        Ok(answer.whole)
+        let delta = driver.get_metadata(Some(&base), &target)?;
+        ensure!(delta.blocks() == blocks, "the delta differs from the written blocks");
+        firsts.push(delta.first);
+        Ok(delta.whole)
     })?;
     let extents = || blocks.iter().map(|block| (block * 4096, 4096));
     let undecoded = driver.measure(1, runs, |_| {
         let socket = driver.socket();
-        let taken = driver.runtime.block_on(raw::take(&socket, &base, &target, 0))?;
-        taken.check(merged(extents()), 0)?;
-        Ok(taken.whole)
+        let received = driver.runtime.block_on(raw::get_delta(&socket, &base, &target, 0))?;
+        received.check(merged(extents()), 0)?;
+        Ok(received.whole)
     })?;
     let name =
         format!("delta, {} sparse, {} scattered extents", bytes(size), grouped(count as i64));
@@ -46,18 +46,18 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     for (how, cost) in [("decoded", &decoded), ("undecoded", &undecoded)] {
         let rate = count as f64 / cost.times.median();
         report.row(
-            Row::times("large", format!("{name}: whole answer, {how}"), cost)
+            Row::times("large", format!("{name}: whole stream, {how}"), cost)
                 .against(format!("{} extents", millions(rate)), None),
         );
     }
     report.note(format!(
-        "large: the snapshot of these extents took {}; see the rows on extents",
-        time(cut.as_secs_f64())
+        "large: CreateSnapshot with these extents took {}; see the rows extents",
+        time(took.as_secs_f64())
     ));
     Ok(())
 }
 
-/// Joins what touches.
+/// Merges adjacent extents.
 fn merged(extents: impl Iterator<Item = (u64, u64)>) -> impl Iterator<Item = (u64, u64)> {
     let mut extents = extents.peekable();
     std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! What the driver holds in memory: doing nothing, and while it streams 100 million extents.
+//! Memory of the driver: idle, and during a stream of 100 million extents.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -18,27 +18,27 @@ use crate::stats::{bytes, grouped, millions, time};
 
 const MIB: u64 = 1 << 20;
 
-/// How long a driver is left alone before it counts as idle.
+/// Time without calls before a driver is idle.
 fn settled(options: Options) -> Duration {
     Duration::from_millis(options.pick(2000, 200))
 }
 
 pub fn idle(options: Options, report: &mut Report) -> Result<()> {
     let mut driver = Driver::start(16 << 30)?;
-    told(options, report, &driver, "idle, new pool")?;
+    measure_idle(options, report, &driver, "idle, new pool")?;
     let volumes = options.pick(100, 10);
     for number in 0..volumes {
         let volume = driver.volume(&format!("v{number}"), 1 << 30, Capability::Block)?;
         driver.snapshot(&format!("s{number}"), &volume)?;
     }
     let with = format!("with {volumes} volumes and snapshots");
-    told(options, report, &driver, &format!("idle, after making a pool {with}"))?;
+    measure_idle(options, report, &driver, &format!("idle, after creation of a pool {with}"))?;
     driver.stop()?;
-    driver.start_again()?;
-    told(options, report, &driver, &format!("idle, started on a pool {with}"))
+    driver.restart()?;
+    measure_idle(options, report, &driver, &format!("idle, started on a pool {with}"))
 }
 
-fn told(options: Options, report: &mut Report, driver: &Driver, what: &str) -> Result<()> {
+fn measure_idle(options: Options, report: &mut Report, driver: &Driver, what: &str) -> Result<()> {
     thread::sleep(settled(options));
     let resident = kernel::memory(driver.pid(), "smaps_rollup", "Rss")?;
     let proportional = kernel::memory(driver.pid(), "smaps_rollup", "Pss")?;
@@ -49,13 +49,13 @@ fn told(options: Options, report: &mut Report, driver: &Driver, what: &str) -> R
     let cpu = (clock.now() - before).as_secs_f64() / settled(options).as_secs_f64();
     let peak = kernel::memory(driver.pid(), "status", "VmHWM")?;
     let measured = format!(
-        "RSS {}, PSS {}, of that {} its own",
+        "RSS {}, PSS {}, of which {} anonymous",
         bytes(resident),
         bytes(proportional),
         bytes(own)
     );
-    let row = Row::said("idle", format!("memory of the driver, {what}"), measured);
-    let row = row.against(format!("CPU while idle: {} a second", time(cpu)), None);
+    let row = Row::value("idle", format!("memory of the driver, {what}"), measured);
+    let row = row.against(format!("CPU while idle: {} per second", time(cpu)), None);
     report.row(row.spent(cpu, peak).must("under 20 MiB", resident < 20 * MIB));
     Ok(())
 }
@@ -80,7 +80,7 @@ pub fn streaming(options: Options, report: &mut Report) -> Result<()> {
     let cpu = (clock.now() - before).as_secs_f64();
     let peak = kernel::memory(pid, "status", "VmHWM")?;
     let above = peak.saturating_sub(idle);
-    // Flat: the second half needs no more than the first has shown.
+    // Flat: the peak of the second half is not above the peak of the first.
     let (early, late) = samples.split_at(samples.len() / 2);
     let most = |samples: &[(f64, f64)]| samples.iter().map(|(_, y)| *y).fold(0.0, f64::max);
     let growth = (most(late) - most(early)).max(0.0);
@@ -91,9 +91,9 @@ pub fn streaming(options: Options, report: &mut Report) -> Result<()> {
         bytes(idle),
         (growth / MIB as f64).round()
     );
-    let row = Row::said("memory", what, measured).spent(cpu, peak).against(
+    let row = Row::value("memory", what, measured).spent(cpu, peak).against(
         format!(
-            "{} in all, {}",
+            "{} in total, {}",
             time(took.as_secs_f64()),
             millions(extents as f64 / took.as_secs_f64())
         ),
@@ -105,7 +105,7 @@ pub fn streaming(options: Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Streams with a client that decodes each extent and checks it.
+/// Streams to a client that decodes and checks each extent.
 async fn verified(driver: &Driver, base: &str, target: &str, extents: u64) -> Result<Duration> {
     let mut client = SnapshotMetadataClient::new(driver.channel()?);
     let mut expected = Pattern::new(extents).bytes();
@@ -119,14 +119,14 @@ async fn verified(driver: &Driver, base: &str, target: &str, extents: u64) -> Re
     while let Some(message) = stream.message().await? {
         for extent in &message.block_metadata {
             let extent = (extent.byte_offset as u64, extent.size_bytes as u64);
-            ensure!(expected.next() == Some(extent), "the extent {extent:?} was not expected");
+            ensure!(expected.next() == Some(extent), "unexpected extent {extent:?}");
         }
     }
     ensure!(expected.next().is_none(), "extents are missing");
     Ok(begun.elapsed())
 }
 
-/// Seconds and resident bytes, until it is told to end.
+/// Samples of seconds and resident bytes, until `done`.
 fn sample(pid: u32, done: &AtomicBool) -> Result<Vec<(f64, f64)>> {
     let begun = Instant::now();
     let mut samples = Vec::new();

@@ -1,4 +1,4 @@
-//! The rows of the table, each in the file of its name.
+//! The rows of the table.
 
 pub mod catalog;
 pub mod changes;

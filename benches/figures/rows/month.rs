@@ -1,4 +1,5 @@
-//! A month of hourly snapshots of a volume that is written to at random: how CreateSnapshot and the number of extents grow.
+//! A month of hourly snapshots of a volume with random writes: the growth of CreateSnapshot and of
+//! the number of extents.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -14,13 +15,13 @@ use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, grouped, time};
 use crate::{Options, writer};
 
-/// Snapshots that are kept: a day of them.
+/// Number of kept snapshots: one day.
 const KEPT: usize = 24;
 
-/// Rounds are not begun when those before have taken so long. Blocks of 4 KiB make CreateSnapshot take seconds.
+/// The rounds end after this time: on blocks of 4 KiB, CreateSnapshot takes seconds.
 const ENOUGH: Duration = Duration::from_secs(600);
 
-/// Blocks of 4 KiB that are written between two snapshots.
+/// Blocks of 4 KiB written between two snapshots.
 const WRITTEN: usize = 500;
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
@@ -54,12 +55,12 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
 
 struct Month {
     times: Vec<Duration>,
-    /// Of the volume, after the tenth round and after the last.
+    /// Extents of the volume after the tenth and the last round.
     extents: [u32; 2],
 }
 
 impl Month {
-    /// The rounds around one, the first being 1.
+    /// The five rounds around a round; the first round is 1.
     fn around(&self, round: usize) -> Samples {
         let end = self.times.len().min(round + 2);
         self.times[end.saturating_sub(5)..end].iter().copied().collect()

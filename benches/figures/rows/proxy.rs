@@ -1,5 +1,6 @@
-//! What a call costs that goes through the node proxy, beside the same call straight to the driver, in turn: one that the proxy passes on
-//! unseen, one that it looks at, and a long metadata stream. No pod opts in, and the API server is away: nobody asks it.
+//! The cost of calls through the node proxy, alternating with the same calls directly to the
+//! driver: a call that the proxy forwards, a call that it inspects, and a long metadata stream. No
+//! pod opts in, so the proxy does not need the API server, which is unreachable.
 
 use std::fs;
 use std::os::unix::net::UnixStream as Socket;
@@ -23,15 +24,15 @@ use crate::{Options, raw};
 
 const PER_MESSAGE: [i32; 2] = [256, 4096];
 
-/// Nobody serves there.
+/// The address of an unreachable API server.
 const KUBECONFIG: &str = r#"{
     "apiVersion": "v1", "kind": "Config", "current-context": "away",
     "clusters": [{"name": "away", "cluster": {"server": "https://127.0.0.1:1"}}],
-    "contexts": [{"name": "away", "context": {"cluster": "away", "user": "nobody"}}],
-    "users": [{"name": "nobody", "user": {}}]
+    "contexts": [{"name": "away", "context": {"cluster": "away", "user": "none"}}],
+    "users": [{"name": "none", "user": {}}]
 }"#;
 
-/// The proxy before a driver; it ends when this is dropped.
+/// A node proxy for a driver. Dropping it stops the process.
 struct Proxy {
     child: Child,
     socket: PathBuf,
@@ -57,7 +58,7 @@ impl Proxy {
         let until = Instant::now() + PATIENCE;
         while Socket::connect(&proxy.socket).is_err() {
             if proxy.child.try_wait()?.is_some() || Instant::now() > until {
-                bail!("the proxy does not serve");
+                bail!("the node proxy did not start");
             }
             thread::sleep(Duration::from_millis(2));
         }
@@ -88,24 +89,25 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let idle = kernel::memory(proxy.pid(), "status", "VmRSS")?;
     kernel::reset_peak(proxy.pid())?;
     let rounds = options.pick(3000, 30);
-    let passed_on = csi::NodeGetCapabilitiesRequest {};
-    unary(report, &driver, &proxy, rounds, "passed on (NodeGetCapabilities)", &passed_on)?;
-    let looked_at = csi::NodeGetVolumeStatsRequest {
+    let forwarded = csi::NodeGetCapabilitiesRequest {};
+    unary(report, &driver, &proxy, rounds, "forwarded (NodeGetCapabilities)", &forwarded)?;
+    let inspected = csi::NodeGetVolumeStatsRequest {
         volume_id: volume,
         volume_path: text(&path).to_owned(),
         ..Default::default()
     };
-    unary(report, &driver, &proxy, rounds, "looked at (NodeGetVolumeStats)", &looked_at)?;
+    unary(report, &driver, &proxy, rounds, "inspected (NodeGetVolumeStats)", &inspected)?;
     for max in PER_MESSAGE {
         stream(options, report, &driver, &proxy, (&base, &target, extents, max))?;
     }
     let peak = kernel::memory(proxy.pid(), "status", "VmHWM")?;
-    let row = Row::said("proxy", "memory of the node proxy, idle", bytes(idle));
-    report.row(row.against(format!("the most in all of these rows: {}", bytes(peak)), None));
+    let row = Row::value("proxy", "memory of the node proxy, idle", bytes(idle));
+    report.row(row.against(format!("peak in all of these rows: {}", bytes(peak)), None));
     Ok(())
 }
 
-/// A call by each way in turn, each over a connection of its own as kubelet makes one, and then all over one that is there.
+/// Alternates the call on both paths, first with a new connection per call, as kubelet does, and
+/// then with one connection per path.
 fn unary<R: Rpc + Clone>(
     report: &mut Report,
     driver: &Driver,
@@ -114,45 +116,45 @@ fn unary<R: Rpc + Clone>(
     what: &str,
     request: &R,
 ) -> Result<()> {
-    for (over, kept) in [("a connection each, as kubelet", false), ("one connection", true)] {
-        let ways = [driver.socket(), proxy.socket.clone()];
-        let channels = ways.clone().map(|way| connect(&driver.runtime, way));
+    for (over, kept) in [("a new connection per call", false), ("one connection", true)] {
+        let sockets = [driver.socket(), proxy.socket.clone()];
+        let channels = sockets.clone().map(|socket| connect(&driver.runtime, socket));
         let mut times = [Vec::new(), Vec::new()];
-        let call = |way: usize| -> Result<Duration> {
+        let call = |path: usize| -> Result<Duration> {
             let begun = Instant::now();
             let channel = match kept {
-                true => channels[way].clone(),
-                false => connect(&driver.runtime, ways[way].clone()),
+                true => channels[path].clone(),
+                false => connect(&driver.runtime, sockets[path].clone()),
             };
             driver.runtime.block_on(request.clone().send(channel))?;
             Ok(begun.elapsed())
         };
-        // What is slow the first time is not measured.
-        for way in [0, 1, 0, 1] {
-            call(way)?;
+        // First calls are slower.
+        for path in [0, 1, 0, 1] {
+            call(path)?;
         }
         let clock = CpuClock::of(proxy.pid())?;
         let before = clock.now();
         for _ in 0..rounds {
-            for (way, times) in times.iter_mut().enumerate() {
-                times.push(call(way)?);
+            for (path, times) in times.iter_mut().enumerate() {
+                times.push(call(path)?);
             }
         }
         let cpu = (clock.now() - before).as_secs_f64() / rounds as f64;
-        let [straight, through] = times.map(|times| times.into_iter().collect::<Samples>());
-        let p99 = |of: &Samples| time(of.percentile(99));
+        let [direct, through] = times.map(|times| times.into_iter().collect::<Samples>());
+        let p99 = |times: &Samples| time(times.percentile(99));
         let row = Row::samples(
             "proxy",
-            format!("through the node proxy, a call that is {what}, {over}"),
+            format!("through the node proxy, {what}, {over}"),
             &through,
             "seconds",
             time,
         );
-        let more = through.median() - straight.median();
+        let more = through.median() - direct.median();
         let peer = format!(
-            "straight to the driver: {}, p99 {}; so {} more",
-            time(straight.median()),
-            p99(&straight),
+            "directly to the driver: {}, p99 {}; difference {}",
+            time(direct.median()),
+            p99(&direct),
             time(more)
         );
         let mut row = row.against(peer, None);
@@ -163,7 +165,7 @@ fn unary<R: Rpc + Clone>(
     Ok(())
 }
 
-/// The same long answer by each way in turn.
+/// Alternates the same long stream on both paths.
 fn stream(
     options: Options,
     report: &mut Report,
@@ -171,36 +173,36 @@ fn stream(
     proxy: &Proxy,
     (base, target, extents, max): (&str, &str, u64, i32),
 ) -> Result<()> {
-    let take = |socket: &Path| driver.runtime.block_on(raw::take(socket, base, target, max));
-    let ways = [driver.socket(), proxy.socket.clone()];
-    for way in &ways {
-        let messages = take(way)?.check(Pattern::new(extents).bytes(), max as usize)?;
-        ensure!(messages > 0, "an answer without a message");
+    let delta = |socket: &Path| driver.runtime.block_on(raw::get_delta(socket, base, target, max));
+    let sockets = [driver.socket(), proxy.socket.clone()];
+    for socket in &sockets {
+        let messages = delta(socket)?.check(Pattern::new(extents).bytes(), max as usize)?;
+        ensure!(messages > 0, "a stream without a message");
     }
     let rounds = options.pick(11, 1);
     let clock = CpuClock::of(proxy.pid())?;
     let before = clock.now();
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..rounds {
-        for (way, times) in ways.iter().zip(&mut times) {
-            times.push(take(way)?.whole.as_secs_f64());
+        for (socket, times) in sockets.iter().zip(&mut times) {
+            times.push(delta(socket)?.whole.as_secs_f64());
         }
     }
     let cpu = (clock.now() - before).as_secs_f64() / rounds as f64;
-    let [straight, through] = times;
-    // Of each round, in which whoever else uses the machine disturbs both ways alike.
-    let shares = straight.iter().zip(&through).map(|(straight, through)| straight / through);
+    let [direct, through] = times;
+    // Per round, because other load on the machine disturbs both paths of a round equally.
+    let shares = direct.iter().zip(&through).map(|(direct, through)| direct / through);
     let share = shares.collect::<Samples>().median();
     let rates = |times: Vec<f64>| -> Samples {
         times.into_iter().map(|seconds| extents as f64 / seconds).collect()
     };
     let what = format!(
-        "through the node proxy, {} extents, {} a message, frames undecoded",
+        "through the node proxy, {} extents, {} per message, frames undecoded",
         grouped(extents as i64),
         grouped(max.into())
     );
     let row = Row::samples("proxy", what, &rates(through), "extents per second", millions);
-    let peer = format!("straight to the driver: {}", millions(rates(straight).median()));
+    let peer = format!("directly to the driver: {}", millions(rates(direct).median()));
     let mut row = row.against(peer, share);
     row.cpu_seconds = Some(cpu);
     report.row(row);

@@ -1,4 +1,4 @@
-//! The same number of changes on volumes of all sizes.
+//! The same number of changes on volumes of different sizes.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::report::{Report, Row};
 use crate::stats::{bytes, digits, grouped, time};
 use crate::{Options, writer};
 
-/// One volume, with two snapshots between which the changes are.
+/// One volume with two snapshots, and the blocks that changed between them.
 struct Subject {
     size: u64,
     volume: String,
@@ -19,12 +19,12 @@ struct Subject {
     blocks: Vec<u64>,
 }
 
-/// Seconds of every run, for each question.
+/// Durations of all runs of each call.
 #[derive(Default)]
 struct Times {
     delta: Vec<Duration>,
     allocated: Vec<Duration>,
-    cut: Vec<Duration>,
+    snapshot: Vec<Duration>,
 }
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
@@ -32,15 +32,15 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
         .pick(&[1 << 30, 16 << 30, 256 << 30, 1 << 40, 4 << 40, 16 << 40], &[1 << 30, 1 << 40]);
     let changes = options.pick(1000, 100);
     let driver = Driver::start(64 << 30)?;
-    // The same volumes twice: where changes are spread over the whole volume they touch more parts of
-    // its record, the more, the larger it is.
+    // Changes spread over the whole volume use more parts of its record, in proportion to the
+    // volume's size.
     for (spread, place) in [(false, "within 1 GiB"), (true, "spread over the volume")] {
         let mut subjects = Vec::new();
         for size in sizes {
             subjects.push(subject(&driver, *size, spread, changes)?);
         }
         let cost = rounds(options, &driver, &subjects)?;
-        tell(report, place, changes, &subjects, &cost);
+        report_costs(report, place, changes, &subjects, &cost);
     }
     Ok(())
 }
@@ -57,7 +57,7 @@ fn subject(driver: &Driver, size: u64, spread: bool, changes: usize) -> Result<S
     Ok(Subject { size, volume, base, target, blocks })
 }
 
-/// All sizes in turn, again and again, so that what disturbs the machine disturbs all of them.
+/// Measures all sizes in each round, so that other load on the machine disturbs all of them.
 fn rounds(options: Options, driver: &Driver, subjects: &[Subject]) -> Result<Vec<[Cost; 3]>> {
     let mut times: Vec<Times> = subjects.iter().map(|_| Times::default()).collect();
     let mut spent = vec![[0.0; 3]; subjects.len()];
@@ -70,25 +70,28 @@ fn rounds(options: Options, driver: &Driver, subjects: &[Subject]) -> Result<Vec
             let marks = [(); 4].map(|()| clock.now());
             let mut marks = marks;
             for _ in 0..queries {
-                let answer = driver.ask(Some(&subject.base), &subject.target)?;
-                ensure!(answer.blocks() == subject.blocks, "the delta is not what was written");
-                took.delta.push(answer.whole);
+                let delta = driver.get_metadata(Some(&subject.base), &subject.target)?;
+                ensure!(
+                    delta.blocks() == subject.blocks,
+                    "the delta differs from the written blocks"
+                );
+                took.delta.push(delta.whole);
             }
             marks[1] = clock.now();
             for _ in 0..queries {
-                took.allocated.push(driver.ask(None, &subject.target)?.whole);
+                took.allocated.push(driver.get_metadata(None, &subject.target)?.whole);
             }
             marks[2] = clock.now();
             writer::change(&driver.pool.volume(&subject.volume), &subject.blocks, round as u64)?;
             let begun = Instant::now();
             driver.snapshot(&format!("{}-{round}", subject.volume), &subject.volume)?;
-            took.cut.push(begun.elapsed());
+            took.snapshot.push(begun.elapsed());
             marks[3] = clock.now();
             // The first round warms up.
             if round > 0 {
                 times.delta.extend(took.delta);
                 times.allocated.extend(took.allocated);
-                times.cut.extend(took.cut);
+                times.snapshot.extend(took.snapshot);
                 for (spent, pair) in spent.iter_mut().zip(marks.windows(2)) {
                     *spent += (pair[1] - pair[0]).as_secs_f64();
                 }
@@ -100,13 +103,13 @@ fn rounds(options: Options, driver: &Driver, subjects: &[Subject]) -> Result<Vec
         let runs = times.len() as f64;
         Cost { times: times.into_iter().collect(), cpu: spent / runs, peak }
     };
-    let costs = times.into_iter().zip(spent).map(|(times, [delta, allocated, cut])| {
-        [cost(times.delta, delta), cost(times.allocated, allocated), cost(times.cut, cut)]
+    let costs = times.into_iter().zip(spent).map(|(times, [delta, allocated, snapshot])| {
+        [cost(times.delta, delta), cost(times.allocated, allocated), cost(times.snapshot, snapshot)]
     });
     Ok(costs.collect())
 }
 
-fn tell(
+fn report_costs(
     report: &mut Report,
     place: &str,
     changes: usize,
@@ -122,7 +125,7 @@ fn tell(
         let (Some(first), Some(last)) = (costs.first(), costs.last()) else { continue };
         let (smallest, largest) = (&first[number], &last[number]);
         let ratio = largest.times.median() / smallest.times.median();
-        // Flat: apart by no more than the runs of one size are among themselves, or by a quarter.
+        // Flat: the sizes differ by at most a quarter, or by the spread of runs with one size.
         let noise = smallest.times.spread() + largest.times.spread();
         let flat = ratio < 1.25 || largest.times.median() - smallest.times.median() <= noise;
         let between: Vec<String> = points.iter().map(|(_, y)| time(*y)).collect();
@@ -137,7 +140,7 @@ fn tell(
         );
         let sizes: Vec<String> = subjects.iter().map(|subject| bytes(subject.size)).collect();
         let peer = format!(
-            "{}: {}; slope {} % a doubling",
+            "{}: {}; slope {} % per doubling",
             sizes.join(", "),
             between.join(", "),
             digits(slope(&points) * 100.0)
@@ -147,7 +150,7 @@ fn tell(
     }
 }
 
-/// How much of the mean the line through the points rises at each doubling of x.
+/// The slope of the regression line per doubling of x, as a fraction of the mean.
 fn slope(points: &[(f64, f64)]) -> f64 {
     let count = points.len() as f64;
     let x_mean = points.iter().map(|(x, _)| x.log2()).sum::<f64>() / count;

@@ -1,5 +1,5 @@
-//! 10 million extents over the socket, to a client that takes frames as they are and to one that
-//! decodes them, beside the plain copy of the same bytes.
+//! A stream of 10 million extents, to a client that reads frames and to a client that decodes
+//! messages, compared with a plain copy of the same bytes.
 
 use anyhow::{Result, ensure};
 
@@ -9,7 +9,7 @@ use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, grouped, millions};
 use crate::{Options, calls, peers, raw};
 
-/// Extents per message that the client asks for; 0 is the driver's default.
+/// Requested extents per message; 0 is the driver's default.
 const PER_MESSAGE: [i32; 3] = [0, 256, 4096];
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
@@ -18,19 +18,19 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let (driver, base, target) = records::driver_with_delta(extents)?;
     let socket = driver.socket();
     report.note(
-        "stream, memory: the change record was written by the product's own writer, in the place of that \
-         of a real snapshot of a sparse volume: so many extents cannot be written to a disk here",
+        "stream, memory: the product's record writer has replaced the change record of a real snapshot of a \
+         sparse volume, because writing this number of extents to a disk takes too long",
     );
     for max in PER_MESSAGE {
         let mut copies = Vec::new();
         let mut volume = 0;
         let cost = driver.measure(1, runs, |_| {
-            let taken = driver.runtime.block_on(raw::take(&socket, &base, &target, max))?;
-            taken.check(Pattern::new(extents).bytes(), max as usize)?;
-            let joined = taken.joined();
+            let received = driver.runtime.block_on(raw::get_delta(&socket, &base, &target, max))?;
+            received.check(Pattern::new(extents).bytes(), max as usize)?;
+            let joined = received.joined();
             volume = joined.len() as u64;
             copies.push(peers::through_a_socket(&joined)?);
-            Ok(taken.whole)
+            Ok(received.whole)
         })?;
         let copies: Samples = copies.into_iter().collect();
         let share = copies.median() / cost.times.median();
@@ -47,10 +47,10 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     }
     for max in PER_MESSAGE {
         let cost = driver.measure(1, options.pick(5, 1), |_| {
-            let asked = calls::ask(driver.channel()?, Some(&base), &target, max);
-            let answer = driver.runtime.block_on(asked)?;
-            ensure!(answer.extents.len() as u64 == extents, "extents are missing");
-            Ok(answer.whole)
+            let call = calls::get_metadata(driver.channel()?, Some(&base), &target, max);
+            let delta = driver.runtime.block_on(call)?;
+            ensure!(delta.extents.len() as u64 == extents, "extents are missing");
+            Ok(delta.whole)
         })?;
         report.row(rate(extents, max, "client decodes (tonic, prost)", &cost));
     }
@@ -61,7 +61,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
 fn rate(extents: u64, max: i32, how: &str, cost: &Cost) -> Row {
     let messages = match max {
         0 => "default messages".to_owned(),
-        max => format!("{} a message", grouped(max.into())),
+        max => format!("{} per message", grouped(max.into())),
     };
     let what = format!("stream of {} extents, {messages}, {how}", grouped(extents as i64));
     let rates: Samples = cost.times.iter().map(|seconds| extents as f64 / seconds).collect();

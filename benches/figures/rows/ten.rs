@@ -1,4 +1,5 @@
-//! A 10 GiB volume, written whole: its delta against reading it, and CreateSnapshot against copying it.
+//! A full volume of 10 GiB: its delta compared with reading it, and CreateSnapshot compared with
+//! copying it.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,7 @@ use crate::{Options, peers, writer};
 const THOUSAND: &str = "at least 1,000 times faster than host-path";
 const FIVE_HUNDRED: &str = "at least 500 times faster than host-path";
 
-/// What 10 GiB and its 0.1 % are in the quick version.
+/// Bytes of the volume.
 fn size(options: Options) -> u64 {
     options.pick(10 << 30, 256 << 20)
 }
@@ -24,7 +25,7 @@ fn changed(options: Options) -> usize {
     (size(options) / 4096 / 1000) as usize
 }
 
-/// A driver with such a volume, which holds data everywhere.
+/// A driver with a fully written volume.
 fn filled(options: Options) -> Result<(Driver, String)> {
     let driver = Driver::start(64 << 30)?;
     let volume = driver.volume("ten", size(options), Capability::Block)?;
@@ -41,9 +42,9 @@ pub fn delta(options: Options, report: &mut Report) -> Result<()> {
     let files = [driver.pool.snapshot(&base), driver.pool.snapshot(&target)];
 
     let cost = driver.measure(5, options.pick(100, 5), |_| {
-        let answer = driver.ask(Some(&base), &target)?;
-        ensure!(answer.blocks() == blocks, "the delta is not what was written");
-        Ok(answer.whole)
+        let delta = driver.get_metadata(Some(&base), &target)?;
+        ensure!(delta.blocks() == blocks, "the delta differs from the written blocks");
+        Ok(delta.whole)
     })?;
     let what = format!(
         "delta, {}, {} blocks changed at random",
@@ -56,7 +57,7 @@ pub fn delta(options: Options, report: &mut Report) -> Result<()> {
     report.line("delta", "csi-loopback (median)", line);
     let steps = [
         ("content comparison, 1 MiB reads, cold", 1 << 20, false),
-        ("what host-path does (4 KiB reads), cold", 4096, true),
+        ("algorithm of host-path (4 KiB reads), cold", 4096, true),
     ];
     for (name, step, stands_in) in steps {
         let mut times = Vec::new();
@@ -64,7 +65,7 @@ pub fn delta(options: Options, report: &mut Report) -> Result<()> {
         for _ in 0..runs {
             peers::make_cold([&files[0], &files[1]])?;
             let compared = peers::compare(&files[0], &files[1], step, u64::MAX)?;
-            ensure!(compared.blocks == blocks, "the comparison found something else");
+            ensure!(compared.blocks == blocks, "the comparison differs from the written blocks");
             times.push(compared.time);
             cpu += compared.cpu;
         }
@@ -84,7 +85,7 @@ pub fn delta(options: Options, report: &mut Report) -> Result<()> {
     delta_of_host_path(options, report, Row::times("delta", what, &cost), &cost, &blocks)
 }
 
-/// What the page cache is worth to the comparison: told, and not in the table.
+/// Notes the effect of the page cache on the comparison.
 fn warm(report: &mut Report, base: &std::path::Path, target: &std::path::Path) -> Result<()> {
     const PART: u64 = 1 << 30;
     peers::compare(base, target, 1 << 20, PART)?;
@@ -93,8 +94,8 @@ fn warm(report: &mut Report, base: &std::path::Path, target: &std::path::Path) -
         let compared = peers::compare(base, target, step, PART)?;
         let size = base.metadata()?.len().min(PART);
         report.note(format!(
-            "delta: with the first {} of both files in the page cache, the comparison with {name} reads \
-             takes {} for that part",
+            "delta: with the first {} of both files in the page cache, the comparison of this part with \
+             {name} reads takes {}",
             bytes(size),
             time(compared.time.as_secs_f64())
         ));
@@ -125,9 +126,9 @@ fn delta_of_host_path(
     let clock = driver.cpu()?;
     let before = clock.now();
     let times = (0..options.pick(3, 1)).map(|_| {
-        let answer = driver.ask(&base, &target)?;
-        ensure!(answer.blocks() == blocks, "the delta of host-path is not what was written");
-        Ok(answer.whole)
+        let delta = driver.get_delta(&base, &target)?;
+        ensure!(delta.blocks() == blocks, "the delta of host-path differs from the written blocks");
+        Ok(delta.whole)
     });
     let times: Samples = times.collect::<Result<Vec<Duration>>>()?.into_iter().collect();
     let cpu = (clock.now() - before).as_secs_f64() / times.count() as f64;
@@ -141,24 +142,25 @@ pub fn snapshot(options: Options, report: &mut Report) -> Result<()> {
     let (driver, volume) = filled(options)?;
     let file = driver.pool.volume(&volume);
     let runs = options.pick(11, 3);
-    let mut cuts = Vec::new();
+    let mut all_steps = Vec::new();
     let cost = driver.measure(2, runs, |run| {
         let blocks = Random(run as u64).distinct(16, size(options) / 4096);
         writer::change(&file, &blocks, run as u64)?;
         let begun = Instant::now();
-        driver.snapshot(&format!("cut-{run}"), &volume)?;
+        driver.snapshot(&format!("snapshot-{run}"), &volume)?;
         let took = begun.elapsed();
-        cuts.push(driver.last_cut()?);
+        all_steps.push(driver.last_snapshot_steps()?);
         Ok(took)
     })?;
     let what = format!("CreateSnapshot, {}, few extents", bytes(size(options)));
     let steps =
         ["pre_clone", "settle", "clone", "seal", "compare", "record", "commit"].map(|step| {
-            let times: Samples = cuts.iter().filter_map(|cut| cut.get(step).copied()).collect();
+            let times = all_steps.iter().filter_map(|steps| steps.get(step).copied());
+            let times: Samples = times.collect();
             format!("{step} {}", time(times.median()))
         });
     report.note(format!(
-        "snapshot: of the cut with few extents: {}; the rest is the intent in the catalog and the call",
+        "snapshot: steps of CreateSnapshot with few extents: {}; the rest is the intent in the catalog and the call",
         steps.join(", ")
     ));
 
@@ -172,34 +174,35 @@ pub fn snapshot(options: Options, report: &mut Report) -> Result<()> {
     let times: Samples = times.into_iter().collect();
     let ratio = times.median() / cost.times.median();
     let peer = format!(
-        "what host-path does (cp, nothing shared), cold: {}, {} of disk",
+        "algorithm of host-path (cp without reflinks), cold: {}, {} of disk",
         times.times(),
         bytes(size(options))
     );
     let row = Row::times("snapshot", what.clone(), &cost);
     report.row(row.against(peer, ratio).must(FIVE_HUNDRED, ratio >= 500.0));
-    room(report, &driver, &volume)?;
+    measure_space(report, &driver, &volume)?;
     drop(driver);
     snapshot_of_host_path(options, report, Row::times("snapshot", what, &cost), &cost)?;
     freeze(options, report)
 }
 
-/// What a snapshot takes from the pool while nothing has changed.
-fn room(report: &mut Report, driver: &Driver, volume: &str) -> Result<()> {
+/// The pool space of a snapshot without changes.
+fn measure_space(report: &mut Report, driver: &Driver, volume: &str) -> Result<()> {
     use std::os::unix::fs::MetadataExt;
-    /// Room is given out in pieces, for inodes and for the catalog: one snapshot may need none.
-    const CUTS: u64 = 16;
+    /// Several, because XFS allocates inodes and the catalog grows in chunks: one snapshot may
+    /// allocate nothing.
+    const SNAPSHOTS: u64 = 16;
     let before = kernel::free_bytes(&driver.pool.path())?;
     let mut id = String::new();
-    for number in 0..CUTS {
+    for number in 0..SNAPSHOTS {
         id = driver.snapshot(&format!("idle-{number}"), volume)?;
     }
-    let taken = before.saturating_sub(kernel::free_bytes(&driver.pool.path())?) / CUTS;
+    let used = before.saturating_sub(kernel::free_bytes(&driver.pool.path())?) / SNAPSHOTS;
     let file = driver.pool.snapshot(&id).metadata()?;
-    let shown = bytes(file.blocks() * 512);
-    let row = Row::said("snapshot", "disk used by a snapshot until blocks change", bytes(taken))
-        .against(format!("data in the snapshot (st_blocks, shared): {shown}"), None);
-    report.row(row.must("none but metadata: under 1 MiB", taken < 1 << 20));
+    let shared = bytes(file.blocks() * 512);
+    let row = Row::value("snapshot", "disk space of a snapshot until blocks change", bytes(used))
+        .against(format!("data in the snapshot (st_blocks, shared): {shared}"), None);
+    report.row(row.must("only metadata: under 1 MiB", used < 1 << 20));
     Ok(())
 }
 
@@ -212,7 +215,8 @@ fn snapshot_of_host_path(
     let driver = match HostPath::start(2 * size(options)) {
         Ok(driver) => driver,
         Err(reason) => {
-            let peer = format!("{}; {}", host_path::missing(&reason), host_path::CUT_ELSEWHERE);
+            let peer =
+                format!("{}; {}", host_path::missing(&reason), host_path::SNAPSHOT_ELSEWHERE);
             report.row(row.against(peer, None).must(FIVE_HUNDRED, None));
             return Ok(());
         }
@@ -221,16 +225,16 @@ fn snapshot_of_host_path(
     writer::fill(&volume.file, size(options))?;
     let before = kernel::free_bytes(driver.state_dir())?;
     let begun = Instant::now();
-    driver.snapshot("cut", &volume.id)?;
+    driver.snapshot("snapshot", &volume.id)?;
     let times: Samples = [begun.elapsed()].into_iter().collect();
-    let taken = before.saturating_sub(kernel::free_bytes(driver.state_dir())?);
+    let used = before.saturating_sub(kernel::free_bytes(driver.state_dir())?);
     let ratio = times.median() / cost.times.median();
-    let peer = format!("csi-driver-host-path: {}, {} of disk", times.times(), bytes(taken));
+    let peer = format!("csi-driver-host-path: {}, {} of disk", times.times(), bytes(used));
     report.row(row.against(peer, ratio).must(FIVE_HUNDRED, ratio >= 500.0));
     Ok(())
 }
 
-/// How long a mounted filesystem stands still, and what a writer in it notices.
+/// How long a mounted filesystem is frozen, and the stall of a writer in it.
 fn freeze(options: Options, report: &mut Report) -> Result<()> {
     let driver = Driver::start(64 << 30)?;
     let volume = driver.volume("ext4", size(options), Capability::Ext4)?;
@@ -239,46 +243,48 @@ fn freeze(options: Options, report: &mut Report) -> Result<()> {
     let pages: u64 = options.pick(16 << 10, 1 << 10);
     writer::fill(&file, pages * 4096)?;
     let blocks: Vec<u64> = (0..pages).collect();
-    let idle = writer::beside(&file, &blocks, 1, || {
+    let idle = writer::write_during(&file, &blocks, 1, || {
         std::thread::sleep(Duration::from_millis(500));
         Ok(())
     })?;
     let (mut frozen, mut settle, mut clone, mut stalls) = (vec![], vec![], vec![], vec![]);
     let cost = driver.measure(1, options.pick(9, 2), |run| {
-        let cut = writer::beside(&file, &blocks, run as u64 + 2, || {
+        let snapshot = writer::write_during(&file, &blocks, run as u64 + 2, || {
             let begun = Instant::now();
-            driver.snapshot(&format!("cut-{run}"), &volume)?;
+            driver.snapshot(&format!("snapshot-{run}"), &volume)?;
             Ok(begun.elapsed())
         })?;
-        let steps = driver.last_cut()?;
+        let steps = driver.last_snapshot_steps()?;
         if run > 0 {
             for (name, found) in
                 [("frozen", &mut frozen), ("settle", &mut settle), ("clone", &mut clone)]
             {
                 found.extend(steps.get(name).copied());
             }
-            stalls.push(cut.longest);
+            stalls.push(snapshot.longest);
         }
-        Ok(cut.result)
+        Ok(snapshot.result)
     })?;
-    let what = "CreateSnapshot of a mounted ext4, a writer in it";
+    let what = "CreateSnapshot of a mounted ext4 with a writer";
     report.row(Row::times("snapshot", what, &cost));
     let settle: Samples = settle.into_iter().collect();
     let clone: Samples = clone.into_iter().collect();
     let frozen: Samples = frozen.into_iter().collect();
     let parts = format!(
-        "of it, flushing to the backing file {}, final FICLONE {}; the rest, {}, is ext4's own for FIFREEZE and \
-         FITHAW",
+        "flush to the backing file {}, final FICLONE {}, FIFREEZE and FITHAW of ext4 {}",
         time(settle.median()),
         time(clone.median()),
         time((frozen.median() - settle.median() - clone.median()).max(0.0))
     );
-    let row = Row::samples("snapshot", "of that, frozen", &frozen, "seconds", time);
+    let row = Row::samples("snapshot", "frozen time of this call", &frozen, "seconds", time);
     report.row(row.against(parts, None));
     let stalls: Samples = stalls.into_iter().collect();
     report.row(
         Row::samples("snapshot", "longest stall of that 4 KiB writer", &stalls, "seconds", time)
-            .against(format!("with no cut, in 0.5 s: {}", time(idle.longest.as_secs_f64())), None),
+            .against(
+                format!("without a snapshot, in 0.5 s: {}", time(idle.longest.as_secs_f64())),
+                None,
+            ),
     );
     Ok(())
 }

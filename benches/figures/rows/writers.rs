@@ -1,5 +1,6 @@
-//! What a snapshot costs writers: fio on a raw block volume before, right after and long after snapshots, on pools with
-//! blocks of 64 KiB and of 4 KiB, beside a plain loop device on the filesystem of TMPDIR and beside csi-driver-host-path.
+//! The cost of snapshots for writers: fio on a raw block volume before, right after and long after
+//! snapshots, on pools with blocks of 64 KiB and 4 KiB, compared with a plain loop device on the
+//! filesystem of TMPDIR and with csi-driver-host-path.
 
 use std::fs::File;
 use std::path::Path;
@@ -10,14 +11,14 @@ use anyhow::Result;
 use crate::calls::Capability;
 use crate::harness::{Driver, Layout};
 use crate::host_path::{self, HostPath};
-use crate::load::{self, Load, Met, PlainLoop};
+use crate::load::{self, Load, LoadResult, PlainLoop};
 use crate::report::{Report, Row};
 use crate::stats::{bytes, digits, grouped, time};
 use crate::{Options, kernel, writer};
 
-/// A load at some time of a volume's life, and what it must reach.
+/// A load in the life of a volume, and its target.
 struct Phase {
-    /// How many snapshots there are before it, the last one taken just then if the phase before has fewer.
+    /// Number of snapshots before the phase. Missing ones are taken at its start.
     snapshots: usize,
     what: &'static str,
     sequential: bool,
@@ -32,12 +33,12 @@ struct Target {
     of: Of,
 }
 
-/// What the rate of a phase is held against.
+/// The reference of a target.
 #[derive(Clone, Copy)]
 enum Of {
-    /// The phase of this number, of the same volume.
+    /// Another phase of the same volume, by number.
     Phase(usize),
-    /// The same phase on blocks of 4 KiB, which are what there was before.
+    /// The same phase on blocks of 4 KiB.
     SmallBlocks,
     PlainLoop,
 }
@@ -89,12 +90,12 @@ impl Phase {
     }
 }
 
-/// What each phase met.
-type Life = Vec<Met>;
+/// The result of each phase.
+type Life = Vec<LoadResult>;
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     if !load::is_available() {
-        let row = Row::said("writers", "writes after snapshots", "not available: no fio");
+        let row = Row::value("writers", "writes after snapshots", "fio is not installed");
         report.row(row.must("0.6 of before", None));
         return Ok(());
     }
@@ -126,34 +127,34 @@ struct Lives {
 
 impl Lives {
     fn row(&self, number: usize, phase: &Phase, size: u64) -> Row {
-        let met = self.large[number];
+        let result = self.large[number];
         let what = format!("{}, {} raw block volume", phase.name(), bytes(size));
-        let mut beside = vec![
-            format!("on blocks of 4 KiB: {}", tell(self.small[number])),
-            format!("plain loop device: {}", tell(self.plain[number])),
+        let mut peers = vec![
+            format!("on blocks of 4 KiB: {}", describe(self.small[number])),
+            format!("plain loop device: {}", describe(self.plain[number])),
         ];
-        beside.extend(
-            self.host_path.as_ref().map(|life| format!("host-path: {}", tell(life[number]))),
+        peers.extend(
+            self.host_path.as_ref().map(|life| format!("host-path: {}", describe(life[number]))),
         );
-        let row = Row::said("writers", what, tell(met));
+        let row = Row::value("writers", what, describe(result));
         let Some(Target { what, least, of }) = &phase.target else {
-            return row.against(beside.join("; "), None);
+            return row.against(peers.join("; "), None);
         };
         let other = match of {
             Of::Phase(number) => self.large[*number],
             Of::SmallBlocks => self.small[number],
             Of::PlainLoop => self.plain[number],
         };
-        let ratio = met.iops / other.iops;
-        row.against(beside.join("; "), ratio).must(what, ratio >= *least)
+        let ratio = result.iops / other.iops;
+        row.against(peers.join("; "), ratio).must(what, ratio >= *least)
     }
 }
 
-fn tell(met: Met) -> String {
-    format!("{} IOPS, p99 {}", grouped(met.iops.round() as i64), time(met.p99))
+fn describe(result: LoadResult) -> String {
+    format!("{} IOPS, p99 {}", grouped(result.iops.round() as i64), time(result.p99))
 }
 
-/// Runs the phases on a device. A full volume has been written from its start to its end.
+/// Runs the phases on a device, which is filled sequentially after the first phase.
 fn live(
     options: Options,
     device: &Path,
@@ -170,14 +171,15 @@ fn live(
             snapshots += 1;
             snapshot(snapshots)?;
         }
-        let met = phase.load(options).run(device)?;
-        println!("    {}: {}, {}/s", phase.name(), tell(met), bytes(met.bytes_per_second as u64));
-        life.push(met);
+        let result = phase.load(options).run(device)?;
+        let rate = bytes(result.bytes_per_second as u64);
+        println!("    {}: {}, {rate}/s", phase.name(), describe(result));
+        life.push(result);
     }
     Ok(life)
 }
 
-/// A volume of the driver, on an image as an image pool has it.
+/// A volume of the driver on an allocated image, as in an image pool.
 fn ours(options: Options, size: u64, block_size: u64) -> Result<Life> {
     println!("    -- blocks of {}", bytes(block_size));
     let driver =

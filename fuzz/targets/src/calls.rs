@@ -1,10 +1,12 @@
-//! Kubelet's calls as the node proxy looks at them: what it adds joins what is there, and what it cannot read stays as it is.
+//! Kubelet's calls in the node proxy: added fields are merged with existing ones, and an unreadable
+//! message remains unchanged.
 
 use std::collections::HashMap;
 
 use csi::volume_capability::{AccessType, MountVolume};
 use csi_loopback::fuzzing::{
-    Asked, Call, Describe, Group, Publishing, Subject, deferred, gathered, unframed,
+    Call, DecodedRequest, Describe, Group, PublishTarget, Subject, gather, unframe,
+    with_defer_fs_ops,
 };
 use csi_loopback::proto::csi::v1 as csi;
 
@@ -15,39 +17,39 @@ pub fn calls(input: &[u8]) {
         id: "4059".to_owned(),
         policy: (kind & 8 != 0).then(|| "OnRootMismatch".to_owned()),
     });
-    // In pieces, as a connection may bring it; whole where it is read and where it is not.
+    // In pieces, like from a connection; complete, whether it is decoded or not.
     let piece = 1 + usize::from(kind >> 5) * 7;
-    let held = gathered(bytes.chunks(piece).map(<[u8]>::to_vec).collect()).unwrap();
-    assert_eq!(held, bytes);
-    if let Some(message) = unframed(bytes) {
+    let body = gather(bytes.chunks(piece).map(<[u8]>::to_vec).collect()).unwrap();
+    assert_eq!(body, bytes);
+    if let Some(message) = unframe(bytes) {
         add(call, message, group.as_ref());
     }
-    // Most of what is tried has no frame.
+    // Most inputs have no frame.
     add(call, bytes, group.as_ref());
 }
 
 fn add(call: Call, message: &[u8], group: Option<&Group>) {
-    let Some(asked) = Asked::read(call, message) else { return };
-    asked.describe(&mut Subject::default());
-    let framed = deferred(call, message, group);
-    let added = unframed(&framed).unwrap();
+    let Some(req) = DecodedRequest::decode(call, message) else { return };
+    req.describe(&mut Subject::default());
+    let framed = with_defer_fs_ops(call, message, group);
+    let added = unframe(&framed).unwrap();
     assert!(added.starts_with(message));
-    assert_eq!(Asked::read(call, added), Some(wanted(asked, group)));
+    assert_eq!(DecodedRequest::decode(call, added), Some(wanted(req, group)));
 }
 
-/// The same request with the fields.
-fn wanted(asked: Asked, group: Option<&Group>) -> Asked {
-    match asked {
-        Asked::Publish(mut asked) => {
-            let place = Publishing::of(&asked.target_path, &asked.volume_context);
+/// The same request with the added fields.
+fn wanted(req: DecodedRequest, group: Option<&Group>) -> DecodedRequest {
+    match req {
+        DecodedRequest::Publish(mut req) => {
+            let place = PublishTarget::of(&req.target_path, &req.volume_context);
             assert!(place.is_none_or(|place| !place.pod_uid().is_empty()));
-            assert_eq!(Publishing::of("", &HashMap::new()), None);
-            asked.defer_fs_ops = true;
+            assert_eq!(PublishTarget::of("", &HashMap::new()), None);
+            req.defer_fs_ops = true;
             if let Some(group) = group {
-                let capability = asked.volume_capability.get_or_insert_default();
+                let capability = req.volume_capability.get_or_insert_default();
                 let mut mount = match capability.access_type.take() {
                     Some(AccessType::Mount(mount)) => mount,
-                    // The proxy adds to none of a raw block volume.
+                    // The proxy adds no group to a raw block volume.
                     Some(AccessType::Block(_)) | None => MountVolume::default(),
                 };
                 mount.volume_supplemental_group.clone_from(&group.id);
@@ -56,17 +58,17 @@ fn wanted(asked: Asked, group: Option<&Group>) -> Asked {
                 }
                 capability.access_type = Some(AccessType::Mount(mount));
             }
-            Asked::Publish(asked)
+            DecodedRequest::Publish(req)
         }
-        Asked::Unpublish(asked) => {
-            Asked::Unpublish(csi::NodeUnpublishVolumeRequest { defer_fs_ops: true, ..asked })
+        DecodedRequest::Unpublish(req) => {
+            DecodedRequest::Unpublish(csi::NodeUnpublishVolumeRequest { defer_fs_ops: true, ..req })
         }
-        Asked::Stats(asked) => {
-            Asked::Stats(csi::NodeGetVolumeStatsRequest { defer_fs_ops: true, ..asked })
+        DecodedRequest::Stats(req) => {
+            DecodedRequest::Stats(csi::NodeGetVolumeStatsRequest { defer_fs_ops: true, ..req })
         }
-        Asked::Expand(mut asked) => {
-            asked.defer_fs_ops = true;
-            Asked::Expand(asked)
+        DecodedRequest::Expand(mut req) => {
+            req.defer_fs_ops = true;
+            DecodedRequest::Expand(req)
         }
     }
 }

@@ -1,5 +1,5 @@
-//! A catalog that was damaged, after an orderly end or a crash: refused, or the same rows as before.
-//! What the store may give back after a crash are the rows of its last commit, or of the one before.
+//! A damaged catalog, after a graceful end or a crash: refused, or the same rows as before. After a
+//! crash, the store may return the rows of the last commit or of the previous one.
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
@@ -54,23 +54,23 @@ fn check(input: Input) {
 }
 
 thread_local! {
-    static CATCHES: Cell<bool> = const { Cell::new(false) };
+    static CATCHING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs what catches the panics of the store below it. The panic hook hears of a panic before it is
-/// caught, and libFuzzer's hook ends the process: on this thread it hears of none until this returns.
+/// Runs code that catches panics of the store. The panic hook runs before a panic is caught, and
+/// libFuzzer's hook ends the process: on this thread the hook is disabled until this returns.
 fn with_caught_panics<T>(run: impl FnOnce() -> T) -> T {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let report = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
-            if !CATCHES.get() {
+            if !CATCHING.get() {
                 report(info);
             }
         }));
     });
-    CATCHES.set(true);
+    CATCHING.set(true);
     let result = panic::catch_unwind(AssertUnwindSafe(run));
-    CATCHES.set(false);
+    CATCHING.set(false);
     result.unwrap_or_else(|_| panic!("the reader of the catalog panicked"))
 }

@@ -1,5 +1,5 @@
-//! What crust_ops and runtimes read of each other: mountInfo.json, mount options, what a runtime's program says. Each is refused,
-//! or is what its rules promise.
+//! Data that crust_ops and runtimes exchange: mountInfo.json, mount options, output of a runtime's
+//! program. Each is refused, or satisfies its rules.
 
 use csi_loopback::crust::{MountInfo, Target, check};
 use csi_loopback::fuzzing;
@@ -21,7 +21,7 @@ fn mount_info(input: &[u8]) {
     assert!(info.fs_type.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'/'));
     assert!(info.options.iter().all(|option| !option.contains(',')));
     info.group().unwrap();
-    // What is written is read back.
+    // The written form parses to the same value.
     assert_eq!(MountInfo::parse(&info.to_json()).unwrap(), info);
 }
 
@@ -56,7 +56,7 @@ fn options(text: &str) {
                     .any(|option| ["bind", "remount", "password"].contains(&option.as_str()))
             );
         }
-        // A value is no part of an error.
+        // An error never contains a value.
         Err(error) => {
             let value =
                 text.split_once('=').map(|(_, value)| value).filter(|value| value.len() > 16);

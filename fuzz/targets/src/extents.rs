@@ -1,6 +1,6 @@
-//! Extent maps. Whatever the kernel may say: an error, or findings that cover all that it said holds
-//! data. What it does say, cut into extents and batches in any way: exactly what a comparison byte by
-//! byte finds.
+//! Extent maps. Any output of the kernel leads to an error, or to findings that cover all reported
+//! data. A possible map, divided into extents and batches in any way, leads to exactly the findings
+//! of a byte-by-byte comparison.
 
 use arbitrary::Arbitrary;
 use csi_loopback::backend::Error;
@@ -9,7 +9,7 @@ use csi_loopback::fuzzing::{FiemapExtent, compare_extents};
 
 const LAST: u32 = 1;
 const UNWRITTEN: u32 = 0x800;
-/// Flags under which an address says nothing about content.
+/// Flags with which the address does not determine the content.
 const OPAQUE: [u32; 8] = [2, 4, 8, 0x80, 0x100, 0x200, 0x400, 1 << 30];
 
 #[derive(Debug, Arbitrary)]
@@ -44,11 +44,11 @@ pub fn extents(input: &[u8]) {
 }
 
 fn impossible(old: Option<Vec<Vec<Raw>>>, old_size: u64, new: &[Vec<Raw>], size: u64) {
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     let mut batches = new.iter().map(|batch| batch.iter().map(extent).collect::<Vec<_>>());
     let fetch = |_| {
         let batch = batches.next().unwrap_or_default();
-        told.extend(batch.clone());
+        reported.extend(batch.clone());
         Ok(batch)
     };
     let old = old.map(|old| {
@@ -62,7 +62,7 @@ fn impossible(old: Option<Vec<Vec<Raw>>>, old_size: u64, new: &[Vec<Raw>], size:
         Err(other) => panic!("{other:?}"),
     };
     check_order(&findings, size);
-    for extent in told {
+    for extent in reported {
         let unwritten = extent.flags & UNWRITTEN != 0;
         let opaque = OPAQUE.iter().any(|flag| extent.flags & flag != 0);
         if !unwritten || opaque {
@@ -94,7 +94,7 @@ fn assert_allocated(findings: &[Finding], mut start: u64, end: u64) {
     assert!(start >= end, "nothing at {start} of {end}: {findings:?}");
 }
 
-/// What a byte of a file is.
+/// The content of a byte of a file.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Byte {
     Zero,
@@ -123,7 +123,7 @@ fn possible(old: Option<&[Plain]>, old_size: u8, new: &[Plain], size: u8, batch:
     }
 }
 
-/// An extent map, and the same byte by byte.
+/// An extent map, and the same file byte by byte.
 fn file(plain: &[Plain], size: usize) -> (Vec<FiemapExtent>, Vec<Byte>) {
     let (mut map, mut bytes) = (Vec::new(), Vec::new());
     for Plain { gap, length, physical, kind } in plain {
@@ -143,8 +143,8 @@ fn file(plain: &[Plain], size: usize) -> (Vec<FiemapExtent>, Vec<Byte>) {
     (map, bytes)
 }
 
-/// Answers as the kernel does: from the extent that holds the byte asked for on, some at a time, with a
-/// flag at the last one of the file.
+/// Responds like the kernel: some extents at a time, from the one that contains the requested byte,
+/// and with a flag on the last one of the file.
 fn kernel(map: &[FiemapExtent], batch: u8) -> impl FnMut(u64) -> Result<Vec<FiemapExtent>, Error> {
     move |start| {
         let mut map = map.to_vec();

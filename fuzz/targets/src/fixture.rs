@@ -1,5 +1,5 @@
-//! What the fuzz targets share: files in memory, change records made from fuzzed runs, and damage as
-//! disks and people do it.
+//! Shared by the fuzz targets: files in memory, change records from fuzzed runs, and damage as
+//! disks and users cause it.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -23,13 +23,13 @@ pub fn file_of(bytes: &[u8]) -> File {
     file
 }
 
-/// Where an open file can be opened again.
+/// A path to open an open file again.
 pub fn path_of(file: &File) -> PathBuf {
     format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
-/// A run of blocks. Runs lie near the start of one of the first segments, or near its end, where they
-/// go on into the next one.
+/// A run of blocks, near the start of one of the first segments, or near its end, where it may
+/// continue in the next one.
 #[derive(Debug, Clone, Arbitrary)]
 pub struct Run {
     segment: u8,
@@ -38,7 +38,7 @@ pub struct Run {
     length: u8,
 }
 
-/// The blocks of the runs, below `capacity_blocks`.
+/// The blocks of the runs below `capacity_blocks`.
 pub fn blocks_of(runs: &[Run], capacity_blocks: u64) -> BTreeSet<u64> {
     let mut blocks = BTreeSet::new();
     for run in runs.iter().take(64) {
@@ -50,7 +50,7 @@ pub fn blocks_of(runs: &[Run], capacity_blocks: u64) -> BTreeSet<u64> {
     blocks
 }
 
-/// A capacity in whole blocks, at most the largest volume's.
+/// A capacity in whole blocks, up to the maximum of a volume.
 pub fn capacity_of(blocks: u64) -> u64 {
     (1 + blocks % (MAX_VOLUME_BYTES / BLOCK_SIZE)) * BLOCK_SIZE
 }
@@ -68,31 +68,31 @@ pub fn record_of(header: &Header, allocated: &BTreeSet<u64>, changed: &BTreeSet<
     std::fs::read(path_of(&file)).unwrap()
 }
 
-/// All blocks of a bitmap, by way of its segments.
+/// All blocks of a bitmap, read through its segments.
 pub fn read_blocks(
     record: &RecordReader,
     bitmap: Bitmap,
 ) -> csi_loopback::backend::Result<BTreeSet<u64>> {
     let mut blocks = BTreeSet::new();
     for segment in record.segments(bitmap) {
-        let set = record.segment(bitmap, segment)?.expect("a segment that is listed is there");
+        let set = record.segment(bitmap, segment)?.expect("a listed segment exists");
         blocks.extend(set.iter().map(|block| segment * SEGMENT_BLOCKS + u64::from(block)));
     }
     Ok(blocks)
 }
 
-/// What may happen to a file behind the driver's back. At most a few bits flip: a checksum of 32 bits
-/// notices that, and could not notice what somebody forges together with its checksum.
+/// Damage of a file outside of the driver. At most a few bits flip: a 32-bit checksum detects that,
+/// but cannot detect a forged file with a matching checksum.
 #[derive(Debug, Clone, Arbitrary)]
 pub struct Damage {
     flips: [Option<u32>; 2],
     zeroed: Option<(u32, u16)>,
     copied: Option<(u32, u32, u16)>,
-    cut_to: Option<u32>,
+    truncate_to: Option<u32>,
     appended: Option<u8>,
 }
 
-/// Damage is done where there is something: a catalog is mostly room that is not used yet.
+/// Damage affects sectors with content: most of a catalog is unused.
 const SECTOR: usize = 512;
 
 impl Damage {
@@ -101,25 +101,25 @@ impl Damage {
         let sectors: Vec<usize> = (0..length.div_ceil(SECTOR))
             .filter(|n| bytes[n * SECTOR..].iter().take(SECTOR).any(|byte| *byte != 0))
             .collect();
-        let place = |at: u32| {
+        let position = |at: u32| {
             let at = at as usize;
             (sectors[at / SECTOR % sectors.len()] * SECTOR + at % SECTOR).min(length - 1)
         };
         if let Some((at, count)) = self.zeroed {
-            let at = place(at);
+            let at = position(at);
             bytes[at..length.min(at + usize::from(count))].fill(0);
         }
         if let Some((from, to, count)) = self.copied {
-            let (from, to) = (place(from), place(to));
+            let (from, to) = (position(from), position(to));
             let count = usize::from(count).min(length - from).min(length - to);
             bytes.copy_within(from..from + count, to);
         }
         for bit in self.flips.into_iter().flatten() {
-            let at = place(bit / 8);
+            let at = position(bit / 8);
             bytes[at] ^= 1 << (bit % 8);
         }
-        if let Some(at) = self.cut_to {
-            bytes.truncate(place(at));
+        if let Some(at) = self.truncate_to {
+            bytes.truncate(position(at));
         }
         if let Some(count) = self.appended {
             bytes.extend(std::iter::repeat_n(0xa5, usize::from(count)));
@@ -152,12 +152,12 @@ fn commit(catalog: &Catalog, volumes: &[Volume]) {
     let old = catalog.read().unwrap().select(|_: &Volume| true).unwrap();
     let written = catalog.write(|tx| {
         old.iter().try_for_each(|volume| tx.remove::<Volume>(&volume.id))?;
-        volumes.iter().try_for_each(|volume| tx.put(volume).and_then(|()| tx.name(volume)))
+        volumes.iter().try_for_each(|volume| tx.put(volume).and_then(|()| tx.claim_name(volume)))
     });
     written.unwrap();
 }
 
-/// A catalog with these volumes. Its file is gone, and stays open.
+/// A catalog with these volumes. Its file is deleted and remains open.
 pub fn catalog(volumes: &[Volume]) -> Catalog {
     let directory = tempfile::tempdir().unwrap();
     let catalog = Catalog::open(&directory.path().join("catalog"), Default::default()).unwrap();
@@ -165,8 +165,8 @@ pub fn catalog(volumes: &[Volume]) -> Catalog {
     catalog
 }
 
-/// A catalog in which these rows stood, one set after the other: after an orderly end, and as a crash
-/// leaves it.
+/// A catalog that contained these sets of rows, one after the other: after a graceful end, and
+/// after a crash.
 pub fn catalog_bytes(history: &[&[Volume]]) -> (Vec<u8>, Vec<u8>) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog");

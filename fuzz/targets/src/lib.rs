@@ -1,7 +1,7 @@
-//! Fuzz targets: functions that take any bytes and panic where the product breaks a promise about
-//! input that is damaged or hostile. They do not depend on a fuzzer. tests/no_root/fuzz.rs replays the
-//! seeds of fuzz/seeds and a bounded number of mutations of them; fuzz/fuzz_targets has a binary for
-//! each target, in which libFuzzer explores.
+//! Fuzz targets: functions that accept any bytes and panic if the product breaks a promise about
+//! damaged or hostile input. They do not depend on a fuzzer. tests/no_root/fuzz.rs replays the
+//! seeds of fuzz/seeds and a bounded number of their mutations; fuzz/fuzz_targets has a libFuzzer
+//! binary for each target.
 //!
 //! A target neither ends the process nor depends on an earlier input.
 
@@ -31,15 +31,15 @@ macro_rules! export {
     ($($name:ident)*) => {
         $(pub use $name::$name;)*
 
-        /// Each target with its name, which is also the name of its directory in fuzz/seeds.
+        /// Each target with its name, which is also its directory in fuzz/seeds.
         pub const TARGETS: &[(&str, fn(&[u8]))] = &[$((stringify!($name), $name)),*];
     };
 }
 
 each_target!(export);
 
-/// Runs a target whose input has a structure, decoded from bytes as libFuzzer's `fuzz_target!` does: the
-/// seeds were found with it. Bytes that do not decode are no input.
+/// Runs a target with structured input, decoded like libFuzzer's `fuzz_target!`, which produced the
+/// seeds. Bytes that do not decode are ignored.
 fn decoded<'a, I: Arbitrary<'a>>(bytes: &'a [u8], run: impl FnOnce(I)) {
     if bytes.len() >= I::size_hint(0).0
         && let Ok(input) = I::arbitrary_take_rest(Unstructured::new(bytes))

@@ -1,5 +1,5 @@
-//! Answers in any style, from any offset, in messages of any size: always what a plain set of blocks
-//! says, and a stream that is cut anywhere and resumed equals the whole.
+//! Responses in any style, from any offset, in messages of any size: always equal to a plain set of
+//! blocks, and a stream that is interrupted and resumed anywhere equals the whole.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use csi_loopback::fuzzing;
 struct Input {
     capacity: u64,
     records: [Option<Vec<Run>>; 3],
-    /// Bytes of a fixed style.
+    /// Block size of the fixed style, in bytes.
     fixed: Option<u64>,
     starting_offset: i64,
     max_results: i32,
@@ -28,7 +28,7 @@ fn check(input: Input) {
     let capacity = capacity_of(input.capacity);
     let sets: Vec<BTreeSet<u64>> =
         input.records.iter().flatten().map(|runs| blocks_of(runs, capacity / BLOCK_SIZE)).collect();
-    let answer = |style, offset| {
+    let response = |style, offset| {
         let records = sets.iter().map(|set| {
             let header = Header::new("s", "v", None, 1, capacity);
             let bytes = record_of(&header, &BTreeSet::new(), set);
@@ -46,7 +46,7 @@ fn check(input: Input) {
     };
     assert!(input.starting_offset >= 0 && input.max_results >= 0);
     assert!((1..=128 << 10).contains(&per_message));
-    let whole = match answer(style, offset) {
+    let whole = match response(style, offset) {
         Ok(whole) => whole,
         Err(Error::OutOfRange(_)) => return assert!(offset > capacity),
         Err(other) => panic!("{other:?}"),
@@ -54,14 +54,14 @@ fn check(input: Input) {
     assert!(offset <= capacity);
     let union = sets.iter().flatten().copied().collect();
     assert_eq!(whole, expected(&union, style, offset, capacity));
-    // The client goes on behind the last extent that it has.
+    // The client resumes after the last extent that it has.
     if let Some(last) = whole.get(usize::from(input.resume_at)) {
-        let rest = answer(style, last.end()).unwrap();
+        let rest = response(style, last.end()).unwrap();
         assert_eq!(rest, whole[usize::from(input.resume_at) + 1..]);
     }
 }
 
-/// The same, from a plain set and in the plainest way.
+/// The same result, computed from a plain set.
 fn expected(blocks: &BTreeSet<u64>, style: Style, offset: u64, capacity: u64) -> Vec<Extent> {
     let unit = match style {
         Style::Variable => BLOCK_SIZE,

@@ -1,5 +1,5 @@
 //! Any bytes as a change record: an error, or blocks within the capacity. In every other input the
-//! checksums are made right first, so that what is behind them is met, too.
+//! checksums are corrected first, so that the code after them is reached too.
 
 use crate::fixture::file_of;
 use csi_loopback::backend::tracker::{Bitmap, RecordReader, Style};
@@ -39,7 +39,8 @@ fn read(bytes: &[u8], bitmap: Bitmap) -> Result<()> {
     Ok(())
 }
 
-/// Puts magic numbers and checksums where the format has them (docs/design/on-disk-format.md).
+/// Writes magic numbers and checksums at the positions of the format
+/// (docs/design/on-disk-format.md).
 fn seal(bytes: &mut [u8]) {
     let length = bytes.len();
     if length < 48 {

@@ -1,4 +1,4 @@
-//! A change record that was damaged: an error, or the same answer as before. Never another one.
+//! A damaged change record: an error, or the same result as before.
 
 use crate::fixture::{Damage, Run, blocks_of, capacity_of, file_of, read_blocks, record_of};
 use arbitrary::Arbitrary;

@@ -1,5 +1,5 @@
-//! Text from clients and people: ids and names, tokens of lists, sizes, timeouts, sockets, paths, the
-//! command line, rules for faults. Each is refused, or is what its rules promise.
+//! Text from clients and users: ids and names, list tokens, sizes, timeouts, sockets, paths, the
+//! command line, fault rules. Each is refused, or satisfies its rules.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -22,9 +22,10 @@ pub fn text(input: &[u8]) {
     tokens(text, usize::from(*number));
 }
 
-/// A mode that the program's name or a flag selects stands first, and `--` behind it where all arguments are
-/// another program's. What names a mode in a flag is gone, and all else stays in its order and as it is; only the
-/// sidecar's flags may get a second dash. A line is refused where it names no mode that there is.
+/// The rewritten line starts with the mode, which the program's name or a flag selects, followed by
+/// `--` if all arguments belong to another program. The flag with the mode is removed; everything
+/// else remains in order and unchanged, except that flags of the sidecar may get a second dash. A
+/// line with an unknown mode is refused.
 fn command_line(input: &[u8]) {
     let line: Vec<OsString> =
         input.split(|byte| *byte == b'\n').map(|part| OsString::from_vec(part.to_vec())).collect();
@@ -40,7 +41,7 @@ fn command_line(input: &[u8]) {
     assert!(kept && rewritten.len() == wanted.len(), "{rewritten:?} is not {wanted:?}");
 }
 
-/// The line with its mode first, in the plainest way; none where it names no mode that there is.
+/// The line with its mode first, computed in the simplest way; `None` if the mode is unknown.
 fn mode_first(line: &[OsString]) -> Option<Vec<OsString>> {
     static MODES: LazyLock<Vec<String>> = LazyLock::new(fuzzing::mode_names);
     let with = |first: &[&OsStr], kept: &[&[OsString]]| {
@@ -60,14 +61,14 @@ fn mode_first(line: &[OsString]) -> Option<Vec<OsString>> {
         return with(&[], &[arguments]);
     }
     for (at, argument) in arguments.iter().enumerate() {
-        let (mode, behind) = match argument.to_str() {
+        let (mode, rest) = match argument.to_str() {
             Some("--") => break,
             Some("--mode") => (arguments.get(at + 1)?.as_os_str(), at + 2),
             Some(text) if text.starts_with("--mode=") => (text["--mode=".len()..].as_ref(), at + 1),
             _ => continue,
         };
         let is_known = MODES.iter().any(|known| mode == known.as_str());
-        return is_known.then(|| with(&[mode], &[&arguments[..at], &arguments[behind..]]))?;
+        return is_known.then(|| with(&[mode], &[&arguments[..at], &arguments[rest..]]))?;
     }
     with(&[], &[arguments])
 }
@@ -99,7 +100,7 @@ fn names(name: &str) {
     assert!((1..=64).contains(&slug.len()) && slug.bytes().all(safe), "{slug}");
     let id = ids::new_id(ids::SNAPSHOT_PREFIX, name).unwrap();
     assert_eq!(ids::name_of(&id), Some(slug.as_str()));
-    // It becomes the name of a file.
+    // The id becomes a file name.
     assert!(id.len() <= 128 && !id.contains('/') && id != "." && id != "..");
     if let Some(found) = ids::name_of(name) {
         assert!(!found.is_empty() && name.contains(found));
@@ -110,7 +111,7 @@ fn sizes(text: &str) {
     let Ok(bytes) = quantity::parse(text) else { return };
     assert_eq!(quantity::parse(&bytes.to_string()), Ok(bytes));
     let shown = quantity::parse(&quantity::format(bytes)).unwrap();
-    // It is cut and not rounded, after the second digit.
+    // Formatting truncates after the second digit and does not round.
     assert!(shown <= bytes + 1 && bytes - shown.min(bytes) <= bytes / 100, "{text}: {shown}");
     let digits = text.bytes().all(|byte| byte.is_ascii_digit());
     assert!(!digits || text.parse() == Ok(bytes));
@@ -123,7 +124,7 @@ fn timeouts(text: &str) {
     }
 }
 
-/// A page begins behind its token, and all pages together are the list.
+/// A page starts after its token, and all pages together are the list.
 fn tokens(token: &str, max: usize) {
     static CATALOG: OnceLock<fuzzing::Catalog> = OnceLock::new();
     let open = || catalog(&(0..20).map(|number| volume(number, 0)).collect::<Vec<_>>());

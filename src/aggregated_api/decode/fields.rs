@@ -1,35 +1,35 @@
-//! Fields of a JSON object that its description does not know.
+//! Finds fields of a JSON object that are not in its schema.
 
 use serde_json::Value;
 
 use crate::aggregated_api::openapi::{SCHEMA, known};
-use crate::grpc::cut;
+use crate::grpc::truncate;
 
-/// What is told of one object, at most, and how long each is, in bytes.
+/// Maximum number of reported fields of an object, and maximum bytes of each message.
 const MAX_UNKNOWN: usize = 20;
-pub const MAX_TOLD: usize = 1024;
+pub const MAX_MESSAGE_BYTES: usize = 1024;
 
-/// Other names of fields, by their paths.
+/// Paths of alternative names of fields.
 const ALIASES: [&str; 2] =
     ["spec.volumeSnapshotDeltaSecretRef", "spec.VolumeSnapshotDeltaSecretRef"];
-/// What is not looked into: it is dropped.
+/// A field that is ignored, with its content.
 const DROPPED: &str = "status";
 
-/// The unknown fields of an object, in the API server's words.
+/// The unknown fields of an object, in the API server's wording.
 pub fn unknown(value: &Value) -> Vec<String> {
     let mut unknown = Vec::new();
-    look("", value, &SCHEMA, &mut unknown);
+    visit("", value, &SCHEMA, &mut unknown);
     let reported = unknown.iter().take(MAX_UNKNOWN);
-    reported.map(|path| cut(&format!("unknown field {path:?}"), MAX_TOLD)).collect()
+    reported.map(|path| truncate(&format!("unknown field {path:?}"), MAX_MESSAGE_BYTES)).collect()
 }
 
-fn look(path: &str, value: &Value, schema: &Value, unknown: &mut Vec<String>) {
+fn visit(path: &str, value: &Value, schema: &Value, unknown: &mut Vec<String>) {
     if unknown.len() >= MAX_UNKNOWN {
         return;
     }
     if let (Value::Array(list), Some(items)) = (value, schema.get("items")) {
         for (at, one) in list.iter().enumerate() {
-            look(&format!("{path}[{at}]"), one, items, unknown);
+            visit(&format!("{path}[{at}]"), one, items, unknown);
         }
     }
     let (Some(object), Some(fields)) = (value.as_object(), known(schema)) else { return };
@@ -37,9 +37,9 @@ fn look(path: &str, value: &Value, schema: &Value, unknown: &mut Vec<String>) {
         let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
         match fields.get(name) {
             _ if path == DROPPED => {}
-            Some(schema) => look(&path, field, schema, unknown),
+            Some(schema) => visit(&path, field, schema, unknown),
             None if ALIASES.contains(&path.as_str()) => {
-                look(&path, field, &fields["secretRef"], unknown);
+                visit(&path, field, &fields["secretRef"], unknown);
             }
             None => unknown.push(path),
         }

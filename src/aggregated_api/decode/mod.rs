@@ -1,5 +1,6 @@
-//! Reads a VolumeSnapshotDelta from a request. A wrong field is refused by its name. Unknown fields are refused, warned of or ignored, as
-//! `fieldValidation` asks, in the API server's own words; a field that is there twice is always refused.
+//! Decodes a VolumeSnapshotDelta from a request. An error names the field. Unknown fields are
+//! errors, warnings or ignored, as `fieldValidation` requests, in the API server's wording. A
+//! duplicate field is always an error.
 
 mod fields;
 
@@ -9,18 +10,18 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::failure::{Cause, Failure};
-use crate::grpc::cut;
+use crate::grpc::truncate;
 use crate::kubernetes::name;
 use crate::kubernetes::snapshot_delta::{
     API_VERSION, GROUP, KIND, VERSION, VolumeSnapshotDelta, VolumeSnapshotDeltaSpec, or_default,
 };
 
-/// Bytes of a request's body.
+/// Maximum bytes of a request's body.
 pub const MAX_BODY: usize = 64 << 10;
-/// Bytes of a request's query.
+/// Maximum bytes of a request's query.
 const MAX_QUERY: usize = 4 << 10;
 
-/// What becomes of unknown fields.
+/// Treatment of unknown fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Validation {
     Strict,
@@ -28,7 +29,7 @@ enum Validation {
     Ignore,
 }
 
-/// What is read of the object: its status is the server's to write, whatever was sent.
+/// The fields that are read. The status is not: only the server writes it.
 #[derive(Deserialize)]
 struct Sent {
     #[serde(default, deserialize_with = "or_default")]
@@ -36,30 +37,30 @@ struct Sent {
     spec: VolumeSnapshotDeltaSpec,
 }
 
-/// What was asked, and what is to be said about how.
+/// A decoded request.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Asked {
+pub struct DecodedRequest {
     pub delta: VolumeSnapshotDelta,
-    /// For `Warning` headers.
+    /// Texts of `Warning` headers.
     pub warnings: Vec<String>,
 }
 
-/// Reads a request to create one in `namespace`.
+/// Decodes a request to create an object in `namespace`.
 ///
 /// # Errors
-/// It is not JSON, or none that could be answered; which field, and why.
+/// The request is not valid; the failure names the field.
 pub fn decode(
     headers: &HeaderMap,
     query: Option<&str>,
     namespace: &str,
     body: &[u8],
-) -> Result<Asked, Failure> {
+) -> Result<DecodedRequest, Failure> {
     is_json(headers)?;
     let validation = validation(query.unwrap_or_default())?;
     if body.len() > MAX_BODY {
         return Err(Failure::new(
             Cause::TooLarge,
-            format!("the body has more than {MAX_BODY} bytes"),
+            format!("the body is larger than {MAX_BODY} bytes"),
         ));
     }
     let value = serde_json::from_slice(body);
@@ -76,7 +77,7 @@ pub fn decode(
         )));
     }
     check_numbers(&value["spec"])?;
-    // Of the bytes: a `Value` has only the last of fields with the same name.
+    // From the bytes: a `Value` keeps only the last of duplicate fields.
     let sent = &mut serde_json::Deserializer::from_slice(body);
     let Sent { metadata, spec } = serde_path_to_error::deserialize(sent).map_err(|error| {
         let (path, error) = (error.path().to_string(), error.into_inner());
@@ -84,18 +85,18 @@ pub fn decode(
     })?;
     let (api_version, kind) = (API_VERSION.to_owned(), KIND.to_owned());
     let delta = VolumeSnapshotDelta { api_version, kind, metadata, spec, status: None };
-    Ok(Asked { delta: checked(delta, namespace)?, warnings })
+    Ok(DecodedRequest { delta: checked(delta, namespace)?, warnings })
 }
 
 fn malformed(message: String) -> Failure {
-    Failure::new(Cause::Malformed, cut(&message, fields::MAX_TOLD))
+    Failure::new(Cause::Malformed, truncate(&message, fields::MAX_MESSAGE_BYTES))
 }
 
 fn invalid(name: Option<&str>, message: &str) -> Failure {
     Failure::new(Cause::Invalid, message).of(GROUP, KIND, name.unwrap_or_default())
 }
 
-/// Whoever says nothing sends JSON, as the API server has it.
+/// As in the API server, a missing Content-Type means JSON.
 fn is_json(headers: &HeaderMap) -> Result<(), Failure> {
     let Some(sent) = headers.get(header::CONTENT_TYPE) else { return Ok(()) };
     let sent = sent.to_str().ok();
@@ -108,12 +109,12 @@ fn is_json(headers: &HeaderMap) -> Result<(), Failure> {
     if media.eq_ignore_ascii_case("application/json") && is_utf8 {
         return Ok(());
     }
-    Err(Failure::new(Cause::MediaType, "Content-Type: only application/json is read (UTF-8)"))
+    Err(Failure::new(Cause::MediaType, "Content-Type: only application/json in UTF-8 is supported"))
 }
 
 fn validation(query: &str) -> Result<Validation, Failure> {
     if query.len() > MAX_QUERY {
-        return Err(malformed(format!("the query has more than {MAX_QUERY} bytes")));
+        return Err(malformed(format!("the query is larger than {MAX_QUERY} bytes")));
     }
     let mut chosen = Validation::Warn;
     for (key, value) in form_urlencoded::parse(query.as_bytes()) {
@@ -125,7 +126,7 @@ fn validation(query: &str) -> Result<Validation, Failure> {
                 let message = "fieldValidation: must be Strict, Warn or Ignore";
                 return Err(Failure::new(Cause::Invalid, message));
             }
-            // Nothing is stored in any case.
+            // Nothing is stored, so it has no effect.
             ("dryRun", "All" | "") => {}
             ("dryRun", _) => return Err(Failure::new(Cause::Invalid, "dryRun: must be All")),
             _ => {}
@@ -147,7 +148,7 @@ fn check_type(value: &Value) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Numbers that are none of the range are told as such, and not as of a wrong type.
+/// Reports numbers out of range as such, and not as a wrong type.
 fn check_numbers(spec: &Value) -> Result<(), Failure> {
     for field in ["limit", "offset"] {
         match &spec[field] {
@@ -171,7 +172,7 @@ fn checked(
         namespace.clone_into(sent);
     } else if sent != namespace {
         return Err(malformed(
-            "metadata.namespace: does not match the namespace that the request was sent to".into(),
+            "metadata.namespace: does not match the namespace of the request's path".into(),
         ));
     }
     let own = delta.metadata.name.clone().filter(|name| !name.is_empty());
@@ -179,17 +180,21 @@ fn checked(
     let is_prefix = |text: &str| name::is_object(text.trim_end_matches(['-', '.']));
     let prefix = delta.metadata.generate_name.as_deref().filter(|prefix| !prefix.is_empty());
     if own.is_some_and(|own| !name::is_object(own)) {
-        return Err(invalid(own, "metadata.name: is not a name in Kubernetes"));
+        return Err(invalid(own, "metadata.name: is not a valid Kubernetes name"));
     }
     if prefix.is_some_and(|prefix| !is_prefix(prefix)) {
-        return Err(invalid(own, "metadata.generateName: is not the beginning of a name"));
+        return Err(invalid(
+            own,
+            "metadata.generateName: is not a valid prefix of a Kubernetes name",
+        ));
     }
     match delta.spec.mode.as_deref() {
         None | Some("" | "block") => {}
         Some(_) => return Err(invalid(own, "spec.mode: must be \"block\"")),
     }
     if delta.spec.target_volume_snapshot_name.is_empty() {
-        let message = "spec.targetVolumeSnapshotName: is required; it names a VolumeSnapshot";
+        let message =
+            "spec.targetVolumeSnapshotName: is required; set it to the name of a VolumeSnapshot";
         return Err(invalid(own, message));
     }
     Ok(delta)

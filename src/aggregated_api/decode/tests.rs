@@ -9,7 +9,7 @@ fn headers(kind: &'static str) -> HeaderMap {
     headers
 }
 
-fn decoded(query: &str, body: &str) -> Result<Asked, Failure> {
+fn decoded(query: &str, body: &str) -> Result<DecodedRequest, Failure> {
     decode(&headers("application/json"), Some(query), "apps", body.as_bytes())
 }
 
@@ -17,72 +17,72 @@ fn object(spec: &Value) -> Value {
     json!({ "apiVersion": API_VERSION, "kind": KIND, "metadata": { "name": "d" }, "spec": spec })
 }
 
-fn with(spec: &Value) -> Result<Asked, Failure> {
+fn with(spec: &Value) -> Result<DecodedRequest, Failure> {
     decoded("", &object(spec).to_string())
 }
 
 const TARGET: &str = "targetVolumeSnapshotName";
 
 #[test]
-fn what_is_asked_is_read() {
+fn a_request_is_decoded() {
     let spec = json!({
         "baseVolumeSnapshotName": "a", TARGET: "b", "limit": 10, "offset": u64::MAX, "mode": "block",
         "volumeSnapshotDeltaSecretRef": { "name": "s" },
     });
-    let asked = with(&spec).unwrap();
-    assert!(asked.warnings.is_empty(), "{:?}", asked.warnings);
-    assert_eq!(asked.delta.metadata.namespace.as_deref(), Some("apps"));
-    let spec = asked.delta.spec;
+    let request = with(&spec).unwrap();
+    assert!(request.warnings.is_empty(), "{:?}", request.warnings);
+    assert_eq!(request.delta.metadata.namespace.as_deref(), Some("apps"));
+    let spec = request.delta.spec;
     assert_eq!((spec.limit, spec.offset), (10, u64::MAX));
     assert_eq!(spec.secret_ref.unwrap().name, "s");
 }
 
 #[test]
-fn null_is_as_good_as_nothing() {
+fn null_means_the_default() {
     let spec =
         json!({ TARGET: "b", "baseVolumeSnapshotName": null, "limit": null, "secretRef": null });
     let mut sent = object(&spec);
     sent["metadata"]["creationTimestamp"] = Value::Null;
     sent["status"] = Value::Null;
-    let asked = decoded("fieldValidation=Strict", &sent.to_string()).unwrap();
-    assert_eq!(asked.delta.spec.limit, 0);
+    let request = decoded("fieldValidation=Strict", &sent.to_string()).unwrap();
+    assert_eq!(request.delta.spec.limit, 0);
 }
 
 #[test]
-fn a_status_that_was_sent_is_dropped() {
+fn a_status_in_a_request_is_dropped() {
     let mut sent = object(&json!({ TARGET: "b" }));
     sent["status"] = json!({ "state": 77, "nonsense": [1] });
     assert_eq!(decoded("fieldValidation=Strict", &sent.to_string()).unwrap().delta.status, None);
 }
 
 #[test]
-fn unknown_fields_are_refused_warned_of_or_ignored() {
+fn unknown_fields_are_errors_warnings_or_ignored() {
     let body = format!(
         r#"{{"apiVersion":"{API_VERSION}","kind":"{KIND}","extra":1,"metadata":{{"nmae":"x"}},
             "spec":{{"limit":2,"secretRef":{{"name":"s","key":"k"}},"{TARGET}":"b"}}}}"#
     );
-    let told = [
+    let unknown = [
         r#"unknown field "extra""#,
         r#"unknown field "metadata.nmae""#,
         r#"unknown field "spec.secretRef.key""#,
     ];
     let refused = decoded("fieldValidation=Strict", &body).unwrap_err();
     assert_eq!(refused.cause, Cause::Malformed);
-    for (query, told) in
-        [("fieldValidation=Ignore", &[][..]), ("", &told), ("fieldValidation=Warn", &told)]
+    for (query, expected) in
+        [("fieldValidation=Ignore", &[][..]), ("", &unknown), ("fieldValidation=Warn", &unknown)]
     {
-        let asked = decoded(query, &body).unwrap();
-        assert_eq!(asked.warnings, told, "{query}");
-        let spec = asked.delta.spec;
+        let request = decoded(query, &body).unwrap();
+        assert_eq!(request.warnings, expected, "{query}");
+        let spec = request.delta.spec;
         assert_eq!((spec.limit, spec.target_volume_snapshot_name.as_str()), (2, "b"));
     }
-    for one in told {
+    for one in unknown {
         assert!(refused.message.contains(one), "{}", refused.message);
     }
 }
 
 #[test]
-fn a_field_that_is_there_twice_is_refused_by_its_name() {
+fn a_duplicate_field_is_refused_with_its_name() {
     let head = format!(r#""apiVersion":"{API_VERSION}","kind":"{KIND}""#);
     for (body, words) in [
         (
@@ -103,7 +103,7 @@ fn a_field_that_is_there_twice_is_refused_by_its_name() {
 }
 
 #[test]
-fn many_odd_fields_make_no_long_answer() {
+fn many_unknown_fields_do_not_make_a_long_response() {
     let spec: String = (0..5000).map(|at| format!(r#""x{at}":1,"#)).collect();
     let body = format!(
         r#"{{"apiVersion":"{API_VERSION}","kind":"{KIND}","spec":{{{spec}"{TARGET}":"b"}}}}"#
@@ -115,7 +115,7 @@ fn many_odd_fields_make_no_long_answer() {
 }
 
 #[test]
-fn what_cannot_be_answered_is_refused_by_the_field() {
+fn an_invalid_field_is_refused_with_its_name() {
     for (spec, field) in [
         (json!({}), "targetVolumeSnapshotName"),
         (json!({ TARGET: "" }), "spec.targetVolumeSnapshotName"),
@@ -167,7 +167,7 @@ fn another_object_or_namespace_is_refused() {
 }
 
 #[test]
-fn garbage_is_refused_whatever_it_is() {
+fn garbage_is_refused() {
     let deep = "[".repeat(60_000);
     let deep_object = r#"{"a":"#.repeat(10_000);
     let doubled = "{}".repeat(2);

@@ -1,4 +1,4 @@
-//! From a request to what a driver's endpoint is asked: snapshots, endpoint, secrets. To be called for who may get them only.
+//! Resolves a request to snapshots, endpoint and secrets. Call it only for authorized users.
 
 use std::time::Duration;
 
@@ -19,10 +19,10 @@ use crate::kubernetes::{name, snapshot};
 use crate::telemetry::shutdown::Shutdown;
 
 const BASE: &str = "spec.baseVolumeSnapshotName";
-/// What is not ready now may be so in a moment.
-const READY_AGAIN: Duration = Duration::from_secs(1);
+/// Delay of a retry if an object is not ready.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Cheap to clone.
+/// Resolves requests. Clones share the watches.
 #[derive(Clone)]
 pub struct Finder {
     client: Client,
@@ -30,7 +30,7 @@ pub struct Finder {
     discoveries: Cache<DriverDiscovery>,
 }
 
-/// What is asked for, as the driver knows it.
+/// A resolved request.
 pub struct Found {
     pub base: Option<Snapshot>,
     pub target: Snapshot,
@@ -49,7 +49,7 @@ impl Finder {
         Self { client, bound, discoveries }
     }
 
-    /// Whether all watches run.
+    /// Whether all watches are running.
     pub fn is_live(&self) -> bool {
         let Resolver { snapshots, contents } = &self.bound;
         snapshots.is_live() && contents.is_live() && self.discoveries.is_live()
@@ -91,7 +91,7 @@ impl Finder {
             let failure =
                 Failure::new(cause, problem.to_string()).of(snapshot::GROUP, SNAPSHOTS, name);
             match cause {
-                Cause::SnapshotNotReady => failure.after(READY_AGAIN),
+                Cause::SnapshotNotReady => failure.after(RETRY_DELAY),
                 _ => failure,
             }
         })
@@ -100,12 +100,12 @@ impl Finder {
     async fn endpoint(&self, driver: &str) -> Result<Target, Failure> {
         let missing = || {
             let message = format!(
-                "the CSI driver {driver} tells no changed blocks: there is no DriverDiscovery {driver}; its sidecar \
-                 publishes one with --cbt-http"
+                "changed blocks of the CSI driver {driver} are not available: DriverDiscovery {driver} does not exist; \
+                 start the driver's sidecar with --cbt-http and --manage-service"
             );
             Failure::new(Cause::DiscoveryMissing, message).of(GROUP, "driverdiscoveries", driver)
         };
-        // No object can be called otherwise.
+        // Not a valid name of an object.
         if !name::is_object(driver) {
             return Err(missing());
         }
@@ -125,17 +125,17 @@ impl Finder {
         };
         Secrets::of(secret).ok_or_else(|| {
             let message = format!(
-                "spec.secretRef: Secret {namespace}/{name} holds a value that is no text (UTF-8)"
+                "spec.secretRef: Secret {namespace}/{name} has a value that is not UTF-8 text"
             );
             Failure::new(Cause::Invalid, message)
         })
     }
 }
 
-/// Says that a DriverDiscovery has to be mended.
+/// The failure for a DriverDiscovery that must be corrected.
 pub fn unusable(driver: &str, wrong: &str) -> Failure {
     let message = format!(
-        "DriverDiscovery {driver} cannot be used: {wrong}; whoever runs the CSI driver has to mend it"
+        "DriverDiscovery {driver} is not usable: {wrong}; the administrator of the CSI driver must correct it"
     );
     Failure::new(Cause::DiscoveryUnusable, message).of(GROUP, "driverdiscoveries", driver)
 }
@@ -143,11 +143,9 @@ pub fn unusable(driver: &str, wrong: &str) -> Failure {
 fn fit(base: &Snapshot, target: &Snapshot) -> Result<(), Failure> {
     let [of_base, of_target] = [base, target].map(|one| &one.content.spec.driver);
     let wrong = if of_base == of_target {
-        fits(&base.content, &target.content).err().map(|misfit| misfit.to_string())
+        fits(&base.content, &target.content).err().map(|mismatch| mismatch.to_string())
     } else {
-        Some(format!(
-            "is a snapshot of the CSI driver {of_base}, and the target one of {of_target}"
-        ))
+        Some(format!("belongs to the CSI driver {of_base}, but the target to {of_target}"))
     };
     match wrong {
         None => Ok(()),

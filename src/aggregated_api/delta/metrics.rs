@@ -1,4 +1,4 @@
-//! Numbers of the answers. Labels come from fixed sets: nothing that a request says becomes one.
+//! Metrics of responses. Labels come from fixed sets, never from a request.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use prometheus_client::registry::Registry;
 use crate::aggregated_api::failure::Failure;
 use crate::kubernetes::snapshot_delta::{VolumeSnapshotDelta, VolumeSnapshotDeltaState};
 
-/// Upper ends of the histogram's buckets, in seconds: a page is one call of a driver.
+/// Upper bounds of the histogram's buckets, in seconds: a page is one call of a driver.
 const BUCKETS: [f64; 10] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -19,7 +19,7 @@ struct Outcome {
     outcome: &'static str,
 }
 
-/// Cheap to clone; all clones count into the same numbers.
+/// Clones share the metrics.
 #[derive(Clone)]
 pub struct Metrics {
     answers: Family<Outcome, Counter>,
@@ -31,12 +31,12 @@ impl Metrics {
         let metrics = Self { answers: Family::default(), endpoint: Histogram::new(BUCKETS) };
         registry.register(
             "delta_answers",
-            "VolumeSnapshotDeltas answered, by their state or the cause of their failure",
+            "VolumeSnapshotDeltas, by state or cause of failure",
             Family::clone(&metrics.answers),
         );
         registry.register(
             "delta_endpoint_seconds",
-            "Duration of calls for pages to drivers' endpoints",
+            "Duration of page requests to drivers' endpoints",
             metrics.endpoint.clone(),
         );
         metrics

@@ -1,5 +1,6 @@
-//! How a VolumeSnapshotDelta is answered. In this order: what is asked has to make sense, there is a rate, the user has to have the rights,
-//! names become handles, and the driver's endpoint is asked for one page. All of it has one deadline.
+//! Creates the response to a VolumeSnapshotDelta, in this order: validation, rate limit,
+//! permissions, resolution of names, one page from the driver's endpoint. One deadline applies to
+//! all steps.
 
 mod find;
 pub mod metrics;
@@ -17,7 +18,7 @@ use self::find::Finder;
 use self::metrics::Metrics;
 use self::pages::{Pages, Refused};
 use self::rate::Rates;
-use super::WHO;
+use super::ROLE;
 use super::endpoint::Endpoints;
 use super::failure::{Cause, Failure};
 use crate::kubernetes::cbt_http::{self, Page};
@@ -30,21 +31,21 @@ use crate::kubernetes::snapshot_delta::{
 };
 use crate::telemetry::shutdown::Shutdown;
 
-/// How long an answer may take. The API server gives up after a minute.
+/// Time limit of a response. The API server gives up after a minute.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What answering needs.
+/// Dependencies and limits.
 pub struct Settings {
-    /// For objects: VolumeSnapshots, their contents, DriverDiscoveries, Secrets.
+    /// Client for objects: VolumeSnapshots, their contents, DriverDiscoveries, Secrets.
     pub client: Client,
-    /// For SubjectAccessReviews, at a rate of its own.
+    /// Client for SubjectAccessReviews, with its own rate limit.
     pub reviews: Client,
-    /// How long a right that was granted may be remembered.
+    /// Time to cache a granted permission.
     pub review_ttl: Duration,
     pub endpoints: Endpoints,
-    /// Entries of a page, at most; not above [`cbt_http::MAX_LIMIT`].
+    /// Maximum entries of a page; not more than [`cbt_http::MAX_LIMIT`].
     pub max_limit: u32,
-    /// Requests of one user, and in all.
+    /// Rate limit of one user, and of all users.
     pub user_rate: Rate,
     pub rate: Rate,
     /// See [`TIMEOUT`].
@@ -53,7 +54,7 @@ pub struct Settings {
     pub shutdown: Shutdown,
 }
 
-/// Answers. Cheap to clone.
+/// Serves VolumeSnapshotDeltas. Clones share all state.
 #[derive(Clone)]
 pub struct Deltas {
     finder: Finder,
@@ -67,7 +68,7 @@ pub struct Deltas {
 }
 
 impl Deltas {
-    /// Begins to watch what answers are made of.
+    /// Starts the watches.
     pub fn new(settings: Settings) -> Self {
         let Settings {
             client,
@@ -93,27 +94,27 @@ impl Deltas {
         }
     }
 
-    /// Whether all watches run. Without them answers take longer, and there are some.
+    /// Whether all watches are running. Without them responses take longer, but are possible.
     pub fn is_live(&self) -> bool {
         self.finder.is_live()
     }
 
-    /// Answers what `user` asks in `namespace`: the object with its status.
+    /// Serves a request of `user` in `namespace`: returns the object with its status.
     ///
     /// # Errors
-    /// Whatever fails before the driver. What the driver says is an answer of state Failed.
+    /// A failure before the call to the driver. An error of the driver is a status of state Failed.
     pub async fn create(
         &self,
         user: &UserInfo,
         namespace: &str,
-        asked: VolumeSnapshotDelta,
+        request: VolumeSnapshotDelta,
     ) -> Result<VolumeSnapshotDelta, Failure> {
         let answer = tokio::select! {
-            answered = timeout(self.timeout, self.answer(user, namespace, asked)) => {
+            answered = timeout(self.timeout, self.answer(user, namespace, request)) => {
                 answered.unwrap_or_else(|_| Err(self.timed_out()))
             }
             () = self.shutdown.ending() => {
-                let message = "this replica of the aggregated API server ends; try again";
+                let message = "this replica of the aggregated API server is exiting; retry";
                 Err(Failure::new(Cause::Exiting, message).after(Duration::from_secs(1)))
             }
         };
@@ -125,15 +126,15 @@ impl Deltas {
         &self,
         user: &UserInfo,
         namespace: &str,
-        asked: VolumeSnapshotDelta,
+        request: VolumeSnapshotDelta,
     ) -> Result<VolumeSnapshotDelta, Failure> {
-        check(namespace, &asked.spec)?;
+        check(namespace, &request.spec)?;
         self.rates.admit(user.username.as_deref().unwrap_or_default()).await?;
-        rights::check(&self.reviewer, user, namespace, &asked.spec).await?;
-        let found = self.finder.find(namespace, &asked.spec).await?;
-        let (offset, limit) = (asked.spec.offset, limit(asked.spec.limit, self.max_limit));
+        rights::check(&self.reviewer, user, namespace, &request.spec).await?;
+        let found = self.finder.find(namespace, &request.spec).await?;
+        let (offset, limit) = (request.spec.offset, limit(request.spec.limit, self.max_limit));
         let status = match self.pages.page(found, offset, limit).await {
-            Ok(page) => answered(page),
+            Ok(page) => status_of(page),
             Err(Refused::Driver(error)) => VolumeSnapshotDeltaStatus {
                 error,
                 state: VolumeSnapshotDeltaState::Failed,
@@ -145,26 +146,25 @@ impl Deltas {
             api_version: API_VERSION.into(),
             kind: KIND.into(),
             status: Some(VolumeSnapshotDeltaStatus { limit: limit.into(), offset, ..status }),
-            ..asked
+            ..request
         })
     }
 
     fn timed_out(&self) -> Failure {
         let seconds = self.timeout.as_secs_f64();
-        let message = format!(
-            "there was no answer within {seconds} s; try again, or ask for less by spec.limit"
-        );
+        let message =
+            format!("the request was not complete within {seconds} s; retry, or reduce spec.limit");
         Failure::new(Cause::TimedOut, message)
     }
 }
 
-/// Entries of the page.
-fn limit(asked: u64, max: u32) -> u32 {
-    let asked = if asked == 0 { DEFAULT_LIMIT } else { asked };
-    u32::try_from(asked).map_or(max, |asked| asked.min(max))
+/// The number of entries to request.
+fn limit(requested: u64, max: u32) -> u32 {
+    let requested = if requested == 0 { DEFAULT_LIMIT } else { requested };
+    u32::try_from(requested).map_or(max, |requested| requested.min(max))
 }
 
-fn answered(page: Page) -> VolumeSnapshotDeltaStatus {
+fn status_of(page: Page) -> VolumeSnapshotDeltaStatus {
     VolumeSnapshotDeltaStatus {
         changed_blocks: page.changed_blocks,
         state: match page.next {
@@ -177,11 +177,11 @@ fn answered(page: Page) -> VolumeSnapshotDeltaStatus {
     }
 }
 
-/// Names become parts of URLs at the API server: none that cannot be one is taken.
+/// Names become parts of URLs at the API server, so they must be valid.
 fn check(namespace: &str, spec: &VolumeSnapshotDeltaSpec) -> Result<(), Failure> {
     let invalid = |message: String| Err(Failure::new(Cause::Invalid, message));
     if !name::is_namespace(namespace) {
-        return invalid("metadata.namespace: is not the name of a namespace".into());
+        return invalid("metadata.namespace: is not a valid namespace name".into());
     }
     let target = [("spec.targetVolumeSnapshotName", &spec.target_volume_snapshot_name)];
     let base = Some(&spec.base_volume_snapshot_name).filter(|name| !name.is_empty());
@@ -192,23 +192,23 @@ fn check(namespace: &str, spec: &VolumeSnapshotDeltaSpec) -> Result<(), Failure>
             return invalid(format!("{field}: is required"));
         }
         if !name::is_object(name) {
-            return invalid(format!("{field}: is not a name in Kubernetes; correct it"));
+            return invalid(format!("{field}: is not a valid Kubernetes name"));
         }
     }
     let of_secret = spec.secret_ref.as_ref().and_then(|secret| secret.namespace.as_deref());
     match of_secret {
         Some(other) if !other.is_empty() && other != namespace => invalid(format!(
-            "spec.secretRef.namespace: must be {namespace}, that of the VolumeSnapshotDelta, or left out"
+            "spec.secretRef.namespace: must be {namespace}, the VolumeSnapshotDelta's namespace, or omitted"
         )),
         _ => Ok(()),
     }
 }
 
-/// A call to the API server that failed.
+/// The failure for a failed call to the API server.
 fn api_failure(doing: &str, error: &kube::Error) -> Failure {
-    let told = client::failure(WHO, doing, error);
-    let failure = Failure::new(Cause::ApiServer, told.message);
-    if told.is_own_right { failure } else { failure.after(Duration::from_secs(1)) }
+    let failed = client::failure(ROLE, doing, error);
+    let failure = Failure::new(Cause::ApiServer, failed.message);
+    if failed.lacks_permission { failure } else { failure.after(Duration::from_secs(1)) }
 }
 
 #[cfg(test)]
@@ -217,16 +217,16 @@ mod tests {
     use crate::kubernetes::snapshot_delta::SecretReference;
 
     #[test]
-    fn a_page_has_256_entries_or_as_many_as_asked_for_up_to_the_maximum() {
-        for (asked, max, used) in
+    fn a_page_has_the_requested_limit_up_to_the_maximum() {
+        for (requested, max, used) in
             [(0, 4096, 256), (0, 100, 100), (1, 4096, 1), (4097, 4096, 4096), (u64::MAX, 7, 7)]
         {
-            assert_eq!(limit(asked, max), used, "{asked} of {max}");
+            assert_eq!(limit(requested, max), used, "{requested} of {max}");
         }
     }
 
     #[test]
-    fn what_is_no_name_is_refused_by_the_name_of_its_field() {
+    fn an_invalid_name_is_refused_with_its_field() {
         let spec = |base: &str, target: &str, secret: Option<(&str, Option<&str>)>| {
             let secret_ref = secret.map(|(name, namespace)| SecretReference {
                 name: name.into(),

@@ -1,4 +1,4 @@
-//! Pages of drivers' endpoints, one call each, and a bound on the calls at once.
+//! Requests pages from drivers' endpoints, one call each, with limited concurrency.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,27 +8,27 @@ use tokio::time::Instant;
 
 use super::find::{Found, unusable};
 use super::metrics::Metrics;
-use crate::aggregated_api::endpoint::{Endpoints, Trouble};
+use crate::aggregated_api::endpoint::{EndpointError, Endpoints};
 use crate::aggregated_api::failure::{Cause, Failure};
-use crate::grpc::{MAX_MESSAGE, cut};
+use crate::grpc::{MAX_MESSAGE, truncate};
 use crate::kubernetes::cbt_http::{Page, PageRequest, Problem, ProblemKind};
 use crate::kubernetes::secret::Secrets;
 use crate::kubernetes::snapshot_delta::GROUP;
 
-/// Calls of endpoints at once. Each may bring an answer of some megabytes.
-const AT_ONCE: usize = 32;
-/// When to try again where nobody says it.
-const PAUSE: Duration = Duration::from_secs(1);
+/// Maximum number of concurrent calls. Each response may have some megabytes.
+const MAX_CALLS: usize = 32;
+/// Default delay of a retry.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Why there is no page.
+/// Why no page is returned.
 #[derive(Debug)]
 pub enum Refused {
-    /// By the driver: this is the answer.
+    /// The driver refused the request; the status has its error.
     Driver(String),
     Failure(Failure),
 }
 
-/// Cheap to clone.
+/// Requests pages. Clones share the limit.
 #[derive(Clone)]
 pub struct Pages {
     endpoints: Endpoints,
@@ -38,14 +38,14 @@ pub struct Pages {
 
 impl Pages {
     pub fn new(endpoints: Endpoints, metrics: Metrics) -> Self {
-        Self { endpoints, calls: Arc::new(Semaphore::new(AT_ONCE)), metrics }
+        Self { endpoints, calls: Arc::new(Semaphore::new(MAX_CALLS)), metrics }
     }
 
     pub async fn page(&self, found: Found, offset: u64, limit: u32) -> Result<Page, Refused> {
         let driver = &found.endpoint.driver;
         let Ok(_call) = self.calls.try_acquire() else {
-            let message = "too many pages are asked of drivers at once; try again";
-            return Err(Refused::Failure(Failure::new(Cause::TooMany, message).after(PAUSE)));
+            let message = "too many concurrent requests to drivers; retry";
+            return Err(Refused::Failure(Failure::new(Cause::TooMany, message).after(RETRY_DELAY)));
         };
         let endpoint = self.endpoints.at(&found.endpoint).await;
         let endpoint = endpoint.map_err(|wrong| Refused::Failure(unusable(driver, &wrong)))?;
@@ -57,78 +57,81 @@ impl Pages {
             limit,
             secrets: found.secrets,
         };
-        let begun = Instant::now();
+        let started = Instant::now();
         let page = endpoint.page(&request).await;
-        self.metrics.called(begun.elapsed());
-        page.map_err(|trouble| told(driver, &request.secrets, trouble))
+        self.metrics.called(started.elapsed());
+        page.map_err(|error| refusal(driver, &request.secrets, error))
     }
 }
 
-/// What an endpoint's trouble is for the one who asked.
-fn told(driver: &str, secrets: &Secrets, trouble: Trouble) -> Refused {
+/// Maps an endpoint's error for the user.
+fn refusal(driver: &str, secrets: &Secrets, error: EndpointError) -> Refused {
     let failure = |cause, what: &str| {
         let message = format!("the endpoint of the CSI driver {driver} {what}");
         Failure::new(cause, message).of(GROUP, "driverdiscoveries", driver)
     };
-    Refused::Failure(match trouble {
-        Trouble::Unreachable(why) => {
-            failure(Cause::EndpointUnavailable, &format!("does not answer: {why}; try again"))
-                .after(PAUSE)
+    Refused::Failure(match error {
+        EndpointError::Unreachable(why) => {
+            failure(Cause::EndpointUnavailable, &format!("cannot be reached: {why}; retry"))
+                .after(RETRY_DELAY)
         }
-        Trouble::Untrue(why) => {
-            let what = format!("does not answer as it should: {why}; the driver has to be mended");
+        EndpointError::Invalid(why) => {
+            let what = format!(
+                "returned an invalid response: {why}; report the error to the driver's maintainers"
+            );
             failure(Cause::EndpointUnavailable, &what)
         }
-        Trouble::Busy => failure(Cause::TooMany, "is asked by too many; try again").after(PAUSE),
-        Trouble::NoToken(why) => Failure::new(Cause::ApiServer, why.message),
-        Trouble::Told { problem, after } => match said(&problem, secrets) {
-            said if problem.kind == ProblemKind::Driver => return Refused::Driver(said),
-            said => of_kind(problem.kind, &said, after.unwrap_or(PAUSE), failure),
+        EndpointError::Busy => {
+            failure(Cause::TooMany, "has too many concurrent requests; retry").after(RETRY_DELAY)
+        }
+        EndpointError::NoToken(why) => Failure::new(Cause::ApiServer, why.message),
+        EndpointError::Problem { problem, after } => match sanitized(&problem, secrets) {
+            text if problem.kind == ProblemKind::Driver => return Refused::Driver(text),
+            text => of_kind(problem.kind, &text, after.unwrap_or(RETRY_DELAY), failure),
         },
     })
 }
 
 fn of_kind(
     kind: ProblemKind,
-    said: &str,
+    text: &str,
     after: Duration,
     failure: impl Fn(Cause, &str) -> Failure,
 ) -> Failure {
     match kind {
         ProblemKind::Unsupported => {
-            failure(Cause::Unsupported, &format!("cannot tell changed blocks: {said}"))
+            failure(Cause::Unsupported, &format!("cannot report changed blocks: {text}"))
         }
         ProblemKind::OtherDriver => {
-            failure(Cause::DiscoveryUnusable, &format!("is that of another one: {said}"))
+            failure(Cause::DiscoveryUnusable, &format!("belongs to another driver: {text}"))
         }
         ProblemKind::TimedOut => {
-            failure(Cause::TimedOut, &format!("took too long: {said}; ask for less, or try again"))
+            failure(Cause::TimedOut, &format!("timed out: {text}; reduce spec.limit, or retry"))
         }
-        ProblemKind::Busy => failure(Cause::TooMany, &format!("is busy: {said}")).after(after),
+        ProblemKind::Busy => failure(Cause::TooMany, &format!("is busy: {text}")).after(after),
         ProblemKind::Unavailable => {
-            failure(Cause::EndpointUnavailable, &format!("cannot answer now: {said}")).after(after)
+            failure(Cause::EndpointUnavailable, &format!("is not available: {text}")).after(after)
         }
         ProblemKind::NotAllowed => {
             let what = format!(
-                "does not take calls of this server: {said}; the ClusterRole of the aggregated API server has to allow \
-                 to create driverdiscoveries/deltas"
+                "refuses calls of this server: {text}; grant the aggregated API server's ClusterRole the permission to \
+                 create driverdiscoveries/deltas"
             );
             failure(Cause::EndpointUnavailable, &what)
         }
-        // Of what this server has made, and nobody else.
-        ProblemKind::Invalid | ProblemKind::Unauthenticated | ProblemKind::Driver => failure(
-            Cause::EndpointUnavailable,
-            &format!("does not take what this server sends: {said}"),
-        ),
+        // Errors in requests of this server itself.
+        ProblemKind::Invalid | ProblemKind::Unauthenticated | ProblemKind::Driver => {
+            failure(Cause::EndpointUnavailable, &format!("rejects this server's requests: {text}"))
+        }
     }
 }
 
-/// The words of an endpoint, with nothing in them that is a secret, or none.
-fn said(problem: &Problem, secrets: &Secrets) -> String {
+/// The endpoint's message without secrets and control characters.
+fn sanitized(problem: &Problem, secrets: &Secrets) -> String {
     let text = match &problem.code {
         Some(code) => format!("{code}: {}", problem.message),
         None => problem.message.clone(),
     };
     let text = secrets.hide(&text).replace(char::is_control, " ");
-    cut(&text, MAX_MESSAGE)
+    truncate(&text, MAX_MESSAGE)
 }

@@ -1,6 +1,7 @@
-//! Whether a user may ask: the API server decides (SubjectAccessReview). It has asked already whether they may create a
-//! VolumeSnapshotDelta, and is asked again: that it did is another's word. What follows from a right to get is asked before anything is
-//! looked up, so that nobody learns from a refusal what there is.
+//! Checks a user's permissions by SubjectAccessReview. The API server has already checked the
+//! permission to create a VolumeSnapshotDelta; it is checked again, because that check is only
+//! claimed by the caller. Permissions to get objects are checked before any lookup, so that a
+//! refusal does not reveal what exists.
 
 use k8s_openapi::api::authentication::v1::UserInfo;
 
@@ -13,7 +14,7 @@ use crate::kubernetes::snapshot_delta::{GROUP, PLURAL, VolumeSnapshotDeltaSpec};
 pub(super) const SNAPSHOTS: &str = "volumesnapshots";
 pub(super) const SECRETS: &str = "secrets";
 
-/// Whether the user may have what the request leads to.
+/// Checks all permissions that the request needs.
 pub async fn check(
     reviewer: &Reviewer,
     user: &UserInfo,
@@ -60,7 +61,7 @@ fn refused(user: &UserInfo, action: Action<'_>, denied: Denied) -> Failure {
     let resource = if group.is_empty() { resource.into() } else { format!("{resource}.{group}") };
     let object = name.map(|name| format!(" {name:?}")).unwrap_or_default();
     let message = format!(
-        "user {user:?} may not {verb} {resource}{object} in the namespace {namespace:?}; a Role has to allow it"
+        "user {user:?} may not {verb} {resource}{object} in the namespace {namespace:?}; grant the permission with a Role"
     );
     Failure::new(Cause::NotAllowed, message)
 }

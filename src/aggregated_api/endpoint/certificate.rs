@@ -1,4 +1,4 @@
-//! What an endpoint's certificate is like: by a connection that is made for this.
+//! Checks an endpoint's certificate over a separate connection.
 
 use std::io;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,35 +11,36 @@ use x509_parser::parse_x509_certificate;
 
 use super::Endpoint;
 
-/// What was seen of it.
+/// Result of the check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Certificate {
-    /// It and all between it and its authority are good until then.
+    /// The whole chain is valid until this time.
     Good { until: SystemTime },
-    /// It cannot be trusted. The reason is that of a condition.
+    /// The certificate is not trusted. The reason is the condition's.
     Bad { reason: &'static str, message: String },
-    /// There was none to see.
+    /// No certificate was received, with the reason.
     Unseen(String),
 }
 
 impl Endpoint {
     pub async fn certificate(&self) -> Certificate {
-        match self.shown().await {
+        match self.presented().await {
             Ok(chain) => good(&chain),
             Err(error) => bad(&error),
         }
     }
 
-    /// Those that the endpoint shows, which are good now.
-    async fn shown(&self) -> io::Result<Vec<CertificateDer<'static>>> {
+    /// The chain that the endpoint presents, after verification.
+    async fn presented(&self) -> io::Result<Vec<CertificateDer<'static>>> {
         let host = self.target.host().to_owned();
-        let name = ServerName::try_from(host.clone())
-            .map_err(|_| io::Error::other("no certificate can be for the host of its address"))?;
+        let name = ServerName::try_from(host.clone()).map_err(|_| {
+            io::Error::other("the host of its address is not valid in a certificate")
+        })?;
         let stream = TcpStream::connect((host, self.target.port())).await?;
         let stream = TlsConnector::from(self.tls.clone()).connect(name, stream).await?;
         let (_, connection) = stream.get_ref();
-        let shown = connection.peer_certificates().unwrap_or_default();
-        Ok(shown.iter().map(|certificate| certificate.clone().into_owned()).collect())
+        let presented = connection.peer_certificates().unwrap_or_default();
+        Ok(presented.iter().map(|certificate| certificate.clone().into_owned()).collect())
     }
 }
 
@@ -50,28 +51,28 @@ fn good(chain: &[CertificateDer<'_>]) -> Certificate {
     });
     match ends.min() {
         Some(end) => Certificate::Good { until: UNIX_EPOCH + Duration::from_secs(end) },
-        None => Certificate::Unseen("its end cannot be read".into()),
+        None => Certificate::Unseen("the expiry of the certificate cannot be read".into()),
     }
 }
 
 fn bad(error: &io::Error) -> Certificate {
     let of_tls = error.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>());
     let Some(rustls::Error::InvalidCertificate(what)) = of_tls else {
-        return Certificate::Unseen(super::why(error));
+        return Certificate::Unseen(super::root_cause(error));
     };
     use CertificateError as E;
     let (reason, message) = match what {
         E::Expired | E::ExpiredContext { .. } => ("CertificateExpired", "it has expired; renew it"),
         E::NotValidYet | E::NotValidYetContext { .. } => {
-            ("CertificateNotYetValid", "it is not valid yet; compare the clocks")
+            ("CertificateNotYetValid", "it is not valid yet; check the clocks")
         }
         E::UnknownIssuer => {
-            ("UnknownAuthority", "it comes from no authority of spec.clientConfig.caBundle")
+            ("UnknownAuthority", "no authority in spec.clientConfig.caBundle signed it")
         }
         E::NotValidForName | E::NotValidForNameContext { .. } => {
-            ("OtherName", "it is not for the host of spec.clientConfig")
+            ("OtherName", "it is not valid for the host in spec.clientConfig")
         }
-        _ => ("CertificateInvalid", "it cannot be trusted"),
+        _ => ("CertificateInvalid", "it is not trusted"),
     };
     let message = format!("the certificate of the endpoint: {message}");
     Certificate::Bad { reason, message }

@@ -1,6 +1,7 @@
-//! Calls to the `cbt-http` endpoints of drivers ([`cbt_http`]): where they are is told by DriverDiscovery objects, which are another's to write.
-//! So an endpoint is shown a token that is good for its driver alone, only the authorities of its object are trusted, no redirect is
-//! followed, and what it answers has a bound and is checked.
+//! Calls the `cbt-http` endpoints of drivers ([`cbt_http`]). DriverDiscovery objects contain their
+//! addresses and are written by other parties. Therefore an endpoint receives a token that is valid
+//! for its driver only, only the authorities in its object are trusted, redirects are not followed,
+//! and responses are limited and validated.
 
 mod answer;
 pub mod certificate;
@@ -26,45 +27,45 @@ use tokio::sync::{Semaphore, TryAcquireError};
 
 use self::target::Target;
 use self::tokens::Tokens;
-use super::WHO;
+use super::ROLE;
 use crate::kubernetes::cbt_http::{Info, Page, PageRequest, Problem, ProblemKind};
 use crate::kubernetes::{client, tls};
 
-/// Bytes of an answer, at most: so many, and so many for each entry that was asked for. What a driver hands out with a block
-/// is the most of that.
+/// Maximum bytes of a response: a fixed part, and a part per requested entry, mostly for data
+/// tokens.
 const ANSWER: usize = 64 << 10;
 const ENTRY: usize = 4 << 10;
-/// Bytes of the head of one.
+/// Maximum bytes of a response's head.
 const MAX_HEAD: usize = 64 << 10;
-/// How long connecting may take.
+/// Timeout of connecting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Connections that are not used are kept for so long, and so many of an endpoint.
+/// Time to keep idle connections, and their maximum number per endpoint.
 const IDLE: Duration = Duration::from_secs(60);
 const IDLE_CONNECTIONS: usize = 4;
-/// Endpoints whose connections are kept, at most, and for how long if nobody asks.
-const KEPT: u64 = 64;
-const KEPT_FOR: Duration = Duration::from_secs(600);
-/// Calls to one endpoint at once: a driver that is slow is not to hold up the others.
-const AT_ONCE: usize = 8;
-/// The longest pause that an endpoint may ask for.
+/// Maximum number of endpoints whose connections are kept, and time to keep an unused endpoint.
+const MAX_ENDPOINTS: u64 = 64;
+const ENDPOINT_TTL: Duration = Duration::from_secs(600);
+/// Maximum number of concurrent calls to one endpoint, so that a slow driver does not block others.
+const MAX_CALLS: usize = 8;
+/// Maximum Retry-After of an endpoint.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// Why there is no answer.
+/// Why a call failed.
 #[derive(Debug, Clone)]
-pub enum Trouble {
-    /// Nothing came, or nothing that is one.
+pub enum EndpointError {
+    /// No response, or not a response of cbt-http.
     Unreachable(String),
-    /// What came cannot be true.
-    Untrue(String),
-    /// It says what is wrong, and perhaps when to try again.
-    Told { problem: Problem, after: Option<Duration> },
-    /// As many calls as may be run already.
+    /// The response is not valid.
+    Invalid(String),
+    /// The endpoint returned a problem, and possibly when to retry.
+    Problem { problem: Problem, after: Option<Duration> },
+    /// The maximum number of calls is running.
     Busy,
-    /// There is no token to show.
+    /// No token is available.
     NoToken(client::Failure),
 }
 
-/// All endpoints. Cheap to clone.
+/// All endpoints. Clones share them.
 #[derive(Clone)]
 pub struct Endpoints {
     tokens: Tokens,
@@ -81,17 +82,17 @@ pub struct Endpoint {
 }
 
 impl Endpoints {
-    /// Tokens are those of the ServiceAccount `account` in `namespace`.
+    /// Requests tokens of the ServiceAccount `account` in `namespace`.
     pub fn new(client: kube::Client, namespace: &str, account: &str) -> Self {
-        let known = Cache::builder().max_capacity(KEPT).time_to_idle(KEPT_FOR).build();
+        let known = Cache::builder().max_capacity(MAX_ENDPOINTS).time_to_idle(ENDPOINT_TTL).build();
         Self { tokens: Tokens::new(client, namespace, account), known }
     }
 
-    /// The endpoint there, with the connections that it has already: another address or other authorities are another
-    /// endpoint.
+    /// Returns the endpoint of a target, with its open connections. Another address or other
+    /// authorities are another endpoint.
     ///
     /// # Errors
-    /// Nobody can be trusted there; why.
+    /// The target has no usable authority.
     pub async fn at(&self, target: &Target) -> Result<Arc<Endpoint>, String> {
         let make = async { Endpoint::new(target.clone(), self.tokens.clone()).map(Arc::new) };
         let made = self.known.try_get_with_by_ref(target, make).await;
@@ -102,7 +103,7 @@ impl Endpoints {
 impl Endpoint {
     fn new(target: Target, tokens: Tokens) -> anyhow::Result<Self> {
         let mut config = tls::client_config(&target.ca_bundle)?;
-        // The connector says by itself what it speaks.
+        // The connector sets the protocols itself.
         config.alpn_protocols.clear();
         let mut http = HttpConnector::new();
         http.enforce_http(false);
@@ -119,43 +120,44 @@ impl Endpoint {
             .pool_max_idle_per_host(IDLE_CONNECTIONS)
             .http1_max_buf_size(MAX_HEAD)
             .build(https);
-        let (tls, calls) = (Arc::new(config), Semaphore::new(AT_ONCE));
+        let (tls, calls) = (Arc::new(config), Semaphore::new(MAX_CALLS));
         Ok(Self { target, tls, client, calls, tokens })
     }
 
-    /// A page, which can be true.
-    pub async fn page(&self, asked: &PageRequest) -> Result<Page, Trouble> {
+    /// Requests a page and validates it.
+    pub async fn page(&self, request: &PageRequest) -> Result<Page, EndpointError> {
         let _call = self.calls.try_acquire().map_err(|error| match error {
-            TryAcquireError::NoPermits | TryAcquireError::Closed => Trouble::Busy,
+            TryAcquireError::NoPermits | TryAcquireError::Closed => EndpointError::Busy,
         })?;
-        let body = serde_json::to_vec(asked)
-            .map_err(|_| Trouble::Unreachable("the request cannot be written".into()))?;
-        let room = ANSWER + asked.limit as usize * ENTRY;
+        let body = serde_json::to_vec(request)
+            .map_err(|_| EndpointError::Unreachable("the request cannot be encoded".into()))?;
+        let room = ANSWER + request.limit as usize * ENTRY;
         let page = self.call(Method::POST, body.into(), room).await?;
-        answer::check(asked, &page).map_err(Trouble::Untrue)?;
+        answer::check(request, &page).map_err(EndpointError::Invalid)?;
         Ok(page)
     }
 
-    /// What the driver can do.
-    pub async fn info(&self) -> Result<Info, Trouble> {
+    /// Requests the driver's capability.
+    pub async fn info(&self) -> Result<Info, EndpointError> {
         self.call(Method::GET, Bytes::new(), ANSWER).await
     }
 
-    /// One call, and a second one if the token was refused: it may have been taken back. The answer has at most `room` bytes.
+    /// Makes a call, and a second one if the token was refused, because it may have been revoked.
+    /// The response has at most `room` bytes.
     async fn call<T: DeserializeOwned>(
         &self,
         method: Method,
         body: Bytes,
         room: usize,
-    ) -> Result<T, Trouble> {
+    ) -> Result<T, EndpointError> {
         let driver = &self.target.driver;
         let no_token = |error: Arc<kube::Error>| {
-            let doing = "make a token of its ServiceAccount (serviceaccounts/token)";
-            Trouble::NoToken(client::failure(WHO, doing, &error))
+            let doing = "create a token of its ServiceAccount (serviceaccounts/token)";
+            EndpointError::NoToken(client::failure(ROLE, doing, &error))
         };
         let token = self.tokens.of(driver).await.map_err(no_token)?;
         let answer = self.send(&method, &body, &token.text, room).await;
-        if !answer.as_ref().is_err_and(is_of_token) {
+        if !answer.as_ref().is_err_and(is_token_refused) {
             return answer;
         }
         self.tokens.forget(driver, &token).await;
@@ -169,8 +171,8 @@ impl Endpoint {
         body: &Bytes,
         token: &str,
         room: usize,
-    ) -> Result<T, Trouble> {
-        let unreachable = |why: &str| Trouble::Unreachable(why.to_owned());
+    ) -> Result<T, EndpointError> {
+        let unreachable = |why: &str| EndpointError::Unreachable(why.to_owned());
         let mut bearer = HeaderValue::try_from(format!("Bearer {token}"))
             .map_err(|_| unreachable("the token cannot be sent"))?;
         bearer.set_sensitive(true);
@@ -180,26 +182,30 @@ impl Endpoint {
             .header(AUTHORIZATION, bearer)
             .header(CONTENT_TYPE, "application/json")
             .body(Full::new(body.clone()))
-            .map_err(|_| unreachable("its address cannot be called"))?;
+            .map_err(|_| unreachable("its address is not valid"))?;
         let answer = self.client.request(request).await;
-        let (head, body) = answer.map_err(|error| Trouble::Unreachable(why(&error)))?.into_parts();
+        let (head, body) =
+            answer.map_err(|error| EndpointError::Unreachable(root_cause(&error)))?.into_parts();
         let body = Limited::new(body, room).collect().await;
-        let body = body.map_err(|error| Trouble::Unreachable(why(&*error)))?.to_bytes();
+        let body =
+            body.map_err(|error| EndpointError::Unreachable(root_cause(&*error)))?.to_bytes();
         if head.status == StatusCode::OK {
-            let wrong = || Trouble::Untrue("its answer is not what was asked for".into());
+            let wrong = || EndpointError::Invalid("its response cannot be decoded".into());
             return serde_json::from_slice(&body).map_err(|_| wrong());
         }
         let status = head.status.as_u16();
         let problem: Problem = serde_json::from_slice(&body).map_err(|_| {
-            Trouble::Unreachable(format!("it answered HTTP {status} and not as cbt-http does"))
+            EndpointError::Unreachable(format!(
+                "it returned HTTP {status} without a cbt-http problem"
+            ))
         })?;
-        Err(Trouble::Told { problem, after: pause(&head.headers) })
+        Err(EndpointError::Problem { problem, after: pause(&head.headers) })
     }
 }
 
-fn is_of_token(trouble: &Trouble) -> bool {
-    let kind = match trouble {
-        Trouble::Told { problem, .. } => problem.kind,
+fn is_token_refused(error: &EndpointError) -> bool {
+    let kind = match error {
+        EndpointError::Problem { problem, .. } => problem.kind,
         _ => return false,
     };
     kind == ProblemKind::Unauthenticated
@@ -210,8 +216,8 @@ fn pause(headers: &HeaderMap) -> Option<Duration> {
     Some(Duration::from_secs(seconds).min(LONGEST_PAUSE))
 }
 
-/// The cause that all others come from.
-fn why(error: &(dyn StdError + 'static)) -> String {
+/// The root cause of an error.
+fn root_cause(error: &(dyn StdError + 'static)) -> String {
     let mut cause = error;
     while let Some(deeper) = cause.source() {
         cause = deeper;

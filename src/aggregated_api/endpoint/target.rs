@@ -1,5 +1,5 @@
-//! Where a DriverDiscovery says that the endpoint is, and whom to trust there. The definition of the object asks for the same;
-//! one that was made before it did is not believed either.
+//! The address of an endpoint and the trusted certificates in a DriverDiscovery. The CRD has the
+//! same rules; objects that are older than the rules are validated here.
 
 use axum::http::Uri;
 use axum::http::uri::Scheme;
@@ -8,7 +8,7 @@ use kube::ResourceExt;
 use crate::kubernetes::driver_discovery::{DEFAULT_PORT, DriverDiscovery, ServiceReference};
 use crate::kubernetes::name;
 
-/// An endpoint that can be called.
+/// A valid endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Target {
     /// Name of the CSI driver.
@@ -36,7 +36,7 @@ impl Target {
         Ok(Self { driver, uri, ca_bundle: spec.client_config.ca_bundle.0.clone() })
     }
 
-    /// The name that its certificate is to have: without the brackets of an IPv6 address.
+    /// The host name that the certificate must have: without the brackets of an IPv6 address.
     pub fn host(&self) -> &str {
         let host = self.uri.host().unwrap_or_default();
         host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
@@ -64,7 +64,7 @@ fn inside(service: &ServiceReference) -> Result<Uri, String> {
     let ServiceReference { namespace, name, path, port } = service;
     for (field, text) in [("namespace", namespace), ("name", name)] {
         if !name::is_namespace(text) {
-            return Err(format!("spec.clientConfig.service.{field}: is no name of one"));
+            return Err(format!("spec.clientConfig.service.{field}: is not a valid name"));
         }
     }
     let port = match port {
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service_is_called_by_its_name_in_the_cluster() {
+    fn a_service_is_addressed_by_its_cluster_name() {
         for (path, port, uri) in [
             (
                 Some("/v1alpha1/snapshot-deltas"),
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_url_is_taken_as_it_is_if_it_is_one_of_https() {
+    fn an_https_url_is_used_unchanged() {
         let given = target(Some("https://[fd00::1]:9/x"), None).unwrap();
         assert_eq!((given.host(), given.port(), given.uri.path()), ("fd00::1", 9, "/x"));
         assert_eq!(target(Some("https://h"), None).unwrap().port(), 443);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn neither_or_both_is_no_place_and_no_object_speaks_for_another_driver() {
+    fn neither_url_nor_service_or_another_driver_is_refused() {
         let error = target(None, None).unwrap_err();
         assert!(error.contains("exactly one"), "{error}");
         assert_eq!(target(Some("https://h"), Some(service(None, None))).unwrap_err(), error);

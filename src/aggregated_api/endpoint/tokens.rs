@@ -1,5 +1,5 @@
-//! Tokens of this server's ServiceAccount (TokenRequest), one for each driver: whom a DriverDiscovery leads to can do nothing
-//! with what it is shown anywhere else.
+//! Tokens of this server's ServiceAccount (TokenRequest), one for each driver, so that an endpoint
+//! cannot use its token elsewhere.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -14,12 +14,12 @@ use tokio::time::Instant;
 use crate::kubernetes::cache::in_time;
 use crate::kubernetes::cbt_http::audience;
 
-/// What the API server makes at the least.
+/// The minimum validity that the API server grants.
 const VALIDITY: Duration = Duration::from_secs(600);
-/// Tokens that are kept, at most.
-const KEPT: u64 = 256;
+/// Maximum number of cached tokens.
+const MAX_CACHED: u64 = 256;
 
-/// Cheap to clone.
+/// Clones share the cache.
 #[derive(Clone)]
 pub struct Tokens {
     accounts: Api<ServiceAccount>,
@@ -28,7 +28,7 @@ pub struct Tokens {
     known: Cache<String, Arc<Token>>,
 }
 
-/// A token. It is never shown.
+/// A token. It is never printed.
 pub struct Token {
     pub text: String,
     renew_at: Instant,
@@ -39,11 +39,11 @@ impl Tokens {
         Self {
             accounts: Api::namespaced(client, namespace),
             account: account.to_owned(),
-            known: Cache::new(KEPT),
+            known: Cache::new(MAX_CACHED),
         }
     }
 
-    /// A token that the driver's endpoint is to take.
+    /// A token that is valid for the driver's endpoint.
     pub async fn of(&self, driver: &str) -> Result<Arc<Token>, Arc<kube::Error>> {
         let known = self.known.try_get_with_by_ref(driver, self.make(driver)).await?;
         if Instant::now() < known.renew_at {
@@ -53,9 +53,9 @@ impl Tokens {
         self.known.try_get_with_by_ref(driver, self.make(driver)).await
     }
 
-    /// The endpoint did not take it, or it is too old.
+    /// Removes a token that the endpoint refused or that is too old.
     pub async fn forget(&self, driver: &str, token: &Arc<Token>) {
-        // Not the one that another has made meanwhile.
+        // Not a newer token of a concurrent call.
         if self.known.get(driver).await.is_some_and(|known| Arc::ptr_eq(&known, token)) {
             self.known.invalidate(driver).await;
         }
@@ -68,20 +68,21 @@ impl Tokens {
             ..TokenRequestSpec::default()
         };
         let request = TokenRequest { spec, ..TokenRequest::default() };
-        let asked = Instant::now();
+        let requested_at = Instant::now();
         let post = PostParams::default();
         let made =
             in_time(self.accounts.create_token_request(&self.account, &post, &request)).await?;
-        let none = || kube::Error::Service("the API server made no token".into());
+        let none = || kube::Error::Service("the API server returned no token".into());
         let status = made.status.ok_or_else(none)?;
         let end = SystemTime::from(status.expiration_timestamp.0);
         let validity = end.duration_since(SystemTime::now()).unwrap_or_default();
-        Ok(Arc::new(Token { text: status.token, renew_at: asked + good_for(validity) }))
+        Ok(Arc::new(Token { text: status.token, renew_at: requested_at + usable_for(validity) }))
     }
 }
 
-/// How long a token is used that is good for so long: the API server may have made another than was asked for, and clocks differ.
-fn good_for(validity: Duration) -> Duration {
+/// How long a token is used, given its validity: the API server may grant more than requested, and
+/// clocks differ.
+fn usable_for(validity: Duration) -> Duration {
     validity.min(VALIDITY) * 4 / 5
 }
 
@@ -90,10 +91,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_used_for_four_fifths_of_its_time() {
-        assert_eq!(good_for(Duration::from_secs(600)), Duration::from_secs(480));
-        assert_eq!(good_for(Duration::from_secs(3600)), Duration::from_secs(480));
-        assert_eq!(good_for(Duration::from_secs(10)), Duration::from_secs(8));
-        assert_eq!(good_for(Duration::ZERO), Duration::ZERO);
+    fn a_token_is_used_for_four_fifths_of_its_validity() {
+        assert_eq!(usable_for(Duration::from_secs(600)), Duration::from_secs(480));
+        assert_eq!(usable_for(Duration::from_secs(3600)), Duration::from_secs(480));
+        assert_eq!(usable_for(Duration::from_secs(10)), Duration::from_secs(8));
+        assert_eq!(usable_for(Duration::ZERO), Duration::ZERO);
     }
 }

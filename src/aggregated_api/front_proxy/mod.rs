@@ -1,10 +1,11 @@
-//! Who asks: the user whom the API server names in the headers of a request that it passes on (front proxy). The headers count only beside
-//! a client certificate of the request-header authority with a name that is allowed; both, and which headers they are, stand in the
-//! ConfigMap kube-system/extension-apiserver-authentication, which the API server keeps. There is no other way in: no tokens, no
-//! anonymous user.
+//! Authenticates the user that the API server names in headers (front proxy). The headers are only
+//! valid with a client certificate of the request-header authority with an allowed name. The
+//! ConfigMap kube-system/extension-apiserver-authentication, which the API server maintains,
+//! contains both and the names of the headers. There are no other ways to authenticate: no tokens,
+//! no anonymous user.
 //!
-//! What the ConfigMap says now is what holds. While the watch does not run, that is what it said last; when it is gone or cannot be
-//! read, nobody is believed.
+//! The current content of the ConfigMap applies. While the watch is not running, it is the last
+//! known content. If the ConfigMap is missing or invalid, all requests are refused.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,34 +23,34 @@ use percent_encoding::percent_decode_str;
 use super::failure::{Cause, Failure};
 use crate::kubernetes::cache::{Cache, Key};
 use crate::kubernetes::tls::{ClientAuthorities, ClientChain};
-use crate::telemetry::complaint::Complaint;
+use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Where the API server says whom to believe.
+/// The API server's ConfigMap.
 const NAMESPACE: &str = "kube-system";
 const NAME: &str = "extension-apiserver-authentication";
-/// Entries in one of the ConfigMap's lists, at most.
+/// Maximum entries in one of the ConfigMap's lists.
 const MAX_LIST: usize = 100;
-/// After so long it may be known.
+/// Delay of a retry while the configuration is unknown.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Whom to believe, as it is now. Cheap to clone.
+/// Authenticates requests. Clones share the watch.
 #[derive(Clone)]
 pub struct FrontProxy {
     maps: Cache<ConfigMap>,
     known: Arc<Mutex<Known>>,
 }
 
-/// What was made of the ConfigMap that was told last.
+/// The configuration from the last report of the ConfigMap.
 #[derive(Default)]
 struct Known {
-    told: Option<Option<Arc<ConfigMap>>>,
+    reported: Option<Option<Arc<ConfigMap>>>,
     trust: Option<Arc<Trust>>,
-    complaint: Complaint,
+    error_log: RateLimitedLog,
 }
 
 impl FrontProxy {
-    /// Begins to watch the ConfigMap.
+    /// Starts to watch the ConfigMap.
     pub fn start(client: &Client, shutdown: Shutdown) -> Self {
         let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
         let one = maps.clone();
@@ -58,15 +59,15 @@ impl FrontProxy {
         Self { maps, known: Arc::default() }
     }
 
-    /// Whether anybody can be believed.
+    /// Whether the configuration is known and valid.
     pub fn is_known(&self) -> bool {
         self.trust().is_some()
     }
 
-    /// The user for whom the API server asks.
+    /// The user in whose name the API server sends the request.
     ///
     /// # Errors
-    /// It is not the API server, or it is not known yet how it is told.
+    /// The caller is not the API server, or the configuration is not known yet.
     pub fn authenticate(
         &self,
         chain: &ClientChain,
@@ -74,7 +75,7 @@ impl FrontProxy {
     ) -> Result<UserInfo, Failure> {
         let Some(trust) = self.trust() else {
             let message = format!(
-                "it is not known whom to believe: ConfigMap {NAMESPACE}/{NAME} cannot be read or used; try again"
+                "requests cannot be authenticated: ConfigMap {NAMESPACE}/{NAME} is missing or invalid; retry"
             );
             return Err(Failure::new(Cause::ApiServer, message).after(RETRY));
         };
@@ -83,16 +84,16 @@ impl FrontProxy {
 
     fn trust(&self) -> Option<Arc<Trust>> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(told) = self.maps.told(&Key::new(NAMESPACE, NAME)) {
-            known.take(told);
+        if let Some(reported) = self.maps.cached(&Key::new(NAMESPACE, NAME)) {
+            known.update(reported);
         }
         known.trust.clone()
     }
 }
 
 impl Known {
-    fn take(&mut self, told: Option<Arc<ConfigMap>>) {
-        let is_same = match (&self.told, &told) {
+    fn update(&mut self, reported: Option<Arc<ConfigMap>>) {
+        let is_same = match (&self.reported, &reported) {
             (Some(Some(before)), Some(now)) => Arc::ptr_eq(before, now),
             (Some(None), None) => true,
             _ => false,
@@ -100,19 +101,22 @@ impl Known {
         if is_same {
             return;
         }
-        let data = told.as_ref().and_then(|map| map.data.as_ref());
-        let trust = data.context("it is not there").and_then(Trust::read);
-        self.told = Some(told);
+        let data = reported.as_ref().and_then(|map| map.data.as_ref());
+        let trust = data.context("the ConfigMap does not exist").and_then(Trust::read);
+        self.reported = Some(reported);
         self.trust = match trust {
             Ok(trust) => {
-                self.complaint.is_over();
-                tracing::info!(names = ?trust.names, "ConfigMap {NAMESPACE}/{NAME} says whom to believe");
+                self.error_log.clear();
+                tracing::info!(names = ?trust.names, "read the front proxy's configuration from ConfigMap {NAMESPACE}/{NAME}");
                 Some(Arc::new(trust))
             }
             Err(error) => {
                 let problem = format!("{error:#}");
-                if self.complaint.is_new(&problem) {
-                    tracing::warn!(problem, "ConfigMap {NAMESPACE}/{NAME}: nobody is believed");
+                if self.error_log.is_new(&problem) {
+                    tracing::warn!(
+                        problem,
+                        "invalid ConfigMap {NAMESPACE}/{NAME}: refusing all requests"
+                    );
                 }
                 None
             }
@@ -120,22 +124,22 @@ impl Known {
     }
 }
 
-/// What the ConfigMap says.
+/// Content of the ConfigMap.
 #[derive(Debug)]
 struct Trust {
     authorities: ClientAuthorities,
-    /// Common names; any if there is none.
+    /// Allowed common names; empty: any name.
     names: Vec<String>,
     users: Vec<HeaderName>,
     uids: Vec<HeaderName>,
     groups: Vec<HeaderName>,
-    /// In lower case.
+    /// In lowercase.
     extra_prefixes: Vec<String>,
 }
 
 impl Trust {
     /// # Errors
-    /// Something is missing or is not what it should be; the key.
+    /// A key is missing or has an invalid value.
     fn read(data: &BTreeMap<String, String>) -> anyhow::Result<Self> {
         const CA: &str = "requestheader-client-ca-file";
         const USERS: &str = "requestheader-username-headers";
@@ -157,20 +161,20 @@ impl Trust {
         let refused =
             |why: &str| Failure::new(Cause::Unauthenticated, format!("Unauthorized: {why}"));
         let name = self.authorities.common_name(chain).map_err(|error| {
-            tracing::debug!(%error, "a caller that is not the front proxy");
-            refused("only the API server's front proxy may ask here; ask the API server")
+            tracing::debug!(%error, "refused a caller that is not the front proxy");
+            refused("only the API server's front proxy may call this server; send the request to the API server")
         })?;
         let is_allowed = |name: &String| self.names.contains(name);
         if !self.names.is_empty() && !name.as_ref().is_some_and(is_allowed) {
-            tracing::debug!(?name, "a caller whose name is not allowed");
+            tracing::debug!(?name, "refused a caller whose name is not allowed");
             return Err(refused(
                 "the certificate's common name is not one of requestheader-allowed-names",
             ));
         }
-        self.user(sent).ok_or_else(|| refused("the headers name no user, or are not text"))
+        self.user(sent).ok_or_else(|| refused("the headers name no user or are not text"))
     }
 
-    /// None where there is no user or something is no text.
+    /// The user in the headers. `None` if there is no user or a value is not text.
     fn user(&self, sent: &HeaderMap) -> Option<UserInfo> {
         let username = values(sent, &self.users)?.into_iter().next()?;
         let extra = self.extra(sent)?;
@@ -182,14 +186,14 @@ impl Trust {
         })
     }
 
-    /// The keys are in lower case, since headers' names are, and percent-encoded.
+    /// Keys are percent-encoded, and in lowercase like all header names.
     fn extra(&self, sent: &HeaderMap) -> Option<BTreeMap<String, Vec<String>>> {
         let mut extra: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for name in sent.keys() {
             let key = self.extra_prefixes.iter().find_map(|one| name.as_str().strip_prefix(one));
             let Some(key) = key.filter(|key| !key.is_empty()) else { continue };
             let decoded = percent_decode_str(key).decode_utf8();
-            // As the API server has it: what cannot be decoded stands as it is.
+            // Like the API server, keep a key that cannot be decoded.
             let key = decoded.map_or_else(|_| key.to_owned(), |key| key.into_owned());
             let found = sent.get_all(name).iter().map(text).collect::<Option<Vec<_>>>()?;
             extra.entry(key).or_default().extend(found);
@@ -198,7 +202,7 @@ impl Trust {
     }
 }
 
-/// What is in these headers, in their order, and not empty. None where it is no text.
+/// The non-empty values of these headers, in order. `None` if a value is not text.
 fn values(sent: &HeaderMap, names: &[HeaderName]) -> Option<Vec<String>> {
     let found = names.iter().flat_map(|name| sent.get_all(name)).map(text);
     let found: Vec<String> = found.collect::<Option<_>>()?;
@@ -209,11 +213,11 @@ fn text(value: &HeaderValue) -> Option<String> {
     str::from_utf8(value.as_bytes()).ok().map(str::to_owned)
 }
 
-/// A list in JSON. A key that is not there is an empty one.
+/// A list in JSON. A missing key is an empty list.
 fn list(data: &BTreeMap<String, String>, key: &str) -> anyhow::Result<Vec<String>> {
     let Some(json) = data.get(key).filter(|json| !json.is_empty()) else { return Ok(Vec::new()) };
     let list: Option<Vec<String>> =
-        serde_json::from_str(json).with_context(|| format!("{key} is no list of strings"))?;
+        serde_json::from_str(json).with_context(|| format!("{key} is not a list of strings"))?;
     let list = list.unwrap_or_default();
     anyhow::ensure!(list.len() <= MAX_LIST, "{key} has more than {MAX_LIST} entries");
     anyhow::ensure!(list.iter().all(|entry| !entry.is_empty()), "{key} has an empty entry");
@@ -223,7 +227,7 @@ fn list(data: &BTreeMap<String, String>, key: &str) -> anyhow::Result<Vec<String
 fn headers(data: &BTreeMap<String, String>, key: &str) -> anyhow::Result<Vec<HeaderName>> {
     let names = list(data, key)?.into_iter();
     let names = names.map(|name| HeaderName::from_bytes(name.as_bytes()));
-    names.collect::<Result<_, _>>().with_context(|| format!("{key}: not the name of a header"))
+    names.collect::<Result<_, _>>().with_context(|| format!("{key}: invalid header name"))
 }
 
 #[cfg(test)]

@@ -60,7 +60,7 @@ fn headers_of(entries: &[(&'static str, &'static str)]) -> HeaderMap {
 use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
 
 #[test]
-fn only_a_client_certificate_of_the_authority_with_an_allowed_name_is_believed() {
+fn only_the_front_proxys_certificate_is_accepted() {
     let (ours, other) = (Authority::new("ours"), Authority::new("ours"));
     let trust = Trust::read(&ours.data(r#"["front-proxy","second"]"#)).unwrap();
     let alice = headers_of(&[("x-remote-user", "alice")]);
@@ -78,8 +78,8 @@ fn only_a_client_certificate_of_the_authority_with_an_allowed_name_is_believed()
         (other.chain(&["front-proxy"], ClientAuth), "another authority"),
         (ours.chain(&["mallory"], ClientAuth), "another name"),
         (ours.chain(&[], ClientAuth), "no name"),
-        (ours.chain(&["front-proxy"], ServerAuth), "of a server"),
-        (ours.chain_with(&["front-proxy"], ClientAuth, past), "over"),
+        (ours.chain(&["front-proxy"], ServerAuth), "server certificate"),
+        (ours.chain_with(&["front-proxy"], ClientAuth, past), "expired"),
     ] {
         assert_eq!(user(&bad).expect_err(what).cause, Cause::Unauthenticated, "{what}");
     }
@@ -91,13 +91,13 @@ fn an_empty_list_of_names_allows_any() {
     let alice = headers_of(&[("x-remote-user", "alice")]);
     for names in ["[]", "", "null"] {
         let trust = Trust::read(&ours.data(names)).unwrap();
-        assert!(trust.authenticate(&ours.chain(&["anybody"], ClientAuth), &alice).is_ok());
+        assert!(trust.authenticate(&ours.chain(&["any-name"], ClientAuth), &alice).is_ok());
         assert!(trust.authenticate(&ours.chain(&[], ClientAuth), &alice).is_ok());
     }
 }
 
 #[test]
-fn the_user_is_what_the_headers_say() {
+fn the_user_comes_from_the_headers() {
     let trust = Trust::read(&Authority::new("x").data("[]")).unwrap();
     let user = trust.user(&headers_of(&[
         ("x-remote-user", "alice"),
@@ -124,14 +124,14 @@ fn the_user_is_what_the_headers_say() {
 }
 
 #[test]
-fn a_config_map_that_is_gone_or_garbled_leaves_nobody_to_believe() {
+fn without_a_valid_config_map_all_requests_are_refused() {
     let ours = Authority::new("ours");
     let map = |data| Some(Arc::new(ConfigMap { data: Some(data), ..ConfigMap::default() }));
     let mut known = Known::default();
-    known.take(map(ours.data("[]")));
+    known.update(map(ours.data("[]")));
     assert!(known.trust.is_some());
-    known.take(None);
-    assert!(known.trust.is_none(), "it is gone");
+    known.update(None);
+    assert!(known.trust.is_none(), "the ConfigMap is deleted");
     for (key, value) in [
         ("requestheader-client-ca-file", "no PEM"),
         ("requestheader-allowed-names", "front-proxy"),
@@ -139,13 +139,13 @@ fn a_config_map_that_is_gone_or_garbled_leaves_nobody_to_believe() {
         ("requestheader-username-headers", "[]"),
         ("requestheader-username-headers", r#"["a b"]"#),
     ] {
-        known.take(map(ours.data("[]")));
+        known.update(map(ours.data("[]")));
         assert!(known.trust.is_some());
         let mut data = ours.data("[]");
         data.insert(key.to_owned(), value.to_owned());
         let error = format!("{:#}", Trust::read(&data).unwrap_err());
         assert!(error.contains(key), "{error}");
-        known.take(map(data));
+        known.update(map(data));
         assert!(known.trust.is_none(), "{key}: {value}");
     }
 }

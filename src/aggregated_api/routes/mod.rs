@@ -1,5 +1,5 @@
-//! What is served where. Everything but health needs a user, whom the front proxy names; what there is not is told as a Kubernetes
-//! Status.
+//! The HTTP routes. All except health require a user, named by the front proxy. Errors are returned
+//! as a Kubernetes Status.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,30 +27,30 @@ use crate::kubernetes::snapshot_delta::VolumeSnapshotDelta;
 use crate::kubernetes::tls::ClientChain;
 use crate::telemetry::shutdown::Shutdown;
 
-/// A body that is a little too large is told as a Status that says so, whatever it holds. The time is more than an answer may
-/// take, which has a limit of its own.
+/// A body that is slightly too large is refused with a Status. The time exceeds the limit of a
+/// response, which is enforced separately.
 pub const LIMITS: Limits = Limits { body: decode::MAX_BODY, request: Duration::from_secs(40) };
 
-/// Who answers.
-pub trait Creates: Clone + Send + Sync + 'static {
-    /// Answers what `user` asks in `namespace`; the answer has a status.
+/// DeltaService responses.
+pub trait DeltaService: Clone + Send + Sync + 'static {
+    /// Serves a request of `user` in `namespace`; the response has a status.
     fn create(
         &self,
         user: &UserInfo,
         namespace: &str,
-        asked: VolumeSnapshotDelta,
+        request: VolumeSnapshotDelta,
     ) -> impl Future<Output = Result<VolumeSnapshotDelta, Failure>> + Send;
 }
 
-/// Who is told whom to believe.
-pub trait Authenticates: Clone + Send + Sync + 'static {
+/// Authenticator requests.
+pub trait Authenticator: Clone + Send + Sync + 'static {
     fn authenticate(&self, chain: &ClientChain, headers: &HeaderMap) -> Result<UserInfo, Failure>;
 
-    /// Whether anybody can be believed.
+    /// Whether requests can be authenticate.
     fn is_known(&self) -> bool;
 }
 
-impl Authenticates for FrontProxy {
+impl Authenticator for FrontProxy {
     fn authenticate(&self, chain: &ClientChain, headers: &HeaderMap) -> Result<UserInfo, Failure> {
         FrontProxy::authenticate(self, chain, headers)
     }
@@ -60,8 +60,8 @@ impl Authenticates for FrontProxy {
     }
 }
 
-/// All that is served. `deltas` answers.
-pub fn routes<C: Creates, A: Authenticates>(
+/// All routes. `deltas` serves VolumeSnapshotDeltas.
+pub fn routes<C: DeltaService, A: Authenticator>(
     deltas: C,
     front_proxy: A,
     metrics: Metrics,
@@ -69,14 +69,14 @@ pub fn routes<C: Creates, A: Authenticates>(
 ) -> Router {
     let guarded = documents()
         .merge(volume_snapshot_deltas(deltas))
-        .fallback(no_such_path)
-        .layer(from_fn_with_state(front_proxy.clone(), authenticated::<A>))
-        .layer(from_fn_with_state(metrics, counted));
+        .fallback(not_found)
+        .layer(from_fn_with_state(front_proxy.clone(), authenticate::<A>))
+        .layer(from_fn_with_state(metrics, track));
     let ready = move || {
         let ready = match front_proxy.is_known() {
             _ if shutdown.is_draining() => Err("the server is exiting"),
             true => Ok(()),
-            false => Err("it is not known yet whom to believe"),
+            false => Err("the front proxy's configuration is not known yet"),
         };
         async move { health(ready) }
     };
@@ -87,7 +87,7 @@ pub fn routes<C: Creates, A: Authenticates>(
         .merge(guarded)
 }
 
-/// As [`https::Refuse`](crate::kubernetes::https::Refuse).
+/// See [`https::Refuse`](crate::kubernetes::https::Refuse).
 pub fn refuse(code: StatusCode, message: String) -> Response {
     let cause = match code {
         StatusCode::PAYLOAD_TOO_LARGE => Cause::TooLarge,
@@ -106,22 +106,22 @@ fn health(state: Result<(), &'static str>) -> Response {
 
 /// Discovery, OpenAPI and version.
 fn documents() -> Router {
-    let told = |answer: fn() -> serde_json::Value| {
+    let object = |answer: fn() -> serde_json::Value| {
         only_get(get(async move |headers: HeaderMap| {
             negotiate(&headers, &[Form::Plain]).map(|_| Json(answer()))
         }))
     };
     let document = |document: fn() -> &'static Document| {
-        only_get(get(async move |headers: HeaderMap| described(&headers, document())))
+        only_get(get(async move |headers: HeaderMap| serve_document(&headers, document())))
     };
     Router::new()
-        .route("/version", told(groups::version))
+        .route("/version", object(groups::version))
         .route("/apis", only_get(get(apis)))
         .route("/apis/", only_get(get(apis)))
-        .route("/apis/cbt.storage.k8s.io", told(groups::group))
-        .route("/apis/cbt.storage.k8s.io/", told(groups::group))
-        .route("/apis/cbt.storage.k8s.io/v1alpha1", told(groups::resources))
-        .route("/apis/cbt.storage.k8s.io/v1alpha1/", told(groups::resources))
+        .route("/apis/cbt.storage.k8s.io", object(groups::group))
+        .route("/apis/cbt.storage.k8s.io/", object(groups::group))
+        .route("/apis/cbt.storage.k8s.io/v1alpha1", object(groups::resources))
+        .route("/apis/cbt.storage.k8s.io/v1alpha1/", object(groups::resources))
         .route("/openapi/v2", document(|| &openapi::V2))
         .route("/openapi/v3", document(|| &openapi::V3_ROOT))
         .route(openapi::V3_PATH, document(|| &openapi::V3))
@@ -138,8 +138,8 @@ async fn apis(headers: HeaderMap) -> Result<Response, Failure> {
     Ok(([(header::CONTENT_TYPE, kind), (header::VARY, "Accept".into())], body).into_response())
 }
 
-/// The document, or that the client has it already.
-fn described(headers: &HeaderMap, document: &Document) -> Result<Response, Failure> {
+/// The document, or 304 if the client has it.
+fn serve_document(headers: &HeaderMap, document: &Document) -> Result<Response, Failure> {
     negotiate(headers, &[Form::Plain])?;
     let known = headers.get_all(header::IF_NONE_MATCH).iter();
     let mut known = known.filter_map(|value| value.to_str().ok()).flat_map(|list| list.split(','));
@@ -155,24 +155,24 @@ fn described(headers: &HeaderMap, document: &Document) -> Result<Response, Failu
     Ok((etag, kind, document.body.clone()).into_response())
 }
 
-/// The one resource: create, and nothing else.
-fn volume_snapshot_deltas<C: Creates>(deltas: C) -> Router {
+/// The only resource, which supports only create.
+fn volume_snapshot_deltas<C: DeltaService>(deltas: C) -> Router {
     const ALL: &str = "/apis/cbt.storage.k8s.io/v1alpha1/volumesnapshotdeltas";
     const OF_A_NAMESPACE: &str =
         "/apis/cbt.storage.k8s.io/v1alpha1/namespaces/{namespace}/volumesnapshotdeltas";
     const ONE: &str =
         "/apis/cbt.storage.k8s.io/v1alpha1/namespaces/{namespace}/volumesnapshotdeltas/{name}";
-    let only_create = || axum::routing::any(async || not_this_verb("POST"));
+    let only_create = || axum::routing::any(async || method_not_allowed("POST"));
     Router::new()
         .route(
             OF_A_NAMESPACE,
-            post(create::<C>).with_state(deltas).fallback(async || not_this_verb("POST")),
+            post(create::<C>).with_state(deltas).fallback(async || method_not_allowed("POST")),
         )
         .route(ALL, only_create())
         .route(ONE, only_create())
 }
 
-async fn create<C: Creates>(
+async fn create<C: DeltaService>(
     State(deltas): State<C>,
     Extension(user): Extension<Arc<UserInfo>>,
     namespace: Result<Path<String>, PathRejection>,
@@ -182,16 +182,16 @@ async fn create<C: Creates>(
 ) -> Result<Response, Failure> {
     let namespace = namespace.map(|Path(namespace)| namespace).ok();
     let Some(namespace) = namespace.filter(|namespace| name::is_namespace(namespace)) else {
-        return Err(Failure::new(Cause::Path, "the path has no name of a namespace"));
+        return Err(Failure::new(Cause::Path, "the path has no valid namespace name"));
     };
     negotiate(&headers, &[Form::Plain])?;
     let body = body.map_err(|error| Failure::new(Cause::Malformed, error.body_text()))?;
-    let asked = decode(&headers, query.as_deref(), &namespace, &body)?;
-    let answer = deltas.create(&user, &namespace, asked.delta).await?;
+    let request = decode(&headers, query.as_deref(), &namespace, &body)?;
+    let answer = deltas.create(&user, &namespace, request.delta).await?;
     let mut response = (StatusCode::CREATED, Json(answer)).into_response();
-    for warning in asked.warnings {
+    for warning in request.warnings {
         let text = warning.replace('\\', r"\\").replace('"', "\\\"");
-        // What cannot be a header is left out.
+        // Omit a warning that is not a valid header value.
         if let Ok(value) = HeaderValue::from_str(&format!("299 - \"{text}\"")) {
             response.headers_mut().append(header::WARNING, value);
         }
@@ -200,13 +200,13 @@ async fn create<C: Creates>(
 }
 
 fn only_get(method: MethodRouter) -> MethodRouter {
-    method.fallback(async || not_this_verb("GET, HEAD"))
+    method.fallback(async || method_not_allowed("GET, HEAD"))
 }
 
-fn not_this_verb(allowed: &'static str) -> Response {
+fn method_not_allowed(allowed: &'static str) -> Response {
     let message = match allowed {
         "POST" => {
-            "a VolumeSnapshotDelta can only be created: it is answered at once and never stored \
+            "a VolumeSnapshotDelta can only be created: the response has the result, and nothing is stored \
              (kubectl create -f FILE -o json)"
         }
         _ => "the server does not allow this method on the requested resource",
@@ -216,11 +216,11 @@ fn not_this_verb(allowed: &'static str) -> Response {
     response
 }
 
-async fn no_such_path() -> Failure {
+async fn not_found() -> Failure {
     Failure::new(Cause::Path, "the server could not find the requested resource")
 }
 
-async fn authenticated<A: Authenticates>(
+async fn authenticate<A: Authenticator>(
     State(front_proxy): State<A>,
     mut request: Request,
     next: Next,
@@ -235,8 +235,8 @@ async fn authenticated<A: Authenticates>(
     }
 }
 
-async fn counted(State(metrics): State<Metrics>, request: Request, next: Next) -> Response {
-    let begun = Instant::now();
+async fn track(State(metrics): State<Metrics>, request: Request, next: Next) -> Response {
+    let started = Instant::now();
     let verb = match *request.method() {
         Method::POST => Verb::Create,
         Method::GET | Method::HEAD => Verb::Read,
@@ -248,7 +248,7 @@ async fn counted(State(metrics): State<Metrics>, request: Request, next: Next) -
         Some(Cause::Verb | Cause::Path) => Verb::Other,
         _ => verb,
     };
-    metrics.answered(verb, refused, begun.elapsed());
+    metrics.answered(verb, refused, started.elapsed());
     response
 }
 

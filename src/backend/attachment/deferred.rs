@@ -1,4 +1,4 @@
-//! Publishing a volume that a container runtime mounts in the place of this host (KEP-2857).
+//! Publishes a deferred volume, which a container runtime mounts instead of this host (KEP-2857).
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,11 +13,12 @@ use super::super::store::Store;
 use super::super::target::check_directory;
 use super::not_staged;
 
-/// How long what somebody has mounted may take to go.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long to wait until a previous mount is gone.
+const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Intent, target, word to the runtime. Whatever fails after the intent, the row stays: the call is repeated, or the volume
-/// unpublished. The caller holds the volume's lock and has checked what a second publish may be.
+/// Writes the intent, creates the target and notifies the runtime. If a step after the intent
+/// fails, the row remains: the caller repeats the call or unpublishes the volume. The caller holds
+/// the volume's lock and has checked that a second publish is allowed.
 pub fn publish(
     store: &Store,
     volume: &Volume,
@@ -40,7 +41,7 @@ pub fn publish(
     };
     if !attachment.published.contains_key(target) {
         check_directory("target_path", target)?;
-        leave(&mut attachment, device)?;
+        prepare(&mut attachment, device)?;
         attachment.published.insert(target.to_owned(), wanted.clone());
         store.catalog.write(|tx| tx.put(&attachment))?;
     }
@@ -60,12 +61,12 @@ pub fn publish(
     )
 }
 
-/// Has nobody here mount the volume any more. It has no target.
-fn leave(attachment: &mut Attachment, device: &LoopDevice) -> Result<()> {
+/// Ends the mount at the staging path, if there is one. The volume has no target yet.
+fn prepare(attachment: &mut Attachment, device: &LoopDevice) -> Result<()> {
     if attachment.mounted == Mounted::AtStaging {
-        // Staged by a driver that knew no runtimes.
-        filesystem::unmount(&attachment.staging_path, |mount| mount.shows(device))?;
+        // Staged before runtimes were configured.
+        filesystem::unmount(&attachment.staging_path, |mount| mount.is_filesystem_of(device))?;
         attachment.mounted = Mounted::AtTargets;
     }
-    deferral::wait_until_free(device, PATIENCE)
+    deferral::wait_until_unmounted(device, UNMOUNT_TIMEOUT)
 }

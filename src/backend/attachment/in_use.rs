@@ -1,4 +1,4 @@
-//! Volumes that are in use: how full they are and what is wrong with them, growing them, and what a start finds.
+//! Volumes in use: usage, condition, growth, and recovery at start.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use super::super::deferral;
 use super::super::error::{Error, Result};
 use super::super::filesystem::{self, Mount};
 use super::super::format;
-use super::super::health::{self, Surroundings};
+use super::super::health::{self, SystemState};
 use super::super::loop_device::LoopDevice;
 use super::super::model::{
     Access, Attachment, Condition, HealthProblem, Mounted, Publication, Stats, Usage, Volume,
@@ -15,16 +15,16 @@ use super::super::model::{
 use super::super::store::Store;
 use super::super::volume;
 use super::super::writeback;
-use super::{device_of, is_of, shown_at};
+use super::{device_of, is_mounted_at, is_of};
 
-/// A volume in use, seen from one of its places.
+/// A volume that is staged or published, with its device.
 struct InUse {
     volume: Volume,
     attachment: Attachment,
     device: LoopDevice,
 }
 
-/// The volume that is in use at `path`, staged or published.
+/// The volume that is staged or published at `path`.
 fn in_use_at(store: &Store, volume_id: &str, path: &Path) -> Result<InUse> {
     let reading = store.catalog.read()?;
     let volume = reading.live_volume(volume_id)?;
@@ -42,23 +42,24 @@ fn missing(volume_id: &str, path: &Path) -> Error {
 }
 
 impl InUse {
-    /// Where the filesystem is mounted on this host: at `path` or, where that is the staging path of a volume that is
-    /// mounted at its targets, at any of these; `None` where it has none.
+    /// The path at which this host has the filesystem mounted: `path`, or any target if `path` is
+    /// the staging path of a volume that is mounted at its targets. `None` if such a volume has no
+    /// mount.
     fn mounted_at<'a>(&'a self, path: &'a Path) -> Result<Option<&'a Path>> {
         let Self { volume, attachment, device } = self;
         if attachment.mounted == Mounted::AtTargets && attachment.staging_path == path {
             for target in attachment.published.keys() {
-                if shown_at(target, device)? {
+                if is_mounted_at(target, device)? {
                     return Ok(Some(target));
                 }
             }
             return Ok(None);
         }
-        if shown_at(path, device)? { Ok(Some(path)) } else { Err(missing(&volume.id, path)) }
+        if is_mounted_at(path, device)? { Ok(Some(path)) } else { Err(missing(&volume.id, path)) }
     }
 }
 
-/// Whether the volume that is in use at `path` is left to a container runtime.
+/// Whether a container runtime mounts the volume that is in use at `path`.
 pub fn is_deferred(store: &Store, volume_id: &str, path: &Path) -> Result<bool> {
     let attachment = store.catalog.read()?.get::<Attachment>(volume_id)?;
     Ok(attachment.is_some_and(|attachment| {
@@ -67,7 +68,7 @@ pub fn is_deferred(store: &Store, volume_id: &str, path: &Path) -> Result<bool> 
     }))
 }
 
-/// How a volume is. Never waits for another operation on it.
+/// The usage and condition of a volume. Never waits for another operation on it.
 pub fn stats(store: &Store, volume_id: &str, path: &Path) -> Result<Stats> {
     if is_deferred(store, volume_id, path)? {
         let InUse { volume, attachment, .. } = in_use_at(store, volume_id, path)?;
@@ -75,17 +76,17 @@ pub fn stats(store: &Store, volume_id: &str, path: &Path) -> Result<Stats> {
             return Err(missing(volume_id, path));
         };
         return deferral::stats(store, target, || {
-            let surroundings = Surroundings::read(store, true)?;
+            let surroundings = SystemState::read(store, true)?;
             health::defect(store, &volume, Some(&attachment), &surroundings)
         });
     }
     let condition = health::condition(store, volume_id)?;
-    readable(usage(store, volume_id, path), condition)
+    stats_or_condition(usage(store, volume_id, path), condition)
 }
 
-/// A volume whose numbers cannot be read because it is broken still tells its condition, which is
-/// what the caller needs to know then.
-pub fn readable(usage: Result<Usage>, condition: Condition) -> Result<Stats> {
+/// If the usage cannot be read because the volume is damaged, returns the condition without a
+/// usage.
+pub fn stats_or_condition(usage: Result<Usage>, condition: Condition) -> Result<Stats> {
     let usage = match usage {
         Err(Error::Io { .. } | Error::Damaged(_) | Error::Failed(_)) if condition.is_abnormal() => {
             None
@@ -95,7 +96,7 @@ pub fn readable(usage: Result<Usage>, condition: Condition) -> Result<Stats> {
     Ok(Stats { usage, condition })
 }
 
-/// How full a volume is. Never waits for another operation on it.
+/// The usage of a volume. Never waits for another operation on it.
 pub fn usage(store: &Store, volume_id: &str, path: &Path) -> Result<Usage> {
     let used = in_use_at(store, volume_id, path)?;
     if let Access::Block = used.attachment.capability.access {
@@ -107,9 +108,9 @@ pub fn usage(store: &Store, volume_id: &str, path: &Path) -> Result<Usage> {
     }
 }
 
-/// Grows device and filesystem to the volume's capacity, which is returned in bytes.
+/// Grows device and filesystem to the capacity of the volume. Returns the capacity in bytes.
 pub fn expand(store: &Store, volume_id: &str, path: &Path) -> Result<u64> {
-    let _lock = store.locks.take([volume_id])?;
+    let _lock = store.locks.try_lock([volume_id])?;
     let used = in_use_at(store, volume_id, path)?;
     let capability = &used.attachment.capability;
     let is_deferred = used.attachment.deferred_at().is_some();
@@ -118,24 +119,24 @@ pub fn expand(store: &Store, volume_id: &str, path: &Path) -> Result<u64> {
         Access::Mount { .. } | Access::Block => None,
     };
     let mut volume = used.volume.clone();
-    volume::settle_growth(store, &mut volume, &store.open_volume(&used.volume)?)?;
+    volume::complete_growth(store, &mut volume, &store.open_volume(&used.volume)?)?;
     if used.device.size()? < volume.capacity_bytes {
         used.device.grow()?;
     }
-    let left_read_only =
+    let deferred_read_only =
         || is_deferred && used.attachment.published.values().all(Publication::is_read_only);
-    if capability.access == Access::Block || capability.is_read_only() || left_read_only() {
+    if capability.access == Access::Block || capability.is_read_only() || deferred_read_only() {
         return Ok(volume.capacity_bytes);
     }
     match (used.attachment.deferred_at(), place) {
         (Some((target, _)), _) => deferral::grow(store, &mut volume, target, &used.device)?,
         (None, Some(place)) => format::grow(store, &mut volume, &used.device, place)?,
-        (None, None) => format::grow_unseen(store, &mut volume, &used.device)?,
+        (None, None) => format::grow_offline(store, &mut volume, &used.device)?,
     }
     Ok(volume.capacity_bytes)
 }
 
-/// What is wrong with a volume in use whose device is as it should be, if anything.
+/// Checks the mounts of a volume whose device is correct. `None` if nothing is wrong.
 pub fn defect(
     attachment: &Attachment,
     device: &LoopDevice,
@@ -146,12 +147,12 @@ pub fn defect(
     if attachment.deferred_at().is_some() {
         return Ok(deferral::defect(device, mounts));
     }
-    let shown_at = |path| {
+    let is_mounted_at = |path| {
         let mount = filesystem::mount_among(mounts, path)?;
         Ok::<_, Error>(mount.is_some_and(|mount| is_of(mount, device)))
     };
     if let Mounted::AtStaging = attachment.mounted {
-        if shown_at(staging)? {
+        if is_mounted_at(staging)? {
             return Ok(None);
         }
         let staging = staging.display();
@@ -160,7 +161,7 @@ pub fn defect(
         ));
     }
     for target in attachment.published.keys() {
-        if !shown_at(target)? {
+        if !is_mounted_at(target)? {
             let target = target.display();
             return not_mounted(format!(
                 "the volume is published but not mounted at {target}; restart the pod"
@@ -170,18 +171,21 @@ pub fn defect(
     Ok(None)
 }
 
-/// Thaws the filesystem of a volume that a dead process may have left frozen.
-pub fn thaw_left_over(store: &Store, volume_id: &str) -> Result<()> {
+/// Thaws the filesystem of a volume if a killed process left it frozen.
+pub fn thaw_leftover(store: &Store, volume_id: &str) -> Result<()> {
     let Some(device) = device_of(store, volume_id)? else { return Ok(()) };
     let Some(mounted) = filesystem::open_mounted(&device)? else { return Ok(()) };
-    if filesystem::thaw_left_over(&mounted)? {
-        tracing::warn!(volume = volume_id, "thawed a filesystem that a crash had left frozen");
+    if filesystem::thaw_leftover(&mounted)? {
+        tracing::warn!(
+            volume = volume_id,
+            "thawed a filesystem that was frozen when the driver was killed"
+        );
     }
     Ok(())
 }
 
-/// Forgets an attachment of which the kernel knows nothing any more, as after a reboot. First a runtime has to: the
-/// device that it was told is somebody else's next.
+/// Removes an attachment whose device no longer exists, as after a reboot. A runtime is notified
+/// first, because the device number may be reused for another volume.
 pub fn forget_if_gone(store: &Store, attachment: &Attachment) -> Result<()> {
     let id = &attachment.volume_id;
     if device_of(store, id)?.is_some() {
@@ -189,13 +193,14 @@ pub fn forget_if_gone(store: &Store, attachment: &Attachment) -> Result<()> {
     }
     if let Some((target, _)) = attachment.deferred_at() {
         match deferral::take_back(store, target, None, Duration::ZERO) {
-            // Files were written past the volume: the call that unpublishes says so.
+            // Files were written to the target directory instead of the volume. Unpublish reports
+            // that.
             Err(Error::Precondition(reason)) => {
-                tracing::warn!(volume = id, reason, "files are left at a target")
+                tracing::warn!(volume = id, reason, "files remain in a target directory")
             }
             taken => taken?,
         }
     }
-    tracing::info!(volume = id, "no longer attached; forgetting where it was");
+    tracing::info!(volume = id, "removing the attachment of a volume without a loop device");
     writeback::unstaged(store, id)
 }

@@ -1,12 +1,13 @@
-//! Volumes in use on this node: stage, publish and their reverse, usage and online growth.
+//! Volumes in use on this node: stage, publish, unstage, unpublish, usage and online growth.
 //!
-//! The catalog's row says what is wanted, the kernel (loop devices, mountinfo) what is there. Every
-//! operation writes the row first and then makes the kernel agree, so that repeating any of them,
-//! also after a crash, converges.
+//! The catalog's row holds the desired state; the kernel (loop devices, mountinfo) holds the actual
+//! state. Every operation writes the row first and then changes the kernel, so repeating an
+//! operation converges, also after a crash.
 //!
-//! A filesystem is mounted at its staging path and bound to targets (`Mounted::AtStaging`), or, by a driver that knows
-//! container runtimes, at no path until it is published: then at each target, or by a runtime in the place of this
-//! host, and never by both (`deferred`).
+//! A filesystem is mounted at its staging path and bind-mounted at targets (`Mounted::AtStaging`).
+//! With container runtimes configured it is mounted only when it is published
+//! (`Mounted::AtTargets`): by this host at each target, or by a runtime (`deferred`), never by
+//! both.
 
 mod deferred;
 mod in_use;
@@ -23,22 +24,22 @@ use super::loop_device::LoopDevice;
 use super::store::Store;
 
 pub use in_use::{
-    defect, expand, forget_if_gone, is_deferred, readable, stats, thaw_left_over, usage,
+    defect, expand, forget_if_gone, is_deferred, stats, stats_or_condition, thaw_leftover, usage,
 };
 pub use publish::{publish, unpublish};
 pub use stage::{stage, unstage};
 
-/// Whether a mount is of this volume's device: its filesystem, or its node.
+/// Whether a mount is the filesystem on this device, or its device node.
 fn is_of(mount: &Mount, device: &LoopDevice) -> bool {
-    mount.shows(device) || mount.is_node_of(device)
+    mount.is_filesystem_of(device) || mount.is_node_of(device)
 }
 
-/// Whether the device is what is mounted at `path`.
-fn shown_at(path: &Path, device: &LoopDevice) -> Result<bool> {
+/// Whether the device is mounted at `path`.
+fn is_mounted_at(path: &Path, device: &LoopDevice) -> Result<bool> {
     Ok(filesystem::mount_at(path)?.is_some_and(|mount| is_of(&mount, device)))
 }
 
-/// The device of a volume, even when its backing file was deleted under it.
+/// The device of a volume, even if its backing file was deleted.
 fn device_of(store: &Store, volume_id: &str) -> Result<Option<LoopDevice>> {
     match File::open(store.volume_path(volume_id)) {
         Ok(backing) => Ok(LoopDevice::find(&backing)?.into_iter().next()),
@@ -49,7 +50,7 @@ fn device_of(store: &Store, volume_id: &str) -> Result<Option<LoopDevice>> {
 
 fn not_staged(volume_id: &str, staging: &Path) -> Error {
     Error::Precondition(format!(
-        "staging_target_path: {volume_id:?} is not staged at {}; call NodeStageVolume first",
+        "staging_target_path: {volume_id:?} is not staged at {}; stage it there first",
         staging.display()
     ))
 }

@@ -1,5 +1,5 @@
-//! Publish and its reverse: a volume at the target where a pod finds it. Where a container runtime mounts it instead,
-//! [`deferred`] goes on.
+//! Publish and unpublish: the mount of a volume at a pod's target. [`deferred`] publishes a volume
+//! that a container runtime mounts.
 
 use std::fs;
 use std::path::Path;
@@ -15,28 +15,29 @@ use super::super::pool;
 use super::super::store::Store;
 use super::super::target::{check_directory, check_file, present, remove_target};
 use super::super::writeback;
-use super::{deferred, device_of, is_of, not_staged, shown_at};
+use super::{deferred, device_of, is_mounted_at, is_of, not_staged};
 
-/// How long a container's mount may take to go, where the next pod comes.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long to wait until the previous container's mount is gone.
+const UNMOUNT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Shows a staged volume at `target`.
+/// Publishes a staged volume at `target`.
 pub fn publish(
     store: &Store,
     volume_id: &str,
     staging: &Path,
     target: &Path,
-    wanted: &Publication,
+    requested: &Publication,
 ) -> Result<()> {
-    if wanted.deferred.is_some() {
-        deferral::check_capability(wanted)?;
+    if requested.deferred.is_some() {
+        deferral::check_capability(requested)?;
         deferral::runtime(store)?;
     }
-    // What kubelet repeats for a pod that runs (requiresRepublish) waits for nobody: a cut of the volume may take its time.
-    if is_published(store, volume_id, staging, target, wanted)? {
+    // kubelet repeats the call for a running pod (requiresRepublish). That call must not wait for a
+    // snapshot of the volume.
+    if is_published(store, volume_id, staging, target, requested)? {
         return Ok(());
     }
-    let _lock = store.locks.take([volume_id])?;
+    let _lock = store.locks.try_lock([volume_id])?;
     let reading = store.catalog.read()?;
     let volume = reading.live_volume(volume_id)?;
     let staged = reading.get::<Attachment>(volume_id)?.filter(|a| a.staging_path == staging);
@@ -44,64 +45,64 @@ pub fn publish(
     let Some(device) = store.device_of(&volume)? else {
         return Err(not_staged(volume_id, staging));
     };
-    check_second_publish(&attachment, target, wanted)?;
-    if let Some(deferral) = &wanted.deferred {
-        return deferred::publish(store, &volume, attachment, &device, target, wanted, deferral);
+    check_second_publish(&attachment, target, requested)?;
+    if let Some(deferral) = &requested.deferred {
+        return deferred::publish(store, &volume, attachment, &device, target, requested, deferral);
     }
-    if !shown_at(target, &device)? {
-        check_target(&attachment, &device, target, wanted)?;
+    if !is_mounted_at(target, &device)? {
+        check_target(&attachment, &device, target, requested)?;
     }
-    let first = attachment.published.insert(target.to_owned(), wanted.clone()).is_none();
+    let first = attachment.published.insert(target.to_owned(), requested.clone()).is_none();
     if first {
         store.catalog.write(|tx| tx.put(&attachment))?;
     }
-    let shown = show(&volume, &attachment, &device, target, wanted);
-    if shown.is_err() && first {
-        // A publish that failed leaves nothing at the target; one that a pod uses stays.
-        let _ = hide(store, Some(&device), attachment, target);
+    let mounted = mount_target(&volume, &attachment, &device, target, requested);
+    if mounted.is_err() && first {
+        // A failed first publish leaves nothing at the target. A target that a pod uses remains.
+        let _ = unmount_target(store, Some(&device), attachment, target);
     }
-    shown
+    mounted
 }
 
-/// Whether everything is as such a call has left it, so that nothing is to be done. Of a volume that is left to a
-/// runtime that is never known: the word to the runtime may be gone, so it is left again, under the lock, as it might
-/// be taken back meanwhile.
+/// Whether the volume is already published as requested. Always false for a deferred volume: the
+/// file for the runtime may be missing, so it is written again under the lock, because a concurrent
+/// unpublish may remove it.
 fn is_published(
     store: &Store,
     volume_id: &str,
     staging: &Path,
     target: &Path,
-    wanted: &Publication,
+    requested: &Publication,
 ) -> Result<bool> {
-    if wanted.deferred.is_some() {
+    if requested.deferred.is_some() {
         return Ok(false);
     }
     let reading = store.catalog.read()?;
     let volume = reading.live_volume(volume_id)?;
     let staged = reading.get::<Attachment>(volume_id)?.filter(|a| a.staging_path == staging);
-    if staged.is_none_or(|attachment| attachment.published.get(target) != Some(wanted)) {
+    if staged.is_none_or(|attachment| attachment.published.get(target) != Some(requested)) {
         return Ok(false);
     }
     let Some(device) = store.device_of(&volume)? else { return Ok(false) };
-    if !shown_at(target, &device)? {
+    if !is_mounted_at(target, &device)? {
         return Ok(false);
     }
-    let is_read_only = match wanted.capability.access {
+    let is_read_only = match requested.capability.access {
         Access::Mount { .. } => filesystem::is_read_only(target)?,
         Access::Block => device.is_read_only()?,
     };
-    Ok(is_read_only == wanted.is_read_only())
+    Ok(is_read_only == requested.is_read_only())
 }
 
-/// CSI NodePublishVolume, the tables of what a second call answers.
+/// Checks a second call as required by CSI NodePublishVolume (tables of responses).
 fn check_second_publish(
     attachment: &Attachment,
     target: &Path,
-    wanted: &Publication,
+    requested: &Publication,
 ) -> Result<()> {
     let id = &attachment.volume_id;
     if let Some(before) = attachment.published.get(target) {
-        if before == wanted {
+        if before == requested {
             return Ok(());
         }
         return Err(Error::AlreadyExists(format!(
@@ -110,20 +111,20 @@ fn check_second_publish(
         )));
     }
     let Some((elsewhere, other)) = attachment.published.iter().next() else { return Ok(()) };
-    if wanted.deferred.is_some() || other.deferred.is_some() {
+    if requested.deferred.is_some() || other.deferred.is_some() {
         return Err(Error::Precondition(format!(
-            "target_path: {id:?} is published at {}; a volume that is left to a container runtime has one target, and is \
-             mounted nowhere else: unpublish it there first",
+            "target_path: {id:?} is published at {}; a deferred volume can have only one target: \
+             unpublish it there first",
             elsewhere.display()
         )));
     }
-    if !wanted.capability.mode.shares() || !other.capability.mode.shares() {
+    if !requested.capability.mode.shares() || !other.capability.mode.shares() {
         return Err(Error::Precondition(format!(
-            "target_path: {id:?} is published at {} and its access mode allows one target",
+            "target_path: {id:?} is published at {} and its access mode allows only one target",
             elsewhere.display()
         )));
     }
-    if !other.capability.is_like(&wanted.capability) {
+    if !other.capability.is_like(&requested.capability) {
         return Err(Error::Precondition(format!(
             "volume_capability: {id:?} is published at {} with another capability",
             elsewhere.display()
@@ -132,117 +133,118 @@ fn check_second_publish(
     Ok(())
 }
 
-/// Everything that can be known to fail is checked before anything is done.
+/// Checks every known reason for a failure before anything is changed.
 fn check_target(
     attachment: &Attachment,
     device: &LoopDevice,
     target: &Path,
-    wanted: &Publication,
+    requested: &Publication,
 ) -> Result<()> {
     let id = &attachment.volume_id;
-    match (&wanted.capability.access, &attachment.capability.access) {
+    match (&requested.capability.access, &attachment.capability.access) {
         (Access::Mount { .. }, Access::Mount { .. }) => {
             match attachment.mounted {
-                Mounted::AtStaging if !shown_at(&attachment.staging_path, device)? => {
+                Mounted::AtStaging if !is_mounted_at(&attachment.staging_path, device)? => {
                     return Err(not_staged(id, &attachment.staging_path));
                 }
                 Mounted::AtStaging => {}
-                // Where this host has it, it may have it once more; where others have it, they have it alone.
+                // This host may mount it a second time. If a container still has it mounted, wait.
                 Mounted::AtTargets if filesystem::mounts_of(device)?.is_empty() => {
-                    deferral::wait_until_free(device, PATIENCE)?;
+                    deferral::wait_until_unmounted(device, UNMOUNT_TIMEOUT)?;
                 }
                 Mounted::AtTargets => {}
             }
             check_directory("target_path", target)
         }
         (Access::Block, Access::Block) => {
-            // A mount cannot keep anybody from writing to a device node; the device itself can.
+            // A read-only mount does not prevent writes to a device node; a read-only device does.
             let mut others = attachment.published.values();
-            if others.any(|other| other.is_read_only() != wanted.is_read_only()) {
+            if others.any(|other| other.is_read_only() != requested.is_read_only()) {
                 return Err(Error::Precondition(format!(
-                    "readonly: {id:?} is published the other way elsewhere; a raw block volume is \
-                     read-only everywhere or nowhere"
+                    "readonly: {id:?} is published with another value of readonly; a raw block \
+                     volume is read-only at all targets or at none"
                 )));
             }
             check_file("target_path", target)
         }
         _ => Err(Error::Precondition(format!(
-            "volume_capability: {id:?} is staged the other way (block or mount)"
+            "volume_capability: {id:?} is staged with the other access type (block or mount)"
         ))),
     }
 }
 
-fn show(
+fn mount_target(
     volume: &Volume,
     attachment: &Attachment,
     device: &LoopDevice,
     target: &Path,
-    wanted: &Publication,
+    requested: &Publication,
 ) -> Result<()> {
-    let shown = shown_at(target, device)?;
-    if matches!(wanted.capability.access, Access::Block) {
-        device.set_read_only(wanted.is_read_only())?;
-        return if shown { Ok(()) } else { show_device(device, target) };
+    let mounted = is_mounted_at(target, device)?;
+    if matches!(requested.capability.access, Access::Block) {
+        device.set_read_only(requested.is_read_only())?;
+        return if mounted { Ok(()) } else { bind_device(device, target) };
     }
-    if !shown {
+    if !mounted {
         match attachment.mounted {
-            Mounted::AtStaging => bind(attachment, target, wanted)?,
-            Mounted::AtTargets => mount(volume, attachment, device, target, wanted)?,
+            Mounted::AtStaging => bind(attachment, target, requested)?,
+            Mounted::AtTargets => mount(volume, attachment, device, target, requested)?,
         }
     }
-    // Also where it was mounted before: a crash may have come between the two.
-    if wanted.is_read_only() { filesystem::make_read_only(target) } else { Ok(()) }
+    // Also if it is already mounted: a crash may have happened between the two steps.
+    if requested.is_read_only() { filesystem::make_read_only(target) } else { Ok(()) }
 }
 
-/// The group whose the files are to be. They are given to it before the mount, so where that is it was done: a call
-/// that is repeated for a pod that runs (requiresRepublish) takes no files from the group of another pod.
-fn group_to_give(attachment: &Attachment, wanted: &Publication) -> Option<u32> {
-    let Access::Mount { group, .. } = wanted.capability.access else { return None };
-    group.filter(|_| !wanted.is_read_only() && !attachment.capability.is_read_only())
+/// The group that must own the files. Ownership is changed before the mount, so an existing mount
+/// needs no change: a repeated call for a running pod (requiresRepublish) takes no files from the
+/// group of another pod.
+fn requested_group(attachment: &Attachment, requested: &Publication) -> Option<u32> {
+    let Access::Mount { group, .. } = requested.capability.access else { return None };
+    group.filter(|_| !requested.is_read_only() && !attachment.capability.is_read_only())
 }
 
-fn bind(attachment: &Attachment, target: &Path, wanted: &Publication) -> Result<()> {
+fn bind(attachment: &Attachment, target: &Path, requested: &Publication) -> Result<()> {
     let staging = &attachment.staging_path;
-    if let Some(group) = group_to_give(attachment, wanted) {
+    if let Some(group) = requested_group(attachment, requested) {
         filesystem::give_to_group(staging, group)?;
     }
     make_directory(target)?;
     filesystem::bind(staging, target)
 }
 
-/// Mounts the device itself. All targets are of one superblock, which is read-only if the volume is; a target that is
-/// read-only for itself becomes so afterwards.
+/// Mounts the device at the target. All targets share one superblock, which is read-only if the
+/// volume is. A target that alone is read-only is made so afterwards.
 fn mount(
     volume: &Volume,
     attachment: &Attachment,
     device: &LoopDevice,
     target: &Path,
-    wanted: &Publication,
+    requested: &Publication,
 ) -> Result<()> {
-    let Access::Mount { flags, .. } = &wanted.capability.access else { return Ok(()) };
+    let Access::Mount { flags, .. } = &requested.capability.access else { return Ok(()) };
     let Some(Format { fs_type, unfinished: false, .. }) = volume.format else {
         return Err(not_staged(&volume.id, &attachment.staging_path));
     };
-    if let Some(group) = group_to_give(attachment, wanted) {
+    if let Some(group) = requested_group(attachment, requested) {
         let root = match filesystem::join(device, true)? {
             Some(root) => root,
-            None => filesystem::mount_unseen(device, fs_type)?,
+            None => filesystem::mount_detached(device, fs_type)?,
         };
         filesystem::give_to_group(&root.path(), group)?;
     }
     make_directory(target)?;
-    let read_only = attachment.capability.is_read_only() || wanted.capability.is_read_only();
+    let read_only = attachment.capability.is_read_only() || requested.capability.is_read_only();
     filesystem::mount_device(device.path(), target, fs_type, flags, read_only)
 }
 
 fn make_directory(target: &Path) -> Result<()> {
-    fs::create_dir_all(target).context(|| format!("making {}", target.display()))?;
+    fs::create_dir_all(target).context(|| format!("creating {}", target.display()))?;
     reach("publish.directory_made")
 }
 
-fn show_device(device: &LoopDevice, target: &Path) -> Result<()> {
+fn bind_device(device: &LoopDevice, target: &Path) -> Result<()> {
     if let Some(parent) = target.parent() {
-        fs::create_dir_all(parent).context(|| format!("making {}", parent.display()))?;
+        fs::create_dir_all(parent).context(|| format!("creating {}", parent.display()))?;
         reach("publish.parent_made")?;
     }
     if present(target)?.is_none() {
@@ -251,14 +253,14 @@ fn show_device(device: &LoopDevice, target: &Path) -> Result<()> {
     filesystem::bind(device.path(), target)
 }
 
-/// Takes a volume away from `target`, and the target with it. OK when it is not published there.
+/// Unpublishes a volume and removes the target. Succeeds if the volume is not published there.
 pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
-    let _lock = store.locks.take([volume_id])?;
+    let _lock = store.locks.try_lock([volume_id])?;
     let reading = store.catalog.read()?;
     let attachment = reading.get::<Attachment>(volume_id)?;
     let Some(attachment) = attachment.filter(|a| a.published.contains_key(target)) else {
-        // After a reboot nothing is mounted there; the empty target may still be. What an unknown
-        // volume never was at is nobody's to remove.
+        // After a reboot nothing is mounted, but the empty target may remain. For an unknown volume
+        // nothing is removed.
         return match reading.get::<Volume>(volume_id)? {
             Some(_) => remove_target(target),
             None => Ok(()),
@@ -267,12 +269,12 @@ pub fn unpublish(store: &Store, volume_id: &str, target: &Path) -> Result<()> {
     drop(reading);
     let device = device_of(store, volume_id)?;
     if attachment.published.get(target).is_some_and(|one| one.deferred.is_some()) {
-        deferral::take_back(store, target, device.as_ref(), deferral::PATIENCE)?;
+        deferral::take_back(store, target, device.as_ref(), deferral::UNMOUNT_TIMEOUT)?;
     }
-    hide(store, device.as_ref(), attachment, target)
+    unmount_target(store, device.as_ref(), attachment, target)
 }
 
-fn hide(
+fn unmount_target(
     store: &Store,
     device: Option<&LoopDevice>,
     mut attachment: Attachment,
@@ -281,7 +283,7 @@ fn hide(
     match device {
         Some(device) => {
             let last = attachment.published.keys().all(|other| other == target);
-            if last && attachment.mounted == Mounted::AtTargets && shown_at(target, device)? {
+            if last && attachment.mounted == Mounted::AtTargets && is_mounted_at(target, device)? {
                 writeback::sync_before_unmount(store, &attachment.volume_id, target);
             }
             filesystem::unmount(target, |mount| is_of(mount, device))?;
@@ -290,7 +292,7 @@ fn hide(
                 device.set_read_only(false)?;
             }
         }
-        // It was taken away from under its node, which is of no use to anybody now.
+        // The device was detached while its node was mounted. The node is useless now.
         None => filesystem::unmount(target, Mount::is_loop_node)?,
     }
     remove_target(target)?;

@@ -1,4 +1,4 @@
-//! Stage and its reverse: a volume's device, its filesystem, and its mount at the staging path where it has one.
+//! Stage and unstage: a volume's loop device, its filesystem, and the mount at the staging path.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,24 +9,24 @@ use super::super::fail_point::reach;
 use super::super::filesystem;
 use super::super::format;
 use super::super::loop_device::LoopDevice;
+use super::super::maintenance;
 use super::super::model::{Access, Attachment, Capability, FsType, Mounted, Volume};
 use super::super::store::Store;
 use super::super::target::check_directory;
-use super::super::upkeep;
 use super::super::volume;
 use super::super::writeback;
-use super::{device_of, shown_at};
+use super::{device_of, is_mounted_at};
 
-/// Attaches a volume and, unless it is used raw, makes its filesystem where there is none. It is mounted at `path`, or at no
-/// path yet if container runtimes are known.
+/// Attaches a volume and, unless it is a raw block volume, creates its filesystem if it has none.
+/// Mounts it at `path`, unless container runtimes are configured.
 pub fn stage(store: &Store, volume_id: &str, path: &Path, capability: &Capability) -> Result<()> {
-    let _lock = store.locks.take([volume_id])?;
+    let _lock = store.locks.try_lock([volume_id])?;
     let reading = store.catalog.read()?;
     let volume = reading.live_volume(volume_id)?;
     if let Some(attachment) = reading.get::<Attachment>(volume_id)? {
         let attachment = same_stage(attachment, path, capability)?;
         let staged = bring_up(store, volume, &attachment);
-        staged.map_err(|error| upkeep::or_exhausted(store, error))?;
+        staged.map_err(|error| maintenance::or_exhausted(store, error))?;
         return writeback::staged(store, volume_id);
     }
     let attachment = Attachment {
@@ -42,15 +42,15 @@ pub fn stage(store: &Store, volume_id: &str, path: &Path, capability: &Capabilit
     store.catalog.write(|tx| tx.put(&attachment))?;
     let staged = bring_up(store, volume, &attachment);
     if staged.is_err() {
-        // What was not staged leaves nothing attached behind. If this fails too, the row tells the
-        // next stage or unstage what to look for.
+        // A failed stage leaves nothing attached. If this fails too, the row tells the next stage
+        // or unstage what to undo.
         let _ = take_down(store, &attachment);
     }
-    staged.map_err(|error| upkeep::or_exhausted(store, error))?;
+    staged.map_err(|error| maintenance::or_exhausted(store, error))?;
     writeback::staged(store, volume_id)
 }
 
-/// An earlier stage of the volume, if it is the same one.
+/// Checks that a repeated stage has the same arguments as the first.
 fn same_stage(attachment: Attachment, path: &Path, capability: &Capability) -> Result<Attachment> {
     if attachment.staging_path != path {
         return Err(Error::Precondition(format!(
@@ -61,7 +61,7 @@ fn same_stage(attachment: Attachment, path: &Path, capability: &Capability) -> R
     }
     if !attachment.capability.is_like(capability) {
         return Err(Error::AlreadyExists(format!(
-            "volume_capability: {:?} is staged here with another capability; unstage it first",
+            "volume_capability: {:?} is staged with another capability; unstage it first",
             attachment.volume_id
         )));
     }
@@ -70,7 +70,7 @@ fn same_stage(attachment: Attachment, path: &Path, capability: &Capability) -> R
 
 fn bring_up(store: &Store, mut volume: Volume, attachment: &Attachment) -> Result<()> {
     let backing = store.open_volume(&volume)?;
-    volume::settle_growth(store, &mut volume, &backing)?;
+    volume::complete_growth(store, &mut volume, &backing)?;
     let device = LoopDevice::ensure(&backing)?;
     if device.size()? < volume.capacity_bytes {
         device.grow()?;
@@ -95,36 +95,36 @@ fn mount(
     let Attachment { staging_path: path, capability, .. } = attachment;
     let Access::Mount { flags, .. } = &capability.access else { return Ok(()) };
     let read_only = capability.is_read_only();
-    if !read_only && filesystem::live(device)?.is_none() {
+    if !read_only && filesystem::mounted_type(device)?.is_none() {
         format::grow_unmounted(store, volume, device)?;
     }
-    fs::create_dir_all(path).context(|| format!("making {}", path.display()))?;
+    fs::create_dir_all(path).context(|| format!("creating {}", path.display()))?;
     reach("stage.directory_made")?;
-    if !shown_at(path, device)? {
+    if !is_mounted_at(path, device)? {
         check_directory("staging_target_path", path)?;
         filesystem::mount_device(device.path(), path, fs_type, flags, read_only)?;
     }
     if read_only { Ok(()) } else { format::grow(store, volume, device, path) }
 }
 
-/// What is not mounted grows now, unless somebody has it, in this kernel or, if it was left to a runtime, in another.
-/// They grow it when they are asked to.
+/// Grows a filesystem that is not mounted. If it is mounted in this kernel or deferred to a
+/// runtime, NodeExpandVolume grows it.
 fn grow(
     store: &Store,
     volume: &mut Volume,
     attachment: &Attachment,
     device: &LoopDevice,
 ) -> Result<()> {
-    let is_idle = attachment.deferred_at().is_none() && filesystem::live(device)?.is_none();
+    let is_idle = attachment.deferred_at().is_none() && filesystem::mounted_type(device)?.is_none();
     if is_idle && !attachment.capability.is_read_only() {
-        format::grow_unseen(store, volume, device)?;
+        format::grow_offline(store, volume, device)?;
     }
     Ok(())
 }
 
-/// Unmounts and detaches a volume. OK when it is not staged at `path`.
+/// Unmounts and detaches a volume. Succeeds if it is not staged at `path`.
 pub fn unstage(store: &Store, volume_id: &str, path: &Path) -> Result<()> {
-    let _lock = store.locks.take([volume_id])?;
+    let _lock = store.locks.try_lock([volume_id])?;
     let Some(attachment) = store.catalog.read()?.get::<Attachment>(volume_id)? else {
         return Ok(());
     };
@@ -132,7 +132,7 @@ pub fn unstage(store: &Store, volume_id: &str, path: &Path) -> Result<()> {
         return Ok(());
     }
     for (target, publication) in &attachment.published {
-        // What a runtime has is mounted nowhere here: the row is all that says so.
+        // A deferred volume has no mount on this host; only the row shows that it is published.
         if publication.deferred.is_some() || filesystem::mount_at(target)?.is_some() {
             return Err(Error::Precondition(format!(
                 "volume_id: {volume_id:?} is still published at {}; unpublish it first",
@@ -147,10 +147,10 @@ fn take_down(store: &Store, attachment: &Attachment) -> Result<()> {
     let id = &attachment.volume_id;
     if let Some(device) = device_of(store, id)? {
         let staging = &attachment.staging_path;
-        if shown_at(staging, &device)? {
+        if is_mounted_at(staging, &device)? {
             writeback::sync_before_unmount(store, id, staging);
         }
-        filesystem::unmount(staging, |mount| mount.shows(&device))?;
+        filesystem::unmount(staging, |mount| mount.is_filesystem_of(&device))?;
         writeback::flush_before_detach(store, id, &device);
         reach("unstage.flushed")?;
         device.release()?;

@@ -1,5 +1,5 @@
-//! The file under the store: pages that a commit writes are collected and go to the disk together when it is flushed.
-//! A file in the mode [`Mode::Overlay`] never writes: what the store changes stays in memory.
+//! The storage backend of redb. Pages of a commit are collected and written to disk together at the
+//! flush. A file in [`Mode::Overlay`] is never written: changes stay in memory.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,49 +11,50 @@ use redb::StorageBackend;
 
 use super::PAGE_BYTES;
 use crate::backend::direct::{CHUNK, DirectFile};
-use crate::backend::fail_point::meet;
+use crate::backend::fail_point::hit;
 
 const PAGE: usize = PAGE_BYTES as usize;
 
-/// Space that is reserved for a small catalog, in bytes. Constant, so that it does not come and go.
+/// Minimum reserved space, in bytes. It is constant, so that small size changes do not change the
+/// reserve.
 const MIN_RESERVED_BYTES: u64 = 4 << 20;
 
-/// Collected pages are written early when they exceed this, in bytes.
+/// Maximum size of collected pages, in bytes. More are written before the flush.
 const MAX_COLLECTED_BYTES: usize = 4 << 20;
 
-/// What becomes of the pages that the store writes.
+/// Where written pages go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// They are on disk when a flush returns.
+    /// To disk: durable when a flush returns.
     Durable,
-    /// They stay in memory: for reading a catalog whose disk does not accept writes.
+    /// To memory: for reading a catalog whose disk rejects writes.
     Overlay,
 }
 
-/// Releases room that is held back for a full disk. To be called when the store cannot grow.
+/// A callback that releases reserved disk space when the catalog cannot grow.
 #[derive(Clone)]
-pub struct Relief(Arc<dyn Fn() + Send + Sync>);
+pub struct ReleaseReserve(Arc<dyn Fn() + Send + Sync>);
 
-impl Relief {
+impl ReleaseReserve {
     pub fn new(release: impl Fn() + Send + Sync + 'static) -> Self {
         Self(Arc::new(release))
     }
 }
 
-/// Nothing is held back.
-impl Default for Relief {
+/// No reserve.
+impl Default for ReleaseReserve {
     fn default() -> Self {
         Self::new(|| {})
     }
 }
 
-impl fmt::Debug for Relief {
+impl fmt::Debug for ReleaseReserve {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Relief")
+        f.write_str("ReleaseReserve")
     }
 }
 
-/// Cheap to clone: the store has one, the catalog another.
+/// A handle to the catalog file. redb and the catalog share it.
 #[derive(Debug, Clone)]
 pub struct CatalogFile(Arc<Inner>);
 
@@ -61,35 +62,36 @@ pub struct CatalogFile(Arc<Inner>);
 struct Inner {
     file: DirectFile,
     mode: Mode,
-    relief: Relief,
+    release_reserve: ReleaseReserve,
     written: RwLock<Written>,
-    /// The space that [`reserved_bytes`] demands is allocated.
+    /// The space of [`reserved_bytes`] is allocated.
     has_reserve: AtomicBool,
-    /// An operation has failed, or this file was replaced: everything fails until it is opened again.
+    /// An operation failed, or the file was replaced. All later operations fail until it is
+    /// reopened.
     failed: AtomicBool,
 }
 
-/// What was written and is not in the file yet.
+/// Pages that were written but are not in the file yet.
 #[derive(Debug)]
 struct Written {
-    /// Length in bytes as the store sees it.
+    /// Length in bytes, including pending pages.
     len: u64,
-    /// By offset.
+    /// By offset in bytes.
     pages: BTreeMap<u64, Box<[u8]>>,
 }
 
-/// The space to be allocated for a store of `len` bytes: enough to double.
+/// The space to allocate for a store of `len` bytes: enough to double it.
 fn reserved_bytes(len: u64) -> u64 {
     MIN_RESERVED_BYTES.max(2 * len)
 }
 
 impl CatalogFile {
-    pub fn new(file: DirectFile, mode: Mode, relief: Relief) -> io::Result<Self> {
+    pub fn new(file: DirectFile, mode: Mode, release_reserve: ReleaseReserve) -> io::Result<Self> {
         let written = Written { len: file.len()?, pages: BTreeMap::new() };
         let file = Self(Arc::new(Inner {
             file,
             mode,
-            relief,
+            release_reserve,
             written: RwLock::new(written),
             has_reserve: AtomicBool::default(),
             failed: AtomicBool::default(),
@@ -106,13 +108,13 @@ impl CatalogFile {
         self.0.failed.load(Ordering::Acquire)
     }
 
-    /// Ends the use of this file: a store that still has it reads and writes nothing any more.
+    /// Makes every later operation on this file fail.
     pub fn retire(&self) {
         self.0.failed.store(true, Ordering::Release);
     }
 
-    /// Whether the store can grow. Without that no new names are accepted: the remaining space is left to deletions,
-    /// which need some, too.
+    /// Whether the store can grow. If not, new names are refused: the remaining space is for
+    /// deletions, which also need some.
     pub fn has_room(&self) -> bool {
         if !self.0.has_reserve.load(Ordering::Relaxed) {
             self.reserve_ahead();
@@ -135,10 +137,10 @@ impl CatalogFile {
         self.0.written.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs an operation, unless one has failed before.
+    /// Runs an operation, unless a previous one failed.
     fn unless_failed<T>(&self, operation: impl FnOnce(&Inner) -> io::Result<T>) -> io::Result<T> {
         if self.has_failed() {
-            return Err(io::Error::other("the catalog met an I/O error before"));
+            return Err(io::Error::other("a previous I/O error closed the catalog"));
         }
         operation(&self.0).inspect_err(|_| self.retire())
     }
@@ -154,19 +156,19 @@ impl CatalogFile {
             if !matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) {
                 return Err(e);
             }
-            // A deletion may need a page, too.
-            (self.0.relief.0)();
+            // A deletion may also need a page.
+            (self.0.release_reserve.0)();
             self.0.file.resize(len)
         })?;
         written.len = len;
         drop(written);
         self.reserve_ahead();
-        meet("page.sized")
+        hit("page.sized")
     }
 }
 
 impl Inner {
-    /// The page at `offset` as the store sees it. Past the end of the file it is zeros.
+    /// The page at `offset`, including pending writes. Zeros past the end of the file.
     fn page(&self, written: &Written, offset: u64) -> io::Result<Box<[u8]>> {
         if let Some(page) = written.pages.get(&offset) {
             return Ok(page.clone());
@@ -176,7 +178,8 @@ impl Inner {
         Ok(page)
     }
 
-    /// Reads what the file has. Only in an overlay the store can be larger than the file: there it is zeros.
+    /// Reads from the file. In an overlay the store can be larger than the file: the rest reads as
+    /// zeros.
     fn read_stored(&self, out: &mut [u8], offset: u64) -> io::Result<()> {
         if self.mode == Mode::Durable {
             return self.file.read_exact_at(out, offset);
@@ -225,7 +228,7 @@ impl Inner {
         if is_full && self.mode == Mode::Durable { self.write_out(written) } else { Ok(()) }
     }
 
-    /// Writes the collected pages to the file, adjacent ones together.
+    /// Writes the collected pages to the file, adjacent pages in one write.
     fn write_out(&self, written: &mut Written) -> io::Result<()> {
         let pages: Vec<(u64, Box<[u8]>)> = std::mem::take(&mut written.pages).into_iter().collect();
         let adjacent = |a: &(u64, Box<[u8]>), b: &(u64, Box<[u8]>)| {
@@ -234,7 +237,7 @@ impl Inner {
         for run in pages.chunk_by(adjacent) {
             let Some((offset, _)) = run.first() else { continue };
             self.file.write_pages(run.iter().map(|(_, page)| &page[..]), *offset)?;
-            meet("page.written")?;
+            hit("page.written")?;
         }
         Ok(())
     }
@@ -260,7 +263,7 @@ impl StorageBackend for CatalogFile {
             }
             inner.write_out(&mut self.write_guard())?;
             inner.file.sync_data()?;
-            meet("page.flushed")
+            hit("page.flushed")
         })
     }
 

@@ -1,6 +1,6 @@
-//! The catalog: one transactional store for volumes, snapshots, groups and attachments, kept in the
-//! pool beside the files that it speaks of, so that both meet a power cut together. Rows are JSON,
-//! keyed by id; a second table leads from names to ids. Every commit is durable when it returns.
+//! The catalog: a transactional store of volumes, snapshots, groups and attachments. It is in the
+//! pool, so a power loss affects rows and files together. Rows are JSON, keyed by id; a second
+//! table maps names to ids. Every commit is durable when it returns.
 
 mod file;
 mod snapshots;
@@ -27,9 +27,9 @@ use super::model::{Attachment, Group, Inline, Volume};
 use super::pool::sync_directory;
 use file::{CatalogFile, Mode};
 
-pub use file::Relief;
+pub use file::ReleaseReserve;
 pub use snapshots::SnapshotFile;
-pub use verify::{read_verified, verify_or_rescue};
+pub use verify::{read_verified, verify_or_repair};
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
 
@@ -37,12 +37,12 @@ const NAMES: TableDefinition<&str, &str> = TableDefinition::new("names");
 const META: TableDefinition<&str, &str> = TableDefinition::new("meta");
 const FORMAT_VERSION: &str = "2";
 
-/// Key of `META`: the version of the format.
+/// Key of `META`: the format version.
 const VERSION: &str = "version";
-/// Key of `META` that is there until a start has searched the directories for leftover files.
+/// Key of `META`: set until a start has searched the directories for leftover files.
 const SWEEP: &str = "sweep";
 
-/// Memory for pages of the catalog, in bytes.
+/// Size of the page cache of the catalog, in bytes.
 const CACHE_BYTES: usize = 4 << 20;
 
 /// A row type and its table.
@@ -65,7 +65,7 @@ pub trait Row: Serialize + DeserializeOwned {
     }
 }
 
-/// A row that has a name beside its id. Names of different types do not collide.
+/// A row that has a name and an id. Names of different types do not collide.
 pub trait Named: Row {
     const KIND: Kind;
     fn name(&self) -> &str;
@@ -101,21 +101,22 @@ const PAGE_BYTES: u64 = 4096;
 
 pub struct Catalog {
     path: PathBuf,
-    relief: Relief,
-    /// Held for reading while a transaction is written, and for writing while the store is opened again.
-    store: RwLock<Opened>,
-    /// Files that were removed since the last change, which will record it.
+    release_reserve: ReleaseReserve,
+    /// Locked for reading during a write transaction, and for writing while the store is reopened.
+    store: RwLock<OpenStore>,
+    /// Files that were removed since the last transaction. The next one records the removals.
     removed: Mutex<Vec<SnapshotFile>>,
 }
 
-struct Opened {
+struct OpenStore {
     database: Database,
     file: CatalogFile,
 }
 
-impl Opened {
-    fn new(file: DirectFile, mode: Mode, relief: Relief) -> Result<Self> {
-        let file = CatalogFile::new(file, mode, relief).map_err(|e| Error::io("catalog", e))?;
+impl OpenStore {
+    fn new(file: DirectFile, mode: Mode, release_reserve: ReleaseReserve) -> Result<Self> {
+        let file =
+            CatalogFile::new(file, mode, release_reserve).map_err(|e| Error::io("catalog", e))?;
         let database = Database::builder()
             .set_cache_size(CACHE_BYTES)
             .create_with_backend(file.clone())
@@ -123,11 +124,11 @@ impl Opened {
         Ok(Self { database, file })
     }
 
-    fn open(path: &Path, mode: Mode, relief: &Relief) -> Result<Self> {
-        Self::new(open_file(path)?, mode, relief.clone())
+    fn open(path: &Path, mode: Mode, release_reserve: &ReleaseReserve) -> Result<Self> {
+        Self::new(open_file(path)?, mode, release_reserve.clone())
     }
 
-    /// Whether it can be used as a file of this mode. A durable one serves readers, too.
+    /// Whether it can serve transactions of this mode. A durable store serves readers too.
     fn serves(&self, mode: Mode) -> bool {
         !self.file.has_failed() && (mode == Mode::Overlay || self.file.is_durable())
     }
@@ -144,32 +145,37 @@ impl fmt::Debug for Catalog {
 }
 
 impl Catalog {
-    /// Opens the catalog at `path`, or makes it. After a crash the last commit is what is found. `relief`: room that is held
-    /// back for it.
-    pub fn open(path: &Path, relief: Relief) -> Result<Self> {
-        let making = || format!("making the catalog {}", path.display());
-        if !path.try_exists().context(making)? {
-            // Under another name: the store does not open what a crash leaves of its own making.
+    /// Opens or creates the catalog at `path`. After a crash it holds the last commit.
+    /// `release_reserve` is called when the catalog cannot grow.
+    pub fn open(path: &Path, release_reserve: ReleaseReserve) -> Result<Self> {
+        let creating = || format!("creating the catalog {}", path.display());
+        if !path.try_exists().context(creating)? {
+            // Under a temporary name: redb cannot open a file whose creation was interrupted.
             let part = path.with_extension("part");
-            drop(Self::with(&part, DirectFile::create(&part).context(making)?, relief.clone())?);
+            drop(Self::with(
+                &part,
+                DirectFile::create(&part).context(creating)?,
+                release_reserve.clone(),
+            )?);
             reach("catalog.made")?;
-            fs::rename(&part, path).context(making)?;
+            fs::rename(&part, path).context(creating)?;
             reach("catalog.named")?;
             path.parent().map_or(Ok(()), sync_directory)?;
         }
-        Self::with(path, open_file(path)?, relief)
+        Self::with(path, open_file(path)?, release_reserve)
     }
 
-    fn with(path: &Path, file: DirectFile, relief: Relief) -> Result<Self> {
+    fn with(path: &Path, file: DirectFile, release_reserve: ReleaseReserve) -> Result<Self> {
         let is_blank = file.len().context(|| format!("opening {}", path.display()))? == 0;
-        let store = RwLock::new(Opened::new(file, Mode::Durable, relief.clone())?);
-        let catalog = Self { path: path.to_owned(), relief, store, removed: Mutex::default() };
+        let store = RwLock::new(OpenStore::new(file, Mode::Durable, release_reserve.clone())?);
+        let catalog =
+            Self { path: path.to_owned(), release_reserve, store, removed: Mutex::default() };
         catalog.prepare(is_blank)?;
         Ok(catalog)
     }
 
-    /// The store, opened again if it has met an I/O error since.
-    fn store(&self, mode: Mode) -> Result<RwLockReadGuard<'_, Opened>> {
+    /// The store, reopened if it had an I/O error.
+    fn store(&self, mode: Mode) -> Result<RwLockReadGuard<'_, OpenStore>> {
         let store = self.store.read().unwrap_or_else(PoisonError::into_inner);
         if store.serves(mode) {
             return Ok(store);
@@ -179,9 +185,9 @@ impl Catalog {
         Ok(self.store.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Opens the store from what the disk holds: what was committed before, and perhaps what was being committed when
-    /// the I/O error came. Readers of the former store get an error at their next access to the file. While the disk
-    /// does not accept writes, readers get a store that keeps the repairs of opening in memory.
+    /// Reopens the store from disk: the committed rows, and perhaps the transaction that failed.
+    /// Readers of the previous store get an error at their next access. While the disk rejects
+    /// writes, readers get a store that keeps recovery changes in memory.
     fn reopen(&self, mode: Mode) -> Result<()> {
         let mut store = self.store.write().unwrap_or_else(PoisonError::into_inner);
         if store.serves(mode) {
@@ -189,14 +195,14 @@ impl Catalog {
         }
         store.file.retire();
         verify::verify(&self.path)?;
-        *store = match Opened::open(&self.path, Mode::Durable, &self.relief) {
+        *store = match OpenStore::open(&self.path, Mode::Durable, &self.release_reserve) {
             Ok(opened) => {
-                warn!("the catalog met an I/O error; it was opened again");
+                warn!("reopened the catalog after an I/O error");
                 opened
             }
             Err(error) if mode == Mode::Overlay => {
-                warn!(%error, "the catalog cannot be written; it is read-only until the next change succeeds");
-                Opened::open(&self.path, Mode::Overlay, &self.relief)?
+                warn!(%error, "the catalog is not writable; it is read-only until the next change succeeds");
+                OpenStore::open(&self.path, Mode::Overlay, &self.release_reserve)?
             }
             Err(error) => return Err(error),
         };
@@ -208,7 +214,8 @@ impl Catalog {
         self.store(Mode::Durable).map(drop)
     }
 
-    /// Makes the tables, where nothing was written yet, converts those of an earlier version, and refuses a later one.
+    /// Creates the tables of a new catalog, converts those of an earlier version, and rejects a
+    /// later version.
     fn prepare(&self, is_blank: bool) -> Result<()> {
         if is_blank {
             return self.write(|tx| {
@@ -231,25 +238,25 @@ impl Catalog {
     }
 
     /// A consistent view of all rows.
-    pub fn read(&self) -> Result<Reading> {
-        self.store(Mode::Overlay)?.database.begin_read().map(Reading).map_err(failed)
+    pub fn read(&self) -> Result<ReadTx> {
+        self.store(Mode::Overlay)?.database.begin_read().map(ReadTx).map_err(failed)
     }
 
-    /// Runs `change` in a transaction: all of it is durable on `Ok`, none of it happened on `Err`.
-    pub fn write<T>(&self, change: impl FnOnce(&Writing) -> Result<T>) -> Result<T> {
+    /// Runs `change` in a transaction: durable on `Ok`, without effect on `Err`.
+    pub fn write<T>(&self, change: impl FnOnce(&WriteTx) -> Result<T>) -> Result<T> {
         let store = self.store(Mode::Durable)?;
         let has_room = store.file.has_room();
-        let tx = Writing { inner: store.database.begin_write().map_err(failed)?, has_room };
+        let tx = WriteTx { inner: store.database.begin_write().map_err(failed)?, has_room };
         let removed = std::mem::take(&mut *self.removed());
-        // First: the change may name one of them again.
+        // Before `change`, which may create one of these files again.
         let result = tx
-            .are_removed(&removed)
+            .record_removals(&removed)
             .and_then(|()| change(&tx))
             .and_then(|value| reach("catalog.changed").map(|()| value));
         let result = match result {
             Ok(value) => tx.inner.commit().map_err(failed).map(|()| value),
             Err(error) => {
-                // After an I/O error this fails too; the first one is reported.
+                // This fails too after an I/O error. Report the first error.
                 let _ = tx.inner.abort();
                 Err(error)
             }
@@ -262,8 +269,8 @@ impl Catalog {
         Ok(value)
     }
 
-    /// To be called when a file that was to be removed is gone. It is recorded with the next change.
-    pub fn is_removed(&self, file: SnapshotFile) {
+    /// Notes that a scheduled file was removed. The next transaction records it.
+    pub fn note_removal(&self, file: SnapshotFile) {
         self.removed().push(file);
     }
 
@@ -273,27 +280,27 @@ impl Catalog {
 }
 
 /// A read transaction.
-pub struct Reading(ReadTransaction);
+pub struct ReadTx(ReadTransaction);
 
-impl Reading {
-    /// Whether it has the former format. A catalog that has a name has its tables: one that seems to have none was damaged,
-    /// and is not taken for a new one.
+impl ReadTx {
+    /// Whether the catalog has format version 1. A catalog file always has its tables: one without
+    /// tables is damaged, not new.
     fn is_of_version_1(&self) -> Result<bool> {
         let meta = self.0.open_table(META);
-        let meta = meta.map_err(|_| verify::damaged("it has lost its tables"))?;
+        let meta = meta.map_err(|_| verify::damaged("its tables are missing"))?;
         let version = meta.get(VERSION).map_err(failed)?;
         match version.as_ref().map(|version| version.value()) {
             Some(FORMAT_VERSION) => Ok(false),
             Some(version_1::FORMAT_VERSION) => Ok(true),
             other => Err(Error::Damaged(format!(
-                "the catalog has format version {}, and this program knows 1 and {FORMAT_VERSION}; use the version of \
-                 csi-loopback that wrote it, or a later one",
+                "the catalog has format version {}, but this version of csi-loopback supports only 1 and \
+                 {FORMAT_VERSION}; use the version that wrote it, or a later one",
                 other.unwrap_or("none")
             ))),
         }
     }
 
-    /// Whether leftover files have to be looked for in the directories.
+    /// Whether the directories must be searched for leftover files.
     pub fn is_sweep_due(&self) -> Result<bool> {
         let meta = self.0.open_table(META).map_err(failed)?;
         Ok(meta.get(SWEEP).map_err(failed)?.is_some())
@@ -309,7 +316,7 @@ impl Reading {
         id.map_or(Ok(None), |id| self.get(id.value()))
     }
 
-    /// Visits the rows after the key `after`, in order of key, until `visit` says false.
+    /// Visits the rows after the key `after`, in key order, until `visit` returns false.
     pub fn scan<R: Row>(
         &self,
         after: Option<&str>,
@@ -318,19 +325,19 @@ impl Reading {
         scan(&self.0.open_table(R::TABLE).map_err(failed)?, after, visit)
     }
 
-    /// All rows for which `wanted` holds. Of snapshots, those that exist or are being created.
-    pub fn select<R: Row>(&self, wanted: impl Fn(&R) -> bool) -> Result<Vec<R>> {
-        select(&self.0.open_table(R::TABLE).map_err(failed)?, wanted)
+    /// All rows that match `filter`. For snapshots, only those that exist or are being taken.
+    pub fn select<R: Row>(&self, filter: impl Fn(&R) -> bool) -> Result<Vec<R>> {
+        select(&self.0.open_table(R::TABLE).map_err(failed)?, filter)
     }
 }
 
 /// A write transaction.
-pub struct Writing {
+pub struct WriteTx {
     inner: WriteTransaction,
     has_room: bool,
 }
 
-impl Writing {
+impl WriteTx {
     pub fn put<R: Row>(&self, row: &R) -> Result<()> {
         row.store(&self.inner)
     }
@@ -339,37 +346,37 @@ impl Writing {
         R::discard(&self.inner, key)
     }
 
-    /// Records that no leftover files have to be looked for.
-    pub fn sweep_is_done(&self) -> Result<()> {
+    /// Records that the search for leftover files is complete.
+    pub fn finish_sweep(&self) -> Result<()> {
         self.inner.open_table(META).map_err(failed)?.remove(SWEEP).map_err(failed)?;
         Ok(())
     }
 
-    /// All rows, as this transaction has them: nobody else changes any until it ends.
+    /// All rows. No other transaction can change them until this one ends.
     pub fn all<R: Row>(&self) -> Result<Vec<R>> {
         select(&self.inner.open_table(R::TABLE).map_err(failed)?, |_| true)
     }
 
-    /// Fails with `Exhausted` when the catalog has no room to grow.
+    /// `Exhausted` if the catalog has no space to grow.
     pub fn check_room(&self) -> Result<()> {
         if self.has_room { Ok(()) } else { Err(Error::io("catalog", Errno::ENOSPC.into())) }
     }
 
-    /// Makes the row's name lead to its id. `Exhausted` when the catalog has no room to grow.
-    pub fn name<R: Named>(&self, row: &R) -> Result<()> {
+    /// Maps the row's name to its id. `Exhausted` if the catalog has no space to grow.
+    pub fn claim_name<R: Named>(&self, row: &R) -> Result<()> {
         self.check_room()?;
         let mut names = self.inner.open_table(NAMES).map_err(failed)?;
         names.insert(name_key::<R>(row.name()).as_str(), row.key()).map_err(failed)?;
         Ok(())
     }
 
-    /// Frees the row's name for another, if it still leads to this row.
-    pub fn unname<R: Named>(&self, row: &R) -> Result<()> {
+    /// Removes the mapping of the row's name, if it still maps to this row.
+    pub fn release_name<R: Named>(&self, row: &R) -> Result<()> {
         let key = name_key::<R>(row.name());
         let mut names = self.inner.open_table(NAMES).map_err(failed)?;
-        let ours =
+        let is_current =
             names.get(key.as_str()).map_err(failed)?.is_some_and(|id| id.value() == row.key());
-        if ours {
+        if is_current {
             names.remove(key.as_str()).map_err(failed)?;
         }
         Ok(())
@@ -406,11 +413,11 @@ fn scan<R: Row>(
 
 fn select<R: Row>(
     table: &impl ReadableTable<&'static str, &'static [u8]>,
-    wanted: impl Fn(&R) -> bool,
+    filter: impl Fn(&R) -> bool,
 ) -> Result<Vec<R>> {
     let mut rows = Vec::new();
     scan(table, None, |row| {
-        if wanted(&row) {
+        if filter(&row) {
             rows.push(row);
         }
         Ok(true)
@@ -427,7 +434,9 @@ fn decode<R: Row>(key: &str, json: &[u8]) -> Result<R> {
 }
 
 fn unreadable(key: &str, error: &serde_json::Error) -> Error {
-    Error::Damaged(format!("catalog: the row of {key:?} is not readable: {error}"))
+    Error::Damaged(format!(
+        "catalog: failed to decode the row of {key:?}: {error}; run `pool check`"
+    ))
 }
 
 fn failed(error: impl Into<redb::Error>) -> Error {

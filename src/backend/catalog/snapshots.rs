@@ -1,33 +1,34 @@
-//! The tables of snapshots. Rows of snapshots that exist are kept apart from those of deleted ones, which are many: a list
-//! and a start read only the former. Indexes lead from a volume to its snapshots and from a time to what is past its
-//! retention, and one more table names the files that are to be removed. All of them are written with the row, in the
-//! same transaction.
+//! The tables of snapshots. Existing snapshots have their own table, because deleted ones are many:
+//! lists and starts read only existing ones. Indexes map a volume to its snapshots, and a time to
+//! expired rows. Another table lists files to remove. All are updated in the transaction that
+//! writes the row.
 
 use redb::{
     ReadOnlyTable, ReadTransaction, ReadableTable, ReadableTableMetadata, TableDefinition,
     TableError, TableHandle, WriteTransaction,
 };
 
-use super::{Named, Reading, Row, Table, Writing, decode, failed, find_in, insert_into, scan};
+use super::{Named, ReadTx, Row, Table, WriteTx, decode, failed, find_in, insert_into, scan};
 use crate::backend::error::{Kind, Result};
 use crate::backend::model::Snapshot;
 
-/// Deleted snapshots of which the change record, or only the id, is kept.
+/// Deleted snapshots whose change record or id is kept.
 const RETAINED: Table = TableDefinition::new("retained_snapshots");
-/// Volume, sequence number and id of every snapshot that has a row.
+/// Volume id, sequence number and snapshot id of every row.
 const BY_VOLUME: TableDefinition<(&str, u64, &str), ()> =
     TableDefinition::new("snapshots_by_volume");
 /// A time in seconds since the epoch, and the id of a row in `RETAINED`.
 type TimeIndex = TableDefinition<'static, (u64, &'static str), ()>;
 
-/// Beginning of the retention of rows without a retention of their own.
+/// The start of the retention of rows with the default retention.
 const BY_AGE: TimeIndex = TableDefinition::new("snapshots_by_age");
-/// End of the retention of the others. It came later than the other tables, and is made with the first of its entries.
+/// The end of the retention of rows with their own retention. Older catalogs lack this table; it is
+/// created with its first entry.
 const BY_EXPIRY: TimeIndex = TableDefinition::new("snapshots_by_expiry");
-/// Files that nothing refers to and that may still be there: kind, id of the snapshot, generation of the record.
+/// Unreferenced files that may still exist: kind, snapshot id, generation of the record.
 const REMOVALS: TableDefinition<(&str, &str, u64), ()> = TableDefinition::new("removals");
 
-/// A file of a snapshot.
+/// A file of a snapshot: its data or its change record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SnapshotFile {
     Data { id: String },
@@ -67,7 +68,7 @@ impl SnapshotFile {
 }
 
 impl Row for Snapshot {
-    /// Snapshots that exist, or are being created.
+    /// Snapshots that exist or are being taken.
     const TABLE: Table = TableDefinition::new("snapshots");
 
     fn key(&self) -> &str {
@@ -81,9 +82,9 @@ impl Row for Snapshot {
         }
     }
 
-    /// What the former row referred to and this one does not is to be removed.
+    /// Schedules the removal of files that only the previous row referenced.
     fn store(&self, tx: &WriteTransaction) -> Result<()> {
-        let former = take(tx, &self.id)?;
+        let previous = take(tx, &self.id)?;
         let table = if self.retained_since().is_some() { RETAINED } else { Self::TABLE };
         insert_into(tx, table, self)?;
         let mut by_volume = tx.open_table(BY_VOLUME).map_err(failed)?;
@@ -93,7 +94,7 @@ impl Row for Snapshot {
             index.insert((time, self.id.as_str()), ()).map_err(failed)?;
         }
         let mut removals = tx.open_table(REMOVALS).map_err(failed)?;
-        for file in former.iter().flat_map(SnapshotFile::of) {
+        for file in previous.iter().flat_map(SnapshotFile::of) {
             removals.insert(file.key(), ()).map_err(failed)?;
         }
         for file in SnapshotFile::of(self) {
@@ -102,7 +103,7 @@ impl Row for Snapshot {
         Ok(())
     }
 
-    /// The files are removed before.
+    /// The caller has removed the files.
     fn discard(tx: &WriteTransaction, id: &str) -> Result<()> {
         let Some(row) = take(tx, id)? else { return Ok(()) };
         let mut by_volume = tx.open_table(BY_VOLUME).map_err(failed)?;
@@ -126,15 +127,15 @@ fn volume_key(row: &Snapshot) -> (&str, u64, &str) {
     (&row.volume_id, row.sequence, &row.id)
 }
 
-/// The index by time that a row of a deleted snapshot is in, and where.
+/// The time index of a deleted snapshot's row, and its time.
 fn time_index(row: &Snapshot) -> Option<(TimeIndex, u64)> {
-    match row.own_end() {
+    match row.own_expiry() {
         Some(end) => Some((BY_EXPIRY, end)),
         None => row.retained_since().map(|since| (BY_AGE, since)),
     }
 }
 
-/// Takes a row out of its table and out of the index by time.
+/// Removes a row from its table and its time index.
 fn take(tx: &WriteTransaction, id: &str) -> Result<Option<Snapshot>> {
     for table in [Snapshot::TABLE, RETAINED] {
         let mut table = tx.open_table(table).map_err(failed)?;
@@ -149,7 +150,7 @@ fn take(tx: &WriteTransaction, id: &str) -> Result<Option<Snapshot>> {
     Ok(None)
 }
 
-/// Makes the tables, where they are not there yet.
+/// Creates the tables that do not exist.
 pub fn make_tables(tx: &WriteTransaction) -> Result<()> {
     tx.open_table(Snapshot::TABLE).map_err(failed)?;
     tx.open_table(RETAINED).map_err(failed)?;
@@ -159,9 +160,9 @@ pub fn make_tables(tx: &WriteTransaction) -> Result<()> {
     Ok(())
 }
 
-impl Reading {
-    /// The ids of a volume's snapshots from this sequence number on, in order of it, deleted ones included, until `visit`
-    /// says false.
+impl ReadTx {
+    /// Visits the ids of a volume's snapshots from sequence number `from` on, in order, including
+    /// deleted ones, until `visit` returns false.
     fn visit_ids_of(
         &self,
         volume_id: &str,
@@ -179,12 +180,12 @@ impl Reading {
         Ok(())
     }
 
-    /// All snapshots of a volume in order of their sequence, deleted ones included.
+    /// All snapshots of a volume in order of sequence number, including deleted ones.
     pub fn snapshots_of(&self, volume_id: &str) -> Result<Vec<Snapshot>> {
         self.rows_of(volume_id, |id| self.get(id))
     }
 
-    /// The snapshots of a volume that exist or are being created, in order of their sequence.
+    /// The snapshots of a volume that exist or are being taken, in order of sequence number.
     pub fn existing_snapshots_of(&self, volume_id: &str) -> Result<Vec<Snapshot>> {
         self.rows_of(volume_id, |id| find_in(&self.0, Snapshot::TABLE, id))
     }
@@ -202,27 +203,27 @@ impl Reading {
         Ok(rows)
     }
 
-    /// The first snapshot of a volume with this sequence number or a later one for which `wanted` holds.
+    /// The first snapshot of a volume from sequence number `from` on that matches `filter`.
     pub fn find_snapshot_of(
         &self,
         volume_id: &str,
         from: u64,
-        wanted: impl Fn(&Snapshot) -> bool,
+        filter: impl Fn(&Snapshot) -> bool,
     ) -> Result<Option<Snapshot>> {
         let mut found = None;
         self.visit_ids_of(volume_id, from, |id| {
-            found = self.get::<Snapshot>(id)?.filter(&wanted);
+            found = self.get::<Snapshot>(id)?.filter(&filter);
             Ok(found.is_none())
         })?;
         Ok(found)
     }
 
-    /// The volumes of which there are snapshots, deleted ones included.
+    /// The ids of the volumes that have snapshots, including deleted ones.
     pub fn volumes_with_snapshots(&self) -> Result<Vec<String>> {
         let table = self.0.open_table(BY_VOLUME).map_err(failed)?;
         let mut volumes: Vec<String> = Vec::new();
         loop {
-            // One look-up for each volume, however many snapshots it has.
+            // One lookup for each volume, independent of its number of snapshots.
             let from = volumes.last().map_or(String::new(), |last| format!("{last}\0"));
             let mut rest = table.range((from.as_str(), 0, "")..).map_err(failed)?;
             let Some(entry) = rest.next() else { return Ok(volumes) };
@@ -231,15 +232,15 @@ impl Reading {
         }
     }
 
-    /// The ids of deleted snapshots without a retention of their own, whose retention began before this time (seconds since the
-    /// epoch), oldest first.
+    /// The ids of deleted snapshots with the default retention that began before `time` (seconds
+    /// since the epoch), oldest first.
     pub fn retained_before(&self, time: u64) -> Result<Vec<String>> {
         self.ids_before(BY_AGE, time)
     }
 
-    /// The ids of deleted snapshots with a retention of their own that ended before this time (seconds since the epoch), in order
-    /// of it.
-    pub fn ended_before(&self, time: u64) -> Result<Vec<String>> {
+    /// The ids of deleted snapshots with their own retention that ended before `time` (seconds
+    /// since the epoch), oldest first.
+    pub fn expired_before(&self, time: u64) -> Result<Vec<String>> {
         self.ids_before(BY_EXPIRY, time)
     }
 
@@ -264,9 +265,9 @@ impl Reading {
         }
     }
 
-    /// The rows of deleted snapshots in the order in which their retention ends, until `visit` says false: first those with a
-    /// retention of their own, then, again until it says false, the others.
-    pub fn visit_ends(&self, mut visit: impl FnMut(Snapshot) -> Result<bool>) -> Result<()> {
+    /// Visits the rows of deleted snapshots in order of expiry: first those with their own
+    /// retention until `visit` returns false, then the others until it returns false again.
+    pub fn visit_by_expiry(&self, mut visit: impl FnMut(Snapshot) -> Result<bool>) -> Result<()> {
         for index in [BY_EXPIRY, BY_AGE] {
             let Some(index) = self.time_index(index)? else { continue };
             for entry in index.iter().map_err(failed)? {
@@ -280,13 +281,13 @@ impl Reading {
         Ok(())
     }
 
-    /// How many deleted snapshots there are of which the record, or only the id, is kept.
+    /// The number of deleted snapshots whose record or id is kept.
     pub fn retained_count(&self) -> Result<u64> {
         self.0.open_table(RETAINED).map_err(failed)?.len().map_err(failed)
     }
 
-    /// Visits the snapshots of a volume, deleted ones included, from the last one before this sequence number back to the first,
-    /// until `visit` says false.
+    /// Visits the snapshots of a volume, including deleted ones, from the last one before this
+    /// sequence number to the first, until `visit` returns false.
     pub fn visit_newest_first(
         &self,
         volume_id: &str,
@@ -304,8 +305,8 @@ impl Reading {
         Ok(())
     }
 
-    /// Visits the rows of all snapshots, deleted ones included.
-    pub fn every_snapshot(&self, mut visit: impl FnMut(Snapshot) -> Result<()>) -> Result<()> {
+    /// Visits the rows of all snapshots, including deleted ones.
+    pub fn for_each_snapshot(&self, mut visit: impl FnMut(Snapshot) -> Result<()>) -> Result<()> {
         for table in [Snapshot::TABLE, RETAINED] {
             let table = self.0.open_table(table).map_err(failed)?;
             scan(&table, None, |row| visit(row).map(|()| true))?;
@@ -313,7 +314,7 @@ impl Reading {
         Ok(())
     }
 
-    /// The files that nothing refers to and that may still be there.
+    /// Unreferenced files that may still exist.
     pub fn removals(&self) -> Result<Vec<SnapshotFile>> {
         let table = self.0.open_table(REMOVALS).map_err(failed)?;
         let mut files = Vec::new();
@@ -324,16 +325,16 @@ impl Reading {
     }
 }
 
-impl Writing {
-    /// Records that a file is to be removed unless a row refers to it by the next start.
-    pub fn remove_later(&self, file: &SnapshotFile) -> Result<()> {
+impl WriteTx {
+    /// Schedules a file for removal, unless a row refers to it at the next start.
+    pub fn schedule_removal(&self, file: &SnapshotFile) -> Result<()> {
         let mut removals = self.inner.open_table(REMOVALS).map_err(failed)?;
         removals.insert(file.key(), ()).map_err(failed)?;
         Ok(())
     }
 
-    /// Records that files are gone.
-    pub fn are_removed(&self, files: &[SnapshotFile]) -> Result<()> {
+    /// Records that scheduled files were removed.
+    pub fn record_removals(&self, files: &[SnapshotFile]) -> Result<()> {
         if files.is_empty() {
             return Ok(());
         }

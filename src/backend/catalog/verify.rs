@@ -1,5 +1,5 @@
-//! Whether a catalog is whole, before anything in it is believed. Every checksum is compared with what the disk holds, and
-//! not with what the page cache holds; nothing is written.
+//! Verifies the integrity of a catalog before it is used. All checksums are compared with the data
+//! on disk, not with the page cache. Nothing is written.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -13,25 +13,26 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use redb::{Database, ReadableDatabase};
 use tracing::error;
 
-use super::file::{CatalogFile, Mode, Relief};
-use super::{PAGE_BYTES, Reading, failed, version_1};
+use super::file::{CatalogFile, Mode, ReleaseReserve};
+use super::{PAGE_BYTES, ReadTx, failed, version_1};
 use crate::backend::direct::{CHUNK, DirectFile};
 use crate::backend::error::{Context, Error, Result};
 use crate::backend::fail_point::reach;
 use crate::backend::pool::sync_directory;
 
-/// A catalog up to this size, in bytes, is verified on a copy in memory. A larger one is read page by page, through the page
-/// cache where that holds none of it yet: the kernel then keeps as much of it as there is memory for.
+/// Maximum size of a catalog that is verified on a copy in memory, in bytes. A larger one is read
+/// page by page, through the page cache if that holds none of it: the kernel then limits the
+/// memory.
 const MAX_COPIED_BYTES: u64 = 32 << 20;
 
-/// Memory for pages of a larger catalog while it is verified, in bytes.
+/// Size of the page cache for verifying a larger catalog, in bytes.
 const CACHE_BYTES: usize = 16 << 20;
 
-/// What `read` finds in the catalog at `path`, which is verified first. Nothing is repaired or changed.
-pub fn read_verified<T>(path: &Path, read: impl FnOnce(&Reading) -> Result<T>) -> Result<T> {
-    unless_it_panics(|| {
+/// Verifies the catalog at `path` and runs `read` on it. Nothing is repaired or changed.
+pub fn read_verified<T>(path: &Path, read: impl FnOnce(&ReadTx) -> Result<T>) -> Result<T> {
+    catch_panics(|| {
         let store = verified(open(path)?)?;
-        let rows = || store.begin_read().map(Reading).map_err(failed);
+        let rows = || store.begin_read().map(ReadTx).map_err(failed);
         if rows()?.is_of_version_1()? {
             let tx = store.begin_write().map_err(failed)?;
             version_1::migrate(&tx)?;
@@ -41,32 +42,33 @@ pub fn read_verified<T>(path: &Path, read: impl FnOnce(&Reading) -> Result<T>) -
     })
 }
 
-/// Fails unless the catalog at `path` is whole.
+/// Fails if the catalog at `path` is damaged.
 pub fn verify(path: &Path) -> Result<()> {
-    unless_it_panics(|| verified(open(path)?).map(drop))
+    catch_panics(|| verified(open(path)?).map(drop))
 }
 
-/// Like [`verify`], for a start. A catalog that is damaged on disk and whole in the page cache is written again from
-/// there: pages that a failed write left in the cache are lost for good when the cache is dropped.
-pub fn verify_or_rescue(path: &Path) -> Result<()> {
+/// Like [`verify`], for a start. A catalog that is damaged on disk but intact in the page cache is
+/// rewritten from the cache: pages of a failed write exist only there, and are lost when the kernel
+/// drops them.
+pub fn verify_or_repair(path: &Path) -> Result<()> {
     let Err(damage) = verify(path) else { return Ok(()) };
     let Ok(file) = File::open(path) else { return Err(damage) };
     let cached = copy_of(|out, offset| file.read_at(out, offset));
     let Ok(cached) = cached else { return Err(damage) };
-    if unless_it_panics(|| verified(open_copy(&cached)?)).is_err() {
+    if catch_panics(|| verified(open_copy(&cached)?)).is_err() {
         return Err(damage);
     }
-    error!(%damage, "the catalog is damaged on disk and whole in the page cache; writing it again");
+    error!(%damage, "the catalog is damaged on disk but intact in the page cache; rewriting it");
     replace(path, &cached)
 }
 
-/// The store below panics at some of what cannot be.
-fn unless_it_panics<T>(read: impl FnOnce() -> Result<T>) -> Result<T> {
+/// redb panics on some corrupt files.
+fn catch_panics<T>(read: impl FnOnce() -> Result<T>) -> Result<T> {
     let result = catch_unwind(AssertUnwindSafe(read));
-    result.unwrap_or_else(|_| Err(damaged("it contradicts itself")))
+    result.unwrap_or_else(|_| Err(damaged("its contents are inconsistent")))
 }
 
-/// Opens what the disk holds. Changes stay in memory.
+/// Opens the data on disk. Changes stay in memory.
 fn open(path: &Path) -> Result<Database> {
     let file = match DirectFile::open_for_reading(path) {
         Ok(file) => file,
@@ -77,8 +79,8 @@ fn open(path: &Path) -> Result<Database> {
     if file.len().context(reading)? <= MAX_COPIED_BYTES {
         return open_copy(&copy_of(|out, offset| file.read_some(out, offset))?);
     }
-    let file = file.through_an_empty_cache().context(reading)?;
-    let file = CatalogFile::new(file, Mode::Overlay, Relief::default()).context(reading)?;
+    let file = file.via_empty_page_cache().context(reading)?;
+    let file = CatalogFile::new(file, Mode::Overlay, ReleaseReserve::default()).context(reading)?;
     let mut builder = Database::builder();
     builder.set_cache_size(CACHE_BYTES).create_with_backend(file).map_err(damaged)
 }
@@ -87,18 +89,18 @@ fn open_copy(copy: &File) -> Result<Database> {
     Database::open(format!("/proc/self/fd/{}", copy.as_raw_fd())).map_err(damaged)
 }
 
-/// Compares every checksum of a store, and looks at the version of its format.
+/// Verifies every checksum of a store and its format version.
 fn verified(mut store: Database) -> Result<Database> {
     if !store.check_integrity().map_err(damaged)? {
         return Err(damaged("its checksums do not match"));
     }
-    store.begin_read().map(Reading).map_err(failed)?.is_of_version_1()?;
+    store.begin_read().map(ReadTx).map_err(failed)?.is_of_version_1()?;
     Ok(store)
 }
 
-/// Replaces the catalog at `path` by a copy. The former file stays, as `catalog.damaged`.
+/// Replaces the catalog at `path` with a copy. The previous file is kept as `catalog.damaged`.
 fn replace(path: &Path, copy: &File) -> Result<()> {
-    let doing = || format!("writing {} again", path.display());
+    let doing = || format!("rewriting {}", path.display());
     let part = path.with_extension("part");
     let file = DirectFile::create(&part).context(doing)?;
     file.resize(copy.metadata().context(doing)?.len()).context(doing)?;
@@ -122,7 +124,7 @@ fn replace(path: &Path, copy: &File) -> Result<()> {
     path.parent().map_or(Ok(()), sync_directory)
 }
 
-/// A copy in memory of what `read` returns: bytes at an offset, 0 at the end.
+/// Copies a file to memory. `read` reads bytes at an offset and returns 0 at the end.
 fn copy_of(read: impl Fn(&mut [u8], u64) -> io::Result<usize>) -> Result<File> {
     let copying = || "reading the catalog".to_owned();
     let mut copy =

@@ -1,9 +1,9 @@
-//! Mounts that no directory shows. Two things are done through them: a filesystem that this kernel has mounted where this
-//! process cannot look (a container's mount namespace) is reached by joining its superblock, and one that nobody has
-//! mounted is looked after with nobody seeing it. Either lasts as long as the [`Root`].
+//! Detached mounts, which have no path. They serve two purposes: joining the superblock of a
+//! filesystem that this kernel has mounted in another mount namespace, and working on an unmounted
+//! filesystem without a visible mount. A mount lasts as long as its [`Root`].
 //!
-//! A device whose filesystem is *not* live may be mounted by a virtual machine, of which this kernel knows nothing: whoever
-//! mounts it then has to know better.
+//! A filesystem that this kernel has *not* mounted may be mounted by a virtual machine. The caller
+//! must exclude that before it mounts the filesystem for writing.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,17 +14,17 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 
 use super::super::error::{Context, Error, Result};
-use super::super::fail_point::{meet, reach};
+use super::super::fail_point::{hit, reach};
 use super::super::loop_device::LoopDevice;
 use super::super::model::FsType;
 use super::super::sys;
 
-/// The root of a filesystem that is mounted nowhere to be seen.
+/// The root directory of a detached mount.
 #[derive(Debug)]
 pub struct Root(File);
 
 impl Root {
-    /// A path to it, for this process and as long as this lives.
+    /// A path to the root, valid in this process as long as this value exists.
     pub fn path(&self) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
     }
@@ -34,10 +34,10 @@ impl Root {
     }
 }
 
-/// The filesystem of a device that this kernel has mounted, in whatever mount namespace: each shows its superblocks in
-/// sysfs for as long as they live, a frozen one whose last mount is gone among them. (To ask by opening the device for
-/// oneself would fail whoever mounts it at that moment.)
-pub fn live(device: &LoopDevice) -> Result<Option<FsType>> {
+/// The type of the filesystem on a device that this kernel has mounted, in any mount namespace.
+/// Superblocks appear in sysfs as long as they exist, also frozen ones without a mount. (Opening
+/// the device exclusively would answer this too, but makes a concurrent mount fail.)
+pub fn mounted_type(device: &LoopDevice) -> Result<Option<FsType>> {
     let Some(name) = device.path().file_name() else { return Ok(None) };
     for fs_type in [FsType::Ext4, FsType::Xfs] {
         if Path::new("/sys/fs").join(fs_type.name()).join(name).exists() {
@@ -45,7 +45,7 @@ pub fn live(device: &LoopDevice) -> Result<Option<FsType>> {
         }
     }
     let by_identity = match fs::read_dir("/sys/fs/btrfs") {
-        // The kernel has not loaded it, so nothing of it is mounted.
+        // The kernel module is not loaded, so no btrfs is mounted.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         listed => listed.context(|| "listing /sys/fs/btrfs".to_owned())?,
     };
@@ -58,44 +58,46 @@ pub fn live(device: &LoopDevice) -> Result<Option<FsType>> {
     Ok(None)
 }
 
-/// Joins the live superblock of a device, frozen or not; `None` when there is none.
+/// Joins the existing superblock of a device, frozen or not. `None` if there is none.
 pub fn join(device: &LoopDevice, write: bool) -> Result<Option<Root>> {
-    let Some(fs_type) = live(device)? else { return Ok(None) };
-    // Should it go away at this very moment, this would be a mount of its own: one that changes nothing.
-    let to_look: &[&str] = match fs_type {
+    let Some(fs_type) = mounted_type(device)? else { return Ok(None) };
+    // If the superblock disappears now, this becomes a new mount. These options make it change
+    // nothing.
+    let read_only_options: &[&str] = match fs_type {
         FsType::Ext4 => &["ro", "noload"],
         FsType::Xfs => &["ro", "norecovery", "nouuid"],
         FsType::Btrfs => &["ro", "rescue=nologreplay"],
     };
     let joined = match write {
-        true => mount(device, fs_type, to_write(fs_type)),
-        false => match mount(device, fs_type, to_look) {
-            // A live superblock is joined as what it is: whoever asks for the other is told this.
+        true => mount(device, fs_type, write_options(fs_type)),
+        false => match mount(device, fs_type, read_only_options) {
+            // Joining with the other read-only state fails with EBUSY.
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
-                mount(device, fs_type, to_write(fs_type))
+                mount(device, fs_type, write_options(fs_type))
             }
             joined => joined,
         },
     };
-    let doing = || format!("joining the filesystem that is mounted of {}", device.path().display());
+    let doing = || format!("joining the mounted filesystem of {}", device.path().display());
     joined.context(doing).map(|root| Some(Root(root)))
 }
 
-/// Mounts, for writing, what nobody has mounted. `Busy` when somebody has: the superblock would be one with his.
-pub fn mount_unseen(device: &LoopDevice, fs_type: FsType) -> Result<Root> {
-    if live(device)?.is_some() {
+/// Mounts an unmounted filesystem for writing. `Busy` if it is mounted: both mounts would share one
+/// superblock.
+pub fn mount_detached(device: &LoopDevice, fs_type: FsType) -> Result<Root> {
+    if mounted_type(device)?.is_some() {
         return Err(Error::Busy(format!(
-            "{} is mounted somewhere; try again when it is not",
+            "{} is mounted; try again after it is unmounted",
             device.path().display()
         )));
     }
     let doing =
         || format!("mounting {} ({fs_type}): check the kernel log", device.path().display());
-    mount(device, fs_type, to_write(fs_type)).context(doing).map(Root)
+    mount(device, fs_type, write_options(fs_type)).context(doing).map(Root)
 }
 
-/// A restored volume has the identity of its source, which may be mounted too.
-const fn to_write(fs_type: FsType) -> &'static [&'static str] {
+/// A restored volume has the UUID of its source, which may also be mounted.
+const fn write_options(fs_type: FsType) -> &'static [&'static str] {
     match fs_type {
         FsType::Xfs => &["nouuid"],
         FsType::Ext4 | FsType::Btrfs => &[],
@@ -110,14 +112,15 @@ fn mount(device: &LoopDevice, fs_type: FsType, options: &[&str]) -> io::Result<F
     };
     let source = device.path().to_str().ok_or(io::ErrorKind::InvalidInput)?;
     let mounted = sys::detached_mount(name, source, options)?;
-    meet("filesystem.mounted_unseen")?;
-    // What the mount hangs on is no file that can be asked anything; its root is, and keeps it.
+    hit("filesystem.mounted_unseen")?;
+    // The mount's descriptor is opened with O_PATH and supports no ioctl. The root directory does,
+    // and keeps the mount.
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     Ok(openat(&mounted, ".", flags, Mode::empty())?.into())
 }
 
-/// Grows what is mounted at `root` to its device, which has so many bytes. Of xfs and btrfs: their tools insist on a
-/// mount that can be seen. (ext4 grows when it is not mounted.)
+/// Grows the xfs or btrfs mounted at `root` to the size of its device, by ioctl: their tools need a
+/// visible mount. (ext4 grows unmounted.)
 pub fn grow(root: &Root, fs_type: FsType, device_bytes: u64) -> Result<()> {
     let grown = match fs_type {
         FsType::Xfs => sys::xfs_grow(&root.0, device_bytes),

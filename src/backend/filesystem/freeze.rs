@@ -1,6 +1,6 @@
-//! The freeze that a snapshot is cut under. It ends by [`Frozen::thaw`], by drop, or by a watchdog at
-//! its deadline, whichever comes first; after a crash the freeze guard ends it, or else the next start
-//! ([`thaw_left_over`]).
+//! Freezes filesystems for a snapshot. The freeze ends by [`Frozen::thaw`], by drop, or by a
+//! watchdog at the deadline. If the process is killed, the freeze guard ends it, or else the next
+//! start ([`thaw_leftover`]).
 
 use std::fs::File;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -9,18 +9,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::super::error::{Context, Error, Result};
-use super::super::fail_point::{meet, reach};
+use super::super::fail_point::{hit, reach};
 use super::super::freeze_guard::{Guard, Hold};
 use super::super::sys;
 
-/// Mounted filesystems that are frozen while this lives.
+/// Mounted filesystems that are frozen as long as this value exists.
 #[derive(Debug)]
 pub struct Frozen {
     state: Arc<Mutex<State>>,
     since: Instant,
-    /// Dropped to end the watchdog.
+    /// Dropped to stop the watchdog.
     _end: Sender<()>,
-    /// Dropped when all is thawed, so that no descriptor keeps a mount busy.
+    /// Dropped after the thaw, so that no descriptor keeps a mount busy.
     hold: Option<Hold>,
 }
 
@@ -31,14 +31,13 @@ struct State {
 }
 
 impl State {
-    /// Thaws what is frozen, and says whether all of it still was; the last error, if any, after all
-    /// were tried.
+    /// Thaws all filesystems. Returns whether all were still frozen, or the last error.
     fn thaw(&mut self) -> Result<bool> {
         let mut result = Ok(true);
         for directory in self.frozen.drain(..) {
-            match sys::thaw(&directory).and_then(|()| meet("freeze.thawed")) {
+            match sys::thaw(&directory).and_then(|()| hit("freeze.thawed")) {
                 Ok(()) => {}
-                // Somebody else was faster.
+                // Another process thawed it first.
                 Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
                     result = result.map(|_| false);
                 }
@@ -54,8 +53,9 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Frozen {
-    /// Freezes the filesystems that these directories are on, all or none, for at most `deadline`. The caller has synced
-    /// them, so that the freeze has little to write. `Unavailable` when nobody would thaw them should this process be killed.
+    /// Freezes the filesystems of these directories, all or none, for at most `deadline`. The
+    /// caller has synced them, so that the freeze writes little. `Unavailable` if no freeze guard
+    /// would thaw them after a kill of this process.
     pub fn freeze(guard: &Arc<Guard>, directories: Vec<File>, deadline: Duration) -> Result<Self> {
         let hold = guard.hold(&directories, deadline)?;
         let state = Arc::new(Mutex::new(State::default()));
@@ -68,7 +68,7 @@ impl Frozen {
                     let mut state = lock(&state);
                     state.expired = true;
                     if let Err(error) = state.thaw() {
-                        tracing::error!(%error, "the watchdog could not thaw a filesystem");
+                        tracing::error!(%error, "the freeze watchdog failed to thaw a filesystem");
                     }
                 }
             })
@@ -82,7 +82,8 @@ impl Frozen {
             Ok(()) => {}
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
                 return Err(Error::Busy(
-                    "the filesystem was frozen by somebody else; thaw it (fsfreeze -u)".to_owned(),
+                    "the filesystem is already frozen by another program; thaw it (fsfreeze -u)"
+                        .to_owned(),
                 ));
             }
             Err(e) => return Err(Error::io("freezing a filesystem", e)),
@@ -93,35 +94,35 @@ impl Frozen {
         if state.expired { state.thaw().map(drop) } else { Ok(()) }
     }
 
-    /// Ends the freeze and says how long it lasted. An error when it had ended before: what was copied
-    /// is then not consistent.
+    /// Ends the freeze and returns its duration. An error if it ended before: then the copies are
+    /// not consistent.
     pub fn thaw(mut self) -> Result<Duration> {
-        let (lasted, took) = {
+        let (was_frozen, duration) = {
             let mut state = lock(&self.state);
-            let lasted = state.thaw()?;
-            (lasted && !state.expired, self.since.elapsed())
+            let was_frozen = state.thaw()?;
+            (was_frozen && !state.expired, self.since.elapsed())
         };
         drop(self.hold.take());
-        if !lasted {
+        if !was_frozen {
             return Err(Error::Busy(
-                "the filesystem did not stay frozen long enough; try again when it is less busy"
+                "the filesystem was thawed before the copy was complete; try again when it is less busy"
                     .to_owned(),
             ));
         }
-        Ok(took)
+        Ok(duration)
     }
 }
 
 impl Drop for Frozen {
     fn drop(&mut self) {
         if let Err(error) = lock(&self.state).thaw() {
-            tracing::error!(%error, "a filesystem may still be frozen");
+            tracing::error!(%error, "failed to thaw a filesystem");
         }
     }
 }
 
-/// Thaws a filesystem that a cut left frozen when its process died. False when it was not frozen.
-pub fn thaw_left_over(directory: &File) -> Result<bool> {
+/// Thaws a filesystem that a killed process left frozen. Returns false if it was not frozen.
+pub fn thaw_leftover(directory: &File) -> Result<bool> {
     match sys::thaw(directory) {
         Ok(()) => reach("freeze.left_over_thawed").map(|()| true),
         Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => Ok(false),

@@ -1,5 +1,5 @@
-//! Filesystems on volumes: making, recognising, mounting, growing and measuring them, and the
-//! freeze that makes a snapshot of one consistent. Nothing here knows a volume or a catalog.
+//! Filesystems on volumes: creating, detecting, mounting, growing and measuring them, and freezing
+//! them for a consistent snapshot. This module knows no volumes and no catalog.
 
 mod detached;
 mod freeze;
@@ -22,15 +22,15 @@ use super::error::{Context, Error, Result};
 use super::fail_point::reach;
 use super::model::{FsType, Usage};
 
-pub use detached::{grow as grow_unseen, join, live, mount_unseen};
-pub use freeze::{Frozen, thaw_left_over};
+pub use detached::{grow as grow_detached, join, mount_detached, mounted_type};
+pub use freeze::{Frozen, thaw_leftover};
 pub use mounts::{
     Mount, all_mounts, mount_among, mount_at, mounts_of, mounts_of_process, open_mounted,
 };
 pub use ownership::{give_all_to_group, give_to_group};
 
-/// Makes a filesystem on a device whose content nobody needs. Nothing is discarded first: the
-/// device is either new or holds the remains of an interrupted attempt, which are overwritten.
+/// Creates a filesystem on a device whose content is not needed. Nothing is discarded first: the
+/// device is new, or contains the remains of an interrupted attempt.
 pub fn make(fs_type: FsType, device: &Path) -> Result<()> {
     let mut command = match fs_type {
         FsType::Ext4 => {
@@ -43,25 +43,26 @@ pub fn make(fs_type: FsType, device: &Path) -> Result<()> {
     command::run(command.arg(device))
 }
 
-/// How long the tool of a process that was killed may go on.
-const TOOL_PATIENCE: Duration = Duration::from_secs(10);
+/// How long to wait for a tool that a killed process started.
+const TOOL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Waits until no tool has the device for itself: one outlives the process that had started it, and the next one would fail.
+/// Waits until no tool has the device open exclusively: a tool outlives a killed driver, and the
+/// next tool would fail.
 fn await_tools(device: &Path) -> Result<()> {
-    let patience = Instant::now() + TOOL_PATIENCE;
+    let deadline = Instant::now() + TOOL_TIMEOUT;
     loop {
         match File::options().read(true).custom_flags(libc::O_EXCL).open(device) {
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {}
-            // Of anything else the tool tells.
+            // The tool reports any other error.
             _ => return Ok(()),
         }
-        if Instant::now() >= patience {
+        if Instant::now() >= deadline {
             return Err(Error::Busy(format!(
-                "{} is in use; end what has it open",
+                "{} is in use; stop the processes that have it open",
                 device.display()
             )));
         }
-        sleep(BUSY_PAUSE);
+        sleep(POLL_INTERVAL);
     }
 }
 
@@ -71,14 +72,15 @@ fn tool(name: &str, arguments: &[&str]) -> Command {
     command
 }
 
-/// The filesystem whose superblock is on `device`; `None` where it is none of ours.
-pub fn recognise(device: &File) -> Result<Option<FsType>> {
+/// The type of the filesystem whose superblock is on `device`. `None` if it has no supported
+/// filesystem.
+pub fn detect(device: &File) -> Result<Option<FsType>> {
     let has = |offset: u64, magic: &[u8]| -> Result<bool> {
         let mut bytes = vec![0; magic.len()];
         match device.read_exact_at(&mut bytes, offset) {
             Ok(()) => Ok(bytes == magic),
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
-            Err(e) => Err(Error::io("looking for a filesystem", e)),
+            Err(e) => Err(Error::io("detecting a filesystem", e)),
         }
     };
     if has(1024 + 56, &[0x53, 0xef])? {
@@ -92,8 +94,8 @@ pub fn recognise(device: &File) -> Result<Option<FsType>> {
     }
 }
 
-/// Mounts `device` at `target`. Options are those of mount(8); they may carry secrets and appear in
-/// no message.
+/// Mounts `device` at `target`. Options are those of mount(8). They may contain secrets and must
+/// not appear in messages.
 pub fn mount_device(
     device: &Path,
     target: &Path,
@@ -105,8 +107,8 @@ pub fn mount_device(
     if read_only {
         flags |= MsFlags::MS_RDONLY;
     }
-    // A restored volume has the identity of its source, which may be mounted too. (btrfs takes a
-    // temporary one by itself, from Linux 6.7 on.)
+    // A restored volume has the UUID of its source, which may also be mounted. (btrfs uses a
+    // temporary one from Linux 6.7 on.)
     if fs_type == FsType::Xfs && !data.iter().any(|option| option == "nouuid") {
         data.push("nouuid".to_owned());
     }
@@ -123,12 +125,12 @@ pub fn mount_device(
     reach("filesystem.mounted")
 }
 
-/// That these are options of a mount of a device, whoever makes it.
+/// Checks that the options are valid for mounting a device.
 pub fn check_options(options: &[String]) -> Result<()> {
     parse_options(options).map(drop)
 }
 
-/// Splits mount(8) options into flags and what the filesystem gets to read.
+/// Splits mount(8) options into flags and the options of the filesystem.
 pub fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
     let mut flags = MsFlags::empty();
     let mut data = Vec::new();
@@ -149,7 +151,7 @@ pub fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
             "bind" | "rbind" | "remount" | "move" | "loop" => {
                 return Err(Error::invalid(
                     "mount_flags",
-                    format!("{option:?} is for the driver to decide; leave it out"),
+                    format!("{option:?} is not allowed; remove it"),
                 ));
             }
             other => data.push(other.to_owned()),
@@ -158,7 +160,7 @@ pub fn parse_options(options: &[String]) -> Result<(MsFlags, Vec<String>)> {
     Ok((flags, data))
 }
 
-/// Shows `source` (a directory, or a device node) at `target` too.
+/// Bind-mounts `source` (a directory or device node) at `target`.
 pub fn bind(source: &Path, target: &Path) -> Result<()> {
     let none: Option<&str> = None;
     mount(Some(source), target, none, MsFlags::MS_BIND, none)
@@ -166,24 +168,25 @@ pub fn bind(source: &Path, target: &Path) -> Result<()> {
     reach("filesystem.bound")
 }
 
-/// Makes a bind mount refuse writes. Other mounts of the filesystem are not touched.
+/// Makes a bind mount read-only. Other mounts of the filesystem are not affected.
 pub fn make_read_only(target: &Path) -> Result<()> {
     let none: Option<&str> = None;
-    // A remount drops the flags that it does not repeat.
+    // A remount clears the flags that it does not repeat.
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
     mount(none, target, none, flags | mount_flags(target)?, none)
         .context(|| format!("making {} read-only", target.display()))?;
     reach("filesystem.made_read_only")
 }
 
-/// Whether the mount at `path` refuses writes.
+/// Whether the mount at `path` is read-only.
 pub fn is_read_only(path: &Path) -> Result<bool> {
     Ok(mount_flags(path)?.contains(MsFlags::MS_RDONLY))
 }
 
 fn mount_flags(path: &Path) -> Result<MsFlags> {
-    let present = statvfs(path).context(|| format!("looking at {}", path.display()))?.flags();
-    // Not relatime, of which musl does not know: the kernel adds it itself wherever no other word is said.
+    let current =
+        statvfs(path).context(|| format!("reading the mount flags of {}", path.display()))?.flags();
+    // relatime is missing because musl does not define it; the kernel sets it by default.
     let pairs = [
         (FsFlags::ST_RDONLY, MsFlags::MS_RDONLY),
         (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
@@ -194,26 +197,25 @@ fn mount_flags(path: &Path) -> Result<MsFlags> {
     ];
     Ok(pairs
         .into_iter()
-        .filter(|(flag, _)| present.contains(*flag))
+        .filter(|(flag, _)| current.contains(*flag))
         .fold(MsFlags::empty(), |flags, (_, flag)| flags | flag))
 }
 
-/// How long a mount may be in use before it is told: a tool that another call is just starting has, until
-/// it runs, all files open that this process had.
-const BUSY_PATIENCE: Duration = Duration::from_millis(200);
-const BUSY_PAUSE: Duration = Duration::from_millis(5);
+/// How long to retry an unmount of a busy mount: until a tool that another call starts has
+/// executed, it holds all open files of this process.
+const BUSY_TIMEOUT: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Unmounts what is at `path` for as long as it is `ours`, however many times it is mounted there.
-/// What somebody else has mounted stays.
-pub fn unmount(path: &Path, ours: impl Fn(&Mount) -> bool) -> Result<()> {
-    let patience = Instant::now() + BUSY_PATIENCE;
-    while mount_at(path)?.is_some_and(|mount| ours(&mount)) {
+/// Unmounts all mounts at `path` for which `matches` holds. Other mounts remain.
+pub fn unmount(path: &Path, matches: impl Fn(&Mount) -> bool) -> Result<()> {
+    let deadline = Instant::now() + BUSY_TIMEOUT;
+    while mount_at(path)?.is_some_and(|mount| matches(&mount)) {
         match umount2(path, MntFlags::UMOUNT_NOFOLLOW) {
             Ok(()) => reach("filesystem.unmounted")?,
-            Err(nix::Error::EBUSY) if Instant::now() < patience => sleep(BUSY_PAUSE),
+            Err(nix::Error::EBUSY) if Instant::now() < deadline => sleep(POLL_INTERVAL),
             Err(nix::Error::EBUSY) => {
                 return Err(Error::Busy(format!(
-                    "{} is in use; stop what has files open there",
+                    "{} is in use; stop the processes that have files open there",
                     path.display()
                 )));
             }
@@ -223,7 +225,7 @@ pub fn unmount(path: &Path, ours: impl Fn(&Mount) -> bool) -> Result<()> {
     Ok(())
 }
 
-/// Grows a mounted filesystem to the size of its device. Nothing happens when it is as large.
+/// Grows a mounted filesystem to the size of its device. Does nothing if it has that size.
 pub fn grow(fs_type: FsType, device: &Path, mounted_at: &Path) -> Result<()> {
     let mut command = match fs_type {
         FsType::Ext4 => tool("resize2fs", &[]),
@@ -236,13 +238,13 @@ pub fn grow(fs_type: FsType, device: &Path, mounted_at: &Path) -> Result<()> {
     }))
 }
 
-/// Whether a filesystem of this type can be grown to so many bytes: btrfs resizes to no less than 256 MiB (the kernel's
-/// btrfs_ioctl_resize), and stays as it is on a device that is smaller.
+/// Whether a filesystem of this type can grow to `bytes`. btrfs does not resize to less than 256
+/// MiB (btrfs_ioctl_resize).
 pub fn grows_to(fs_type: FsType, bytes: u64) -> bool {
     fs_type != FsType::Btrfs || bytes >= 256 << 20
 }
 
-/// Whether this process may grow a mounted filesystem of this type: for ext4 the kernel asks for
+/// Whether this process may grow a mounted filesystem of this type. For ext4 the kernel requires
 /// CAP_SYS_RESOURCE, which containers often lack.
 pub fn grows_online(fs_type: FsType) -> bool {
     const SYS_RESOURCE: u64 = 1 << 24;
@@ -256,8 +258,8 @@ pub fn grows_online(fs_type: FsType) -> bool {
         .is_some_and(|capabilities| capabilities & SYS_RESOURCE != 0)
 }
 
-/// Grows an ext4 that is not mounted to the size of its device. The tool insists on a check first,
-/// which also replays the journal.
+/// Grows an unmounted ext4 to the size of its device. The tool requires a check first, which also
+/// replays the journal.
 pub fn grow_unmounted(fs_type: FsType, device: &Path) -> Result<()> {
     if fs_type != FsType::Ext4 {
         return Err(Error::Failed(format!("{fs_type} grows only while it is mounted")));
@@ -269,7 +271,7 @@ pub fn grow_unmounted(fs_type: FsType, device: &Path) -> Result<()> {
     command::run(tool("resize2fs", &[]).arg(device))
 }
 
-/// What the filesystem at `path` holds.
+/// The usage of the filesystem at `path`.
 pub fn usage(path: &Path) -> Result<Usage> {
     let stat = statvfs(path).context(|| format!("reading the usage of {}", path.display()))?;
     let unit = stat.fragment_size();
@@ -297,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn options_that_would_turn_a_mount_into_another_are_refused() {
+    fn options_that_change_the_kind_of_mount_are_rejected() {
         for option in ["bind", "rbind", "remount", "move", "noatime,bind"] {
             assert!(parse_options(&[option.to_owned()]).is_err(), "{option}");
         }

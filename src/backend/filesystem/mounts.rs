@@ -1,4 +1,4 @@
-//! What is mounted where, as the kernel tells it (proc(5), mountinfo).
+//! Reads the mount table (proc(5), mountinfo).
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -16,34 +16,35 @@ pub struct Mount {
     pub id: u64,
     /// `major:minor` of the filesystem.
     pub device: String,
-    /// The directory of the filesystem that is shown; for a device node, the node's path within
-    /// its own filesystem.
+    /// The directory of the filesystem that is mounted. For a device node, its path in its own
+    /// filesystem.
     pub root: PathBuf,
     pub target: PathBuf,
-    /// What was mounted: the path of a device, for a filesystem on one.
+    /// The mounted source: a device path for a filesystem on a device.
     pub source: PathBuf,
 }
 
 impl Mount {
-    /// Whether this shows the filesystem on a loop device. (btrfs has device numbers of its own, so
-    /// the source counts too.)
-    pub fn shows(&self, device: &LoopDevice) -> bool {
+    /// Whether this is a mount of the filesystem on `device`. (btrfs has its own device numbers, so
+    /// the source is compared too.)
+    pub fn is_filesystem_of(&self, device: &LoopDevice) -> bool {
         self.device == device.device_number() || self.source == device.path()
     }
 
-    /// Whether this is the node of any loop device, bound elsewhere.
+    /// Whether this is a bind mount of the node of any loop device.
     pub fn is_loop_node(&self) -> bool {
         let name = self.root.file_name().and_then(|name| name.to_str());
         name.and_then(|name| name.strip_prefix("loop")).is_some_and(|n| n.parse::<u32>().is_ok())
     }
 
-    /// Whether this is the node of a loop device, bound elsewhere.
+    /// Whether this is a bind mount of the node of `device`.
     pub fn is_node_of(&self, device: &LoopDevice) -> bool {
         device.path().file_name().is_some_and(|name| self.root == Path::new("/").join(name))
     }
 }
 
-/// `path` as mountinfo writes it: its directory without symbolic links. `None` when that is not there.
+/// `path` as in mountinfo, with the symbolic links of its directory resolved. `None` if the
+/// directory is missing.
 fn resolved(path: &Path) -> Result<Option<PathBuf>> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Ok(Some(path.to_owned()));
@@ -51,30 +52,30 @@ fn resolved(path: &Path) -> Result<Option<PathBuf>> {
     match parent.canonicalize() {
         Ok(parent) => Ok(Some(parent.join(name))),
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) => Ok(None),
-        Err(e) => Err(Error::io(format!("looking for {}", path.display()), e)),
+        Err(e) => Err(Error::io(format!("resolving {}", path.display()), e)),
     }
 }
 
-/// The uppermost mount at `target`.
+/// The topmost mount at `target`.
 pub fn mount_at(target: &Path) -> Result<Option<Mount>> {
     Ok(mount_among(&all_mounts()?, target)?.cloned())
 }
 
-/// The uppermost mount at `target` among these, lower ones first.
+/// The topmost mount at `target` among `mounts`, which are in mount order.
 pub fn mount_among<'a>(mounts: &'a [Mount], target: &Path) -> Result<Option<&'a Mount>> {
     let Some(target) = resolved(target)? else { return Ok(None) };
     Ok(mounts.iter().rfind(|mount| mount.target == target))
 }
 
-/// Where this mount namespace shows the filesystem of a loop device.
+/// The mounts of the filesystem on a loop device in this mount namespace.
 pub fn mounts_of(device: &LoopDevice) -> Result<Vec<Mount>> {
     let mut mounts = all_mounts()?;
-    mounts.retain(|mount| mount.shows(device));
+    mounts.retain(|mount| mount.is_filesystem_of(device));
     Ok(mounts)
 }
 
-/// The root of the filesystem on a loop device, opened where it is mounted; `None` when this kernel has it mounted in
-/// no mount namespace. A path may lead elsewhere since something was mounted over it, so what was opened is checked.
+/// Opens the root of the mounted filesystem on a loop device. `None` if this kernel has it mounted
+/// in no mount namespace. The mount id is checked, because another mount may cover the path.
 pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
     let mounts = mounts_of(device)?;
     for mount in &mounts {
@@ -84,8 +85,8 @@ pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
             }
             Err(e) if e.raw_os_error() == Some(libc::EIO) => {
                 return Err(Error::Precondition(format!(
-                    "the filesystem mounted at {} has shut down after an error (see the kernel log); delete the pods that use \
-                     it, so that it is unstaged and staged again",
+                    "the filesystem mounted at {} has shut down after an error (see the kernel log); delete the pods that \
+                     use it, so that the volume is unstaged and staged again",
                     mount.target.display()
                 )));
             }
@@ -93,21 +94,21 @@ pub fn open_mounted(device: &LoopDevice) -> Result<Option<File>> {
         }
     }
     match mounts.first() {
-        // Containers may have it where nobody else sees it.
+        // A container may have mounted it in another mount namespace.
         None => Ok(detached::join(device, false)?.map(detached::Root::into_file)),
         Some(mount) => Err(Error::Precondition(format!(
-            "the filesystem mounted at {} cannot be reached; unmount what lies over it",
+            "the filesystem mounted at {} is covered by another mount; unmount that mount",
             mount.target.display()
         ))),
     }
 }
 
-/// The mounts of this process's mount namespace, lower ones first.
+/// The mounts of this process's mount namespace, in mount order.
 pub fn all_mounts() -> Result<Vec<Mount>> {
     read(Path::new("/proc/self/mountinfo"))
 }
 
-/// Those of another process's mount namespace, below its root.
+/// The mounts of another process's mount namespace, below its root.
 pub fn mounts_of_process(pid: u32) -> Result<Vec<Mount>> {
     read(&PathBuf::from(format!("/proc/{pid}/mountinfo")))
 }
@@ -129,7 +130,7 @@ fn parse(line: &[u8]) -> Option<Mount> {
     Some(Mount { id, device, root, target, source })
 }
 
-/// Undoes the kernel's `\ooo` for blanks, line ends and backslashes.
+/// Decodes the kernel's octal escapes for blanks, line ends and backslashes.
 fn unescape(field: &[u8]) -> PathBuf {
     let mut out = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -156,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mount_point_with_blanks_is_read_as_it_is() {
+    fn a_mount_point_with_blanks_is_decoded() {
         let line = br"36 35 7:3 / /mnt/a\040b\134c rw shared:1 - ext4 /dev/loop3 rw";
         let mount = parse(line).unwrap();
         assert_eq!((mount.id, mount.device.as_str()), (36, "7:3"));
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_cut_off_is_no_mount() {
+    fn a_truncated_line_is_ignored() {
         assert_eq!(parse(b"36 35 7:3 /"), None);
         assert_eq!(parse(b""), None);
     }

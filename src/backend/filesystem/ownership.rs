@@ -1,8 +1,8 @@
-//! Gives a mounted tree to a group, as kubelet does for fsGroup (CSI volume_mount_group).
+//! Changes the group of a mounted tree, as kubelet does for fsGroup (CSI volume_mount_group).
 //!
-//! A pod may be writing to the tree meanwhile, and may be hostile: so nothing is touched by its path.
-//! Every entry is opened relative to its directory, without following symbolic links, and changed
-//! through that descriptor; another filesystem is never entered.
+//! A hostile pod may write to the tree at the same time, so no path is used: every entry is opened
+//! relative to its directory, without following symbolic links, and changed through that
+//! descriptor. Other filesystems are not entered.
 
 use std::ffi::{CStr, CString};
 use std::fs::{self, File};
@@ -18,23 +18,24 @@ use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
 use nix::unistd::{Gid, fchownat};
 
 use super::super::error::{Context, Result};
-use super::super::fail_point::meet;
+use super::super::fail_point::hit;
 
 const SETGID: u32 = 0o2000;
 const DIRECTORY_BITS: u32 = SETGID | 0o770;
 const FILE_BITS: u32 = 0o660;
 
-/// Makes `group` own everything below `root` and gives it the owner's rights, with setgid on
-/// directories so that new files follow. Does nothing when the root is already so: the tree was
-/// done before.
+/// Makes `group` the owner group of everything below `root`, with the owner's access rights, and
+/// with setgid on directories so that new files inherit it. Does nothing if the root is already so.
 pub fn give_to_group(root: &Path, group: u32) -> Result<()> {
-    give_tree(root, group, false)
-        .context(|| format!("giving {} to group {group} (volume_mount_group)", root.display()))
+    give_tree(root, group, false).context(|| {
+        format!("changing the group of {} to {group} (volume_mount_group)", root.display())
+    })
 }
 
-/// The same for all that is there, whatever the root says.
+/// Like [`give_to_group`], but always changes the whole tree.
 pub fn give_all_to_group(root: &Path, group: u32) -> Result<()> {
-    give_tree(root, group, true).context(|| format!("giving {} to group {group}", root.display()))
+    give_tree(root, group, true)
+        .context(|| format!("changing the group of {} to {group}", root.display()))
 }
 
 fn give_tree(root: &Path, group: u32, always: bool) -> io::Result<()> {
@@ -66,11 +67,11 @@ fn give_tree(root: &Path, group: u32, always: bool) -> io::Result<()> {
             levels.push(Level::open(&entry)?);
         }
     }
-    // The root comes last: while it is not done, nothing is.
+    // The root is last: it marks the tree as complete.
     give(&top, &stat, group)
 }
 
-/// A directory and the names in it that are still to be visited.
+/// A directory and its unvisited entries.
 struct Level {
     directory: Dir,
     names: Vec<CString>,
@@ -97,14 +98,14 @@ fn kind(stat: &FileStat) -> SFlag {
 
 fn give(entry: &OwnedFd, stat: &FileStat, group: Gid) -> io::Result<()> {
     fchownat(entry, "", None, Some(group), AtFlags::AT_EMPTY_PATH)?;
-    meet("ownership.group_set")?;
+    hit("ownership.group_set")?;
     let bits = match kind(stat) {
         SFlag::S_IFLNK => return Ok(()),
         SFlag::S_IFDIR => DIRECTORY_BITS,
         _ => FILE_BITS,
     };
-    // The way to chmod what was opened by O_PATH: leads to that very file, whatever its name is now.
+    // chmod for an O_PATH descriptor: this path is the opened file, whatever its current name.
     let path = PathBuf::from(format!("/proc/self/fd/{}", entry.as_raw_fd()));
     fs::set_permissions(path, fs::Permissions::from_mode((stat.st_mode & 0o7777) | bits))?;
-    meet("ownership.mode_set")
+    hit("ownership.mode_set")
 }

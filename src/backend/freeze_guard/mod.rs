@@ -1,15 +1,17 @@
-//! The freeze guard: a process that thaws what a driver froze for a snapshot and cannot thaw any more, since it was killed.
+//! The freeze guard: a process that thaws the filesystems that a driver froze for a snapshot, if
+//! the driver is killed.
 //!
-//! Before the driver freezes a filesystem it sends the guard a descriptor of it over a unix socket (SCM_RIGHTS), and it has
-//! the guard forget it once the filesystem is thawed. A connection that ends, and a hold that outlives its deadline, make the
-//! guard thaw what it still holds. So it needs neither the driver's mount namespace nor its catalog; only CAP_SYS_ADMIN.
+//! Before the driver freezes a filesystem, it sends the guard a descriptor of it over a unix socket
+//! (SCM_RIGHTS). After the thaw it sends a forget message. When the connection or the deadline of a
+//! hold ends, the guard thaws the filesystems that it still holds. It needs CAP_SYS_ADMIN, but
+//! neither the driver's mount namespace nor its catalog.
 //!
-//! A message has 16 bytes, numbers little-endian, and is answered by one byte before the next one is sent:
+//! A message has 16 bytes, with little-endian numbers. The response is one byte:
 //!
-//! | message | bytes | answer |
+//! | message | bytes | response |
 //! |---|---|---|
-//! | hold | `H`, three zeros, seconds until the guard thaws (u32), number of the cut (u64); with one descriptor | `K`, or `R` if the guard cannot hold it |
-//! | forget | `F`, seven zeros, number of the cut (u64) | `K`, once all descriptors of the cut are closed: a filesystem can be unmounted then |
+//! | hold | `H`, three zeros, seconds until the guard thaws (u32), id of the freeze (u64); with one descriptor | `K`, or `R` if the guard cannot hold it |
+//! | forget | `F`, seven zeros, id of the freeze (u64) | `K`, after all descriptors of the freeze are closed, so the filesystems can be unmounted |
 
 mod client;
 mod server;
@@ -18,19 +20,19 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 pub use client::{Guard, Hold};
-pub use server::{Connections, attend, listen};
+pub use server::{Connections, listen, serve_connection};
 
-/// Which process guards the freezes of a backend.
+/// The freeze guard of a backend.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum FreezeGuard {
-    /// None: what a killed process had frozen stays so until the next start. For tests of other things.
+    /// None: filesystems remain frozen after a kill until the next start. For tests.
     #[default]
     None,
-    /// A child with this command line, which serves its standard input ([`attend`]). It is started at the first cut, and again
-    /// whenever it has died.
-    Own { program: PathBuf, arguments: Vec<OsString> },
-    /// One that listens on this socket ([`listen`]).
-    At(PathBuf),
+    /// A child process with this command line, which serves its standard input
+    /// ([`serve_connection`]). It is started at the first freeze, and again after it died.
+    Child { program: PathBuf, arguments: Vec<OsString> },
+    /// A process that listens on this socket ([`listen`]).
+    Socket(PathBuf),
 }
 
 const MESSAGE_BYTES: usize = 16;
@@ -39,30 +41,30 @@ const REFUSED: u8 = b'R';
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Message {
-    Hold { cut: u64, seconds: u32 },
-    Forget { cut: u64 },
+    Hold { id: u64, seconds: u32 },
+    Forget { id: u64 },
 }
 
 impl Message {
     fn encode(self) -> [u8; MESSAGE_BYTES] {
-        let (kind, seconds, cut) = match self {
-            Self::Hold { cut, seconds } => (b'H', seconds, cut),
-            Self::Forget { cut } => (b'F', 0, cut),
+        let (kind, seconds, id) = match self {
+            Self::Hold { id, seconds } => (b'H', seconds, id),
+            Self::Forget { id } => (b'F', 0, id),
         };
         let mut bytes = [0; MESSAGE_BYTES];
         bytes[0] = kind;
         bytes[4..8].copy_from_slice(&seconds.to_le_bytes());
-        bytes[8..].copy_from_slice(&cut.to_le_bytes());
+        bytes[8..].copy_from_slice(&id.to_le_bytes());
         bytes
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; MESSAGE_BYTES] = bytes.try_into().ok()?;
         let seconds = u32::from_le_bytes(bytes[4..8].try_into().ok()?);
-        let cut = u64::from_le_bytes(bytes[8..].try_into().ok()?);
+        let id = u64::from_le_bytes(bytes[8..].try_into().ok()?);
         match (bytes[0], &bytes[1..4], seconds) {
-            (b'H', [0, 0, 0], seconds) => Some(Self::Hold { cut, seconds }),
-            (b'F', [0, 0, 0], 0) => Some(Self::Forget { cut }),
+            (b'H', [0, 0, 0], seconds) => Some(Self::Hold { id, seconds }),
+            (b'F', [0, 0, 0], 0) => Some(Self::Forget { id }),
             _ => None,
         }
     }

@@ -1,4 +1,4 @@
-//! The blocks of an inline volume in the pool: a file behind a loop device, with a filesystem.
+//! The storage of an inline volume in the pool: a file, its loop device and a filesystem.
 
 use std::fs::File;
 use std::io;
@@ -14,13 +14,13 @@ use super::super::pool::{self, Directory};
 use super::super::store::{Store, length};
 use super::super::units::{BLOCK_SIZE, MIN_VOLUME_BYTES};
 
-/// Size of a volume when none is asked for, in bytes: of one that is to be written to, of such a one in memory, and of one
-/// of content. Never more than `--inline-max-size`.
+/// Default sizes in bytes: of a writable volume in the pool, of a writable volume in memory, and of
+/// a content volume. Never more than `--inline-max-size`.
 const SCRATCH_BYTES: u64 = 1 << 30;
 const MEMORY_BYTES: u64 = 64 << 20;
 const CONTENT_BYTES: u64 = 16 << 20;
 
-fn wanted_filesystem(request: &InlineRequest) -> Option<FsType> {
+fn requested_filesystem(request: &InlineRequest) -> Option<FsType> {
     match request.capability.access {
         Access::Mount { fs_type, .. } => fs_type,
         Access::Block => None,
@@ -36,25 +36,25 @@ fn default_bytes(store: &Store, request: &InlineRequest) -> u64 {
     bytes.min(store.config.inline.max_size)
 }
 
-/// The capacity of a new volume in bytes: whole blocks, at least what its filesystem needs.
+/// The capacity of a new volume in bytes: whole blocks, at minimum the minimum of its filesystem.
 pub fn capacity(store: &Store, request: &InlineRequest) -> Result<u64> {
-    let wanted = request.size_bytes.unwrap_or_else(|| default_bytes(store, request));
-    let least = match request.in_memory {
+    let requested = request.size_bytes.unwrap_or_else(|| default_bytes(store, request));
+    let minimum = match request.in_memory {
         true => 0,
-        false => wanted_filesystem(request).unwrap_or(FsType::Ext4).min_bytes(),
+        false => requested_filesystem(request).unwrap_or(FsType::Ext4).min_bytes(),
     };
-    let bytes = wanted.max(least).max(MIN_VOLUME_BYTES);
+    let bytes = requested.max(minimum).max(MIN_VOLUME_BYTES);
     let rounded = bytes.div_ceil(BLOCK_SIZE).saturating_mul(BLOCK_SIZE);
     if rounded > store.max_volume_bytes {
         return Err(Error::OutOfRange(format!(
-            "volume_context: size: {bytes} bytes are more than the largest volume here, {} bytes",
+            "volume_context: size: {bytes} bytes exceed the largest supported volume, {} bytes",
             store.max_volume_bytes
         )));
     }
     Ok(rounded)
 }
 
-/// The backing file in the pool, if it is there.
+/// Opens the backing file in the pool, if it exists.
 fn open(store: &Store, row: &Inline, write: bool) -> Result<Option<File>> {
     match File::options().read(true).write(write).open(store.volume_path(&row.id)) {
         Ok(backing) => Ok(Some(backing)),
@@ -63,26 +63,26 @@ fn open(store: &Store, row: &Inline, write: bool) -> Result<Option<File>> {
     }
 }
 
-/// What is wrong with the backing file, if anything.
-fn wrong_with(row: &Inline, backing: Option<&File>) -> Result<Option<Condition>> {
+/// The problem of the backing file, if any.
+fn problem(row: &Inline, backing: Option<&File>) -> Result<Option<Condition>> {
     let Some(backing) = backing else {
-        let message = "its backing file is gone; delete the pod";
+        let message = "its backing file is missing; delete the pod";
         return Ok(Some(Condition::abnormal(HealthProblem::BackingFileMissing, message)));
     };
     let (bytes, capacity) = (length(backing)?, row.capacity_bytes);
     Ok((bytes < capacity).then(|| {
         let message =
-            format!("its backing file has {bytes} bytes instead of {capacity}; delete the pod");
+            format!("its backing file has {bytes} bytes, expected {capacity}; delete the pod");
         Condition::abnormal(HealthProblem::BackingFileShort, message)
     }))
 }
 
-/// What is wrong with the blocks, if anything.
+/// The problem of the volume's storage, if any.
 pub fn defect(store: &Store, row: &Inline) -> Result<Option<Condition>> {
-    wrong_with(row, open(store, row, false)?.as_ref())
+    problem(row, open(store, row, false)?.as_ref())
 }
 
-/// The device of a volume, even when its backing file was deleted under it. One in memory has none.
+/// The device of a volume, even if its backing file was deleted. A volume in memory has none.
 pub fn device(store: &Store, row: &Inline) -> Result<Option<LoopDevice>> {
     if row.request.in_memory {
         return Ok(None);
@@ -93,27 +93,27 @@ pub fn device(store: &Store, row: &Inline) -> Result<Option<LoopDevice>> {
     }
 }
 
-/// The device of a volume. That of a new one is made with all that is behind it; that of another is found, or attached
-/// again after a reboot.
+/// Returns the device of a volume. Creates the file and device of a new volume; attaches the file
+/// of an existing one again after a reboot.
 pub fn attach(store: &Store, row: &Inline) -> Result<LoopDevice> {
     if row.phase == Phase::Creating {
-        // Nobody else knows the file yet, so it has no device.
+        // The file is new, so it has no device.
         let attached = LoopDevice::attach(&make(store, row)?, Lifetime::Explicit);
         return attached.map(|(device, _)| device);
     }
     let backing = open(store, row, true)?;
-    match (wrong_with(row, backing.as_ref())?, backing) {
+    match (problem(row, backing.as_ref())?, backing) {
         (None, Some(backing)) => LoopDevice::ensure(&backing),
-        (wrong, _) => {
-            let wrong = wrong.map(|found| found.message).unwrap_or_default();
-            Err(Error::Damaged(format!("{:?}: {wrong}", row.handle)))
+        (problem, _) => {
+            let problem = problem.map(|found| found.message).unwrap_or_default();
+            Err(Error::Damaged(format!("volume_id: {:?}: {problem}", row.handle)))
         }
     }
 }
 
-/// Makes the backing file, durable.
+/// Creates the backing file durably.
 fn make(store: &Store, row: &Inline) -> Result<File> {
-    let doing = || format!("making the backing file of inline volume {:?}", row.handle);
+    let doing = || format!("creating the backing file of inline volume {:?}", row.handle);
     let file = pool::new_file(&store.volume_path(&row.id))?;
     store.pool.adopt(&file)?;
     file.set_len(row.capacity_bytes).context(doing)?;
@@ -124,19 +124,24 @@ fn make(store: &Store, row: &Inline) -> Result<File> {
     Ok(file)
 }
 
-/// The filesystem on the device, which is not mounted where the volume is new: made.
+/// Returns the type of the filesystem on the device. Creates the filesystem of a new volume.
 pub fn filesystem(store: &Store, row: &mut Inline, device: &LoopDevice) -> Result<FsType> {
     match row.format {
         Some(Format { fs_type, unfinished: false, .. }) => return Ok(fs_type),
         _ if row.phase == Phase::Creating => {}
-        // What a pod has seen is not made again.
-        _ => return Err(Error::Damaged(format!("{:?} has no filesystem", row.handle))),
+        // A filesystem that a pod has used is never created again.
+        _ => {
+            return Err(Error::Damaged(format!(
+                "volume_id: {:?} has no filesystem; delete the pod",
+                row.handle
+            )));
+        }
     }
-    let fs_type = wanted_filesystem(&row.request).unwrap_or(FsType::Ext4);
+    let fs_type = requested_filesystem(&row.request).unwrap_or(FsType::Ext4);
     format::make(store, row, device, fs_type).map(|()| fs_type)
 }
 
-/// Removes the backing file. The device is gone already.
+/// Removes the backing file. The caller has detached the device.
 pub fn remove(store: &Store, row: &Inline) -> Result<()> {
     if row.request.in_memory {
         return Ok(());

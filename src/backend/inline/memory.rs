@@ -1,5 +1,6 @@
-//! Volumes in memory: a tmpfs of its own, mounted at the target. The mount alone keeps it, so that it outlives this process and
-//! goes with the pod, or at a reboot. Nothing of it is ever on a disk, where the kernel knows `noswap`.
+//! Inline volumes in memory: each is a tmpfs mounted at its target. Only the mount keeps it, so it
+//! survives this process and ends with the pod or at a reboot. With the mount option `noswap` it is
+//! never written to disk.
 
 use std::fs;
 use std::path::Path;
@@ -14,24 +15,24 @@ use super::super::model::{Access, Inline};
 use super::super::target::check_directory;
 use super::CONTENT_FLAGS;
 
-/// Bytes of a volume for each of its files, at least: a file costs memory of the kernel beside what it holds.
+/// Minimum bytes of a volume per file: each file also needs kernel memory.
 const BYTES_PER_FILE: u64 = 2048;
 
-/// Whether a mount is that of the volume. Its source is the id, which is unique for ever.
+/// Whether a mount belongs to the volume. Its source is the unique id of the volume.
 pub fn is_of(row: &Inline, mount: &Mount) -> bool {
     mount.source == Path::new(&row.id)
 }
 
-pub fn is_shown(row: &Inline) -> Result<bool> {
+pub fn is_mounted(row: &Inline) -> Result<bool> {
     Ok(filesystem::mount_at(&row.target)?.is_some_and(|mount| is_of(row, &mount)))
 }
 
-/// Mounts the volume at its target, unless it is there.
-pub fn show(row: &Inline) -> Result<()> {
+/// Mounts the volume at its target, unless it is mounted.
+pub fn mount_at_target(row: &Inline) -> Result<()> {
     let target = &row.target;
-    fs::create_dir_all(target).context(|| format!("making {}", target.display()))?;
+    fs::create_dir_all(target).context(|| format!("creating {}", target.display()))?;
     reach("inline.directory_made")?;
-    if is_shown(row)? {
+    if is_mounted(row)? {
         return Ok(());
     }
     check_directory("target_path", target)?;
@@ -41,10 +42,10 @@ pub fn show(row: &Inline) -> Result<()> {
     let make =
         |options: &str| mount(Some(row.id.as_str()), target, Some("tmpfs"), flags, Some(options));
     match make(&format!("{options},noswap")) {
-        // Linux before 6.4, or a container that is not of the first user namespace.
+        // Linux before 6.4, or a container in a user namespace.
         Err(Errno::EINVAL | Errno::EPERM) => {
             tracing::warn!(
-                "this kernel's tmpfs knows no noswap: an inline volume in memory may be swapped out"
+                "this kernel's tmpfs does not support noswap: an inline volume in memory may be swapped out"
             );
             make(&options)
         }
@@ -54,7 +55,8 @@ pub fn show(row: &Inline) -> Result<()> {
     reach("memory.mounted")
 }
 
-/// What any filesystem knows. Other options would be tmpfs's own, and could take its bounds away.
+/// Parses the generic mount flags. Options of tmpfs are rejected, because they could remove its
+/// limits.
 fn flags(row: &Inline) -> Result<MsFlags> {
     let Access::Mount { flags, .. } = &row.request.capability.access else {
         return Ok(MsFlags::empty());
@@ -65,7 +67,7 @@ fn flags(row: &Inline) -> Result<MsFlags> {
         (flags, data) if data.is_empty() => Ok(flags),
         _ => Err(Error::invalid(
             "mount_flags",
-            "has options of a filesystem, and a volume in memory has none; leave them out",
+            "contains filesystem options, which a volume in memory does not support; remove them",
         )),
     }
 }

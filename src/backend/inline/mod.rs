@@ -1,15 +1,16 @@
-//! Inline ephemeral volumes (KEP-596): born when a pod's mount is made, gone when it is taken away. One row of the
-//! catalog says what is wanted; what is there is asked of the kernel. No other part of the backend sees them: they have
-//! no name, no staging, no snapshots, and their ids are kubelet's.
+//! Inline ephemeral volumes (KEP-596): created by NodePublishVolume and deleted by
+//! NodeUnpublishVolume. The catalog's row holds the desired state; the actual state is read from
+//! the kernel. The rest of the backend does not see these volumes: they have no name, no staging
+//! and no snapshots, and kubelet chooses their handles.
 //!
-//! Everything that is done for a volume can be done again. A row that is not `Ready` was never shown to a pod, or is
-//! on its way out: whoever meets it, the next call, a start or a round, takes away what it names.
+//! Every step can be repeated. A row that is not `Ready` was never used by a pod, or is being
+//! deleted: the next call, start or collection removes it.
 
 mod blocks;
 mod content;
+mod garbage;
 mod limits;
 mod memory;
-mod settle;
 
 use std::fs;
 use std::io;
@@ -17,7 +18,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
 
-use super::attachment::readable;
+use super::attachment::stats_or_condition;
 use super::deferral;
 use super::error::{Context, Error, Result};
 use super::fail_point::reach;
@@ -28,37 +29,38 @@ use super::ids::{self, INLINE_PREFIX};
 use super::locks::Lock;
 use super::loop_device::LoopDevice;
 use super::lost_pool;
+use super::maintenance;
 use super::model::{
     Access, Condition, Deferral, FsType, HealthProblem, Inline, InlineRequest, Phase, Stats, Usage,
 };
 use super::runtime::DeferredMount;
 use super::store::Store;
 use super::target::{check_directory, remove_target};
-use super::upkeep;
 
 pub use content::Content;
-pub use limits::{InlineLimits, in_all, promised};
-pub use settle::collect;
+pub use garbage::collect;
+pub use limits::{InlineLimits, provisioned_bytes, totals};
 
-/// Whoever may run what is in a content volume, or open a device there, has no need to.
+/// A pod does not need to execute files or open devices of a content volume.
 const CONTENT_FLAGS: &str = "nosuid,nodev,noexec";
-/// What a pod of any user may write to, as in emptyDir.
+/// Mode of the root of a writable volume, as in emptyDir: any user may write.
 const SCRATCH_MODE: u32 = 0o777;
-/// What ext4 is born with. An emptyDir begins empty, and some programs insist on that.
+/// A directory that mkfs.ext4 creates. Like an emptyDir, a volume must begin empty: some programs
+/// require that.
 const LOST_AND_FOUND: &str = "lost+found";
-/// How long a device may take to let go of its blocks, where a call waits for that.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a call waits until a device is detached.
+const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What NodePublishVolume asks for.
+/// The arguments of NodePublishVolume for an inline volume.
 pub struct PublishInline<'a> {
     pub handle: &'a str,
     pub target: &'a Path,
     pub request: &'a InlineRequest,
-    /// Nothing is written where there is none, except that a content volume is emptied.
+    /// The files to write. Empty content only clears a content volume.
     pub content: &'a Content,
 }
 
-/// Makes the volume and shows it, or makes what is there agree with the request.
+/// Creates and mounts the volume, or updates an existing one.
 pub fn publish(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
     check_handle(publish.handle)?;
     if publish.request.deferred.is_some() {
@@ -67,35 +69,35 @@ pub fn publish(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
     let _lock = lock(store, publish.handle, publish.target)?;
     let found = store.catalog.read()?.get::<Inline>(publish.handle)?;
     match found {
-        Some(row) if row.phase == Phase::Ready => again(store, row, publish),
-        Some(row) => take_away(store, row, PATIENCE).and_then(|()| make(store, publish)),
+        Some(row) if row.phase == Phase::Ready => republish(store, row, publish),
+        Some(row) => delete(store, row, DETACH_TIMEOUT).and_then(|()| make(store, publish)),
         None => make(store, publish),
     }
-    .map_err(|error| upkeep::or_exhausted(store, error))
+    .map_err(|error| maintenance::or_exhausted(store, error))
 }
 
-/// Two volumes at one target exclude each other as two calls for one volume do: what is there is looked at first.
+/// Locks the handle and the target: two volumes must not use one target at the same time.
 fn lock(store: &Store, handle: &str, target: &Path) -> Result<Lock> {
     let volume = format!("inline volume {handle}");
     let place = format!("target {}", target.display());
-    store.locks.take([volume.as_str(), place.as_str()])
+    store.locks.try_lock([volume.as_str(), place.as_str()])
 }
 
-/// A handle is kubelet's choice, and is only compared. What looks like an id of this driver is none.
+/// Validates a handle. kubelet chooses it. The id format of this driver is rejected.
 fn check_handle(handle: &str) -> Result<()> {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
     let begins = handle.bytes().next().is_some_and(|byte| byte.is_ascii_alphanumeric());
     if !begins || !handle.bytes().all(fits) || ids::name_of(handle).is_some() {
         return Err(Error::invalid(
             "volume_id",
-            "is not the handle of an inline volume: letters, digits, '-', '_' and '.', and not the id of another volume",
+            "must be the handle of an inline volume: letters, digits, '-', '_' and '.', and not the id of another volume",
         ));
     }
     Ok(())
 }
 
-/// A volume that a pod has. Whatever fails now, the pod keeps what it has.
-fn again(store: &Store, mut row: Inline, publish: &PublishInline<'_>) -> Result<()> {
+/// Publishes an existing volume again. On an error the pod keeps its current volume.
+fn republish(store: &Store, mut row: Inline, publish: &PublishInline<'_>) -> Result<()> {
     let PublishInline { handle, target, request, content } = publish;
     if row.target != *target {
         return Err(Error::Precondition(format!(
@@ -109,14 +111,14 @@ fn again(store: &Store, mut row: Inline, publish: &PublishInline<'_>) -> Result<
             target.display()
         )));
     }
-    // What was in memory is lost with it, as after a reboot: then the volume begins anew, altogether.
-    if request.in_memory && !memory::is_shown(&row)? {
-        return take_away(store, row, PATIENCE).and_then(|()| make(store, publish));
+    // The content is lost with the mount, as after a reboot. Create the volume again.
+    if request.in_memory && !memory::is_mounted(&row)? {
+        return delete(store, row, DETACH_TIMEOUT).and_then(|()| make(store, publish));
     }
     bring_up(store, &mut row, content)
 }
 
-/// A new volume. If it cannot be made nothing is left of it.
+/// Creates a new volume. A failed creation is undone.
 fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
     let PublishInline { handle, target, request, content } = publish;
     check_directory("target_path", target)?;
@@ -135,43 +137,45 @@ fn make(store: &Store, publish: &PublishInline<'_>) -> Result<()> {
         store.catalog.write(|tx| tx.put(&row))
     });
     if made.is_err()
-        && let Err(error) = take_away(store, row, PATIENCE)
+        && let Err(error) = delete(store, row, DETACH_TIMEOUT)
     {
-        // The row stays as an intent: the next call, round or start goes on.
-        tracing::error!(%error, "an inline volume that could not be made could not be undone yet");
+        // The row remains as an intent: the next call, collection or start tries again.
+        tracing::error!(%error, "failed to undo the creation of an inline volume; the next collection tries again");
     }
     made
 }
 
-/// Blocks, filesystem, mount, content, owner, in this order, each where it is not there yet; in memory the mount is the first.
+/// Creates, in this order and where missing: backing file, filesystem, mount, content, owner. In
+/// memory the mount is first.
 fn bring_up(store: &Store, row: &mut Inline, content: &Content) -> Result<()> {
     if row.request.in_memory {
-        memory::show(row)?;
+        memory::mount_at_target(row)?;
         return fill(row, &row.target, content);
     }
     let device = blocks::attach(store, row)?;
     let fs_type = blocks::filesystem(store, row, &device)?;
     if let Some(deferral) = row.request.deferred {
-        return leave(store, row, &device, fs_type, &deferral, content);
+        return defer(store, row, &device, fs_type, &deferral, content);
     }
     let read_only = row.request.is_read_only();
     if !read_only {
-        show(row, &device, fs_type, false)?;
-        return fill_shown(store, row, &device, content);
+        mount_at_target(row, &device, fs_type, false)?;
+        return fill_mounted(store, row, &device, content);
     }
     if row.phase == Phase::Creating {
-        // What the pod may not change is written before it can look. To be mounted anew is what every other mount
-        // namespace follows, and to be made read-only is not.
-        show(row, &device, fs_type, false)?;
-        fill_shown(store, row, &device, content)?;
-        filesystem::unmount(&row.target, |mount| mount.shows(&device))?;
+        // The content of a read-only volume is written before the pod can see it. Mount again
+        // instead of remounting: other mount namespaces receive a new mount, but not a change to
+        // read-only.
+        mount_at_target(row, &device, fs_type, false)?;
+        fill_mounted(store, row, &device, content)?;
+        filesystem::unmount(&row.target, |mount| mount.is_filesystem_of(&device))?;
     }
-    show(row, &device, fs_type, true)
+    mount_at_target(row, &device, fs_type, true)
 }
 
-/// Leaves the volume to a container runtime. A new one is filled before, where nobody sees it; one that a pod may have
-/// is not looked into.
-fn leave(
+/// Hands the volume to a container runtime. A new volume is filled first, through a detached mount.
+/// An existing one is not accessed, because a pod may have mounted it.
+fn defer(
     store: &Store,
     row: &mut Inline,
     device: &LoopDevice,
@@ -180,8 +184,8 @@ fn leave(
     content: &Content,
 ) -> Result<()> {
     if row.phase == Phase::Creating {
-        format::grow_unseen(store, row, device)?;
-        let root = filesystem::mount_unseen(device, fs_type)?;
+        format::grow_offline(store, row, device)?;
+        let root = filesystem::mount_detached(device, fs_type)?;
         fill(row, &root.path(), content)?;
     }
     if let Some(found) = deferral::defect(device, &filesystem::all_mounts()?) {
@@ -194,12 +198,17 @@ fn leave(
     deferral::hand_over(store, &DeferredMount { target, device, fs_type, flags: &flags, deferral })
 }
 
-/// Mounts the filesystem at the target, unless it is there.
-fn show(row: &Inline, device: &LoopDevice, fs_type: FsType, read_only: bool) -> Result<()> {
+/// Mounts the filesystem at the target, unless it is mounted.
+fn mount_at_target(
+    row: &Inline,
+    device: &LoopDevice,
+    fs_type: FsType,
+    read_only: bool,
+) -> Result<()> {
     let target = &row.target;
-    fs::create_dir_all(target).context(|| format!("making {}", target.display()))?;
+    fs::create_dir_all(target).context(|| format!("creating {}", target.display()))?;
     reach("inline.directory_made")?;
-    if is_shown(row, device)? {
+    if is_mounted(row, device)? {
         return Ok(());
     }
     check_directory("target_path", target)?;
@@ -209,12 +218,12 @@ fn show(row: &Inline, device: &LoopDevice, fs_type: FsType, read_only: bool) -> 
 
 fn mount_flags(row: &Inline, read_only: bool) -> Vec<String> {
     let Access::Mount { flags, .. } = &row.request.capability.access else { return Vec::new() };
-    let asked = flags.iter().flat_map(|flags| flags.split(','));
-    asked.filter(|flag| read_only || *flag != "ro").map(str::to_owned).collect()
+    let flags = flags.iter().flat_map(|flags| flags.split(','));
+    flags.filter(|flag| read_only || *flag != "ro").map(str::to_owned).collect()
 }
 
-/// All of its size, and what is in it, for a volume that is mounted at its target.
-fn fill_shown(
+/// Grows and fills a volume that is mounted at its target.
+fn fill_mounted(
     store: &Store,
     row: &mut Inline,
     device: &LoopDevice,
@@ -225,17 +234,18 @@ fn fill_shown(
     fill(row, &target, content)
 }
 
-/// What is in the volume mounted at `root`: content, and an owner.
+/// Sets content and owner of the volume mounted at `root`.
 fn fill(row: &Inline, root: &Path, content: &Content) -> Result<()> {
-    let begins_empty = row.phase == Phase::Creating;
-    if begins_empty {
+    let is_new = row.phase == Phase::Creating;
+    if is_new {
         empty(root)?;
     }
     if row.request.read_only_content {
         content::refresh(root, content)?;
-    } else if begins_empty {
+    } else if is_new {
         let mode = fs::Permissions::from_mode(SCRATCH_MODE);
-        fs::set_permissions(root, mode).context(|| format!("opening {}", root.display()))?;
+        fs::set_permissions(root, mode)
+            .context(|| format!("setting the mode of {}", root.display()))?;
         reach("inline.mode_set")?;
         content::seed(root, content)?;
     }
@@ -255,30 +265,30 @@ fn empty(root: &Path) -> Result<()> {
     }
 }
 
-fn is_shown(row: &Inline, device: &LoopDevice) -> Result<bool> {
-    Ok(filesystem::mount_at(&row.target)?.is_some_and(|mount| mount.shows(device)))
+fn is_mounted(row: &Inline, device: &LoopDevice) -> Result<bool> {
+    Ok(filesystem::mount_at(&row.target)?.is_some_and(|mount| mount.is_filesystem_of(device)))
 }
 
-/// The same of a volume of any kind.
-fn shown(store: &Store, row: &Inline) -> Result<bool> {
+/// Whether a volume of any kind is mounted at its target.
+fn is_mounted_any(store: &Store, row: &Inline) -> Result<bool> {
     match blocks::device(store, row)? {
-        Some(device) => is_shown(row, &device),
-        None => Ok(row.request.in_memory && memory::is_shown(row)?),
+        Some(device) => is_mounted(row, &device),
+        None => Ok(row.request.in_memory && memory::is_mounted(row)?),
     }
 }
 
-/// Takes a volume away for good. OK when it is not there, or not at `target`.
+/// Deletes a volume. Succeeds if it does not exist or has another target.
 pub fn unpublish(store: &Store, handle: &str, target: &Path) -> Result<()> {
     let _lock = lock(store, handle, target)?;
     match store.catalog.read()?.get::<Inline>(handle)? {
-        Some(row) if row.target == target => take_away(store, row, PATIENCE),
+        Some(row) if row.target == target => delete(store, row, DETACH_TIMEOUT),
         Some(_) | None => Ok(()),
     }
 }
 
-/// Intent, mount or word to a runtime, blocks, target, row. Whatever is gone already is passed over. `Busy` when
-/// somebody still uses the filesystem, elsewhere or by an open file, after `patience`.
-fn take_away(store: &Store, row: Inline, patience: Duration) -> Result<()> {
+/// Deletes a volume: intent, mount or runtime's file, device and backing file, target, row. Skips
+/// what no longer exists. `Busy` if the filesystem is still in use after `timeout`.
+fn delete(store: &Store, row: Inline, timeout: Duration) -> Result<()> {
     let row = Inline { phase: Phase::Deleting, ..row };
     store.catalog.write(|tx| tx.put(&row))?;
     let device = blocks::device(store, &row)?;
@@ -286,31 +296,31 @@ fn take_away(store: &Store, row: Inline, patience: Duration) -> Result<()> {
         memory::unmount(&row)?;
     }
     if row.request.deferred.is_some() {
-        deferral::take_back(store, &row.target, device.as_ref(), patience)?;
+        deferral::take_back(store, &row.target, device.as_ref(), timeout)?;
     }
     if let Some(device) = device {
-        filesystem::unmount(&row.target, |mount| mount.shows(&device))?;
-        device.release_within(patience)?;
+        filesystem::unmount(&row.target, |mount| mount.is_filesystem_of(&device))?;
+        device.release_within(timeout)?;
     }
     blocks::remove(store, &row)?;
     remove_target(&row.target)?;
     store.catalog.write(|tx| tx.remove::<Inline>(&row.handle))
 }
 
-/// The inline volume of this handle, whatever phase it is in.
+/// The inline volume with this handle, in any phase.
 pub fn find(store: &Store, handle: &str) -> Result<Option<Inline>> {
     store.catalog.read()?.get::<Inline>(handle)
 }
 
-/// How it is; `path` is its target.
+/// Usage and condition. `path` is the target.
 pub fn stats(store: &Store, row: &Inline, path: &Path) -> Result<Stats> {
     if row.request.deferred.is_some() && row.target == path {
         return deferral::stats(store, path, || defect(store, row));
     }
-    readable(usage(store, row, path), condition(store, row)?)
+    stats_or_condition(usage(store, row, path), condition(store, row)?)
 }
 
-/// How full it is; `path` is its target.
+/// The usage. `path` is the target.
 pub fn usage(store: &Store, row: &Inline, path: &Path) -> Result<Usage> {
     let missing = || {
         Error::Missing(format!("volume_path: {:?} is not in use at {}", row.handle, path.display()))
@@ -318,18 +328,18 @@ pub fn usage(store: &Store, row: &Inline, path: &Path) -> Result<Usage> {
     if row.target != path {
         return Err(missing());
     }
-    if shown(store, row)? { filesystem::usage(path) } else { Err(missing()) }
+    if is_mounted_any(store, row)? { filesystem::usage(path) } else { Err(missing()) }
 }
 
-/// What is wrong with it, if anything.
+/// The condition of the volume.
 pub fn condition(store: &Store, row: &Inline) -> Result<Condition> {
-    defect(store, row).map(health::of_defect)
+    defect(store, row).map(health::or_healthy)
 }
 
 fn defect(store: &Store, row: &Inline) -> Result<Option<Condition>> {
     let abnormal = |problem, message: &str| Ok(Some(Condition::abnormal(problem, message)));
     if row.phase != Phase::Ready {
-        return abnormal(HealthProblem::NotReady, "the volume is being made or removed");
+        return abnormal(HealthProblem::NotReady, "the volume is being created or removed");
     }
     if let Some(found) = lost_pool::defect(store)? {
         return Ok(Some(found));
@@ -340,7 +350,7 @@ fn defect(store: &Store, row: &Inline) -> Result<Option<Condition>> {
         abnormal(HealthProblem::NotMounted, &message)
     };
     if row.request.in_memory {
-        return if memory::is_shown(row)? { Ok(None) } else { not_mounted() };
+        return if memory::is_mounted(row)? { Ok(None) } else { not_mounted() };
     }
     if let Some(found) = blocks::defect(store, row)? {
         return Ok(Some(found));
@@ -353,8 +363,8 @@ fn defect(store: &Store, row: &Inline) -> Result<Option<Condition>> {
         if let Some(found) = deferral::defect(&device, &filesystem::all_mounts()?) {
             return Ok(Some(found));
         }
-    } else if !is_shown(row, &device)? {
+    } else if !is_mounted(row, &device)? {
         return not_mounted();
     }
-    upkeep::shortage(store)
+    maintenance::shortage(store)
 }

@@ -1,7 +1,7 @@
-//! Loop devices: attaching a backing file, finding the devices of a file again after a restart, and
-//! letting go of them. Devices are told by the inode behind them, never by a name, and only devices
-//! of files that the caller names are ever touched. A device of such a file that this driver cannot have
-//! made (it has an offset, a size limit, other sectors, or was attached read-only) is never used and never
+//! Loop devices: attaching a backing file, finding its devices after a restart, and detaching them.
+//! A device is identified by the inode of its backing file, never by name. Only devices of files
+//! that the caller names are touched. A device of such a file with other parameters (offset, size
+//! limit, sector size, read-only) was attached by another program: it is never used and never
 //! detached.
 
 mod named;
@@ -22,30 +22,30 @@ use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 use tracing::warn;
 
 use super::error::{Context, Error, Result};
-use super::fail_point::{meet, reach};
+use super::fail_point::{hit, reach};
 use super::sys;
 use super::units::BLOCK_SIZE;
 
 const CONTROL: &str = "/dev/loop-control";
 const LOOP_MAJOR: u64 = 7;
 
-/// Held while a free device is taken: of many threads that ask at once all get the same number.
-static TAKING: Mutex<()> = Mutex::new(());
+/// Held during an attach, because the kernel offers the same free device to concurrent callers.
+static ATTACH_LOCK: Mutex<()> = Mutex::new(());
 
-/// How often another process may take a free device from under us.
+/// Maximum number of attempts when other processes take the free device first.
 const ATTACH_ATTEMPTS: usize = 64;
 
-/// How long a device may take to let go of its file, where somebody waits for that.
+/// How long a call waits until a device is detached.
 const DETACH_DEADLINE: Duration = Duration::from_secs(10);
 
-/// A loop device that had a backing file when it was looked at.
+/// A loop device that had a backing file when it was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoopDevice {
     number: u32,
     path: PathBuf,
 }
 
-/// What tells a backing file: device and inode.
+/// The identity of a backing file: device and inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Identity {
     device: (u64, u64),
@@ -56,11 +56,11 @@ impl Identity {
     fn of(file: &File) -> io::Result<Self> {
         let metadata = file.metadata()?;
         let device = metadata.dev();
-        let split = (nix::sys::stat::major(device), nix::sys::stat::minor(device));
-        Ok(Self { device: split, inode: metadata.ino() })
+        let numbers = (nix::sys::stat::major(device), nix::sys::stat::minor(device));
+        Ok(Self { device: numbers, inode: metadata.ino() })
     }
 
-    /// From the kernel's own encoding of device numbers.
+    /// Decodes the kernel's encoding of device numbers.
     fn of_status(info: &sys::loop_info64) -> Self {
         let device = info.lo_device;
         let minor = (device & 0xff) | ((device >> 12) & 0xf_ff00);
@@ -68,35 +68,35 @@ impl Identity {
     }
 }
 
-/// One attachment of a device, told from the next one: filesystems in memory have the same device and inode numbers
-/// again as soon as a former one is gone.
+/// Identifies one attachment of a device. Device and inode are not enough: an in-memory filesystem
+/// reuses those numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Incarnation {
+struct AttachmentId {
     backing: Identity,
-    /// As [`configure`] has made it up.
+    /// The random name from [`configure`].
     name: Vec<u8>,
 }
 
-impl Incarnation {
+impl AttachmentId {
     fn of_status(info: &sys::loop_info64) -> Self {
         Self { backing: Identity::of_status(info), name: info.lo_file_name.to_vec() }
     }
 }
 
-/// How a device shows its backing file.
+/// The parameters of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Shape {
-    /// In bytes, as the next two.
+struct DeviceParameters {
+    /// In bytes, like the next two fields.
     offset: u64,
     /// 0: none.
     size_limit: u64,
     sector: u64,
-    /// Attached so. Not whether the device refuses writes, which a publication decides (BLKROSET).
+    /// Attached read-only. A read-only publication sets another flag (BLKROSET).
     read_only: bool,
 }
 
-impl Shape {
-    /// That of every device that this driver has ever made.
+impl DeviceParameters {
+    /// The parameters of every device that this driver attaches.
     const OURS: Self = Self { offset: 0, size_limit: 0, sector: BLOCK_SIZE, read_only: false };
 }
 
@@ -104,7 +104,7 @@ impl Shape {
 #[derive(Debug, Default)]
 pub struct Devices {
     pub ours: Vec<LoopDevice>,
-    foreign: Vec<(LoopDevice, Shape)>,
+    foreign: Vec<(LoopDevice, DeviceParameters)>,
 }
 
 impl Devices {
@@ -112,27 +112,30 @@ impl Devices {
         self.ours.is_empty() && self.foreign.is_empty()
     }
 
-    /// Refuses a file that has a writable device of somebody else's: each device has a page cache of its own, so two of
-    /// them overwrite each other's blocks. A read-only one does no harm.
+    /// `Precondition` if another program attached a writable device to the file: each device has
+    /// its own page cache, so two devices overwrite each other's blocks. A read-only device is
+    /// harmless.
     pub fn refuse_foreign(&self) -> Result<()> {
-        let Some((device, shape)) = self.foreign.iter().find(|(_, shape)| !shape.read_only) else {
+        let Some((device, parameters)) =
+            self.foreign.iter().find(|(_, parameters)| !parameters.read_only)
+        else {
             return Ok(());
         };
         let path = device.path.display();
         Err(Error::Precondition(format!(
-            "{path} was attached to the same backing file by somebody else (offset {}, size limit {}, sectors of {} \
+            "another program attached {path} to the same backing file (offset {}, size limit {}, sectors of {} \
              bytes), and writes through two devices destroy data; detach it (losetup -d {path}) and try again",
-            shape.offset, shape.size_limit, shape.sector
+            parameters.offset, parameters.size_limit, parameters.sector
         )))
     }
 }
 
-/// The devices of all files, at one moment.
+/// A snapshot of all loop devices by backing file.
 #[derive(Debug, Default)]
 pub struct AttachedFiles(HashMap<Identity, Vec<(LoopDevice, sys::loop_info64)>>);
 
 impl AttachedFiles {
-    /// Opens every device that has a file, once.
+    /// Reads the status of every device with a backing file.
     pub fn read() -> Result<Self> {
         let mut files: HashMap<_, Vec<_>> = HashMap::new();
         for device in LoopDevice::all()?.into_iter().filter(LoopDevice::has_file) {
@@ -146,29 +149,29 @@ impl AttachedFiles {
         let wanted = Identity::of(backing).context(|| "reading a backing file".to_owned())?;
         let mut devices = Devices::default();
         for (device, info) in self.0.get(&wanted).into_iter().flatten() {
-            match device.shape(info) {
+            match device.parameters(info) {
                 None => {}
-                Some(Shape::OURS) => devices.ours.push(device.clone()),
-                Some(shape) => devices.foreign.push((device.clone(), shape)),
+                Some(DeviceParameters::OURS) => devices.ours.push(device.clone()),
+                Some(parameters) => devices.foreign.push((device.clone(), parameters)),
             }
         }
         Ok(devices)
     }
 }
 
-/// Who lets go of the device.
+/// When a device is detached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
-    /// [`LoopDevice::release`]: the device outlives this process, and with it a pod's I/O.
+    /// By [`LoopDevice::release`]: device and I/O of a pod survive this process.
     Explicit,
-    /// The kernel, as soon as nobody has the device open or mounted.
+    /// By the kernel, when the device is no longer open or mounted.
     LastUser,
 }
 
 impl LoopDevice {
-    /// Attaches `backing` (open for reading and writing) with 4096-byte sectors and, where its
-    /// filesystem allows, direct I/O. The returned handle keeps the device open. `Precondition` while somebody else has the
-    /// file attached for writing.
+    /// Attaches `backing` (open for reading and writing) with 4096-byte sectors and, if its
+    /// filesystem supports it, direct I/O. The returned file keeps the device open. `Precondition`
+    /// if another program has attached the file for writing.
     pub fn attach(backing: &File, lifetime: Lifetime) -> Result<(Self, File)> {
         Self::of_file(backing)?.refuse_foreign()?;
         Self::take(backing, lifetime)
@@ -178,25 +181,28 @@ impl LoopDevice {
         let control = File::options().read(true).write(true).open(CONTROL).context(|| {
             format!("opening {CONTROL} (loop devices need root and the loop module)")
         })?;
-        let _taking = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _lock = ATTACH_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         for _ in 0..ATTACH_ATTEMPTS {
             let number = sys::loop_free_number(&control)
-                .context(|| "asking for a free loop device".to_owned())?;
+                .context(|| "getting a free loop device".to_owned())?;
             let device = Self::numbered(number);
             device.ensure_node()?;
             let file = device.open(true)?;
             match configure(&file, backing, lifetime) {
                 Ok(()) => {
-                    // A former user may have left it read-only: the kernel keeps that.
+                    // The kernel keeps the read-only flag of a previous user.
                     device.set_read_only(false)?;
                     return Ok((device, file));
                 }
-                // Somebody else was faster.
+                // Another process took it first.
                 Err(e) if e.raw_os_error() == Some(libc::EBUSY) => continue,
                 Err(e) => return Err(Error::io(format!("attaching {}", device.path.display()), e)),
             }
         }
-        Err(Error::Busy("no free loop device: others take them as fast as they appear".to_owned()))
+        Err(Error::Busy(
+            "no free loop device: other processes take each free device first; try again"
+                .to_owned(),
+        ))
     }
 
     /// Our devices of `backing`, lowest number first.
@@ -209,20 +215,20 @@ impl LoopDevice {
         AttachedFiles::read()?.of_file(backing)
     }
 
-    /// The device of `backing`: the one it has, or a new one. `Precondition` while somebody else has the file attached for
-    /// writing.
+    /// Returns the existing device of `backing`, or attaches a new one. `Precondition` if another
+    /// program has attached the file for writing.
     pub fn ensure(backing: &File) -> Result<Self> {
         let devices = Self::of_file(backing)?;
         devices.refuse_foreign()?;
         match devices.ours.into_iter().next() {
-            Some(device) => device.keep().map(|()| device),
+            Some(device) => device.clear_autoclear().map(|()| device),
             None => Self::take(backing, Lifetime::Explicit).map(|(device, _)| device),
         }
     }
 
-    /// A detach that met a busy device leaves it to go with its last user: not while it is wanted.
-    fn keep(&self) -> Result<()> {
-        let doing = || format!("keeping {}", self.path.display());
+    /// Clears the autoclear flag, which a detach of a busy device sets: the device is in use again.
+    fn clear_autoclear(&self) -> Result<()> {
+        let doing = || format!("clearing the autoclear flag of {}", self.path.display());
         let file = self.open(true)?;
         let mut info = sys::loop_status(&file).context(doing)?;
         if info.lo_flags & LO_FLAGS_AUTOCLEAR as u32 == 0 {
@@ -233,14 +239,15 @@ impl LoopDevice {
         reach("loop.kept")
     }
 
-    /// The device whose backing file is deleted and had this name, which must be unique for ever.
+    /// The device of a deleted backing file with this name, which must be unique forever.
     pub fn find_deleted(name: &str) -> Result<Option<Self>> {
         let ending = format!("/{name} (deleted)");
         for device in Self::all()? {
             let path = format!("/sys/block/loop{}/loop/backing_file", device.number);
             let named = fs::read_to_string(path);
             if named.is_ok_and(|file| file.trim_end_matches('\n').ends_with(&ending))
-                && device.status().and_then(|info| device.shape(&info)) == Some(Shape::OURS)
+                && device.status().and_then(|info| device.parameters(&info))
+                    == Some(DeviceParameters::OURS)
             {
                 return Ok(Some(device));
             }
@@ -248,7 +255,7 @@ impl LoopDevice {
         Ok(None)
     }
 
-    /// The devices that there are, with a backing file or without.
+    /// All loop devices, with or without a backing file.
     fn all() -> Result<Vec<Self>> {
         let mut devices = Vec::new();
         let entries = fs::read_dir("/sys/block").context(|| "listing /sys/block".to_owned())?;
@@ -282,8 +289,8 @@ impl LoopDevice {
             .context(|| format!("opening {}", self.path.display()))
     }
 
-    /// Whether a filesystem of it is mounted anywhere, in whatever mount namespace, or somebody else has it to himself.
-    pub fn is_held(&self) -> Result<bool> {
+    /// Whether the device is mounted in any mount namespace or open exclusively.
+    pub fn is_in_use(&self) -> Result<bool> {
         let opened = File::options().read(true).custom_flags(libc::O_EXCL).open(&self.path);
         match opened {
             Ok(_) => Ok(false),
@@ -298,18 +305,18 @@ impl LoopDevice {
         let sectors = fs::read_to_string(&path).context(|| format!("reading {path}"))?;
         let sectors = sectors.trim().parse::<u64>();
         let sectors = sectors.map_err(|e| Error::Failed(format!("{path} is not a number: {e}")))?;
-        // Of 512 bytes, whatever the device has (Documentation/ABI/stable/sysfs-block).
+        // Always in units of 512 bytes (Documentation/ABI/stable/sysfs-block).
         Ok(sectors * 512)
     }
 
-    /// Takes over the size that the backing file has grown to.
+    /// Updates the device to the size of its backing file.
     pub fn grow(&self) -> Result<()> {
         sys::loop_set_capacity(&self.open(true)?)
             .context(|| format!("growing {}", self.path.display()))?;
         reach("loop.grown")
     }
 
-    /// Writes what the device's own page cache holds to the backing file.
+    /// Writes the device's page cache to the backing file.
     pub fn flush(&self) -> Result<()> {
         let file = self.open(true).or_else(|_| self.open(false))?;
         file.sync_all().context(|| format!("flushing {}", self.path.display()))
@@ -320,74 +327,76 @@ impl LoopDevice {
             .context(|| format!("reading the mode of {}", self.path.display()))
     }
 
-    /// Makes the device refuse writes, or accept them again.
+    /// Sets or clears the read-only flag of the device.
     pub fn set_read_only(&self, read_only: bool) -> Result<()> {
         sys::set_block_read_only(&self.open(false)?, read_only)
             .context(|| format!("setting the mode of {}", self.path.display()))?;
         reach("loop.mode_set")
     }
 
-    /// A number that is the same twice only if nothing was written or discarded in between, and
-    /// nothing is under way; `None` while something is.
-    pub fn write_mark(&self) -> Result<Option<[u64; 2]>> {
+    /// Counters of completed writes and discards. Equal values mean that nothing was written or
+    /// discarded in between. `None` while writes are in progress.
+    pub fn write_counters(&self) -> Result<Option<[u64; 2]>> {
         let read = |name: &str| {
             let path = format!("/sys/block/loop{}/{name}", self.number);
             fs::read_to_string(&path).context(|| format!("reading {path}"))
         };
         if read("queue/iostats")?.trim() == "0" {
             return Err(Error::Precondition(format!(
-                "{} does not count its writes (queue/iostats is 0), which a copy of a raw volume \
-                 rests on; switch it on",
+                "{} does not count writes (queue/iostats is 0), which a copy of a raw block volume \
+                 requires; set it to 1",
                 self.path.display()
             )));
         }
-        // In this order: what was under way at the first look has ended and is counted at the second.
+        // Read in this order: a write that is in flight at the first read and then completes is
+        // counted in the second.
         let busy = read("inflight")?;
         let text = read("stat")?;
         let field = |text: &str, at: usize| {
             text.split_whitespace().nth(at).and_then(|field| field.parse::<u64>().ok())
         };
-        // Documentation/block/stat.rst: 4 is writes done, 11 is discards done; inflight: 1 is writes.
+        // Documentation/block/stat.rst: 4 is writes done, 11 is discards done; inflight: 1 is
+        // writes.
         let (Some(writes), Some(discards), Some(under_way)) =
             (field(&text, 4), field(&text, 11), field(&busy, 1))
         else {
             return Err(Error::Failed(format!(
-                "the counters of {} are not readable",
+                "failed to parse the I/O counters of {}",
                 self.path.display()
             )));
         };
         Ok((under_way == 0).then_some([writes, discards]))
     }
 
-    /// Lets go of the backing file that the device has now, and waits until it is done.
+    /// Detaches the device from its current backing file, and waits until that is done.
     pub fn release(&self) -> Result<()> {
         self.release_within(DETACH_DEADLINE)
     }
 
-    /// Like [`Self::release`]; `Busy` when it takes longer than this.
-    pub fn release_within(&self, patience: Duration) -> Result<()> {
-        let Some(attached) = self.status().map(|info| Incarnation::of_status(&info)) else {
+    /// Like [`Self::release`]; `Busy` after `timeout`.
+    pub fn release_within(&self, timeout: Duration) -> Result<()> {
+        let Some(attached) = self.status().map(|info| AttachmentId::of_status(&info)) else {
             return Ok(());
         };
-        self.release_while(patience, |file| match sys::loop_status(file) {
-            Ok(info) => Ok(Incarnation::of_status(&info) == attached),
+        self.release_while(timeout, |file| match sys::loop_status(file) {
+            Ok(info) => Ok(AttachmentId::of_status(&info) == attached),
             Err(e) if is_gone(&e) => Ok(false),
             Err(e) => Err(Error::io(self.detaching(), e)),
         })
     }
 
-    /// Detaches the device for as long as `is_attached` says that it has the file that is meant, and waits until it has
-    /// not. `Busy` when that takes longer than `patience`.
+    /// Detaches the device while `is_attached` holds, and waits until it does not. `Busy` after
+    /// `timeout`.
     fn release_while(
         &self,
-        patience: Duration,
+        timeout: Duration,
         is_attached: impl Fn(&File) -> Result<bool>,
     ) -> Result<()> {
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         while self.detach(&is_attached)? {
             if Instant::now() > deadline {
                 return Err(Error::Busy(format!(
-                    "{} is still in use; unmount it or close what has it open",
+                    "{} is still in use; unmount it or stop the processes that have it open",
                     self.path.display()
                 )));
             }
@@ -396,19 +405,19 @@ impl LoopDevice {
         Ok(())
     }
 
-    /// Detaches our devices of `backing`, which is about to be removed.
+    /// Detaches our devices of `backing` before it is removed.
     pub fn detach_all(backing: &File) -> Result<()> {
         let devices = Self::of_file(backing)?;
         for (device, _) in &devices.foreign {
             let path = device.path.display();
-            warn!(%path, "left attached by somebody else; the room of the file is free when it is detached");
+            warn!(%path, "another program has attached this loop device; the space of its file is freed when it is detached");
         }
         devices.ours.iter().try_for_each(Self::release)
     }
 
-    /// Asks the kernel to end this attachment; false once it is another, or none. The file is
-    /// checked and let go of through one descriptor: as long as that is open the device cannot
-    /// pass to somebody else, whose file would be let go of in its stead.
+    /// Requests a detach. Returns false if the device has no file or another one. The file is
+    /// checked and detached through one descriptor: while that is open, the device cannot be
+    /// attached to another file.
     fn detach(&self, is_attached: &impl Fn(&File) -> Result<bool>) -> Result<bool> {
         if !self.has_file() {
             return Ok(false);
@@ -422,7 +431,7 @@ impl LoopDevice {
         if !is_attached(&file)? {
             return Ok(false);
         }
-        // The next user of the device would find it read-only.
+        // The kernel keeps the flag for the next user of the device.
         if sys::block_is_read_only(&file).context(doing)? {
             sys::set_block_read_only(&file, false).context(doing)?;
             reach("loop.mode_reset")?;
@@ -438,15 +447,15 @@ impl LoopDevice {
         format!("detaching {}", self.path.display())
     }
 
-    /// sysfs shows the directory `loop` only while the device has a backing file.
+    /// sysfs has the directory `loop` only while the device has a backing file.
     fn has_file(&self) -> bool {
         Path::new(&format!("/sys/block/loop{}/loop", self.number)).exists()
     }
 
-    /// `None` when it was let go of meanwhile.
-    fn shape(&self, info: &sys::loop_info64) -> Option<Shape> {
+    /// `None` if it was detached meanwhile.
+    fn parameters(&self, info: &sys::loop_info64) -> Option<DeviceParameters> {
         let path = format!("/sys/block/loop{}/queue/logical_block_size", self.number);
-        Some(Shape {
+        Some(DeviceParameters {
             offset: info.lo_offset,
             size_limit: info.lo_sizelimit,
             sector: fs::read_to_string(path).ok()?.trim().parse().ok()?,
@@ -460,7 +469,7 @@ impl LoopDevice {
         sys::loop_status(&file).ok()
     }
 
-    /// In a container /dev may lack the nodes that the kernel adds later.
+    /// In a container, /dev may lack nodes that the kernel added later.
     fn ensure_node(&self) -> Result<()> {
         if self.path.exists() {
             return Ok(());
@@ -468,24 +477,25 @@ impl LoopDevice {
         let device = makedev(LOOP_MAJOR, u64::from(self.number));
         match mknod(&self.path, SFlag::S_IFBLK, Mode::from_bits_truncate(0o660), device) {
             Ok(()) | Err(nix::Error::EEXIST) => Ok(()),
-            Err(e) => Err(e).context(|| format!("making {}", self.path.display())),
+            Err(e) => Err(e).context(|| format!("creating {}", self.path.display())),
         }
     }
 }
 
-/// Whether a device cannot be used at this moment since it is being detached.
+/// Whether the error means that the device is being detached.
 fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENXIO | libc::EBUSY))
 }
 
-/// Direct I/O where possible and of use. The sector size is always given: the kernel's own choice changes after
-/// the first clone of the backing file, and a filesystem made on 512 would not mount on 4096.
+/// Attaches with direct I/O if possible and useful. The sector size is explicit: the kernel's
+/// default changes after the first clone of the backing file, and a filesystem made on 512-byte
+/// sectors may not mount on 4096.
 fn configure(device: &File, backing: &File, lifetime: Lifetime) -> io::Result<()> {
     let mut name = [0; 32];
     getrandom::fill(&mut name).map_err(io::Error::other)?;
-    // Text, for whoever prints it.
+    // Printable characters.
     name.iter_mut().for_each(|byte| *byte = b'a' + *byte % 26);
-    let attempt = |flags| {
+    let configure_with = |flags| {
         let mut config = sys::loop_config(backing, BLOCK_SIZE as u32, flags);
         config.info.lo_file_name[..name.len()].copy_from_slice(&name);
         sys::loop_configure(device, &mut config)
@@ -494,27 +504,28 @@ fn configure(device: &File, backing: &File, lifetime: Lifetime) -> io::Result<()
         Lifetime::Explicit => 0,
         Lifetime::LastUser => LO_FLAGS_AUTOCLEAR as u32,
     };
-    if is_better_cached(backing, lifetime)? {
-        attempt(flags)?;
-        return meet("loop.attached");
+    if needs_page_cache(backing, lifetime)? {
+        configure_with(flags)?;
+        return hit("loop.attached");
     }
-    match attempt(flags | LO_FLAGS_DIRECT_IO as u32) {
-        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => attempt(flags)?,
+    match configure_with(flags | LO_FLAGS_DIRECT_IO as u32) {
+        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => configure_with(flags)?,
         result => result?,
     }
-    meet("loop.attached")?;
-    // The kernel may turn it off without a word.
+    hit("loop.attached")?;
+    // The kernel may silently disable direct I/O.
     if sys::loop_status(device)?.lo_flags & LO_FLAGS_DIRECT_IO as u32 == 0 {
-        warn!("no direct I/O on this filesystem: data is cached twice");
+        warn!("this filesystem does not support direct I/O: data is cached twice");
     }
     Ok(())
 }
 
-/// Whether the page cache is to stand between a device and its backing file. What is in memory has no other way. On an XFS
-/// whose blocks are larger than the device's sectors the kernel does not write a part of a block directly once a snapshot
-/// has shared the file, and a direct first write into a hole holds up all others until the rest of its block is zeroed.
-/// The image of a pool is never shared, and its catalog is checked by what the disk holds: it stays direct.
-fn is_better_cached(backing: &File, lifetime: Lifetime) -> io::Result<bool> {
+/// Whether a device must use the page cache of its backing file. tmpfs supports nothing else. On an
+/// XFS with blocks larger than the device's sectors, the kernel does not write parts of shared
+/// blocks directly, and a direct first write into a hole blocks others until the rest of its block
+/// is zeroed. A pool image is never shared, and its catalog is verified against the disk, so it
+/// uses direct I/O.
+fn needs_page_cache(backing: &File, lifetime: Lifetime) -> io::Result<bool> {
     let filesystem = fstatfs(backing)?;
     Ok(match filesystem.filesystem_type() {
         TMPFS_MAGIC => true,

@@ -1,5 +1,5 @@
-//! Loop devices by the name of their backing file. When the XFS of that file has shut down, the kernel reports
-//! neither its device nor its inode, and the name is all that remains. It is an id of this driver, unique for ever.
+//! Finds loop devices by the name of their backing file. When the XFS of that file has shut down,
+//! the kernel reports neither device nor inode, only the name, which is a unique id of this driver.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -11,18 +11,18 @@ use super::super::error::Result;
 use super::super::{ids, sys};
 use super::{DETACH_DEADLINE, Identity, LoopDevice};
 
-/// A device and the id that names its backing file.
+/// A device and the id in the name of its backing file.
 pub type Named = (LoopDevice, String);
 
 impl LoopDevice {
-    /// The devices whose backing file is named by an id.
+    /// The devices whose backing file has an id as its name.
     pub fn named() -> Result<Vec<Named>> {
         let devices = Self::all()?.into_iter();
         Ok(devices.filter_map(|device| device.name().map(|name| (device, name))).collect())
     }
 
-    /// Those of them whose backing file is on a filesystem that has shut down: one that no longer reports on its files, as
-    /// XFS, or the one that `lost` is on.
+    /// The named devices whose backing file is on a shut-down filesystem: one that no longer
+    /// reports file attributes, as XFS, or the filesystem of `lost`.
     pub fn named_and_lost(lost: Option<&Path>) -> Result<Vec<Named>> {
         let lost = lost.and_then(|path| path.metadata().ok()).map(|metadata| metadata.dev());
         let lost = lost.map(|device| (major(device), minor(device)));
@@ -37,7 +37,7 @@ impl LoopDevice {
         Ok(devices)
     }
 
-    /// The id that names the backing file, deleted or not.
+    /// The id in the name of the backing file, deleted or not.
     fn name(&self) -> Option<String> {
         let path = format!("/sys/block/loop{}/loop/backing_file", self.number);
         let file = fs::read_to_string(path).ok()?;

@@ -1,4 +1,4 @@
-//! A pool on any filesystem: a snapshot is a sparse copy, and content tells what changed.
+//! A pool on any filesystem. A snapshot is a sparse copy; changes are found by comparing contents.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,7 @@ use super::super::model::Precision;
 use super::super::units::BLOCK_SIZE;
 use super::{Pool, PoolKind, Room, filesystem_room};
 
-/// Bytes read at a time.
+/// Size of a single read, in bytes.
 const CHUNK: u64 = 1 << 20;
 
 #[derive(Debug)]
@@ -70,8 +70,8 @@ impl Pool for CopyPool {
     }
 }
 
-/// Writes to `target` what differs in `source`, so that a second call costs only what has changed
-/// since the first. Holes stay holes.
+/// Copies the parts of `source` that differ from `target`, so a second call only costs changes.
+/// Holes remain holes.
 fn make_equal(source: &File, target: &File) -> Result<()> {
     let size = source.metadata().context(copying)?.len();
     target.set_len(size).context(copying)?;
@@ -79,11 +79,11 @@ fn make_equal(source: &File, target: &File) -> Result<()> {
     let (mut old, mut new) = (Buffer::new(), Buffer::new());
     while let Some(step) = walk.next_step()? {
         if step.in_new {
-            let wanted = new.read(source, step.start, step.end)?;
-            if step.in_old && old.read(target, step.start, step.end)? == wanted {
+            let expected = new.read(source, step.start, step.end)?;
+            if step.in_old && old.read(target, step.start, step.end)? == expected {
                 continue;
             }
-            target.write_all_at(wanted, step.start).context(copying)?;
+            target.write_all_at(expected, step.start).context(copying)?;
         } else {
             let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             let (start, length) = (step.start as i64, (step.end - step.start) as i64);
@@ -121,7 +121,7 @@ fn compare(
     Ok(())
 }
 
-/// A range of at most [`CHUNK`] bytes that holds data in one of two files, or in both.
+/// A range of at most [`CHUNK`] bytes with data in at least one of two files.
 #[derive(Debug, Clone, Copy)]
 struct Step {
     start: u64,
@@ -130,7 +130,7 @@ struct Step {
     in_new: bool,
 }
 
-/// Walks two files together and skips what is a hole in both.
+/// Iterates over two files and skips ranges that are holes in both.
 struct Walk<'a> {
     old: Option<DataRanges<'a>>,
     new: DataRanges<'a>,
@@ -164,7 +164,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Which parts of a file hold data (lseek SEEK_DATA and SEEK_HOLE), asked once per part.
+/// The data ranges of a file (lseek SEEK_DATA and SEEK_HOLE). Caches the current range.
 struct DataRanges<'a> {
     file: &'a File,
     data: Option<(u64, u64)>,
@@ -175,7 +175,7 @@ impl<'a> DataRanges<'a> {
         Self { file, data: None }
     }
 
-    /// Whether there is data at `position`, and up to where that is so, at most `size`.
+    /// Whether there is data at `position`, and the end of that range, at most `size`.
     fn at(&mut self, position: u64, size: u64) -> Result<(bool, u64)> {
         if self.data.is_none_or(|(_, end)| end <= position) {
             let start = self.seek(position, Whence::SeekData)?.unwrap_or(size);
@@ -189,16 +189,16 @@ impl<'a> DataRanges<'a> {
         match self.data {
             Some((start, end)) if start <= position => Ok((true, end.min(size))),
             Some((start, _)) => Ok((false, start.min(size))),
-            None => Err(Error::Failed("lost the place in a file".to_owned())),
+            None => Err(Error::Failed("no data range in a file".to_owned())),
         }
     }
 
-    /// `None` past the last of what is sought.
+    /// `None` at the end of the file.
     fn seek(&self, from: u64, whence: Whence) -> Result<Option<u64>> {
         match lseek(self.file, from as i64, whence) {
             Ok(offset) => Ok(Some(offset as u64)),
             Err(Errno::ENXIO) => Ok(None),
-            Err(e) => Err(Error::io("looking for data", io::Error::from(e))),
+            Err(e) => Err(Error::io("searching for data", io::Error::from(e))),
         }
     }
 }
@@ -218,16 +218,15 @@ impl Buffer {
         Ok(&self.bytes)
     }
 
-    /// Reads what `file` (of `size` bytes) has in the range; the rest, or all without a file, is
-    /// zeros.
+    /// Reads the range from `file` (of `size` bytes). Zeros past its end, or without a file.
     fn fill(&mut self, file: Option<&File>, start: u64, end: u64, size: u64) -> Result<()> {
         self.bytes.clear();
         self.bytes.resize((end - start) as usize, 0);
         if let Some(file) = file
             && start < size
         {
-            let there = (end.min(size) - start) as usize;
-            file.read_exact_at(&mut self.bytes[..there], start).context(copying)?;
+            let available = (end.min(size) - start) as usize;
+            file.read_exact_at(&mut self.bytes[..available], start).context(copying)?;
         }
         Ok(())
     }
@@ -245,7 +244,7 @@ mod tests {
 
     const BLOCKS: u64 = 3 * CHUNK / BLOCK_SIZE;
 
-    /// Something that happens to a volume; positions and lengths are in blocks.
+    /// A change of a volume. Positions and lengths are in blocks.
     #[derive(Debug, Clone)]
     enum Change {
         Write(u64, u64, u8),
@@ -268,7 +267,7 @@ mod tests {
         prop::collection::vec(change, 0..12)
     }
 
-    /// A volume's file, and what it has to hold: `None` is a hole.
+    /// A volume's file and its expected blocks. `None` is a hole.
     struct Model {
         file: File,
         blocks: Vec<Option<u8>>,
@@ -318,7 +317,7 @@ mod tests {
         }
     }
 
-    /// What a file holds, read as it is and by its map: each block's byte, and whether it is data.
+    /// The byte of each block of a file, and whether the block is data.
     fn content(file: &File) -> (Vec<u8>, Vec<bool>) {
         let size = file.metadata().unwrap().len();
         let mut bytes = vec![0; size as usize];
@@ -348,7 +347,7 @@ mod tests {
             let mut before: Option<(File, Vec<u8>)> = None;
             for changes in &history {
                 changes.iter().for_each(|change| volume.apply(change));
-                // As in a cut: once while the volume is written to, and once when it stands still.
+                // As for a snapshot: once before the freeze and once during it.
                 let mut target = Model::new();
                 reused.iter().flatten().for_each(|change| target.apply(change));
                 let target = target.file;
@@ -358,8 +357,8 @@ mod tests {
                 make_equal(&volume.file, &target).unwrap();
 
                 let (bytes, data) = content(&target);
-                let wanted: Vec<u8> = (0..volume.blocks.len()).map(|b| volume.byte(b)).collect();
-                prop_assert!(bytes == wanted);
+                let expected: Vec<u8> = (0..volume.blocks.len()).map(|b| volume.byte(b)).collect();
+                prop_assert!(bytes == expected);
                 for (block, is_data) in data.iter().enumerate() {
                     prop_assert!(!is_data || volume.blocks[block].is_some(), "no hole at {}", block);
                 }
@@ -393,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_equal_is_not_written_again() {
+    fn equal_blocks_are_not_written_again() {
         use nix::fcntl::{FcntlArg, SealFlag, fcntl};
         use nix::sys::memfd::{MFdFlags, memfd_create};
 

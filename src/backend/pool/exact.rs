@@ -1,8 +1,9 @@
-//! Changes in units of 4 KiB where the pool's blocks are larger. Copy-on-write copies whole blocks: an extent map shows a
-//! block of 64 KiB as changed when 4 KiB of it were written. So wherever the maps of two files differ their contents are
-//! compared, in batches of bounded size and on all processors.
+//! Finds changes in units of 4 KiB if the pool's blocks are larger. Copy-on-write copies whole
+//! blocks, so an extent map shows a block of 64 KiB as changed after a write of 4 KiB. Therefore
+//! ranges that differ in the maps are compared by content, in batches of limited size and on all
+//! processors.
 //!
-//! What cannot be read counts as changed.
+//! Unreadable data is treated as changed.
 
 use std::fs::File;
 use std::io;
@@ -20,20 +21,20 @@ use super::super::error::{Context, Result};
 use super::super::extents::{self, Finding};
 use super::super::units::BLOCK_SIZE;
 
-/// Bytes that one thread compares at a time. It holds twice that in memory.
+/// The size of a piece that one thread compares, in bytes. It needs twice that much memory.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Changed bytes in a batch.
+/// Maximum changed bytes in a batch.
 const BATCH_BYTES: u64 = 64 << 20;
 
-/// Findings in a batch.
+/// Maximum findings in a batch.
 const BATCH_FINDINGS: usize = 16_384;
 
-/// Threads at most: more do not make a disk faster.
+/// Maximum number of threads: more do not make a disk faster.
 const MAX_WORKERS: usize = 8;
 
-/// Compares two immutable files of the given sizes in bytes, as [`extents::compare`] does, and reports of what differs only the
-/// blocks of 4 KiB with other contents. Whether a range is allocated follows the filesystem's own blocks.
+/// Like [`extents::compare`], but reports only blocks of 4 KiB with different content as changed.
+/// Whether a range is allocated follows the filesystem's blocks.
 pub fn compare(
     old: (&File, u64),
     new: (&File, u64),
@@ -42,10 +43,10 @@ pub fn compare(
     let contents = Contents { old: Content::open(old)?, new: Content::open(new)? };
     let mut batch = Batch::default();
     extents::compare(Some(old), new, |finding| batch.add(finding, &contents, report))?;
-    batch.settle(&contents, report)
+    batch.flush(&contents, report)
 }
 
-/// A file for comparison, read from the disk.
+/// A file to compare, read with direct I/O.
 struct Content {
     file: DirectFile,
     bytes: u64,
@@ -71,14 +72,14 @@ struct Contents {
     new: Content,
 }
 
-/// What one thread compares at a time: at most [`PIECE_BYTES`] of a finding, in bytes.
+/// A part of a finding that one thread compares: at most [`PIECE_BYTES`], in bytes.
 type Piece = Range<u64>;
 
-/// For each block of a piece whether it differs.
+/// Whether each block of a piece differs.
 type Differs = Vec<bool>;
 
 impl Contents {
-    /// `buffers` hold the piece of the old file and of the new one.
+    /// `buffers` are for the old and the new file.
     fn differs(&self, piece: &Piece, buffers: &mut [Aligned; 2]) -> io::Result<Differs> {
         let length = (piece.end - piece.start) as usize;
         let [old, new] = buffers;
@@ -100,7 +101,7 @@ impl Contents {
             {
                 let differs = self.differs(piece, &mut buffers).unwrap_or_else(|error| {
                     let Piece { start, end } = *piece;
-                    warn!(start, end, %error, "data cannot be compared, and counts as changed");
+                    warn!(start, end, %error, "failed to compare data; treating it as changed");
                     vec![true; (end - start).div_ceil(BLOCK_SIZE) as usize]
                 });
                 results.lock().unwrap_or_else(PoisonError::into_inner)[index] = differs;
@@ -116,7 +117,7 @@ impl Contents {
     }
 }
 
-/// Findings of the extent maps, not yet reported.
+/// Findings that are not yet reported.
 #[derive(Default)]
 struct Batch {
     findings: Vec<Finding>,
@@ -136,10 +137,10 @@ impl Batch {
                 self.push(Finding { end, ..finding });
                 finding.start = end;
             }
-            self.settle(contents, report)?;
+            self.flush(contents, report)?;
         }
         self.push(finding);
-        if self.findings.len() >= BATCH_FINDINGS { self.settle(contents, report) } else { Ok(()) }
+        if self.findings.len() >= BATCH_FINDINGS { self.flush(contents, report) } else { Ok(()) }
     }
 
     fn push(&mut self, finding: Finding) {
@@ -147,13 +148,13 @@ impl Batch {
             self.changed_bytes += finding.end - finding.start;
         }
         match self.findings.last_mut() {
-            Some(last) if last.goes_on(&finding) => last.end = finding.end,
+            Some(last) if last.continues(&finding) => last.end = finding.end,
             _ => self.findings.push(finding),
         }
     }
 
-    /// Compares what the maps call changed, and reports all of the batch.
-    fn settle(
+    /// Compares the changed findings, and reports all findings of the batch.
+    fn flush(
         &mut self,
         contents: &Contents,
         report: &mut dyn FnMut(Finding) -> Result<()>,
@@ -181,7 +182,7 @@ fn pieces(finding: &Finding) -> impl Iterator<Item = Piece> + use<> {
     (start..end).step_by(PIECE_BYTES as usize).map(move |start| start..end.min(start + PIECE_BYTES))
 }
 
-/// Reports the runs of blocks that differ, and those that do not and are allocated.
+/// Reports runs of different blocks, and runs of equal allocated blocks.
 fn report_piece(
     finding: Finding,
     piece: Piece,
@@ -222,14 +223,14 @@ mod tests {
         Finding { start, end, allocated, changed }
     }
 
-    /// What is reported of these findings.
-    fn narrowed(old: (&File, u64), new: (&File, u64), findings: &[Finding]) -> Vec<Finding> {
+    /// The reported findings for these input findings.
+    fn compared(old: (&File, u64), new: (&File, u64), findings: &[Finding]) -> Vec<Finding> {
         let contents =
             Contents { old: Content::open(old).unwrap(), new: Content::open(new).unwrap() };
         let mut reported: Vec<Finding> = Vec::new();
         let mut report = |finding: Finding| {
             match reported.last_mut() {
-                Some(last) if last.goes_on(&finding) => last.end = finding.end,
+                Some(last) if last.continues(&finding) => last.end = finding.end,
                 _ => reported.push(finding),
             }
             Ok(())
@@ -238,12 +239,12 @@ mod tests {
         for finding in findings {
             batch.add(*finding, &contents, &mut report).unwrap();
         }
-        batch.settle(&contents, &mut report).unwrap();
+        batch.flush(&contents, &mut report).unwrap();
         reported
     }
 
     #[test]
-    fn of_a_copied_block_only_what_differs_is_changed() {
+    fn only_the_different_part_of_a_copied_block_is_changed() {
         let size = 256 * KIB;
         let old = file(size, &[(70 * KIB, 1)]);
         let new = file(size, &[(70 * KIB, 1), (81 * KIB, 2), (130 * KIB, 3)]);
@@ -258,37 +259,37 @@ mod tests {
             finding(84 * KIB, 128 * KIB, true, false),
             finding(128 * KIB, 132 * KIB, false, true),
         ];
-        assert_eq!(narrowed((&old, size), (&new, size), &findings), expected);
+        assert_eq!(compared((&old, size), (&new, size), &findings), expected);
     }
 
     #[test]
-    fn what_the_old_file_does_not_reach_is_compared_with_zeros() {
+    fn data_past_the_old_file_is_compared_with_zeros() {
         let (old, new) = (file(64 * KIB, &[(0, 1)]), file(128 * KIB, &[(0, 1), (100 * KIB, 1)]));
-        // As when a volume was grown: the old file may be longer than the snapshot that is in it.
+        // As after a growth of the volume.
         let findings = [finding(0, 128 * KIB, true, true)];
-        let reported = narrowed((&old, 64 * KIB), (&new, 128 * KIB), &findings);
+        let reported = compared((&old, 64 * KIB), (&new, 128 * KIB), &findings);
         let changed: Vec<_> = reported.iter().filter(|finding| finding.changed).collect();
         assert_eq!(changed, [&finding(100 * KIB, 104 * KIB, true, true)]);
     }
 
     #[test]
-    fn more_than_a_batch_is_compared_to_its_end() {
+    fn more_than_one_batch_is_compared_completely() {
         let size = 2 * BATCH_BYTES + 3 * MIB;
         let places: Vec<u64> = (0..size / MIB).map(|number| number * MIB + 516 * KIB).collect();
         let written: Vec<(u64, u8)> = places.iter().map(|place| (*place, 7)).collect();
         let (old, new) = (file(size, &[]), file(size, &written));
-        let reported = narrowed((&old, size), (&new, size), &[finding(0, size, false, true)]);
+        let reported = compared((&old, size), (&new, size), &[finding(0, size, false, true)]);
         let expected: Vec<_> =
             places.iter().map(|place| finding(*place, place + 4 * KIB, false, true)).collect();
         assert_eq!(reported, expected);
     }
 
     #[test]
-    fn what_cannot_be_read_counts_as_changed() {
+    fn unreadable_data_is_treated_as_changed() {
         let (old, new) = (file(64 * KIB, &[]), file(64 * KIB, &[]));
         let findings = [finding(0, 128 * KIB, true, true)];
-        // The file is shorter than the snapshot is said to be.
-        let reported = narrowed((&old, 128 * KIB), (&new, 128 * KIB), &findings);
+        // The file is shorter than the size of the snapshot.
+        let reported = compared((&old, 128 * KIB), (&new, 128 * KIB), &findings);
         assert_eq!(reported, findings);
     }
 }

@@ -1,14 +1,14 @@
-//! The pool: where backing files and their copies live. A pool is one small interface (make, clone,
-//! compare two immutable files, remove, room), so that a kind can be added without touching what
-//! stands above it. The files of a pool are named by id in four places:
+//! The pool: the storage of backing files and their copies. The trait [`Pool`] (clone, compare,
+//! space) separates the kinds of pools from the rest of the backend. The files of a pool are named
+//! by id:
 //!
 //! ```text
 //! catalog.redb   volumes/<volume>   snapshots/<snapshot>   records/<snapshot>.<generation>
 //! ```
 
-mod below;
 mod copy;
 mod exact;
+mod host_filesystem;
 mod image;
 mod reflink;
 
@@ -38,22 +38,22 @@ pub use reflink::ReflinkPool;
 const MARKER: &str = "pool.json";
 const MARKER_VERSION: u32 = 1;
 
-/// What `--pool` asks for.
+/// The value of `--pool`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PoolChoice {
-    /// What the data directory already holds; else the first kind that works here, in the order
-    /// of [`PoolKind`].
+    /// The kind of the existing pool, or else the first kind that works here, in the order of
+    /// [`PoolKind`].
     Auto,
     Kind(PoolKind),
 }
 
-/// The kinds of pool, best first.
+/// The kinds of pools, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PoolKind {
-    /// The data directory is on an XFS that shares blocks between files.
+    /// The data directory is on an XFS with reflink.
     Reflink,
-    /// Such an XFS in an image file in the data directory, mounted where nobody else sees it.
+    /// An XFS with reflink in an image file in the data directory, mounted detached.
     Image,
     /// Any filesystem; a snapshot is a sparse copy.
     Copy,
@@ -81,60 +81,60 @@ impl FromStr for PoolChoice {
             _ => {
                 return Err(Error::invalid(
                     "pool",
-                    format!("{name:?} is not one of auto, reflink, image and copy"),
+                    format!("{name:?} is not supported; use auto, reflink, image or copy"),
                 ));
             }
         })
     }
 }
 
-/// What is asked of the image of an image pool.
+/// The requested parameters of a pool image.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ImageChoice {
-    /// Bytes; by default chosen from the room in the data directory. An image that is smaller grows, one
-    /// that is larger is refused.
+    /// Size in bytes. The default depends on the space of the data directory. A smaller image
+    /// grows; a larger one is refused.
     pub size: Option<u64>,
     /// Whether a new image is sparse.
     pub sparse: bool,
-    /// Bytes in a block of a new image's filesystem.
+    /// Block size of a new image's filesystem, in bytes.
     pub block_size: Option<u64>,
 }
 
-/// Room in a pool, in bytes.
+/// Total and available space of a pool, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     pub total: u64,
     pub available: u64,
 }
 
-/// An open pool, as an administrator sees it.
+/// The status of an open pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolStatus {
     pub kind: PoolKind,
-    /// Why the pool is of this kind.
+    /// The reason for the kind of the pool.
     pub reason: String,
     pub room: Room,
-    /// Bytes in a block of its filesystem.
+    /// Block size of its filesystem, in bytes.
     pub block_size: u64,
-    /// Of an image pool.
+    /// `None` except for an image pool.
     pub image: Option<ImageStatus>,
 }
 
-/// The image of an image pool. All in bytes.
+/// The status of a pool image. Sizes in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageStatus {
     pub size: u64,
-    /// Whether every block of it has room of its own on the filesystem below.
+    /// Whether every block of it is allocated on its filesystem.
     pub allocated: bool,
-    /// Available on the filesystem below.
+    /// Space available on the filesystem that contains the image.
     pub available_below: u64,
 }
 
-/// What the backend needs of a pool.
+/// The interface of a pool.
 pub trait Pool: fmt::Debug + Send + Sync {
     fn kind(&self) -> PoolKind;
 
-    /// The directory that the files are in.
+    /// The directory of the files.
     fn root(&self) -> &Path;
 
     fn room(&self) -> Result<Room>;
@@ -147,19 +147,19 @@ pub trait Pool: fmt::Debug + Send + Sync {
     /// Marks a new file so that no tool moves its blocks.
     fn adopt(&self, file: &File) -> Result<()>;
 
-    /// The part of a clone that can be done while `source` is written to: afterwards
-    /// [`Pool::clone`] has less to do. `target` is new and as large as `source`.
+    /// The part of a clone that is done while `source` is written to. It makes [`Pool::clone`]
+    /// shorter. `target` is new and as large as `source`.
     fn pre_clone(&self, source: &File, target: &File) -> Result<()>;
 
-    /// Makes `target` equal to `source`. The caller has stopped the writers of `source`, or the
-    /// clone is atomic against them ([`Pool::clones_atomically`]).
+    /// Makes `target` equal to `source`. The caller has stopped the writers of `source`, unless the
+    /// clone is atomic ([`Pool::clones_atomically`]).
     fn clone(&self, source: &File, target: &File) -> Result<()>;
 
-    /// Whether [`Pool::clone`] is a point in time even under writers.
+    /// Whether [`Pool::clone`] is a point-in-time copy even with concurrent writes.
     fn clones_atomically(&self) -> bool;
 
-    /// Reports each range of `new` that is allocated, or changed against `old` (nothing: against
-    /// zeros), in ascending order. Both are immutable, sizes are in bytes.
+    /// Reports each range of `new` that is allocated or differs from `old` (from zeros if `None`),
+    /// in ascending order. Both files are immutable; sizes are in bytes.
     fn compare(
         &self,
         old: Option<(&File, u64)>,
@@ -169,7 +169,7 @@ pub trait Pool: fmt::Debug + Send + Sync {
     ) -> Result<()>;
 }
 
-/// Where the files of a pool are, by id.
+/// The paths of the files of a pool.
 impl dyn Pool + '_ {
     pub fn volume_path(&self, id: &str) -> PathBuf {
         Directory::Volumes.path(self.root()).join(id)
@@ -184,35 +184,35 @@ impl dyn Pool + '_ {
     }
 }
 
-/// An open pool and the reason why it is of its kind.
+/// An open pool and the reason for its kind.
 #[derive(Debug)]
-pub struct Opened {
+pub struct OpenPool {
     pub pool: Box<dyn Pool>,
     pub reason: String,
 }
 
-/// What `pool.json` holds. Fields that a pool does not have are left out.
+/// The contents of `pool.json`. Unused fields are omitted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Marker {
     version: u32,
     kind: PoolKind,
-    /// Whether the image of an image pool is meant to be allocated. Those from before this field are
+    /// Whether the image of an image pool should be allocated. Images from before this field are
     /// sparse.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     allocated: bool,
-    /// The `--pool-size` that was in force when [`grow`] made the image larger than that. A start that
-    /// still has it changes nothing.
+    /// The value of `--pool-size` when [`grow`] made the image larger than it. A start with that
+    /// value changes nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     outgrown: Option<u64>,
 }
 
-/// Opens the pool of a data directory, or makes it.
-pub fn open(data_dir: &Path, choice: PoolChoice, image: &ImageChoice) -> Result<Opened> {
+/// Opens or creates the pool of a data directory.
+pub fn open(data_dir: &Path, choice: PoolChoice, image: &ImageChoice) -> Result<OpenPool> {
     let opened = match (read_marker(data_dir)?, choice) {
-        (Some(Marker { kind, .. }), PoolChoice::Kind(asked)) if kind != asked => {
+        (Some(Marker { kind, .. }), PoolChoice::Kind(requested)) if kind != requested => {
             return Err(Error::Precondition(format!(
-                "--pool {asked}: {} already holds a pool of kind {kind}; use that or another \
-                 --data-dir",
+                "--pool {requested}: {} already contains a pool of kind {kind}; use that kind or \
+                 another --data-dir",
                 data_dir.display()
             )));
         }
@@ -222,21 +222,21 @@ pub fn open(data_dir: &Path, choice: PoolChoice, image: &ImageChoice) -> Result<
             if let Some(opened) = pool.image() {
                 apply(image, opened, &marker)?;
             }
-            Opened { pool, reason: "the data directory already holds it".to_owned() }
+            OpenPool { pool, reason: "the data directory already contains it".to_owned() }
         }
         (None, choice) => open_new(data_dir, choice, image)?,
     };
     for directory in [Directory::Volumes, Directory::Snapshots, Directory::Records] {
         let path = directory.path(opened.pool.root());
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&path);
-        made.context(|| format!("making {}", path.display()))?;
+        made.context(|| format!("creating {}", path.display()))?;
         reach("pool.directory_made")?;
     }
     sync_directory(opened.pool.root())?;
     Ok(opened)
 }
 
-/// Opens what is there: never makes a pool.
+/// Opens an existing pool.
 pub fn open_existing(data_dir: &Path) -> Result<Box<dyn Pool>> {
     let Some(marker) = read_marker(data_dir)? else {
         return Err(Error::Missing(format!(
@@ -248,18 +248,18 @@ pub fn open_existing(data_dir: &Path) -> Result<Box<dyn Pool>> {
     open_kind(data_dir, &marker, Purpose::Check)
 }
 
-/// Applies to an image that is there what is asked of it.
-fn apply(asked: &ImageChoice, image: &Image, marker: &Marker) -> Result<()> {
-    if asked.sparse && marker.allocated {
-        warn!("--pool-sparse changes nothing: the image of this pool was made allocated");
+/// Applies the requested parameters to an existing image.
+fn apply(requested: &ImageChoice, image: &Image, marker: &Marker) -> Result<()> {
+    if requested.sparse && marker.allocated {
+        warn!("--pool-sparse has no effect: the image of this pool is allocated");
     }
-    if let Some(asked) = asked.block_size
-        && let has = filesystem_block_size(&image.root())?
-        && asked != has
+    if let Some(requested) = requested.block_size
+        && let actual = filesystem_block_size(&image.root())?
+        && requested != actual
     {
-        warn!("--pool-block-size changes nothing: this pool has blocks of {has} bytes");
+        warn!("--pool-block-size has no effect: this pool has blocks of {actual} bytes");
     }
-    let (Some(size), old) = (asked.size, image.size()?) else { return Ok(()) };
+    let (Some(size), old) = (requested.size, image.size()?) else { return Ok(()) };
     if size >= old {
         return image.grow(size);
     }
@@ -267,16 +267,16 @@ fn apply(asked: &ImageChoice, image: &Image, marker: &Marker) -> Result<()> {
         return Ok(());
     }
     Err(Error::Precondition(format!(
-        "--pool-size: the image of this pool has {old} bytes and cannot shrink to {size}; ask for at \
-         least {old}, or leave the flag out"
+        "--pool-size: the image of this pool has {old} bytes and cannot shrink to {size}; request at \
+         least {old}, or omit the flag"
     )))
 }
 
-/// Grows the image of an image pool to `size` bytes. `flag`: the `--pool-size` in force.
+/// Grows the image of an image pool to `size` bytes. `flag` is the current `--pool-size`.
 pub fn grow(data_dir: &Path, pool: &dyn Pool, flag: Option<u64>, size: u64) -> Result<()> {
     let Some(image) = pool.image() else {
         return Err(Error::Precondition(format!(
-            "a {} pool has the room of the filesystem of {}: grow that",
+            "a {} pool uses the space of the filesystem of {}: grow that filesystem",
             pool.kind(),
             data_dir.display()
         )));
@@ -284,61 +284,62 @@ pub fn grow(data_dir: &Path, pool: &dyn Pool, flag: Option<u64>, size: u64) -> R
     if flag.is_some_and(|flag| flag < size)
         && let Some(marker) = read_marker(data_dir)?
     {
-        // Before the image is larger than that: a start in between would refuse the flag.
+        // Before the growth: otherwise a start after a crash would refuse the flag.
         write_marker(data_dir, &Marker { outgrown: flag, ..marker })?;
     }
     image.grow(size)
 }
 
-/// A pool that has lost its image is not a new one.
+/// A pool without its image is damaged, not new.
 fn check_image(data_dir: &Path, kind: PoolKind) -> Result<()> {
     let image = image::path(data_dir);
     if kind != PoolKind::Image || image.exists() {
         return Ok(());
     }
     Err(Error::Damaged(format!(
-        "{} is missing: bring it back, or remove {MARKER} to begin with an empty pool",
+        "{} is missing; restore it, or remove {MARKER} to create an empty pool",
         image.display()
     )))
 }
 
-/// A pool that has lost its marker is not a new one, and its kind is not guessed: what a snapshot cut
-/// compares depends on it. (An image without a marker may be of a first start that was cut off.)
-fn open_new(data_dir: &Path, choice: PoolChoice, image: &ImageChoice) -> Result<Opened> {
-    let lost = || {
+/// Creates a pool. A pool without its marker is damaged, not new, and its kind is not guessed: the
+/// comparison of snapshots depends on it. (An image without a marker may be from an interrupted
+/// first start.)
+fn open_new(data_dir: &Path, choice: PoolChoice, image: &ImageChoice) -> Result<OpenPool> {
+    let missing_marker = || {
         Error::Damaged(format!(
-            "{MARKER} is missing though {} holds a pool; write it again as docs/design/on-disk-format.md \
-             says, with the kind that it had",
+            "{MARKER} is missing but {} contains a pool; restore it with the previous kind (see \
+             docs/design/on-disk-format.md)",
             data_dir.display()
         ))
     };
     if super::catalog_path(data_dir).exists() {
-        return Err(lost());
+        return Err(missing_marker());
     }
     let opened = match choice {
         PoolChoice::Kind(kind) => {
             let pool = open_new_kind(data_dir, kind, image)?;
-            Opened { pool, reason: "asked for".to_owned() }
+            OpenPool { pool, reason: "requested by --pool".to_owned() }
         }
-        PoolChoice::Auto => first_that_works(data_dir, image)?,
+        PoolChoice::Auto => open_first_supported(data_dir, image)?,
     };
     let kind = opened.pool.kind();
     if kind != PoolKind::Image && image::path(data_dir).exists() {
-        return Err(lost());
+        return Err(missing_marker());
     }
     write_marker(data_dir, &Marker::new(kind, image))?;
     Ok(opened)
 }
 
 impl Marker {
-    /// Of a new pool.
+    /// The marker of a new pool.
     fn new(kind: PoolKind, image: &ImageChoice) -> Self {
         let allocated = kind == PoolKind::Image && !image.sparse;
         Self { version: MARKER_VERSION, kind, allocated, outgrown: None }
     }
 }
 
-/// Opens a pool that has no marker yet, with an image if it needs one.
+/// Opens a pool without a marker, and creates its image if needed.
 fn open_new_kind(data_dir: &Path, kind: PoolKind, image: &ImageChoice) -> Result<Box<dyn Pool>> {
     if kind == PoolKind::Image && !image::path(data_dir).exists() {
         image::make(data_dir, image)?;
@@ -356,28 +357,28 @@ fn open_kind(data_dir: &Path, marker: &Marker, purpose: Purpose) -> Result<Box<d
     })
 }
 
-fn first_that_works(data_dir: &Path, image: &ImageChoice) -> Result<Opened> {
+fn open_first_supported(data_dir: &Path, image: &ImageChoice) -> Result<OpenPool> {
     let mut reasons = Vec::new();
     for kind in [PoolKind::Reflink, PoolKind::Image] {
         match open_new_kind(data_dir, kind, image) {
             Ok(pool) => {
                 reasons.push(format!("{kind} works here"));
-                return Ok(Opened { pool, reason: reasons.join("; ") });
+                return Ok(OpenPool { pool, reason: reasons.join("; ") });
             }
-            // Another kind is no answer to a size that cannot be had.
+            // Another kind cannot satisfy an explicit size.
             Err(error @ (Error::Invalid { .. } | Error::Exhausted(_)))
                 if kind == PoolKind::Image && image.size.is_some() =>
             {
                 return Err(error);
             }
             Err(error) => {
-                info!(pool = %kind, %error, "this kind of pool does not work here");
+                info!(pool = %kind, %error, "this kind of pool is not supported here");
                 reasons.push(format!("{kind}: {error}"));
             }
         }
     }
     reasons.push("copy always works".to_owned());
-    Ok(Opened { pool: Box::new(CopyPool::open(data_dir)), reason: reasons.join("; ") })
+    Ok(OpenPool { pool: Box::new(CopyPool::open(data_dir)), reason: reasons.join("; ") })
 }
 
 fn read_marker(data_dir: &Path) -> Result<Option<Marker>> {
@@ -388,10 +389,10 @@ fn read_marker(data_dir: &Path) -> Result<Option<Marker>> {
         Err(e) => return Err(Error::io(format!("reading {}", path.display()), e)),
     };
     let marker: Marker = serde_json::from_slice(&json)
-        .map_err(|e| Error::Damaged(format!("{} is not readable: {e}", path.display())))?;
+        .map_err(|e| Error::Damaged(format!("failed to parse {}: {e}", path.display())))?;
     if marker.version != MARKER_VERSION {
         return Err(Error::Damaged(format!(
-            "{} has version {}, this program knows {MARKER_VERSION}",
+            "{} has version {}, but this version of csi-loopback supports only {MARKER_VERSION}",
             path.display(),
             marker.version
         )));
@@ -399,7 +400,7 @@ fn read_marker(data_dir: &Path) -> Result<Option<Marker>> {
     Ok(Some(marker))
 }
 
-/// A pool never changes its kind.
+/// Writes the marker atomically, if it differs.
 fn write_marker(data_dir: &Path, marker: &Marker) -> Result<()> {
     if read_marker(data_dir)?.as_ref() == Some(marker) {
         return Ok(());
@@ -435,7 +436,7 @@ impl Directory {
     }
 }
 
-/// A new, empty file that only root reads; what was there under this name is lost.
+/// Creates an empty file that only root can read. Truncates an existing file.
 pub fn new_file(path: &Path) -> Result<File> {
     let file = File::options()
         .read(true)
@@ -444,11 +445,11 @@ pub fn new_file(path: &Path) -> Result<File> {
         .truncate(true)
         .mode(0o600)
         .open(path)
-        .context(|| format!("making {}", path.display()))?;
+        .context(|| format!("creating {}", path.display()))?;
     reach("file.made").map(|()| file)
 }
 
-/// Makes the names in a directory durable.
+/// Makes the entries of a directory durable.
 pub fn sync_directory(path: &Path) -> Result<()> {
     File::open(path)
         .and_then(|directory| directory.sync_all())
@@ -458,8 +459,8 @@ pub fn sync_directory(path: &Path) -> Result<()> {
 
 const IMMUTABLE: u32 = linux_raw_sys::general::FS_IMMUTABLE_FL;
 
-/// Sets or clears the immutable flag, which keeps even root from writing, defragmenting or
-/// exchanging the extents of a file. Filesystems without it are accepted as they are.
+/// Sets or clears the immutable flag, which prevents even root from writing, defragmenting or
+/// exchanging extents. Does nothing on a filesystem that does not support it.
 pub fn set_immutable(file: &File, on: bool) -> Result<()> {
     let change = sys::inode_flags(file).and_then(|flags| {
         let wanted = if on { flags | IMMUTABLE } else { flags & !IMMUTABLE };
@@ -477,18 +478,18 @@ pub fn is_immutable(file: &File) -> Result<bool> {
     Ok(flags & IMMUTABLE != 0)
 }
 
-/// Removes a file, immutable or not, and makes that durable before its blocks can be written again:
-/// else a power cut could bring it back with another file's data in it. OK when it is gone. The
-/// filesystem frees the blocks in its own time.
+/// Removes a file, immutable or not, durably: otherwise its blocks could be reused before a power
+/// loss restores the file. Succeeds if the file does not exist. The filesystem may free the blocks
+/// later.
 pub fn remove(path: &Path) -> Result<()> {
     unlink(path).map(drop)
 }
 
-/// Like [`remove`], with the blocks free when this returns, however long that takes.
+/// Like [`remove`], but waits until the blocks are free.
 pub fn remove_and_free(path: &Path) -> Result<()> {
     match unlink(path)? {
         Some(file) => {
-            // The name is gone for good by now, so nobody can meet the empty file.
+            // The name is durably removed, so no process can open the empty file.
             let path = format!("/proc/self/fd/{}", file.as_raw_fd());
             let emptied = File::options().write(true).open(path).and_then(|file| file.set_len(0));
             emptied.context(|| "freeing a removed file".to_owned())?;
@@ -498,7 +499,7 @@ pub fn remove_and_free(path: &Path) -> Result<()> {
     }
 }
 
-/// The removed file, still open: as long as it is, its blocks are not free.
+/// Returns the removed file. Its blocks are not free while it is open.
 fn unlink(path: &Path) -> Result<Option<File>> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -512,17 +513,17 @@ fn unlink(path: &Path) -> Result<Option<File>> {
     Ok(Some(file))
 }
 
-/// Bytes in a block of the filesystem that `path` is on.
+/// The block size of the filesystem of `path`, in bytes.
 pub fn filesystem_block_size(path: &Path) -> Result<u64> {
     let stat = nix::sys::statvfs::statvfs(path)
         .context(|| format!("reading the block size of {}", path.display()))?;
     Ok(stat.fragment_size())
 }
 
-/// Room of the filesystem that `path` is on.
+/// The space of the filesystem of `path`.
 fn filesystem_room(path: &Path) -> Result<Room> {
     let stat = nix::sys::statvfs::statvfs(path)
-        .context(|| format!("reading the room of {}", path.display()))?;
+        .context(|| format!("reading the free space of {}", path.display()))?;
     let unit = stat.fragment_size();
     Ok(Room {
         total: unit.saturating_mul(stat.blocks()),

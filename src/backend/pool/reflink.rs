@@ -1,6 +1,6 @@
-//! A pool on an XFS with reflink: a clone shares all blocks and costs time per extent, not per
-//! byte, and copy-on-write makes physical addresses tell what changed. The XFS is the one that the
-//! data directory is on, or one of the pool's own in an image ([`super::image`]).
+//! A pool on an XFS with reflink. A clone shares all blocks and costs time per extent, not per
+//! byte; copy-on-write makes physical addresses show changes. The XFS contains the data directory,
+//! or is in an image of the pool ([`super::image`]).
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ use super::{
     Directory, Pool, PoolKind, Room, exact, filesystem_block_size, filesystem_room, new_file,
 };
 
-/// How much one step of the first, unfrozen part of a clone takes on: the kernel stalls the
-/// writers of the file for as long as a step lasts (some 10 µs per extent).
+/// Size of one step of the pre-clone: the kernel blocks the writers of the file during a step
+/// (about 10 µs per extent).
 const STEP_EXTENTS: usize = 128;
 const STEP_BYTES: u64 = 1 << 30;
 
@@ -28,12 +28,13 @@ const STEP_BYTES: u64 = 1 << 30;
 pub struct ReflinkPool {
     root: PathBuf,
     image: Option<Image>,
-    /// Bytes in a block of the filesystem: what a first write after a snapshot copies.
+    /// The block size of the filesystem in bytes: the amount that a first write after a snapshot
+    /// copies.
     block_size: u64,
 }
 
 impl ReflinkPool {
-    /// Uses the directory `root` itself; an error when its filesystem cannot share blocks.
+    /// Uses the directory `root`. An error if its filesystem does not support reflink.
     pub fn open(root: &Path) -> Result<Self> {
         Self::on(root.to_owned(), None)
     }
@@ -50,9 +51,10 @@ impl ReflinkPool {
     }
 }
 
-/// Tries a clone in `root`, and refuses what would make extent maps lie.
+/// Tries a clone in `root`, and rejects filesystems whose extent maps are ambiguous.
 fn probe(root: &Path) -> Result<()> {
-    let stat = statfs(root).context(|| format!("looking at {}", root.display()))?;
+    let stat =
+        statfs(root).context(|| format!("reading the filesystem type of {}", root.display()))?;
     if stat.filesystem_type() != sys::XFS_SUPER_MAGIC {
         return Err(Error::Precondition(format!("{} is not on XFS", root.display())));
     }
@@ -62,14 +64,14 @@ fn probe(root: &Path) -> Result<()> {
     if flags & FS_XFLAG_RTINHERIT != 0 {
         return Err(realtime(root));
     }
-    // A pool was probed when it was made. To open one that has no room must not need any.
+    // An existing pool was probed when it was created. Opening a full pool must not need space.
     if Directory::Volumes.path(root).exists() {
         return Ok(());
     }
     let paths = [root.join(".probe-a"), root.join(".probe-b")];
     let result = probe_files(root, &paths);
     for path in &paths {
-        // Left over at worst, and overwritten by the next probe.
+        // If this fails, the next probe overwrites the file.
         let _ = fs::remove_file(path);
     }
     result
@@ -94,11 +96,11 @@ fn probe_files(root: &Path, [a, b]: &[PathBuf; 2]) -> Result<()> {
     })
 }
 
-/// FIEMAP names no device, so equal addresses on two devices would look like the same block.
+/// FIEMAP does not report the device, so equal addresses on two devices look like the same block.
 fn realtime(root: &Path) -> Error {
     Error::Precondition(format!(
-        "{} puts files on an XFS realtime device, whose addresses cannot be told from those of the \
-         data device",
+        "{} stores files on an XFS realtime device, whose addresses cannot be distinguished from \
+         those of the data device; use another directory",
         root.display()
     ))
 }
@@ -120,26 +122,26 @@ impl Pool for ReflinkPool {
         self.image.as_ref()
     }
 
-    /// What the filesystem below a sparse image lacks is not there either.
+    /// For a sparse image, limited by the space of its own filesystem.
     fn room(&self) -> Result<Room> {
         let room = filesystem_room(&self.root)?;
         let Some(image) = self.image.as_ref().filter(|image| !image.is_allocated()) else {
             return Ok(room);
         };
-        let below = image.room_below()?;
+        let below = image.host_room()?;
         Ok(Room { available: room.available.min(below.available), ..room })
     }
 
-    /// xfs_fsr leaves such a file's blocks where they are. By default XFS reserves 32 blocks around each that it copies, for
-    /// minutes: good for small blocks, 2 MiB for a write of 4 KiB on the largest.
+    /// The flag keeps xfs_fsr from moving blocks. By default, XFS reserves 32 blocks around each
+    /// copied block for minutes: 2 MiB for a write of 4 KiB with the largest block size.
     fn adopt(&self, file: &File) -> Result<()> {
         let copy_bytes = (self.block_size > BLOCK_SIZE).then_some(self.block_size as u32);
         sys::add_extended_flags(file, FS_XFLAG_NODEFRAG, copy_bytes)
-            .context(|| "marking a pool file".to_owned())?;
+            .context(|| "setting the flags of a pool file".to_owned())?;
         reach("file.adopted")
     }
 
-    /// Shares what `source` holds now, piece by piece.
+    /// Shares the current blocks of `source` in steps.
     fn pre_clone(&self, source: &File, target: &File) -> Result<()> {
         let size = source.metadata().context(cloning)?.len();
         extents::data_ranges(source, size, STEP_EXTENTS, STEP_BYTES, |range| {
@@ -149,8 +151,8 @@ impl Pool for ReflinkPool {
         })
     }
 
-    /// One atomic FICLONE; the kernel skips what is shared already. It can fail with ENOSPC half-way,
-    /// and the caller then drops the target.
+    /// One atomic FICLONE. The kernel skips shared blocks. On ENOSPC it can be partial, and the
+    /// caller drops the target.
     fn clone(&self, source: &File, target: &File) -> Result<()> {
         sys::clone_file(target, source).context(cloning)
     }

@@ -1,6 +1,6 @@
-//! The answers to `allocated` and `delta`: the union of bitmaps, walked lazily. Cost follows the
-//! number of extents, memory is bounded by one segment and a small window for each record, and starting anywhere reads
-//! nothing before.
+//! The results of `allocated` and `delta`: the union of bitmaps, read lazily. The cost follows the
+//! number of extents. Memory is limited to one segment and a small window per record. ReadTx from
+//! an offset skips everything before it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,26 +10,26 @@ use roaring::bitmap::IntoIter;
 
 use super::super::error::{Error, Result};
 use super::super::units::{BLOCK_SIZE, Block, BlockRange, Extent};
-use super::reader::{Stored, Window};
+use super::reader::{StoredSegment, Window};
 use super::stored::Cursor;
 use super::{Bitmap, RecordReader, SEGMENT_BLOCKS};
 
-/// How much of a record is read at a time, in bytes, if its segments are not larger.
+/// Size of the window for reading a record, in bytes, unless its segments are larger.
 const WINDOW_BYTES: usize = 64 << 10;
-/// The same for all records of an answer together.
+/// Total size of the windows of all records of one result, in bytes.
 const ALL_WINDOWS_BYTES: usize = 1 << 20;
 
-/// How blocks are reported (CSI `BlockMetadataType`).
+/// The format of reported extents (CSI `BlockMetadataType`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
-    /// Extents as long as they are.
+    /// Extents of any length.
     Variable,
     /// Extents of one size: the largest power of two, up to this many bytes, that divides the
     /// capacity. At least 4096.
     Fixed(u64),
 }
 
-/// Which blocks an answer reports: the union of one bitmap of each of the records. Cheap to make.
+/// The union of one bitmap of several records. Reads nothing until [`Self::extents`].
 #[derive(Debug)]
 pub struct BlockMap {
     capacity_bytes: u64,
@@ -38,7 +38,7 @@ pub struct BlockMap {
 }
 
 impl BlockMap {
-    /// With no records, the empty answer.
+    /// Without records, the result is empty.
     pub fn new(capacity_bytes: u64, bitmap: Bitmap, records: Vec<Arc<RecordReader>>) -> Self {
         Self { capacity_bytes, bitmap, records }
     }
@@ -48,7 +48,7 @@ impl BlockMap {
         self.capacity_bytes
     }
 
-    /// What extents are multiples of, in bytes. In the style fixed, each is one of these.
+    /// The unit of extents, in bytes. In the fixed style, each extent has this size.
     pub fn unit_bytes(&self, style: Style) -> u64 {
         match style {
             Style::Variable => BLOCK_SIZE,
@@ -56,8 +56,8 @@ impl BlockMap {
         }
     }
 
-    /// The extents from the block that holds the byte at `starting_offset` on: ascending, not
-    /// overlapping, none that ends at or before it. `OutOfRange` past the capacity.
+    /// The extents from the block that contains the byte at `starting_offset` on: ascending, not
+    /// overlapping. `OutOfRange` past the capacity.
     pub fn extents(self, style: Style, starting_offset: u64) -> Result<Extents> {
         let capacity = self.capacity_bytes;
         if starting_offset > capacity {
@@ -85,7 +85,7 @@ fn fixed_size(size: u64, capacity: u64) -> u64 {
 
 enum Shape {
     Variable,
-    /// In units of `blocks` blocks: the extents from `next` to `end` are still to be reported.
+    /// In units of `blocks` blocks: the extents from `next` to `end` are not reported yet.
     Fixed {
         blocks: u64,
         next: u64,
@@ -93,7 +93,7 @@ enum Shape {
     },
 }
 
-/// The extents of an answer. After an error it ends.
+/// An iterator over extents. It ends after an error.
 pub struct Extents {
     runs: Runs,
     shape: Shape,
@@ -111,7 +111,7 @@ impl Iterator for Extents {
                 Ok(run) => run,
                 Err(error) => return Some(Err(error)),
             };
-            // A run may begin in the unit that the last one ended in.
+            // A run may begin in the unit in which the last one ended.
             *next = (*end).max(run.start.0 / *blocks);
             *end = run.end.0.div_ceil(*blocks);
         }
@@ -124,25 +124,25 @@ impl Iterator for Extents {
 /// Maximal runs of set blocks, across segments.
 struct Runs {
     map: BlockMap,
-    /// Nothing before this block is reported.
+    /// The first block to report.
     first: Block,
-    /// The segments that any of the records has, last first.
+    /// The remaining segments of all records, in descending order.
     segments: Vec<u64>,
-    /// The first block of the segment that is being walked, and how.
+    /// The first block of the current segment, and its iterator.
     current: Option<(u64, Walk)>,
-    /// For each record, what was read of it last; then one for all segments that are larger than such a window. So a long
-    /// chain of large segments takes the memory of one.
+    /// One window per record, and one shared window for larger segments, so that a long chain of
+    /// large segments needs the memory of one.
     windows: Vec<Window>,
-    /// Bytes of a record's window.
-    ahead: usize,
+    /// Size of a record's window, in bytes.
+    window_bytes: usize,
     pending: Option<BlockRange>,
 }
 
-/// How a segment is walked.
+/// The iterator of a segment.
 enum Walk {
-    /// It is in one record only: as it lies there.
-    Stored { window: usize, stored: Stored, cursor: Cursor },
-    /// The union of several.
+    /// The segment is in one record only, and is read in its stored form.
+    Stored { window: usize, stored: StoredSegment, cursor: Cursor },
+    /// The union of the bitmaps of several records.
     Union(IntoIter),
 }
 
@@ -156,10 +156,10 @@ impl Runs {
             .collect();
         segments.sort_unstable_by(|a, b| b.cmp(a));
         segments.dedup();
-        let ahead = (ALL_WINDOWS_BYTES / map.records.len().max(1)).min(WINDOW_BYTES);
-        let of_records = map.records.iter().map(|_| Window::reading_ahead(ahead));
+        let window_bytes = (ALL_WINDOWS_BYTES / map.records.len().max(1)).min(WINDOW_BYTES);
+        let of_records = map.records.iter().map(|_| Window::with_minimum_read(window_bytes));
         let windows = of_records.chain([Window::default()]).collect();
-        Self { map, first, segments, current: None, windows, ahead, pending: None }
+        Self { map, first, segments, current: None, windows, window_bytes, pending: None }
     }
 
     /// The next run within a segment.
@@ -175,13 +175,13 @@ impl Runs {
             }
             let Some(segment) = self.segments.pop() else { return Ok(None) };
             let base = segment * SEGMENT_BLOCKS;
-            // At most 2^24: segments before the first block are not there.
+            // At most 2^24: segments before the first block were filtered out.
             let first = self.first.0.saturating_sub(base) as u32;
             self.current = Some((base, self.walk(segment, first)?));
         }
     }
 
-    /// Begins to walk a segment that at least one of the records has.
+    /// Creates the iterator of a segment that exists in at least one record.
     fn walk(&mut self, segment: u64, first: u32) -> Result<Walk> {
         let bitmap = self.map.bitmap;
         let sizes = self.map.records.iter().map(|record| record.stored_bytes(bitmap, segment));
@@ -204,17 +204,18 @@ impl Runs {
         Ok(Walk::Union(blocks))
     }
 
-    /// Reads a segment of so many bytes, and says into which window. What a window of several records held before is lost.
+    /// Reads a segment of `bytes` bytes and returns the index of its window. The previous contents
+    /// of a shared window are lost.
     fn read(
         &mut self,
         record: usize,
         segment: u64,
         bytes: usize,
-    ) -> Result<(usize, Option<Stored>)> {
+    ) -> Result<(usize, Option<StoredSegment>)> {
         let records = &self.map.records;
-        let at = if bytes > self.ahead { records.len() } else { record };
+        let at = if bytes > self.window_bytes { records.len() } else { record };
         if at == records.len() {
-            // What is in it is of another record.
+            // The window may contain data of another record.
             self.windows[at].clear();
         }
         let stored = records[record].stored(self.map.bitmap, segment, &mut self.windows[at])?;
@@ -229,7 +230,7 @@ impl Runs {
                 None => return Ok(None),
             },
         };
-        // A run that reaches the end of a segment, or of a container, may go on behind it.
+        // A run at the end of a segment or container may continue in the next.
         while let Some(next) = self.next_in_segment()? {
             if next.start != run.end {
                 self.pending = Some(next);
@@ -247,11 +248,11 @@ impl Walk {
         match self {
             Self::Stored { window, stored, cursor } => {
                 let run = cursor.next(windows[*window].bytes(stored))?;
-                let right = match &run {
+                let is_valid = match &run {
                     Some(run) => run.end <= stored.limit,
                     None => cursor.found() == stored.blocks,
                 };
-                if right { Ok(run) } else { Err(stored.disagrees()) }
+                if is_valid { Ok(run) } else { Err(stored.mismatch()) }
             }
             Self::Union(blocks) => Ok(blocks.next_range().map(|run| *run.start()..*run.end() + 1)),
         }
@@ -259,13 +260,14 @@ impl Walk {
 }
 
 impl Runs {
-    /// The next run as far as it lies together: the first units of a long one are had without reading it to its end.
+    /// The next partial run, so that the first units of a long run do not require reading all of
+    /// it.
     fn part(&mut self) -> Option<Result<BlockRange>> {
         let part = self.next_in_segment();
         self.ending(part)
     }
 
-    /// Ends the walk after an error.
+    /// Ends the iteration after an error.
     fn ending(&mut self, run: Result<Option<BlockRange>>) -> Option<Result<BlockRange>> {
         if run.is_err() {
             self.segments.clear();
@@ -290,10 +292,10 @@ mod tests {
     use super::super::{Header, RecordWriter};
     use super::*;
 
-    /// Every so many blocks one is set, so that a segment is much larger than a window of a record.
+    /// Interval of the set blocks. Makes a segment much larger than a window.
     const EVERY: u64 = 128;
 
-    /// A record with a block set in each stretch of the given segments.
+    /// A record with a set block in each interval of the given segments.
     fn record(number: u64, segments: &[u64]) -> Arc<RecordReader> {
         let file = tempfile::tempfile().unwrap();
         let header = Header::new("snap-a", "vol-a", Some("snap-b"), 7, capacity());
@@ -315,23 +317,23 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_of_large_segments_takes_the_memory_of_one_and_is_whole() {
+    fn a_chain_of_large_segments_needs_the_memory_of_one() {
         const RECORDS: u64 = 8;
         let records: Vec<_> =
             (0..RECORDS).map(|n| record(n, if n == 3 { &[0, 1] } else { &[0] })).collect();
         let segment = records[0].stored_bytes(Bitmap::Changed, 0).unwrap();
         assert!(segment > 2 * WINDOW_BYTES, "{segment}");
         let map = || BlockMap::new(capacity(), Bitmap::Changed, records.clone());
-        let mut answer = map().extents(Style::Variable, 0).unwrap();
-        for stretch in 0..SEGMENT_BLOCKS / EVERY {
+        let mut extents = map().extents(Style::Variable, 0).unwrap();
+        for interval in 0..SEGMENT_BLOCKS / EVERY {
             let expected =
-                BlockRange::new(Block(stretch * EVERY), Block(stretch * EVERY + RECORDS));
-            assert_eq!(answer.next().unwrap().unwrap(), expected.extent());
+                BlockRange::new(Block(interval * EVERY), Block(interval * EVERY + RECORDS));
+            assert_eq!(extents.next().unwrap().unwrap(), expected.extent());
         }
-        let held: usize = answer.runs.windows.iter().map(Window::held).sum();
+        let held: usize = extents.runs.windows.iter().map(Window::capacity).sum();
         assert!(held < 3 * segment, "{held} bytes are held for segments of {segment}");
-        // The segment that one record alone has.
-        let of_one: Vec<Extent> = answer.map(Result::unwrap).collect();
+        // The segment that exists in one record only.
+        let of_one: Vec<Extent> = extents.map(Result::unwrap).collect();
         assert_eq!(of_one.len() as u64, SEGMENT_BLOCKS / EVERY);
         let last = Block(2 * SEGMENT_BLOCKS - EVERY + 3);
         assert_eq!(of_one.last(), Some(&BlockRange::new(last, Block(last.0 + 1)).extent()));

@@ -1,11 +1,11 @@
-//! Change records: for each snapshot, which blocks hold data (`allocated`) and which changed since
-//! its predecessor (`changed`), as roaring bitmaps in one immutable, checksummed file.
+//! Change records: for each snapshot, the allocated blocks (`allocated`) and the blocks that
+//! changed since its predecessor (`changed`), as roaring bitmaps in one immutable file with
+//! checksums.
 //!
-//! Both bitmaps are cut into segments of [`SEGMENT_BLOCKS`] blocks (64 GiB of the volume), each
-//! with its own checksum and entry in an index. So a query reads only what it reports, a 64 TiB
-//! volume (2^34 blocks, more than a 32-bit bitmap holds) is nothing special, and memory is bounded
-//! by one segment, however many extents there are. docs/design/on-disk-format.md gives the layout and its
-//! reasons.
+//! Both bitmaps are divided into segments of [`SEGMENT_BLOCKS`] blocks (64 GiB of the volume), each
+//! with a checksum and an index entry. A query reads only the segments that it reports, and needs
+//! the memory of one segment. A volume of 64 TiB (2^34 blocks) exceeds one 32-bit bitmap, but not
+//! many. docs/design/on-disk-format.md describes the layout.
 
 mod block_map;
 mod reader;
@@ -31,17 +31,17 @@ const END_MAGIC: [u8; 8] = *b"CBTREEND";
 const VERSION: u32 = 1;
 const INDEX_ENTRY_BYTES: usize = 32;
 const TRAILER_BYTES: usize = 32;
-/// Bounds on what a reader believes before it has seen a checksum.
+/// Limits that a reader enforces before it has verified a checksum.
 const MAX_HEADER_BYTES: usize = 16 << 10;
 const MAX_INDEX_ENTRIES: usize = 2 * 1024;
 const MAX_SEGMENT_BYTES: usize = 4 << 20;
 
-/// What a record belongs to; repeated in the file so that a misplaced one is noticed.
+/// Identifies the snapshot of a record, so that a misplaced file is detected.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Header {
     pub snapshot_id: String,
     pub volume_id: String,
-    /// The snapshot that `changed` counts from; `None` where a chain starts.
+    /// The snapshot that `changed` refers to; `None` at the start of a chain.
     pub predecessor: Option<String>,
     pub sequence: u64,
     pub block_size: u64,
@@ -83,7 +83,7 @@ impl Bitmap {
     }
 }
 
-/// Where a segment's bitmap is in the file.
+/// The location of a segment's bitmap in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct IndexEntry {
     bitmap: u32,
@@ -91,7 +91,7 @@ struct IndexEntry {
     offset: u64,
     length: u32,
     checksum: u32,
-    /// Blocks set in the segment.
+    /// The number of set blocks.
     blocks: u64,
 }
 
@@ -117,7 +117,7 @@ impl IndexEntry {
     }
 }
 
-/// The little-endian number at `at`; the caller's buffer is long enough by construction.
+/// Decodes the little-endian number at `at`. The caller's buffer is long enough.
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     let mut word = [0; 4];
     word.copy_from_slice(&bytes[at..at + 4]);

@@ -1,4 +1,4 @@
-//! Reads a change record, one segment at a time, believing nothing that a checksum does not cover.
+//! Reads a change record one segment at a time. Data is used only after its checksum is verified.
 
 use std::fs::File;
 use std::io;
@@ -15,7 +15,7 @@ use super::{
     u64_at,
 };
 
-/// An open change record. Reading does not move a file position, so it may be shared by threads.
+/// An open change record. Reads do not use the file position, so threads can share it.
 #[derive(Debug)]
 pub struct RecordReader {
     file: File,
@@ -24,7 +24,7 @@ pub struct RecordReader {
 }
 
 impl RecordReader {
-    /// Opens a record and checks its header and index; segments are checked when they are read.
+    /// Opens a record and verifies its header and index. Segments are verified when they are read.
     pub fn open(file: File) -> Result<Self> {
         let size = file.metadata().context(reading)?.len();
         let header = read_header(&file, size)?;
@@ -38,44 +38,43 @@ impl RecordReader {
         &self.header
     }
 
-    /// Blocks set in a bitmap.
+    /// The number of set blocks of a bitmap.
     pub fn blocks(&self, bitmap: Bitmap) -> u64 {
         self.entries(bitmap).map(|entry| entry.blocks).sum()
     }
 
-    /// The segments of a bitmap that are not empty, ascending.
+    /// The non-empty segments of a bitmap, ascending.
     pub fn segments(&self, bitmap: Bitmap) -> impl Iterator<Item = u64> + '_ {
         self.entries(bitmap).map(|entry| u64::from(entry.segment))
     }
 
-    /// The blocks of a segment, relative to its first one; `None` when none is set.
+    /// The blocks of a segment, relative to its first block; `None` if it is empty.
     pub fn segment(&self, bitmap: Bitmap, segment: u64) -> Result<Option<RoaringBitmap>> {
         let mut window = Window::default();
         let stored = self.stored(bitmap, segment, &mut window)?;
         stored.map(|stored| window.bitmap(&stored)).transpose()
     }
 
-    /// A segment as it lies in the file, its checksum looked at, in `window`; `None` when none of its
-    /// blocks is set.
+    /// Reads a segment into `window` and verifies its checksum; `None` if it is empty.
     pub(super) fn stored(
         &self,
         bitmap: Bitmap,
         segment: u64,
         window: &mut Window,
-    ) -> Result<Option<Stored>> {
+    ) -> Result<Option<StoredSegment>> {
         let Some(entry) = self.entry(bitmap, segment) else { return Ok(None) };
         let range = window.read(&self.file, entry.offset, entry.length as usize)?;
-        // Roaring does not notice a flipped bit, so the checksum comes first.
+        // Roaring does not detect bit errors, so verify the checksum first.
         if crc32c::crc32c(&window.bytes[range.clone()]) != entry.checksum {
             return Err(damaged(format_args!("bad checksum of segment {segment}")));
         }
-        let left = self.capacity_blocks().saturating_sub(segment * SEGMENT_BLOCKS);
+        let remaining = self.capacity_blocks().saturating_sub(segment * SEGMENT_BLOCKS);
         // At most 2^24.
-        let limit = left.min(SEGMENT_BLOCKS) as u32;
-        Ok(Some(Stored { segment, range, blocks: entry.blocks, limit }))
+        let limit = remaining.min(SEGMENT_BLOCKS) as u32;
+        Ok(Some(StoredSegment { segment, range, blocks: entry.blocks, limit }))
     }
 
-    /// The bytes that a segment takes in the file; `None` when none of its blocks is set.
+    /// The stored size of a segment in bytes; `None` if it is empty.
     pub(super) fn stored_bytes(&self, bitmap: Bitmap, segment: u64) -> Option<usize> {
         self.entry(bitmap, segment).map(|entry| entry.length as usize)
     }
@@ -104,63 +103,63 @@ impl RecordReader {
                 && entry.length as usize <= MAX_SEGMENT_BYTES
                 && entry.offset.checked_add(u64::from(entry.length)).is_some_and(|end| end <= size)
         });
-        if sorted && plausible { Ok(()) } else { Err(damaged("impossible index")) }
+        if sorted && plausible { Ok(()) } else { Err(damaged("invalid index")) }
     }
 }
 
-/// A segment that was read.
+/// A segment in a window.
 #[derive(Debug, Clone)]
-pub(super) struct Stored {
+pub(super) struct StoredSegment {
     segment: u64,
-    /// Where it is in its window.
+    /// Its position in the window.
     range: Range<usize>,
-    /// How many blocks it has.
+    /// The number of its blocks.
     pub blocks: u64,
-    /// All of them are before this one.
+    /// All of its blocks are below this one.
     pub limit: u32,
 }
 
-/// A part of a record in memory. Neighbouring segments of few blocks are read in one go.
+/// A part of a record in memory. Small adjacent segments are read together.
 #[derive(Debug, Default)]
 pub(super) struct Window {
     start: u64,
     bytes: Vec<u8>,
-    /// Bytes to be read at least, if there are as many.
-    ahead: usize,
+    /// Minimum size of a read in bytes, if the file is large enough.
+    minimum: usize,
 }
 
 impl Window {
-    pub fn reading_ahead(ahead: usize) -> Self {
-        Self { ahead, ..Self::default() }
+    pub fn with_minimum_read(minimum: usize) -> Self {
+        Self { minimum, ..Self::default() }
     }
 
-    /// Forgets what was read, before another record is read into it. Keeps the memory.
+    /// Discards the data but keeps the memory. Required before reading another record.
     pub fn clear(&mut self) {
         self.bytes.clear();
     }
 
     #[cfg(test)]
-    pub fn held(&self) -> usize {
+    pub fn capacity(&self) -> usize {
         self.bytes.capacity()
     }
 
-    pub fn bytes(&self, stored: &Stored) -> &[u8] {
+    pub fn bytes(&self, stored: &StoredSegment) -> &[u8] {
         &self.bytes[stored.range.clone()]
     }
 
     /// The blocks of a segment.
-    pub fn bitmap(&self, stored: &Stored) -> Result<RoaringBitmap> {
+    pub fn bitmap(&self, stored: &StoredSegment) -> Result<RoaringBitmap> {
         let mut rest = self.bytes(stored);
         let blocks = RoaringBitmap::deserialize_from(&mut rest)
             .map_err(|e| damaged(format_args!("segment {}: {e}", stored.segment)))?;
         let beyond = blocks.max().is_some_and(|max| max >= stored.limit);
         if !rest.is_empty() || beyond || blocks.len() != stored.blocks {
-            return Err(stored.disagrees());
+            return Err(stored.mismatch());
         }
         Ok(blocks)
     }
 
-    /// Where these bytes of the file are in the window.
+    /// Returns the position of a range of the file in the window, after reading it if necessary.
     fn read(&mut self, file: &File, offset: u64, length: usize) -> Result<Range<usize>> {
         let within = offset.checked_sub(self.start).map(|from| from as usize);
         if let Some(from) = within
@@ -168,8 +167,8 @@ impl Window {
         {
             return Ok(from..from + length);
         }
-        let left = file.metadata().context(reading)?.len().saturating_sub(offset);
-        let wanted = usize::try_from(left).unwrap_or(usize::MAX).min(self.ahead).max(length);
+        let remaining = file.metadata().context(reading)?.len().saturating_sub(offset);
+        let wanted = usize::try_from(remaining).unwrap_or(usize::MAX).min(self.minimum).max(length);
         self.start = offset;
         self.bytes.resize(wanted, 0);
         read_at(file, &mut self.bytes, offset)?;
@@ -177,10 +176,10 @@ impl Window {
     }
 }
 
-impl Stored {
-    /// What it holds is not what the index says.
-    pub fn disagrees(&self) -> Error {
-        damaged(format_args!("segment {} disagrees with the index", self.segment))
+impl StoredSegment {
+    /// The error for a segment that does not match the index.
+    pub fn mismatch(&self) -> Error {
+        damaged(format_args!("segment {} does not match the index", self.segment))
     }
 }
 
@@ -195,11 +194,13 @@ fn read_header(file: &File, size: u64) -> Result<Header> {
     }
     let version = u32_at(&start, 8);
     if version != VERSION {
-        return Err(damaged(format_args!("version {version} is not known (this is {VERSION})")));
+        return Err(damaged(format_args!(
+            "version {version} is not supported (supported: {VERSION})"
+        )));
     }
     let length = u32_at(&start, 12) as usize;
     if length > MAX_HEADER_BYTES || (start.len() + length + 4) as u64 > size {
-        return Err(damaged("impossible header"));
+        return Err(damaged("invalid header"));
     }
     let mut bytes = vec![0; start.len() + length + 4];
     read_at(file, &mut bytes, 0)?;
@@ -214,7 +215,7 @@ fn read_header(file: &File, size: u64) -> Result<Header> {
         || capacity > MAX_VOLUME_BYTES
         || !capacity.is_multiple_of(BLOCK_SIZE)
     {
-        return Err(damaged("impossible block size or capacity"));
+        return Err(damaged("invalid block size or capacity"));
     }
     Ok(header)
 }
@@ -230,7 +231,7 @@ fn read_index(file: &File, size: u64) -> Result<Vec<IndexEntry>> {
     let entries = u32_at(&trailer, 8) as usize;
     let length = entries * INDEX_ENTRY_BYTES;
     if entries > MAX_INDEX_ENTRIES || offset.checked_add(length as u64) != Some(trailer_offset) {
-        return Err(damaged("impossible index"));
+        return Err(damaged("invalid index"));
     }
     let mut bytes = vec![0; length];
     read_at(file, &mut bytes, offset)?;

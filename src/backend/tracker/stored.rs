@@ -1,10 +1,10 @@
-//! Walks the runs of a segment as it lies in a record, with no bitmap built from it: most answers come
-//! from one record, and what is spread thinly over a large volume has many containers of one block.
+//! Iterates over the runs of a segment in its stored form, without building a bitmap: most results
+//! come from one record, and sparse changes of a large volume have many containers of one block.
 //!
-//! The bytes are those of roaring's portable format (RoaringFormatSpec): a head that gives each
-//! container its key (the upper 16 bits of its blocks) and its number of blocks, then the containers:
-//! an array of 16-bit numbers, a bitmap of 8 KiB, or runs. A checksum was looked at before; all the same
-//! nothing here is believed that could make a block be left out.
+//! The format is roaring's portable format (RoaringFormatSpec): a header with the key (the upper 16
+//! bits of the blocks) and the number of blocks of each container, then the containers: an array of
+//! 16-bit numbers, a bitmap of 8 KiB, or runs. The checksum is already verified, but everything
+//! that could cause a missing block is validated again.
 
 use std::ops::Range;
 
@@ -13,29 +13,29 @@ use super::damaged;
 
 const COOKIE: u16 = 12_346;
 const COOKIE_WITH_RUNS: u16 = 12_347;
-/// From so many containers on the head of a segment with runs gives their places, too.
-const PLACES_FROM: usize = 4;
-/// The most blocks that a container holds as an array.
+/// A header with runs contains offsets if the segment has at least this many containers.
+const OFFSETS_FROM: usize = 4;
+/// Maximum number of blocks in an array container.
 const ARRAY_MAX: usize = 4096;
 const BITMAP_WORDS: usize = 1024;
 
-/// Where the walk is. The bytes are given to each call, so that they can lie in a buffer that is used
-/// again.
+/// The position of the iteration. Each call takes the bytes, so that the caller can reuse its
+/// buffer.
 #[derive(Debug, Default)]
 pub struct Cursor {
     containers: usize,
     next: usize,
-    /// Where the flags are that tell which containers are runs, if there are any.
+    /// Offset of the flags that mark run containers, if any.
     flags_at: Option<usize>,
     keys_at: usize,
-    /// Where the next container is.
+    /// Offset of the next container.
     data_at: usize,
-    /// Blocks before this are left out.
+    /// Blocks before this one are skipped.
     first: u32,
-    /// The upper half of the blocks of the container that is being read.
+    /// The upper half of the blocks of the current container.
     base: u32,
     container: Container,
-    /// Blocks in the containers so far, by what they hold; where that was not looked at, by the head.
+    /// The number of blocks so far, from the containers, or from the header for skipped containers.
     found: u64,
 }
 
@@ -53,7 +53,7 @@ impl Default for Container {
 }
 
 impl Cursor {
-    /// Begins with the first block that is not before `first`.
+    /// Starts at the first block at or after `first`.
     pub fn new(bytes: &[u8], first: u32) -> Result<Self> {
         let cookie = half(bytes, 0)?;
         let mut cursor = Self { first, ..Self::default() };
@@ -65,18 +65,18 @@ impl Cursor {
             cursor.containers = usize::from(half(bytes, 4)?) | usize::from(half(bytes, 6)?) << 16;
             cursor.keys_at = 8;
         } else {
-            return Err(wrong());
+            return Err(malformed());
         }
         if cursor.containers > 1 << 16 {
-            return Err(wrong());
+            return Err(malformed());
         }
-        let places = cursor.flags_at.is_none() || cursor.containers >= PLACES_FROM;
-        let entry = if places { 4 + 4 } else { 4 };
+        let has_offsets = cursor.flags_at.is_none() || cursor.containers >= OFFSETS_FROM;
+        let entry = if has_offsets { 4 + 4 } else { 4 };
         cursor.data_at = cursor.keys_at + cursor.containers * entry;
         Ok(cursor)
     }
 
-    /// The next run of blocks. Runs ascend; two that touch are one unless they are of two containers.
+    /// The next run of blocks, ascending. Adjacent runs of two containers are not merged.
     #[inline]
     pub fn next(&mut self, bytes: &[u8]) -> Result<Option<Range<u32>>> {
         loop {
@@ -94,21 +94,21 @@ impl Cursor {
         }
     }
 
-    /// At the end: how many blocks there were, those before the first included.
+    /// At the end: the number of blocks, including skipped ones.
     pub fn found(&self) -> u64 {
         self.found
     }
 
-    /// Goes to the next container; false at the end.
+    /// Moves to the next container. Returns false at the end.
     fn open(&mut self, bytes: &[u8]) -> Result<bool> {
         if self.next == self.containers {
-            return if self.data_at == bytes.len() { Ok(false) } else { Err(wrong()) };
+            return if self.data_at == bytes.len() { Ok(false) } else { Err(malformed()) };
         }
         let (index, at) = (self.next, self.data_at);
         let key = u32::from(half(bytes, self.keys_at + 4 * index)?) << 16;
         let blocks = usize::from(half(bytes, self.keys_at + 4 * index + 2)?) + 1;
         if index > 0 && key <= self.base {
-            return Err(wrong());
+            return Err(malformed());
         }
         let has_runs = match self.flags_at {
             Some(flags) => byte(bytes, flags + index / 8)? >> (index % 8) & 1 == 1,
@@ -124,19 +124,19 @@ impl Cursor {
             (Container::Bitmap { at, bit: 0 }, at + 8 * BITMAP_WORDS)
         };
         if self.data_at > bytes.len() {
-            return Err(wrong());
+            return Err(malformed());
         }
         self.base = key;
         self.next += 1;
         if key + BITS <= self.first {
-            // Nothing of it is asked for.
+            // All of its blocks are before `first`.
             self.container = Container::default();
             self.found += blocks as u64;
         }
         Ok(true)
     }
 
-    /// The next run of the container, within it.
+    /// The next run of the container, relative to its first block.
     #[inline]
     fn next_in_container(&mut self, bytes: &[u8]) -> Result<Option<Range<u32>>> {
         match &mut self.container {
@@ -151,7 +151,7 @@ impl Cursor {
                     let block = u32::from(half(bytes, *at)?);
                     if block != last + 1 {
                         if block <= last {
-                            return Err(wrong());
+                            return Err(malformed());
                         }
                         break;
                     }
@@ -172,9 +172,9 @@ impl Cursor {
                 let start = u32::from(half(bytes, *at)?);
                 let stop = start + u32::from(half(bytes, *at + 2)?) + 1;
                 *at += 4;
-                // The next one must not begin before this one's end.
+                // The next run must not begin before the end of this one.
                 if stop > BITS || (*at < *end && u32::from(half(bytes, *at)?) < stop) {
-                    return Err(wrong());
+                    return Err(malformed());
                 }
                 Ok(Some(start..stop))
             }
@@ -184,7 +184,7 @@ impl Cursor {
 
 const BITS: u32 = 1 << 16;
 
-/// The first bit from `from` on that is set, or is not, in the bitmap at `at`.
+/// The first set (or clear) bit from `from` on in the bitmap at `at`.
 #[inline]
 fn next_bit(bytes: &[u8], at: usize, from: u32, set: bool) -> Result<Option<u32>> {
     let mut index = from / 64;
@@ -202,14 +202,14 @@ fn next_bit(bytes: &[u8], at: usize, from: u32, set: bool) -> Result<Option<u32>
 }
 
 fn byte(bytes: &[u8], at: usize) -> Result<u8> {
-    bytes.get(at).copied().ok_or_else(wrong)
+    bytes.get(at).copied().ok_or_else(malformed)
 }
 
 #[inline]
 fn half(bytes: &[u8], at: usize) -> Result<u16> {
     match bytes.get(at..).and_then(<[u8]>::first_chunk) {
         Some(half) => Ok(u16::from_le_bytes(*half)),
-        None => Err(wrong()),
+        None => Err(malformed()),
     }
 }
 
@@ -217,12 +217,12 @@ fn half(bytes: &[u8], at: usize) -> Result<u16> {
 fn word(bytes: &[u8], at: usize) -> Result<u64> {
     match bytes.get(at..).and_then(<[u8]>::first_chunk) {
         Some(word) => Ok(u64::from_le_bytes(*word)),
-        None => Err(wrong()),
+        None => Err(malformed()),
     }
 }
 
 #[cold]
-fn wrong() -> Error {
+fn malformed() -> Error {
     damaged("a segment is not a roaring bitmap")
 }
 
@@ -254,14 +254,14 @@ mod tests {
         Ok((all, cursor.found()))
     }
 
-    /// Runs of all lengths, close together and far apart: all three kinds of container.
+    /// Runs of different lengths and distances, for all three kinds of containers.
     fn bitmaps() -> impl Strategy<Value = RoaringBitmap> {
         let gap = prop_oneof![4 => 1_u32..4, 2 => 1_u32..3000, 1 => 1_u32..400_000];
         let length = prop_oneof![6 => 1_u32..3, 2 => 1_u32..200, 1 => 1_u32..200_000];
         prop::collection::vec((gap, length, 1_u32..4000), 0..20).prop_map(|parts| {
             let (mut blocks, mut at) = (RoaringBitmap::new(), 0);
             for (gap, length, times) in parts {
-                // Many alike make arrays and bitmaps, few long ones make runs.
+                // Many short runs make arrays and bitmaps, few long ones make run containers.
                 for _ in 0..if length < 3 { times } else { 1 } {
                     at += gap;
                     blocks.insert_range(at..(at + length).min(1 << 24));
@@ -274,7 +274,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_lies_in_a_record_is_walked_like_the_bitmap_that_it_is(
+        fn stored_segments_yield_the_blocks_of_their_bitmap(
             blocks in bitmaps(),
             first in 0_u32..1 << 24,
             optimized: bool,
@@ -290,7 +290,7 @@ mod tests {
         }
 
         #[test]
-        fn bytes_that_are_cut_short_or_go_on_are_refused(blocks in bitmaps(), cut in any::<prop::sample::Index>()) {
+        fn truncated_or_extended_segments_are_rejected(blocks in bitmaps(), cut in any::<prop::sample::Index>()) {
             let mut bytes = stored(&blocks, true);
             prop_assert!(walk(&bytes[..cut.index(bytes.len())], 0).is_err());
             bytes.push(0);
@@ -298,7 +298,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_end_in_an_answer_or_an_error(
+        fn arbitrary_bytes_yield_a_result_or_an_error(
             blocks in bitmaps(),
             flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
         ) {
@@ -307,7 +307,7 @@ mod tests {
                 let at = at.index(bytes.len());
                 bytes[at] ^= flip;
             }
-            // What roaring takes for a bitmap is the same here, or refused.
+            // Bytes that roaring accepts have the same result here, or are rejected.
             if let (Ok((walked, _)), Ok(read)) = (walk(&bytes, 0), RoaringBitmap::deserialize_from(&*bytes)) {
                 prop_assert_eq!(walked, read);
             }

@@ -1,4 +1,4 @@
-//! What goes into a record comes out of it, and what is no record is refused.
+//! Change records: round trips, and rejection of invalid files.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -16,7 +16,7 @@ const MAX_BLOCKS: u64 = MAX_VOLUME_BYTES / BLOCK_SIZE;
 /// Blocks in a container of a roaring bitmap.
 const CONTAINER: u64 = 1 << 16;
 
-/// Half-open ranges of blocks: ascending, none empty, none that touch.
+/// Half-open ranges of blocks: ascending, not empty, not adjacent.
 type Set = Vec<Range<u64>>;
 
 fn one(range: Range<u64>) -> Set {
@@ -39,7 +39,7 @@ fn from_block(set: &Set, first: u64) -> Set {
     set.iter().map(|r| r.start.max(first)..r.end).filter(|r| !r.is_empty()).collect()
 }
 
-/// Capacities in blocks: any, with those around the borders of segments more often.
+/// Capacities in blocks, more often near the borders of segments.
 fn capacities() -> impl Strategy<Value = u64> {
     let segments = 1..=MAX_BLOCKS / SEGMENT_BLOCKS;
     prop_oneof![
@@ -53,8 +53,8 @@ fn capacities() -> impl Strategy<Value = u64> {
 }
 
 /// Up to `count` ranges below `capacity`, of up to `longest` blocks, often at a border of a segment
-/// or container, at the start or at the end. As the writer is given them: ascending, at most the
-/// last block shared with the next.
+/// or container, at the start or at the end. In the order that the writer requires: ascending, with
+/// at most one shared block.
 fn ranges(capacity: u64, count: usize, longest: u64) -> impl Strategy<Value = Set> {
     let near = |unit: u64| {
         (0..=capacity / unit, -3i64..=3)
@@ -68,10 +68,10 @@ fn ranges(capacity: u64, count: usize, longest: u64) -> impl Strategy<Value = Se
         (1..64u64).prop_map(move |back| capacity.saturating_sub(back)),
     ];
     let lengths = prop_oneof![1..4u64, 1..=longest];
-    prop::collection::vec((starts, lengths, any::<bool>()), 0..count).prop_map(move |mut wanted| {
-        wanted.sort_unstable();
+    prop::collection::vec((starts, lengths, any::<bool>()), 0..count).prop_map(move |mut pairs| {
+        pairs.sort_unstable();
         let mut out = Set::new();
-        for (start, length, share) in wanted {
+        for (start, length, share) in pairs {
             let past = out.last().map_or(0, |last: &Range<u64>| last.end);
             let start = if share { start.max(past.saturating_sub(1)) } else { start.max(past) };
             let end = (start + length).min(capacity);
@@ -121,10 +121,10 @@ fn variable(capacity: u64, bitmap: Bitmap, records: &[Arc<RecordReader>], from: 
         .collect()
 }
 
-/// Each segment that is there, with its blocks.
+/// Each non-empty segment and its blocks.
 type Segments = Vec<(u64, Vec<u32>)>;
 
-/// All that a record holds, with every checksum looked at.
+/// The contents of a record, with every checksum verified.
 fn contents(file: &File) -> Result<(Header, [Segments; 2])> {
     let record = RecordReader::open(file.try_clone().unwrap())?;
     let all = |bitmap| -> Result<Segments> {
@@ -161,7 +161,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(96) })]
 
     #[test]
-    fn what_is_written_is_read_from_any_offset(
+    fn a_record_can_be_read_from_any_offset(
         (capacity, allocated, changed, from) in capacities().prop_flat_map(|capacity| (
             Just(capacity),
             ranges(capacity, 24, 2 * SEGMENT_BLOCKS + 5),
@@ -176,7 +176,7 @@ proptest! {
             prop_assert_eq!(record.blocks(bitmap), set.iter().map(|r| r.end - r.start).sum::<u64>());
             let records = [record.clone()];
             prop_assert_eq!(&variable(capacity, bitmap, &records, 0), &set);
-            // Somewhere; the first and the last byte of a run; the end.
+            // Any offset, the first and the last byte of a run, and the end.
             let edges = set.iter().flat_map(|r| [r.start * BLOCK_SIZE, r.end * BLOCK_SIZE - 1]);
             for from in edges.take(16).chain([from, capacity * BLOCK_SIZE]) {
                 let expected = from_block(&set, from / BLOCK_SIZE);
@@ -186,7 +186,7 @@ proptest! {
     }
 
     #[test]
-    fn several_records_answer_with_their_union(
+    fn several_records_yield_their_union(
         (capacity, sets, from) in capacities().prop_flat_map(|capacity| (
             Just(capacity),
             prop::collection::vec(ranges(capacity, 16, SEGMENT_BLOCKS), 1..5),
@@ -203,7 +203,7 @@ proptest! {
     }
 
     #[test]
-    fn fixed_extents_are_the_aligned_units_that_hold_a_block(
+    fn fixed_extents_are_aligned_units_with_a_set_block(
         (capacity, sets, size, from) in capacities().prop_flat_map(|capacity| (
             Just(capacity),
             prop::collection::vec(ranges(capacity, 12, 300), 1..4),
@@ -212,7 +212,7 @@ proptest! {
         )),
     ) {
         let bytes = capacity * BLOCK_SIZE;
-        // The rule, said plainly: the largest power of two up to the size that divides the capacity.
+        // The rule: the largest power of two up to the size that divides the capacity.
         let unit = (12..46)
             .map(|bits| 1u64 << bits)
             .filter(|unit| *unit == BLOCK_SIZE || (*unit <= size && bytes.is_multiple_of(*unit)))
@@ -243,7 +243,7 @@ proptest! {
     }
 
     #[test]
-    fn bytes_that_are_no_record_are_refused(mut bytes in prop::collection::vec(any::<u8>(), 0..2048),
+    fn bytes_that_are_not_a_record_are_rejected(mut bytes in prop::collection::vec(any::<u8>(), 0..2048),
                                             like in any::<bool>()) {
         if like && bytes.len() >= 16 {
             bytes[..8].copy_from_slice(&MAGIC);
@@ -253,7 +253,7 @@ proptest! {
     }
 
     #[test]
-    fn a_record_with_bytes_overwritten_cut_or_added_is_refused(
+    fn a_record_with_modified_bytes_is_rejected(
         at in any::<prop::sample::Index>(),
         junk in prop::collection::vec(any::<u8>(), 1..64),
         overwrite in any::<bool>(),
@@ -271,9 +271,9 @@ proptest! {
         prop_assert!(matches!(contents(&file_of(&bytes)), Err(Error::Damaged(_))));
     }
 
-    /// The checksum of a segment is right and its bitmap is nonsense: as from a faulty writer.
+    /// The checksum of a segment is correct but its bitmap is invalid, as from a faulty writer.
     #[test]
-    fn nonsense_behind_good_checksums_is_an_error_and_never_a_panic(
+    fn an_invalid_bitmap_with_a_correct_checksum_is_an_error(
         payload in prop::collection::vec(any::<u8>(), 0..200),
         start in prop::sample::select(vec![&[][..], &[0x3a, 0x30, 0, 0], &[0x3b, 0x30, 2, 0, 7],
                                            &[0x3a, 0x30, 0, 0, 0xff, 0xff, 0xff, 0xff]]),
@@ -282,17 +282,17 @@ proptest! {
         let payload = [start, &payload].concat();
         let entry = IndexEntry { blocks, ..entry_of(&payload) };
         let read = contents(&forged(&json(2 * SEGMENT_BLOCKS), &payload, &[entry]));
-        // Should it happen to be a bitmap, it has exactly the blocks that the index says.
-        let right = match &read {
+        // If it is a valid bitmap, it has exactly the blocks of the index.
+        let is_valid = match &read {
             Err(Error::Damaged(_)) => true,
             Ok((_, [allocated, _])) => allocated[0].1.len() as u64 == blocks,
             Err(_) => false,
         };
-        prop_assert!(right, "{:?}", read);
+        prop_assert!(is_valid, "{:?}", read);
     }
 
     #[test]
-    fn an_index_that_lies_behind_good_checksums_is_an_error_and_never_a_panic(
+    fn an_invalid_index_with_correct_checksums_is_an_error(
         entries in prop::collection::vec((0..4u32, any::<u32>(), any::<u64>(), any::<u32>(), any::<u64>()), 1..5),
         capacity in prop_oneof![0..4 * MAX_VOLUME_BYTES, any::<u64>()],
     ) {
@@ -318,7 +318,7 @@ fn payload_of(blocks: &[u32]) -> Vec<u8> {
     bytes
 }
 
-/// The entry of a payload that comes right after the header of [`json`].
+/// The entry of a payload directly after the header of [`json`].
 fn entry_of(payload: &[u8]) -> IndexEntry {
     IndexEntry {
         bitmap: 0,
@@ -330,7 +330,7 @@ fn entry_of(payload: &[u8]) -> IndexEntry {
     }
 }
 
-/// A file in which every checksum of header, index and trailer is right, whatever they say.
+/// A file with correct checksums of header, index and trailer, whatever their contents.
 fn forged(json: &[u8], payload: &[u8], entries: &[IndexEntry]) -> File {
     let mut bytes = Vec::new();
     bytes.extend(MAGIC);
@@ -375,7 +375,7 @@ fn every_bit_of_a_record_is_covered_by_a_checksum() {
 }
 
 #[test]
-fn a_record_that_was_cut_off_anywhere_is_refused() {
+fn a_record_truncated_anywhere_is_rejected() {
     let file = small_record();
     for length in (0..file.metadata().unwrap().len()).rev() {
         file.set_len(length).unwrap();
@@ -385,7 +385,7 @@ fn a_record_that_was_cut_off_anywhere_is_refused() {
 }
 
 #[test]
-fn a_forged_record_without_a_lie_is_read() {
+fn a_forged_record_with_correct_values_is_read() {
     let payload = payload_of(&[1, 2, 3]);
     let entry = IndexEntry { blocks: 3, ..entry_of(&payload) };
     let (_, [allocated, _]) =
@@ -394,7 +394,7 @@ fn a_forged_record_without_a_lie_is_read() {
 }
 
 #[test]
-fn a_bitmap_that_reaches_past_the_capacity_is_refused() {
+fn a_bitmap_past_the_capacity_is_rejected() {
     let payload = payload_of(&[1, 2, 3]);
     let entry = IndexEntry { blocks: 3, segment: 1, ..entry_of(&payload) };
     for (more, whole) in [(3, false), (4, true)] {
@@ -405,10 +405,10 @@ fn a_bitmap_that_reaches_past_the_capacity_is_refused() {
     }
 }
 
-/// In a file that is large enough (and sparse) for what it claims, only the reader's own bounds keep
-/// it from allocating that.
+/// The file is sparse and large enough for the claimed length, so only the reader's limits prevent
+/// a large allocation.
 #[test]
-fn a_length_that_lies_costs_no_memory() {
+fn a_false_length_allocates_no_memory() {
     const HUGE: u64 = 32 << 30;
     let claims_header =
         [&MAGIC[..], &VERSION.to_le_bytes(), &0xffff_fff0u32.to_le_bytes()].concat();
@@ -441,9 +441,9 @@ fn a_length_that_lies_costs_no_memory() {
     }
 }
 
-/// Four million bytes of run containers stand for as many blocks as a segment can have, and more.
+/// Four million bytes of run containers encode more blocks than a segment can have.
 #[test]
-fn a_bitmap_that_unfolds_costs_bounded_memory() {
+fn an_expanding_bitmap_needs_bounded_memory() {
     const CONTAINERS: u32 = 65536;
     let mut payload = Vec::new();
     payload.extend((0x303b | (CONTAINERS - 1) << 16).to_le_bytes());
@@ -461,7 +461,7 @@ fn a_bitmap_that_unfolds_costs_bounded_memory() {
     assert!(more < 256 << 10, "{more} KiB");
 }
 
-/// The most memory that this process ever held.
+/// The peak memory of this process.
 fn peak_kib() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -469,7 +469,7 @@ fn peak_kib() -> u64 {
 }
 
 #[test]
-fn ranges_out_of_order_are_refused_and_not_lost() {
+fn ranges_out_of_order_are_rejected() {
     let file = tempfile::tempfile().unwrap();
     let mut writer = RecordWriter::new(file, &header(4 * SEGMENT_BLOCKS)).unwrap();
     let range = |start| BlockRange::new(Block(start), Block(start + 1));
@@ -493,9 +493,9 @@ fn the_largest_volume_full_of_data_is_one_extent() {
     assert_eq!(units.map(|extent| extent.unwrap().length).sum::<u64>(), MAX_VOLUME_BYTES);
 }
 
-/// A page of a list costs what is on it.
+/// The cost of a page depends only on its contents.
 #[test]
-fn the_first_units_of_a_run_are_had_without_what_lies_behind_them() {
+fn the_first_units_of_a_run_do_not_require_the_rest() {
     let blocks = 2 * SEGMENT_BLOCKS;
     let file = write(blocks, &one(0..blocks), &Set::new());
     let records = vec![read(&file)];
@@ -511,7 +511,7 @@ fn the_first_units_of_a_run_are_had_without_what_lies_behind_them() {
 }
 
 #[test]
-fn an_answer_ends_after_the_first_error() {
+fn a_result_ends_after_the_first_error() {
     let file = small_record();
     let records = vec![read(&file)];
     // The second segment's payload is damaged once the record is open.

@@ -12,7 +12,7 @@ use super::{
     Bitmap, END_MAGIC, Header, INDEX_ENTRY_BYTES, IndexEntry, MAGIC, SEGMENT_BLOCKS, VERSION,
 };
 
-/// A file that counts what it is given and checksums the part under way.
+/// A buffered file with its current length.
 struct Output {
     file: BufWriter<File>,
     offset: u64,
@@ -26,7 +26,7 @@ impl Output {
     }
 }
 
-/// One of the two bitmaps while it grows.
+/// One of the two bitmaps under construction.
 struct Building {
     bitmap: Bitmap,
     segment: u64,
@@ -40,7 +40,7 @@ impl Building {
     }
 }
 
-/// How many blocks a finished record holds.
+/// The number of blocks of a finished record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Written {
     pub allocated_blocks: u64,
@@ -56,7 +56,7 @@ pub struct RecordWriter {
 }
 
 impl RecordWriter {
-    /// Begins a record in an empty file.
+    /// Starts a record in an empty file.
     pub fn new(file: File, header: &Header) -> Result<Self> {
         let json = serde_json::to_vec(header)
             .map_err(|e| Error::Failed(format!("encoding a change record's header: {e}")))?;
@@ -77,8 +77,8 @@ impl RecordWriter {
         })
     }
 
-    /// Sets `range` in one of the bitmaps. Ranges of one bitmap come in ascending order of start and
-    /// may overlap by the block that two of them share.
+    /// Sets `range` in one of the bitmaps. The ranges of a bitmap must be in ascending order of
+    /// start; adjacent ranges may share one block.
     pub fn set(&mut self, bitmap: Bitmap, range: BlockRange) -> Result<()> {
         let mut start = range.start.0;
         let end = range.end.0.min(self.capacity_blocks);
@@ -92,7 +92,9 @@ impl RecordWriter {
             };
             if segment != building.segment {
                 if segment < building.segment {
-                    return Err(Error::Failed("a change record's ranges came out of order".into()));
+                    return Err(Error::Failed(
+                        "the ranges of a change record are out of order".into(),
+                    ));
                 }
                 flush(&mut self.output, &mut self.index, building)?;
                 building.segment = segment;

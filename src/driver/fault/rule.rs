@@ -1,4 +1,4 @@
-//! `--fault`: one rule, as text. `KIND[,KEY=VALUE…]`, such as `stream-abort,after=1000,times=2`.
+//! A rule of `--fault`, as text: `KIND[,KEY=VALUE…]`, such as `stream-abort,after=1000,times=2`.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -10,39 +10,40 @@ use tonic::Code;
 use crate::grpc::code_named;
 use crate::proto::FILE_DESCRIPTOR_SET;
 
-/// The longest time that a rule may hold something up.
+/// Maximum delay of a rule.
 const MAX_TIME: Duration = Duration::from_secs(3600);
 
-/// What goes wrong, in which calls, and how often.
+/// A fault, the calls it applies to, and how often it fires.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rule {
     pub kind: Kind,
-    /// Only in calls of this RPC.
+    /// Only calls of this RPC.
     pub method: Option<String>,
-    /// Only in calls whose names, ids or paths contain this.
+    /// Only calls whose names, ids or paths contain this text.
     pub about: Option<String>,
-    /// So many times and no more.
+    /// Maximum number of times.
     pub times: Option<u64>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum Kind {
-    /// A metadata stream ends with an error after so many extents.
+    /// A metadata stream fails after `after` extents.
     StreamAbort { after: u64, code: Code },
-    /// A metadata stream pauses after so many extents.
+    /// A metadata stream pauses after `after` extents.
     StreamStall { after: u64, time: Duration },
-    /// CreateSnapshot and CreateVolumeGroupSnapshot begin late.
+    /// CreateSnapshot and CreateVolumeGroupSnapshot start after a delay.
     SlowSnapshot { time: Duration },
     /// A snapshot is not ready to use until it is this old.
     NotReady { time: Duration },
-    /// A call fails as if the disk had; with a number, a metadata stream after so many extents.
+    /// A call fails like a disk error; with a number, a metadata stream fails after that many
+    /// extents.
     IoError { after: Option<u64> },
-    /// The changes between two snapshots are not known.
+    /// The changes between two snapshots are unknown.
     TrackingLost,
 }
 
 impl Kind {
-    /// As the rule is written.
+    /// The name in a rule.
     pub fn name(&self) -> &'static str {
         match self {
             Self::StreamAbort { .. } => "stream-abort",
@@ -77,12 +78,13 @@ impl FromStr for Rule {
             "tracking-lost" => Kind::TrackingLost,
             _ => {
                 return Err(format!(
-                    "no fault is called {name:?}; there are stream-abort, stream-stall, \
-                     slow-snapshot, not-ready, io-error and tracking-lost"
+                    "unknown fault {name:?}; use stream-abort, stream-stall, slow-snapshot, \
+                     not-ready, io-error or tracking-lost"
                 ));
             }
         };
-        // A time is all there is to it: it neither happens in a call nor is it ever over early.
+        // This fault is a state with a duration, not an event in a call: it has no method and no
+        // count.
         let lasting = matches!(kind, Kind::NotReady { .. });
         let rule = Self {
             kind,
@@ -90,11 +92,11 @@ impl FromStr for Rule {
             about: keys.take("match"),
             times: if lasting { None } else { keys.number("times")? },
         };
-        keys.end(name).map(|()| rule)
+        keys.finish(name).map(|()| rule)
     }
 }
 
-/// The keys of a rule that were not looked at yet.
+/// The keys of a rule that were not read yet.
 struct Keys<'a>(Vec<(&'a str, &'a str)>);
 
 impl<'a> Keys<'a> {
@@ -143,11 +145,11 @@ impl<'a> Keys<'a> {
         Err(format!("{key}={text} is not an RPC of CSI such as CreateSnapshot"))
     }
 
-    /// Everything was understood.
-    fn end(self, name: &str) -> Result<(), String> {
+    /// Fails if a key is unknown or repeated.
+    fn finish(self, name: &str) -> Result<(), String> {
         match self.0.first() {
             None => Ok(()),
-            Some((key, _)) => Err(format!("{name} takes no {key:?}, or not twice")),
+            Some((key, _)) => Err(format!("{name} does not take {key:?}, or not more than once")),
         }
     }
 }
@@ -161,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_can_be_written() {
+    fn every_kind_is_parsed() {
         let bare = |kind| Rule { kind, method: None, about: None, times: None };
         let second = Duration::from_secs(1);
         let cases = [
@@ -187,23 +189,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_rule_is_told() {
-        for (text, words) in [
-            ("", "no fault is called"),
+    fn a_malformed_rule_is_refused_with_the_reason() {
+        for (text, expected) in [
+            ("", "unknown fault"),
             ("oops", "stream-abort"),
             ("io-error,", "KEY=VALUE"),
             ("io-error,after", "KEY=VALUE"),
             ("io-error,after=-1", "after=-1"),
-            ("io-error,after=1,after=2", "twice"),
-            ("io-error,for=1s", "takes no \"for\""),
+            ("io-error,after=1,after=2", "more than once"),
+            ("io-error,for=1s", "does not take \"for\""),
             ("io-error,method=Nothing", "method=Nothing"),
             ("stream-stall", "for=TIME"),
             ("stream-stall,for=2h", "at most 1h"),
             ("stream-abort,code=OK", "code=OK"),
-            ("not-ready,for=1s,times=1", "takes no \"times\""),
+            ("not-ready,for=1s,times=1", "does not take \"times\""),
         ] {
             let error = text.parse::<Rule>().unwrap_err();
-            assert!(error.contains(words), "{text}: {error}");
+            assert!(error.contains(expected), "{text}: {error}");
         }
     }
 }

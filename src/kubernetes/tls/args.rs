@@ -1,6 +1,6 @@
-//! The flags, with the names that Go has for versions, suites and curves, so that a command line of the released
-//! sidecar means the same here. What Go knows and ring lacks is left out with a warning as long as
-//! something is left; what neither knows is an error.
+//! The TLS flags, with Go's names of versions, suites and curves, so that command lines of the
+//! released sidecar keep their meaning. Names that Go knows and ring lacks are omitted with a
+//! warning, as long as others remain. Names that neither knows are errors.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -10,7 +10,7 @@ use rustls::crypto::ring::{ALL_CIPHER_SUITES, kx_group};
 use rustls::crypto::{CryptoProvider, SupportedKxGroup};
 use rustls::{SupportedCipherSuite, SupportedProtocolVersion, version};
 
-/// The suites that Go's tls.CipherSuites() lists, those of TLS 1.3 first.
+/// The suites of Go's tls.CipherSuites(), with those of TLS 1.3 first.
 const GO_SUITES: [&str; 13] = [
     "TLS_AES_128_GCM_SHA256",
     "TLS_AES_256_GCM_SHA384",
@@ -26,10 +26,10 @@ const GO_SUITES: [&str; 13] = [
     "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256",
     "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256",
 ];
-/// So many of them are of TLS 1.3.
+/// Number of TLS 1.3 suites in [`GO_SUITES`].
 const GO_TLS13_SUITES: usize = 3;
 
-/// Go's names of curves, and what they are in ring.
+/// Go's names of curves, and the curves in ring.
 const GO_CURVES: [(&str, Option<&dyn SupportedKxGroup>); 5] = [
     ("X25519", Some(kx_group::X25519)),
     ("CurveP256", Some(kx_group::SECP256R1)),
@@ -38,71 +38,70 @@ const GO_CURVES: [(&str, Option<&dyn SupportedKxGroup>); 5] = [
     ("X25519MLKEM768", None),
 ];
 
-/// The flags of a role that serves TLS.
+/// The flags of a TLS server.
 #[derive(Debug, Clone, clap::Args)]
-// Its group would have the name `Args`, as that of the role that flattens it.
+// The default name, `Args`, would collide with the group of the struct that flattens this one.
 #[group(skip)]
 pub struct Args {
-    /// File with the certificate that clients get, and those between it and its authority (PEM). It may
-    /// change at any time: connections that come later get the new one.
+    /// PEM file with the server's certificate chain, reloaded on change
     #[arg(long, env = "TLS_CERT_PATH", requires = "tls_key", value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 
-    /// File with the certificate's private key (PEM).
+    /// PEM file with the private key of the certificate
     #[arg(long, env = "TLS_KEY_PATH", requires = "tls_cert", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
 
-    /// Oldest version of TLS that is spoken.
+    /// Minimum TLS version
     #[arg(long, value_enum, default_value_t = MinVersion::Tls12, value_name = "VERSION")]
     pub tls_min_version: MinVersion,
 
-    /// Cipher suites of TLS 1.2 by their names in Go, separated by commas; by default all that are safe.
-    /// Those of TLS 1.3 cannot be chosen and stay on, as in Go.
+    /// TLS 1.2 cipher suites by Go's names, comma-separated; otherwise all secure ones are used.
+    /// TLS 1.3 suites are always enabled
     #[arg(long, default_value = "", hide_default_value = true, value_name = "NAMES")]
     pub tls_cipher_suites: CipherSuites,
 
-    /// Curves of the key exchange, the most liked first: X25519, CurveP256, CurveP384, separated by
-    /// commas; by default these three.
+    /// Key exchange curves by Go's names in order of preference, comma-separated; otherwise X25519,
+    /// CurveP256 and CurveP384 are used
     #[arg(long, default_value = "", hide_default_value = true, value_name = "NAMES")]
     pub tls_curve_preferences: Curves,
 }
 
-/// `--tls-min-version`.
+/// Minimum TLS version, `--tls-min-version`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum MinVersion {
-    // As in Go, an empty value is the default.
+    // As in Go, an empty value means the default.
     #[value(name = "VersionTLS12", alias = "")]
     Tls12,
     #[value(name = "VersionTLS13")]
     Tls13,
 }
 
-/// `--tls-cipher-suites`.
+/// Cipher suites, `--tls-cipher-suites`.
 #[derive(Debug, Clone, Default)]
 pub struct CipherSuites {
-    /// Those of TLS 1.2; none given: all.
+    /// Suites of TLS 1.2; `None` for all.
     chosen: Option<Vec<SupportedCipherSuite>>,
-    /// Named, but not to be had.
+    /// Named suites that ring lacks.
     lacking: Vec<&'static str>,
-    /// Named, though they are on whatever is named.
+    /// Named suites of TLS 1.3, which are enabled in any case.
     always_on: Vec<&'static str>,
 }
 
-/// `--tls-curve-preferences`.
+/// Curves, `--tls-curve-preferences`.
 #[derive(Debug, Clone, Default)]
 pub struct Curves {
-    /// None given: all, in ring's order.
+    /// `None` for all, in ring's order.
     chosen: Option<Vec<&'static dyn SupportedKxGroup>>,
     lacking: Vec<&'static str>,
 }
 
 impl Args {
-    /// The two files, where they are given.
+    /// Paths of certificate and key, if given.
     pub fn files(&self) -> Option<(&Path, &Path)> {
         Some((self.tls_cert.as_deref()?, self.tls_key.as_deref()?))
     }
 
-    /// The versions that something can be spoken in.
+    /// The enabled versions: TLS 1.2 needs a suite.
     pub(super) fn versions(&self) -> Vec<&'static SupportedProtocolVersion> {
         let no_tls12 = self.tls_cipher_suites.chosen.as_ref().is_some_and(Vec::is_empty);
         match self.tls_min_version {
@@ -111,7 +110,7 @@ impl Args {
         }
     }
 
-    /// ring with what was chosen of it.
+    /// ring's provider, limited to the chosen suites and curves.
     pub(super) fn provider(&self) -> CryptoProvider {
         let mut provider = super::provider();
         if let Some(chosen) = &self.tls_cipher_suites.chosen {
@@ -124,26 +123,26 @@ impl Args {
         provider
     }
 
-    pub(super) fn warn_of_what_is_left_out(&self) {
+    pub(super) fn warn_about_omissions(&self) {
         let suites = &self.tls_cipher_suites;
         if !suites.lacking.is_empty() {
             let suites = suites.lacking.join(",");
-            tracing::warn!(%suites, "--tls-cipher-suites: these are not offered (CBC is not supported)");
+            tracing::warn!(%suites, "--tls-cipher-suites: these suites are not supported (CBC)");
         }
         if !suites.always_on.is_empty() {
             let suites = suites.always_on.join(",");
-            tracing::warn!(%suites, "--tls-cipher-suites: all suites of TLS 1.3 are on, whether named or not");
+            tracing::warn!(%suites, "--tls-cipher-suites: all TLS 1.3 suites are always enabled");
         }
         if suites.chosen.as_ref().is_some_and(Vec::is_empty)
             && self.tls_min_version == MinVersion::Tls12
         {
             tracing::warn!(
-                "--tls-cipher-suites names no usable suite of TLS 1.2: only TLS 1.3 is spoken"
+                "--tls-cipher-suites names no usable TLS 1.2 suite: only TLS 1.3 is enabled"
             );
         }
         if !self.tls_curve_preferences.lacking.is_empty() {
             let curves = self.tls_curve_preferences.lacking.join(",");
-            tracing::warn!(%curves, "--tls-curve-preferences: these are not supported and not offered");
+            tracing::warn!(%curves, "--tls-curve-preferences: these curves are not supported");
         }
     }
 }
@@ -167,7 +166,7 @@ impl FromStr for CipherSuites {
             }
         }
         if chosen.is_empty() && suites.always_on.is_empty() && !suites.lacking.is_empty() {
-            return Err(none_left(
+            return Err(none_usable(
                 "cipher suites",
                 GO_SUITES.into_iter().filter(|name| tls12_suite(name).is_some()),
             ));
@@ -195,13 +194,13 @@ impl FromStr for Curves {
         }
         if chosen.is_empty() && !lacking.is_empty() {
             let usable = GO_CURVES.iter().filter(|(_, group)| group.is_some());
-            return Err(none_left("curves", usable.map(|(name, _)| *name)));
+            return Err(none_usable("curves", usable.map(|(name, _)| *name)));
         }
         Ok(Self { chosen: (!chosen.is_empty()).then_some(chosen), lacking })
     }
 }
 
-/// As in Go: blanks around a name and empty names do not count.
+/// As in Go, blanks around a name and empty names are ignored.
 fn names(text: &str) -> impl Iterator<Item = &str> {
     text.split(',').map(str::trim).filter(|name| !name.is_empty())
 }
@@ -212,12 +211,12 @@ fn tls12_suite(name: &str) -> Option<SupportedCipherSuite> {
 }
 
 fn unknown(what: &str, name: &str, known: &[&str]) -> String {
-    format!("{name:?} is no {what} that is known and safe; known are {}", known.join(", "))
+    format!("{name:?} is not a known secure {what}; known are {}", known.join(", "))
 }
 
-fn none_left<'a>(what: &str, usable: impl Iterator<Item = &'a str>) -> String {
+fn none_usable<'a>(what: &str, usable: impl Iterator<Item = &'a str>) -> String {
     let usable: Vec<_> = usable.collect();
-    format!("none of these {what} can be used here; usable are {}", usable.join(", "))
+    format!("none of these {what} are supported; usable are {}", usable.join(", "))
 }
 
 #[cfg(test)]
@@ -243,8 +242,8 @@ mod tests {
     }
 
     #[test]
-    fn the_suites_of_tls_1_2_are_chosen_and_those_of_tls_1_3_stay() {
-        assert_eq!(suites("").len(), 9, "by default all");
+    fn tls_1_3_suites_stay_enabled_with_chosen_tls_1_2_suites() {
+        assert_eq!(suites("").len(), 9, "all by default");
         let chosen = suites(&format!("{ECDSA_AES},,{ECDSA_AES}"));
         assert_eq!(chosen.len(), 4, "{chosen:?}");
         assert_eq!(chosen[3], ECDSA_AES);
@@ -252,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_go_knows_and_ring_lacks_is_left_out_while_something_is_left() {
+    fn names_that_ring_lacks_are_omitted_if_others_remain() {
         let cbc = "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA";
         assert_eq!(suites(&format!("{cbc},{ECDSA_AES}")).len(), 4);
         let error = parse(&format!("x --tls-cipher-suites {cbc}")).unwrap_err().to_string();
@@ -263,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn naming_only_suites_of_tls_1_3_ends_tls_1_2() {
+    fn naming_only_tls_1_3_suites_disables_tls_1_2() {
         let args = parse("x --tls-cipher-suites TLS_AES_128_GCM_SHA256").unwrap();
         assert_eq!(args.versions(), [&version::TLS13]);
         assert_eq!(args.provider().cipher_suites.len(), 3);
@@ -291,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn certificate_and_key_come_together() {
+    fn certificate_and_key_require_each_other() {
         assert!(parse("x --tls-cert a").unwrap_err().to_string().contains("--tls-key"));
         assert!(parse("x --tls-key a").unwrap_err().to_string().contains("--tls-cert"));
         let args = parse("x --tls-cert a --tls-key b").unwrap();

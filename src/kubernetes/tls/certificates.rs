@@ -1,4 +1,4 @@
-//! The certificate that new connections get now. Replacing it touches no connection that is there.
+//! The certificate of new connections. Replacing it does not affect existing connections.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use x509_parser::parse_x509_certificate;
 
-/// A certificate, those between it and its authority, and its key, which belong together.
+/// A certificate chain and its private key.
 #[derive(Clone)]
 pub(super) struct Pair {
     key: Arc<CertifiedKey>,
@@ -20,16 +20,17 @@ pub(super) struct Pair {
 }
 
 impl Pair {
-    /// Takes a chain and a private key in PEM.
+    /// Parses a chain and a private key in PEM.
     ///
     /// # Errors
-    /// What is wrong with one of them, or that they do not belong together. Nothing of the key is told.
+    /// One of them is invalid, or they do not match. The error shows nothing of the key.
     pub fn from_pem(chain: &[u8], key: &[u8]) -> anyhow::Result<Self> {
         let chain = super::chain(chain).context("certificate")?;
         let not_after = chain.first().context("no certificate").and_then(|leaf| not_after(leaf))?;
-        // The parser's own words could have bytes of the key in them.
-        let key = PrivateKeyDer::from_pem_slice(key)
-            .map_err(|_| anyhow::anyhow!("no private key in PEM (BEGIN PRIVATE KEY)"))?;
+        // The parser's error could quote bytes of the key.
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(|_| {
+            anyhow::anyhow!("the file has no private key in PEM (BEGIN PRIVATE KEY)")
+        })?;
         let key = CertifiedKey::from_der(chain, key, &super::provider())
             .context("certificate and private key")?;
         Ok(Self { key: Arc::new(key), not_after })
@@ -46,7 +47,7 @@ fn not_after(certificate: &[u8]) -> anyhow::Result<SystemTime> {
     Ok(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds))
 }
 
-/// The certificate that connections get from now on. Cheap to clone; all clones are the same.
+/// The certificate of new connections. Clones share it.
 #[derive(Clone)]
 pub struct Certificates(Arc<Shared>);
 
@@ -60,7 +61,7 @@ impl Certificates {
         Self(Arc::new(Shared { now: RwLock::new(pair), reload_failures: AtomicU64::new(0) }))
     }
 
-    /// From now on connections get this one.
+    /// Sets the certificate of new connections.
     pub(super) fn replace(&self, pair: Pair) {
         *self.0.now.write().unwrap_or_else(PoisonError::into_inner) = pair;
     }
@@ -73,12 +74,12 @@ impl Certificates {
         self.0.now.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// When the certificate that is served now ends.
+    /// When the current certificate expires.
     pub fn not_after(&self) -> SystemTime {
         self.now().not_after
     }
 
-    /// How many changed certificates could not be taken over.
+    /// Number of changed certificates that were rejected.
     pub fn reload_failures(&self) -> u64 {
         self.0.reload_failures.load(Ordering::Relaxed)
     }

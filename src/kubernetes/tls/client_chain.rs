@@ -1,6 +1,7 @@
-//! Certificates of clients. A server may ask for one and never needs it ([`Asking`]): in the handshake a client proves that it has
-//! the key of what it shows, and no more. Whose word the certificate is worth is judged at each request
-//! ([`ClientAuthorities`]), so that other authorities count from the moment that they are known.
+//! Client certificates. A server may request one, but does not require it
+//! ([`OptionalClientCertificate`]): the handshake only proves that the client has the key. Each
+//! request is checked against the current authorities ([`ClientAuthorities`]), so that a change of
+//! authorities takes effect at once.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,10 +17,11 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::{chain, provider};
 
-/// Certificates in a chain, at most: more than anybody needs, and each costs a signature to check.
+/// Maximum number of certificates in a chain, more than any client needs. Each costs a signature
+/// check.
 const MAX_CHAIN: usize = 8;
 
-/// What a client has shown, its own certificate first: not judged. Empty: nothing.
+/// The certificates that a client presented, its own first, unverified. Empty if it presented none.
 #[derive(Clone, Default)]
 pub struct ClientChain(Arc<[CertificateDer<'static>]>);
 
@@ -30,7 +32,7 @@ impl fmt::Debug for ClientChain {
 }
 
 impl ClientChain {
-    /// For tests: as if this certificate had been shown.
+    /// For tests: a chain with this certificate.
     #[cfg(test)]
     pub fn shown(own: CertificateDer<'static>) -> Self {
         Self(Arc::new([own]))
@@ -41,48 +43,50 @@ impl ClientChain {
     }
 }
 
-/// Who may vouch for clients.
+/// The authorities that may sign client certificates.
 #[derive(Debug, Clone)]
 pub struct ClientAuthorities(Arc<dyn ClientCertVerifier>);
 
 impl ClientAuthorities {
-    /// Those of a PEM text.
+    /// Parses the authorities of a PEM text.
     ///
     /// # Errors
     /// It has no certificate, or one that cannot be an authority's.
     pub fn of(pem: &[u8]) -> anyhow::Result<Self> {
         let mut roots = RootCertStore::empty();
         for certificate in chain(pem)? {
-            roots.add(certificate).context("a certificate that is to be trusted")?;
+            roots.add(certificate).context("invalid CA certificate")?;
         }
         let verifier =
             WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::new(provider()));
         Ok(Self(verifier.build()?))
     }
 
-    /// The common name of a client that one of these authorities vouches for now; none where its certificate has none.
+    /// The common name of a client whose certificate is valid now. `None` if the certificate has no
+    /// common name.
     ///
     /// # Errors
-    /// None of them does, or the certificate is not one of a client; why.
+    /// No authority signed the certificate, or it is not a client certificate.
     pub fn common_name(&self, shown: &ClientChain) -> anyhow::Result<Option<String>> {
         let Some((own, between)) = shown.0.split_first() else {
-            anyhow::bail!("no certificate was shown");
+            anyhow::bail!("the client presented no certificate");
         };
         self.0.verify_client_cert(own, between, UnixTime::now())?;
-        let (_, certificate) = X509Certificate::from_der(own).context("its certificate")?;
+        let (_, certificate) =
+            X509Certificate::from_der(own).context("invalid client certificate")?;
         let mut names = certificate.subject().iter_common_name();
         let name = names.next().map(|name| name.as_str().map(str::to_owned));
-        // Which of several is meant is a matter of taste.
-        anyhow::ensure!(names.next().is_none(), "its certificate has several common names");
+        // Which of several names would apply is undefined.
+        anyhow::ensure!(names.next().is_none(), "the client certificate has several common names");
         Ok(name.transpose()?)
     }
 }
 
-/// Asks for a certificate and takes whatever a client can prove to be its own.
+/// Requests a certificate, and accepts any for which the client can prove that it has the key.
 #[derive(Debug)]
-pub(super) struct Asking(pub(super) Arc<CryptoProvider>);
+pub(super) struct OptionalClientCertificate(pub(super) Arc<CryptoProvider>);
 
-impl ClientCertVerifier for Asking {
+impl ClientCertVerifier for OptionalClientCertificate {
     fn client_auth_mandatory(&self) -> bool {
         false
     }

@@ -1,5 +1,5 @@
-//! Certificate and key in files that somebody else replaces: by rename, by a switched symbolic link as kubelet
-//! does it, or in place. So what counts is the content, looked at once a second.
+//! Certificate and key from files that another process replaces: by rename, by a switched symbolic
+//! link (kubelet), or in place. Therefore the content is compared, every second.
 
 use std::fs::File;
 use std::io::Read;
@@ -14,20 +14,20 @@ use tokio::time::{MissedTickBehavior, interval};
 use super::certificates::{Certificates, Pair};
 use crate::telemetry::shutdown::Shutdown;
 
-/// Time between two looks.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// No file of certificates is longer, in bytes.
+/// Poll interval.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum bytes of a file.
 const MAX_FILE: u64 = 1 << 20;
 
 impl Certificates {
-    /// Reads certificate and key (PEM) from two files, those of --tls-cert and --tls-key. They are read
-    /// again by what is returned beside.
+    /// Reads certificate and key (PEM) from the files of --tls-cert and --tls-key. The returned
+    /// watcher reloads them.
     ///
     /// # Errors
-    /// A file that cannot be read or is not what it should be, or a key of another certificate.
+    /// A file cannot be read or has other content, or the key belongs to another certificate.
     pub fn from_files(cert: &Path, key: &Path) -> anyhow::Result<(Self, FilesWatcher)> {
         let files = Files { cert: cert.to_owned(), key: key.to_owned() };
-        let Look { digest, found } = files.look();
+        let Content { digest, found } = files.read();
         let certificates = Self::new(found?);
         certificates.warn_if_over();
         let watcher = FilesWatcher {
@@ -52,15 +52,15 @@ struct Files {
     key: PathBuf,
 }
 
-/// What the files hold, and by what that is told from anything else.
-struct Look {
+/// The content of the files, and a digest to detect changes.
+struct Content {
     digest: [u8; 32],
     found: anyhow::Result<Pair>,
 }
 
 impl Files {
-    /// Blocks.
-    fn look(&self) -> Look {
+    /// Reads the files. Blocks.
+    fn read(&self) -> Content {
         let contents = read("--tls-cert", &self.cert)
             .and_then(|cert| Ok((cert, read("--tls-key", &self.key)?)));
         let digest = match &contents {
@@ -72,7 +72,7 @@ impl Files {
             Pair::from_pem(&cert, &key)
                 .with_context(|| format!("--tls-cert {cert_file}, --tls-key {key_file}"))
         });
-        Look { digest, found }
+        Content { digest, found }
     }
 }
 
@@ -85,10 +85,10 @@ fn digest(parts: &[&[u8]]) -> [u8; 32] {
     digest.finalize().into()
 }
 
-/// The content of a file that `flag` names, of at most 1 MiB.
+/// Reads a file of at most 1 MiB. `flag` names the file in errors.
 ///
 /// # Errors
-/// It cannot be read or is longer; with the flag's name.
+/// It cannot be read or is larger.
 pub fn read(flag: &str, path: &Path) -> anyhow::Result<Vec<u8>> {
     let read = || -> std::io::Result<Vec<u8>> {
         let mut content = Vec::new();
@@ -101,7 +101,7 @@ pub fn read(flag: &str, path: &Path) -> anyhow::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// Looks at the files and replaces the certificate when they have changed.
+/// Polls the files and replaces the certificate when they change.
 #[derive(Debug)]
 pub struct FilesWatcher {
     certificates: Certificates,
@@ -110,35 +110,35 @@ pub struct FilesWatcher {
     refused: Option<Refused>,
 }
 
-/// What the files held when it could not be taken over.
+/// The rejected content of the files.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Refused {
     digest: [u8; 32],
-    told: bool,
+    logged: bool,
 }
 
 impl FilesWatcher {
-    /// Looks once a second until the end begins. What cannot be taken over is kept out, and the certificate
-    /// stays what it was.
+    /// Polls every second until the process ends. Invalid content is rejected, and the current
+    /// certificate is kept.
     pub async fn watch(mut self, shutdown: Shutdown) {
-        let mut looks = interval(LOOK_EVERY);
-        looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut polls = interval(POLL_INTERVAL);
+        polls.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                _ = looks.tick() => {}
-                // Until the very end: clients may come while others are drained.
+                _ = polls.tick() => {}
+                // Until the process ends: clients may connect while others are drained.
                 () = shutdown.ending() => return,
             }
             let files = self.files.clone();
-            // A panic is in the log already.
-            if let Ok(look) = spawn_blocking(move || files.look()).await {
-                self.saw(look);
+            // A panic is already in the log.
+            if let Ok(content) = spawn_blocking(move || files.read()).await {
+                self.update(content);
             }
         }
     }
 
-    fn saw(&mut self, look: Look) {
-        let Look { digest, found } = look;
+    fn update(&mut self, content: Content) {
+        let Content { digest, found } = content;
         if digest == self.served {
             self.refused = None;
             return;
@@ -147,22 +147,22 @@ impl FilesWatcher {
             Ok(pair) => {
                 self.certificates.replace(pair);
                 (self.served, self.refused) = (digest, None);
-                tracing::info!("new connections get the changed certificate");
+                tracing::info!("new connections use the changed certificate");
                 self.certificates.warn_if_over();
             }
             Err(error) => self.refuse(digest, &error),
         }
     }
 
-    /// Whoever replaces the files does it one after the other, so between two looks they may not fit.
-    /// What is the same at the second look is meant to be so, and is told once.
+    /// Files are replaced one after the other, so they may not match at one poll. Content that is
+    /// unchanged at the next poll is final, and its error is logged once.
     fn refuse(&mut self, digest: [u8; 32], error: &anyhow::Error) {
         let before = self.refused.filter(|before| before.digest == digest);
-        self.refused = Some(Refused { digest, told: before.is_some() });
-        if before.is_some_and(|before| !before.told) {
+        self.refused = Some(Refused { digest, logged: before.is_some() });
+        if before.is_some_and(|before| !before.logged) {
             self.certificates.reload_failed();
             let error = format!("{error:#}");
-            tracing::warn!(error, "the changed certificate is not taken; the one before stays");
+            tracing::warn!(error, "rejected the changed certificate; keeping the current one");
         }
     }
 }

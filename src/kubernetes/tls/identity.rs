@@ -1,4 +1,4 @@
-//! What a server shows to its clients: a certificate, and how that is kept fresh.
+//! A server's certificate and how it is renewed.
 
 use anyhow::{Context, bail};
 use kube::Client;
@@ -11,7 +11,7 @@ use crate::telemetry::shutdown::Shutdown;
 
 /// The flags of a role that the API server reaches at one address.
 #[derive(Debug, Clone, clap::Args)]
-// Its group would have the name `Args`, as that of the role that flattens it.
+// The default name, `Args`, would collide with the group of the struct that flattens this one.
 #[group(skip)]
 pub struct Args {
     #[command(flatten)]
@@ -20,62 +20,62 @@ pub struct Args {
     #[command(flatten)]
     pub authority: authority::Args,
 
-    /// Where the API server reaches it, as host:port: the name of a Service. The certificate of --self-signed is for
-    /// this host.
+    /// Address of this server for the API server, as host:port of a Service; the certificate of
+    /// --self-signed is valid for it
     #[arg(long, value_name = "ADDRESS")]
     pub service_address: Option<Address>,
 }
 
 impl Args {
-    /// As [`start`], for a role of this name that publishes its authority itself.
+    /// [`start`] for a role of this name. The role publishes its authority itself.
     pub async fn start(
         &self,
         mode: &'static str,
         client: &Client,
         shutdown: &Shutdown,
     ) -> anyhow::Result<Identity> {
-        let wanted = Wanted {
+        let source = CertificateSource {
             mode,
             files: &self.files,
             authority: &self.authority,
             address: self.service_address.as_ref(),
         };
-        start(client, wanted, &[], shutdown).await
+        start(client, source, &[], shutdown).await
     }
 }
 
-/// The certificate that new connections get, and what clients are told of its authority.
+/// The certificate of new connections, and the authority that clients must trust.
 pub struct Identity {
     pub certificates: Certificates,
-    /// What clients are to trust of an authority of its own (PEM), for who publishes it.
+    /// With a self-signed authority: the CA certificates (PEM) to publish.
     pub trusted: Option<watch::Receiver<String>>,
 }
 
-/// What a mode is to show.
+/// Where a mode's certificate comes from.
 #[derive(Debug, Clone, Copy)]
-pub struct Wanted<'a> {
+pub struct CertificateSource<'a> {
     /// Name of the mode.
     pub mode: &'static str,
     pub files: &'a super::Args,
     pub authority: &'a authority::Args,
-    /// Where clients reach it.
+    /// Address for clients.
     pub address: Option<&'a Address>,
 }
 
-/// Takes the certificate that the flags name, or makes one for the host of the address and for `more_hosts` at which
-/// clients reach it, and begins to keep it fresh.
+/// Loads the certificate that the flags name, or issues one for the host of the address and
+/// `more_hosts`, and starts to renew it.
 ///
 /// # Errors
-/// No certificate, or none that can be used; which flag says so.
+/// There is no usable certificate; the message names the flag.
 pub async fn start(
     client: &Client,
-    wanted: Wanted<'_>,
+    source: CertificateSource<'_>,
     more_hosts: &[&str],
     shutdown: &Shutdown,
 ) -> anyhow::Result<Identity> {
-    let Wanted { mode, files, authority, address } = wanted;
+    let CertificateSource { mode, files, authority, address } = source;
     if authority.self_signed {
-        let address = address.context("--self-signed needs --service-address")?;
+        let address = address.context("--self-signed requires --service-address")?;
         let mut names = vec![address.host().to_owned()];
         names.extend(more_hosts.iter().map(|host| (*host).to_owned()));
         names.dedup();
@@ -86,7 +86,7 @@ pub async fn start(
     }
     let Some((cert, key)) = files.files() else {
         bail!(
-            "no certificate to serve with: give --tls-cert and --tls-key (or TLS_CERT_PATH and TLS_KEY_PATH), or \
+            "no certificate to serve with: set --tls-cert and --tls-key (or TLS_CERT_PATH and TLS_KEY_PATH), or \
              --self-signed"
         );
     };
@@ -96,13 +96,13 @@ pub async fn start(
 }
 
 impl Identity {
-    /// Shows in the metrics how fresh it is.
+    /// Adds metrics about the certificate.
     pub fn register(&self, registry: &mut Registry) {
         registry.register_collector(Box::new(Freshness(self.certificates.clone())));
     }
 }
 
-/// The certificate's end and the failures to take a new one, read at each scrape.
+/// The certificate's expiry and reload failures, read at each scrape.
 #[derive(Debug)]
 struct Freshness(Certificates);
 
@@ -118,13 +118,13 @@ impl prometheus_client::collector::Collector for Freshness {
         let end = self.0.not_after().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         ConstGauge::new(end.as_secs() as i64).encode(encoder.encode_descriptor(
             "certificate_expiry_timestamp_seconds",
-            "When the certificate in use ends, in seconds since 1970",
+            "Expiry of the certificate in use, in seconds since 1970",
             None,
             MetricType::Gauge,
         )?)?;
         ConstCounter::new(self.0.reload_failures()).encode(encoder.encode_descriptor(
             "certificate_reload_failures",
-            "New certificates that could not be taken",
+            "Changed certificates that were rejected",
             None,
             MetricType::Counter,
         )?)

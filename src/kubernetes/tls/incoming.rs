@@ -1,5 +1,5 @@
-//! Connections that are through with their handshake. Handshakes run beside each other and none waits for
-//! another: a client that says nothing costs a place for ten seconds and holds up nobody.
+//! Connections with a completed TLS handshake. Handshakes run concurrently: a silent client
+//! occupies one place for ten seconds and blocks no other client.
 
 use std::io::{self, IoSlice};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -20,40 +20,40 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use super::ClientChain;
-use crate::telemetry::accept::Accepting;
+use crate::telemetry::accept::BackoffAcceptor;
 use crate::telemetry::shutdown::Shutdown;
 
-/// How long a handshake may take.
+/// Timeout of a handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Handshakes at once; while there are so many, further clients wait in the kernel's queue.
+/// Maximum number of concurrent handshakes; further clients wait in the kernel's queue.
 const MAX_HANDSHAKES: usize = 256;
-/// Connections at once, those in their handshake among them.
+/// Maximum number of connections, including those in their handshake.
 const MAX_CONNECTIONS: usize = 4_096;
-/// How long a client may take to close a connection that was shut down.
+/// Time for a client to close a connection that was shut down.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// A connection on which TLS is spoken.
+/// A TLS connection.
 #[derive(Debug)]
 pub struct Connection {
     stream: TlsStream<TcpStream>,
     info: TcpConnectInfo,
-    /// The end of [`LINGER`], once all has been written and shut down.
+    /// The end of [`LINGER`], once all data was written and the write side shut down.
     lingering: Option<Pin<Box<Sleep>>>,
-    /// Its place among [`MAX_CONNECTIONS`].
+    /// Counts against [`MAX_CONNECTIONS`].
     _place: OwnedSemaphorePermit,
 }
 
-/// Listens on every address, IPv4 ones included; port 0 is any that is free.
+/// Listens on all addresses, including IPv4; port 0 is any free port.
 pub async fn listen(port: u16) -> io::Result<TcpListener> {
     match TcpListener::bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))).await {
         Ok(listener) => Ok(listener),
-        // A machine without IPv6 has no such address.
+        // A machine without IPv6 does not have the address.
         Err(_) => TcpListener::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port))).await,
     }
 }
 
-/// Accepts from `listener` until draining begins, in a task of its own; what comes out has ended its
-/// handshake. A handshake that fails is its client's matter and ends nothing.
+/// Accepts from `listener` in a background task until draining begins. The stream yields
+/// connections after their handshake. A failed handshake affects only its client.
 pub fn incoming(
     listener: TcpListener,
     config: Arc<ServerConfig>,
@@ -88,9 +88,9 @@ struct Acceptor {
 
 impl Acceptor {
     async fn accept_all(&self) {
-        let mut accepting = Accepting::default();
+        let mut accepting = BackoffAcceptor::default();
         loop {
-            // Nobody closes them.
+            // The semaphores are never closed.
             let Ok(place) = self.connections.clone().acquire_owned().await else { return };
             let Ok(turn) = self.handshakes.clone().acquire_owned().await else { return };
             let stream = accepting.next(&self.listener).await;
@@ -108,7 +108,8 @@ async fn hand_over(
 ) {
     let peer = stream.peer_addr().ok();
     let info = TcpConnectInfo { local_addr: stream.local_addr().ok(), remote_addr: peer };
-    // Frames are written whole: there is nothing to wait for. An error means that the client is gone.
+    // Frames are written whole, so delays have no use. An error means that the client has
+    // disconnected.
     let _ = stream.set_nodelay(true);
     let stream = tokio::select! {
         () = ready.closed() => return,
@@ -119,12 +120,13 @@ async fn hand_over(
         },
     };
     drop(turn);
-    // An error means that nobody serves any more.
+    // An error means that the server has stopped.
     let _ = ready.send(Ok(Connection { stream, info, lingering: None, _place: place })).await;
 }
 
 impl Connection {
-    /// The certificates that the client has shown, if the server asks for them. It has their key; nothing else is known.
+    /// The certificates that the client presented, if the server requests them. The client has the
+    /// key; nothing else is verified.
     pub fn client_chain(&self) -> ClientChain {
         ClientChain::of(self.stream.get_ref().1.peer_certificates())
     }
@@ -173,8 +175,9 @@ impl AsyncWrite for Connection {
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
-    /// Waits for the client to close, too. A socket that is closed while bytes of the client are unread is reset, and the
-    /// kernel then drops what it has not sent yet: the client would lose the end of its answer.
+    /// Waits for the client to close, too. A socket that is closed with unread bytes of the client
+    /// is reset, and the kernel then drops unsent data: the client would lose the end of the
+    /// response.
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
         if this.lingering.is_none() {
@@ -190,7 +193,7 @@ impl AsyncWrite for Connection {
             let read = Pin::new(this.stream.get_mut().0).poll_read(context, &mut unread);
             match ready!(read) {
                 Ok(()) if !unread.filled().is_empty() => {}
-                // It has closed, or is gone.
+                // The client has closed the connection or disconnected.
                 _ => return Poll::Ready(Ok(())),
             }
         }

@@ -1,8 +1,8 @@
-//! TLS of what listens in a cluster: which certificate a new connection gets ([`Certificates`]), which versions,
-//! suites and curves are spoken ([`Args`]), and connections that are through with their handshake
-//! ([`incoming`]). Certificates come from files, which are looked at again and again, or from an authority of
-//! the program's own. The one provider of cryptography is ring. Clients are not asked for certificates, since
-//! callers show who they are by tokens, except by a server that believes a front proxy ([`ClientChain`]).
+//! TLS for servers in a cluster: the certificate of new connections ([`Certificates`]), versions,
+//! suites and curves ([`Args`]), and connections with a completed handshake ([`incoming`]).
+//! Certificates come from files, which are polled, or from the program's own authority. ring is the
+//! only cryptography provider. Clients authenticate with tokens, so client certificates are not
+//! requested, except by a server that trusts a front proxy ([`ClientChain`]).
 
 mod args;
 pub mod authority;
@@ -28,27 +28,27 @@ pub use certificates::Certificates;
 pub use client_chain::{ClientAuthorities, ClientChain};
 pub use files::{FilesWatcher, read as read_file};
 pub use incoming::{Connection, incoming, listen};
-pub use trusted::authorities_of;
+pub use trusted::watch_authorities;
 
 /// HTTP/2 (RFC 9113, section 3.2).
 const ALPN_H2: &[u8] = b"h2";
 
-/// What a server lets clients choose from (ALPN), the most liked first: gRPC is HTTP/2 alone.
+/// Protocols (ALPN) in order of preference: gRPC requires HTTP/2.
 pub const GRPC: &[&[u8]] = &[ALPN_H2];
-/// The same for HTTPS.
+/// Protocols (ALPN) of HTTPS.
 pub const HTTPS: &[&[u8]] = &[ALPN_H2, b"http/1.1"];
 
-/// Makes ring the provider of the process. First thing in `main`: whoever needs TLS later finds it.
+/// Makes ring the provider of the process. Call it first in `main`, before any use of TLS.
 pub fn install_provider() {
-    // An error means that there is one already, and it is ring: no other is compiled in.
+    // An error means that a provider is installed, which can only be ring.
     let _ = ring::default_provider().install_default();
 }
 
-/// What a server speaks: the versions, suites and curves of `args`, the protocols of `alpn` ([`GRPC`], [`HTTPS`]), and whatever
-/// certificate `certificates` has when a connection begins.
+/// A server's configuration: the versions, suites and curves of `args`, the protocols of `alpn`
+/// ([`GRPC`], [`HTTPS`]), and the current certificate of `certificates` for each connection.
 ///
 /// # Errors
-/// The flags leave nothing that could be spoken.
+/// The flags leave no usable combination.
 pub fn server_config(
     args: &Args,
     certificates: Certificates,
@@ -57,17 +57,17 @@ pub fn server_config(
     config(args, certificates, alpn, WebPkiClientVerifier::no_client_auth())
 }
 
-/// The same of a server that asks clients for a certificate, which they need not have: [`ClientChain`] is what they showed.
+/// Like [`server_config`], but requests an optional client certificate, see [`ClientChain`].
 ///
 /// # Errors
 /// As for [`server_config`].
-pub fn server_config_that_asks(
+pub fn server_config_requesting_client_certificates(
     args: &Args,
     certificates: Certificates,
     alpn: &[&[u8]],
 ) -> anyhow::Result<Arc<ServerConfig>> {
-    let asking = client_chain::Asking(Arc::new(provider()));
-    config(args, certificates, alpn, Arc::new(asking))
+    let verifier = client_chain::OptionalClientCertificate(Arc::new(provider()));
+    config(args, certificates, alpn, Arc::new(verifier))
 }
 
 fn config(
@@ -76,28 +76,30 @@ fn config(
     alpn: &[&[u8]],
     clients: Arc<dyn ClientCertVerifier>,
 ) -> anyhow::Result<Arc<ServerConfig>> {
-    args.warn_of_what_is_left_out();
+    args.warn_about_omissions();
     let mut config = ServerConfig::builder_with_provider(Arc::new(args.provider()))
         .with_protocol_versions(&args.versions())
-        .context("--tls-min-version, --tls-cipher-suites and --tls-curve-preferences together")?
+        .context(
+            "--tls-min-version, --tls-cipher-suites and --tls-curve-preferences exclude each other",
+        )?
         .with_client_cert_verifier(clients)
         .with_cert_resolver(Arc::new(certificates));
     config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
-    // A resumed session would go on with a certificate that has been replaced since.
+    // A resumed session would keep using a replaced certificate.
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
     Ok(Arc::new(config))
 }
 
-/// What a client speaks that trusts the authorities of `ca_pem` and nobody else, as caCert of a
-/// SnapshotMetadataService asks for.
+/// A client's configuration that trusts only the authorities of `ca_pem`, such as caCert of a
+/// SnapshotMetadataService.
 ///
 /// # Errors
 /// `ca_pem` has no certificate, or one that cannot be an authority's.
 pub fn client_config(ca_pem: &[u8]) -> anyhow::Result<ClientConfig> {
     let mut roots = RootCertStore::empty();
     for certificate in chain(ca_pem)? {
-        roots.add(certificate).context("a certificate that is to be trusted")?;
+        roots.add(certificate).context("invalid CA certificate")?;
     }
     let mut config = ClientConfig::builder_with_provider(Arc::new(provider()))
         .with_safe_default_protocol_versions()
@@ -112,11 +114,11 @@ fn provider() -> CryptoProvider {
     ring::default_provider()
 }
 
-/// The certificates of a PEM text: at least one.
+/// Parses the certificates of a PEM text: at least one.
 fn chain(pem: &[u8]) -> anyhow::Result<Vec<CertificateDer<'static>>> {
     let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
-    let chain = chain.map_err(|error| anyhow::anyhow!("not PEM: {error}"))?;
-    anyhow::ensure!(!chain.is_empty(), "no certificate in PEM (BEGIN CERTIFICATE)");
+    let chain = chain.map_err(|error| anyhow::anyhow!("invalid PEM: {error}"))?;
+    anyhow::ensure!(!chain.is_empty(), "the file has no certificate in PEM (BEGIN CERTIFICATE)");
     Ok(chain)
 }
 

@@ -64,7 +64,7 @@ impl Server {
         leaf.write(dir.path());
         let (cert, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
         let (certificates, watcher) = Certificates::from_files(&cert, &key).unwrap();
-        let (phase, shutdown) = Shutdown::by_hand();
+        let (phase, shutdown) = Shutdown::manual();
         tokio::spawn(watcher.watch(shutdown.clone()));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -94,11 +94,11 @@ impl Server {
             }
             sleep(Duration::from_millis(100)).await;
         }
-        panic!("the certificate was not taken over");
+        panic!("the new certificate is not served");
     }
 }
 
-/// In TLS 1.3 a client learns of a refusal when it reads.
+/// A TLS 1.3 client learns of a refusal only when it reads.
 async fn echo(stream: &mut TlsStream<TcpStream>) -> std::io::Result<()> {
     stream.write_all(b"x").await?;
     let mut answer = [0];
@@ -120,16 +120,16 @@ fn only(version: &'static rustls::SupportedProtocolVersion, leaf: &Leaf) -> Clie
 }
 
 #[tokio::test]
-async fn a_changed_certificate_is_served_and_open_connections_go_on() {
+async fn a_changed_certificate_leaves_open_connections_alone() {
     let (first, second, third) = (leaf(), leaf(), leaf());
     let server = Server::start(&first, "x").await;
     let mut open = server.connect(first.client()).await.unwrap();
     assert_eq!(open.get_ref().1.alpn_protocol(), Some(ALPN_H2));
-    // In place.
+    // Replace the files in place.
     second.write(server.dir.path());
     server.served_becomes(&second).await;
     assert!(server.connect(first.client()).await.is_err(), "the first one is still served");
-    // As kubelet does it: both files are links through one link that is replaced by rename.
+    // Replace them like kubelet: both files are links through a link that is replaced by rename.
     let dir = server.dir.path();
     fs::create_dir(dir.join("..1")).unwrap();
     third.write(&dir.join("..1"));
@@ -145,7 +145,7 @@ async fn a_changed_certificate_is_served_and_open_connections_go_on() {
 }
 
 #[tokio::test]
-async fn a_key_of_another_certificate_is_kept_out() {
+async fn a_mismatched_key_is_rejected() {
     let (first, second) = (leaf(), leaf());
     let server = Server::start(&first, "x").await;
     fs::write(server.dir.path().join("tls.crt"), &second.cert).unwrap();
@@ -156,7 +156,7 @@ async fn a_key_of_another_certificate_is_kept_out() {
         }
         sleep(Duration::from_millis(100)).await;
     }
-    // Once for one change, however often it is looked at.
+    // One failure per change, however often it is polled.
     sleep(Duration::from_millis(2_200)).await;
     assert_eq!(server.certificates.reload_failures(), 1);
     server.connect(first.client()).await.unwrap();
@@ -165,7 +165,7 @@ async fn a_key_of_another_certificate_is_kept_out() {
 }
 
 #[tokio::test]
-async fn versions_below_the_least_are_refused() {
+async fn versions_below_the_minimum_are_refused() {
     let leaf = leaf();
     let server = Server::start(&leaf, "x --tls-min-version VersionTLS13").await;
     assert!(server.connect(only(&rustls::version::TLS12, &leaf)).await.is_err());
@@ -177,7 +177,7 @@ async fn versions_below_the_least_are_refused() {
 }
 
 #[tokio::test]
-async fn the_chosen_suite_and_curve_are_spoken() {
+async fn the_chosen_suite_and_curve_are_negotiated() {
     let leaf = leaf();
     let suite = "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256";
     let line = format!("x --tls-cipher-suites {suite} --tls-curve-preferences CurveP384");
@@ -187,7 +187,7 @@ async fn the_chosen_suite_and_curve_are_spoken() {
     assert_eq!(session.negotiated_cipher_suite().unwrap().suite().as_str(), Some(suite));
     let group = session.negotiated_key_exchange_group().unwrap().name();
     assert_eq!(group, rustls::NamedGroup::secp384r1);
-    // A suite of RSA cannot be spoken with a certificate of ECDSA.
+    // An RSA suite cannot be used with an ECDSA certificate.
     let line = "x --tls-cipher-suites TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256";
     let server = Server::start(&leaf, line).await;
     assert!(server.connect(only(&rustls::version::TLS12, &leaf)).await.is_err());
@@ -195,7 +195,7 @@ async fn the_chosen_suite_and_curve_are_spoken() {
 }
 
 #[tokio::test]
-async fn a_client_that_says_nothing_holds_up_no_other() {
+async fn a_silent_client_does_not_block_others() {
     let leaf = leaf();
     let server = Server::start(&leaf, "x").await;
     let mut silent = Vec::new();
@@ -205,13 +205,14 @@ async fn a_client_that_says_nothing_holds_up_no_other() {
     let mut noise = TcpStream::connect(server.address).await.unwrap();
     noise.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
     timeout(Duration::from_secs(5), server.connect(leaf.client())).await.unwrap().unwrap();
-    // It is let go in time.
+    // The silent connection is closed.
     let mut answer = Vec::new();
     let gone = timeout(Duration::from_secs(20), silent[0].read_to_end(&mut answer)).await;
-    gone.expect("a silent client is kept for ever").unwrap();
+    gone.expect("the silent connection stays open").unwrap();
 }
 
-/// A client of a server that sends `answer` and shuts the connection down, without reading; and the server's end.
+/// A client of a server that sends `answer` and shuts the connection down without reading, and the
+/// server's task.
 async fn answered(answer: Vec<u8>) -> (TlsStream<TcpStream>, JoinHandle<std::io::Result<()>>) {
     let leaf = leaf();
     let dir = TempDir::new().unwrap();
@@ -220,7 +221,7 @@ async fn answered(answer: Vec<u8>) -> (TlsStream<TcpStream>, JoinHandle<std::io:
     let (certificates, _) = Certificates::from_files(&cert, &key).unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let (_phase, shutdown) = Shutdown::by_hand();
+    let (_phase, shutdown) = Shutdown::manual();
     let config = server_config(&args("x"), certificates, GRPC).unwrap();
     let mut connections = incoming(listener, config, shutdown);
     let stream = TcpStream::connect(address).await.unwrap();
@@ -236,12 +237,12 @@ async fn answered(answer: Vec<u8>) -> (TlsStream<TcpStream>, JoinHandle<std::io:
 }
 
 #[tokio::test]
-async fn a_slow_client_that_goes_on_sending_receives_an_answer_to_its_end() {
+async fn a_slow_sending_client_receives_the_whole_response() {
     const LENGTH: usize = 4 << 20;
     let (mut client, ended) = answered(vec![7; LENGTH]).await;
     let (mut received, mut chunk) = (0, vec![0; 16 << 10]);
     while received < LENGTH {
-        // As HTTP/2 opens its window. An error means that the server has closed.
+        // Like HTTP/2 window updates. An error means that the server has closed the connection.
         let _ = client.write_all(b"x").await;
         let read = client.read(&mut chunk).await.unwrap();
         assert!(read > 0, "{received} bytes of {LENGTH}");
@@ -253,9 +254,13 @@ async fn a_slow_client_that_goes_on_sending_receives_an_answer_to_its_end() {
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_close_is_let_go() {
+async fn a_client_that_does_not_close_is_disconnected() {
     let (client, ended) = answered(b"answer".to_vec()).await;
-    timeout(Duration::from_secs(20), ended).await.expect("kept for ever").unwrap().unwrap();
+    timeout(Duration::from_secs(20), ended)
+        .await
+        .expect("the connection stays open")
+        .unwrap()
+        .unwrap();
     drop(client);
 }
 
@@ -271,7 +276,7 @@ async fn accepting_ends_when_draining_begins() {
 }
 
 #[tokio::test]
-async fn a_client_trusts_only_the_authorities_that_it_was_given() {
+async fn a_client_trusts_only_the_given_authorities() {
     let (ours, other) = (leaf(), leaf());
     let server = Server::start(&ours, "x").await;
     assert!(server.connect(other.client()).await.is_err());
@@ -283,10 +288,10 @@ async fn a_client_trusts_only_the_authorities_that_it_was_given() {
 }
 
 #[test]
-fn a_wrong_file_at_the_start_is_told_with_its_flag() {
+fn an_invalid_file_at_start_is_reported_with_its_flag() {
     let dir = TempDir::new().unwrap();
     let (cert, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
-    let error = || format!("{:#}", Certificates::from_files(&cert, &key).expect_err("taken"));
+    let error = || format!("{:#}", Certificates::from_files(&cert, &key).expect_err("accepted"));
     let (one, two) = (leaf(), leaf());
     assert!(error().contains("--tls-cert"), "{}", error());
     fs::write(&cert, &one.cert).unwrap();

@@ -1,4 +1,4 @@
-//! What clients are to trust, from a file.
+//! CA certificates to publish, from a file.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,17 +8,17 @@ use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::files;
-use crate::telemetry::complaint::Complaint;
+use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Time between two looks at a file.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Poll interval.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The authorities of a file, read again when it changes. `flag` names it.
+/// The CA certificates of a file (PEM), reloaded on change. `flag` names the file in errors.
 ///
 /// # Errors
-/// The file cannot be read or holds something else; which.
-pub fn authorities_of(
+/// The file cannot be read or has other content.
+pub fn watch_authorities(
     flag: &'static str,
     file: &Path,
     shutdown: Shutdown,
@@ -34,38 +34,39 @@ pub fn authorities_of(
     Ok(pem)
 }
 
-/// What clients may see of a file: certificates that can be trusted, and never a key.
+/// Reads certificates that clients may see: valid ones, and never a key.
 fn authorities(flag: &'static str, file: &Path) -> anyhow::Result<String> {
     let content = files::read(flag, file)?;
     let name = || format!("{flag} {}", file.display());
-    let text = String::from_utf8(content).map_err(|_| anyhow::anyhow!("{}: not text", name()))?;
-    anyhow::ensure!(!text.contains("PRIVATE KEY"), "{}: holds a private key", name());
+    let text =
+        String::from_utf8(content).map_err(|_| anyhow::anyhow!("{}: is not text", name()))?;
+    anyhow::ensure!(!text.contains("PRIVATE KEY"), "{}: contains a private key", name());
     super::client_config(text.as_bytes()).with_context(name)?;
     Ok(text)
 }
 
 async fn follow(flag: &'static str, file: PathBuf, pem: watch::Sender<String>) {
-    let mut looks = interval(LOOK_EVERY);
-    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut complaint = Complaint::default();
+    let mut polls = interval(POLL_INTERVAL);
+    polls.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut error_log = RateLimitedLog::default();
     loop {
-        looks.tick().await;
+        polls.tick().await;
         let path = file.clone();
-        // A panic is in the log already.
+        // A panic is already in the log.
         let Ok(found) = tokio::task::spawn_blocking(move || authorities(flag, &path)).await else {
             continue;
         };
         match found {
             Ok(text) => {
                 pem.send_if_modified(|pem| std::mem::replace(pem, text.clone()) != text);
-                complaint.is_over();
+                error_log.clear();
             }
             Err(error) => {
                 let error = format!("{error:#}");
-                if complaint.is_new(&error) {
+                if error_log.is_new(&error) {
                     tracing::warn!(
                         error,
-                        "the changed authorities are not taken; those before stay"
+                        "rejected the changed CA certificates; keeping the current ones"
                     );
                 }
             }

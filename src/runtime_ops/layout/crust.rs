@@ -1,14 +1,14 @@
-//! The proposal's layout: a directory for each target, named by a hash, and in it the path of a program that speaks
-//! `crust stats` and `crust resize`.
+//! The proposal's layout: a directory per target, named by a hash, that contains the path of a
+//! program with the commands `crust stats` and `crust resize`.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use super::{Layout, whole};
+use super::{Layout, mount_info};
 use crate::crust::{Directory, Entry, MountInfo, Problem, Target};
 use crate::proto::crust as api;
-use crate::runtime_ops::answer;
+use crate::runtime_ops::output;
 use crate::runtime_ops::program::Runner;
 use crate::runtime_ops::refusal::{Refusal, Result};
 use crate::runtime_ops::request::Range;
@@ -33,25 +33,25 @@ impl Crust {
         let bytes = program.as_os_str().as_bytes();
         if bytes.is_empty() || bytes.iter().any(u8::is_ascii_control) {
             return Err(Refusal::Untrusted(
-                "runtime-cli does not hold the path of a program".into(),
+                "runtime-cli does not contain the path of a program".into(),
             ));
         }
         Ok(program)
     }
 
-    fn ask<T>(
+    fn run<T>(
         &self,
         (entry, target): (&Entry, &Target),
         action: &'static str,
         more: &[String],
-        read: impl FnOnce(&[u8]) -> Result<T, String>,
+        parse: impl FnOnce(&[u8]) -> Result<T, String>,
     ) -> Result<T> {
         let program = self.program(entry, target)?;
         let mut arguments: Vec<OsString> = action.split(' ').map(OsString::from).collect();
         arguments.push(target.as_path().into());
         arguments.extend(more.iter().map(OsString::from));
-        let output = self.runner.run(&program, action, &arguments)?;
-        read(&output).map_err(|reason| Refusal::Nonsense { program, action, reason })
+        let stdout = self.runner.run(&program, action, &arguments)?;
+        parse(&stdout).map_err(|reason| Refusal::InvalidOutput { program, action, reason })
     }
 }
 
@@ -69,14 +69,14 @@ impl Layout for Crust {
     }
 
     fn stats(&self, entry: &Entry, target: &Target) -> Result<api::RuntimeGetVolumeStatsResponse> {
-        whole(entry, target)?;
-        self.ask((entry, target), STATS, &[], answer::stats)
+        mount_info(entry, target)?;
+        self.run((entry, target), STATS, &[], output::stats)
     }
 
     fn expand(&self, entry: &Entry, target: &Target, range: Range) -> Result<i64> {
-        whole(entry, target)?;
+        mount_info(entry, target)?;
         let bounds = [range.required, range.limit].map(|bound| bound.to_string());
-        self.ask((entry, target), RESIZE, &bounds, answer::resized)
+        self.run((entry, target), RESIZE, &bounds, output::resized)
     }
 
     fn entries(&self) -> Result<Vec<Entry>, Problem> {
@@ -91,10 +91,10 @@ impl Layout for Crust {
         match (entry.runtime_cli(), target) {
             (Ok(None), _) => false,
             (Ok(Some(_)), Some(target)) => {
-                let asked = self.ask((entry, target), STATS, &[], answer::stats);
-                !matches!(asked, Err(Refusal::NotRunning(_)))
+                let stats = self.run((entry, target), STATS, &[], output::stats);
+                !matches!(stats, Err(Refusal::NotRunning(_)))
             }
-            // Nobody is left to ask.
+            // No program can report the state.
             (Ok(Some(_)) | Err(_), _) => true,
         }
     }

@@ -1,7 +1,8 @@
-//! Kata's direct volumes, as its runtime in Go reads them (kata-containers, src/runtime/pkg/direct-volume): a directory for each
-//! target, named by the path in base64 as in URLs, with padding; in it `mountInfo.json`, and, once a sandbox has the volume, an empty
-//! file called after the sandbox. Kata takes whatever else is there for a sandbox, so there is nothing else. Stats and growth
-//! are commands of kata-runtime.
+//! Kata's direct volumes, as its Go runtime reads them (kata-containers,
+//! src/runtime/pkg/direct-volume): a directory per target, named by the path in URL-safe base64
+//! with padding. It contains `mountInfo.json` and, once a sandbox uses the volume, an empty file
+//! named after the sandbox. Kata treats every other file as a sandbox, so crust_ops adds none.
+//! kata-runtime has commands for stats and expansion.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -12,17 +13,17 @@ use std::path::PathBuf;
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE;
 
-use super::{Layout, whole};
+use super::{Layout, mount_info};
 use crate::crust::{Directory, Entry, MountInfo, Problem, Target, check};
 use crate::proto::crust as api;
-use crate::runtime_ops::answer;
+use crate::runtime_ops::output;
 use crate::runtime_ops::program::Runner;
 use crate::runtime_ops::refusal::{Refusal, Result};
 use crate::runtime_ops::request::Range;
 
-/// NAME_MAX: bytes of a directory's name.
+/// NAME_MAX: maximum bytes of a directory's name.
 const MAX_NAME: usize = 255;
-/// Bytes of a path whose base64 is no longer.
+/// Maximum bytes of a path whose base64 fits in a name.
 const MAX_TARGET: usize = MAX_NAME / 4 * 3;
 const STATS: &str = "direct-volume stats";
 const RESIZE: &str = "direct-volume resize";
@@ -31,21 +32,21 @@ const RESIZE: &str = "direct-volume resize";
 pub struct Kata {
     pub directory: Directory,
     pub runner: Runner,
-    /// kata-runtime.
+    /// Path of kata-runtime.
     pub program: PathBuf,
-    /// Where each running sandbox has a directory called after it.
+    /// Directories with a subdirectory for each running sandbox.
     pub sandboxes: Vec<PathBuf>,
 }
 
 impl Kata {
-    fn ask(
+    fn run(
         &self,
         (entry, target): (&Entry, &Target),
         action: &'static str,
         more: &[OsString],
     ) -> Result<Vec<u8>> {
-        // Kata-runtime says the same with the exit code that it has for everything.
-        if entry.left_by_runtimes().map_err(Refusal::of_files)?.is_empty() {
+        // kata-runtime reports this case with the exit code that it uses for every error.
+        if entry.runtime_files().map_err(Refusal::of_files)?.is_empty() {
             return Err(Refusal::Unclaimed(target.clone()));
         }
         let mut arguments: Vec<OsString> = action.split(' ').map(OsString::from).collect();
@@ -59,14 +60,15 @@ impl Kata {
     }
 }
 
-/// Kata wants one size: what is required, or else all of the device that is allowed.
+/// The single size that Kata accepts: the required size, or else the device's size up to the limit.
 fn size(info: &MountInfo, range: Range) -> Result<u64> {
     if range.required > 0 {
         return Ok(range.required);
     }
     let device = check::block_device("device", &info.device).map_err(Refusal::of_files)?;
     let end = File::open(&device).and_then(|mut device| device.seek(SeekFrom::End(0)));
-    let bytes = end.map_err(|e| Refusal::Disk(format!("measuring {}: {e}", info.device)))?;
+    let bytes =
+        end.map_err(|e| Refusal::EntryIo(format!("reading the size of {}: {e}", info.device)))?;
     Ok(if range.limit > 0 { bytes.min(range.limit) } else { bytes })
 }
 
@@ -80,21 +82,23 @@ impl Layout for Kata {
         if name.len() > MAX_NAME {
             return Err(Refusal::invalid(
                 "volume_target_path",
-                format!("has more than {MAX_TARGET} bytes: Kata names a directory by its base64"),
+                format!(
+                    "has more than {MAX_TARGET} bytes, Kata's maximum for a directory named by its base64"
+                ),
             ));
         }
         Ok(Entry::at(self.directory.root().join(name)))
     }
 
     fn stage(&self, entry: &Entry, _: &Target, info: &MountInfo) -> Result<(), Problem> {
-        entry.hand_over(info)
+        entry.write_mount_info(info)
     }
 
     fn stats(&self, entry: &Entry, target: &Target) -> Result<api::RuntimeGetVolumeStatsResponse> {
-        whole(entry, target)?;
-        let output = self.ask((entry, target), STATS, &[])?;
+        mount_info(entry, target)?;
+        let stdout = self.run((entry, target), STATS, &[])?;
         let program = self.program.clone();
-        answer::stats(&output).map_err(|reason| Refusal::Nonsense {
+        output::stats(&stdout).map_err(|reason| Refusal::InvalidOutput {
             program,
             action: STATS,
             reason,
@@ -102,16 +106,16 @@ impl Layout for Kata {
     }
 
     fn expand(&self, entry: &Entry, target: &Target, range: Range) -> Result<i64> {
-        let bytes = size(&whole(entry, target)?, range)?;
+        let bytes = size(&mount_info(entry, target)?, range)?;
         let more = ["--size".into(), bytes.to_string().into()];
-        self.ask((entry, target), RESIZE, &more)?;
-        // It says nothing when it succeeds.
+        self.run((entry, target), RESIZE, &more)?;
+        // kata-runtime writes nothing on success.
         Ok(i64::try_from(bytes).unwrap_or(0))
     }
 
     fn entries(&self) -> Result<Vec<Entry>, Problem> {
         self.directory
-            .entries_called(|name| URL_SAFE.decode(name).is_ok_and(|path| path.starts_with(b"/")))
+            .entries_named(|name| URL_SAFE.decode(name).is_ok_and(|path| path.starts_with(b"/")))
     }
 
     fn target_of(&self, entry: &Entry) -> Result<Option<Target>, Problem> {
@@ -121,7 +125,7 @@ impl Layout for Kata {
     }
 
     fn is_in_use(&self, entry: &Entry, _: Option<&Target>) -> bool {
-        match entry.left_by_runtimes() {
+        match entry.runtime_files() {
             Ok(names) => names.iter().any(|name| self.is_running(name)),
             Err(_) => true,
         }
@@ -144,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_named_as_kata_names_it() {
+    fn directories_are_named_as_in_kata() {
         let target = Target::new("path", "/a?>b").unwrap();
         let entry = kata().entry(&target).unwrap();
         // printf '/a?>b' | basenc --base64url
@@ -153,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_whose_name_would_be_too_long_is_refused_with_the_bound() {
+    fn too_long_a_path_is_refused_with_the_limit() {
         let path = |length: usize| Target::new("path", format!("/{}", "x".repeat(length - 1)));
         kata().entry(&path(MAX_TARGET).unwrap()).unwrap();
         let refused = kata().entry(&path(MAX_TARGET + 1).unwrap()).unwrap_err();

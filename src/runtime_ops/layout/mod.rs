@@ -1,4 +1,4 @@
-//! How a volume is handed over, and how its runtime is asked: one interface, a layout of files each.
+//! The layouts: where the files of a volume are, and how its runtime's program is called.
 
 mod crust;
 mod kata;
@@ -12,33 +12,33 @@ use super::request::Range;
 use crate::crust::{Directory, Entry, MountInfo, Problem, Target};
 use crate::proto::crust as api;
 
-/// A layout. Calls for one target exclude each other: whoever calls sees to that.
+/// A layout. The caller serializes calls for one target.
 pub trait Layout: Debug + Send + Sync {
-    /// Where the entries are.
+    /// The directory of the entries.
     fn directory(&self) -> &Directory;
 
-    /// The entry of a target, whether it is there or not.
+    /// The entry of a target, whether or not it exists.
     fn entry(&self, target: &Target) -> Result<Entry>;
 
     fn stage(&self, entry: &Entry, target: &Target, info: &MountInfo) -> Result<(), Problem>;
 
     fn stats(&self, entry: &Entry, target: &Target) -> Result<api::RuntimeGetVolumeStatsResponse>;
 
-    /// Has the filesystem grown; how large it is then, in bytes, 0 where nobody says.
+    /// Expands the filesystem. Returns its size in bytes, or 0 if unknown.
     fn expand(&self, entry: &Entry, target: &Target, range: Range) -> Result<i64>;
 
-    /// All directories that may be entries, by their names.
+    /// All directories whose names may be those of entries.
     fn entries(&self) -> Result<Vec<Entry>, Problem>;
 
-    /// The target that an entry is of. None: it does not say.
+    /// The target of an entry. `None`: the entry does not contain it.
     fn target_of(&self, entry: &Entry) -> Result<Option<Target>, Problem>;
 
-    /// Whether a container has the volume, or may have it for all that can be found out.
+    /// Whether a container uses the volume, or may use it as far as can be determined.
     fn is_in_use(&self, entry: &Entry, target: Option<&Target>) -> bool;
 }
 
-/// What is handed over for a target.
-fn whole(entry: &Entry, target: &Target) -> Result<MountInfo> {
+/// The mount data of an entry.
+fn mount_info(entry: &Entry, target: &Target) -> Result<MountInfo> {
     let info = entry.mount_info().map_err(Refusal::of_files)?;
     info.ok_or_else(|| Refusal::NoEntry(target.clone()))
 }

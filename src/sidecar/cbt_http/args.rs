@@ -9,15 +9,15 @@ use crate::kubernetes::name;
 use crate::telemetry::klog;
 
 #[derive(Debug, Clone, clap::Args)]
-// Its group would have the name `Args`, as that of the role that flattens it.
+// The default name, `Args`, would collide with the group of the struct that flattens this one.
 #[group(skip)]
 pub struct Args {
-    /// Serve pages of changed blocks to the aggregated API server, over HTTPS.
+    /// Serve pages of changed blocks to the aggregated API server over HTTPS
     #[arg(long = "cbt-http", id = "cbt_http", num_args = 0..=1, require_equals = true, default_missing_value = "true",
         default_value_t = false, action = clap::ArgAction::Set, value_parser = klog::boolean, value_name = "BOOL")]
     pub enabled: bool,
 
-    /// TCP port of it, on every address; 0 for any that is free.
+    /// TCP port of cbt-http, on all addresses (0: any free port)
     #[arg(
         long = "cbt-http-port",
         id = "cbt_http_port",
@@ -26,9 +26,9 @@ pub struct Args {
     )]
     pub port: u16,
 
-    /// Where the aggregated API server reaches it, as host:port: the name of a Service, as in
-    /// name.namespace.svc:8443. With --manage-service the driver's DriverDiscovery says so. The certificate of
-    /// --self-signed is for this host, too.
+    /// Address of cbt-http for the aggregated API server (host:port, e.g. name.namespace.svc:8443);
+    /// --manage-service publishes it in the driver's DriverDiscovery, and the certificate of
+    /// --self-signed is valid for it
     #[arg(
         long = "cbt-http-service-address",
         id = "cbt_http_service_address",
@@ -36,18 +36,19 @@ pub struct Args {
     )]
     pub service_address: Option<Address>,
 
-    /// Lease by which one of several replicas leads; by default one of the driver's own.
+    /// Name of the Lease for leader election; otherwise a name derived from the driver's name is
+    /// used
     #[arg(long = "cbt-http-lease", id = "cbt_http_lease", value_parser = name::object, value_name = "NAME")]
     pub lease: Option<String>,
 
-    /// How long a lease lasts that nobody renews: so late at most another replica takes over.
+    /// Time after which an unrenewed lease expires, the maximum failover delay
     #[arg(long = "cbt-http-lease-duration", id = "cbt_http_lease_duration", default_value = "15s",
         value_parser = lease_duration, value_name = "TIME")]
     pub lease_duration: Duration,
 }
 
 impl Args {
-    /// The Lease's name: the same in all replicas, and another one for each driver.
+    /// Name of the Lease: the same for all replicas, different for each driver.
     pub fn lease(&self, driver: &str) -> String {
         let own = || {
             let own = format!("csi-loopback-cbt-http-{driver}");
@@ -74,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_out_of_their_range_are_errors_of_the_command_line() {
+    fn flags_out_of_range_are_command_line_errors() {
         let args = parse("x --cbt-http --cbt-http-lease-duration 2s").unwrap();
         assert!(args.enabled && !parse("x --cbt-http=false").unwrap().enabled);
         for (bad, named) in [
@@ -88,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn each_driver_has_a_lease_of_its_own_whose_name_is_one() {
+    fn each_driver_has_its_own_lease_with_a_valid_name() {
         let args = parse("x").unwrap();
         assert_eq!(args.lease("a.example"), "csi-loopback-cbt-http-a.example");
         for odd in ["A.example", "a_b", ""] {

@@ -1,6 +1,6 @@
-//! From the extents of a stream to blocks of one size. Extents of one length (FIXED_LENGTH) are blocks, if that is not below
-//! [`UNIT`]; all others are widened outwards to blocks of [`UNIT`]: each byte that the driver reports is in a block of the
-//! page, and no block is there twice.
+//! Converts the extents of a stream to blocks of one size. Extents of equal length (FIXED_LENGTH)
+//! of at least [`UNIT`] are blocks. All others are widened outwards to blocks of [`UNIT`]. Every
+//! byte that the driver reports is in a block of a page, and no block occurs twice.
 
 use super::problem::{misbehaves, stale};
 use crate::kubernetes::cbt_http::{Page, Problem};
@@ -8,40 +8,40 @@ use crate::kubernetes::snapshot_delta::ChangedBlock;
 use crate::proto::csi::v1 as csi;
 use csi::BlockMetadataType as Type;
 
-/// Bytes of a block where extents differ in length, and of the smallest block.
+/// Bytes of a block if extents differ in length, and of the smallest block.
 pub const UNIT: u64 = 4096;
-/// Messages without an extent that may follow each other.
+/// Maximum number of consecutive messages without an extent.
 const MAX_EMPTY: usize = 1024;
 
-/// The blocks of a page, as they come.
+/// The blocks of a page, collected from messages.
 pub struct Blocks {
-    /// Number of the first block that is wanted.
+    /// Number of the first requested block.
     offset: u64,
     limit: usize,
-    /// Bytes of a block, once it is known.
+    /// Bytes of a block, once known.
     unit: Option<u64>,
-    /// Whether the page begins at another place than the one that was read, since blocks are not of [`UNIT`].
-    elsewhere: bool,
+    /// Whether the stream was read from the wrong position, because blocks are not of [`UNIT`].
+    needs_reread: bool,
     style: Option<Type>,
     /// Bytes.
     capacity: u64,
-    /// Where the extent before ended.
+    /// End of the previous extent.
     end: u64,
     numbers: Vec<u64>,
-    /// The first one that is too many.
+    /// First block that does not fit on the page.
     next: Option<u64>,
-    /// Messages without an extent, one after the other.
+    /// Consecutive messages without an extent.
     empty: usize,
 }
 
 impl Blocks {
-    /// Without a `unit`, the caller has read from the place where the page begins if blocks are of [`UNIT`].
+    /// Without a `unit`, the caller has read from the start of the page for blocks of [`UNIT`].
     pub fn new(offset: u64, limit: usize, unit: Option<u64>) -> Self {
         Self {
             offset,
             limit,
             unit,
-            elsewhere: false,
+            needs_reread: false,
             style: None,
             capacity: 0,
             end: 0,
@@ -51,22 +51,23 @@ impl Blocks {
         }
     }
 
-    /// How many extents of a message suffice: each has a block, and one more says whether more follows.
+    /// Maximum number of extents to request per message: one per block, and one that shows whether
+    /// more follow.
     pub fn extents(&self) -> i32 {
         i32::try_from(self.limit).unwrap_or(i32::MAX).saturating_add(1)
     }
 
-    /// Whether nothing of what follows is on this page.
-    pub fn are_enough(&self) -> bool {
-        self.next.is_some() || self.elsewhere
+    /// Whether no further message is needed.
+    pub fn is_complete(&self) -> bool {
+        self.next.is_some() || self.needs_reread
     }
 
-    /// Whether the page begins at another place than the one that was read.
-    pub fn is_elsewhere(&self) -> bool {
-        self.elsewhere
+    /// Whether the stream was read from the wrong position for this page.
+    pub fn needs_reread(&self) -> bool {
+        self.needs_reread
     }
 
-    /// Bytes of a block, if they are known.
+    /// Bytes of a block, if known.
     pub fn unit(&self) -> Option<u64> {
         self.unit
     }
@@ -81,40 +82,40 @@ impl Blocks {
         }
     }
 
-    /// Takes a message in.
+    /// Adds a message's extents.
     ///
     /// # Errors
-    /// No driver may send it, or blocks have another size than `unit`.
+    /// The message breaks CSI's rules, or blocks have another size than `unit`.
     pub fn add(&mut self, message: &csi::GetMetadataDeltaResponse) -> Result<(), Problem> {
         let style = message.block_metadata_type();
         if style == Type::Unknown || self.style.is_some_and(|before| before != style) {
-            return Err(misbehaves("block_metadata_type is not told or changes in mid-stream"));
+            return Err(misbehaves("block_metadata_type is missing or changes during the stream"));
         }
         self.style = Some(style);
         self.capacity = u64::try_from(message.volume_capacity_bytes).unwrap_or_default();
         self.empty = if message.block_metadata.is_empty() { self.empty + 1 } else { 0 };
         if self.empty > MAX_EMPTY {
-            return Err(misbehaves(format!("{MAX_EMPTY} messages in a row have no extent")));
+            return Err(misbehaves(format!("{MAX_EMPTY} consecutive messages have no extent")));
         }
         let mut first = self.numbers.is_empty();
         for extent in &message.block_metadata {
             let (begin, end) = self.bounds(extent)?;
             if std::mem::take(&mut first) {
-                self.learn(style, begin, end)?;
-                if self.elsewhere {
+                self.learn_unit(style, begin, end)?;
+                if self.needs_reread {
                     break;
                 }
             }
-            self.take(style, begin, end)?;
+            self.collect(style, begin, end)?;
             self.end = end;
-            if self.are_enough() {
+            if self.is_complete() {
                 break;
             }
         }
         Ok(())
     }
 
-    /// Where an extent begins and ends, in bytes.
+    /// Start and end of an extent, in bytes.
     fn bounds(&self, extent: &csi::BlockMetadata) -> Result<(u64, u64), Problem> {
         let csi::BlockMetadata { byte_offset, size_bytes } = *extent;
         let wrong = |what| misbehaves(format!("the extent at {byte_offset} {what}"));
@@ -123,49 +124,49 @@ impl Blocks {
             return Err(wrong("has no size"));
         }
         if begin < self.end {
-            return Err(wrong("begins before the end of the one before it"));
+            return Err(wrong("overlaps the previous one"));
         }
         let end = byte_offset.checked_add(size_bytes);
         let end = end.ok_or_else(|| wrong("ends past the end of any volume"))?;
         Ok((begin, end.unsigned_abs()))
     }
 
-    /// Finds the block size by the first extent, or checks that it is the one that was found before.
-    fn learn(&mut self, style: Type, begin: u64, end: u64) -> Result<(), Problem> {
+    /// Determines the block size from the first extent, or compares it with the known size.
+    fn learn_unit(&mut self, style: Type, begin: u64, end: u64) -> Result<(), Problem> {
         let is_fixed = style == Type::FixedLength;
         let unit = if is_fixed { (end - begin).max(UNIT) } else { UNIT };
         let Some(before) = self.unit else {
-            // Part of a block does not show how large a block is.
+            // A part of a block does not show the size of a block.
             let is_whole = begin.is_multiple_of(unit) && end != self.capacity;
             self.unit = Some(unit).filter(|_| !is_fixed || is_whole || self.offset == 0);
-            self.elsewhere = self.offset != 0 && self.unit != Some(UNIT);
+            self.needs_reread = self.offset != 0 && self.unit != Some(UNIT);
             return Ok(());
         };
-        if before == unit || (is_fixed && self.is_cut(begin, end, before)) {
+        if before == unit || (is_fixed && self.is_last_block(begin, end, before)) {
             return Ok(());
         }
         Err(stale(format!(
-            "offset: the CSI driver's blocks have changed from {before} to {unit} bytes; start from offset 0"
+            "offset: the block size of the CSI driver has changed from {before} to {unit} bytes; start from offset 0"
         )))
     }
 
-    /// Whether an extent is what the end of the volume has left of its last block.
-    fn is_cut(&self, begin: u64, end: u64, unit: u64) -> bool {
+    /// Whether an extent is the last block, shortened by the end of the volume.
+    fn is_last_block(&self, begin: u64, end: u64, unit: u64) -> bool {
         end - begin < unit && end == self.capacity
     }
 
-    fn take(&mut self, style: Type, begin: u64, end: u64) -> Result<(), Problem> {
+    fn collect(&mut self, style: Type, begin: u64, end: u64) -> Result<(), Problem> {
         let unit = self.unit.unwrap_or(UNIT);
         if style == Type::FixedLength && unit > UNIT {
-            let is_whole = end - begin == unit || self.is_cut(begin, end, unit);
+            let is_whole = end - begin == unit || self.is_last_block(begin, end, unit);
             if !begin.is_multiple_of(unit) || !is_whole {
                 return Err(misbehaves(format!(
-                    "the extent at {begin} is not one of the blocks of {unit} bytes that it began with"
+                    "the extent at {begin} does not match the block size of {unit} bytes of the first extent"
                 )));
             }
         }
-        let told = self.numbers.last().map_or(0, |last| last + 1);
-        for number in (begin / unit).max(self.offset).max(told)..end.div_ceil(unit) {
+        let collected = self.numbers.last().map_or(0, |last| last + 1);
+        for number in (begin / unit).max(self.offset).max(collected)..end.div_ceil(unit) {
             if self.numbers.len() == self.limit {
                 self.next = Some(number);
                 return Ok(());
@@ -210,7 +211,7 @@ mod tests {
         })
     }
 
-    /// All pages of a stream, as they are read of a driver: from the extent on that holds the offset.
+    /// All pages of a stream, each read from the extent that contains its offset.
     fn paged(style: Type, extents: &[(i64, i64)], limit: usize, portion: usize) -> Vec<u64> {
         let read = |offset: u64, unit: Option<u64>| {
             let begin = (offset * unit.unwrap_or(UNIT)) as i64;
@@ -218,7 +219,7 @@ mod tests {
                 extents.iter().copied().filter(|(at, length)| at + length > begin).collect();
             let mut blocks = Blocks::new(offset, limit, unit);
             for part in from.chunks(portion) {
-                if !blocks.are_enough() {
+                if !blocks.is_complete() {
                     blocks.add(&message(style, part)).unwrap();
                 }
             }
@@ -227,10 +228,10 @@ mod tests {
         let (mut all, mut offset) = (Vec::new(), 0);
         loop {
             let mut blocks = read(offset, None);
-            if blocks.is_elsewhere() {
+            if blocks.needs_reread() {
                 let unit = blocks.unit().or_else(|| read(0, None).unit());
                 blocks = read(offset, unit);
-                assert!(!blocks.is_elsewhere());
+                assert!(!blocks.needs_reread());
             }
             let page = blocks.page();
             assert!(page.changed_blocks.len() <= limit);
@@ -245,7 +246,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pages_of_widened_blocks_hold_every_byte_and_no_block_twice(
+        fn widened_blocks_cover_every_byte_exactly_once(
             extents in variable(), limit in 1..40usize, portion in 1..8usize,
         ) {
             let of = |(begin, length): &(i64, i64)| begin / 4096..(begin + length - 1) / 4096 + 1;
@@ -255,7 +256,7 @@ mod tests {
         }
 
         #[test]
-        fn fixed_extents_below_the_smallest_block_are_widened(
+        fn fixed_extents_below_the_block_size_are_widened(
             numbers in prop::collection::btree_set(0..9000i64, 0..60), limit in 1..40usize,
         ) {
             let extents: Vec<_> = numbers.iter().map(|number| (number * 512, 512)).collect();
@@ -265,7 +266,7 @@ mod tests {
         }
 
         #[test]
-        fn pages_of_fixed_extents_are_those_extents(
+        fn pages_of_fixed_extents_hold_exactly_the_extents(
             numbers in prop::collection::btree_set(0..500i64, 0..60), size in 4096..20_000i64,
             limit in 1..40usize, portion in 1..8usize,
         ) {
@@ -275,7 +276,7 @@ mod tests {
         }
 
         #[test]
-        fn whatever_a_driver_sends_is_taken_or_refused_in_bounded_time(
+        fn any_message_is_handled_in_bounded_time(
             style in 0..4i32, extents in prop::collection::vec((any::<i64>(), any::<i64>()), 0..5),
             offset in any::<u64>(), unit in prop::option::of(1..=u64::MAX),
         ) {
@@ -289,15 +290,15 @@ mod tests {
     }
 
     #[test]
-    fn extents_that_no_driver_may_send_are_refused() {
+    fn invalid_extents_are_refused() {
         use Type::{FixedLength, Unknown, VariableLength};
         for (style, extents, words) in [
             (Unknown, &[(0, 4096)][..], "block_metadata_type"),
             (VariableLength, &[(-1, 4096)], "before the volume"),
             (VariableLength, &[(0, 0)], "no size"),
             (VariableLength, &[(0, -1)], "no size"),
-            (VariableLength, &[(0, 4097), (4096, 1)], "the one before"),
-            (VariableLength, &[(4096, 1), (0, 1)], "the one before"),
+            (VariableLength, &[(0, 4097), (4096, 1)], "the previous one"),
+            (VariableLength, &[(4096, 1), (0, 1)], "the previous one"),
             (VariableLength, &[(i64::MAX, 1)], "any volume"),
             (FixedLength, &[(0, 8192), (8192, 16384)], "8192 bytes"),
             (FixedLength, &[(0, 8192), (16384, 512)], "8192 bytes"),
@@ -317,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_another_size_than_a_moment_before_are_refused() {
+    fn a_changed_block_size_is_refused() {
         let mut blocks = Blocks::new(3, 9, Some(4096));
         let refused = blocks.add(&message(Type::FixedLength, &[(65536, 65536)])).unwrap_err();
         assert_eq!((refused.kind, refused.code.as_deref()), (ProblemKind::Driver, Some("ABORTED")));
@@ -339,9 +340,9 @@ mod tests {
         let mut blocks = Blocks::new(1, 9, blocks.unit());
         blocks.add(&sent).unwrap();
         assert_eq!(blocks.numbers, [1]);
-        // It does not show how large the others are.
+        // The last block does not show the size of the others.
         let mut blocks = Blocks::new(1, 9, None);
         blocks.add(&sent).unwrap();
-        assert!(blocks.is_elsewhere() && blocks.unit().is_none());
+        assert!(blocks.needs_reread() && blocks.unit().is_none());
     }
 }

@@ -1,19 +1,20 @@
-//! Pages by ListSnapshotDeltas, for a driver without the SnapshotMetadata service. The driver's pages begin at a token, those of
-//! the caller at a block: the list is read from its start until that block is reached.
+//! Pages from ListSnapshotDeltas, for a driver without the SnapshotMetadata service. The driver's
+//! pages start at a token, the caller's at a block: the list is read from its start up to that
+//! block.
 
 use k8s_openapi::jiff::Timestamp;
 
-use super::pages::Asking;
+use super::pages::PageCall;
 use super::problem::{misbehaves, of_driver};
 use crate::kubernetes::cbt_http::{MAX_LIMIT, Page, PageRequest, Problem};
 use crate::kubernetes::snapshot_delta::{ChangedBlock, DataToken};
 use crate::proto::csi::v1 as csi;
 
-/// Bytes of a driver's token, at most. CSI allows 128 where it says nothing else.
+/// Maximum bytes of a driver's page token. CSI's default limit is 128.
 const MAX_TOKEN: usize = 4096;
-/// Bytes of a token for a block's data, at most.
+/// Maximum bytes of a token for a block's data.
 const MAX_DATA_TOKEN: usize = 1024;
-/// Pages without a block that may follow each other.
+/// Maximum number of consecutive pages without a block.
 const MAX_EMPTY: usize = 16;
 
 /// A page of the driver's list.
@@ -23,17 +24,17 @@ struct Start {
     entries: u32,
 }
 
-pub async fn page(asking: &Asking<'_>) -> Result<Page, Problem> {
-    let asked = asking.asked;
-    // On the way to a block the largest pages cost the fewest calls.
-    let entries = if asked.offset == 0 { asked.limit } else { MAX_LIMIT };
+pub async fn page(call: &PageCall<'_>) -> Result<Page, Problem> {
+    let request = call.request;
+    // Until the block is found, the largest pages cost the fewest calls.
+    let entries = if request.offset == 0 { request.limit } else { MAX_LIMIT };
     let mut start = Start { token: String::new(), entries };
-    let mut seen = Seen::default();
+    let mut progress = Progress::default();
     loop {
-        let answer = list(asking, &start).await;
-        let answer = answer.map_err(|status| of_driver(&status, &asked.secrets))?;
-        seen.check(&answer, &start)?;
-        if let Some(page) = cut(asked, &answer)? {
+        let answer = list(call, &start).await;
+        let answer = answer.map_err(|status| of_driver(&status, &request.secrets))?;
+        progress.check(&answer, &start)?;
+        if let Some(page) = page_from(request, &answer)? {
             return Ok(page);
         }
         if answer.next_token.is_empty() {
@@ -44,31 +45,31 @@ pub async fn page(asking: &Asking<'_>) -> Result<Page, Problem> {
 }
 
 async fn list(
-    asking: &Asking<'_>,
+    call: &PageCall<'_>,
     start: &Start,
 ) -> Result<csi::ListSnapshotDeltasResponse, tonic::Status> {
-    let asked = asking.asked;
+    let request = call.request;
     let request = csi::ListSnapshotDeltasRequest {
-        from_snapshot_id: asked.base_snapshot_id.clone(),
-        to_snapshot_id: asked.target_snapshot_id.clone(),
-        secrets: asked.secrets.reveal(),
+        from_snapshot_id: request.base_snapshot_id.clone(),
+        to_snapshot_id: request.target_snapshot_id.clone(),
+        secrets: request.secrets.reveal(),
         max_entries: start.entries as i32,
         starting_token: start.token.clone(),
     };
-    asking.driver.list_deltas(request, asking.left()).await
+    call.driver.list_deltas(request, call.timeout()).await
 }
 
-/// What pages of the driver have shown on the way.
+/// What the driver's pages have shown so far.
 #[derive(Default)]
-struct Seen {
-    /// Number of the last block.
+struct Progress {
+    /// Number of the last reported block.
     last: Option<u64>,
-    /// Pages without a block, one after the other.
+    /// Consecutive pages without a block.
     empty: usize,
 }
 
-impl Seen {
-    /// Refuses what would lead nowhere or cannot be told in numbers of blocks.
+impl Progress {
+    /// Refuses a page that makes no progress or that block numbers cannot express.
     fn check(
         &mut self,
         answer: &csi::ListSnapshotDeltasResponse,
@@ -77,17 +78,17 @@ impl Seen {
         let blocks = &answer.changed_blocks;
         if blocks.len() > start.entries as usize {
             let (has, most) = (blocks.len(), start.entries);
-            return Err(misbehaves(format!("a page has {has} blocks, and max_entries was {most}")));
+            return Err(misbehaves(format!("a page has {has} blocks, but max_entries was {most}")));
         }
         if answer.next_token.len() > MAX_TOKEN {
             return Err(misbehaves(format!("next_token has more than {MAX_TOKEN} bytes")));
         }
         if !answer.next_token.is_empty() && answer.next_token == start.token {
-            return Err(misbehaves("next_token leads to the page that it came with"));
+            return Err(misbehaves("next_token is the token of the same page"));
         }
         self.empty = if blocks.is_empty() { self.empty + 1 } else { 0 };
         if self.empty > MAX_EMPTY {
-            return Err(misbehaves(format!("{MAX_EMPTY} pages in a row have no block")));
+            return Err(misbehaves(format!("{MAX_EMPTY} consecutive pages have no block")));
         }
         for csi::BlockSnapshotChangedBlock { offset, block_size_bytes, .. } in blocks {
             if *block_size_bytes == 0 {
@@ -99,7 +100,7 @@ impl Seen {
             }
             if self.last.is_some_and(|last| *offset <= last) {
                 return Err(misbehaves(format!(
-                    "block {offset} follows block {}: they do not ascend",
+                    "block {offset} follows block {}; blocks must be ascending",
                     self.last.unwrap_or_default()
                 )));
             }
@@ -109,17 +110,18 @@ impl Seen {
     }
 }
 
-/// What a driver's page has for the caller: blocks from the offset on, of one size, up to the limit; nothing if there is none.
-fn cut(
-    asked: &PageRequest,
+/// The caller's page from a driver's page: blocks of one size from the offset up to the limit, or
+/// `None` if there are no such blocks.
+fn page_from(
+    request: &PageRequest,
     answer: &csi::ListSnapshotDeltasResponse,
 ) -> Result<Option<Page>, Problem> {
-    let wanted = |block: &&csi::BlockSnapshotChangedBlock| block.offset >= asked.offset;
+    let is_requested = |block: &&csi::BlockSnapshotChangedBlock| block.offset >= request.offset;
     let mut blocks: Vec<ChangedBlock> = Vec::new();
     let mut next = None;
-    for block in answer.changed_blocks.iter().filter(wanted) {
+    for block in answer.changed_blocks.iter().filter(is_requested) {
         let is_other = |first: &ChangedBlock| first.block_size_bytes != block.block_size_bytes;
-        if blocks.len() >= asked.limit as usize || blocks.first().is_some_and(is_other) {
+        if blocks.len() >= request.limit as usize || blocks.first().is_some_and(is_other) {
             next = Some(block.offset);
             break;
         }
@@ -144,7 +146,7 @@ fn changed(block: &csi::BlockSnapshotChangedBlock) -> Result<ChangedBlock, Probl
         }
         let issued = token.issuance_time.as_ref();
         let issued = issued.and_then(|time| Timestamp::new(time.seconds, time.nanos).ok());
-        let issued = issued.ok_or_else(|| wrong("has no time of issuance that is one"))?;
+        let issued = issued.ok_or_else(|| wrong("has no valid issuance_time"))?;
         let ttl = u32::try_from(token.ttl_seconds).map_err(|_| wrong("has a negative ttl"))?;
         Ok(DataToken {
             token: token.token.clone(),
@@ -159,7 +161,7 @@ fn changed(block: &csi::BlockSnapshotChangedBlock) -> Result<ChangedBlock, Probl
     })
 }
 
-/// As Go writes a duration.
+/// Formats a duration like Go's time.Duration.
 fn go_duration(seconds: u32) -> String {
     let (hours, minutes, rest) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     match (hours, minutes) {
@@ -177,7 +179,7 @@ mod tests {
         csi::BlockSnapshotChangedBlock { offset, block_size_bytes, token: None }
     }
 
-    fn answer(blocks: &[(u64, u64)], next_token: &str) -> csi::ListSnapshotDeltasResponse {
+    fn response(blocks: &[(u64, u64)], next_token: &str) -> csi::ListSnapshotDeltasResponse {
         csi::ListSnapshotDeltasResponse {
             volume_size_bytes: 0,
             next_token: next_token.into(),
@@ -185,7 +187,7 @@ mod tests {
         }
     }
 
-    fn asked(offset: u64, limit: u32) -> PageRequest {
+    fn request(offset: u64, limit: u32) -> PageRequest {
         PageRequest {
             driver: "d".into(),
             base_snapshot_id: "b".into(),
@@ -199,7 +201,7 @@ mod tests {
     #[test]
     fn a_page_ends_before_a_block_of_another_size_and_at_the_limit() {
         let of = |offset, limit, blocks: &[(u64, u64)], token: &str| {
-            let found = cut(&asked(offset, limit), &answer(blocks, token)).unwrap();
+            let found = page_from(&request(offset, limit), &response(blocks, token)).unwrap();
             found.map(|page| {
                 let numbers = page.changed_blocks.iter().map(|block| block.offset);
                 (numbers.collect::<Vec<_>>(), page.next)
@@ -214,33 +216,33 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_no_driver_may_give_is_refused() {
+    fn an_invalid_response_is_refused() {
         let start = || Start { token: "here".into(), entries: 2 };
         let refused = |blocks: &[(u64, u64)], token: &str| {
-            let mut seen = Seen { last: Some(4), empty: 0 };
-            seen.check(&answer(blocks, token), &start()).unwrap_err().message
+            let mut progress = Progress { last: Some(4), empty: 0 };
+            progress.check(&response(blocks, token), &start()).unwrap_err().message
         };
         for (blocks, token, words) in [
             (&[(5, 1), (6, 1), (7, 1)][..], "", "max_entries was 2"),
-            (&[(5, 1)], "here", "next_token leads"),
+            (&[(5, 1)], "here", "same page"),
             (&[(5, 1)], "x".repeat(MAX_TOKEN + 1).as_str(), "4096 bytes"),
             (&[(5, 0)], "", "0 bytes"),
-            (&[(4, 1)], "", "do not ascend"),
-            (&[(6, 1), (6, 1)], "", "do not ascend"),
+            (&[(4, 1)], "", "must be ascending"),
+            (&[(6, 1), (6, 1)], "", "must be ascending"),
             (&[(u64::MAX, 1)], "", "past the end"),
             (&[(1 << 62, 2)], "", "past the end"),
         ] {
             assert!(refused(blocks, token).contains(words), "{words}");
         }
-        let mut seen = Seen::default();
+        let mut progress = Progress::default();
         for page in 0..MAX_EMPTY {
-            seen.check(&answer(&[], &page.to_string()), &start()).unwrap();
+            progress.check(&response(&[], &page.to_string()), &start()).unwrap();
         }
-        assert!(seen.check(&answer(&[], "on"), &start()).is_err());
+        assert!(progress.check(&response(&[], "on"), &start()).is_err());
     }
 
     #[test]
-    fn a_token_for_data_is_passed_on_as_the_proposal_writes_it() {
+    fn a_data_token_is_returned_in_the_format_of_the_kep() {
         let with = |token: csi::BlockSnapshotChangedBlockToken| {
             changed(&csi::BlockSnapshotChangedBlock { token: Some(token), ..block(1, 512) })
         };
@@ -250,9 +252,9 @@ mod tests {
             issuance_time: Some(time),
             ttl_seconds: 10_800,
         };
-        let told = with(good.clone()).unwrap().data_token.unwrap();
+        let token = with(good.clone()).unwrap().data_token.unwrap();
         assert_eq!(
-            (told.issuance_time.as_str(), told.ttl.as_str()),
+            (token.issuance_time.as_str(), token.ttl.as_str()),
             ("2022-07-13T03:19:30Z", "3h0m0s")
         );
         assert_eq!([0, 59, 60, 3601].map(go_duration), ["0s", "59s", "1m0s", "1h0m1s"]);

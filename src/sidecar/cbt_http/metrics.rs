@@ -1,4 +1,4 @@
-//! The numbers of cbt-http. Labels come from a fixed set.
+//! Metrics of cbt-http. Labels come from a fixed set.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-/// Upper ends in seconds.
+/// Upper bounds of the buckets, in seconds.
 const BUCKETS: [f64; 11] = [0.002, 0.005, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 30.0, 60.0];
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -17,7 +17,7 @@ struct Outcome {
     outcome: &'static str,
 }
 
-/// Cheap to clone; all clones count into the same numbers.
+/// Clones share the metrics.
 #[derive(Clone)]
 pub struct Metrics {
     requests: Family<Outcome, Counter>,
@@ -38,9 +38,9 @@ impl Metrics {
 
     pub fn register(&self, registry: &mut Registry) {
         let own = registry.sub_registry_with_prefix("cbt_http");
-        own.register("requests", "Requests, by how they ended", self.requests.clone());
+        own.register("requests", "Requests, by outcome", self.requests.clone());
         own.register("request_seconds", "Duration of requests", self.seconds.clone());
-        own.register("blocks", "Changed blocks that were told", self.blocks.clone());
+        own.register("blocks", "Changed blocks returned", self.blocks.clone());
         own.register("leading", "1 in the replica that serves pages", self.leading.clone());
     }
 
@@ -49,7 +49,7 @@ impl Metrics {
         self.seconds.observe(duration.as_secs_f64());
     }
 
-    pub fn told(&self, blocks: usize) {
+    pub fn returned(&self, blocks: usize) {
         self.blocks.inc_by(blocks as u64);
     }
 

@@ -1,4 +1,5 @@
-//! A page: by the driver's SnapshotMetadata service, else by its ListSnapshotDeltas.
+//! Checks a page request, and serves it from the driver's SnapshotMetadata service or
+//! ListSnapshotDeltas.
 
 use std::time::Duration;
 
@@ -11,88 +12,92 @@ use crate::kubernetes::cbt_http::{
 };
 use crate::sidecar::driver_link::{Driver, DriverLink};
 
-/// CSI "Size limits": bytes of a handle.
+/// Maximum bytes of a handle (CSI, "Size Limits").
 const MAX_HANDLE: usize = 128;
-/// The driver is told a deadline a little behind the one that ends its call in any case: so it is known which of the two it was.
-const BEHIND: Duration = Duration::from_secs(1);
+/// The driver's deadline exceeds the caller's by this time, so that it is known which one expired.
+const DRIVER_GRACE: Duration = Duration::from_secs(1);
 
-/// A page that is asked for, and where from.
-pub struct Asking<'a> {
+/// A page request and its source.
+pub struct PageCall<'a> {
     pub driver: &'a DriverLink,
-    pub asked: &'a PageRequest,
+    pub request: &'a PageRequest,
     pub deadline: Instant,
 }
 
-impl Asking<'_> {
-    /// How long the driver has.
-    pub fn left(&self) -> Duration {
-        self.deadline.saturating_duration_since(Instant::now()) + BEHIND
+impl PageCall<'_> {
+    /// Timeout of a call to the driver.
+    pub fn timeout(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now()) + DRIVER_GRACE
     }
 }
 
-/// What the driver is and can do.
+/// Name and capability of the driver.
 pub fn info(driver: &DriverLink) -> Result<Info, Problem> {
     match &*driver.state().borrow() {
-        Driver::Ready { name, capable, lists } => {
-            let capability = match (capable, lists) {
+        Driver::Ready { name, capable, lists_deltas } => {
+            let capability = match (capable, lists_deltas) {
                 (true, _) => Capability::SnapshotMetadata,
                 (false, true) => Capability::ListSnapshotDeltas,
                 (false, false) => Capability::None,
             };
             Ok(Info { driver: name.clone(), capability })
         }
-        Driver::Away(why) => {
-            Err(unavailable(format!("the CSI driver is not ready: {why}; try again")))
+        Driver::NotReady(why) => {
+            Err(unavailable(format!("the CSI driver is not ready: {why}; retry later")))
         }
     }
 }
 
-/// Whether a request is one, and meant for this driver.
-pub fn check(asked: &PageRequest, driver: &str) -> Result<(), Problem> {
+/// Validates a request for this driver.
+pub fn check(request: &PageRequest, driver: &str) -> Result<(), Problem> {
     let invalid = |field: &str, words: String| {
         Err(problem(ProblemKind::Invalid, format!("{field}: {words}")))
     };
-    if asked.driver != driver {
+    if request.driver != driver {
         let message = format!(
-            "driver: this is the endpoint of {driver}, and another was asked for; see to its DriverDiscovery"
+            "driver: this is the endpoint of {driver}, not of the requested driver; correct the driver's DriverDiscovery"
         );
         return Err(problem(ProblemKind::OtherDriver, message));
     }
-    if asked.target_snapshot_id.is_empty() {
-        return invalid("targetSnapshotId", "is empty; name a snapshot by its CSI handle".into());
+    if request.target_snapshot_id.is_empty() {
+        return invalid(
+            "targetSnapshotId",
+            "is empty; set it to the CSI handle of a snapshot".into(),
+        );
     }
     for (field, id) in [
-        ("baseSnapshotId", &asked.base_snapshot_id),
-        ("targetSnapshotId", &asked.target_snapshot_id),
+        ("baseSnapshotId", &request.base_snapshot_id),
+        ("targetSnapshotId", &request.target_snapshot_id),
     ] {
         if id.len() > MAX_HANDLE {
             return invalid(
                 field,
-                format!("has more than {MAX_HANDLE} bytes, as no CSI handle has"),
+                format!("is longer than {MAX_HANDLE} bytes, the limit of a CSI handle"),
             );
         }
     }
-    if !(1..=MAX_LIMIT).contains(&asked.limit) {
+    if !(1..=MAX_LIMIT).contains(&request.limit) {
         return invalid("limit", format!("must be from 1 to {MAX_LIMIT}"));
     }
     Ok(())
 }
 
-/// The page. Ends by itself only as far as the driver answers: whoever awaits it minds the time.
-pub async fn page(asking: &Asking<'_>) -> Result<Page, Problem> {
-    let state = asking.driver.state().borrow().clone();
+/// Returns the page. The caller enforces the deadline: this future depends on the driver's
+/// responses.
+pub async fn page(call: &PageCall<'_>) -> Result<Page, Problem> {
+    let state = call.driver.state().borrow().clone();
     match state {
-        Driver::Ready { capable: true, .. } => streamed::page(asking).await,
-        Driver::Ready { lists: true, .. } => listed::page(asking).await,
+        Driver::Ready { capable: true, .. } => streamed::page(call).await,
+        Driver::Ready { lists_deltas: true, .. } => listed::page(call).await,
         Driver::Ready { name, .. } => {
             let message = format!(
-                "the CSI driver {name} has neither ListSnapshotDeltas nor the SnapshotMetadata service: its changed \
-                 blocks cannot be told"
+                "the CSI driver {name} has neither ListSnapshotDeltas nor the SnapshotMetadata service, so its \
+                 changed blocks cannot be reported"
             );
             Err(problem(ProblemKind::Unsupported, message))
         }
-        Driver::Away(why) => {
-            Err(unavailable(format!("the CSI driver is not ready: {why}; try again")))
+        Driver::NotReady(why) => {
+            Err(unavailable(format!("the CSI driver is not ready: {why}; retry later")))
         }
     }
 }
@@ -102,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_with_a_request_is_named() {
+    fn an_invalid_request_is_refused_with_the_field_name() {
         let good = PageRequest {
             driver: "d".into(),
             base_snapshot_id: String::new(),

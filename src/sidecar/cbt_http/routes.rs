@@ -1,5 +1,5 @@
-//! A request from its head to its answer: who asks and may they, does this replica lead, what is asked. Each is counted and
-//! logged in one line, which holds names and numbers, never a token or a secret.
+//! Handles a request: authentication, authorization, leadership, response. Each request is counted
+//! and logged in one line with names and numbers, never a token or a secret.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -15,108 +15,109 @@ use k8s_openapi::api::authentication::v1::UserInfo;
 use tokio::sync::watch;
 
 use super::metrics::Metrics;
-use super::pages::{self, Asking};
+use super::pages::{self, PageCall};
 use super::problem::{self, problem, unavailable};
-use crate::grpc::cut;
+use crate::grpc::truncate;
 use crate::kubernetes::cbt_http::{
     self, PATH, Page, PageRequest, Problem, ProblemKind, SUBRESOURCE,
 };
 use crate::kubernetes::https::Limits;
 use crate::kubernetes::review::{Action, Denied, Reviewer};
 use crate::kubernetes::snapshot_delta::GROUP;
-use crate::sidecar::call::Calls;
+use crate::sidecar::call::ConcurrencyLimit;
 use crate::sidecar::driver_link::DriverLink;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Bytes of a request: those of a Secret, which are 1 MiB at most, as JSON, and some.
+/// Maximum bytes of a request: a Secret (at most 1 MiB) as JSON, and some.
 const MAX_BODY: usize = 3 << 20;
-/// A body of which nothing has come by then is not waited for.
+/// Time to receive the body.
 const BODY: Duration = Duration::from_secs(10);
-/// Bytes of a name that go into the log.
+/// Maximum bytes of a name in the log.
 const MAX_LOGGED: usize = 253;
 
-/// What the requests share.
-pub struct Desk {
+/// State shared by all requests.
+pub struct PageServer {
     pub driver: DriverLink,
     pub reviewer: Reviewer,
-    /// Once the driver has said its name.
-    pub known: OnceLock<Known>,
-    /// Requests in all, and those that were let in and are being answered: who is not let in takes no place from the others.
-    pub requests: Calls,
-    pub pages: Calls,
+    /// Set once the driver's name is known.
+    pub known: OnceLock<KnownDriver>,
+    /// Limits of all requests, and of authorized ones: unauthorized requests take no place from
+    /// others.
+    pub requests: ConcurrencyLimit,
+    pub pages: ConcurrencyLimit,
     pub metrics: Metrics,
-    /// How long a page may take.
+    /// Timeout of a page.
     pub timeout: Duration,
     pub shutdown: Shutdown,
 }
 
-/// What there is to know before anybody can be let in.
-pub struct Known {
+/// What the server must know before it can authorize a request.
+pub struct KnownDriver {
     /// Name of the CSI driver, which does not change.
     pub driver: String,
     /// Whether this replica leads.
     pub leads: watch::Receiver<bool>,
 }
 
-/// The bounds for https::serve: behind those of a page, so that a caller learns what it was.
+/// Limits for https::serve: longer than a page's timeout, so that the caller receives the cause.
 pub fn limits(page: Duration) -> Limits {
     Limits { body: MAX_BODY, request: page + BODY }
 }
 
-pub fn routes(desk: Arc<Desk>) -> Router {
+pub fn routes(server: Arc<PageServer>) -> Router {
     Router::new()
         .route(PATH, get(info).post(page))
         .method_not_allowed_fallback(async || {
-            let problem = problem(ProblemKind::Invalid, "only GET and POST are answered here");
-            problem::answer_with(StatusCode::METHOD_NOT_ALLOWED, &problem)
+            let problem = problem(ProblemKind::Invalid, "method not allowed; use GET or POST");
+            problem::response_with(StatusCode::METHOD_NOT_ALLOWED, &problem)
         })
         .fallback(async || {
-            let words = format!("there is nothing at this path; what there is, is at {PATH}");
-            problem::answer_with(StatusCode::NOT_FOUND, &problem(ProblemKind::Invalid, words))
+            let words = format!("path not found; use {PATH}");
+            problem::response_with(StatusCode::NOT_FOUND, &problem(ProblemKind::Invalid, words))
         })
-        .with_state(desk)
+        .with_state(server)
 }
 
-async fn info(State(desk): State<Arc<Desk>>, headers: HeaderMap) -> Response {
-    let mut visit = Visit::begin(&desk.metrics, "info");
-    let told = desk.attend(async {
-        let (_, user) = desk.admitted(&headers).await?;
-        visit.user = name_of(&user);
-        pages::info(&desk.driver)
+async fn info(State(server): State<Arc<PageServer>>, headers: HeaderMap) -> Response {
+    let mut log = RequestLog::begin(&server.metrics, "info");
+    let result = server.run_limited(async {
+        let (_, user) = server.authorize(&headers).await?;
+        log.user = name_of(&user);
+        pages::info(&server.driver)
     });
-    match told.await {
+    match result.await {
         Ok(info) => {
-            visit.end("ok", None);
+            log.end("ok", None);
             Json(info).into_response()
         }
-        Err(problem) => visit.refused(&problem),
+        Err(problem) => log.refused(&problem),
     }
 }
 
-async fn page(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -> Response {
-    let mut visit = Visit::begin(&desk.metrics, "page");
-    let told = desk.attend(desk.page(&headers, body, &mut visit)).await;
-    match told {
+async fn page(State(server): State<Arc<PageServer>>, headers: HeaderMap, body: Bytes) -> Response {
+    let mut log = RequestLog::begin(&server.metrics, "page");
+    let result = server.run_limited(server.page(&headers, body, &mut log)).await;
+    match result {
         Ok(page) => {
-            visit.blocks = page.changed_blocks.len();
-            desk.metrics.told(visit.blocks);
-            visit.end("ok", None);
+            log.blocks = page.changed_blocks.len();
+            server.metrics.returned(log.blocks);
+            log.end("ok", None);
             Json(page).into_response()
         }
-        Err(problem) => visit.refused(&problem),
+        Err(problem) => log.refused(&problem),
     }
 }
 
-impl Desk {
-    /// Lets work go on for as long as it may.
-    async fn attend<T>(
+impl PageServer {
+    /// Runs `work` within the limits of requests, time and shutdown.
+    async fn run_limited<T>(
         &self,
         work: impl Future<Output = Result<T, Problem>>,
     ) -> Result<T, Problem> {
-        let _running = self.requests.begin().ok_or_else(busy)?;
+        let _permit = self.requests.try_acquire().ok_or_else(busy)?;
         tokio::select! {
             done = tokio::time::timeout(self.timeout, work) => done.unwrap_or_else(|_| Err(problem::too_long())),
-            () = self.shutdown.ending() => Err(unavailable("the sidecar is exiting; another replica answers")),
+            () = self.shutdown.ending() => Err(unavailable("the sidecar is exiting; retry with another replica")),
         }
     }
 
@@ -124,24 +125,23 @@ impl Desk {
         &self,
         headers: &HeaderMap,
         body: Bytes,
-        visit: &mut Visit,
+        log: &mut RequestLog,
     ) -> Result<Page, Problem> {
         let deadline = tokio::time::Instant::now() + self.timeout;
-        let (known, user) = self.admitted(headers).await?;
-        visit.user = name_of(&user);
-        let asked = decode(&body)?;
-        visit.about(&asked);
-        pages::check(&asked, &known.driver)?;
+        let (known, user) = self.authorize(headers).await?;
+        log.user = name_of(&user);
+        let request = decode(&body)?;
+        log.set_request(&request);
+        pages::check(&request, &known.driver)?;
         if !*known.leads.borrow() {
-            let words =
-                "another replica leads; route requests by the readiness probe, and try again";
+            let words = "another replica leads; route requests by the readiness probe, and retry";
             return Err(unavailable(words));
         }
-        let _running = self.pages.begin().ok_or_else(busy)?;
-        pages::page(&Asking { driver: &self.driver, asked: &asked, deadline }).await
+        let _permit = self.pages.try_acquire().ok_or_else(busy)?;
+        pages::page(&PageCall { driver: &self.driver, request: &request, deadline }).await
     }
 
-    /// Whether requests are to be routed here.
+    /// Whether requests can be routed to this replica.
     pub fn is_ready(&self) -> Result<(), String> {
         let known = self.known.get().ok_or("the CSI driver's name is not known yet")?;
         if !*known.leads.borrow() {
@@ -150,17 +150,19 @@ impl Desk {
         pages::info(&self.driver).map(drop).map_err(|problem| problem.message)
     }
 
-    /// A user who may ask.
-    async fn admitted(&self, headers: &HeaderMap) -> Result<(&Known, Arc<UserInfo>), Problem> {
-        let unknown = || unavailable("the CSI driver has not said its name yet; try again");
+    /// Authenticates and authorizes the caller.
+    async fn authorize(
+        &self,
+        headers: &HeaderMap,
+    ) -> Result<(&KnownDriver, Arc<UserInfo>), Problem> {
+        let unknown = || unavailable("the CSI driver's name is not known yet; retry later");
         let known = self.known.get().ok_or_else(unknown)?;
         let driver = &known.driver;
         let audience = cbt_http::audience(driver);
         let user = match self.reviewer.authenticate(bearer(headers)?, &audience).await {
             Ok(user) => user,
             Err(Denied::Refused(reason)) => {
-                let words =
-                    format!("the bearer token: {reason}; its audience has to be {audience}");
+                let words = format!("the bearer token: {reason}; its audience must be {audience}");
                 return Err(problem(ProblemKind::Unauthenticated, words));
             }
             Err(Denied::Unknown(error)) => {
@@ -179,7 +181,7 @@ impl Desk {
             Ok(()) => Ok((known, user)),
             Err(Denied::Refused(_)) => {
                 let words = format!(
-                    "{} may not create driverdiscoveries/{SUBRESOURCE}.{GROUP} of {driver}; a ClusterRole has to allow it",
+                    "{} may not create driverdiscoveries/{SUBRESOURCE}.{GROUP} of {driver}; grant the permission with a ClusterRole",
                     name_of(&user).as_deref().unwrap_or("the user")
                 );
                 Err(problem(ProblemKind::NotAllowed, words))
@@ -192,19 +194,19 @@ impl Desk {
 }
 
 fn name_of(user: &UserInfo) -> Option<String> {
-    user.username.as_deref().map(|name| cut(name, MAX_LOGGED))
+    user.username.as_deref().map(|name| truncate(name, MAX_LOGGED))
 }
 
 fn busy() -> Problem {
-    let words = "too many requests at once; try again later, or raise --max-streams";
+    let words = "too many concurrent requests; retry later, or increase --max-streams";
     problem(ProblemKind::Busy, words)
 }
 
 fn no_token() -> Problem {
-    problem(ProblemKind::Unauthenticated, "one header Authorization: Bearer TOKEN is needed")
+    problem(ProblemKind::Unauthenticated, "send exactly one header Authorization: Bearer TOKEN")
 }
 
-/// The token of the one header that there may be (RFC 6750, section 2.1).
+/// The token of the only Authorization header (RFC 6750, section 2.1).
 fn bearer(headers: &HeaderMap) -> Result<&str, Problem> {
     let mut all = headers.get_all(header::AUTHORIZATION).iter();
     let (Some(one), None) = (all.next(), all.next()) else { return Err(no_token()) };
@@ -218,11 +220,11 @@ fn bearer(headers: &HeaderMap) -> Result<&str, Problem> {
     Ok(&text[text.len() - length..])
 }
 
-/// What the parser says of a body may hold what is in it, secrets too: only where it stopped is told.
+/// Parses the body. The parser's message may quote secrets, so the error reports only the position.
 fn decode(body: &[u8]) -> Result<PageRequest, Problem> {
     serde_json::from_slice(body).map_err(|error| {
         let what = match error.classify() {
-            serde_json::error::Category::Data => "is not a request for a page",
+            serde_json::error::Category::Data => "is not a page request",
             _ => "is not JSON",
         };
         let words = format!("the body {what} (line {}, column {})", error.line(), error.column());
@@ -230,11 +232,11 @@ fn decode(body: &[u8]) -> Result<PageRequest, Problem> {
     })
 }
 
-/// A request that is attended to. One that is dropped before its end counts as cancelled.
-struct Visit {
+/// A request in progress. If it is dropped before its end, it is recorded as cancelled.
+struct RequestLog {
     metrics: Metrics,
     what: &'static str,
-    begun: Instant,
+    started: Instant,
     user: Option<String>,
     target: String,
     base: String,
@@ -244,12 +246,12 @@ struct Visit {
     ended: bool,
 }
 
-impl Visit {
+impl RequestLog {
     fn begin(metrics: &Metrics, what: &'static str) -> Self {
         Self {
             metrics: metrics.clone(),
             what,
-            begun: Instant::now(),
+            started: Instant::now(),
             user: None,
             target: String::new(),
             base: String::new(),
@@ -260,22 +262,22 @@ impl Visit {
         }
     }
 
-    fn about(&mut self, asked: &PageRequest) {
-        self.target = cut(&asked.target_snapshot_id, MAX_LOGGED);
-        self.base = cut(&asked.base_snapshot_id, MAX_LOGGED);
-        (self.offset, self.limit) = (asked.offset, asked.limit);
+    fn set_request(&mut self, request: &PageRequest) {
+        self.target = truncate(&request.target_snapshot_id, MAX_LOGGED);
+        self.base = truncate(&request.base_snapshot_id, MAX_LOGGED);
+        (self.offset, self.limit) = (request.offset, request.limit);
     }
 
     fn refused(&mut self, problem: &Problem) -> Response {
         self.end(problem::label(problem.kind), Some(problem));
-        problem::answer(problem)
+        problem::response(problem)
     }
 
     fn end(&mut self, outcome: &'static str, problem: Option<&Problem>) {
         if std::mem::replace(&mut self.ended, true) {
             return;
         }
-        let duration = self.begun.elapsed();
+        let duration = self.started.elapsed();
         self.metrics.ended(outcome, duration);
         tracing::info!(
             cbt_http = self.what,
@@ -293,7 +295,7 @@ impl Visit {
     }
 }
 
-impl Drop for Visit {
+impl Drop for RequestLog {
     fn drop(&mut self) {
         self.end("cancelled", None);
     }
@@ -304,7 +306,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_one_bearer_token_or_none() {
+    fn exactly_one_bearer_token_is_accepted() {
         let headers = |values: &[&str]| {
             let mut headers = HeaderMap::new();
             for value in values {
@@ -323,10 +325,10 @@ mod tests {
     }
 
     #[test]
-    fn a_body_that_is_none_is_refused_without_a_word_of_what_is_in_it() {
+    fn an_invalid_body_is_refused_without_its_content() {
         let good = r#"{"driver":"d","targetSnapshotId":"t","limit":1,"secrets":{"k":"hunter2"}}"#;
-        let asked = decode(good.as_bytes()).unwrap();
-        assert_eq!((asked.offset, asked.base_snapshot_id.as_str()), (0, ""));
+        let request = decode(good.as_bytes()).unwrap();
+        assert_eq!((request.offset, request.base_snapshot_id.as_str()), (0, ""));
         let deep = "[".repeat(100_000);
         for bad in [
             "",

@@ -1,6 +1,6 @@
-//! From names of Kubernetes to handles of the driver, with every check that belongs in between (KEP-3314, "The
-//! External Snapshot Metadata Sidecar"). Whose data a handle stands for is decided here: a base that belongs to
-//! another namespace is refused to callers that may not get its VolumeSnapshot there.
+//! Resolves Kubernetes names to the driver's handles, with all checks of KEP-3314 ("The External
+//! Snapshot Metadata Sidecar"). This module decides whose data a handle refers to: a base of
+//! another namespace is refused unless the caller may get its VolumeSnapshot there.
 
 #[cfg(test)]
 mod tests;
@@ -12,27 +12,27 @@ use kube::ResourceExt;
 
 use super::access::Caller;
 use super::refusal::{Reason, Refusal};
-use crate::kubernetes::bound_snapshot::{self, Misfit, Part, Problem, Snapshot};
+use crate::kubernetes::bound_snapshot::{self, Mismatch, Part, Problem, Snapshot};
 use crate::kubernetes::cache::Key;
 use crate::kubernetes::name;
 use crate::kubernetes::session::SessionSnapshot;
 use crate::kubernetes::snapshot::{VolumeSnapshot, VolumeSnapshotContent};
 
-/// What the released API calls the base.
+/// The field of the released API that holds the base.
 const BASE_ID: &str = "base_snapshot_id";
 
-/// `--base-reference`: what base_snapshot_id may be.
+/// `--base-reference`: what base_snapshot_id refers to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum BaseReference {
-    /// A CSI handle, as in the released API.
+    /// A CSI handle, as in the released API
     Id,
-    /// The name of a VolumeSnapshot, as in the proposal.
+    /// The name of a VolumeSnapshot, as in KEP-3314
     Name,
-    /// Both. What is the name of one snapshot and the handle of another is refused.
+    /// Both; refuse a value that is the name of one snapshot and the handle of another
     Either,
 }
 
-/// Cheap to clone.
+/// Resolves and checks snapshots. Clones share the watches.
 #[derive(Clone)]
 pub struct Resolver {
     /// Its contents are indexed by handle.
@@ -41,7 +41,7 @@ pub struct Resolver {
 }
 
 impl Resolver {
-    /// The snapshot that a request is about.
+    /// The snapshot to report on.
     pub async fn target(
         &self,
         driver: &str,
@@ -52,7 +52,7 @@ impl Resolver {
         Ok(self.bound.resolve(Some(driver), &key, Part::Target).await?)
     }
 
-    /// The handle of the base, to which `reference` refers, once it is known to fit `target`.
+    /// The handle of the base that `reference` names, after checks that it fits `target`.
     pub async fn base(
         &self,
         driver: &str,
@@ -76,7 +76,7 @@ impl Resolver {
         Ok(reference.to_owned())
     }
 
-    /// The snapshot of the VolumeSnapshot of that name, if there is one.
+    /// The VolumeSnapshot with this name, if it exists.
     async fn named(&self, driver: &str, key: &Key) -> Result<Option<Snapshot>, Refusal> {
         if !name::is_object(&key.name) {
             return Ok(None);
@@ -89,17 +89,18 @@ impl Resolver {
         }
     }
 
-    /// The same, unless the name is the handle of these contents, too. Users who may create VolumeSnapshots choose their names: one
-    /// that won over a handle would make the delta of another's backup smaller than it is.
+    /// Like [`Resolver::named`], but refuses a name that is also the handle of these contents.
+    /// Users who may create VolumeSnapshots choose their names: a name that took precedence over a
+    /// handle would make the delta of another user's backup too small.
     async fn named_only(
         &self,
         driver: &str,
         key: &Key,
         contents: &[Arc<VolumeSnapshotContent>],
     ) -> Result<Option<Snapshot>, Refusal> {
-        // Where a working watch reports no VolumeSnapshot of that name, a handle that exists is enough: asking for a newer
-        // VolumeSnapshot would cost each request a call.
-        let is_known_missing = matches!(self.bound.snapshots.told(key), Some(None));
+        // If a running watch reports no VolumeSnapshot with this name, an existing handle is
+        // enough: a query for a newer VolumeSnapshot would cost one call per request.
+        let is_known_missing = matches!(self.bound.snapshots.cached(key), Some(None));
         if is_known_missing && !contents.is_empty() {
             return Ok(None);
         }
@@ -122,8 +123,8 @@ impl Resolver {
         Ok(found)
     }
 
-    /// A snapshot of a session: the VolumeSnapshot has to be the one that it was when the session began, and to lead to
-    /// the same handle.
+    /// A snapshot of a session. The VolumeSnapshot must be the same object as when the session
+    /// began, and have the same handle.
     pub async fn member(
         &self,
         driver: &str,
@@ -133,7 +134,7 @@ impl Resolver {
         let key = Key::new(&member.namespace, &member.name);
         let same = |object: &VolumeSnapshot| object.metadata.uid.as_deref() == Some(&member.uid);
         let object = match self.bound.object(&key).await? {
-            // The watch may not have told of this one yet.
+            // The watch may not have reported the new object yet.
             Some(other) if !same(&other) => self.bound.newest(&key).await?,
             found => found,
         };
@@ -149,15 +150,16 @@ impl Resolver {
     }
 }
 
-/// The handle of a base that fits.
+/// The handle of a base, after checks that it fits the target.
 fn handle_of(base: Snapshot, target: &Snapshot) -> Result<String, Refusal> {
     fits(BASE_ID, &base.content, &target.content)?;
     Ok(base.handle)
 }
 
-/// Whether the caller may use a handle with these contents in `namespace`: no content has it (its VolumeSnapshot was deleted,
-/// and the driver holds it to the target's volume), or one of a VolumeSnapshot there, or one of a VolumeSnapshot that the caller
-/// may get elsewhere. Which namespace that is, is not for everybody to know.
+/// Whether the caller may use a handle with these contents in `namespace`. Allowed are: a handle
+/// without content (its VolumeSnapshot was deleted, and the driver checks that the volume is the
+/// target's), a handle of a VolumeSnapshot in `namespace`, and a handle of a VolumeSnapshot
+/// elsewhere that the caller may get. The error does not name the other namespace.
 async fn readable(
     contents: &[Arc<VolumeSnapshotContent>],
     namespace: &str,
@@ -187,26 +189,26 @@ async fn readable(
     Err(Refusal::new(
         Reason::ForeignBase,
         format!(
-            "{BASE_ID}: is a snapshot of another namespace than {namespace}, whose VolumeSnapshot {} may not get; use one of \
-             this namespace, or have a Role there allow it",
+            "{BASE_ID}: belongs to another namespace than {namespace}, and {} may not get its VolumeSnapshot; use a \
+             snapshot of this namespace, or grant the permission with a Role in the other namespace",
             caller.username().unwrap_or("the user")
         ),
     ))
 }
 
-/// Whether one can be the base of the other, as far as Kubernetes knows; the driver knows the rest. `field` is what the
-/// request calls the base.
+/// Whether one snapshot can be the base of the other, as far as Kubernetes knows; the driver checks
+/// the rest. `field` is the request's field for the base.
 pub fn fits(
     field: &str,
     base: &VolumeSnapshotContent,
     target: &VolumeSnapshotContent,
 ) -> Result<(), Refusal> {
-    bound_snapshot::fits(base, target).map_err(|misfit| {
-        let reason = match misfit {
-            Misfit::OtherVolume => Reason::OtherVolume,
-            Misfit::BaseNewer => Reason::BaseNewer,
+    bound_snapshot::fits(base, target).map_err(|mismatch| {
+        let reason = match mismatch {
+            Mismatch::OtherVolume => Reason::OtherVolume,
+            Mismatch::BaseNewer => Reason::BaseNewer,
         };
-        Refusal::new(reason, format!("{field}: {misfit}"))
+        Refusal::new(reason, format!("{field}: {mismatch}"))
     })
 }
 
@@ -232,15 +234,15 @@ fn ambiguous(key: &Key) -> Refusal {
     let Key { namespace, name } = key;
     let message = format!(
         "{BASE_ID}: {name} is the name of a VolumeSnapshot in the namespace {namespace} and the CSI handle of another \
-         snapshot; for the VolumeSnapshot send its handle (status.snapshotHandle of its content); for the other one start \
-         the sidecar with --base-reference id, or delete the VolumeSnapshot"
+         snapshot; for the VolumeSnapshot, send its handle (status.snapshotHandle of its content); for the other \
+         snapshot, start the sidecar with --base-reference id, or delete the VolumeSnapshot"
     );
     Refusal::new(Reason::AmbiguousBase, message)
 }
 
 fn replaced(key: &Key) -> Refusal {
     let message = format!(
-        "VolumeSnapshot {}/{} is not the one that it was when the session began; make another session",
+        "VolumeSnapshot {}/{} was replaced since the session began; create another SnapshotSessionRequest",
         key.namespace, key.name
     );
     Refusal::new(Reason::SnapshotReplaced, message)

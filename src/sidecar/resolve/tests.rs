@@ -1,4 +1,4 @@
-//! What base_snapshot_id leads to, and what is refused, against an API server that allows no watch.
+//! Resolving base_snapshot_id, and its refusals, against an API server that allows no watch.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ fn put(api: &FakeApi, namespace: &str, name: &str, handle: &str) {
     put_from(api, namespace, name, handle, json!({ "volumeHandle": "volume-1" }), 1);
 }
 
-/// The same from another source, taken at this time.
+/// The same with this source and creation time.
 fn put_from(api: &FakeApi, namespace: &str, name: &str, handle: &str, source: Value, time: i64) {
     let content = format!("content-{namespace}-{name}");
     let object = json!({
@@ -51,16 +51,16 @@ fn put_from(api: &FakeApi, namespace: &str, name: &str, handle: &str, source: Va
     api.put(&format!("{GROUP}/volumesnapshotcontents/{content}"), object);
 }
 
-/// A sidecar's look-ups, while the sender is there.
-struct Stage {
+/// The sidecar's lookups. They run until the sender is dropped.
+struct Fixture {
     resolver: Resolver,
     reviewer: Reviewer,
     _phase: watch::Sender<Phase>,
 }
 
-impl Stage {
+impl Fixture {
     fn new(api: &FakeApi, base_reference: BaseReference) -> Self {
-        let (phase, shutdown) = Shutdown::by_hand();
+        let (phase, shutdown) = Shutdown::manual();
         let client = api.client();
         let watched = || watcher::Config::default().labels(WATCHED);
         let snapshots = {
@@ -77,7 +77,7 @@ impl Stage {
         Self { resolver: Resolver { bound, base_reference }, reviewer, _phase: phase }
     }
 
-    /// What the base of a delta to `shop/target` is to the driver.
+    /// The driver's handle of the base, for a delta to `shop/target`.
     async fn base(&self, reference: &str) -> Result<String, Refusal> {
         let target = self.resolver.target(DRIVER, "shop", "target").await?;
         let user = UserInfo { username: Some("backup".into()), ..UserInfo::default() };
@@ -86,16 +86,16 @@ impl Stage {
     }
 }
 
-/// The same for one request.
+/// The same with a new sidecar.
 async fn base(api: &FakeApi, kind: BaseReference, reference: &str) -> Result<String, Refusal> {
-    Stage::new(api, kind).base(reference).await
+    Fixture::new(api, kind).base(reference).await
 }
 
 #[tokio::test]
-async fn a_name_never_wins_over_a_handle() {
+async fn a_name_never_takes_precedence_over_a_handle() {
     let api = api();
     put(&api, "shop", "first", "handle-1");
-    // Made by somebody who knows the handle of the base and wants the next delta to lack something.
+    // An attacker who knows the base's handle creates this to remove blocks from the next delta.
     put(&api, "shop", "handle-1", "handle-2");
     assert_eq!(base(&api, BaseReference::Id, "handle-1").await.unwrap(), "handle-1");
     assert_eq!(base(&api, BaseReference::Name, "handle-1").await.unwrap(), "handle-2");
@@ -107,10 +107,10 @@ async fn a_name_never_wins_over_a_handle() {
 }
 
 #[tokio::test]
-async fn a_name_that_is_the_handle_of_its_own_snapshot_is_not_ambiguous() {
+async fn a_name_equal_to_its_own_handle_is_not_ambiguous() {
     let api = api();
     put(&api, "shop", "handle-1", "handle-1");
-    // The same snapshot, brought in once more.
+    // The same snapshot, imported into another namespace.
     put(&api, "elsewhere", "first", "handle-1");
     for kind in [BaseReference::Id, BaseReference::Name, BaseReference::Either] {
         assert_eq!(base(&api, kind, "handle-1").await.unwrap(), "handle-1", "{kind:?}");
@@ -118,12 +118,12 @@ async fn a_name_that_is_the_handle_of_its_own_snapshot_is_not_ambiguous() {
 }
 
 #[tokio::test]
-async fn a_base_is_what_the_flag_lets_it_be() {
+async fn base_reference_selects_what_a_base_refers_to() {
     let api = api();
     put(&api, "shop", "first", "handle-1");
     use BaseReference::{Either, Id, Name};
     for (kind, reference, found) in [
-        // What no content has is for the driver to judge.
+        // The driver decides about a handle without content.
         (Id, "first", Ok("first")),
         (Id, "handle-1", Ok("handle-1")),
         (Id, "gone", Ok("gone")),
@@ -140,35 +140,35 @@ async fn a_base_is_what_the_flag_lets_it_be() {
 }
 
 #[tokio::test]
-async fn a_base_of_another_namespace_is_for_callers_that_may_get_it_there() {
+async fn a_foreign_base_requires_permission_in_its_namespace() {
     let api = api();
     put(&api, "elsewhere", "first", "handle-1");
-    let stage = Stage::new(&api, BaseReference::Id);
-    let refusal = stage.base("handle-1").await.unwrap_err();
+    let fixture = Fixture::new(&api, BaseReference::Id);
+    let refusal = fixture.base("handle-1").await.unwrap_err();
     assert_eq!(refusal.reason, Reason::ForeignBase);
     assert!(!refusal.message().contains("elsewhere"), "{refusal:?}");
-    // Neither another one there nor one of that name here.
+    // Permissions for another name there, or for this name here, do not help.
     api.allow_get("elsewhere", "second");
     api.allow_get("shop", "first");
-    assert_eq!(stage.base("handle-1").await.unwrap_err().reason, Reason::ForeignBase);
+    assert_eq!(fixture.base("handle-1").await.unwrap_err().reason, Reason::ForeignBase);
     api.allow_get("elsewhere", "first");
-    assert_eq!(stage.base("handle-1").await.unwrap(), "handle-1");
+    assert_eq!(fixture.base("handle-1").await.unwrap(), "handle-1");
 }
 
 #[tokio::test]
-async fn a_base_of_another_namespace_has_to_fit_all_the_same() {
+async fn a_foreign_base_must_fit_the_target() {
     let api = api();
     let other = json!({ "volumeHandle": "volume-2" });
     put_from(&api, "elsewhere", "first", "handle-1", other, 1);
     let reason = async || base(&api, BaseReference::Id, "handle-1").await.unwrap_err().reason;
-    // Whoever may not get it is not told of what volume it is.
+    // A caller without permission does not learn the base's volume.
     assert_eq!(reason().await, Reason::ForeignBase);
     api.allow_get("elsewhere", "first");
     assert_eq!(reason().await, Reason::OtherVolume);
 }
 
 #[tokio::test]
-async fn a_base_of_this_namespace_costs_no_further_review() {
+async fn a_base_of_the_same_namespace_needs_no_extra_review() {
     let api = api();
     put(&api, "elsewhere", "first", "handle-1");
     put(&api, "shop", "first", "handle-1");

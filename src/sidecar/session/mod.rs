@@ -1,9 +1,10 @@
-//! The SnapshotMetadata API of snapshot sessions (KEP-3314, session design, "The External Snapshot Session Sidecar"): the token
-//! alone says who asks and for what. Each call is checked, translated and relayed, in this order: arguments, token, driver,
-//! snapshots of the session, volume, secrets, driver's answer.
+//! The SnapshotMetadata API of snapshot sessions (KEP-3314, session design, "The External Snapshot
+//! Session Sidecar"): the token alone identifies the caller and the snapshots. Each call is checked
+//! in this order: arguments, token, driver, snapshots of the session, volume, secrets.
 //!
-//! The driver's own session API is relayed as it is. Where it lacks that, or needs secrets, for which that API has no
-//! field, CSI's is asked and the one field rewritten in which the two differ.
+//! The driver's own session API is relayed unchanged. If the driver lacks it, or needs secrets, for
+//! which that API has no field, the sidecar calls CSI's API and rewrites the one field that
+//! differs.
 
 mod request;
 mod rewrite;
@@ -12,29 +13,29 @@ mod tokens;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
-use self::request::Asked;
+use self::request::SessionRequest;
 pub use self::tokens::Tokens;
 use super::call::Call;
 use super::metrics::Operation;
 use super::refusal::{Reason, Refusal};
 use super::relay::{Opened, Relay, of_driver};
 use super::resolve::fits;
-use super::service::{Cleared, Front, Sidecar};
+use super::service::{MetadataApi, Prepared, Sidecar};
 use crate::grpc::fingerprint;
 use crate::kubernetes::bound_snapshot::{Part, Snapshot};
 use crate::kubernetes::session::{SessionSnapshot, SnapshotSessionData};
 use crate::proto::snapshotsession as api;
 use api::snapshot_metadata_server::SnapshotMetadata;
 
-/// Cheap to clone.
+/// The server of the API. Clones share all state.
 #[derive(Clone)]
 pub struct Sessions {
     pub sidecar: Sidecar,
     pub tokens: Tokens,
 }
 
-impl Front for Sessions {
-    type Asked = Asked;
+impl MetadataApi for Sessions {
+    type Request = SessionRequest;
 
     fn sidecar(&self) -> &Sidecar {
         &self.sidecar
@@ -43,46 +44,54 @@ impl Front for Sessions {
     async fn open(
         &self,
         call: &mut Call,
-        asked: Asked,
+        request: SessionRequest,
         deadline: Instant,
     ) -> Result<Opened, Refusal> {
-        let session = fingerprint(asked.token.reveal());
-        call.of(session.clone());
-        call.about(&asked.target, asked.base.as_deref());
-        let (cleared, volume) = self.clear(call, &asked).await?;
-        if cleared.secrets.is_empty() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let question = cleared.question.clone();
-            let check = self.sidecar.check(&question);
-            let own = self.sidecar.driver.ask_session(question, session, volume, left).await;
-            if let Some(answer) = own.map_err(|status| of_driver(&status, &cleared.secrets))? {
-                let Cleared { secrets, stream, .. } = cleared;
+        let session = fingerprint(request.token.reveal());
+        call.set_session(session.clone());
+        call.set_snapshots(&request.target, request.base.as_deref());
+        let (prepared, volume) = self.prepare(call, &request).await?;
+        if prepared.secrets.is_empty() {
+            let timeout = deadline.saturating_duration_since(Instant::now());
+            let driver_request = prepared.driver_request.clone();
+            let check = self.sidecar.check(&driver_request);
+            let own = self
+                .sidecar
+                .driver
+                .get_session_metadata(driver_request, session, volume, timeout)
+                .await;
+            if let Some(answer) = own.map_err(|status| of_driver(&status, &prepared.secrets))? {
+                let Prepared { secrets, stream, .. } = prepared;
                 return Ok(Opened { answer, check, rewrite: None, secrets, stream });
             }
         }
-        self.sidecar.ask(cleared, Some(rewrite::of_csi), deadline).await
+        self.sidecar.open_stream(prepared, Some(rewrite::of_csi), deadline).await
     }
 }
 
 impl Sessions {
-    /// All that stands between a request and its answer. Returns also the volume's handle, or nothing where Kubernetes
-    /// does not know it.
-    async fn clear(&self, call: &mut Call, asked: &Asked) -> Result<(Cleared, String), Refusal> {
+    /// All checks between a request and the driver's response. Also returns the volume's handle,
+    /// empty if Kubernetes does not know it.
+    async fn prepare(
+        &self,
+        call: &mut Call,
+        request: &SessionRequest,
+    ) -> Result<(Prepared, String), Refusal> {
         let Sidecar { driver, resolver, .. } = &self.sidecar;
-        let session = self.tokens.session(&asked.token).await?;
+        let session = self.tokens.session(&request.token).await?;
         let driver = driver.capable()?;
         if session.spec.driver != driver {
             return Err(tokens::invalid());
         }
         let stream = self.sidecar.stream()?;
-        let (field, base_field) = match asked.base {
+        let (field, base_field) = match request.base {
             None => ("snapshot", ""),
             Some(_) => ("target_snapshot", "base_snapshot"),
         };
-        let target = member(&session, field, &asked.target)?;
-        call.within(&target.namespace);
+        let target = member(&session, field, &request.target)?;
+        call.set_namespace(&target.namespace);
         let base =
-            asked.base.as_deref().map(|base| member(&session, base_field, base)).transpose()?;
+            request.base.as_deref().map(|base| member(&session, base_field, base)).transpose()?;
         let target = resolver.member(&driver, target, Part::Target).await?;
         let base = match base {
             Some(base) => {
@@ -92,14 +101,14 @@ impl Sessions {
             }
             None => None,
         };
-        check_volume(&asked.volume_id, &target)?;
+        check_volume(&request.volume_id, &target)?;
         let volume = target.content.spec.source.volume_handle.clone().unwrap_or_default();
-        let window = (asked.starting_offset, asked.max_results);
-        Ok((self.sidecar.cleared(&target, base, window, stream).await?, volume))
+        let window = (request.starting_offset, request.max_results);
+        Ok((self.sidecar.prepare(&target, base, window, stream).await?, volume))
     }
 }
 
-/// The snapshot of this name, if it is one of the session's.
+/// The session's snapshot with this name.
 fn member<'a>(
     session: &'a SnapshotSessionData,
     field: &str,
@@ -107,23 +116,23 @@ fn member<'a>(
 ) -> Result<&'a SessionSnapshot, Refusal> {
     session.spec.snapshots.iter().find(|member| member.name == name).ok_or_else(|| {
         let message = format!(
-            "{field}: the session was not made for a VolumeSnapshot {name}; make another one that names it"
+            "{field}: VolumeSnapshot {name} is not part of the session; create a SnapshotSessionRequest that names it"
         );
         Refusal::new(Reason::NotInSession, message)
     })
 }
 
-/// Where a volume is named it has to be the snapshot's.
+/// A volume that is named must be the snapshot's.
 fn check_volume(volume_id: &str, snapshot: &Snapshot) -> Result<(), Refusal> {
     let shown = snapshot.shown();
     let message = match snapshot.content.spec.source.volume_handle.as_deref() {
         _ if volume_id.is_empty() => return Ok(()),
         Some(own) if own == volume_id => return Ok(()),
         Some(_) => format!(
-            "volume_id: is not the handle of the volume that VolumeSnapshot {shown} is of; correct it, or leave it empty"
+            "volume_id: is not the handle of the volume of VolumeSnapshot {shown}; correct it, or leave it empty"
         ),
         None => format!(
-            "volume_id: the VolumeSnapshotContent of VolumeSnapshot {shown} does not tell its volume; leave it empty"
+            "volume_id: the VolumeSnapshotContent of VolumeSnapshot {shown} does not name its volume; leave it empty"
         ),
     };
     Err(Refusal::new(Reason::OtherVolumeId, message))
@@ -139,7 +148,7 @@ impl SnapshotMetadata for Sessions {
         request: Request<api::GetAllocatedRequest>,
     ) -> Result<Response<Relay>, Status> {
         let (metadata, _, request) = request.into_parts();
-        self.answer(Operation::SessionAllocated, &metadata, Asked::allocated(request)).await
+        self.serve(Operation::SessionAllocated, &metadata, SessionRequest::allocated(request)).await
     }
 
     async fn get_delta(
@@ -147,6 +156,6 @@ impl SnapshotMetadata for Sessions {
         request: Request<api::GetDeltaRequest>,
     ) -> Result<Response<Relay>, Status> {
         let (metadata, _, request) = request.into_parts();
-        self.answer(Operation::SessionDelta, &metadata, Asked::delta(request)).await
+        self.serve(Operation::SessionDelta, &metadata, SessionRequest::delta(request)).await
     }
 }

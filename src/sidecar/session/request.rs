@@ -1,23 +1,23 @@
-//! What a client of a session asks, checked before anything else is done with it. Errors name the fields as the
-//! proposal does.
+//! Validates a session client's request before anything else uses it. Errors use KEP-3314's field
+//! names.
 
 use super::tokens;
 use crate::proto::snapshotsession as api;
 use crate::sidecar::refusal::{Reason, Refusal};
 use crate::sidecar::request::{MAX_HANDLE, Token, invalid, required, snapshot};
 
-/// Bytes of a token: the name of a SnapshotSessionData.
+/// Length of a token in bytes: a token is the name of a SnapshotSessionData.
 const TOKEN: std::ops::RangeInclusive<usize> = 52..=253;
 
-/// A request of either kind: `base` makes it one for a delta.
+/// A valid request of either RPC. With `base` it is a request for a delta.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Asked {
+pub struct SessionRequest {
     pub token: Token,
-    /// Handle, or empty.
+    /// CSI handle, or empty.
     pub volume_id: String,
-    /// Name of the VolumeSnapshot.
+    /// Name of the target VolumeSnapshot.
     pub target: String,
-    /// Likewise.
+    /// Name of the base VolumeSnapshot.
     pub base: Option<String>,
     /// Bytes, not negative.
     pub starting_offset: i64,
@@ -25,7 +25,7 @@ pub struct Asked {
     pub max_results: i32,
 }
 
-impl Asked {
+impl SessionRequest {
     pub fn allocated(request: api::GetAllocatedRequest) -> Result<Self, Refusal> {
         let api::GetAllocatedRequest {
             session_token,
@@ -63,7 +63,8 @@ impl Asked {
     }
 }
 
-/// What no SnapshotSessionData can be called is no token, and never reaches the API server.
+/// A text that cannot be the name of a SnapshotSessionData is refused before any call to the API
+/// server.
 fn token(text: String) -> Result<Token, Refusal> {
     let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     if TOKEN.contains(&text.len()) && text.bytes().all(plain) {
@@ -74,13 +75,13 @@ fn token(text: String) -> Result<Token, Refusal> {
 
 fn volume(text: &str) -> Result<(), Refusal> {
     if text.len() > MAX_HANDLE || text.chars().any(char::is_control) {
-        let problem = format!("is not a handle of at most {MAX_HANDLE} bytes");
+        let problem = format!("is not a CSI handle of at most {MAX_HANDLE} bytes");
         return Err(invalid("volume_id", &problem));
     }
     Ok(())
 }
 
-/// CSI has an int64, and no volume is longer.
+/// CSI uses int64, and no volume is larger.
 fn offset(field: &str, bytes: u64) -> Result<i64, Refusal> {
     bytes.try_into().map_err(|_| {
         let message = format!("{field}: {bytes} is past the end of any volume");
@@ -88,7 +89,7 @@ fn offset(field: &str, bytes: u64) -> Result<i64, Refusal> {
     })
 }
 
-/// CSI has an int32. Fewer extents in a message than asked for are always right.
+/// CSI uses int32. A message may always have fewer extents than requested.
 fn clamped(max_results: u32) -> i32 {
     max_results.try_into().unwrap_or(i32::MAX)
 }
@@ -112,13 +113,13 @@ mod tests {
     fn refused(change: impl FnOnce(&mut api::GetDeltaRequest), reason: Reason, field: &str) {
         let mut request = delta();
         change(&mut request);
-        let refusal = Asked::delta(request).unwrap_err();
+        let refusal = SessionRequest::delta(request).unwrap_err();
         assert_eq!(refusal.reason, reason, "{refusal:?}");
         assert!(refusal.message().starts_with(&format!("{field}: ")), "{refusal:?}");
     }
 
     #[test]
-    fn each_argument_that_is_missing_or_impossible_is_named() {
+    fn a_missing_or_invalid_argument_is_named() {
         use Reason::{InvalidArgument, MissingArgument};
         refused(|it| it.session_token.clear(), MissingArgument, "session_token");
         refused(|it| it.base_snapshot.clear(), MissingArgument, "base_snapshot");
@@ -128,30 +129,32 @@ mod tests {
         refused(|it| it.volume_id = "x".repeat(1025), InvalidArgument, "volume_id");
         refused(|it| it.volume_id = "a\nb".into(), InvalidArgument, "volume_id");
         let request = api::GetAllocatedRequest { session_token: "t".into(), ..Default::default() };
-        let refusal = Asked::allocated(request).unwrap_err();
+        let refusal = SessionRequest::allocated(request).unwrap_err();
         assert!(refusal.message().starts_with("snapshot: "), "{refusal:?}");
     }
 
     #[test]
-    fn what_cannot_be_a_token_is_refused_as_any_bad_one() {
+    fn an_impossible_token_gets_the_same_refusal() {
         let dotted = "a.".repeat(30);
         let slashed = format!("../{}", "a".repeat(60));
         for bad in ["a", &"a".repeat(51), &"a".repeat(254), &"A".repeat(52), &dotted, &slashed] {
-            let refusal =
-                Asked::delta(api::GetDeltaRequest { session_token: bad.into(), ..delta() });
+            let refusal = SessionRequest::delta(api::GetDeltaRequest {
+                session_token: bad.into(),
+                ..delta()
+            });
             assert_eq!(refusal, Err(tokens::invalid()), "{bad}");
         }
     }
 
     #[test]
-    fn an_offset_that_is_no_int64_is_out_of_range_and_results_are_clamped() {
+    fn large_offsets_are_out_of_range_and_results_clamped() {
         refused(|it| it.starting_byte_offset = 1 << 63, Reason::OutOfRange, "starting_byte_offset");
         let most = api::GetDeltaRequest {
             starting_byte_offset: i64::MAX as u64,
             max_results: u32::MAX,
             ..delta()
         };
-        let asked = Asked::delta(most).unwrap();
-        assert_eq!((asked.starting_offset, asked.max_results), (i64::MAX, i32::MAX));
+        let request = SessionRequest::delta(most).unwrap();
+        assert_eq!((request.starting_offset, request.max_results), (i64::MAX, i32::MAX));
     }
 }

@@ -1,6 +1,7 @@
-//! A message of CSI's SnapshotMetadata as one of the session API. They differ in one field, the first, which says how the
-//! extents are cut: FIXED_LENGTH is 1 there and 0 here, which on the wire is to be absent, VARIABLE_LENGTH 2 there and 1
-//! here. So that field alone is replaced, and the extents stay the bytes that they are.
+//! Converts a message of CSI's SnapshotMetadata to the session API. They differ only in the first
+//! field, block_metadata_type: FIXED_LENGTH is 1 in CSI and 0 (absent on the wire) in the session
+//! API, VARIABLE_LENGTH is 2 in CSI and 1 there. Only this field is replaced; the extents stay
+//! encoded.
 
 use prost::bytes::{Bytes, BytesMut};
 use prost::encoding::WireType;
@@ -10,12 +11,12 @@ use crate::proto::csi::v1::BlockMetadataType as Csi;
 use crate::sidecar::fields::{Value, next_field};
 use crate::sidecar::refusal::{Reason, Refusal};
 
-/// Field of both responses that holds the type.
+/// Number of the field block_metadata_type, in both responses.
 const TYPE: u32 = 1;
-/// The field on the wire, with VARIABLE_LENGTH as the session API has it.
+/// The encoded field with the session API's VARIABLE_LENGTH.
 const VARIABLE: [u8; 2] = [(TYPE as u8) << 3 | WireType::Varint as u8, 1];
 
-/// The same message for a client of a session.
+/// Converts a message of CSI for a client of a session.
 pub fn of_csi(message: RawMessage) -> Result<RawMessage, Refusal> {
     let found = find(&message.0).ok_or_else(no_style)?;
     let rest = found.without(&message.0);
@@ -32,18 +33,18 @@ pub fn of_csi(message: RawMessage) -> Result<RawMessage, Refusal> {
     }
 }
 
-/// Where a message has its type.
+/// Occurrences of the type field in a message.
 #[derive(Debug, Default)]
 struct Found {
-    /// What the last one says, which is the one that counts.
+    /// Value of the last occurrence, which takes precedence.
     value: i32,
-    /// Bytes that it takes at the start of the message.
+    /// Bytes of the occurrences at the start of the message.
     leading: usize,
-    /// Bytes of the others: start and end of each. Messages as they are usually encoded have none.
+    /// Start and end of the other occurrences. Usual encoders produce none.
     others: Vec<(usize, usize)>,
 }
 
-/// Looks at all fields of the message, not into them. Nothing if it is no message.
+/// Finds the type field among the top-level fields. `None` if the message is malformed.
 fn find(message: &[u8]) -> Option<Found> {
     let mut found = Found::default();
     let mut rest = message;
@@ -52,7 +53,7 @@ fn find(message: &[u8]) -> Option<Found> {
         let Some((field, value)) = next_field(&mut rest).ok()? else { return Some(found) };
         match value {
             _ if field != TYPE => continue,
-            // As an int32 is read (protobuf, "Encoding"): of more bits the lowest.
+            // An int32 takes the lowest 32 bits (protobuf, "Encoding").
             Value::Number(number) => found.value = number as i32,
             Value::Bytes(_) | Value::Other => return None,
         }
@@ -69,7 +70,7 @@ impl Found {
         Csi::try_from(self.value).ok()
     }
 
-    /// The message without the field: shared, where only its start is missing.
+    /// The message without the field. Shares memory if only the start is removed.
     fn without(&self, message: &Bytes) -> Bytes {
         if self.others.is_empty() {
             return message.slice(self.leading..);
@@ -88,7 +89,7 @@ impl Found {
 fn no_style() -> Refusal {
     Refusal::new(
         Reason::NoStyle,
-        "the CSI driver sent a message that does not tell block_metadata_type, or is none; see to the driver",
+        "the CSI driver sent a message that is malformed or lacks block_metadata_type; report the error to the driver's maintainers",
     )
 }
 
@@ -101,7 +102,7 @@ mod tests {
     use crate::proto::csi::v1 as csi;
     use crate::proto::snapshotsession as session;
 
-    /// What decoding as CSI's and encoding as the session's makes of it.
+    /// The result of decoding with CSI's type and encoding with the session's.
     fn translated(bytes: &[u8]) -> Option<Vec<u8>> {
         let csi::GetMetadataDeltaResponse {
             block_metadata_type,
@@ -145,7 +146,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn rewriting_is_decoding_as_csi_and_encoding_as_the_session_api(
+        fn rewriting_equals_decoding_and_encoding(
             style in 1..=2,
             capacity in 0..=i64::MAX,
             blocks in prop::collection::vec((0..=i64::MAX, 0..=i64::MAX), 0..50),
@@ -156,15 +157,15 @@ mod tests {
             prop_assert_eq!(rewritten(&bytes), expected);
         }
 
-        /// However the parts of a message are put together: the one that is read has the same meaning.
+        /// Parts of a message in any order are decoded to the same meaning.
         #[test]
-        fn the_type_is_found_wherever_it_stands_and_the_last_one_counts(
+        fn the_last_type_field_wins_at_any_position(
             parts in prop::collection::vec((-1..=3, 0..=i64::MAX, prop::collection::vec((1..=9_i64, 1..=9_i64), 0..3)), 1..5),
         ) {
             let bytes: Vec<u8> = parts.iter().flat_map(|(style, capacity, blocks)| {
                 let mut part = message(0, *capacity, blocks);
                 if *style >= 0 {
-                    // Behind the rest, and also where it is 0.
+                    // After the other fields, and also with the value 0.
                     part.extend([0x08, *style as u8]);
                 }
                 part
@@ -175,9 +176,9 @@ mod tests {
         }
 
         #[test]
-        fn what_is_no_message_is_never_given_a_style(bytes in prop::collection::vec(any::<u8>(), 0..60)) {
+        fn malformed_bytes_never_get_a_style(bytes in prop::collection::vec(any::<u8>(), 0..60)) {
             if let Some(rewritten) = rewritten(&bytes) {
-                // It was a message as far as its fields go.
+                // All top-level fields were valid.
                 let style = find(&bytes).unwrap().style().unwrap();
                 prop_assert!(style != Csi::Unknown);
                 prop_assert!(rewritten.len() <= bytes.len() + VARIABLE.len());
@@ -188,18 +189,18 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_a_known_type_ends_the_answer() {
+    fn a_message_without_a_known_type_ends_the_stream() {
         for style in [0, 3, -1] {
             assert_eq!(rewritten(&message(style, 1 << 30, &[(0, 4096)])), None, "{style}");
         }
         let whole = message(2, 1 << 30, &[(0, 4096)]);
-        assert_eq!(rewritten(&whole[..whole.len() - 1]), None, "cut off");
-        assert_eq!(rewritten(&[0x0a, 0x01, 0x01]), None, "a type that is no number");
+        assert_eq!(rewritten(&whole[..whole.len() - 1]), None, "truncated");
+        assert_eq!(rewritten(&[0x0a, 0x01, 0x01]), None, "a type that is not a number");
         assert_eq!(rewritten(&[]), None);
     }
 
     #[test]
-    fn what_this_version_does_not_know_is_passed_on() {
+    fn unknown_fields_are_relayed() {
         let mut bytes = message(1, 1 << 30, &[(0, 4096)]);
         let unknown = [0x22, 0x02, 0x08, 0x01, 0x28, 0x07];
         bytes.extend(unknown);

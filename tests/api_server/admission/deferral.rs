@@ -1,4 +1,5 @@
-//! Which claims and inline volumes the webhook leaves to a pod's runtime (KEP-2857), by the policy's entries.
+//! Which claims and inline volumes the webhook defers to a pod's runtime (KEP-2857), by the
+//! policy's entries.
 
 use support::cluster::shared;
 
@@ -12,7 +13,7 @@ use serde_json::{Value, json};
 use super::rig::{Rig, With, assert_refused, pod};
 use support::cluster::Cluster;
 
-/// A runtime class of the cluster, of which nobody else knows.
+/// A RuntimeClass that no other test uses.
 fn runtime_class(cluster: &Cluster) -> String {
     let name = cluster.unique("microvm");
     let object = json!({ "metadata": { "name": name }, "handler": "none" });
@@ -20,7 +21,7 @@ fn runtime_class(cluster: &Cluster) -> String {
     name
 }
 
-/// An entry with everything that there is to enter.
+/// An entry with all fields.
 fn entry(storage_class: &str, runtime_class: &str) -> Value {
     json!({
         "storageClass": storage_class, "runtimeClass": runtime_class, "fsGroup": true,
@@ -28,7 +29,7 @@ fn entry(storage_class: &str, runtime_class: &str) -> Value {
     })
 }
 
-/// A policy of these entries; JSON is YAML.
+/// A policy with these entries. JSON is valid YAML.
 fn policy(entries: &[Value]) -> String {
     json!({ "deferral": entries }).to_string()
 }
@@ -41,10 +42,10 @@ fn started<'a>(cluster: &'a Cluster, entries: &[Value]) -> Rig<'a> {
     rig
 }
 
-/// What is done to a pod's spec.
+/// A change of a pod's spec.
 type Need<'n> = &'n dyn Fn(&mut Value);
 
-/// A pod of the class with this volume, and a need.
+/// A pod of the class with this volume and a need.
 fn of_class(volume: &Value, class: &str, need: impl Fn(&mut Value)) -> Value {
     let mut pod = pod(volume);
     pod["spec"]["runtimeClassName"] = class.into();
@@ -52,7 +53,7 @@ fn of_class(volume: &Value, class: &str, need: impl Fn(&mut Value)) -> Value {
     pod
 }
 
-/// The volumes that the pod leaves to its runtime once it is made.
+/// The volumes that the created pod defers.
 fn named(made: Result<Pod, String>) -> Option<String> {
     made.unwrap().metadata.annotations.unwrap_or_default().remove(ANNOTATION)
 }
@@ -65,7 +66,7 @@ fn storage_class(cluster: &Cluster, provisioner: &str) -> String {
     name
 }
 
-/// A claim with these fields in its spec; the volume of a pod that is this claim.
+/// A claim with these fields in its spec, and a pod's volume for it.
 fn claim(rig: &Rig<'_>, fields: &Value) -> Value {
     let name = rig.cluster.unique("claim");
     let mut spec = json!({
@@ -89,7 +90,7 @@ fn ephemeral(fields: &Value) -> Value {
     json!({ "name": "v", "ephemeral": { "volumeClaimTemplate": { "spec": spec } } })
 }
 
-/// What story 1 and the next three have in common: a group, and a part of the volume.
+/// The common part of story 1 and the next three: a group, and a part of the volume.
 fn demanding(spec: &mut Value) {
     spec["securityContext"] = json!({ "fsGroup": 1234, "fsGroupChangePolicy": "OnRootMismatch" });
     spec["containers"][0]["volumeMounts"][0]["subPath"] = "part".into();
@@ -100,7 +101,7 @@ fn yes() -> Option<String> {
 }
 
 #[test]
-fn a_claim_is_left_to_the_runtime_by_the_triple_of_its_class_the_driver_and_the_runtime_class() {
+fn a_claim_is_deferred_by_classes_and_driver() {
     let Some(cluster) = shared() else { return };
     let (class, other) = (runtime_class(cluster), runtime_class(cluster));
     let rig = started(cluster, &[]);
@@ -117,7 +118,7 @@ fn a_claim_is_left_to_the_runtime_by_the_triple_of_its_class_the_driver_and_the_
     });
     assert_eq!(made(&fitting, &class), yes());
     assert_eq!(made(&ephemeral(&json!({ "storageClassName": ours })), &class), yes());
-    // Another StorageClass, another driver, another RuntimeClass, and no class at all.
+    // Another StorageClass, another driver, another RuntimeClass, and no class.
     for volume in [of(&unlisted), of(&foreign), of("")] {
         assert_eq!(made(&volume, &class), None, "{volume}");
     }
@@ -129,7 +130,7 @@ fn a_claim_is_left_to_the_runtime_by_the_triple_of_its_class_the_driver_and_the_
 }
 
 #[test]
-fn a_claim_whose_class_is_not_known_yet_is_refused_until_it_is() {
+fn a_claim_without_a_known_class_is_refused() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
     let rig = started(cluster, &[]);
@@ -140,24 +141,24 @@ fn a_claim_whose_class_is_not_known_yet_is_refused_until_it_is() {
     cluster.wait_for("the policy", || make(&claimed("none")).err());
     let none = make(&claimed("none"));
     assert_refused(none, &["503", field, "\"none\" does not exist", "try again"]);
-    // A claim that may get the default class, and one that gets none any more.
+    // A claim that may get the default class, and one that cannot get one.
     assert_refused(make(&claim(&rig, &json!({}))), &["503", field, "spec.storageClassName"]);
     assert_eq!(named(make(&claim(&rig, &json!({ "volumeName": "static" })))), None);
     let gone = make(&claim(&rig, &json!({ "storageClassName": "gone" })));
     assert_refused(gone, &["503", "spec.volumes[0]: ", "\"gone\" does not exist", "try again"]);
     let field = "spec.volumes[0].ephemeral.volumeClaimTemplate.spec.storageClassName: is missing";
     assert_refused(make(&ephemeral(&json!({}))), &["422", field, "name the StorageClass"]);
-    // The claim comes, and the same pod is made: its controller tries again.
+    // After the claim exists, the same pod is admitted: its controller retries.
     let later = claim(&rig, &json!({ "storageClassName": storage }));
     assert_eq!(named(make(&later)), yes());
-    // Pods that the policy does not match wait for no claim.
+    // Pods that the policy does not match do not depend on a claim.
     let other = runtime_class(cluster);
     assert_eq!(named(rig.make(&rig.apps, &of_class(&claimed("none"), &other, |_| ()))), None);
     assert_eq!(named(rig.make(&rig.apps, &pod(&claimed("none")))), None);
 }
 
 #[test]
-fn while_claims_or_classes_cannot_be_read_only_pods_that_the_policy_matches_are_refused() {
+fn unreadable_claims_refuse_only_pods_of_the_policy() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
     let rig = started(cluster, &[]);
@@ -193,7 +194,7 @@ fn is_for(rule: &PolicyRule, resource: &str) -> bool {
 }
 
 #[test]
-fn while_no_webhook_answers_pods_with_a_runtime_class_and_a_claim_are_refused() {
+fn without_a_webhook_pods_that_may_defer_are_refused() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
     let mut rig = started(cluster, &[]);
@@ -208,7 +209,7 @@ fn while_no_webhook_answers_pods_with_a_runtime_class_and_a_claim_are_refused() 
 }
 
 #[test]
-fn an_inline_volume_is_left_to_the_runtime_besides_what_the_pod_names_itself() {
+fn an_inline_volume_is_deferred_in_addition_to_named_ones() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
     let rig = started(cluster, &[entry("", &class)]);
@@ -230,7 +231,7 @@ fn an_inline_volume_is_left_to_the_runtime_besides_what_the_pod_names_itself() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_pod_that_needs_what_its_runtime_does_not_do_is_left_as_it_is() {
+fn a_pod_with_unsupported_needs_is_not_changed() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
     let rig = started(cluster, &[]);
@@ -267,34 +268,34 @@ fn a_pod_that_needs_what_its_runtime_does_not_do_is_left_as_it_is() {
         cluster.wait_for("the policy with all", || {
             (named(rig.dry(&rig.apps, &demanding)) == yes()).then_some(())
         });
-        // Story 2: the runtime does not do it, and the driver mounts.
+        // Story 2: the runtime does not support it, so the driver mounts.
         rig.policy(&policy(&[lacking]));
         cluster.wait_for(&format!("the policy without {what}"), || {
             named(rig.dry(&rig.apps, &demanding)).is_none().then_some(())
         });
-        // Who does not need it is opted in all the same.
+        // A pod without the need is still opted in.
         assert_eq!(named(rig.dry(&rig.apps, &of_class(&volume, &class, |_| ()))), yes(), "{what}");
     }
 }
 
 #[test]
-fn without_an_entry_for_inline_volumes_a_pod_is_left_as_it_is_and_with_one_the_next_is_opted_in() {
+fn inline_volumes_are_deferred_only_with_a_policy_entry() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
-    // Story 3: of this driver's volumes none is deferred inline, only those of another class.
+    // Story 3: this driver's inline volumes are not deferred, only volumes of another class.
     let rig = started(cluster, &[entry("fast-storage", &class)]);
     let pod = of_class(&rig.volume(json!({})), &class, demanding);
     assert_eq!(named(rig.make(&rig.apps, &pod)), None);
-    // Of the runtime of another pod nothing follows for this one.
+    // Another pod's runtime does not matter for this pod.
     let other = of_class(&rig.volume(json!({})), &runtime_class(cluster), demanding);
-    // Story 4: the driver has been upgraded, and so is the policy.
+    // Story 4: driver and policy are upgraded.
     rig.policy(&policy(&[entry("", &class)]));
     cluster.wait_for("the new policy", || (named(rig.dry(&rig.apps, &pod)) == yes()).then_some(()));
     assert_eq!(named(rig.make(&rig.apps, &other)), None);
 }
 
 #[test]
-fn what_the_driver_has_to_write_and_raw_devices_are_left() {
+fn content_volumes_and_raw_devices_are_not_deferred() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
     let rig = started(cluster, &[]);
@@ -324,7 +325,7 @@ fn what_the_driver_has_to_write_and_raw_devices_are_left() {
 }
 
 #[test]
-fn nonsense_among_the_entries_is_not_taken_and_its_place_is_told() {
+fn an_invalid_entry_is_rejected_with_its_position() {
     let Some(cluster) = shared() else { return };
     let class = runtime_class(cluster);
     let rig = started(cluster, &[entry("", &class)]);
@@ -342,7 +343,7 @@ fn nonsense_among_the_entries_is_not_taken_and_its_place_is_told() {
     ] {
         rig.policy(&policy(&entries));
         cluster.wait_for(&format!("the complaint of {place}"), || {
-            // What was said before holds; it is read when it is asked for.
+            // The previous policy still applies. The map is read on demand.
             assert_eq!(named(rig.dry(&rig.apps, &pod)), yes());
             rig.served.process.log().contains(place).then_some(())
         });

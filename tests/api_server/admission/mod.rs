@@ -1,4 +1,4 @@
-//! The admission webhooks as a real API server calls them, with real pods: nothing runs them, which nobody needs here.
+//! The admission webhooks, called by a real API server for real pods, which no node runs.
 
 mod deferral;
 mod opt_in;

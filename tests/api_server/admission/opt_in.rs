@@ -1,4 +1,5 @@
-//! The annotation by which pods leave volumes to their runtime: the webhook of deploy/admission as it stands there, but for where it is called.
+//! The annotation by which pods defer volumes: the webhook of deploy/admission, with another
+//! address.
 
 use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
@@ -14,10 +15,10 @@ use support::cluster::Cluster;
 use support::cluster::admission::{VALIDATE_DEFERRAL, shipped_webhooks};
 use support::path;
 
-/// The one that mounts what pods leave to it.
+/// The runtime that mounts deferred volumes.
 const CLASS: &str = "opt-in-runtime";
 
-/// The API server calls the webhook for pods of the rig's namespace.
+/// Makes the API server call the webhook for pods of the rig's namespace.
 fn guarded(cluster: &Cluster) -> Rig<'_> {
     let object = json!({
         "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": { "name": CLASS }, "handler": "none",
@@ -38,7 +39,7 @@ fn guarded(cluster: &Cluster) -> Rig<'_> {
     cluster.block_on(api.patch(&rig.configuration, &PatchParams::default(), &add)).unwrap();
     cluster.wait_for("the webhook", || {
         let refused = make(&rig, &pod(Some("none")), true).err()?;
-        refused.contains("is no volume of the pod").then_some(())
+        refused.contains("is not a volume of the pod").then_some(())
     });
     rig
 }
@@ -81,7 +82,7 @@ fn make(rig: &Rig<'_>, pod: &Value, dry_run: bool) -> Result<Pod, String> {
     made.map_err(|error| error.to_string())
 }
 
-/// By way of a subresource, or of the pod itself where it is empty.
+/// Patches a subresource, or the pod itself if it is empty.
 fn patch(rig: &Rig<'_>, pod: &str, subresource: &str, patch: &Value) -> Result<Pod, String> {
     let (pods, params) = (rig.pods(&rig.apps), PatchParams::default());
     let patch = Patch::Strategic(patch);
@@ -94,7 +95,7 @@ fn patch(rig: &Rig<'_>, pod: &str, subresource: &str, patch: &Value) -> Result<P
     patched.map_err(|error| error.to_string())
 }
 
-/// What says which volumes are named; none takes the annotation away.
+/// A patch of the annotation; `None` removes it.
 fn naming(named: Option<&str>) -> Value {
     json!({ "metadata": { "annotations": { ANNOTATION: named } } })
 }
@@ -103,33 +104,33 @@ fn named(pod: &Pod) -> Option<&str> {
     pod.annotations().get(ANNOTATION).map(String::as_str)
 }
 
-/// As kubelet says it.
+/// A status with the condition Initialized, as kubelet writes it.
 fn initialised() -> Value {
     json!({ "status": { "conditions": [{ "type": "Initialized", "status": "True" }] } })
 }
 
-const STAYS: &[&str] = &["422", "was named, and stays so"];
+const STAYS: &[&str] = &["422", "cannot be removed while the pod exists"];
 
 #[test]
-fn only_volumes_that_a_runtime_could_mount_are_named() {
+fn only_volumes_that_a_runtime_can_mount_are_accepted() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);
     for good in [None, Some(""), Some("claim"), Some(" claim , generic,own,")] {
         make(&rig, &pod(good), true).unwrap();
     }
-    for (bad, told) in [
-        ("claim,none", "\"none\" is no volume of the pod"),
+    for (bad, error) in [
+        ("claim,none", "\"none\" is not a volume of the pod"),
         ("scratch", "\"scratch\""),
         ("raw", "\"raw\" is a raw block device"),
-        ("Claim", "\"Claim\" is no volume of the pod"),
+        ("Claim", "\"Claim\" is not a volume of the pod"),
     ] {
-        assert_refused(make(&rig, &pod(Some(bad)), true), &["422", ANNOTATION, told]);
+        assert_refused(make(&rig, &pod(Some(bad)), true), &["422", ANNOTATION, error]);
     }
     assert!(rig.page("/metrics").contains("webhook=\"validate_deferral\",verdict=\"refused\""));
 }
 
 #[test]
-fn a_pod_whose_runtime_has_no_entry_in_the_policy_does_not_opt_in() {
+fn a_pod_without_a_policy_entry_cannot_opt_in() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);
     let mut plain = pod(Some("claim"));
@@ -141,42 +142,42 @@ fn a_pod_whose_runtime_has_no_entry_in_the_policy_does_not_opt_in() {
         let refused = make(&rig, &pod(Some("claim")), true).err()?;
         (refused.contains("403") && refused.contains(CLASS)).then_some(())
     });
-    // Who names nothing needs no entry.
+    // A pod without the annotation needs no entry.
     make(&rig, &pod(None), true).unwrap();
     make(&rig, &pod(Some("")), true).unwrap();
 }
 
 #[test]
-fn a_volume_is_named_until_its_pod_is_initialised_and_stays_named() {
+fn volumes_are_added_until_initialization_and_kept() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);
-    // By way of the pod, and of its status: annotations change by both.
+    // Through the pod and its status: both can change annotations.
     for way in ["", "status"] {
         let made = make(&rig, &pod(None), false).unwrap().name_any();
         let set = |to: Option<&str>| patch(&rig, &made, way, &naming(to));
-        assert_refused(set(Some("none")), &["422", "is no volume of the pod"]);
+        assert_refused(set(Some("none")), &["422", "is not a volume of the pod"]);
         assert_eq!(named(&set(Some("claim")).unwrap()), Some("claim"), "{way}");
         assert_eq!(named(&set(Some("own,claim")).unwrap()), Some("own,claim"), "{way}");
         for fewer in [Some("own"), Some(""), None] {
             assert_refused(set(fewer), STAYS);
         }
         patch(&rig, &made, "status", &initialised()).unwrap();
-        assert_refused(set(Some("own,claim,generic")), &["422", "until the pod is initialised"]);
+        assert_refused(set(Some("own,claim,generic")), &["422", "after the pod is initialized"]);
         assert_refused(set(None), STAYS);
         assert_eq!(
             named(&set(Some("claim, own")).unwrap()),
             Some("claim, own"),
             "the same volumes"
         );
-        // One step that does both: what is written with the status goes by how it was.
+        // One request with both changes: the previous state decides.
         let other = make(&rig, &pod(None), false).unwrap().name_any();
         let mut both = initialised();
         both["metadata"] = naming(Some("claim"))["metadata"].take();
         let after = patch(&rig, &other, "status", &both).unwrap();
         assert_eq!(named(&after), Some("claim"));
-        assert_refused(patch(&rig, &other, way, &naming(Some("own,claim"))), &["initialised"]);
+        assert_refused(patch(&rig, &other, way, &naming(Some("own,claim"))), &["initialized"]);
     }
-    // As a whole.
+    // By replacing the whole object.
     let made = make(&rig, &pod(Some("claim")), false).unwrap();
     let mut bare = made.clone();
     bare.metadata.annotations = None;
@@ -186,7 +187,7 @@ fn a_volume_is_named_until_its_pod_is_initialised_and_stays_named() {
     assert_refused(replaced, STAYS);
 }
 
-/// Posts a Binding of this pod, at one of the two places for it.
+/// Posts a Binding of this pod to one of the two endpoints.
 fn bind(rig: &Rig<'_>, pod: &str, at: &str, annotations: Value) -> Result<(), String> {
     let binding = json!({
         "apiVersion": "v1", "kind": "Binding",
@@ -196,20 +197,20 @@ fn bind(rig: &Rig<'_>, pod: &str, at: &str, annotations: Value) -> Result<(), St
     let file = rig.cluster.write("binding.json", &binding.to_string());
     let at = format!("/api/v1/namespaces/{}/{at}", rig.apps);
     let output = rig.cluster.kubectl(&["create", "--raw", &at, "-f", path(&file)]);
-    let told = String::from_utf8(output.stderr).unwrap();
-    if output.status.success() { Ok(()) } else { Err(told) }
+    let error = String::from_utf8(output.stderr).unwrap();
+    if output.status.success() { Ok(()) } else { Err(error) }
 }
 
 #[test]
-fn a_scheduler_names_and_unnames_no_volume_by_a_binding() {
+fn a_binding_cannot_change_the_annotation() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);
     for legacy in [false, true] {
         let made = make(&rig, &pod(Some("claim")), false).unwrap().name_any();
         let at = if legacy { "bindings".to_owned() } else { format!("pods/{made}/binding") };
         for value in ["", "claim,own", "claim"] {
-            let told = bind(&rig, &made, &at, json!({ ANNOTATION: value }));
-            assert_refused(told, &["a Binding names no volumes", "before it is bound"]);
+            let error = bind(&rig, &made, &at, json!({ ANNOTATION: value }));
+            assert_refused(error, &["cannot be set by a Binding", "before it is bound"]);
         }
         bind(&rig, &made, &at, json!({ "scheduler.example/any": "one" })).unwrap();
         let bound = cluster.get(&rig.pods(&rig.apps), &made).unwrap();
@@ -219,9 +220,9 @@ fn a_scheduler_names_and_unnames_no_volume_by_a_binding() {
     }
 }
 
-/// The webhook is not asked about these: the API server itself takes no annotation by such a way.
+/// The webhook is not called for these: the API server itself ignores annotations in them.
 #[test]
-fn by_way_of_ephemeral_containers_and_of_a_resize_no_annotation_changes() {
+fn subresources_cannot_change_the_annotation() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);
     let made = make(&rig, &pod(Some("claim")), false).unwrap().name_any();
@@ -245,7 +246,7 @@ fn by_way_of_ephemeral_containers_and_of_a_resize_no_annotation_changes() {
 }
 
 #[test]
-fn while_the_webhook_is_away_only_what_changes_the_annotation_is_refused() {
+fn without_a_webhook_annotation_changes_are_refused() {
     let Some(cluster) = shared() else { return };
     let mut rig = guarded(cluster);
     let plain = make(&rig, &pod(None), false).unwrap().name_any();
@@ -268,7 +269,7 @@ fn while_the_webhook_is_away_only_what_changes_the_annotation_is_refused() {
         change("status", initialised());
         let ready = json!([{ "type": "Ready", "status": "True" }]);
         change("status", json!({ "status": { "phase": "Running", "conditions": ready } }));
-        // From everybody else.
+        // From all other clients.
         let metadata = json!({ "labels": { "app": "b" }, "annotations": { "a": "b" } });
         change("", json!({ "metadata": metadata }));
         change("", json!({ "metadata": { "finalizers": ["a.example/f"] } }));
@@ -286,7 +287,7 @@ fn while_the_webhook_is_away_only_what_changes_the_annotation_is_refused() {
 
 #[test]
 #[ignore = "full tier"]
-fn hostile_opt_ins_are_answered_and_hold_up_nobody() {
+fn hostile_opt_ins_are_handled_and_block_no_client() {
     let Some(cluster) = shared() else { return };
     let rig = guarded(cluster);
     let review = |kind: &str, operation: &str, object: Value, before: Value| {
@@ -333,7 +334,7 @@ fn hostile_opt_ins_are_answered_and_hold_up_nobody() {
     ] {
         assert!(posted(&rig, VALIDATE_DEFERRAL, &nothing).contains("\"allowed\":true"));
     }
-    // As many names and volumes as a pod of the largest size has, of which the last one is wrong.
+    // As many names and volumes as fit into a pod; the last one is wrong.
     let all: Vec<String> = (0..35_000).map(|number| format!("v{number:05}")).collect();
     let volumes = |last: &Value| {
         let mut volumes: Vec<_> =
@@ -343,7 +344,7 @@ fn hostile_opt_ins_are_answered_and_hold_up_nobody() {
     };
     let many = with(volumes(&Value::Null), &all.join(","));
     refused(&review("Pod", "CREATE", many.clone(), Value::Null), "v34999");
-    refused(&review("Pod", "UPDATE", with(json!([]), ""), many), "stays so");
+    refused(&review("Pod", "UPDATE", with(json!([]), ""), many), "cannot be removed");
     let log = rig.served.process.log();
     assert!(!log.contains("panic"), "{log}");
     make(&rig, &pod(Some("claim")), true).unwrap();

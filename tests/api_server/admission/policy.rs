@@ -1,4 +1,4 @@
-//! What the policy of a namespace allows.
+//! The rules in the policy of a namespace.
 
 use k8s_openapi::api::core::v1::Namespace;
 use k8s_openapi::api::storage::v1::CSIDriver;
@@ -12,7 +12,7 @@ const WARN: &str = "pod-security.kubernetes.io/warn";
 const PROFILE: &str = "security.openshift.io/csi-ephemeral-volume-profile";
 
 #[test]
-fn each_namespace_is_held_to_its_rules() {
+fn the_policy_of_each_namespace_is_enforced() {
     let Some(cluster) = shared() else { return };
     let [open, closed, small] = [(); 3].map(|()| namespace(cluster, json!({})));
     let document = format!(
@@ -35,7 +35,7 @@ fn each_namespace_is_held_to_its_rules() {
 }
 
 #[test]
-fn attributes_that_mean_nothing_are_refused_by_field() {
+fn invalid_attributes_are_refused_with_their_field() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, With::default());
     for (attributes, key) in [
@@ -45,7 +45,7 @@ fn attributes_that_mean_nothing_are_refused_by_field() {
         (json!({ "medium": "Disk" }), "medium"),
         (json!({ "readOnlyContent": "yes" }), "readOnlyContent"),
         (json!({ "content/../x": "y" }), "content/../x"),
-        // Kubelet says that, and nobody else.
+        // Reserved for kubelet.
         (json!({ "csi.storage.k8s.io/ephemeral": "false" }), "csi.storage.k8s.io/ephemeral"),
     ] {
         let field = format!("spec.volumes[0].csi.volumeAttributes[{key}]");
@@ -54,7 +54,7 @@ fn attributes_that_mean_nothing_are_refused_by_field() {
 }
 
 #[test]
-fn everything_that_is_wrong_is_told_at_once() {
+fn all_errors_are_reported_at_once() {
     let Some(cluster) = shared() else { return };
     let flags = ["--max-size", "1Gi"];
     let rig = Rig::new(cluster, With { flags: &flags, ..With::default() });
@@ -75,7 +75,7 @@ fn everything_that_is_wrong_is_told_at_once() {
 }
 
 #[test]
-fn a_change_of_the_config_map_counts_and_nonsense_keeps_what_was() {
+fn a_valid_policy_change_applies_and_an_invalid_does_not() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, With::default());
     let volume = rig.volume(json!({ "size": "2Gi" }));
@@ -85,7 +85,7 @@ fn a_change_of_the_config_map_counts_and_nonsense_keeps_what_was() {
     rig.policy("default: {maxSize: 1Gi, allowd: true}");
     let log = || rig.served.process.log();
     cluster.wait_for("the complaint", || {
-        // It is read when it is asked for.
+        // The map is read on demand.
         rig.refused_once(&rig.apps, &volume, "1Gi");
         log().contains("allowd").then_some(())
     });
@@ -96,11 +96,11 @@ fn a_change_of_the_config_map_counts_and_nonsense_keeps_what_was() {
     let maps = cluster.api_in::<k8s_openapi::api::core::v1::ConfigMap>(&rig.home);
     cluster.delete(&maps, support::cluster::admission::CONFIG_MAP);
     rig.allowed_once(&rig.apps, &rig.volume(json!({ "size": "3Gi" })));
-    assert_eq!(log().matches("is not taken").count(), 1);
+    assert_eq!(log().matches("is invalid; keeping the current policy").count(), 1);
 }
 
 #[test]
-fn nonsense_from_the_start_refuses_and_is_told_by_health() {
+fn an_invalid_initial_policy_refuses_and_fails_health() {
     let Some(cluster) = shared() else { return };
     let with = With { policy: Some("default: {maxSize: much}"), ..With::default() };
     let rig = Rig::started(cluster, &with);
@@ -118,7 +118,7 @@ fn nonsense_from_the_start_refuses_and_is_told_by_health() {
 }
 
 #[test]
-fn namespaces_need_the_level_of_the_volume_profile() {
+fn a_namespace_must_have_the_volume_profiles_level() {
     let Some(cluster) = shared() else { return };
     let of = |labels| namespace(cluster, labels);
     let baseline = of(json!({ ENFORCE: "baseline" }));
@@ -143,9 +143,12 @@ fn namespaces_need_the_level_of_the_volume_profile() {
     pod["metadata"] = json!({ "name": "warned", "namespace": warned });
     let file = cluster.write("pod", &pod.to_string());
     let output = cluster.kubectl(&["create", "-f", support::path(&file)]);
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success() && told.contains("Warning:") && told.contains(WARN), "{told}");
-    // Without a label it is the level that the policy says.
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        output.status.success() && error.contains("Warning:") && error.contains(WARN),
+        "{error}"
+    );
+    // Without a label the policy's level applies.
     rig.policy("volumeProfile: baseline\ndefaultPodSecurity: restricted\n");
     rig.refused_once(&unlabelled, &volume, "restricted");
     rig.allowed_once(&baseline, &volume);
@@ -157,7 +160,7 @@ fn namespaces_need_the_level_of_the_volume_profile() {
 }
 
 #[test]
-fn the_label_of_the_csi_driver_is_the_profile_where_nobody_says_another() {
+fn the_csi_drivers_label_is_the_default_profile() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(
         cluster,
@@ -165,7 +168,7 @@ fn the_label_of_the_csi_driver_is_the_profile_where_nobody_says_another() {
     );
     let baseline = namespace(cluster, json!({ ENFORCE: "baseline" }));
     let volume = rig.volume(json!({}));
-    // Without an object, or a label of it, privileged.
+    // Without a CSIDriver object, or its label, privileged applies.
     assert_refused(rig.make(&baseline, &pod(&volume)), &["403", "privileged"]);
     let drivers = cluster.api::<CSIDriver>();
     let labels = json!({ PROFILE: "baseline" });
@@ -174,7 +177,7 @@ fn the_label_of_the_csi_driver_is_the_profile_where_nobody_says_another() {
     rig.allowed_once(&baseline, &volume);
     let label = |value: &str| json!({ "metadata": { "labels": { PROFILE: value } } });
     cluster.merge(&drivers, &rig.driver, &label("open"));
-    rig.refused_once(&rig.apps, &volume, "no Pod Security level");
+    rig.refused_once(&rig.apps, &volume, "is not a Pod Security level");
     cluster.merge(&drivers, &rig.driver, &label("privileged"));
     rig.allowed_once(&rig.apps, &volume);
     rig.refused_once(&baseline, &volume, "privileged");

@@ -1,4 +1,4 @@
-//! Volumes of content, which only the driver writes to.
+//! Content volumes, which only the driver may write.
 
 use kube::ResourceExt;
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ fn content() -> Value {
     json!({ "content/app.conf": "a=b" })
 }
 
-/// A pod whose init container and both containers mount the volume, once in a second place.
+/// A pod whose init container and both containers mount the volume, one of them twice.
 fn with_many_mounts(volume: &Value) -> Value {
     let mount = |path: &str| json!({ "name": volume["name"], "mountPath": path });
     let container = |name: &str, mounts: &[Value]| json!({ "name": name, "image": "x", "volumeMounts": mounts });
@@ -25,7 +25,7 @@ fn with_many_mounts(volume: &Value) -> Value {
     } })
 }
 
-/// `readOnly` of the second volume, and of every mount by the volume's name.
+/// `readOnly` of the second volume, and of every mount of the volume.
 fn read_only(pod: &Value) -> (Value, Vec<(String, bool)>) {
     let lists = ["containers", "initContainers", "ephemeralContainers"];
     let containers = lists.iter().filter_map(|list| pod["spec"][list].as_array()).flatten();
@@ -51,7 +51,7 @@ fn volumes_of_content_are_read_only_in_every_container() {
 }
 
 #[test]
-fn other_volumes_and_other_drivers_are_left_as_they_are() {
+fn volumes_of_other_drivers_are_not_changed() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, With::default());
     let mut other = rig.volume(content());
@@ -66,9 +66,9 @@ fn other_volumes_and_other_drivers_are_left_as_they_are() {
 }
 
 #[test]
-fn an_ephemeral_container_that_comes_later_gets_content_read_only_and_the_others_are_left_alone() {
+fn an_ephemeral_container_gets_content_read_only() {
     let Some(cluster) = shared() else { return };
-    // Made before the webhooks were there.
+    // Created before the webhooks were installed.
     let rig = Rig::started(cluster, &With::default());
     let old = rig.make(&rig.apps, &pod(&rig.volume(content()))).unwrap().name_any();
     rig.debug(&old, "before", None).unwrap();
@@ -85,12 +85,12 @@ fn an_ephemeral_container_that_comes_later_gets_content_read_only_and_the_others
         assert_eq!(of(&container), Some(true), "{said:?}");
         assert_ne!(of("before"), Some(true));
         let csi = debugged.volumes.unwrap()[0].csi.clone().unwrap();
-        assert_ne!(csi.read_only, Some(true), "nobody can change it");
+        assert_ne!(csi.read_only, Some(true), "it cannot be changed");
     }
 }
 
 #[test]
-fn what_is_not_read_only_for_want_of_the_mutating_webhook_is_refused() {
+fn writable_content_is_refused_without_mutation() {
     let Some(cluster) = shared() else { return };
     let with = With { without_mutating: true, ..With::default() };
     let rig = Rig::new(cluster, with);
@@ -100,7 +100,7 @@ fn what_is_not_read_only_for_want_of_the_mutating_webhook_is_refused() {
         "422",
         "spec.volumes[0].csi.readOnly",
         "spec.containers[0].volumeMounts[0].readOnly",
-        "has to be true",
+        "must be true",
     ];
     assert_refused(refused, &words);
     volume["csi"]["readOnly"] = true.into();
@@ -116,7 +116,7 @@ fn what_is_not_read_only_for_want_of_the_mutating_webhook_is_refused() {
 }
 
 #[test]
-fn a_part_of_content_that_is_mounted_is_warned_of() {
+fn a_sub_path_of_content_causes_a_warning() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, With::default());
     let mut part = pod(&rig.volume(content()));
@@ -124,7 +124,7 @@ fn a_part_of_content_that_is_mounted_is_warned_of() {
     part["kind"] = "Pod".into();
     part["metadata"] = json!({ "name": "part" });
     part["spec"]["containers"][0]["volumeMounts"][0]["subPath"] = "app.conf".into();
-    let (taken, told) = rig.apply(&part);
-    let warning = "Warning: spec.containers[0].volumeMounts[0].subPath: is not refreshed";
-    assert!(taken && told.contains(warning), "{told}");
+    let (taken, error) = rig.apply(&part);
+    let warning = "Warning: spec.containers[0].volumeMounts[0].subPath: is not updated";
+    assert!(taken && error.contains(warning), "{error}");
 }

@@ -1,4 +1,4 @@
-//! The webhooks for a driver of their own, called by the API server, and who makes pods there.
+//! Webhooks for a separate driver, called by the API server, and helpers to create pods.
 
 use std::ops::{Deref, DerefMut};
 
@@ -20,7 +20,7 @@ pub use support::cluster::admission::With;
 
 pub struct Rig<'a> {
     pub cluster: &'a Cluster,
-    /// A namespace whose pods are judged.
+    /// The namespace whose pods are reviewed.
     pub apps: String,
     webhooks: Webhooks,
     client: Client,
@@ -41,7 +41,7 @@ impl DerefMut for Rig<'_> {
 }
 
 impl<'a> Rig<'a> {
-    /// Ready to judge.
+    /// A rig whose webhooks are called.
     pub fn new(cluster: &'a Cluster, with: With<'_>) -> Self {
         let rig = Self::started(cluster, &with);
         rig.configure(with.without_mutating);
@@ -51,22 +51,22 @@ impl<'a> Rig<'a> {
         rig
     }
 
-    /// Whom nobody calls yet.
+    /// A rig whose webhooks are not called yet.
     pub fn started(cluster: &'a Cluster, with: &With<'_>) -> Self {
         let webhooks = Webhooks::start(cluster, cluster.unique("driver"), with);
-        // Another one would send a pod again and again that is refused with 503.
+        // The default client would retry a pod that is refused with 503.
         let rate = Rate { per_second: 1000.0, burst: 1000 };
         let kubeconfig = cluster.kubeconfig();
         let client = cluster.block_on(connect_as_user_once(Some(&kubeconfig), rate)).unwrap();
         Self { cluster, apps: namespace(cluster, json!({})), webhooks, client }
     }
 
-    /// Has the API server call the webhooks.
+    /// Makes the API server call the webhooks.
     pub fn configure(&self, without_mutating: bool) {
         self.webhooks.configure(self.cluster, without_mutating, &self.apps);
     }
 
-    /// The API server takes a moment to heed a configuration.
+    /// Waits until the API server applies the configuration.
     pub fn wait_until_judging(&self) {
         let wrong = self.volume(json!({ "size": "wrong" }));
         self.cluster.wait_for("the webhooks", || {
@@ -84,12 +84,12 @@ impl<'a> Rig<'a> {
         });
     }
 
-    /// Says what the policy is, from then on.
+    /// Sets the policy.
     pub fn policy(&self, document: &str) {
         set_policy(self.cluster, &self.home, document);
     }
 
-    /// A pod's own volume of the driver, called v.
+    /// An inline volume of the driver, named v.
     pub fn volume(&self, attributes: Value) -> Value {
         json!({ "name": "v", "csi": { "driver": self.driver, "volumeAttributes": attributes } })
     }
@@ -103,12 +103,12 @@ impl<'a> Rig<'a> {
         Api::namespaced(self.client.clone(), namespace)
     }
 
-    /// Makes the pod; else what is said of it.
+    /// Creates the pod, or returns the error.
     pub fn make(&self, namespace: &str, pod: &Value) -> Result<Pod, String> {
         self.post(namespace, pod, false)
     }
 
-    /// The same, and leaves nothing.
+    /// The same as a dry run.
     pub fn dry(&self, namespace: &str, pod: &Value) -> Result<Pod, String> {
         self.post(namespace, pod, true)
     }
@@ -118,7 +118,7 @@ impl<'a> Rig<'a> {
         pod["metadata"]["name"] = self.cluster.unique("pod").into();
         let pod: Pod = serde_json::from_value(pod).unwrap();
         let params = PostParams { dry_run, ..PostParams::default() };
-        told(self.cluster.block_on(self.pods(namespace).create(&params, &pod)))
+        refusal(self.cluster.block_on(self.pods(namespace).create(&params, &pod)))
     }
 
     /// Adds an ephemeral container that mounts v.
@@ -136,10 +136,10 @@ impl<'a> Rig<'a> {
         let patch = Patch::Strategic(json!({ "spec": { "ephemeralContainers": [container] } }));
         let pods = self.pods(&self.apps);
         let params = PatchParams::default();
-        told(self.cluster.block_on(pods.patch_ephemeral_containers(pod, &params, &patch)))
+        refusal(self.cluster.block_on(pods.patch_ephemeral_containers(pod, &params, &patch)))
     }
 
-    /// What kubectl says when it applies the object.
+    /// The output of `kubectl apply` for the object.
     pub fn apply(&self, object: &Value) -> (bool, String) {
         let file = self.cluster.write("object", &object.to_string());
         let line = ["create", "-n", &self.apps, "-f", support::path(&file)];
@@ -187,7 +187,7 @@ impl<'a> Rig<'a> {
     }
 }
 
-fn told(made: kube::Result<Pod>) -> Result<Pod, String> {
+fn refusal(made: kube::Result<Pod>) -> Result<Pod, String> {
     match made {
         Ok(pod) => Ok(pod),
         Err(kube::Error::Api(status)) => Err(format!("{}: {}", status.code, status.message)),
@@ -195,7 +195,7 @@ fn told(made: kube::Result<Pod>) -> Result<Pod, String> {
     }
 }
 
-/// A namespace in which pods can be made.
+/// A namespace in which pods can be created.
 pub fn namespace(cluster: &Cluster, labels: Value) -> String {
     use k8s_openapi::api::core::v1::Namespace;
     let name = cluster.unique("apps");
@@ -205,11 +205,11 @@ pub fn namespace(cluster: &Cluster, labels: Value) -> String {
     name
 }
 
-/// A pod with this volume, which its one container mounts.
+/// A pod with this volume, mounted by its only container.
 pub fn pod(volume: &Value) -> Value {
     let mount = json!({ "name": volume["name"], "mountPath": "/v" });
     let container = json!({ "name": "c", "image": "x", "volumeMounts": [mount] });
-    // There is no controller that would make a token's volume.
+    // No controller would provide the token's volume.
     json!({ "spec": {
         "volumes": [volume], "containers": [container], "automountServiceAccountToken": false,
     } })
@@ -223,7 +223,7 @@ pub fn assert_refused<T: std::fmt::Debug>(made: Result<T, String>, words: &[&str
     }
 }
 
-/// What a client of its own gets from a path.
+/// The response to a request of a separate client.
 pub fn posted(rig: &Rig<'_>, path: &str, body: &str) -> String {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let pem = rig.ca_bundle(false).unwrap();
@@ -235,7 +235,7 @@ pub fn posted(rig: &Rig<'_>, path: &str, body: &str) -> String {
     );
     rig.cluster.block_on(async {
         let mut stream = support::cluster::tls::connect(rig.served.port, &pem).await;
-        // It may be refused before all of it is sent.
+        // The request may be refused before it is sent completely.
         let _ = stream.write_all(sent.as_bytes()).await;
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer).await;

@@ -1,4 +1,4 @@
-//! The webhooks as a service: away, at home, with new certificates, and with whoever sends nonsense.
+//! The webhooks as a service: outages, their own namespace, new certificates, hostile clients.
 
 use support::cluster::shared;
 
@@ -16,7 +16,7 @@ use support::cluster::tls::Authority;
 use support::path;
 
 #[test]
-fn while_no_webhook_runs_only_pods_with_volumes_of_the_driver_are_refused() {
+fn without_a_webhook_pods_of_the_driver_are_refused() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster, With::default());
     let volume = rig.volume(json!({}));
@@ -36,7 +36,7 @@ fn while_no_webhook_runs_only_pods_with_volumes_of_the_driver_are_refused() {
 }
 
 #[test]
-fn the_webhooks_own_namespace_is_free() {
+fn the_webhooks_own_namespace_is_exempt() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster, With::default());
     cluster.account(&rig.home, "default");
@@ -45,7 +45,7 @@ fn the_webhooks_own_namespace_is_free() {
 }
 
 #[test]
-fn dry_runs_are_judged_and_leave_nothing() {
+fn dry_runs_are_reviewed_and_store_nothing() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, With::default());
     let made = rig.dry(&rig.apps, &pod(&rig.volume(json!({ "content/a": "x" })))).unwrap();
@@ -57,7 +57,7 @@ fn dry_runs_are_judged_and_leave_nothing() {
 }
 
 #[test]
-fn a_provided_certificate_is_shown() {
+fn a_provided_certificate_is_served() {
     let Some(cluster) = shared() else { return };
     let authority = Authority::new("provided");
     let directory = TempDir::with_prefix_in("provided-", cluster.scratch()).unwrap();
@@ -65,7 +65,7 @@ fn a_provided_certificate_is_shown() {
     let certificate = ["--tls-cert", path(&provided.file), "--tls-key", path(&provided.key)];
     let rig = Rig::new(cluster, With { certificate: Some(certificate), ..With::default() });
     let volume = rig.volume(json!({}));
-    // What the API server trusts is for whoever provides it to say.
+    // The administrator who provides the certificate sets the caBundle.
     rig.refused_once(&rig.apps, &volume, "failed calling webhook");
     let bundle = json!(ByteString(authority.pem().into_bytes()));
     let patch =
@@ -81,7 +81,7 @@ fn a_provided_certificate_is_shown() {
 }
 
 #[test]
-fn hostile_reviews_are_answered_or_refused_and_hold_up_nobody() {
+fn hostile_reviews_are_handled_and_block_no_client() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster, With::default());
     let review = |kind: &str, object: Value| {
@@ -110,7 +110,7 @@ fn hostile_reviews_are_answered_or_refused_and_hold_up_nobody() {
         assert!(huge.starts_with("HTTP/1.1 413"), "{path}: {huge}");
         let wrong = posted(&rig, path, &review("Secret", json!({})));
         let refused = wrong.contains("\"allowed\":false");
-        assert!(refused && wrong.contains("judges"), "{path}: {wrong}");
+        assert!(refused && wrong.contains("reviews only"), "{path}: {wrong}");
     }
     let wrong = posted(&rig, "/validate-pod", &review("Pod", pod(json!({ "containers": 7 }))));
     assert!(wrong.contains("\"allowed\":false") && wrong.contains("422"), "{wrong}");
@@ -118,7 +118,7 @@ fn hostile_reviews_are_answered_or_refused_and_hold_up_nobody() {
     assert!(wrong.contains("metadata.namespace"), "{wrong}");
     let none = posted(&rig, "/validate-pod", &review("Pod", Value::Null));
     assert!(none.contains("no pod"), "{none}");
-    // Many volumes with a bad attribute, in a pod of the largest size.
+    // Many volumes with an invalid attribute, in a pod of the maximum size.
     let volumes: Vec<_> = (0..5000)
         .map(|number| {
             let mut volume = rig.volume(json!({ "sise": number.to_string() }));
@@ -136,7 +136,7 @@ fn hostile_reviews_are_answered_or_refused_and_hold_up_nobody() {
 }
 
 #[test]
-fn reviews_are_counted_and_what_pods_say_is_never_logged() {
+fn reviews_are_counted_and_pod_content_is_not_logged() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, With { flags: &["--log-level", "debug"], ..With::default() });
     let secret = "hunter2-in-a-pod";

@@ -1,4 +1,4 @@
-//! Another mutating webhook, which is called after ours and takes back what ours has done.
+//! Another mutating webhook, which is called after ours and reverts its changes.
 
 use std::time::Duration;
 use support::cluster::shared;
@@ -22,14 +22,14 @@ use support::cluster::tls::Authority;
 
 const LIMITS: Limits = Limits { body: 7 << 20, request: Duration::from_secs(4) };
 
-/// Serves and is called until it is dropped.
+/// The reverting webhook, which runs until it is dropped.
 struct Undoing<'a> {
     cluster: &'a Cluster,
     configuration: String,
     phase: watch::Sender<Phase>,
 }
 
-/// What it does to each pod.
+/// Its change of each pod.
 fn undo() -> Allowed {
     let volume = ["spec", "volumes", "0", "csi", "readOnly"];
     let mount = ["spec", "containers", "0", "volumeMounts", "0", "readOnly"];
@@ -37,7 +37,8 @@ fn undo() -> Allowed {
 }
 
 impl<'a> Undoing<'a> {
-    /// For pods of the rig's namespace; `again`: whether it is asked again when another has changed the pod after it.
+    /// For pods of the rig's namespace. `again`: whether it is called again after another webhook's
+    /// change.
     fn start(rig: &Rig<'a>, again: &str) -> Self {
         let cluster = rig.cluster;
         let authority = Authority::new("undoing");
@@ -51,7 +52,7 @@ impl<'a> Undoing<'a> {
         let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
         let judge = |_: AdmissionRequest<Pod>| async { Ok::<_, Refusal>(undo()) };
         let routes = Router::new().route("/", Webhook::of::<Pod>(LIMITS.request).route(judge));
-        let (phase, shutdown) = Shutdown::by_hand();
+        let (phase, shutdown) = Shutdown::manual();
         let port = cluster.block_on(async {
             let listener = tls::listen(0).await.unwrap();
             let port = listener.local_addr().unwrap().port();
@@ -59,7 +60,7 @@ impl<'a> Undoing<'a> {
             tokio::spawn(https::serve(incoming, routes, LIMITS, shutdown));
             port
         });
-        // They are called by the names of their configurations.
+        // Webhooks are called in the order of their configurations' names.
         let configuration = cluster.unique("undoing");
         assert!(configuration > rig.configuration);
         let webhook = json!({
@@ -89,7 +90,7 @@ impl Drop for Undoing<'_> {
 }
 
 #[test]
-fn what_another_webhook_has_undone_is_mended_again_and_refused_where_it_insists() {
+fn reverted_mutations_are_repeated_or_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, With::default());
     let content = pod(&rig.volume(json!({ "content/a": "x" })));
@@ -101,7 +102,8 @@ fn what_another_webhook_has_undone_is_mended_again_and_refused_where_it_insists(
             made.containers[0].volume_mounts.as_ref()?[0].read_only?,
         ])
     };
-    // The API server takes a moment to heed a configuration: its mark is a field that is there, though false.
+    // Wait until the API server applies the configuration: the mark is a field with the value
+    // false.
     let is_called = || {
         let made = rig.dry(&rig.apps, &scratch).unwrap().spec.unwrap();
         (made.volumes?[0].csi.as_ref()?.read_only == Some(false)).then_some(())
@@ -109,7 +111,7 @@ fn what_another_webhook_has_undone_is_mended_again_and_refused_where_it_insists(
     {
         let _undoing = Undoing::start(&rig, "Never");
         cluster.wait_for("the webhook that undoes", is_called);
-        assert_eq!(mended(), Some([true, true]), "ours is asked again");
+        assert_eq!(mended(), Some([true, true]), "ours is called again");
     }
     {
         let _undoing = Undoing::start(&rig, "IfNeeded");
@@ -117,9 +119,9 @@ fn what_another_webhook_has_undone_is_mended_again_and_refused_where_it_insists(
             "422",
             "spec.volumes[0].csi.readOnly",
             "spec.containers[0].volumeMounts[0].readOnly",
-            "has to be true",
+            "must be true",
         ];
-        rig.refused_once(&rig.apps, &rig.volume(json!({ "content/a": "x" })), "has to be true");
+        rig.refused_once(&rig.apps, &rig.volume(json!({ "content/a": "x" })), "must be true");
         assert_refused(rig.make(&rig.apps, &content), &words);
     }
     cluster.wait_for("the end of the webhook that undoes", mended);

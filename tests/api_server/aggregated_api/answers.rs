@@ -1,4 +1,4 @@
-//! What is answered.
+//! Responses.
 
 use csi_loopback::kubernetes::driver_discovery::DriverDiscovery;
 use csi_loopback::kubernetes::snapshot_delta::VolumeSnapshotDeltaState as State;
@@ -7,12 +7,12 @@ use support::cluster::shared;
 
 use super::rig::{FAST, Whole, listed};
 use support::cluster::aggregated::Aggregated;
-use support::cluster::programs::{free_port, said};
+use support::cluster::programs::{free_port, stdout_of};
 use support::driver::{block, mounted};
 use support::{BLOCK, MIB, path, pattern, write_direct};
 
 #[test]
-fn kubectl_create_prints_the_answer() {
+fn kubectl_create_prints_the_response() {
     let Some(cluster) = shared() else { return };
     let whole = Whole::new(cluster, &[]);
     whole.write(1, [0, 7, 8]);
@@ -22,7 +22,7 @@ fn kubectl_create_prints_the_answer() {
     let create = |spec: Value| -> Value {
         let file = whole.aggregated.delta(&spec);
         let line = ["-n", &whole.namespace, "create", "-f", path(&file), "-o", "json"];
-        serde_json::from_str(&said(whole.aggregated.kubectl(&line))).unwrap()
+        serde_json::from_str(&stdout_of(whole.aggregated.kubectl(&line))).unwrap()
     };
     let names =
         json!({ "baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday" });
@@ -57,7 +57,7 @@ fn kubectl_create_prints_the_answer() {
 
 #[test]
 #[ignore = "full tier"]
-fn all_three_apis_give_the_same_extents_in_both_styles() {
+fn all_three_apis_report_the_same_extents() {
     let Some(cluster) = shared() else { return };
     let fixed = ["--block-metadata-type", "fixed", "--block-size", "8Ki"];
     for driver in [&[][..], &fixed] {
@@ -87,7 +87,7 @@ fn all_three_apis_give_the_same_extents_in_both_styles() {
 }
 
 #[test]
-fn a_filesystem_volume_is_answered_as_any_other() {
+fn a_filesystem_volume_is_supported() {
     let Some(cluster) = shared() else { return };
     let whole = Whole::new(cluster, &[]);
     let volume = whole.driver.volume("files", 64 * MIB, mounted("ext4"));
@@ -106,13 +106,13 @@ fn a_filesystem_volume_is_answered_as_any_other() {
     assert!(paged["changed_bytes"].as_u64().unwrap() >= MIB, "{paged}");
 }
 
-/// Blocks that are written for the test of many: in one piece, and one by one behind it.
+/// Blocks that the large test writes: one run, and single blocks after it.
 const WHOLE: u64 = 100_000;
 const SINGLE: u64 = 2_000;
 
 #[test]
 #[ignore = "full tier"]
-fn a_delta_of_over_100_000_blocks_is_paged_to_its_end() {
+fn a_delta_of_over_100_000_blocks_is_paged_completely() {
     let Some(cluster) = shared() else { return };
     let whole = Whole::new(cluster, &[]);
     let bytes = (WHOLE + 2 * SINGLE) * BLOCK;
@@ -152,17 +152,18 @@ fn a_delta_of_over_100_000_blocks_is_paged_to_its_end() {
     let expected: Vec<u64> = (0..WHOLE).chain((0..SINGLE).map(|at| WHOLE + 2 * at + 1)).collect();
     assert!(blocks == expected, "{} blocks in {pages} pages", blocks.len());
     assert_eq!(pages, expected.len().div_ceil(4096));
-    // In pages of the default size, as a command does it.
+    // In pages of the default size, like the command.
     let paged =
         listed(whole.command(&["delta", "empty", "full", "--api", "aggregated"]).output().unwrap());
     let released = whole.listed(&["delta", "empty", "full"]);
     assert_eq!(paged["extents"], released["extents"]);
 }
 
-/// The DriverDiscovery that the sidecar publishes names a Service; the aggregated API server resolves it and checks the certificate
-/// for it, as in a cluster. There, DNS has the name; here, an /etc/hosts of the process.
+/// The published DriverDiscovery names a Service; the aggregated API server resolves it and checks
+/// the certificate for it. In a cluster DNS resolves the name; here the process has its own
+/// /etc/hosts.
 #[test]
-fn the_endpoint_is_called_by_the_name_of_its_service() {
+fn the_endpoint_is_called_by_its_service_name() {
     let Some(cluster) = shared() else { return };
     let (host, port) = ("cbt-http.csi-loopback.svc", free_port());
     let aggregated = Aggregated::start_with_hosts(cluster, &format!("127.0.0.1 {host}\n"), &FAST);

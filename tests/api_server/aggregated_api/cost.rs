@@ -1,5 +1,6 @@
-//! What VolumeSnapshotDelta costs the API server, beside the released API, which does not go through it: the published reason why the
-//! one design was replaced by the other. Nothing is passed or failed by a figure.
+//! The cost of VolumeSnapshotDelta for the API server, compared with the released API, which
+//! bypasses it: the published reason why the other design was chosen. No figure decides the test's
+//! result.
 
 use std::fs;
 use std::time::Instant;
@@ -15,12 +16,12 @@ use support::driver::block;
 use support::{BLOCK, MIB, pattern, write_direct};
 
 const BLOCKS: u64 = 25_600;
-/// Blocks of a page: the proposal's default.
+/// Blocks of a page: the KEP's default.
 const LIMIT: u64 = 256;
 
 #[test]
 #[ignore = "full tier"]
-fn what_a_page_costs_the_api_server_beside_a_stream() {
+fn the_cost_of_pages_for_the_api_server() {
     let Some(cluster) = shared() else { return };
     let whole = Whole::with(cluster, &[], &FAST);
     let bytes = BLOCKS * BLOCK;
@@ -35,7 +36,7 @@ fn what_a_page_costs_the_api_server_beside_a_stream() {
     });
     cut("full");
     let backup = cluster.client_as(&whole.backup);
-    let asked = || {
+    let query = || {
         let (mut pages, mut next, mut size) = (0, Some(0), 0);
         while let Some(offset) = next {
             let spec = json!({
@@ -50,8 +51,8 @@ fn what_a_page_costs_the_api_server_beside_a_stream() {
         }
         (pages, size)
     };
-    // What both find at hand.
-    let (expected, _) = asked();
+    // Objects that both need.
+    let (expected, _) = query();
     assert_eq!(expected, BLOCKS / LIMIT);
     whole.listed(&["delta", "empty", "full"]);
 
@@ -59,7 +60,7 @@ fn what_a_page_costs_the_api_server_beside_a_stream() {
     let idle = spent_while(server, || std::thread::sleep(std::time::Duration::from_secs(2)));
     let idle = |seconds: f64| idle.0 / idle.1 * seconds;
     let mut found = (0, 0);
-    let (paged, paged_for) = spent_while(server, || found = asked());
+    let (paged, paged_for) = spent_while(server, || found = query());
     let (streamed, streamed_for) =
         spent_while(server, || drop(whole.listed(&["delta", "empty", "full"])));
     let (pages, size) = found;
@@ -74,14 +75,14 @@ fn what_a_page_costs_the_api_server_beside_a_stream() {
     );
 }
 
-/// Seconds of the processor that a process spends on `work`, and those that it lasts.
+/// CPU seconds that a process spends during `work`, and its duration in seconds.
 fn spent_while(pid: u32, work: impl FnOnce()) -> (f64, f64) {
     let (before, begun) = (spent(pid), Instant::now());
     work();
     (spent(pid) - before, begun.elapsed().as_secs_f64())
 }
 
-/// Seconds of the processor that a process has spent (proc(5): utime and stime).
+/// CPU seconds that a process has spent (proc(5): utime and stime).
 fn spent(pid: u32) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();

@@ -1,5 +1,6 @@
-//! VolumeSnapshotDelta with all parts real: kubectl or an application, the API server, the aggregated API server, cbt-http in the
-//! driver's sidecar, the driver. What each part does by itself: aggregated_surface, snapshot_delta_flow, cbt_http.
+//! VolumeSnapshotDelta with all parts real: kubectl or an application, the API server, the
+//! aggregated API server, cbt-http in the driver's sidecar, the driver. For single parts see
+//! aggregated_surface, snapshot_delta_flow and cbt_http.
 
 mod answers;
 mod cost;

@@ -1,5 +1,5 @@
-//! A driver with all three ways to its snapshots: sidecar, session manager, aggregated API server. The sidecar makes the objects by
-//! which it is found itself.
+//! A driver with all three APIs: sidecar, session manager, aggregated API server. The sidecar
+//! publishes its objects itself.
 
 use std::ops::Deref;
 use std::process::{Command, Output, Stdio};
@@ -18,7 +18,7 @@ use support::cluster::access::{Account, backup_rules, rule, sidecar_rules};
 use support::cluster::aggregated::{Aggregated, path_in};
 use support::cluster::cbt_http::cbt_http_rules;
 use support::cluster::manager::{self, Start, manager_rules};
-use support::cluster::programs::{Served, free_port, said};
+use support::cluster::programs::{Served, free_port, stdout_of};
 use support::cluster::rig;
 use support::cluster::session::session_rules;
 use support::cluster::sidecar::{AUDIENCE, http, start_at};
@@ -26,9 +26,9 @@ use support::cluster::tls::{Authority, Certificate};
 use support::path;
 
 const OURS: &str = "cbt.storage.k8s.io";
-/// Of the sidecar's certificate: one that ends within a day is complained of.
+/// Validity of the sidecar's certificate: less than a day would be reported as expiring.
 const VALIDITY: Duration = Duration::from_secs(10 * 24 * 3600);
-/// Nothing here is to wait for a rate that protects others.
+/// Rate limits that no test reaches.
 pub const FAST: [&str; 8] =
     ["--user-qps", "100000", "--user-burst", "100000", "--qps", "100000", "--burst", "100000"];
 
@@ -63,8 +63,8 @@ impl<'a> Whole<'a> {
         Self::of(cluster, driver, Aggregated::start(cluster, flags), None)
     }
 
-    /// With an aggregated API server that there is already; cbt-http listens at the port and is found at the address, where they are
-    /// given.
+    /// With an existing aggregated API server. If given, cbt-http listens at the port and is
+    /// published at the address.
     pub fn of(
         cluster: &'a Cluster,
         driver: &[&str],
@@ -100,13 +100,13 @@ impl<'a> Whole<'a> {
         whole
     }
 
-    /// A second sidecar, whose cbt-http listens at this port and is found at the other.
+    /// A second sidecar, whose cbt-http listens at this port and is published at the other.
     pub fn another_sidecar(&self, cbt_http: u16, found_at: &str) -> Served {
         let Self { base, home, own, certificate, .. } = self;
         Place { cluster: base.cluster, base, home, own, certificate }.sidecar(cbt_http, found_at)
     }
 
-    /// Waits until the controller of DriverDiscovery has seen the endpoint.
+    /// Waits until the DriverDiscovery reports the endpoint as reachable.
     fn wait_until_reached(&self) {
         let discoveries = self.cluster.api::<DriverDiscovery>();
         self.cluster.wait_for("the driver's endpoint to be reached", || {
@@ -121,7 +121,7 @@ impl<'a> Whole<'a> {
         });
     }
 
-    /// Pages that the sidecar has given so far.
+    /// Pages that the sidecar has returned so far.
     pub fn pages(&self) -> u64 {
         let metrics = http(&self.sidecar, "/metrics");
         let count = metrics.lines().find_map(|line| {
@@ -145,19 +145,19 @@ impl<'a> Whole<'a> {
         command
     }
 
-    /// What such a command lists.
+    /// The output of such a command.
     pub fn listed(&self, arguments: &[&str]) -> Value {
         listed(self.command(arguments).output().unwrap())
     }
 
-    /// A client of the API server that tries nothing again.
+    /// A client of the API server without retries.
     pub fn client(&self, account: &Account) -> Client {
         let kubeconfig = self.cluster.kubeconfig_of(account);
         let rate = Rate { per_second: 1000.0, burst: 1000 };
         self.cluster.block_on(connect_as_user_once(Some(&kubeconfig), rate)).unwrap()
     }
 
-    /// Creates one VolumeSnapshotDelta as this client.
+    /// Creates one VolumeSnapshotDelta with this client.
     pub fn ask(&self, client: &Client, spec: &Value) -> kube::Result<VolumeSnapshotDelta> {
         let object = json!({
             "apiVersion": format!("{OURS}/v1alpha1"), "kind": "VolumeSnapshotDelta",
@@ -171,7 +171,7 @@ impl<'a> Whole<'a> {
     }
 }
 
-/// What a sidecar needs to be started.
+/// Parameters of a sidecar's start.
 struct Place<'p> {
     cluster: &'p Cluster,
     base: &'p rig::Rig<'p>,
@@ -224,10 +224,10 @@ fn sessions_manager(cluster: &Cluster) -> Served {
     manager::spawn(cluster, &start)
 }
 
-/// What was listed, without the time that it took.
+/// The listing without its duration.
 #[track_caller]
 pub fn listed(output: Output) -> Value {
-    let mut json: Value = serde_json::from_str(&said(output)).unwrap();
+    let mut json: Value = serde_json::from_str(&stdout_of(output)).unwrap();
     for time in ["first_message_seconds", "seconds"] {
         json.as_object_mut().unwrap().remove(time).unwrap();
     }

@@ -1,4 +1,4 @@
-//! What goes wrong, seen from outside.
+//! Errors as clients see them.
 
 use csi_loopback::kubernetes::snapshot_delta::VolumeSnapshotDeltaState as State;
 use nix::sys::signal::Signal;
@@ -13,25 +13,26 @@ use support::cluster::proxy::Way;
 use support::path;
 
 #[test]
-fn who_may_not_is_told_by_kubectl_what_is_missing() {
+fn kubectl_reports_a_missing_permission() {
     let Some(cluster) = shared() else { return };
     let whole = Whole::new(cluster, &[]);
     whole.snapshot("monday");
     let stranger = cluster.account(&whole.namespace, "stranger");
     let file = whole.aggregated.delta(&json!({ "targetVolumeSnapshotName": "monday" }));
     let user = stranger.user();
-    // Else kubectl looks among the CustomResourceDefinitions, which not everybody may list: so with whatever cannot be patched.
+    // Without this permission kubectl looks among CustomResourceDefinitions, as for all types
+    // without patch.
     let ignore = "--validate=ignore";
     let line = ["-n", &whole.namespace, "create", ignore, "--as", &user, "-f", path(&file)];
-    // The API server's own word.
-    let told = whole.aggregated.kubectl_refused(&line);
-    assert!(told.contains("cannot create resource \"volumesnapshotdeltas\""), "{told}");
+    // The API server's error.
+    let error = whole.aggregated.kubectl_rejected(&line);
+    assert!(error.contains("cannot create resource \"volumesnapshotdeltas\""), "{error}");
     let create = rule("cbt.storage.k8s.io", &["volumesnapshotdeltas"], &["create"]);
     cluster.grant_in(&whole.namespace, &stranger, &[create]);
-    // The aggregated API server's.
-    let told = whole.aggregated.kubectl_refused(&line);
-    assert!(told.contains("Forbidden") && told.contains("volumesnapshots"), "{told}");
-    assert!(told.contains("monday") && told.contains(&user), "{told}");
+    // The aggregated API server's error.
+    let error = whole.aggregated.kubectl_rejected(&line);
+    assert!(error.contains("Forbidden") && error.contains("volumesnapshots"), "{error}");
+    assert!(error.contains("monday") && error.contains(&user), "{error}");
     let get = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
     cluster.grant_in(&whole.namespace, &stranger, &[get]);
     cluster
@@ -39,7 +40,7 @@ fn who_may_not_is_told_by_kubectl_what_is_missing() {
 }
 
 #[test]
-fn who_asks_too_fast_is_told_when_to_come_again() {
+fn a_rate_limited_user_learns_when_to_retry() {
     let Some(cluster) = shared() else { return };
     let slow = ["--user-qps", "0.01", "--user-burst", "2", "--qps", "1000", "--burst", "1000"];
     let whole = Whole::with(cluster, &[], &slow);
@@ -54,12 +55,12 @@ fn who_asks_too_fast_is_told_when_to_come_again() {
     assert_eq!((status.code, status.reason.as_str()), (429, "TooManyRequests"), "{status:?}");
     let wait = status.details.unwrap().retry_after_seconds;
     assert!((1..=100).contains(&wait), "{wait}");
-    // Another one is not kept waiting.
+    // Another user is not limited.
     whole.ask(&cluster.client(), &spec).unwrap();
 }
 
 #[test]
-fn a_driver_that_fails_is_told_in_the_status() {
+fn a_failure_of_the_driver_is_reported_in_the_status() {
     let Some(cluster) = shared() else { return };
     let fault = "stream-abort,after=0,code=INTERNAL,method=GetMetadataAllocated,times=1";
     let whole = Whole::new(cluster, &["--enable-faults", "--fault", fault]);
@@ -74,7 +75,7 @@ fn a_driver_that_fails_is_told_in_the_status() {
     );
 }
 
-/// A listing of many pages is under way.
+/// A listing of many pages that is in progress.
 fn under_way(whole: &Whole<'_>) -> std::process::Child {
     whole.write(1, (0..4096).step_by(8));
     whole.snapshot("monday");
@@ -84,8 +85,8 @@ fn under_way(whole: &Whole<'_>) -> std::process::Child {
     child
 }
 
-/// It goes on and lists all.
-fn goes_on(whole: &Whole<'_>, child: std::process::Child) {
+/// Checks that it continues and lists everything.
+fn lists_everything(whole: &Whole<'_>, child: std::process::Child) {
     let output = child.wait_with_output().unwrap();
     let all = listed(output);
     let again = whole.listed(&["allocated", "monday"]);
@@ -95,7 +96,7 @@ fn goes_on(whole: &Whole<'_>, child: std::process::Child) {
 
 #[test]
 #[ignore = "full tier"]
-fn a_listing_goes_on_when_an_aggregated_server_is_killed() {
+fn a_listing_survives_a_killed_aggregated_server() {
     let Some(cluster) = shared() else { return };
     let aggregated = Aggregated::start(cluster, &FAST);
     let other = aggregated.another();
@@ -106,12 +107,12 @@ fn a_listing_goes_on_when_an_aggregated_server_is_killed() {
     let first = &mut whole.aggregated.served.process;
     first.signal(Signal::SIGKILL);
     first.stop();
-    goes_on(&whole, child);
+    lists_everything(&whole, child);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_listing_goes_on_when_the_leading_sidecar_is_killed() {
+fn a_listing_survives_a_killed_leading_sidecar() {
     let Some(cluster) = shared() else { return };
     let ports = (free_port(), free_port());
     let service = cluster.balancer(&[ports.0, ports.1]);
@@ -122,7 +123,7 @@ fn a_listing_goes_on_when_the_leading_sidecar_is_killed() {
     let child = under_way(&whole);
     whole.sidecar.process.signal(Signal::SIGKILL);
     whole.sidecar.process.stop();
-    goes_on(&whole, child);
+    lists_everything(&whole, child);
 }
 
 #[test]
@@ -136,7 +137,7 @@ fn an_api_server_that_is_away_for_a_while_is_waited_for() {
     let backup = whole.client(&whole.backup);
     whole.ask(&backup, &spec).unwrap();
     cluster.turn(&proxy, Way::Refused);
-    // What it has to ask the API server cannot be answered; it does not guess.
+    // The server cannot query the API server, and does not guess.
     let stranger = cluster.account(&whole.namespace, "stranger");
     let create = rule("cbt.storage.k8s.io", &["volumesnapshotdeltas"], &["create"]);
     cluster.grant_in(&whole.namespace, &stranger, &[create]);

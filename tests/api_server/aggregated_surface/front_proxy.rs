@@ -1,4 +1,4 @@
-//! Who is believed: only the API server, however somebody else words a request.
+//! Authentication: only the API server is trusted, whatever headers another client sends.
 
 use std::time::Duration;
 use support::cluster::shared;
@@ -10,10 +10,10 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair}
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use support::cluster::aggregated::{Aggregated, Shown, get, path_in};
+use support::cluster::aggregated::{Aggregated, ClientCertificate, get, path_in};
 use support::cluster::proxy::Way;
 
-/// What everybody who is believed may see.
+/// A path that every authenticated user may read.
 const APIS: &str = "/apis/cbt.storage.k8s.io/v1alpha1";
 const MASTER: &str = "X-Remote-User: mallory\r\nX-Remote-Group: system:masters\r\n";
 
@@ -27,11 +27,11 @@ fn authority() -> CertifiedIssuer<'static, KeyPair> {
 fn a_forged_header_is_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &[]);
-    let ours = |name, use_| rig.of_the_front_proxys_authority(name, use_);
+    let ours = |name, use_| rig.issued_by_front_proxy_ca(name, use_);
     let other = authority();
     let forged = [
         ("no certificate", None),
-        ("another authority", Some(Shown::issue(&other, "front-proxy", ClientAuth))),
+        ("another authority", Some(ClientCertificate::issue(&other, "front-proxy", ClientAuth))),
         ("a name that is not allowed", Some(ours("mallory", ClientAuth))),
         ("a server's certificate", Some(ours("front-proxy", ServerAuth))),
     ];
@@ -39,7 +39,7 @@ fn a_forged_header_is_refused() {
         for path in [APIS, "/apis", "/openapi/v2", &path_in("apps")] {
             assert_eq!(rig.status(shown.as_ref(), path, MASTER), 401, "{what}: {path}");
         }
-        // Nor does a token help.
+        // A token does not help either.
         let token = cluster.token(&rig.account, None);
         let token = format!("Authorization: Bearer {token}\r\n");
         assert_eq!(rig.status(shown.as_ref(), APIS, &token), 401, "{what}");
@@ -47,22 +47,22 @@ fn a_forged_header_is_refused() {
     let real = rig.front_proxy();
     assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
     assert_eq!(rig.status(Some(&ours("front-proxy", ClientAuth)), APIS, MASTER), 200);
-    // It has to name a user.
+    // The headers must name a user.
     assert_eq!(rig.status(Some(&real), APIS, ""), 401);
     assert_eq!(rig.status(Some(&real), APIS, "X-Remote-Group: system:masters\r\n"), 401);
     assert!(!rig.served.process.log().contains("panic"));
 }
 
 #[test]
-fn whom_to_believe_follows_the_config_map() {
+fn the_front_proxys_authority_follows_the_config_map() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &[]);
     let maps: Api<ConfigMap> = cluster.api_in("kube-system");
     let name = "extension-apiserver-authentication";
     let before = cluster.get(&maps, name).unwrap().data.unwrap();
     let other = authority();
-    let second = Shown::issue(&other, "second", ClientAuth);
-    let named = Shown::issue(&other, "front-proxy", ClientAuth);
+    let second = ClientCertificate::issue(&other, "second", ClientAuth);
+    let named = ClientCertificate::issue(&other, "front-proxy", ClientAuth);
     let real = rig.front_proxy();
     for unknown in [&second, &named] {
         assert_eq!(rig.status(Some(unknown), APIS, MASTER), 401);
@@ -81,7 +81,7 @@ fn whom_to_believe_follows_the_config_map() {
         (rig.status(Some(&second), APIS, MASTER) == 200).then_some(())
     });
     assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
-    // A connection that was there before is judged by what is known now.
+    // An older connection is checked with the current configuration.
     let mut open = cluster.block_on(rig.connect(Some(&second)));
     cluster.merge(&maps, name, &json!({ "data": before }));
     cluster.wait_for("the end of both", || {
@@ -99,24 +99,24 @@ fn whom_to_believe_follows_the_config_map() {
 }
 
 #[test]
-fn health_is_told_to_anybody_and_nothing_else_is() {
+fn only_health_is_served_without_authentication() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &[]);
     for path in ["/healthz", "/livez", "/readyz"] {
-        let answer = rig.straight(None, &get(path, ""));
+        let answer = rig.send_directly(None, &get(path, ""));
         assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("\r\nok"), "{answer}");
     }
     for path in ["/", "/version", "/apis", "/openapi/v3", "/metrics", APIS, &path_in("apps")] {
-        let answer = rig.straight(None, &get(path, ""));
+        let answer = rig.send_directly(None, &get(path, ""));
         assert!(answer.starts_with("HTTP/1.1 401"), "{path}: {answer}");
         assert!(answer.contains("\"kind\":\"Status\""), "{path}: {answer}");
     }
-    let version = rig.straight(Some(&rig.front_proxy()), &get("/version", MASTER));
+    let version = rig.send_directly(Some(&rig.front_proxy()), &get("/version", MASTER));
     assert!(version.contains("\"gitVersion\":\"v"), "{version}");
 }
 
 #[test]
-fn the_last_word_counts_while_the_api_server_is_away() {
+fn the_last_config_map_applies_during_an_outage() {
     let Some(cluster) = shared() else { return };
     let proxy = cluster.proxy();
     let rig = Aggregated::start_at(cluster, &proxy.server(), &[]);
@@ -134,7 +134,7 @@ fn the_last_word_counts_while_the_api_server_is_away() {
 
 #[test]
 #[ignore = "full tier"]
-fn garbage_and_slow_clients_hold_up_nobody() {
+fn garbage_and_slow_clients_block_no_other_client() {
     let Some(cluster) = shared() else { return };
     let mut rig = Aggregated::start(cluster, &[]);
     let real = rig.front_proxy();
@@ -142,14 +142,14 @@ fn garbage_and_slow_clients_hold_up_nobody() {
         ("nonsense\r\n\r\n".to_owned(), 400),
         (get("/apis", &format!("X: {}\r\n", "x".repeat(70 << 10))), 431),
     ] {
-        let answer = rig.straight(Some(&real), &sent);
+        let answer = rig.send_directly(Some(&real), &sent);
         assert!(answer.starts_with(&format!("HTTP/1.1 {code}")), "{answer}");
     }
-    // A user in hundreds of groups is one whom the API server may name.
+    // The API server may name a user in hundreds of groups.
     let groups: String = (0..600).map(|at| format!("X-Remote-Group: g{at:030}\r\n")).collect();
     let many = rig.status(Some(&real), APIS, &format!("X-Remote-User: a\r\n{groups}"));
     assert_eq!(many, 200);
-    // Some say nothing, some half a head, some half a body.
+    // Silent clients, and clients that send half a head or half a body.
     let post = format!(
         "POST {} HTTP/1.1\r\nHost: x\r\nX-Remote-User: a\r\nContent-Length: 500\r\n\r\nxxx",
         path_in("apps")
@@ -163,7 +163,7 @@ fn garbage_and_slow_clients_hold_up_nobody() {
         }));
     }
     assert_eq!(rig.status(Some(&real), APIS, MASTER), 200);
-    // They are let go.
+    // Their connections are closed.
     for mut stream in slow {
         let gone = cluster.block_on(async {
             let mut answer = Vec::new();

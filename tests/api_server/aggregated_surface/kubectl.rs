@@ -1,26 +1,26 @@
-//! What kubectl makes of it.
+//! The server as kubectl sees it.
 
 use serde_json::{Value, json};
 use support::cluster::shared;
 
 use support::cluster::aggregated::{Aggregated, path_in};
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::path;
 
-/// A spec that the server refuses before it looks at anything.
+/// A spec that the server refuses before any lookup.
 fn refused_by_the_server() -> Value {
     json!({ "targetVolumeSnapshotName": "b", "mode": "file" })
 }
 
 #[test]
-fn kubectl_create_reaches_the_server_and_is_told_by_field_what_is_wrong() {
+fn kubectl_create_reports_errors_by_field() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &[]);
     let file = rig.delta(&refused_by_the_server());
-    let told = rig.kubectl_refused(&["create", "-f", path(&file), "-o", "json"]);
-    assert!(told.contains("spec.mode: must be \"block\""), "{told}");
-    assert!(told.contains("The VolumeSnapshotDelta \"delta\" is invalid"), "{told}");
-    // The API server's own user is told here.
+    let error = rig.kubectl_rejected(&["create", "-f", path(&file), "-o", "json"]);
+    assert!(error.contains("spec.mode: must be \"block\""), "{error}");
+    assert!(error.contains("The VolumeSnapshotDelta \"delta\" is invalid"), "{error}");
+    // The API server's own user appears in the error.
     let metrics = support::cluster::sidecar::http(&rig.served, "/metrics");
     let counted = "csi_loopback_aggregated_api_requests_total{verb=\"create\",outcome=\"invalid\"}";
     assert!(metrics.contains(counted), "{metrics}");
@@ -44,9 +44,9 @@ fn every_verb_but_create_is_refused_with_a_status() {
         &["apply", "-f", file],
         &["apply", "--server-side", "-f", file],
     ] {
-        let told = rig.kubectl_refused(arguments);
-        assert!(told.contains("MethodNotAllowed"), "{arguments:?}: {told}");
-        assert!(told.contains("can only be created"), "{arguments:?}: {told}");
+        let error = rig.kubectl_rejected(arguments);
+        assert!(error.contains("MethodNotAllowed"), "{arguments:?}: {error}");
+        assert!(error.contains("can only be created"), "{arguments:?}: {error}");
     }
 }
 
@@ -56,22 +56,22 @@ fn kubectl_finds_and_explains_the_resource() {
     let rig = Aggregated::start(cluster, &[]);
     let listed = ["api-resources", "--api-group", "cbt.storage.k8s.io", "-o", "wide"];
     let row = cluster.wait_for("the resource in what kubectl finds", || {
-        let table = said(rig.kubectl(&listed));
+        let table = stdout_of(rig.kubectl(&listed));
         table.lines().find(|row| row.starts_with("volumesnapshotdeltas")).map(str::to_owned)
     });
     let words: Vec<&str> = row.split_whitespace().collect();
     let expected = ["vsd", "cbt.storage.k8s.io/v1alpha1", "true", "VolumeSnapshotDelta", "create"];
     assert_eq!(words[1..], expected, "{row}");
-    // The group's other versions are there beside it.
-    assert!(said(rig.kubectl(&listed)).contains("cbt.storage.k8s.io/v1alpha2"));
-    let legacy = said(rig.kubectl(&["get", "--raw", "/apis/cbt.storage.k8s.io/v1alpha1"]));
+    // The group's other versions are listed, too.
+    assert!(stdout_of(rig.kubectl(&listed)).contains("cbt.storage.k8s.io/v1alpha2"));
+    let legacy = stdout_of(rig.kubectl(&["get", "--raw", "/apis/cbt.storage.k8s.io/v1alpha1"]));
     assert!(legacy.contains("\"APIResourceList\""), "{legacy}");
-    let group = said(rig.kubectl(&["get", "--raw", "/apis/cbt.storage.k8s.io"]));
+    let group = stdout_of(rig.kubectl(&["get", "--raw", "/apis/cbt.storage.k8s.io"]));
     assert!(group.contains("v1alpha1") && group.contains("v1alpha2"), "{group}");
     for (what, words) in [
         ("vsd", "never stored"),
         ("vsd.spec", "targetVolumeSnapshotName"),
-        ("vsd.spec.secretRef", "Secret of this namespace"),
+        ("vsd.spec.secretRef", "Secret in this namespace"),
         ("vsd.status.changedBlocks", "blockSizeBytes"),
         ("vsd.metadata.labels", "Labels"),
     ] {
@@ -83,50 +83,53 @@ fn kubectl_finds_and_explains_the_resource() {
         assert!(explained.contains("cbt.storage.k8s.io"), "{what}: {explained}");
     }
     cluster.wait_for("the description in OpenAPI v2", || {
-        let whole = said(rig.kubectl(&["get", "--raw", "/openapi/v2"]));
+        let whole = stdout_of(rig.kubectl(&["get", "--raw", "/openapi/v2"]));
         whole.contains("io.k8s.storage.cbt.v1alpha1.VolumeSnapshotDelta").then_some(())
     });
 }
 
 #[test]
-fn unknown_fields_are_found_by_kubectl_and_by_the_server() {
+fn unknown_fields_are_found_by_client_and_server() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &[]);
     let spec = json!({ "targetVolumeSnapshotName": "b", "mode": "file", "limits": 7 });
     let file = rig.delta(&spec);
     let file = path(&file);
-    // It has the description once the API server has fetched it.
-    let told = cluster.wait_for("kubectl to find the unknown field", || {
-        let told = rig.kubectl_refused(&["create", "-f", file]);
-        told.contains("limits").then_some(told)
+    // The server has the schema once the API server has fetched it.
+    let error = cluster.wait_for("kubectl to find the unknown field", || {
+        let error = rig.kubectl_rejected(&["create", "-f", file]);
+        error.contains("limits").then_some(error)
     });
-    assert!(told.contains("unknown field"), "{told}");
+    assert!(error.contains("unknown field"), "{error}");
     let raw = |query: &str| {
         let path = format!("{}?{query}", path_in(&rig.namespace));
-        rig.kubectl_refused(&["create", "--raw", &path, "-f", file])
+        rig.kubectl_rejected(&["create", "--raw", &path, "-f", file])
     };
-    let told = raw("fieldValidation=Strict");
-    assert!(told.contains("strict decoding error: unknown field \"spec.limits\""), "{told}");
+    let error = raw("fieldValidation=Strict");
+    assert!(error.contains("strict decoding error: unknown field \"spec.limits\""), "{error}");
     for query in ["fieldValidation=Ignore", "fieldValidation=Warn", ""] {
-        let told = raw(query);
-        assert!(told.contains("spec.mode") && !told.contains("limits"), "{query}: {told}");
+        let error = raw(query);
+        assert!(error.contains("spec.mode") && !error.contains("limits"), "{query}: {error}");
     }
-    let told = raw("fieldValidation=Hard");
-    assert!(told.contains("fieldValidation"), "{told}");
+    let error = raw("fieldValidation=Hard");
+    assert!(error.contains("fieldValidation"), "{error}");
 }
 
 #[test]
-fn other_formats_and_bodies_that_are_too_large_are_refused_with_a_status() {
+fn other_formats_and_large_bodies_get_a_status() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &[]);
     let large = json!({ "targetVolumeSnapshotName": "x".repeat(65 << 10) });
     let file = rig.delta(&large);
-    let told = rig.kubectl_refused(&["create", "--validate=false", "-f", path(&file)]);
-    assert!(told.contains("RequestEntityTooLarge") || told.contains("more than 65536"), "{told}");
+    let error = rig.kubectl_rejected(&["create", "--validate=false", "-f", path(&file)]);
+    assert!(
+        error.contains("RequestEntityTooLarge") || error.contains("larger than 65536"),
+        "{error}"
+    );
     let front_proxy = rig.front_proxy();
     let post = |headers: &str, body: &str| {
         let (path, length) = (path_in("apps"), body.len());
-        rig.straight(
+        rig.send_directly(
             Some(&front_proxy),
             &format!(
                 "POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Remote-User: alice\r\n\

@@ -1,5 +1,5 @@
-//! The outside of the aggregated API server, as a real API server and kubectl meet it, and as somebody does who goes past
-//! the API server. The APIService is one per cluster, so each test has it for itself.
+//! The interface of the aggregated API server to a real API server, to kubectl, and to clients that
+//! bypass the API server. A cluster has one APIService, so each test uses it exclusively.
 
 mod front_proxy;
 mod kubectl;

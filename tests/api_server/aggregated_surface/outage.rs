@@ -1,5 +1,5 @@
-//! What stops and what goes on when the server, its APIService or the API server is away; and how the API server comes to trust
-//! the server.
+//! The effect of outages of the server, its APIService or the API server, and how the API server
+//! comes to trust the server.
 
 use std::time::{Duration, Instant};
 use support::cluster::shared;
@@ -10,31 +10,31 @@ use serde_json::{Value, json};
 
 use support::cluster::Cluster;
 use support::cluster::aggregated::{API_SERVICE, Aggregated};
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::driver::PATIENCE;
 use support::path;
 
 const APIS: &str = "/apis/cbt.storage.k8s.io/v1alpha1";
 
-/// What somebody else does in the meantime.
-fn goes_on(rig: &Aggregated<'_>) {
-    said(rig.kubectl(&["get", "namespaces"]));
-    said(rig.kubectl(&["get", "volumesnapshots.snapshot.storage.k8s.io", "-A"]));
+/// Requests that must still work during an outage.
+fn other_requests_work(rig: &Aggregated<'_>) {
+    stdout_of(rig.kubectl(&["get", "namespaces"]));
+    stdout_of(rig.kubectl(&["get", "volumesnapshots.snapshot.storage.k8s.io", "-A"]));
     // A CustomResourceDefinition of the same group.
-    said(rig.kubectl(&["get", "snapshotsessionrequests.cbt.storage.k8s.io", "-A"]));
+    stdout_of(rig.kubectl(&["get", "snapshotsessionrequests.cbt.storage.k8s.io", "-A"]));
     let namespace = rig.cluster.namespace("meanwhile");
-    said(rig.kubectl(&["create", "configmap", "x", "--namespace", &namespace]));
+    stdout_of(rig.kubectl(&["create", "configmap", "x", "--namespace", &namespace]));
 }
 
-/// Whether the server is asked by way of the API server.
+/// Whether the server is reachable through the API server.
 fn answers(rig: &Aggregated<'_>) -> bool {
     let file = rig.delta(&json!({ "targetVolumeSnapshotName": "b", "mode": "file" }));
-    let told = rig.kubectl_refused(&["create", "--validate=false", "-f", path(&file)]);
-    told.contains("spec.mode")
+    let error = rig.kubectl_rejected(&["create", "--validate=false", "-f", path(&file)]);
+    error.contains("spec.mode")
 }
 
-/// Waits until the API server's discovery calls the group version so: Current, Stale, or nothing where it is not in it. It asks
-/// those behind it once a minute.
+/// Waits until the API server's discovery reports this freshness of the group version: Current,
+/// Stale, or nothing if it is missing. The API server polls once a minute.
 fn wait_until_discovery_says(rig: &Aggregated<'_>, expected: Option<&str>) {
     let until = Instant::now() + 3 * PATIENCE;
     loop {
@@ -60,17 +60,17 @@ fn freshness(cluster: &Cluster) -> Option<String> {
 
 #[test]
 #[ignore = "full tier"]
-fn while_the_server_is_away_only_its_group_version_stops() {
+fn an_outage_affects_only_its_group_version() {
     let Some(cluster) = shared() else { return };
     let mut rig = Aggregated::start(cluster, &[]);
     assert!(answers(&rig));
     rig.served.process.signal(Signal::SIGKILL);
-    rig.wait_until_it_says("False");
-    let told = rig.kubectl_refused(&["get", "--raw", APIS]);
-    assert!(told.contains("ServiceUnavailable") || told.contains("unable to handle"), "{told}");
+    rig.wait_for_available("False");
+    let error = rig.kubectl_rejected(&["get", "--raw", APIS]);
+    assert!(error.contains("ServiceUnavailable") || error.contains("unable to handle"), "{error}");
     assert!(!answers(&rig));
-    goes_on(&rig);
-    // By this the controller that ends namespaces waits: it has to know of everything that may be in one.
+    other_requests_work(&rig);
+    // The namespace controller waits for discovery: it must know all types in a namespace.
     wait_until_discovery_says(&rig, Some("Stale"));
     rig.start_again();
     rig.wait_until_available();
@@ -80,16 +80,16 @@ fn while_the_server_is_away_only_its_group_version_stops() {
 
 #[test]
 #[ignore = "full tier"]
-fn without_the_api_service_discovery_is_whole() {
+fn discovery_is_complete_without_the_api_service() {
     let Some(cluster) = shared() else { return };
     let mut rig = Aggregated::start(cluster, &[]);
     rig.served.process.signal(Signal::SIGKILL);
-    rig.wait_until_it_says("False");
+    rig.wait_for_available("False");
     rig.unregister();
     wait_until_discovery_says(&rig, None);
-    said(rig.kubectl(&["api-resources", "--cached=false"]));
-    goes_on(&rig);
-    // Installed again, it is there again.
+    stdout_of(rig.kubectl(&["api-resources", "--cached=false"]));
+    other_requests_work(&rig);
+    // Installed again, it is served again.
     rig.start_again();
     rig.register();
     rig.wait_until_available();
@@ -98,7 +98,7 @@ fn without_the_api_service_discovery_is_whole() {
 
 #[test]
 #[ignore = "full tier"]
-fn the_server_outlives_the_api_server() {
+fn the_server_survives_an_api_server_restart() {
     let Some(cluster) = shared() else { return };
     let mut rig = Aggregated::start(cluster, &[]);
     assert!(answers(&rig));
@@ -106,12 +106,12 @@ fn the_server_outlives_the_api_server() {
     assert!(rig.served.process.ended().is_none());
     rig.wait_until_available();
     cluster.wait_for("an answer", || answers(&rig).then_some(()));
-    goes_on(&rig);
+    other_requests_work(&rig);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn the_ca_bundle_is_published_and_nothing_else_is_written() {
+fn only_the_ca_bundle_is_written() {
     let Some(cluster) = shared() else { return };
     let rig = Aggregated::start(cluster, &[]);
     let services = cluster.api::<APIService>();
@@ -129,22 +129,22 @@ fn the_ca_bundle_is_published_and_nothing_else_is_written() {
         .map(|entry| serde_json::to_string(&entry.fields_v1).unwrap())
         .collect();
     assert_eq!(owned, [r#"{"f:spec":{"f:caBundle":{}}}"#]);
-    // What somebody undoes is put right.
+    // A foreign change is reverted.
     let patch = json!({ "spec": { "caBundle": null, "versionPriority": 16 } });
     cluster.merge(&services, API_SERVICE, &patch);
     cluster.wait_for("the bundle", || (rig.ca_bundle()? == bundle).then_some(()));
     let after = rig.api_service().unwrap().spec.unwrap();
     assert_eq!(after.version_priority, 16);
-    // One that checks no certificate is not touched, and told.
+    // An APIService without certificate checks is not changed, but reported.
     let patch = json!({ "spec": { "caBundle": null, "insecureSkipTLSVerify": true } });
     cluster.merge(&services, API_SERVICE, &patch);
     cluster.wait_for("the warning", || {
         rig.served.process.log().contains("insecureSkipTLSVerify").then_some(())
     });
-    // One that is gone is not made.
+    // A deleted APIService is not created.
     rig.unregister();
     cluster.wait_for("the warning", || {
-        rig.served.process.log().contains("it does not exist").then_some(())
+        rig.served.process.log().contains("the object does not exist").then_some(())
     });
     assert!(rig.api_service().is_none());
 }

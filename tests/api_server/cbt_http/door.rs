@@ -1,4 +1,4 @@
-//! Who is let in, and with what.
+//! Authentication, authorization and validation.
 
 use csi_loopback::kubernetes::cbt_http::{
     Capability, Info, PATH, PageRequest, ProblemKind, audience,
@@ -9,7 +9,7 @@ use support::cluster::shared;
 
 use super::rig::{Desk, Rig, page_of};
 use support::cluster::access::rule;
-use support::cluster::cbt_http::{asked_with, caller_rules};
+use support::cluster::cbt_http::{caller_rules, with_secrets};
 use support::cluster::proxy::Way;
 use support::driver::delete_snapshot;
 
@@ -17,12 +17,12 @@ const SECRET: &str = "hunter2-hunter2-hunter2";
 const POST: (Method, &str) = (Method::POST, PATH);
 
 #[test]
-fn only_a_good_token_for_this_driver_is_let_in() {
+fn only_a_valid_token_for_this_driver_is_accepted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let desk = &rig.desk;
     let (first, second) = rig.sample();
-    let asked = desk.asked(&first, &second, 0, 1);
+    let request = desk.page_request(&first, &second, 0, 1);
     let own = audience(&desk.driver_name);
     let another = audience("another.csi.local");
     let good = desk.token();
@@ -35,11 +35,11 @@ fn only_a_good_token_for_this_driver_is_let_in() {
         "x".to_owned(),
     ];
     for token in &bad {
-        let problem = desk.post(&rig.replica, token, &asked).problem();
+        let problem = desk.post(&rig.replica, token, &request).problem();
         assert_eq!(problem.kind, ProblemKind::Unauthenticated, "{problem:?}");
         assert!(problem.message.contains("bearer token"), "{problem:?}");
     }
-    let body = serde_json::to_vec(&asked).unwrap();
+    let body = serde_json::to_vec(&request).unwrap();
     let (bearer, basic) = (format!("Bearer {good}"), format!("Basic {good}"));
     let bearer = ("authorization", bearer.as_str());
     for headers in
@@ -50,16 +50,16 @@ fn only_a_good_token_for_this_driver_is_let_in() {
         let info = desk.send(&rig.replica, (Method::GET, PATH), headers, "");
         assert_eq!(info.status, 401);
     }
-    assert_eq!(desk.post(&rig.replica, &good, &asked).status, 200);
+    assert_eq!(desk.post(&rig.replica, &good, &request).status, 200);
 }
 
 #[test]
-fn a_user_without_the_right_is_refused_and_one_for_this_driver_alone_is_not() {
+fn a_permission_for_one_driver_is_enough() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let desk = &rig.desk;
     let (first, second) = rig.sample();
-    let asked = desk.asked(&first, &second, 0, 1);
+    let request = desk.page_request(&first, &second, 0, 1);
     let user = |name: &str, rules: &[PolicyRule]| {
         let account = cluster.account(&desk.namespace, name);
         if !rules.is_empty() {
@@ -72,20 +72,20 @@ fn a_user_without_the_right_is_refused_and_one_for_this_driver_alone_is_not() {
         ..caller_rules().remove(0)
     };
     for (name, rules) in [
-        ("nobody", vec![]),
+        ("anyone", vec![]),
         ("reader", vec![of("driverdiscoveries", "get")]),
         ("maker", vec![of("driverdiscoveries", "create")]),
         ("getter", vec![of("driverdiscoveries/deltas", "get")]),
         ("of-another", vec![named("another.csi.local")]),
     ] {
-        let reply = desk.post(&rig.replica, &user(name, &rules), &asked);
+        let reply = desk.post(&rig.replica, &user(name, &rules), &request);
         let problem = reply.problem();
         assert_eq!((reply.status, problem.kind), (403, ProblemKind::NotAllowed), "{name}");
         assert!(problem.message.contains("driverdiscoveries/deltas"), "{problem:?}");
         assert!(problem.message.contains(name), "{problem:?}");
     }
     let token = user("of-this", &[named(&desk.driver_name)]);
-    assert_eq!(desk.post(&rig.replica, &token, &asked).status, 200);
+    assert_eq!(desk.post(&rig.replica, &token, &request).status, 200);
 }
 
 fn of(resource: &str, verb: &str) -> PolicyRule {
@@ -97,15 +97,17 @@ fn a_request_for_another_driver_is_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
-    let asked =
-        PageRequest { driver: "another.csi.local".into(), ..rig.desk.asked(&first, &second, 0, 1) };
-    let reply = rig.desk.ask(&rig.replica, &asked);
+    let request = PageRequest {
+        driver: "another.csi.local".into(),
+        ..rig.desk.page_request(&first, &second, 0, 1)
+    };
+    let reply = rig.desk.ask(&rig.replica, &request);
     assert_eq!((reply.status, reply.problem().kind), (421, ProblemKind::OtherDriver));
     assert!(reply.problem().message.contains(&rig.desk.driver_name));
 }
 
 #[test]
-fn limits_and_names_out_of_bounds_are_named() {
+fn invalid_limits_and_handles_are_named() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
@@ -118,18 +120,18 @@ fn limits_and_names_out_of_bounds_are_named() {
         (&first, &long, 1, "targetSnapshotId: "),
         (&long, &second, 1, "baseSnapshotId: "),
     ] {
-        let reply = rig.desk.ask(&rig.replica, &rig.desk.asked(base, target, 0, limit));
+        let reply = rig.desk.ask(&rig.replica, &rig.desk.page_request(base, target, 0, limit));
         let problem = reply.problem();
         assert_eq!((reply.status, problem.kind), (400, ProblemKind::Invalid));
         assert!(problem.message.starts_with(field), "{problem:?}");
     }
     for limit in [1, 4096] {
-        rig.desk.page(&rig.replica, &rig.desk.asked(&first, &second, 0, limit));
+        rig.desk.page(&rig.replica, &rig.desk.page_request(&first, &second, 0, limit));
     }
 }
 
 #[test]
-fn bodies_that_are_none_are_refused_without_being_told() {
+fn invalid_bodies_are_refused_without_their_content() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let bearer = format!("Bearer {}", rig.desk.token());
@@ -169,9 +171,9 @@ fn other_verbs_and_paths_are_refused() {
 }
 
 #[test]
-fn what_the_driver_can_do_is_told() {
+fn the_drivers_capability_is_reported() {
     let Some(cluster) = shared() else { return };
-    // With the list, too, pages are those of the streams.
+    // Streams are preferred even if the driver has the list.
     for flags in [&["--enable-snapshot-deltas"][..], &[]] {
         let rig = Rig::new(cluster, flags);
         let bearer = format!("Bearer {}", rig.desk.token());
@@ -185,7 +187,7 @@ fn what_the_driver_can_do_is_told() {
 }
 
 #[test]
-fn an_api_server_that_is_away_is_unavailable() {
+fn without_the_api_server_requests_are_unavailable() {
     let Some(cluster) = shared() else { return };
     let proxy = cluster.proxy();
     let rig = Rig::new(cluster, &[]);
@@ -193,21 +195,21 @@ fn an_api_server_that_is_away_is_unavailable() {
     let driver = &rig.desk.driver_name;
     let desk = Desk::at(cluster, driver, rig.driver.socket(), proxy.server());
     let replica = desk.start(&["--review-cache-ttl", "0s"]);
-    let asked = desk.asked(&first, &second, 0, 1);
+    let request = desk.page_request(&first, &second, 0, 1);
     let token = desk.token();
-    assert_eq!(desk.post(&replica, &token, &asked).status, 200);
+    assert_eq!(desk.post(&replica, &token, &request).status, 200);
     cluster.turn(&proxy, Way::Refused);
-    let reply = desk.post(&replica, &token, &asked);
+    let reply = desk.post(&replica, &token, &request);
     assert_eq!((reply.status, reply.problem().kind), (503, ProblemKind::Unavailable));
     assert!(reply.headers.contains_key("retry-after"));
     cluster.turn(&proxy, Way::Open);
     cluster.wait_for("the API server is found again", || {
-        (desk.post(&replica, &token, &asked).status == 200).then_some(())
+        (desk.post(&replica, &token, &request).status == 200).then_some(())
     });
 }
 
 #[test]
-fn tokens_and_secrets_are_never_shown() {
+fn tokens_and_secrets_are_never_logged() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let desk = &rig.desk;
@@ -216,7 +218,7 @@ fn tokens_and_secrets_are_never_shown() {
     cluster.wait_for("the standby knows the leader", || {
         page_of(&standby, "/cbt-http/leader").contains("another replica leads").then_some(())
     });
-    let good = asked_with(desk.asked(&first, &second, 0, 1), &[("password", SECRET)]);
+    let good = with_secrets(desk.page_request(&first, &second, 0, 1), &[("password", SECRET)]);
     let gone = PageRequest { target_snapshot_id: "none".into(), ..good.clone() };
     let tokens = [
         desk.token(),
@@ -226,9 +228,9 @@ fn tokens_and_secrets_are_never_shown() {
     rig.driver.ok(delete_snapshot(&first));
     let mut shown = String::new();
     for token in &tokens {
-        for asked in [&good, &gone] {
+        for request in [&good, &gone] {
             for replica in [&rig.replica, &standby] {
-                let reply = desk.post(replica, token, asked);
+                let reply = desk.post(replica, token, request);
                 shown += &String::from_utf8_lossy(&reply.body);
             }
         }

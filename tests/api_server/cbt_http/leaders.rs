@@ -7,10 +7,10 @@ use support::cluster::shared;
 use super::rig::{Replica, Rig};
 
 const SHORT: [&str; 2] = ["--cbt-http-lease-duration", "2s"];
-/// So long that nobody waits for its end.
+/// So long that no test waits for its end.
 const LONG: [&str; 2] = ["--cbt-http-lease-duration", "10m"];
 
-/// A second replica, which is well and does not lead.
+/// A second replica, which is healthy but does not lead.
 fn standby(rig: &Rig<'_>, flags: &[&str]) -> Replica {
     let standby = rig.desk.spawn(flags);
     rig.desk.cluster.wait_for("the standby is well", || standby.is_well().then_some(()));
@@ -23,20 +23,20 @@ fn standby(rig: &Rig<'_>, flags: &[&str]) -> Replica {
 }
 
 #[test]
-fn one_replica_leads_and_the_others_refuse_and_fail_their_readiness() {
+fn only_the_leader_serves_and_is_ready() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
     let standby = standby(&rig, &[]);
-    let asked = rig.desk.asked(&first, &second, 0, 1);
-    assert_eq!(rig.desk.ask(&rig.replica, &asked).status, 200);
-    let reply = rig.desk.ask(&standby, &asked);
+    let request = rig.desk.page_request(&first, &second, 0, 1);
+    assert_eq!(rig.desk.ask(&rig.replica, &request).status, 200);
+    let reply = rig.desk.ask(&standby, &request);
     assert_eq!((reply.status, reply.problem().kind), (503, ProblemKind::Unavailable));
     assert!(reply.headers.contains_key("retry-after"));
     assert!(reply.problem().message.contains("another replica leads"), "{:?}", reply.problem());
     assert_eq!(rig.desk.metric(&standby, "csi_loopback_sidecar_cbt_http_leading "), 0.0);
     // Only authorized callers learn that another replica leads.
-    let refused = rig.desk.post(&standby, "x", &asked);
+    let refused = rig.desk.post(&standby, "x", &request);
     assert_eq!(refused.status, 401);
 }
 
@@ -46,10 +46,10 @@ fn a_standby_takes_over_when_the_leader_is_killed() {
     let rig = Rig::with(cluster, &[], &SHORT);
     let (first, second) = rig.sample();
     let standby = standby(&rig, &SHORT);
-    let page = rig.desk.page(&rig.replica, &rig.desk.asked(&first, &second, 0, 3));
+    let page = rig.desk.page(&rig.replica, &rig.desk.page_request(&first, &second, 0, 3));
     rig.replica.served.process.signal(Signal::SIGKILL);
-    let next = rig.desk.asked(&first, &second, page.next.unwrap(), 4096);
-    // Until then whoever asks is told to come again.
+    let next = rig.desk.page_request(&first, &second, page.next.unwrap(), 4096);
+    // Until then callers must retry.
     let rest = cluster.wait_for("the standby answers", || {
         let reply = rig.desk.ask(&standby, &next);
         match reply.status {
@@ -67,7 +67,7 @@ fn a_standby_takes_over_when_the_leader_is_killed() {
 }
 
 #[test]
-fn a_leader_that_is_told_to_end_hands_over() {
+fn a_terminated_leader_hands_over() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::with(cluster, &[], &LONG);
     let (first, second) = rig.sample();

@@ -1,5 +1,5 @@
-//! cbt-http against the real thing: a real API server with real tokens, roles and leases, the driver of this project on real
-//! loop devices; and a driver that is made for it where ours would never behave so.
+//! cbt-http with real parts: an API server with real tokens, roles and leases, and this project's
+//! driver on real loop devices; or a fake driver for behavior that ours never shows.
 
 mod door;
 mod leaders;

@@ -1,4 +1,4 @@
-//! What pages say: all that the driver's streams say, and nothing else.
+//! Pages contain exactly what the driver's streams report.
 
 use csi_loopback::kubernetes::cbt_http::ProblemKind;
 use support::cluster::shared;
@@ -9,7 +9,7 @@ use support::driver::{Metadata, allocated, delete_snapshot, delta};
 
 const LARGE: [&str; 4] = ["--block-metadata-type", "fixed", "--block-size", "64Ki"];
 
-/// What a stream says, cut into blocks of `size` bytes.
+/// The extents of a stream, divided into blocks of `size` bytes.
 fn cut_up(streamed: &Metadata, size: u64) -> Vec<(u64, u64)> {
     let of = |(offset, length): (u64, u64)| {
         assert_eq!((offset % size, length % size), (0, 0));
@@ -18,7 +18,7 @@ fn cut_up(streamed: &Metadata, size: u64) -> Vec<(u64, u64)> {
     streamed.extents().into_iter().flat_map(of).collect()
 }
 
-/// Delta and allocated, by pages of several sizes, against the driver's own streams.
+/// Compares delta and allocated pages of several sizes with the driver's own streams.
 fn pages_equal_streams(rig: &Rig<'_>, size: u64) -> (String, String) {
     let (first, second) = rig.sample();
     let changed = cut_up(&rig.driver.ok(delta(&first, &second)), size);
@@ -31,27 +31,27 @@ fn pages_equal_streams(rig: &Rig<'_>, size: u64) -> (String, String) {
             assert_eq!(all, *expected, "by {limit} from {base:?}");
         }
     }
-    let page = rig.desk.page(&rig.replica, &rig.desk.asked(&first, &second, 0, 1));
+    let page = rig.desk.page(&rig.replica, &rig.desk.page_request(&first, &second, 0, 1));
     assert_eq!(page.volume_size_bytes, Some(SIZE));
     (first, second)
 }
 
 #[test]
-fn pages_put_together_are_what_the_driver_streams() {
+fn the_pages_together_equal_the_drivers_stream() {
     let Some(cluster) = shared() else { return };
     pages_equal_streams(&Rig::new(cluster, &[]), BLOCK);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn extents_of_a_driver_with_large_blocks_are_counted_in_those() {
+fn offsets_count_the_drivers_large_blocks() {
     let Some(cluster) = shared() else { return };
     pages_equal_streams(&Rig::new(cluster, &LARGE), 64 << 10);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_page_may_begin_at_any_block_and_not_past_the_end() {
+fn a_page_may_start_at_any_block_of_the_volume() {
     let Some(cluster) = shared() else { return };
     for flags in [&[][..], &LARGE] {
         let rig = Rig::new(cluster, flags);
@@ -59,7 +59,7 @@ fn a_page_may_begin_at_any_block_and_not_past_the_end() {
         let whole = rig.desk.all(&rig.replica, (&first, &second), 0, 4096);
         let size = whole[0].1;
         let last = SIZE / size;
-        // A replica that has served no page before serves the same.
+        // A replica that has served no page before returns the same.
         let fresh = rig.desk.spawn(&["--cbt-http-lease", "another"]);
         cluster.wait_for("the other leads, too", || fresh.leads().then_some(()));
         for from in [1, 3, whole[1].0, whole[whole.len() - 1].0, last] {
@@ -70,11 +70,13 @@ fn a_page_may_begin_at_any_block_and_not_past_the_end() {
             }
         }
         for past in [last + 1, u64::MAX / size / 2] {
-            let problem = rig.desk.problem(&fresh, &rig.desk.asked(&first, &second, past, 5));
+            let problem =
+                rig.desk.problem(&fresh, &rig.desk.page_request(&first, &second, past, 5));
             assert_eq!(problem.kind, ProblemKind::Driver, "{problem:?}");
             assert_eq!(problem.code.as_deref(), Some("OUT_OF_RANGE"));
         }
-        let problem = rig.desk.problem(&fresh, &rig.desk.asked(&first, &second, u64::MAX, 5));
+        let problem =
+            rig.desk.problem(&fresh, &rig.desk.page_request(&first, &second, u64::MAX, 5));
         assert!(matches!(problem.kind, ProblemKind::Driver | ProblemKind::Invalid), "{problem:?}");
     }
 }
@@ -96,17 +98,17 @@ fn a_page_costs_the_driver_one_call() {
 }
 
 #[test]
-fn pages_go_on_after_the_driver_was_killed() {
+fn pages_continue_after_the_driver_was_killed() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
     let whole = rig.desk.all(&rig.replica, (&first, &second), 0, 4096);
-    let page = rig.desk.page(&rig.replica, &rig.desk.asked(&first, &second, 0, 3));
+    let page = rig.desk.page(&rig.replica, &rig.desk.page_request(&first, &second, 0, 3));
     rig.driver.kill();
     rig.driver.start_again();
     let next = page.next.unwrap();
     let rest = cluster.wait_for("the driver is found again", || {
-        let reply = rig.desk.ask(&rig.replica, &rig.desk.asked(&first, &second, next, 4096));
+        let reply = rig.desk.ask(&rig.replica, &rig.desk.page_request(&first, &second, next, 4096));
         (reply.status == 200).then(|| reply.page())
     });
     let all = page.changed_blocks.iter().chain(&rest.changed_blocks);
@@ -114,12 +116,12 @@ fn pages_go_on_after_the_driver_was_killed() {
 }
 
 #[test]
-fn a_drivers_refusal_is_told_with_its_code() {
+fn a_drivers_error_is_reported_with_its_code() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
     let refused = |base: &str, target: &str| {
-        let problem = rig.desk.problem(&rig.replica, &rig.desk.asked(base, target, 0, 9));
+        let problem = rig.desk.problem(&rig.replica, &rig.desk.page_request(base, target, 0, 9));
         assert_eq!(problem.kind, ProblemKind::Driver);
         (problem.code.unwrap(), problem.message)
     };
@@ -131,19 +133,19 @@ fn a_drivers_refusal_is_told_with_its_code() {
 }
 
 #[test]
-fn a_driver_that_is_away_is_unavailable_and_comes_back() {
+fn a_stopped_driver_is_unavailable_until_it_restarts() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster, &[]);
     let (first, second) = rig.sample();
-    let asked = rig.desk.asked(&first, &second, 0, 9);
-    let before = rig.desk.page(&rig.replica, &asked);
+    let request = rig.desk.page_request(&first, &second, 0, 9);
+    let before = rig.desk.page(&rig.replica, &request);
     rig.driver.kill();
-    let reply = rig.desk.ask(&rig.replica, &asked);
+    let reply = rig.desk.ask(&rig.replica, &request);
     assert_eq!(reply.problem().kind, ProblemKind::Unavailable);
     assert!(reply.headers.contains_key("retry-after"));
     rig.driver.start_again();
     let after = cluster.wait_for("the driver is found again", || {
-        let reply = rig.desk.ask(&rig.replica, &asked);
+        let reply = rig.desk.ask(&rig.replica, &request);
         (reply.status == 200).then(|| reply.page())
     });
     assert_eq!(after, before);

@@ -1,4 +1,4 @@
-//! Against a driver that is made for it: what ours would never answer.
+//! With a fake driver, for responses that ours never gives.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,26 +11,26 @@ use tonic::Code;
 
 use super::rig::Stage;
 use csi::controller_service_capability::rpc::Type as Rpc;
-use support::cluster::cbt_http::asked_with;
+use support::cluster::cbt_http::with_secrets;
 use support::cluster::fake_driver::Answers;
 
 const SECRET: &str = "hunter2-hunter2-hunter2";
 
-type Asked = csi::ListSnapshotDeltasRequest;
+type Request = csi::ListSnapshotDeltasRequest;
 type Answer = Result<csi::ListSnapshotDeltasResponse, (Code, String)>;
-/// What was asked, in this order.
-type Seen = Arc<Mutex<Vec<Asked>>>;
+/// The received requests, in order.
+type Seen = Arc<Mutex<Vec<Request>>>;
 
 /// A driver with ListSnapshotDeltas.
-fn listing(list: impl Fn(&Asked) -> Answer + Send + Sync + 'static) -> (Answers, Seen) {
+fn listing(list: impl Fn(&Request) -> Answer + Send + Sync + 'static) -> (Answers, Seen) {
     let seen = Seen::default();
     let noted = seen.clone();
     let answers: Answers = Arc::new(move |method, body| match method {
         "ControllerGetCapabilities" => Some(Ok(vec![able()])),
         "ListSnapshotDeltas" => {
-            let asked = Asked::decode(body).unwrap();
-            noted.lock().unwrap().push(asked.clone());
-            Some(list(&asked).map(|answer| vec![answer.encode_to_vec()]))
+            let request = Request::decode(body).unwrap();
+            noted.lock().unwrap().push(request.clone());
+            Some(list(&request).map(|answer| vec![answer.encode_to_vec()]))
         }
         _ => None,
     });
@@ -57,14 +57,14 @@ fn answer(blocks: Vec<csi::BlockSnapshotChangedBlock>, next_token: &str) -> Answ
     })
 }
 
-/// A driver that pages as it likes: at most `portion` blocks on a page, behind tokens that say nothing to others.
-fn paging(blocks: Vec<(u64, u64)>, portion: usize) -> impl Fn(&Asked) -> Answer + Send + Sync {
-    move |asked: &Asked| {
-        let begin = match asked.starting_token.as_str() {
+/// A driver with its own paging: at most `portion` blocks per page, with opaque tokens.
+fn paging(blocks: Vec<(u64, u64)>, portion: usize) -> impl Fn(&Request) -> Answer + Send + Sync {
+    move |request: &Request| {
+        let begin = match request.starting_token.as_str() {
             "" => 0,
             token => token.strip_prefix("place/").and_then(|at| at.parse().ok()).unwrap(),
         };
-        let count = portion.min(asked.max_entries as usize).min(blocks.len() - begin);
+        let count = portion.min(request.max_entries as usize).min(blocks.len() - begin);
         let end = begin + count;
         let page = blocks[begin..end].iter().map(|(at, size)| block(*at, *size)).collect();
         let next = if end < blocks.len() { format!("place/{end}") } else { String::new() };
@@ -90,27 +90,27 @@ fn a_list_is_read_from_its_start_for_each_page() {
     for at in [200, 201, 1] {
         assert_eq!(stage.desk.all(&stage.replica, ("b", "t"), at, 7), from(at));
     }
-    let asked = calls();
-    assert!(asked[0].starting_token.is_empty() && asked[0].max_entries == 4096);
-    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 7));
+    let request = calls();
+    assert!(request[0].starting_token.is_empty() && request[0].max_entries == 4096);
+    let page = stage.desk.page(&stage.replica, &stage.desk.page_request("b", "t", 0, 7));
     assert_eq!((page.changed_blocks.len(), page.next), (7, Some(19)));
-    let asked = calls();
-    assert_eq!((asked.len(), asked[0].max_entries), (1, 7), "no more than is on the page");
-    let behind = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 5000, 9));
+    let request = calls();
+    assert_eq!((request.len(), request[0].max_entries), (1, 7), "no more than is on the page");
+    let behind = stage.desk.page(&stage.replica, &stage.desk.page_request("b", "t", 5000, 9));
     assert_eq!((behind.changed_blocks.len(), behind.next), (0, None));
 }
 
 #[test]
-fn a_driver_with_both_calls_is_asked_by_its_streams() {
+fn streams_are_preferred_over_the_list() {
     let Some(cluster) = shared() else { return };
     let (answers, seen) = listing(|_| panic!("the list is read"));
     let stage = Stage::new(cluster, true, answers, &[]);
-    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 9));
+    let page = stage.desk.page(&stage.replica, &stage.desk.page_request("b", "t", 0, 9));
     assert_eq!((page.changed_blocks.len(), page.next), (0, None));
     assert!(seen.lock().unwrap().is_empty());
 }
 
-/// A driver that reports fixed blocks of this size, each with the call's starting_offset.
+/// A driver that reports fixed blocks of this size, and records each call's starting_offset.
 fn fixed(size: i64, numbers: &'static [i64]) -> (Answers, Arc<Mutex<Vec<i64>>>) {
     let begun = Arc::<Mutex<Vec<i64>>>::default();
     let noted = begun.clone();
@@ -118,9 +118,9 @@ fn fixed(size: i64, numbers: &'static [i64]) -> (Answers, Arc<Mutex<Vec<i64>>>) 
         if method != "GetMetadataDelta" {
             return None;
         }
-        let asked = csi::GetMetadataDeltaRequest::decode(body).unwrap();
-        noted.lock().unwrap().push(asked.starting_offset);
-        let rest = numbers.iter().filter(|number| (**number + 1) * size > asked.starting_offset);
+        let request = csi::GetMetadataDeltaRequest::decode(body).unwrap();
+        noted.lock().unwrap().push(request.starting_offset);
+        let rest = numbers.iter().filter(|number| (**number + 1) * size > request.starting_offset);
         let extent =
             |number: &i64| csi::BlockMetadata { byte_offset: number * size, size_bytes: size };
         let message = csi::GetMetadataDeltaResponse {
@@ -134,12 +134,12 @@ fn fixed(size: i64, numbers: &'static [i64]) -> (Answers, Arc<Mutex<Vec<i64>>>) 
 }
 
 #[test]
-fn a_page_of_large_blocks_costs_the_driver_two_calls_and_the_first_one_one() {
+fn pages_of_large_blocks_cost_at_most_two_calls() {
     let Some(cluster) = shared() else { return };
     let (answers, begun) = fixed(65536, &[1, 5, 6, 50, 99]);
     let stage = Stage::new(cluster, true, answers, &[]);
     let page = |offset| {
-        let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", offset, 2));
+        let page = stage.desk.page(&stage.replica, &stage.desk.page_request("b", "t", offset, 2));
         let blocks = page.changed_blocks.iter().map(|one| one.offset).collect::<Vec<_>>();
         (blocks, page.next, std::mem::take(&mut *begun.lock().unwrap()))
     };
@@ -154,7 +154,8 @@ fn an_offset_past_any_volume_is_refused_without_a_call() {
     let (answers, begun) = fixed(65536, &[1]);
     let stage = Stage::new(cluster, true, answers, &[]);
     for offset in [u64::MAX, 1 << 52, (1 << 51)] {
-        let problem = stage.desk.problem(&stage.replica, &stage.desk.asked("b", "t", offset, 2));
+        let problem =
+            stage.desk.problem(&stage.replica, &stage.desk.page_request("b", "t", offset, 2));
         assert_eq!(problem.code.as_deref(), Some("OUT_OF_RANGE"), "{problem:?}");
     }
     assert!(begun.lock().unwrap().is_empty());
@@ -169,12 +170,12 @@ fn a_page_ends_before_blocks_of_another_size() {
     for limit in [1, 2, 3, 100] {
         assert_eq!(stage.desk.all(&stage.replica, ("b", "t"), 0, limit), blocks);
     }
-    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 100));
+    let page = stage.desk.page(&stage.replica, &stage.desk.page_request("b", "t", 0, 100));
     assert_eq!((page.changed_blocks.len(), page.next), (2, Some(7)));
 }
 
 #[test]
-fn tokens_for_data_are_passed_on() {
+fn data_tokens_are_relayed() {
     let Some(cluster) = shared() else { return };
     let (answers, _) = listing(|_| {
         let issuance_time = prost_types::Timestamp { seconds: 1_657_682_370, nanos: 0 };
@@ -187,7 +188,7 @@ fn tokens_for_data_are_passed_on() {
         answer(vec![block], "")
     });
     let stage = Stage::new(cluster, false, answers, &[]);
-    let reply = stage.desk.ask(&stage.replica, &stage.desk.asked("b", "t", 0, 1));
+    let reply = stage.desk.ask(&stage.replica, &stage.desk.page_request("b", "t", 0, 1));
     assert_eq!(
         reply.json::<serde_json::Value>()["changedBlocks"][0],
         serde_json::json!({
@@ -201,47 +202,50 @@ fn tokens_for_data_are_passed_on() {
 }
 
 #[test]
-fn a_driver_that_leads_in_circles_is_told_as_such() {
+fn a_repeated_page_token_is_an_error() {
     let Some(cluster) = shared() else { return };
-    let told = |list: fn(&Asked) -> Answer, words: &str| {
+    let check = |list: fn(&Request) -> Answer, words: &str| {
         let (answers, seen) = listing(list);
         let stage = Stage::new(cluster, false, answers, &[]);
-        let problem = stage.desk.problem(&stage.replica, &stage.desk.asked("b", "t", 1 << 20, 9));
+        let problem =
+            stage.desk.problem(&stage.replica, &stage.desk.page_request("b", "t", 1 << 20, 9));
         assert_eq!(problem.kind, ProblemKind::Driver, "{problem:?}");
         assert!(problem.message.contains(words), "{problem:?}");
         let calls = seen.lock().unwrap().len();
         assert!(calls < 50, "{calls} calls");
     };
-    told(|_| answer(vec![block(1, 512)], "again"), "next_token leads");
-    told(|_| answer(Vec::new(), "again"), "next_token leads");
-    told(
-        |asked| answer(Vec::new(), if asked.starting_token == "a" { "b" } else { "a" }),
+    check(|_| answer(vec![block(1, 512)], "again"), "token of the same page");
+    check(|_| answer(Vec::new(), "again"), "token of the same page");
+    check(
+        |request| answer(Vec::new(), if request.starting_token == "a" { "b" } else { "a" }),
         "have no block",
     );
-    told(
-        |asked| answer(vec![block(1, 512)], if asked.starting_token == "a" { "b" } else { "a" }),
-        "do not ascend",
+    check(
+        |request| {
+            answer(vec![block(1, 512)], if request.starting_token == "a" { "b" } else { "a" })
+        },
+        "must be ascending",
     );
 }
 
 #[test]
-fn a_driver_that_never_comes_to_the_page_is_cut_off_in_time() {
+fn an_endless_list_is_ended_by_the_timeout() {
     let Some(cluster) = shared() else { return };
-    // Each page is as it should be, and there are as many as there are numbers.
-    let (answers, _) = listing(|asked| {
-        let at: u64 = asked.starting_token.parse().unwrap_or_default();
+    // Each page is valid, but their number is practically unlimited.
+    let (answers, _) = listing(|request| {
+        let at: u64 = request.starting_token.parse().unwrap_or_default();
         answer(vec![block(at, 512)], &(at + 1).to_string())
     });
     let stage = Stage::new(cluster, false, answers, &["--timeout", "2s"]);
-    let reply = stage.desk.ask(&stage.replica, &stage.desk.asked("b", "t", 1 << 40, 9));
+    let reply = stage.desk.ask(&stage.replica, &stage.desk.page_request("b", "t", 1 << 40, 9));
     assert_eq!((reply.status, reply.problem().kind), (504, ProblemKind::TimedOut));
-    // It ends with the answer.
-    let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", 0, 1));
+    // The driver's work ends with the response.
+    let page = stage.desk.page(&stage.replica, &stage.desk.page_request("b", "t", 0, 1));
     assert_eq!((page.changed_blocks.len(), page.next), (1, Some(1)));
 }
 
 #[test]
-fn a_driver_that_breaks_the_rules_of_a_page_is_told_as_such() {
+fn an_invalid_page_of_a_driver_is_an_error() {
     let Some(cluster) = shared() else { return };
     let case = Arc::new(Mutex::new((Vec::new(), String::new())));
     let given = case.clone();
@@ -253,13 +257,13 @@ fn a_driver_that_breaks_the_rules_of_a_page_is_told_as_such() {
     for (blocks, token, words) in [
         (vec![block(0, 512), block(1, 512), block(2, 512)], "", "max_entries was 2"),
         (vec![block(3, 0)], "", "0 bytes"),
-        (vec![block(3, 512), block(2, 512)], "", "do not ascend"),
-        (vec![block(3, 512), block(3, 512)], "", "do not ascend"),
+        (vec![block(3, 512), block(2, 512)], "", "must be ascending"),
+        (vec![block(3, 512), block(3, 512)], "", "must be ascending"),
         (vec![block(u64::MAX, 512)], "", "past the end"),
         (vec![block(3, 512)], "x".repeat(5000).as_str(), "4096 bytes"),
     ] {
         *case.lock().unwrap() = (blocks, token.to_owned());
-        let reply = stage.desk.ask(&stage.replica, &stage.desk.asked("b", "t", 0, 2));
+        let reply = stage.desk.ask(&stage.replica, &stage.desk.page_request("b", "t", 0, 2));
         let problem = reply.problem();
         assert_eq!((reply.status, problem.kind), (502, ProblemKind::Driver), "{problem:?}");
         assert!(problem.message.contains(words), "{problem:?}");
@@ -268,19 +272,19 @@ fn a_driver_that_breaks_the_rules_of_a_page_is_told_as_such() {
 }
 
 #[test]
-fn extents_of_any_length_are_widened_and_read_no_further_than_needed() {
+fn extents_are_widened_and_read_only_as_needed() {
     let Some(cluster) = shared() else { return };
     let seen = Arc::new(Mutex::new(Vec::new()));
     let noted = seen.clone();
-    // More than anybody wants, in messages of one extent; the second one spans a million blocks.
+    // More extents than requested, one per message; the second one spans a million blocks.
     let extents = [(100, 50), (5000, 4096 << 20), (6 << 40, 1), (7 << 40, 4096)];
     let answers: Answers = Arc::new(move |method, body| {
         if method != "GetMetadataDelta" {
             return None;
         }
-        let asked = csi::GetMetadataDeltaRequest::decode(body).unwrap();
-        let begin = asked.starting_offset;
-        noted.lock().unwrap().push(asked);
+        let request = csi::GetMetadataDeltaRequest::decode(body).unwrap();
+        let begin = request.starting_offset;
+        noted.lock().unwrap().push(request);
         let rest = extents.iter().filter(|(at, length)| at + length > begin);
         let message = |(byte_offset, size_bytes): &(i64, i64)| {
             let extent = csi::BlockMetadata { byte_offset: *byte_offset, size_bytes: *size_bytes };
@@ -295,7 +299,8 @@ fn extents_of_any_length_are_widened_and_read_no_further_than_needed() {
     });
     let stage = Stage::new(cluster, true, answers, &[]);
     let page = |offset, limit| {
-        let page = stage.desk.page(&stage.replica, &stage.desk.asked("b", "t", offset, limit));
+        let page =
+            stage.desk.page(&stage.replica, &stage.desk.page_request("b", "t", offset, limit));
         let numbers: Vec<_> = page.changed_blocks.iter().map(|one| one.offset).collect();
         (numbers, page.next)
     };
@@ -304,28 +309,28 @@ fn extents_of_any_length_are_widened_and_read_no_further_than_needed() {
     let last = (5000 + (4096_u64 << 20) - 1) / 4096;
     assert_eq!(page(last, 1), (vec![last], Some((6_u64 << 40) / 4096)));
     assert_eq!(page(last + 1, 9), (vec![(6_u64 << 40) / 4096, (7_u64 << 40) / 4096], None));
-    let asked = seen.lock().unwrap();
-    assert_eq!(asked[1].starting_offset, 3 * 4096);
-    assert_eq!(asked[1].max_results, 3);
+    let request = seen.lock().unwrap();
+    assert_eq!(request[1].starting_offset, 3 * 4096);
+    assert_eq!(request[1].max_results, 3);
 }
 
 #[test]
 fn a_driver_with_neither_call_is_unsupported() {
     let Some(cluster) = shared() else { return };
     let stage = Stage::new(cluster, false, Arc::new(|_, _| None), &[]);
-    let reply = stage.desk.ask(&stage.replica, &stage.desk.asked("b", "t", 0, 1));
+    let reply = stage.desk.ask(&stage.replica, &stage.desk.page_request("b", "t", 0, 1));
     assert_eq!((reply.status, reply.problem().kind), (501, ProblemKind::Unsupported));
     assert!(reply.problem().message.contains("ListSnapshotDeltas"));
 }
 
 #[test]
-fn secrets_reach_the_driver_and_nobody_else() {
+fn secrets_reach_only_the_driver() {
     let Some(cluster) = shared() else { return };
     let repeated = format!("login with {SECRET} failed");
     let (answers, seen) = listing(move |_| Err((Code::PermissionDenied, repeated.clone())));
     let stage = Stage::new(cluster, false, answers, &[]);
-    let asked = asked_with(stage.desk.asked("b", "t", 0, 1), &[("password", SECRET)]);
-    let problem = stage.desk.problem(&stage.replica, &asked);
+    let request = with_secrets(stage.desk.page_request("b", "t", 0, 1), &[("password", SECRET)]);
+    let problem = stage.desk.problem(&stage.replica, &request);
     assert_eq!(problem.code.as_deref(), Some("PERMISSION_DENIED"));
     assert_eq!(problem.message, "login with [hidden] failed");
     let seen = seen.lock().unwrap();
@@ -336,9 +341,9 @@ fn secrets_reach_the_driver_and_nobody_else() {
 }
 
 #[test]
-fn requests_beyond_the_limit_are_turned_away() {
+fn requests_over_the_limit_are_refused() {
     let Some(cluster) = shared() else { return };
-    // A first request waits in the driver until it is let go.
+    // A first request waits in the driver until it is released.
     let (held, go) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let (is_held, may_go) = (held.clone(), go.clone());
     let (answers, _) = listing(move |_| {
@@ -349,17 +354,17 @@ fn requests_beyond_the_limit_are_turned_away() {
         answer(vec![block(0, 512)], "")
     });
     let stage = Stage::new(cluster, false, answers, &["--max-streams", "1"]);
-    let asked = stage.desk.asked("b", "t", 0, 1);
+    let request = stage.desk.page_request("b", "t", 0, 1);
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| stage.desk.ask(&stage.replica, &asked));
+        let first = scope.spawn(|| stage.desk.ask(&stage.replica, &request));
         cluster.wait_for("the first one is with the driver", || {
             held.load(Ordering::SeqCst).then_some(())
         });
-        let reply = stage.desk.ask(&stage.replica, &asked);
+        let reply = stage.desk.ask(&stage.replica, &request);
         assert_eq!((reply.status, reply.problem().kind), (429, ProblemKind::Busy));
         assert!(reply.headers.contains_key("retry-after"));
         go.store(true, Ordering::SeqCst);
         assert_eq!(first.join().unwrap().status, 200);
     });
-    assert_eq!(stage.desk.ask(&stage.replica, &asked).status, 200);
+    assert_eq!(stage.desk.ask(&stage.replica, &request).status, 200);
 }

@@ -1,4 +1,4 @@
-//! The DriverDiscovery by which the aggregated API server finds the endpoint, and certificates that hold there.
+//! The published DriverDiscovery, and certificates that are valid for it.
 
 use axum::body::Body;
 use csi_loopback::kubernetes::cbt_http::PATH;
@@ -14,7 +14,7 @@ use support::cluster::Cluster;
 use support::cluster::access::rule;
 use support::cluster::cbt_http::send;
 
-/// What the sidecar needs to publish.
+/// Permissions to publish.
 fn allow(cluster: &Cluster, desk: &Desk<'_>) {
     let verbs = ["get", "list", "watch", "create", "patch"];
     let discoveries = rule("cbt.storage.k8s.io", &["driverdiscoveries"], &verbs);
@@ -30,7 +30,7 @@ fn bundle(found: &DriverDiscovery) -> String {
     String::from_utf8(found.spec.client_config.ca_bundle.0.clone()).unwrap()
 }
 
-/// A replica that publishes where `address` says, with certificates from files.
+/// A replica that publishes `address`, with certificates from files.
 fn publishing(rig: &Rig<'_>, address: &str) -> Replica {
     allow(rig.desk.cluster, &rig.desk);
     let ca = rig.desk.certificate.file.with_file_name("ca.crt");
@@ -47,7 +47,7 @@ fn publishing(rig: &Rig<'_>, address: &str) -> Replica {
 
 #[test]
 #[ignore = "full tier"]
-fn the_discovery_says_where_and_is_put_right() {
+fn the_discovery_is_published_and_maintained() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     let driver = &rig.desk.driver_name;
@@ -60,7 +60,7 @@ fn the_discovery_says_where_and_is_put_right() {
     assert_eq!(bundle(&made), rig.desk.authority.pem());
     assert_eq!(made.metadata.labels.as_ref().unwrap()[DRIVER_LABEL], *driver);
     let discoveries = cluster.api::<DriverDiscovery>();
-    // What the controller writes is its own.
+    // The status belongs to the controller.
     let condition = json!({ "conditions": [{
         "type": "EndpointReachable", "status": "True", "reason": "Reached", "message": "",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
@@ -85,13 +85,13 @@ fn the_discovery_says_where_and_is_put_right() {
         assert_eq!(right.status.unwrap().conditions.len(), 1, "the status is another's");
     }
     cluster.delete(&discoveries, driver);
-    cluster.wait_for("it is made anew", || found(cluster, driver));
+    cluster.wait_for("it is created again", || found(cluster, driver));
     drop(replica);
     assert!(found(cluster, driver).is_some(), "another replica may go on");
 }
 
 #[test]
-fn a_discovery_of_a_service_names_it() {
+fn a_discovery_may_name_a_service() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     for address in ["cbt.drivers.svc:8443", "cbt.drivers.svc.cluster.local:8443"] {
@@ -108,7 +108,7 @@ fn a_discovery_of_a_service_names_it() {
 
 #[test]
 #[ignore = "full tier"]
-fn certificates_serve_both_hosts() {
+fn certificates_are_valid_for_both_hosts() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster, &[]);
     allow(cluster, &rig.desk);

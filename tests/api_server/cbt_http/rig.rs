@@ -1,5 +1,5 @@
-//! A driver, a sidecar that serves nothing but pages, and a caller's account, all for one test, around the API server that the
-//! tests share.
+//! A driver, a sidecar that serves only pages, and a caller's account for one test, with the shared
+//! API server.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use http::{Method, Request};
 
 use support::cluster::Cluster;
 use support::cluster::access::Account;
-use support::cluster::cbt_http::{Reply, asked, caller_rules, cbt_http_rules, send};
+use support::cluster::cbt_http::{Reply, caller_rules, cbt_http_rules, page_request, send};
 use support::cluster::fake_driver::{Answers, Fake};
 use support::cluster::programs::{Served, free_port};
 use support::cluster::sidecar::{http, spawn};
@@ -18,7 +18,7 @@ use support::cluster::tls::{Authority, Certificate};
 use support::driver::{Driver, block};
 use support::{BLOCK, MIB, pattern, write_direct};
 
-/// Bytes of the volume.
+/// Size of the volume in bytes.
 pub const SIZE: u64 = 64 * MIB;
 
 /// A sidecar and the port of its cbt-http.
@@ -37,7 +37,7 @@ impl Replica {
     }
 }
 
-/// What its HTTP endpoint says, once it is there.
+/// The content of its HTTP endpoint, once it is reachable.
 pub fn page_of(replica: &Replica, page: &str) -> String {
     match std::net::TcpStream::connect(("127.0.0.1", replica.served.http_port)) {
         Ok(_) => http(&replica.served, page),
@@ -45,7 +45,7 @@ pub fn page_of(replica: &Replica, page: &str) -> String {
     }
 }
 
-/// All around a driver whose socket is there.
+/// Everything except the driver, which listens on a given socket.
 pub struct Desk<'a> {
     pub cluster: &'a Cluster,
     pub driver_name: String,
@@ -55,7 +55,7 @@ pub struct Desk<'a> {
     pub authority: Authority,
     pub certificate: Certificate,
     socket: PathBuf,
-    /// Where the sidecar finds the API server.
+    /// Address of the API server for the sidecar.
     server: String,
 }
 
@@ -89,7 +89,7 @@ impl<'a> Desk<'a> {
         }
     }
 
-    /// Starts a sidecar and does not wait for it.
+    /// Starts a sidecar without waiting for it.
     pub fn spawn(&self, flags: &[&str]) -> Replica {
         let port = free_port();
         let kubeconfig = self.cluster.kubeconfig_at(&self.server, &self.own);
@@ -116,7 +116,7 @@ impl<'a> Desk<'a> {
         self.cluster.token(&self.caller, Some(&audience(&self.driver_name)))
     }
 
-    /// Sends a request of any kind.
+    /// Sends any request.
     pub fn send(
         &self,
         replica: &Replica,
@@ -136,32 +136,32 @@ impl<'a> Desk<'a> {
         sent.unwrap_or_else(|error| panic!("{error}\n{}", replica.served.process.log()))
     }
 
-    /// Asks for a page with this token.
-    pub fn post(&self, replica: &Replica, token: &str, asked: &PageRequest) -> Reply {
-        let body = serde_json::to_vec(asked).unwrap();
+    /// Requests a page with this token.
+    pub fn post(&self, replica: &Replica, token: &str, request: &PageRequest) -> Reply {
+        let body = serde_json::to_vec(request).unwrap();
         let bearer = format!("Bearer {token}");
         self.send(replica, (Method::POST, PATH), &[("authorization", &bearer)], body)
     }
 
-    pub fn ask(&self, replica: &Replica, asked: &PageRequest) -> Reply {
-        self.post(replica, &self.token(), asked)
+    pub fn ask(&self, replica: &Replica, request: &PageRequest) -> Reply {
+        self.post(replica, &self.token(), request)
     }
 
-    pub fn asked(&self, base: &str, target: &str, offset: u64, limit: u32) -> PageRequest {
-        asked(&self.driver_name, base, target, offset, limit)
-    }
-
-    #[track_caller]
-    pub fn page(&self, replica: &Replica, asked: &PageRequest) -> Page {
-        self.ask(replica, asked).page()
+    pub fn page_request(&self, base: &str, target: &str, offset: u64, limit: u32) -> PageRequest {
+        page_request(&self.driver_name, base, target, offset, limit)
     }
 
     #[track_caller]
-    pub fn problem(&self, replica: &Replica, asked: &PageRequest) -> Problem {
-        self.ask(replica, asked).problem()
+    pub fn page(&self, replica: &Replica, request: &PageRequest) -> Page {
+        self.ask(replica, request).page()
     }
 
-    /// All pages put together, from `offset` on: (block, bytes).
+    #[track_caller]
+    pub fn problem(&self, replica: &Replica, request: &PageRequest) -> Problem {
+        self.ask(replica, request).problem()
+    }
+
+    /// All pages from `offset` together: (block, bytes).
     #[track_caller]
     pub fn all(
         &self,
@@ -172,7 +172,8 @@ impl<'a> Desk<'a> {
     ) -> Vec<(u64, u64)> {
         let (mut all, mut offset, token) = (Vec::new(), offset, self.token());
         loop {
-            let page = self.post(replica, &token, &self.asked(base, target, offset, limit)).page();
+            let page =
+                self.post(replica, &token, &self.page_request(base, target, offset, limit)).page();
             assert!(page.changed_blocks.len() <= limit as usize);
             all.extend(page.changed_blocks.iter().map(|one| (one.offset, one.block_size_bytes)));
             match page.next {
@@ -188,7 +189,7 @@ impl<'a> Desk<'a> {
         }
     }
 
-    /// The value of a metric's line that begins so.
+    /// The value of the metric's line with this prefix.
     pub fn metric(&self, replica: &Replica, line: &str) -> f64 {
         let page = page_of(replica, "/metrics");
         let found = page.lines().find_map(|one| one.strip_prefix(line));
@@ -196,7 +197,7 @@ impl<'a> Desk<'a> {
     }
 }
 
-/// Our driver with a raw volume of [`SIZE`], and a leading sidecar.
+/// This project's driver with a raw volume of [`SIZE`], and a leading sidecar.
 pub struct Rig<'a> {
     // Dropped in this order.
     pub replica: Replica,
@@ -220,7 +221,7 @@ impl<'a> Rig<'a> {
         Self { replica, desk, driver, volume }
     }
 
-    /// Writes these blocks, and cuts a snapshot.
+    /// Writes these blocks and takes a snapshot.
     pub fn snapshot(&self, name: &str, blocks: impl IntoIterator<Item = u64>) -> String {
         self.driver.with_device(&self.volume, |device| {
             for block in blocks {
@@ -231,7 +232,7 @@ impl<'a> Rig<'a> {
         self.driver.snapshot(name, &self.volume)
     }
 
-    /// Two snapshots with runs of blocks and lone ones between them.
+    /// Two snapshots with runs of blocks and single blocks between them.
     pub fn sample(&self) -> (String, String) {
         let first = self.snapshot("first", [1, 2, 9, 14, 15, 16, 17, 300, 16383]);
         let changed = [0, 2, 3, 4, 40].into_iter().chain(60..69).chain([2000]);
@@ -239,7 +240,7 @@ impl<'a> Rig<'a> {
     }
 }
 
-/// A driver made for the test, and a leading sidecar.
+/// A fake driver and a leading sidecar.
 pub struct Stage<'a> {
     // Dropped in this order.
     pub replica: Replica,

@@ -1,5 +1,5 @@
-//! No call has a field that the driver has no capability for, and none goes without one that the pod wants: it fails, and says why,
-//! until the driver has it (stories 5 and 6).
+//! No call contains a field that the driver has no capability for. If a pod needs such a field, the
+//! call fails with the reason until the driver has the capability (stories 5 and 6).
 
 use csi::node_service_capability::rpc::Type;
 use csi::volume_capability::{AccessType, MountVolume};
@@ -17,10 +17,10 @@ use support::path;
 
 const FINE: &str = r#"echo '{"usage":[{"unit":"BYTES","total":10,"used":4,"available":6}],"volume_condition":{"abnormal":false,"message":"fine"}}'"#;
 
-/// The mount of the last publish that the driver got.
+/// The mount of the last publish that the driver received.
 fn mount(rig: &Rig<'_, Recorder<'_>>) -> MountVolume {
-    let asked: csi::NodePublishVolumeRequest = rig.behind.last();
-    match asked.volume_capability.unwrap().access_type.unwrap() {
+    let request: csi::NodePublishVolumeRequest = rig.driver.last();
+    match request.volume_capability.unwrap().access_type.unwrap() {
         AccessType::Mount(mount) => mount,
         other => panic!("{other:?}"),
     }
@@ -31,7 +31,7 @@ fn in_group(policy: Option<&str>) -> Value {
 }
 
 #[test]
-fn story_6_a_mount_fails_with_the_reason_and_an_event_until_the_driver_has_the_capability() {
+fn story_6_a_missing_capability_fails_the_mount() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &PLAIN);
     let claim = rig.claim("data");
@@ -41,35 +41,37 @@ fn story_6_a_mount_fails_with_the_reason_and_an_event_until_the_driver_has_the_c
         assert_refused(answer, Code::FailedPrecondition, "DEFER_FS_OPS", "no capability");
         assert_eq!(rig.failures("publish", "missing_capability"), f64::from(turn));
     }
-    let event = rig.told(&pod, &["DEFER_FS_OPS", "upgrade the driver", &claim.handle(&pod)]);
+    let event =
+        rig.wait_for_event(&pod, &["DEFER_FS_OPS", "upgrade the driver", &claim.handle(&pod)]);
     assert_eq!(event.reason.as_deref(), Some("FailedMount"));
     assert_eq!(event.type_.as_deref(), Some("Warning"));
     assert_eq!(event.involved_object.name.as_deref(), Some("app"));
     let source = event.source.unwrap();
     assert_eq!(source.component.as_deref(), Some("csi-loopback-node-proxy"));
     assert_eq!(source.host.as_deref(), Some(rig.node.as_str()));
-    // Kubelet tries again every few seconds, which is one thing to tell.
+    // Kubelet retries every few seconds, which must be reported once.
     assert_eq!(rig.events(&pod).len(), 1);
-    assert!(rig.behind.seen_raw("NodePublishVolume").is_empty());
+    assert!(rig.driver.seen_raw("NodePublishVolume").is_empty());
     assert_eq!(rig.metric("csi_loopback_deferred_volumes"), 0.0);
     assert!(rig.vol_data(&rig.target(&pod, &claim)).is_none());
-    rig.behind.set_capabilities(Some(&DEFERRING));
+    rig.driver.set_capabilities(Some(&DEFERRING));
     rig.mount(&pod, &claim).unwrap();
-    assert!(rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
+    assert!(rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
 }
 
-/// CSI v1.13 has given to the health of volumes and storage the numbers, 7 and 8, that extensions had here before; 9 was one, too.
+/// CSI v1.13 assigned the numbers 7 and 8, which extensions used before, to the health of volumes
+/// and storage; number 9 was used by an extension, too.
 #[test]
-fn a_driver_of_csi_1_13_or_with_the_former_numbers_gets_no_deferred_volume() {
+fn former_capability_numbers_defer_no_volume() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let (left, claim) = (rig.claim("left"), rig.claim("data"));
     let (before, pod) =
         (rig.pod("before", &[&left], Some("left")), rig.pod("app", &[&claim], Some("data")));
     let target = rig.mount(&before, &left).unwrap();
-    rig.behind.forget();
+    rig.driver.forget();
     for numbers in [&[1, 2, 3, 7, 8][..], &[1, 2, 3, 7, 8, 9]] {
-        rig.behind.set_capability_numbers(numbers);
+        rig.driver.set_capability_numbers(numbers);
         let said = format!("{numbers:?}");
         for (pod, volume) in [(&pod, &claim), (&before, &left)] {
             let answer = rig.mount(pod, volume);
@@ -79,10 +81,10 @@ fn a_driver_of_csi_1_13_or_with_the_former_numbers_gets_no_deferred_volume() {
         assert_refused(figures, Code::FailedPrecondition, "DEFER_FS_OPS", &said);
         let growth = rig.expand(&before, &left, 1 << 30);
         assert_refused(growth, Code::Unimplemented, "DEFER_FS_OPS", &said);
-        assert!(rig.behind.calls().iter().all(|call| call == "NodeStageVolume"), "{said}");
+        assert!(rig.driver.calls().iter().all(|call| call == "NodeStageVolume"), "{said}");
     }
     rig.unmount(&before, &left);
-    assert!(!rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
+    assert!(!rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
     assert!(rig.vol_data(&target).is_none());
 }
 
@@ -90,18 +92,18 @@ fn a_driver_of_csi_1_13_or_with_the_former_numbers_gets_no_deferred_volume() {
 fn story_6_with_the_driver_of_this_project() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::ours(cluster);
-    rig.behind.restart(false);
+    rig.driver.restart(false);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     let answer = rig.mount(&pod, &claim);
     assert_refused(answer, Code::FailedPrecondition, "DEFER_FS_OPS", "a downgraded driver");
-    rig.told(&pod, &["DEFER_FS_OPS"]);
+    rig.wait_for_event(&pod, &["DEFER_FS_OPS"]);
     let target = rig.target(&pod, &claim);
     assert!(!is_mounted(&target));
-    rig.behind.restart(true);
+    rig.driver.restart(true);
     rig.mount(&pod, &claim).unwrap();
     assert!(!is_mounted(&target));
-    assert!(rig.behind.ops.entry(path(&target)).mount_info().unwrap().is_some());
+    assert!(rig.driver.ops.entry(path(&target)).mount_info().unwrap().is_some());
     rig.unmount(&pod, &claim);
 }
 
@@ -109,10 +111,10 @@ fn story_6_with_the_driver_of_this_project() {
 fn a_driver_without_the_call_for_capabilities_has_none() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &PLAIN);
-    rig.behind.set_capabilities(None);
+    rig.driver.set_capabilities(None);
     let own = rig.inline("own", &[]);
     let (pod, plain) = (rig.pod("app", &[&own], Some("own")), rig.pod("plain", &[&own], None));
-    // Kubelet itself asks for them, and would not get so far.
+    // Kubelet itself requests them, so a real kubelet would not get this far.
     let publish = |pod| {
         let mut request = csi::NodePublishVolumeRequest {
             volume_id: own.handle(pod),
@@ -127,7 +129,7 @@ fn a_driver_without_the_call_for_capabilities_has_none() {
 }
 
 #[test]
-fn a_group_is_filled_in_and_each_part_of_it_needs_its_capability() {
+fn each_part_of_a_volume_group_needs_its_capability() {
     let Some(cluster) = shared() else { return };
     use Type::{DeferFsOps, DeferFsOpsWithSupplementalGroup as Group};
     let rig = Rig::recording(cluster, &DEFERRING);
@@ -152,7 +154,7 @@ fn a_group_is_filled_in_and_each_part_of_it_needs_its_capability() {
     }
     let staging = [Type::StageUnstageVolume];
     let few = |more: &[Type]| {
-        rig.behind.set_capabilities(Some(&[&staging, more].concat()));
+        rig.driver.set_capabilities(Some(&[&staging, more].concat()));
     };
     few(&[DeferFsOps]);
     rig.mount(&free, &claim).unwrap();
@@ -160,21 +162,21 @@ fn a_group_is_filled_in_and_each_part_of_it_needs_its_capability() {
     for pod in [&grouped, &choosy] {
         let missing = "DEFER_FS_OPS_WITH_SUPPLEMENTAL_GROUP:";
         assert_refused(rig.mount(pod, &claim), Code::FailedPrecondition, missing, &pod.name);
-        rig.told(pod, &[missing, "fsGroup"]);
+        rig.wait_for_event(pod, &[missing, "fsGroup"]);
     }
     few(&[DeferFsOps, Group]);
     rig.mount(&grouped, &claim).unwrap();
     rig.unmount(&grouped, &claim);
     let missing = "DEFER_FS_OPS_WITH_SUPPLEMENTAL_GROUP_CHANGE_POLICY:";
     assert_refused(rig.mount(&choosy, &claim), Code::FailedPrecondition, missing, "choosy");
-    rig.told(&choosy, &[missing, "fsGroupChangePolicy"]);
-    // The first of the proposal's capabilities is needed for the others.
+    rig.wait_for_event(&choosy, &[missing, "fsGroupChangePolicy"]);
+    // The KEP's first capability is required for the others.
     few(&[Group]);
     assert_refused(rig.mount(&grouped, &claim), Code::FailedPrecondition, "DEFER_FS_OPS:", "no");
 }
 
 #[test]
-fn the_group_that_kubelet_passes_on_itself_stays_as_it_is() {
+fn a_volume_group_from_kubelet_is_not_changed() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &[&DEFERRING[..], &[Type::VolumeMountGroup]].concat());
     let claim = rig.claim("data");
@@ -196,41 +198,41 @@ fn the_group_reaches_the_runtime() {
     let policy = in_group(Some("OnRootMismatch"));
     let pod = rig.pod_with("app", &[&claim], Some("data"), policy);
     let target = rig.mount(&pod, &claim).unwrap();
-    let info = rig.behind.ops.entry(path(&target)).mount_info().unwrap().unwrap();
+    let info = rig.driver.ops.entry(path(&target)).mount_info().unwrap().unwrap();
     let (group, policy) = info.group().unwrap().unwrap();
     assert_eq!((group, policy.to_string().as_str()), (4059, "OnRootMismatch"));
     rig.unmount(&pod, &claim);
 }
 
 #[test]
-fn a_driver_that_is_away_is_waited_for_and_no_event_is_told() {
+fn an_unavailable_driver_is_retried_without_an_event() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     let request = rig.publishing_request(&pod, &claim);
     rig.stage(&pod, &claim).unwrap();
-    rig.behind.stop();
+    rig.driver.stop();
     assert_refused(rig.set_up(&request), Code::Unavailable, "try again", "no driver");
     assert_eq!(rig.failures("publish", "driver_away"), 1.0);
-    rig.behind.start_again();
+    rig.driver.start_again();
     rig.set_up(&request).unwrap();
-    assert!(rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
+    assert!(rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
     assert!(rig.events(&pod).is_empty());
 }
 
 #[test]
-fn story_5_a_downgrade_costs_figures_and_growth_and_the_pod_ends_as_ever() {
+fn story_5_a_downgrade_stops_stats_and_expansion_only() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     let target = rig.mount(&pod, &claim).unwrap();
-    rig.behind.set_capabilities(Some(&PLAIN));
-    rig.behind.forget();
+    rig.driver.set_capabilities(Some(&PLAIN));
+    rig.driver.forget();
     let answer = rig.stats(&pod, &claim);
     assert_refused(answer, Code::FailedPrecondition, "DEFER_FS_OPS", "figures");
-    // Kubelet takes FAILED_PRECONDITION for a volume that is in use, and would not try again.
+    // Kubelet treats FAILED_PRECONDITION as a volume in use and would not retry.
     let answer = rig.expand(&pod, &claim, 1 << 30);
     assert_refused(answer, Code::Unimplemented, "DEFER_FS_OPS", "growth");
     for call in ["stats", "expand"] {
@@ -239,19 +241,19 @@ fn story_5_a_downgrade_costs_figures_and_growth_and_the_pod_ends_as_ever() {
     let log = rig.log();
     let logged = |line: &&str| line.contains("NodeGetVolumeStats") && line.contains("DEFER_FS_OPS");
     assert!(log.lines().any(|line| logged(&line)), "{log}");
-    assert!(rig.behind.calls().is_empty());
+    assert!(rig.driver.calls().is_empty());
     // An upgrade is enough for both.
-    rig.behind.set_capabilities(Some(&DEFERRING));
+    rig.driver.set_capabilities(Some(&DEFERRING));
     rig.stats(&pod, &claim).unwrap();
     rig.expand(&pod, &claim, 1 << 30).unwrap();
-    rig.behind.set_capabilities(Some(&PLAIN));
+    rig.driver.set_capabilities(Some(&PLAIN));
     rig.unmount(&pod, &claim);
-    assert!(!rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
+    assert!(!rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
     assert!(rig.vol_data(&target).is_none());
     assert_eq!(rig.metric("csi_loopback_deferred_volumes"), 0.0);
 }
 
-/// As csi-loopback-runc does for a container that has the volume.
+/// Claims the volume like csi-loopback-runc for a container.
 fn claim_by_a_runtime(ops: &Ops, target: &str) {
     let grow = r#"[ "$2" = stats ] || { echo '{"capacity_bytes":67108864}'; exit; }"#;
     let program = ops.program("runtime", &format!("{grow}\n{FINE}"));
@@ -265,37 +267,37 @@ fn story_5_with_the_driver_of_this_project() {
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     let target = rig.mount(&pod, &claim).unwrap();
-    claim_by_a_runtime(&rig.behind.ops, path(&target));
+    claim_by_a_runtime(&rig.driver.ops, path(&target));
     assert_eq!(rig.stats(&pod, &claim).unwrap().usage[0].total, 10);
     let size = 2 * support::cluster::node_proxy::SIZE;
-    rig.behind.driver.ok(support::driver::expand(&claim.handle(&pod), size));
+    rig.driver.driver.ok(support::driver::expand(&claim.handle(&pod), size));
     assert_eq!(rig.expand(&pod, &claim, size).unwrap(), size as i64);
     assert!(!is_mounted(&target));
-    rig.behind.restart(false);
+    rig.driver.restart(false);
     assert_refused(rig.stats(&pod, &claim), Code::FailedPrecondition, "DEFER_FS_OPS", "figures");
     let answer = rig.expand(&pod, &claim, size);
     assert_refused(answer, Code::Unimplemented, "DEFER_FS_OPS", "growth");
     rig.unmount(&pod, &claim);
     assert!(rig.vol_data(&target).is_none() && !target.exists());
-    rig.behind.restart(true);
+    rig.driver.restart(true);
     let again = rig.pod("again", &[&claim], Some("data"));
     let target = rig.mount(&again, &claim).unwrap();
     wait_for("the volume is left", || {
-        rig.behind.ops.entry(path(&target)).mount_info().unwrap().is_some()
+        rig.driver.ops.entry(path(&target)).mount_info().unwrap().is_some()
     });
     rig.unmount(&again, &claim);
 }
 
 #[test]
-fn a_driver_that_does_not_say_what_it_can_is_told_to_take_the_volume_back_with_the_field() {
+fn an_unpublish_has_the_field_without_capabilities() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     let target = rig.mount(&pod, &claim).unwrap();
-    rig.behind.refuse("NodeGetCapabilities", Code::Internal, "not now");
+    rig.driver.refuse("NodeGetCapabilities", Code::Internal, "not now");
     assert_refused(rig.stats(&pod, &claim), Code::Unavailable, "try again", "figures");
     rig.unpublish(&pod, &claim).unwrap();
-    assert!(rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
+    assert!(rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
     assert!(rig.vol_data(&target).is_none());
 }

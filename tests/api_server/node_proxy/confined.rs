@@ -1,4 +1,4 @@
-//! The rights on the node that deploy/node-proxy gives the proxy: root's files, and nothing else that root may do.
+//! The node permissions in deploy/node-proxy: root's files, but none of root's capabilities.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -11,21 +11,21 @@ use support::cluster::node_proxy::node_proxy_rules;
 use support::cluster::recorder::{DEFERRING, Recorder};
 use support::driver::{assert_refused, wait_for};
 
-/// The group of the driver's socket, and the owner of what is in a volume.
-const SOMEBODY: u32 = 65532;
+/// The group of the driver's socket, and the owner of a volume's content.
+const OTHER_USER: u32 = 65532;
 
 #[test]
-fn root_with_no_capability_is_enough() {
+fn root_without_capabilities_is_enough() {
     let Some(cluster) = shared() else { return };
     let recorder = Recorder::start(cluster, &DEFERRING);
-    // As deploy/base has the driver make it.
+    // The socket as deploy/base configures the driver.
     let mode = |path: &std::path::Path, mode| {
         fs::set_permissions(path, Permissions::from_mode(mode)).unwrap()
     };
-    chown(recorder.socket(), None, Some(SOMEBODY)).unwrap();
+    chown(recorder.socket(), None, Some(OTHER_USER)).unwrap();
     mode(&recorder.socket(), 0o660);
     let mut rig = Rig::prepare(cluster, recorder, &node_proxy_rules());
-    // As kubelet has its directory of pods, and makes the state directory for the container.
+    // Kubelet's pod directory and the container's state directory.
     mode(&rig.kubelet().join("pods"), 0o750);
     fs::create_dir(rig.state_dir()).unwrap();
     mode(&rig.state_dir(), 0o755);
@@ -44,15 +44,15 @@ fn root_with_no_capability_is_enough() {
     let target = rig.mount(&pod, &left).unwrap();
     rig.mount(&host, &plain).unwrap();
     assert!(rig.vol_data(&target).is_some());
-    // What is in a volume may be anybody's.
-    chown(&target, Some(SOMEBODY), Some(SOMEBODY)).unwrap();
+    // A volume's content may belong to any user.
+    chown(&target, Some(OTHER_USER), Some(OTHER_USER)).unwrap();
     mode(&target, 0o700);
     rig.restart_proxy();
     assert_eq!(rig.metric("csi_loopback_deferred_volumes"), 1.0);
     rig.unmount(&pod, &left);
     assert!(rig.vol_data(&target).is_none());
 
-    // It sees that a target is gone, and what is mounted.
+    // The proxy sees that a target is missing, and what is mounted.
     let pod = rig.pod("gone", &[&mounted], Some("mounted"));
     let target = rig.mount(&pod, &mounted).unwrap();
     fs::remove_dir(&target).unwrap();

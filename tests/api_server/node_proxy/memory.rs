@@ -1,4 +1,4 @@
-//! What was left to a runtime is taken back as that, whoever has been restarted meanwhile: proxy, kubelet, driver, node.
+//! A deferred volume is unpublished as deferred, after a restart of proxy, kubelet, driver or node.
 
 use std::fs;
 use support::cluster::shared;
@@ -7,21 +7,21 @@ use csi_loopback::proto::csi::v1 as csi;
 use nix::sys::signal::Signal;
 use tonic::Code;
 
-use support::cluster::node_proxy::{Bound, Rig, Volume};
+use support::cluster::node_proxy::{BoundPod, Rig, Volume};
 use support::cluster::recorder::{DEFERRING, Recorder};
 use support::driver::{Rpc, assert_refused, stats, wait_for};
 use support::inline::is_mounted;
 use support::path;
 
-/// Looks for targets that are gone as often as this.
+/// A short interval for the collection of entries.
 const OFTEN: [&str; 2] = ["--collect-every", "100ms"];
 
 fn known(rig: &Rig<'_, Recorder<'_>>) -> f64 {
     rig.metric("csi_loopback_deferred_volumes")
 }
 
-/// Leaves an inline volume at a target of no pod directory, and takes the target away: once the proxy has forgotten it, it has looked
-/// at all.
+/// Publishes a deferred inline volume at a target outside of kubelet's pods and removes the target:
+/// when its entry is removed, a round of collection is complete.
 fn await_rounds(rig: &Rig<'_, Recorder<'_>>, name: &str) {
     let own = rig.inline("own", &[]);
     let pod = rig.pod(name, &[&own], Some("own"));
@@ -35,25 +35,25 @@ fn await_rounds(rig: &Rig<'_, Recorder<'_>>, name: &str) {
     wait_for("rounds", || rig.vol_data(&target).is_none());
 }
 
-/// Begins a publish that the driver holds, and waits until it has it.
+/// Starts a publish that the driver holds, and waits until the driver has received it.
 fn begin(
     rig: &Rig<'_, Recorder<'_>>,
-    pod: &Bound,
+    pod: &BoundPod,
     volume: &Volume,
 ) -> tokio::task::JoinHandle<Result<csi::NodePublishVolumeResponse, tonic::Status>> {
     let (request, channel) = (rig.publishing_request(pod, volume), rig.channel());
     fs::create_dir_all(rig.target(pod, volume).parent().unwrap()).unwrap();
-    rig.behind.forget();
-    rig.behind.hold("NodePublishVolume");
-    let call = rig.cluster.beside(async move { request.send(channel).await });
+    rig.driver.forget();
+    rig.driver.hold("NodePublishVolume");
+    let call = rig.cluster.spawn_task(async move { request.send(channel).await });
     wait_for("the driver's call", || {
-        rig.behind.calls().iter().any(|name| name == "NodePublishVolume")
+        rig.driver.calls().iter().any(|name| name == "NodePublishVolume")
     });
     call
 }
 
 #[test]
-fn what_is_left_is_written_down_before_the_driver_hears_of_it() {
+fn a_deferred_volume_is_stored_before_the_driver_call() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
     let claim = rig.claim("data");
@@ -65,16 +65,16 @@ fn what_is_left_is_written_down_before_the_driver_hears_of_it() {
     assert_eq!(data["deferFSMount"], "true");
     assert_eq!(data["volumeHandle"], claim.handle(&pod).as_str());
     rig.kill_proxy();
-    rig.behind.release("NodePublishVolume");
+    rig.driver.release("NodePublishVolume");
     assert!(cluster.block_on(call).unwrap().is_err());
     rig.start_proxy();
     rig.unmount(&pod, &claim);
-    assert!(rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
+    assert!(rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
     assert!(rig.vol_data(&target).is_none());
 }
 
 #[test]
-fn after_a_restart_of_the_proxy_each_call_has_the_field_though_the_pod_is_gone() {
+fn calls_keep_the_field_after_a_proxy_restart() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
     let (left, host) = (rig.claim("left"), rig.claim("host"));
@@ -86,25 +86,25 @@ fn after_a_restart_of_the_proxy_each_call_has_the_field_though_the_pod_is_gone()
     rig.delete(&pod);
     rig.delete(&other);
     rig.start_proxy();
-    // What kubelet does when it starts again and finds the pod on its disk: it looks, and takes away.
+    // Like a restarted kubelet that finds the pod on its disk: stats, then unpublish.
     for (pod, volume, deferred) in [(&pod, &left, true), (&other, &host, false)] {
         rig.stats(pod, volume).unwrap();
-        let asked: csi::NodeGetVolumeStatsRequest = rig.behind.last();
-        assert_eq!(asked.defer_fs_ops, deferred);
+        let request: csi::NodeGetVolumeStatsRequest = rig.driver.last();
+        assert_eq!(request.defer_fs_ops, deferred);
         rig.expand(pod, volume, 1 << 30).unwrap();
-        assert_eq!(rig.behind.last::<csi::NodeExpandVolumeRequest>().defer_fs_ops, deferred);
+        assert_eq!(rig.driver.last::<csi::NodeExpandVolumeRequest>().defer_fs_ops, deferred);
     }
     rig.kill_proxy();
     rig.start_proxy();
     for (pod, volume, deferred) in [(&pod, &left, true), (&other, &host, false)] {
         rig.unmount(pod, volume);
-        assert_eq!(rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops, deferred);
+        assert_eq!(rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops, deferred);
     }
     assert_eq!(known(&rig), 0.0);
 }
 
 #[test]
-fn a_kubelet_that_starts_again_publishes_again_and_it_is_the_same_volume() {
+fn a_kubelet_restart_publishes_the_same_volume() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
     let claim = rig.claim("data");
@@ -112,13 +112,13 @@ fn a_kubelet_that_starts_again_publishes_again_and_it_is_the_same_volume() {
     let target = rig.mount(&pod, &claim).unwrap();
     let before = rig.vol_data(&target);
     rig.mount(&pod, &claim).unwrap();
-    // Also when the pod's object went in the meantime, and the proxy has not seen it since.
+    // Also if the pod was deleted meanwhile and the proxy has not seen it since.
     rig.stop_proxy();
     rig.delete(&pod);
     rig.start_proxy();
     rig.mount(&pod, &claim).unwrap();
-    let asked: Vec<csi::NodePublishVolumeRequest> = rig.behind.seen();
-    assert_eq!(asked.iter().map(|asked| asked.defer_fs_ops).collect::<Vec<_>>(), [true; 3]);
+    let request: Vec<csi::NodePublishVolumeRequest> = rig.driver.seen();
+    assert_eq!(request.iter().map(|request| request.defer_fs_ops).collect::<Vec<_>>(), [true; 3]);
     assert_eq!(rig.vol_data(&target), before);
     assert_eq!(known(&rig), 1.0);
     rig.unmount(&pod, &claim);
@@ -126,23 +126,23 @@ fn a_kubelet_that_starts_again_publishes_again_and_it_is_the_same_volume() {
 }
 
 #[test]
-fn a_node_that_starts_again_leaves_the_volume_to_the_runtime_again() {
+fn a_node_restart_defers_the_volume_again() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::ours(cluster);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     let target = rig.mount(&pod, &claim).unwrap();
     rig.kill_proxy();
-    rig.behind.driver.kill();
-    rig.behind.ops.signal(Signal::SIGKILL);
-    rig.behind.ops.wait();
-    // What is handed over to runtimes is in memory.
-    fs::remove_dir_all(rig.behind.ops.crust_dir()).unwrap();
-    rig.behind.ops.start_again();
-    rig.behind.driver.start_again();
+    rig.driver.driver.kill();
+    rig.driver.ops.signal(Signal::SIGKILL);
+    rig.driver.ops.wait();
+    // Handovers to runtimes are in memory.
+    fs::remove_dir_all(rig.driver.ops.crust_dir()).unwrap();
+    rig.driver.ops.start_again();
+    rig.driver.driver.start_again();
     rig.start_proxy();
     rig.mount(&pod, &claim).unwrap();
-    assert!(rig.behind.ops.entry(path(&target)).mount_info().unwrap().is_some());
+    assert!(rig.driver.ops.entry(path(&target)).mount_info().unwrap().is_some());
     assert!(!is_mounted(&target));
     rig.unmount(&pod, &claim);
     assert!(rig.vol_data(&target).is_none());
@@ -150,32 +150,32 @@ fn a_node_that_starts_again_leaves_the_volume_to_the_runtime_again() {
 }
 
 #[test]
-fn an_entry_goes_when_the_driver_has_taken_the_volume_back_and_not_before() {
+fn an_entry_is_deleted_only_after_unpublish() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let (data, more) = (rig.claim("data"), rig.claim("more"));
     let pod = rig.pod("app", &[&data, &more], Some("data,more"));
     let target = rig.mount(&pod, &data).unwrap();
     let other = rig.mount(&pod, &more).unwrap();
-    rig.behind.refuse("NodeUnpublishVolume", Code::Internal, "busy");
+    rig.driver.refuse("NodeUnpublishVolume", Code::Internal, "busy");
     for _ in 0..2 {
         assert_refused(rig.unpublish(&pod, &data), Code::Internal, "busy", "a busy volume");
         assert!(rig.vol_data(&target).is_some());
     }
-    rig.behind.answer_as_ever("NodeUnpublishVolume");
+    rig.driver.reset_answer("NodeUnpublishVolume");
     rig.unmount(&pod, &data);
-    let asked: Vec<csi::NodeUnpublishVolumeRequest> = rig.behind.seen();
-    assert!(asked.iter().all(|asked| asked.defer_fs_ops) && asked.len() == 3);
+    let request: Vec<csi::NodeUnpublishVolumeRequest> = rig.driver.seen();
+    assert!(request.iter().all(|request| request.defer_fs_ops) && request.len() == 3);
     assert!(!rig.entry(&target).path().exists() && rig.vol_data(&other).is_some());
-    // Once more, as kubelet does that has not heard of it: there is nothing to add.
+    // Again, like a kubelet that has not received the response: nothing is added.
     rig.call(support::driver::unpublishing(&data.handle(&pod), path(&target))).unwrap();
-    assert!(!rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
+    assert!(!rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
     rig.unmount(&pod, &more);
     assert_eq!(known(&rig), 0.0);
 }
 
 #[test]
-fn a_target_that_is_gone_is_forgotten_and_none_while_kubelets_directory_is_not_to_be_seen() {
+fn entries_of_deleted_targets_are_removed() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with_flags(cluster, Recorder::start(cluster, &DEFERRING), &OFTEN);
     let claim = rig.claim("data");
@@ -194,14 +194,14 @@ fn a_target_that_is_gone_is_forgotten_and_none_while_kubelets_directory_is_not_t
 }
 
 #[test]
-fn a_publish_under_way_is_not_forgotten_however_long_it_takes() {
+fn the_entry_of_a_running_publish_is_kept() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with_flags(cluster, Recorder::start(cluster, &DEFERRING), &OFTEN);
     let claim = rig.claim("data");
     let own = rig.inline("own", &[]);
     let (pod, other) =
         (rig.pod("app", &[&claim], Some("data")), rig.pod("other", &[&own], Some("own")));
-    // Its target goes while the other one is under way, so that it tells of rounds.
+    // The other target disappears meanwhile, so that it shows rounds of collection.
     let gone = rig.mount(&other, &own).unwrap();
     let call = begin(&rig, &pod, &claim);
     let target = rig.target(&pod, &claim);
@@ -209,21 +209,21 @@ fn a_publish_under_way_is_not_forgotten_however_long_it_takes() {
     fs::remove_dir(&gone).unwrap();
     wait_for("rounds", || rig.vol_data(&gone).is_none());
     assert!(rig.vol_data(&target).is_some());
-    rig.behind.release("NodePublishVolume");
+    rig.driver.release("NodePublishVolume");
     cluster.block_on(call).unwrap().unwrap();
     await_rounds(&rig, "after");
     assert!(rig.vol_data(&target).is_some());
     rig.unmount(&pod, &claim);
-    assert!(rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
+    assert!(rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
 }
 
 #[test]
-fn a_publish_that_the_driver_refuses_is_forgotten_with_its_target() {
+fn a_refused_publish_is_removed_with_its_target() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with_flags(cluster, Recorder::start(cluster, &DEFERRING), &OFTEN);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
-    rig.behind.refuse("NodePublishVolume", Code::InvalidArgument, "no such option");
+    rig.driver.refuse("NodePublishVolume", Code::InvalidArgument, "no such option");
     let answer = rig.mount(&pod, &claim);
     assert_refused(answer, Code::InvalidArgument, "no such option", "the driver's own words");
     let entry = rig.entry(&rig.target(&pod, &claim));
@@ -232,33 +232,33 @@ fn a_publish_that_the_driver_refuses_is_forgotten_with_its_target() {
 }
 
 #[test]
-fn figures_and_growth_find_the_volume_by_where_it_is_staged_too() {
+fn stats_and_expansion_also_use_the_staging_path() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     rig.mount(&pod, &claim).unwrap();
     let staging = rig.staging(&claim).unwrap();
-    let asked = |at: &str| {
+    let is_deferred_at = |at: &str| {
         rig.call(stats(&claim.handle(&pod), at)).unwrap();
-        rig.behind.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops
+        rig.driver.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops
     };
-    assert!(asked(path(&staging)));
-    assert!(!asked("/elsewhere"));
+    assert!(is_deferred_at(path(&staging)));
+    assert!(!is_deferred_at("/elsewhere"));
     let request = csi::NodeExpandVolumeRequest {
         volume_path: path(&staging).to_owned(),
         ..rig.expansion_request(&pod, &claim, 1 << 30)
     };
     rig.call(request).unwrap();
-    assert!(rig.behind.last::<csi::NodeExpandVolumeRequest>().defer_fs_ops);
-    // The same path for another volume is another volume's.
+    assert!(rig.driver.last::<csi::NodeExpandVolumeRequest>().defer_fs_ops);
+    // The same path for another volume belongs to another volume.
     rig.call(stats("another", path(&staging))).unwrap();
-    assert!(!rig.behind.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops);
+    assert!(!rig.driver.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops);
     rig.unmount(&pod, &claim);
 }
 
 #[test]
-fn two_pods_of_one_volume_are_told_apart_by_their_targets() {
+fn two_pods_of_a_volume_are_distinguished_by_target() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
     let claim = rig.claim("data");
@@ -269,23 +269,23 @@ fn two_pods_of_one_volume_are_told_apart_by_their_targets() {
     rig.restart_proxy();
     for (pod, deferred) in [(&left, true), (&host, false)] {
         rig.stats(pod, &claim).unwrap();
-        let asked: csi::NodeGetVolumeStatsRequest = rig.behind.last();
-        assert_eq!(asked.defer_fs_ops, deferred, "{}", pod.name);
+        let request: csi::NodeGetVolumeStatsRequest = rig.driver.last();
+        assert_eq!(request.defer_fs_ops, deferred, "{}", pod.name);
     }
     for (pod, deferred, known_then) in [(&host, false, 1.0), (&left, true, 0.0)] {
         rig.unpublish(pod, &claim).unwrap();
-        let asked: csi::NodeUnpublishVolumeRequest = rig.behind.last();
-        assert_eq!((asked.defer_fs_ops, known(&rig)), (deferred, known_then), "{}", pod.name);
+        let request: csi::NodeUnpublishVolumeRequest = rig.driver.last();
+        assert_eq!((request.defer_fs_ops, known(&rig)), (deferred, known_then), "{}", pod.name);
     }
 }
 
 #[test]
-fn what_the_host_has_mounted_already_is_not_left_as_well() {
+fn a_volume_mounted_on_the_host_is_not_deferred() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::ours(cluster);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], None);
-    // The pod has its volume from the host, and opts in too late.
+    // The host has mounted the pod's volume, and the pod opts in too late.
     rig.stage(&pod, &claim).unwrap();
     let request = rig.publishing_request(&pod, &claim);
     fs::create_dir_all(rig.target(&pod, &claim).parent().unwrap()).unwrap();
@@ -293,10 +293,10 @@ fn what_the_host_has_mounted_already_is_not_left_as_well() {
     let target = rig.target(&pod, &claim);
     assert!(is_mounted(&target));
     rig.opt_in(&pod, "data");
-    rig.wait_until_heard(&pod);
+    rig.wait_until_opted_in(&pod);
     let answer = rig.call(request);
     assert_refused(answer, Code::FailedPrecondition, "mounted on the host", "a late opt-in");
-    rig.told(&pod, &["mounted on the host", "delete the pod"]);
+    rig.wait_for_event(&pod, &["mounted on the host", "delete the pod"]);
     assert_eq!(rig.failures("publish", "mounted_on_host"), 1.0);
     assert!(rig.vol_data(&target).is_none() && is_mounted(&target));
     rig.unmount(&pod, &claim);

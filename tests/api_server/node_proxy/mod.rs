@@ -1,5 +1,5 @@
-//! The node proxy with pods of a real API server: what it adds to kubelet's calls, remembers, refuses and tells. Behind it is the driver
-//! of this project, or one of somebody else's that keeps what it is asked.
+//! The node proxy with pods of a real API server: added fields, stored volumes, refusals and
+//! reports. The driver is this project's, or a fake one that records calls.
 
 mod capabilities;
 mod confined;

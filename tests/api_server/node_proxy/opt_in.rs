@@ -1,4 +1,4 @@
-//! Which volumes are left to a runtime: those that the pod names, of whatever kind, and no others.
+//! Which volumes are deferred: those that the pod names, of every kind, and no others.
 
 use csi_loopback::proto::csi::v1 as csi;
 use prost::Message;
@@ -6,28 +6,28 @@ use serde_json::json;
 use support::cluster::shared;
 use tonic::Code;
 
-use support::cluster::node_proxy::{Behind, Bound, Ours, Rig, Volume, claim_rules};
+use support::cluster::node_proxy::{BoundPod, Ours, ProxiedDriver, Rig, Volume, claim_rules};
 use support::cluster::recorder::{DEFERRING, PLAIN, Recorder};
 use support::driver::assert_refused;
 use support::inline::is_mounted;
 use support::path;
 
-/// Whether crust_ops has the volume for a runtime, and the host has not got it.
-fn is_left(rig: &Rig<'_, Ours>, pod: &Bound, volume: &Volume) -> bool {
+/// Whether crust_ops has the volume for a runtime and the host has not mounted it.
+fn is_left(rig: &Rig<'_, Ours>, pod: &BoundPod, volume: &Volume) -> bool {
     let target = rig.target(pod, volume);
-    let left = rig.behind.ops.entry(path(&target)).mount_info().unwrap().is_some();
+    let left = rig.driver.ops.entry(path(&target)).mount_info().unwrap().is_some();
     assert_ne!(left, is_mounted(&target), "{}", volume.name);
     assert_eq!(left, rig.vol_data(&target).is_some(), "{}", volume.name);
     left
 }
 
-/// What the driver was asked last to publish, whether it is to be left to a runtime.
-fn asked(rig: &Rig<'_, Recorder<'_>>) -> bool {
-    rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops
+/// Whether the driver's last publish request was deferred.
+fn was_deferred(rig: &Rig<'_, Recorder<'_>>) -> bool {
+    rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops
 }
 
 #[test]
-fn a_claim_a_generic_ephemeral_and_an_inline_volume_are_left_where_the_pod_names_them() {
+fn named_volumes_of_every_kind_are_deferred() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::ours(cluster);
     for (pod, opted) in [("named", Some("data, scratch,own")), ("plain", None)] {
@@ -50,29 +50,29 @@ fn a_claim_a_generic_ephemeral_and_an_inline_volume_are_left_where_the_pod_names
 }
 
 #[test]
-fn another_providers_driver_gets_kubelets_bytes_with_the_fields_behind_them() {
+fn another_driver_gets_kubelets_bytes_plus_the_fields() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     rig.mount(&pod, &claim).unwrap();
     let kubelets = rig.publishing_request(&pod, &claim);
-    let came = rig.behind.seen_raw("NodePublishVolume").pop().unwrap();
+    let came = rig.driver.seen_raw("NodePublishVolume").pop().unwrap();
     assert!(came.starts_with(&kubelets.encode_to_vec()));
     let wanted = csi::NodePublishVolumeRequest { defer_fs_ops: true, ..kubelets };
-    assert_eq!(rig.behind.last::<csi::NodePublishVolumeRequest>(), wanted);
+    assert_eq!(rig.driver.last::<csi::NodePublishVolumeRequest>(), wanted);
     rig.stats(&pod, &claim).unwrap();
-    assert!(rig.behind.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops);
+    assert!(rig.driver.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops);
     let wanted = csi::NodeExpandVolumeRequest {
         defer_fs_ops: true,
         ..rig.expansion_request(&pod, &claim, 1 << 30)
     };
     assert_eq!(rig.expand(&pod, &claim, 1 << 30).unwrap(), 1 << 30);
-    assert_eq!(rig.behind.last::<csi::NodeExpandVolumeRequest>(), wanted);
+    assert_eq!(rig.driver.last::<csi::NodeExpandVolumeRequest>(), wanted);
     rig.unmount(&pod, &claim);
-    assert!(rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
+    assert!(rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
     assert_eq!(
-        rig.behind.calls(),
+        rig.driver.calls(),
         [
             "NodeStageVolume",
             "NodePublishVolume",
@@ -85,9 +85,9 @@ fn another_providers_driver_gets_kubelets_bytes_with_the_fields_behind_them() {
 }
 
 #[test]
-fn calls_for_a_pod_that_did_not_opt_in_are_passed_on_byte_for_byte() {
+fn calls_without_opt_in_are_forwarded_unchanged() {
     let Some(cluster) = shared() else { return };
-    // With the capabilities and without.
+    // With and without the capabilities.
     for capabilities in [&DEFERRING[..], &PLAIN] {
         let rig = Rig::recording(cluster, capabilities);
         let claim = rig.claim("data");
@@ -98,7 +98,7 @@ fn calls_for_a_pod_that_did_not_opt_in_are_passed_on_byte_for_byte() {
         rig.expand(&pod, &claim, 1 << 30).unwrap();
         let target = rig.target(&pod, &claim);
         rig.unpublish(&pod, &claim).unwrap();
-        let last = |method: &str| rig.behind.seen_raw(method).pop().unwrap();
+        let last = |method: &str| rig.driver.seen_raw(method).pop().unwrap();
         let publishing = rig.publishing_request(&pod, &claim).encode_to_vec();
         assert_eq!(last("NodePublishVolume"), publishing);
         let stats = support::driver::stats(&claim.handle(&pod), path(&target));
@@ -113,19 +113,19 @@ fn calls_for_a_pod_that_did_not_opt_in_are_passed_on_byte_for_byte() {
 }
 
 #[test]
-fn where_a_pod_names_some_of_its_claims_the_api_server_says_which_one_is_meant() {
+fn a_claim_is_identified_through_the_api_server() {
     let Some(cluster) = shared() else { return };
     let recorder = Recorder::start(cluster, &DEFERRING);
-    let rig = Rig::telling_claims_apart(cluster, recorder);
+    let rig = Rig::with_claim_rights(cluster, recorder);
     let (left, mounted) = (rig.claim("left"), rig.claim("mounted"));
     let scratch = rig.ephemeral("app", "scratch");
     let pod = rig.pod("app", &[&left, &mounted, &scratch], Some("left,scratch"));
     for (volume, deferred) in [(&left, true), (&mounted, false), (&scratch, true)] {
         rig.mount(&pod, volume).unwrap();
-        assert_eq!(asked(&rig), deferred, "{}", volume.name);
+        assert_eq!(was_deferred(&rig), deferred, "{}", volume.name);
         assert_eq!(rig.vol_data(&rig.target(&pod, volume)).is_some(), deferred);
     }
-    // A volume that no claim of the pod is bound to is nobody's.
+    // A volume that none of the pod's claims is bound to.
     let stranger = rig.claim("stranger");
     let answer = rig.mount(&pod, &stranger);
     assert_refused(answer, Code::Unavailable, "stranger", "a claim that is not the pod's");
@@ -133,7 +133,7 @@ fn where_a_pod_names_some_of_its_claims_the_api_server_says_which_one_is_meant()
 }
 
 #[test]
-fn where_nobody_may_say_which_claim_is_meant_the_mount_waits_until_somebody_may() {
+fn an_unidentified_claim_is_not_mounted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let (left, mounted) = (rig.claim("left"), rig.claim("mounted"));
@@ -144,27 +144,27 @@ fn where_nobody_may_say_which_claim_is_meant_the_mount_waits_until_somebody_may(
         assert_refused(answer, Code::Unavailable, "persistentvolumeclaims", &volume.name);
     }
     assert_eq!(rig.failures("publish", "claims_unknown"), 2.0);
-    assert!(rig.behind.seen_raw("NodePublishVolume").is_empty());
+    assert!(rig.driver.seen_raw("NodePublishVolume").is_empty());
     assert_eq!(rig.metric("csi_loopback_deferred_volumes"), 0.0);
-    // Nobody has to be asked for an inline volume, nor where all claims are named, or none.
+    // No lookup is needed for an inline volume, or if all claims are named, or none.
     rig.mount(&some, &own).unwrap();
-    assert!(asked(&rig));
+    assert!(was_deferred(&rig));
     for (name, opted, deferred) in [("all", Some("left,mounted"), true), ("none", None, false)] {
         let pod = rig.pod(name, &[&left, &mounted], opted);
         for volume in [&left, &mounted] {
             rig.publish(&pod, volume).unwrap();
-            assert_eq!(asked(&rig), deferred, "{name} {}", volume.name);
+            assert_eq!(was_deferred(&rig), deferred, "{name} {}", volume.name);
         }
     }
     cluster.grant(&rig.account, &claim_rules());
     rig.mount(&some, &left).unwrap();
-    assert!(asked(&rig));
+    assert!(was_deferred(&rig));
     rig.mount(&some, &mounted).unwrap();
-    assert!(!asked(&rig));
+    assert!(!was_deferred(&rig));
 }
 
 #[test]
-fn a_raw_block_volume_beside_others_is_told_from_them_by_its_use() {
+fn a_raw_block_volume_is_identified_by_its_use() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::ours(cluster);
     let (data, raw) = (rig.claim("data"), rig.raw_claim("raw"));
@@ -188,10 +188,10 @@ fn a_raw_block_volume_that_is_named_is_refused_with_an_event() {
     let pod = rig.pod("app", &[&raw], Some("raw"));
     let answer = rig.mount(&pod, &raw);
     assert_refused(answer, Code::FailedPrecondition, "raw block", "a raw block volume");
-    let event = rig.told(&pod, &["raw block"]);
+    let event = rig.wait_for_event(&pod, &["raw block"]);
     assert_eq!(event.reason.as_deref(), Some("FailedMount"));
     assert_eq!(rig.failures("publish", "raw_block"), 1.0);
-    assert!(rig.behind.seen_raw("NodePublishVolume").is_empty());
+    assert!(rig.driver.seen_raw("NodePublishVolume").is_empty());
 }
 
 #[test]
@@ -200,15 +200,15 @@ fn a_pod_may_opt_in_until_its_volume_is_published() {
     let rig = Rig::recording(cluster, &DEFERRING);
     let (first, second) = (rig.claim("first"), rig.claim("second"));
     let pod = rig.pod("app", &[&first, &second], None);
-    // As a scheduler does at PostBind.
+    // Like a scheduler at PostBind.
     rig.opt_in(&pod, "first,second");
-    rig.wait_until_heard(&pod);
+    rig.wait_until_opted_in(&pod);
     rig.mount(&pod, &first).unwrap();
-    assert!(asked(&rig));
+    assert!(was_deferred(&rig));
 }
 
 #[test]
-fn a_pod_of_the_same_name_is_another_pod() {
+fn a_new_pod_of_the_same_name_is_distinguished() {
     let Some(cluster) = shared() else { return };
     let recorder = Recorder::start(cluster, &DEFERRING);
     let mut rig = Rig::with_flags(cluster, recorder, &["--pod-timeout", "1s"]);
@@ -216,24 +216,24 @@ fn a_pod_of_the_same_name_is_another_pod() {
     let claim = rig.claim("data");
     let first = rig.pod("app", &[&claim], None);
     rig.mount(&first, &claim).unwrap();
-    assert!(!asked(&rig));
+    assert!(!was_deferred(&rig));
     rig.unmount(&first, &claim);
     rig.delete(&first);
     let second = rig.pod("app", &[&claim], Some("data"));
-    rig.wait_until_heard(&second);
+    rig.wait_until_opted_in(&second);
     rig.mount(&second, &claim).unwrap();
-    assert!(asked(&rig));
+    assert!(was_deferred(&rig));
     rig.unmount(&second, &claim);
-    // A late call for the one that is gone: what the other one wants is nothing to it.
+    // A late call for the deleted pod does not depend on the new one.
     let status = rig.publish(&first, &claim).unwrap_err();
     assert_eq!(status.code(), Code::Unavailable, "{status:?}");
     assert_eq!(rig.failures("publish", "pod_unknown"), 1.0);
 }
 
-/// The request of kubelet, at a path that is none of kubelet's.
-fn elsewhere<B: Behind>(
+/// Kubelet's request at a path outside of kubelet's directory.
+fn elsewhere<B: ProxiedDriver>(
     rig: &Rig<'_, B>,
-    pod: &Bound,
+    pod: &BoundPod,
     volume: &Volume,
 ) -> csi::NodePublishVolumeRequest {
     let mut request = rig.publishing_request(pod, volume);
@@ -244,14 +244,14 @@ fn elsewhere<B: Behind>(
 }
 
 #[test]
-fn at_a_path_that_is_none_of_kubelets_the_pod_is_known_from_pod_info() {
+fn at_another_path_the_pod_comes_from_pod_info() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let (data, more) = (rig.claim("data"), rig.claim("more"));
     let own = rig.inline("own", &[]);
-    let publish = |pod: &Bound, volume: &Volume| {
+    let publish = |pod: &BoundPod, volume: &Volume| {
         let answer = rig.set_up(&elsewhere(&rig, pod, volume));
-        answer.map(|()| asked(&rig))
+        answer.map(|()| was_deferred(&rig))
     };
     let all = rig.pod("all", &[&data, &more, &own], Some("data,more,own"));
     let inline = rig.pod("inline", &[&data, &more, &own], Some("own"));
@@ -262,17 +262,17 @@ fn at_a_path_that_is_none_of_kubelets_the_pod_is_known_from_pod_info() {
         assert_eq!(publish(pod, &data).unwrap(), of_claim, "{}", pod.name);
         assert_eq!(publish(pod, &own).unwrap(), of_inline, "{}", pod.name);
     }
-    // Which of its claims is meant nothing tells.
+    // The claim cannot be identified.
     let some = rig.pod("some", &[&data, &more, &own], Some("data"));
     let answer = publish(&some, &data);
     assert_refused(answer, Code::FailedPrecondition, "kubernetes.io~csi", "one of several claims");
     assert_eq!(rig.failures("publish", "ambiguous"), 1.0);
-    rig.told(&some, &["kubernetes.io~csi"]);
+    rig.wait_for_event(&some, &["kubernetes.io~csi"]);
     assert!(!publish(&some, &own).unwrap());
-    // Without pod info nobody knows whose it is.
+    // Without pod info the pod is unknown.
     let mut request = elsewhere(&rig, &all, &data);
     request.volume_context.clear();
     request.target_path += "-unknown";
     rig.set_up(&request).unwrap();
-    assert!(!asked(&rig));
+    assert!(!was_deferred(&rig));
 }

@@ -1,4 +1,4 @@
-//! What the proxy tells: numbers, and the driver's answers as they are.
+//! The proxy's metrics, and the driver's responses, which it relays.
 
 use csi::node_service_capability::rpc::Type;
 use csi_loopback::proto::csi::v1 as csi;
@@ -13,7 +13,7 @@ use support::driver::{assert_refused, wait_for};
 use support::path;
 
 #[test]
-fn each_publish_of_a_volume_that_is_left_is_counted_when_it_succeeds() {
+fn successful_publishes_of_deferred_volumes_are_counted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let (left, host) = (rig.claim("left"), rig.claim("host"));
@@ -26,13 +26,13 @@ fn each_publish_of_a_volume_that_is_left_is_counted_when_it_succeeds() {
     assert_eq!(published(), 1.0);
     rig.publish(&pod, &left).unwrap();
     assert_eq!(published(), 2.0);
-    rig.behind.refuse("NodePublishVolume", Code::Aborted, "at it");
+    rig.driver.refuse("NodePublishVolume", Code::Aborted, "at it");
     assert!(rig.publish(&pod, &left).is_err());
     assert_eq!((published(), rig.failures("publish", "driver_refused")), (2.0, 1.0));
 }
 
 #[test]
-fn a_volumes_condition_is_told_from_its_first_measurement_until_it_is_taken_back() {
+fn a_volumes_condition_is_reported_until_unpublish() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
     let (left, host) = (rig.claim("left"), rig.claim("host"));
@@ -44,41 +44,41 @@ fn a_volumes_condition_is_told_from_its_first_measurement_until_it_is_taken_back
     let name = format!(
         "volume_stats_health_status_abnormal{{namespace=\"{namespace}\",persistentvolumeclaim=\"left\",pod=\"app\",volume=\"{namespace}-left\"}}"
     );
-    let told = |rig: &Rig<'_, _>| -> Vec<String> {
+    let reported = |rig: &Rig<'_, _>| -> Vec<String> {
         let page = rig.metrics();
         let of_volumes = |line: &&str| line.starts_with("volume_stats_health_status_abnormal{");
         page.lines().filter(of_volumes).map(str::to_owned).collect()
     };
-    assert!(told(&rig).is_empty());
+    assert!(reported(&rig).is_empty());
     for (abnormal, wanted) in [(true, 1), (false, 0), (true, 1)] {
         let answer = recorder::stats(Some((abnormal, "a word")));
-        rig.behind.answer("NodeGetVolumeStats", Ok(answer.encode_to_vec()));
+        rig.driver.answer("NodeGetVolumeStats", Ok(answer.encode_to_vec()));
         assert_eq!(rig.stats(&pod, &left).unwrap(), answer);
         assert_eq!(rig.stats(&other, &host).unwrap(), answer);
-        assert_eq!(told(&rig), [format!("{name} {wanted}")]);
+        assert_eq!(reported(&rig), [format!("{name} {wanted}")]);
     }
     rig.restart_proxy();
-    assert!(told(&rig).is_empty());
+    assert!(reported(&rig).is_empty());
     rig.stats(&pod, &left).unwrap();
-    assert_eq!(told(&rig), [format!("{name} 1")]);
-    // A driver that says nothing of its condition says nothing bad of it.
-    rig.behind.answer("NodeGetVolumeStats", Ok(recorder::stats(None).encode_to_vec()));
+    assert_eq!(reported(&rig), [format!("{name} 1")]);
+    // A driver without a condition does not report a bad one.
+    rig.driver.answer("NodeGetVolumeStats", Ok(recorder::stats(None).encode_to_vec()));
     rig.stats(&pod, &left).unwrap();
-    assert_eq!(told(&rig), [format!("{name} 0")]);
+    assert_eq!(reported(&rig), [format!("{name} 0")]);
     rig.unmount(&pod, &left);
-    assert!(told(&rig).is_empty());
+    assert!(reported(&rig).is_empty());
 }
 
-/// CSI v1.13 has no condition in the answer of NodeGetVolumeStats.
+/// NodeGetVolumeStats of CSI v1.13 has no condition.
 #[test]
-fn the_health_of_a_volume_is_read_where_the_driver_tells_no_condition() {
+fn volume_health_is_used_without_a_condition() {
     let Some(cluster) = shared() else { return };
     let has = [&DEFERRING[..], &[Type::GetVolumeHealth]].concat();
     let rig = Rig::recording(cluster, &has);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     let target = rig.mount(&pod, &claim).unwrap();
-    let told = || {
+    let reported = || {
         let page = rig.metrics();
         let line =
             page.lines().find(|line| line.starts_with("volume_stats_health_status_abnormal{"));
@@ -95,32 +95,32 @@ fn the_health_of_a_volume_is_read_where_the_driver_tells_no_condition() {
     };
     let not_mounted = ["NotMounted"].as_slice();
     for (reasons, wanted) in [(not_mounted, "1"), (&[], "0"), (not_mounted, "1")] {
-        rig.behind.answer("NodeGetVolumeHealth", Ok(health(reasons)));
+        rig.driver.answer("NodeGetVolumeHealth", Ok(health(reasons)));
         rig.stats(&pod, &claim).unwrap();
-        assert_eq!(told().as_deref(), Some(wanted));
+        assert_eq!(reported().as_deref(), Some(wanted));
     }
-    let asked: csi::NodeGetVolumeHealthRequest = rig.behind.last();
+    let request: csi::NodeGetVolumeHealthRequest = rig.driver.last();
     assert_eq!(
-        (asked.volume_id, asked.volume_publish_path.as_str()),
+        (request.volume_id, request.volume_publish_path.as_str()),
         (claim.handle(&pod), path(&target))
     );
-    // What is not known changes nothing, and costs kubelet no figures.
-    rig.behind.refuse("NodeGetVolumeHealth", Code::Internal, "not now");
+    // An unknown health changes nothing, and kubelet still gets its stats.
+    rig.driver.refuse("NodeGetVolumeHealth", Code::Internal, "not now");
     assert_eq!(rig.stats(&pod, &claim).unwrap(), recorder::stats(None));
-    assert_eq!(told().as_deref(), Some("1"));
-    // A driver that tells a condition is not asked as well.
-    rig.behind.forget();
+    assert_eq!(reported().as_deref(), Some("1"));
+    // A driver that reports a condition gets no second call.
+    rig.driver.forget();
     let fine = recorder::stats(Some((false, "fine")));
-    rig.behind.answer("NodeGetVolumeStats", Ok(fine.encode_to_vec()));
+    rig.driver.answer("NodeGetVolumeStats", Ok(fine.encode_to_vec()));
     rig.stats(&pod, &claim).unwrap();
     assert_eq!(
-        (told().as_deref(), rig.behind.calls()),
+        (reported().as_deref(), rig.driver.calls()),
         (Some("0"), vec!["NodeGetVolumeStats".to_owned()])
     );
 }
 
 #[test]
-fn what_the_driver_refuses_reaches_kubelet_as_it_is_and_is_counted_by_call() {
+fn driver_errors_reach_kubelet_and_are_counted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let (left, host) = (rig.claim("left"), rig.claim("host"));
@@ -131,7 +131,7 @@ fn what_the_driver_refuses_reaches_kubelet_as_it_is_and_is_counted_by_call() {
     let words = "no room: 7 of 9";
     let methods =
         ["NodePublishVolume", "NodeUnpublishVolume", "NodeGetVolumeStats", "NodeExpandVolume"];
-    methods.iter().for_each(|method| rig.behind.refuse(method, Code::OutOfRange, words));
+    methods.iter().for_each(|method| rig.driver.refuse(method, Code::OutOfRange, words));
     for (pod, volume) in [(&pod, &left), (&other, &host)] {
         let request = rig.publishing_request(pod, volume);
         assert_refused(rig.call(request), Code::OutOfRange, words, "publish");
@@ -139,7 +139,7 @@ fn what_the_driver_refuses_reaches_kubelet_as_it_is_and_is_counted_by_call() {
         assert_refused(rig.expand(pod, volume, 1), Code::OutOfRange, words, "expand");
         assert_refused(rig.unpublish(pod, volume), Code::OutOfRange, words, "unpublish");
     }
-    // Those of the pod that did not opt in are none of the proxy's business.
+    // Calls of the pod without opt-in are not counted.
     for call in ["publish", "stats", "expand", "unpublish"] {
         assert_eq!(rig.failures(call, "driver_refused"), 1.0, "{call}");
     }
@@ -147,15 +147,15 @@ fn what_the_driver_refuses_reaches_kubelet_as_it_is_and_is_counted_by_call() {
 }
 
 #[test]
-fn the_api_server_is_asked_for_the_pods_of_the_node_and_told_events_and_no_more() {
+fn the_proxy_only_watches_pods_and_records_events() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &[]);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     assert!(rig.mount(&pod, &claim).is_err());
-    rig.told(&pod, &["DEFER_FS_OPS"]);
+    rig.wait_for_event(&pod, &["DEFER_FS_OPS"]);
     let is_proxys = |request: &Value| request["user"]["username"] == rig.account.user().as_str();
-    // The log is a moment behind.
+    // The log is slightly delayed.
     let requests = cluster.wait_for("the event's line", || {
         let all: Vec<Value> = cluster.requests().into_iter().filter(is_proxys).collect();
         all.iter().any(|one| one["verb"] == "create").then_some(all)
@@ -178,11 +178,11 @@ fn the_api_server_is_asked_for_the_pods_of_the_node_and_told_events_and_no_more(
 }
 
 #[test]
-fn what_the_driver_says_of_itself_is_what_kubelet_hears() {
+fn the_drivers_identity_is_relayed_to_kubelet() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let info = rig.call(csi::GetPluginInfoRequest {}).unwrap();
-    assert_eq!(info.name, rig.behind.name);
+    assert_eq!(info.name, rig.driver.name);
     let direct = rig.call_driver(csi::NodeGetCapabilitiesRequest {}).unwrap();
     assert_eq!(rig.call(csi::NodeGetCapabilitiesRequest {}).unwrap(), direct);
     let direct = rig.call_driver(csi::NodeGetInfoRequest {}).unwrap();
@@ -192,7 +192,7 @@ fn what_the_driver_says_of_itself_is_what_kubelet_hears() {
 }
 
 #[test]
-fn a_proxy_that_may_not_tell_events_refuses_all_the_same() {
+fn without_event_permission_mounts_are_still_refused() {
     let Some(cluster) = shared() else { return };
     let pods = node_proxy_rules()
         .into_iter()
@@ -204,7 +204,7 @@ fn a_proxy_that_may_not_tell_events_refuses_all_the_same() {
     let pod = rig.pod("app", &[&claim], Some("data"));
     let answer = rig.mount(&pod, &claim);
     assert_refused(answer, Code::FailedPrecondition, "DEFER_FS_OPS", "no capability");
-    wait_for("a line", || rig.log().contains("an event could not be told"));
-    rig.behind.set_capabilities(Some(&DEFERRING));
+    wait_for("a line", || rig.log().contains("failed to record event"));
+    rig.driver.set_capabilities(Some(&DEFERRING));
     rig.mount(&pod, &claim).unwrap();
 }

@@ -1,4 +1,4 @@
-//! An API server that is away, that says nothing, or that is slow to tell.
+//! An unavailable, silent or slow API server.
 
 use std::fs;
 use support::cluster::shared;
@@ -13,14 +13,14 @@ use support::cluster::proxy::{Proxy, Way};
 use support::cluster::recorder::{DEFERRING, PLAIN, Recorder};
 use support::driver::Rpc;
 
-/// All ways to have no API server.
+/// The kinds of an unavailable API server.
 const AWAY: [Way; 2] = [Way::Refused, Way::Hanging];
 
-/// A recording driver that has all capabilities of the proposal, and a proxy whose way to the API server can be cut; calls wait so
-/// long for a pod.
+/// A recording driver with all of the KEP's capabilities, and a proxy whose connection to the API
+/// server can be blocked. Calls wait this long for a pod.
 pub fn with_way<'a>(cluster: &'a Cluster, pod_timeout: &str) -> (Rig<'a, Recorder<'a>>, Proxy) {
-    let behind = Recorder::start(cluster, &DEFERRING);
-    let mut rig = Rig::prepare(cluster, behind, &node_proxy_rules());
+    let recorder = Recorder::start(cluster, &DEFERRING);
+    let mut rig = Rig::prepare(cluster, recorder, &node_proxy_rules());
     let way = cluster.proxy();
     rig.kubeconfig = cluster.kubeconfig_through(&way, &rig.account);
     rig.set_flags(&["--pod-timeout", pod_timeout]);
@@ -29,37 +29,37 @@ pub fn with_way<'a>(cluster: &'a Cluster, pod_timeout: &str) -> (Rig<'a, Recorde
 
 #[test]
 #[ignore = "full tier"]
-fn behind_a_driver_that_cannot_defer_a_pod_needs_nothing_of_the_api_server() {
+fn without_the_capability_no_api_server_is_needed() {
     let Some(cluster) = shared() else { return };
     for away in AWAY {
         let (mut rig, way) = with_way(cluster, "300ms");
-        rig.behind.set_capabilities(Some(&PLAIN));
+        rig.driver.set_capabilities(Some(&PLAIN));
         cluster.turn(&way, away);
         rig.start_proxy();
         let volumes = [rig.claim("data"), rig.inline("inline", &[]), rig.raw_claim("raw")];
         let pod = rig.pod("app", &[&volumes[0], &volumes[1], &volumes[2]], None);
         for volume in &volumes {
             rig.stage(&pod, volume).unwrap();
-            let asked = rig.publishing_request(&pod, volume);
-            rig.set_up(&asked).unwrap();
-            assert_eq!(rig.behind.last::<csi::NodePublishVolumeRequest>(), asked, "{away:?}");
-            // Kubelet repeats it, and it is no other then.
-            rig.set_up(&asked).unwrap();
+            let request = rig.publishing_request(&pod, volume);
+            rig.set_up(&request).unwrap();
+            assert_eq!(rig.driver.last::<csi::NodePublishVolumeRequest>(), request, "{away:?}");
+            // Kubelet repeats the call without a change.
+            rig.set_up(&request).unwrap();
             rig.stats(&pod, volume).unwrap();
-            assert!(!rig.behind.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops);
+            assert!(!rig.driver.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops);
             if volume.persistent.is_some() {
                 rig.expand(&pod, volume, 64 * MIB).unwrap();
-                assert!(!rig.behind.last::<csi::NodeExpandVolumeRequest>().defer_fs_ops);
+                assert!(!rig.driver.last::<csi::NodeExpandVolumeRequest>().defer_fs_ops);
             }
             rig.unmount(&pod, volume);
-            assert!(!rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
+            assert!(!rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops);
         }
         rig.stop_proxy();
     }
 }
 
 #[test]
-fn a_pod_that_the_watch_has_told_of_is_known_while_the_api_server_is_away() {
+fn cached_pods_are_known_during_an_outage() {
     let Some(cluster) = shared() else { return };
     for away in AWAY {
         let (mut rig, way) = with_way(cluster, "50s");
@@ -69,18 +69,18 @@ fn a_pod_that_the_watch_has_told_of_is_known_while_the_api_server_is_away() {
             rig.pod("opted", &[&volumes[0]], Some("left")),
             rig.pod("other", &[&volumes[1]], None),
         ];
-        rig.wait_until_heard(&pods[0]);
-        // Both came by the same watch, in this order.
+        rig.wait_until_opted_in(&pods[0]);
+        // The same watch delivered both, in this order.
         cluster.turn(&way, away);
         rig.mount(&pods[0], &volumes[0]).unwrap();
-        assert!(rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{away:?}");
+        assert!(rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{away:?}");
         rig.unmount(&pods[0], &volumes[0]);
-        assert!(rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops, "{away:?}");
+        assert!(rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops, "{away:?}");
     }
 }
 
 #[test]
-fn a_pod_that_nobody_reports_is_not_mounted_on_the_host_and_the_proxy_is_not_ready() {
+fn an_unknown_pod_is_not_mounted_on_the_host() {
     let Some(cluster) = shared() else { return };
     for away in AWAY {
         let (mut rig, way) = with_way(cluster, "300ms");
@@ -95,16 +95,16 @@ fn a_pod_that_nobody_reports_is_not_mounted_on_the_host_and_the_proxy_is_not_rea
             assert_eq!(status.code(), Code::Unavailable, "{away:?}: {status:?}");
             assert!(status.message().contains(&pod.uid), "{status:?}");
         }
-        let calls = rig.behind.calls();
+        let calls = rig.driver.calls();
         assert!(!calls.iter().any(|call| call == "NodePublishVolume"), "{away:?}: {calls:?}");
         assert_eq!(rig.failures("publish", "pod_unknown"), 2.0);
         assert_eq!(rig.page("/readyz"), 503, "{away:?}");
         assert_eq!(rig.page("/healthz"), 200, "{away:?}");
         cluster.turn(&way, Way::Open);
         cluster.wait_for("the proxy knows the pods", || rig.publish(&opted, &volumes[0]).ok());
-        assert!(rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{away:?}");
+        assert!(rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{away:?}");
         rig.publish(&other, &volumes[1]).unwrap();
-        assert!(!rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
+        assert!(!rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
         assert_eq!(rig.page("/readyz"), 200, "{away:?}");
         rig.unmount(&opted, &volumes[0]);
         rig.unmount(&other, &volumes[1]);
@@ -112,48 +112,48 @@ fn a_pod_that_nobody_reports_is_not_mounted_on_the_host_and_the_proxy_is_not_rea
 }
 
 #[test]
-fn what_was_left_to_a_runtime_is_taken_back_measured_and_grown_without_the_api_server() {
+fn deferred_volumes_work_during_an_outage() {
     let Some(cluster) = shared() else { return };
     for away in AWAY {
         let (mut rig, way) = with_way(cluster, "300ms");
         rig.start_proxy();
         let claim = rig.claim("data");
         let pod = rig.pod("app", &[&claim], Some("data"));
-        rig.wait_until_heard(&pod);
+        rig.wait_until_opted_in(&pod);
         let target = rig.mount(&pod, &claim).unwrap();
         rig.kill_proxy();
         cluster.turn(&way, away);
         rig.start_proxy();
-        // Kubelet publishes again when it has restarted: what is remembered needs no pod.
+        // A restarted kubelet publishes again: a stored volume needs no pod.
         rig.publish(&pod, &claim).unwrap();
-        assert!(rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{away:?}");
+        assert!(rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{away:?}");
         rig.stats(&pod, &claim).unwrap();
-        assert!(rig.behind.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops, "{away:?}");
+        assert!(rig.driver.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops, "{away:?}");
         rig.expand(&pod, &claim, 64 * MIB).unwrap();
-        assert!(rig.behind.last::<csi::NodeExpandVolumeRequest>().defer_fs_ops, "{away:?}");
+        assert!(rig.driver.last::<csi::NodeExpandVolumeRequest>().defer_fs_ops, "{away:?}");
         rig.unmount(&pod, &claim);
-        assert!(rig.behind.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops, "{away:?}");
+        assert!(rig.driver.last::<csi::NodeUnpublishVolumeRequest>().defer_fs_ops, "{away:?}");
         assert_eq!(rig.vol_data(&target), None);
     }
 }
 
 #[test]
-fn a_watch_that_is_behind_is_waited_for() {
+fn a_delayed_watch_is_waited_for() {
     let Some(cluster) = shared() else { return };
     let (mut rig, way) = with_way(cluster, "50s");
     rig.start_proxy();
     let first = rig.claim("first");
     let known = rig.pod("known", &[&first], Some("first"));
-    rig.wait_until_heard(&known);
-    // The watch is there, and says nothing of what happens now.
+    rig.wait_until_opted_in(&known);
+    // The watch is connected, but delivers nothing.
     cluster.turn(&way, Way::Hanging);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     rig.stage(&pod, &claim).unwrap();
-    let asked = rig.publishing_request(&pod, &claim);
+    let request = rig.publishing_request(&pod, &claim);
     fs::create_dir_all(rig.target(&pod, &claim).parent().unwrap()).unwrap();
-    let call = cluster.beside(asked.send(rig.channel()));
-    // Meanwhile others are served, and not out of turn: the call is waited with, and no thread.
+    let call = cluster.spawn_task(request.send(rig.channel()));
+    // Meanwhile other calls are served in order: the waiting call blocks no thread.
     for _ in 0..3 {
         rig.mount(&known, &first).unwrap();
         rig.unmount(&known, &first);
@@ -161,23 +161,24 @@ fn a_watch_that_is_behind_is_waited_for() {
     assert!(!call.is_finished());
     cluster.turn(&way, Way::Open);
     cluster.block_on(call).unwrap().unwrap();
-    let last = rig.behind.last::<csi::NodePublishVolumeRequest>();
+    let last = rig.driver.last::<csi::NodePublishVolumeRequest>();
     assert!(last.defer_fs_ops && last.target_path.contains(&pod.uid));
     rig.unmount(&pod, &claim);
 }
 
 #[test]
-fn the_proxy_asks_for_pods_of_its_node_and_nothing_else() {
+fn the_proxy_reads_only_pods_of_its_node() {
     let Some(cluster) = shared() else { return };
-    let behind = Recorder::start(cluster, &PLAIN);
-    let mut rig = Rig::start(cluster, behind);
+    let recorder = Recorder::start(cluster, &PLAIN);
+    let mut rig = Rig::start(cluster, recorder);
     rig.pod_info = true;
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
-    // A whole life: it fails with an event, is mended, published, measured, grown and taken back.
+    // A whole life: it fails with an event, is corrected, published, measured, expanded and
+    // unpublished.
     assert!(rig.mount(&pod, &claim).is_err());
-    rig.told(&pod, &["DEFER_FS_OPS"]);
-    rig.behind.set_capabilities(Some(&DEFERRING));
+    rig.wait_for_event(&pod, &["DEFER_FS_OPS"]);
+    rig.driver.set_capabilities(Some(&DEFERRING));
     rig.mount(&pod, &claim).unwrap();
     rig.stats(&pod, &claim).unwrap();
     rig.expand(&pod, &claim, 64 * MIB).unwrap();
@@ -191,7 +192,7 @@ fn the_proxy_asks_for_pods_of_its_node_and_nothing_else() {
         let (verb, what) = (&one["verb"], &one["objectRef"]["resource"]);
         let uri = one["requestURI"].as_str().unwrap();
         let code = one["responseStatus"]["code"].as_u64().unwrap_or(200);
-        // The watch may report the pod while the request for it is under way, which the proxy then cancels.
+        // The watch may report the pod during the lookup, which the proxy then cancels.
         let is_cancelled = one["responseStatus"]["message"] == "context canceled";
         assert!(code < 400 || (is_cancelled && *verb == "get"), "{one}");
         match (verb.as_str().unwrap(), what.as_str().unwrap()) {

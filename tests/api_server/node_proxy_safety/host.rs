@@ -1,4 +1,5 @@
-//! What was mounted on the host before anybody could know that the pod wants it left to its runtime: told, and never done twice.
+//! Volumes that were mounted on the host before the pod's opt-in was known: reported, never mounted
+//! twice.
 
 use std::fs;
 
@@ -12,7 +13,7 @@ use support::inline::is_mounted;
 use support::{path, run};
 
 #[test]
-fn a_pod_that_opts_in_after_it_was_mounted_is_told_so_and_not_mounted_twice() {
+fn a_late_opt_in_is_reported_and_not_mounted_twice() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::ours(cluster);
     let claim = rig.claim("data");
@@ -20,10 +21,10 @@ fn a_pod_that_opts_in_after_it_was_mounted_is_told_so_and_not_mounted_twice() {
     let target = rig.mount(&pod, &claim).unwrap();
     assert!(is_mounted(&target));
     rig.opt_in(&pod, "data");
-    rig.told(&pod, &["was mounted on the host at"]);
+    rig.wait_for_event(&pod, &["was mounted on the host at"]);
     assert_eq!(rig.metric("csi_loopback_mounted_before_opt_in_total"), 1.0);
-    rig.wait_until_heard(&pod);
-    // Kubelet publishes again, to this proxy and to one that was never told of the mount.
+    rig.wait_until_opted_in(&pod);
+    // Kubelet publishes again, to this proxy and to one that does not know of the mount.
     for restarted in [false, true] {
         if restarted {
             rig.restart_proxy();
@@ -35,20 +36,20 @@ fn a_pod_that_opts_in_after_it_was_mounted_is_told_so_and_not_mounted_twice() {
         assert_eq!(rig.vol_data(&target), None, "nothing is remembered");
         assert!(is_mounted(&target), "what the pod uses stays");
     }
-    rig.told(&pod, &["is mounted on the host", "delete the pod"]);
-    // The pod can end.
+    rig.wait_for_event(&pod, &["is mounted on the host", "delete the pod"]);
+    // The pod can be deleted.
     rig.unmount(&pod, &claim);
     assert!(!is_mounted(&target));
 }
 
 #[test]
-fn a_driver_that_mounts_a_deferred_volume_on_the_host_has_it_taken_back_and_the_pod_is_refused() {
+fn a_wrong_host_mount_is_unmounted_and_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::recording(cluster, &DEFERRING);
     let claim = rig.claim("data");
     let pod = rig.pod("app", &[&claim], Some("data"));
     let target = rig.mount(&pod, &claim).unwrap();
-    // As if the driver had done that: the proxy looks behind each of its answers.
+    // Simulates the driver's mount: the proxy checks the target after each response.
     fs::create_dir_all(&target).unwrap();
     run("mount", &["-t", "tmpfs", "none", path(&target)]);
     let refused = rig.publish(&pod, &claim);
@@ -56,11 +57,11 @@ fn a_driver_that_mounts_a_deferred_volume_on_the_host_has_it_taken_back_and_the_
     let status = refused.unwrap_err();
     assert_eq!(status.code(), Code::FailedPrecondition, "{status:?}");
     assert!(status.message().contains("mounted the volume on the host"), "{status:?}");
-    let undone = rig.behind.last::<csi::NodeUnpublishVolumeRequest>();
+    let undone = rig.driver.last::<csi::NodeUnpublishVolumeRequest>();
     assert_eq!((undone.target_path.as_str(), undone.defer_fs_ops), (path(&target), true));
     assert_eq!(rig.failures("publish", "driver_mounted"), 1.0);
     assert_eq!(rig.metric("volumes_published_with_deferred_ops_total"), 1.0);
     assert_eq!(rig.vol_data(&target), None, "nothing is remembered");
-    rig.told(&pod, &["mounted the volume on the host"]);
+    rig.wait_for_event(&pod, &["mounted the volume on the host"]);
     rig.unmount(&pod, &claim);
 }

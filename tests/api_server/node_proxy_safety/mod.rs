@@ -1,5 +1,6 @@
-//! What the node proxy does when others do not do their part: an API server that is away, says nothing or is behind, a proxy that is
-//! killed in the middle of a call, a state directory that is damaged, full or read-only. Pods that never opted in notice none of it.
+//! The node proxy when other parts fail: an unavailable, silent or slow API server, a proxy that is
+//! killed during a call, a damaged, full or read-only state directory. Pods without opt-in are
+//! never affected.
 
 mod api_server;
 mod host;

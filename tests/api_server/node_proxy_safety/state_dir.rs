@@ -1,4 +1,4 @@
-//! A state directory in which there is what nobody has written, or in which nothing can be written.
+//! A state directory with foreign content, or one that is not writable.
 
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;
@@ -9,12 +9,12 @@ use support::cluster::shared;
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::Code;
 
-use support::cluster::node_proxy::{Bound, Rig, Volume, node_proxy_rules};
+use support::cluster::node_proxy::{BoundPod, Rig, Volume, node_proxy_rules};
 use support::cluster::recorder::{DEFERRING, Recorder};
 use support::driver::wait_for;
 use support::{path, run};
 
-/// Puts something into the place of a file of an entry.
+/// Replaces a file of an entry.
 fn spoil(file: &Path, how: &str) {
     let _ = fs::remove_file(file);
     match how {
@@ -43,13 +43,12 @@ const SPOILT: [&str; 9] = [
 ];
 
 #[test]
-fn what_cannot_be_read_in_the_state_directory_is_told_left_alone_and_keeps_nobody_from_being_served()
- {
+fn unreadable_entries_are_reported_and_kept() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::recording(cluster, &DEFERRING);
     let volumes: Vec<Volume> =
         (0..=SPOILT.len()).map(|number| rig.claim(&format!("data-{number}"))).collect();
-    let pods: Vec<Bound> = volumes
+    let pods: Vec<BoundPod> = volumes
         .iter()
         .map(|volume| rig.pod(&format!("of-{}", volume.name), &[volume], Some(&volume.name)))
         .collect();
@@ -60,26 +59,26 @@ fn what_cannot_be_read_in_the_state_directory_is_told_left_alone_and_keeps_nobod
     let mut files = Vec::new();
     for (how, (pod, volume)) in SPOILT.iter().zip(pods.iter().zip(&volumes)) {
         let entry = rig.entry(&rig.target(pod, volume)).path().to_owned();
-        // Both files of an entry, each in its turn.
+        // Each of an entry's two files in turn.
         let file = entry.join(if files.len() % 2 == 0 { "vol_data.json" } else { "target" });
         spoil(&file, how);
         files.push(file);
     }
-    // What was never an entry.
+    // A file that was never an entry.
     fs::write(rig.state_dir().join("notes"), "of the administrator").unwrap();
     fs::create_dir(rig.state_dir().join("not a hash")).unwrap();
     rig.start_proxy();
     assert_eq!(rig.metric("csi_loopback_deferred_volumes"), 1.0);
-    // The one that is whole is what it was, and a new one is taken in beside the rest.
+    // The valid entry is unchanged, and a new one is accepted.
     let (pod, volume) = (pods.last().unwrap(), volumes.last().unwrap());
     rig.stats(pod, volume).unwrap();
-    assert!(rig.behind.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops);
+    assert!(rig.driver.last::<csi::NodeGetVolumeStatsRequest>().defer_fs_ops);
     let new = rig.claim("new");
     let of_new = rig.pod("of-new", &[&new], Some("new"));
     rig.mount(&of_new, &new).unwrap();
-    assert!(rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
+    assert!(rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops);
     rig.unmount(&of_new, &new);
-    // The others' pods end all the same, and what nobody understands stays where it lies.
+    // The other pods end normally, and unknown files are kept.
     for (how, (pod, volume)) in SPOILT.iter().zip(pods.iter().zip(&volumes)) {
         rig.unpublish(pod, volume).unwrap_or_else(|status| panic!("{how}: {status:?}"));
     }
@@ -91,13 +90,13 @@ fn what_cannot_be_read_in_the_state_directory_is_told_left_alone_and_keeps_nobod
             .any(|file| file.symlink_metadata().is_ok())
     );
     assert_eq!(fs::read_to_string(rig.state_dir().join("notes")).unwrap(), "of the administrator");
-    assert!(rig.log().contains("cannot be read"), "{}", rig.log());
+    assert!(rig.log().contains("failed to read an entry"), "{}", rig.log());
     assert!(!rig.log().contains("panicked"), "{}", rig.log());
     assert!(Path::new("/etc/shadow").is_file());
     rig.stop_proxy();
 }
 
-/// A small filesystem of its own.
+/// A small separate filesystem.
 struct Small(PathBuf);
 
 impl Small {
@@ -108,7 +107,7 @@ impl Small {
     }
 
     fn remount(&self, how: &str) {
-        // Not while a file of it is written, which the proxy does when the watch tells it something.
+        // Not while the proxy writes a file, which it does after events of the watch.
         let options = format!("remount,{how}");
         wait_for(&options, || {
             let mut mount = Command::new("mount");
@@ -119,16 +118,16 @@ impl Small {
 
 impl Drop for Small {
     fn drop(&mut self) {
-        // Where a test has failed the proxy still has it open.
+        // After a failed test the proxy still has it open.
         let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
     }
 }
 
 #[test]
-fn a_state_directory_that_cannot_be_written_fails_those_who_opted_in_and_nobody_else() {
+fn a_full_state_directory_fails_only_opted_in_pods() {
     let Some(cluster) = shared() else { return };
-    let behind = Recorder::start(cluster, &DEFERRING);
-    let mut rig = Rig::prepare(cluster, behind, &node_proxy_rules());
+    let recorder = Recorder::start(cluster, &DEFERRING);
+    let mut rig = Rig::prepare(cluster, recorder, &node_proxy_rules());
     let small = Small::mount(rig.state_dir());
     let volumes = [rig.claim("left"), rig.claim("mounted")];
     let opted = rig.pod("opted", &[&volumes[0]], Some("left"));
@@ -142,27 +141,27 @@ fn a_state_directory_that_cannot_be_written_fails_those_who_opted_in_and_nobody_
             "read-only later" => small.remount("ro"),
             _ => run("sh", &["-c", &format!("yes > {}/filler || true", path(&small.0))]),
         }
-        rig.behind.forget();
+        rig.driver.forget();
         rig.stage(&opted, &volumes[0]).unwrap();
         let status = rig.publish(&opted, &volumes[0]).unwrap_err();
         assert_eq!(status.code(), Code::Unavailable, "{how}: {status:?}");
         assert!(status.message().contains("--state-dir"), "{how}: {status:?}");
         assert!(
-            rig.behind.seen_raw("NodePublishVolume").is_empty(),
+            rig.driver.seen_raw("NodePublishVolume").is_empty(),
             "{how}: it never reached the driver"
         );
         assert!(rig.failures("publish", "not_remembered") > 0.0, "{how}");
         rig.mount(&other, &volumes[1]).unwrap();
-        assert!(!rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{how}");
+        assert!(!rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{how}");
         rig.stats(&other, &volumes[1]).unwrap();
         rig.unmount(&other, &volumes[1]);
         match how {
             "full" => fs::remove_file(small.0.join("filler")).unwrap(),
             _ => small.remount("rw"),
         }
-        // Mended, it goes on with no restart.
+        // Once writable again, it works without a restart.
         cluster.wait_for("it can be written down", || rig.publish(&opted, &volumes[0]).ok());
-        assert!(rig.behind.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{how}");
+        assert!(rig.driver.last::<csi::NodePublishVolumeRequest>().defer_fs_ops, "{how}");
         assert!(rig.vol_data(&rig.target(&opted, &volumes[0])).is_some(), "{how}");
         rig.unmount(&opted, &volumes[0]);
     }

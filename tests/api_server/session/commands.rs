@@ -1,5 +1,5 @@
-//! `snapshot allocated --api session` as a backup application's ServiceAccount, against the session manager alone: what
-//! becomes of its request. That it lists what the driver has is told where there is a sidecar.
+//! `snapshot allocated --api session` as a backup application's ServiceAccount, with only the
+//! session manager: the life of its request. Listings are tested where a sidecar exists.
 
 use std::process::{Child, Command, Output, Stdio};
 use support::cluster::shared;
@@ -18,10 +18,10 @@ use support::cluster::access::{Account, rule};
 use support::cluster::tls::Authority;
 use support::path;
 
-/// What begins the names of the command's requests.
+/// Prefix of the names of the command's requests.
 const PREFIX: &str = "csi-loopback-";
 
-/// The rights that the proposal names. It does not name `watch`, so that both ways of waiting are met.
+/// The KEP's permissions. They lack `watch`, so that both ways to wait are tested.
 fn backup(rig: &Rig<'_>, more: &[&str]) -> Account {
     let account = rig.cluster.account(&rig.apps, &rig.cluster.unique("backup"));
     let verbs = [&["create", "get", "delete"], more].concat();
@@ -44,7 +44,7 @@ fn start(rig: &Rig<'_>, account: &Account, flags: &[&str]) -> Child {
         .unwrap()
 }
 
-/// A rig whose driver's sidecar has certificates that can be read, though it is not there.
+/// A rig whose driver's configuration has valid certificates, although no sidecar runs.
 fn certified(cluster: &Cluster) -> Rig<'_> {
     let rig = Rig::new(cluster);
     let ca = ByteString(Authority::new("of a sidecar").pem().into_bytes());
@@ -53,14 +53,14 @@ fn certified(cluster: &Cluster) -> Rig<'_> {
     rig
 }
 
-/// The request of the command that runs.
+/// The request of the running command.
 fn made(rig: &Rig<'_>) -> Option<String> {
     let api = rig.requests();
     let all = rig.cluster.block_on(api.list(&Default::default())).unwrap();
     all.items.into_iter().map(|one| one.name_any()).find(|name| name.starts_with(PREFIX))
 }
 
-/// What a command says that has to fail and to leave no request.
+/// The error of a command that must fail and leave no request.
 #[track_caller]
 fn failure(rig: &Rig<'_>, output: Output) -> String {
     let words = String::from_utf8(output.stderr).unwrap();
@@ -70,7 +70,7 @@ fn failure(rig: &Rig<'_>, output: Output) -> String {
 }
 
 #[test]
-fn a_command_whose_session_fails_says_why_and_leaves_no_request() {
+fn a_failed_session_is_reported_and_deleted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { configured: false, ..Options::default() });
     rig.snapshot("monday");
@@ -84,7 +84,7 @@ fn a_command_whose_session_fails_says_why_and_leaves_no_request() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_command_that_is_interrupted_or_out_of_time_leaves_no_request() {
+fn an_interrupted_command_deletes_its_request() {
     let Some(cluster) = shared() else { return };
     let rig = certified(cluster);
     let content = rig.unready(&rig.driver, "monday");
@@ -101,7 +101,7 @@ fn a_command_that_is_interrupted_or_out_of_time_leaves_no_request() {
         assert!(words.contains("interrupted"), "{signal}: {words}");
     }
 
-    // With a session that is ready, where nobody listens.
+    // With a ready session whose address has no listener.
     rig.make_ready(&content, "monday");
     let child = start(&rig, &account, &["--address", "localhost:1", "--lifetime", "5min"]);
     let name = cluster.wait_for("the request is made", || made(&rig));
@@ -115,7 +115,7 @@ fn a_command_that_is_interrupted_or_out_of_time_leaves_no_request() {
 }
 
 #[test]
-fn a_command_leaves_a_session_that_it_was_given() {
+fn a_command_does_not_delete_a_given_session() {
     let Some(cluster) = shared() else { return };
     let rig = certified(cluster);
     rig.snapshot("monday");

@@ -1,4 +1,4 @@
-//! How long sessions last.
+//! The lifetime of sessions.
 
 use csi_loopback::kubernetes::session::{SessionState, SnapshotSessionData};
 use serde_json::json;
@@ -29,7 +29,7 @@ fn an_expired_request_is_deleted_with_its_data() {
 }
 
 #[test]
-fn a_manager_whose_clock_was_moved_ends_what_has_expired_by_it() {
+fn sessions_expire_by_the_managers_clock() {
     let Some(cluster) = shared() else { return };
     if faketime().is_none() {
         skip("no libfaketime");
@@ -54,7 +54,7 @@ fn a_manager_whose_clock_was_moved_ends_what_has_expired_by_it() {
     rig.wait_until_gone("hour");
     cluster.wait_until_gone(&cluster.api_in::<SnapshotSessionData>(&rig.driver_home), &token);
     assert_eq!(rig.get("day").unwrap().state(), SessionState::Ready);
-    // By the same clock a new one lasts as long as it should.
+    // By the same clock a new session has its full lifetime.
     rig.request("new", &["monday"]);
     let new = rig.wait_for("new", SessionState::Ready);
     assert!((10_790..=10_810).contains(&lifetime(&new)), "{}", lifetime(&new));
@@ -62,37 +62,37 @@ fn a_manager_whose_clock_was_moved_ends_what_has_expired_by_it() {
 
 #[test]
 #[ignore = "full tier"]
-fn lifetimes_are_those_of_the_config_map_and_follow_it() {
+fn lifetimes_follow_the_config_map() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
-    let asked = |name: &str, seconds: Option<u64>| {
+    let create = |name: &str, seconds: Option<u64>| {
         rig.ask(name, json!({ "snapshots": ["monday"], "lifetimeSeconds": seconds }));
         lifetime(&rig.wait_for(name, SessionState::Ready))
     };
     let about = |found: i64, expected: i64| {
         assert!((found - expected).abs() <= 5, "{found} for {expected}")
     };
-    about(asked("built-in", None), 3600);
-    about(asked("built-in-maximum", Some(1_000_000)), 86_400);
+    about(create("built-in", None), 3600);
+    about(create("built-in-maximum", Some(1_000_000)), 86_400);
     rig.lifetimes(json!({ "defaultLifetime": "10m", "maximumLifetime": "20m" }));
     cluster.wait_for("it has taken the ConfigMap", || {
-        let found = asked(&cluster.unique("probe"), None);
+        let found = create(&cluster.unique("probe"), None);
         ((found - 600).abs() <= 5).then_some(())
     });
-    about(asked("asked", Some(900)), 900);
-    about(asked("too-much", Some(9000)), 1200);
+    about(create("requested", Some(900)), 900);
+    about(create("too-much", Some(9000)), 1200);
     rig.lifetimes(json!({ "defaultLifetime": "soon" }));
     a_while();
-    about(asked("nonsense", None), 600);
+    about(create("invalid", None), 600);
     assert!(rig.manager.process.log().contains("defaultLifetime"));
-    // A session that there is keeps its time.
+    // An existing session keeps its expiration time.
     about(lifetime(&rig.get("built-in").unwrap()), 3600);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn data_that_has_expired_goes_even_if_its_request_cannot() {
+fn expired_data_is_deleted_even_if_its_request_stays() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options::default());
     rig.snapshot("monday");

@@ -1,4 +1,5 @@
-//! Why a session is not to be had, cause by cause (KEP-3314, session design, "The Snapshot Session Manager").
+//! The causes of failed sessions, one by one (KEP-3314, session design, "The Snapshot Session
+//! Manager").
 
 use csi_loopback::kubernetes::session::{SessionState, SnapshotServiceConfiguration};
 use csi_loopback::kubernetes::snapshot::VolumeSnapshotContent;
@@ -8,7 +9,7 @@ use support::cluster::shared;
 use super::rig::{Options, Rig};
 
 #[test]
-fn snapshot_missing_a_volume_snapshot_that_does_not_exist_fails_the_request() {
+fn snapshot_missing_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -19,7 +20,7 @@ fn snapshot_missing_a_volume_snapshot_that_does_not_exist_fails_the_request() {
 }
 
 #[test]
-fn snapshot_deleting_a_volume_snapshot_on_its_way_out_fails_the_request() {
+fn snapshot_deleting_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -33,7 +34,7 @@ fn snapshot_deleting_a_volume_snapshot_on_its_way_out_fails_the_request() {
 }
 
 #[test]
-fn content_missing_a_content_that_is_gone_fails_the_request() {
+fn content_missing_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let snapshot = rig.snapshot("monday");
@@ -49,7 +50,7 @@ fn content_missing_a_content_that_is_gone_fails_the_request() {
 }
 
 #[test]
-fn several_drivers_snapshots_of_two_drivers_fail_the_request() {
+fn several_drivers_fail_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -60,21 +61,21 @@ fn several_drivers_snapshots_of_two_drivers_fail_the_request() {
 }
 
 #[test]
-fn no_configuration_a_driver_that_offers_no_sessions_fails_the_request() {
+fn no_configuration_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { configured: false, ..Options::default() });
     rig.snapshot("monday");
     rig.request("backup", &["monday"]);
     let error = rig.fails("backup", "NoConfiguration");
     assert!(error.contains(&rig.driver), "{error}");
-    // The name alone does not do: it is found by its label.
+    // The name alone is not enough: the configuration is found by its label.
     rig.configure(&rig.driver, "other.csi.local", &rig.driver_home);
     rig.request("again", &["monday"]);
     rig.fails("again", "NoConfiguration");
 }
 
 #[test]
-fn several_configurations_for_one_driver_fail_the_request() {
+fn several_configurations_fail_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -87,7 +88,7 @@ fn several_configurations_for_one_driver_fail_the_request() {
 }
 
 #[test]
-fn configuration_misnamed_one_that_speaks_for_another_driver_fails_the_request() {
+fn configuration_misnamed_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { configured: false, ..Options::default() });
     rig.snapshot("monday");
@@ -100,7 +101,7 @@ fn configuration_misnamed_one_that_speaks_for_another_driver_fails_the_request()
 }
 
 #[test]
-fn namespace_missing_a_configuration_that_names_no_namespace_there_is_fails_the_request() {
+fn namespace_missing_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { configured: false, ..Options::default() });
     rig.configure(&rig.driver, &rig.driver, "no-such-namespace");
@@ -111,7 +112,7 @@ fn namespace_missing_a_configuration_that_names_no_namespace_there_is_fails_the_
 }
 
 #[test]
-fn data_refused_a_handle_that_is_too_long_fails_the_request() {
+fn data_refused_a_long_handle_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let content = rig.unready(&rig.driver, "monday");
@@ -123,20 +124,20 @@ fn data_refused_a_handle_that_is_too_long_fails_the_request() {
 }
 
 #[test]
-fn one_snapshot_that_fails_is_not_hidden_by_one_that_is_waited_for() {
+fn a_permanent_obstacle_precedes_a_temporary_one() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.unready(&rig.driver, "monday");
     rig.request("backup", &["monday", "nothing"]);
     rig.fails("backup", "SnapshotMissing");
-    // And one that was deleted and made anew is another snapshot, but not an obstacle.
+    // A deleted and recreated snapshot is another snapshot, but not an obstacle.
     rig.snapshot("tuesday");
     rig.request("other", &["tuesday"]);
     rig.wait_for("other", SessionState::Ready);
 }
 
 #[test]
-fn data_refused_a_token_that_the_manager_has_not_made_fails_the_request() {
+fn data_refused_a_foreign_token_fails_the_request() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.snapshot("monday");

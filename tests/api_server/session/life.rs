@@ -1,4 +1,4 @@
-//! From Pending to Ready, and to the end.
+//! The life of a session: Pending, Ready, end.
 
 use std::collections::BTreeSet;
 use support::cluster::shared;
@@ -35,7 +35,7 @@ fn a_request_becomes_ready_with_address_ca_and_token() {
 }
 
 #[test]
-fn the_data_says_what_the_token_stands_for() {
+fn the_data_holds_the_tokens_snapshots() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let snapshots = [rig.snapshot("monday"), rig.snapshot("tuesday")];
@@ -62,9 +62,9 @@ fn the_data_says_what_the_token_stands_for() {
 }
 
 #[test]
-fn what_a_creator_says_of_the_state_counts_for_nothing() {
+fn a_state_from_the_creator_is_ignored() {
     let Some(cluster) = shared() else { return };
-    // No driver offers sessions: what is Ready here is made up.
+    // No driver offers sessions: the Ready state is the creator's.
     let rig = Rig::with(cluster, Options { configured: false, ..Options::default() });
     rig.snapshot("monday");
     let object = json!({
@@ -101,7 +101,7 @@ fn a_snapshot_that_is_not_ready_keeps_the_request_pending() {
 }
 
 #[test]
-fn a_request_that_waits_for_too_long_is_failed() {
+fn a_request_fails_after_the_ready_timeout() {
     let Some(cluster) = shared() else { return };
     let rig =
         Rig::with(cluster, Options { flags: &["--ready-timeout", "3s"], ..Options::default() });
@@ -121,7 +121,7 @@ fn ready_and_failed_are_final() {
     rig.fails("early", "NoConfiguration");
     rig.configure(&rig.driver, &rig.driver, &rig.driver_home);
     let first = rig.session("late", &["monday"]);
-    // What it was made of may go.
+    // The session's snapshots may be deleted.
     cluster.delete(&rig.snapshots(), "monday");
     a_while();
     assert_eq!(rig.get("early").unwrap().state(), SessionState::Failed);
@@ -130,7 +130,7 @@ fn ready_and_failed_are_final() {
 }
 
 #[test]
-fn deleting_a_request_deletes_its_data_before_it_goes() {
+fn deleting_a_request_deletes_its_data_first() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -138,7 +138,7 @@ fn deleting_a_request_deletes_its_data_before_it_goes() {
     rig.manager.process.stop();
     cluster.delete(&rig.requests(), "backup");
     a_while();
-    assert!(rig.get("backup").is_some(), "nobody was there to delete its data");
+    assert!(rig.get("backup").is_some(), "its data is not deleted yet");
     assert!(rig.data_of(&token).is_some());
     rig.manager = rig.another(&[]);
     rig.wait_until_gone("backup");
@@ -146,7 +146,7 @@ fn deleting_a_request_deletes_its_data_before_it_goes() {
 }
 
 #[test]
-fn each_turn_of_a_request_is_an_event() {
+fn every_state_change_records_an_event() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -171,13 +171,13 @@ fn each_turn_of_a_request_is_an_event() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_session_whose_data_somebody_deletes_says_so() {
+fn deleted_data_is_reported_on_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { flags: &["--resync", "1s"], ..Options::default() });
     rig.snapshot("monday");
     let token = rig.session("backup", &["monday"]);
     cluster.delete(&cluster.api_in::<SnapshotSessionData>(&rig.driver_home), &token);
-    let revoked = cluster.wait_for("the request tells of it", || {
+    let revoked = cluster.wait_for("the error on the request", || {
         rig.get("backup").filter(|found| reason_of(found) == "SessionRevoked")
     });
     assert_eq!(revoked.state(), SessionState::Ready, "states are final");
@@ -187,12 +187,12 @@ fn a_session_whose_data_somebody_deletes_says_so() {
 
 #[test]
 #[ignore = "full tier"]
-fn data_that_no_request_accounts_for_is_deleted() {
+fn orphaned_data_is_deleted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
     let token = rig.session("backup", &["monday"]);
-    // Somebody takes the finalizer away and deletes the request.
+    // The finalizer is removed and the request deleted.
     let mut stray = rig.data_of(&token).unwrap();
     cluster.merge(&rig.requests(), "backup", &json!({ "metadata": { "finalizers": null } }));
     let kept = rig.session("other", &["monday"]);
@@ -200,7 +200,7 @@ fn data_that_no_request_accounts_for_is_deleted() {
     rig.wait_until_gone("backup");
     let data = cluster.api_in::<SnapshotSessionData>(&rig.driver_home);
     cluster.wait_until_gone(&data, &token);
-    // A second one for a request that has another.
+    // A second data object for a request that has another one.
     stray.spec.request.name = "other".into();
     stray.spec.request.uid = rig.get("other").unwrap().metadata.uid.unwrap();
     let name = "z".repeat(52);
@@ -213,7 +213,7 @@ fn data_that_no_request_accounts_for_is_deleted() {
 
 #[test]
 #[ignore = "full tier"]
-fn an_api_server_that_is_away_is_waited_for() {
+fn an_unavailable_api_server_is_waited_for() {
     let Some(cluster) = shared() else { return };
     let proxy = cluster.proxy();
     let rig = Rig::with(cluster, Options { server: Some(proxy.server()), ..Options::default() });
@@ -229,7 +229,7 @@ fn an_api_server_that_is_away_is_waited_for() {
 }
 
 #[test]
-fn a_right_that_the_manager_lacks_is_said_on_the_request() {
+fn a_missing_permission_is_reported_on_the_request() {
     let Some(cluster) = shared() else { return };
     let mut rules = support::cluster::manager::manager_rules();
     for rule in &mut rules {
@@ -240,12 +240,12 @@ fn a_right_that_the_manager_lacks_is_said_on_the_request() {
     let rig = Rig::with(cluster, Options { rules, ..Options::default() });
     rig.snapshot("monday");
     rig.request("backup", &["monday"]);
-    let told = cluster.wait_for("the request tells of it", || {
+    let found = cluster.wait_for("the error on the request", || {
         rig.get("backup").filter(|it| it.status.is_some() && reason_of(it) == "ManagerNotAllowed")
     });
-    let message = &told.status.as_ref().unwrap().conditions[0].message;
+    let message = &found.status.as_ref().unwrap().conditions[0].message;
     assert!(message.contains("create SnapshotSessionData"), "{message}");
-    assert_eq!(told.state(), SessionState::Pending, "it can be mended");
+    assert_eq!(found.state(), SessionState::Pending, "it can be corrected");
     let create =
         support::cluster::access::rule("cbt.storage.k8s.io", &["snapshotsessiondata"], &["create"]);
     cluster.grant(&rig.account, &[create]);
@@ -262,8 +262,8 @@ fn tokens_are_never_logged() {
     let token = rig.session("backup", &["monday"]);
     cluster.delete(&rig.requests(), "backup");
     rig.wait_until_gone("backup");
-    // It is told when the request is gone already.
-    let log = cluster.wait_for("the manager has told of the session's end", || {
+    // Logged after the request is deleted.
+    let log = cluster.wait_for("the log line about the session's end", || {
         let log = rig.manager.process.log();
         log.contains("a session has ended").then_some(log)
     });
@@ -283,7 +283,7 @@ fn cleaning_up_leaves_no_session_with_or_without_a_manager() {
     let mut command = std::process::Command::new(binary());
     command.args(["--mode", "session-manager", "--clean-up", "--kubeconfig"]);
     command.arg(cluster.kubeconfig());
-    let said = support::cluster::programs::said(support::cluster::programs::finish(command));
+    let said = support::cluster::programs::stdout_of(support::cluster::programs::finish(command));
     assert!(said.contains("SnapshotSessionRequests"), "{said}");
     assert!(rig.get("one").is_none() && rig.get("two").is_none() && rig.data().is_empty());
 }

@@ -1,5 +1,5 @@
-//! A session manager for one test, and snapshots of a driver that is not there: the manager never asks one. The
-//! snapshot-controller binds them; what csi-snapshotter would write is written here.
+//! A session manager for one test, and snapshots without a driver, which the manager never calls.
+//! The snapshot-controller binds them; this module writes what csi-snapshotter would write.
 
 use std::time::Duration;
 
@@ -18,13 +18,13 @@ use support::cluster::access::Account;
 use support::cluster::manager::{self, Start, manager_rules};
 use support::cluster::programs::Served;
 
-/// Where the sidecar would be.
+/// Address of the sidecar, which does not exist.
 pub const ADDRESS: &str = "metadata.csi.svc:6443";
 pub const CA: &str = "certificates";
 
 pub struct Rig<'a> {
     pub cluster: &'a Cluster,
-    /// Of the manager, of the applications, of the driver.
+    /// Namespaces of the manager, of the applications, of the driver.
     pub home: String,
     pub apps: String,
     pub driver_home: String,
@@ -33,12 +33,12 @@ pub struct Rig<'a> {
     pub manager: Served,
 }
 
-/// What a rig can have otherwise.
+/// Options of a rig.
 pub struct Options<'o> {
     pub flags: &'o [&'o str],
     pub rules: Vec<PolicyRule>,
     pub ahead: Option<&'o str>,
-    /// Where the manager finds the API server, if not at its own place.
+    /// Address of the API server for the manager, if not the default.
     pub server: Option<String>,
     /// Whether the driver offers sessions.
     pub configured: bool,
@@ -74,19 +74,19 @@ impl<'a> Rig<'a> {
         if options.configured {
             rig.configure(&rig.driver, &rig.driver, &rig.driver_home);
         }
-        // Times run from a request's creation on: it is not to be older than the manager.
+        // Times start at a request's creation: it must not be older than the manager.
         cluster.wait_for("the manager leads", || manager::leads(&rig.manager).then_some(()));
         rig
     }
 
-    /// Another manager beside the first, which may lead or not.
+    /// Another manager, which may or may not lead.
     pub fn another(&self, flags: &[&str]) -> Served {
         let kubeconfig = self.cluster.kubeconfig_of(&self.account);
         let start = Start { kubeconfig: &kubeconfig, namespace: &self.home, flags, ahead: None };
         manager::spawn(self.cluster, &start)
     }
 
-    /// Makes a SnapshotServiceConfiguration.
+    /// Creates a SnapshotServiceConfiguration.
     pub fn configure(&self, name: &str, driver: &str, namespace: &str) {
         let object = json!({
             "metadata": { "name": name, "labels": { DRIVER_LABEL: driver } },
@@ -99,7 +99,7 @@ impl<'a> Rig<'a> {
         self.cluster.create(&self.cluster.api::<SnapshotServiceConfiguration>(), object);
     }
 
-    /// A VolumeSnapshot of the rig's driver that can be used.
+    /// A usable VolumeSnapshot of the rig's driver.
     pub fn snapshot(&self, name: &str) -> VolumeSnapshot {
         self.snapshot_of(&self.driver, name)
     }
@@ -126,7 +126,7 @@ impl<'a> Rig<'a> {
         content
     }
 
-    /// As csi-snapshotter does.
+    /// Writes the status like csi-snapshotter.
     pub fn make_ready(&self, content: &str, name: &str) -> VolumeSnapshot {
         let status = json!({
             "snapshotHandle": format!("handle-{name}"),
@@ -149,7 +149,7 @@ impl<'a> Rig<'a> {
         self.cluster.api_in(&self.apps)
     }
 
-    /// Asks for a session.
+    /// Creates a request.
     pub fn request(&self, name: &str, snapshots: &[&str]) -> SnapshotSessionRequest {
         self.ask(name, json!({ "snapshots": snapshots }))
     }
@@ -171,13 +171,13 @@ impl<'a> Rig<'a> {
         })
     }
 
-    /// A session that can be used; its token.
+    /// A ready session; returns its token.
     pub fn session(&self, name: &str, snapshots: &[&str]) -> String {
         self.request(name, snapshots);
         token(&self.wait_for(name, SessionState::Ready))
     }
 
-    /// Waits until the request has failed so; returns its error.
+    /// Waits until the request has failed with this reason; returns its error.
     #[track_caller]
     pub fn fails(&self, name: &str, reason: &str) -> String {
         let failed = self.wait_for(name, SessionState::Failed);
@@ -227,13 +227,13 @@ pub fn reason_of(request: &SnapshotSessionRequest) -> String {
     conditions[0].reason.clone()
 }
 
-/// Seconds from the request's creation to its end.
+/// Seconds from the request's creation to its expiry.
 pub fn lifetime(request: &SnapshotSessionRequest) -> i64 {
     let end = request.status.as_ref().unwrap().expiration_time.as_ref().unwrap().0.as_second();
     end - request.metadata.creation_timestamp.as_ref().unwrap().0.as_second()
 }
 
-/// A moment in which a manager could do something wrong.
+/// Time in which a manager could do something wrong.
 pub fn a_while() {
     std::thread::sleep(Duration::from_secs(2));
 }

@@ -1,4 +1,4 @@
-//! Several managers, managers that are killed, and many requests.
+//! Several managers, killed managers, and many requests.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -37,7 +37,7 @@ fn a_standby_takes_over_when_the_leader_is_killed() {
 }
 
 #[test]
-fn a_leader_that_is_told_to_end_hands_over_at_once() {
+fn a_terminated_leader_hands_over_at_once() {
     let Some(cluster) = shared() else { return };
     let mut rig =
         Rig::with(cluster, Options { flags: &["--lease-duration", "60s"], ..Options::default() });
@@ -67,7 +67,7 @@ fn a_leader_that_cannot_renew_stops_before_another_begins() {
     let standby = rig.another(SHORT_LEASE);
     cluster.turn(&proxy, Way::Hanging);
     cluster.wait_for("the standby leads", || {
-        // In this order: whoever still leads behind that does so beside the other one.
+        // In this order: a former leader that still acted would overlap with the new one.
         let (new, old) = (leads(&standby), leads(&rig.manager));
         assert!(!(old && new), "two lead at once");
         new.then_some(())
@@ -82,7 +82,7 @@ fn a_leader_that_cannot_renew_stops_before_another_begins() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_manager_that_is_killed_again_and_again_makes_one_data_for_each_request() {
+fn repeated_kills_create_one_data_per_request() {
     let Some(cluster) = shared() else { return };
     let mut rig =
         Rig::with(cluster, Options { flags: &["--lease-duration", "1s"], ..Options::default() });
@@ -92,7 +92,7 @@ fn a_manager_that_is_killed_again_and_again_makes_one_data_for_each_request() {
         for name in some {
             rig.request(name, &["monday"]);
         }
-        // In the middle of it, at another place each time.
+        // During the work, at another step each time.
         thread::sleep(Duration::from_millis(700 + 90 * round as u64));
         rig.manager.process.signal(Signal::SIGKILL);
         rig.manager = rig.another(&["--lease-duration", "1s"]);
@@ -107,7 +107,7 @@ fn a_manager_that_is_killed_again_and_again_makes_one_data_for_each_request() {
     assert_eq!(found, expected);
 }
 
-/// The manager's calls so far, by what they were.
+/// The manager's calls so far, by kind.
 fn calls(rig: &Rig<'_>) -> BTreeMap<String, usize> {
     let user = rig.account.user();
     let mut counted = BTreeMap::new();
@@ -123,19 +123,19 @@ fn calls(rig: &Rig<'_>) -> BTreeMap<String, usize> {
     counted
 }
 
-/// Of the manager, for one request: finalizer, token, data, Ready, event.
+/// The manager's calls for one request: finalizer, token, data, Ready, event.
 const CALLS: usize = 5;
 
 #[test]
 #[ignore = "full tier"]
-fn a_thousand_requests_at_once_have_one_data_each_and_cost_few_calls() {
+fn a_thousand_concurrent_requests_cost_few_calls() {
     let Some(cluster) = shared() else { return };
     const REQUESTS: usize = 1000;
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
     rig.snapshot("tuesday");
     rig.session("warm", &["monday"]);
-    // Its event may come after it is ready.
+    // The event may be recorded after the request is ready.
     a_while();
     let before = calls(&rig);
     let begun = Instant::now();
@@ -187,12 +187,12 @@ fn a_thousand_requests_at_once_have_one_data_each_and_cost_few_calls() {
         what.contains(" 20") && writes.iter().any(|verb| what.starts_with(verb))
     });
     assert!(written <= CALLS * REQUESTS, "{made:?}");
-    // What the API server was too busy for costs a look more: at what was made before it said so.
+    // A call that the overloaded API server refused costs another reconciliation.
     let busy = count(&|what| what.contains(" 5") || what.contains(" 409"));
     let lists = count(&|what| what.starts_with("list snapshotsessiondata"));
     assert!(lists <= 2 * busy, "{made:?}");
     assert!(sum <= CALLS * REQUESTS + 3 * busy + REQUESTS / 10, "{made:?}");
-    // And their end.
+    // The calls of their end.
     cluster.block_on(api.delete_collection(&Default::default(), &Default::default())).unwrap();
     let begun = Instant::now();
     while !cluster.block_on(api.list(&Default::default())).unwrap().items.is_empty() {

@@ -1,4 +1,4 @@
-//! What is answered: the driver's extents, under the names of Kubernetes, numbered as the session API has it.
+//! Responses: the driver's extents, under Kubernetes names, with the session API's numbers.
 
 use std::process::Command;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ use support::cluster::sidecar::{AUDIENCE, client_at, collect};
 use support::driver::wait_for;
 use support::requests::{self, Metadata};
 
-/// How the driver is told to report: as it is by default, and in blocks of one size.
+/// Flags of the driver: its default style, and blocks of one size.
 const STYLES: [&[&str]; 2] = [&[], &["--block-metadata-type", "fixed", "--block-size", "8Ki"]];
 
 fn facts(answer: &Metadata) -> (i32, u64, Vec<(u64, u64)>) {
@@ -36,7 +36,7 @@ fn sample(rig: &Rig<'_>) -> (String, String, String) {
 }
 
 #[test]
-fn a_session_is_answered_as_the_released_api_and_the_driver_are_in_both_styles() {
+fn a_session_reports_the_drivers_extents() {
     let Some(cluster) = shared() else { return };
     for (flags, kind) in STYLES.iter().zip([VariableLength, FixedLength]) {
         let rig = Rig::with(cluster, Options { driver: flags, ..Options::default() });
@@ -73,10 +73,10 @@ fn a_session_is_answered_as_the_released_api_and_the_driver_are_in_both_styles()
             assert_eq!(answer.extents(), released.extents());
             assert!(!answer.extents().is_empty());
         }
-        // No change still tells style and size.
+        // An empty delta still reports style and size.
         let none = rig.ok(delta(&token, "second", "second"));
         assert_eq!(facts(&none), (kind.into(), CAPACITY, Vec::new()));
-        // It was the driver's own session API, and both logs tell the session in the same way.
+        // The driver's own session API was called, and both logs name the session in the same way.
         let session = format!("session=\"{}\"", fingerprint(&token));
         for (log, rpc) in
             [(rig.driver.log(), "GetAllocated"), (rig.sidecar.process.log(), "GetDelta")]
@@ -91,7 +91,7 @@ fn a_session_is_answered_as_the_released_api_and_the_driver_are_in_both_styles()
 }
 
 #[test]
-fn a_driver_without_the_session_api_is_asked_through_csi_in_both_styles() {
+fn csis_api_is_used_without_the_drivers_session_api() {
     let Some(cluster) = shared() else { return };
     for flags in STYLES {
         let mut rig = Rig::with(cluster, Options { driver: flags, ..Options::default() });
@@ -112,7 +112,7 @@ fn a_driver_without_the_session_api_is_asked_through_csi_in_both_styles() {
         assert_eq!(both(&rig), 1, "it is remembered");
         assert_eq!(both(&rig), 1);
         assert_eq!(facts(&rig.ok(delta(&token, "second", "second"))).2, []);
-        // One that comes back may be another version.
+        // A restarted driver may be another version.
         rig.driver.restart();
         wait_for("the driver is found again", || rig.ask(allocated(&token, "second")).is_ok());
         assert!(both(&rig) > 1);
@@ -120,7 +120,7 @@ fn a_driver_without_the_session_api_is_asked_through_csi_in_both_styles() {
 }
 
 #[test]
-fn an_answer_starts_where_it_is_asked_to_and_comes_in_the_portions_asked_for() {
+fn a_response_honors_offset_and_max_results() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.write(1, (10..50).map(|number| number * 2));
@@ -135,34 +135,34 @@ fn an_answer_starts_where_it_is_asked_to_and_comes_in_the_portions_asked_for() {
     let blocks: Vec<_> = (30..50).map(|number| (number * 2 * BLOCK, BLOCK)).collect();
     assert_eq!(answer.extents(), blocks);
     assert!(answer.messages.iter().all(|message| (1..=3).contains(&message.len())));
-    // More results than CSI can ask for are as many as it can.
+    // A max_results above CSI's limit is clamped.
     for max_results in [i32::MAX as u32, i32::MAX as u32 + 1, u32::MAX] {
         assert_eq!(rig.ok(from(0, max_results)).extents().len(), 40);
     }
     assert_eq!(rig.ok(from(CAPACITY, 0)).extents(), []);
-    // What CSI cannot say is not asked of the driver.
+    // An offset that CSI cannot express is refused without a call to the driver.
     rig.refused(from(CAPACITY + 1, 0), Code::OutOfRange, "starting_offset: ");
     for past in [i64::MAX as u64 + 1, u64::MAX] {
         rig.refused(from(past, 0), Code::OutOfRange, "starting_offset: ");
-        let asked =
+        let request =
             api::GetDeltaRequest { starting_byte_offset: past, ..delta(&token, "first", "first") };
-        rig.refused(asked, Code::OutOfRange, "starting_byte_offset: ");
+        rig.refused(request, Code::OutOfRange, "starting_byte_offset: ");
     }
     assert_eq!(rig.driver.log().matches("OUT_OF_RANGE").count(), 1);
 }
 
 #[test]
-fn each_api_can_be_switched_off() {
+fn each_api_can_be_disabled() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     let (token, _, _) = sample(&rig);
     let ask_released = |rig: &Rig<'_>| {
         let client = client_at(cluster, &rig.sidecar, &rig.authority.pem());
-        let asked = released::GetMetadataAllocatedRequest {
+        let request = released::GetMetadataAllocatedRequest {
             security_token: "x".into(),
             ..Default::default()
         };
-        cluster.block_on(collect(client, asked.into())).unwrap_err().code()
+        cluster.block_on(collect(client, request.into())).unwrap_err().code()
     };
     assert_eq!(ask_released(&rig), Code::InvalidArgument);
     rig.restart_sidecar(&["--metadata-api=false"]);

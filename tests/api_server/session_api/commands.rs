@@ -1,5 +1,5 @@
-//! `snapshot allocated` and `delta --api session`, as a backup application's ServiceAccount, with the session manager: all
-//! parts are real here.
+//! `snapshot allocated` and `delta --api session`, as a backup application's ServiceAccount, with
+//! the session manager: all parts are real.
 
 use std::process::{Command, Output, Stdio};
 use std::thread::sleep;
@@ -20,12 +20,12 @@ use super::rig::{Options, Rig};
 use support::cluster::Cluster;
 use support::cluster::access::{Account, backup_rules, rule};
 use support::cluster::manager::{self, Start, manager_rules};
-use support::cluster::programs::{Served, said};
+use support::cluster::programs::{Served, stdout_of};
 use support::cluster::sidecar::{AUDIENCE, spawn_at};
 use support::driver::wait_for;
 use support::path;
 
-/// A rig that both APIs are advertised of, with a manager and a backup application.
+/// A rig with both APIs published, a manager and a backup application.
 struct Whole<'a> {
     rig: Rig<'a>,
     _manager: Served,
@@ -74,7 +74,7 @@ impl<'a> Whole<'a> {
         command
     }
 
-    /// Waits until neither a request nor its data is there.
+    /// Waits until no request and no data exists.
     #[track_caller]
     fn nothing_left(&self) {
         let cluster = self.rig.cluster;
@@ -88,9 +88,9 @@ impl<'a> Whole<'a> {
     }
 }
 
-/// What was listed, without the time that it took.
+/// The listing without its duration.
 fn listed(output: Output) -> Value {
-    let mut json: Value = serde_json::from_str(&said(output)).unwrap();
+    let mut json: Value = serde_json::from_str(&stdout_of(output)).unwrap();
     for time in ["first_message_seconds", "seconds"] {
         json.as_object_mut().unwrap().remove(time).unwrap();
     }
@@ -99,7 +99,7 @@ fn listed(output: Output) -> Value {
 
 #[test]
 #[ignore = "full tier"]
-fn a_listing_in_a_session_is_that_of_the_released_api_in_both_styles() {
+fn a_session_listing_equals_the_released_apis() {
     let Some(cluster) = shared() else { return };
     let fixed = ["--block-metadata-type", "fixed", "--block-size", "8Ki"];
     for (driver, style) in [(&[][..], "VARIABLE_LENGTH"), (&fixed, "FIXED_LENGTH")] {
@@ -126,9 +126,9 @@ fn a_listing_in_a_session_is_that_of_the_released_api_in_both_styles() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_listing_goes_on_in_its_session_when_the_sidecar_is_killed() {
+fn a_session_listing_survives_a_killed_sidecar() {
     let Some(cluster) = shared() else { return };
-    // So that it is in the middle when the sidecar dies.
+    // The stall keeps the listing in progress while the sidecar is killed.
     let stall = "stream-stall,after=2,for=30s,method=GetAllocated,times=1";
     let mut whole = Whole::with(cluster, &["--enable-faults", "--fault", stall]);
     whole.rig.write(1, [0, 7, 100, 200, 300]);
@@ -138,7 +138,7 @@ fn a_listing_goes_on_in_its_session_when_the_sidecar_is_killed() {
     wait_for("the answer is under way", || {
         whole.rig.metrics().contains("\ncsi_loopback_sidecar_streams_open 1\n")
     });
-    // What comes before the stall is to arrive.
+    // The extents before the stall must arrive.
     sleep(Duration::from_secs(1));
     let rig = &mut whole.rig;
     rig.sidecar.process.signal(Signal::SIGKILL);
@@ -153,7 +153,7 @@ fn a_listing_goes_on_in_its_session_when_the_sidecar_is_killed() {
     );
     let output = child.wait_with_output().unwrap();
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
-    // Of the two extents before the stall the driver holds back one.
+    // The driver holds back one of the two extents before the stall.
     assert!(words.contains("going on from byte 4096"), "{words}");
     let all = listed(output);
     let again = listed(whole.command(&["allocated", "first"]).output().unwrap());

@@ -1,4 +1,4 @@
-//! What tokens cost the API server, and what becomes of them where it cannot be asked.
+//! The cost of tokens for the API server, and their handling during its outage.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -10,11 +10,11 @@ use tonic::Code;
 
 use super::rig::{Options, Rig};
 use support::cluster::proxy::Way;
-use support::cluster::session::{allocated, ask_through, delta, random_token};
+use support::cluster::session::{allocated, call_through, delta, random_token};
 use support::cluster::sidecar::{AUDIENCE, channel, client_at, collect};
 use support::driver::wait_for;
 
-/// The audit log comes a moment later.
+/// Waits for the audit log, which is slightly delayed.
 fn settle() {
     sleep(Duration::from_millis(500));
 }
@@ -39,22 +39,22 @@ fn a_known_token_costs_the_api_server_nothing() {
     all(50);
     settle();
     assert_eq!(cluster.requests_by(&rig.own.user()), before);
-    // One that is not known costs a call each time.
-    let asked = rig.asked_for_sessions("get");
+    // An unknown token costs one call each time.
+    let lookups = rig.session_requests("get");
     for _ in 0..3 {
         rig.refused(allocated(&random_token(), "first"), Code::Unauthenticated, "");
     }
     settle();
-    assert_eq!(rig.asked_for_sessions("get"), asked + 3);
+    assert_eq!(rig.session_requests("get"), lookups + 3);
 }
 
-/// Asks as often at once, over one connection.
+/// Makes this many concurrent calls over one connection.
 fn at_once(rig: &Rig<'_>, tokens: Vec<String>) -> Vec<Code> {
     rig.cluster.block_on(async {
         let channel = channel(rig.sidecar.port, &rig.authority.pem());
         let mut all = tokio::task::JoinSet::new();
         for token in tokens {
-            all.spawn(ask_through(channel.clone(), allocated(&token, "first")));
+            all.spawn(call_through(channel.clone(), allocated(&token, "first")));
         }
         let code = |answer: Result<_, tonic::Status>| answer.err().map_or(Code::Ok, |it| it.code());
         all.join_all().await.into_iter().map(code).collect()
@@ -63,9 +63,10 @@ fn at_once(rig: &Rig<'_>, tokens: Vec<String>) -> Vec<Code> {
 
 #[test]
 #[ignore = "full tier"]
-fn many_who_ask_for_the_same_at_once_cost_one_call() {
+fn concurrent_requests_for_a_token_cost_one_call() {
     let Some(cluster) = shared() else { return };
-    // Without a watch, so that good ones are asked for, too, and at a rate that keeps them waiting for each other.
+    // Without a watch, so that valid tokens are looked up, too, and with a low rate limit, so that
+    // lookups queue.
     let options = Options {
         verbs: &["get"],
         sidecar: &["--kube-api-qps", "2", "--kube-api-burst", "20"],
@@ -76,20 +77,20 @@ fn many_who_ask_for_the_same_at_once_cost_one_call() {
     let token = rig.session(&[&first]);
     rig.ok(allocated(&token, "first"));
     sleep(Duration::from_secs(2));
-    let before = rig.asked_for_sessions("get");
+    let before = rig.session_requests("get");
     let begun = Instant::now();
     let codes = at_once(&rig, vec![token.clone(); 100]);
-    // What was told is good for a second: whoever comes later costs another one.
+    // A lookup is cached for a second: a later call costs another one.
     let calls = 1 + begun.elapsed().as_secs() as usize;
     assert_eq!(codes, vec![Code::Ok; 100]);
     settle();
-    let asked = rig.asked_for_sessions("get") - before;
-    assert!((1..=calls).contains(&asked), "{asked} calls for all of them");
+    let lookups = rig.session_requests("get") - before;
+    assert!((1..=calls).contains(&lookups), "{lookups} calls for all of them");
 }
 
 #[test]
 #[ignore = "full tier"]
-fn the_right_to_get_is_enough() {
+fn the_permission_to_get_is_enough() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { verbs: &["get"], ..Options::default() });
     let (first, second) = (rig.snapshot("first"), rig.snapshot("second"));
@@ -97,17 +98,17 @@ fn the_right_to_get_is_enough() {
     rig.ok(allocated(&token, "first"));
     rig.ok(delta(&token, "first", "second"));
     rig.refused(allocated(&random_token(), "first"), Code::Unauthenticated, "session_token");
-    // What was told by a call is good for a second.
+    // A lookup is cached for a second.
     cluster.revoke(&rig.home, &token);
     let revoked = Instant::now();
     wait_for("the refusal", || {
-        let asked = revoked.elapsed();
+        let elapsed = revoked.elapsed();
         let refused = rig.ask(allocated(&token, "first")).is_err();
-        assert!(refused || asked < Duration::from_millis(1100), "asked after {asked:?}");
+        assert!(refused || elapsed < Duration::from_millis(1100), "requested after {elapsed:?}");
         refused
     });
     rig.refused(allocated(&token, "first"), Code::Unauthenticated, "session_token");
-    // And never longer than the session.
+    // But not longer than the session lasts.
     let short = rig.session_for(&[&first], Duration::from_secs(2));
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_millis(1900) {
@@ -118,7 +119,7 @@ fn the_right_to_get_is_enough() {
 }
 
 #[test]
-fn a_sidecar_that_may_not_read_sessions_says_so() {
+fn a_missing_permission_to_read_sessions_is_reported() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let token = rig.session(&[&rig.snapshot("first")]);
@@ -135,7 +136,7 @@ fn a_sidecar_that_may_not_read_sessions_says_so() {
 }
 
 #[test]
-fn an_api_server_that_is_away_is_unavailable_and_comes_back() {
+fn without_the_api_server_calls_fail_until_it_returns() {
     let Some(cluster) = shared() else { return };
     let proxy = cluster.proxy();
     let rig = Rig::with(cluster, Options { server: Some(proxy.server()), ..Options::default() });
@@ -153,7 +154,7 @@ fn an_api_server_that_is_away_is_unavailable_and_comes_back() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_flood_of_guesses_stops_neither_good_tokens_nor_the_released_api() {
+fn guessed_tokens_do_not_block_valid_ones() {
     let Some(cluster) = shared() else { return };
     let rate = ["--kube-api-qps", "5", "--kube-api-burst", "5"];
     let rig = Rig::with(cluster, Options { sidecar: &rate, ..Options::default() });
@@ -164,7 +165,7 @@ fn a_flood_of_guesses_stops_neither_good_tokens_nor_the_released_api() {
     std::thread::scope(|scope| {
         let flood = scope.spawn(|| at_once(&rig, (0..500).map(|_| random_token()).collect()));
         sleep(Duration::from_millis(500));
-        // In the middle of it: a token that is known, one that is made only now, and a user of the released API.
+        // Meanwhile: a known token, a new token, and a user of the released API.
         for _ in 0..20 {
             let begun = Instant::now();
             rig.ok(allocated(&token, "first"));
@@ -173,7 +174,7 @@ fn a_flood_of_guesses_stops_neither_good_tokens_nor_the_released_api() {
         let new = rig.session(&[&first]);
         sleep(Duration::from_millis(500));
         rig.ok(allocated(&new, "first"));
-        let asked = released::GetMetadataAllocatedRequest {
+        let request = released::GetMetadataAllocatedRequest {
             security_token: cluster.token(&backup, Some(AUDIENCE)),
             namespace: rig.namespace.clone(),
             snapshot_name: "first".into(),
@@ -181,7 +182,7 @@ fn a_flood_of_guesses_stops_neither_good_tokens_nor_the_released_api() {
         };
         let begun = Instant::now();
         let client = client_at(cluster, &rig.sidecar, &rig.authority.pem());
-        rig.cluster.block_on(collect(client, asked.into())).unwrap();
+        rig.cluster.block_on(collect(client, request.into())).unwrap();
         assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
         assert!(!flood.is_finished(), "the flood was over before");
         let codes = flood.join().unwrap();

@@ -1,6 +1,6 @@
-//! The session API of the sidecar (KEP-3314, session design) against the real thing: a real API server, the released
-//! snapshot-controller and csi-snapshotter, the driver of this project on real loop devices. The sessions are made by
-//! hand, as the session manager would.
+//! The sidecar's session API (KEP-3314, session design) with real parts: an API server, the
+//! released snapshot-controller and csi-snapshotter, and this project's driver on real loop
+//! devices. The tests create the sessions themselves, like the session manager.
 
 mod answers;
 mod commands;

@@ -1,5 +1,5 @@
-//! The driver as it was before it had the session API: a way to the real one on which those calls are UNIMPLEMENTED, as gRPC
-//! servers answer for what they do not have.
+//! A driver without the session API: a proxy to the real driver that returns UNIMPLEMENTED for
+//! these calls, like a gRPC server without the service.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use tonic::Code;
 
 pub struct Older {
     pub socket: PathBuf,
-    /// Calls of the session API that it was asked.
+    /// Calls of the session API that it received.
     pub unimplemented: Arc<AtomicUsize>,
     task: JoinHandle<()>,
 }
@@ -28,7 +28,7 @@ impl Drop for Older {
 }
 
 impl Older {
-    /// To be called inside a runtime.
+    /// Must be called inside a runtime.
     pub fn start(directory: &Path, driver: &Path) -> Self {
         let socket = directory.join("older.sock");
         let listener = UnixListener::bind(&socket).unwrap();
@@ -36,7 +36,7 @@ impl Older {
         let (driver, count) = (driver.to_owned(), unimplemented.clone());
         let task = tokio::spawn(async move {
             while let Ok((near, _)) = listener.accept().await {
-                // A driver that is gone takes its connections with it.
+                // A driver that exits closes its connections.
                 let Ok(far) = UnixStream::connect(&driver).await else { continue };
                 tokio::spawn(connection(near, far, count.clone()));
             }

@@ -1,4 +1,4 @@
-//! Against a driver that is made for it: what no real one of ours does.
+//! With a fake driver, for behavior that ours never shows.
 
 use std::time::Duration;
 use support::cluster::shared;
@@ -21,7 +21,7 @@ use support::requests::Metadata;
 
 const SECRET: &str = "hunter2-hunter2-hunter2";
 
-/// A fake driver, a snapshot that Kubernetes believes it has, a session for that, and our sidecar.
+/// A fake driver, a snapshot that Kubernetes knows, a session for it, and our sidecar.
 struct Stage<'a> {
     cluster: &'a Cluster,
     authority: Authority,
@@ -43,7 +43,7 @@ impl<'a> Stage<'a> {
             }
             false => cluster.snapshot_class(&name, &[]),
         };
-        let first = cluster.believed_snapshot(&namespace, "first", &name, &class, "handle-1");
+        let first = cluster.snapshot_with_status(&namespace, "first", &name, &class, "handle-1");
         let token = cluster.session(&namespace, &name, &[&first], HOUR);
         let authority = Authority::new("authority");
         let certificate = authority.certify(cluster.scratch(), &name);
@@ -64,13 +64,13 @@ impl<'a> Stage<'a> {
     }
 
     fn ask(&self) -> Result<Metadata, Status> {
-        let asked = allocated(&self.token, "first");
-        self.cluster.ask_session(&self.sidecar, &self.authority.pem(), asked)
+        let request = allocated(&self.token, "first");
+        self.cluster.call_session(&self.sidecar, &self.authority.pem(), request)
     }
 }
 
 #[test]
-fn secrets_reach_the_driver_and_nobody_else() {
+fn secrets_reach_only_the_driver() {
     let Some(cluster) = shared() else { return };
     let repeated = format!("login with {SECRET} failed");
     let stage = Stage::new(cluster, true, Script::Ends(Code::PermissionDenied, repeated));
@@ -82,9 +82,9 @@ fn secrets_reach_the_driver_and_nobody_else() {
         "that API has no field for them"
     );
     let seen = stage.driver.seen.lock().unwrap().clone();
-    let asked = csi::GetMetadataAllocatedRequest::decode(seen[0].clone()).unwrap();
-    assert_eq!(asked.snapshot_id, "handle-1");
-    assert_eq!(asked.secrets.get("password").map(String::as_str), Some(SECRET));
+    let request = csi::GetMetadataAllocatedRequest::decode(seen[0].clone()).unwrap();
+    assert_eq!(request.snapshot_id, "handle-1");
+    assert_eq!(request.secrets.get("password").map(String::as_str), Some(SECRET));
     wait_for("the log of the call", || stage.sidecar.process.log().contains("PERMISSION_DENIED"));
     let shown = stage.sidecar.process.log() + &http(&stage.sidecar, "/metrics");
     assert!(!shown.contains(SECRET), "a secret is shown");
@@ -92,22 +92,22 @@ fn secrets_reach_the_driver_and_nobody_else() {
 }
 
 #[test]
-fn the_driver_is_sent_a_fingerprint_of_the_token() {
+fn the_driver_receives_a_fingerprint_of_the_token() {
     let Some(cluster) = shared() else { return };
     let stage = Stage::new(cluster, false, Script::Ends(Code::Ok, String::new()));
     assert_eq!(stage.ask().unwrap().extents(), [(0, 4096)]);
     let seen = stage.driver.seen_sessions.lock().unwrap().clone();
-    let asked = api::GetAllocatedRequest::decode(seen[0].clone()).unwrap();
+    let request = api::GetAllocatedRequest::decode(seen[0].clone()).unwrap();
     let expected = api::GetAllocatedRequest {
         session_token: fingerprint(&stage.token),
         snapshot: "handle-1".into(),
         ..Default::default()
     };
-    assert_eq!(asked, expected);
+    assert_eq!(request, expected);
 }
 
 #[test]
-fn a_message_without_a_style_ends_the_answer() {
+fn a_message_without_a_style_ends_the_stream() {
     let Some(cluster) = shared() else { return };
     let without = csi::GetMetadataAllocatedResponse {
         block_metadata_type: 0,

@@ -1,4 +1,5 @@
-//! A driver, csi-snapshotter and our sidecar with the session API, in a namespace of its own, all for one test.
+//! A driver, csi-snapshotter and our sidecar with the session API, in a separate namespace, for one
+//! test.
 
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
@@ -25,14 +26,14 @@ pub struct Rig<'a> {
     pub certificate: Certificate,
     /// The sidecar's account.
     pub own: Account,
-    /// The sidecar's namespace, in which the sessions are.
+    /// The namespace of the sidecar and its sessions.
     pub home: String,
     // Dropped in this order.
     pub sidecar: Served,
     base: rig::Rig<'a>,
 }
 
-/// A rig with a sidecar is a rig.
+/// Dereferences to the sidecar's rig.
 impl<'a> Deref for Rig<'a> {
     type Target = rig::Rig<'a>;
 
@@ -47,13 +48,13 @@ impl DerefMut for Rig<'_> {
     }
 }
 
-/// What a rig can have otherwise.
+/// Options of a rig.
 pub struct Options<'o> {
     pub driver: &'o [&'o str],
     pub sidecar: &'o [&'o str],
-    /// What the sidecar may do with SnapshotSessionData.
+    /// The sidecar's verbs for SnapshotSessionData.
     pub verbs: &'o [&'o str],
-    /// Where the sidecar finds the API server, if not at its own place.
+    /// Address of the API server for the sidecar, if not the default.
     pub server: Option<String>,
 }
 
@@ -83,12 +84,12 @@ impl<'a> Rig<'a> {
         Self { authority, certificate, own, home, sidecar, base }
     }
 
-    /// Ends the sidecar and starts it with other flags, at another port.
+    /// Restarts the sidecar with other flags at another port.
     pub fn restart_sidecar(&mut self, flags: &[&str]) {
         self.restart_sidecar_at(&self.driver.socket(), flags);
     }
 
-    /// The same in front of what listens at the socket.
+    /// The same, for a driver at this socket.
     pub fn restart_sidecar_at(&mut self, socket: &Path, flags: &[&str]) {
         self.sidecar.process.stop();
         let server = self.cluster.server();
@@ -105,33 +106,33 @@ impl<'a> Rig<'a> {
         self.cluster.session(&self.home, &self.driver_name, snapshots, lifetime)
     }
 
-    pub fn ask(&self, asked: impl Rpc<Answer = Metadata>) -> Result<Metadata, Status> {
-        self.cluster.ask_session(&self.sidecar, &self.authority.pem(), asked)
+    pub fn ask(&self, request: impl Rpc<Response = Metadata>) -> Result<Metadata, Status> {
+        self.cluster.call_session(&self.sidecar, &self.authority.pem(), request)
     }
 
-    /// An answer that has to come.
+    /// A response that must succeed.
     #[track_caller]
-    pub fn ok(&self, asked: impl Rpc<Answer = Metadata>) -> Metadata {
-        match self.ask(asked) {
+    pub fn ok(&self, request: impl Rpc<Response = Metadata>) -> Metadata {
+        match self.ask(request) {
             Ok(answer) => answer,
             Err(status) => panic!("{status:?}\n{}", self.sidecar.process.log()),
         }
     }
 
-    /// Asks for what has to be refused, with this code and with `words` in the message.
+    /// A request that must be refused with this code and with `words` in the message.
     #[track_caller]
-    pub fn refused(&self, asked: impl Rpc<Answer = Metadata>, code: Code, words: &str) {
-        let said = format!("{asked:?}");
-        assert_refused(self.ask(asked), code, words, &said);
+    pub fn refused(&self, request: impl Rpc<Response = Metadata>, code: Code, words: &str) {
+        let said = format!("{request:?}");
+        assert_refused(self.ask(request), code, words, &said);
     }
 
-    /// The page of metrics.
+    /// The metrics page.
     pub fn metrics(&self) -> String {
         http(&self.sidecar, "/metrics")
     }
 
-    /// Requests for session data that the sidecar has made, by verb.
-    pub fn asked_for_sessions(&self, verb: &str) -> usize {
+    /// The sidecar's requests for session data, by verb.
+    pub fn session_requests(&self, verb: &str) -> usize {
         let user = self.own.user();
         let concerns = |request: &&serde_json::Value| {
             request["user"]["username"] == user.as_str()

@@ -1,4 +1,4 @@
-//! The proposal's tables of errors ("GetAllocated Errors", "GetDelta Errors"), a test for each of their rows.
+//! The KEP's tables of errors ("GetAllocated Errors", "GetDelta Errors"), one test for each row.
 
 use std::time::Duration;
 use support::cluster::shared;
@@ -11,10 +11,11 @@ use support::cluster::Cluster;
 use support::cluster::session::{HOUR, allocated, delta, random_token};
 use support::driver::{block, wait_for};
 
-/// Spoils a request.
+/// Changes a request to an invalid one.
 type Change<Q> = fn(&mut Q);
 
-/// Snapshots of one volume that belong to a session, one that does not, and one of another volume that does.
+/// Snapshots of one volume that belong to a session, one that does not, and one of another volume
+/// that does.
 struct Sample<'a> {
     rig: Rig<'a>,
     token: String,
@@ -40,7 +41,7 @@ impl<'a> Sample<'a> {
         delta(&self.token, base, target)
     }
 
-    /// Tokens that are none, and why.
+    /// Invalid tokens, and why they are invalid.
     fn bad_tokens(&self) -> Vec<(&'static str, String)> {
         let rig = &self.rig;
         let first = &rig.cluster.wait_until_ready(&rig.namespace, "first");
@@ -67,9 +68,9 @@ impl<'a> Sample<'a> {
     }
 }
 
-/// Whatever is wrong with it, the words are the same: nobody learns from them.
-const WORDS: &str = "session_token: is not that of a snapshot session of this driver, or the session is over; make \
-                     another SnapshotSessionRequest";
+/// The message is the same for all invalid tokens, so that it reveals nothing.
+const WORDS: &str = "session_token: is not a token of a snapshot session of this driver, or the session has ended; \
+                     create another SnapshotSessionRequest";
 
 #[test]
 fn get_allocated_missing_or_otherwise_invalid_argument() {
@@ -82,9 +83,9 @@ fn get_allocated_missing_or_otherwise_invalid_argument() {
         ("volume_id: is not a handle", |it| it.volume_id = "x".repeat(1025)),
     ];
     for (words, change) in cases {
-        let mut asked = sample.of("first");
-        change(&mut asked);
-        sample.rig.refused(asked, Code::InvalidArgument, words);
+        let mut request = sample.of("first");
+        change(&mut request);
+        sample.rig.refused(request, Code::InvalidArgument, words);
     }
     sample.rig.ok(sample.of("first"));
 }
@@ -114,8 +115,8 @@ fn get_allocated_invalid_starting_offset() {
     let Some(cluster) = shared() else { return };
     let sample = Sample::new(cluster);
     for offset in [CAPACITY + 1, i64::MAX as u64, u64::MAX] {
-        let asked = api::GetAllocatedRequest { starting_offset: offset, ..sample.of("first") };
-        sample.rig.refused(asked, Code::OutOfRange, "starting_offset: ");
+        let request = api::GetAllocatedRequest { starting_offset: offset, ..sample.of("first") };
+        sample.rig.refused(request, Code::OutOfRange, "starting_offset: ");
     }
 }
 
@@ -147,9 +148,9 @@ fn get_delta_missing_or_otherwise_invalid_argument() {
         }),
     ];
     for (words, change) in cases {
-        let mut asked = sample.between("first", "second");
-        change(&mut asked);
-        sample.rig.refused(asked, Code::InvalidArgument, words);
+        let mut request = sample.between("first", "second");
+        change(&mut request);
+        sample.rig.refused(request, Code::InvalidArgument, words);
     }
     sample.rig.ok(sample.between("first", "second"));
 }
@@ -180,11 +181,11 @@ fn get_delta_invalid_starting_offset() {
     let Some(cluster) = shared() else { return };
     let sample = Sample::new(cluster);
     for offset in [CAPACITY + 1, i64::MAX as u64, u64::MAX] {
-        let asked = api::GetDeltaRequest {
+        let request = api::GetDeltaRequest {
             starting_byte_offset: offset,
             ..sample.between("first", "second")
         };
-        sample.rig.refused(asked, Code::OutOfRange, "starting_byte_offset: ");
+        sample.rig.refused(request, Code::OutOfRange, "starting_byte_offset: ");
     }
 }
 

@@ -1,4 +1,4 @@
-//! No session token gets into a log, an error or a metric, however much is logged, whatever happens.
+//! No session token appears in a log, an error or a metric, at any log level.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -13,9 +13,10 @@ use support::cluster::session::{HOUR, allocated, delta, random_token};
 use support::driver::wait_for;
 
 #[test]
-fn session_tokens_are_never_shown() {
+fn session_tokens_are_never_logged() {
     let Some(cluster) = shared() else { return };
-    // With a watch and without: then each token is a part of a URL. By our flag for logs and by klog's.
+    // With and without a watch: a lookup puts the token into a URL. With our log flag and with
+    // klog's.
     let mut codes = Vec::new();
     for (verbs, loud) in
         [(&["get", "list", "watch"][..], &["--log-level", "trace"][..]), (&["get"], &["-v=10"])]
@@ -73,7 +74,7 @@ fn session_tokens_are_never_shown() {
         shown.push_str(&driver);
         assert!(shown.contains("TRACE") || loud == ["-v=10"], "the log is at its most verbose");
         for token in &tokens {
-            // A part is as bad as the whole.
+            // A part of a token must not appear either.
             for part in [&token[..16], &token[token.len() - 16..]] {
                 let at = shown.find(part);
                 assert!(

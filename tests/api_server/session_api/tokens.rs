@@ -1,4 +1,4 @@
-//! What a token stands for, and for how long.
+//! The meaning and the lifetime of tokens.
 
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
@@ -11,17 +11,17 @@ use serde_json::json;
 use tonic::Code;
 
 use super::rig::{Options, Rig};
-use support::cluster::session::{HOUR, allocated, ask_through, delta};
+use support::cluster::session::{HOUR, allocated, call_through, delta};
 use support::cluster::sidecar::channel;
 use support::driver::wait_for;
 use support::requests::Metadata;
 
-/// An answer that stands still for 4 s behind its second extent, the first time that it is asked for.
+/// The first stream stalls for 4 s after its second extent.
 const STALL: [&str; 3] =
     ["--enable-faults", "--fault", "stream-stall,after=2,for=4s,method=GetAllocated,times=1"];
 
 #[test]
-fn a_session_of_another_namespace_or_driver_is_none() {
+fn a_session_of_another_namespace_or_driver_is_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let first = rig.snapshot("first");
@@ -29,7 +29,7 @@ fn a_session_of_another_namespace_or_driver_is_none() {
     let foreign = [
         cluster.session(&elsewhere, &rig.driver_name, &[&first], HOUR),
         cluster.session(&rig.home, "another.csi.local", &[&first], HOUR),
-        // One that is held by a finalizer is on its way out all the same.
+        // One that a finalizer holds is in deletion, too.
         {
             let token = rig.session(&[&first]);
             let sessions = cluster.api_in::<SnapshotSessionData>(&rig.home);
@@ -55,14 +55,14 @@ fn a_session_of_another_namespace_or_driver_is_none() {
     rig.ok(allocated(&rig.session(&[&first]), "first"));
 }
 
-/// Begins an answer that stalls, runs `meanwhile`, and returns the answer with the time that it took.
+/// Starts a stalling stream, runs `meanwhile`, and returns the result with its duration.
 fn stalled(rig: &Rig<'_>, token: &str, meanwhile: impl FnOnce()) -> (Metadata, Duration) {
     let (port, authority) = (rig.sidecar.port, rig.authority.pem());
-    let asked = api::GetAllocatedRequest { max_results: 1, ..allocated(token, "first") };
+    let request = api::GetAllocatedRequest { max_results: 1, ..allocated(token, "first") };
     let begun = Instant::now();
     let answer = spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(async { ask_through(channel(port, &authority), asked).await })
+        runtime.block_on(async { call_through(channel(port, &authority), request).await })
     });
     wait_for("the answer has begun", || rig.metrics().contains("sidecar_streams_open 1"));
     meanwhile();
@@ -72,7 +72,7 @@ fn stalled(rig: &Rig<'_>, token: &str, meanwhile: impl FnOnce()) -> (Metadata, D
 
 #[test]
 #[ignore = "full tier"]
-fn a_session_that_expires_in_mid_stream_lets_the_answer_end() {
+fn a_stream_outlives_its_expired_session() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { driver: &STALL, ..Options::default() });
     rig.write(1, (0..10).map(|number| number * 2));
@@ -85,30 +85,30 @@ fn a_session_that_expires_in_mid_stream_lets_the_answer_end() {
     });
     assert_eq!(answer.extents().len(), 10);
     assert!(took > Duration::from_secs(3), "{took:?}");
-    // The object is still there: nobody needs to delete it.
+    // The object still exists: it need not be deleted.
     let sessions = cluster.api_in::<SnapshotSessionData>(&rig.home);
     assert!(cluster.get(&sessions, &token).is_some());
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_session_that_is_revoked_in_mid_stream_refuses_the_next_call() {
+fn a_revoked_session_refuses_the_next_call() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { driver: &STALL, ..Options::default() });
     rig.write(1, (0..10).map(|number| number * 2));
     let token = rig.session(&[&rig.snapshot("first")]);
-    // So that it is the watch that knows it.
+    // Let the watch report the session first.
     wait_for("a known token", || {
-        let before = rig.asked_for_sessions("get");
+        let before = rig.session_requests("get");
         rig.ask(allocated(&token, "none")).is_err_and(|it| it.code() == Code::NotFound) && {
             sleep(Duration::from_millis(300));
-            rig.asked_for_sessions("get") == before
+            rig.session_requests("get") == before
         }
     });
     let (answer, took) = stalled(&rig, &token, || {
         cluster.revoke(&rig.home, &token);
         let revoked = Instant::now();
-        // What the watch takes to tell it, and no time of a cache.
+        // Only the watch's delay, without the time of a cache.
         wait_for("the refusal", || {
             rig.ask(allocated(&token, "none")).is_err_and(|it| it.code() == Code::Unauthenticated)
         });
@@ -120,7 +120,7 @@ fn a_session_that_is_revoked_in_mid_stream_refuses_the_next_call() {
 }
 
 #[test]
-fn a_snapshot_that_was_made_again_under_the_same_name_is_not_the_sessions() {
+fn a_recreated_snapshot_is_not_in_the_session() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let (first, second) = (rig.snapshot("first"), rig.snapshot("second"));
@@ -130,11 +130,23 @@ fn a_snapshot_that_was_made_again_under_the_same_name_is_not_the_sessions() {
     let again = rig.snapshot("second");
     assert_ne!(again.handle, second.handle);
     wait_for("the sidecar has heard", || rig.ask(allocated(&token, "second")).is_err());
-    rig.refused(allocated(&token, "second"), Code::NotFound, "not the one that it was");
-    rig.refused(delta(&token, "first", "second"), Code::NotFound, "not the one that it was");
-    rig.refused(delta(&token, "second", "first"), Code::NotFound, "not the one that it was");
+    rig.refused(
+        allocated(&token, "second"),
+        Code::NotFound,
+        "was replaced since the session began",
+    );
+    rig.refused(
+        delta(&token, "first", "second"),
+        Code::NotFound,
+        "was replaced since the session began",
+    );
+    rig.refused(
+        delta(&token, "second", "first"),
+        Code::NotFound,
+        "was replaced since the session began",
+    );
     rig.ok(allocated(&token, "first"));
-    // One that leads elsewhere is another one, too: here the session is to blame.
+    // A snapshot with another handle is another one, too; here the session has the wrong handle.
     let mut object = cluster.session_data(
         &support::cluster::session::random_token(),
         &rig.driver_name,
@@ -144,15 +156,19 @@ fn a_snapshot_that_was_made_again_under_the_same_name_is_not_the_sessions() {
     object["spec"]["snapshots"][0]["handle"] = first.handle.clone().into();
     let token = object["metadata"]["name"].as_str().unwrap().to_owned();
     cluster.create(&cluster.api_in::<SnapshotSessionData>(&rig.home), object);
-    rig.refused(allocated(&token, "second"), Code::NotFound, "not the one that it was");
+    rig.refused(
+        allocated(&token, "second"),
+        Code::NotFound,
+        "was replaced since the session began",
+    );
 }
 
 #[test]
-fn a_snapshot_that_is_brought_in_does_not_tell_its_volume() {
+fn an_imported_snapshot_does_not_name_its_volume() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let first = rig.snapshot("first");
-    // Else the driver would lose it with the one that it was cut for.
+    // Otherwise the driver would lose the snapshot with its original object.
     let contents = cluster.api::<VolumeSnapshotContent>();
     cluster.merge(&contents, &first.content, &json!({ "spec": { "deletionPolicy": "Retain" } }));
     let brought =
@@ -163,5 +179,5 @@ fn a_snapshot_that_is_brought_in_does_not_tell_its_volume() {
         ..allocated(&token, "brought")
     };
     rig.ok(of(""));
-    rig.refused(of(&rig.volume), Code::NotFound, "does not tell its volume; leave it empty");
+    rig.refused(of(&rig.volume), Code::NotFound, "does not name its volume; leave it empty");
 }

@@ -1,4 +1,4 @@
-//! What is answered: the driver's extents, under the names of Kubernetes.
+//! Responses: the driver's extents, under Kubernetes names.
 
 use support::cluster::shared;
 use tonic::Code;
@@ -31,14 +31,14 @@ fn allocated_blocks_are_those_that_the_driver_reports() {
 }
 
 #[test]
-fn changed_blocks_are_found_from_a_handle_and_from_a_name() {
+fn a_base_may_be_a_handle_or_a_name() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.write(1, [0, 7]);
     let first = rig.snapshot("first");
     rig.write(2, [7, 9]);
     rig.snapshot("second");
-    // A handle, unless a flag allows more.
+    // A handle, unless a flag allows names.
     assert_eq!(rig.extents(rig.delta(&first.handle, "second")), blocks(&[7, 9]));
     rig.refused(rig.delta_from("first", "second"), Code::NotFound, "first");
     rig.restart_sidecar(&["--base-reference", "either"]);
@@ -51,7 +51,7 @@ fn changed_blocks_are_found_from_a_handle_and_from_a_name() {
 }
 
 #[test]
-fn a_name_never_wins_over_a_handle() {
+fn a_name_never_takes_precedence_over_a_handle() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.write(1, [0]);
@@ -60,25 +60,25 @@ fn a_name_never_wins_over_a_handle() {
     let second = rig.snapshot("second");
     rig.write(3, [5]);
     rig.snapshot("third");
-    // A VolumeSnapshot whose name is the first one's handle, and which is the second.
+    // The second VolumeSnapshot has the first one's handle as its name.
     cluster.adopt_snapshot(&rig.namespace, &first.handle, &rig.driver_name, &second.handle, None);
     assert_eq!(rig.extents(rig.delta_from(&first.handle, "third")), blocks(&[1, 5]));
     rig.restart_sidecar(&["--base-reference", "either"]);
-    let asked = rig.delta_from(&first.handle, "third");
-    rig.refused(asked, Code::InvalidArgument, "base_snapshot_id");
+    let request = rig.delta_from(&first.handle, "third");
+    rig.refused(request, Code::InvalidArgument, "base_snapshot_id");
 }
 
 #[test]
-fn an_empty_volume_and_no_change_still_tell_style_and_capacity() {
+fn empty_results_still_report_style_and_capacity() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("first");
     rig.snapshot("second");
-    for asked in [
+    for request in [
         rig.allocated("first").into(),
-        support::cluster::sidecar_rig::Asked::from(rig.delta("first", "second")),
+        support::cluster::sidecar_rig::MetadataRequest::from(rig.delta("first", "second")),
     ] {
-        let answer = rig.ask(asked).unwrap();
+        let answer = rig.ask(request).unwrap();
         assert_eq!(answer.extents(), []);
         assert_eq!(answer.messages.len(), 1);
         assert_eq!((answer.messages[0].kind, answer.messages[0].capacity), (2, CAPACITY as i64));
@@ -87,7 +87,7 @@ fn an_empty_volume_and_no_change_still_tell_style_and_capacity() {
 }
 
 #[test]
-fn an_answer_starts_where_it_is_asked_to_and_comes_in_the_portions_asked_for() {
+fn a_response_honors_offset_and_max_results() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(
         cluster,
@@ -98,10 +98,10 @@ fn an_answer_starts_where_it_is_asked_to_and_comes_in_the_portions_asked_for() {
     );
     rig.write(1, 10..30);
     rig.snapshot("first");
-    let mut asked = rig.allocated("first");
-    asked.starting_offset = (20 * BLOCK) as i64;
-    asked.max_results = 3;
-    let answer = rig.ask(asked).unwrap();
+    let mut request = rig.allocated("first");
+    request.starting_offset = (20 * BLOCK) as i64;
+    request.max_results = 3;
+    let answer = rig.ask(request).unwrap();
     assert_eq!(answer.extents(), blocks(&(20..30).collect::<Vec<_>>()));
     assert!(answer.messages.iter().all(|message| message.kind == 1 && message.extents.len() <= 3));
     let mut past = rig.allocated("first");
@@ -110,7 +110,7 @@ fn an_answer_starts_where_it_is_asked_to_and_comes_in_the_portions_asked_for() {
 }
 
 #[test]
-fn a_base_may_be_deleted_or_on_its_way_out() {
+fn a_base_may_be_deleted_or_in_deletion() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.write(1, [0]);
@@ -121,12 +121,12 @@ fn a_base_may_be_deleted_or_on_its_way_out() {
         cluster.api_in::<csi_loopback::kubernetes::snapshot::VolumeSnapshot>(&rig.namespace);
     let hold = serde_json::json!({ "metadata": { "finalizers": ["example.com/hold"] } });
     cluster.merge(&snapshots, "first", &hold);
-    // Else its content would be gone before it.
+    // Otherwise its content would be deleted first.
     let contents = cluster.api::<csi_loopback::kubernetes::snapshot::VolumeSnapshotContent>();
     let retain = serde_json::json!({ "spec": { "deletionPolicy": "Retain" } });
     cluster.merge(&contents, &first.content, &retain);
     cluster.delete(&snapshots, "first");
-    // As a base it is good, as a target it is gone.
+    // It is usable as a base, but not as a target.
     assert_eq!(rig.extents(rig.delta("first", "second")), blocks(&[5]));
     cluster.wait_for("the sidecar hears of the deletion", || {
         rig.ask(rig.allocated("first")).err().filter(|status| status.code() == Code::NotFound)
@@ -135,6 +135,6 @@ fn a_base_may_be_deleted_or_on_its_way_out() {
     let release = serde_json::json!({ "metadata": { "finalizers": null } });
     cluster.merge(&snapshots, "first", &release);
     cluster.wait_until_gone(&snapshots, "first");
-    // Its handle outlives it.
+    // Its handle remains valid after its deletion.
     assert_eq!(rig.extents(rig.delta(&first.handle, "second")), blocks(&[5]));
 }

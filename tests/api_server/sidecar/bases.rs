@@ -1,4 +1,5 @@
-//! `--publish-bases`: what backup products find of bases in the VolumeSnapshotContents, and what they ask for there.
+//! `--publish-bases`: the bases that backup products find in VolumeSnapshotContents, and their
+//! requests.
 
 use std::sync::Arc;
 
@@ -38,7 +39,7 @@ fn ask(rig: &Rig<'_>, content: &str, retention: &str) {
     rig.cluster.merge(&rig.cluster.api::<VolumeSnapshotContent>(), content, &patch);
 }
 
-/// Waits until this is published there: handles, and whether each expires.
+/// Waits until these bases are published: handles, and whether each expires.
 fn wait_for_bases(rig: &Rig<'_>, content: &str, expected: &[(&str, bool)]) -> Value {
     rig.cluster.wait_for(&format!("{expected:?} of {content}"), || {
         let said: Value = serde_json::from_str(&annotation(rig, content, BASES)?).unwrap();
@@ -57,7 +58,7 @@ fn kept(rig: &Rig<'_>, handle: &str) -> Option<admin::base::Retention> {
 }
 
 #[test]
-fn the_newest_content_of_a_volume_says_which_bases_there_are_and_until_when() {
+fn the_newest_content_lists_bases_and_expiry() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, options());
     let [first, second]: [Ready; 2] = ["first", "second"].map(|name| rig.snapshot(name));
@@ -67,7 +68,7 @@ fn the_newest_content_of_a_volume_says_which_bases_there_are_and_until_when() {
     cluster.wait_for("only the newest says so", || {
         annotation(&rig, &first.content, BASES).is_none().then_some(())
     });
-    // Deleted in Kubernetes, it is a base as before, and has an end.
+    // After its deletion in Kubernetes it remains a base, with an expiry.
     cluster.delete_snapshot(&first);
     wait_for_bases(&rig, &second.content, &[(b, false), (a, true)]);
     let third = rig.snapshot("third");
@@ -75,7 +76,7 @@ fn the_newest_content_of_a_volume_says_which_bases_there_are_and_until_when() {
     cluster.wait_for("the former newest says nothing", || {
         annotation(&rig, &second.content, BASES).is_none().then_some(())
     });
-    // What has not changed is not written.
+    // An unchanged annotation is not written.
     let version = || {
         let content = cluster.get(&cluster.api::<VolumeSnapshotContent>(), &third.content);
         content.unwrap().metadata.resource_version
@@ -86,7 +87,7 @@ fn the_newest_content_of_a_volume_says_which_bases_there_are_and_until_when() {
 }
 
 #[test]
-fn a_content_asks_how_long_its_snapshot_is_to_stay_a_base_and_is_told_why_not() {
+fn a_content_requests_the_retention_of_its_base() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, options());
     let snapshot = rig.snapshot("first");
@@ -98,7 +99,7 @@ fn a_content_asks_how_long_its_snapshot_is_to_stay_a_base_and_is_told_why_not() 
     let error = || annotation(&rig, &snapshot.content, ERROR);
     ask(&rig, &snapshot.content, "30days");
     wait_until_kept(Some(admin::base::Retention::ForSeconds(30 * DAY)));
-    for (bad, words) in [("soon", "neither a time"), ("101years", "100 years")] {
+    for (bad, words) in [("soon", "neither a duration"), ("101years", "100 years")] {
         ask(&rig, &snapshot.content, bad);
         let said = cluster.wait_for("the error", || error().filter(|said| said.contains(words)));
         assert!(said.len() < 600, "{said}");
@@ -110,7 +111,7 @@ fn a_content_asks_how_long_its_snapshot_is_to_stay_a_base_and_is_told_why_not() 
 }
 
 #[test]
-fn with_a_driver_that_lacks_the_service_the_sidecar_does_not_go_on() {
+fn without_the_service_the_sidecar_exits() {
     let Some(cluster) = shared() else { return };
     let name = cluster.unique("fake");
     let lacks = |method: &str, _: Bytes| {

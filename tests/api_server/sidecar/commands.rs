@@ -1,4 +1,4 @@
-//! The commands for people, as a backup application's ServiceAccount: they find the service by themselves.
+//! The commands for users, as a backup application's ServiceAccount, with discovery of the service.
 
 use std::process::{Command, Output, Stdio};
 use support::cluster::shared;
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::relay::{extent, with_long_delta};
 use support::cluster::access::backup_rules;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::cluster::sidecar::spawn_at;
 use support::cluster::sidecar_rig::{AUDIENCE, Rig};
 use support::driver::wait_for;
@@ -34,13 +34,13 @@ fn command(rig: &Rig<'_>, arguments: &[&str]) -> Command {
 }
 
 fn found(output: Output) -> Vec<(u64, u64)> {
-    let json: Value = serde_json::from_str(&said(output)).unwrap();
+    let json: Value = serde_json::from_str(&stdout_of(output)).unwrap();
     let extents = json["extents"].as_array().unwrap().iter();
     extents.map(|one| (one["offset"].as_u64().unwrap(), one["length"].as_u64().unwrap())).collect()
 }
 
 #[test]
-fn the_commands_find_the_service_by_the_names_of_snapshots() {
+fn commands_find_the_service_by_snapshot_name() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     cluster.grant(&rig.backup, &backup_rules());
@@ -55,7 +55,7 @@ fn the_commands_find_the_service_by_the_names_of_snapshots() {
         let changed = found(command(&rig, arguments).output().unwrap());
         assert_eq!(changed, [(3 * BLOCK, BLOCK), (9 * BLOCK, BLOCK)], "{arguments:?}");
     }
-    // A projected token does as well.
+    // A projected token works, too.
     let token = cluster.write("token", &cluster.token(&rig.backup, Some(AUDIENCE)));
     let all =
         command(&rig, &["allocated", "first", "--token-file", path(&token)]).output().unwrap();
@@ -66,12 +66,12 @@ fn the_commands_find_the_service_by_the_names_of_snapshots() {
 }
 
 #[test]
-fn the_commands_go_on_when_sidecar_and_driver_are_killed() {
+fn commands_survive_a_killed_sidecar_and_driver() {
     let Some(cluster) = shared() else { return };
     let count = 1_000_000;
     let mut rig = with_long_delta(cluster, count, &[]);
     cluster.grant(&rig.backup, &backup_rules());
-    // Nobody reads what it prints at first, so that it is in the middle when the others die.
+    // Its output is not read at first, so that it is in progress when the others are killed.
     let mut child = command(&rig, &["delta", "first", "second"])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -87,14 +87,14 @@ fn the_commands_go_on_when_sidecar_and_driver_are_killed() {
         text
     });
     rig.driver.start_again();
-    // The same address: the object in the cluster says so.
+    // The same address: the published object names it.
     restart_at_its_place(&mut rig);
     let output = child.wait_with_output().unwrap();
     let stdout = reading.join().unwrap();
     let whole = found(Output { stdout, ..output.clone() });
     assert!(whole.into_iter().eq((0..count).map(extent)));
-    let told = String::from_utf8_lossy(&output.stderr);
-    assert!(told.contains("going on from byte"), "{told}");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(error.contains("going on from byte"), "{error}");
 }
 
 fn restart_at_its_place(rig: &mut Rig<'_>) {

@@ -1,5 +1,5 @@
-//! The sidecar against the real thing: a real API server with real tokens and roles, the released
-//! snapshot-controller and csi-snapshotter, the driver of this project on real loop devices.
+//! The sidecar with real parts: an API server with real tokens and roles, the released
+//! snapshot-controller and csi-snapshotter, and this project's driver on real loop devices.
 
 mod answers;
 mod bases;

@@ -1,4 +1,4 @@
-//! Against a driver that is made for it: what no real one of ours does.
+//! With a fake driver, for behavior that ours never shows.
 
 use csi_loopback::proto::csi::v1 as csi;
 use csi_loopback::proto::snapshotmetadata as api;
@@ -17,7 +17,7 @@ use support::driver::wait_for;
 
 const SECRET: &str = "hunter2-hunter2-hunter2";
 
-/// A fake driver, a snapshot that Kubernetes believes it has, and our sidecar in front of it.
+/// A fake driver, a snapshot that Kubernetes knows, and our sidecar.
 struct Stage<'a> {
     cluster: &'a Cluster,
     namespace: String,
@@ -32,7 +32,7 @@ impl<'a> Stage<'a> {
         Self::with(cluster, capable, script, &[])
     }
 
-    /// With these flags of the sidecar, too.
+    /// With additional flags of the sidecar.
     fn with(cluster: &'a Cluster, capable: bool, script: Script, more: &[&str]) -> Self {
         let name = cluster.unique("fake");
         let driver =
@@ -40,7 +40,7 @@ impl<'a> Stage<'a> {
         let namespace = cluster.namespace("apps");
         cluster.secret(&namespace, "snapshotter", &[("password", SECRET)]);
         let class = cluster.snapshot_class_with_secret(&name, &namespace, "snapshotter");
-        cluster.believed_snapshot(&namespace, "first", &name, &class, "handle-1");
+        cluster.snapshot_with_status(&namespace, "first", &name, &class, "handle-1");
         let authority = Authority::new("authority");
         let certificate = authority.certify(cluster.scratch(), &name);
         let own = cluster.account(&namespace, "sidecar");
@@ -83,7 +83,7 @@ fn a_driver_without_the_service_is_unimplemented() {
 }
 
 #[test]
-fn secrets_reach_the_driver_and_nobody_else() {
+fn secrets_reach_only_the_driver() {
     let Some(cluster) = shared() else { return };
     let repeated = format!("login with {SECRET} failed");
     let stage = Stage::new(cluster, true, Script::Ends(Code::PermissionDenied, repeated));
@@ -91,9 +91,9 @@ fn secrets_reach_the_driver_and_nobody_else() {
     assert_eq!(refused.code(), Code::PermissionDenied);
     assert_eq!(refused.message(), "login with [hidden] failed");
     let seen = stage.driver.seen.lock().unwrap().clone();
-    let asked = csi::GetMetadataAllocatedRequest::decode(seen[0].clone()).unwrap();
-    assert_eq!(asked.snapshot_id, "handle-1");
-    assert_eq!(asked.secrets.get("password").map(String::as_str), Some(SECRET));
+    let request = csi::GetMetadataAllocatedRequest::decode(seen[0].clone()).unwrap();
+    assert_eq!(request.snapshot_id, "handle-1");
+    assert_eq!(request.secrets.get("password").map(String::as_str), Some(SECRET));
     wait_for("the log of the call", || stage.sidecar.process.log().contains("PERMISSION_DENIED"));
     let shown = stage.sidecar.process.log() + &http(&stage.sidecar, "/metrics");
     assert!(!shown.contains(SECRET), "a secret is shown");
@@ -109,23 +109,23 @@ fn an_unknown_error_is_internal() {
 }
 
 #[test]
-fn an_end_that_the_driver_did_not_declare_is_an_error() {
+fn an_end_without_a_status_is_an_error() {
     let Some(cluster) = shared() else { return };
-    let stage = Stage::new(cluster, true, Script::EndsWithoutWord);
+    let stage = Stage::new(cluster, true, Script::EndsWithoutStatus);
     let refused = stage.ask().unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
-    assert!(refused.message().contains("not the whole answer"), "{refused:?}");
+    assert!(refused.message().contains("the response is incomplete"), "{refused:?}");
 }
 
 #[test]
-fn an_answer_without_a_message_is_passed_on() {
+fn an_empty_stream_is_relayed() {
     let Some(cluster) = shared() else { return };
     let stage = Stage::new(cluster, true, Script::Nothing);
     assert_eq!(stage.ask().unwrap(), Answer::default());
 }
 
 #[test]
-fn a_message_that_is_too_large_says_what_to_do() {
+fn a_too_large_message_states_the_next_step() {
     let Some(cluster) = shared() else { return };
     let stage = Stage::new(cluster, true, Script::Large(33 << 20));
     let refused = stage.ask().unwrap_err();
@@ -134,7 +134,7 @@ fn a_message_that_is_too_large_says_what_to_do() {
 }
 
 #[test]
-fn an_answer_that_breaks_the_contract_of_its_stream_is_ended_if_asked_for() {
+fn check_streams_ends_an_invalid_stream() {
     let Some(cluster) = shared() else { return };
     let overlapping = csi::GetMetadataAllocatedResponse {
         block_metadata_type: 2,
@@ -151,7 +151,7 @@ fn an_answer_that_breaks_the_contract_of_its_stream_is_ended_if_asked_for() {
 }
 
 #[test]
-fn a_secret_that_is_missing_is_named() {
+fn a_missing_secret_is_named() {
     let Some(cluster) = shared() else { return };
     let stage = Stage::new(cluster, true, Script::Nothing);
     assert_eq!(stage.ask().unwrap(), Answer::default());

@@ -1,4 +1,4 @@
-//! What is refused, with its code and the next step; docs/reference/sidecar.md has the table.
+//! Refusals, with code and next step; the table is in docs/reference/sidecar.md.
 
 use std::time::{Duration, Instant, SystemTime};
 use support::cluster::shared;
@@ -15,7 +15,7 @@ use support::cluster::proxy::Way;
 use support::cluster::sidecar_rig::{AUDIENCE, CAPACITY, Options, Rig, collect};
 use support::driver::block;
 
-/// A sidecar that takes the name of a VolumeSnapshot for a base, too.
+/// A sidecar that also accepts the name of a VolumeSnapshot as a base.
 fn by_name_too() -> Options<'static> {
     Options { sidecar: &["--base-reference", "either"], ..Options::default() }
 }
@@ -23,7 +23,7 @@ fn by_name_too() -> Options<'static> {
 type Change = fn(&mut api::GetMetadataDeltaRequest);
 
 #[test]
-fn a_missing_or_impossible_argument_is_named() {
+fn a_missing_or_invalid_argument_is_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let cases: [(&str, Change); 6] = [
@@ -35,16 +35,16 @@ fn a_missing_or_impossible_argument_is_named() {
         ("max_results: is negative", |it| it.max_results = -1),
     ];
     for (words, change) in cases {
-        let mut asked = rig.delta("first", "second");
-        change(&mut asked);
-        rig.refused(asked, Code::InvalidArgument, words);
+        let mut request = rig.delta("first", "second");
+        change(&mut request);
+        rig.refused(request, Code::InvalidArgument, words);
     }
     let counted = "csi_loopback_sidecar_requests_refused_total{reason=\"missing_argument\"} ";
     assert_eq!(rig.metric(counted), 4.0);
 }
 
 #[test]
-fn only_a_good_token_for_this_audience_is_let_in() {
+fn only_a_valid_token_for_the_audience_is_accepted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("first");
@@ -57,50 +57,51 @@ fn only_a_good_token_for_this_audience_is_let_in() {
         ("no token at all", "nonsense".into()),
     ];
     for (what, token) in bad {
-        let mut asked = rig.allocated("first");
-        asked.security_token = token;
+        let mut request = rig.allocated("first");
+        request.security_token = token;
         println!("{what}");
-        rig.refused(asked, Code::Unauthenticated, "TokenRequest");
+        rig.refused(request, Code::Unauthenticated, "TokenRequest");
     }
     assert_eq!(rig.extents(rig.allocated("first")), []);
 }
 
 #[test]
-fn a_user_without_the_right_to_the_namespace_is_denied() {
+fn a_user_without_namespace_permission_is_denied() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.snapshot("first");
     let stranger = cluster.account(&rig.namespace, "stranger");
-    let asked = |rig: &Rig<'_>| {
-        let mut asked = rig.allocated("first");
-        asked.security_token = cluster.token(&stranger, Some(AUDIENCE));
-        asked
+    let request = |rig: &Rig<'_>| {
+        let mut request = rig.allocated("first");
+        request.security_token = cluster.token(&stranger, Some(AUDIENCE));
+        request
     };
-    rig.refused(asked(&rig), Code::PermissionDenied, "may not get volumesnapshots");
-    // Whether there is such a snapshot is not for everybody to know.
-    let mut none = asked(&rig);
+    rig.refused(request(&rig), Code::PermissionDenied, "may not get volumesnapshots");
+    // The refusal does not reveal whether the snapshot exists.
+    let mut none = request(&rig);
     none.snapshot_name = "none".into();
     rig.refused(none, Code::PermissionDenied, "may not get volumesnapshots");
-    // Rights in one namespace are none in another.
+    // Permissions in one namespace do not apply to another.
     let mut elsewhere = rig.allocated("first");
     elsewhere.namespace = "default".into();
     rig.refused(elsewhere, Code::PermissionDenied, "in the namespace default");
     rig.restart_sidecar(&["--denied-as", "unauthenticated"]);
-    rig.refused(asked(&rig), Code::Unauthenticated, "may not get volumesnapshots");
+    rig.refused(request(&rig), Code::Unauthenticated, "may not get volumesnapshots");
 }
 
 #[test]
-fn a_snapshot_that_cannot_be_asked_about_says_why() {
+fn an_unusable_snapshot_is_refused_with_the_reason() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, by_name_too());
     let first = rig.snapshot("first");
     rig.refused(rig.allocated("none"), Code::NotFound, "does not exist");
     rig.refused(rig.delta("first", "none"), Code::NotFound, "does not exist");
-    // Nobody makes it ready: there is no such claim.
-    cluster.ask_for_snapshot(&rig.namespace, "waiting", "no-claim", &rig.class);
+    // It never becomes ready: its claim does not exist.
+    cluster.request_snapshot(&rig.namespace, "waiting", "no-claim", &rig.class);
     rig.refused(rig.allocated("waiting"), Code::Unavailable, "not ready to use");
     rig.refused(rig.delta_from("waiting", "first"), Code::Unavailable, "not ready to use");
-    // Bound to what is not there, and to what does not know of it. The snapshot-controller would mend it.
+    // Bound to a missing content, and to one without a back reference, which the
+    // snapshot-controller would add.
     let _still = cluster.pause("snapshot-controller");
     let snapshots = cluster.api_in::<VolumeSnapshot>(&rig.namespace);
     for (name, content, code, words) in [
@@ -119,11 +120,11 @@ fn a_snapshot_that_cannot_be_asked_about_says_why() {
 }
 
 #[test]
-fn a_refusal_says_to_programs_why_and_when_to_try_again() {
+fn a_refusal_has_details_for_programs() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
-    // Nobody makes it ready: there is no such claim.
-    cluster.ask_for_snapshot(&rig.namespace, "waiting", "no-claim", &rig.class);
+    // It never becomes ready: its claim does not exist.
+    cluster.request_snapshot(&rig.namespace, "waiting", "no-claim", &rig.class);
     for (name, reason, waits) in
         [("waiting", "SNAPSHOT_NOT_READY", true), ("none", "SNAPSHOT_MISSING", false)]
     {
@@ -135,12 +136,12 @@ fn a_refusal_says_to_programs_why_and_when_to_try_again() {
 }
 
 #[test]
-fn a_content_that_is_not_ready_says_so() {
+fn a_content_that_is_not_ready_is_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let first = rig.snapshot("first");
     let contents = cluster.api::<VolumeSnapshotContent>();
-    // csi-snapshotter may fill it in again at any time.
+    // csi-snapshotter may restore it at any time.
     let words = "is not ready to use yet";
     cluster.wait_for(words, || {
         cluster.merge_status(&contents, &first.content, &json!({ "readyToUse": false }));
@@ -160,7 +161,7 @@ fn another_drivers_snapshot_is_refused() {
 }
 
 #[test]
-fn a_base_has_to_be_of_the_same_volume_and_not_newer() {
+fn a_base_must_be_older_and_of_the_same_volume() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, by_name_too());
     let first = rig.snapshot("first");
@@ -174,7 +175,7 @@ fn a_base_has_to_be_of_the_same_volume_and_not_newer() {
     for base in ["second", &second.handle] {
         rig.refused(rig.delta_from(base, "first"), Code::InvalidArgument, "newer");
     }
-    // What only the driver can know: a handle that nothing in Kubernetes has any more.
+    // Only the driver knows: a handle without any object in Kubernetes.
     cluster.delete_snapshot(&other);
     rig.refused(rig.delta(&other.handle, "second"), Code::InvalidArgument, "");
     rig.refused(rig.delta("no-such-handle", "second"), Code::NotFound, "");
@@ -182,24 +183,24 @@ fn a_base_has_to_be_of_the_same_volume_and_not_newer() {
 }
 
 #[test]
-fn a_base_of_another_namespace_is_refused_unless_the_caller_may_get_it_there() {
+fn a_foreign_base_needs_the_permission_to_get_it() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let first = rig.snapshot("first");
     rig.write(1, [3]);
     rig.snapshot("second");
     let neighbours = cluster.namespace("neighbours");
-    // The same snapshot may be used where it was brought in on purpose ...
+    // The same snapshot may be used where it was imported on purpose ...
     let foreign = rig.driver.volume("foreign", CAPACITY, block());
     cluster.claim(&neighbours, "foreign", &rig.driver_name, &foreign, CAPACITY);
     let foreign = cluster.snapshot(&neighbours, "foreign", "foreign", &rig.class);
     rig.refused(rig.delta(&foreign.handle, "second"), Code::PermissionDenied, "another namespace");
-    // ... and nothing was said of the neighbours.
+    // ... and the error did not name the neighbors' namespace.
     let said = rig.ask(rig.delta(&foreign.handle, "second")).unwrap_err();
     assert!(!said.message().contains(&neighbours), "{said:?}");
     cluster.adopt_snapshot(&neighbours, "shared", &rig.driver_name, &first.handle, None);
     assert_eq!(rig.extents(rig.delta(&first.handle, "second")).len(), 1);
-    // Brought into the neighbours' namespace alone, it takes the right to get it there.
+    // Imported only into the neighbors' namespace, it requires the permission to get it there.
     let (snapshots, contents) =
         (cluster.api_in::<VolumeSnapshot>(&rig.namespace), cluster.api::<VolumeSnapshotContent>());
     let retain = json!({ "spec": { "deletionPolicy": "Retain" } });
@@ -219,7 +220,7 @@ fn a_base_of_another_namespace_is_refused_unless_the_caller_may_get_it_there() {
 }
 
 #[test]
-fn a_broken_chain_asks_for_a_full_backup() {
+fn a_broken_chain_recommends_a_full_backup() {
     let Some(cluster) = shared() else { return };
     let faults = ["--enable-faults", "--fault", "tracking-lost"];
     let rig = Rig::with(cluster, Options { driver: &faults, ..Options::default() });
@@ -232,14 +233,14 @@ fn a_broken_chain_asks_for_a_full_backup() {
 
 #[test]
 #[ignore = "full tier"]
-fn a_revoked_token_or_right_is_refused_within_the_stated_time() {
+fn revocations_take_effect_within_the_cache_ttl() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.restart_sidecar(&["--review-cache-ttl", "2s"]);
     rig.snapshot("first");
-    let asked = rig.allocated("first");
-    assert_eq!(rig.extents(asked.clone()), []);
-    // The Role's binding goes ...
+    let request = rig.allocated("first");
+    assert_eq!(rig.extents(request.clone()), []);
+    // The Role's binding is deleted ...
     let bindings = cluster.api_in::<RoleBinding>(&rig.namespace);
     let own = cluster.block_on(bindings.list(&Default::default())).unwrap().items;
     let readers = |binding: &&RoleBinding| {
@@ -250,43 +251,43 @@ fn a_revoked_token_or_right_is_refused_within_the_stated_time() {
     for binding in own.iter().filter(readers) {
         cluster.delete(&bindings, binding.metadata.name.as_deref().unwrap());
     }
-    let refused = cluster.wait_for("the right is gone", || rig.ask(asked.clone()).err());
+    let refused = cluster.wait_for("the right is gone", || rig.ask(request.clone()).err());
     assert_eq!(refused.code(), Code::PermissionDenied, "{refused:?}");
-    // Beside the time of the cache, the API server's own authorizer takes a moment.
+    // In addition to the cache, the API server's own authorizer has a delay.
     assert!(revoked.elapsed() < Duration::from_secs(6), "{:?}", revoked.elapsed());
-    // ... and then the account, and with it all of its tokens.
+    // ... and then the account, and with it all its tokens.
     let accounts = cluster.api_in::<k8s_openapi::api::core::v1::ServiceAccount>(&rig.namespace);
     cluster.delete(&accounts, &rig.backup.name);
     let refused = cluster.wait_for("the token is gone", || {
-        rig.ask(asked.clone()).err().filter(|status| status.code() == Code::Unauthenticated)
+        rig.ask(request.clone()).err().filter(|status| status.code() == Code::Unauthenticated)
     });
     assert!(refused.message().contains("security_token"), "{refused:?}");
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_token_is_refused_from_its_own_end_on() {
+fn an_expired_token_is_refused() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.restart_sidecar(&["--review-cache-ttl", "60s"]);
     rig.snapshot("first");
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
-    let mut asked = rig.allocated("first");
-    asked.security_token =
-        cluster.resigned(&asked.security_token, |claims| claims["exp"] = (now + 4).into());
-    assert_eq!(rig.extents(asked.clone()), []);
-    // What was granted is remembered for longer than that.
+    let mut request = rig.allocated("first");
+    request.security_token =
+        cluster.resigned(&request.security_token, |claims| claims["exp"] = (now + 4).into());
+    assert_eq!(rig.extents(request.clone()), []);
+    // The cache's TTL is longer than the token's validity.
     std::thread::sleep(Duration::from_secs(5));
-    rig.refused(asked, Code::Unauthenticated, "security_token");
+    rig.refused(request, Code::Unauthenticated, "security_token");
 }
 
 #[test]
-fn an_empty_or_missing_audience_lets_nobody_in() {
+fn without_an_audience_calls_are_refused() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::with(cluster, Options { service: false, ..Options::default() });
     rig.snapshot("first");
     rig.refused(rig.allocated("first"), Code::Unavailable, "does not exist");
-    // Once it is there, it is heard of.
+    // After it is created, it is found.
     cluster.metadata_service(
         &rig.driver_name,
         &rig.sidecar.address(),
@@ -296,61 +297,61 @@ fn an_empty_or_missing_audience_lets_nobody_in() {
     cluster.wait_for("the audience", || rig.ask(rig.allocated("first")).ok());
     rig.restart_sidecar(&["--audience", "another"]);
     rig.refused(rig.allocated("first"), Code::Unauthenticated, "audience");
-    // As if the flag had not been given.
+    // Like a flag that is not set.
     rig.restart_sidecar(&["--audience="]);
     assert_eq!(rig.extents(rig.allocated("first")), []);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn an_api_server_that_is_away_is_unavailable_and_comes_back() {
+fn without_the_api_server_calls_fail_until_it_returns() {
     let Some(cluster) = shared() else { return };
     let proxy = cluster.proxy();
     let rig = Rig::with(cluster, Options { server: Some(proxy.server()), ..Options::default() });
     rig.snapshot("first");
-    let asked = || rig.allocated("first");
-    assert_eq!(rig.extents(asked()), []);
+    let request = || rig.allocated("first");
+    assert_eq!(rig.extents(request()), []);
     cluster.turn(&proxy, Way::Refused);
-    // A new token each: what was granted before may still pass.
-    rig.refused(asked(), Code::Unavailable, "API server");
+    // A new token each time, because a cached review may still pass.
+    rig.refused(request(), Code::Unavailable, "API server");
     cluster.turn(&proxy, Way::Hanging);
     let begun = Instant::now();
-    rig.refused(asked(), Code::Unavailable, "API server");
+    rig.refused(request(), Code::Unavailable, "API server");
     assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
     cluster.turn(&proxy, Way::Open);
-    cluster.wait_for("the API server is back", || rig.ask(asked()).ok());
+    cluster.wait_for("the API server is back", || rig.ask(request()).ok());
     assert!(rig.sidecar.process.log().contains("the watch broke"));
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_flood_of_bad_tokens_is_over_when_it_is_over() {
+fn a_flood_of_invalid_tokens_has_no_lasting_effect() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.restart_sidecar(&["--kube-api-qps", "5", "--kube-api-burst", "5", "--audience", AUDIENCE]);
     rig.snapshot("first");
     let client = rig.client();
-    let asked = rig.allocated("first");
+    let request = rig.allocated("first");
     let codes = cluster.block_on(async {
         let mut all = tokio::task::JoinSet::new();
         for number in 0..500 {
-            let mut bad = asked.clone();
+            let mut bad = request.clone();
             bad.security_token = format!("bad-{number}");
             all.spawn(collect(client.clone(), bad.into()));
         }
         all.join_all().await.into_iter().map(|one| one.unwrap_err().code()).collect::<Vec<_>>()
     });
     assert!(codes.contains(&Code::Unauthenticated) && codes.contains(&Code::Unavailable));
-    // Whoever comes then is not behind all of them.
+    // A later call does not queue after all of them.
     let begun = Instant::now();
-    rig.extents(asked);
+    rig.extents(request);
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
 }
 
 #[test]
 fn the_released_cluster_role_is_enough() {
     let Some(cluster) = shared() else { return };
-    // As it is shipped: no watch, no classes, no secrets.
+    // As released: no watch, no classes, no secrets.
     let rules = vec![
         rule("authentication.k8s.io", &["tokenreviews"], &["create", "get"]),
         rule("authorization.k8s.io", &["subjectaccessreviews"], &["create", "get"]),
@@ -376,7 +377,7 @@ fn the_released_cluster_role_is_enough() {
 }
 
 #[test]
-fn a_sidecar_without_rights_of_its_own_says_which_one_it_lacks() {
+fn a_missing_permission_of_the_sidecar_is_named() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("first");

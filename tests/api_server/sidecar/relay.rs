@@ -1,6 +1,6 @@
-//! Answers under way: long ones, many at once, slow readers, and ends that come too early.
+//! Streams: long ones, many concurrent ones, slow readers, and early ends.
 //!
-//! SIDECAR_STALL_SECONDS  how long the client that stops reading does so (5)
+//! SIDECAR_STALL_SECONDS  seconds for which the client that stops reading does so (5)
 
 use std::fs::{self, File};
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use api::snapshot_metadata_client::SnapshotMetadataClient;
 use support::cluster::Cluster;
 use support::cluster::sidecar::{channel, spawn};
-use support::cluster::sidecar_rig::{Asked, Options, Rig, client_at, collect};
+use support::cluster::sidecar_rig::{MetadataRequest, Options, Rig, client_at, collect};
 use support::driver::{PATIENCE, block, wait_for};
 use support::{BLOCK, MIB};
 
@@ -27,8 +27,8 @@ pub fn extent(number: u64) -> (u64, u64) {
     (number * 2 * BLOCK, BLOCK)
 }
 
-/// A rig with snapshots `first` and `second` of a large, empty volume, whose delta is `extents` long: the record of
-/// the second is made anew by the product's own writer while the driver is stopped.
+/// A rig with snapshots `first` and `second` of a large, empty volume, whose delta has `extents`
+/// extents: the product's own writer rewrites the second one's record while the driver is stopped.
 pub fn with_long_delta<'a>(cluster: &'a Cluster, extents: u64, sidecar: &[&str]) -> Rig<'a> {
     let options = Options { pool: PoolKind::Reflink, sidecar, ..Options::default() };
     let mut rig = Rig::with(cluster, options);
@@ -56,7 +56,7 @@ pub fn with_long_delta<'a>(cluster: &'a Cluster, extents: u64, sidecar: &[&str])
     rig
 }
 
-/// An answer that is read by hand.
+/// A stream that the test reads message by message.
 fn open(
     rig: &Rig<'_>,
     request: impl tonic::IntoRequest<api::GetMetadataDeltaRequest>,
@@ -65,7 +65,7 @@ fn open(
     rig.cluster.block_on(client.get_metadata_delta(request)).unwrap().into_inner()
 }
 
-/// The next message, within the test's patience.
+/// The next message, with a timeout.
 fn next(
     rig: &Rig<'_>,
     stream: &mut Streaming<api::GetMetadataDeltaResponse>,
@@ -79,7 +79,7 @@ fn next(
     }))
 }
 
-/// Reads to the end: the extents, and how it ended.
+/// Reads to the end: the extents, and the final status.
 fn drain(
     rig: &Rig<'_>,
     stream: &mut Streaming<api::GetMetadataDeltaResponse>,
@@ -95,7 +95,7 @@ fn drain(
 }
 
 #[test]
-fn a_driver_that_ends_in_mid_stream_is_an_error_and_the_answer_can_be_gone_on_with() {
+fn a_stream_of_a_killed_driver_can_be_resumed() {
     let Some(cluster) = shared() else { return };
     let count = 1_000_000;
     let mut rig = with_long_delta(cluster, count, &[]);
@@ -109,7 +109,7 @@ fn a_driver_that_ends_in_mid_stream_is_an_error_and_the_answer_can_be_gone_on_wi
     assert!(status.message().contains("starting_offset"), "{status:?}");
     assert!((found.len() as u64) < count, "all was sent before the driver was killed");
     rig.refused(rig.delta("first", "second"), Code::Unavailable, "");
-    // The sidecar is the same one; it finds the new driver.
+    // The same sidecar finds the new driver.
     rig.driver.start_again();
     cluster.wait_for("the new driver", || rig.ask(rig.allocated("first")).ok());
     let mut rest = rig.delta("first", "second");
@@ -136,10 +136,10 @@ fn a_client_that_stops_reading_costs_little_memory() {
     let seconds = std::env::var("SIDECAR_STALL_SECONDS").ok().and_then(|text| text.parse().ok());
     let count = 10_000_000;
     let rig = with_long_delta(cluster, count, &[]);
-    // What the first answer leaves behind, such as threads, is there before it is measured.
-    let mut asked = rig.delta("first", "second");
-    asked.starting_offset = (extent(count - 100_000).0) as i64;
-    assert_eq!(rig.extents(asked).len(), 100_000);
+    // The first stream creates threads and buffers that remain, so measure afterwards.
+    let mut request = rig.delta("first", "second");
+    request.starting_offset = (extent(count - 100_000).0) as i64;
+    assert_eq!(rig.extents(request).len(), 100_000);
     let pids = [rig.driver.pid(), rig.sidecar.process.pid()];
     let idle = pids.map(resident);
     let mut stream = open(&rig, rig.delta("first", "second"));
@@ -155,7 +155,7 @@ fn a_client_that_stops_reading_costs_little_memory() {
     for (name, (most, idle)) in ["driver", "sidecar"].iter().zip(most.into_iter().zip(idle)) {
         let above = most.saturating_sub(idle);
         println!(
-            "report: {name}: {} KiB above idle ({} KiB) while nobody reads",
+            "report: {name}: {} KiB above idle ({} KiB) while the client does not read",
             above >> 10,
             idle >> 10
         );
@@ -172,7 +172,7 @@ fn the_clients_deadline_reaches_the_driver() {
     request.set_timeout(Duration::from_secs(2));
     let mut stream = open(&rig, request);
     next(&rig, &mut stream).unwrap().unwrap();
-    // Nobody reads until it is over.
+    // The stream is not read until it has ended.
     let ended = |log: String| {
         let line =
             log.lines().rfind(|line| line.contains("rpc=\"GetMetadataDelta\"")).map(str::to_owned);
@@ -188,7 +188,7 @@ fn the_clients_deadline_reaches_the_driver() {
 }
 
 #[test]
-fn a_client_that_goes_away_ends_the_drivers_work() {
+fn a_disconnected_client_ends_the_drivers_work() {
     let Some(cluster) = shared() else { return };
     let rig = with_long_delta(cluster, 2_000_000, &[]);
     let mut stream = open(&rig, rig.delta("first", "second"));
@@ -204,7 +204,7 @@ fn a_client_that_goes_away_ends_the_drivers_work() {
 }
 
 #[test]
-fn streams_beyond_the_limit_are_turned_away() {
+fn streams_over_the_limit_are_refused() {
     let Some(cluster) = shared() else { return };
     let rig = with_long_delta(cluster, 2_000_000, &["--max-streams", "2"]);
     let mut streams: Vec<_> = (0..2).map(|_| open(&rig, rig.delta("first", "second"))).collect();
@@ -215,13 +215,13 @@ fn streams_beyond_the_limit_are_turned_away() {
     assert!(end.is_ok() && found.len() == 2_000_000);
 }
 
-/// Reads a whole answer; returns how long that took.
+/// Reads a whole stream; returns its duration.
 async fn timed(
     client: SnapshotMetadataClient<Channel>,
-    asked: Asked,
+    request: MetadataRequest,
 ) -> Result<(usize, Duration), Status> {
     let begun = Instant::now();
-    let answer = collect(client, asked).await?;
+    let answer = collect(client, request).await?;
     Ok((answer.extents().len(), begun.elapsed()))
 }
 
@@ -230,13 +230,13 @@ fn many_streams_share_fairly() {
     let Some(cluster) = shared() else { return };
     let count = 200_000;
     let rig = with_long_delta(cluster, count, &[]);
-    // Two connections, eight answers each, all begun before the first one ends.
+    // Two connections with eight streams each, all started before the first one ends.
     let clients = [rig.client(), rig.client()];
-    let asked = Asked::from(rig.delta("first", "second"));
+    let request = MetadataRequest::from(rig.delta("first", "second"));
     let took = cluster.block_on(async {
         let mut all = tokio::task::JoinSet::new();
         for number in 0..16 {
-            all.spawn(timed(clients[number % 2].clone(), asked.clone()));
+            all.spawn(timed(clients[number % 2].clone(), request.clone()));
         }
         all.join_all().await
     });
@@ -252,11 +252,11 @@ fn many_streams_share_fairly() {
 }
 
 #[test]
-fn a_client_that_does_not_read_holds_up_nobody_else() {
+fn a_stalled_client_does_not_block_others() {
     let Some(cluster) = shared() else { return };
     let count = 1_000_000;
     let rig = with_long_delta(cluster, count, &[]);
-    // More of them than a connection of HTTP/2 with its usual windows has room for.
+    // More streams than the usual windows of an HTTP/2 connection allow.
     let idle: Vec<_> = (0..40)
         .map(|_| {
             let mut stream = open(&rig, rig.delta("first", "second"));
@@ -269,7 +269,7 @@ fn a_client_that_does_not_read_holds_up_nobody_else() {
 }
 
 #[test]
-fn a_sidecar_that_is_told_to_end_lets_answers_finish_and_cuts_off_the_rest() {
+fn termination_drains_streams_until_the_timeout() {
     let Some(cluster) = shared() else { return };
     let count = 1_000_000;
     let mut rig = with_long_delta(cluster, count, &["--drain-timeout", "8s"]);
@@ -279,15 +279,15 @@ fn a_sidecar_that_is_told_to_end_lets_answers_finish_and_cuts_off_the_rest() {
         next(&rig, stream).unwrap().unwrap();
     }
     let client = rig.client();
-    let asked = Asked::from(rig.allocated("first"));
+    let request = MetadataRequest::from(rig.allocated("first"));
     rig.sidecar.process.signal(Signal::SIGTERM);
     wait_for("it is no longer ready", || rig.http("/health").starts_with("HTTP/1.1 503"));
-    let refused = cluster.block_on(collect(client, asked)).expect_err("nothing new begins");
+    let refused = cluster.block_on(collect(client, request)).expect_err("nothing new begins");
     assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
     let (found, end) = drain(&rig, &mut reading);
     assert!(end.is_ok(), "{end:?}");
     assert!(found.len() as u64 > count / 2);
-    // Reads on, but not fast enough.
+    // Resumes reading, but too slowly.
     let end = loop {
         match next(&rig, &mut slow) {
             Ok(Some(_)) => std::thread::sleep(Duration::from_millis(100)),
@@ -302,7 +302,7 @@ fn a_sidecar_that_is_told_to_end_lets_answers_finish_and_cuts_off_the_rest() {
 }
 
 #[test]
-fn a_new_certificate_serves_new_connections_and_drops_no_stream() {
+fn a_new_certificate_interrupts_no_stream() {
     let Some(cluster) = shared() else { return };
     let count = 1_000_000;
     let rig = with_long_delta(cluster, count, &[]);
@@ -322,19 +322,19 @@ fn a_new_certificate_serves_new_connections_and_drops_no_stream() {
     assert_eq!(rig.metric("csi_loopback_sidecar_certificate_reload_failures_total "), 0.0);
 }
 
-/// What the gRPC health service says of the whole server.
+/// The status of the whole server from the gRPC health service.
 fn health(rig: &Rig<'_>) -> i32 {
     use tonic_health::pb::HealthCheckRequest;
     use tonic_health::pb::health_client::HealthClient;
     let channel = rig.cluster.block_on(async { channel(rig.sidecar.port, &rig.authority.pem()) });
-    let asked = HealthCheckRequest::default();
-    let answer = rig.cluster.block_on(HealthClient::new(channel).check(asked)).unwrap();
+    let request = HealthCheckRequest::default();
+    let answer = rig.cluster.block_on(HealthClient::new(channel).check(request)).unwrap();
     answer.into_inner().status
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_driver_that_comes_late_or_comes_back_is_found() {
+fn a_late_or_restarted_driver_is_found() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.snapshot("first");
@@ -364,20 +364,20 @@ fn a_driver_that_comes_late_or_comes_back_is_found() {
 }
 
 #[test]
-fn requests_cost_the_api_server_nothing_once_they_are_known() {
+fn repeated_requests_cost_no_api_server_calls() {
     let Some(cluster) = shared() else { return };
     let mut rig = Rig::new(cluster);
     rig.restart_sidecar(&["--review-cache-ttl", "60s", "--base-reference", "either"]);
     let first = rig.snapshot("first");
     rig.snapshot("second");
-    let asked = [
-        Asked::from(rig.allocated("first")),
-        Asked::from(rig.delta_from("first", "second")),
-        Asked::from(rig.delta_from(&first.handle, "second")),
+    let request = [
+        MetadataRequest::from(rig.allocated("first")),
+        MetadataRequest::from(rig.delta_from("first", "second")),
+        MetadataRequest::from(rig.delta_from(&first.handle, "second")),
     ];
     let all = |times: usize| {
-        for asked in std::iter::repeat_n(&asked, times).flatten() {
-            rig.ask(asked.clone()).unwrap();
+        for request in std::iter::repeat_n(&request, times).flatten() {
+            rig.ask(request.clone()).unwrap();
         }
     };
     // All tokens are new.

@@ -7,7 +7,7 @@ use support::cluster::shared;
 use support::driver::binary;
 
 use support::cluster::access::backup_rules;
-use support::cluster::programs::{Process, Served, free_port, said};
+use support::cluster::programs::{Process, Served, free_port, stdout_of};
 use support::cluster::sidecar_rig::{CAPACITY, Options, Rig, http};
 use support::driver::block;
 use support::requests::Source;
@@ -19,7 +19,7 @@ const STYLES: [&[&str]; 2] = [
 ];
 
 #[test]
-fn the_released_verifier_finds_full_and_delta_true_in_both_styles() {
+fn the_released_verifier_accepts_full_and_delta() {
     let Some(cluster) = shared() else { return };
     for style in STYLES {
         let rig = Rig::with(cluster, Options { driver: style, ..Options::default() });
@@ -36,7 +36,7 @@ fn the_released_verifier_finds_full_and_delta_true_in_both_styles() {
     }
 }
 
-/// Lets the verifier rebuild the second snapshot: from nothing, or from the first.
+/// Lets the verifier rebuild the second snapshot, from nothing or from the first.
 fn verify(rig: &Rig<'_>, kubeconfig: &Path, name: &str, base: &[&str], handle: &str) {
     let source = rig.driver.copy(&format!("source-{name}"), Source::Snapshot(handle), block());
     let target = rig.driver.volume(&format!("target-{name}"), CAPACITY, block());
@@ -49,13 +49,13 @@ fn verify(rig: &Rig<'_>, kubeconfig: &Path, name: &str, base: &[&str], handle: &
     }
     let devices = ["-src", path(&source_at), "-tgt", path(&target_at)];
     let arguments = [&["-n", &rig.namespace, "-s", "second"], &devices[..], base].concat();
-    said(rig.cluster.verifier(kubeconfig, &arguments));
+    stdout_of(rig.cluster.verifier(kubeconfig, &arguments));
     rig.driver.take_down(&source);
     rig.driver.take_down(&target);
 }
 
 #[test]
-fn the_released_lister_prints_what_there_is() {
+fn the_released_lister_prints_all_extents() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     cluster.grant(&rig.backup, &backup_rules());
@@ -64,12 +64,12 @@ fn the_released_lister_prints_what_there_is() {
     rig.snapshot("first");
     rig.write(2, [7, 9]);
     rig.snapshot("second");
-    let table = said(cluster.lister(&kubeconfig, &["-n", &rig.namespace, "-s", "first"]));
+    let table = stdout_of(cluster.lister(&kubeconfig, &["-n", &rig.namespace, "-s", "first"]));
     assert_eq!(table.lines().skip(2).count(), 2, "{table}");
-    let asked =
+    let request =
         ["-n", &rig.namespace, "-s", "second", "-p", "first", "-o", "json", "-max-results", "1"];
     let json: serde_json::Value =
-        serde_json::from_str(&said(cluster.lister(&kubeconfig, &asked))).unwrap();
+        serde_json::from_str(&stdout_of(cluster.lister(&kubeconfig, &request))).unwrap();
     assert_eq!(json.as_array().unwrap().len(), 2, "a message for each: {json}");
     let refused = cluster.lister(&kubeconfig, &["-n", "default", "-s", "first"]);
     assert!(!refused.status.success());
@@ -82,7 +82,7 @@ fn the_released_command_line_starts_this_sidecar() {
     cluster.grant(&rig.backup, &backup_rules());
     rig.snapshot("first");
     rig.sidecar.process.stop();
-    // As in the released example: the program's name, its arguments, klog's flags among them.
+    // As in the released example: the program's name and its arguments, including klog's flags.
     let program = cluster.scratch().join("csi-snapshot-metadata");
     symlink(binary(), &program).unwrap();
     let port = rig.sidecar.port;
@@ -106,7 +106,7 @@ fn the_released_command_line_starts_this_sidecar() {
     assert!(http(&rig.sidecar, "/numbers").contains("driver_ready 1"));
     assert!(http(&rig.sidecar, "/metrics").starts_with("HTTP/1.1 404"));
     let kubeconfig = cluster.kubeconfig_of(&rig.backup);
-    said(cluster.lister(&kubeconfig, &["-n", &rig.namespace, "-s", "first"]));
+    stdout_of(cluster.lister(&kubeconfig, &["-n", &rig.namespace, "-s", "first"]));
     assert!(rig.sidecar.process.log().contains("DEBUG"), "-v=5 is debug");
     for version in ["-version", "--version"] {
         let output = Command::new(&program).arg(version).output().unwrap();

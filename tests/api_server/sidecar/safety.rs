@@ -1,17 +1,17 @@
-//! No token and no secret gets into a log, an error or a metric, however much is logged, whatever happens.
+//! No token and no secret appears in a log, an error or a metric, at any log level.
 
 use std::fmt::Write as _;
 use support::cluster::shared;
 
 use tonic::Code;
 
-use support::cluster::sidecar_rig::{AUDIENCE, Asked, Options, Rig};
+use support::cluster::sidecar_rig::{AUDIENCE, MetadataRequest, Options, Rig};
 use support::driver::wait_for;
 
 const SECRET: &str = "hunter2-hunter2-hunter2";
 
 #[test]
-fn tokens_and_secrets_are_never_shown() {
+fn tokens_and_secrets_are_never_logged() {
     let Some(cluster) = shared() else { return };
     let loud = ["--log-level", "trace"];
     let rig = Rig::with(cluster, Options { sidecar: &loud, ..Options::default() });
@@ -33,11 +33,11 @@ fn tokens_and_secrets_are_never_shown() {
     let mut shown = String::new();
     let mut codes = Vec::new();
     for token in &tokens {
-        let asked = |asked: &mut Asked| match asked {
-            Asked::Allocated(request) => request.security_token = token.clone(),
-            Asked::Delta(request) => request.security_token = token.clone(),
+        let request = |request: &mut MetadataRequest| match request {
+            MetadataRequest::Allocated(request) => request.security_token = token.clone(),
+            MetadataRequest::Delta(request) => request.security_token = token.clone(),
         };
-        let mut all: Vec<Asked> = vec![
+        let mut all: Vec<MetadataRequest> = vec![
             rig.allocated("first").into(),
             rig.allocated("none").into(),
             rig.delta("first", "second").into(),
@@ -48,7 +48,7 @@ fn tokens_and_secrets_are_never_shown() {
         past.starting_offset = 1 << 40;
         all.push(past.into());
         for mut one in all {
-            asked(&mut one);
+            request(&mut one);
             match rig.ask(one) {
                 Ok(_) => codes.push(Code::Ok),
                 Err(status) => {
@@ -80,10 +80,10 @@ fn tokens_and_secrets_are_never_shown() {
         serde_json::from_slice(&std::fs::read(cluster.kubeconfig_of(&rig.own)).unwrap()).unwrap();
     tokens.push(kubeconfig["users"][0]["user"]["token"].as_str().unwrap().to_owned());
     for token in tokens {
-        // Header and signature are enough to know it by; a part of either is as bad as the whole.
+        // Header and signature identify a token, so a part of either must not appear.
         for part in token.split('.').filter(|part| part.len() > 16) {
             let position = shown.find(&part[..part.len().min(40)]);
-            // A token's header is the same for all of a key; what follows it is not.
+            // The header is the same for all tokens of a key; the rest is not.
             let secret = position.filter(|_| !part.starts_with("eyJhbGciOi"));
             assert!(
                 secret.is_none(),

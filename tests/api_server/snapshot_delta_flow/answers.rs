@@ -1,4 +1,4 @@
-//! What is asked and what is answered; rights, tokens, the cache and the rate.
+//! Requests and responses; permissions, tokens, the cache and the rate limits.
 
 use support::cluster::shared;
 
@@ -20,7 +20,7 @@ fn with_secret(name: &str) -> VolumeSnapshotDeltaSpec {
 }
 
 #[test]
-fn a_page_is_the_drivers_with_what_was_used_for_it() {
+fn a_page_has_the_drivers_blocks_and_the_request() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { max_limit: 300, ..Options::default() });
     rig.snapshot("monday");
@@ -34,21 +34,22 @@ fn a_page_is_the_drivers_with_what_was_used_for_it() {
     assert_eq!(blocks, [7, 9]);
     rig.endpoint.says(page(&[], None));
     let delta = rig.ask(VolumeSnapshotDeltaSpec { limit: 5000, ..spec("", "tuesday") }).unwrap();
-    assert_eq!(delta.spec.limit, 5000, "what was asked is said again");
+    assert_eq!(delta.spec.limit, 5000, "the requested limit is returned");
     let last = delta.status.unwrap();
     assert_eq!((last.limit, last.next), (300, 0));
     assert_eq!(last.state, VolumeSnapshotDeltaState::Completed);
-    let asked: Vec<_> = rig.endpoint.pages().into_iter().map(|seen| seen.asked.unwrap()).collect();
-    assert_eq!(asked.len(), 2, "one call for each page");
-    assert_eq!((asked[0].offset, asked[0].limit), (5, 256));
-    assert_eq!(asked[0].base_snapshot_id, "handle-monday");
-    assert_eq!(asked[0].target_snapshot_id, "handle-tuesday");
-    assert_eq!(asked[0].driver, rig.driver);
-    assert_eq!((asked[1].base_snapshot_id.as_str(), asked[1].limit), ("", 300));
+    let requests: Vec<_> =
+        rig.endpoint.pages().into_iter().map(|seen| seen.request.unwrap()).collect();
+    assert_eq!(requests.len(), 2, "one call for each page");
+    assert_eq!((requests[0].offset, requests[0].limit), (5, 256));
+    assert_eq!(requests[0].base_snapshot_id, "handle-monday");
+    assert_eq!(requests[0].target_snapshot_id, "handle-tuesday");
+    assert_eq!(requests[0].driver, rig.driver);
+    assert_eq!((requests[1].base_snapshot_id.as_str(), requests[1].limit), ("", 300));
 }
 
 #[test]
-fn what_the_driver_refuses_is_an_answer_without_the_secrets() {
+fn a_drivers_error_is_a_status_without_secrets() {
     let Some(cluster) = shared() else { return };
     let mut rules = user_rules();
     rules.push(rule("", &["secrets"], &["get"]));
@@ -61,9 +62,9 @@ fn what_the_driver_refuses_is_an_answer_without_the_secrets() {
     assert_eq!(status.state, VolumeSnapshotDeltaState::Failed);
     assert_eq!(status.error, "NOT_FOUND: no such snapshot for [hidden]");
     assert_eq!((status.limit, status.changed_blocks.len()), (256, 0));
-    let asked = rig.endpoint.pages().pop().unwrap().asked.unwrap();
-    assert_eq!(asked.secrets.reveal()["password"], "hunter22");
-    assert_eq!(asked.secrets.reveal().len(), 2);
+    let request = rig.endpoint.pages().pop().unwrap().request.unwrap();
+    assert_eq!(request.secrets.reveal()["password"], "hunter22");
+    assert_eq!(request.secrets.reveal().len(), 2);
 }
 
 fn create_rule() -> PolicyRule {
@@ -82,7 +83,7 @@ fn user(rig: &Rig, name: &str, group: &str, resource: &str, objects: &[&str]) ->
 }
 
 #[test]
-fn not_allowed_who_may_not_create_gets_nothing() {
+fn not_allowed_without_the_permission_to_create() {
     let Some(cluster) = shared() else { return };
     let rules = without(user_rules(), "volumesnapshotdeltas");
     let rig = Rig::with(cluster, Options { user_rules: rules, ..Options::default() });
@@ -94,7 +95,7 @@ fn not_allowed_who_may_not_create_gets_nothing() {
 }
 
 #[test]
-fn not_allowed_who_may_not_get_a_snapshot_does_not_learn_whether_it_exists() {
+fn not_allowed_does_not_reveal_a_snapshot() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -108,7 +109,7 @@ fn not_allowed_who_may_not_get_a_snapshot_does_not_learn_whether_it_exists() {
         assert_eq!(failure.cause, Cause::NotAllowed, "{failure}");
         failure.message
     };
-    // The base, the target, and the same of ones that are not there; what is in the cache too.
+    // The base and the target, existing and missing ones, also after they are cached.
     rig.answer(spec("monday", "tuesday"));
     let base = said(spec("monday", "tuesday"));
     assert!(base.contains("get volumesnapshots") && base.contains("\"monday\""), "{base}");
@@ -118,7 +119,7 @@ fn not_allowed_who_may_not_get_a_snapshot_does_not_learn_whether_it_exists() {
 }
 
 #[test]
-fn not_allowed_who_may_not_get_the_secret_does_not_learn_whether_it_exists() {
+fn not_allowed_does_not_reveal_a_secret() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -133,7 +134,7 @@ fn not_allowed_who_may_not_get_the_secret_does_not_learn_whether_it_exists() {
 }
 
 #[test]
-fn a_token_is_good_for_this_driver_alone_and_used_again() {
+fn a_token_is_reused_for_its_driver_only() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -151,7 +152,7 @@ fn a_token_is_good_for_this_driver_alone_and_used_again() {
 }
 
 #[test]
-fn a_token_that_is_refused_is_renewed_once() {
+fn a_refused_token_is_renewed_once() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -161,7 +162,7 @@ fn a_token_that_is_refused_is_renewed_once() {
     rig.answer(VolumeSnapshotDeltaSpec { offset: 1, ..spec("", "monday") });
     let seen: Vec<_> = rig.endpoint.pages().into_iter().map(|seen| seen.token).collect();
     assert!(seen.len() == 3 && seen[1] == token && seen[2] != token);
-    // One that takes none is not asked for ever.
+    // An endpoint that accepts no token is not called forever.
     rig.endpoint.refuse("*");
     let failure = rig.ask(VolumeSnapshotDeltaSpec { offset: 2, ..spec("", "monday") }).unwrap_err();
     assert_eq!(failure.cause, Cause::EndpointUnavailable);
@@ -171,7 +172,7 @@ fn a_token_that_is_refused_is_renewed_once() {
 
 #[test]
 #[ignore = "full tier"]
-fn too_many_a_user_who_asks_too_often_is_told_when_to_come_again() {
+fn too_many_requests_of_a_user_have_a_retry_delay() {
     let Some(cluster) = shared() else { return };
     let user_rate = Rate { per_second: 0.05, burst: 2 };
     let rig = Rig::with(cluster, Options { user_rate, ..Options::default() });
@@ -184,15 +185,15 @@ fn too_many_a_user_who_asks_too_often_is_told_when_to_come_again() {
     let seconds = super::rig::details(&failure)["retryAfterSeconds"].as_u64().unwrap();
     assert!((1..=20).contains(&seconds), "{seconds}");
     let reviewed = cluster.requests_by(&rig.server.user()) - before;
-    assert_eq!(reviewed, 0, "nobody is asked for it");
-    // Nobody else waits for that.
+    assert_eq!(reviewed, 0, "no review was needed");
+    // Other users do not wait.
     let other = cluster.account(&rig.apps, "other");
     cluster.grant_in(&rig.apps, &other, &user_rules());
     rig.ask_as(&other, spec("", "monday")).unwrap();
 }
 
 #[test]
-fn too_many_all_together_have_a_rate_too() {
+fn too_many_requests_of_all_users_are_limited() {
     let Some(cluster) = shared() else { return };
     let rate = Rate { per_second: 0.05, burst: 1 };
     let rig = Rig::with(cluster, Options { rate, ..Options::default() });

@@ -1,4 +1,4 @@
-//! Why there is no answer, cause by cause: each as src/aggregated_api/failure.rs calls it.
+//! The causes of refusals, one by one, with the names in src/aggregated_api/failure.rs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,20 +36,20 @@ fn with_secrets() -> Options {
 }
 
 #[test]
-fn invalid_a_name_that_is_none_and_a_secret_of_elsewhere_are_refused() {
+fn invalid_names_and_foreign_secrets_are_refused() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, with_secrets());
     rig.snapshot("monday");
-    for (asked, field) in [
+    for (request, field) in [
         (spec("", "../monday"), "spec.targetVolumeSnapshotName"),
         (spec("MONDAY", "monday"), "spec.baseVolumeSnapshotName"),
         (secret_of("login", Some("kube-system")), "spec.secretRef.namespace"),
     ] {
-        let failure = rig.ask(asked).unwrap_err();
+        let failure = rig.ask(request).unwrap_err();
         assert_eq!(failure.cause, Cause::Invalid);
         assert!(failure.message.starts_with(field), "{failure}");
     }
-    // And a Secret that is no text.
+    // And a Secret that is not text.
     let object = json!({
         "metadata": { "name": "binary" }, "data": { "key": ByteString(vec![0xff, 0xfe]) },
     });
@@ -59,12 +59,12 @@ fn invalid_a_name_that_is_none_and_a_secret_of_elsewhere_are_refused() {
 }
 
 #[test]
-fn snapshot_missing_one_that_does_not_exist_is_named() {
+fn snapshot_missing_names_the_snapshot() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
-    for asked in [spec("", "friday"), spec("friday", "monday")] {
-        let failure = rig.ask(asked).unwrap_err();
+    for request in [spec("", "friday"), spec("friday", "monday")] {
+        let failure = rig.ask(request).unwrap_err();
         assert_eq!(failure.cause, Cause::SnapshotMissing);
         assert!(failure.message.contains("friday does not exist"), "{failure}");
         let about = json!({ "group": SNAPSHOT_GROUP, "kind": "volumesnapshots", "name": "friday" });
@@ -73,7 +73,7 @@ fn snapshot_missing_one_that_does_not_exist_is_named() {
 }
 
 #[test]
-fn snapshot_not_ready_one_that_may_be_later_is_told_so() {
+fn snapshot_not_ready_has_a_retry_delay() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let ready = rig.snapshot("monday");
@@ -84,13 +84,13 @@ fn snapshot_not_ready_one_that_may_be_later_is_told_so() {
     let failure = rig.fails(Cause::SnapshotNotReady, &spec("", "monday"));
     assert!(failure.message.contains("not ready to use yet"), "{failure}");
     cluster.merge_status(&contents, &ready.content, &json!({ "readyToUse": true }));
-    // What is not ready is looked at anew, whatever the watch says.
+    // An object that is not ready is read again, whatever the watch reports.
     rig.answer(spec("", "monday"));
     drop(paused);
 }
 
 #[test]
-fn snapshot_deleting_a_target_on_its_way_out_is_refused_and_a_base_is_not() {
+fn snapshot_deleting_refuses_a_target_but_not_a_base() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -106,7 +106,7 @@ fn snapshot_deleting_a_target_on_its_way_out_is_refused_and_a_base_is_not() {
 }
 
 #[test]
-fn content_missing_a_content_that_is_gone_is_named() {
+fn content_missing_names_the_content() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     let ready = rig.snapshot("monday");
@@ -120,7 +120,7 @@ fn content_missing_a_content_that_is_gone_is_named() {
 }
 
 #[test]
-fn base_unfit_one_that_is_newer_or_of_another_driver_is_refused() {
+fn base_unfit_refuses_newer_and_foreign_bases() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     cluster.claim(&rig.apps, "data", &rig.driver, "volume-1", 1 << 30);
@@ -130,14 +130,14 @@ fn base_unfit_one_that_is_newer_or_of_another_driver_is_refused() {
     assert!(failure.message.starts_with("spec.baseVolumeSnapshotName: is newer"), "{failure}");
     rig.answer(spec("monday", "tuesday"));
     let class = cluster.snapshot_class("other.csi.local", &[]);
-    cluster.believed_snapshot(&rig.apps, "other", "other.csi.local", &class, "h");
+    cluster.snapshot_with_status(&rig.apps, "other", "other.csi.local", &class, "h");
     let failure = rig.ask(spec("other", "monday")).unwrap_err();
     assert_eq!(failure.cause, Cause::BaseUnfit);
     assert!(failure.message.contains("other.csi.local"), "{failure}");
 }
 
 #[test]
-fn secret_missing_one_that_does_not_exist_is_named() {
+fn secret_missing_names_the_secret() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, with_secrets());
     rig.snapshot("monday");
@@ -147,7 +147,7 @@ fn secret_missing_one_that_does_not_exist_is_named() {
 }
 
 #[test]
-fn discovery_missing_a_driver_without_an_endpoint_is_named() {
+fn discovery_missing_names_the_driver() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { discovered: false, ..Options::default() });
     rig.snapshot("monday");
@@ -157,13 +157,13 @@ fn discovery_missing_a_driver_without_an_endpoint_is_named() {
         (&details(&failure)["name"], &details(&failure)["group"]),
         (&json!(rig.driver), &json!(GROUP))
     );
-    // It is there as soon as it is.
+    // It is found as soon as it exists.
     rig.discover(&rig.endpoint.url(), &rig.authority.pem());
     rig.answer(spec("", "monday"));
 }
 
 #[test]
-fn discovery_unusable_without_certificates_or_with_another_driver_behind_it() {
+fn discovery_unusable_without_ca_or_for_another_driver() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { discovered: false, ..Options::default() });
     rig.snapshot("monday");
@@ -184,7 +184,7 @@ fn discovery_unusable_without_certificates_or_with_another_driver_behind_it() {
 }
 
 #[test]
-fn endpoint_unavailable_one_that_is_away_or_not_the_one_to_be_trusted() {
+fn endpoint_unavailable_unreachable_or_untrusted() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, Options { discovered: false, ..Options::default() });
     rig.snapshot("monday");
@@ -193,7 +193,7 @@ fn endpoint_unavailable_one_that_is_away_or_not_the_one_to_be_trusted() {
     assert_eq!(failure.cause, Cause::EndpointUnavailable);
     assert!(failure.message.contains("certificate"), "{failure}");
     assert!(rig.endpoint.pages().is_empty(), "it is shown no token");
-    // A port where nobody is.
+    // A port without a listener.
     let mended = json!({ "spec": { "clientConfig": {
         "url": "https://localhost:1/x", "caBundle": ByteString(rig.authority.pem().into()),
     } } });
@@ -206,7 +206,7 @@ fn endpoint_unavailable_one_that_is_away_or_not_the_one_to_be_trusted() {
 }
 
 #[test]
-fn endpoint_unavailable_one_that_lies_is_named() {
+fn endpoint_unavailable_for_an_invalid_response() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -234,7 +234,7 @@ fn endpoint_unavailable_one_that_lies_is_named() {
         let failure = rig.ask(spec("", "monday")).unwrap_err();
         assert_eq!(failure.cause, Cause::EndpointUnavailable, "{at}: {failure}");
         assert!(failure.message.contains(&rig.driver), "{at}: {failure}");
-        assert_eq!(rig.endpoint.pages().len(), at + 1, "{at}: asked once");
+        assert_eq!(rig.endpoint.pages().len(), at + 1, "{at}: one request");
     }
     rig.endpoint.says(page(&[1], None));
     rig.answer(spec("", "monday"));
@@ -267,7 +267,7 @@ fn each_kind_of_problem_of_an_endpoint_has_its_cause() {
 }
 
 #[test]
-fn unsupported_a_driver_that_cannot_tell_is_said_so() {
+fn unsupported_names_the_driver() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -278,7 +278,7 @@ fn unsupported_a_driver_that_cannot_tell_is_said_so() {
 }
 
 #[test]
-fn api_server_a_right_that_the_server_lacks_is_named() {
+fn api_server_names_the_missing_permission() {
     let Some(cluster) = shared() else { return };
     for (resource, named) in [
         ("subjectaccessreviews", "SubjectAccessReviews"),
@@ -299,7 +299,7 @@ fn api_server_a_right_that_the_server_lacks_is_named() {
 }
 
 #[test]
-fn timed_out_there_is_a_deadline_for_all_of_it() {
+fn timed_out_after_the_deadline_of_all_steps() {
     let Some(cluster) = shared() else { return };
     let timeout = Duration::from_millis(1500);
     let rig = Rig::with(cluster, Options { timeout, ..Options::default() });
@@ -307,31 +307,31 @@ fn timed_out_there_is_a_deadline_for_all_of_it() {
     rig.endpoint.says(Reply::Hang);
     let failure = rig.ask(spec("", "monday")).unwrap_err();
     assert_eq!(failure.cause, Cause::TimedOut, "{failure}");
-    // Who hangs holds nothing for ever.
+    // A hanging call does not hold a permit forever.
     rig.endpoint.says(page(&[1], None));
     rig.answer(spec("", "monday"));
 }
 
 #[test]
-fn too_many_a_driver_that_is_slow_holds_up_itself_alone() {
+fn too_many_for_a_slow_driver_does_not_block_others() {
     let Some(cluster) = shared() else { return };
     let timeout = Duration::from_secs(20);
     let rig = Rig::with(cluster, Options { timeout, ..Options::default() });
     rig.snapshot("monday");
     rig.endpoint.says(Reply::Hang);
-    let asked = |offset| VolumeSnapshotDeltaSpec { offset, ..spec("", "monday") };
-    let hanging: Vec<_> = (0..8).map(|offset| rig.begin(asked(offset))).collect();
+    let request = |offset| VolumeSnapshotDeltaSpec { offset, ..spec("", "monday") };
+    let hanging: Vec<_> = (0..8).map(|offset| rig.begin(request(offset))).collect();
     cluster.wait_for("the calls", || (rig.endpoint.pages().len() == 8).then_some(()));
     rig.endpoint.says(page(&[100], None));
-    let failure = rig.ask(asked(99)).unwrap_err();
+    let failure = rig.ask(request(99)).unwrap_err();
     assert_eq!(failure.cause, Cause::TooMany, "{failure}");
     assert!(details(&failure)["retryAfterSeconds"].is_u64());
     hanging.iter().for_each(|one| one.abort());
-    cluster.wait_for("a place", || rig.ask(asked(99)).ok());
+    cluster.wait_for("a place", || rig.ask(request(99)).ok());
 }
 
 #[test]
-fn exiting_what_still_runs_when_all_ends_is_told_so() {
+fn exiting_ends_running_requests() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::new(cluster);
     rig.snapshot("monday");
@@ -347,7 +347,7 @@ fn exiting_what_still_runs_when_all_ends_is_told_so() {
     let slow = rig.begin(spec("", "tuesday"));
     called(2);
     rig.phase.send_replace(Phase::Draining);
-    // By the time that another is answered, all have heard of it.
+    // When one more request is answered, all have seen the shutdown.
     rig.fails(Cause::SnapshotMissing, &spec("", "friday"));
     gate.add_permits(1);
     cluster.block_on(quick).unwrap().expect("what runs may finish");

@@ -34,13 +34,13 @@ struct Controller {
 }
 
 impl Controller {
-    /// One that leads, or one of several by an election.
+    /// A leader, or one of several candidates.
     fn start(cluster: &Cluster, account: &Account, every: Duration, lease: Option<&str>) -> Self {
         let client = cluster.client_as(account);
         let endpoints = Endpoints::new(client.clone(), &account.namespace, &account.name);
         let mut registry = Registry::default();
         let context = Context::new(client, endpoints, every, Metrics::new(&mut registry));
-        let (phase, shutdown) = Shutdown::by_hand();
+        let (phase, shutdown) = Shutdown::manual();
         let leases = cluster.api_in(&account.namespace);
         let election = lease.map(|name| Election {
             leases,
@@ -48,7 +48,7 @@ impl Controller {
             identity: cluster.unique("replica"),
             duration: Duration::from_secs(15),
         });
-        cluster.beside(async move {
+        cluster.spawn_task(async move {
             let (_always, leads) = watch::channel(true);
             let leads = match election {
                 Some(election) => election.start(shutdown.clone()),
@@ -59,7 +59,7 @@ impl Controller {
         Self { phase, registry }
     }
 
-    fn looks(&self) -> u64 {
+    fn probes(&self) -> u64 {
         number(&self.registry, "discovery_looks_total")
     }
 
@@ -82,17 +82,18 @@ fn driver_name(cluster: &Cluster) -> String {
     format!("{}.csi.local", cluster.unique("discovered"))
 }
 
-/// Makes the DriverDiscovery of a driver. The controller may look at once: what the endpoint is to tell is set before.
+/// Creates the DriverDiscovery of a driver. The controller may probe at once, so set the
+/// endpoint's replies first.
 fn discover(cluster: &Cluster, driver: &str, url: &str, ca: &[u8]) {
     let config = json!({ "url": url, "caBundle": ByteString(ca.into()) });
     let spec = json!({ "driverName": driver, "clientConfig": config });
     cluster.create(&objects(cluster), json!({ "metadata": { "name": driver }, "spec": spec }));
 }
 
-/// One whose endpoint tells that the driver has this capability; returns the driver's name.
+/// One whose endpoint reports this capability; returns the driver's name.
 fn discovered(cluster: &Cluster, at: &Endpoint, authority: &Authority, capability: &str) -> String {
     let driver = driver_name(cluster);
-    at.tells(info(&driver, capability));
+    at.reports(info(&driver, capability));
     discover(cluster, &driver, &at.url(), authority.pem().as_bytes());
     driver
 }
@@ -102,7 +103,7 @@ fn condition(cluster: &Cluster, driver: &str, kind: &str) -> Option<Condition> {
     status.conditions.into_iter().find(|one| one.type_ == kind)
 }
 
-/// For server-side apply: one condition that is True since then.
+/// A patch for server-side apply: one condition that has been True since then.
 fn condition_by(driver: &str, kind: &str, since: &str) -> serde_json::Value {
     json!({
         "apiVersion": "cbt.storage.k8s.io/v1alpha2", "kind": "DriverDiscovery",
@@ -114,7 +115,7 @@ fn condition_by(driver: &str, kind: &str, since: &str) -> serde_json::Value {
     })
 }
 
-/// Waits until the condition is such.
+/// Waits until the condition has this state.
 fn becomes(cluster: &Cluster, driver: &str, kind: &str, status: &str, reason: &str) -> Condition {
     let what = format!("{kind} of {driver} is {status}, {reason}");
     let mut last = None;
@@ -133,7 +134,7 @@ fn endpoint(cluster: &Cluster, authority: &Authority) -> Endpoint {
 }
 
 #[test]
-fn a_driver_that_answers_has_three_conditions_and_others_stay_as_they_are() {
+fn a_working_driver_has_three_conditions() {
     let Some(cluster) = shared() else { return };
     let authority = Authority::new("cbt-http");
     let endpoint = endpoint(cluster, &authority);
@@ -142,7 +143,8 @@ fn a_driver_that_answers_has_three_conditions_and_others_stay_as_they_are() {
     let params = PatchParams::apply("auditor");
     let objects = objects(cluster);
     cluster.block_on(objects.patch_status(&driver, &params, &Patch::Apply(&other))).unwrap();
-    let _controller = Controller::start(cluster, &account(cluster), discovery::EVERY, None);
+    let _controller =
+        Controller::start(cluster, &account(cluster), discovery::PROBE_INTERVAL, None);
     becomes(cluster, &driver, REACHABLE, "True", "Reached");
     becomes(cluster, &driver, CAPABLE, "True", "ListSnapshotDeltas");
     let valid = becomes(cluster, &driver, CERTIFICATE, "True", "CertificateValid");
@@ -154,7 +156,7 @@ fn a_driver_that_answers_has_three_conditions_and_others_stay_as_they_are() {
     assert!(status.conditions.iter().all(|one| {
         one.reason == "ByHand" || one.observed_generation == found.metadata.generation
     }));
-    // It has three conditions for its own and nothing else.
+    // It manages only its three conditions.
     let fields = found.metadata.managed_fields.unwrap();
     let own: Vec<_> = fields.iter().filter(|one| one.manager.as_deref() == Some(MANAGER)).collect();
     assert_eq!(own.len(), 1);
@@ -167,18 +169,18 @@ fn a_driver_that_answers_has_three_conditions_and_others_stay_as_they_are() {
 }
 
 #[test]
-fn a_change_is_seen_at_once_and_what_is_written_is_no_reason_to_look() {
+fn only_changes_of_the_spec_cause_a_probe() {
     let Some(cluster) = shared() else { return };
     let authority = Authority::new("cbt-http");
     let (first, second) = (endpoint(cluster, &authority), endpoint(cluster, &authority));
     let driver = discovered(cluster, &first, &authority, "ListSnapshotDeltas");
-    second.tells(info(&driver, "None"));
-    // What was so before is so since then.
+    second.reports(info(&driver, "None"));
+    // An unchanged condition keeps its transition time.
     let since = "2024-01-01T00:00:00Z";
     let before = condition_by(&driver, REACHABLE, since);
     let (objects, params) = (objects(cluster), PatchParams::apply(MANAGER));
     cluster.block_on(objects.patch_status(&driver, &params, &Patch::Apply(&before))).unwrap();
-    // It is never time: only a change is a reason.
+    // The interval never elapses: only a change causes a probe.
     let _controller = Controller::start(cluster, &account(cluster), 1000 * HOUR, None);
     let reached = becomes(cluster, &driver, REACHABLE, "True", "Reached");
     let mended = json!({ "spec": { "clientConfig": { "url": second.url() } } });
@@ -189,11 +191,11 @@ fn a_change_is_seen_at_once_and_what_is_written_is_no_reason_to_look() {
     assert_eq!(still.last_transition_time, reached.last_transition_time);
     assert_eq!(still.last_transition_time.0.to_string(), since);
     assert_eq!(still.observed_generation, Some(2));
-    assert_eq!((first.looks(), second.looks()), (1, 1));
+    assert_eq!((first.probes(), second.probes()), (1, 1));
 }
 
 #[test]
-fn an_endpoint_that_goes_or_changes_is_seen_at_the_next_look() {
+fn a_changed_endpoint_is_seen_at_the_next_probe() {
     let Some(cluster) = shared() else { return };
     let authority = Authority::new("cbt-http");
     let endpoint = endpoint(cluster, &authority);
@@ -201,17 +203,17 @@ fn an_endpoint_that_goes_or_changes_is_seen_at_the_next_look() {
     let every = Duration::from_millis(300);
     let controller = Controller::start(cluster, &account(cluster), every, None);
     let before = becomes(cluster, &driver, CAPABLE, "True", "SnapshotMetadata");
-    // Nothing new is nothing to write.
+    // Without a change nothing is written.
     let version = || cluster.get(&objects(cluster), &driver).unwrap().metadata.resource_version;
-    let (written, looks) = (version(), controller.looks());
-    cluster.wait_for("more looks", || (controller.looks() > looks + 3).then_some(()));
+    let (written, probes) = (version(), controller.probes());
+    cluster.wait_for("more probes", || (controller.probes() > probes + 3).then_some(()));
     assert_eq!(version(), written);
-    endpoint.tells(info("other.csi.local", "SnapshotMetadata"));
+    endpoint.reports(info("other.csi.local", "SnapshotMetadata"));
     let other = becomes(cluster, &driver, CAPABLE, "False", "OtherDriver");
     assert!(other.message.contains("other.csi.local"), "{other:?}");
     assert!(other.last_transition_time >= before.last_transition_time);
     let forbidden = json!({ "kind": "NotAllowed", "message": "may not" }).to_string();
-    endpoint.tells(Reply::Raw(403, forbidden, &[]));
+    endpoint.reports(Reply::Raw(403, forbidden, &[]));
     becomes(cluster, &driver, REACHABLE, "False", "Refused");
     becomes(cluster, &driver, CAPABLE, "Unknown", "NotReached");
     becomes(cluster, &driver, CERTIFICATE, "True", "CertificateValid");
@@ -222,26 +224,27 @@ fn an_endpoint_that_goes_or_changes_is_seen_at_the_next_look() {
 
 #[test]
 #[ignore = "full tier"]
-fn an_endpoint_that_is_late_is_looked_at_again_soon() {
+fn an_unreachable_endpoint_is_probed_again_soon() {
     let Some(cluster) = shared() else { return };
     let authority = Authority::new("cbt-http");
     let endpoint = endpoint(cluster, &authority);
     let driver = driver_name(cluster);
     let late = json!({ "kind": "Unavailable", "message": "not yet" }).to_string();
-    endpoint.tells(Reply::Raw(503, late, &[]));
+    endpoint.reports(Reply::Raw(503, late, &[]));
     discover(cluster, &driver, &endpoint.url(), authority.pem().as_bytes());
-    // It is never time for those that answer.
+    // The interval never elapses for working endpoints.
     let _controller = Controller::start(cluster, &account(cluster), 1000 * HOUR, None);
     becomes(cluster, &driver, REACHABLE, "False", "Refused");
-    endpoint.tells(info(&driver, "ListSnapshotDeltas"));
+    endpoint.reports(info(&driver, "ListSnapshotDeltas"));
     becomes(cluster, &driver, REACHABLE, "True", "Reached");
-    assert_eq!(endpoint.looks(), 2);
+    assert_eq!(endpoint.probes(), 2);
 }
 
 #[test]
-fn a_certificate_that_cannot_be_trusted_or_not_for_long_is_said() {
+fn an_invalid_or_expiring_certificate_is_reported() {
     let Some(cluster) = shared() else { return };
-    let _controller = Controller::start(cluster, &account(cluster), discovery::EVERY, None);
+    let _controller =
+        Controller::start(cluster, &account(cluster), discovery::PROBE_INTERVAL, None);
     let authority = Authority::new("cbt-http");
     let now = SystemTime::now();
     for (host, span, trusted, reason) in [
@@ -261,19 +264,20 @@ fn a_certificate_that_cannot_be_trusted_or_not_for_long_is_said() {
         let reached = condition(cluster, &driver, REACHABLE).unwrap();
         let expected = if reason == "CertificateExpiring" { "Reached" } else { "Unreachable" };
         assert_eq!(reached.reason, expected, "{reached:?}");
-        assert_eq!(endpoint.looks() > 0, reason == "CertificateExpiring", "no token is shown");
+        assert_eq!(endpoint.probes() > 0, reason == "CertificateExpiring", "no token is shown");
     }
 }
 
 #[test]
-fn an_object_that_cannot_be_used_is_said_so_and_harms_no_other() {
+fn an_unusable_discovery_is_reported_alone() {
     let Some(cluster) = shared() else { return };
-    let _controller = Controller::start(cluster, &account(cluster), discovery::EVERY, None);
+    let _controller =
+        Controller::start(cluster, &account(cluster), discovery::PROBE_INTERVAL, None);
     let driver = driver_name(cluster);
     discover(cluster, &driver, &format!("https://localhost:1{PATH}"), b"nothing");
-    let told = becomes(cluster, &driver, REACHABLE, "False", "DiscoveryUnusable");
-    assert!(told.message.contains("caBundle"), "{told:?}");
-    // One that never answers does not hold up the others.
+    let condition = becomes(cluster, &driver, REACHABLE, "False", "DiscoveryUnusable");
+    assert!(condition.message.contains("caBundle"), "{condition:?}");
+    // An endpoint that never responds does not block the others.
     let authority = Authority::new("cbt-http");
     let (slow, quick) = (endpoint(cluster, &authority), endpoint(cluster, &authority));
     discover(cluster, &driver_name(cluster), &slow.url(), authority.pem().as_bytes());
@@ -283,7 +287,7 @@ fn an_object_that_cannot_be_used_is_said_so_and_harms_no_other() {
 
 #[test]
 #[ignore = "full tier"]
-fn only_the_leader_looks_and_another_takes_over() {
+fn only_the_leader_probes_and_a_standby_takes_over() {
     let Some(cluster) = shared() else { return };
     let authority = Authority::new("cbt-http");
     let endpoint = endpoint(cluster, &authority);
@@ -299,14 +303,14 @@ fn only_the_leader_looks_and_another_takes_over() {
     let first = Controller::start(cluster, &account, every, Some("discovery"));
     cluster.wait_for("the first leads", || first.leads().then_some(()));
     let second = Controller::start(cluster, &account, every, Some("discovery"));
-    let looks = first.looks();
-    cluster.wait_for("more looks", || (first.looks() > looks + 5).then_some(()));
-    assert_eq!((second.looks(), second.leads()), (0, false));
+    let probes = first.probes();
+    cluster.wait_for("more probes", || (first.probes() > probes + 5).then_some(()));
+    assert_eq!((second.probes(), second.leads()), (0, false));
     first.phase.send_replace(Phase::Draining);
-    cluster.wait_for("the second leads", || (second.leads() && second.looks() > 0).then_some(()));
-    let ended = first.looks();
-    let looks = second.looks();
-    cluster.wait_for("more looks", || (second.looks() > looks + 5).then_some(()));
-    assert_eq!(first.looks(), ended);
+    cluster.wait_for("the second leads", || (second.leads() && second.probes() > 0).then_some(()));
+    let ended = first.probes();
+    let probes = second.probes();
+    cluster.wait_for("more probes", || (second.probes() > probes + 5).then_some(()));
+    assert_eq!(first.probes(), ended);
     becomes(cluster, &driver, REACHABLE, "True", "Reached");
 }

@@ -1,5 +1,5 @@
-//! An endpoint of a driver that says whatever a test wants: it lies, is slow, refuses tokens and names every kind of problem, which
-//! the sidecar's own would not do on demand.
+//! A fake endpoint of a driver: it returns invalid pages, is slow, refuses tokens and returns every
+//! kind of problem, which the sidecar's real endpoint would not do on demand.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -22,26 +22,26 @@ use support::cluster::tls::Certificate;
 
 const LIMITS: Limits = Limits { body: 1 << 20, request: Duration::from_secs(120) };
 
-/// What it says.
+/// A reply.
 #[derive(Clone)]
 pub enum Reply {
-    /// 200 with this in JSON.
+    /// 200 with this JSON.
     Say(Value),
     Problem(Problem),
-    /// Status, body, and when to try again or where to go.
+    /// Status, body, and Retry-After or Location.
     Raw(u16, String, &'static [(header::HeaderName, &'static str)]),
-    /// Nothing, for ever.
+    /// No response, ever.
     Hang,
-    /// The same as the other, once the gate gives a permit.
+    /// The other reply, once the gate has a permit.
     Gated(Arc<Semaphore>, Box<Reply>),
 }
 
-/// What it was shown.
+/// A received request.
 #[derive(Debug, Clone)]
 pub struct Seen {
     pub token: String,
-    /// None: asked what the driver can do.
-    pub asked: Option<PageRequest>,
+    /// `None` for a GET of the capability.
+    pub request: Option<PageRequest>,
 }
 
 pub struct Endpoint {
@@ -88,7 +88,7 @@ impl Endpoint {
         let config = tls::server_config(&args, certificates, tls::HTTPS).unwrap();
         let routes =
             Router::new().route(PATH, get(answer).post(answer)).with_state(Arc::clone(&known));
-        let (phase, shutdown) = Shutdown::by_hand();
+        let (phase, shutdown) = Shutdown::manual();
         let port = cluster.block_on(async {
             let listener = tls::listen(0).await.unwrap();
             let port = listener.local_addr().unwrap().port();
@@ -103,31 +103,31 @@ impl Endpoint {
         format!("https://localhost:{}{PATH}", self.port)
     }
 
-    /// What it says from now on when it is asked for a page.
+    /// Sets the reply to page requests.
     pub fn says(&self, reply: Reply) {
         *self.known.pages.lock().unwrap() = reply;
     }
 
-    /// And when it is asked what the driver can do.
-    pub fn tells(&self, reply: Reply) {
+    /// Sets the reply to capability requests.
+    pub fn reports(&self, reply: Reply) {
         *self.known.info.lock().unwrap() = reply;
     }
 
-    /// Takes this token no more.
+    /// Refuses this token from now on.
     pub fn refuse(&self, token: &str) {
         self.known.refused.lock().unwrap().push(token.to_owned());
     }
 
-    /// What it was shown for pages, so far.
+    /// The page requests so far.
     pub fn pages(&self) -> Vec<Seen> {
         let seen = self.known.seen.lock().unwrap();
-        seen.iter().filter(|seen| seen.asked.is_some()).cloned().collect()
+        seen.iter().filter(|seen| seen.request.is_some()).cloned().collect()
     }
 
-    /// How often it was asked what the driver can do.
-    pub fn looks(&self) -> usize {
+    /// The number of capability requests so far.
+    pub fn probes(&self) -> usize {
         let seen = self.known.seen.lock().unwrap();
-        seen.iter().filter(|seen| seen.asked.is_none()).count()
+        seen.iter().filter(|seen| seen.request.is_none()).count()
     }
 
     pub fn stop(&self) {
@@ -138,14 +138,14 @@ impl Endpoint {
 async fn answer(State(known): State<Arc<Known>>, headers: HeaderMap, body: Bytes) -> Response {
     let bearer = headers[header::AUTHORIZATION].to_str().unwrap();
     let token = bearer.strip_prefix("Bearer ").unwrap().to_owned();
-    let asked: Option<PageRequest> =
+    let request: Option<PageRequest> =
         (!body.is_empty()).then(|| serde_json::from_slice(&body).unwrap());
-    let reply = if asked.is_some() { &known.pages } else { &known.info };
+    let reply = if request.is_some() { &known.pages } else { &known.info };
     let mut reply = reply.lock().unwrap().clone();
     if known.refused.lock().unwrap().iter().any(|one| *one == token || one == "*") {
         reply = problem(ProblemKind::Unauthenticated, "not this token", None);
     }
-    known.seen.lock().unwrap().push(Seen { token, asked });
+    known.seen.lock().unwrap().push(Seen { token, request });
     loop {
         match reply {
             Reply::Gated(gate, next) => {

@@ -1,5 +1,5 @@
-//! How a VolumeSnapshotDelta is answered and how DriverDiscoveries get their conditions, against a real API server and an endpoint that a
-//! test can make say anything. The aggregation layer is not part of it.
+//! How VolumeSnapshotDeltas are served and how DriverDiscoveries get their conditions, with a real
+//! API server and a fake endpoint. The aggregation layer is not part of these tests.
 
 mod answers;
 mod causes;

@@ -1,5 +1,5 @@
-//! What answers VolumeSnapshotDeltas, in this process and with rights of its own; a user; a driver that is an [`Endpoint`] and nothing
-//! else, and its snapshots.
+//! The service of VolumeSnapshotDeltas in this process with separate permissions; a user; a driver
+//! that is only an [`Endpoint`], and its snapshots.
 
 use std::time::Duration;
 
@@ -33,10 +33,10 @@ pub const GROUP: &str = "cbt.storage.k8s.io";
 
 pub struct Rig<'a> {
     pub cluster: &'a Cluster,
-    /// Of the users.
+    /// Namespace of the users.
     pub apps: String,
     pub driver: String,
-    /// As whom the server calls, and who asks it.
+    /// The accounts of the server and of the user.
     pub server: Account,
     pub user: Account,
     pub authority: Authority,
@@ -46,7 +46,7 @@ pub struct Rig<'a> {
     class: String,
 }
 
-/// What a rig can have otherwise.
+/// Options of a rig.
 pub struct Options {
     pub rules: Vec<PolicyRule>,
     pub user_rules: Vec<PolicyRule>,
@@ -74,7 +74,7 @@ impl Default for Options {
     }
 }
 
-/// What the server needs.
+/// The server's permissions.
 pub fn server_rules() -> Vec<PolicyRule> {
     vec![
         rule("authorization.k8s.io", &["subjectaccessreviews"], &["create"]),
@@ -90,14 +90,14 @@ pub fn server_rules() -> Vec<PolicyRule> {
     ]
 }
 
-/// The rules without those for this resource.
+/// The rules without the rules for this resource.
 pub fn without(rules: Vec<PolicyRule>, resource: &str) -> Vec<PolicyRule> {
     let has =
         |rule: &PolicyRule| rule.resources.as_ref().unwrap().iter().any(|one| one == resource);
     rules.into_iter().filter(|rule| !has(rule)).collect()
 }
 
-/// What a user needs.
+/// A user's permissions.
 pub fn user_rules() -> Vec<PolicyRule> {
     vec![
         rule(GROUP, &["volumesnapshotdeltas"], &["create"]),
@@ -105,7 +105,7 @@ pub fn user_rules() -> Vec<PolicyRule> {
     ]
 }
 
-/// A question about these two; no base: an empty name.
+/// A request for these two; an empty name means no base.
 pub fn spec(base: &str, target: &str) -> VolumeSnapshotDeltaSpec {
     VolumeSnapshotDeltaSpec {
         base_volume_snapshot_name: base.into(),
@@ -134,7 +134,7 @@ impl<'a> Rig<'a> {
         let certificate = authority.certify(cluster.scratch(), &driver);
         let endpoint = Endpoint::start(cluster, &certificate);
         endpoint.says(page(&[1, 2], None));
-        let (phase, shutdown) = Shutdown::by_hand();
+        let (phase, shutdown) = Shutdown::manual();
         let mut registry = Registry::default();
         let metrics = Metrics::new(&mut registry);
         let client = cluster.client_as(&server);
@@ -160,7 +160,7 @@ impl<'a> Rig<'a> {
         rig
     }
 
-    /// Makes the driver's DriverDiscovery.
+    /// Creates the driver's DriverDiscovery.
     pub fn discover(&self, url: &str, authorities: &str) {
         let config = json!({ "url": url, "caBundle": ByteString(authorities.into()) });
         let object = json!({
@@ -170,21 +170,21 @@ impl<'a> Rig<'a> {
         self.cluster.create(&self.cluster.api::<DriverDiscovery>(), object);
     }
 
-    /// A VolumeSnapshot of the driver that can be used.
+    /// A usable VolumeSnapshot of the driver.
     pub fn snapshot(&self, name: &str) -> Ready {
         let handle = format!("handle-{name}");
-        self.cluster.believed_snapshot(&self.apps, name, &self.driver, &self.class, &handle)
+        self.cluster.snapshot_with_status(&self.apps, name, &self.driver, &self.class, &handle)
     }
 
     /// One that was taken of the claim `data` at this time, and not imported.
     pub fn taken(&self, name: &str, time: i64) -> Ready {
         let cluster = self.cluster;
-        cluster.ask_for_snapshot(&self.apps, name, "data", &self.class);
+        cluster.request_snapshot(&self.apps, name, "data", &self.class);
         let snapshots = cluster.api_in::<VolumeSnapshot>(&self.apps);
         let content = cluster.wait_for("the content", || {
             cluster.get(&snapshots, name)?.status?.bound_volume_snapshot_content_name
         });
-        // As csi-snapshotter writes it.
+        // Like csi-snapshotter.
         let status = json!({
             "readyToUse": true, "snapshotHandle": format!("handle-{name}"), "creationTime": time,
         });
@@ -192,18 +192,18 @@ impl<'a> Rig<'a> {
         cluster.wait_until_ready(&self.apps, name)
     }
 
-    /// What the user gets.
+    /// The result for the user.
     pub fn ask(&self, spec: VolumeSnapshotDeltaSpec) -> Result<VolumeSnapshotDelta, Failure> {
         self.ask_as(&self.user, spec)
     }
 
-    /// Begins to ask.
+    /// Starts a request.
     pub fn begin(
         &self,
         spec: VolumeSnapshotDeltaSpec,
     ) -> JoinHandle<Result<VolumeSnapshotDelta, Failure>> {
         let (deltas, user, apps) = (self.deltas.clone(), info_of(&self.user), self.apps.clone());
-        self.cluster.beside(async move { deltas.create(&user, &apps, asked(spec)).await })
+        self.cluster.spawn_task(async move { deltas.create(&user, &apps, request(spec)).await })
     }
 
     pub fn ask_as(
@@ -211,15 +211,15 @@ impl<'a> Rig<'a> {
         account: &Account,
         spec: VolumeSnapshotDeltaSpec,
     ) -> Result<VolumeSnapshotDelta, Failure> {
-        self.cluster.block_on(self.deltas.create(&info_of(account), &self.apps, asked(spec)))
+        self.cluster.block_on(self.deltas.create(&info_of(account), &self.apps, request(spec)))
     }
 
-    /// The status of an answer that has to come.
+    /// The status of a request that must succeed.
     pub fn answer(&self, spec: VolumeSnapshotDeltaSpec) -> VolumeSnapshotDeltaStatus {
         self.ask(spec).unwrap().status.unwrap()
     }
 
-    /// Asks until it is refused for this cause: what is known of objects follows a moment later.
+    /// Repeats the request until it is refused for this cause: caches follow with a delay.
     pub fn fails(&self, cause: Cause, spec: &VolumeSnapshotDeltaSpec) -> Failure {
         self.cluster.wait_for(cause.label(), || {
             self.ask(spec.clone()).err().filter(|failure| failure.cause == cause)
@@ -234,7 +234,7 @@ pub fn number(registry: &Registry, name: &str) -> u64 {
     line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
 }
 
-fn asked(spec: VolumeSnapshotDeltaSpec) -> VolumeSnapshotDelta {
+fn request(spec: VolumeSnapshotDeltaSpec) -> VolumeSnapshotDelta {
     VolumeSnapshotDelta {
         api_version: API_VERSION.into(),
         kind: KIND.into(),
@@ -243,7 +243,7 @@ fn asked(spec: VolumeSnapshotDeltaSpec) -> VolumeSnapshotDelta {
     }
 }
 
-/// What a client finds in `details` of a refusal.
+/// The `details` of a refusal, as a client sees them.
 pub fn details(failure: &Failure) -> Value {
     failure.status()["details"].clone()
 }

@@ -1,13 +1,13 @@
-//! Volumes with content, of secrets above all.
+//! Content volumes, mainly with secrets.
 
 use serde_json::{Value, json};
 use support::cluster::shared;
 
 use support::cluster::admission::{Webhooks, With};
-use support::cluster::kubelet::{Made, NodeRig};
+use support::cluster::kubelet::{CreatedPod, NodeRig};
 
-/// A pod that has the secret `keys`, with the key `password`, at `/content`.
-fn reader(rig: &NodeRig<'_>, spec: &Value) -> Made {
+/// Runs a pod with the secret `keys`, which has the key `password`, at `/content`.
+fn reader(rig: &NodeRig<'_>, spec: &Value) -> CreatedPod {
     rig.secret("keys", &[("password", "first")]);
     let csi = json!({
         "readOnly": true,
@@ -17,27 +17,27 @@ fn reader(rig: &NodeRig<'_>, spec: &Value) -> Made {
     rig.run("reader", &[rig.inline("content", csi)], spec)
 }
 
-fn end(rig: &NodeRig<'_>, pod: &Made) {
+fn end(rig: &NodeRig<'_>, pod: &CreatedPod) {
     rig.delete(pod);
-    rig.wait_until_nothing_is_left(pod, &["content"]);
+    rig.wait_until_cleaned_up(pod, &["content"]);
     assert!(!rig.driver.log().contains("first"), "a secret is in the driver's log");
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_pod_reads_its_secret_and_cannot_write_where_it_is() {
+fn a_pod_reads_its_secret_and_cannot_write_to_it() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     let pod = reader(&rig, &json!({}));
     assert_eq!(rig.exec(&pod, "cd /content; cat motd password"), "hellofirst");
-    let said = rig.exec(&pod, "echo mine >/content/password; echo mine >/content/another");
-    assert_eq!(said.matches("Read-only file system").count(), 2, "{said}");
+    let output = rig.exec(&pod, "echo mine >/content/password; echo mine >/content/another");
+    assert_eq!(output.matches("Read-only file system").count(), 2, "{output}");
     end(&rig, &pod);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_secret_that_changes_reaches_the_pod_that_runs() {
+fn a_changed_secret_reaches_the_running_pod() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     let pod = reader(&rig, &json!({}));
@@ -64,10 +64,11 @@ fn content_belongs_to_the_group_of_the_pod() {
     end(&rig, &pod);
 }
 
-/// The whole way of a pod that says no word of readOnly: API server, webhooks, kubelet, driver, container.
+/// A pod without readOnly passes the API server, webhooks, kubelet and driver, and its container
+/// cannot write.
 #[test]
 #[ignore = "full tier"]
-fn a_pod_that_says_nothing_of_read_only_runs_as_the_webhooks_have_mended_it() {
+fn the_webhooks_make_a_pods_content_read_only() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     let webhooks = Webhooks::start(cluster, rig.driver_name.clone(), &With::default());
@@ -75,14 +76,14 @@ fn a_pod_that_says_nothing_of_read_only_runs_as_the_webhooks_have_mended_it() {
     let csi = json!({ "volumeAttributes": { "content/motd": "hello" } });
     let volume = rig.inline("content", csi);
     cluster.wait_for("the webhooks", || {
-        let pod = rig.try_out("tried", std::slice::from_ref(&volume)).ok()?;
+        let pod = rig.dry_run("tried", std::slice::from_ref(&volume)).ok()?;
         (pod.spec?.volumes?[0].csi.as_ref()?.read_only == Some(true)).then_some(())
     });
     let pod = rig.run("reader", &[volume], &json!({}));
-    let said = rig.exec(&pod, "cat /content/motd; echo mine >/content/motd");
-    assert!(said.starts_with("hello") && said.contains("Read-only file system"), "{said}");
+    let output = rig.exec(&pod, "cat /content/motd; echo mine >/content/motd");
+    assert!(output.starts_with("hello") && output.contains("Read-only file system"), "{output}");
     let large = json!({ "volumeAttributes": { "size": "much" } });
-    let refused = rig.try_out("refused", &[rig.inline("content", large)]).unwrap_err();
+    let refused = rig.dry_run("refused", &[rig.inline("content", large)]).unwrap_err();
     assert!(refused.to_string().contains("volumeAttributes[size]"), "{refused}");
     end(&rig, &pod);
 }

@@ -1,4 +1,5 @@
-//! What a pod waits for its volumes: the proposal asks for the figure of five secrets ("Scalability").
+//! Measures how long a pod waits for its volumes; the proposal requires this measurement for five
+//! secrets ("Scalability").
 
 use std::time::{Duration, Instant};
 use support::cluster::shared;
@@ -7,25 +8,25 @@ use serde_json::{Value, json};
 
 use support::cluster::kubelet::NodeRig;
 
-/// Volumes of a pod, and pods of each kind that are started, one after the other.
+/// Volumes of a pod, and number of pods of each kind, started one after the other.
 const VOLUMES: usize = 5;
 const PODS: usize = 3;
 
-/// From the pod's creation until kubelet says that it is ready: of several pods the one in the middle.
+/// Median time from a pod's creation until kubelet reports it ready.
 fn time_to_ready(rig: &NodeRig<'_>, kind: &str, volume: impl Fn(usize) -> Value) -> Duration {
     let volumes: Vec<Value> = (0..VOLUMES).map(volume).collect();
     let mut times: Vec<Duration> = (0..PODS)
         .map(|number| {
-            let begun = Instant::now();
+            let started = Instant::now();
             let pod = rig.run(&format!("{kind}-{number}"), &volumes, &json!({}));
-            let took = begun.elapsed();
+            let duration = started.elapsed();
             if kind != "none" {
                 assert_eq!(rig.exec(&pod, "cat /v0/password /v4/password"), "secret-0secret-4");
             }
             rig.delete(&pod);
-            // The object may be gone before kubelet has taken its volumes away.
-            rig.wait_until_nothing_is_left(&pod, &[]);
-            took
+            // The object may be gone before kubelet has unmounted the volumes.
+            rig.wait_until_cleaned_up(&pod, &[]);
+            duration
         })
         .collect();
     times.sort_unstable();
@@ -34,7 +35,7 @@ fn time_to_ready(rig: &NodeRig<'_>, kind: &str, volume: impl Fn(usize) -> Value)
 
 #[test]
 #[ignore = "full tier"]
-fn what_a_pod_waits_for_five_secrets_of_each_kind_is_told() {
+fn start_time_with_five_secrets_is_reported() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     for number in 0..VOLUMES {

@@ -1,16 +1,16 @@
-//! Driver and kubelet that end while pods run.
+//! Driver and kubelet stop while pods run.
 
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::json;
 use support::cluster::shared;
 
-use support::cluster::kubelet::{Made, NodeRig, definition, handle};
+use support::cluster::kubelet::{CreatedPod, NodeRig, definition, handle};
 use support::driver::wait_for;
 use support::inline::is_mounted;
 
 #[test]
 #[ignore = "full tier"]
-fn a_driver_that_is_killed_does_not_disturb_the_pod_and_takes_its_volume_away_later() {
+fn a_killed_driver_does_not_disturb_pods_with_inline_volumes() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = NodeRig::new(cluster) else { return };
     let pod = rig.run("writer", &[rig.inline("scratch", json!({}))], &json!({}));
@@ -24,12 +24,12 @@ fn a_driver_that_is_killed_does_not_disturb_the_pod_and_takes_its_volume_away_la
     assert_eq!(rig.exec(&pod, "sync; cat /scratch/file"), "before\nwithout\n");
     assert!(rig.is_published(&pod, "scratch"));
     rig.delete(&pod);
-    rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    rig.wait_until_cleaned_up(&pod, &["scratch"]);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume() {
+fn a_pod_deleted_while_kubelet_is_down_leaves_no_volume() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     let stays = rig.run("stays", &[rig.inline("scratch", json!({}))], &json!({}));
@@ -37,19 +37,19 @@ fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_no_volume() {
     rig.exec(&stays, "echo before >/scratch/file");
     rig.node.halt();
     rig.forget(&goes);
-    assert!(is_mounted(&rig.target(&goes, "scratch")), "nobody has taken it away yet");
+    assert!(is_mounted(&rig.target(&goes, "scratch")), "not unpublished yet");
     rig.node.resume();
-    // From what the last one has left in the pod's directory.
-    rig.wait_until_nothing_is_left(&goes, &["scratch"]);
+    // kubelet reads the pod's directory after its restart.
+    rig.wait_until_cleaned_up(&goes, &["scratch"]);
     assert_eq!(rig.exec(&stays, "cat /scratch/file"), "before\n");
     assert!(rig.is_published(&stays, "scratch"));
     rig.delete(&stays);
-    rig.wait_until_nothing_is_left(&stays, &["scratch"]);
+    rig.wait_until_cleaned_up(&stays, &["scratch"]);
 }
 
-/// A pod whose volume kubelet refuses with these words. It learns of a CSIDriver by a watch of its own: what it has taken until
-/// then goes again.
-fn refused(rig: &NodeRig<'_>, words: &[&str]) -> Made {
+/// Creates a pod whose volume kubelet refuses with these words. kubelet learns of a CSIDriver by a
+/// watch; pods that it accepted before are deleted.
+fn refused(rig: &NodeRig<'_>, words: &[&str]) -> CreatedPod {
     rig.cluster.wait_for("a pod that is refused", || {
         let name = rig.cluster.unique("new");
         let pod = rig.create(&name, &[rig.inline("scratch", json!({}))], &json!({}));
@@ -68,12 +68,12 @@ fn refused(rig: &NodeRig<'_>, words: &[&str]) -> Made {
 
 #[test]
 #[ignore = "full tier"]
-fn a_driver_that_offers_inline_volumes_no_more_gets_no_new_ones_and_is_rid_of_the_old() {
+fn removing_ephemeral_mode_affects_only_new_inline_volumes() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     let old = rig.run("old", &[rig.inline("scratch", json!({}))], &json!({}));
     rig.exec(&old, "echo before >/scratch/file");
-    // The modes of an object cannot be changed.
+    // The modes of a CSIDriver are immutable.
     let definitions = cluster.api::<CSIDriver>();
     cluster.delete(&definitions, &rig.driver_name);
     cluster.wait_until_gone(&definitions, &rig.driver_name);
@@ -84,7 +84,7 @@ fn a_driver_that_offers_inline_volumes_no_more_gets_no_new_ones_and_is_rid_of_th
     assert_eq!(rig.calls(&["NodePublishVolume", &handle(&new, "scratch")]), 0);
     assert_eq!(rig.exec(&old, "echo after >>/scratch/file; cat /scratch/file"), "before\nafter\n");
     rig.delete(&old);
-    rig.wait_until_nothing_is_left(&old, &["scratch"]);
+    rig.wait_until_cleaned_up(&old, &["scratch"]);
     rig.delete(&new);
-    rig.wait_until_nothing_is_left(&new, &["scratch"]);
+    rig.wait_until_cleaned_up(&new, &["scratch"]);
 }

@@ -1,4 +1,4 @@
-//! From a pod's start to its end.
+//! The life of a pod with inline volumes.
 
 use std::fs;
 use std::process::Command;
@@ -12,7 +12,7 @@ use support::cluster::kubelet::{NodeRig, handle};
 use support::driver::mounted;
 use support::inline::is_mounted;
 
-/// The file that the loop device stands on, and the filesystem that it is in.
+/// The backing file of a loop device, with its filesystem.
 fn backing(device: &str) -> Option<String> {
     let columns = "NAME,BACK-MAJ:MIN,BACK-FILE";
     let listed = Command::new("losetup").args(["-a", "-n", "-O", columns]).output().unwrap();
@@ -22,7 +22,7 @@ fn backing(device: &str) -> Option<String> {
 }
 
 #[test]
-fn a_pod_writes_to_its_volume_and_nothing_of_it_outlives_the_pod() {
+fn an_inline_volume_is_writable_and_ends_with_its_pod() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     let volume = rig.inline("scratch", json!({ "volumeAttributes": { "size": "64Mi" } }));
@@ -43,8 +43,8 @@ fn a_pod_writes_to_its_volume_and_nothing_of_it_outlives_the_pod() {
     assert!(rig.driver.ok(csi::ListVolumesRequest::default()).entries.is_empty());
 
     rig.delete(&pod);
-    rig.wait_until_nothing_is_left(&pod, &["scratch"]);
-    // Another volume may have the device by now.
+    rig.wait_until_cleaned_up(&pod, &["scratch"]);
+    // Another volume may use the device now.
     assert_ne!(backing(device), file);
     let called = |method: &str| rig.calls(&[method, &handle(&pod, "scratch")]);
     assert!(called("NodePublishVolume") > 0 && called("NodeUnpublishVolume") > 0);
@@ -55,7 +55,7 @@ fn a_pod_writes_to_its_volume_and_nothing_of_it_outlives_the_pod() {
 
 #[test]
 #[ignore = "full tier"]
-fn volumes_with_equal_attributes_are_volumes_of_their_own() {
+fn volumes_with_equal_attributes_are_separate() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     let volumes = ["a", "b"].map(|name| {
@@ -70,15 +70,15 @@ fn volumes_with_equal_attributes_are_volumes_of_their_own() {
     assert_eq!(rig.exec(&first, "cat /a/file /b/file"), "first a\nfirst b\n");
     assert_eq!(rig.exec(&second, "cat /a/file /b/file"), "second a\nsecond b\n");
     rig.delete(&first);
-    rig.wait_until_nothing_is_left(&first, &["a", "b"]);
+    rig.wait_until_cleaned_up(&first, &["a", "b"]);
     assert_eq!(rig.exec(&second, "cat /a/file /b/file"), "second a\nsecond b\n");
     rig.delete(&second);
-    rig.wait_until_nothing_is_left(&second, &["a", "b"]);
+    rig.wait_until_cleaned_up(&second, &["a", "b"]);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn persistent_volumes_of_the_driver_stand_beside_inline_ones() {
+fn persistent_and_inline_volumes_work_in_one_pod() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = NodeRig::new(cluster) else { return };
     let size = 32 * MIB;
@@ -90,7 +90,7 @@ fn persistent_volumes_of_the_driver_stand_beside_inline_ones() {
     let first = rig.run("first", &volumes, &json!({}));
     rig.exec(&first, "echo of the first >/kept/file; echo of the first >/scratch/file");
     rig.delete(&first);
-    rig.wait_until_nothing_is_left(&first, &["scratch"]);
+    rig.wait_until_cleaned_up(&first, &["scratch"]);
 
     let second = rig.run("second", &volumes, &json!({}));
     assert_eq!(
@@ -98,7 +98,7 @@ fn persistent_volumes_of_the_driver_stand_beside_inline_ones() {
         "of the first\nls: /scratch/file: No such file or directory\n"
     );
     rig.delete(&second);
-    rig.wait_until_nothing_is_left(&second, &["scratch"]);
+    rig.wait_until_cleaned_up(&second, &["scratch"]);
     assert!(rig.calls(&["NodeStageVolume", &id]) > 0, "a persistent volume is staged");
     cluster.wait_for("the persistent volume's unstaging", || {
         (rig.calls(&["NodeUnstageVolume", &id]) > 0).then_some(())
@@ -118,17 +118,17 @@ fn a_pod_of_any_user_and_group_writes_to_its_volume() {
     for (name, context, group) in pods {
         let pod =
             rig.run(name, std::slice::from_ref(&volume), &json!({ "securityContext": context }));
-        let said =
+        let output =
             rig.exec(&pod, "cd /scratch && echo mine >file && stat -c '%u %g' file && cat file");
-        assert_eq!(said, format!("1234 {group}\nmine\n"), "{name}");
+        assert_eq!(output, format!("1234 {group}\nmine\n"), "{name}");
         rig.delete(&pod);
-        rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+        rig.wait_until_cleaned_up(&pod, &["scratch"]);
     }
 }
 
 #[test]
 #[ignore = "full tier"]
-fn what_the_driver_refuses_is_an_event_of_the_pod() {
+fn a_refusal_of_the_driver_is_an_event_of_the_pod() {
     let Some(cluster) = shared() else { return };
     let flags = ["--inline-max-size", "32Mi"];
     let Some(rig) = NodeRig::with(cluster, &flags, None) else { return };
@@ -139,21 +139,24 @@ fn what_the_driver_refuses_is_an_event_of_the_pod() {
     for (name, attributes, words) in refused {
         let volume = rig.inline("scratch", json!({ "volumeAttributes": attributes }));
         let pod = rig.create(name, &[volume], &json!({}));
-        rig.told(&pod, &words);
+        rig.wait_for_event(&pod, &words);
         assert!(!is_mounted(&rig.target(&pod, "scratch")));
         rig.delete(&pod);
-        rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+        rig.wait_until_cleaned_up(&pod, &["scratch"]);
     }
 }
 
 #[test]
-fn kubelet_refuses_inline_volumes_of_a_driver_that_does_not_offer_them() {
+fn kubelet_refuses_inline_volumes_without_ephemeral_mode() {
     let Some(cluster) = shared() else { return };
     let modes = Some(&["Persistent"][..]);
     let Some(rig) = NodeRig::with(cluster, &[], modes) else { return };
     let pod = rig.create("refused", &[rig.inline("scratch", json!({}))], &json!({}));
-    rig.told(&pod, &["volume mode \"Ephemeral\" not supported by driver", &rig.driver_name]);
+    rig.wait_for_event(
+        &pod,
+        &["volume mode \"Ephemeral\" not supported by driver", &rig.driver_name],
+    );
     rig.delete(&pod);
-    rig.wait_until_nothing_is_left(&pod, &["scratch"]);
+    rig.wait_until_cleaned_up(&pod, &["scratch"]);
     assert_eq!(rig.calls(&["NodePublishVolume"]), 0);
 }

@@ -1,5 +1,5 @@
-//! Inline ephemeral volumes (KEP-596) in pods that run: a released kubelet and containerd on this machine, and our driver
-//! registered with them as on any node.
+//! Inline ephemeral volumes (KEP-596) in running pods, with a released kubelet and containerd on
+//! this machine and the driver registered as on any node.
 
 mod content;
 mod cost;

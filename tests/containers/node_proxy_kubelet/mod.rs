@@ -1,5 +1,6 @@
-//! What KEP-2857 asks of kubelet, with a released kubelet that knows nothing of it: our proxy stands between it and the driver, pods opt
-//! in by an annotation, and containerd runs them by csi-loopback-runc in front of runc.
+//! KEP-2857 with a released kubelet, which does not implement it: the proxy runs between kubelet
+//! and the driver, pods opt in with the annotation, and containerd runs them with csi-loopback-runc
+//! and runc.
 
 mod downgraded;
 mod ends;

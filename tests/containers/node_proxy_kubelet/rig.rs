@@ -1,5 +1,5 @@
-//! A node with our proxy between kubelet and driver, and claims of the shipped class: what is left to a runtime is what the annotation
-//! of a pod names.
+//! A node with the proxy between kubelet and driver, and claims of the shipped class. Only the
+//! volumes that a pod's annotation names are deferred.
 
 use std::fs;
 use std::ops::{Deref, DerefMut};
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use support::cluster::Cluster;
 use support::cluster::admission::Webhooks;
-use support::cluster::kubelet::Made;
+use support::cluster::kubelet::CreatedPod;
 use support::cluster::node_proxy::{claim_rules, node_proxy_rules};
 use support::cluster::programs::{Process, free_port};
 use support::cluster::runtime::{self, demanding, shipped_class};
@@ -24,11 +24,11 @@ use support::cluster::sidecar::http_at;
 use support::driver::{Driver, binary, expand, wait_for};
 use support::{MIB, path};
 
-/// Bytes of most volumes: the least that an xfs has.
+/// Bytes of most volumes: the minimum of xfs.
 pub const SIZE: u64 = 320 * MIB;
 
 pub struct Rig<'a> {
-    // Dropped in this order: kubelet takes volumes away by the proxy.
+    // Dropped in this order: kubelet unmounts volumes through the proxy.
     runtime: runtime::Rig<'a>,
     pub proxy: Proxy,
     pub storage_class: String,
@@ -49,14 +49,14 @@ impl DerefMut for Rig<'_> {
 }
 
 impl<'a> Rig<'a> {
-    /// None, which is told, where the machine cannot run a node.
+    /// `None`, with a message, if the machine cannot run a node.
     pub fn new(cluster: &'a Cluster) -> Option<Self> {
         let mut proxy = None;
         let front = |driver: &Driver| {
             let started = Proxy::start(cluster, &driver.socket());
             proxy.insert(started).socket.clone()
         };
-        let runtime = runtime::Rig::behind(cluster, front)?;
+        let runtime = runtime::Rig::with_socket(cluster, front)?;
         let storage_class = cluster.unique("plain");
         let mut class = shipped_class();
         class["metadata"] = json!({ "name": storage_class });
@@ -65,19 +65,21 @@ impl<'a> Rig<'a> {
         Some(Self { runtime, proxy: proxy.unwrap(), storage_class })
     }
 
-    /// Has kubelet publish each volume once, as it does for most drivers, and not every time it looks at a pod.
+    /// Makes kubelet publish each volume once, as for most drivers, and not at every sync of a pod.
     pub fn publishes_once(&self) {
         let once = json!({ "spec": { "requiresRepublish": false } });
         self.cluster.merge(&self.cluster.api::<CSIDriver>(), &self.driver_name, &once);
     }
 
-    /// A claim of the shipped class, but for its name, its driver and its filesystem. The volume's id.
+    /// Creates a claim of the shipped class with another name, driver and filesystem. Returns the
+    /// volume's id.
     pub fn claim(&self, name: &str, bytes: u64) -> String {
         self.claim_with(name, &json!({}), bytes)
     }
 
-    /// The claim that kube-controller-manager would make for a generic ephemeral volume. The volume's id.
-    pub fn claim_for(&self, pod: &Made, volume: &str, bytes: u64) -> String {
+    /// Creates the claim that kube-controller-manager would create for a generic ephemeral volume.
+    /// Returns the volume's id.
+    pub fn claim_for(&self, pod: &CreatedPod, volume: &str, bytes: u64) -> String {
         let owner = json!({
             "apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid,
             "controller": true, "blockOwnerDeletion": true,
@@ -106,50 +108,51 @@ impl<'a> Rig<'a> {
         json!({ "name": name, "ephemeral": { "volumeClaimTemplate": { "spec": spec } } })
     }
 
-    /// The webhooks, with a policy that leaves the claims to the pods' runtime.
+    /// Starts the webhooks with a policy that defers the claims.
     pub fn webhooks_for_claims(&self) -> Webhooks {
         self.webhooks(&[self.entry(&self.storage_class)])
     }
 
-    /// Makes a pod that leaves the volumes which it names to its runtime.
-    pub fn opted(&self, name: &str, named: &str, volumes: &[Value], spec: &Value) -> Made {
+    /// Creates a pod that defers the named volumes.
+    pub fn opted(&self, name: &str, named: &str, volumes: &[Value], spec: &Value) -> CreatedPod {
         self.create_with(name, &json!({ ANNOTATION: named }), volumes, spec)
     }
 
-    /// A pod that runs, with all that the stories ask for and the claim `data`, which it leaves to its runtime.
-    pub fn run_opted(&self, name: &str) -> Made {
+    /// Runs a pod with everything that the stories require and the claim `data`, which it defers.
+    pub fn run_opted(&self, name: &str) -> CreatedPod {
         let spec = demanding(&self.class, "data");
         let pod = self.opted(name, "data", &[self.claimed("data")], &spec);
         self.wait_until_ready(&pod);
         pod
     }
 
-    /// Somebody asks for so many bytes, and the driver and csi-resizer have done their part of it.
+    /// Requests a larger claim, and performs the steps of the driver and csi-resizer.
     pub fn grow(&self, claim: &str, volume_id: &str, bytes: u64) {
         let request =
             json!({ "spec": { "resources": { "requests": { "storage": bytes.to_string() } } } });
         self.cluster.merge(&self.claims(), claim, &request);
-        // Kubelet publishes again and again, and one operation on a volume excludes another.
+        // kubelet republishes continuously, and operations on a volume exclude each other.
         self.driver.call_patiently(expand(volume_id, bytes)).unwrap();
         self.cluster.grown(&self.namespace, claim, bytes);
     }
 
-    /// The bytes that a claim is said to have.
+    /// The capacity in the claim's status.
     pub fn capacity(&self, claim: &str) -> Option<String> {
         let status = self.cluster.get(&self.claims(), claim)?.status?;
         Some(status.capacity?.remove("storage")?.0)
     }
 
-    /// What a condition of the claim says, where it has that condition.
+    /// The message of a condition of the claim, if the condition is true.
     pub fn condition(&self, claim: &str, named: &str) -> Option<String> {
         let status = self.cluster.get(&self.claims(), claim)?.status?;
         let mut conditions = status.conditions.unwrap_or_default().into_iter();
         conditions.find(|one| one.type_ == named && one.status == "True")?.message
     }
 
-    /// Waits until this component has told in an event of the pod, for this reason, all of these words.
-    pub fn told_by(&self, component: &str, reason: &str, pod: &Made, words: &[&str]) {
-        wait_for(&format!("what {component} tells of {}: {words:?}", pod.name), || {
+    /// Waits until this component has recorded an event of the pod with this reason and all of
+    /// these words.
+    pub fn wait_for_event(&self, component: &str, reason: &str, pod: &CreatedPod, words: &[&str]) {
+        wait_for(&format!("an event of {component} for {}: {words:?}", pod.name), || {
             self.events().into_iter().any(|event| {
                 let source = event.source.unwrap_or_default();
                 let message = event.message.unwrap_or_default();
@@ -174,20 +177,20 @@ impl<'a> Rig<'a> {
         self.cluster.api_in(&self.namespace)
     }
 
-    /// Whether the host has something mounted where the volume is published.
+    /// Whether the host has a mount at the target.
     pub fn is_on_the_host(&self, target: &Path) -> bool {
         let at_target = format!(" {} ", path(target));
         self.host_mounts().iter().any(|line| line.contains(&at_target))
     }
 
-    /// As the runtime's rig has it, and nothing of it is remembered.
-    pub fn gone(&self, pod: &Made, volumes: &[&str]) {
-        self.runtime.gone(pod, volumes);
-        self.proxy.remembers(0);
+    /// Deletes the pod as the runtime's rig does, and checks that the proxy stores no volume.
+    pub fn delete_and_wait(&self, pod: &CreatedPod, volumes: &[&str]) {
+        self.runtime.delete_and_wait(pod, volumes);
+        self.proxy.wait_for_stored(0);
     }
 }
 
-/// Our proxy, with the rights of a ServiceAccount.
+/// The proxy, with the permissions of its ServiceAccount.
 pub struct Proxy {
     process: Option<Process>,
     name: String,
@@ -230,33 +233,33 @@ impl Proxy {
         self.process = Some(process);
     }
 
-    /// SIGKILL.
+    /// Kills the proxy with SIGKILL.
     pub fn kill(&mut self) {
         let mut process = self.process.take().unwrap();
         process.signal(Signal::SIGKILL);
         assert!(process.wait(Duration::from_secs(20)).is_some());
     }
 
-    /// Lines of its metrics that begin so.
+    /// The lines of its metrics with this prefix.
     pub fn metrics(&self, begin: &str) -> Vec<String> {
         let page = http_at(self.http_port, "/metrics").unwrap();
         page.lines().filter(|line| line.starts_with(begin)).map(str::to_owned).collect()
     }
 
-    /// The one number of that name, or the sum of all with these labels.
+    /// The value of a metric, or the sum over all labels.
     pub fn number(&self, begin: &str) -> u64 {
         let value = |line: &String| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap() as u64;
         self.metrics(begin).iter().map(value).sum()
     }
 
-    /// Waits until it remembers so many volumes.
+    /// Waits until the proxy stores this many volumes.
     #[track_caller]
-    pub fn remembers(&self, count: usize) {
-        wait_for(&format!("memory of {count} volumes"), || self.remembered().len() == count);
+    pub fn wait_for_stored(&self, count: usize) {
+        wait_for(&format!("{count} stored volumes"), || self.stored_volumes().len() == count);
     }
 
-    /// The `vol_data.json` of each.
-    pub fn remembered(&self) -> Vec<Value> {
+    /// The `vol_data.json` of each stored volume.
+    pub fn stored_volumes(&self) -> Vec<Value> {
         let entries = fs::read_dir(&self.state).unwrap().flatten();
         let files = entries.filter_map(|entry| fs::read(entry.path().join("vol_data.json")).ok());
         files.map(|file| serde_json::from_slice(&file).unwrap()).collect()

@@ -7,12 +7,12 @@ use support::runtime::{bind, info, on_node};
 use support::{MIB, path, run};
 
 #[test]
-fn a_volume_is_measured_and_grown_while_containers_have_it() {
+fn stats_and_resize_work_while_containers_run() {
     on_node(|node| {
         for (fs_type, size) in [("xfs", 300 * MIB), ("btrfs", 256 * MIB), ("ext4", 64 * MIB)] {
             let device = node.device(fs_type, fs_type, size);
             let target = node.stage(fs_type, &info(&device, fs_type, &["noatime"]));
-            // The one has a sub-path only, which is a file: that is all that there is to hold on to.
+            // One container has only a sub-path, a file: the only mount of the volume later.
             let mounts = [bind(target.as_path(), "/v")];
             let all = node.container(&mounts).in_pod("pod");
             all.start();
@@ -41,13 +41,13 @@ fn a_volume_is_measured_and_grown_while_containers_have_it() {
                     &most.to_string(),
                 ])
             };
-            let (code, told) = resize(larger, 0).unwrap_err();
-            assert_eq!((code, told.contains("has to grow first")), (1, true), "{told}");
+            let (code, message) = resize(larger, 0).unwrap_err();
+            assert_eq!((code, message.contains("expand the device first")), (1, true), "{message}");
             node.grow(fs_type, &device, larger);
             assert_eq!(resize(0, size).unwrap_err().0, 1, "more than MAX");
             if fs_type == "ext4" && !ext4_grows_online() {
-                let (code, told) = resize(larger, 0).unwrap_err();
-                assert_eq!((code, told.contains("CAP_SYS_RESOURCE")), (1, true), "{told}");
+                let (code, message) = resize(larger, 0).unwrap_err();
+                assert_eq!((code, message.contains("CAP_SYS_RESOURCE")), (1, true), "{message}");
             } else {
                 for _ in 0..2 {
                     let answer: serde_json::Value =
@@ -65,7 +65,7 @@ fn a_volume_is_measured_and_grown_while_containers_have_it() {
 }
 
 #[test]
-fn without_a_container_there_is_no_answer_and_each_reason_has_its_code() {
+fn crust_commands_without_a_container_fail_with_exit_codes() {
     on_node(|node| {
         let (device, target) = node.volume("v", &[]);
         let stats = || node.crust(&["stats", path(target.as_path())]);
@@ -81,16 +81,16 @@ fn without_a_container_there_is_no_answer_and_each_reason_has_its_code() {
             &["explode", "/a"],
             &[],
         ] {
-            let (code, told) = node.crust(words).unwrap_err();
-            assert_eq!((code, told.lines().count()), (1, 1), "{words:?}: {told}");
+            let (code, message) = node.crust(words).unwrap_err();
+            assert_eq!((code, message.lines().count()), (1, 1), "{words:?}: {message}");
         }
-        // Mounted by somebody who is no container: not what was asked for.
+        // A mount that belongs to no container does not count.
         let elsewhere = node.path("elsewhere");
         fs::create_dir(&elsewhere).unwrap();
         run("mount", &[path(&device), path(&elsewhere)]);
         assert_eq!(stats().unwrap_err().0, 3);
         support::kernel::unmount(&elsewhere);
-        // Made and not yet started it has the volume.
+        // A created container uses the volume before it is started.
         let container = node.container(&[bind(target.as_path(), "/v")]);
         assert!(container.create().status.success());
         assert!(stats().is_ok());
@@ -101,7 +101,7 @@ fn without_a_container_there_is_no_answer_and_each_reason_has_its_code() {
 }
 
 #[test]
-fn what_a_container_mounts_over_the_volume_deceives_nobody() {
+fn a_mount_over_the_volume_does_not_falsify_stats() {
     on_node(|node| {
         let device = node.device("xfs", "xfs", 300 * MIB);
         let target = node.stage("xfs", &info(&device, "xfs", &[]));
@@ -112,7 +112,8 @@ fn what_a_container_mounts_over_the_volume_deceives_nobody() {
         assert!(
             container.exec(&["cat", "/proc/self/mountinfo"]).contains(" /v rw,relatime - tmpfs")
         );
-        // Its filesystem cannot be reached through the container any more, and nothing else is taken for it.
+        // The filesystem is not reachable through the container now, and no other filesystem is
+        // measured instead.
         match node.crust(&["stats", path(target.as_path())]) {
             Ok(stats) => {
                 let stats: serde_json::Value = serde_json::from_str(&stats).unwrap();

@@ -1,4 +1,4 @@
-//! Containers that containerd makes, through its shim.
+//! Containers that containerd creates through its shim.
 
 use std::fs;
 use std::process::{Child, Command, Output, Stdio};
@@ -19,7 +19,7 @@ impl<'a> Containerd<'a> {
     fn start(node: &'a Node) -> Option<Self> {
         for tool in ["containerd", "ctr"] {
             if Command::new(tool).arg("--version").output().is_err() {
-                println!("SKIPPED: containerd: {tool}: is not there");
+                println!("SKIPPED: containerd: {tool} is missing");
                 return None;
             }
         }
@@ -104,33 +104,35 @@ fn shim(node: &Node, id: &str) -> Option<i32> {
 }
 
 #[test]
-fn containerd_makes_containers_with_volumes_that_nobody_else_sees() {
+fn containerd_runs_containers_with_private_volumes() {
     on_node(|node| {
         let Some(containerd) = Containerd::start(node) else { return };
         let (device, target) = node.volume("v", &[]);
         let watch = node.watch(&device, &[containerd.child.id()]);
         let output = containerd.run("one", target.as_path(), "echo one >/v/file; sleep 1000");
         assert!(output.status.success(), "{output:?}");
-        wait_for("it is measured", || node.crust(&["stats", path(target.as_path())]).is_ok());
+        wait_for("stats", || node.crust(&["stats", path(target.as_path())]).is_ok());
         let read = containerd.ctr(&["task", "exec", "--exec-id", "e", "one", "cat", "/v/file"]);
         assert_eq!(String::from_utf8_lossy(&read.stdout), "one\n", "{read:?}");
-        // Another one is another pod to containerd, and the reason reaches whoever asked.
+        // To containerd, another container is another pod; its client receives the error.
         let refused = containerd.run("two", target.as_path(), "sleep 1000");
-        let told = String::from_utf8(refused.stderr).unwrap();
-        assert!(!refused.status.success() && told.contains("another pod"), "{told}");
+        let message = String::from_utf8(refused.stderr).unwrap();
+        assert!(!refused.status.success() && message.contains("another pod"), "{message}");
         let _ = containerd.ctr(&["container", "delete", "two"]);
         containerd.ctr(&["task", "kill", "--signal", "KILL", "one"]);
-        wait_for("it is deleted", || containerd.ctr(&["task", "delete", "one"]).status.success());
+        wait_for("the deletion of the task", || {
+            containerd.ctr(&["task", "delete", "one"]).status.success()
+        });
         containerd.ctr(&["container", "delete", "one"]);
         watch.end();
         node.assert_gone(&device, &target);
-        let written = node.look(&device, |at| fs::read_to_string(at.join("file")).unwrap());
+        let written = node.with_mount(&device, |at| fs::read_to_string(at.join("file")).unwrap());
         assert_eq!(written, "one\n");
     });
 }
 
 #[test]
-fn a_shim_that_is_killed_leaves_nothing_once_its_container_is_deleted() {
+fn a_killed_shim_leaves_no_mount_or_claim() {
     on_node(|node| {
         let Some(containerd) = Containerd::start(node) else { return };
         let (device, target) = node.volume("v", &[]);
@@ -138,8 +140,10 @@ fn a_shim_that_is_killed_leaves_nothing_once_its_container_is_deleted() {
         assert!(output.status.success(), "{output:?}");
         let Some(pid) = shim(node, "killed") else { panic!("no shim") };
         kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
-        // containerd has the runtime delete what the shim has left.
-        wait_for("it is gone", || node.entry(&target).left_by_runtimes().unwrap().is_empty());
+        // containerd calls the runtime's `delete` after the shim was killed.
+        wait_for("the removal of the claim", || {
+            node.entry(&target).runtime_files().unwrap().is_empty()
+        });
         node.assert_gone(&device, &target);
         drop(containerd);
     });

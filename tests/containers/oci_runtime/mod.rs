@@ -1,4 +1,5 @@
-//! The OCI runtime that mounts what was left to it, with the real runc behind it and real filesystems on loop devices.
+//! The OCI runtime with deferred volumes: the real runc as next runtime, and real filesystems on
+//! loop devices.
 
 mod answers;
 mod containerd;

@@ -1,4 +1,4 @@
-//! Where no volume has been left to it, this runtime is the one behind it, in all that it says and does.
+//! Without deferred volumes, this runtime behaves exactly as runc.
 
 use std::io::Write;
 use std::path::Path;
@@ -8,20 +8,21 @@ use std::time::{Duration, Instant};
 use support::runtime::{Node, PROGRAM, bind, on_node};
 use support::{path, run};
 
-/// What both say to the same, without what tells runs apart.
+/// Runs this runtime and runc with the same arguments and compares their output, without times and
+/// addresses.
 fn both(node: &Node, arguments: &[&str], input: &str) -> Output {
     let outputs = [node.program.as_path(), Path::new("runc")].map(|program| {
         let mut command = node.command(program);
         command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        // It may end without reading.
+        // The program may end without reading.
         let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
         child.wait_with_output().unwrap()
     });
     let [ours, theirs] = &outputs;
     let text = |bytes: &[u8]| {
         let text = String::from_utf8_lossy(bytes).into_owned();
-        // Nor the addresses in what is said of a crash.
+        // Times and addresses in crash messages differ.
         let same = |line: &&str| !line.contains("time=") && !line.contains("0x");
         text.lines().filter(same).collect::<Vec<_>>().join("\n")
     };
@@ -32,9 +33,9 @@ fn both(node: &Node, arguments: &[&str], input: &str) -> Output {
 }
 
 #[test]
-fn whatever_is_not_of_a_volume_is_the_other_runtimes() {
+fn calls_without_volumes_behave_as_runc() {
     on_node(|node| {
-        // On a node that has volumes of others.
+        // The node has volumes of other containers.
         node.volume("other", &[]);
         let container = node.container(&[]);
         container.start();
@@ -90,7 +91,7 @@ fn whatever_is_not_of_a_volume_is_the_other_runtimes() {
 }
 
 #[test]
-fn without_volumes_a_config_that_cannot_be_made_out_is_left_to_the_other_runtime() {
+fn an_invalid_config_without_volumes_is_passed_to_runc() {
     on_node(|node| {
         let container = node.container(&[]);
         let arguments = ["create", "--bundle", path(&container.bundle), &container.id];
@@ -120,11 +121,11 @@ fn signals_reach_a_container_in_the_foreground() {
             let out = node.path("out");
             command.stdout(std::fs::File::create(&out).unwrap());
             let mut child = command.spawn().unwrap();
-            let said = || std::fs::read_to_string(&out).unwrap();
-            support::kernel::wait_for("it runs", || said().contains("ready"));
+            let output_so_far = || std::fs::read_to_string(&out).unwrap();
+            support::kernel::wait_for("it runs", || output_so_far().contains("ready"));
             run("kill", &["-TERM", &child.id().to_string()]);
-            assert_eq!(child.wait().unwrap().code(), Some(9), "{}", said());
-            assert_eq!(said(), "ready\nheard\n");
+            assert_eq!(child.wait().unwrap().code(), Some(9), "{}", output_so_far());
+            assert_eq!(output_so_far(), "ready\nheard\n");
         }
         node.assert_gone(&device, &target);
     });
@@ -132,7 +133,7 @@ fn signals_reach_a_container_in_the_foreground() {
 
 #[test]
 #[ignore = "full tier"]
-fn what_it_costs_to_look_for_volumes() {
+fn cost_of_searching_for_volumes_is_reported() {
     on_node(|node| {
         const ROUNDS: u32 = 10;
         let run = |program: &Path, with: bool| {
@@ -157,7 +158,7 @@ fn what_it_costs_to_look_for_volumes() {
         node.volume("other", &[]);
         let others = run(&node.program, true);
         println!(
-            "report: {PROGRAM}: create without a volume of its own in {none} us, {others} us where others have some, {plain} us by runc alone (unoptimised build)"
+            "report: {PROGRAM}: create without a deferred volume: {none} us, {others} us with entries of other containers, {plain} us by runc alone (unoptimized build)"
         );
     });
 }

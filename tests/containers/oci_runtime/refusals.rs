@@ -1,4 +1,4 @@
-//! What cannot be done is refused, with a reason that is told to whoever made the container, and leaves nothing behind.
+//! Refusals: the caller gets the reason, and no mount or claim remains.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -9,7 +9,7 @@ use support::runtime::{bind, bind_with, info, on_node};
 use support::{MIB, path};
 
 #[test]
-fn a_container_that_would_show_the_volume_to_others_is_refused() {
+fn a_container_that_shares_its_mounts_is_refused() {
     on_node(|node| {
         let (device, target) = node.volume("v", &[]);
         let mounts = [bind(target.as_path(), "/v")];
@@ -37,24 +37,22 @@ fn a_container_that_would_show_the_volume_to_others_is_refused() {
 }
 
 #[test]
-fn a_label_is_refused_where_selinux_is_off() {
+fn a_label_is_refused_without_selinux() {
     on_node(|node| {
         if std::path::Path::new("/sys/fs/selinux/status").exists() {
-            println!(
-                "SKIPPED: label refused: SELinux is on; that labels are honoured then is not tested"
-            );
+            println!("SKIPPED: label refused: SELinux is enabled; labels are not tested then");
             return;
         }
         let (device, target) = node.volume("v", &[]);
         let mut labelled = node.container(&[bind(target.as_path(), "/v")]);
         labelled.spec["linux"]["mountLabel"] = json!("system_u:object_r:container_file_t:s0:c1,c2");
-        labelled.refused("SELinux is off");
+        labelled.refused("SELinux is disabled");
         node.assert_gone(&device, &target);
     });
 }
 
 #[test]
-fn what_an_entry_says_is_not_believed() {
+fn entries_are_validated_before_use() {
     on_node(|node| {
         let (device, target) = node.volume("v", &[]);
         let entry = node.entry(&target);
@@ -69,8 +67,8 @@ fn what_an_entry_says_is_not_believed() {
             (b"{".to_vec(), "mountInfo.json"),
             (vec![b' '; 1 << 20], "larger than"),
             (br#"{"volume-type":"network","device":"a","fstype":"nfs"}"#.to_vec(), "volume-type"),
-            (of("/etc/passwd", "ext4", &[]), "device: has to be a path below /dev"),
-            (of("/dev/../etc/passwd", "ext4", &[]), "device: has to be"),
+            (of("/etc/passwd", "ext4", &[]), "device: must be a path below /dev"),
+            (of("/dev/../etc/passwd", "ext4", &[]), "device: must be"),
             (of("/dev/null", "ext4", &[]), "device: is not a block device"),
             (of("/dev/not-there", "ext4", &[]), "device"),
             (of(loop_device, "proc", &[]), "fstype"),
@@ -83,7 +81,7 @@ fn what_an_entry_says_is_not_believed() {
             entry.write("mountInfo.json", &text).unwrap();
             node.container(&mounts).refused(words);
         }
-        // Not a file that only root may write to.
+        // A file that others can write to.
         let file = entry.path().join("mountInfo.json");
         entry.write("mountInfo.json", &good).unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o622)).unwrap();
@@ -92,12 +90,12 @@ fn what_an_entry_says_is_not_believed() {
         symlink("/etc/hostname", &file).unwrap();
         node.container(&mounts).refused("mountInfo.json");
         fs::remove_file(&file).unwrap();
-        node.container(&mounts).refused("just being handed over");
+        node.container(&mounts).refused("crust_ops is staging or unstaging");
         entry.write("mountInfo.json", &good).unwrap();
-        // Nor is one in a directory that others may write to.
+        // An entry in a directory that others can write to.
         let crust = node.path("crust");
         fs::set_permissions(&crust, fs::Permissions::from_mode(0o777)).unwrap();
-        node.container(&mounts).refused("can be written to by its group or by others");
+        node.container(&mounts).refused("is writable by its group or by others");
         fs::set_permissions(&crust, fs::Permissions::from_mode(0o700)).unwrap();
         let container = node.container(&mounts);
         container.start();
@@ -107,7 +105,7 @@ fn what_an_entry_says_is_not_believed() {
 }
 
 #[test]
-fn hostile_claims_are_told_and_do_not_outlive_their_container() {
+fn hostile_claims_are_reported_and_removed() {
     on_node(|node| {
         let (device, target) = node.volume("v", &[]);
         let entry = node.entry(&target);
@@ -121,7 +119,7 @@ fn hostile_claims_are_told_and_do_not_outlive_their_container() {
         symlink("/etc/passwd", entry.path().join(&name)).unwrap();
         node.container(&mounts).refused(&name);
         entry.remove(&name).unwrap();
-        // A runtime-cli of somebody else's is replaced, and taken away in the end.
+        // A foreign runtime-cli is replaced, and removed in the end.
         entry.write("runtime-cli", b"/bin/rm -rf /").unwrap();
         let container = node.container(&mounts);
         container.start();
@@ -132,7 +130,7 @@ fn hostile_claims_are_told_and_do_not_outlive_their_container() {
 }
 
 #[test]
-fn a_container_is_not_made_twice_and_the_first_keeps_its_volume() {
+fn a_duplicate_create_keeps_the_first_containers_volume() {
     on_node(|node| {
         let (device, target) = node.volume("v", &[]);
         let container = node.container(&[bind(target.as_path(), "/v")]);
@@ -148,7 +146,7 @@ fn a_container_is_not_made_twice_and_the_first_keeps_its_volume() {
 }
 
 #[test]
-fn what_this_program_stands_on_has_to_be_sound() {
+fn invalid_directories_and_settings_are_refused() {
     on_node(|node| {
         let (device, target) = node.volume("v", &[]);
         let mounts = [bind(target.as_path(), "/v")];
@@ -165,7 +163,7 @@ fn what_this_program_stands_on_has_to_be_sound() {
         node.configure(path(&node.path("no-such-runtime")));
         node.container(&mounts).refused("no-such-runtime");
         node.configure("runc");
-        // Not by the name that crust_ops could call it by.
+        // The program must have the name by which crust_ops calls it.
         let container = node.container(&mounts);
         container.write();
         let command = node.command(std::path::Path::new(support::driver::binary()));
@@ -185,7 +183,7 @@ fn what_this_program_stands_on_has_to_be_sound() {
 }
 
 #[test]
-fn a_checkpoint_is_not_restored_without_its_volume() {
+fn restore_with_a_deferred_volume_is_refused() {
     on_node(|node| {
         let device = node.device("v", "ext4", 32 * MIB);
         let target = node.stage("v", &info(&device, "ext4", &[]));

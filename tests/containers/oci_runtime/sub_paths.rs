@@ -1,4 +1,5 @@
-//! Sub-paths: as the proposal's kubelet hands them over, below the target, and as today's does, as bind mounts.
+//! Sub-paths: below the target, as the proposal's kubelet passes them, and as bind mounts, as a
+//! released kubelet does.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -8,10 +9,10 @@ use support::MIB;
 use support::runtime::{bind, info, on_node};
 
 #[test]
-fn a_sub_path_is_a_directory_a_file_or_what_is_made_for_it() {
+fn sub_paths_are_directories_files_or_created() {
     on_node(|node| {
         let device = node.device("sub", "ext4", 32 * MIB);
-        node.look(&device, |at| {
+        node.with_mount(&device, |at| {
             fs::create_dir_all(at.join("here/deep")).unwrap();
             fs::write(at.join("here/file"), "in the file").unwrap();
             symlink("here", at.join("within")).unwrap();
@@ -38,34 +39,34 @@ fn a_sub_path_is_a_directory_a_file_or_what_is_made_for_it() {
 }
 
 #[test]
-fn kubelets_bind_mounts_of_sub_paths_are_mapped_back() {
+fn bind_mounts_of_sub_paths_map_to_the_volume() {
     on_node(|node| {
         let device = node.device("sub", "ext4", 32 * MIB);
-        node.look(&device, |at| {
+        node.with_mount(&device, |at| {
             fs::create_dir(at.join("dir")).unwrap();
             fs::write(at.join("file"), "of the volume").unwrap();
         });
         let target = node.stage("sub", &info(&device, "ext4", &[]));
-        // What kubelet makes, and opens, in the empty directory on the host.
+        // kubelet creates and opens these in the empty directory on the host.
         fs::create_dir_all(target.as_path().join("dir/new")).unwrap();
         fs::write(target.as_path().join("file"), "of the host").unwrap();
-        let places = node.path("kubelet/pods/sub/volume-subpaths/pv/container");
-        node.bind(&target.as_path().join("dir/new"), &places.join("0"));
-        node.bind(&target.as_path().join("file"), &places.join("1"));
-        // The same filesystem, seen at another place, and a bind mount of a bind mount.
+        let subpaths = node.path("kubelet/pods/sub/volume-subpaths/pv/container");
+        node.bind(&target.as_path().join("dir/new"), &subpaths.join("0"));
+        node.bind(&target.as_path().join("file"), &subpaths.join("1"));
+        // The same filesystem at another path, and a bind mount of a bind mount.
         node.bind(&node.path("kubelet"), &node.path("elsewhere"));
         node.bind(
             &node.path("elsewhere/pods/sub/volumes/kubernetes.io~csi/pv/mount/dir"),
-            &places.join("2"),
+            &subpaths.join("2"),
         );
         let plain = node.path("kubelet/pods/sub/plain");
         fs::create_dir(&plain).unwrap();
         fs::write(plain.join("file"), "no volume").unwrap();
         let container = node.container(&[
-            bind(&places.join("0"), "/new"),
-            bind(&places.join("1"), "/file"),
-            bind(&places.join("2"), "/dir"),
-            bind(&places.join("2/below"), "/below"),
+            bind(&subpaths.join("0"), "/new"),
+            bind(&subpaths.join("1"), "/file"),
+            bind(&subpaths.join("2"), "/dir"),
+            bind(&subpaths.join("2/below"), "/below"),
             bind(&plain, "/plain"),
         ]);
         container.start();
@@ -75,9 +76,9 @@ fn kubelets_bind_mounts_of_sub_paths_are_mapped_back() {
         container.delete();
         assert_eq!(fs::read_to_string(target.as_path().join("file")).unwrap(), "of the host");
         assert_eq!(fs::read_dir(target.as_path().join("dir/new")).unwrap().count(), 0);
-        // One whose directory is gone leads nowhere.
+        // A bind mount whose directory was removed is an error.
         fs::remove_dir(target.as_path().join("dir/new")).unwrap();
-        node.container(&[bind(&places.join("0"), "/new")]).refused("has been removed");
+        node.container(&[bind(&subpaths.join("0"), "/new")]).refused("was removed");
         fs::remove_dir_all(target.as_path().join("dir")).unwrap();
         fs::remove_file(target.as_path().join("file")).unwrap();
         node.assert_gone(&device, &target);
@@ -85,10 +86,10 @@ fn kubelets_bind_mounts_of_sub_paths_are_mapped_back() {
 }
 
 #[test]
-fn no_link_leads_out_of_the_volume() {
+fn links_out_of_the_volume_are_refused() {
     on_node(|node| {
         let device = node.device("links", "ext4", 32 * MIB);
-        node.look(&device, |at| {
+        node.with_mount(&device, |at| {
             for (link, to) in [
                 ("root", "/"),
                 ("up", ".."),
@@ -101,26 +102,26 @@ fn no_link_leads_out_of_the_volume() {
         });
         let target = node.stage("links", &info(&device, "ext4", &[]));
         for (sub, words) in [
-            ("root", "leads out of the volume"),
-            ("root/etc", "leads out of the volume"),
-            ("up", "leads out of the volume"),
-            ("etc", "leads out of the volume"),
-            ("proc", "leads out of the volume"),
-            ("lost", "link to nothing"),
-            ("a/../../b", ".. in it"),
+            ("root", "a link leads out of the volume"),
+            ("root/etc", "a link leads out of the volume"),
+            ("up", "a link leads out of the volume"),
+            ("etc", "a link leads out of the volume"),
+            ("proc", "a link leads out of the volume"),
+            ("lost", "dangling link"),
+            ("a/../../b", "contains .."),
         ] {
-            let told = node.container(&[bind(&target.as_path().join(sub), "/v")]).refused(words);
-            assert!(!told.contains("root:"), "{told}");
+            let message = node.container(&[bind(&target.as_path().join(sub), "/v")]).refused(words);
+            assert!(!message.contains("root:"), "{message}");
         }
         node.assert_gone(&device, &target);
     });
 }
 
 #[test]
-fn links_swapped_in_while_a_container_is_made_lead_nowhere_else() {
+fn links_replaced_during_create_stay_within_the_volume() {
     on_node(|node| {
         let device = node.device("swap", "ext4", 32 * MIB);
-        node.look(&device, |at| {
+        node.with_mount(&device, |at| {
             fs::create_dir_all(at.join("real")).unwrap();
             fs::write(at.join("real/mark"), "of the volume").unwrap();
             fs::set_permissions(at.join("real"), fs::Permissions::from_mode(0o777)).unwrap();
@@ -129,7 +130,8 @@ fn links_swapped_in_while_a_container_is_made_lead_nowhere_else() {
         fs::create_dir(&outside).unwrap();
         fs::write(outside.join("mark"), "of the host").unwrap();
         let target = node.stage("swap", &info(&device, "ext4", &[]));
-        // In the container the path means something else: on the host it is what must not be reached.
+        // The link's target exists on the host, where it must not be reached, but not in the
+        // container.
         let script =
             format!("while true; do ln -sfn real /v/x; ln -sfn {} /v/x; done", outside.display());
         let hostile = node.container(&[bind(target.as_path(), "/v")]).in_pod("pod");
@@ -144,10 +146,11 @@ fn links_swapped_in_while_a_container_is_made_lead_nowhere_else() {
                 assert_eq!(victim.exec(&["cat", "/x/mark"]), "of the volume");
                 within.store(true, Ordering::Relaxed);
             } else {
-                let told = String::from_utf8(output.stderr).unwrap();
+                let message = String::from_utf8(output.stderr).unwrap();
                 assert!(
-                    told.contains("leads out of the volume") || told.contains("link to nothing"),
-                    "{told}"
+                    message.contains("a link leads out of the volume")
+                        || message.contains("dangling link"),
+                    "{message}"
                 );
                 without.store(true, Ordering::Relaxed);
             }

@@ -1,4 +1,4 @@
-//! Volumes in containers: whole ones, shared ones, with groups and without writes.
+//! Volumes in containers: shared, with sub-paths, groups, and read-only.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -10,7 +10,7 @@ use support::kernel::wait_for;
 use support::runtime::{bind, bind_with, info, is_live, on_node};
 
 #[test]
-fn data_written_in_the_container_is_on_the_volume_and_the_host_never_sees_it() {
+fn container_writes_reach_the_volume_unseen_by_the_host() {
     on_node(|node| {
         for (fs_type, size) in [("ext4", 32 * MIB), ("xfs", 300 * MIB), ("btrfs", 128 * MIB)] {
             let device = node.device(fs_type, fs_type, size);
@@ -23,20 +23,24 @@ fn data_written_in_the_container_is_on_the_volume_and_the_host_never_sees_it() {
             let volume = mounts.lines().find(|line| line.contains(" /v ")).unwrap();
             assert!(volume.contains("noatime") && volume.contains(fs_type), "{volume}");
             let work = node.path("work");
-            assert!(!mounts.contains(work.to_str().unwrap()), "what is this program's: {mounts}");
+            assert!(
+                !mounts.contains(work.to_str().unwrap()),
+                "a mount of this program is visible: {mounts}"
+            );
             assert!(is_live(&device));
             assert_eq!(node.entry(&target).runtime_cli().unwrap(), Some(node.program.clone()));
             container.delete();
             watch.end();
             node.assert_gone(&device, &target);
-            let written = node.look(&device, |at| fs::read_to_string(at.join("file")).unwrap());
+            let written =
+                node.with_mount(&device, |at| fs::read_to_string(at.join("file")).unwrap());
             assert_eq!(written, "written\n");
         }
     });
 }
 
 #[test]
-fn containers_of_a_pod_share_the_volume_and_the_first_that_goes_keeps_it_for_the_rest() {
+fn containers_of_a_pod_share_the_volume_until_the_last_ends() {
     on_node(|node| {
         let (device, target) = node.volume("shared", &[]);
         let mounts = [bind(target.as_path(), "/v")];
@@ -65,14 +69,14 @@ fn containers_of_a_pod_share_the_volume_and_the_first_that_goes_keeps_it_for_the
 }
 
 #[test]
-fn a_volume_is_had_by_one_pod_at_a_time_and_always_with_the_same_options() {
+fn only_one_pod_uses_a_volume_with_one_set_of_options() {
     on_node(|node| {
         let (device, target) = node.volume("one", &[]);
         let mounts = [bind(target.as_path(), "/v")];
         let one = node.container(&mounts).in_pod("pod");
         one.start();
         node.container(&mounts).in_pod("another").refused("another pod (sandbox \"pod\"");
-        // Handed over anew while it is mounted.
+        // Staged again while it is mounted.
         node.stage("one", &info(&device, "ext4", &["ro"]));
         node.container(&mounts).in_pod("pod").refused("with other options");
         one.sh("echo still >/v/file");
@@ -86,7 +90,7 @@ fn a_volume_is_had_by_one_pod_at_a_time_and_always_with_the_same_options() {
 }
 
 #[test]
-fn a_container_that_was_killed_gives_the_volume_free() {
+fn a_killed_container_releases_its_volume() {
     on_node(|node| {
         let (device, target) = node.volume("killed", &[]);
         let mounts = [bind(target.as_path(), "/v")];
@@ -104,14 +108,14 @@ fn a_container_that_was_killed_gives_the_volume_free() {
 }
 
 #[test]
-fn files_are_given_to_the_group_by_its_policy() {
+fn files_change_group_by_fs_group_change_policy() {
     on_node(|node| {
         for policy in
             [None, Some(GroupChangePolicy::Always), Some(GroupChangePolicy::OnRootMismatch)]
         {
             let name = policy.map_or("none".to_owned(), |policy| policy.to_string());
             let device = node.device(&name, "ext4", 32 * MIB);
-            node.look(&device, |at| {
+            node.with_mount(&device, |at| {
                 fs::create_dir(at.join("directory")).unwrap();
                 fs::write(at.join("directory/file"), "").unwrap();
                 std::os::unix::fs::symlink("/etc/passwd", at.join("link")).unwrap();
@@ -123,15 +127,15 @@ fn files_are_given_to_the_group_by_its_policy() {
             let first = node.container(&mounts).in_pod("pod");
             let first = first.with_capabilities(&["CAP_CHOWN"]);
             first.start();
-            let said = |path: &str| first.exec(&["stat", "-c", "%g %a", path]);
-            assert_eq!(said("/v"), "4059 2775");
-            assert_eq!(said("/v/directory"), "4059 2775");
-            assert_eq!(said("/v/directory/file"), "4059 664");
-            // While a container has it nobody's work is undone.
+            let stat = |path: &str| first.exec(&["stat", "-c", "%g %a", path]);
+            assert_eq!(stat("/v"), "4059 2775");
+            assert_eq!(stat("/v/directory"), "4059 2775");
+            assert_eq!(stat("/v/directory/file"), "4059 664");
+            // While a container runs, changes of the group are kept.
             first.sh("/bin/busybox chown 0:7 /v/directory/file");
             let second = node.container(&mounts).in_pod("pod");
             second.start();
-            assert_eq!(said("/v/directory/file"), "7 664");
+            assert_eq!(stat("/v/directory/file"), "7 664");
             second.delete();
             first.delete();
             let third = node.container(&mounts).in_pod("pod");
@@ -148,10 +152,10 @@ fn files_are_given_to_the_group_by_its_policy() {
 }
 
 #[test]
-fn a_read_only_volume_stays_as_it_is() {
+fn a_read_only_volume_is_never_written() {
     on_node(|node| {
         let device = node.device("ro", "ext4", 32 * MIB);
-        node.look(&device, |at| fs::write(at.join("file"), "there").unwrap());
+        node.with_mount(&device, |at| fs::write(at.join("file"), "there").unwrap());
         let before = fs::read(node.path("ro.img")).unwrap();
         let info = info(&device, "ext4", &["ro"]).with_group(4059, None);
         let target = node.stage("ro", &info);
@@ -162,11 +166,11 @@ fn a_read_only_volume_stays_as_it_is() {
         assert_eq!(container.exec(&["stat", "-c", "%g", "/v/file"]), "0");
         let missing = node.container(&[bind(&target.as_path().join("missing"), "/v")]);
         node.ok(&["delete", "--force", &container.id]);
-        missing.refused("does not exist, and the volume is read-only");
+        missing.refused("does not exist and cannot be created, because the volume is read-only");
         node.assert_gone(&device, &target);
         assert!(before == fs::read(node.path("ro.img")).unwrap(), "the volume was written to");
         let (device, target) = node.volume("rw", &[]);
-        // A container's own word, for itself alone.
+        // A read-only mount applies to its container only.
         let reader = node.container(&[bind_with(target.as_path(), "/v", &["rbind", "ro"])]);
         let writer = node.container(&[bind(target.as_path(), "/v")]).in_pod(&reader.id);
         reader.start();
@@ -194,14 +198,14 @@ fn a_container_has_several_volumes() {
         container.delete();
         for ((device, target), name) in volumes.iter().zip(["a\n", "b\n", "c\n"]) {
             node.assert_gone(device, target);
-            let read = node.look(device, |at| fs::read_to_string(at.join("name")).unwrap());
+            let read = node.with_mount(device, |at| fs::read_to_string(at.join("name")).unwrap());
             assert_eq!(read, name);
         }
     });
 }
 
 #[test]
-fn a_container_that_runs_in_the_foreground_has_its_volume_until_it_ends() {
+fn a_foreground_container_has_its_volume_until_it_ends() {
     on_node(|node| {
         let (device, target) = node.volume("run", &[]);
         let container = node.container(&[bind(target.as_path(), "/v")]);
@@ -216,12 +220,13 @@ fn a_container_that_runs_in_the_foreground_has_its_volume_until_it_ends() {
 }
 
 #[test]
-fn where_the_hosts_mounts_are_shared_with_others_this_one_is_not() {
+fn shared_host_mounts_do_not_show_the_volume() {
     on_node(|node| {
         let (device, target) = node.volume("v", &[]);
         let container = node.container(&[bind(target.as_path(), "/v")]);
         container.write();
-        // A host as systemd makes it, with everything shared; its mounts are told while the container is there.
+        // All mounts of this host are shared, as with systemd. Its mount table is read while the
+        // container exists.
         let command = node.command(&node.program);
         let mut host = std::process::Command::new("unshare");
         host.args(["--mount", "--propagation", "shared", "sh", "-c"]);

@@ -13,7 +13,7 @@ use support::driver::{expand, loops_named, stats, wait_for};
 use support::path;
 
 #[test]
-fn story_1_a_claim_is_mounted_by_the_runtime_alone() {
+fn story_1_only_the_runtime_mounts_the_claim() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
@@ -28,28 +28,29 @@ fn story_1_a_claim_is_mounted_by_the_runtime_alone() {
         (&device_of(&rig, &pod, "second"), vec![device.clone()])
     );
     rig.exec(&pod, "dd if=/dev/zero of=/data/large bs=1M count=64 2>/dev/null; sync");
-    let (bytes, used) = cluster.wait_for("kubelet's figures", || {
+    let (bytes, used) = cluster.wait_for("kubelet's statistics", || {
         rig.summary(&pod, "data").filter(|(_, used)| *used >= 64 * MIB)
     });
     assert!(bytes > 200 * MIB && bytes <= SIZE && used < 128 * MIB, "{bytes} {used}");
-    // What kubelet has made of the sub-path is no part of the volume, and goes with the pod.
+    // The directory that kubelet creates for the sub-path is not on the volume, and is removed with
+    // the pod.
     let target = rig.target_of_claim(&pod, "data");
     assert!(target.join("deep/part").is_dir() && !target.join("init").exists());
     assert_eq!(rig.handed_over(), 1);
-    rig.gone(&pod, &[]);
+    rig.delete_and_wait(&pod, &[]);
     rig.wait_until_detached(&id);
 
     let again = rig.run("second", &[rig.claimed("data")], &demanding(&rig.class, "data"));
     assert_eq!(rig.exec(&again, "cat /data/init /data/shared"), "by init\nby init\nshared\n");
     assert_served(&rig, &again);
-    rig.gone(&again, &[]);
+    rig.delete_and_wait(&again, &[]);
     rig.wait_until_detached(&id);
-    watch.saw_nothing();
+    watch.assert_no_mounts();
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_volume_is_grown_while_only_its_containers_see_it() {
+fn a_volume_visible_only_to_containers_is_expanded() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
@@ -62,27 +63,27 @@ fn a_volume_is_grown_while_only_its_containers_see_it() {
     };
     let before = kib();
     let larger = 2 * SIZE;
-    // Kubelet publishes again and again, and one operation on a volume excludes another.
+    // kubelet republishes continuously, and operations on a volume exclude each other.
     rig.driver.call_patiently(expand(&id, larger)).unwrap();
     cluster.grown(&rig.namespace, "data", larger);
     wait_for("the filesystem's growth", || kib() > before + SIZE / 1024 / 2);
     let claims = cluster.api_in::<PersistentVolumeClaim>(&rig.namespace);
-    cluster.wait_for("kubelet's word of it", || {
+    cluster.wait_for("the capacity of the claim", || {
         let status = cluster.get(&claims, "data")?.status?;
         (status.capacity?["storage"].0 == larger.to_string()).then_some(())
     });
     assert_eq!(rig.exec(&pod, "cat /data/file"), "before\n");
-    cluster.wait_for("kubelet's figures", || {
+    cluster.wait_for("kubelet's statistics", || {
         rig.summary(&pod, "data").filter(|(bytes, _)| *bytes > SIZE)
     });
-    rig.gone(&pod, &[]);
+    rig.delete_and_wait(&pod, &[]);
     rig.wait_until_detached(&id);
-    watch.saw_nothing();
+    watch.assert_no_mounts();
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_pod_of_another_runtime_does_not_use_an_empty_directory_unnoticed() {
+fn a_volume_without_a_capable_runtime_is_abnormal() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
@@ -94,9 +95,9 @@ fn a_pod_of_another_runtime_does_not_use_an_empty_directory_unnoticed() {
     let answer = rig.driver.ok(stats(&id, path(&target)));
     let condition = answer.volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("not claimed"), "{condition:?}");
-    assert!(answer.usage.is_empty(), "no figures of the node's own disk: {:?}", answer.usage);
+    assert!(answer.usage.is_empty(), "statistics of the node's disk: {:?}", answer.usage);
     assert_eq!(rig.summary(&pod, "data"), None);
-    rig.gone(&pod, &[]);
+    rig.delete_and_wait(&pod, &[]);
 
     // The same claim with the runtime that it needs.
     let pod = rig.run_opted("right");
@@ -104,12 +105,12 @@ fn a_pod_of_another_runtime_does_not_use_an_empty_directory_unnoticed() {
     let target = rig.target_of_claim(&pod, "data");
     let answer = rig.driver.ok(stats(&id, path(&target)));
     assert!(!answer.volume_condition.unwrap().abnormal && !answer.usage.is_empty());
-    rig.gone(&pod, &[]);
+    rig.delete_and_wait(&pod, &[]);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_pod_of_another_runtime_that_writes_is_told_where_its_files_are_and_ends_once_they_are_moved() {
+fn files_below_an_unmounted_target_block_unpublish() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
@@ -120,12 +121,12 @@ fn a_pod_of_another_runtime_that_writes_is_told_where_its_files_are_and_ends_onc
     assert!(target.join("file").is_file(), "it is not in the volume");
     rig.delete(&pod);
     let words = format!("target_path: {} holds 1 files", path(&target));
-    wait_for("the driver's words", || rig.driver.log().contains(&words));
+    wait_for("the driver's log message", || rig.driver.log().contains(&words));
     let moved = rig.driver.scratch().join("moved");
-    // Kubelet's directory may be a mount of its own.
+    // kubelet's directory may be a separate mount.
     fs::copy(target.join("file"), &moved).unwrap();
     fs::remove_file(target.join("file")).unwrap();
-    rig.wait_until_nothing_is_left(&pod, &[]);
+    rig.wait_until_cleaned_up(&pod, &[]);
     rig.wait_until_detached(&id);
     assert_eq!(fs::read_to_string(moved).unwrap(), "on the disk of the node\n");
 }

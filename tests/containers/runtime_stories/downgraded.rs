@@ -1,4 +1,4 @@
-//! A driver that once deferred and does so no more (stories 5 and 6): restarted with the feature off, while pods run and begin.
+//! A driver that is restarted without the feature while pods run and start (stories 5 and 6).
 
 use serde_json::json;
 use support::cluster::shared;
@@ -15,7 +15,7 @@ const CAPABILITY: &str = "DEFER_FS_OPS";
 
 #[test]
 #[ignore = "full tier"]
-fn story_5_a_pod_that_runs_outlives_a_downgrade_without_stats_and_growth() {
+fn story_5_pods_survive_a_downgrade_without_stats_or_resize() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
@@ -29,24 +29,24 @@ fn story_5_a_pod_that_runs_outlives_a_downgrade_without_stats_and_growth() {
     let target = rig.target_of_claim(&pod, "data");
     rig.driver.refused(stats(&id, path(&target)), Code::FailedPrecondition, FLAG);
     rig.driver.refused(expand_on_node(&id, &target), Code::FailedPrecondition, FLAG);
-    // The pod ends as ever: the driver finds nothing mounted, and takes away what is its own.
+    // The pod ends as usual: the driver finds no mount, and removes its records.
     rig.delete(&pod);
-    rig.wait_until_nothing_is_left(&pod, &[]);
+    rig.wait_until_cleaned_up(&pod, &[]);
     rig.wait_until_detached(&id);
 
     rig.restart_driver(true);
-    // What the downgraded driver could take back from nobody is collected, or overwritten.
+    // Entries that the downgraded driver could not unstage are collected or overwritten.
     let again = rig.run("second", &[rig.claimed("data")], &demanding(&rig.class, "data"));
     assert_eq!(rig.exec(&again, "cat /data/after"), "after\n");
     let target = rig.target_of_claim(&again, "data");
     assert!(!rig.driver.ok(stats(&id, path(&target))).usage.is_empty());
-    rig.gone(&again, &[]);
-    watch.saw_nothing();
+    rig.delete_and_wait(&again, &[]);
+    watch.assert_no_mounts();
 }
 
 #[test]
 #[ignore = "full tier"]
-fn story_6_a_pod_that_begins_at_a_downgrade_waits_for_the_upgrade() {
+fn story_6_a_pod_created_after_a_downgrade_waits() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
     // The policy is as before the downgrade.
@@ -58,25 +58,26 @@ fn story_6_a_pod_that_begins_at_a_downgrade_waits_for_the_upgrade() {
     let claim = rig.create("claim", &[rig.claimed("data")], &demanding(&rig.class, "data"));
     for pod in [&inline, &claim] {
         assert_eq!(rig.opt_in(pod).as_deref(), Some("data"));
-        rig.told_by("kubelet", "FailedMount", pod, &["FailedPrecondition", CAPABILITY]);
+        rig.wait_for_event("kubelet", "FailedMount", pod, &["FailedPrecondition", CAPABILITY]);
     }
     assert_eq!(rig.handed_over(), 0);
-    // A driver that does not defer mounts a claim's volume where it is staged, for whoever may come; no pod gets it there.
+    // A driver that does not defer mounts a claim's volume at staging; no pod gets it at its
+    // target.
     assert!(!is_mounted(&rig.target(&inline, "data")));
     assert!(!is_mounted(&rig.target_of_claim(&claim, "data")));
     rig.restart_driver(true);
     for pod in [&inline, &claim] {
         wait_for(&format!("{} runs after all", pod.name), || rig.is_ready(&pod.name));
     }
-    assert_eq!(rig.host_mounts(), Vec::<String>::new(), "that has been taken away");
+    assert_eq!(rig.host_mounts(), Vec::<String>::new(), "the staged mount was removed");
     let watch = rig.watch();
     for pod in [&inline, &claim] {
         assert_served(&rig, pod);
         device_of(&rig, pod, "main");
     }
     rig.delete(&inline);
-    rig.wait_until_nothing_is_left(&inline, &["data"]);
-    rig.gone(&claim, &[]);
+    rig.wait_until_cleaned_up(&inline, &["data"]);
+    rig.delete_and_wait(&claim, &[]);
     rig.wait_until_detached(&id);
-    watch.saw_nothing();
+    watch.assert_no_mounts();
 }

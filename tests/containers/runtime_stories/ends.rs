@@ -1,4 +1,4 @@
-//! Who ends while pods run, and comes back.
+//! Components that stop and restart while pods run.
 
 use support::cluster::shared;
 use tonic::Code;
@@ -10,7 +10,7 @@ use support::path;
 
 #[test]
 #[ignore = "full tier"]
-fn whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all_is_as_before() {
+fn pods_survive_kills_of_kubelet_driver_and_crust_ops() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
@@ -23,38 +23,38 @@ fn whoever_of_kubelet_driver_and_crust_ops_is_killed_the_pod_runs_on_and_all_is_
         assert_eq!(wrote, format!("{who}\n"));
         assert_eq!(device_of(rig, &pod, "second"), device, "{who}");
     };
-    let is_told = |rig: &Rig<'_>| {
+    let has_stats = |rig: &Rig<'_>| {
         let answer = rig.driver.call_patiently(stats(&id, path(&target))).unwrap();
         assert!(!answer.usage.is_empty() && !answer.volume_condition.unwrap().abnormal);
     };
     works(&rig, "all");
-    is_told(&rig);
+    has_stats(&rig);
 
     rig.driver.kill();
     works(&rig, "without the driver");
     rig.driver.start_again();
-    is_told(&rig);
+    has_stats(&rig);
 
     rig.kill_ops();
     works(&rig, "without crust_ops");
     rig.driver.refused(stats(&id, path(&target)), Code::Unavailable, "");
     rig.start_ops();
-    is_told(&rig);
+    has_stats(&rig);
 
     rig.node.halt();
-    is_told(&rig);
+    has_stats(&rig);
     rig.node.resume();
-    wait_for("another kubelet's figures", || rig.summary(&pod, "data").is_some());
+    wait_for("statistics of the new kubelet", || rig.summary(&pod, "data").is_some());
     works(&rig, "with another kubelet");
-    is_told(&rig);
-    rig.gone(&pod, &[]);
+    has_stats(&rig);
+    rig.delete_and_wait(&pod, &[]);
     rig.wait_until_detached(&id);
-    watch.saw_nothing();
+    watch.assert_no_mounts();
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothing_handed_over() {
+fn a_pod_deleted_while_kubelet_is_down_keeps_claim_data() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
@@ -63,14 +63,14 @@ fn a_pod_that_is_deleted_while_kubelet_is_away_leaves_its_claim_whole_and_nothin
     rig.exec(&pod, "echo kept >/data/kept; sync");
     rig.node.halt();
     rig.forget(&pod);
-    assert_eq!(rig.handed_over(), 1, "nobody has taken it back yet");
+    assert_eq!(rig.handed_over(), 1, "not unstaged yet");
     rig.node.resume();
-    // Kubelet unpublishes by what it finds in the pod's directory: nothing that is mounted there.
-    rig.wait_until_nothing_is_left(&pod, &[]);
+    // kubelet unpublishes from the pod's directory, in which nothing is mounted.
+    rig.wait_until_cleaned_up(&pod, &[]);
     rig.wait_until_detached(&id);
     assert_eq!(rig.handed_over(), 0);
     let again = rig.run_opted("comes");
     assert_eq!(rig.exec(&again, "cat /data/kept"), "kept\n");
-    rig.gone(&again, &[]);
-    watch.saw_nothing();
+    rig.delete_and_wait(&again, &[]);
+    watch.assert_no_mounts();
 }

@@ -1,5 +1,5 @@
-//! The driver mounts, for the policy says that runtime or driver cannot leave it to the other (stories 2 to 4): the same pod with the
-//! same claim each time, with one entry of the policy changed.
+//! The driver mounts because the policy has no sufficient entry (stories 2 to 4): the same pod with
+//! the same claim, with one policy entry changed each time.
 
 use std::fs;
 use support::cluster::shared;
@@ -9,16 +9,16 @@ use serde_json::{Value, json};
 
 use crate::node_proxy_kubelet::rig::{Rig, SIZE};
 use support::cluster::admission::Webhooks;
-use support::cluster::kubelet::Made;
+use support::cluster::kubelet::CreatedPod;
 use support::cluster::runtime::{assert_served, change_policy, demanding};
 
-fn run(rig: &Rig<'_>, name: &str, claim: &str) -> Made {
+fn run(rig: &Rig<'_>, name: &str, claim: &str) -> CreatedPod {
     rig.run(name, &[rig.claimed(claim)], &demanding(&rig.class, claim))
 }
 
-/// Whether the webhooks leave such a pod's claim to its runtime.
+/// Whether the webhooks defer the claim of such a pod.
 fn is_deferred(rig: &Rig<'_>) -> bool {
-    let tried = rig.try_with("tried", &[rig.claimed("data")], &demanding(&rig.class, "data"));
+    let tried = rig.dry_run_with("tried", &[rig.claimed("data")], &demanding(&rig.class, "data"));
     defer_annotation::names(&tried.unwrap()).contains("data")
 }
 
@@ -26,31 +26,31 @@ fn change(rig: &Rig<'_>, webhooks: &Webhooks, entries: &[Value], deferred: bool)
     change_policy(rig, webhooks, entries, || is_deferred(rig) == deferred);
 }
 
-/// A pod that the driver has mounted for, on the host.
+/// Runs a pod whose volume the driver mounts on the host.
 fn by_the_driver(rig: &Rig<'_>, name: &str) {
     let pod = run(rig, name, "data");
     assert_eq!(rig.opt_in(&pod), None);
     is_on_the_host(rig, &pod);
-    rig.gone(&pod, &[]);
+    rig.delete_and_wait(&pod, &[]);
 }
 
-fn is_on_the_host(rig: &Rig<'_>, pod: &Made) {
+fn is_on_the_host(rig: &Rig<'_>, pod: &CreatedPod) {
     assert_served(rig, pod);
     let target = rig.target_of_claim(pod, "data");
     assert!(rig.is_on_the_host(&target));
     assert_eq!(fs::read_to_string(target.join("shared")).unwrap(), "shared\n");
     assert_eq!(rig.handed_over(), 0);
-    rig.proxy.remembers(0);
+    rig.proxy.wait_for_stored(0);
 }
 
-/// The same pod, whose runtime has mounted it.
+/// Runs the same pod, whose runtime mounts the volume.
 fn by_the_runtime(rig: &Rig<'_>, name: &str) {
     let watch = rig.watch();
     let pod = run(rig, name, "data");
     assert_eq!(rig.opt_in(&pod).as_deref(), Some("data"));
     assert_served(rig, &pod);
-    rig.gone(&pod, &[]);
-    watch.saw_nothing();
+    rig.delete_and_wait(&pod, &[]);
+    watch.assert_no_mounts();
 }
 
 fn entry(rig: &Rig<'_>) -> Value {
@@ -59,7 +59,7 @@ fn entry(rig: &Rig<'_>) -> Value {
 
 #[test]
 #[ignore = "full tier"]
-fn story_2_what_the_runtime_does_not_do_the_driver_mounts() {
+fn story_2_the_driver_mounts_what_the_runtime_lacks() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
@@ -80,11 +80,11 @@ fn story_2_what_the_runtime_does_not_do_the_driver_mounts() {
 
 #[test]
 #[ignore = "full tier"]
-fn story_3_what_the_driver_does_not_defer_it_mounts() {
+fn story_3_the_driver_mounts_what_it_does_not_defer() {
     let Some(cluster) = shared() else { return };
     let Some(rig) = Rig::new(cluster) else { return };
     let id = rig.claim("data", SIZE);
-    // None of this StorageClass.
+    // No entry for this StorageClass.
     let webhooks = rig.webhooks(&[rig.entry("of-another-driver"), rig.entry("")]);
     by_the_driver(&rig, "not-entered");
     rig.wait_until_detached(&id);
@@ -95,7 +95,7 @@ fn story_3_what_the_driver_does_not_defer_it_mounts() {
 
 #[test]
 #[ignore = "full tier"]
-fn story_4_before_an_upgrade_the_driver_mounts_and_after_it_the_runtime() {
+fn story_4_volumes_are_deferred_after_an_upgrade_only() {
     let Some(cluster) = shared() else { return };
     let Some(mut rig) = Rig::new(cluster) else { return };
     rig.restart_driver(false);
@@ -109,12 +109,12 @@ fn story_4_before_an_upgrade_the_driver_mounts_and_after_it_the_runtime() {
     assert_eq!(rig.opt_in(&new).as_deref(), Some("later"));
     assert_served(&rig, &new);
     assert!(!rig.is_on_the_host(&rig.target_of_claim(&new, "later")));
-    // The pod from before is served as before.
+    // The existing pod is unchanged.
     assert!(rig.is_on_the_host(&rig.target_of_claim(&old, "data")));
     assert_eq!(rig.exec(&old, "cat /data/shared"), "shared\n");
     rig.delete(&new);
-    rig.wait_until_nothing_is_left(&new, &[]);
-    rig.gone(&old, &[]);
+    rig.wait_until_cleaned_up(&new, &[]);
+    rig.delete_and_wait(&old, &[]);
     for id in &ids {
         rig.wait_until_detached(id);
     }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
 use support::cluster::everything::everything;
-use support::cluster::programs::{Process, free_port, said};
+use support::cluster::programs::{Process, free_port, stdout_of};
 use support::path;
 
 /// Namespace of the webhooks, and the name of all that belongs to them.
@@ -34,7 +34,7 @@ fn start(cluster: &Cluster) -> Process {
     } });
     let service = service.to_string();
     let patch = ["patch", "service", NAME, "-n", NAME, "--type=merge", "-p", &service];
-    said(cluster.kubectl(&patch));
+    stdout_of(cluster.kubectl(&patch));
     for (kind, webhooks) in
         [("mutatingwebhookconfiguration", 1), ("validatingwebhookconfiguration", 2)]
     {
@@ -43,7 +43,7 @@ fn start(cluster: &Cluster) -> Process {
             json!({ "op": "replace", "path": path, "value": port })
         });
         let each = Value::from_iter(each).to_string();
-        said(cluster.kubectl(&["patch", kind, NAME, "--type=json", "-p", &each]));
+        stdout_of(cluster.kubectl(&["patch", kind, NAME, "--type=json", "-p", &each]));
     }
     let account = Account { namespace: NAME.into(), name: NAME.into() };
     let kubeconfig = cluster.kubeconfig_of(&account);
@@ -98,8 +98,8 @@ fn uninstalled_webhooks_leave_nothing_and_let_pods_be_made() {
     let driver = Path::new(&manifests("base")).join("csi-driver.yaml");
     let secret = json!({ "name": "v", "secret": { "secretName": "s" } });
     for _ in 0..2 {
-        said(cluster.kubectl(&["apply", "--server-side", "-f", path(&driver)]));
-        said(cluster.kubectl(&["apply", "--server-side", "-k", &manifests("admission")]));
+        stdout_of(cluster.kubectl(&["apply", "--server-side", "-f", path(&driver)]));
+        stdout_of(cluster.kubectl(&["apply", "--server-side", "-k", &manifests("admission")]));
         let mut webhooks = start(cluster);
         cluster.wait_for("the webhooks answer", || {
             pod(cluster, &content()).is_ok_and(|pod| is_read_only(&pod)).then_some(())
@@ -117,13 +117,13 @@ fn uninstalled_webhooks_leave_nothing_and_let_pods_be_made() {
         assert!(told.contains("failed calling webhook"), "{told}");
         assert!(pod(cluster, &secret).is_ok(), "what is no inline volume goes on");
 
-        said(cluster.kubectl(&["delete", CONFIGURATIONS, NAME]));
+        stdout_of(cluster.kubectl(&["delete", CONFIGURATIONS, NAME]));
         cluster.wait_for("pods without webhooks", || {
             pod(cluster, &content()).is_ok_and(|pod| !is_read_only(&pod)).then_some(())
         });
         let delete = ["delete", "--wait=false", "--ignore-not-found"];
-        said(cluster.kubectl(&[&delete[..], &["-k", &manifests("admission")]].concat()));
-        said(cluster.kubectl(&[&delete[..], &["-f", path(&driver)]].concat()));
+        stdout_of(cluster.kubectl(&[&delete[..], &["-k", &manifests("admission")]].concat()));
+        stdout_of(cluster.kubectl(&[&delete[..], &["-f", path(&driver)]].concat()));
         let left = cluster.wait_for("all kinds", || everything(cluster));
         let left: Vec<_> = left.difference(&before).collect();
         assert!(left.is_empty(), "{left:#?}");

@@ -12,7 +12,7 @@ use support::cluster::Cluster;
 use support::cluster::access::Account;
 use support::cluster::aggregated::API_SERVICE;
 use support::cluster::everything::everything;
-use support::cluster::programs::{Process, free_port, said};
+use support::cluster::programs::{Process, free_port, stdout_of};
 use support::path;
 
 const NAMESPACE: &str = "csi-loopback-aggregated";
@@ -30,7 +30,7 @@ fn start(cluster: &Cluster) -> Process {
     let service = json!({ "spec": { "type": "ExternalName", "externalName": "localhost", "selector": null } });
     let patch = |kind: &str, name: &str, patch: serde_json::Value| {
         let line = ["patch", kind, name, "-n", NAMESPACE, "--type=merge", "-p", &patch.to_string()];
-        said(cluster.kubectl(&line));
+        stdout_of(cluster.kubectl(&line));
     };
     patch("service", NAME, service);
     patch("apiservice", API_SERVICE, json!({ "spec": { "service": { "port": port } } }));
@@ -65,19 +65,19 @@ fn what_is_uninstalled_leaves_nothing_and_can_be_installed_again() {
     let Some(cluster) = shared() else { return };
     let before = cluster.wait_for("all kinds", || everything(cluster));
     for _ in 0..2 {
-        said(cluster.kubectl(&["apply", "--server-side", "-k", &manifests()]));
+        stdout_of(cluster.kubectl(&["apply", "--server-side", "-k", &manifests()]));
         let mut server = start(cluster);
         let available =
             ["wait", "--timeout=60s", "--for=condition=Available", "apiservice", API_SERVICE];
-        said(cluster.kubectl(&available));
+        stdout_of(cluster.kubectl(&available));
         cluster.wait_for("an answer", || {
             ask(cluster).contains("VolumeSnapshot default/nowhere does not exist").then_some(())
         });
         // In this order: nobody is to wait for an API that nobody serves.
-        said(cluster.kubectl(&["delete", "apiservice", API_SERVICE]));
+        stdout_of(cluster.kubectl(&["delete", "apiservice", API_SERVICE]));
         server.stop();
         let line = ["delete", "--wait=false", "--ignore-not-found", "-k", &manifests()];
-        said(cluster.kubectl(&line));
+        stdout_of(cluster.kubectl(&line));
         cluster.wait_for("the API to go", || {
             let there = cluster.kubectl(&["get", "--raw", "/apis/cbt.storage.k8s.io/v1alpha1"]);
             (!there.status.success()).then_some(())

@@ -7,15 +7,15 @@ mod sessions;
 
 use serde_json::{Value, json};
 use support::cluster::Cluster;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::path;
 
 /// Takes a namespace away that is being deleted, in the place of the controller that does not run here.
 fn end_namespace(cluster: &Cluster, name: &str) {
-    let found = said(cluster.kubectl(&["get", "namespace", name, "-o", "json"]));
+    let found = stdout_of(cluster.kubectl(&["get", "namespace", name, "-o", "json"]));
     let mut namespace: Value = serde_json::from_str(&found).unwrap();
     namespace["spec"]["finalizers"] = json!([]);
     let file = cluster.write("namespace", &namespace.to_string());
     let finalize = format!("/api/v1/namespaces/{name}/finalize");
-    said(cluster.kubectl(&["replace", "--raw", &finalize, "-f", path(&file)]));
+    stdout_of(cluster.kubectl(&["replace", "--raw", &finalize, "-f", path(&file)]));
 }

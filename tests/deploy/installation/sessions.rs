@@ -17,7 +17,7 @@ use serde_json::json;
 use support::cluster::access::Account;
 use support::cluster::everything::everything;
 use support::cluster::manager::{self, Start};
-use support::cluster::programs::{finish, said};
+use support::cluster::programs::{finish, stdout_of};
 use support::path;
 
 const DRIVER: &str = "loopback.csi.local";
@@ -39,9 +39,9 @@ fn uninstalling_as_the_documentation_says_leaves_no_object_behind() {
     let before = cluster.wait_for("all kinds", || everything(cluster));
     let crds = deploy("crds");
     // The cluster brings the definitions; here they are installed, too, so that they can go.
-    said(cluster.kubectl(&["apply", "--server-side", "-f", &crds]));
+    stdout_of(cluster.kubectl(&["apply", "--server-side", "-f", &crds]));
     for directory in ["base", "session-manager"] {
-        said(cluster.kubectl(&["apply", "--server-side", "-k", &deploy(directory)]));
+        stdout_of(cluster.kubectl(&["apply", "--server-side", "-k", &deploy(directory)]));
     }
     let account = Account { namespace: MANAGERS.into(), name: MANAGER.into() };
     let kubeconfig = cluster.kubeconfig_of(&account);
@@ -73,7 +73,7 @@ fn uninstalling_as_the_documentation_says_leaves_no_object_behind() {
         { "op": "remove", "path": "/webhooks/0/clientConfig/service" },
         { "op": "add", "path": "/webhooks/0/clientConfig/url", "value": url },
     ]);
-    said(cluster.kubectl(&[&webhook[..], &[&there.to_string()]].concat()));
+    stdout_of(cluster.kubectl(&[&webhook[..], &[&there.to_string()]].concat()));
     let all: Api<SnapshotSessionData> = cluster.api_in(NAMESPACE);
     let session = |name: &str, token: &str| {
         let request: SnapshotSessionRequest = serde_json::from_value(json!({
@@ -99,7 +99,7 @@ fn uninstalling_as_the_documentation_says_leaves_no_object_behind() {
     session("ends", &TOKEN.replace('a', "c"));
 
     let delete =
-        |what: &[&str]| said(cluster.kubectl(&[&["delete", "--wait=false"], what].concat()));
+        |what: &[&str]| stdout_of(cluster.kubectl(&[&["delete", "--wait=false"], what].concat()));
     delete(&["snapshotsessionrequests", "--all", "--all-namespaces"]);
     cluster.wait_until_gone(&requests, "ends");
     session("left", TOKEN);
@@ -107,7 +107,7 @@ fn uninstalling_as_the_documentation_says_leaves_no_object_behind() {
     let mut clean_up = Command::new(binary());
     clean_up.args(["--mode", "session-manager", "--clean-up", "--kubeconfig"]);
     clean_up.arg(cluster.kubeconfig());
-    said(finish(clean_up));
+    stdout_of(finish(clean_up));
     delete(&["-k", &deploy("session-manager")]);
     delete(&["-k", &deploy("base")]);
     delete(&["snapshotmetadataservice,snapshotserviceconfiguration", DRIVER]);
@@ -125,6 +125,6 @@ fn uninstalling_as_the_documentation_says_leaves_no_object_behind() {
     for namespace in [NAMESPACE, MANAGERS] {
         super::end_namespace(cluster, namespace);
     }
-    said(cluster.kubectl(&["apply", "--server-side", "-f", &crds]));
-    said(cluster.kubectl(&["wait", "--for=condition=Established", "-f", &crds]));
+    stdout_of(cluster.kubectl(&["apply", "--server-side", "-f", &crds]));
+    stdout_of(cluster.kubectl(&["wait", "--for=condition=Established", "-f", &crds]));
 }

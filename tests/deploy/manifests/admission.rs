@@ -14,7 +14,7 @@ use super::rights::{Right, exactly, holds};
 use super::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::path;
 
 /// Where the webhooks are installed, and the name of all that belongs to them.
@@ -45,13 +45,13 @@ fn webhooks() -> Account {
 }
 
 fn apply_webhooks(cluster: &Cluster) {
-    said(apply(cluster, &deploy("admission")));
+    stdout_of(apply(cluster, &deploy("admission")));
 }
 
 /// While nobody answers, pods with inline volumes are refused, which is not what the other tests are about.
 pub fn without_webhooks(cluster: &Cluster) {
     for kind in [MUTATING, VALIDATING] {
-        said(cluster.kubectl(&["delete", "--ignore-not-found", kind, WEBHOOKS]));
+        stdout_of(cluster.kubectl(&["delete", "--ignore-not-found", kind, WEBHOOKS]));
     }
 }
 
@@ -150,7 +150,7 @@ fn full(name: &str) -> String {
 fn registered(cluster: &Cluster) -> Vec<Value> {
     let mut found = Vec::new();
     for kind in [MUTATING, VALIDATING] {
-        let shown = said(cluster.kubectl(&["get", kind, WEBHOOKS, "-o", "json"]));
+        let shown = stdout_of(cluster.kubectl(&["get", kind, WEBHOOKS, "-o", "json"]));
         let mut shown: Value = serde_json::from_str(&shown).unwrap();
         found.extend(serde_json::from_value::<Vec<Value>>(shown["webhooks"].take()).unwrap());
     }
@@ -162,7 +162,7 @@ fn webhooks_rights_and_arguments_are_for_the_same_driver() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_webhooks(cluster);
-    said(cluster.kubectl(&["get", "csidriver", DRIVER]));
+    stdout_of(cluster.kubectl(&["get", "csidriver", DRIVER]));
     let mut found = registered(cluster);
     without_webhooks(cluster);
     let opt_ins = found.pop().unwrap();
@@ -333,11 +333,11 @@ fn while_no_webhook_answers_only_pods_with_volumes_that_they_judge_are_refused()
     };
     assert!(is_unanswered(&debug("ours"), "mutate-pods"), "{:?}", debug("ours"));
     assert_eq!(debug("anothers"), Ok(()));
-    said(cluster.kubectl(&["label", "-n", &here, "pod", "ours", "any=one"]));
-    said(cluster.kubectl(&["delete", "-n", &here, "--wait=false", "pod", "ours", "anothers"]));
+    stdout_of(cluster.kubectl(&["label", "-n", &here, "pod", "ours", "any=one"]));
+    stdout_of(cluster.kubectl(&["delete", "-n", &here, "--wait=false", "pod", "ours", "anothers"]));
 
     // The validating one holds by itself.
-    said(cluster.kubectl(&["delete", MUTATING, WEBHOOKS]));
+    stdout_of(cluster.kubectl(&["delete", MUTATING, WEBHOOKS]));
     cluster.wait_for("the other webhook", || {
         is_unanswered(&verdict(cluster, &here, &pod(&inline(DRIVER))), "validate-pods")
             .then_some(())
@@ -392,7 +392,7 @@ fn what_the_admission_webhooks_have_written_survives_an_apply() {
     ] {
         let file = cluster.write("configuration.json", &object.to_string());
         let written = ["apply", "--server-side", "--field-manager=webhooks", "-f", path(&file)];
-        said(cluster.kubectl(&[&["--kubeconfig", path(&kubeconfig)], &written[..]].concat()));
+        stdout_of(cluster.kubectl(&[&["--kubeconfig", path(&kubeconfig)], &written[..]].concat()));
     }
 
     apply_webhooks(cluster);

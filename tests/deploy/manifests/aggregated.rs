@@ -15,7 +15,7 @@ use super::{
 };
 use support::cluster::Cluster;
 use support::cluster::access::Account;
-use support::cluster::programs::{finish, said};
+use support::cluster::programs::{finish, stdout_of};
 use support::path;
 
 /// Where the aggregated API server is installed.
@@ -69,7 +69,7 @@ fn server() -> Account {
 }
 
 fn apply_server(cluster: &Cluster) {
-    said(apply(cluster, &deploy("aggregated-api")));
+    stdout_of(apply(cluster, &deploy("aggregated-api")));
     without_api_service(cluster);
 }
 
@@ -79,7 +79,7 @@ pub fn without_api_service(cluster: &Cluster) {
 }
 
 fn take_away(cluster: &Cluster, kind: &str, name: &str) {
-    said(cluster.kubectl(&["delete", "--ignore-not-found", kind, name]));
+    stdout_of(cluster.kubectl(&["delete", "--ignore-not-found", kind, name]));
 }
 
 /// A user of the API in a namespace of its own, by the ClusterRole for such.
@@ -94,7 +94,7 @@ fn user(cluster: &Cluster) -> Account {
         "--clusterrole=csi-loopback-snapshot-delta-user",
         &format!("--serviceaccount={}:{}", who.namespace, who.name),
     ];
-    said(cluster.kubectl(&bind));
+    stdout_of(cluster.kubectl(&bind));
     who
 }
 
@@ -196,7 +196,7 @@ fn the_aggregated_server_gets_secrets_only_with_the_component() {
     let Some(cluster) = shared() else { return };
     apply_server(cluster);
     let with = overlay(cluster, "aggregated-api", "aggregated-api-secrets");
-    said(apply(cluster, &with));
+    stdout_of(apply(cluster, &with));
     without_api_service(cluster);
     let table: &[Right] = &[
         (true, "default", "get", "", "secrets", "any"),
@@ -218,7 +218,7 @@ fn a_driver_takes_part_in_deltas_with_the_component() {
     apply_base(cluster);
     let with = overlay(cluster, "base", "cbt-http");
     let built: Vec<Value> = {
-        let list = said(cluster.kubectl(&[
+        let list = stdout_of(cluster.kubectl(&[
             "apply",
             "--server-side",
             "--validate=strict",
@@ -271,7 +271,7 @@ fn a_driver_takes_part_in_deltas_with_the_component() {
         assert!(selector.iter().all(|(key, value)| labels.get(key) == Some(value)), "{selector:?}");
     }
 
-    said(apply(cluster, &with));
+    stdout_of(apply(cluster, &with));
     let everywhere = &[super::rights::SIDECAR, RIGHTS_OF_ENDPOINT].concat();
     let there = [super::rights::SIDECAR_AT_HOME, RIGHTS_OF_ENDPOINT_AT_HOME].concat();
     exactly(
@@ -283,7 +283,7 @@ fn a_driver_takes_part_in_deltas_with_the_component() {
         take_away(cluster, kind, ENDPOINT);
     }
     for kind in ["rolebinding", "role", "lease", "service", "networkpolicy"] {
-        said(cluster.kubectl(&["delete", "-n", NAMESPACE, kind, ENDPOINT]));
+        stdout_of(cluster.kubectl(&["delete", "-n", NAMESPACE, kind, ENDPOINT]));
     }
     apply_base(cluster);
 }
@@ -291,7 +291,7 @@ fn a_driver_takes_part_in_deltas_with_the_component() {
 #[test]
 fn the_aggregated_servers_pods_are_admitted_as_restricted() {
     let Some(cluster) = shared() else { return };
-    said(apply(cluster, &deploy("aggregated-api")));
+    stdout_of(apply(cluster, &deploy("aggregated-api")));
     let all = objects(cluster, "aggregated-api");
     without_api_service(cluster);
     let flags = [
@@ -315,7 +315,7 @@ fn pages_have_the_priority_level_of_work_that_can_wait() {
     let Some(cluster) = shared() else { return };
     apply_server(cluster);
     let get = |what: &[&str]| -> Value {
-        let said = said(cluster.kubectl(&[&["get", "-o", "json"], what].concat()));
+        let said = stdout_of(cluster.kubectl(&[&["get", "-o", "json"], what].concat()));
         serde_json::from_str(&said).unwrap()
     };
     let schema = get(&["flowschema", "csi-loopback-snapshot-deltas"]);
@@ -360,7 +360,7 @@ fn pages_have_the_priority_level_of_work_that_can_wait() {
 #[test]
 fn what_the_aggregated_server_has_written_survives_an_apply() {
     let Some(cluster) = shared() else { return };
-    said(apply(cluster, &deploy("aggregated-api")));
+    stdout_of(apply(cluster, &deploy("aggregated-api")));
     let bundle = std::fs::read(cluster.directory().join("pki/ca.crt")).unwrap();
     let bundle = json!(k8s_openapi::ByteString(bundle));
     // As the server writes it.
@@ -374,13 +374,13 @@ fn what_the_aggregated_server_has_written_survives_an_apply() {
     });
     let file = cluster.write("api-service.json", &own.to_string());
     let written = ["apply", "--server-side", "--field-manager=server", "-f", path(&file)];
-    said(cluster.kubectl(&written));
+    stdout_of(cluster.kubectl(&written));
     let secrets: Api<Secret> = cluster.api_in(SERVERS);
     let kept = json!({ "stringData": { "tls.crt": "kept" } });
     cluster.merge(&secrets, SECRET, &kept);
 
-    said(apply(cluster, &deploy("aggregated-api")));
-    let shown = said(cluster.kubectl(&["get", "apiservice", API_SERVICE, "-o", "json"]));
+    stdout_of(apply(cluster, &deploy("aggregated-api")));
+    let shown = stdout_of(cluster.kubectl(&["get", "apiservice", API_SERVICE, "-o", "json"]));
     let shown: Value = serde_json::from_str(&shown).unwrap();
     assert_eq!(shown["spec"]["caBundle"], bundle);
     assert_eq!(shown["spec"]["service"]["name"], SERVER);
@@ -392,7 +392,7 @@ fn what_the_aggregated_server_has_written_survives_an_apply() {
 #[test]
 fn a_command_without_an_aggregated_server_says_what_is_missing() {
     let Some(cluster) = shared() else { return };
-    said(apply(cluster, &deploy("aggregated-api")));
+    stdout_of(apply(cluster, &deploy("aggregated-api")));
     let user = user(cluster);
     let kubeconfig = cluster.kubeconfig_of(&user);
     let told = || {
@@ -410,7 +410,7 @@ fn a_command_without_an_aggregated_server_says_what_is_missing() {
         (step && told.contains("not done within 2s")).then_some(())
     });
     // What is not this version's goes on.
-    said(cluster.kubectl(&["get", "driverdiscoveries"]));
+    stdout_of(cluster.kubectl(&["get", "driverdiscoveries"]));
     without_api_service(cluster);
     cluster.wait_for("the APIService is gone", || {
         let told = told();

@@ -3,7 +3,7 @@
 use support::cluster::shared;
 
 use serde_json::Value;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::path;
 
 use super::{overlay, pods};
@@ -28,7 +28,7 @@ fn with_the_components_of_cert_manager_each_role_shows_its_certificate() {
         ),
     ] {
         let with = overlay(cluster, directory, &format!("cert-manager/{component}"));
-        let text = said(cluster.kubectl(&["kustomize", path(&with)]));
+        let text = stdout_of(cluster.kubectl(&["kustomize", path(&with)]));
         let all = text.split("\n---\n").map(|one| serde_saphyr::from_str(one).unwrap());
         let all: Vec<Value> = all.collect();
         let certificate = pods::only(&all, "Certificate");

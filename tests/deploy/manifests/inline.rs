@@ -7,7 +7,7 @@ use super::admission::{inline, namespace_for_pods, pod, without_webhooks};
 use super::pods::{are_known, only};
 use super::{DRIVER, apply, deploy, objects};
 use support::cluster::Cluster;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::path;
 
 /// What the API server says to an object, every field of which it has to know; nothing is kept.
@@ -87,20 +87,20 @@ fn lifecycle_modes_of_a_driver_are_checked_and_cannot_be_changed() {
 
     // An existing object refuses the change: hence the step in docs/guide/upgrade.md.
     let file = cluster.write("driver.json", &driver(&json!(["Persistent"])).to_string());
-    super::said(cluster.kubectl(&["create", "-f", path(&file)]));
+    super::stdout_of(cluster.kubectl(&["create", "-f", path(&file)]));
     let wider = json!({ "spec": { "volumeLifecycleModes": ["Persistent", "Ephemeral"] } });
     let wider = wider.to_string();
     let patch = ["patch", "csidriver", "modes.example", "--type=merge", "-p", &wider];
     let output = cluster.kubectl(&patch);
     let told = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && told.contains("immutable"), "{told}");
-    super::said(cluster.kubectl(&["delete", "csidriver", "modes.example"]));
+    super::stdout_of(cluster.kubectl(&["delete", "csidriver", "modes.example"]));
 }
 
 #[test]
 fn inline_volumes_are_served_on_every_node_without_controllers() {
     let Some(cluster) = shared() else { return };
-    said(apply(cluster, &deploy("inline")));
+    stdout_of(apply(cluster, &deploy("inline")));
     let all = objects(cluster, "inline");
     let kinds: Vec<&str> = all.iter().map(|object| object["kind"].as_str().unwrap()).collect();
     for kind in &kinds {

@@ -24,7 +24,7 @@ use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::path;
 
 /// Where it is installed, and the name of the driver.
@@ -62,14 +62,19 @@ fn apply(cluster: &Cluster, directory: &Path) -> Output {
 }
 
 fn apply_base(cluster: &Cluster) {
-    said(apply(cluster, &deploy("base")));
+    stdout_of(apply(cluster, &deploy("base")));
 }
 
 /// The same, with nothing that a sidecar has written.
 fn apply_base_anew(cluster: &Cluster) {
     let secret = "secret/csi-loopback-metadata-tls";
-    said(cluster.kubectl(&["delete", "--ignore-not-found", "-n", NAMESPACE, secret]));
-    said(cluster.kubectl(&["delete", "--ignore-not-found", "snapshotmetadataservice", DRIVER]));
+    stdout_of(cluster.kubectl(&["delete", "--ignore-not-found", "-n", NAMESPACE, secret]));
+    stdout_of(cluster.kubectl(&[
+        "delete",
+        "--ignore-not-found",
+        "snapshotmetadataservice",
+        DRIVER,
+    ]));
     apply_base(cluster);
 }
 
@@ -90,7 +95,7 @@ fn overlay(cluster: &Cluster, directory: &str, component: &str) -> PathBuf {
 
 /// The objects of a directory, as the API server has them.
 fn objects(cluster: &Cluster, directory: &str) -> Vec<Value> {
-    let list = said(cluster.kubectl(&["get", "-o", "json", "-k", path(&deploy(directory))]));
+    let list = stdout_of(cluster.kubectl(&["get", "-o", "json", "-k", path(&deploy(directory))]));
     let mut list: Value = serde_json::from_str(&list).unwrap();
     match list["items"].take() {
         Value::Array(items) => items,
@@ -116,7 +121,7 @@ fn every_manifest_applies_and_a_second_time_changes_nothing() {
     let Some(cluster) = shared() else { return };
     for directory in directories() {
         let applied = || {
-            said(apply(cluster, &deploy(&directory)));
+            stdout_of(apply(cluster, &deploy(&directory)));
             let mut found = objects(cluster, &directory);
             for object in &mut found {
                 // It counts writes, also those that change nothing but who owns a field.
@@ -224,7 +229,7 @@ fn the_definition_takes_good_services_and_refuses_others() {
     }
     assert!(verdict(cluster, |spec| spec["adress"] = json!("a misspelt field")).is_err());
 
-    let definition = said(cluster.kubectl(&["get", "crd", "snapshotmetadataservices.cbt.storage.k8s.io",
+    let definition = stdout_of(cluster.kubectl(&["get", "crd", "snapshotmetadataservices.cbt.storage.k8s.io",
         "-o", "jsonpath={.spec.scope} {.spec.names.shortNames[*]} {.metadata.annotations.api-approved\\.kubernetes\\.io}"]));
     let approved = "https://github.com/kubernetes-csi/external-snapshot-metadata/pull/2";
     assert_eq!(definition, format!("Cluster sms {approved}"));

@@ -13,7 +13,7 @@ use super::runtime::{argument, container, on_node, socket};
 use super::{NAMESPACE, account, apply, deploy, objects, overlay, sidecar};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::path;
 
 /// The proxy's ServiceAccount, DaemonSet and ClusterRole.
@@ -34,7 +34,7 @@ fn others_proxy() -> Account {
 }
 
 fn applied(cluster: &Cluster, directory: &str) -> Vec<Value> {
-    said(apply(cluster, &deploy(directory)));
+    stdout_of(apply(cluster, &deploy(directory)));
     objects(cluster, directory)
 }
 
@@ -95,7 +95,7 @@ fn what_would_give_the_node_proxy_more_is_refused_to_it() {
 /// The other tests expect it without the component.
 fn without_claims(cluster: &Cluster) {
     for kind in ["clusterrolebinding", "clusterrole"] {
-        said(cluster.kubectl(&["delete", "--ignore-not-found", kind, CLAIMS]));
+        stdout_of(cluster.kubectl(&["delete", "--ignore-not-found", kind, CLAIMS]));
     }
 }
 
@@ -104,7 +104,7 @@ fn the_node_proxy_reads_claims_only_with_the_component() {
     let Some(cluster) = shared() else { return };
     // In front of another's driver, the account is another.
     for (directory, who) in [("node-proxy", proxy()), (OTHER, others_proxy())] {
-        said(apply(cluster, &overlay(cluster, directory, "node-proxy-claims")));
+        stdout_of(apply(cluster, &overlay(cluster, directory, "node-proxy-claims")));
         let table: &[Right] = &[
             (true, "default", "get", "", "persistentvolumeclaims", "any"),
             (false, "", "list", "", "persistentvolumeclaims", ""),
@@ -235,9 +235,16 @@ fn the_node_proxy_goes_in_front_of_another_providers_driver() {
 
     // What the provider has given is as it was, but for where the registrar asks and points.
     let file = path(&deploy(OTHER)).to_owned() + "/driver.yaml";
-    said(cluster.kubectl(&["apply", "--server-side", "-f", &file]));
-    let shown =
-        said(cluster.kubectl(&["get", "-n", OTHERS, "daemonset", "block-csi-node", "-o", "json"]));
+    stdout_of(cluster.kubectl(&["apply", "--server-side", "-f", &file]));
+    let shown = stdout_of(cluster.kubectl(&[
+        "get",
+        "-n",
+        OTHERS,
+        "daemonset",
+        "block-csi-node",
+        "-o",
+        "json",
+    ]));
     let mut given: Value = serde_json::from_str(&shown).unwrap();
     given["spec"]["template"]["spec"]["containers"][1]["args"] =
         container(driver, "node-driver-registrar")["args"].clone();

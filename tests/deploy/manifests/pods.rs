@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::{DRIVER, NAMESPACE, admission, aggregated, apply, deploy, directories, objects};
 use support::cluster::Cluster;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 
 /// (object, container, pod's spec) of everything that runs, as the API server has it, of all directories.
 fn containers(cluster: &Cluster) -> &'static [(String, Value, Value)] {
@@ -24,7 +24,7 @@ fn containers(cluster: &Cluster) -> &'static [(String, Value, Value)] {
 fn apply_and_read(cluster: &Cluster) -> Vec<(String, Value, Value)> {
     let mut found = Vec::new();
     for directory in directories() {
-        said(apply(cluster, &deploy(&directory)));
+        stdout_of(apply(cluster, &deploy(&directory)));
         let all = objects(cluster, &directory);
         // Before other directories' pods with inline volumes are made.
         admission::without_webhooks(cluster);

@@ -17,7 +17,7 @@ use super::{
 };
 use support::cluster::Cluster;
 use support::cluster::access::Account;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 
 /// What the account may do in the namespace (SelfSubjectRulesReview): "GROUP/RESOURCE[NAME] VERB", where the
 /// group of Kubernetes itself is empty.
@@ -123,7 +123,7 @@ fn each_account_has_the_rights_of_this_list_and_no_more() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_sessions(cluster);
-    said(apply(cluster, &deploy("examples/backup-app")));
+    stdout_of(apply(cluster, &deploy("examples/backup-app")));
     let controller = account(NAMESPACE, "csi-loopback-controller");
     let backup = account("backup-app", "backup-app");
     let table: &[Rights] = &[
@@ -269,7 +269,7 @@ fn the_sidecar_writes_its_own_service_and_secret_and_an_apply_keeps_them() {
 #[test]
 fn a_snapshotter_secret_is_for_those_who_need_it() {
     let Some(cluster) = shared() else { return };
-    said(apply(cluster, &overlay(cluster, "base", "snapshotter-secret")));
+    stdout_of(apply(cluster, &overlay(cluster, "base", "snapshotter-secret")));
 
     let secret = "csi-loopback-snapshotter";
     for name in ["csi-loopback-metadata", "csi-loopback-controller"] {
@@ -282,7 +282,7 @@ fn a_snapshotter_secret_is_for_those_who_need_it() {
         assert!(!may(cluster, &who, "default", "get", "", "secrets", secret));
     }
     let class =
-        said(cluster.kubectl(&["get", "volumesnapshotclass", "csi-loopback", "-o", "json"]));
+        stdout_of(cluster.kubectl(&["get", "volumesnapshotclass", "csi-loopback", "-o", "json"]));
     let class: Value = serde_json::from_str(&class).unwrap();
     let key =
         |name: &str| &class["parameters"][format!("csi.storage.k8s.io/snapshotter-secret-{name}")];
@@ -290,7 +290,7 @@ fn a_snapshotter_secret_is_for_those_who_need_it() {
     // The other tests expect it without. (A namespace that is deleted never ends here: nothing of it may go.)
     for kind in ["rolebinding", "role"] {
         let arguments = ["delete", "-n", NAMESPACE, kind, "csi-loopback-snapshotter-secret"];
-        said(cluster.kubectl(&arguments));
+        stdout_of(cluster.kubectl(&arguments));
     }
     apply_base(cluster);
 }
@@ -303,16 +303,16 @@ fn the_sidecar_may_annotate_contents_only_where_it_publishes_bases() {
     let may_patch =
         |what: &str| may(cluster, &who, "", "patch", "snapshot.storage.k8s.io", what, "");
     assert!(!may_patch("volumesnapshotcontents"));
-    said(apply(cluster, &overlay(cluster, "base", "publish-bases")));
+    stdout_of(apply(cluster, &overlay(cluster, "base", "publish-bases")));
     cluster.wait_for("the right", || may_patch("volumesnapshotcontents").then_some(()));
     assert!(!may_patch("volumesnapshotcontents/status") && !may_patch("volumesnapshots"));
     let driver = ["get", "-n", NAMESPACE, "statefulset", "csi-loopback", "-o", "json"];
-    let driver: Value = serde_json::from_str(&said(cluster.kubectl(&driver))).unwrap();
+    let driver: Value = serde_json::from_str(&stdout_of(cluster.kubectl(&driver))).unwrap();
     let sidecar = &driver["spec"]["template"]["spec"]["containers"][3];
     assert!(sidecar["args"].as_array().unwrap().contains(&json!("--publish-bases")), "{sidecar}");
     // The other tests expect it without.
     for kind in ["clusterrolebinding", "clusterrole"] {
-        said(cluster.kubectl(&["delete", kind, "csi-loopback-publish-bases"]));
+        stdout_of(cluster.kubectl(&["delete", kind, "csi-loopback-publish-bases"]));
     }
     apply_base(cluster);
 }

@@ -12,13 +12,13 @@ use serde_json::{Value, json};
 use super::pods::{are_known, only};
 use super::{DRIVER, apply, deploy, objects, path};
 use support::cluster::Cluster;
-use support::cluster::programs::said;
+use support::cluster::programs::stdout_of;
 use support::skip;
 
 const FLAG: &str = "--enable-defer-fs-ops";
 
 fn runtime(cluster: &Cluster) -> Vec<Value> {
-    said(apply(cluster, &deploy("runtime")));
+    stdout_of(apply(cluster, &deploy("runtime")));
     objects(cluster, "runtime")
 }
 
@@ -133,7 +133,7 @@ fn the_policy_shown_in_deploy_admission_covers_the_examples_of_deploy_runtime() 
     let (name, inline) = (&storage["metadata"]["name"], json!(""));
     assert_eq!(pairs, [(name, &class), (&inline, &class)]);
 
-    said(apply(cluster, &deploy("examples/runtime")));
+    stdout_of(apply(cluster, &deploy("examples/runtime")));
     let examples = objects(cluster, "examples/runtime");
     let claim = only(&examples, "PersistentVolumeClaim");
     assert_eq!(claim["spec"]["accessModes"], json!(["ReadWriteOncePod"]));
@@ -156,7 +156,7 @@ fn containerd_takes_the_handler_of_deploy_runtime() {
     let Ok(dumped) = dumped else {
         return skip("there is no containerd");
     };
-    let text = said(dumped);
+    let text = stdout_of(dumped);
     let handler = only(&runtime(cluster), "RuntimeClass")["handler"].as_str().unwrap().to_owned();
     let table = format!("runtimes.{handler}]");
     let (_, of_handler) = text.split_once(&table).unwrap_or_else(|| panic!("no {table} in {text}"));
@@ -179,7 +179,7 @@ fn the_runtime_takes_the_configuration_of_deploy_runtime() {
     assert_eq!(configured["crustDir"], crust::DEFAULT_DIRECTORY);
     // With `true` in the place of runc, which may not be here: all that is not its own is passed on, and the file is read first.
     let with = |text: String| cluster.write("oci-runtime.yaml", &text);
-    said(version(&with(text.replace("runtime: runc", "runtime: true"))));
+    stdout_of(version(&with(text.replace("runtime: runc", "runtime: true"))));
     let misspelt = version(&with(text.replace("crustDir", "crustDirectory")));
     let told = String::from_utf8_lossy(&misspelt.stderr).into_owned();
     assert!(!misspelt.status.success() && told.contains("crustDirectory"), "{told}");

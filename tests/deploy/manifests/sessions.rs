@@ -20,7 +20,7 @@ use super::rights::{Right, holds};
 use super::{DRIVER, NAMESPACE, account, apply, apply_base, deploy, objects, pods, sidecar};
 use support::cluster::Cluster;
 use support::cluster::access::Account;
-use support::cluster::programs::{finish, said};
+use support::cluster::programs::{finish, stdout_of};
 
 /// Where the session manager is installed.
 pub const MANAGERS: &str = "csi-loopback-sessions";
@@ -42,8 +42,8 @@ pub fn session_backup() -> Account {
 }
 
 pub fn apply_sessions(cluster: &Cluster) {
-    said(apply(cluster, &deploy("session-manager")));
-    said(apply(cluster, &deploy("examples/backup-app-session")));
+    stdout_of(apply(cluster, &deploy("session-manager")));
+    stdout_of(apply(cluster, &deploy("examples/backup-app-session")));
 }
 
 /// Has the API server, which is no pod here, call the webhook at a port of this machine.
@@ -53,7 +53,7 @@ pub fn call_webhook_at(cluster: &Cluster, port: u16) {
         { "op": "replace", "path": "/webhooks/0/clientConfig", "value": { "url": url } },
     ]);
     let object = ["patch", "validatingwebhookconfiguration", MANAGER, "--type=json", "-p"];
-    said(cluster.kubectl(&[&object[..], &[&patch.to_string()]].concat()));
+    stdout_of(cluster.kubectl(&[&object[..], &[&patch.to_string()]].concat()));
 }
 
 /// Whether a manager answers the webhook.
@@ -69,7 +69,7 @@ pub fn apply_anew(cluster: &Cluster) {
         ["snapshotserviceconfiguration", DRIVER],
     ] {
         let delete = ["delete", "--ignore-not-found", "--namespace", MANAGERS];
-        said(cluster.kubectl(&[&delete[..], &object].concat()));
+        stdout_of(cluster.kubectl(&[&delete[..], &object].concat()));
     }
     apply_sessions(cluster);
 }
@@ -295,7 +295,7 @@ fn the_built_in_roles_reach_no_session() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_sessions(cluster);
-    let roles = said(cluster.kubectl(&["get", "clusterroles", "-o", "json"]));
+    let roles = stdout_of(cluster.kubectl(&["get", "clusterroles", "-o", "json"]));
     let roles: Value = serde_json::from_str(&roles).unwrap();
     for role in roles["items"].as_array().unwrap() {
         let ours = role["rules"].to_string().contains(CBT);
@@ -381,10 +381,10 @@ fn verdict(cluster: &Cluster) -> Result<(), String> {
 fn without_a_manager_no_session_is_made_and_all_can_be_cleaned_up() {
     let Some(cluster) = shared() else { return };
     // A session from when there was a manager, or no webhook yet.
-    said(apply(cluster, &deploy("examples/backup-app-session")));
+    stdout_of(apply(cluster, &deploy("examples/backup-app-session")));
     apply_base(cluster);
     let webhook = ["delete", "--ignore-not-found", "validatingwebhookconfiguration", MANAGER];
-    said(cluster.kubectl(&webhook));
+    stdout_of(cluster.kubectl(&webhook));
     cluster.wait_for("the end of the webhook", || verdict(cluster).is_ok().then_some(()));
     let requests: Api<SnapshotSessionRequest> = cluster.api_in(DEMO);
     let metadata = json!({ "name": "left", "finalizers": [FINALIZER] });
@@ -401,7 +401,7 @@ fn without_a_manager_no_session_is_made_and_all_can_be_cleaned_up() {
     });
     cluster.create(&data, object);
 
-    said(apply(cluster, &deploy("session-manager")));
+    stdout_of(apply(cluster, &deploy("session-manager")));
     cluster.wait_for("the webhook", || verdict(cluster).is_err().then_some(()));
     let told = verdict(cluster).unwrap_err();
     assert!(told.contains("failed calling webhook"), "{told}");
@@ -411,7 +411,7 @@ fn without_a_manager_no_session_is_made_and_all_can_be_cleaned_up() {
     let mut clean_up = Command::new(binary());
     clean_up.args(["--mode", "session-manager", "--clean-up", "--kubeconfig"]);
     clean_up.arg(cluster.kubeconfig());
-    let told = said(finish(clean_up));
+    let told = stdout_of(finish(clean_up));
     assert!(told.contains("deleted 1 SnapshotSessionRequests and 1 SnapshotSessionData"), "{told}");
     cluster.wait_until_gone(&requests, "left");
     cluster.wait_until_gone(&data, TOKEN);
@@ -420,7 +420,7 @@ fn without_a_manager_no_session_is_made_and_all_can_be_cleaned_up() {
 #[test]
 fn the_managers_pods_are_admitted_as_restricted() {
     let Some(cluster) = shared() else { return };
-    said(apply(cluster, &deploy("session-manager")));
+    stdout_of(apply(cluster, &deploy("session-manager")));
     let all = objects(cluster, "session-manager");
     pods::of_deployment(cluster, MANAGERS, &all, &[]);
     let webhook = &pods::only(&all, "ValidatingWebhookConfiguration")["webhooks"][0];
@@ -433,7 +433,7 @@ fn the_managers_pods_are_admitted_as_restricted() {
 #[test]
 fn what_the_manager_has_written_survives_an_apply() {
     let Some(cluster) = shared() else { return };
-    said(apply(cluster, &deploy("session-manager")));
+    stdout_of(apply(cluster, &deploy("session-manager")));
     // As the manager writes them.
     let client = cluster.client_as(&manager());
     let (leases, secrets): (Api<Lease>, Api<Secret>) =
@@ -460,7 +460,7 @@ fn what_the_manager_has_written_survives_an_apply() {
     let params = PatchParams::apply("manager").force();
     cluster.block_on(webhooks.patch(MANAGER, &params, &Patch::Apply(&bundle))).unwrap();
 
-    said(apply(cluster, &deploy("session-manager")));
+    stdout_of(apply(cluster, &deploy("session-manager")));
     let lease = cluster.block_on(leases.get(MANAGER)).unwrap();
     assert_eq!(lease.spec.unwrap().holder_identity.as_deref(), Some("one"));
     let data = cluster.block_on(secrets.get(secret)).unwrap().data.unwrap();

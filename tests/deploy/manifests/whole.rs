@@ -15,7 +15,7 @@ use super::sessions;
 use super::{DRIVER, NAMESPACE, account, apply, apply_base_anew, deploy, objects, sidecar};
 use support::cluster::Cluster;
 use support::cluster::manager::{self, Start};
-use support::cluster::programs::{Process, Served, finish, free_port, said};
+use support::cluster::programs::{Process, Served, finish, free_port, stdout_of};
 use support::cluster::sidecar::spawn_at;
 use support::cluster::sidecar_rig::{CAPACITY, client_at, collect};
 use support::cluster::storage::Ready;
@@ -121,7 +121,7 @@ impl Stage {
 fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
     let Some(cluster) = shared() else { return };
     apply_base_anew(cluster);
-    said(apply(cluster, &deploy("examples/backup-app")));
+    stdout_of(apply(cluster, &deploy("examples/backup-app")));
     let stage = Stage::set(cluster);
     let mut served = stage.sidecar(cluster, &[]);
     // Whom to trust, the sidecar says itself.
@@ -132,7 +132,7 @@ fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
     });
     let backup = account("backup-app", "backup-app");
     let security_token = cluster.token(&backup, Some(&audience(cluster)));
-    let ask = |asked: support::cluster::sidecar_rig::Asked| {
+    let ask = |asked: support::cluster::sidecar_rig::MetadataRequest| {
         let answer = collect(client_at(cluster, &served, &authority), asked);
         match cluster.block_on(answer) {
             Ok(answer) => answer.extents(),
@@ -161,7 +161,7 @@ fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
 fn the_rights_of_deploy_suffice_for_group_snapshots() {
     let Some(cluster) = shared() else { return };
     apply_base_anew(cluster);
-    said(apply(cluster, &deploy("examples/backup-app")));
+    stdout_of(apply(cluster, &deploy("examples/backup-app")));
     let stage = Stage::set(cluster);
     let (other, other_claim) =
         (stage.driver.volume("other", CAPACITY, block()), cluster.unique("other"));
@@ -169,7 +169,8 @@ fn the_rights_of_deploy_suffice_for_group_snapshots() {
     stage.driver.with_device(&stage.volume, |device| {
         write_direct(device, 900 * BLOCK, &pattern(900, BLOCK as usize));
     });
-    let kubectl = |arguments: &[&str]| said(cluster.kubectl(&[&["-n", DEMO], arguments].concat()));
+    let kubectl =
+        |arguments: &[&str]| stdout_of(cluster.kubectl(&[&["-n", DEMO], arguments].concat()));
     for claim in [&stage.claim, &other_claim] {
         kubectl(&["label", "persistentvolumeclaim", claim, "part-of=database"]);
     }
@@ -264,13 +265,13 @@ fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
 
     // By hand, as the example has it.
     let request = deploy("examples/backup-app-session/request.yaml");
-    let made = said(cluster.kubectl(&["create", "-o", "name", "-f", support::path(&request)]));
+    let made = stdout_of(cluster.kubectl(&["create", "-o", "name", "-f", support::path(&request)]));
     let ready = "--for=jsonpath={.status.state}=Ready";
-    said(cluster.kubectl(&["-n", DEMO, "wait", "--timeout=60s", ready, made.trim()]));
+    stdout_of(cluster.kubectl(&["-n", DEMO, "wait", "--timeout=60s", ready, made.trim()]));
     let name = made.trim().rsplit('/').next().unwrap().to_owned();
     cluster.wait_for("the event on the request", || {
         let about = format!("--field-selector=regarding.name={name}");
-        let told = said(cluster.kubectl(&[
+        let told = stdout_of(cluster.kubectl(&[
             "-n",
             DEMO,
             "get",
@@ -281,9 +282,9 @@ fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
         ]));
         (!told.is_empty()).then_some(())
     });
-    said(cluster.kubectl(&["-n", DEMO, "delete", made.trim()]));
+    stdout_of(cluster.kubectl(&["-n", DEMO, "delete", made.trim()]));
     assert_eq!(
-        said(cluster.kubectl(&["get", "ssr,ssd", "-A", "-o", "name"])),
+        stdout_of(cluster.kubectl(&["get", "ssr,ssd", "-A", "-o", "name"])),
         "",
         "nothing is left"
     );

@@ -1,4 +1,5 @@
-//! A crust_ops that is away, fails, says nothing or is started anew. Never is the volume mounted here instead.
+//! A crust_ops that is absent, fails, does not respond or is restarted. The volume is never mounted
+//! on this host instead.
 
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::Code;
@@ -9,7 +10,7 @@ use support::driver::*;
 use support::{MIB, path};
 
 #[test]
-fn without_crust_ops_nothing_is_published_and_it_is_once_that_is_back() {
+fn publish_fails_until_crust_ops_is_reachable() {
     with_rig("30s", |rig| {
         let volume = rig.staged("a");
         let target = rig.driver.target(&volume);
@@ -25,7 +26,7 @@ fn without_crust_ops_nothing_is_published_and_it_is_once_that_is_back() {
         rig.driver.ok(rig.deferring(&volume));
         assert!(rig.crust.staged(&target).is_some());
         assert_eq!(rig.counted(), 1);
-        // It is asked anew on a connection of its own, however often it is restarted.
+        // Each call uses a new connection, however often crust_ops restarts.
         for _ in 0..3 {
             rig.crust.stop();
             rig.driver.refused(rig.stats(&volume), Code::Unavailable, "RuntimeGetVolumeStats: ");
@@ -47,13 +48,13 @@ fn without_crust_ops_nothing_is_published_and_it_is_once_that_is_back() {
 }
 
 #[test]
-fn a_publish_that_failed_can_be_undone() {
+fn a_failed_deferred_publish_can_be_undone() {
     with_rig("30s", |rig| {
         let volume = rig.staged("a");
         let target = rig.driver.target(&volume);
         rig.crust.is(Mood::Fails(Code::Internal, Some("stage")));
         let refused = rig.driver.call(rig.deferring(&volume)).unwrap_err();
-        // Kubelet undoes a call whose end it does not know, and that alone.
+        // Kubelet undoes only calls with an unknown result.
         assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
         assert!(refused.message().contains("INTERNAL: on purpose"), "{refused:?}");
         rig.driver.take_down(&volume);
@@ -63,7 +64,7 @@ fn a_publish_that_failed_can_be_undone() {
 }
 
 #[test]
-fn a_crust_ops_that_says_nothing_does_not_hold_the_driver_up() {
+fn a_silent_crust_ops_does_not_block_the_driver() {
     with_rig("200ms", |rig| {
         let (volume, other) = (rig.staged("a"), rig.staged("b"));
         rig.crust.is(Mood::Silent);
@@ -81,7 +82,7 @@ fn a_crust_ops_that_says_nothing_does_not_hold_the_driver_up() {
 }
 
 #[test]
-fn each_answer_of_crust_ops_has_its_code_and_its_words() {
+fn each_crust_ops_error_keeps_its_code_and_message() {
     with_rig("30s", |rig| {
         let volume = rig.deferred("a");
         let target = rig.driver.target(&volume);
@@ -102,9 +103,9 @@ fn each_answer_of_crust_ops_has_its_code_and_its_words() {
             rig.driver.refused(grow(), grown, "on purpose");
             match stats {
                 Code::Ok => {
-                    let told = rig.driver.ok(rig.stats(&volume));
-                    let condition = told.volume_condition.unwrap();
-                    assert!(told.usage.is_empty() && condition.message.contains("on purpose"));
+                    let reported = rig.driver.ok(rig.stats(&volume));
+                    let condition = reported.volume_condition.unwrap();
+                    assert!(reported.usage.is_empty() && condition.message.contains("on purpose"));
                     assert_eq!(condition.abnormal, code != Code::Unavailable, "{code:?}");
                 }
                 stats => rig.driver.refused(rig.stats(&volume), stats, "on purpose"),

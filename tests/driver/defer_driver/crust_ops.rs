@@ -1,4 +1,4 @@
-//! A crust_ops that does what a test asks of it.
+//! A scripted crust_ops.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,16 +12,16 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 use tonic::{Code, Request, Response, Status};
 
-/// What it answers.
+/// How it responds.
 #[derive(Debug, Clone, Default)]
 pub enum Mood {
     #[default]
     Well,
-    /// This code, to the method with the name, or to all.
+    /// With this code, to the named method or to all.
     Fails(Code, Option<&'static str>),
-    /// Never.
+    /// Does not respond.
     Silent,
-    /// An answer to stats that cannot be true.
+    /// With invalid stats.
     Lies,
 }
 
@@ -29,12 +29,12 @@ pub enum Mood {
 struct State {
     mood: Mood,
     staged: BTreeMap<String, api::RuntimeStageVolumeRequest>,
-    /// Names of methods, as they were called.
+    /// Names of the called methods, in order.
     calls: Vec<&'static str>,
     expanded: Vec<api::RuntimeExpandVolumeRequest>,
 }
 
-/// The service, and the directory of its socket. It outlives a stop of the server.
+/// The service, and the directory of its socket. It survives a stop of the server.
 pub struct CrustOps {
     directory: TempDir,
     state: Arc<Mutex<State>>,
@@ -76,7 +76,7 @@ impl CrustOps {
         self.server = Some(threads);
     }
 
-    /// As a kill: connections break.
+    /// Like a kill: connections break.
     pub fn stop(&mut self) {
         if let Some(server) = self.server.take() {
             server.shutdown_background();
@@ -138,8 +138,8 @@ impl Runtime for Service {
         request: Request<api::RuntimeStageVolumeRequest>,
     ) -> Result<Response<api::RuntimeStageVolumeResponse>, Status> {
         self.called("stage").await?;
-        let asked = request.into_inner();
-        self.state().staged.insert(asked.volume_target_path.clone(), asked);
+        let req = request.into_inner();
+        self.state().staged.insert(req.volume_target_path.clone(), req);
         Ok(Response::new(Default::default()))
     }
 

@@ -1,4 +1,4 @@
-//! Stories 5 and 6: the driver is started without the feature, and then with it again.
+//! Stories 5 and 6: the driver runs without the feature, and then with it again.
 
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::Code;
@@ -10,7 +10,7 @@ use support::driver::*;
 const FLAG: &str = "--enable-defer-fs-ops";
 
 #[test]
-fn story_5_a_downgraded_driver_lets_the_pod_go_and_answers_for_it_in_no_other_way() {
+fn story_5_a_downgraded_driver_only_unpublishes() {
     with_rig("30s", |rig| {
         let (gone, stays) = (rig.deferred("gone"), rig.deferred("stays"));
         rig.driver.ok(expand(&stays, 64 * MIB));
@@ -24,11 +24,11 @@ fn story_5_a_downgraded_driver_lets_the_pod_go_and_answers_for_it_in_no_other_wa
         let grow = expand_on_node(&stays, &rig.driver.target(&stays));
         rig.driver.refused(grow.clone(), Code::FailedPrecondition, FLAG);
         let before = rig.crust.calls().len();
-        // The pod ends. Kubelet does not send the field, and there is nobody to be told.
+        // The pod ends. Kubelet does not send the field, and there is no crust_ops.
         rig.driver.take_down(&gone);
         assert!(is_gone(&rig.driver.target(&gone)));
         assert_eq!(rig.crust.calls().len(), before);
-        // The other one's pod sees the upgrade.
+        // The other volume's pod still exists at the upgrade.
         rig.restart(true);
         assert_eq!(rig.driver.ok(rig.stats(&stays)).usage[0].total, 1000);
         rig.driver.ok(grow);
@@ -39,7 +39,7 @@ fn story_5_a_downgraded_driver_lets_the_pod_go_and_answers_for_it_in_no_other_wa
 }
 
 #[test]
-fn story_6_a_downgraded_driver_starts_no_pod_whose_volume_is_to_be_deferred() {
+fn story_6_a_downgraded_driver_publishes_no_deferred_volume() {
     with_rig("30s", |rig| {
         let volume = rig.staged("field");
         rig.restart(false);
@@ -49,7 +49,7 @@ fn story_6_a_downgraded_driver_starts_no_pod_whose_volume_is_to_be_deferred() {
             rig.assert_not_mounted(&volume);
             assert!(is_gone(&target));
         }
-        // What was staged for it can be mounted here, where nobody has asked for another mount.
+        // The staged volume can be mounted on this host if no deferral is requested.
         rig.driver.ok(rig.driver.publishing(&volume, &target, &one_pod()));
         assert_eq!(mounts_at(&target).len(), 1);
         rig.driver.unpublish(&volume, &target);

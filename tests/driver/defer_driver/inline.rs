@@ -1,4 +1,4 @@
-//! Volumes of pods that a runtime mounts.
+//! Deferred inline volumes.
 
 use csi_loopback::proto::csi::v1 as csi;
 use tonic::Code;
@@ -14,7 +14,7 @@ fn deferred(volume: &PodVolume) -> csi::NodePublishVolumeRequest {
 }
 
 #[test]
-fn a_pods_own_volume_is_left_to_a_runtime_by_the_field() {
+fn the_field_defers_an_inline_volume() {
     with_rig("30s", |rig| {
         let driver = &rig.driver;
         for pod in ["one", "two"] {
@@ -27,11 +27,11 @@ fn a_pods_own_volume_is_left_to_a_runtime_by_the_field() {
                 assert!(!is_mounted(&volume.target) && volume.target.is_dir());
             }
             assert_eq!(rig.counted(), before + 1);
-            let told = rig.crust.staged(&volume.target).unwrap();
+            let reported = rig.crust.staged(&volume.target).unwrap();
             let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-            assert!(!mounts.contains(&format!(" {} ", told.volume_backing_path)), "{mounts}");
-            let told = driver.ok(stats(&volume.handle, path(&volume.target)));
-            assert_eq!(told.usage[0].total, 1000);
+            assert!(!mounts.contains(&format!(" {} ", reported.volume_backing_path)), "{mounts}");
+            let reported = driver.ok(stats(&volume.handle, path(&volume.target)));
+            assert_eq!(reported.usage[0].total, 1000);
             let grow = expand_on_node(&volume.handle, &volume.target);
             driver.refused(grow, Code::FailedPrecondition, "keeps its size");
             driver.unpublish(&volume.handle, &volume.target);
@@ -41,7 +41,7 @@ fn a_pods_own_volume_is_left_to_a_runtime_by_the_field() {
 }
 
 #[test]
-fn a_pods_own_volume_is_refused_while_the_feature_is_off_and_goes_in_any_case() {
+fn a_deferred_inline_volume_needs_the_feature_only_to_publish() {
     with_rig("30s", |rig| {
         let volume = pod_volume(&rig.driver, "one", "scratch");
         std::fs::create_dir_all(volume.target.parent().unwrap()).unwrap();
@@ -50,13 +50,13 @@ fn a_pods_own_volume_is_refused_while_the_feature_is_off_and_goes_in_any_case() 
         rig.restart(false);
         let flag = "--enable-defer-fs-ops";
         rig.driver.refused(publish.clone(), Code::FailedPrecondition, flag);
-        let told = stats(&volume.handle, path(&volume.target));
-        rig.driver.refused(told, Code::FailedPrecondition, flag);
+        let reported = stats(&volume.handle, path(&volume.target));
+        rig.driver.refused(reported, Code::FailedPrecondition, flag);
         rig.driver.unpublish(&volume.handle, &volume.target);
         assert!(is_gone(&volume.target));
         rig.driver.refused(publish, Code::FailedPrecondition, flag);
         assert!(is_gone(&volume.target) && !is_mounted(&volume.target));
-        // The crust_ops of then was not told.
+        // The earlier crust_ops was not called.
         rig.restart(true);
     });
 }

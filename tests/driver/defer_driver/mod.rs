@@ -1,5 +1,6 @@
-//! Runtime assisted mounting (KEP-2857) as kubelet sees it: the real driver over its socket, with a crust_ops that a test can
-//! make fail, and with the real one. Whatever fails, nothing is ever mounted on this host instead.
+//! Runtime assisted mounting (KEP-2857) with kubelet's calls: the real driver over its socket, with
+//! a scripted crust_ops that can fail, and with the real one. No failure leads to a mount on this
+//! host.
 
 mod away;
 mod crust_ops;

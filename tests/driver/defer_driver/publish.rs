@@ -1,4 +1,4 @@
-//! What is published for a runtime, and what becomes of it.
+//! Deferred publications and their end.
 
 use csi::node_service_capability::{Type as Node, rpc::Type as N};
 use csi_loopback::proto::crust::volume_group_change_policy::Policy;
@@ -19,7 +19,7 @@ fn capabilities(driver: &Driver) -> Vec<i32> {
 }
 
 #[test]
-fn the_capabilities_are_advertised_with_the_flag_and_only_then() {
+fn deferral_capabilities_require_the_flag() {
     with_rig("30s", |rig| {
         let extensions = [
             N::DeferFsOps,
@@ -38,7 +38,7 @@ fn the_capabilities_are_advertised_with_the_flag_and_only_then() {
 }
 
 #[test]
-fn a_volume_that_is_left_to_a_runtime_is_told_to_it_and_mounted_nowhere_here() {
+fn a_deferred_volume_is_passed_to_crust_ops_not_mounted() {
     with_rig("30s", |rig| {
         let volume = rig.staged("a");
         rig.assert_not_mounted(&volume);
@@ -54,34 +54,37 @@ fn a_volume_that_is_left_to_a_runtime_is_told_to_it_and_mounted_nowhere_here() {
         }
         assert!(target.is_dir());
         assert_eq!(rig.counted(), 1, "a call that is repeated counts once");
-        let told = rig.crust.staged(&target).unwrap();
-        assert_eq!(told.volume_type.unwrap().r#type(), Type::Block);
-        assert!(told.volume_backing_path.starts_with("/dev/loop"), "{told:?}");
+        let reported = rig.crust.staged(&target).unwrap();
+        assert_eq!(reported.volume_type.unwrap().r#type(), Type::Block);
+        assert!(reported.volume_backing_path.starts_with("/dev/loop"), "{reported:?}");
         assert_eq!(
-            (told.fs_type.as_str(), told.volume_supplemental_group.as_str()),
+            (reported.fs_type.as_str(), reported.volume_supplemental_group.as_str()),
             ("ext4", "2000")
         );
-        let policy = told.volume_supplemental_group_change_policy.unwrap().policy();
+        let policy = reported.volume_supplemental_group_change_policy.unwrap().policy();
         assert_eq!(policy, Policy::OnRootMismatch);
 
-        let told = rig.driver.ok(rig.stats(&volume));
-        assert_eq!((told.usage[0].total, told.usage[0].used, told.usage.len()), (1000, 400, 2));
-        assert_eq!(told.volume_condition.unwrap().message, "in a container");
+        let reported = rig.driver.ok(rig.stats(&volume));
+        assert_eq!(
+            (reported.usage[0].total, reported.usage[0].used, reported.usage.len()),
+            (1000, 400, 2)
+        );
+        assert_eq!(reported.volume_condition.unwrap().message, "in a container");
         let by_field = csi::NodeGetVolumeStatsRequest { defer_fs_ops: true, ..rig.stats(&volume) };
         assert_eq!(rig.driver.ok(by_field).usage.len(), 2);
 
         rig.driver.ok(expand(&volume, 64 * MIB));
         let grown = rig.driver.ok(expand_on_node(&volume, &target)).capacity_bytes;
         assert_eq!(grown as u64, 64 * MIB);
-        let asked = rig.crust.expanded().pop().unwrap();
-        assert_eq!(asked.volume_target_path, path(&target));
-        assert_eq!(asked.capacity_range.unwrap().required_bytes as u64, 64 * MIB);
+        let req = rig.crust.expanded().pop().unwrap();
+        assert_eq!(req.volume_target_path, path(&target));
+        assert_eq!(req.capacity_range.unwrap().required_bytes as u64, 64 * MIB);
 
         rig.driver.unpublish(&volume, &target);
         assert!(rig.crust.staged(&target).is_none() && is_gone(&target));
         rig.driver.unstage(&volume);
         assert!(rig.driver.log().contains("deferred=true"), "{}", rig.driver.log());
-        // Once more is another time.
+        // Publishing again after the unpublish counts again.
         rig.driver.stage(&volume, &one_pod());
         rig.driver.ok(rig.deferring(&volume));
         assert_eq!(rig.counted(), 2);
@@ -90,7 +93,7 @@ fn a_volume_that_is_left_to_a_runtime_is_told_to_it_and_mounted_nowhere_here() {
 }
 
 #[test]
-fn what_is_not_left_to_a_runtime_is_mounted_here_and_not_counted() {
+fn a_volume_without_deferral_is_mounted_and_not_counted() {
     with_rig("30s", |rig| {
         let volume = rig.staged("a");
         let target = rig.driver.target(&volume);
@@ -115,7 +118,7 @@ fn what_is_not_left_to_a_runtime_is_mounted_here_and_not_counted() {
 }
 
 #[test]
-fn the_removed_parameter_is_refused_and_a_volume_that_was_made_with_it_is_not_mounted_here() {
+fn the_removed_parameter_is_refused_and_stays_in_effect() {
     with_rig("30s", |rig| {
         let driver = &rig.driver;
         let annotation = "cbt.storage.k8s.io/defer-fs-mount";
@@ -127,7 +130,7 @@ fn the_removed_parameter_is_refused_and_a_volume_that_was_made_with_it_is_not_mo
             driver.refused(made.clone(), Code::InvalidArgument, "parameters: deferFSMount");
             driver.refused(made, Code::InvalidArgument, annotation);
         }
-        // Its PersistentVolume has the context for good.
+        // The PersistentVolume keeps the context forever.
         let volume = driver.volume("old", 32 * MIB, one_pod());
         let context = map(&[("deferFSMount", "true")]);
         let stage = csi::NodeStageVolumeRequest {
@@ -145,7 +148,7 @@ fn the_removed_parameter_is_refused_and_a_volume_that_was_made_with_it_is_not_mo
         }
         rig.assert_not_mounted(&volume);
         assert!(is_gone(&target) && rig.crust.calls().is_empty());
-        // By the annotation of its pod, which the node proxy turns into the field.
+        // With the pod's annotation, which the node proxy turns into the field.
         driver.ok(csi::NodePublishVolumeRequest { defer_fs_ops: true, ..here });
         rig.assert_not_mounted(&volume);
         assert!(rig.crust.staged(&target).is_some());

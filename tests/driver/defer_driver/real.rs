@@ -1,4 +1,5 @@
-//! The driver and the real crust_ops: what lies on the disk for a runtime, and what a runtime's program answers.
+//! The driver and the real crust_ops: the files for a runtime, and the output of a runtime's
+//! program.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -15,7 +16,7 @@ use super::rig::one_pod;
 use support::driver::*;
 use support::{MIB, have_root, path};
 
-/// A crust_ops that runs, and its directory.
+/// A running crust_ops and its directory.
 struct Real {
     child: Child,
     directory: TempDir,
@@ -23,7 +24,7 @@ struct Real {
 
 impl Real {
     fn start() -> Self {
-        // Where only root may put something.
+        // A directory that only root can write to.
         let directory = TempDir::with_prefix_in("csi-loopback-crust-", "/run").unwrap();
         let this = |name: &str| directory.path().join(name).display().to_string();
         let child = Command::new(binary())
@@ -43,13 +44,13 @@ impl Real {
         self.directory.path().join(name).display().to_string()
     }
 
-    /// Where the entry of a target is.
+    /// The entry of a target.
     fn entry(&self, target: &Path) -> std::path::PathBuf {
         let directory = Directory::new(self.path("crust"));
         directory.entry(&Target::new("target", target).unwrap()).path().to_owned()
     }
 
-    /// Claims the volume with a program of this text, as a runtime does.
+    /// Claims the volume with this program, like a runtime.
     fn claim(&self, target: &Path, script: &str) {
         let program = self.path("runtime");
         fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
@@ -68,7 +69,7 @@ impl Drop for Real {
 }
 
 #[test]
-fn with_the_real_crust_ops_a_volume_is_handed_over_measured_grown_and_taken_back() {
+fn the_real_crust_ops_serves_the_whole_volume_lifecycle() {
     if !have_root() {
         return;
     }
@@ -87,9 +88,9 @@ fn with_the_real_crust_ops_a_volume_is_handed_over_measured_grown_and_taken_back
     let info = fs::read_to_string(real.entry(&target).join("mountInfo.json")).unwrap();
     assert!(info.contains("\"/dev/loop") && info.contains("\"ext4\""), "{info}");
 
-    let told = driver.ok(stats(&volume, path(&target)));
-    let condition = told.volume_condition.unwrap();
-    assert!(told.usage.is_empty() && condition.abnormal, "{condition:?}");
+    let reported = driver.ok(stats(&volume, path(&target)));
+    let condition = reported.volume_condition.unwrap();
+    assert!(reported.usage.is_empty() && condition.abnormal, "{condition:?}");
     assert!(condition.message.contains("not claimed by a container runtime"), "{condition:?}");
     let health = || health_on_node(&driver, &volume, &target);
     assert_eq!(health()[0].reason, "RuntimeReportsAbnormal");
@@ -99,9 +100,9 @@ fn with_the_real_crust_ops_a_volume_is_handed_over_measured_grown_and_taken_back
     driver.refused(grow.clone(), Code::Unavailable, "claimed");
 
     real.claim(&target, "echo no container of the volume runs >&2; exit 3");
-    let told = driver.ok(stats(&volume, path(&target)));
-    let condition = told.volume_condition.unwrap();
-    assert!(told.usage.is_empty() && !condition.abnormal, "{condition:?}");
+    let reported = driver.ok(stats(&volume, path(&target)));
+    let condition = reported.volume_condition.unwrap();
+    assert!(reported.usage.is_empty() && !condition.abnormal, "{condition:?}");
     driver.refused(grow.clone(), Code::Unavailable, "RuntimeExpandVolume");
 
     let answer = r#"case "$2" in
@@ -109,9 +110,9 @@ stats) echo '{"usage":[{"unit":"BYTES","total":100,"used":40,"available":60}],"v
 resize) echo '{"capacity_bytes":67108864}';;
 esac"#;
     real.claim(&target, answer);
-    let told = driver.ok(stats(&volume, path(&target)));
-    assert_eq!((told.usage[0].total, told.usage[0].used), (100, 40));
-    assert_eq!(told.volume_condition.unwrap().message, "well");
+    let reported = driver.ok(stats(&volume, path(&target)));
+    assert_eq!((reported.usage[0].total, reported.usage[0].used), (100, 40));
+    assert_eq!(reported.volume_condition.unwrap().message, "well");
     assert!(health().is_empty());
     assert_eq!(driver.ok(grow).capacity_bytes as u64, 64 * MIB);
 

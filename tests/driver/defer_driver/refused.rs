@@ -1,4 +1,4 @@
-//! Requests that cannot be left to a runtime: each with its code and field, and nothing is published.
+//! Requests that cannot be deferred: each fails with its code and field, and nothing is published.
 
 use csi::volume_capability::access_mode::Mode;
 use csi_loopback::proto::csi::v1 as csi;
@@ -9,16 +9,16 @@ use support::driver::*;
 use support::path;
 
 #[track_caller]
-fn assert_refused_whole(rig: &Rig, asked: csi::NodePublishVolumeRequest, code: Code, words: &str) {
-    let volume = asked.volume_id.clone();
-    rig.driver.refused(asked, code, words);
+fn assert_refused(rig: &Rig, req: csi::NodePublishVolumeRequest, code: Code, words: &str) {
+    let volume = req.volume_id.clone();
+    rig.driver.refused(req, code, words);
     rig.assert_not_mounted(&volume);
     assert!(is_gone(&rig.driver.target(&volume)), "a target was made");
     assert!(rig.crust.calls().is_empty(), "{:?}", rig.crust.calls());
 }
 
 #[test]
-fn what_a_runtime_cannot_have_is_refused_by_field() {
+fn impossible_deferrals_are_refused_by_field() {
     with_rig("30s", |rig| {
         let volume = rig.staged("a");
         let defer = |wanted: csi::VolumeCapability| csi::NodePublishVolumeRequest {
@@ -30,19 +30,19 @@ fn what_a_runtime_cannot_have_is_refused_by_field() {
             secrets: map(&[("password", "hunter2")]),
             ..rig.deferring(&volume)
         };
-        for (asked, words) in [
+        for (req, words) in [
             (defer(mounted_as("", Mode::SingleNodeWriter)), "volume_capability: access_mode"),
             (defer(mounted_as("", Mode::SingleNodeMultiWriter)), "volume_capability: access_mode"),
             (defer(block_as(Mode::SingleNodeSingleWriter)), "defer_fs_ops: "),
             (secret, "secrets: "),
             (plain(grouped("2000", "", "")), "volume_capability: volume_supplemental_group"),
             (plain(grouped("2000", "Always", "2000")), "volume_capability: volume_supplemental"),
-            (defer(grouped("", "Always", "")), "volume_supplemental_group_change_policy goes with"),
+            (defer(grouped("", "Always", "")), "volume_supplemental_group_change_policy requires"),
             (defer(grouped("2000", "Never", "")), "neither Always nor OnRootMismatch"),
             (defer(grouped("2000", "", "3000")), "volume_mount_group differ"),
             (defer(grouped("staff", "", "")), "is not a group id"),
         ] {
-            assert_refused_whole(rig, asked, Code::InvalidArgument, words);
+            assert_refused(rig, req, Code::InvalidArgument, words);
         }
         assert!(!rig.driver.log().contains("hunter2"));
         assert_eq!(rig.counted(), 0);
@@ -51,7 +51,7 @@ fn what_a_runtime_cannot_have_is_refused_by_field() {
 }
 
 #[test]
-fn a_second_target_and_a_mount_here_are_refused_while_a_runtime_has_the_volume() {
+fn a_deferred_volume_refuses_other_targets_and_mounts() {
     with_rig("30s", |rig| {
         let volume = rig.deferred("a");
         let second = rig.driver.scratch().join("second");
@@ -68,7 +68,7 @@ fn a_second_target_and_a_mount_here_are_refused_while_a_runtime_has_the_volume()
         let here = csi::NodePublishVolumeRequest { defer_fs_ops: false, ..rig.deferring(&volume) };
         rig.driver.refused(here, Code::AlreadyExists, "");
         rig.assert_not_mounted(&volume);
-        // And the other way round.
+        // And vice versa.
         rig.driver.take_down(&volume);
         let mounted = rig.staged("b");
         let target = rig.driver.target(&mounted);

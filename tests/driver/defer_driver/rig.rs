@@ -1,4 +1,4 @@
-//! A driver that leaves volumes to a crust_ops, and what of it has to be seen nowhere.
+//! A driver with deferral to a crust_ops, and checks that no mount is visible on the host.
 
 use std::path::Path;
 
@@ -12,15 +12,15 @@ use support::driver::*;
 use support::http::{fetch, http_address};
 use support::{MIB, have_root, path};
 
-/// A driver with the feature on, and the flags that switch it on.
+/// A driver with the feature enabled, and the flags that enable it.
 pub struct Rig {
-    // Dropped first: its clean-up unpublishes.
+    // Dropped first: its cleanup unpublishes.
     pub driver: Driver,
     pub crust: CrustOps,
     flags: Vec<String>,
 }
 
-/// Runs a test with a driver of an image pool, in which calls of crust_ops may take `timeout`.
+/// Runs a test with a driver on an image pool and `timeout` for crust_ops calls.
 pub fn with_rig(timeout: &str, run: impl FnOnce(&mut Rig)) {
     if !have_root() {
         return;
@@ -38,7 +38,7 @@ pub fn with_rig(timeout: &str, run: impl FnOnce(&mut Rig)) {
 }
 
 impl Rig {
-    /// Restarts the driver with the feature on, or off.
+    /// Restarts the driver with the feature enabled or disabled.
     pub fn restart(&mut self, on: bool) {
         let kept = self.flags.len() - usize::from(!on);
         let flags: Vec<&str> = self.flags[..kept].iter().map(String::as_str).collect();
@@ -52,14 +52,14 @@ impl Rig {
         volume
     }
 
-    /// The request to have a container runtime mount it at its usual target.
+    /// The deferred publish request for its usual target.
     pub fn deferring(&self, volume: &str) -> csi::NodePublishVolumeRequest {
         let target = self.driver.target(volume);
         let publish = self.driver.publishing(volume, &target, &one_pod());
         csi::NodePublishVolumeRequest { defer_fs_ops: true, ..publish }
     }
 
-    /// A volume that a runtime is to mount.
+    /// A deferred volume.
     pub fn deferred(&self, name: &str) -> String {
         let volume = self.staged(name);
         self.driver.ok(self.deferring(&volume));
@@ -78,7 +78,7 @@ impl Rig {
         line.expect(&page).parse().unwrap()
     }
 
-    /// That the host has this volume mounted nowhere.
+    /// Asserts that the volume is not mounted on the host.
     #[track_caller]
     pub fn assert_not_mounted(&self, volume: &str) {
         assert_nothing_mounted(volume);
@@ -93,7 +93,7 @@ impl Rig {
 #[track_caller]
 fn assert_nothing_mounted(volume: &str) {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    // Its backing file has its id for a name.
+    // The backing file is named after its id.
     let devices = loops_named(volume);
     assert!(!devices.is_empty(), "{volume} is not attached");
     for device in devices {

@@ -1,5 +1,5 @@
-//! A node proxy from before CSI v1.13, played by the bytes that it sends: it takes the capability 7 for DEFER_FS_OPS, and its
-//! `defer_fs_ops` of NodePublishVolume is number 9.
+//! A node proxy from before CSI v1.13, represented by the bytes that it sends: it treats capability
+//! 7 as DEFER_FS_OPS, and its `defer_fs_ops` of NodePublishVolume has number 9.
 
 use csi_loopback::grpc::RawMessage;
 use csi_loopback::proto::csi::v1 as csi;
@@ -12,29 +12,29 @@ use tonic_prost::ProstCodec;
 
 use super::rig::{is_gone, one_pod, with_rig};
 
-/// `defer_fs_ops: true` as such a proxy adds it behind kubelet's request.
+/// `defer_fs_ops: true` as such a proxy appends it to kubelet's request.
 const FORMER_FIELD: [u8; 2] = [9 << 3, 1];
 
-/// A request as it leaves such a proxy.
+/// A request of such a proxy.
 #[derive(Debug)]
 struct FormerPublish(csi::NodePublishVolumeRequest);
 
 impl Rpc for FormerPublish {
-    type Answer = csi::NodePublishVolumeResponse;
+    type Response = csi::NodePublishVolumeResponse;
 
-    async fn send(self, channel: Channel) -> Result<Self::Answer, Status> {
+    async fn send(self, channel: Channel) -> Result<Self::Response, Status> {
         let bytes = [self.0.encode_to_vec(), FORMER_FIELD.to_vec()].concat();
         let mut wire = tonic::client::Grpc::new(channel);
         wire.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
         let path = "/csi.v1.Node/NodePublishVolume".parse().unwrap();
-        let codec = ProstCodec::<RawMessage, Self::Answer>::default();
+        let codec = ProstCodec::<RawMessage, Self::Response>::default();
         let request = Request::new(RawMessage(bytes.into()));
         wire.unary(request, path, codec).await.map(tonic::Response::into_inner)
     }
 }
 
 #[test]
-fn a_node_proxy_with_the_former_numbers_is_refused_and_nothing_is_mounted_here_instead() {
+fn a_node_proxy_with_legacy_field_numbers_is_refused() {
     with_rig("30s", |rig| {
         let volume = rig.staged("v");
         let target = rig.driver.target(&volume);
@@ -47,7 +47,7 @@ fn a_node_proxy_with_the_former_numbers_is_refused_and_nothing_is_mounted_here_i
             rig.assert_not_mounted(&volume);
             assert!(is_gone(&target) && rig.crust.staged(&target).is_none());
         }
-        // What such a proxy has left to a runtime before the upgrade is the driver's to know.
+        // The driver's rows identify volumes that such a proxy deferred before the upgrade.
         rig.driver.ok(rig.deferring(&volume));
         rig.driver.ok(expand(&volume, 64 * MIB));
         assert_eq!(rig.driver.ok(rig.stats(&volume)).usage[0].total, 1000);

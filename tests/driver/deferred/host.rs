@@ -1,4 +1,5 @@
-//! Volumes that this host mounts itself while it knows runtimes: at their targets, and at no staging path.
+//! Volumes that this host mounts while deferral is enabled: at their targets, and not at the
+//! staging path.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -9,7 +10,7 @@ use super::*;
 use support::inline::is_mounted;
 
 #[test]
-fn a_volume_is_mounted_at_each_target_and_not_where_it_is_staged() {
+fn a_volume_is_mounted_at_targets_not_at_staging() {
     for_each_filesystem(|rig, fs_type| {
         let volume = rig.volume("v", fs_type);
         let shared = support::mounted(fs_type);
@@ -34,7 +35,7 @@ fn a_volume_is_mounted_at_each_target_and_not_where_it_is_staged() {
         assert!(!rig.backend().volume_condition(&volume.id).unwrap().is_abnormal());
         assert!(!rig.pool.snapshot("s", &volume).crash_consistent);
         if grows_mounted(fs_type) {
-            // By one target, for all.
+            // One target changes it for all.
             rig.backend().expand_volume(&volume.id, 2 * BYTES, 0).unwrap();
             rig.backend().expand_on_node(&volume.id, &one).unwrap();
             assert!(total(&rig.backend().usage(&volume.id, &two).unwrap()) > BYTES * 3 / 2);
@@ -49,7 +50,7 @@ fn a_volume_is_mounted_at_each_target_and_not_where_it_is_staged() {
 }
 
 #[test]
-fn a_volume_that_is_read_only_has_a_superblock_that_is() {
+fn a_read_only_volume_has_a_read_only_superblock() {
     with_rig(|rig| {
         let volume = rig.volume("v", FsType::Ext4);
         rig.on_host(&volume, |at| fs::write(at.join("file"), "x").unwrap());
@@ -63,12 +64,12 @@ fn a_volume_that_is_read_only_has_a_superblock_that_is() {
         let of_superblock = line.split(' ').next_back().unwrap();
         assert!(of_superblock.split(',').any(|option| option == "ro"), "{line}");
         assert_eq!(fs::read_to_string(target.join("file")).unwrap(), "x");
-        rig.take_down(&volume, &target);
+        rig.unpublish_and_unstage(&volume, &target);
     });
 }
 
 #[test]
-fn a_group_has_the_files_before_a_pod_can_look_and_takes_none_from_another_pod() {
+fn a_group_is_applied_before_a_pod_sees_the_files() {
     for_each_filesystem(|rig, fs_type| {
         let volume = rig.volume("v", fs_type);
         let in_group = |group| {
@@ -85,12 +86,12 @@ fn a_group_has_the_files_before_a_pod_can_look_and_takes_none_from_another_pod()
         assert_eq!(group(), 5002);
         rig.publish(&volume, &one, &in_group(5001)).unwrap();
         assert_eq!(group(), 5002);
-        // Taken down behind the driver's back: the next call makes it good, group included.
+        // Unmounted by another process: the next call restores the mount and its group.
         support::kernel::unmount(&one);
         assert!(rig.backend().volume_condition(&volume.id).unwrap().is_abnormal());
         rig.publish(&volume, &one, &in_group(5001)).unwrap();
         assert_eq!(group(), 5001);
         rig.backend().unpublish(&volume.id, &two).unwrap();
-        rig.take_down(&volume, &one);
+        rig.unpublish_and_unstage(&volume, &one);
     });
 }

@@ -1,4 +1,5 @@
-//! Volumes that pods declare, left to a runtime: ready before it sees them, gone with the pod, and not taken for leftovers.
+//! Deferred inline volumes: ready before the runtime sees them, removed with the pod, and not
+//! mistaken for leftovers.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -22,7 +23,7 @@ fn request(fs_type: Option<FsType>) -> InlineRequest {
     }
 }
 
-/// A target as kubelet chooses it, beside that of another pod.
+/// A target as kubelet chooses it, next to that of another pod.
 fn pod(rig: &Rig) -> PathBuf {
     let pods = rig.target("");
     fs::create_dir_all(pods.join("other")).unwrap();
@@ -39,9 +40,10 @@ fn publish(rig: &Rig, target: &Path, request: &InlineRequest) -> Result<()> {
     })
 }
 
-/// Takes rounds until the volume is gone: one gives a device half a second to let go of its blocks, and then it is the next one's turn.
+/// Collects until the volume is gone: a run waits half a second for a device to release its blocks,
+/// and then leaves the volume to the next run.
 fn collected(rig: &Rig, target: &Path) {
-    wait_for("a round takes it away", || {
+    wait_for("a collection removes it", || {
         rig.backend().collect_inline().unwrap();
         rig.backend().inline_usage().unwrap() == (0, 0, 0)
     });
@@ -49,18 +51,18 @@ fn collected(rig: &Rig, target: &Path) {
 }
 
 fn gone(rig: &Rig, target: &Path) {
-    assert!(!target.exists() && rig.runtime.state().words.is_empty());
+    assert!(!target.exists() && rig.runtime.state().entries.is_empty());
     assert_eq!(rig.backend().inline_usage().unwrap(), (0, 0, 0));
 }
 
 #[test]
-fn an_inline_volume_is_ready_before_a_runtime_sees_it_and_never_on_the_host() {
+fn a_deferred_inline_volume_is_never_mounted_on_the_host() {
     for_each_filesystem(|rig, fs_type| {
         let target = pod(rig);
         let wanted = request(Some(fs_type));
         publish(rig, &target, &wanted).unwrap();
-        let word = rig.runtime.word(&target).unwrap();
-        assert_eq!(word.fs_type, fs_type);
+        let entry = rig.runtime.entry(&target).unwrap();
+        assert_eq!(entry.fs_type, fs_type);
         let unclaimed = rig.backend().stats(HANDLE, &target).unwrap();
         assert!(unclaimed.usage.is_none() && unclaimed.condition.is_abnormal());
         let container = rig.container(&target);
@@ -68,17 +70,17 @@ fn an_inline_volume_is_ready_before_a_runtime_sees_it_and_never_on_the_host() {
         assert_eq!(root.permissions().mode() & 0o777, 0o777);
         assert_eq!(fs::read_dir(container.file("")).unwrap().count(), 0);
         fs::write(container.file("file"), "x").unwrap();
-        // Repeated, after a restart, and after rounds: it stays, and keeps what is in it.
+        // Repeated, after a restart, and after collections: it remains with its content.
         rig.restart(true);
         publish(rig, &target, &wanted).unwrap();
         rig.backend().collect_inline().unwrap();
-        assert!(container.file("file").exists() && !is_seen(&word.device));
+        assert!(container.file("file").exists() && !is_mounted_on_host(&entry.device));
         let stats = rig.backend().stats(HANDLE, &target).unwrap();
         assert!(!stats.condition.is_abnormal() && total(&stats.usage.unwrap()) > BYTES / 2);
         assert!(rig.backend().is_deferred(HANDLE, &target).unwrap());
         assert!(!rig.backend().volume_condition(HANDLE).unwrap().is_abnormal());
         drop(container);
-        // Nobody has it mounted, and it is no leftover.
+        // No container has it mounted, but it is not a leftover.
         rig.backend().collect_inline().unwrap();
         assert!(rig.backend().inline(HANDLE).unwrap().is_some());
         rig.backend().unpublish(HANDLE, &target).unwrap();
@@ -88,7 +90,7 @@ fn an_inline_volume_is_ready_before_a_runtime_sees_it_and_never_on_the_host() {
 
 #[test]
 #[ignore = "full tier"]
-fn an_inline_volume_that_a_container_still_has_is_not_taken_away() {
+fn a_deferred_inline_volume_in_use_is_not_removed() {
     with_rig(|rig| {
         let target = pod(rig);
         publish(rig, &target, &request(None)).unwrap();
@@ -97,15 +99,15 @@ fn an_inline_volume_that_a_container_still_has_is_not_taken_away() {
         refused(rig.backend().unpublish(HANDLE, &target), "still mounted");
         rig.backend().collect_inline().unwrap();
         fs::write(container.file("file"), "x").unwrap();
-        assert!(rig.runtime.word(&target).is_some());
+        assert!(rig.runtime.entry(&target).is_some());
         drop(container);
-        // What was asked for is done without being asked again.
+        // The requested unpublish completes without another call.
         collected(rig, &target);
     });
 }
 
 #[test]
-fn an_inline_volume_whose_pod_vanished_goes_once_no_container_has_it() {
+fn an_orphaned_inline_volume_is_removed_after_its_container() {
     with_rig(|rig| {
         let target = pod(rig);
         publish(rig, &target, &request(None)).unwrap();
@@ -119,7 +121,7 @@ fn an_inline_volume_whose_pod_vanished_goes_once_no_container_has_it() {
 }
 
 #[test]
-fn an_inline_volume_after_a_reboot_is_handed_over_again() {
+fn a_deferred_inline_volume_is_published_again_after_a_reboot() {
     with_rig(|rig| {
         let target = pod(rig);
         let wanted = request(None);
@@ -132,7 +134,7 @@ fn an_inline_volume_after_a_reboot_is_handed_over_again() {
         for device in support::kernel::loops_named(&id) {
             support::run("losetup", &["-d", &device]);
         }
-        rig.runtime.state().words.clear();
+        rig.runtime.state().entries.clear();
         rig.pool.start();
         assert!(rig.backend().inline(HANDLE).unwrap().is_some());
         publish(rig, &target, &wanted).unwrap();
@@ -143,14 +145,14 @@ fn an_inline_volume_after_a_reboot_is_handed_over_again() {
 }
 
 #[test]
-fn an_inline_volume_that_cannot_be_handed_over_leaves_nothing() {
+fn a_failed_deferral_of_an_inline_volume_leaves_nothing() {
     with_rig(|rig| {
         let target = pod(rig);
-        rig.runtime.state().away = true;
+        rig.runtime.state().unavailable = true;
         assert!(publish(rig, &target, &request(None)).is_err());
-        rig.runtime.state().away = false;
+        rig.runtime.state().unavailable = false;
         collected(rig, &target);
-        // By a driver that knows no runtime it is refused, and taken away all the same.
+        // A driver without the feature refuses it, but removes it.
         publish(rig, &target, &request(None)).unwrap();
         rig.restart(false);
         refused(publish(rig, &target, &request(None)), "--enable-defer-fs-ops");
@@ -159,19 +161,19 @@ fn an_inline_volume_that_cannot_be_handed_over_leaves_nothing() {
         assert!(!target.exists());
         refused(publish(rig, &target, &request(None)), "--enable-defer-fs-ops");
         assert_eq!(rig.backend().inline_usage().unwrap(), (0, 0, 0));
-        rig.runtime.state().words.clear();
+        rig.runtime.state().entries.clear();
         rig.restart(true);
     });
 }
 
 #[test]
-fn a_group_is_the_runtimes_to_give() {
+fn the_runtime_assigns_the_group_of_a_deferred_volume() {
     with_rig(|rig| {
         let target = pod(rig);
         let deferral = Deferral { group: Some(4059), policy: None };
         let wanted = InlineRequest { deferred: Some(deferral), ..request(None) };
         publish(rig, &target, &wanted).unwrap();
-        assert_eq!(rig.runtime.word(&target).unwrap().deferral, deferral);
+        assert_eq!(rig.runtime.entry(&target).unwrap().deferral, deferral);
         let container = rig.container(&target);
         assert_eq!(fs::metadata(container.file("")).unwrap().gid(), 0);
         drop(container);

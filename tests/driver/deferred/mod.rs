@@ -1,5 +1,5 @@
-//! Volumes that a container runtime mounts in the place of this host: what it is told, that the host never has them,
-//! and that all the rest goes on as it does elsewhere: snapshots, growth, usage, restarts.
+//! Deferred volumes, which a container runtime mounts: the entry of the runtime, no mount on the
+//! host, and snapshots, expansion, usage and restarts as for other volumes.
 
 mod host;
 mod inline;
@@ -23,7 +23,7 @@ use support::{ALL_KINDS, MIB, Pool, have_root, path};
 /// Large enough for each of the filesystems.
 const BYTES: u64 = 300 * MIB;
 
-/// A pool whose backend knows a runtime.
+/// A pool whose backend has a runtime.
 struct Rig {
     pool: Pool,
     runtime: Arc<TestRuntime>,
@@ -42,7 +42,7 @@ impl Rig {
         self.pool.backend()
     }
 
-    /// Starts the backend again, with the runtime or without.
+    /// Restarts the backend, with the runtime or without.
     fn restart(&mut self, with_runtime: bool) {
         let runtime = Arc::clone(&self.runtime);
         self.pool.stop();
@@ -74,8 +74,8 @@ impl Rig {
         self.backend().publish(&volume.id, &self.staging(volume), target, wanted)
     }
 
-    /// A volume that is left to the runtime, with its target.
-    fn left(&mut self, name: &str, fs_type: FsType) -> (Volume, PathBuf) {
+    /// A deferred volume and its target.
+    fn deferred_volume(&mut self, name: &str, fs_type: FsType) -> (Volume, PathBuf) {
         let volume = self.volume(name, fs_type);
         self.stage(&volume, &one_writer());
         let target = self.target(name);
@@ -87,20 +87,20 @@ impl Rig {
         self.runtime.container(target)
     }
 
-    fn take_down(&self, volume: &Volume, target: &Path) {
+    fn unpublish_and_unstage(&self, volume: &Volume, target: &Path) {
         self.backend().unpublish(&volume.id, target).unwrap();
         self.backend().unstage(&volume.id, &self.staging(volume)).unwrap();
         assert!(!target.exists());
         assert!(support::kernel::loops_named(&volume.id).is_empty());
     }
 
-    /// Mounts a volume as any other is, on this host.
-    fn on_host<T>(&mut self, volume: &Volume, look: impl FnOnce(&Path) -> T) -> T {
+    /// Mounts a volume on this host, like one that is not deferred.
+    fn on_host<T>(&mut self, volume: &Volume, check: impl FnOnce(&Path) -> T) -> T {
         let target = self.target(&format!("host-{}", volume.id));
         self.stage(volume, &one_writer());
         self.publish(volume, &target, &on_host(one_writer())).unwrap();
-        let found = look(&target);
-        self.take_down(volume, &target);
+        let found = check(&target);
+        self.unpublish_and_unstage(volume, &target);
         found
     }
 }
@@ -110,8 +110,8 @@ impl Drop for Rig {
         if !self.pool.is_open() {
             return;
         }
-        self.runtime.state().away = false;
-        // Children first: a container that a failed test has left keeps its device.
+        self.runtime.state().unavailable = false;
+        // Children first: a container that a failed test left running holds its device.
         for (id, staging) in &self.attached {
             let targets = fs::read_dir(self.pool.scratch().join("pods")).into_iter().flatten();
             for target in targets.flatten() {
@@ -122,7 +122,7 @@ impl Drop for Rig {
     }
 }
 
-/// What a ReadWriteOncePod claim is.
+/// The capability of a ReadWriteOncePod claim.
 fn one_writer() -> Capability {
     let access = Access::Mount { fs_type: None, flags: Vec::new(), group: None };
     Capability { access, mode: AccessMode::SingleNodeSingleWriter }
@@ -137,9 +137,9 @@ fn on_host(capability: Capability) -> Publication {
 }
 
 /// Whether this host's mount table shows the device anywhere.
-fn is_seen(device: &Path) -> bool {
+fn is_mounted_on_host(device: &Path) -> bool {
     let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
-    table.lines().any(|line| line.split(' ').any(|word| word == path(device)))
+    table.lines().any(|line| line.split(' ').any(|entry| entry == path(device)))
 }
 
 fn total(usage: &Usage) -> u64 {
@@ -149,18 +149,18 @@ fn total(usage: &Usage) -> u64 {
 }
 
 #[track_caller]
-fn refused<T: std::fmt::Debug>(answer: Result<T>, word: &str) {
+fn refused<T: std::fmt::Debug>(answer: Result<T>, text: &str) {
     match answer {
-        Err(Error::Precondition(message)) => assert!(message.contains(word), "{message}"),
+        Err(Error::Precondition(message)) => assert!(message.contains(text), "{message}"),
         other => panic!("{other:?}"),
     }
 }
 
-/// Whether a mounted filesystem of this type can be grown by this process; says so when not.
+/// Whether this process can grow a mounted filesystem of this type; prints the reason if not.
 fn grows_mounted(fs_type: FsType) -> bool {
     let grows = fs_type != FsType::Ext4 || support::driver::ext4_grows_online();
     if !grows {
-        // What it is told then, and that it grows when it is staged, others hold (tests/driver/growth.rs).
+        // tests/driver/growth.rs covers the error in this case, and the growth at stage.
         support::report("ext4 does not grow online here: no CAP_SYS_RESOURCE");
     }
     grows

@@ -1,4 +1,4 @@
-//! A volume is mounted by this host or by a runtime, at one target, and never by both.
+//! A volume is mounted either by this host or by a runtime, at one target.
 
 use std::fs;
 
@@ -7,50 +7,50 @@ use csi_loopback::backend::{Error, FsType};
 use super::*;
 
 #[test]
-fn a_second_target_is_refused_and_the_first_stays() {
+fn a_second_target_of_a_deferred_volume_is_refused() {
     with_rig(|rig| {
-        let (volume, target) = rig.left("v", FsType::Ext4);
+        let (volume, target) = rig.deferred_volume("v", FsType::Ext4);
         let second = rig.target("second");
         for wanted in [deferred(), on_host(one_writer())] {
             refused(rig.publish(&volume, &second, &wanted), "one target");
         }
-        // At the same target it is another call with other arguments.
+        // At the same target, other arguments are a conflict.
         let answer = rig.publish(&volume, &target, &on_host(one_writer()));
         assert!(matches!(answer, Err(Error::AlreadyExists(_))), "{answer:?}");
-        assert!(!second.exists() && rig.runtime.word(&second).is_none());
-        assert!(rig.runtime.word(&target).is_some());
-        rig.take_down(&volume, &target);
+        assert!(!second.exists() && rig.runtime.entry(&second).is_none());
+        assert!(rig.runtime.entry(&target).is_some());
+        rig.unpublish_and_unstage(&volume, &target);
         rig.stage(&volume, &one_writer());
         rig.publish(&volume, &target, &on_host(one_writer())).unwrap();
         refused(rig.publish(&volume, &second, &deferred()), "one target");
-        rig.take_down(&volume, &target);
+        rig.unpublish_and_unstage(&volume, &target);
     });
 }
 
 #[test]
 #[ignore = "full tier"]
-fn a_host_mounts_nothing_that_somebody_else_has_mounted() {
+fn the_host_does_not_mount_a_volume_mounted_elsewhere() {
     for_each_filesystem(|rig, fs_type| {
-        let (volume, target) = rig.left("v", fs_type);
-        let word = rig.runtime.word(&target).unwrap();
+        let (volume, target) = rig.deferred_volume("v", fs_type);
+        let entry = rig.runtime.entry(&target).unwrap();
         rig.backend().unpublish(&volume.id, &target).unwrap();
-        // By a runtime that has kept what it was told.
-        let container = word.mount();
+        // By a runtime that kept its entry.
+        let container = entry.mount();
         refused(
             rig.publish(&volume, &target, &on_host(one_writer())),
             "still mounted in a container",
         );
         refused(rig.publish(&volume, &target, &deferred()), "still mounted in a container");
-        assert!(!is_seen(&word.device) && rig.runtime.word(&target).is_none());
+        assert!(!is_mounted_on_host(&entry.device) && rig.runtime.entry(&target).is_none());
         drop(container);
         rig.publish(&volume, &target, &on_host(one_writer())).unwrap();
-        assert!(is_seen(&word.device));
-        rig.take_down(&volume, &target);
+        assert!(is_mounted_on_host(&entry.device));
+        rig.unpublish_and_unstage(&volume, &target);
     });
 }
 
 #[test]
-fn only_what_has_one_writer_or_none_is_left_to_a_runtime() {
+fn only_a_volume_with_one_writer_or_none_is_deferred() {
     with_rig(|rig| {
         use AccessMode::*;
         let mut number = 0;
@@ -65,13 +65,13 @@ fn only_what_has_one_writer_or_none_is_left_to_a_runtime() {
                 let answer = rig.publish(&volume, &target, &wanted);
                 if readonly || mode == SingleNodeReaderOnly {
                     answer.unwrap();
-                    assert_eq!(rig.runtime.word(&target).unwrap().flags, ["ro"]);
+                    assert_eq!(rig.runtime.entry(&target).unwrap().flags, ["ro"]);
                 } else {
                     assert!(
                         matches!(&answer, Err(Error::Invalid { field, .. }) if field.ends_with("access_mode")),
                         "{answer:?}"
                     );
-                    assert!(rig.runtime.word(&target).is_none() && !target.exists());
+                    assert!(rig.runtime.entry(&target).is_none() && !target.exists());
                 }
                 rig.backend().unpublish(&volume.id, &target).unwrap();
                 rig.backend().unstage(&volume.id, &rig.staging(&volume)).unwrap();
@@ -89,7 +89,7 @@ fn only_what_has_one_writer_or_none_is_left_to_a_runtime() {
 }
 
 #[test]
-fn a_volume_that_was_staged_mounted_is_left_once_it_has_no_target() {
+fn a_mounted_volume_is_deferred_after_its_last_target() {
     for_each_filesystem(|rig, fs_type| {
         rig.restart(false);
         let volume = rig.volume("v", fs_type);
@@ -100,24 +100,24 @@ fn a_volume_that_was_staged_mounted_is_left_once_it_has_no_target() {
         rig.restart(true);
         let other = rig.target("other");
         refused(rig.publish(&volume, &other, &deferred()), "one target");
-        // It goes on as it was staged.
+        // It continues as staged.
         rig.backend().stage(&volume.id, &staging, &one_writer()).unwrap();
         assert!(support::inline::is_mounted(&staging) && target.join("kept").exists());
         rig.backend().unpublish(&volume.id, &target).unwrap();
         rig.publish(&volume, &target, &deferred()).unwrap();
-        let word = rig.runtime.word(&target).unwrap();
-        assert!(!is_seen(&word.device));
+        let entry = rig.runtime.entry(&target).unwrap();
+        assert!(!is_mounted_on_host(&entry.device));
         rig.backend().stage(&volume.id, &staging, &one_writer()).unwrap();
-        assert!(!is_seen(&word.device));
+        assert!(!is_mounted_on_host(&entry.device));
         let container = rig.container(&target);
         assert!(container.file("kept").exists());
         drop(container);
-        rig.take_down(&volume, &target);
+        rig.unpublish_and_unstage(&volume, &target);
     });
 }
 
 #[test]
-fn options_that_are_the_hosts_business_are_not_handed_over() {
+fn host_mount_options_are_not_passed_to_the_runtime() {
     with_rig(|rig| {
         let volume = rig.volume("v", FsType::Ext4);
         let access = Access::Mount { fs_type: None, flags: vec!["bind".into()], group: None };

@@ -1,4 +1,4 @@
-//! A container runtime as the backend knows one.
+//! A fake container runtime for the backend.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,20 +10,20 @@ use csi_loopback::backend::{
 };
 use nix::sys::statvfs::statvfs;
 
-use support::container::{Container, INSIDE, inside, seen_from_here};
+use support::container::{Container, INSIDE, inside, path_from_host};
 use support::path;
 
-/// What was handed over for a target.
+/// The entry for a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Word {
+pub struct Entry {
     pub device: PathBuf,
     pub fs_type: FsType,
     pub flags: Vec<String>,
     pub deferral: Deferral,
 }
 
-impl Word {
-    /// In a container.
+impl Entry {
+    /// Mounts the volume in a container.
     pub fn mount(&self) -> Container {
         Container::start(&self.device, self.fs_type.name(), &self.flags)
     }
@@ -31,11 +31,11 @@ impl Word {
 
 #[derive(Debug, Default)]
 pub struct State {
-    pub words: BTreeMap<PathBuf, Word>,
-    /// The container of a target, by the process that keeps its namespace.
+    pub entries: BTreeMap<PathBuf, Entry>,
+    /// The container of a target, identified by the process that holds its namespace.
     pub claimed: BTreeMap<PathBuf, u32>,
     /// All calls fail.
-    pub away: bool,
+    pub unavailable: bool,
 }
 
 #[derive(Debug, Default)]
@@ -52,44 +52,48 @@ impl TestRuntime {
         self.state.lock().unwrap()
     }
 
-    pub fn word(&self, target: &Path) -> Option<Word> {
-        self.state().words.get(target).cloned()
+    pub fn entry(&self, target: &Path) -> Option<Entry> {
+        self.state().entries.get(target).cloned()
     }
 
-    /// Starts a container with the volume that is left here for `target`.
+    /// Starts a container with the deferred volume of `target`.
     pub fn container(&self, target: &Path) -> Container {
-        let container = self.word(target).unwrap().mount();
+        let container = self.entry(target).unwrap().mount();
         self.state().claimed.insert(target.to_owned(), container.pid());
         container
     }
 
-    fn answer(&self) -> Result<MutexGuard<'_, State>> {
+    fn available(&self) -> Result<MutexGuard<'_, State>> {
         let state = self.state();
-        if state.away { Err(Error::Unavailable("crust_ops is away".to_owned())) } else { Ok(state) }
+        if state.unavailable {
+            Err(Error::Unavailable("crust_ops is unavailable".to_owned()))
+        } else {
+            Ok(state)
+        }
     }
 }
 
 impl Runtime for TestRuntime {
     fn stage(&self, mount: &DeferredMount<'_>) -> Result<()> {
-        let word = Word {
+        let entry = Entry {
             device: mount.device.to_owned(),
             fs_type: mount.fs_type,
             flags: mount.flags.to_vec(),
             deferral: *mount.deferral,
         };
-        self.answer()?.words.insert(mount.target.to_owned(), word);
+        self.available()?.entries.insert(mount.target.to_owned(), entry);
         Ok(())
     }
 
     fn unstage(&self, target: &Path) -> Result<()> {
-        let mut state = self.answer()?;
-        state.words.remove(target);
+        let mut state = self.available()?;
+        state.entries.remove(target);
         state.claimed.remove(target);
         Ok(())
     }
 
     fn stats(&self, target: &Path) -> Result<RuntimeStats> {
-        let state = self.answer()?;
+        let state = self.available()?;
         let Some(pid) = state.claimed.get(target) else {
             let message = "not claimed by a container runtime".to_owned();
             return Ok(RuntimeStats {
@@ -98,18 +102,18 @@ impl Runtime for TestRuntime {
             });
         };
         let condition = Condition::healthy("mounted in a container");
-        Ok(RuntimeStats { usage: statvfs(&seen_from_here(*pid)).ok().map(usage), condition })
+        Ok(RuntimeStats { usage: statvfs(&path_from_host(*pid)).ok().map(usage), condition })
     }
 
     fn expand(&self, target: &Path, _bytes: u64) -> Result<()> {
-        let (pid, word) = {
-            let state = self.answer()?;
+        let (pid, entry) = {
+            let state = self.available()?;
             let pid = state.claimed.get(target).copied();
             let pid = pid.ok_or_else(|| Error::Unavailable("no container".to_owned()))?;
-            (pid, state.words[target].clone())
+            (pid, state.entries[target].clone())
         };
-        let tool = match word.fs_type {
-            FsType::Ext4 => format!("resize2fs {}", path(&word.device)),
+        let tool = match entry.fs_type {
+            FsType::Ext4 => format!("resize2fs {}", path(&entry.device)),
             FsType::Xfs => format!("xfs_growfs -d {INSIDE}"),
             FsType::Btrfs => format!("btrfs filesystem resize max {INSIDE}"),
         };

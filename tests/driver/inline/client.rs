@@ -1,4 +1,4 @@
-//! `volume inline`, which asks as kubelet does.
+//! The command `volume inline`, which sends the requests of kubelet.
 
 use std::fs;
 
@@ -7,16 +7,20 @@ use support::inline::is_mounted;
 use support::path;
 
 #[test]
-fn the_command_makes_shows_and_takes_away_a_volume() {
+fn the_inline_command_creates_shows_and_removes_a_volume() {
     with_driver(|driver| {
         let target = driver.scratch().join("not/yet/there");
         let publish = ["volume", "inline", "publish", "pod-1", "--target", path(&target)];
         let at = ["--target", path(&target)];
         driver.cli_json(&[&publish[..], &["--attribute", "size=32Mi"]].concat());
         fs::write(target.join("mine"), "x").unwrap();
-        let told = driver.cli_json(&[&["volume", "inline", "stats", "pod-1"], &at[..]].concat());
-        assert_eq!(told["abnormal"], false);
-        assert!(told["total_bytes"].as_u64().is_some_and(|bytes| bytes > 20 << 20), "{told}");
+        let reported =
+            driver.cli_json(&[&["volume", "inline", "stats", "pod-1"], &at[..]].concat());
+        assert_eq!(reported["abnormal"], false);
+        assert!(
+            reported["total_bytes"].as_u64().is_some_and(|bytes| bytes > 20 << 20),
+            "{reported}"
+        );
         let secret = driver.scratch().join("secret");
         fs::write(&secret, "hunter2").unwrap();
         let secret = format!("token={}", secret.display());

@@ -1,4 +1,4 @@
-//! From the publish that makes a volume to the unpublish that takes it away.
+//! The life of an inline volume, from publish to unpublish.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -18,7 +18,7 @@ use support::{MIB, have_root, path, pattern, run};
 use csi::volume_capability::access_mode::Mode;
 
 #[test]
-fn a_volume_lives_through_every_end_of_the_driver_and_goes_with_its_unpublish() {
+fn an_inline_volume_survives_restarts_until_unpublish() {
     for_each_driver(|driver| {
         for fs_type in ["ext4", "xfs", "btrfs"] {
             println!("with {fs_type}");
@@ -41,9 +41,9 @@ fn a_volume_lives_through_every_end_of_the_driver_and_goes_with_its_unpublish() 
                 assert_eq!(mounts_at(&volume.target).len(), 1);
             }
             let at = volume.target.to_str().unwrap();
-            let told = driver.ok(stats(&volume.handle, at));
-            assert!(told.usage.len() == 2 && told.usage[0].used >= 100_000, "{told:?}");
-            assert!(!told.volume_condition.unwrap().abnormal);
+            let reported = driver.ok(stats(&volume.handle, at));
+            assert!(reported.usage.len() == 2 && reported.usage[0].used >= 100_000, "{reported:?}");
+            assert!(!reported.volume_condition.unwrap().abnormal);
             driver.unpublish(&volume.handle, &volume.target);
             assert_gone(&volume, &id);
             driver.refused(stats(&volume.handle, at), Code::NotFound, &volume.handle);
@@ -60,7 +60,7 @@ fn killed(driver: &mut Driver) {
 }
 
 #[test]
-fn two_volumes_of_a_pod_and_two_pods_with_equal_attributes_share_nothing() {
+fn inline_volumes_with_equal_attributes_are_separate() {
     with_driver(|driver| {
         let attributes = [("size", "32Mi")];
         let volumes = [("uid-1", "a"), ("uid-1", "b"), ("uid-2", "a"), ("uid-2", "b")];
@@ -78,7 +78,7 @@ fn two_volumes_of_a_pod_and_two_pods_with_equal_attributes_share_nothing() {
         for volume in others {
             assert_eq!(fs::read_to_string(volume.file("mine")).unwrap(), volume.handle);
         }
-        // The handle again is another volume.
+        // The same handle again is another volume.
         driver.ok(first.publishing(&attributes));
         assert!(!first.file("mine").exists());
         volumes.iter().for_each(|volume| driver.unpublish(&volume.handle, &volume.target));
@@ -86,7 +86,7 @@ fn two_volumes_of_a_pod_and_two_pods_with_equal_attributes_share_nothing() {
 }
 
 #[test]
-fn inline_and_persistent_volumes_live_side_by_side() {
+fn inline_and_persistent_volumes_coexist() {
     with_driver(|driver| {
         let persistent = driver.volume("data", 32 * MIB, mounted(""));
         let target = driver.publish(&persistent, &mounted(""));
@@ -109,7 +109,7 @@ fn inline_and_persistent_volumes_live_side_by_side() {
 }
 
 #[test]
-fn a_handle_stands_for_one_target_and_one_set_of_arguments() {
+fn a_handle_has_one_target_and_one_set_of_arguments() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid-1", "scratch");
         let first = volume.publishing(&[("size", "64Mi")]);
@@ -137,7 +137,7 @@ fn a_handle_stands_for_one_target_and_one_set_of_arguments() {
         let moved = csi::NodePublishVolumeRequest { target_path, ..first.clone() };
         driver.refused(moved, Code::FailedPrecondition, "target_path");
         assert!(!elsewhere.exists());
-        // 64Mi, in other words; and what the volume does not depend on.
+        // 64Mi in another form, and arguments that the volume does not depend on.
         let alike = csi::NodePublishVolumeRequest {
             staging_target_path: "nowhere".to_owned(),
             ..volume.publishing(&[("size", "65536Ki"), ("csi.storage.k8s.io/more", "later")])
@@ -149,7 +149,7 @@ fn a_handle_stands_for_one_target_and_one_set_of_arguments() {
 }
 
 #[test]
-fn unpublish_is_ok_for_what_is_gone_half_gone_elsewhere_or_unknown() {
+fn unpublish_of_a_missing_or_partial_volume_succeeds() {
     if !have_root() {
         return;
     }
@@ -160,15 +160,15 @@ fn unpublish_is_ok_for_what_is_gone_half_gone_elsewhere_or_unknown() {
     type Disturb = fn(&Driver, &Path);
     let disturb: [(&str, Disturb); 5] = [
         ("nothing is done to it", |_, _| {}),
-        ("somebody unmounts it", |_, target| run("umount", &[path(target)])),
-        ("somebody unmounts it and removes the target", |_, target| {
+        ("another process unmounts it", |_, target| run("umount", &[path(target)])),
+        ("another process unmounts it and removes the target", |_, target| {
             run("umount", &[path(target)]);
             fs::remove_dir(target).unwrap();
         }),
         ("its file is deleted under it", |driver, target| {
             fs::remove_file(driver.backing_file(&internal_id(target))).unwrap();
         }),
-        ("the machine has been started anew", |driver, target| {
+        ("the machine has restarted", |driver, target| {
             let id = internal_id(target);
             run("umount", &[path(target)]);
             for device in loops_named(&id) {
@@ -181,7 +181,7 @@ fn unpublish_is_ok_for_what_is_gone_half_gone_elsewhere_or_unknown() {
         println!("{what}");
         driver.ok(volume.publishing(&[("size", "32Mi")]));
         let id = internal_id(&volume.target);
-        // Whoever asks with another target does not mean this volume.
+        // A call with another target does not refer to this volume.
         let elsewhere = volume.target.with_file_name("elsewhere");
         driver.unpublish(&volume.handle, &elsewhere);
         assert!(is_mounted(&volume.target));
@@ -197,15 +197,15 @@ fn unpublish_is_ok_for_what_is_gone_half_gone_elsewhere_or_unknown() {
 }
 
 #[test]
-fn a_repeated_publish_brings_back_what_was_taken_from_a_pod() {
+fn a_repeated_publish_restores_a_lost_mount() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid-1", "scratch");
         driver.ok(volume.publishing(&[("size", "32Mi")]));
         fs::write(volume.file("written"), "by the pod").unwrap();
         assert!(!condition(driver, &volume).abnormal);
         run("umount", &[path(&volume.target)]);
-        let asked = stats(&volume.handle, volume.target.to_str().unwrap());
-        driver.refused(asked, Code::NotFound, "volume_path");
+        let req = stats(&volume.handle, volume.target.to_str().unwrap());
+        driver.refused(req, Code::NotFound, "volume_path");
         driver.ok(volume.publishing(&[("size", "32Mi")]));
         assert_eq!(fs::read_to_string(volume.file("written")).unwrap(), "by the pod");
         assert!(!condition(driver, &volume).abnormal);
@@ -214,7 +214,7 @@ fn a_repeated_publish_brings_back_what_was_taken_from_a_pod() {
 }
 
 #[test]
-fn a_volume_whose_file_is_gone_says_so() {
+fn an_inline_volume_without_its_file_is_abnormal() {
     if !have_root() {
         return;
     }
@@ -222,16 +222,16 @@ fn a_volume_whose_file_is_gone_says_so() {
     let volume = pod_volume(&driver, "uid-1", "scratch");
     driver.ok(volume.publishing(&[("size", "32Mi")]));
     fs::remove_file(driver.backing_file(&internal_id(&volume.target))).unwrap();
-    let told = condition(&driver, &volume);
-    assert!(told.abnormal && told.message.contains("delete the pod"), "{told:?}");
-    // The pod goes on with what the kernel still has; nothing is made in its place.
+    let reported = condition(&driver, &volume);
+    assert!(reported.abnormal && reported.message.contains("delete the pod"), "{reported:?}");
+    // The pod continues with the open file of the kernel; no new file is created.
     driver.refused(volume.publishing(&[("size", "32Mi")]), Code::DataLoss, "delete the pod");
     assert!(is_mounted(&volume.target));
     driver.unpublish(&volume.handle, &volume.target);
 }
 
 #[test]
-fn what_cannot_be_made_leaves_nothing() {
+fn a_failed_inline_publish_leaves_nothing() {
     if !have_root() {
         return;
     }
@@ -264,20 +264,20 @@ fn what_cannot_be_made_leaves_nothing() {
 }
 
 #[test]
-fn any_user_writes_to_a_scratch_volume_and_a_group_has_its_own() {
+fn a_scratch_volume_is_writable_for_all_or_for_its_group() {
     with_driver(|driver| {
         let open = pod_volume(driver, "uid-1", "open");
         driver.ok(open.publishing(&[("size", "32Mi")]));
         let write = |target: &Path, user: &[&str]| {
-            // The directory is entered by root: those above are the test's own.
+            // Root enters the directory: its parents belong to the test.
             let mut command = Command::new("setpriv");
             let touched =
                 command.args(user).args(["touch", "written"]).current_dir(target).status();
             assert!(touched.unwrap().success(), "{user:?}");
             fs::metadata(target.join("written")).unwrap()
         };
-        let nobody = ["--reuid=65534", "--regid=65534", "--clear-groups"];
-        assert_eq!(write(&open.target, &nobody).uid(), 65534);
+        let other_user = ["--reuid=65534", "--regid=65534", "--clear-groups"];
+        assert_eq!(write(&open.target, &other_user).uid(), 65534);
         assert_eq!(fs::metadata(&open.target).unwrap().mode() & 0o7777, 0o777);
 
         let grouped = pod_volume(driver, "uid-1", "grouped");
@@ -290,7 +290,7 @@ fn any_user_writes_to_a_scratch_volume_and_a_group_has_its_own() {
         assert_eq!((root.gid(), root.mode() & 0o2070), (4242, 0o2070), "{:o}", root.mode());
         let member = ["--reuid=65534", "--regid=65534", "--groups=4242"];
         assert_eq!(write(&grouped.target, &member).gid(), 4242);
-        // What the pod makes of its files stays so.
+        // The pod's changes to its files remain.
         let written = grouped.file("written");
         fs::set_permissions(&written, PermissionsExt::from_mode(0o600)).unwrap();
         driver.ok(publishing);
@@ -308,7 +308,7 @@ fn gauges_count_inline_volumes_and_their_bytes() {
     }
     let driver = Driver::with(PoolKind::Copy, &["--http-endpoint", "127.0.0.1:0"]);
     let address = http_address(&driver);
-    let told = |count: u64, bytes: u64| {
+    let check = |count: u64, bytes: u64| {
         let (_, body) = fetch(address, "/metrics");
         for (name, value) in
             [("inline_volumes", count), ("inline_pool_bytes", bytes), ("inline_memory_bytes", 0)]
@@ -317,11 +317,11 @@ fn gauges_count_inline_volumes_and_their_bytes() {
             assert!(body.contains(&line), "{line} is not in\n{body}");
         }
     };
-    told(0, 0);
+    check(0, 0);
     let volumes = ["a", "b"].map(|name| pod_volume(&driver, "uid-1", name));
     driver.ok(volumes[0].publishing(&[("size", "32Mi")]));
     driver.ok(volumes[1].publishing(&[("size", "64Mi")]));
-    told(2, 96 * MIB);
+    check(2, 96 * MIB);
     volumes.iter().for_each(|volume| driver.unpublish(&volume.handle, &volume.target));
-    told(0, 0);
+    check(0, 0);
 }

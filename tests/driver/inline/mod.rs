@@ -1,6 +1,7 @@
-//! Inline ephemeral volumes (KEP-596) through the driver's socket, as kubelet asks for them: their life, what a request may
-//! say, and what nobody gets to know. Content and memory: tests/driver/inline_content.rs;
-//! many at once, limits and leftovers: tests/driver/inline_limits.rs; death at every step: tests/crash.
+//! Inline ephemeral volumes (KEP-596) through the driver's socket, with kubelet's requests: their
+//! life, valid requests, and secrecy. Content and memory: tests/driver/inline_content.rs;
+//! concurrency, limits and leftovers: tests/driver/inline_limits.rs; kills at every step:
+//! tests/crash.
 
 mod client;
 mod life;
@@ -24,7 +25,7 @@ pub fn device_at(target: &Path) -> String {
     source.strip_prefix("/dev/").unwrap_or_else(|| panic!("{source}")).to_owned()
 }
 
-/// The name of the file that the volume at `target` is in: the id that the driver has given to it.
+/// The name of the backing file of the volume at `target`, which is its internal id.
 pub fn internal_id(target: &Path) -> String {
     let device = device_at(target);
     let file = fs::read_to_string(format!("/sys/block/{device}/loop/backing_file")).unwrap();
@@ -37,13 +38,13 @@ pub fn device_bytes(target: &Path) -> u64 {
     sectors.trim().parse::<u64>().unwrap() * 512
 }
 
-/// That the volume of this internal id is gone, with all that belonged to it.
+/// Asserts that the volume with this internal id and everything of it is gone.
 pub fn assert_gone(volume: &PodVolume, internal_id: &str) {
     assert!(!volume.target.exists() && !is_mounted(&volume.target), "{volume:?}");
     assert_eq!(loops_named(internal_id), [""; 0], "{volume:?}");
 }
 
-/// That a stopped driver's pool holds nothing that its catalog does not name.
+/// Asserts that the pool of a stopped driver has no file that its catalog does not name.
 pub fn assert_pool_is_clean(driver: &Driver) {
     let report = driver.cli(&["pool", "check", "--data-dir", driver.data_dir().to_str().unwrap()]);
     let said = String::from_utf8_lossy(&report.stdout);
@@ -51,6 +52,6 @@ pub fn assert_pool_is_clean(driver: &Driver) {
 }
 
 pub fn condition(driver: &Driver, volume: &PodVolume) -> csi::VolumeCondition {
-    let asked = stats(&volume.handle, volume.target.to_str().unwrap());
-    driver.ok(asked).volume_condition.unwrap()
+    let req = stats(&volume.handle, volume.target.to_str().unwrap());
+    driver.ok(req).volume_condition.unwrap()
 }

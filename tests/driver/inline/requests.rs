@@ -1,4 +1,4 @@
-//! What a request may say, and what is done with one that says something else.
+//! Valid and invalid requests for inline volumes.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -19,7 +19,7 @@ fn with_context(volume: &PodVolume, context: &[(&str, &str)]) -> csi::NodePublis
 }
 
 #[test]
-fn a_missing_or_malformed_field_is_refused_by_its_name_and_nothing_is_made() {
+fn a_malformed_inline_field_is_refused_and_creates_nothing() {
     if !have_root() {
         return;
     }
@@ -114,7 +114,7 @@ fn a_missing_or_malformed_field_is_refused_by_its_name_and_nothing_is_made() {
 }
 
 #[test]
-fn a_hostile_handle_is_refused_and_reaches_no_path_and_no_other_volume() {
+fn a_hostile_handle_reaches_no_path_or_other_volume() {
     if !have_root() {
         return;
     }
@@ -169,7 +169,7 @@ fn a_hostile_handle_is_refused_and_reaches_no_path_and_no_other_volume() {
             driver.refused(stats(handle, other.target.to_str().unwrap()), Code::NotFound, "");
         }
     }
-    // That of another volume is another volume: it has its place already.
+    // The target of another volume is refused: it is occupied.
     let stolen = PodVolume { target: target.clone(), ..other.clone() };
     driver.refused(stolen.publishing(&[("size", "32Mi")]), Code::FailedPrecondition, "target_path");
     assert_eq!(fs::read_to_string(other.file("mine")).unwrap(), "x");
@@ -179,13 +179,13 @@ fn a_hostile_handle_is_refused_and_reaches_no_path_and_no_other_volume() {
 }
 
 #[test]
-fn an_inline_volume_is_not_staged_and_keeps_its_size() {
+fn an_inline_volume_cannot_be_staged_or_expanded() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid-1", "scratch");
         driver.ok(volume.publishing(&[("size", "32Mi")]));
         let stage = driver.staging_of(&volume.handle, &mounted(""));
         let inline = csi::NodeStageVolumeRequest { volume_context: context(&[]), ..stage.clone() };
-        driver.refused(inline, Code::InvalidArgument, "without being staged");
+        driver.refused(inline, Code::InvalidArgument, "must not be staged");
         for value in ["TRUE", ""] {
             let volume_context = map(&[("csi.storage.k8s.io/ephemeral", value)]);
             let odd = csi::NodeStageVolumeRequest { volume_context, ..stage.clone() };
@@ -204,7 +204,7 @@ fn an_inline_volume_is_not_staged_and_keeps_its_size() {
 }
 
 #[test]
-fn a_size_is_rounded_up_and_there_is_one_where_none_is_asked_for() {
+fn an_inline_size_is_rounded_up_and_has_a_default() {
     if !have_root() {
         return;
     }
@@ -227,7 +227,7 @@ fn a_size_is_rounded_up_and_there_is_one_where_none_is_asked_for() {
     ] {
         assert_eq!(bytes(&driver, &[("size", size)], ""), expected, "{size}");
     }
-    // What a filesystem needs at least it gets.
+    // The size is raised to the minimum of the filesystem.
     assert!(bytes(&driver, &[("size", "1")], "ext4") >= MIB);
     assert!(bytes(&driver, &[("size", "1")], "xfs") >= 300 * MIB);
     assert_eq!(bytes(&driver, &[], ""), GIB);
@@ -236,7 +236,7 @@ fn a_size_is_rounded_up_and_there_is_one_where_none_is_asked_for() {
 }
 
 #[test]
-fn switched_off_no_new_volume_is_made_and_those_there_are_go_on_to_their_end() {
+fn disabling_inline_volumes_keeps_existing_ones() {
     if !have_root() {
         return;
     }
@@ -248,7 +248,7 @@ fn switched_off_no_new_volume_is_made_and_those_there_are_go_on_to_their_end() {
     let new = pod_volume(&driver, "uid-1", "new");
     driver.refused(new.publishing(&[]), Code::FailedPrecondition, "--inline=false");
     assert!(!new.target.exists());
-    // What is wrong is still told, and what is not inline works.
+    // Invalid requests are still reported, and persistent volumes work.
     driver.refused(new.publishing(&[("colour", "red")]), Code::InvalidArgument, "colour");
     let persistent = driver.volume("data", 32 * MIB, mounted(""));
     driver.publish(&persistent, &mounted(""));

@@ -1,4 +1,4 @@
-//! Secrets, tokens and contents reach no log and no error, at whatever level.
+//! Secrets, tokens and content appear in no log and no error, at any level.
 
 use csi_loopback::backend::PoolKind;
 use csi_loopback::proto::csi::v1 as csi;
@@ -7,10 +7,11 @@ use support::driver::*;
 use support::have_root;
 use support::inline::{PodVolume, is_mounted, pod_volume};
 
-/// In every value of this kind a pod may keep a secret.
+/// A part of every value in which a pod may keep a secret.
 const SECRET: &str = "1481516234";
 
-/// Requests with the secret in every place that has one, most of them wrong in some other way.
+/// Requests with the secret in every field that can contain one, most of them invalid in another
+/// field.
 fn requests(volume: &PodVolume) -> Vec<csi::NodePublishVolumeRequest> {
     let token = ("csi.storage.k8s.io/serviceAccount.tokens", SECRET);
     let secret = [("password", SECRET)];
@@ -51,7 +52,7 @@ fn requests(volume: &PodVolume) -> Vec<csi::NodePublishVolumeRequest> {
 }
 
 #[test]
-fn no_secret_token_or_content_is_in_the_log_or_an_error() {
+fn no_secret_token_or_content_is_logged_or_returned() {
     if !have_root() {
         return;
     }
@@ -70,7 +71,7 @@ fn no_secret_token_or_content_is_in_the_log_or_an_error() {
             driver.unpublish(&volume.handle, &volume.target);
         }
         assert!(some_succeed);
-        // Nor what a driver says of volumes that it finds.
+        // Nor in messages of a driver about existing volumes.
         let _ = driver.call(volume.publishing_content(&[("content/motd", SECRET)], &[]));
         driver.kill();
         driver.start_again();

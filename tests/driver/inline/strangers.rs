@@ -1,4 +1,4 @@
-//! To all other calls an inline volume is no volume.
+//! Calls for persistent volumes do not know inline volumes.
 
 use std::fs;
 
@@ -11,7 +11,7 @@ use support::driver::*;
 use support::inline::{is_mounted, pod_volume};
 
 #[test]
-fn no_call_for_persistent_volumes_knows_or_touches_an_inline_one() {
+fn calls_for_persistent_volumes_ignore_inline_volumes() {
     with_driver(|driver| {
         let volume = pod_volume(driver, "uid-1", "scratch");
         driver.ok(volume.publishing(&[("size", "32Mi")]));
@@ -29,8 +29,8 @@ fn no_call_for_persistent_volumes_knows_or_touches_an_inline_one() {
             driver.refused(validate, Code::NotFound, id);
             driver.refused(expand(id, 64 * MIB), Code::NotFound, id);
             driver.refused(modify(id, &[("changeTracking", "false")]), Code::NotFound, id);
-            driver.refused(cut("s", id), Code::NotFound, id);
-            driver.refused(cut_group("g", &[&persistent, id]), Code::NotFound, id);
+            driver.refused(create_snapshot("s", id), Code::NotFound, id);
+            driver.refused(create_group_snapshot("g", &[&persistent, id]), Code::NotFound, id);
             driver.refused(from_source("c", Source::Volume(id), 0), Code::NotFound, id);
             driver.refused(from_source("c", Source::Snapshot(id), 0), Code::NotFound, id);
             driver.refused(driver.staging_of(id, &mounted("")), Code::NotFound, id);
@@ -47,7 +47,7 @@ fn no_call_for_persistent_volumes_knows_or_touches_an_inline_one() {
             assert!(driver.call(elsewhere).is_err());
             assert!(is_mounted(&volume.target));
         }
-        // Its own id is no name for it in the calls that know inline volumes, either.
+        // The internal id is not accepted by calls that know inline volumes either.
         let at = volume.target.to_str().unwrap();
         driver.refused(stats(&internal, at), Code::NotFound, &internal);
         driver.ok(unpublishing(&internal, at));
@@ -61,7 +61,7 @@ fn no_call_for_persistent_volumes_knows_or_touches_an_inline_one() {
 }
 
 #[test]
-fn an_inline_call_neither_shows_nor_takes_away_a_persistent_volume() {
+fn inline_calls_do_not_affect_persistent_volumes() {
     with_driver(|driver| {
         let persistent = driver.volume("data", 32 * MIB, mounted(""));
         let target = driver.publish(&persistent, &mounted(""));
@@ -72,7 +72,7 @@ fn an_inline_call_neither_shows_nor_takes_away_a_persistent_volume() {
             ..volume.publishing(&[])
         };
         driver.refused(as_inline, Code::InvalidArgument, "volume_id");
-        // At its target there is something already.
+        // Its target is occupied.
         let over = csi::NodePublishVolumeRequest {
             target_path: target.display().to_string(),
             ..volume.publishing(&[])

@@ -1,4 +1,4 @@
-//! What is not the driver's: it is neither covered, nor taken away, nor overwritten.
+//! Foreign mounts, files and data: neither hidden, removed nor overwritten.
 
 use std::fs::{self};
 use std::os::unix::fs::symlink;
@@ -11,7 +11,7 @@ use support::driver::*;
 use support::{BLOCK, MIB, path, pattern, read_all, run, write_direct};
 
 #[test]
-fn what_a_driver_did_not_make_it_does_not_take_away() {
+fn unstage_and_unpublish_keep_foreign_files() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         let raw = driver.volume("r", MIB, block());
@@ -34,7 +34,7 @@ fn what_a_driver_did_not_make_it_does_not_take_away() {
             }
             unharmed("after unpublish and unstage");
         }
-        // Nor does it by publishing over it and unpublishing again.
+        // Publishing over it and unpublishing again do not remove it either.
         for (id, wanted) in [(&volume, mounted("")), (&raw, block())] {
             for place in [&file, &full] {
                 let published = driver.call(driver.publishing(id, place, &wanted));
@@ -49,7 +49,7 @@ fn what_a_driver_did_not_make_it_does_not_take_away() {
 }
 
 #[test]
-fn a_foreign_mount_is_neither_covered_nor_unmounted() {
+fn a_foreign_mount_is_neither_hidden_nor_unmounted() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         let other = driver.volume("w", 32 * MIB, mounted(""));
@@ -72,7 +72,7 @@ fn a_foreign_mount_is_neither_covered_nor_unmounted() {
 }
 
 #[test]
-fn an_unknown_volume_takes_no_directory_away() {
+fn an_unknown_volume_does_not_remove_a_directory() {
     with_driver(|driver| {
         let empty = driver.scratch().join("empty");
         fs::create_dir(&empty).unwrap();
@@ -114,7 +114,7 @@ fn paths_below_a_symbolic_link_work_like_others() {
 }
 
 #[test]
-fn a_path_that_is_itself_a_symbolic_link_is_refused() {
+fn a_path_that_is_a_symbolic_link_is_refused() {
     with_driver(|driver| {
         let (real, link) = (driver.scratch().join("real"), driver.scratch().join("link"));
         fs::create_dir(&real).unwrap();
@@ -133,7 +133,7 @@ fn a_path_that_is_itself_a_symbolic_link_is_refused() {
 }
 
 #[test]
-fn a_device_that_holds_foreign_data_is_never_formatted() {
+fn a_device_with_foreign_data_is_never_formatted() {
     with_driver(|driver| {
         let volume = driver.volume("v", 64 * MIB, block());
         driver.with_device(&volume, |device| {
@@ -141,13 +141,13 @@ fn a_device_that_holds_foreign_data_is_never_formatted() {
         });
         for fs_type in ["", "ext4", "xfs", "btrfs"] {
             let request = driver.staging_of(&volume, &mounted(fs_type));
-            driver.refused(request, Code::FailedPrecondition, "holds data");
+            driver.refused(request, Code::FailedPrecondition, "contains data");
             let content = driver.with_device(&volume, read_all);
             let at = 40 * MIB as usize;
             assert!(content[at..at + BLOCK as usize] == pattern(1, BLOCK as usize));
             assert!(content[..at].iter().all(|byte| *byte == 0), "{fs_type}");
         }
-        // A filesystem that somebody made is used, and is not made anew as another one.
+        // An existing filesystem of another origin is used, and not replaced.
         let made = driver.volume("made", 64 * MIB, block());
         driver.with_device(&made, |device| run("mkfs.ext4", &["-q", "-L", "mine", path(device)]));
         driver.refused(driver.staging_of(&made, &mounted("xfs")), Code::FailedPrecondition, "ext4");

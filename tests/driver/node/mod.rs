@@ -1,4 +1,4 @@
-//! Volumes on a node over the wire: staged, published, used, grown and taken away again, with
+//! Volumes on a node over the wire: staged, published, used, expanded and removed, with
 //! interruptions.
 
 mod foreign;
@@ -18,10 +18,11 @@ use tonic::Code;
 use csi::volume_capability::access_mode::Mode;
 use csi::volume_usage::Unit;
 
-/// Filesystems with the smallest size, in MiB, that they are made in.
+/// Filesystems with their minimum size in MiB.
 const FILESYSTEMS: [(&str, u64); 4] = [("", 32), ("ext4", 32), ("xfs", 300), ("btrfs", 128)];
 
-/// Everything of a second publish: whether it is at the same target, and with the same arguments.
+/// The second publish of a volume, at the same target or another one, with the same arguments or
+/// others.
 fn second_publish(driver: &Driver, mode: Mode, same_target: bool, same: bool) -> Result<(), Code> {
     let name = format!("{mode:?}-{same_target}-{same}");
     let volume = driver.volume(&name, 32 * MIB, mounted(""));
@@ -32,7 +33,7 @@ fn second_publish(driver: &Driver, mode: Mode, same_target: bool, same: bool) ->
         readonly: !same,
         ..driver.publishing(&volume, &second, &wanted)
     });
-    // Whatever the answer, who was there first is still there, once, and as it was.
+    // Whatever the response, the first publication still exists, once, and unchanged.
     let mounts = mounts_at(&target);
     assert_eq!(mounts.len(), 1, "{name}");
     let reads = matches!(mode, Mode::SingleNodeReaderOnly | Mode::MultiNodeReaderOnly);
@@ -44,7 +45,7 @@ fn second_publish(driver: &Driver, mode: Mode, same_target: bool, same: bool) ->
 }
 
 #[test]
-fn a_volume_is_mounted_with_the_filesystem_that_it_was_made_for() {
+fn a_volume_is_mounted_with_its_requested_filesystem() {
     with_driver(|driver| {
         for (fs_type, mib) in FILESYSTEMS {
             let wanted = mounted(fs_type);
@@ -60,7 +61,7 @@ fn a_volume_is_mounted_with_the_filesystem_that_it_was_made_for() {
             driver.take_down(&volume);
             assert!(!target.exists(), "{fs_type}");
             assert!(mounts_at(&driver.staging(&volume)).is_empty(), "{fs_type}");
-            // A capability that names no filesystem takes the one that is there.
+            // A capability without a filesystem uses the existing one.
             let target = driver.publish(&volume, &mounted(""));
             assert_eq!(mounts_at(&target)[0].fs_type, expected);
             assert_eq!(fs::read(target.join("file")).unwrap(), pattern(1, 100_000));
@@ -110,7 +111,7 @@ fn stage_publish_unpublish_and_unstage_can_be_repeated() {
                 driver.refused(early, Code::FailedPrecondition, "unpublish");
                 (0..3).for_each(|_| driver.unpublish(&volume, &target));
                 assert!(!target.exists());
-                // Unstaging it from where it is not changes nothing.
+                // Unstaging it from another path changes nothing.
                 driver.ok(unstaging(&volume, path(&elsewhere)));
                 driver.ok(driver.publishing(&volume, &target, &wanted));
                 driver.unpublish(&volume, &target);
@@ -122,7 +123,7 @@ fn stage_publish_unpublish_and_unstage_can_be_repeated() {
 }
 
 #[test]
-fn taking_away_what_is_gone_or_was_never_known_is_ok() {
+fn unstaging_a_missing_or_unknown_volume_succeeds() {
     with_driver(|driver| {
         let nowhere = driver.scratch().join("nowhere");
         driver.ok(unpublishing("vol-none-0123456789abcdef", path(&nowhere)));
@@ -130,7 +131,7 @@ fn taking_away_what_is_gone_or_was_never_known_is_ok() {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         driver.unpublish(&volume, &nowhere);
         driver.ok(unstaging(&volume, path(&nowhere)));
-        // Somebody else was faster.
+        // Another process was faster.
         let (staging, target) = (driver.staging(&volume), driver.publish(&volume, &mounted("")));
         run("umount", &[path(&target)]);
         fs::remove_dir(&target).unwrap();
@@ -182,7 +183,7 @@ fn a_second_publish_with_another_capability_is_refused() {
 }
 
 #[test]
-fn a_publish_that_fails_leaves_nothing_and_never_unmounts_a_pod() {
+fn a_failed_publish_leaves_nothing_and_unmounts_no_pod() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         let (staging, target) = (driver.staging(&volume), driver.target(&volume));
@@ -211,7 +212,7 @@ fn a_publish_that_fails_leaves_nothing_and_never_unmounts_a_pod() {
         driver.refused(elsewhere, Code::FailedPrecondition, "staging_target_path");
         assert!(!target.with_extension("2").exists());
         assert_eq!(fs::read_to_string(target.join("file")).unwrap(), "of the pod");
-        // Staging it anew makes it whole.
+        // Staging it again repairs it.
         driver.stage(&volume, &mounted(""));
         driver.ok(publishing);
         assert_eq!(fs::read_to_string(staging.join("file")).unwrap(), "of the pod");
@@ -219,7 +220,7 @@ fn a_publish_that_fails_leaves_nothing_and_never_unmounts_a_pod() {
 }
 
 #[test]
-fn writes_to_a_read_only_publication_fail_and_other_targets_stay_writable() {
+fn a_read_only_target_does_not_affect_writable_targets() {
     with_driver(|driver| {
         for fs_type in ["ext4", "xfs", "btrfs"] {
             let wanted = mounted(fs_type);
@@ -251,9 +252,9 @@ fn writes_to_a_read_only_publication_fail_and_other_targets_stay_writable() {
     });
 }
 
-/// As a backup product makes it to read a snapshot: a claim that is ReadOnlyMany.
+/// Like a backup product that reads a snapshot: a claim that is ReadOnlyMany.
 #[test]
-fn a_volume_from_a_snapshot_that_many_may_read_is_read_only_at_each_target_of_the_node() {
+fn a_multi_reader_volume_is_read_only_at_each_target() {
     with_driver(|driver| {
         let source = driver.volume("source", 32 * MIB, mounted(""));
         fs::write(driver.publish(&source, &mounted("")).join("file"), "kept").unwrap();
@@ -262,12 +263,12 @@ fn a_volume_from_a_snapshot_that_many_may_read_is_read_only_at_each_target_of_th
             [mounted_as("", Mode::MultiNodeReaderOnly), block_as(Mode::MultiNodeReaderOnly)];
         for (name, wanted) in ["files", "device"].into_iter().zip(readers) {
             let volume = driver.copy(name, Source::Snapshot(&snapshot), wanted.clone());
-            let asked = csi::ValidateVolumeCapabilitiesRequest {
+            let req = csi::ValidateVolumeCapabilitiesRequest {
                 volume_id: volume.clone(),
                 volume_capabilities: vec![wanted.clone()],
                 ..Default::default()
             };
-            assert!(driver.ok(asked).confirmed.is_some(), "{name}");
+            assert!(driver.ok(req).confirmed.is_some(), "{name}");
             let (target, other) = (driver.publish(&volume, &wanted), driver.scratch().join(name));
             driver.ok(driver.publishing(&volume, &other, &wanted));
             for target in [&target, &other] {
@@ -290,7 +291,7 @@ fn a_volume_from_a_snapshot_that_many_may_read_is_read_only_at_each_target_of_th
 }
 
 #[test]
-fn a_read_only_block_volume_refuses_writes_and_is_writable_again_after() {
+fn a_read_only_block_volume_is_writable_after_unpublish() {
     with_driver(|driver| {
         let write = |device: &Path| -> io::Result<()> {
             let mut file = File::options().write(true).open(device)?;
@@ -307,7 +308,7 @@ fn a_read_only_block_volume_refuses_writes_and_is_writable_again_after() {
         };
         driver.ok(request(&target, true));
         write(&target).unwrap_err();
-        // A device is read-only everywhere or nowhere; who was first is not harmed.
+        // A device is read-only everywhere or nowhere; the first publication is not affected.
         driver.refused(request(&other, false), Code::FailedPrecondition, "readonly");
         assert!(!other.exists());
         write(&target).unwrap_err();
@@ -349,7 +350,7 @@ fn mount_flags_are_applied_and_survive_a_read_only_publication() {
 }
 
 #[test]
-fn mount_flags_that_would_make_another_mount_are_refused() {
+fn mount_flags_that_change_the_kind_of_mount_are_refused() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         for flag in ["bind", "rbind", "remount", "move", "loop", "noatime,bind", "no-such-flag"] {
@@ -361,13 +362,13 @@ fn mount_flags_that_would_make_another_mount_are_refused() {
             assert_eq!(status.code(), expected, "{flag}: {status:?}");
             assert!(mounts_at(&driver.staging(&volume)).is_empty(), "{flag}");
         }
-        // Nothing was left attached.
+        // No loop device remains attached.
         driver.ok(delete_volume(&volume));
     });
 }
 
 #[test]
-fn a_mount_group_owns_the_tree_and_what_is_made_in_it() {
+fn a_mount_group_owns_existing_and_new_files() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         let target = driver.publish(&volume, &mounted(""));
@@ -392,7 +393,7 @@ fn a_mount_group_owns_the_tree_and_what_is_made_in_it() {
         assert_eq!(fs::metadata(target.join("directory/new")).unwrap().gid(), 4242);
         driver.take_down(&volume);
 
-        // Pods that share a volume may come with a group each; the last one's counts.
+        // Pods that share a volume may have different groups; the last one wins.
         let shared = driver.publish(&volume, &mounted(""));
         let other = driver.scratch().join("other");
         driver.ok(driver.publishing(&volume, &other, &in_group("4243")));
@@ -408,7 +409,7 @@ fn a_mount_group_owns_the_tree_and_what_is_made_in_it() {
 }
 
 #[test]
-fn stats_tell_bytes_and_inodes_or_the_size_of_a_device() {
+fn stats_report_bytes_and_inodes_or_the_device_size() {
     with_driver(|driver| {
         let volume = driver.volume("v", 64 * MIB, mounted(""));
         let target = driver.publish(&volume, &mounted(""));
@@ -463,7 +464,7 @@ fn stats_tell_bytes_and_inodes_or_the_size_of_a_device() {
 }
 
 #[test]
-fn a_volume_is_shown_either_as_a_filesystem_or_as_a_device() {
+fn a_volume_is_published_as_filesystem_or_device_not_both() {
     with_driver(|driver| {
         for (name, wanted, other) in [("f", mounted(""), block()), ("r", block(), mounted(""))] {
             let volume = driver.volume(name, 32 * MIB, wanted.clone());
@@ -477,7 +478,7 @@ fn a_volume_is_shown_either_as_a_filesystem_or_as_a_device() {
 }
 
 #[test]
-fn inline_volumes_and_unknown_context_are_refused_by_name() {
+fn staging_an_inline_volume_or_unknown_context_is_refused() {
     with_driver(|driver| {
         let volume = driver.volume("v", 32 * MIB, mounted(""));
         let stage = driver.staging_of(&volume, &mounted(""));

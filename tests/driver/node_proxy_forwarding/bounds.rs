@@ -1,4 +1,4 @@
-//! Clients that mean harm, or have gone wrong: what they can make the proxy hold.
+//! Malicious and defective clients: the memory that they can make the proxy use.
 
 use bytes::Bytes;
 use csi_loopback::proto::csi::v1 as csi;
@@ -6,7 +6,7 @@ use prost::Message as _;
 
 use super::rig::*;
 
-/// What is looked at, at most.
+/// Maximum size of a decoded request.
 const MAX_MESSAGE: usize = 4 << 20;
 
 fn publishing(bytes: usize) -> Bytes {
@@ -22,7 +22,7 @@ fn publishing(bytes: usize) -> Bytes {
 }
 
 #[test]
-fn a_request_that_is_too_long_to_be_looked_at_is_refused_and_any_other_passed_on() {
+fn only_oversized_decoded_requests_are_refused() {
     with_proxy(|rig| {
         let _driver = rig.driver(Call::ok);
         let client = rig.client();
@@ -30,7 +30,7 @@ fn a_request_that_is_too_long_to_be_looked_at_is_refused_and_any_other_passed_on
         assert_eq!(longest.code(), Some("0"));
         let refused = rig.block_on(client.call(PUBLISH, &[], publishing(MAX_MESSAGE + 1))).unwrap();
         assert_eq!(refused.code(), Some("8"), "{refused:?}");
-        assert!(refused.words().contains(&MAX_MESSAGE.to_string()), "{refused:?}");
+        assert!(refused.status_message().contains(&MAX_MESSAGE.to_string()), "{refused:?}");
         let before = rig.memory();
         let long = framed(&vec![7; 16 * MAX_MESSAGE]);
         let other = rig.block_on(client.call(OTHER, &[], long)).unwrap();
@@ -41,13 +41,13 @@ fn a_request_that_is_too_long_to_be_looked_at_is_refused_and_any_other_passed_on
 }
 
 #[test]
-fn many_long_requests_at_once_are_held_in_turn_and_short_ones_go_on() {
+fn memory_for_long_requests_is_bounded() {
     with_proxy(|rig| {
         let _driver = rig.driver(Call::ok);
         let before = rig.memory();
         let long = publishing(MAX_MESSAGE);
         let clients: Vec<Client> = (0..4).map(|_| rig.client()).collect();
-        // All but the last byte of each: whoever reads them all has 400 MiB.
+        // All except the last byte of each: a proxy that read them all would need 400 MiB.
         let mut held = Vec::new();
         for number in 0..100 {
             let (answer, mut sending) = rig.block_on(clients[number % 4].open(PUBLISH, &[]));
@@ -65,7 +65,7 @@ fn many_long_requests_at_once_are_held_in_turn_and_short_ones_go_on() {
             grown >> 20
         );
         assert!(grown < 128 << 20, "the proxy has grown by {grown} bytes");
-        // They were only slow: each has its turn.
+        // They were only slow: each of them completes.
         let mut answers = Vec::new();
         for (answer, mut sending) in held {
             sending.send_data(long.slice(long.len() - 1..), true).unwrap();
@@ -78,7 +78,7 @@ fn many_long_requests_at_once_are_held_in_turn_and_short_ones_go_on() {
 }
 
 #[test]
-fn what_is_no_http_2_ends_its_own_connection_alone() {
+fn invalid_http2_affects_only_its_own_connection() {
     with_proxy(|rig| {
         use std::io::{Read, Write};
         let _driver = rig.driver(Call::ok);

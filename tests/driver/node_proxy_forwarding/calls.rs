@@ -1,4 +1,4 @@
-//! Calls with one answer: nothing is added, left out or said in other words.
+//! Unary calls: nothing is added, omitted or changed.
 
 use bytes::Bytes;
 use csi_loopback::proto::csi::v1 as csi;
@@ -6,7 +6,7 @@ use prost::Message as _;
 
 use super::rig::*;
 
-/// A publish of a pod that nobody has told the proxy of, at a path that is not kubelet's.
+/// A publish of an unknown pod, at a path that is not kubelet's.
 fn publishing() -> Bytes {
     let request = csi::NodePublishVolumeRequest {
         volume_id: "v".into(),
@@ -17,9 +17,9 @@ fn publishing() -> Bytes {
 }
 
 #[test]
-fn headers_metadata_and_trailers_go_through_as_they_are() {
+fn headers_metadata_and_trailers_are_forwarded_unchanged() {
     with_proxy(|rig| {
-        let (_driver, seen) = rig.noting_driver(|mut respond| {
+        let (_driver, seen) = rig.recording_driver(|mut respond| {
             let said = head(&[("x-driver", "here"), ("x-driver-bin", "AAEC")]);
             let mut stream = respond.send_response(said, false).unwrap();
             stream.send_data(framed(b"what it says"), false).unwrap();
@@ -59,7 +59,7 @@ fn headers_metadata_and_trailers_go_through_as_they_are() {
                 (&"here".parse().unwrap(), &"AAEC".parse().unwrap())
             );
             assert_eq!(answer.body, framed(b"what it says"));
-            assert_eq!((answer.code(), answer.words()), (Some("9"), "no%20room%0Aleft"));
+            assert_eq!((answer.code(), answer.status_message()), (Some("9"), "no%20room%0Aleft"));
             assert_eq!(answer.trailers["grpc-status-details-bin"], "CAkSB25vIHJvb20");
             let last: Vec<_> = answer.trailers.get_all("x-last").iter().collect();
             assert_eq!(last, ["one", "two"]);
@@ -68,9 +68,9 @@ fn headers_metadata_and_trailers_go_through_as_they_are() {
 }
 
 #[test]
-fn a_refusal_in_the_headers_alone_stays_one() {
+fn a_headers_only_error_is_forwarded_unchanged() {
     with_proxy(|rig| {
-        // As servers answer for what they do not have.
+        // The usual response of servers to unimplemented methods.
         let _driver = rig.driver(|call| async move {
             let (_, mut respond) = call.take().await;
             let refused = head(&[("grpc-status", "12"), ("grpc-message", "unknown%20method")]);
@@ -79,16 +79,20 @@ fn a_refusal_in_the_headers_alone_stays_one() {
         let client = rig.client();
         for path in [OTHER, PUBLISH] {
             let answer = rig.block_on(client.call(path, &[], publishing())).unwrap();
-            assert_eq!((answer.code(), answer.words()), (Some("12"), "unknown%20method"), "{path}");
+            assert_eq!(
+                (answer.code(), answer.status_message()),
+                (Some("12"), "unknown%20method"),
+                "{path}"
+            );
             assert_eq!((answer.body.len(), answer.trailers.len()), (0, 0), "{path}");
         }
     });
 }
 
 #[test]
-fn what_cannot_be_read_is_the_drivers_to_refuse() {
+fn an_unreadable_message_is_forwarded_to_the_driver() {
     with_proxy(|rig| {
-        let (_driver, seen) = rig.noting_driver(|respond| {
+        let (_driver, seen) = rig.recording_driver(|respond| {
             answer(respond, &[], &[("grpc-status", "3"), ("grpc-message", "the drivers words")]);
         });
         let client = rig.client();
@@ -97,7 +101,7 @@ fn what_cannot_be_read_is_the_drivers_to_refuse() {
         let twice = [plain.as_ref(), plain.as_ref()].concat();
         let half = plain[..plain.len() - 1].to_vec();
         let claims_more = [&[0, 0xff, 0xff, 0xff, 0xff], &plain[5..]].concat();
-        // A length in the message that leads out of it; a group that nobody closes; bytes that are no UTF-8.
+        // A length beyond the end of the message; an unterminated group; invalid UTF-8.
         let damaged = framed(&[0x0a, 0x7f, b'v']).to_vec();
         let group = framed(&[0x0b; 64]).to_vec();
         let no_text = framed(&[0x0a, 0x01, 0xff]).to_vec();
@@ -109,7 +113,7 @@ fn what_cannot_be_read_is_the_drivers_to_refuse() {
             for bytes in &cases {
                 let path = format!("/csi.v1.Node/{method}");
                 let answer = rig.block_on(client.call(&path, &[], bytes.clone())).unwrap();
-                assert_eq!(answer.words(), "the drivers words", "{method}: {bytes:?}");
+                assert_eq!(answer.status_message(), "the drivers words", "{method}: {bytes:?}");
                 assert_eq!(seen.lock().unwrap().pop().unwrap().body, bytes, "{method}");
             }
         }
@@ -117,10 +121,10 @@ fn what_cannot_be_read_is_the_drivers_to_refuse() {
 }
 
 #[test]
-fn a_field_that_this_version_does_not_know_reaches_the_driver() {
+fn an_unknown_field_reaches_the_driver() {
     with_proxy(|rig| {
-        let (_driver, seen) = rig.noting_driver(|respond| {
-            // Nor is one in the answer lost.
+        let (_driver, seen) = rig.recording_driver(|respond| {
+            // A field of the response is not lost either.
             answer(respond, &[&[0xa2, 0x06, 0x02, b'h', b'i']], &[("grpc-status", "0")]);
         });
         let client = rig.client();

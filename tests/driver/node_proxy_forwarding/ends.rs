@@ -1,4 +1,4 @@
-//! Calls that do not come to a good end: clients and drivers that go away, deadlines, the end of the proxy itself.
+//! Interrupted calls: clients and drivers that disconnect, deadlines, shutdown of the proxy.
 
 use std::os::unix::net::UnixStream as Socket;
 use std::sync::Arc;
@@ -13,37 +13,37 @@ use super::rig::*;
 use support::driver::{PATIENCE, wait_for};
 
 #[test]
-fn a_client_that_goes_away_ends_the_call_at_the_driver() {
+fn a_client_disconnect_cancels_the_call_at_the_driver() {
     with_proxy(|rig| {
-        let (tell, mut told) = mpsc::unbounded_channel();
+        let (event_sender, mut events) = mpsc::unbounded_channel();
         let _driver = rig.driver(move |call| {
-            let tell = tell.clone();
+            let event_sender = event_sender.clone();
             async move {
-                tell.send("came").unwrap();
+                event_sender.send("came").unwrap();
                 let mut respond = call.respond;
                 let _ = std::future::poll_fn(|context| respond.poll_reset(context)).await;
-                tell.send("ended").unwrap();
+                event_sender.send("ended").unwrap();
             }
         });
         for path in [OTHER, PUBLISH] {
             let client = rig.client();
-            // A call ends whose connection goes on, and one whose connection ends.
+            // A call that ends while its connection continues, and one whose connection ends.
             let (answer, mut sending) = rig.block_on(client.open(path, &[]));
             sending.send_data(framed(b""), true).unwrap();
-            assert_eq!(rig.block_on(told.recv()), Some("came"), "{path}");
+            assert_eq!(rig.block_on(events.recv()), Some("came"), "{path}");
             drop((answer, sending));
-            assert_eq!(rig.block_on(told.recv()), Some("ended"), "{path}");
+            assert_eq!(rig.block_on(events.recv()), Some("ended"), "{path}");
             let (_answer, mut sending) = rig.block_on(client.open(path, &[]));
             sending.send_data(framed(b""), true).unwrap();
-            assert_eq!(rig.block_on(told.recv()), Some("came"), "{path}");
+            assert_eq!(rig.block_on(events.recv()), Some("came"), "{path}");
             drop(client);
-            assert_eq!(rig.block_on(told.recv()), Some("ended"), "{path}");
+            assert_eq!(rig.block_on(events.recv()), Some("ended"), "{path}");
         }
     });
 }
 
 #[test]
-fn a_deadline_holds_with_its_own_code() {
+fn a_deadline_is_enforced_with_deadline_exceeded() {
     with_proxy(|rig| {
         let (came, ended) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let counts = (Arc::clone(&came), Arc::clone(&ended));
@@ -64,7 +64,8 @@ fn a_deadline_holds_with_its_own_code() {
                 assert_eq!(answer.code(), Some("4"), "{path}: {answer:?}");
             }
         }
-        // What the driver spends on them ends, too. (One whose time was up at once has not come to it.)
+        // Their work in the driver ends too. (A call whose deadline passed immediately did not
+        // reach it.)
         wait_for("the calls' end at the driver", || {
             let ended = ended.load(Ordering::SeqCst);
             ended > 0 && ended == came.load(Ordering::SeqCst)
@@ -73,23 +74,23 @@ fn a_deadline_holds_with_its_own_code() {
 }
 
 #[test]
-fn a_driver_that_is_away_is_unavailable_and_found_when_it_is_back() {
+fn an_absent_driver_is_unavailable_until_it_returns() {
     with_proxy(|rig| {
         let client = rig.client();
         for round in 0..3 {
             for path in [OTHER, PUBLISH] {
                 let answer = rig.block_on(client.call(path, &[], framed(b""))).unwrap();
                 assert_eq!(answer.code(), Some("14"), "{round}: {answer:?}");
-                assert!(answer.words().contains("csi.sock"), "{answer:?}");
+                assert!(answer.status_message().contains("csi.sock"), "{answer:?}");
             }
             let driver = rig.driver(Call::ok);
             for path in [OTHER, PUBLISH] {
-                // The first call already, whatever was tried before.
+                // Including the first call, regardless of earlier attempts.
                 let answer = rig.block_on(client.call(path, &[], framed(b""))).unwrap();
                 assert_eq!(answer.code(), Some("0"), "{round}: {answer:?}");
             }
             drop(driver);
-            // One that was replaced between two calls is not taken for one that is away.
+            // A driver that was replaced between two calls is not treated as absent.
             let driver = rig.driver(Call::ok);
             let answer = rig.block_on(client.call(PUBLISH, &[], framed(b""))).unwrap();
             assert_eq!(answer.code(), Some("0"), "{round}: {answer:?}");
@@ -99,9 +100,9 @@ fn a_driver_that_is_away_is_unavailable_and_found_when_it_is_back() {
 }
 
 #[test]
-fn a_driver_that_says_nothing_holds_up_only_who_waits_for_it() {
+fn a_silent_driver_delays_only_its_own_calls() {
     with_proxy(|rig| {
-        // Connections are taken in by the kernel, and nobody ever speaks on them.
+        // The kernel accepts connections, and no process responds on them.
         let socket = rig.driver_socket();
         let silent = std::os::unix::net::UnixListener::bind(&socket).unwrap();
         let client = rig.client();
@@ -116,10 +117,10 @@ fn a_driver_that_says_nothing_holds_up_only_who_waits_for_it() {
 }
 
 #[test]
-fn a_driver_that_more_call_than_it_can_take_in_is_waited_for() {
+fn a_full_connection_queue_of_the_driver_is_retried() {
     with_proxy(|rig| {
         let listener = rig.short_queue(1);
-        // Until the queue is full: to whoever comes next the kernel says EAGAIN.
+        // Until the queue is full: the next client gets EAGAIN.
         let mut waiting = Vec::new();
         let full = rig.block_on(async {
             loop {
@@ -149,15 +150,15 @@ fn a_driver_that_more_call_than_it_can_take_in_is_waited_for() {
 }
 
 #[test]
-fn a_proxy_that_is_told_to_end_lets_calls_finish() {
+fn a_proxy_completes_running_calls_at_shutdown() {
     with_proxy(|rig| {
-        let (tell, mut told) = mpsc::unbounded_channel();
+        let (event_sender, mut events) = mpsc::unbounded_channel();
         let go = Arc::new(tokio::sync::Notify::new());
         let wait = Arc::clone(&go);
         let _driver = rig.driver(move |call| {
-            let (tell, wait) = (tell.clone(), Arc::clone(&wait));
+            let (event_sender, wait) = (event_sender.clone(), Arc::clone(&wait));
             async move {
-                tell.send(()).unwrap();
+                event_sender.send(()).unwrap();
                 wait.notified().await;
                 call.ok().await;
             }
@@ -165,48 +166,53 @@ fn a_proxy_that_is_told_to_end_lets_calls_finish() {
         let client = rig.client();
         let (answer, mut sending) = rig.block_on(client.open(PUBLISH, &[]));
         sending.send_data(framed(b""), true).unwrap();
-        rig.block_on(told.recv()).unwrap();
+        rig.block_on(events.recv()).unwrap();
         rig.proxy.signal(Signal::SIGTERM);
-        // It takes nobody any more, so that it is past whatever it does with those that it has.
-        wait_for("nobody is taken", || Socket::connect(rig.socket()).is_err());
+        // It accepts no connection any more, so it has begun to drain the existing ones.
+        wait_for("no connection is accepted", || Socket::connect(rig.socket()).is_err());
         go.notify_one();
         let answer = rig.block_on(take(answer)).unwrap();
         assert_eq!(answer.code(), Some("0"));
         assert!(rig.proxy.wait(PATIENCE).unwrap().success());
-        // The connection is still the client's: the proxy has told it that no more is taken.
-        assert!(!rig.proxy.log().contains("did not end in time"), "{}", rig.proxy.log());
+        // The connection is still open on the client's side: the proxy has announced that it
+        // accepts no calls.
+        assert!(
+            !rig.proxy.log().contains("did not end within the drain timeout"),
+            "{}",
+            rig.proxy.log()
+        );
         assert!(!rig.socket().exists());
     });
 }
 
 #[test]
-fn a_proxy_that_is_killed_in_mid_call_leaves_nothing_that_its_successor_stumbles_over() {
+fn a_killed_proxy_does_not_affect_the_next_one() {
     with_proxy(|rig| {
-        let (tell, mut told) = mpsc::unbounded_channel();
+        let (event_sender, mut events) = mpsc::unbounded_channel();
         let calls = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&calls);
         let _driver = rig.driver(move |call| {
-            let (tell, counted) = (tell.clone(), Arc::clone(&counted));
+            let (event_sender, counted) = (event_sender.clone(), Arc::clone(&counted));
             async move {
                 if counted.fetch_add(1, Ordering::SeqCst) % 2 == 1 {
                     return call.ok().await;
                 }
-                tell.send("came").unwrap();
+                event_sender.send("came").unwrap();
                 let mut respond = call.respond;
                 let _ = std::future::poll_fn(|context| respond.poll_reset(context)).await;
-                tell.send("ended").unwrap();
+                event_sender.send("ended").unwrap();
             }
         });
         for _ in 0..3 {
             let client = rig.client();
             let (answer, mut sending) = rig.block_on(client.open(PUBLISH, &[]));
             sending.send_data(framed(b""), true).unwrap();
-            assert_eq!(rig.block_on(told.recv()), Some("came"));
+            assert_eq!(rig.block_on(events.recv()), Some("came"));
             rig.proxy.signal(Signal::SIGKILL);
             rig.proxy.wait(PATIENCE).unwrap();
-            // Kubelet learns at once, and the driver need not work on for nobody.
+            // Kubelet sees the failure immediately, and the driver can stop working on the call.
             assert!(rig.block_on(take(answer)).is_err());
-            assert_eq!(rig.block_on(told.recv()), Some("ended"));
+            assert_eq!(rig.block_on(events.recv()), Some("ended"));
             rig.start_again();
             let client = rig.client();
             let again = rig.block_on(client.call(PUBLISH, &[], framed(b""))).unwrap();

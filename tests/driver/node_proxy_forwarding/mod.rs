@@ -1,5 +1,6 @@
-//! What the node proxy passes on, seen from both of its ends: HTTP/2 by hand before it and behind it, so that nothing is added or
-//! left out by a library. Its API server is away all along: for calls of pods that never opted in nobody asks it.
+//! Forwarding by the node proxy, observed on both sides with low-level HTTP/2, so that no library
+//! adds or omits anything. Its API server is absent: the proxy does not query it for pods without
+//! opt-in.
 
 mod bounds;
 mod calls;

@@ -1,4 +1,5 @@
-//! The proxy as a process between a driver that does what a test tells it and a client that hides nothing.
+//! The proxy as a process between a scripted driver and a client that exposes everything it
+//! receives.
 
 use std::fs;
 use std::os::unix::net::UnixStream as Socket;
@@ -20,19 +21,19 @@ use support::cluster::programs::Process;
 use support::driver::{PATIENCE, binary};
 use support::{have_root, path};
 
-/// A call that the proxy has nothing to do with, and one that it looks at.
+/// A call that the proxy only forwards, and one that it decodes.
 pub const OTHER: &str = "/vendor.v9.Thing/Do";
 pub const PUBLISH: &str = "/csi.v1.Node/NodePublishVolume";
 
-/// Of an API server that nobody serves.
+/// Kubeconfig of an API server that does not exist.
 const AWAY: &str = r#"{
     "apiVersion": "v1", "kind": "Config", "current-context": "away",
     "clusters": [{"name": "away", "cluster": {"server": "https://127.0.0.1:1"}}],
-    "contexts": [{"name": "away", "context": {"cluster": "away", "user": "nobody"}}],
-    "users": [{"name": "nobody", "user": {}}]
+    "contexts": [{"name": "away", "context": {"cluster": "away", "user": "user"}}],
+    "users": [{"name": "user", "user": {}}]
 }"#;
 
-/// Runs a test with a proxy, behind which nobody serves yet.
+/// Runs a test with a proxy whose driver is not started yet.
 pub fn with_proxy(run: impl FnOnce(&mut Rig)) {
     if have_root() {
         run(&mut Rig::new());
@@ -58,7 +59,7 @@ impl Rig {
         Self { proxy, runtime, directory }
     }
 
-    /// Another proxy in the place of one that has ended.
+    /// Starts another proxy after one has ended.
     pub fn start_again(&mut self) {
         self.proxy = start(self.directory.path());
     }
@@ -67,7 +68,7 @@ impl Rig {
         self.directory.path().join("proxy.sock")
     }
 
-    /// A driver that answers each call by `answer`, until it is dropped.
+    /// A driver that responds to each call with `answer`, until it is dropped.
     pub fn driver<F>(&self, answer: impl Fn(Call) -> F + Clone + Send + 'static) -> Scripted
     where
         F: Future<Output = ()> + Send + 'static,
@@ -77,8 +78,8 @@ impl Rig {
         self.driver_on(listener, answer)
     }
 
-    /// One that keeps each request, and then answers it.
-    pub fn noting_driver(
+    /// A driver that records each request, and then responds.
+    pub fn recording_driver(
         &self,
         answer: impl Fn(SendResponse<Bytes>) + Clone + Send + 'static,
     ) -> (Scripted, AllSeen) {
@@ -95,7 +96,7 @@ impl Rig {
         (driver, seen)
     }
 
-    /// The same on a socket that is there.
+    /// The same on an existing socket.
     pub fn driver_on<F>(
         &self,
         listener: UnixListener,
@@ -112,7 +113,7 @@ impl Rig {
         self.directory.path().join("csi.sock")
     }
 
-    /// The driver's socket with a queue for so many callers, that nobody serves yet.
+    /// The driver's socket with a queue for this number of callers, not served yet.
     pub fn short_queue(&self, callers: u32) -> UnixListener {
         let _inside = self.runtime.enter();
         let socket = UnixSocket::new_stream().unwrap();
@@ -120,7 +121,7 @@ impl Rig {
         socket.listen(callers).unwrap()
     }
 
-    /// Runs to the end, which has to come in time.
+    /// Runs a future, which must complete in time.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         let in_time = async { tokio::time::timeout(PATIENCE, future).await };
         self.runtime.block_on(in_time).expect("the test ran out of patience")
@@ -130,7 +131,7 @@ impl Rig {
         self.block_on(Client::connect(&self.socket()))
     }
 
-    /// What the proxy has resident, in bytes.
+    /// Resident memory of the proxy in bytes.
     pub fn memory(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.proxy.pid())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -156,13 +157,13 @@ fn start(directory: &Path) -> Process {
     process
 }
 
-/// A call as it reached the driver.
+/// A call as received by the driver.
 pub struct Call {
     pub request: Request<RecvStream>,
     pub respond: SendResponse<Bytes>,
 }
 
-/// What a driver has seen of a call.
+/// The recorded parts of a call.
 #[derive(Debug, Clone)]
 pub struct Seen {
     pub path: String,
@@ -173,7 +174,7 @@ pub struct Seen {
 pub type AllSeen = Arc<Mutex<Vec<Seen>>>;
 
 impl Call {
-    /// Takes the request whole.
+    /// Reads the whole request.
     pub async fn take(self) -> (Seen, SendResponse<Bytes>) {
         let (parts, body) = self.request.into_parts();
         let path = parts.uri.path().to_owned();
@@ -181,14 +182,14 @@ impl Call {
         (Seen { path, headers: parts.headers, body }, self.respond)
     }
 
-    /// Answers OK with nothing in it.
+    /// Responds with OK and an empty message.
     pub async fn ok(self) {
         let (_, respond) = self.take().await;
         answer(respond, &[b""], &[("grpc-status", "0")]);
     }
 }
 
-/// A whole answer: messages, and trailers.
+/// A complete response: messages and trailers.
 pub fn answer(
     mut respond: SendResponse<Bytes>,
     messages: &[&[u8]],
@@ -216,7 +217,7 @@ pub fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
     headers
 }
 
-/// A message with gRPC's head of five bytes.
+/// A message with gRPC's prefix of five bytes.
 pub fn framed(message: &[u8]) -> Bytes {
     let mut frame = BytesMut::new();
     frame.put_u8(0);
@@ -225,7 +226,7 @@ pub fn framed(message: &[u8]) -> Bytes {
     frame.freeze()
 }
 
-/// Data and trailers to the end.
+/// Reads data and trailers to the end.
 pub async fn read(mut body: RecvStream) -> Result<(Bytes, HeaderMap), h2::Error> {
     let mut all = BytesMut::new();
     while let Some(piece) = body.data().await {
@@ -251,7 +252,7 @@ impl Scripted {
         F: Future<Output = ()> + Send + 'static,
     {
         let task = tokio::spawn(async move {
-            // All of it ends with this task.
+            // Everything ends with this task.
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 let answer = answer.clone();
@@ -261,7 +262,7 @@ impl Scripted {
                     while let Some(Ok((request, respond))) = connection.accept().await {
                         calls.spawn(answer(Call { request, respond }));
                     }
-                    // Where it broke as something was sent, its calls learn of that only from the end of the connection.
+                    // If it broke during a send, its calls see that only when the connection ends.
                     drop(connection);
                     while calls.join_next().await.is_some() {}
                 });
@@ -284,7 +285,7 @@ pub struct Client {
     connection: JoinHandle<()>,
 }
 
-/// What came back.
+/// The response.
 #[derive(Debug)]
 pub struct Answer {
     pub head: HeaderMap,
@@ -293,13 +294,13 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The status, wherever it stands.
+    /// The status, from headers or trailers.
     pub fn code(&self) -> Option<&str> {
         let code = self.trailers.get("grpc-status").or_else(|| self.head.get("grpc-status"));
         code.and_then(|code| code.to_str().ok())
     }
 
-    pub fn words(&self) -> &str {
+    pub fn status_message(&self) -> &str {
         let words = self.trailers.get("grpc-message").or_else(|| self.head.get("grpc-message"));
         words.and_then(|words| words.to_str().ok()).unwrap_or_default()
     }
@@ -313,7 +314,7 @@ impl Client {
         Self { send, connection }
     }
 
-    /// Begins a call, whose request can then be sent.
+    /// Starts a call; its request can then be sent.
     pub async fn open(
         &self,
         path: &str,
@@ -327,7 +328,7 @@ impl Client {
         send.send_request(request, false).unwrap()
     }
 
-    /// A call with these bytes for a request, to the end of its answer.
+    /// Makes a call with these request bytes and reads the whole response.
     pub async fn call(
         &self,
         path: &str,
@@ -346,7 +347,7 @@ impl Drop for Client {
     }
 }
 
-/// An answer to its end.
+/// Reads a response to its end.
 pub async fn take(answer: ResponseFuture) -> Result<Answer, h2::Error> {
     let (parts, body) = answer.await?.into_parts();
     let (body, trailers) = read(body).await?;

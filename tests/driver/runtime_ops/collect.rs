@@ -1,4 +1,4 @@
-//! What nobody takes back.
+//! Entries that no driver removes.
 
 use std::fs;
 
@@ -14,7 +14,7 @@ fn is_there(ops: &Ops, target: &str) -> bool {
 }
 
 #[test]
-fn an_entry_whose_target_is_gone_is_collected_but_not_while_a_container_runs() {
+fn an_entry_is_collected_after_its_target_and_container() {
     with_ops(&SOON, |ops| {
         let running = ops.scratch().join("running");
         fs::write(&running, "").unwrap();
@@ -29,31 +29,31 @@ fn an_entry_whose_target_is_gone_is_collected_but_not_while_a_container_runs() {
         for target in [&live, &unsure, &left] {
             fs::remove_dir(target).unwrap();
         }
-        wait_for("the end of what was left", || !is_there(ops, &left));
-        // By now it has looked at all of them.
+        wait_for("the leftover entry is removed", || !is_there(ops, &left));
+        // Until then it has checked all of them.
         assert!([&live, &unsure, &stays].iter().all(|target| is_there(ops, target)));
         fs::remove_file(&running).unwrap();
-        wait_for("the end of what has no container", || !is_there(ops, &live));
+        wait_for("the entry without a container is removed", || !is_there(ops, &live));
         assert!(is_there(ops, &unsure) && is_there(ops, &stays));
     });
 }
 
 #[test]
-fn what_a_downgraded_driver_left_goes_with_the_next_start() {
+fn entries_of_a_downgraded_driver_are_removed_at_start() {
     with_ops(&["--collect-every", "1h"], |ops| {
         let left = ops.target("left");
         ops.stage(ops.staging(&left)).unwrap();
         fs::remove_dir(&left).unwrap();
         assert!(ops.stop().success());
         assert!(is_there(ops, &left));
-        // Nothing was written in it since, for as long as the time between two rounds is.
+        // The entry has not changed for longer than the interval between two checks.
         ops.start_with(&["--collect-every", "10ms"]);
-        wait_for("the end of what was left", || !is_there(ops, &left));
+        wait_for("the leftover entry is removed", || !is_there(ops, &left));
     });
 }
 
 #[test]
-fn halves_of_entries_are_collected_and_what_is_no_entry_is_left_alone() {
+fn only_incomplete_entries_are_collected() {
     with_ops(&SOON, |ops| {
         let half = ops.target("half");
         ops.stage(ops.staging(&half)).unwrap();
@@ -62,7 +62,9 @@ fn halves_of_entries_are_collected_and_what_is_no_entry_is_left_alone() {
         fs::create_dir(&empty).unwrap();
         let partial = ops.crust_dir().join(".partial.1.1");
         fs::write(&partial, "half written").unwrap();
-        // Of another name than its target has; of no name of ours; a file; with a target that is no path.
+        // A name that does not match the target; a foreign name; a file; a target that is not a
+        // path.
+        // path.
         let moved = ops.target("moved");
         ops.stage(ops.staging(&moved)).unwrap();
         let alien = ops.crust_dir().join("f".repeat(64));
@@ -74,12 +76,12 @@ fn halves_of_entries_are_collected_and_what_is_no_entry_is_left_alone() {
         }
         let named = ops.crust_dir().join("lost+found");
         fs::create_dir(&named).unwrap();
-        wait_for("the end of the halves", || {
+        wait_for("the incomplete entries are removed", || {
             !is_there(ops, &half) && !empty.exists() && !partial.exists()
         });
         assert!(others.iter().chain([&alien, &named]).all(|path| path.exists()));
-        wait_for("word of what is left alone", || {
-            ops.log().contains("is not the target of this name")
+        wait_for("the log names the kept entries", || {
+            ops.log().contains("belongs to an entry of another name")
         });
         assert!(alien.join("mountInfo.json").exists());
     });

@@ -1,4 +1,4 @@
-//! Kata's layout, with a program that stands in for kata-runtime: there is no Kata here.
+//! Kata's layout, with a fake kata-runtime: Kata itself is not used.
 
 use std::fs;
 use std::path::PathBuf;
@@ -13,8 +13,8 @@ use support::kernel::wait_for;
 use support::ops::{Ops, assert_code};
 use support::path;
 
-/// What kata-runtime in Go does with its direct volumes: it finds the sandbox as the first file that is not mountInfo.json, and says
-/// nothing when it has resized.
+/// Behaves like the Go kata-runtime with direct volumes: the sandbox is the first file that is not
+/// mountInfo.json, and a resize has no output.
 const STAND_IN: &str = r#"
 echo "$@" >> "$SEEN"
 [ "$1 $3" = "direct-volume --volume-path" ] || exit 1
@@ -64,7 +64,7 @@ impl Kata {
         self.ops.kata_dir().join(URL_SAFE.encode(target))
     }
 
-    /// What Kata does when a sandbox has taken the volume.
+    /// Claims the volume like a Kata sandbox.
     fn claim(&self, target: &str) {
         fs::write(self.entry(target).join("c9be9e"), "").unwrap();
         fs::create_dir_all(self.sandboxes.join("c9be9e")).unwrap();
@@ -72,7 +72,7 @@ impl Kata {
 }
 
 #[test]
-fn kata_finds_what_it_looks_for_and_nothing_that_it_would_take_for_a_sandbox() {
+fn kata_entries_contain_no_file_mistaken_for_a_sandbox() {
     with_kata(|kata| {
         let target = kata.ops.target("mount");
         kata.ops.stage(kata.ops.staging(&target)).unwrap();
@@ -93,17 +93,21 @@ fn kata_finds_what_it_looks_for_and_nothing_that_it_would_take_for_a_sandbox() {
 }
 
 #[test]
-fn stats_and_growth_are_katas_own_commands() {
+fn stats_and_expansion_use_katas_commands() {
     with_kata(|kata| {
         let target = kata.ops.target("mount");
-        assert_code(kata.ops.stats(&target), Code::NotFound, "stage the volume");
+        assert_code(kata.ops.stats(&target), Code::NotFound, "has no entry");
         kata.ops.stage(kata.ops.staging(&target)).unwrap();
-        assert_code(kata.ops.stats(&target), Code::FailedPrecondition, "not claimed");
-        assert_eq!(fs::read_to_string(&kata.seen).unwrap(), "", "nobody was asked");
+        assert_code(
+            kata.ops.stats(&target),
+            Code::FailedPrecondition,
+            "no container runtime has claimed",
+        );
+        assert_eq!(fs::read_to_string(&kata.seen).unwrap(), "", "the program was not called");
         kata.claim(&target);
         let stats = kata.ops.stats(&target).unwrap();
         assert_eq!((stats.usage[0].total, stats.usage[1].total), (10, 5));
-        // The size that is required; the device's, where none is; no more than the limit.
+        // The required size; the device's if none is set; at most the limit.
         for (required, limit, size) in [(8192, 0, 8192), (0, 0, 16 << 20), (0, 1 << 20, 1 << 20)] {
             assert_eq!(kata.ops.expand(&target, required, limit).unwrap(), size);
         }
@@ -119,7 +123,7 @@ fn stats_and_growth_are_katas_own_commands() {
 }
 
 #[test]
-fn what_a_sandbox_of_kata_has_is_not_collected_while_it_runs() {
+fn entries_of_a_running_kata_sandbox_are_not_collected() {
     with_kata(|kata| {
         let (live, left) = (kata.ops.target("live"), kata.ops.target("left"));
         for target in [&live, &left] {
@@ -129,9 +133,9 @@ fn what_a_sandbox_of_kata_has_is_not_collected_while_it_runs() {
         for target in [&live, &left] {
             fs::remove_dir(target).unwrap();
         }
-        wait_for("the end of what was left", || !kata.entry(&left).exists());
+        wait_for("the leftover entry is removed", || !kata.entry(&left).exists());
         assert!(kata.entry(&live).exists());
         fs::remove_dir(kata.sandboxes.join("c9be9e")).unwrap();
-        wait_for("the end of what has no sandbox", || !kata.entry(&live).exists());
+        wait_for("the entry without a sandbox is removed", || !kata.entry(&live).exists());
     });
 }

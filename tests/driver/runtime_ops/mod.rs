@@ -1,5 +1,5 @@
-//! crust_ops as CSI plugins and container runtimes see it: the real process on its socket, its files, and programs of a runtime
-//! that do as they should or as they should not.
+//! crust_ops from the perspective of CSI plugins and container runtimes: the real process on its
+//! socket, its files, and correct and misbehaving programs of a runtime.
 
 mod collect;
 mod kata;

@@ -1,4 +1,4 @@
-//! The process: its socket, its directory, what it shows of itself, its end.
+//! The process: its socket, its directory, its HTTP endpoint, its shutdown.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -14,7 +14,7 @@ use support::path;
 const HTTP: [&str; 2] = ["--http-endpoint", "127.0.0.1:0"];
 
 #[test]
-fn a_directory_that_others_may_write_to_is_refused_at_the_start() {
+fn a_directory_writable_by_others_fails_the_start() {
     with_ops(&[], |ops| {
         let refused = |flags: &[&str], words: &str| {
             let ended = ops.run_another(flags);
@@ -29,19 +29,19 @@ fn a_directory_that_others_may_write_to_is_refused_at_the_start() {
             refused(&["--crust-dir", path(&open)], "--crust-dir");
         }
         fs::set_permissions(&open, fs::Permissions::from_mode(0o777)).unwrap();
-        refused(&["--crust-dir", path(&within)], "can be written to");
+        refused(&["--crust-dir", path(&within)], "is writable by its group or by others");
         refused(&["--layout", "kata", "--kata-dir", path(&within)], "--kata-dir");
-        // One that somebody serves already, also by another name.
+        // A directory that another process serves, also by another name.
         let link = ops.scratch().join("link");
         symlink(ops.crust_dir(), &link).unwrap();
-        refused(&["--crust-dir", path(&link)], "another process serves it");
+        refused(&["--crust-dir", path(&link)], "another process uses this directory");
         fs::write(ops.scratch().join("file"), "").unwrap();
         refused(&["--crust-dir", path(&ops.scratch().join("file"))], "is not a directory");
     });
 }
 
 #[test]
-fn the_socket_is_the_owners_and_a_stale_one_is_taken_over() {
+fn the_socket_is_private_and_replaces_a_stale_one() {
     with_ops(&["--socket-mode", "0660"], |ops| {
         assert_eq!(mode(&ops.socket()), 0o660);
         ops.signal(Signal::SIGKILL);
@@ -56,7 +56,7 @@ fn the_socket_is_the_owners_and_a_stale_one_is_taken_over() {
 }
 
 #[test]
-fn calls_that_run_at_the_end_are_waited_for() {
+fn a_shutdown_waits_for_running_calls() {
     with_ops(&[], |ops| {
         let (begun, go) = (ops.scratch().join("begun"), ops.scratch().join("go"));
         let script = format!(
@@ -79,7 +79,7 @@ fn calls_that_run_at_the_end_are_waited_for() {
 }
 
 #[test]
-fn health_and_numbers_are_served_over_http() {
+fn health_and_metrics_are_served_over_http() {
     with_ops(&HTTP, |ops| {
         let log = ops.log();
         let (_, address) = log.split_once("address=").unwrap();
@@ -99,6 +99,9 @@ fn health_and_numbers_are_served_over_http() {
         assert!(fetch(address, "/healthz").0.contains("200"));
         fs::set_permissions(ops.crust_dir(), fs::Permissions::from_mode(0o777)).unwrap();
         let (status, why) = fetch(address, "/healthz");
-        assert!(status.contains("503") && why.contains("can be written to"), "{why}");
+        assert!(
+            status.contains("503") && why.contains("is writable by its group or by others"),
+            "{why}"
+        );
     });
 }

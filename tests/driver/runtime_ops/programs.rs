@@ -1,4 +1,4 @@
-//! The runtime's program: how it is asked, and each way in which it can fail.
+//! The runtime's program: how it is called, and each way in which it can fail.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
@@ -16,12 +16,12 @@ use support::path;
 const FINE: &str = r#"echo '{"usage":[{"unit":"BYTES","total":10,"used":4,"available":6},{"unit":2,"total":5}],"volume_condition":{"abnormal":false,"message":"fine"},"news":1}'"#;
 
 #[test]
-fn the_program_of_the_runtime_says_how_full_the_volume_is_and_grows_it() {
+fn the_runtime_program_reports_usage_and_expands() {
     with_ops(&["--cli-env", "CONFIG=/some/where"], |ops| {
         let seen = ops.scratch().join("seen");
         let note = format!("{{ printf '%s|' \"$@\"; pwd; env; }} >> {}", path(&seen));
         let grow = "[ \"$2\" = stats ] || { echo '{\"capacity_bytes\":8192}'; exit; }";
-        // A path with what a shell would take for more.
+        // A path with characters that a shell would interpret.
         let target = ops.claimed("a b;$(id)", &format!("{note}\n{grow}\n{FINE}"));
         let stats = ops.stats(&target).unwrap();
         let bytes = &stats.usage[0];
@@ -36,7 +36,7 @@ fn the_program_of_the_runtime_says_how_full_the_volume_is_and_grows_it() {
         assert!(seen.contains(&format!("crust|stats|{target}|/\n")), "{seen}");
         assert!(seen.contains(&format!("crust|resize|{target}|4096|1099511627776|/\n")), "{seen}");
         assert!(seen.contains("CONFIG=/some/where\n"), "{seen}");
-        // Nothing of ours: what a shell sets by itself is all that there is besides.
+        // No variable of this process: only those that a shell sets itself.
         let names: Vec<&str> =
             seen.lines().filter_map(|line| line.split_once('=')).map(|(name, _)| name).collect();
         assert!(
@@ -50,13 +50,17 @@ fn the_program_of_the_runtime_says_how_full_the_volume_is_and_grows_it() {
 
 #[test]
 #[ignore = "full tier"]
-fn each_failure_of_a_program_has_its_code() {
+fn each_failure_of_a_program_maps_to_a_code() {
     with_ops(&["--cli-timeout", "2s"], |ops| {
         assert_code(ops.stats("/not/staged"), Code::NotFound, "/not/staged");
-        assert_code(ops.expand("/not/staged", 0, 0), Code::NotFound, "stage the volume");
+        assert_code(ops.expand("/not/staged", 0, 0), Code::NotFound, "has no entry");
         let unclaimed = ops.target("unclaimed");
         ops.stage(ops.staging(&unclaimed)).unwrap();
-        assert_code(ops.stats(&unclaimed), Code::FailedPrecondition, "not claimed");
+        assert_code(
+            ops.stats(&unclaimed),
+            Code::FailedPrecondition,
+            "no container runtime has claimed",
+        );
         let cases = [
             ("fails", "echo 'no such\nvolume' >&2; exit 1", Code::Aborted, "no such volume"),
             (
@@ -66,8 +70,8 @@ fn each_failure_of_a_program_has_its_code() {
                 "its container is gone",
             ),
             ("killed", "kill -9 $$", Code::Aborted, "signal: 9"),
-            ("mute", "exit 7", Code::Aborted, "does not say why"),
-            ("hangs", "sleep 1000", Code::DeadlineExceeded, "took longer than 2s"),
+            ("mute", "exit 7", Code::Aborted, "no message on standard error"),
+            ("hangs", "sleep 1000", Code::DeadlineExceeded, "exceeded its timeout of 2s"),
             ("floods", "yes", Code::ResourceExhausted, "65536 bytes"),
             ("no-json", "echo nothing", Code::DataLoss, "not a JSON object"),
             ("says-nothing", "true", Code::DataLoss, "not a JSON object"),
@@ -88,14 +92,14 @@ fn each_failure_of_a_program_has_its_code() {
 }
 
 #[test]
-fn a_program_that_hangs_ends_with_all_that_it_has_started() {
+fn a_hanging_program_is_killed_with_its_children() {
     with_ops(&["--cli-timeout", "1s"], |ops| {
         let started = ops.scratch().join("started");
         let target =
             ops.claimed("family", &format!("sleep 1000 & echo $! > {}; wait", path(&started)));
-        assert_code(ops.stats(&target), Code::DeadlineExceeded, "was ended");
+        assert_code(ops.stats(&target), Code::DeadlineExceeded, "was killed");
         gone(&started);
-        // Also where the program itself has ended, and its child keeps the pipe.
+        // Also if the program itself has ended and its child keeps the pipe open.
         let target =
             ops.claimed("orphan", &format!("sleep 1000 & echo $! > {}; {FINE}", path(&started)));
         ops.stats(&target).unwrap();
@@ -103,18 +107,18 @@ fn a_program_that_hangs_ends_with_all_that_it_has_started() {
     });
 }
 
-/// Waits until the process is gone whose number is in a file.
+/// Waits until the process ends whose id is in a file.
 fn gone(file: &Path) {
     let process = fs::read_to_string(file).unwrap();
     let stat = format!("/proc/{}/stat", process.trim());
-    // One that nobody waits for is as good as gone.
-    wait_for("the end of what the program has started", || {
+    // A zombie counts as ended.
+    wait_for("the child processes end", || {
         fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z "))
     });
 }
 
 #[test]
-fn only_a_program_that_root_alone_can_have_put_there_is_run() {
+fn only_a_program_writable_by_root_alone_is_run() {
     with_ops(&[], |ops| {
         let target = ops.claimed("trusted", FINE);
         let program = ops.scratch().join("runtime-of-trusted");
@@ -124,7 +128,7 @@ fn only_a_program_that_root_alone_can_have_put_there_is_run() {
             assert_code(ops.stats(&target), Code::PermissionDenied, words);
             assert_code(ops.expand(&target, 0, 0), Code::PermissionDenied, words);
         };
-        // A link keeps its name, which may be what selects the program's mode.
+        // A link keeps its name, which may select the program's mode.
         let link = ops.scratch().join("link");
         symlink(&program, &link).unwrap();
         claim(&link);
@@ -138,25 +142,25 @@ fn only_a_program_that_root_alone_can_have_put_there_is_run() {
         claim(ops.scratch());
         refused(ops, "not an executable file");
         claim(&ops.scratch().join("none"));
-        assert_code(ops.stats(&target), Code::Unimplemented, "cannot be started");
+        assert_code(ops.stats(&target), Code::Unimplemented, "starting ");
         let broken = ops.program("broken", "");
         fs::write(&broken, "#!/no/such/interpreter\n").unwrap();
         claim(&broken);
-        assert_code(ops.stats(&target), Code::Unimplemented, "cannot be started");
+        assert_code(ops.stats(&target), Code::Unimplemented, "starting ");
         claim(&program);
         for mode in [0o775, 0o757] {
             fs::set_permissions(&program, fs::Permissions::from_mode(mode)).unwrap();
-            refused(ops, "can be written to");
+            refused(ops, "is writable by its group or by others");
         }
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
         chown(&program, Some(65534), None).unwrap();
-        refused(ops, "is not root's");
+        refused(ops, "is not owned by root");
         chown(&program, Some(0), None).unwrap();
         fs::set_permissions(ops.scratch(), fs::Permissions::from_mode(0o777)).unwrap();
-        refused(ops, "can be written to");
+        refused(ops, "is writable by its group or by others");
         fs::set_permissions(ops.scratch(), fs::Permissions::from_mode(0o700)).unwrap();
         ops.stats(&target).unwrap();
-        // The file that names it is as good as the program.
+        // The file with its path must be as protected as the program.
         let cli = ops.entry(&target).path().join("runtime-cli");
         fs::set_permissions(&cli, fs::Permissions::from_mode(0o622)).unwrap();
         refused(ops, "runtime-cli");
@@ -167,10 +171,10 @@ fn only_a_program_that_root_alone_can_have_put_there_is_run() {
 }
 
 #[test]
-fn calls_for_one_target_take_turns_and_those_for_others_run_side_by_side() {
+fn calls_are_serialized_per_target_only() {
     with_ops(&[], |ops| {
         let scratch = path(ops.scratch()).to_owned();
-        // It fails where another one runs, and waits until the other target's program has run.
+        // It fails if another one runs, and waits until the other target's program has run.
         let script = format!(
             "mkdir {scratch}/inside || exit 9\nuntil [ -e {scratch}/other ]; do sleep 0.01; done\nrmdir {scratch}/inside\n{FINE}"
         );
@@ -184,7 +188,7 @@ fn calls_for_one_target_take_turns_and_those_for_others_run_side_by_side() {
             ops.stats(&other).unwrap();
             let answers: Vec<_> = calls.into_iter().map(|call| call.join().unwrap()).collect();
             unstaged.join().unwrap().unwrap();
-            // Whoever came after the end of the entry found none; nobody found half of one.
+            // Calls after the removal of the entry found none; no call found a partial one.
             for answer in &answers {
                 assert!(
                     answer.as_ref().map_or_else(|status| status.code() == Code::NotFound, |_| true),

@@ -1,4 +1,4 @@
-//! What is handed over, and what is refused.
+//! Accepted and refused requests.
 
 use std::fs;
 use std::os::unix::fs::{chown, symlink};
@@ -12,16 +12,16 @@ use api::volume_group_change_policy::Policy;
 use support::ops::{assert_code, policy};
 
 #[test]
-fn a_volume_is_handed_over_as_the_proposal_says_and_taken_back_with_all_that_a_runtime_left() {
+fn an_entry_is_written_and_removed_as_proposed() {
     with_ops(&[], |ops| {
         let target = ops.target("mount");
-        let asked = api::RuntimeStageVolumeRequest {
+        let req = api::RuntimeStageVolumeRequest {
             volume_supplemental_group: "4059".into(),
             volume_supplemental_group_change_policy: policy(Policy::OnRootMismatch),
             mount_flags: vec!["noatime,nodiratime".into(), "ro".into()],
             ..ops.staging(&target)
         };
-        ops.stage(asked.clone()).unwrap();
+        ops.stage(req.clone()).unwrap();
         let entry = ops.entry(&target);
         let written = fs::read(entry.path().join("mountInfo.json")).unwrap();
         let expected = json!({
@@ -36,8 +36,8 @@ fn a_volume_is_handed_over_as_the_proposal_says_and_taken_back_with_all_that_a_r
             assert_eq!(mode(&entry.path().join(file)), 0o600);
         }
         assert_eq!(fs::read_to_string(entry.path().join("target")).unwrap(), target);
-        // Again, and then otherwise: whoever reads sees one or the other.
-        ops.stage(asked).unwrap();
+        // Repeated, and then changed: a reader sees one or the other.
+        ops.stage(req).unwrap();
         ops.stage(ops.staging(&target)).unwrap();
         let info = entry.mount_info().unwrap().unwrap();
         assert_eq!((info.group().unwrap(), info.options), (None, vec!["noatime".to_owned()]));
@@ -47,61 +47,59 @@ fn a_volume_is_handed_over_as_the_proposal_says_and_taken_back_with_all_that_a_r
         assert!(!entry.path().exists());
         ops.unstage(&target).unwrap();
         ops.unstage("/never/staged").unwrap();
-        assert_eq!(fs::read_dir(ops.crust_dir()).unwrap().count(), 0, "nothing is left beside");
+        assert_eq!(fs::read_dir(ops.crust_dir()).unwrap().count(), 0, "no other file remains");
     });
 }
 
 #[test]
-fn each_part_of_a_request_that_cannot_be_is_refused_by_its_name() {
+fn each_invalid_field_is_named_in_the_error() {
     with_ops(&[], |ops| {
         type Change = fn(&mut api::RuntimeStageVolumeRequest);
         let target = ops.target("mount");
         let file = ops.target("file") + "/file";
         fs::write(&file, "").unwrap();
         let cases: &[(&str, Change)] = &[
-            ("volume_type", |asked| asked.volume_type = None),
-            ("volume_type", |asked| asked.volume_type = Some(api::VolumeType { r#type: 0 })),
-            ("volume_type", |asked| asked.volume_type = Some(api::VolumeType { r#type: 2 })),
-            ("volume_type", |asked| asked.volume_type = Some(api::VolumeType { r#type: 9 })),
-            ("volume_target_path", |asked| asked.volume_target_path = String::new()),
-            ("volume_target_path", |asked| asked.volume_target_path = "relative".into()),
-            ("volume_target_path", |asked| asked.volume_target_path += "/../other"),
-            ("volume_target_path", |asked| asked.volume_target_path += "/"),
-            ("volume_target_path", |asked| asked.volume_target_path += "\n"),
-            ("volume_target_path", |asked| asked.volume_target_path += "/none"),
-            ("volume_target_path", |asked| asked.volume_target_path += "/../../file/file"),
-            ("volume_backing_path", |asked| asked.volume_backing_path = String::new()),
-            ("volume_backing_path", |asked| asked.volume_backing_path = "loop0".into()),
-            ("volume_backing_path", |asked| {
-                asked.volume_backing_path = "/dev/../etc/passwd".into()
+            ("volume_type", |req| req.volume_type = None),
+            ("volume_type", |req| req.volume_type = Some(api::VolumeType { r#type: 0 })),
+            ("volume_type", |req| req.volume_type = Some(api::VolumeType { r#type: 2 })),
+            ("volume_type", |req| req.volume_type = Some(api::VolumeType { r#type: 9 })),
+            ("volume_target_path", |req| req.volume_target_path = String::new()),
+            ("volume_target_path", |req| req.volume_target_path = "relative".into()),
+            ("volume_target_path", |req| req.volume_target_path += "/../other"),
+            ("volume_target_path", |req| req.volume_target_path += "/"),
+            ("volume_target_path", |req| req.volume_target_path += "\n"),
+            ("volume_target_path", |req| req.volume_target_path += "/none"),
+            ("volume_target_path", |req| req.volume_target_path += "/../../file/file"),
+            ("volume_backing_path", |req| req.volume_backing_path = String::new()),
+            ("volume_backing_path", |req| req.volume_backing_path = "loop0".into()),
+            ("volume_backing_path", |req| req.volume_backing_path = "/dev/../etc/passwd".into()),
+            ("volume_backing_path", |req| req.volume_backing_path = "/etc/passwd".into()),
+            ("volume_backing_path", |req| req.volume_backing_path = "/dev/null".into()),
+            ("volume_backing_path", |req| req.volume_backing_path = "/dev/none-such".into()),
+            ("fs_type", |req| req.fs_type = String::new()),
+            ("fs_type", |req| req.fs_type = "../../ext4".into()),
+            ("mount_flags", |req| req.mount_flags = vec!["bind".into()]),
+            ("mount_flags", |req| req.mount_flags = vec!["ro,remount".into()]),
+            ("mount_flags", |req| req.mount_flags = vec!["a\nb".into()]),
+            ("mount_flags", |req| req.mount_flags = vec!["a".into(); 100]),
+            ("volume_supplemental_group", |req| req.volume_supplemental_group = "x".into()),
+            ("volume_supplemental_group", |req| req.volume_supplemental_group = "-1".into()),
+            ("volume_supplemental_group", |req| {
+                req.volume_supplemental_group = u32::MAX.to_string();
             }),
-            ("volume_backing_path", |asked| asked.volume_backing_path = "/etc/passwd".into()),
-            ("volume_backing_path", |asked| asked.volume_backing_path = "/dev/null".into()),
-            ("volume_backing_path", |asked| asked.volume_backing_path = "/dev/none-such".into()),
-            ("fs_type", |asked| asked.fs_type = String::new()),
-            ("fs_type", |asked| asked.fs_type = "../../ext4".into()),
-            ("mount_flags", |asked| asked.mount_flags = vec!["bind".into()]),
-            ("mount_flags", |asked| asked.mount_flags = vec!["ro,remount".into()]),
-            ("mount_flags", |asked| asked.mount_flags = vec!["a\nb".into()]),
-            ("mount_flags", |asked| asked.mount_flags = vec!["a".into(); 100]),
-            ("volume_supplemental_group", |asked| asked.volume_supplemental_group = "x".into()),
-            ("volume_supplemental_group", |asked| asked.volume_supplemental_group = "-1".into()),
-            ("volume_supplemental_group", |asked| {
-                asked.volume_supplemental_group = u32::MAX.to_string();
+            ("volume_supplemental_group_change_policy", |req| {
+                req.volume_supplemental_group_change_policy = policy(Policy::Always);
             }),
-            ("volume_supplemental_group_change_policy", |asked| {
-                asked.volume_supplemental_group_change_policy = policy(Policy::Always);
-            }),
-            ("volume_supplemental_group_change_policy", |asked| {
-                asked.volume_supplemental_group = "1".into();
-                asked.volume_supplemental_group_change_policy =
+            ("volume_supplemental_group_change_policy", |req| {
+                req.volume_supplemental_group = "1".into();
+                req.volume_supplemental_group_change_policy =
                     Some(api::VolumeGroupChangePolicy { policy: 7 });
             }),
         ];
         for (field, change) in cases {
-            let mut asked = ops.staging(&target);
-            change(&mut asked);
-            assert_code(ops.stage(asked), Code::InvalidArgument, field);
+            let mut req = ops.staging(&target);
+            change(&mut req);
+            assert_code(ops.stage(req), Code::InvalidArgument, field);
         }
         assert_eq!(fs::read_dir(ops.crust_dir()).unwrap().count(), 0, "nothing was written");
         for path in ["", "relative", "/a/../b", "/a\u{7}"] {
@@ -116,7 +114,7 @@ fn each_part_of_a_request_that_cannot_be_is_refused_by_its_name() {
 }
 
 #[test]
-fn a_policy_that_is_unknown_is_none_and_a_link_to_a_device_is_the_device() {
+fn unknown_policies_are_ignored_and_device_links_resolved() {
     with_ops(&[], |ops| {
         let target = ops.target("mount");
         let link = format!("/dev/csi-loopback-test-{}", std::process::id());
@@ -135,7 +133,7 @@ fn a_policy_that_is_unknown_is_none_and_a_link_to_a_device_is_the_device() {
 }
 
 #[test]
-fn a_mount_flag_that_is_a_secret_reaches_no_error_no_log_and_no_disk() {
+fn a_secret_mount_flag_reaches_no_error_log_or_disk() {
     with_ops(&[], |ops| {
         let target = ops.target("mount");
         for flag in [
@@ -147,16 +145,16 @@ fn a_mount_flag_that_is_a_secret_reaches_no_error_no_log_and_no_disk() {
             "hunter2 token",
             "ro,pass=hunter2",
         ] {
-            let asked = api::RuntimeStageVolumeRequest {
+            let req = api::RuntimeStageVolumeRequest {
                 mount_flags: vec![flag.into()],
                 ..ops.staging(&target)
             };
-            let status = ops.stage(asked).unwrap_err();
+            let status = ops.stage(req).unwrap_err();
             assert_eq!(status.code(), Code::InvalidArgument);
             assert!(status.message().contains("mount_flags"), "{status:?}");
             assert!(!format!("{status:?}").contains("hunter2"), "{status:?}");
         }
-        // What is taken is on disk, and not in the log either.
+        // An accepted flag is on disk, but not in the log.
         let noted = api::RuntimeStageVolumeRequest {
             mount_flags: vec!["data=hunter2".into()],
             ..ops.staging(&target)
@@ -170,12 +168,12 @@ fn a_mount_flag_that_is_a_secret_reaches_no_error_no_log_and_no_disk() {
 }
 
 #[test]
-fn what_lies_in_an_entry_that_is_not_ours_is_not_followed_and_not_believed() {
+fn foreign_files_in_an_entry_are_ignored() {
     with_ops(&[], |ops| {
         let outside = ops.scratch().join("outside");
         fs::create_dir(&outside).unwrap();
         fs::write(outside.join("mountInfo.json"), "precious").unwrap();
-        // A link in the place of an entry.
+        // A link instead of an entry.
         let linked = ops.target("linked");
         symlink(&outside, ops.entry(&linked).path()).unwrap();
         assert_code(ops.stage(ops.staging(&linked)), Code::Internal, "is not a directory");
@@ -183,7 +181,7 @@ fn what_lies_in_an_entry_that_is_not_ours_is_not_followed_and_not_believed() {
         ops.unstage(&linked).unwrap();
         assert!(fs::symlink_metadata(ops.entry(&linked).path()).is_err());
         assert_eq!(fs::read_to_string(outside.join("mountInfo.json")).unwrap(), "precious");
-        // Files in it that are links, others' or no files.
+        // Files in it that are links, belong to others or are not files.
         let hostile = ops.target("hostile");
         ops.stage(ops.staging(&hostile)).unwrap();
         let info = ops.entry(&hostile).path().join("mountInfo.json");

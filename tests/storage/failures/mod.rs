@@ -1,14 +1,15 @@
-//! Failures as operations: disks that run full, fail or lose what they did not flush, a page cache that is dropped, a
-//! driver that is killed, stopped or out of descriptors, and reboots, at random between ordinary operations. What was
-//! acknowledged is there in the end, whatever the order. A sequence that breaks this is shortened and printed.
+//! Failures as operations: disks that are full, fail or lose unflushed data, a dropped page cache,
+//! a driver that is killed, stopped or out of descriptors, and reboots, at random between ordinary
+//! operations. Acknowledged data must exist in the end. A sequence that violates this is shortened
+//! and printed.
 //!
 //! `ORACLE_SEED`, `ORACLE_CASES` and `ORACLE_POOL` are as for [`super::oracle`].
 //!
 //! | module | owns |
 //! |---|---|
-//! | `operation` | what can happen, drawn at random |
-//! | `rig` | the disk, the filesystem on it and the driver, and what disturbs them |
-//! | `world` | a run, and the laws |
+//! | `operation` | the random operations and failures |
+//! | `rig` | the disk, its filesystem, the driver, and their failures |
+//! | `world` | a run and the invariants |
 
 mod operation;
 mod rig;
@@ -34,17 +35,17 @@ fn nothing_acknowledged_is_lost(kind: PoolKind) {
 
 #[test]
 #[ignore = "full tier"]
-fn no_sequence_of_failures_loses_what_a_reflink_pool_acknowledged() {
+fn failures_lose_no_acknowledged_data_on_a_reflink_pool() {
     nothing_acknowledged_is_lost(PoolKind::Reflink);
 }
 
 #[test]
-fn no_sequence_of_failures_loses_what_an_image_pool_acknowledged() {
+fn failures_lose_no_acknowledged_data_on_an_image_pool() {
     nothing_acknowledged_is_lost(PoolKind::Image);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn no_sequence_of_failures_loses_what_a_copy_pool_acknowledged() {
+fn failures_lose_no_acknowledged_data_on_a_copy_pool() {
     nothing_acknowledged_is_lost(PoolKind::Copy);
 }

@@ -1,5 +1,5 @@
-//! What can happen in a sequence. As in [`crate::oracle::operation`], an operation names nothing, so that every part of
-//! a sequence can be run by itself.
+//! The operations of a sequence. As in [`crate::oracle::operation`], an operation names no objects,
+//! so every part of a sequence can run by itself.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use crate::power_loss::cache::{BLOCKS_APART, Fault};
 
 #[derive(Debug, Clone, Copy)]
 pub enum Operation {
-    /// Blocks of 4 KiB, past the page cache or through it, where they are not flushed.
+    /// Writes blocks of 4 KiB, with direct I/O or through the page cache without a flush.
     Write {
         volume: Pick,
         at: u16,
@@ -32,22 +32,22 @@ pub enum Operation {
         volume: Pick,
         snapshots: [Pick; 2],
     },
-    /// The volume is taken out of use and back into it.
+    /// Unpublishes, unstages, stages and publishes the volume.
     Restage {
         volume: Pick,
     },
     /// The disk fails from now on.
     Disk(Fault),
-    /// The filesystem below the pool is filled.
+    /// The filesystem of the pool's disk is filled.
     Fill,
     /// The pool's filesystem shuts down, as it does when it cannot write its log.
     ShutDown,
-    /// The disk works, and there is room.
+    /// The disk works and has free space.
     Repair,
     DropPageCache,
-    /// The driver cannot open any file more.
+    /// The driver cannot open more files.
     NoDescriptors,
-    /// The driver ends, and starts again at once or later.
+    /// The driver is killed, and restarts at once or later.
     Kill {
         starts: bool,
     },
@@ -55,7 +55,7 @@ pub enum Operation {
         starts: bool,
     },
     Start,
-    /// The machine ends at once, and starts again.
+    /// The machine crashes and reboots.
     Reboot,
 }
 

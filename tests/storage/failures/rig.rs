@@ -1,4 +1,5 @@
-//! A driver whose pool lies on a disk that can fail: an image served through FUSE, a filesystem on it, the pool in that.
+//! A driver whose pool is on a disk that can fail: an image served through FUSE with a filesystem
+//! that contains the pool.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -24,7 +25,8 @@ pub struct Rig {
     below: Mounted,
     disk: Cache,
     _directory: TempDir,
-    /// Something but room or descriptors failed: the filesystem below may have to be mounted again.
+    /// A failure other than a lack of space or descriptors: the filesystem of the disk may have to
+    /// be mounted again.
     needs_reboot: bool,
     is_failing: bool,
 }
@@ -55,7 +57,7 @@ impl Rig {
         self.below.0.join("filler")
     }
 
-    /// Whether anything fails at present, or has left a filesystem that does.
+    /// Whether anything fails now, or a filesystem has shut down.
     pub fn is_failing(&self) -> bool {
         self.is_failing || self.needs_reboot
     }
@@ -70,14 +72,15 @@ impl Rig {
         self.needs_reboot = true;
     }
 
-    /// Fills the filesystem below the pool, or that of the pool.
+    /// Fills the filesystem of the disk, or that of the pool.
     pub fn fill(&mut self) {
         self.is_failing = true;
         let Ok(file) = File::create(self.filler()) else { return };
         let mut at = 0;
         for size in [16 * MIB, MIB, 4096] {
             let chunk = vec![7; size as usize];
-            // Where blocks cannot be allocated since the disk fails, XFS accepts writes without end and drops them later.
+            // If blocks cannot be allocated because the disk fails, XFS accepts any number of
+            // writes and drops them later.
             while at < DISK_BYTES && file.write_all_at(&chunk, at).is_ok() {
                 at += size;
             }
@@ -86,7 +89,7 @@ impl Rig {
     }
 
     pub fn shut_down(&mut self) {
-        // A second time it could not be asked to.
+        // A second shutdown is not possible.
         if !self.needs_reboot {
             shut_down_pool(self.driver.pid().as_raw() as u32);
             self.needs_reboot = true;
@@ -105,7 +108,7 @@ impl Rig {
         }
     }
 
-    /// Whether the driver can open no file more.
+    /// Sets whether the driver can open more files.
     pub fn limit_descriptors(&self, limit: bool) {
         let pid = format!("--pid={}", self.driver.pid());
         let limit = if limit { "--nofile=4:" } else { "--nofile=4096:" };
@@ -129,10 +132,10 @@ impl Rig {
         if self.driver.is_running() { Ok(()) } else { self.driver.try_start() }
     }
 
-    /// Ends all that a machine has in memory. What fails goes on failing.
+    /// Discards all state in memory. Failures remain.
     pub fn reboot(&mut self, volumes: &[String]) {
         self.kill();
-        // A filesystem that writes at its end needs a disk that lets it end.
+        // A filesystem that writes at the unmount needs a working disk.
         self.disk.fail(None);
         let own = self.below.0.clone();
         let scratch = self.driver.scratch().to_owned();
@@ -143,11 +146,11 @@ impl Rig {
         for device in volumes.iter().flat_map(|volume| loops_named(volume)) {
             let _ = Command::new("losetup").args(["-d", &device]).output();
         }
-        wait_for("the filesystem below is let go of", || {
+        wait_for("the filesystem of the disk is detached", || {
             let _ = Command::new("umount").arg(&own).output();
             mounts().iter().all(|mount| mount.target != own)
         });
-        wait_for("the disk is let go of", || !is_attached(&self.disk.image()));
+        wait_for("the disk is detached", || !is_attached(&self.disk.image()));
         mount(filesystem(self.kind), &self.disk.image(), &own);
         let _ = fs::remove_file(self.filler());
         self.is_failing = false;
@@ -167,14 +170,14 @@ fn filesystem(kind: PoolKind) -> FsType {
     }
 }
 
-/// What ends the driver after a failed test needs a disk that works.
+/// Stopping the driver after a failed test needs a working disk.
 impl Drop for Rig {
     fn drop(&mut self) {
         self.repair();
     }
 }
 
-/// The filesystem below the pool.
+/// The filesystem of the disk.
 struct Mounted(PathBuf);
 
 impl Drop for Mounted {

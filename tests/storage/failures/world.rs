@@ -1,13 +1,14 @@
-//! A run: operations, failures among them, and what has to hold.
+//! A run: operations, including failures, and the invariants.
 //!
-//! While something fails a call may fail, with an error. Whenever the driver answers, and at the end, when nothing fails
-//! and the driver was started once more:
+//! During a failure, calls may return errors. Whenever the driver responds, and at the end, without
+//! failures and after a restart of the driver:
 //!
-//! - a snapshot that was acknowledged is listed until its deletion was asked for, and not after that was acknowledged;
-//! - it holds what its volume held when it was created;
-//! - a delta reports every block that differs, or the driver says that the changes are not known;
+//! - an acknowledged snapshot is listed until its deletion is requested, and not after the
+//!   deletion is acknowledged;
+//! - it has the content of its volume at its creation;
+//! - a delta reports every different block, or the driver reports that the changes are unknown;
 //! - lists and deletions work as long as the disk can be read;
-//! - everything works again, the pool check finds nothing, and no loop device is left.
+//! - in the end everything works, the pool check finds nothing, and no loop device remains.
 
 use std::fmt;
 use std::fs::File;
@@ -28,7 +29,7 @@ const VOLUME_BYTES: u64 = 4 * MIB;
 const MAX_VOLUMES: usize = 4;
 const MAX_SNAPSHOTS: usize = 8;
 
-/// What runs have covered.
+/// Statistics of the runs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Counts {
     operations: u64,
@@ -75,9 +76,9 @@ type Content = Vec<u32>;
 struct Snapshot {
     id: String,
     volume: usize,
-    /// Not known where the device could not be read.
+    /// Unknown if the device could not be read.
     content: Option<Content>,
-    /// Its deletion was asked for; the answer was an error.
+    /// Its deletion was requested and returned an error.
     perhaps_deleted: bool,
 }
 
@@ -135,7 +136,7 @@ impl World {
             Operation::Repair => self.rig.repair(),
             Operation::DropPageCache => self.rig.drop_page_cache(),
             Operation::NoDescriptors if self.rig.driver.is_running() => {
-                // A call needs a connection that is there.
+                // A call needs an open connection.
                 self.list();
                 self.rig.limit_descriptors(true);
                 self.snapshot(0);
@@ -157,7 +158,7 @@ impl World {
             Operation::Start => self.start(),
             Operation::Reboot => self.reboot(),
             _ if self.rig.driver.is_running() => self.call(operation),
-            // A pod goes on without the driver.
+            // A pod continues without the driver.
             Operation::Write { volume, at, blocks, direct } => {
                 self.write(volume.of(self.volumes.len()), at, blocks, direct);
             }
@@ -201,7 +202,7 @@ impl World {
         format!("f{}", self.names)
     }
 
-    /// Notes the outcome of a call. Without a failure it has to succeed.
+    /// Records the result of a call. Without a failure it must succeed.
     #[track_caller]
     fn note<T>(&mut self, outcome: Result<T, Status>, what: &str) -> Option<T> {
         match outcome {
@@ -258,7 +259,7 @@ impl World {
         }
     }
 
-    /// What a pod writes; it may fail.
+    /// A write by a pod, which may fail.
     fn write(&mut self, volume: usize, at: u16, blocks: u8, direct: bool) {
         self.writes += 1;
         let device = self.rig.driver.target(&self.volumes[volume].id);
@@ -272,7 +273,7 @@ impl World {
         let _ = file.write_all_at(&buffer[start..start + data.len()], u64::from(at) * BLOCK);
     }
 
-    /// What a reader of the device gets.
+    /// The content of the device.
     fn content(&self, volume: usize) -> Option<Content> {
         let device = File::open(self.rig.driver.target(&self.volumes[volume].id)).ok()?;
         if !is_device(&device) {
@@ -286,14 +287,14 @@ impl World {
     fn snapshot(&mut self, volume: usize) {
         let content = self.content(volume);
         let name = self.name();
-        let made = self.rig.driver.call(cut(&name, &self.volumes[volume].id));
+        let made = self.rig.driver.call(create_snapshot(&name, &self.volumes[volume].id));
         let Some(made) = self.note(made, "CreateSnapshot") else { return };
         let id = made.snapshot.unwrap().snapshot_id;
         self.snapshots.push(Snapshot { id, volume, content, perhaps_deleted: false });
     }
 
     fn delete_snapshot(&mut self, snapshot: usize) {
-        // The driver itself may be at work on the volume.
+        // The driver may be working on the volume.
         let deleted = self.rig.driver.call_patiently(delete_snapshot(&self.snapshots[snapshot].id));
         match self.note(deleted, "DeleteSnapshot") {
             Some(_) => self.deleted.push(self.snapshots.remove(snapshot).id),
@@ -309,7 +310,7 @@ impl World {
         indexes.filter(|index| self.snapshots[*index].volume == volume).collect()
     }
 
-    /// Lists work as long as the disk can be read, and are right.
+    /// Lists succeed as long as the disk can be read, and are correct.
     fn list(&mut self) {
         let request = csi_loopback::proto::csi::v1::ListSnapshotsRequest::default();
         let listed = self.rig.driver.call(request);
@@ -352,7 +353,7 @@ impl World {
 
     fn start(&mut self) {
         if let Err(error) = self.rig.start() {
-            // A full disk is no reason.
+            // A full disk must not prevent a start.
             assert!(self.rig.needs_reboot(), "{error}\n{}", self.rig.driver.log());
             self.counts.refused_starts += 1;
         }
@@ -365,7 +366,8 @@ impl World {
         self.start();
     }
 
-    /// Nothing fails any more; after one restart, or a reboot where a filesystem has given up, everything works.
+    /// Ends all failures. After one restart, or a reboot if a filesystem has shut down, everything
+    /// must work.
     fn finish(&mut self) {
         self.rig.repair();
         if self.rig.needs_reboot() {
@@ -431,7 +433,7 @@ impl World {
             driver.unpublish(&volume.id, &driver.target(&volume.id));
             driver.unstage(&volume.id);
             driver.ok(delete_volume(&volume.id));
-            wait_for("the loop device is gone", || loops_named(&volume.id).is_empty());
+            wait_for("the loop device is detached", || loops_named(&volume.id).is_empty());
         }
         assert!(self.rig.driver.stop().success());
         let mut check = Command::new(binary());
@@ -441,7 +443,7 @@ impl World {
     }
 }
 
-/// Where nothing is published, an empty file may remain.
+/// Without a publication, an empty file may remain.
 fn is_device(file: &File) -> bool {
     file.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device())
 }

@@ -1,5 +1,5 @@
-//! Runs many sequences of operations. One that fails is cut down: halves, quarters, … and at last single
-//! operations are left out as long as it still fails, then what they are done with is made simpler.
+//! Runs many sequences of operations. A failing one is shrunk: halves, quarters and finally single
+//! operations are removed as long as it still fails, then its operations are simplified.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, Write};
@@ -14,13 +14,13 @@ use proptest::test_runner::{Config, RngSeed, TestError, TestRunner};
 
 use super::operation::{Mix, Operation, operation};
 
-/// Milliseconds that cutting down may take; what is reported is the shortest found by then.
+/// Time limit for shrinking, in milliseconds. The shortest sequence found by then is reported.
 const SHRINK_MILLISECONDS: u32 = 60_000;
 
-/// A sequence takes seconds, and a minute beside a load.
+/// A sequence takes seconds, or a minute under load.
 const LONGEST: Duration = Duration::from_secs(600);
 
-/// What runs have covered.
+/// Statistics of the runs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Counts {
     pub operations: u64,
@@ -33,9 +33,9 @@ pub struct Counts {
     pub clones: u64,
     pub restores: u64,
     pub restarts: u64,
-    /// Deltas between neighbours where no block was rewritten with what it held.
+    /// Deltas of adjacent snapshots in which no block was rewritten with the same content.
     pub exact: Precision,
-    /// All others between neighbours.
+    /// All other deltas of adjacent snapshots.
     pub other: Precision,
 }
 
@@ -83,7 +83,7 @@ impl fmt::Display for Counts {
         write!(
             f,
             "{} operations, {} snapshots ({} in groups, {} deleted), {} deltas, {} rightly refused, \
-             {} cut off and resumed, {} clones, {} restores, {} restarts; 0 blocks missed; ",
+             {} interrupted and resumed, {} clones, {} restores, {} restarts; 0 blocks missed; ",
             self.operations,
             self.snapshots,
             self.groups,
@@ -104,9 +104,9 @@ impl fmt::Display for Counts {
     }
 }
 
-/// What is to be run.
+/// A run configuration.
 pub struct Plan<'a> {
-    /// What it is run on, for the report.
+    /// The subject, for the report.
     pub on: &'a str,
     pub cases: u64,
     /// Operations in a sequence.
@@ -120,7 +120,7 @@ pub fn setting(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text:?}")))
 }
 
-/// Runs sequences one after the other, each with its seed by `run`, which panics when a law is broken.
+/// Runs sequences one after the other with `run`, which panics when an invariant is violated.
 pub fn explore(plan: &Plan<'_>, run: impl Fn(u64, &[Operation]) -> Counts) -> Counts {
     explore_with(plan.on, plan.cases, plan.length, operation(plan.mix), run)
 }
@@ -155,13 +155,14 @@ where
     total
 }
 
-/// Runs a sequence, and says so if it hangs. The process goes on: with a disk of its own that hangs it could not end.
+/// Runs a sequence, and reports if it hangs. The process continues, because it could not end with
+/// its own disk hanging.
 fn watched<T>(what: &str, run: impl FnOnce() -> T) -> T {
     let (ended, watch) = mpsc::channel::<()>();
     let hangs = format!("{what}: a sequence has run for {} s: it hangs", LONGEST.as_secs());
     thread::spawn(move || {
         if watch.recv_timeout(LONGEST) == Err(RecvTimeoutError::Timeout) {
-            // The output of the macros is kept back until the test ends.
+            // The output of the macros is buffered until the test ends.
             let _ = writeln!(io::stderr(), "{hangs}");
         }
     });
@@ -171,11 +172,11 @@ fn watched<T>(what: &str, run: impl FnOnce() -> T) -> T {
 }
 
 thread_local! {
-    /// Whether panics of this thread go unsaid: those of the attempts after the first failure.
+    /// Whether panics of this thread are not printed: those after the first failure.
     static SILENT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Lets [`SILENT`] work.
+/// Implements [`SILENT`].
 fn silence_panics_on_demand() {
     static DONE: Once = Once::new();
     DONE.call_once(|| {
@@ -250,26 +251,27 @@ impl<O: fmt::Debug + 'static> Strategy for Sequences<O> {
 
 type Tree<O> = <BoxedStrategy<O> as Strategy>::Tree;
 
-/// A sequence that is being cut down. Proptest's own vectors leave out one element after the other,
-/// which takes hours where every attempt takes seconds.
+/// A sequence that is being shrunk. Proptest's own vectors remove one element after the other,
+/// which takes hours if every attempt takes seconds.
 struct Sequence<O: fmt::Debug + 'static> {
     trees: Vec<Tree<O>>,
-    /// The operations that are left, by index.
+    /// The remaining operations, by index.
     kept: Vec<usize>,
-    /// What the last attempt left out, and from where; `None` when it was not of that kind.
+    /// What the last attempt removed, and from where; `None` for another kind of attempt.
     removed: Option<(usize, Vec<usize>)>,
-    /// So many are left out at once. 0: no more, each is made simpler by itself.
+    /// The number of operations to remove at once. 0: simplify each operation.
     size: usize,
-    /// Before this one comes what is left out next: the last ones first, as nothing needs them.
+    /// The end of the next range to remove: the last ones first, because no operation depends on
+    /// them.
     end: usize,
-    /// How many were kept when leaving out so many at once began.
+    /// The number of operations when this removal size began.
     at_first: usize,
-    /// The operation that is being made simpler, counted among those kept.
+    /// The operation that is being simplified, as an index of the remaining ones.
     next: usize,
 }
 
 impl<O: fmt::Debug + 'static> Sequence<O> {
-    /// The next attempt, if there is any.
+    /// The next attempt, if any.
     fn attempt(&mut self) -> bool {
         while self.size > 0 {
             self.end = self.end.min(self.kept.len());
@@ -279,7 +281,7 @@ impl<O: fmt::Debug + 'static> Sequence<O> {
                 self.end = start;
                 return true;
             }
-            // Without some, others may no longer be needed either.
+            // After a removal, others may not be needed either.
             let again = self.size == 1 && self.kept.len() < self.at_first;
             if !again {
                 self.size = (self.size / 2).min(self.kept.len() / 2);
@@ -305,7 +307,7 @@ impl<O: fmt::Debug + 'static> ValueTree for Sequence<O> {
     }
 
     fn simplify(&mut self) -> bool {
-        // It failed without what was left out last: that stays out.
+        // It still fails, so the removal is kept.
         self.removed = None;
         self.attempt()
     }
@@ -314,7 +316,7 @@ impl<O: fmt::Debug + 'static> ValueTree for Sequence<O> {
         match self.removed.take() {
             Some((start, operations)) => {
                 self.kept.splice(start..start, operations);
-                // What was put back is known to fail: go on from there, if there is anything left.
+                // The restored sequence is known to fail. Continue from there.
                 self.attempt();
                 true
             }

@@ -1,5 +1,5 @@
-//! The files of a mounted volume, mirrored. Whether a file was flushed does not matter to a snapshot:
-//! the filesystem is frozen for it, and what was written by then is in it.
+//! The mirror of the files of a mounted volume. Flushed or not, all earlier writes are in a
+//! snapshot, because the filesystem is frozen.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -11,7 +11,7 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use super::operation::{Erase, How, Pick, Place, Shape, Write};
 use support::{path, run, write_direct};
 
-/// A volume has up to so many files, each of up to so many bytes.
+/// Maximum number of files of a volume, and maximum size of each in bytes.
 const FILES: usize = 6;
 const LARGEST: u64 = 384 << 10;
 
@@ -28,13 +28,13 @@ fn open(mounted: &Path, file: usize) -> File {
 }
 
 impl Files {
-    /// Those on a filesystem.
+    /// The files on a filesystem.
     pub fn read(mounted: &Path) -> Self {
         let read = |file| fs::read(at(mounted, file)).ok().map(|bytes| (file, bytes));
         Self((0..FILES).filter_map(read).collect())
     }
 
-    /// `number` tells this write from all others.
+    /// `number` identifies this write.
     pub fn write(&mut self, mounted: &Path, file: Pick, write: Write, number: u64) {
         let file = file.of(FILES);
         let range = write.within(LARGEST);
@@ -59,7 +59,7 @@ impl Files {
     pub fn erase(&mut self, mounted: &Path, file: Pick, place: Place, how: Erase) {
         let file = file.of(FILES);
         let mode = match how {
-            // Of all that no file uses: none of them changes.
+            // Discards unused space: no file changes.
             Erase::Discard => return run("fstrim", &[path(mounted)]),
             Erase::Punch => FallocateFlags::FALLOC_FL_PUNCH_HOLE,
             Erase::Zero => FallocateFlags::FALLOC_FL_ZERO_RANGE,
@@ -107,7 +107,7 @@ impl Files {
     }
 }
 
-/// Writes through a mapping of the file, which is made long enough first.
+/// Writes through a mapping of the file, after extending it.
 fn write_mapped(file: &File, offset: u64, bytes: &[u8]) {
     use std::os::fd::AsRawFd;
 
@@ -116,8 +116,8 @@ fn write_mapped(file: &File, offset: u64, bytes: &[u8]) {
         file.set_len(end).unwrap();
     }
     let (protection, shared) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
-    // SAFETY: a new mapping at an address that the kernel chooses, as long as the file and no longer
-    // than this function. Nobody else has the file open, let alone makes it shorter.
+    // SAFETY: a new mapping at an address that the kernel chooses, as long as the file, and used
+    // only in this function. No other process has the file open or truncates it.
     unsafe {
         let length = end as usize;
         let mapped =

@@ -1,26 +1,26 @@
-//! The oracle at scale: random sequences of writes of every kind, snapshots, groups, deletions, growth,
-//! copies, tracking off and on, and restarts. Nothing that differs may be missing from an answer, on any
-//! kind of pool, and the other laws of `oracle::laws` hold too. A sequence that breaks one is cut down to
-//! a few operations, which are printed.
+//! The oracle: random sequences of writes of every kind, snapshots, groups, deletions, growth,
+//! copies, changes of tracking, and restarts. On any kind of pool, no different block may be
+//! missing from a result, and the other invariants of `oracle::invariants` must hold. A failing
+//! sequence is shrunk to a few operations and printed.
 //!
 //! | variable | |
 //! |---|---|
-//! | `ORACLE_SEED` | the first sequence; without it another one each time |
+//! | `ORACLE_SEED` | seed of the first sequence; random by default |
 //! | `ORACLE_CASES` | sequences in each test, on each kind of pool |
-//! | `ORACLE_POOL` | `reflink`, `image` or `copy`: that kind alone |
+//! | `ORACLE_POOL` | run only `reflink`, `image` or `copy` |
 //!
 //! | module | owns |
 //! |---|---|
-//! | `operation` | what can be done, drawn at random |
-//! | `explore` | running many sequences, and cutting one that fails down to what it takes to fail |
-//! | `world` | a run: operations done to a subject and to the mirror at once |
-//! | `model`, `files` | the mirror: what volumes hold and held |
-//! | `laws` | what has to hold of every answer |
-//! | `subject`, `socket` | what is put to the test: the backend in this process, the binary behind its socket |
+//! | `operation` | the random operations |
+//! | `explore` | running many sequences and shrinking failures |
+//! | `world` | a run: applies operations to a subject and to the mirror |
+//! | `model`, `files` | the mirror: contents of volumes and snapshots |
+//! | `invariants` | the invariants of every result |
+//! | `subject`, `socket` | the tested interface: the backend in this process, or the binary's socket |
 
 pub mod explore;
 pub mod files;
-pub mod laws;
+pub mod invariants;
 pub mod model;
 pub mod operation;
 pub mod socket;
@@ -38,12 +38,12 @@ use support::{ALL_KINDS, have_root};
 /// Operations in a sequence on raw volumes.
 const LENGTH: usize = 1000;
 
-const RAW: Mix = Mix { reshape: 1, snapshot: 12, ask: 20, derive: 2, restart: 3 };
+const RAW: Mix = Mix { reshape: 1, snapshot: 12, query: 20, derive: 2, restart: 3 };
 const AGREEMENT: Mix = Mix { snapshot: 60, ..RAW };
-const FILES: Mix = Mix { reshape: 150, snapshot: 40, ask: 40, derive: 15, restart: 6 };
-const SOCKET: Mix = Mix { reshape: 1, snapshot: 40, ask: 60, derive: 3, restart: 20 };
+const FILES: Mix = Mix { reshape: 150, snapshot: 40, query: 40, derive: 15, restart: 6 };
+const SOCKET: Mix = Mix { reshape: 1, snapshot: 40, query: 60, derive: 3, restart: 20 };
 
-/// The kinds of pool that were asked for.
+/// The requested kinds of pool.
 pub fn kinds() -> impl Iterator<Item = PoolKind> {
     let only = std::env::var("ORACLE_POOL").ok();
     ALL_KINDS
@@ -52,7 +52,7 @@ pub fn kinds() -> impl Iterator<Item = PoolKind> {
 }
 
 fn never_misses(kind: PoolKind) {
-    if !have_root() || !kinds().any(|asked| asked == kind) {
+    if !have_root() || !kinds().any(|requested| requested == kind) {
         return;
     }
     let plan = Plan { on: &format!("{kind} pools"), cases: 20, length: LENGTH, mix: RAW };
@@ -62,8 +62,8 @@ fn never_misses(kind: PoolKind) {
     assert!(setting("ORACLE_CASES").is_some() || counts.snapshots >= 200, "too few snapshots");
 }
 
-// One after the other: what one thread has open, the children of another hold for a moment, and a volume
-// that is to be detached is then in use.
+// One after the other: children of another thread inherit open descriptors for a moment, which
+// would keep a volume busy during a detach.
 
 #[test]
 fn a_reflink_pool_never_misses_a_changed_block() {
@@ -80,7 +80,7 @@ fn a_copy_pool_never_misses_a_changed_block() {
     never_misses(PoolKind::Copy);
 }
 
-/// The kind of pool for a sequence: one after the other.
+/// The kind of pool for a sequence, in turn.
 fn kind_for(seed: u64) -> PoolKind {
     let kinds: Vec<PoolKind> = kinds().collect();
     kinds[seed as usize % kinds.len()]
@@ -88,7 +88,7 @@ fn kind_for(seed: u64) -> PoolKind {
 
 #[test]
 #[ignore = "full tier"]
-fn all_kinds_of_pool_agree_on_what_really_changed() {
+fn all_kinds_of_pools_report_the_same_changes() {
     if !have_root() || kinds().count() < ALL_KINDS.len() {
         return;
     }
@@ -103,7 +103,7 @@ fn all_kinds_of_pool_agree_on_what_really_changed() {
 }
 
 #[test]
-fn over_the_socket_no_changed_block_is_missed() {
+fn the_driver_never_misses_a_changed_block() {
     if !have_root() {
         return;
     }
@@ -125,12 +125,12 @@ fn under_a_filesystem(fs_type: FsType) {
 
 #[test]
 #[ignore = "full tier"]
-fn what_files_on_ext4_become_is_never_missed() {
+fn changes_of_files_on_ext4_are_never_missed() {
     under_a_filesystem(FsType::Ext4);
 }
 
 #[test]
 #[ignore = "full tier"]
-fn what_files_on_xfs_become_is_never_missed() {
+fn changes_of_files_on_xfs_are_never_missed() {
     under_a_filesystem(FsType::Xfs);
 }

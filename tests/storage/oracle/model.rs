@@ -1,4 +1,4 @@
-//! The mirror of volumes and snapshots: what each of their blocks holds.
+//! The mirror of volumes and snapshots: the content of each block.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -12,10 +12,10 @@ use support::BLOCK;
 /// Numbers of blocks.
 pub type Blocks = BTreeSet<u64>;
 
-/// What a block holds, as far as telling blocks apart goes.
+/// A checksum of a block's content.
 type Print = u32;
 
-/// Bytes that are read from a device at a time.
+/// Size of a single read from a device, in bytes.
 const PIECE: usize = 4 << 20;
 
 const ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
@@ -28,27 +28,27 @@ fn prints_of(bytes: &[u8]) -> impl Iterator<Item = Print> {
     bytes.chunks(BLOCK as usize).map(print_of)
 }
 
-/// The blocks that lie in a range of bytes, or partly so.
+/// The blocks that overlap a range of bytes.
 pub fn blocks_of(range: &Range<u64>) -> Range<u64> {
     range.start / BLOCK..range.end.div_ceil(BLOCK)
 }
 
-/// What the blocks of a volume hold at one moment.
+/// The contents of a volume at one point in time.
 #[derive(Clone)]
 pub struct Content {
     prints: Vec<Print>,
-    /// Which of them were written, be it with zeros, and not erased since. Not known of a volume that
-    /// a filesystem is mounted from.
+    /// The written blocks (also with zeros) that were not erased since. `None` for a mounted
+    /// volume.
     data: Option<Vec<bool>>,
 }
 
 impl Content {
-    /// Of a volume's bytes.
+    /// From the bytes of a volume.
     fn of(bytes: &[u8]) -> Self {
         Self { prints: prints_of(bytes).collect(), data: None }
     }
 
-    /// Of a device, which may be large: past the page cache, piece by piece.
+    /// Reads a device in pieces with direct I/O, because it may be large.
     pub fn read(device: &Path) -> Self {
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(device).unwrap();
         let mut buffer = vec![0; PIECE + BLOCK as usize];
@@ -69,20 +69,20 @@ impl Content {
         self.prints.len() as u64 * BLOCK
     }
 
-    /// The blocks that hold something else than zeros.
+    /// The blocks that are not zero.
     pub fn non_zero(&self) -> Blocks {
         let zero = print_of(&ZEROS);
         let blocks = self.prints.iter().enumerate().filter(|(_, print)| **print != zero);
         blocks.map(|(block, _)| block as u64).collect()
     }
 
-    /// The blocks that hold data, where that is known.
+    /// The blocks with data, if known.
     pub fn data(&self) -> Option<Blocks> {
         let data = self.data.as_ref()?.iter().enumerate();
         Some(data.filter(|(_, data)| **data).map(|(block, _)| block as u64).collect())
     }
 
-    /// The blocks in which this one is not what `old` is; past the end of that there are zeros.
+    /// The blocks that differ from `old`, which is zero past its end.
     pub fn differing_from(&self, old: &Self) -> Blocks {
         let zero = print_of(&ZEROS);
         let was = |block: usize| old.prints.get(block).copied().unwrap_or(zero);
@@ -98,7 +98,7 @@ impl Content {
     }
 }
 
-/// A raw volume: each byte of it.
+/// The bytes of a raw volume.
 #[derive(Clone)]
 pub struct Image {
     bytes: Vec<u8>,
@@ -113,9 +113,9 @@ impl Image {
         image
     }
 
-    /// Of what was read, which has to be `expected`.
+    /// From bytes that were read, which must match `expected`.
     pub fn of(bytes: Vec<u8>, expected: &Content) -> Self {
-        assert!(Content::of(&bytes).holds_the_same(expected), "a volume holds something else");
+        assert!(Content::of(&bytes).holds_the_same(expected), "the content of a volume differs");
         Self { bytes, content: expected.clone() }
     }
 
@@ -130,7 +130,7 @@ impl Image {
         self.put(offset, bytes, true);
     }
 
-    /// `range` is of whole blocks.
+    /// `range` consists of whole blocks.
     pub fn erase(&mut self, range: &Range<u64>) {
         self.put(range.start, &vec![0; (range.end - range.start) as usize], false);
     }
@@ -154,57 +154,57 @@ impl Image {
     }
 }
 
-/// What a volume is used for, with what has to be in it.
+/// The use of a volume and its expected content.
 #[derive(Clone)]
 pub enum Inside {
     Raw(Image),
     Mounted(Files),
 }
 
-/// A snapshot that was cut, perhaps deleted since.
-pub struct Cut {
+/// A snapshot, possibly deleted.
+pub struct SnapshotState {
     pub id: String,
     pub group: Option<String>,
     pub deleted: bool,
-    /// Whether its record may have gone since, so that it is no base any more.
+    /// Whether its record may be dropped, so that it is no longer a base.
     pub perhaps_forgotten: bool,
-    /// Whether its id may have gone, too.
+    /// Whether its id may also be dropped.
     pub perhaps_dropped: bool,
-    /// Between cuts of one chain changes are known, across chains they are not.
+    /// The number of the chain. Changes are known only within a chain.
     pub chain: u32,
     pub content: Content,
-    /// The blocks that may be reported as changed since the cut before, where that is known.
+    /// The blocks that may be reported as changed since the previous snapshot, if known.
     pub touched: Option<Blocks>,
-    /// The files in it, of a mounted volume.
+    /// The files of a mounted volume.
     pub files: Option<Files>,
 }
 
-/// A volume that is in use, with its snapshots, oldest first.
+/// A volume in use, with its snapshots, oldest first.
 pub struct Volume {
     pub id: String,
     pub capacity: u64,
-    /// Its device, or what is mounted from it.
+    /// Its device or mount path.
     pub at: PathBuf,
     pub inside: Inside,
-    pub cuts: Vec<Cut>,
-    /// Blocks of a raw volume that were written or erased since the last cut.
+    pub snapshots: Vec<SnapshotState>,
+    /// Blocks of a raw volume that were written or erased since the last snapshot.
     pub touched: Blocks,
     pub tracking: bool,
-    /// That of the next cut.
+    /// The chain of the next snapshot.
     pub chain: u32,
 }
 
 impl Volume {
     /// The indexes of snapshots that exist.
     pub fn alive(&self) -> Vec<usize> {
-        (0..self.cuts.len()).filter(|cut| !self.cuts[*cut].deleted).collect()
+        (0..self.snapshots.len()).filter(|snapshot| !self.snapshots[*snapshot].deleted).collect()
     }
 
-    /// The blocks that the next cut may report: those touched, unless they were no data before
-    /// and are none now.
+    /// The blocks that the next snapshot may report: the touched ones, unless they had no data
+    /// before and have none now.
     pub fn may_be_reported(&self, new: &Content) -> Option<Blocks> {
-        let before = match self.cuts.last() {
-            Some(cut) => cut.content.data()?,
+        let before = match self.snapshots.last() {
+            Some(snapshot) => snapshot.content.data()?,
             None => Blocks::new(),
         };
         let now = new.data()?;

@@ -1,6 +1,5 @@
-//! What can be done to volumes and snapshots. An operation names nothing: what it is done to is
-//! chosen, when it is run, among what there is then. So every part of a sequence is a sequence that
-//! can be run, which is what lets one that fails be cut down.
+//! The random operations. An operation names no objects: it selects them among the existing ones
+//! when it runs. So every part of a sequence can run, and a failing sequence can be shrunk.
 
 use std::ops::Range;
 
@@ -9,7 +8,7 @@ use proptest::prelude::*;
 
 use support::{BLOCK, MIB, pattern};
 
-/// A choice among however many there are.
+/// A choice among any number of items.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Pick(u8);
 
@@ -19,7 +18,7 @@ impl Pick {
         usize::from(self.0) % count
     }
 
-    /// A choice among the members of a set: each is in or out, and at least one is in.
+    /// A choice of a non-empty subset.
     pub fn some_of(self, count: usize) -> Vec<usize> {
         let chosen: Vec<usize> =
             (0..count).filter(|index| self.0 >> (index % 8) & 1 == 1).collect();
@@ -33,7 +32,7 @@ impl std::fmt::Debug for Pick {
     }
 }
 
-/// A range of a volume or file whose size is not known yet, in bytes.
+/// A range of a volume or file of unknown size, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Place {
     pub at: u32,
@@ -41,7 +40,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// The range in something of `size` bytes, in whole `unit`s; empty if not even one fits.
+    /// The range for an object of `size` bytes, in whole `unit`s. Empty if no unit fits.
     pub fn within(self, size: u64, unit: u64) -> Range<u64> {
         let units = size / unit;
         if units == 0 {
@@ -55,25 +54,25 @@ impl Place {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum How {
-    /// Past the page cache, in whole blocks.
+    /// Direct I/O in whole blocks.
     Direct,
-    /// Through the page cache, at any byte.
+    /// Through the page cache, at any offset.
     Buffered,
-    /// Through memory that the file is mapped to; like `Buffered` on a raw volume.
+    /// Through a mapping of the file; like `Buffered` on a raw volume.
     Mapped,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
-    /// What was never written before.
+    /// New data.
     Fresh,
-    /// What is there already.
+    /// The existing data.
     Same,
-    /// Zeros, which are data as well.
+    /// Zeros, which are data too.
     Zeros,
 }
 
-/// What is written, where and how.
+/// The content, range and method of a write.
 #[derive(Debug, Clone, Copy)]
 pub struct Write {
     pub place: Place,
@@ -84,12 +83,12 @@ pub struct Write {
 }
 
 impl Write {
-    /// The range in something of `size` bytes.
+    /// The range for an object of `size` bytes.
     pub fn within(self, size: u64) -> Range<u64> {
         self.place.within(size, if self.how == How::Direct { BLOCK } else { 1 })
     }
 
-    /// What to write over `there`; `number` tells it from all that was written before.
+    /// The data to write over `there`; `number` makes it unique.
     pub fn bytes(self, there: &[u8], number: u64) -> Vec<u8> {
         match self.fill {
             Fill::Fresh => pattern(number, there.len()),
@@ -102,9 +101,9 @@ impl Write {
 /// Ways to make a range read zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Erase {
-    /// On a mounted volume: of all that its filesystem does not use.
+    /// On a mounted volume: discards the unused blocks of its filesystem.
     Discard,
-    /// Gives the blocks back.
+    /// Frees the blocks.
     Punch,
     /// Keeps them reserved.
     Zero,
@@ -136,7 +135,7 @@ impl Which {
     }
 }
 
-/// What a volume is made from.
+/// The source of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum From {
     Volume,
@@ -146,23 +145,23 @@ pub enum From {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
     Orderly,
-    /// kill -9, where there is a process to kill.
+    /// kill -9, if there is a process.
     Killed,
 }
 
-/// How to ask for a map.
+/// The parameters of a query.
 #[derive(Debug, Clone, Copy)]
-pub struct Look {
+pub struct QueryOptions {
     pub style: Style,
-    /// Where to start: a byte of the volume.
+    /// The starting offset in bytes.
     pub from: u32,
-    /// Extents in a message; 0 leaves it to the driver.
+    /// Maximum extents in a message; 0 for the driver's default.
     pub page: u16,
-    /// The stream is cut off after so many messages.
+    /// The number of messages after which the stream is interrupted.
     pub messages: u8,
 }
 
-/// `volume` is a choice among the volumes, `file` among a mounted volume's files.
+/// `volume` selects a volume, `file` a file of a mounted volume.
 #[derive(Debug, Clone, Copy)]
 pub enum Operation {
     Write {
@@ -196,10 +195,10 @@ pub enum Operation {
         volume: Pick,
         which: Which,
     },
-    Ask {
+    Query {
         volume: Pick,
         snapshots: [Pick; 3],
-        look: Look,
+        options: QueryOptions,
     },
     Derive {
         volume: Pick,
@@ -217,16 +216,16 @@ pub enum Operation {
         ending: Ending,
         style: Style,
     },
-    /// Records of deleted snapshots that are past their retention go.
+    /// Drops expired records of deleted snapshots.
     Forget,
 }
 
-/// How often each kind of operation comes up, out of about 1000.
+/// Weights of the operations, of about 1000 in total.
 #[derive(Debug, Clone, Copy)]
 pub struct Mix {
     pub reshape: u32,
     pub snapshot: u32,
-    pub ask: u32,
+    pub query: u32,
     pub derive: u32,
     pub restart: u32,
 }
@@ -237,7 +236,7 @@ pub fn pick() -> impl Strategy<Value = Pick> + Clone {
 
 fn place() -> impl Strategy<Value = Place> {
     let far = 24 * MIB as u32;
-    // Much of it in one corner, where blocks are written, erased and written again.
+    // Often in one area, where blocks are written, erased and written again.
     let at = prop_oneof![3 => 0..far, 1 => 0..64 * BLOCK as u32];
     let length = prop_oneof![6 => 1..20_000u32, 2 => 1..65_536u32, 1 => 1..262_144u32];
     (at, length).prop_map(|(at, length)| Place { at, length })
@@ -251,14 +250,10 @@ pub fn style() -> impl Strategy<Value = Style> {
     ]
 }
 
-fn look() -> impl Strategy<Value = Look> {
+fn options() -> impl Strategy<Value = QueryOptions> {
     let page = prop_oneof![Just(0u16), Just(1), Just(2), Just(7), 1..300u16];
-    (style(), 0..24 * MIB as u32, page, 0..5u8).prop_map(|(style, from, page, messages)| Look {
-        style,
-        from,
-        page,
-        messages,
-    })
+    (style(), 0..24 * MIB as u32, page, 0..5u8)
+        .prop_map(|(style, from, page, messages)| QueryOptions { style, from, page, messages })
 }
 
 fn write() -> impl Strategy<Value = Operation> {
@@ -314,13 +309,13 @@ fn reshape() -> impl Strategy<Value = Operation> {
     })
 }
 
-/// In blocks; sometimes such that large units divide the capacity.
+/// In blocks. Sometimes so that large units divide the capacity.
 fn growth() -> impl Strategy<Value = u16> {
     prop_oneof![2 => 0..512u16, 1 => Just(256), 1 => Just(16)]
 }
 
 fn delete_snapshot() -> impl Strategy<Value = Operation> {
-    // The newest often: it is the one whose data has to stay.
+    // The newest is often chosen: its data must be kept.
     let which = prop_oneof![Just(Which::Newest), Just(Which::Oldest), pick().prop_map(Which::Any)];
     (pick(), which).prop_map(|(volume, which)| Operation::DeleteSnapshot { volume, which })
 }
@@ -335,7 +330,7 @@ fn restart() -> impl Strategy<Value = Operation> {
     (ending, style()).prop_map(|(ending, style)| Operation::Restart { ending, style })
 }
 
-/// One operation, drawn at random.
+/// A random operation.
 pub fn operation(mix: Mix) -> BoxedStrategy<Operation> {
     prop_oneof![
         800 => write(),
@@ -346,8 +341,8 @@ pub fn operation(mix: Mix) -> BoxedStrategy<Operation> {
         mix.snapshot => pick().prop_map(|volume| Operation::Snapshot { volume }),
         mix.snapshot / 5 => pick().prop_map(|volumes| Operation::Group { volumes }),
         mix.snapshot * 2 / 3 => delete_snapshot(),
-        mix.ask => (pick(), [pick(), pick(), pick()], look())
-            .prop_map(|(volume, snapshots, look)| Operation::Ask { volume, snapshots, look }),
+        mix.query => (pick(), [pick(), pick(), pick()], options())
+            .prop_map(|(volume, snapshots, options)| Operation::Query { volume, snapshots, options }),
         mix.derive => pick().prop_map(|volume| Operation::Derive { volume, from: From::Volume }),
         mix.derive * 2 => pick().prop_map(|volume| Operation::Derive { volume, from: From::Snapshot }),
         2 => (pick(), any::<bool>()).prop_map(|(volume, before_its_snapshots)| {

@@ -1,4 +1,4 @@
-//! The real binary behind its socket, put to the test as a CSI client does it.
+//! The real binary, tested through its socket like by a CSI client.
 
 use std::path::PathBuf;
 
@@ -86,7 +86,8 @@ impl Subject for Socket {
     }
 
     fn group(&mut self, name: &str, volumes: &[&str]) -> (String, Vec<String>) {
-        let made = self.driver.ok(driver::cut_group(name, volumes)).group_snapshot.unwrap();
+        let made =
+            self.driver.ok(driver::create_group_snapshot(name, volumes)).group_snapshot.unwrap();
         let ids = volumes.iter().map(|volume| {
             let mut members = made.snapshots.iter();
             members.find(|member| member.source_volume_id == *volume).unwrap().snapshot_id.clone()
@@ -110,7 +111,7 @@ impl Subject for Socket {
             self.driver.kill();
             self.driver.start_again();
         }
-        // With other flags it has to be started once more, in order.
+        // Other flags require a clean restart.
         if ending == Ending::Orderly || style != self.style {
             let flags = flags(style);
             self.driver.restart_with(&flags.iter().map(String::as_str).collect::<Vec<_>>());
@@ -122,7 +123,12 @@ impl Subject for Socket {
         self.style
     }
 
-    fn ask(&self, question: &Question, window: Window, _wanted: Style) -> Result<Answer, Refused> {
+    fn query(
+        &self,
+        question: &Question,
+        window: Window,
+        _wanted: Style,
+    ) -> Result<Answer, Refused> {
         let (starting_offset, max_results) = (window.from as i64, window.page as i32);
         let mut client = self.driver.metadata();
         let answer = self.driver.block_on(async {
@@ -156,7 +162,7 @@ impl Subject for Socket {
         })
     }
 
-    /// It does so by itself, long after this run.
+    /// The driver does this by itself, long after this run.
     fn forget(&mut self) {}
 
     fn finish(&mut self) {

@@ -1,4 +1,4 @@
-//! What is put to the test, and the backend in this process as one such thing.
+//! The interface of a test subject, and its implementation by the backend in this process.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,21 +11,21 @@ use csi_loopback::backend::{
 use super::operation::Ending;
 use support::{Attached, Pool, block_size_of, mounted, raw, request, tracking};
 
-/// What is asked of snapshot metadata, by ids of snapshots.
+/// A query of snapshot metadata, by snapshot ids.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Question {
     Allocated(String),
     Delta(String, String),
 }
 
-/// Which part of an answer is wanted, and how it is cut.
+/// The requested part of a result and its messages.
 #[derive(Debug, Clone, Copy)]
 pub struct Window {
-    /// Where to start, in bytes.
+    /// The starting offset in bytes.
     pub from: u64,
-    /// Extents in a message; 0 leaves it to the subject.
+    /// Maximum extents in a message; 0 for the subject's default.
     pub page: usize,
-    /// The client goes away after so many messages.
+    /// The client disconnects after this number of messages.
     pub messages: Option<usize>,
 }
 
@@ -35,9 +35,9 @@ impl Window {
 
 #[derive(Debug)]
 pub struct Answer {
-    /// Bytes of the (target) snapshot.
+    /// Capacity of the (target) snapshot, in bytes.
     pub capacity: u64,
-    /// Offset and length in bytes, message by message.
+    /// Offset and length in bytes, by message.
     pub messages: Vec<Vec<(u64, u64)>>,
 }
 
@@ -47,47 +47,47 @@ impl Answer {
     }
 }
 
-/// Why there is no answer. Whatever else may be said instead fails the test.
+/// The reason of a refusal. Any other error fails the test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refused {
-    /// The changes are not known.
+    /// The changes are unknown.
     NotKnown,
-    /// There is no such snapshot.
+    /// The snapshot does not exist.
     Missing,
 }
 
-/// A driver, or what stands for one. Calls that fail panic.
+/// A driver or the backend. A failed call panics.
 pub trait Subject {
     fn kind(&self) -> PoolKind;
-    /// Bytes in a block of the pool.
+    /// Block size of the pool, in bytes.
     fn block_size(&self) -> u64;
-    /// Creates a volume, raw where no filesystem is given, and returns its id.
+    /// Creates a volume, raw without a filesystem type, and returns its id.
     fn create(&mut self, name: &str, bytes: u64, fs_type: Option<FsType>) -> String;
     fn copy(&mut self, name: &str, source: Source, fs_type: Option<FsType>) -> String;
     fn delete_volume(&mut self, id: &str);
-    /// Stages and publishes a volume, and returns where.
+    /// Stages and publishes a volume, and returns the target.
     fn attach(&mut self, id: &str, fs_type: Option<FsType>) -> PathBuf;
     fn detach(&mut self, id: &str);
-    /// Grows a volume that is attached, filesystem included.
+    /// Grows an attached volume and its filesystem.
     fn expand(&mut self, id: &str, bytes: u64, fs_type: Option<FsType>);
     fn track(&mut self, id: &str, on: bool);
     fn snapshot(&mut self, name: &str, volume: &str) -> String;
-    /// The group's id, and those of its snapshots in the order of the volumes.
+    /// Returns the id of the group, and the ids of its snapshots in the order of the volumes.
     fn group(&mut self, name: &str, volumes: &[&str]) -> (String, Vec<String>);
     fn delete_snapshot(&mut self, id: &str);
     fn delete_group(&mut self, id: &str);
-    /// From then on answers have this style, if it takes a start to change that.
+    /// Restarts. Sets the style of results, if that needs a start.
     fn restart(&mut self, ending: Ending, style: Style);
-    /// The style that an answer comes in when this one is wanted.
+    /// The actual style of results for a requested style.
     fn style(&self, wanted: Style) -> Style;
-    fn ask(&self, question: &Question, window: Window, wanted: Style) -> Result<Answer, Refused>;
-    /// Forgets records of deleted snapshots, if it can be made to.
+    fn query(&self, question: &Question, window: Window, wanted: Style) -> Result<Answer, Refused>;
+    /// Drops records of deleted snapshots, if the subject supports that.
     fn forget(&mut self);
     /// Stops it and checks its pool.
     fn finish(&mut self);
 }
 
-/// What is found in a pool that nobody has open.
+/// Checks a closed pool.
 pub fn check_pool(data_dir: &Path) {
     let report = check::check(data_dir).unwrap();
     assert!(report.findings.is_empty(), "pool check: {:?}", report.findings);
@@ -188,7 +188,7 @@ impl Subject for InProcess {
         wanted
     }
 
-    fn ask(&self, question: &Question, window: Window, wanted: Style) -> Result<Answer, Refused> {
+    fn query(&self, question: &Question, window: Window, wanted: Style) -> Result<Answer, Refused> {
         let map = match question {
             Question::Allocated(id) => self.pool.backend().allocated(id),
             Question::Delta(base, target) => self.pool.backend().delta(base, target),
@@ -201,7 +201,7 @@ impl Subject for InProcess {
         let capacity = map.capacity_bytes();
         let Window { from, page, messages } = window;
         let page = if page == 0 { usize::MAX } else { page };
-        // Lazily, as the driver's stream does: what is not asked for is not produced.
+        // Lazily, like the driver's stream: unread extents are not produced.
         let extents = map.extents(wanted, from).unwrap();
         let wanted = messages.map_or(usize::MAX, |messages| messages.saturating_mul(page));
         let extents = extents.take(wanted).map(|extent| extent.unwrap());

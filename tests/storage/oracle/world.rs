@@ -1,4 +1,4 @@
-//! A run: every operation is done to the subject and to the mirror at once, and the laws are checked.
+//! A run: applies every operation to the subject and to the mirror, and checks the invariants.
 
 use std::thread;
 use std::time::{Duration, SystemTime};
@@ -7,39 +7,39 @@ use csi_loopback::backend::{FsType, Source, Style};
 
 use super::explore::{Counts, Precision};
 use super::files::Files;
-use super::laws::Answers;
-use super::model::{Blocks, Content, Cut, Image, Inside, Volume, blocks_of};
-use super::operation::{Ending, Erase, From, How, Look, Operation, Pick, Place, Write};
+use super::invariants::Answers;
+use super::model::{Blocks, Content, Image, Inside, SnapshotState, Volume, blocks_of};
+use super::operation::{Ending, Erase, From, How, Operation, Pick, Place, QueryOptions, Write};
 use super::subject::{Question, Subject};
 use support::driver::ext4_grows_online;
 use support::{BLOCK, MIB, discard, read_all, write_direct, zero};
 
-/// Volumes that exist at once, apart from those made for a look.
+/// Maximum number of volumes, except those for reading a snapshot.
 const MOST_VOLUMES: usize = 3;
-/// A raw volume is made with this size, in bytes, and grows by half at most.
+/// Initial size of a raw volume in bytes. It grows by half at most.
 const RAW_BYTES: u64 = 16 * MIB;
 
-/// Up to so many, operations may wait for a second to end.
+/// Maximum number of operations with which a run may wait for the end of a second.
 const PATIENT_OPERATIONS: u64 = 200;
 
 pub struct World {
     subject: Box<dyn Subject>,
-    /// What all volumes are used for: raw, or with a filesystem.
+    /// The use of all volumes: raw or with a filesystem.
     fs_type: Option<FsType>,
     volumes: Vec<Volume>,
     answers: Answers,
-    /// So many things have got a name, or a content.
+    /// Counter for names and contents.
     numbers: u64,
     counts: Counts,
-    /// When a snapshot was last deleted, in seconds.
+    /// Time of the last deletion of a snapshot, in seconds.
     last_deletion: u64,
-    /// Whether each snapshot of a raw volume is read as soon as it is cut, too.
+    /// Whether each snapshot of a raw volume is also read immediately.
     reads_back: bool,
-    /// What really differs between each snapshot and the one before, where they are read.
+    /// The actual differences between each snapshot and the previous one, if they are read.
     differing: Vec<Blocks>,
 }
 
-/// Seconds of the clock.
+/// The current time in seconds.
 fn seconds() -> u64 {
     SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs()
 }
@@ -49,7 +49,7 @@ fn size_of_new(fs_type: Option<FsType>) -> u64 {
 }
 
 impl World {
-    /// Runs a sequence from the beginning, with a number of new volumes, to a clean end.
+    /// Runs a sequence with a number of new volumes, to a clean end.
     pub fn run(
         subject: Box<dyn Subject>,
         fs_type: Option<FsType>,
@@ -62,7 +62,8 @@ impl World {
         world.counts
     }
 
-    /// Like [`World::run`], and returns what really differs between neighbours, in order of cutting.
+    /// Like [`World::run`]. Returns the actual differences of adjacent snapshots, in order of
+    /// creation.
     pub fn run_and_read(
         subject: Box<dyn Subject>,
         operations: &[Operation],
@@ -107,7 +108,7 @@ impl World {
         format!("o{}", self.number())
     }
 
-    /// Takes a new volume into use, which has to hold what is said.
+    /// Attaches a new volume and checks its content.
     fn adopt(&mut self, id: String, capacity: u64, inside: Inside) {
         let at = self.subject.attach(&id, self.fs_type);
         match &inside {
@@ -116,8 +117,9 @@ impl World {
             }
             Inside::Mounted(files) => assert!(Files::read(&at) == *files, "{id}: other files"),
         }
-        let (cuts, touched) = (Vec::new(), Blocks::new());
-        let volume = Volume { id, capacity, at, inside, cuts, touched, tracking: true, chain: 0 };
+        let (snapshots, touched) = (Vec::new(), Blocks::new());
+        let volume =
+            Volume { id, capacity, at, inside, snapshots, touched, tracking: true, chain: 0 };
         self.volumes.push(volume);
     }
 
@@ -147,8 +149,8 @@ impl World {
                     self.delete_snapshot(volume, alive[which.of(alive.len())]);
                 }
             }
-            Operation::Ask { volume, snapshots, look } => {
-                self.ask(volume.of(count), snapshots, look);
+            Operation::Query { volume, snapshots, options } => {
+                self.query(volume.of(count), snapshots, options);
             }
             Operation::Derive { volume, from } => self.derive(volume.of(count), from),
             Operation::DeleteVolume { volume, before_its_snapshots } => {
@@ -221,7 +223,7 @@ impl World {
     }
 
     fn restart(&mut self, ending: Ending, style: Style) {
-        // What is known of the newest snapshots is asked for again, perhaps in another style.
+        // Queries the newest snapshots again, possibly in another style.
         self.check_newest(Style::Variable);
         self.subject.restart(ending, style);
         self.counts.restarts += 1;
@@ -229,25 +231,25 @@ impl World {
     }
 
     fn forget(&mut self) {
-        // Deletions count by the second. Long runs do not wait for the next one; short ones do, so that
-        // a sequence that is being cut down goes on to fail.
+        // Retention has a resolution of one second. Short runs wait for the next second, so that a
+        // sequence still fails while it is shrunk; long ones do not.
         while self.counts.operations < PATIENT_OPERATIONS && seconds() <= self.last_deletion {
             thread::sleep(Duration::from_millis(10));
         }
         self.subject.forget();
-        // Which of them are old enough by now, the clock knows.
-        let cuts = self.volumes.iter_mut().flat_map(|volume| &mut volume.cuts);
-        for cut in cuts {
-            cut.perhaps_dropped |= cut.perhaps_forgotten;
-            cut.perhaps_forgotten |= cut.deleted;
+        // Depending on the clock, some are expired.
+        let snapshots = self.volumes.iter_mut().flat_map(|volume| &mut volume.snapshots);
+        for snapshot in snapshots {
+            snapshot.perhaps_dropped |= snapshot.perhaps_forgotten;
+            snapshot.perhaps_forgotten |= snapshot.deleted;
         }
     }
 
     fn check_newest(&mut self, style: Style) {
         for volume in 0..self.volumes.len() {
-            if let Some(newest) = self.volumes[volume].cuts.len().checked_sub(1) {
-                let cut = &self.volumes[volume].cuts[newest];
-                self.answers.check_cut(&*self.subject, cut, style);
+            if let Some(newest) = self.volumes[volume].snapshots.len().checked_sub(1) {
+                let snapshot = &self.volumes[volume].snapshots[newest];
+                self.answers.check_snapshot(&*self.subject, snapshot, style);
                 self.check_delta(volume, newest.saturating_sub(1), newest, style);
             }
         }
@@ -256,11 +258,10 @@ impl World {
     fn snapshot(&mut self, volume: usize) {
         let name = self.name();
         let id = self.subject.snapshot(&name, &self.volumes[volume].id);
-        self.note_cut(volume, id, None);
+        self.note_snapshot(volume, id, None);
     }
 
-    /// Only one raw volume of a group may be written to at that moment: the others are taken out of
-    /// use.
+    /// Only one raw volume of a group may be writable: the others are detached.
     fn group(&mut self, volumes: &[usize]) {
         let name = self.name();
         let others = if self.fs_type.is_none() { &volumes[1..] } else { &[] };
@@ -274,20 +275,20 @@ impl World {
             volume.at = self.subject.attach(&volume.id, None);
         }
         for (volume, id) in volumes.iter().zip(members) {
-            self.note_cut(*volume, id, Some(group.clone()));
+            self.note_snapshot(*volume, id, Some(group.clone()));
             self.counts.groups += 1;
         }
     }
 
-    /// Adds a new snapshot to the mirror and checks what is said of it.
-    fn note_cut(&mut self, volume: usize, id: String, group: Option<String>) {
+    /// Adds a new snapshot to the mirror and checks its results.
+    fn note_snapshot(&mut self, volume: usize, id: String, group: Option<String>) {
         let content = match &self.volumes[volume].inside {
             Inside::Raw(image) => image.content().clone(),
-            // What the filesystem does to its device is its own business.
+            // The writes of a filesystem to its device are unknown.
             Inside::Mounted(_) => self.read(&id),
         };
         if self.reads_back {
-            assert!(self.read(&id).holds_the_same(&content), "{id} holds something else");
+            assert!(self.read(&id).holds_the_same(&content), "{id} has other content");
         }
         let volume_index = volume;
         let volume = &mut self.volumes[volume];
@@ -300,7 +301,7 @@ impl World {
         if !volume.tracking {
             volume.chain += 1;
         }
-        volume.cuts.push(Cut {
+        volume.snapshots.push(SnapshotState {
             id,
             group,
             deleted: false,
@@ -316,7 +317,7 @@ impl World {
         self.check_new(volume_index);
     }
 
-    /// The content of a snapshot, read through a volume that is made from it.
+    /// Reads the content of a snapshot through a volume created from it.
     fn read(&mut self, snapshot: &str) -> Content {
         let name = self.name();
         let copy = self.subject.copy(&name, Source::Snapshot(snapshot.to_owned()), None);
@@ -326,37 +327,38 @@ impl World {
         content
     }
 
-    /// Checks the newest snapshot of a volume against the one before it, and against the oldest.
+    /// Checks the newest snapshot of a volume against the previous and the oldest one.
     fn check_new(&mut self, volume: usize) {
-        let cuts = &self.volumes[volume].cuts;
-        let newest = cuts.len() - 1;
-        self.answers.check_cut(&*self.subject, &cuts[newest], Style::Variable);
+        let snapshots = &self.volumes[volume].snapshots;
+        let newest = snapshots.len() - 1;
+        self.answers.check_snapshot(&*self.subject, &snapshots[newest], Style::Variable);
         let Some(before) = newest.checked_sub(1) else { return };
         if self.reads_back {
-            let differing = cuts[newest].content.differing_from(&cuts[before].content);
+            let differing = snapshots[newest].content.differing_from(&snapshots[before].content);
             self.differing.push(differing);
         }
         self.check_delta(volume, 0, newest, Style::Variable);
         let Some(reported) = self.check_delta(volume, before, newest, Style::Variable) else {
             return;
         };
-        let cut = &self.volumes[volume].cuts[newest];
-        let differing = cut.content.differing_from(&self.volumes[volume].cuts[before].content);
-        let nothing_rewritten = cut.touched.as_ref() == Some(&differing);
+        let snapshot = &self.volumes[volume].snapshots[newest];
+        let differing =
+            snapshot.content.differing_from(&self.volumes[volume].snapshots[before].content);
+        let nothing_rewritten = snapshot.touched.as_ref() == Some(&differing);
         let found = Precision { reported, differing: differing.len() as u64 };
         if self.subject.style(Style::Variable) != Style::Variable {
-            // Rounded: that says nothing of how exact it is.
+            // Rounded, so it is not exact.
             return;
         }
         if nothing_rewritten {
-            assert_eq!(found.reported, found.differing, "{} is not exact", cut.id);
+            assert_eq!(found.reported, found.differing, "{} is not exact", snapshot.id);
             self.counts.exact += found;
         } else {
             self.counts.other += found;
         }
     }
 
-    /// The number of blocks in a delta; `None` where it is rightly refused.
+    /// The number of blocks in a delta. `None` if it is correctly refused.
     fn check_delta(
         &mut self,
         volume: usize,
@@ -365,59 +367,62 @@ impl World {
         style: Style,
     ) -> Option<u64> {
         let volume = &self.volumes[volume];
-        let told = self.answers.check_delta(&*self.subject, volume, (base, target), style);
-        match told {
+        let found = self.answers.check_delta(&*self.subject, volume, (base, target), style);
+        match found {
             Some(_) => self.counts.deltas += 1,
             None => self.counts.refused += 1,
         }
-        told.map(|told| told.blocks.len() as u64)
+        found.map(|found| found.blocks.len() as u64)
     }
 
-    fn ask(&mut self, volume: usize, snapshots: [Pick; 3], look: Look) {
+    fn query(&mut self, volume: usize, snapshots: [Pick; 3], options: QueryOptions) {
         let volume = &self.volumes[volume];
-        if volume.cuts.is_empty() {
+        if volume.snapshots.is_empty() {
             return;
         }
-        let mut three = snapshots.map(|pick| pick.of(volume.cuts.len()));
+        let mut three = snapshots.map(|pick| pick.of(volume.snapshots.len()));
         three.sort_unstable();
-        let [a, _, c] = three.map(|index| &volume.cuts[index]);
-        self.answers.check_cut(&*self.subject, c, look.style);
-        self.answers.check_three(&*self.subject, volume, three, look.style);
+        let [a, _, c] = three.map(|index| &volume.snapshots[index]);
+        self.answers.check_snapshot(&*self.subject, c, options.style);
+        self.answers.check_three(&*self.subject, volume, three, options.style);
         for question in
             [Question::Allocated(c.id.clone()), Question::Delta(a.id.clone(), c.id.clone())]
         {
-            self.answers.check_window(&*self.subject, &question, look);
+            self.answers.check_window(&*self.subject, &question, options);
         }
         self.counts.deltas += 3;
         self.counts.windows += 2;
     }
 
-    fn delete_snapshot(&mut self, volume: usize, cut: usize) {
-        let cut = &mut self.volumes[volume].cuts[cut];
+    fn delete_snapshot(&mut self, volume: usize, snapshot: usize) {
+        let snapshot = &mut self.volumes[volume].snapshots[snapshot];
         self.counts.deleted += 1;
         self.last_deletion = seconds();
-        let Some(group) = cut.group.clone() else {
-            self.subject.delete_snapshot(&cut.id);
-            cut.deleted = true;
+        let Some(group) = snapshot.group.clone() else {
+            self.subject.delete_snapshot(&snapshot.id);
+            snapshot.deleted = true;
             return;
         };
         self.subject.delete_group(&group);
-        let cuts = self.volumes.iter_mut().flat_map(|volume| &mut volume.cuts);
-        cuts.filter(|cut| cut.group.as_ref() == Some(&group)).for_each(|cut| cut.deleted = true);
+        let snapshots = self.volumes.iter_mut().flat_map(|volume| &mut volume.snapshots);
+        snapshots
+            .filter(|snapshot| snapshot.group.as_ref() == Some(&group))
+            .for_each(|snapshot| snapshot.deleted = true);
     }
 
     /// A clone of a volume, or a volume from its newest snapshot.
     fn derive(&mut self, from_volume: usize, from: From) {
         let volume = &self.volumes[from_volume];
-        let newest = volume.cuts.iter().rfind(|cut| !cut.deleted && from == From::Snapshot);
+        let newest =
+            volume.snapshots.iter().rfind(|snapshot| !snapshot.deleted && from == From::Snapshot);
         let (files, content) = match (newest, &volume.inside) {
-            (Some(cut), _) => (cut.files.clone(), Some(cut.content.clone())),
+            (Some(snapshot), _) => (snapshot.files.clone(), Some(snapshot.content.clone())),
             (None, Inside::Mounted(files)) => (Some(files.clone()), None),
             (None, Inside::Raw(image)) => (None, Some(image.content().clone())),
         };
-        let capacity = newest.map_or(volume.capacity, |cut| cut.content.capacity());
+        let capacity = newest.map_or(volume.capacity, |snapshot| snapshot.content.capacity());
         let source = match newest {
-            Some(cut) => Source::Snapshot(cut.id.clone()),
+            Some(snapshot) => Source::Snapshot(snapshot.id.clone()),
             None => Source::Volume(volume.id.clone()),
         };
         match source {
@@ -431,7 +436,10 @@ impl World {
             None => {
                 let bytes = read_all(&self.subject.attach(&id, None));
                 self.subject.detach(&id);
-                Inside::Raw(Image::of(bytes, &content.expect("what a raw volume holds is known")))
+                Inside::Raw(Image::of(
+                    bytes,
+                    &content.expect("the content of a raw volume is known"),
+                ))
             }
         };
         self.adopt(id, capacity, inside);
@@ -440,20 +448,20 @@ impl World {
         }
     }
 
-    /// Deletes a volume; what is left of its snapshots goes too, in either order.
+    /// Deletes a volume and its snapshots, in either order.
     fn delete_volume(&mut self, volume: usize, before_its_snapshots: bool) {
         let id = self.volumes[volume].id.clone();
         self.subject.detach(&id);
         if before_its_snapshots {
             self.subject.delete_volume(&id);
-            // They outlive it.
-            if let Some(newest) = self.volumes[volume].cuts.len().checked_sub(1) {
+            // The snapshots outlive the volume.
+            if let Some(newest) = self.volumes[volume].snapshots.len().checked_sub(1) {
                 self.check_delta(volume, 0, newest, Style::Variable);
             }
         }
-        for cut in self.volumes[volume].alive() {
-            if !self.volumes[volume].cuts[cut].deleted {
-                self.delete_snapshot(volume, cut);
+        for snapshot in self.volumes[volume].alive() {
+            if !self.volumes[volume].snapshots[snapshot].deleted {
+                self.delete_snapshot(volume, snapshot);
             }
         }
         if !before_its_snapshots {
@@ -462,7 +470,7 @@ impl World {
         self.volumes.remove(volume);
     }
 
-    /// Whatever was last done to the volumes is in a snapshot too, and that in a restored volume.
+    /// The last changes are in a final snapshot and in a volume restored from it.
     fn finish(&mut self) {
         for volume in 0..self.volumes.len() {
             self.snapshot(volume);
@@ -473,7 +481,7 @@ impl World {
     }
 }
 
-/// Writes through the page cache, which a cut has to flush where nobody else did.
+/// Writes through the page cache, which a snapshot must flush.
 fn write_cached(device: &std::path::Path, offset: u64, bytes: &[u8], sync: bool) {
     use std::os::unix::fs::FileExt;
 

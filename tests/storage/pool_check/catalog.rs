@@ -11,7 +11,7 @@ use super::damage::{History, checked, findings};
 use support::kernel::{damage_below_page_cache, drop_page_cache};
 use support::*;
 
-/// The store itself does not notice a changed row after an orderly end.
+/// redb itself does not detect a changed row after a clean shutdown.
 #[test]
 fn a_damaged_catalog_is_not_served() {
     with_pool(PoolKind::Copy, |pool| {
@@ -28,7 +28,7 @@ fn a_damaged_catalog_is_not_served() {
         fs::write(&catalog, &damaged).unwrap();
         let refused = pool.try_start().unwrap_err();
         assert!(matches!(refused, Error::Damaged(_)), "{refused}");
-        assert_eq!(fs::read(&catalog).unwrap(), damaged, "what is damaged stays as evidence");
+        assert_eq!(fs::read(&catalog).unwrap(), damaged, "the damaged file is kept");
         fs::write(&catalog, &whole).unwrap();
         pool.start();
         assert_eq!(pool.backend().volume(&volume.id).unwrap(), volume);
@@ -37,7 +37,7 @@ fn a_damaged_catalog_is_not_served() {
 
 /// A failed write can leave pages in the cache that never reached the disk.
 #[test]
-fn a_catalog_that_is_whole_in_the_page_cache_alone_is_written_again() {
+fn a_catalog_intact_only_in_the_page_cache_is_rewritten() {
     with_pool(PoolKind::Reflink, |pool| {
         let volume = pool.volume("v", MIB);
         let snapshot = pool.snapshot("s", &volume);
@@ -58,7 +58,7 @@ fn a_catalog_that_is_whole_in_the_page_cache_alone_is_written_again() {
 }
 
 #[test]
-fn a_damaged_catalog_is_told_and_never_a_panic() {
+fn a_damaged_catalog_is_reported_without_a_panic() {
     with_pool(PoolKind::Copy, |pool| {
         let histories: Vec<_> =
             (0..4).map(|number| History::of(pool, &format!("v{number}"))).collect();
@@ -67,7 +67,7 @@ fn a_damaged_catalog_is_told_and_never_a_panic() {
         let whole = fs::read(&catalog).unwrap();
         let clean = checked(pool);
         assert_eq!(clean.volumes, histories.len() as u64);
-        let told = |bytes: &[u8], what: &str| -> bool {
+        let is_reported = |bytes: &[u8], what: &str| -> bool {
             fs::write(&catalog, bytes).unwrap();
             let data_dir = pool.data_dir().to_owned();
             match catch_unwind(move || check::check(&data_dir)) {
@@ -77,7 +77,7 @@ fn a_damaged_catalog_is_told_and_never_a_panic() {
                     true
                 }
                 Ok(Err(other)) => panic!("{what}: {other}"),
-                // Where nothing is kept; then everything is as it was.
+                // Unused bytes: the catalog is unchanged.
                 Ok(Ok(report)) => {
                     assert_eq!(report.findings, clean.findings, "{what}");
                     assert_eq!(report.volumes, clean.volumes, "{what}");
@@ -98,20 +98,20 @@ fn a_damaged_catalog_is_told_and_never_a_panic() {
             let at = if number < 100 { number * 3 } else { used[random as usize % used.len()] };
             let mut bytes = whole.clone();
             bytes[at] ^= 1 << (random >> 61);
-            found += u32::from(told(&bytes, &format!("seed {seed}: byte {at}")));
+            found += u32::from(is_reported(&bytes, &format!("seed {seed}: byte {at}")));
         }
         assert!(found > 50, "{found}");
-        // Every bit of a row counts.
+        // Every bit of a row is covered.
         let name = histories[0].snapshots[0].id.as_bytes();
         let rows = whole.windows(name.len()).enumerate().filter(|(_, bytes)| *bytes == name);
         let flips = rows.map(|(at, _)| {
             let mut bytes = whole.clone();
             bytes[at + 6] ^= 1;
-            told(&bytes, &format!("id at {at}"))
+            is_reported(&bytes, &format!("id at {at}"))
         });
-        assert!(flips.filter(|told| *told).count() > 0);
+        assert!(flips.filter(|is_reported| *is_reported).count() > 0);
         for length in [0, 1, 100, 4096, whole.len() / 2, whole.len() - 1] {
-            assert!(told(&whole[..length], &format!("cut off at {length}")));
+            assert!(is_reported(&whole[..length], &format!("truncated at {length}")));
         }
         fs::remove_file(&catalog).unwrap();
         assert!(matches!(check::check(pool.data_dir()), Err(Error::Damaged(_))));

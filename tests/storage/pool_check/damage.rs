@@ -1,4 +1,4 @@
-//! A pool's files as anybody could reach them, and what can be done to them.
+//! Direct access to the files of a pool, and kinds of damage.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use support::{self, *};
 
-/// A pool's files while no backend is open, reached as anybody could.
+/// The files of a closed pool.
 pub struct Files {
     pub root: PathBuf,
     mounted: bool,
@@ -47,7 +47,7 @@ impl Files {
         self.root.join("catalog.redb")
     }
 
-    /// Lets `change` have at a snapshot's data, and makes it immutable again.
+    /// Applies `change` to a snapshot's data, and makes it immutable again.
     pub fn change_data(&self, snapshot: &Snapshot, change: impl FnOnce(&File)) {
         let data = self.data(snapshot);
         run("chattr", &["-i", path(&data)]);
@@ -55,7 +55,7 @@ impl Files {
         run("chattr", &["+i", path(&data)]);
     }
 
-    /// Edits a row of the catalog, or removes it.
+    /// Edits or removes a row of the catalog.
     pub fn edit(&self, table: &'static str, id: &str, edit: impl FnOnce(Value) -> Option<Value>) {
         let table: TableDefinition<&str, &[u8]> = TableDefinition::new(table);
         let catalog = redb::Database::open(self.catalog()).unwrap();
@@ -87,7 +87,7 @@ pub fn set(field: &'static str, value: Value) -> impl FnOnce(Value) -> Option<Va
     }
 }
 
-/// A volume with three snapshots, each with one more block than the one before.
+/// A volume with three snapshots, each with one more block than the previous one.
 pub struct History {
     pub volume: Volume,
     pub snapshots: [Snapshot; 3],
@@ -128,7 +128,7 @@ pub fn truncate(path: &Path) {
     file.set_len(file.metadata().unwrap().len() - BLOCK.min(40)).unwrap();
 }
 
-/// Writes the record of the second snapshot of a history anew: valid, with these blocks.
+/// Rewrites the record of the second snapshot: valid, with these blocks.
 pub fn forge(files: &Files, history: &History, since: &str, allocated: &[u64], changed: &[u64]) {
     let snapshot = &history.snapshots[1];
     let header = Header::new(
@@ -149,7 +149,7 @@ pub fn forge(files: &Files, history: &History, since: &str, allocated: &[u64], c
     writer.finish().unwrap();
 }
 
-/// One kind of damage to a volume with its own history: what it does, and what has to be found.
+/// A kind of damage to a volume with its own history: the change and the expected findings.
 pub type Damage = fn(&Files, &History) -> Vec<(FindingKind, String)>;
 
 pub const DAMAGES: &[(&str, Damage)] = &[
@@ -157,7 +157,7 @@ pub const DAMAGES: &[(&str, Damage)] = &[
         fs::remove_file(files.volume(&history.volume)).unwrap();
         vec![(FindingKind::MissingFile, history.volume.id.clone())]
     }),
-    ("volume-cut-off", |files, history| {
+    ("volume-truncated", |files, history| {
         truncate(&files.volume(&history.volume));
         vec![(FindingKind::TruncatedFile, history.volume.id.clone())]
     }),
@@ -167,7 +167,7 @@ pub const DAMAGES: &[(&str, Damage)] = &[
         fs::remove_file(data).unwrap();
         vec![(FindingKind::MissingFile, history.snapshots[1].id.clone())]
     }),
-    ("data-cut-off", |files, history| {
+    ("data-truncated", |files, history| {
         let snapshot = &history.snapshots[1];
         files.change_data(snapshot, |data| data.set_len(BLOCK).unwrap());
         vec![(FindingKind::TruncatedFile, snapshot.id.clone())]
@@ -176,7 +176,7 @@ pub const DAMAGES: &[(&str, Damage)] = &[
         fs::remove_file(files.record(&history.snapshots[1])).unwrap();
         vec![(FindingKind::MissingFile, history.snapshots[1].id.clone())]
     }),
-    ("record-cut-off", |files, history| {
+    ("record-truncated", |files, history| {
         truncate(&files.record(&history.snapshots[1]));
         vec![(FindingKind::DamagedRecord, history.snapshots[1].id.clone())]
     }),
@@ -211,7 +211,7 @@ pub const DAMAGES: &[(&str, Damage)] = &[
         vec![(FindingKind::BitmapDisagrees, history.snapshots[1].id.clone())]
     }),
     ("record-with-blocks-too-many", |files, history| {
-        // Over-reporting is allowed.
+        // Reporting too many blocks is allowed.
         let since = history.snapshots[0].id.as_str();
         let allocated: Vec<u64> = (0..32).collect();
         forge(files, history, since, &allocated, &[5, 10, 20]);

@@ -1,5 +1,5 @@
-//! `pool check` finds each kind of damage, names it and what it is of, and finds nothing where
-//! nothing is wrong. It changes nothing on disk.
+//! `pool check` finds and names each kind of damage and the affected object, and finds nothing in a
+//! healthy pool. It changes nothing on disk.
 
 mod catalog;
 mod damage;
@@ -43,13 +43,13 @@ fn every_kind_of_damage_is_found_and_named() {
             "{kind}: missed {missed:?}, wrong {wrong:?}"
         );
         assert!(report.findings.iter().all(|finding| !finding.object.contains(&whole.volume.id)));
-        // And again: looking has changed nothing.
+        // A second check has the same result.
         assert_eq!(findings(&checked(pool)), found);
     });
 }
 
 #[test]
-fn a_directory_of_the_pool_that_is_gone_is_a_finding() {
+fn a_missing_directory_of_the_pool_is_a_finding() {
     with_pool(PoolKind::Copy, |pool| {
         let volume = pool.volume("v", 4 * MIB);
         let snapshot = pool.snapshot("a", &volume);
@@ -62,7 +62,7 @@ fn a_directory_of_the_pool_that_is_gone_is_a_finding() {
 }
 
 #[test]
-fn any_flipped_bit_of_a_record_in_the_pool_is_found() {
+fn any_flipped_bit_of_a_record_is_found() {
     with_pool(PoolKind::Copy, |pool| {
         let history = History::of(pool, "v");
         pool.stop();
@@ -80,7 +80,7 @@ fn any_flipped_bit_of_a_record_in_the_pool_is_found() {
 }
 
 #[test]
-fn a_healthy_pool_has_no_findings_whatever_has_happened_in_it() {
+fn a_healthy_pool_has_no_findings_after_any_operations() {
     if !have_root() {
         return;
     }
@@ -90,12 +90,12 @@ fn a_healthy_pool_has_no_findings_whatever_has_happened_in_it() {
         let b = History::of(&mut pool, "b");
         let gone = History::of(&mut pool, "gone");
         let emptied = History::of(&mut pool, "emptied");
-        let stays = pool.volume("stays", 16 * MIB);
+        let stays = pool.volume("kept", 16 * MIB);
         let device = pool.attach(&stays.id).target;
         for number in 0..8u64 {
             write_direct(&device, number * MIB, &pattern(number, 3 * BLOCK as usize));
             discard(&device, number / 2 * MIB, BLOCK);
-            pool.snapshot(&format!("stays-{number}"), &stays);
+            pool.snapshot(&format!("kept-{number}"), &stays);
             if number == 3 {
                 pool.backend().expand_volume(&stays.id, 32 * MIB, 0).unwrap();
             }
@@ -104,7 +104,7 @@ fn a_healthy_pool_has_no_findings_whatever_has_happened_in_it() {
         let group = backend.create_group("g", &[a.volume.id.clone(), b.volume.id.clone()]).unwrap();
         backend.create_group("h", &[stays.id.clone(), b.volume.id.clone()]).unwrap();
         backend.delete_group(&group.group.id, &[]).unwrap();
-        // The middle, the newest (a hidden baseline), all, and a volume that its snapshots outlive.
+        // The middle, the newest (a hidden baseline), all, and a deleted volume with snapshots.
         backend.delete_snapshot(&a.snapshots[1].id).unwrap();
         backend.delete_snapshot(&b.snapshots[2].id).unwrap();
         for snapshot in &emptied.snapshots {
@@ -140,7 +140,7 @@ fn a_healthy_pool_has_no_findings_whatever_has_happened_in_it() {
         std::thread::sleep(std::time::Duration::from_millis(1100));
         backend.forget_expired().unwrap();
         let volumes = backend.volumes(None, 0).unwrap().items.len() as u64;
-        // With a volume that stays attached, as under a driver that was stopped.
+        // With an attached volume, as after a stop of the driver.
         for _ in 0..2 {
             pool.stop();
             let report = checked(&pool);
@@ -158,7 +158,7 @@ fn a_healthy_pool_has_no_findings_whatever_has_happened_in_it() {
 fn a_check_writes_nothing_to_the_pool() {
     with_pool(PoolKind::Copy, |pool| {
         let history = History::of(pool, "v");
-        // As a crash leaves it: not closed, so that opening it for use would repair it.
+        // As after a crash: not closed, so that a normal open would repair it.
         let crashed = fs::read(pool.data_dir().join("catalog.redb")).unwrap();
         pool.stop();
         fs::write(pool.data_dir().join("catalog.redb"), &crashed).unwrap();
@@ -194,7 +194,7 @@ fn command(data_dir: &Path, more: &[&str]) -> (i32, String, String) {
 }
 
 #[test]
-fn the_command_says_with_its_exit_code_what_it_found() {
+fn the_exit_code_of_the_command_shows_the_result() {
     for_each_pool(|pool| {
         let kind = pool.kind();
         let history = History::of(pool, "v");
@@ -223,7 +223,7 @@ fn the_command_says_with_its_exit_code_what_it_found() {
 }
 
 #[test]
-fn what_is_no_pool_is_said_so_and_left_as_it_is() {
+fn a_directory_without_a_pool_is_reported_and_unchanged() {
     if !have_root() {
         return;
     }
@@ -240,13 +240,13 @@ fn what_is_no_pool_is_said_so_and_left_as_it_is() {
     let (code, _, said) = command(&other, &[]);
     assert_eq!(code, 2, "{said}");
     assert!(said.contains("no pool here"), "{said}");
-    assert_eq!(fs::read_dir(&other).unwrap().count(), 0, "something was made");
+    assert_eq!(fs::read_dir(&other).unwrap().count(), 0, "an object was created");
     for marker in ["", "{", r#"{"version":9,"kind":"copy"}"#, r#"{"version":1,"kind":"tape"}"#] {
         fs::write(other.join("pool.json"), marker).unwrap();
         let (code, _, said) = command(&other, &[]);
         assert_eq!(code, 2, "{marker}: {said}");
         assert!(said.contains("pool.json"), "{marker}: {said}");
-        assert_eq!(fs::read_dir(&other).unwrap().count(), 1, "{marker}: something was made");
+        assert_eq!(fs::read_dir(&other).unwrap().count(), 1, "{marker}: an object was created");
     }
     fs::write(other.join("pool.json"), r#"{"version":1,"kind":"image"}"#).unwrap();
     let (code, _, said) = command(&other, &[]);
@@ -255,9 +255,9 @@ fn what_is_no_pool_is_said_so_and_left_as_it_is() {
     assert!(!missing.exists() && !other.join("pool.img").exists());
 }
 
-/// A pool image that was cut off or overwritten is told by the command, in whatever words.
+/// A truncated or overwritten pool image is reported.
 #[test]
-fn a_damaged_pool_image_is_told() {
+fn a_damaged_pool_image_is_reported() {
     with_pool(PoolKind::Image, |pool| {
         History::of(pool, "v");
         pool.stop();
@@ -273,9 +273,9 @@ fn a_damaged_pool_image_is_told() {
     });
 }
 
-/// What a finding protects from: an answer from a damaged record is an error, never a map.
+/// A query of a damaged record is an error.
 #[test]
-fn a_damaged_record_is_never_answered_from() {
+fn a_damaged_record_is_never_used() {
     with_pool(PoolKind::Copy, |pool| {
         let history = History::of(pool, "v");
         let record = pool.data_dir().join("records").join(format!("{}.0", history.snapshots[1].id));

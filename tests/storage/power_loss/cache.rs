@@ -1,7 +1,6 @@
-//! A disk with a cache that does not survive a power cut: a file, served through FUSE, whose writes
-//! become durable when it is flushed. Of what was written since, a copy holds what chance decides,
-//! block by block: as if the disk had written it back already, in any order, or not yet. The disk can also fail
-//! ([`Fault`]).
+//! A disk with a volatile cache: a file served through FUSE whose writes become durable at a flush.
+//! A copy contains later writes at random, block by block, as if the disk had written them back in
+//! any order or not yet. The disk can also fail ([`Fault`]).
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -26,44 +25,44 @@ const NAME: &str = "image";
 const FILE: INodeNo = INodeNo(2);
 const TTL: Duration = Duration::from_secs(3600);
 
-/// How many blocks there should be to lose, and how long they are waited for.
+/// The minimum number of volatile blocks for a copy, and how long to wait for them.
 const MOST_WANTED: u64 = 16;
 const PATIENCE: Duration = Duration::from_millis(40);
 
-/// How the disk fails, until the fault is cleared.
+/// A fault of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// A flush fails, and what was written since the last one is lost.
+    /// A flush fails, and the writes since the last flush are lost.
     Flush,
     /// Reads fail.
     Read,
-    /// Reads of one block in [`BLOCKS_APART`] fail: those whose numbers leave this remainder.
+    /// Reads of one in [`BLOCKS_APART`] blocks fail: those with this remainder.
     Blocks(u64),
     /// Writes fail.
     Write,
-    /// Writes to blocks that never held data fail: a thin disk without room.
+    /// Writes to unallocated blocks fail, as on a full thin disk.
     Full,
 }
 
-/// A prime, so that the blocks that fail are spread over whatever has a period.
+/// A prime, so that the failing blocks do not align with periodic structures.
 pub const BLOCKS_APART: u64 = 61;
 
-/// What a block holds; `None` is a hole.
+/// The content of a block; `None` is a hole.
 type Content = Option<Vec<u8>>;
 
-/// The disk: what is durable is in a file, what is not in memory.
+/// The disk: durable data in a file, volatile data in memory.
 struct State {
     path: PathBuf,
     file: File,
     bytes: u64,
-    /// By block, all that was written since the last flush, in order.
+    /// All writes since the last flush, by block and in order.
     pending: BTreeMap<u64, Vec<Content>>,
     random: Random,
     fault: Option<Fault>,
 }
 
 impl State {
-    /// Whether the disk has no block for part of this range.
+    /// Whether a block of this range is unallocated.
     fn lacks_room(&self, offset: u64, length: u64) -> bool {
         let end = offset + length;
         let mut blocks = offset / BLOCK..end.div_ceil(BLOCK);
@@ -108,7 +107,7 @@ impl State {
         disk::clone(&self.path, to);
         let copy = File::options().write(true).open(to).unwrap();
         let mut lost = 0;
-        // Of one that is lost as a whole, of one that was written back in time, or of a mixture.
+        // A block that is lost, written back, or mixed.
         let manner = self.random.below(4);
         for (block, versions) in &self.pending {
             let kept = match manner {
@@ -132,7 +131,7 @@ fn put(file: &File, path: &Path, block: u64, content: &Content) {
     }
 }
 
-/// A disk that is served.
+/// A served disk.
 pub struct Cache {
     state: Arc<Mutex<State>>,
     mounted_at: PathBuf,
@@ -140,7 +139,7 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Serves the image `below` in the directory `at`, which it makes.
+    /// Serves the image `below` in the new directory `at`.
     pub fn serve(below: &Path, at: &Path) -> Self {
         std::fs::create_dir_all(at).unwrap();
         let file = File::options().read(true).write(true).open(below).unwrap();
@@ -158,13 +157,13 @@ impl Cache {
         self.mounted_at.join(NAME)
     }
 
-    /// The disk fails like this from now on, or works again.
+    /// Sets or clears the fault of the disk.
     pub fn fail(&self, fault: Option<Fault>) {
         lock(&self.state).fault = fault;
     }
 
-    /// A copy as after a power cut, when there is something to lose, or after a while. Returns how many
-    /// of its blocks are not what was written last.
+    /// Copies the disk as after a power loss, when there are volatile blocks, or after a timeout.
+    /// Returns how many blocks differ from the last write.
     pub fn copy(&self, to: &Path) -> u64 {
         let until = Instant::now() + PATIENCE;
         let wanted = 1 + lock(&self.state).random.below(MOST_WANTED) as usize;
@@ -181,7 +180,8 @@ impl Cache {
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        // Unmounts it. Its thread is not waited for: a container that runs meanwhile may have a copy of the mount.
+        // Unmounts the disk. Does not wait for its thread: a running container may have a copy of
+        // the mount.
         drop(self.session.take());
         let _ = std::fs::remove_dir(&self.mounted_at);
     }
@@ -233,7 +233,7 @@ impl Filesystem for Served {
     }
 
     fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
-        // What the kernel kept back here would be a second cache.
+        // The kernel must not cache data: that would be a second cache.
         reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO);
     }
 
@@ -294,7 +294,7 @@ impl Filesystem for Served {
         reply.ok();
     }
 
-    /// Every kind of it that a loop device asks for makes zeros.
+    /// All modes that a loop device uses produce zeros.
     fn fallocate(
         &self,
         _: &Request,

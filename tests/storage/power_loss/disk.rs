@@ -1,8 +1,7 @@
-//! A disk whose power can be cut any number of times: the pool lies in an image file on an XFS, where
-//! a copy of the image is one FICLONE, atomic against whoever writes to it. What such a copy holds is
-//! what a disk holds that writes through: everything that was written to the image, and nothing
-//! that is still only in the page cache or the log of the filesystem in it. A disk with a cache of its
-//! own is in [`super::cache`].
+//! A disk whose power can be cut repeatedly: the pool is in an image file on an XFS, where one
+//! FICLONE copies the image atomically. A copy contains all data that was written to the image, as
+//! on a write-through disk, but nothing from the page cache or the log of its filesystem.
+//! [`super::cache`] is a disk with its own cache.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -22,7 +21,7 @@ use support::{
 /// Size of the image of a pool, in bytes.
 pub const POOL_BYTES: u64 = 1536 * MIB;
 
-/// A pool and what it lies on.
+/// A pool and its disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setup {
     pub kind: PoolKind,
@@ -38,7 +37,7 @@ impl fmt::Display for Setup {
     }
 }
 
-/// The filesystem that the images are on.
+/// The filesystem of the images.
 pub struct Disk {
     pub setup: Setup,
     // Dropped in this order.
@@ -61,7 +60,7 @@ impl Disk {
         }
     }
 
-    /// A place for a new pool.
+    /// Creates a new disk.
     pub fn make(&self, name: &str) -> Place<'_> {
         let image = self.image(name);
         if self.setup.kind == PoolKind::Image {
@@ -77,15 +76,15 @@ impl Disk {
         self.open(name, cache)
     }
 
-    /// The place as it would be if the power had been cut when `photo` was taken.
-    pub fn after_power_cut(&self, name: &str, photo: &Path) -> Place<'_> {
+    /// The disk as after a power loss at the time of `capture`.
+    pub fn after_power_loss(&self, name: &str, capture: &Path) -> Place<'_> {
         let image = self.image(name);
         if self.setup.kind == PoolKind::Image {
             let data = image.parent().unwrap();
             fs::create_dir_all(data).unwrap();
             fs::write(data.join("pool.json"), r#"{"version":1,"kind":"image"}"#).unwrap();
         }
-        clone(photo, &image);
+        clone(capture, &image);
         self.open(name, None)
     }
 
@@ -105,17 +104,17 @@ impl Disk {
         Place { disk: self, image, at, cache, mounted: self.setup.kind != PoolKind::Image }
     }
 
-    /// Where copies of images go.
-    pub fn photo(&self, number: usize) -> PathBuf {
-        self.outer.path().join(format!("photo-{number}"))
+    /// The path for a copy of an image.
+    pub fn capture(&self, number: usize) -> PathBuf {
+        self.outer.path().join(format!("capture-{number}"))
     }
 }
 
 pub fn make_filesystem(filesystem: FsType, image: &Path) {
     let (program, options): (_, &[&str]) = match filesystem {
-        // Sectors as large as those that a loop device of a cloned file has.
+        // The sector size of a loop device with a cloned file.
         FsType::Xfs => ("mkfs.xfs", &["-q", "-s", "size=4096", "-m", "reflink=1,rmapbt=0"]),
-        // A small journal is soon replayed; nothing is initialized in the background.
+        // A small journal is replayed quickly; no background initialization.
         FsType::Ext4 => {
             let now = "lazy_itable_init=0,lazy_journal_init=0";
             ("mkfs.ext4", &["-q", "-F", "-b", "4096", "-J", "size=4", "-E", now])
@@ -126,15 +125,15 @@ pub fn make_filesystem(filesystem: FsType, image: &Path) {
 }
 
 pub fn mount(filesystem: FsType, image: &Path, at: &Path) {
-    // Direct, or everything would be cached, and written, twice.
+    // Direct I/O, because otherwise data would be cached and written twice.
     let attach = ["--find", "--show", "--direct-io=on", "--sector-size=4096", path(image)];
     let attached = Command::new("losetup").args(attach).output().unwrap();
     assert!(attached.status.success(), "{attached:?}");
     let device = String::from_utf8(attached.stdout).unwrap();
-    // A copy has the identity of what it was copied from.
+    // A copy has the UUID of its source.
     let options: &[&str] = if filesystem == FsType::Xfs { &["-o", "nouuid"] } else { &[] };
     let mounted = Command::new("mount").args(options).args([device.trim(), path(at)]).status();
-    // From now on it goes with its mount.
+    // From now on the device is detached with its mount.
     run("losetup", &["--detach", device.trim()]);
     assert!(mounted.unwrap().success(), "{} does not mount", image.display());
 }
@@ -149,7 +148,7 @@ pub fn clone(from: &Path, to: &Path) {
     run("cp", &["--reflink=always", path(from), path(to)]);
 }
 
-/// A pool's surroundings: the directory that its data directory is in, and the image below.
+/// A disk: the mount path of the data directory, and the image.
 pub struct Place<'a> {
     disk: &'a Disk,
     pub image: PathBuf,
@@ -163,8 +162,8 @@ impl Place<'_> {
         self.at.join("data")
     }
 
-    /// Copies the image as it would be if the power were cut now. Returns how many blocks of the disk's
-    /// cache are lost.
+    /// Copies the image as after a power loss now. Returns the number of lost blocks of the disk's
+    /// cache.
     pub fn copy(&self, to: &Path) -> u64 {
         match &self.cache {
             Some(cache) => cache.copy(to),
@@ -175,10 +174,10 @@ impl Place<'_> {
         }
     }
 
-    /// Looks for damage in the filesystem of the image, which nobody may be using any more.
+    /// Checks the filesystem of the unused image for damage.
     pub fn check_filesystem(mut self) {
         self.unmount();
-        wait_for("the image is let go of", || !is_attached(&self.image));
+        wait_for("the image is detached", || !is_attached(&self.image));
         let image = path(&self.image);
         match self.disk.setup.filesystem {
             FsType::Ext4 => run("e2fsck", &["-fn", image]),
@@ -193,7 +192,7 @@ impl Place<'_> {
             let _ = fs::remove_dir(&self.at);
         }
         if let Some(cache) = self.cache.take() {
-            wait_for("the disk is let go of", || !is_attached(&cache.image()));
+            wait_for("the disk is detached", || !is_attached(&cache.image()));
         }
     }
 }

@@ -1,23 +1,23 @@
-//! What was asked of the driver and what it answered, each with its place in time, so that for any
-//! moment it can be told what has to be there, what must not be, and what may be either.
+//! Records requests to the driver and its responses with their order, to determine for any time
+//! which objects must exist, must not exist, or may exist.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What a block holds, as far as telling blocks apart goes.
+/// A checksum of a block's content.
 pub type Print = u32;
 
-/// A moment, ascending.
+/// A logical time.
 pub type Stamp = u64;
 
-/// A call: begun before it was sent, done after its answer was received.
+/// The times of a call: before the request, and after the response.
 #[derive(Debug, Clone, Copy)]
 pub struct Span {
     begun: Stamp,
-    /// With whether it succeeded.
+    /// Also whether it succeeded.
     done: Option<(Stamp, bool)>,
 }
 
-/// A moment that lies somewhere within this time.
+/// A time within this interval.
 #[derive(Debug, Clone, Copy)]
 pub struct Moment {
     pub after: Stamp,
@@ -28,12 +28,12 @@ pub struct Moment {
 pub enum Certainty {
     Yes,
     No,
-    /// It was under way.
+    /// The call was in progress.
     Maybe,
 }
 
 impl Span {
-    /// Whether it had taken effect.
+    /// Whether the call had taken effect.
     pub fn at(self, moment: Moment) -> Certainty {
         match self.done {
             Some((done, succeeded)) if done < moment.after => {
@@ -48,13 +48,13 @@ impl Span {
         }
     }
 
-    /// Whether it was under way all of the time.
+    /// Whether the call was in progress during the whole interval.
     pub fn encloses(self, moment: Moment) -> bool {
         self.begun < moment.after && self.done.is_none_or(|(done, _)| done > moment.before)
     }
 }
 
-/// When something was made and deleted.
+/// The creation and deletion of an object.
 #[derive(Debug, Clone, Copy)]
 pub struct Life {
     pub made: Span,
@@ -71,7 +71,7 @@ impl Life {
         }
     }
 
-    /// It exists, and nobody is about to delete it.
+    /// Whether it exists and no deletion is in progress.
     pub fn is_usable(self) -> bool {
         matches!(self.made.done, Some((_, true))) && self.gone.is_none()
     }
@@ -83,9 +83,9 @@ pub struct Volume {
     /// Known when it is made.
     pub id: String,
     pub life: Life,
-    /// The sizes that were asked for, in bytes.
+    /// The requested sizes, in bytes.
     pub sizes: Vec<(Span, u64)>,
-    /// What it holds, if nobody writes to it.
+    /// Its content, if it has no writer.
     pub content: Option<Vec<Print>>,
 }
 
@@ -98,7 +98,7 @@ pub struct Snapshot {
     pub volume: String,
     pub group: Option<Group>,
     pub life: Life,
-    /// Read back after the driver had answered.
+    /// Read back after the response.
     pub content: Option<Vec<Print>>,
 }
 
@@ -110,15 +110,15 @@ pub struct Group {
     pub members: usize,
 }
 
-/// The books. Volumes and snapshots are in the order in which they were asked for.
+/// The ledger. Volumes and snapshots are in the order of the requests.
 #[derive(Debug, Default)]
-pub struct Books {
+pub struct Records {
     clock: Stamp,
     pub volumes: Vec<Volume>,
     pub snapshots: Vec<Snapshot>,
 }
 
-impl Books {
+impl Records {
     fn tick(&mut self) -> Stamp {
         self.clock += 1;
         self.clock
@@ -150,39 +150,39 @@ impl Books {
 }
 
 #[derive(Debug, Default)]
-pub struct Ledger(Mutex<Books>);
+pub struct Ledger(Mutex<Records>);
 
 impl Ledger {
-    pub fn books(&self) -> MutexGuard<'_, Books> {
+    pub fn records(&self) -> MutexGuard<'_, Records> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn close(self) -> Books {
+    pub fn close(self) -> Records {
         self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Now, as the start or end of a [`Moment`].
+    /// The current time, for a [`Moment`].
     pub fn now(&self) -> Stamp {
-        self.books().tick()
+        self.records().tick()
     }
 
-    /// Makes a volume with `call`, which returns its id and size in bytes.
+    /// Creates a volume with `call`, which returns its id and size in bytes.
     pub fn make_volume(&self, name: &str, call: impl FnOnce() -> Option<(String, u64)>) -> bool {
-        let mut books = self.books();
-        let life = Life { made: books.begin(), gone: None };
+        let mut records = self.records();
+        let life = Life { made: records.begin(), gone: None };
         let (name, id) = (name.to_owned(), String::new());
-        books.volumes.push(Volume {
+        records.volumes.push(Volume {
             name: name.clone(),
             id,
             life,
             sizes: Vec::new(),
             content: None,
         });
-        drop(books);
+        drop(records);
         let answer = call();
-        let mut books = self.books();
-        let made = books.end(life.made, answer.is_some());
-        let volume = books.volume_mut(&name);
+        let mut records = self.records();
+        let made = records.end(life.made, answer.is_some());
+        let volume = records.volume_mut(&name);
         volume.life.made = made;
         if let Some((id, size)) = answer {
             volume.id = id;
@@ -193,38 +193,38 @@ impl Ledger {
     }
 
     pub fn expand_volume(&self, name: &str, size: u64, call: impl FnOnce()) {
-        let mut books = self.books();
-        let span = books.begin();
-        books.volume_mut(name).sizes.push((span, size));
-        drop(books);
+        let mut records = self.records();
+        let span = records.begin();
+        records.volume_mut(name).sizes.push((span, size));
+        drop(records);
         call();
-        let mut books = self.books();
-        let done = books.end(span, true);
-        books.volume_mut(name).sizes.last_mut().unwrap().0 = done;
+        let mut records = self.records();
+        let done = records.end(span, true);
+        records.volume_mut(name).sizes.last_mut().unwrap().0 = done;
     }
 
     pub fn delete_volume(&self, name: &str, call: impl FnOnce()) {
-        let mut books = self.books();
-        let span = books.begin();
-        books.volume_mut(name).life.gone = Some(span);
-        drop(books);
+        let mut records = self.records();
+        let span = records.begin();
+        records.volume_mut(name).life.gone = Some(span);
+        drop(records);
         call();
-        let mut books = self.books();
-        let done = books.end(span, true);
-        books.volume_mut(name).life.gone = Some(done);
+        let mut records = self.records();
+        let done = records.end(span, true);
+        records.volume_mut(name).life.gone = Some(done);
     }
 
-    /// Cuts these volumes, as a group where it has a name, with `call`, which returns the ids of the
-    /// snapshots in the same order and that of the group. Returns the names of the snapshots.
-    pub fn cut(
+    /// Takes snapshots of these volumes with `call`, as a group if it has a name. `call` returns
+    /// the snapshot ids in the same order, and the group id. Returns the names of the snapshots.
+    pub fn take_snapshots(
         &self,
         name: &str,
         volumes: &[&str],
         group: bool,
         call: impl FnOnce() -> Option<(Vec<String>, String)>,
     ) -> Option<Vec<String>> {
-        let mut books = self.books();
-        let life = Life { made: books.begin(), gone: None };
+        let mut records = self.records();
+        let life = Life { made: records.begin(), gone: None };
         let mut names = Vec::new();
         for (number, volume) in volumes.iter().enumerate() {
             let group = group.then(|| Group {
@@ -235,15 +235,15 @@ impl Ledger {
             let name = if group.is_some() { format!("{name}-{number}") } else { name.to_owned() };
             names.push(name.clone());
             let (id, volume) = (String::new(), (*volume).to_owned());
-            books.snapshots.push(Snapshot { name, id, volume, group, life, content: None });
+            records.snapshots.push(Snapshot { name, id, volume, group, life, content: None });
         }
-        drop(books);
+        drop(records);
         let answer = call();
-        let mut books = self.books();
-        let made = books.end(life.made, answer.is_some());
-        books.snapshots_mut(&names).for_each(|snapshot| snapshot.life.made = made);
+        let mut records = self.records();
+        let made = records.end(life.made, answer.is_some());
+        records.snapshots_mut(&names).for_each(|snapshot| snapshot.life.made = made);
         let (ids, group_id) = answer?;
-        for (snapshot, id) in books.snapshots_mut(&names).zip(ids) {
+        for (snapshot, id) in records.snapshots_mut(&names).zip(ids) {
             snapshot.id = id;
             if let Some(group) = &mut snapshot.group {
                 group.id.clone_from(&group_id);
@@ -254,22 +254,24 @@ impl Ledger {
 
     /// Deletes these snapshots with one call.
     pub fn delete_snapshots(&self, names: &[String], call: impl FnOnce()) {
-        let mut books = self.books();
-        let span = books.begin();
-        books.snapshots_mut(names).for_each(|snapshot| snapshot.life.gone = Some(span));
-        drop(books);
+        let mut records = self.records();
+        let span = records.begin();
+        records.snapshots_mut(names).for_each(|snapshot| snapshot.life.gone = Some(span));
+        drop(records);
         call();
-        let mut books = self.books();
-        let done = books.end(span, true);
-        books.snapshots_mut(names).for_each(|snapshot| snapshot.life.gone = Some(done));
+        let mut records = self.records();
+        let done = records.end(span, true);
+        records.snapshots_mut(names).for_each(|snapshot| snapshot.life.gone = Some(done));
     }
 
     pub fn hold(&self, snapshot: &str, content: Vec<Print>) {
-        let mut books = self.books();
-        books.snapshots_mut(&[snapshot.to_owned()]).for_each(|s| s.content = Some(content.clone()));
+        let mut records = self.records();
+        records
+            .snapshots_mut(&[snapshot.to_owned()])
+            .for_each(|s| s.content = Some(content.clone()));
     }
 
     pub fn hold_volume(&self, volume: &str, content: Vec<Print>) {
-        self.books().volume_mut(volume).content = Some(content);
+        self.records().volume_mut(volume).content = Some(content);
     }
 }

@@ -1,5 +1,5 @@
-//! A driver while the power may fail at any moment: writers on a raw volume and on a mounted one, and
-//! the calls that operators make, each with its entry in the books.
+//! A driver under load: writers on a raw and on a mounted volume, and the calls of operators, all
+//! recorded in the ledger.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -15,7 +15,7 @@ use csi_loopback::proto::csi::v1 as csi;
 use nix::sys::stat;
 use tonic::{Code, Status};
 
-use super::ledger::{Books, Ledger, Print};
+use super::ledger::{Ledger, Print, Records};
 use support::driver::*;
 use support::random::Random;
 use support::*;
@@ -26,7 +26,7 @@ const RAW_BYTES: u64 = 16 * MIB;
 const MOST_BYTES: u64 = 24 * MIB;
 const MOUNTED_BYTES: u64 = 24 * MIB;
 
-/// Holds up writers, so that nothing but one call is under way. Each works under a read lock.
+/// Blocks writers, so that only one call is in progress. Each works under a read lock.
 #[derive(Debug, Default)]
 pub struct Gate(RwLock<()>);
 
@@ -40,7 +40,7 @@ impl Gate {
     }
 }
 
-/// As long as it lives only the operator who is photographed works.
+/// As long as this exists, only the observed operator works.
 pub struct Quiet<'a> {
     load: &'a Load,
     _gates: [RwLockWriteGuard<'a, ()>; 2],
@@ -52,7 +52,7 @@ impl Drop for Quiet<'_> {
     }
 }
 
-/// A driver under load, and the books of what it was asked.
+/// A driver under load, and its ledger.
 pub struct Load {
     driver: Driver,
     pub ledger: Ledger,
@@ -64,11 +64,11 @@ pub struct Load {
     pub gate: Gate,
     quiet: AtomicBool,
     stop: AtomicBool,
-    /// The directory of the pool's files, as this process can reach it.
+    /// The directory of the pool's files for this process.
     root: PathBuf,
 }
 
-/// Ends the load when it goes, however that comes.
+/// Ends the load when dropped.
 pub struct Stop<'a>(pub &'a Load);
 
 impl Drop for Stop<'_> {
@@ -82,7 +82,7 @@ impl Load {
         let ledger = Ledger::default();
         let made = |name: &str, bytes: u64, wanted: csi::VolumeCapability| {
             ledger.make_volume(name, || Some((driver.volume(name, bytes, wanted), bytes)));
-            ledger.books().volume(name).unwrap().id.clone()
+            ledger.records().volume(name).unwrap().id.clone()
         };
         let raw = made(RAW, RAW_BYTES, block());
         let mounted_id = made(MOUNTED, MOUNTED_BYTES, mounted_as("", Mode::SingleNodeMultiWriter));
@@ -97,8 +97,8 @@ impl Load {
         load
     }
 
-    /// Enough that a cut takes so long that the power can fail in the middle of it: a clone takes its
-    /// time for every extent, a copy for every byte.
+    /// Enough that the power can fail while a snapshot is taken: a clone takes time per extent, a
+    /// copy per byte.
     fn fill(&self) {
         let fresh = pattern(1, RAW_BYTES as usize);
         if self.driver.kind() == PoolKind::Copy {
@@ -112,8 +112,8 @@ impl Load {
         }
     }
 
-    /// Ends the driver, and hands over the books.
-    pub fn end(self) -> Books {
+    /// Ends the driver, and returns the ledger.
+    pub fn end(self) -> Records {
         let Self { driver, ledger, .. } = self;
         drop(driver);
         ledger.close()
@@ -126,7 +126,7 @@ impl Load {
     /// Writes to the raw volume until the end.
     pub fn write_raw(&self, seed: u64) {
         let mut random = Random::new(seed);
-        // Held open: a device that its last user closes is flushed.
+        // Kept open, because the last close flushes a device.
         let buffered = File::options().read(true).write(true).open(&self.device).unwrap();
         while self.running() {
             let pass = self.raw_gate.pass();
@@ -165,31 +165,31 @@ impl Load {
         }
     }
 
-    /// The volumes, with names that begin so, to which nobody writes.
+    /// The volumes without a writer whose names have this prefix.
     pub fn still(&self, stem: &str) -> Vec<String> {
-        let books = self.ledger.books();
-        let still = books.volumes.iter().filter(|volume| {
+        let records = self.ledger.records();
+        let still = records.volumes.iter().filter(|volume| {
             let usable = volume.life.is_usable() && volume.content.is_some();
             usable && volume.name.starts_with(stem)
         });
         still.map(|volume| volume.name.clone()).collect()
     }
 
-    /// The snapshots of a volume that exist and belong to no group, oldest first.
+    /// The existing snapshots of a volume without a group, oldest first.
     pub fn usable(&self, volume: &str) -> Vec<String> {
-        let books = self.ledger.books();
-        let usable = books.snapshots.iter().filter(|snapshot| {
+        let records = self.ledger.records();
+        let usable = records.snapshots.iter().filter(|snapshot| {
             let usable = snapshot.life.is_usable() && snapshot.content.is_some();
             snapshot.volume == volume && snapshot.group.is_none() && usable
         });
         usable.map(|snapshot| snapshot.name.clone()).collect()
     }
 
-    /// The snapshots of volumes, with names that begin so, that are gone.
+    /// The snapshots of deleted volumes whose names have this prefix.
     pub fn orphaned(&self, stem: &str) -> Vec<String> {
-        let books = self.ledger.books();
-        let orphaned = books.snapshots.iter().filter(|snapshot| {
-            let volume = books.volume(&snapshot.volume).unwrap();
+        let records = self.ledger.records();
+        let orphaned = records.snapshots.iter().filter(|snapshot| {
+            let volume = records.volume(&snapshot.volume).unwrap();
             let gone = volume.name.starts_with(stem) && !volume.life.is_usable();
             gone && snapshot.life.is_usable()
         });
@@ -203,20 +203,20 @@ impl Load {
 
     pub fn restore(&self, name: &str, snapshot: &str) {
         self.make_from(name, Source::Snapshot(snapshot));
-        let books = self.ledger.books();
-        let (made, from) = (books.volume(name).unwrap(), books.snapshot(snapshot).unwrap());
+        let records = self.ledger.records();
+        let (made, from) = (records.volume(name).unwrap(), records.snapshot(snapshot).unwrap());
         assert!(made.id.is_empty() || made.content == from.content, "{name} is not {snapshot}");
     }
 
-    /// A volume from a source of this name. Nothing is made where another operator deletes it.
+    /// Creates a volume from a source with this name. Fails if another operator deletes the source.
     pub fn make_from(&self, name: &str, source: Source<'_>) {
         let _quiet = matches!(source, Source::Volume(RAW)).then(|| self.quiet_for_copies());
-        let books = self.ledger.books();
+        let records = self.ledger.records();
         let id = match source {
-            Source::Volume(volume) => books.volume(volume).unwrap().id.clone(),
-            Source::Snapshot(snapshot) => books.snapshot(snapshot).unwrap().id.clone(),
+            Source::Volume(volume) => records.volume(volume).unwrap().id.clone(),
+            Source::Snapshot(snapshot) => records.snapshot(snapshot).unwrap().id.clone(),
         };
-        drop(books);
+        drop(records);
         let source = match source {
             Source::Volume(_) => Source::Volume(&id),
             Source::Snapshot(_) => Source::Snapshot(&id),
@@ -231,56 +231,56 @@ impl Load {
             Err(status) => panic!("{name}: {status:?}"),
         });
         if made {
-            let id = self.ledger.books().volume(name).unwrap().id.clone();
+            let id = self.ledger.records().volume(name).unwrap().id.clone();
             self.ledger.hold_volume(name, prints(&self.root.join("volumes").join(id)));
         }
     }
 
-    /// A pool that copies wants raw volumes to be quiet meanwhile.
+    /// A copy pool needs a pause in the writes to raw volumes.
     fn quiet_for_copies(&self) -> Option<RwLockWriteGuard<'_, ()>> {
         let wanted = self.driver.kind() == PoolKind::Copy && !self.quiet.load(Ordering::Relaxed);
         wanted.then(|| self.raw_gate.close())
     }
 
-    /// Cuts the volumes and reads back what was cut.
-    pub fn cut(&self, name: &str, volumes: &[&str], group: bool) {
+    /// Takes snapshots of the volumes and reads them back.
+    pub fn take_snapshots(&self, name: &str, volumes: &[&str], group: bool) {
         let quiet = volumes.contains(&RAW).then(|| self.quiet_for_copies()).flatten();
         let ids: Vec<String> = {
-            let books = self.ledger.books();
-            volumes.iter().map(|volume| books.volume(volume).unwrap().id.clone()).collect()
+            let records = self.ledger.records();
+            volumes.iter().map(|volume| records.volume(volume).unwrap().id.clone()).collect()
         };
         let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-        let made = self.ledger.cut(name, volumes, group, || {
+        let made = self.ledger.take_snapshots(name, volumes, group, || {
             if group {
-                let answer = ok(self.driver.call_patiently(cut_group(name, &ids)));
+                let answer = ok(self.driver.call_patiently(create_group_snapshot(name, &ids)));
                 let group = answer.group_snapshot.unwrap();
                 let members = group.snapshots.into_iter().map(|member| member.snapshot_id);
                 return Some((members.collect(), group.group_snapshot_id));
             }
-            let answer = ok(self.driver.call_patiently(cut(name, ids[0])));
+            let answer = ok(self.driver.call_patiently(create_snapshot(name, ids[0])));
             Some((vec![answer.snapshot.unwrap().snapshot_id], String::new()))
         });
         drop(quiet);
         for name in made.unwrap_or_default() {
-            let id = self.ledger.books().snapshot(&name).unwrap().id.clone();
+            let id = self.ledger.records().snapshot(&name).unwrap().id.clone();
             self.ledger.hold(&name, prints(&self.root.join("snapshots").join(id)));
         }
     }
 
     pub fn delete_snapshot(&self, name: &str) {
-        let snapshot = self.ledger.books().snapshot(name).unwrap().clone();
+        let snapshot = self.ledger.records().snapshot(name).unwrap().clone();
         let Some(group) = snapshot.group else {
             let request = delete_snapshot(&snapshot.id);
             return self.ledger.delete_snapshots(&[snapshot.name], || {
                 ok(self.driver.call_patiently(request));
             });
         };
-        let books = self.ledger.books();
-        let members = books.snapshots.iter().filter(|other| {
+        let records = self.ledger.records();
+        let members = records.snapshots.iter().filter(|other| {
             other.group.as_ref().is_some_and(|other_group| other_group.name == group.name)
         });
         let members: Vec<String> = members.map(|member| member.name.clone()).collect();
-        drop(books);
+        drop(records);
         let request = csi::DeleteVolumeGroupSnapshotRequest {
             group_snapshot_id: group.id,
             ..Default::default()
@@ -292,16 +292,17 @@ impl Load {
 
     /// Any member of the oldest group that exists.
     pub fn oldest_group(&self) -> Option<String> {
-        let books = self.ledger.books();
-        let mut groups = books.snapshots.iter().filter(|s| s.group.is_some() && s.life.is_usable());
+        let records = self.ledger.records();
+        let mut groups =
+            records.snapshots.iter().filter(|s| s.group.is_some() && s.life.is_usable());
         groups.next().map(|snapshot| snapshot.name.clone())
     }
 
     pub fn expand(&self, volume: &str, more: u64) {
-        let books = self.ledger.books();
-        let found = books.volume(volume).unwrap();
+        let records = self.ledger.records();
+        let found = records.volume(volume).unwrap();
         let (id, bytes) = (found.id.clone(), found.sizes.last().unwrap().1);
-        drop(books);
+        drop(records);
         let size = (bytes + more).min(MOST_BYTES.max(bytes));
         self.ledger.expand_volume(volume, size, || {
             ok(self.driver.call_patiently(expand(&id, size)));
@@ -309,7 +310,7 @@ impl Load {
     }
 
     pub fn delete_volume(&self, volume: &str) {
-        let id = self.ledger.books().volume(volume).unwrap().id.clone();
+        let id = self.ledger.records().volume(volume).unwrap().id.clone();
         self.ledger.delete_volume(volume, || {
             ok(self.driver.call_patiently(delete_volume(&id)));
         });
@@ -345,13 +346,13 @@ fn write_file_once(directory: &Path, random: &mut Random) {
     }
 }
 
-/// The prints of a file's blocks.
+/// The checksums of a file's blocks.
 pub fn prints(file: &Path) -> Vec<Print> {
     let content = fs::read(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
     content.chunks(BLOCK as usize).map(crc32c::crc32c).collect()
 }
 
-/// The blocks that differ; what one of them lacks is zeros.
+/// The different blocks. The shorter list is padded with zeros.
 pub fn differing(old: &[Print], new: &[Print]) -> Vec<u64> {
     let zero = print_of_zeros();
     let at = |prints: &[Print], block: usize| prints.get(block).copied().unwrap_or(zero);
@@ -363,8 +364,8 @@ pub fn print_of_zeros() -> Print {
     crc32c::crc32c(&[0; BLOCK as usize])
 }
 
-/// The directory of a pool's files. Nobody sees into an image pool but through a descriptor that the
-/// process which uses it holds of its mount.
+/// The directory of a pool's files. An image pool is reachable only through a mount descriptor of
+/// the driver.
 pub fn pool_root(kind: PoolKind, data_dir: &Path, process: &str) -> PathBuf {
     if kind != PoolKind::Image {
         return data_dir.to_owned();

@@ -1,5 +1,5 @@
-//! Who decides what the driver is asked. Two operators work at a time, each on volumes of its own: the
-//! one who is photographed has those that are written to.
+//! Generates the calls to the driver. Two operators work in parallel, each on its own volumes. The
+//! observed operator also has the volumes with writers.
 
 use std::thread;
 use std::time::Duration;
@@ -9,14 +9,14 @@ use support::driver::Source;
 use support::random::Random;
 use support::{BLOCK, MIB};
 
-/// Snapshots of one volume that exist at a time.
+/// Maximum number of snapshots of one volume.
 const MOST_SNAPSHOTS: usize = 4;
-/// Volumes without a writer, of one operator, that exist at a time.
+/// Maximum number of volumes without a writer, per operator.
 const MOST_STILL: usize = 3;
 
 pub struct Operator<'a> {
     load: &'a Load,
-    /// What the names that it gives begin with.
+    /// The prefix of its names.
     stem: &'static str,
     given: u64,
     pub random: Random,
@@ -27,7 +27,7 @@ impl<'a> Operator<'a> {
         Self { load, stem, given: 0, random: Random::new(seed) }
     }
 
-    /// A name that was not given before.
+    /// A new name.
     pub fn name(&mut self) -> String {
         self.given += 1;
         format!("{}{}", self.stem, self.given)
@@ -49,7 +49,7 @@ impl<'a> Operator<'a> {
         match (self.random.below(10), volume) {
             (0..4, Some(volume)) if self.load.usable(&volume).len() < MOST_SNAPSHOTS => {
                 let name = self.name();
-                self.load.cut(&name, &[&volume], false);
+                self.load.take_snapshots(&name, &[&volume], false);
             }
             (4..6, Some(volume)) => self.load.expand(&volume, self.random.below(64) * BLOCK),
             (6..8, Some(volume)) => {
@@ -68,7 +68,7 @@ impl<'a> Operator<'a> {
         }
     }
 
-    /// Makes a volume that nobody writes to, from a snapshot or empty.
+    /// Creates a volume without a writer, from a snapshot or empty.
     fn make_some(&mut self) {
         let volumes = [RAW, MOUNTED];
         let from = self.load.usable(self.random.pick(&volumes).unwrap());
@@ -79,7 +79,7 @@ impl<'a> Operator<'a> {
         }
     }
 
-    /// Deletes what there is too much of.
+    /// Deletes objects above the limits.
     pub fn make_room(&mut self) {
         for volume in [RAW, MOUNTED] {
             let usable = self.load.usable(volume);
@@ -93,14 +93,14 @@ impl<'a> Operator<'a> {
         }
     }
 
-    /// Something of each kind in its turn; what it is about comes last.
+    /// One operation of each kind in turn; the given kind is last.
     pub fn step(&mut self, turn: usize) {
         self.make_room();
         let volume = if self.random.one_in(3) { MOUNTED } else { RAW };
         let name = self.name();
         match turn % 8 {
-            0 => self.load.cut(&name, &[volume], false),
-            1 => self.load.cut(&name, &[RAW, MOUNTED], true),
+            0 => self.load.take_snapshots(&name, &[volume], false),
+            1 => self.load.take_snapshots(&name, &[RAW, MOUNTED], true),
             2 => self.delete_some(volume),
             3 => self.delete_volume(),
             4 => self.delete_last_snapshot(),
@@ -119,14 +119,14 @@ impl<'a> Operator<'a> {
             }
             _ if usable.is_empty() => {
                 let name = self.name();
-                self.load.cut(&name, &[volume], false);
+                self.load.take_snapshots(&name, &[volume], false);
                 self.load.delete_snapshot(&name);
             }
             _ => self.delete_one(&usable),
         }
     }
 
-    /// The newest more often: it is the one whose data has to stay until the next cut.
+    /// Often the newest: its data must be kept until the next snapshot.
     fn delete_one(&mut self, usable: &[String]) {
         let newest = usable.last().filter(|_| self.random.one_in(2));
         let name = newest.or_else(|| self.random.pick(usable)).unwrap();
@@ -141,11 +141,11 @@ impl<'a> Operator<'a> {
         self.load.delete_volume(self.random.pick(&still).unwrap());
     }
 
-    /// The last trace of a volume goes with its last snapshot.
+    /// Deletes the last snapshot of a deleted volume.
     fn delete_last_snapshot(&mut self) {
         let (volume, snapshot) = (self.name(), self.name());
         self.load.make_empty(&volume, MIB);
-        self.load.cut(&snapshot, &[&volume], false);
+        self.load.take_snapshots(&snapshot, &[&volume], false);
         self.load.delete_volume(&volume);
         self.load.delete_snapshot(&snapshot);
     }

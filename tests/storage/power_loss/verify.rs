@@ -1,4 +1,4 @@
-//! What has to hold after a power cut.
+//! The invariants after a power loss.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 
 use csi_loopback::backend::{self, Backend, Config, PoolChoice, PoolKind, SnapshotFilter, check};
 
-use super::ledger::{Books, Certainty, Moment, Print, Snapshot, Volume};
+use super::ledger::{Certainty, Moment, Print, Records, Snapshot, Volume};
 use super::load::{RAW, differing, pool_root, print_of_zeros, prints};
 use support::random::Random;
 use support::*;
 
-/// What was looked at.
+/// Statistics of the checks.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Counts {
     pub snapshots: u64,
     pub deltas: u64,
-    /// Blocks that differ, all of which were in the deltas.
+    /// Different blocks, all contained in the deltas.
     pub blocks: u64,
 }
 
@@ -29,15 +29,15 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
-/// A pool that is looked at after a power cut.
+/// A pool after a power loss.
 pub struct Look<'a> {
     data_dir: PathBuf,
-    books: &'a Books,
+    records: &'a Records,
     moment: Moment,
     backend: Backend,
     /// The directory of the pool's files.
     root: PathBuf,
-    /// What the backend shows, by name.
+    /// The objects of the backend, by name.
     volumes: BTreeMap<String, backend::Volume>,
     snapshots: BTreeMap<String, backend::Snapshot>,
     counts: Counts,
@@ -48,7 +48,7 @@ impl<'a> Look<'a> {
     pub fn new(
         kind: PoolKind,
         data_dir: &Path,
-        books: &'a Books,
+        records: &'a Records,
         moment: Moment,
         seed: u64,
     ) -> Self {
@@ -64,12 +64,12 @@ impl<'a> Look<'a> {
             runtime: None,
             freeze_guard: Default::default(),
         };
-        let backend = Backend::open(config).expect("the driver starts after a power cut");
+        let backend = Backend::open(config).expect("the driver starts after a power loss");
         let volumes = backend.volumes(None, 0).unwrap().items;
         let snapshots = backend.snapshots(&SnapshotFilter::default(), None, 0).unwrap().items;
         Self {
             data_dir: data_dir.to_owned(),
-            books,
+            records,
             moment,
             backend,
             root: pool_root(kind, data_dir, "self"),
@@ -80,13 +80,13 @@ impl<'a> Look<'a> {
         }
     }
 
-    /// Panics with what does not hold.
+    /// Panics if an invariant is violated.
     pub fn verify(mut self) -> Counts {
         self.check_volumes();
         self.check_snapshots();
         self.check_groups();
         let names: BTreeSet<&str> =
-            self.books.snapshots.iter().map(|snapshot| snapshot.volume.as_str()).collect();
+            self.records.snapshots.iter().map(|snapshot| snapshot.volume.as_str()).collect();
         names.into_iter().for_each(|volume| self.check_chain(volume));
         self.go_on();
         let Self { backend, data_dir, counts, .. } = self;
@@ -98,17 +98,17 @@ impl<'a> Look<'a> {
 
     fn certain(&self, what: &str, exists: Certainty, found: bool) {
         match exists {
-            Certainty::Yes => assert!(found, "{what} was acknowledged and is gone"),
-            Certainty::No => assert!(!found, "{what} was deleted or never made and is there"),
+            Certainty::Yes => assert!(found, "{what} was acknowledged but is missing"),
+            Certainty::No => assert!(!found, "{what} was deleted or never created but exists"),
             Certainty::Maybe => {}
         }
     }
 
     fn check_volumes(&self) {
         for name in self.volumes.keys() {
-            assert!(self.books.volume(name).is_some(), "{name}: nobody made this volume");
+            assert!(self.records.volume(name).is_some(), "{name}: this volume was never created");
         }
-        for volume in &self.books.volumes {
+        for volume in &self.records.volumes {
             let row = self.volumes.get(&volume.name);
             self.certain(&volume.name, volume.life.exists(self.moment), row.is_some());
             if let Some(row) = row {
@@ -137,11 +137,11 @@ impl<'a> Look<'a> {
 
     fn check_snapshots(&mut self) {
         for (name, row) in &self.snapshots {
-            let known = self.books.snapshot(name);
-            let known = known.unwrap_or_else(|| panic!("{name}: nobody cut this snapshot"));
+            let known = self.records.snapshot(name);
+            let known = known.unwrap_or_else(|| panic!("{name}: this snapshot was never taken"));
             assert!(known.id.is_empty() || known.id == row.id, "{name} has another id");
         }
-        for snapshot in &self.books.snapshots {
+        for snapshot in &self.records.snapshots {
             let row = self.snapshots.get(&snapshot.name);
             self.certain(&snapshot.name, snapshot.life.exists(self.moment), row.is_some());
             let (Some(row), Some(content)) = (row, &snapshot.content) else { continue };
@@ -158,14 +158,14 @@ impl<'a> Look<'a> {
         let allocated = blocks(self.backend.allocated(&row.id).unwrap());
         for block in (0..content.len()).filter(|block| content[*block] != zero) {
             let found = allocated.binary_search(&(block as u64)).is_ok();
-            assert!(found, "block {block} of {} holds data and is not allocated", row.name);
+            assert!(found, "block {block} of {} contains data but is not allocated", row.name);
         }
     }
 
     /// All members or none.
     fn check_groups(&self) {
         let mut found: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
-        for snapshot in &self.books.snapshots {
+        for snapshot in &self.records.snapshots {
             let Some(group) = &snapshot.group else { continue };
             let entry = found.entry(&group.name).or_insert((0, group.members));
             entry.0 += usize::from(self.snapshots.contains_key(&snapshot.name));
@@ -175,8 +175,7 @@ impl<'a> Look<'a> {
         }
     }
 
-    /// The snapshots of a volume that are there or were deleted after they had been there: each can
-    /// be a base.
+    /// The existing snapshots of a volume, and those deleted later: each can be a base.
     fn chain(&self, volume: &str) -> Vec<&'a Snapshot> {
         let is_known = |snapshot: &&Snapshot| {
             let acknowledged = snapshot.life.made.at(self.moment) == Certainty::Yes;
@@ -184,10 +183,10 @@ impl<'a> Look<'a> {
                 && snapshot.content.is_some()
                 && (acknowledged || self.snapshots.contains_key(&snapshot.name))
         };
-        self.books.snapshots.iter().filter(is_known).collect()
+        self.records.snapshots.iter().filter(is_known).collect()
     }
 
-    /// Deltas from the neighbour, and from one further back.
+    /// Checks the deltas from the previous snapshot and from an older one.
     fn check_chain(&mut self, volume: &str) {
         let chain = self.chain(volume);
         for (number, target) in chain.iter().enumerate().skip(1) {
@@ -218,7 +217,7 @@ impl<'a> Look<'a> {
         self.counts.blocks += differing.len() as u64;
     }
 
-    /// The pool goes on working: what is written now is in the delta from the last snapshot.
+    /// The pool works: new writes are in the delta from the last snapshot.
     fn go_on(&mut self) {
         let Some(row) = self.volumes.get(RAW) else { return };
         let path = self.root.join("volumes").join(&row.id);
@@ -228,7 +227,7 @@ impl<'a> Look<'a> {
             file.write_all_at(&pattern(self.random.next_u64(), BLOCK as usize), block * BLOCK)
                 .unwrap();
         }
-        let next = self.backend.create_snapshot("after-the-power-cut", &row.id).unwrap();
+        let next = self.backend.create_snapshot("after-the-power-loss", &row.id).unwrap();
         let content = prints(&path);
         let found = prints(&self.root.join("snapshots").join(&next.id));
         assert!(found == content, "the next snapshot has other content than its volume");

@@ -1,22 +1,22 @@
-//! Containers as far as volumes go: processes with a mount namespace of their own, in which a device is mounted.
+//! Stand-ins for containers: processes in a mount namespace with a mounted device.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// Where a container has the volume, in its own namespace.
+/// The mount point of the volume in the container's namespace.
 pub const INSIDE: &str = "/mnt/v";
 
-/// The volume of the container that this process keeps, as others reach it.
-pub fn seen_from_here(pid: u32) -> PathBuf {
+/// The volume of a container, as a path for processes on the host.
+pub fn path_from_host(pid: u32) -> PathBuf {
     PathBuf::from(format!("/proc/{pid}/root{INSIDE}"))
 }
 
-/// A function of the shell, `without_others [KEPT]`: unmounts what others have mounted from loop devices, but for one mount
-/// point. A new mount namespace begins with copies of all mounts, and keeps their devices in use for as long as it
-/// lives; a container runtime changes the root for that.
-pub const WITHOUT_OTHERS: &str = r#"
-without_others() {
+/// A shell function, `unmount_others [KEPT]`: unmounts all loop devices except at one mount point.
+/// A new mount namespace has copies of all mounts, which keep their devices in use. Container
+/// runtimes avoid this by changing the root.
+pub const UNMOUNT_OTHERS: &str = r#"
+unmount_others() {
     awk '{ for (i = 7; $i != "-"; i++); if ($(i + 2) ~ "^/dev/loop") print $5 }' /proc/self/mountinfo |
         while read -r at; do
             [ "$at" = "${1:-}" ] || umount --lazy "$at" 2>/dev/null || true
@@ -32,16 +32,16 @@ pub fn inside(pid: u32, script: &str) {
     assert!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// It ends with the value.
+/// A running container. Dropping it ends the container.
 pub struct Container {
     child: Child,
 }
 
 impl Container {
-    /// Mounts `device` in it.
+    /// Starts a container and mounts `device` in it.
     pub fn start(device: &Path, fs_type: &str, options: &[String]) -> Self {
         let script = format!(
-            "{WITHOUT_OTHERS}without_others; mount -t tmpfs none /mnt; mkdir {INSIDE}; mount -t {fs_type} -o \"$1\" \"$2\" {INSIDE}; echo up; exec cat"
+            "{UNMOUNT_OTHERS}unmount_others; mount -t tmpfs none /mnt; mkdir {INSIDE}; mount -t {fs_type} -o \"$1\" \"$2\" {INSIDE}; echo up; exec cat"
         );
         let mut options = options.join(",");
         if options.is_empty() {
@@ -54,10 +54,10 @@ impl Container {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut said = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut said).unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let container = Self { child };
-        assert_eq!(said, "up\n", "the container has not mounted {}", device.display());
+        assert_eq!(line, "up\n", "the container has not mounted {}", device.display());
         container
     }
 
@@ -65,9 +65,9 @@ impl Container {
         self.child.id()
     }
 
-    /// A file of the volume, as this process reaches it.
+    /// A file of the volume, as a path on the host.
     pub fn file(&self, name: &str) -> PathBuf {
-        seen_from_here(self.child.id()).join(name)
+        path_from_host(self.child.id()).join(name)
     }
 
     /// Runs a script in it.
@@ -75,8 +75,9 @@ impl Container {
         inside(self.child.id(), script);
     }
 
-    /// Writes on and on, in it, until it ends: `one` is always the first of the two to be written.
-    pub fn write_on(&self) -> Writer {
+    /// Starts a continuous writer in the container, which writes `one` and then `two` in each
+    /// round.
+    pub fn start_writer(&self) -> Writer {
         let script = format!(
             "cd {INSIDE}; n=0; while :; do n=$((n+1)); for f in one two; do \
              echo $n > .$f; sync .$f; mv .$f $f; done; echo $n > $n; rm -f $((n-50)); done"

@@ -1,13 +1,14 @@
-//! The law of a backup, byte by byte: what was in the base, with the reported extents of the target
-//! copied onto it, is what is in the target.
+//! The property of an incremental backup: the base, with the reported extents of the target copied
+//! onto it, equals the target, byte by byte.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use super::{BLOCK, MIB};
 
-/// Compares `target` with `base` after `extents` (offset and length in bytes, ascending) of the target
-/// were copied onto it; no base is one that reads zeros. Returns how many blocks differ between the two.
+/// Asserts that `base` with `extents` (offset and length in bytes, ascending) copied from `target`
+/// equals `target`. Without a base, the base is all zeros. Returns the number of blocks that differ
+/// between base and target.
 #[track_caller]
 pub fn apply_and_compare(
     what: &str,
@@ -39,7 +40,7 @@ pub fn apply_and_compare(
         let missed = differing_blocks(is, copy);
         assert!(
             missed.is_empty(),
-            "{what}: {} blocks are missed from offset {start} on, the first at {}",
+            "{what}: the delta misses {} blocks after offset {start}, the first at {}",
             missed.len(),
             start + missed[0] * BLOCK
         );

@@ -1,7 +1,7 @@
-//! A writer that knows what it wrote: random writes, stores through mmap, truncations, holes, zeroed,
-//! removed and inserted ranges on files that are mirrored in memory and read back all the time. It
-//! remembers the state after each step. A freeze waits for the step that is under way, so a snapshot
-//! holds the state after one of them, exactly: one from when it was cut.
+//! A writer that mirrors its files in memory: random writes, stores through mmap, truncations,
+//! holes, and zeroed, removed and inserted ranges, with continuous verification. It records the
+//! state of all files after each step. A freeze waits for the current step, so a snapshot must have
+//! exactly one of the states during its creation.
 
 use std::fs::{self, File};
 use std::io;
@@ -17,44 +17,46 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use super::pattern;
 use super::random::Random;
 
-/// The unit of what is removed and inserted: the block of the filesystems.
+/// The unit of removed and inserted ranges: the block size of the filesystems.
 const UNIT: u64 = 4096;
 const MOST_BYTES: u64 = 64 * UNIT;
 
-/// What a file holds: its length and a checksum of it.
-type Print = (usize, u32);
+/// The length and a checksum of a file.
+type Fingerprint = (usize, u32);
 
-fn print_of(content: &[u8]) -> Print {
+fn fingerprint(content: &[u8]) -> Fingerprint {
     (content.len(), crc32c::crc32c(content))
 }
 
-/// The states of all files after each step, first to last.
+/// The states of all files after each step.
 #[derive(Default)]
-pub struct History(Mutex<Vec<Vec<Print>>>);
+pub struct History(Mutex<Vec<Vec<Fingerprint>>>);
 
 impl History {
-    fn states(&self) -> MutexGuard<'_, Vec<Vec<Print>>> {
+    fn states(&self) -> MutexGuard<'_, Vec<Vec<Fingerprint>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number of the state that is the newest now.
+    /// The number of the newest state.
     pub fn now(&self) -> usize {
         self.states().len().saturating_sub(1)
     }
 
-    /// That the files at `paths` are what they were at one moment after `began`, with one step under way
-    /// at the end.
+    /// Asserts that the files at `paths` have a state of these steps, or of the step that was in
+    /// progress at the end.
     #[track_caller]
     pub fn holds(&self, paths: &[PathBuf], steps: RangeInclusive<usize>) {
         let read = |path| fs::read(path).unwrap_or_else(|e| panic!("{path:?}: {e}"));
-        let found: Vec<Print> = paths.iter().map(|path| print_of(&read(path))).collect();
+        let found: Vec<Fingerprint> = paths.iter().map(|path| fingerprint(&read(path))).collect();
         let states = self.states();
         let last = (*steps.end() + 1).min(states.len() - 1);
         if states[*steps.start()..=last].contains(&found) {
             return;
         }
         let elsewhere = states.iter().rposition(|state| *state == found);
-        panic!("{paths:?} hold no state of the steps {steps:?}, but {elsewhere:?}: {found:?}");
+        panic!(
+            "{paths:?} have no state of the steps {steps:?}, but state {elsewhere:?}: {found:?}"
+        );
     }
 }
 
@@ -63,7 +65,7 @@ struct Mirrored {
     mirror: Vec<u8>,
 }
 
-/// Writes to its files in turn.
+/// Writes to its files alternately.
 pub struct Exerciser<'a> {
     files: Vec<Mirrored>,
     random: Random,
@@ -71,7 +73,7 @@ pub struct Exerciser<'a> {
 }
 
 impl<'a> Exerciser<'a> {
-    /// Makes the files.
+    /// Creates the files.
     pub fn new(paths: &[PathBuf], seed: u64, history: &'a History) -> Self {
         let open = |path: &PathBuf| {
             let file =
@@ -80,12 +82,12 @@ impl<'a> Exerciser<'a> {
         };
         let files = paths.iter().map(open).collect();
         let exerciser = Self { files, random: Random::new(seed), history };
-        exerciser.remember();
+        exerciser.record();
         exerciser
     }
 
-    fn remember(&self) {
-        let state = self.files.iter().map(|one| print_of(&one.mirror)).collect();
+    fn record(&self) {
+        let state = self.files.iter().map(|one| fingerprint(&one.mirror)).collect();
         self.history.states().push(state);
     }
 
@@ -94,7 +96,7 @@ impl<'a> Exerciser<'a> {
         while !stop.load(Ordering::Relaxed) {
             let file = number % self.files.len();
             self.files[file].step(&mut self.random);
-            self.remember();
+            self.record();
             self.files[file].verify(&mut self.random, number % 32 == 0);
             number += 1;
         }
@@ -107,7 +109,7 @@ impl Mirrored {
         self.mirror.len() as u64
     }
 
-    /// One call to the kernel, or one store: what a freeze does not come into the middle of.
+    /// One system call or one store, which a freeze cannot interrupt.
     fn step(&mut self, random: &mut Random) {
         let (offset, length) = (random.below(MOST_BYTES), 1 + random.below(MOST_BYTES / 4));
         let length = length.min(MOST_BYTES - offset);
@@ -130,7 +132,7 @@ impl Mirrored {
         self.mirror[offset as usize..end].copy_from_slice(data);
     }
 
-    /// Stores eight bytes through a mapping: so few that they are written as one.
+    /// Stores eight bytes through a mapping, which the CPU writes atomically.
     fn store_mapped(&mut self, random: &mut Random) {
         let places = self.length() / 8;
         if places == 0 {
@@ -155,7 +157,7 @@ impl Mirrored {
         }
     }
 
-    /// Removes some blocks, so that what follows moves down, or inserts some that read zeros. btrfs knows
+    /// Removes blocks, which moves later data down, or inserts zeroed blocks. btrfs supports
     /// neither.
     fn remove_or_insert(&mut self, random: &mut Random) {
         let blocks = self.length() / UNIT;
@@ -181,7 +183,7 @@ impl Mirrored {
         }
     }
 
-    /// Reads back a part, or all of it.
+    /// Verifies a part, or the whole file.
     fn verify(&self, random: &mut Random, whole: bool) {
         let length = self.mirror.len();
         assert_eq!(self.file.metadata().unwrap().len(), length as u64);
@@ -193,16 +195,16 @@ impl Mirrored {
         let mut found = vec![0; end - start];
         self.file.read_exact_at(&mut found, start as u64).unwrap();
         let first = found.iter().zip(&self.mirror[start..end]).position(|(a, b)| a != b);
-        assert_eq!(first.map(|at| at + start), None, "the file is not what was written to it");
+        assert_eq!(first.map(|at| at + start), None, "the file differs from the written data");
     }
 }
 
-/// Stores a number at `at`, which is in the file and a multiple of 8.
+/// Stores a number at `at`, an offset in the file and a multiple of 8.
 fn map_and_store(file: &File, at: u64, value: u64) -> io::Result<()> {
     let page = at / UNIT * UNIT;
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping, of a page that lies in the file at least in part. Nobody else truncates
-    // the file, and nobody sees the mapping before it is gone again.
+    // SAFETY: a new mapping of a page that overlaps the file. No other thread truncates the file,
+    // and the mapping is not shared before its removal.
     unsafe {
         let mapped = libc::mmap(
             std::ptr::null_mut(),
@@ -221,7 +223,8 @@ fn map_and_store(file: &File, at: u64, value: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads every file below a directory, so that the filesystem looks at all that it has. Returns how many.
+/// Reads every file below a directory, so that the filesystem verifies all metadata. Returns the
+/// number of files.
 pub fn read_tree(directory: &Path) -> usize {
     let mut read = 0;
     for entry in fs::read_dir(directory).unwrap_or_else(|e| panic!("{directory:?}: {e}")) {

@@ -1,30 +1,30 @@
-//! The filesystems' own checks, on devices that nobody has mounted.
+//! Filesystem checkers, for unmounted devices.
 
 use std::path::Path;
 use std::process::Command;
 
 use super::path;
 
-/// What could be stored with fewer blocks is no fault.
+/// Missed optimizations are not errors.
 const E2FSCK: &[&str] = &["-f", "-n", "-E", "no_optimize_extents"];
 
-/// Checks a filesystem that was cut while it was frozen, with nothing replayed before. What is still
-/// open but has no name any more is all that there may be to do: the next mount frees it.
+/// Checks a copy of a frozen filesystem without a journal replay. The only accepted findings are
+/// open files without a name, which the next mount frees.
 #[track_caller]
-pub fn check_as_cut(fs_type: &str, device: &Path) {
+pub fn check_frozen_copy(fs_type: &str, device: &Path) {
     match fs_type {
         "ext4" => {
             let (_, head) = output("dumpe2fs", &["-h"], device);
             assert!(!head.contains("needs_recovery"), "the journal was not empty:\n{head}");
-            let (_, said) = output("e2fsck", E2FSCK, device);
-            let unnamed = head.contains("First orphan inode") || head.contains("orphan_present");
-            check_lines(&said, EXT4_WELL, if unnamed { EXT4_UNNAMED } else { &[] });
+            let (_, report) = output("e2fsck", E2FSCK, device);
+            let orphans = head.contains("First orphan inode") || head.contains("orphan_present");
+            check_lines(&report, EXT4_CLEAN, if orphans { EXT4_ORPHANS } else { &[] });
         }
-        // A frozen XFS has a log with something in it, so that a mount looks at its unlinked files; the
-        // counters of its superblock are not kept up to date.
+        // A frozen XFS has a log record, so that a mount processes unlinked files. Its superblock
+        // counters are not current.
         "xfs" => {
-            let (_, said) = output("xfs_repair", &["-n"], device);
-            check_lines(&said, XFS_WELL, XFS_UNNAMED);
+            let (_, report) = output("xfs_repair", &["-n"], device);
+            check_lines(&report, XFS_CLEAN, XFS_ORPHANS);
         }
         "btrfs" => {
             let (_, head) = output("btrfs", &["inspect-internal", "dump-super"], device);
@@ -36,44 +36,44 @@ pub fn check_as_cut(fs_type: &str, device: &Path) {
     }
 }
 
-/// Checks a filesystem that was unmounted: nothing may be found.
+/// Checks an unmounted filesystem, which must be clean.
 #[track_caller]
 pub fn check(fs_type: &str, device: &Path) {
-    let (status, said) = match fs_type {
+    let (status, report) = match fs_type {
         "ext4" => output("e2fsck", E2FSCK, device),
         "xfs" => output("xfs_repair", &["-n"], device),
         "btrfs" => output("btrfs", &["check", "--readonly"], device),
         other => unreachable!("{other}"),
     };
-    assert_eq!(status, Some(0), "{fs_type}:\n{}", start_of(&said));
+    assert_eq!(status, Some(0), "{fs_type}:\n{}", start_of(&report));
 }
 
 fn output(program: &str, arguments: &[&str], device: &Path) -> (Option<i32>, String) {
     let output = Command::new(program).args(arguments).arg(path(device)).output();
     let output = output.unwrap_or_else(|error| panic!("{program}: {error}"));
-    let said = [output.stdout, output.stderr].concat();
-    (output.status.code(), String::from_utf8_lossy(&said).into_owned())
+    let report = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8_lossy(&report).into_owned())
 }
 
-/// Every line begins as one of the first or has one of the others in it.
+/// Asserts that every line starts with one of `clean` or contains one of `orphans`.
 #[track_caller]
-fn check_lines(said: &str, well: &[&str], unnamed: &[&str]) {
-    let known = |line: &str| {
-        let begins = well.iter().any(|start| line.trim_start().starts_with(start));
-        line.trim().is_empty() || begins || unnamed.iter().any(|part| line.contains(part))
+fn check_lines(report: &str, clean: &[&str], orphans: &[&str]) {
+    let accepted = |line: &str| {
+        let is_clean = clean.iter().any(|start| line.trim_start().starts_with(start));
+        line.trim().is_empty() || is_clean || orphans.iter().any(|part| line.contains(part))
     };
-    let found: Vec<&str> = said.lines().filter(|line| !known(line)).collect();
-    assert!(found.is_empty(), "{}\nin\n{}", start_of(&found.join("\n")), start_of(said));
+    let found: Vec<&str> = report.lines().filter(|line| !accepted(line)).collect();
+    assert!(found.is_empty(), "{}\nin\n{}", start_of(&found.join("\n")), start_of(report));
 }
 
-/// Lists of blocks can be endless.
-fn start_of(said: &str) -> String {
+/// Truncates a report, which can have very long lists of blocks.
+fn start_of(report: &str) -> String {
     let line = |line: &str| line.chars().take(200).collect::<String>();
-    said.lines().take(60).map(line).collect::<Vec<_>>().join("\n")
+    report.lines().take(60).map(line).collect::<Vec<_>>().join("\n")
 }
 
-const EXT4_WELL: &[&str] = &["e2fsck ", "Pass ", "/"];
-const EXT4_UNNAMED: &[&str] = &[
+const EXT4_CLEAN: &[&str] = &["e2fsck ", "Pass ", "/"];
+const EXT4_ORPHANS: &[&str] = &[
     "Inodes that were part of a corrupted orphan linked list found.",
     "was part of the orphaned inode list.",
     "has zero dtime.",
@@ -84,7 +84,7 @@ const EXT4_UNNAMED: &[&str] = &[
     "Directories count wrong",
     "Fix? no",
 ];
-const XFS_WELL: &[&str] = &[
+const XFS_CLEAN: &[&str] = &[
     "Phase ",
     "- ",
     "No modify flag set",
@@ -95,5 +95,5 @@ const XFS_WELL: &[&str] = &[
     "sb_icount ",
     "sb_ifree ",
 ];
-const XFS_UNNAMED: &[&str] =
+const XFS_ORPHANS: &[&str] =
     &["agi unlinked bucket ", "disconnected inode ", " nlinks from 0 to 1"];

@@ -1,4 +1,4 @@
-//! Ways to fill a pool, and what a refusal for want of room looks like.
+//! Full pools and filesystems, and the error of calls that need space.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -11,8 +11,8 @@ use nix::sys::statvfs::statvfs;
 use super::kernel::unmount;
 use super::{BLOCK, MIB, path, pattern, run};
 
-/// What a pod does that writes until it cannot: chunks, then single blocks. Returns the first block
-/// that was not written.
+/// Writes until the device is full: chunks, then single blocks. Returns the first block that was
+/// not written.
 pub fn fill(device: &Path, from: u64) -> u64 {
     let file = File::options().write(true).custom_flags(libc::O_DIRECT).open(device).unwrap();
     let data = pattern(from, (MIB + BLOCK) as usize);
@@ -27,7 +27,7 @@ pub fn fill(device: &Path, from: u64) -> u64 {
     block
 }
 
-/// The refusal is of the kind that a caller may wait out, and says what would help.
+/// Asserts a retryable error that names the pool.
 #[track_caller]
 pub fn exhausted<T: std::fmt::Debug>(result: Result<T, Error>, what: &str) {
     match result {
@@ -38,11 +38,11 @@ pub fn exhausted<T: std::fmt::Debug>(result: Result<T, Error>, what: &str) {
     }
 }
 
-/// A small filesystem of its own, in the directory `small`.
+/// A small filesystem, mounted in the directory `small`.
 pub struct Small(PathBuf);
 
 impl Small {
-    /// An ext4.
+    /// Mounts an ext4.
     pub fn mount(directory: &Path, bytes: u64) -> Self {
         Self::mount_as(directory, bytes, &["mkfs.ext4", "-q", "-m", "0"])
     }
@@ -60,7 +60,7 @@ impl Small {
         Self(at)
     }
 
-    /// Unmounts it and mounts it again, as an administrator does after an error.
+    /// Unmounts and mounts it, as an administrator does after an error.
     pub fn remount(&self) {
         unmount(&self.0);
         let image = self.0.with_file_name("small.img");
@@ -74,7 +74,7 @@ impl Drop for Small {
     }
 }
 
-/// Takes all room of the filesystem below an image, but some.
+/// A file that fills the filesystem below an image, except for some space.
 pub struct HostFiller(PathBuf);
 
 impl HostFiller {
@@ -83,13 +83,13 @@ impl HostFiller {
         let file = File::create(&path).unwrap();
         let stat = statvfs(host).unwrap();
         let free = stat.blocks_available() * stat.fragment_size();
-        // What it takes by itself differs a little from what it says is free.
+        // Metadata makes the usable space differ from the reported space.
         let size = free.saturating_sub(leave_bytes) as i64;
         let _ = fallocate(&file, FallocateFlags::empty(), 0, size.max(1));
         Self(path)
     }
 
-    /// Takes the last block, too.
+    /// Fills the filesystem to the last block.
     pub fn all_of(host: &Path) -> Self {
         let filler = Self::new(host, 0);
         let file = File::options().write(true).open(&filler.0).unwrap();
@@ -102,7 +102,7 @@ impl HostFiller {
 }
 
 impl Drop for HostFiller {
-    /// In any case: the pool's filesystem waits for room before it lets itself be unmounted.
+    /// Always deletes the file: the unmount of the pool's filesystem waits for space.
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.0);
     }

@@ -1,4 +1,4 @@
-//! What a driver serves over HTTP.
+//! HTTP requests to a driver.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -6,18 +6,18 @@ use std::time::Duration;
 
 use super::driver::Driver;
 
-/// Status line and body of an answer to GET.
+/// The status line and body of a response to GET.
 pub fn fetch(address: SocketAddr, path: &str) -> (String, String) {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let mut response = String::new();
+    stream.read_to_string(&mut response).unwrap();
+    let (head, body) = response.split_once("\r\n\r\n").unwrap();
     (head.lines().next().unwrap().to_owned(), body.to_owned())
 }
 
-/// Where the driver serves HTTP, which its log tells.
+/// The driver's HTTP address, from its log.
 pub fn http_address(driver: &Driver) -> SocketAddr {
     let log = driver.log();
     let line = log.lines().rfind(|line| line.contains("serving /healthz")).expect(&log);

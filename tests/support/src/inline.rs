@@ -1,5 +1,6 @@
-//! Inline ephemeral volumes as kubelet asks for them (pkg/volume/csi): the handle is made of the pod's uid and the volume's
-//! name in the pod, the target lies in the pod's directory, nothing is staged.
+//! Inline ephemeral volumes as kubelet publishes them (pkg/volume/csi): the handle is a hash of the
+//! pod's uid and the volume's name in the pod, the target is in the pod's directory, and the volume
+//! is not staged.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -9,14 +10,14 @@ use sha2::{Digest, Sha256};
 
 use super::driver::{Driver, mounted};
 
-/// A volume of a pod, as kubelet names and places it.
+/// An inline volume of a pod, with kubelet's handle and target path.
 #[derive(Debug, Clone)]
 pub struct PodVolume {
     pub handle: String,
     pub target: PathBuf,
 }
 
-/// Handle and target of the volume `name` of a pod, below the driver's scratch directory.
+/// The handle and target of a volume, below the driver's scratch directory.
 pub fn pod_volume(driver: &Driver, pod_uid: &str, name: &str) -> PodVolume {
     let pod = driver.scratch().join("pods").join(pod_uid);
     let digest = Sha256::digest(format!("{pod_uid}{name}"));
@@ -28,7 +29,7 @@ pub fn pod_volume(driver: &Driver, pod_uid: &str, name: &str) -> PodVolume {
 }
 
 impl PodVolume {
-    /// The request to publish it, writable, with these attributes.
+    /// A request to publish it writable with these attributes.
     pub fn publishing(&self, attributes: &[(&str, &str)]) -> csi::NodePublishVolumeRequest {
         csi::NodePublishVolumeRequest {
             volume_id: self.handle.clone(),
@@ -39,7 +40,7 @@ impl PodVolume {
         }
     }
 
-    /// The request to publish it as a volume of read-only content, with this secret.
+    /// A request to publish it as a read-only content volume with this secret.
     pub fn publishing_content(
         &self,
         attributes: &[(&str, &str)],
@@ -58,7 +59,7 @@ impl PodVolume {
     }
 }
 
-/// What kubelet adds to the attributes with podInfoOnMount.
+/// Attributes together with those that kubelet adds for podInfoOnMount.
 pub fn context(attributes: &[(&str, &str)]) -> HashMap<String, String> {
     let of_kubelet = [
         ("csi.storage.k8s.io/ephemeral", "true"),

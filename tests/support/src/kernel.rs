@@ -1,4 +1,4 @@
-//! What the kernel says of mounts and loop devices, and ways to disturb it.
+//! The state of mounts and loop devices in the kernel, and ways to change it.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -14,7 +14,7 @@ use super::{BLOCK, path, run};
 #[derive(Debug, Clone)]
 pub struct Mount {
     pub target: PathBuf,
-    /// Options of this mount alone, such as `rw` and `noatime`.
+    /// Options per mount, such as `rw` and `noatime`.
     pub options: Vec<String>,
     pub fs_type: String,
 }
@@ -44,7 +44,7 @@ pub fn mounts_at(target: &Path) -> Vec<Mount> {
     mounts().into_iter().filter(|mount| mount.target == target).collect()
 }
 
-/// The loop devices whose backing file has this name, be it deleted or not.
+/// The loop devices whose backing file has this name, also if the file is deleted.
 pub fn loops_named(name: &str) -> Vec<String> {
     let listed = Command::new("losetup").args(["-a", "-n", "-O", "NAME,BACK-FILE"]).output();
     let listed = listed.map(|output| output.stdout).unwrap_or_default();
@@ -54,11 +54,11 @@ pub fn loops_named(name: &str) -> Vec<String> {
         let file = file.trim().trim_end_matches(" (deleted)");
         (file.rsplit_once('/')?.1 == name).then(|| device.to_owned())
     };
-    // A hostile id is the name of no file.
+    // An invalid id can be empty.
     if name.is_empty() { Vec::new() } else { devices.lines().filter_map(of_file).collect() }
 }
 
-/// Holds a filesystem frozen, so that whoever writes to it waits, until it is dropped.
+/// Keeps a filesystem frozen until it is dropped, so that writers wait.
 pub struct Freeze(PathBuf);
 
 impl Freeze {
@@ -74,7 +74,8 @@ impl Drop for Freeze {
     }
 }
 
-/// Shuts down the filesystem of the pool that a process has open, as an error does (XFS_IOC_GOINGDOWN, EXT4_IOC_SHUTDOWN).
+/// Shuts down the pool filesystem of a driver process, as an error does (XFS_IOC_GOINGDOWN,
+/// EXT4_IOC_SHUTDOWN).
 pub fn shut_down_pool(pid: u32) {
     let mut open =
         fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|file| file.unwrap().path());
@@ -84,8 +85,8 @@ pub fn shut_down_pool(pid: u32) {
     run("xfs_io", &["-x", "-c", "shutdown", path(&catalog)]);
 }
 
-/// Takes a mount away, at the end of a test. For a moment after the last user the kernel still holds a
-/// filesystem that a loop device stood on.
+/// Unmounts a filesystem at the end of a test. Retries while it is busy: the kernel releases the
+/// filesystem of a loop device's backing file a moment after the last user.
 pub fn unmount(at: &Path) {
     let until = Instant::now() + PATIENCE;
     loop {
@@ -100,26 +101,26 @@ pub fn unmount(at: &Path) {
     }
 }
 
-/// Waits until `done` says so.
+/// Waits until `done` returns true.
 #[track_caller]
 pub fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let until = Instant::now() + PATIENCE;
     while !done() {
-        assert!(Instant::now() < until, "waited in vain: {what}");
+        assert!(Instant::now() < until, "timeout: {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Everything is read from the disk from now on, as after a reboot.
+/// Drops the page cache, so that later reads come from the disk, as after a reboot.
 pub fn drop_page_cache() {
     nix::unistd::sync();
     fs::write("/proc/sys/vm/drop_caches", "1").unwrap();
 }
 
-/// Overwrites part of a file on the disk, which is an image, and leaves it whole in the page cache: as a failed write
-/// does that the kernel has given up. The first block stays.
+/// Overwrites part of a file in the disk image but not in the page cache, like a write that failed.
+/// Keeps the first block.
 pub fn damage_below_page_cache(file: &Path, disk: &Path) {
-    let whole = fs::read(file).unwrap();
+    let content = fs::read(file).unwrap();
     let output = Command::new("filefrag").args(["-b4096", "-v", path(file)]).output().unwrap();
     let output = String::from_utf8(output.stdout).unwrap();
     let first = output.lines().find(|line| line.trim_start().starts_with("0:")).unwrap();
@@ -128,5 +129,5 @@ pub fn damage_below_page_cache(file: &Path, disk: &Path) {
     let disk = File::options().write(true).open(disk).unwrap();
     disk.write_all_at(&[0xa5; 16 * BLOCK as usize], place + BLOCK).unwrap();
     disk.sync_all().unwrap();
-    assert_eq!(fs::read(file).unwrap(), whole, "the page cache does not hold it any more");
+    assert_eq!(fs::read(file).unwrap(), content, "the page cache has dropped the file");
 }

@@ -1,6 +1,6 @@
-//! What the tests stand on: pools of each kind in a private directory, volumes attached as raw devices,
-//! and a clean-up that runs whatever happens, also when a test panics, and that touches only what
-//! the test has made. `NO_TEST_CLEAN_UP=1` leaves everything in place for a look.
+//! The test harness: pools of each kind in a private directory, volumes attached as raw devices,
+//! and a cleanup that also runs after a panic and removes only what the test has created.
+//! `NO_TEST_CLEAN_UP=1` keeps everything for inspection.
 
 pub mod cluster;
 pub mod container;
@@ -36,7 +36,7 @@ use csi_loopback::backend::{
 use nix::fcntl::{FallocateFlags, fallocate};
 use tempfile::TempDir;
 
-/// The tree under test.
+/// The repository under test.
 pub const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
 pub const MIB: u64 = 1 << 20;
@@ -45,48 +45,50 @@ pub const BLOCK: u64 = 4096;
 
 pub const ALL_KINDS: [PoolKind; 3] = [PoolKind::Reflink, PoolKind::Image, PoolKind::Copy];
 
-/// Why the machine cannot run a test that needs root, if it cannot.
+/// The reason why this machine cannot run tests that need root, if any.
 pub fn why_no_root() -> Option<&'static str> {
     let root = nix::unistd::geteuid().is_root();
     (!root).then_some("needs root, for loop devices and mounts")
 }
 
-/// Reports that the machine lacks what the running test needs. hack/test.sh counts these lines.
+/// Reports that the machine does not meet a requirement of the running test. hack/test.sh counts
+/// these lines.
 pub fn skip(why: &str) {
     println!("SKIPPED: {}: {why}", test_name());
 }
 
-/// Reports a figure of the running test, which hack/test.sh shows.
+/// Reports a figure of the running test. hack/test.sh prints these lines.
 pub fn report(text: &str) {
     println!("report: {}: {text}", test_name());
 }
 
-/// The name of the running test with its modules: libtest gives it to the thread of the test.
+/// The name of the running test with its modules, from the name of its thread.
 pub fn test_name() -> String {
     thread::current().name().unwrap_or("a thread of a test").to_owned()
 }
 
-/// Whether the machine can run a test that needs root, which is reported if not. From here on no other such test of
-/// this process runs until this one has ended.
+/// Whether the machine can run a test that needs root; otherwise reports a skip. No other such test
+/// of this process runs until this one ends.
 pub fn have_root() -> bool {
-    take_turn();
-    let lacking = why_no_root();
-    if let Some(why) = lacking {
+    lock_for_thread();
+    let missing = why_no_root();
+    if let Some(why) = missing {
         skip(why);
     }
-    lacking.is_none()
+    missing.is_none()
 }
 
-/// Tests that need root share the machine's loop devices and mounts, and some of them a cluster. The turn ends with
-/// the thread of the test; threads that a test starts have no name, and take none.
-fn take_turn() {
-    static TURN: Mutex<()> = Mutex::new(());
+/// Serializes tests that need root: they share the machine's loop devices and mounts, and some a
+/// cluster. The thread of the test holds the lock until it ends. Threads that a test starts have no
+/// name and do not take the lock.
+fn lock_for_thread() {
+    static LOCK: Mutex<()> = Mutex::new(());
     thread_local! {
         static HELD: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
     }
     HELD.with_borrow_mut(|held| {
         if held.is_none() && thread::current().name().is_some() {
-            *held = Some(TURN.lock().unwrap_or_else(PoisonError::into_inner));
+            *held = Some(LOCK.lock().unwrap_or_else(PoisonError::into_inner));
         }
     });
 }
@@ -114,13 +116,13 @@ pub fn with_pool(kind: PoolKind, run: impl FnOnce(&mut Pool)) {
     }
 }
 
-/// Bytes in a block of the filesystems that pools are made on, if the variable says so: 4096 or 65536.
+/// The block size of pool filesystems from POOL_BLOCK_SIZE, in bytes: 4096 or 65536.
 pub fn pool_block_size() -> Option<u64> {
-    let asked = std::env::var("POOL_BLOCK_SIZE").ok();
-    asked.map(|bytes| bytes.parse().expect("POOL_BLOCK_SIZE is a number"))
+    let variable = std::env::var("POOL_BLOCK_SIZE").ok();
+    variable.map(|bytes| bytes.parse().expect("POOL_BLOCK_SIZE is a number"))
 }
 
-/// Bytes in a block of the filesystem that a pool of this kind is on.
+/// The block size of the filesystem of a pool of this kind, in bytes.
 pub fn block_size_of(kind: PoolKind) -> u64 {
     match kind {
         PoolKind::Copy => BLOCK,
@@ -129,7 +131,8 @@ pub fn block_size_of(kind: PoolKind) -> u64 {
     }
 }
 
-/// What is allocated when these blocks of 4 KiB are written: whole blocks of the filesystem that the pool is on.
+/// The 4 KiB blocks that are allocated after writes to these 4 KiB blocks: whole blocks of the
+/// pool's filesystem.
 pub fn whole_blocks(kind: PoolKind, written: impl IntoIterator<Item = u64>) -> Vec<u64> {
     let unit = block_size_of(kind) / BLOCK;
     let units: BTreeSet<u64> = written.into_iter().map(|block| block / unit).collect();
@@ -142,22 +145,23 @@ pub fn kernel_mounts_large_blocks() -> bool {
     (numbers.next(), numbers.next()) >= (Some(6), Some(12))
 }
 
-/// Whether the kernel mounts filesystems whose blocks are larger than a page of memory.
+/// Whether the kernel mounts filesystems with blocks larger than a memory page; otherwise reports a
+/// skip.
 pub fn have_large_blocks() -> bool {
     let have = kernel_mounts_large_blocks();
     if !have {
-        skip("needs Linux 6.12, for blocks of 64 KiB");
+        skip("needs Linux 6.12 or later, for blocks of 64 KiB");
     }
     have
 }
 
-/// An XFS with reflink in an image, mounted in a directory.
+/// An XFS with reflink in an image file, mounted in a directory.
 pub struct Xfs {
     mounted_at: PathBuf,
 }
 
 impl Xfs {
-    /// The image is sparse, `size` bytes.
+    /// Creates and mounts a sparse image of `size` bytes.
     pub fn mount(directory: &Path, size: u64) -> Self {
         let image = directory.join("xfs.img");
         File::create(&image).unwrap().set_len(size).unwrap();
@@ -173,7 +177,7 @@ impl Xfs {
         &self.mounted_at
     }
 
-    /// Unmounts it and mounts it again, as an administrator does after an error.
+    /// Unmounts and mounts it, as an administrator does after an error.
     fn remount(&self) {
         kernel::unmount(&self.mounted_at);
         let image = self.mounted_at.with_file_name("xfs.img");
@@ -184,7 +188,7 @@ impl Xfs {
 impl Drop for Xfs {
     fn drop(&mut self) {
         if !keep() {
-            // The loop device goes with the mount.
+            // The kernel detaches the loop device at the unmount.
             kernel::unmount(&self.mounted_at);
         }
     }
@@ -204,7 +208,7 @@ pub struct Pool {
     directory: TempDir,
 }
 
-/// A volume that is staged and published.
+/// A staged and published volume.
 #[derive(Debug, Clone)]
 pub struct Attached {
     pub volume_id: String,
@@ -226,7 +230,7 @@ impl Pool {
             data_dir: place.join("data"),
             pool: PoolChoice::Kind(kind),
             pool_size: Some(16 * GIB),
-            // No machine of the tests has room for all of that.
+            // Larger than the free space of test machines.
             pool_sparse: true,
             pool_block_size: pool_block_size(),
             retention: std::time::Duration::from_secs(3600),
@@ -252,7 +256,7 @@ impl Pool {
         &self.config.data_dir
     }
 
-    /// A private directory beside the pool.
+    /// A private directory for the test, outside of the pool.
     pub fn scratch(&self) -> &Path {
         self.directory.path()
     }
@@ -261,12 +265,12 @@ impl Pool {
         self.backend.is_some()
     }
 
-    /// Closes the backend; what is attached stays so.
+    /// Closes the backend. Volumes stay attached.
     pub fn stop(&mut self) {
         self.backend = None;
     }
 
-    /// What the backend is opened with the next time.
+    /// Changes the configuration for the next start.
     pub fn configure(&mut self, configure: impl FnOnce(&mut Config)) {
         configure(&mut self.config);
     }
@@ -280,13 +284,13 @@ impl Pool {
         Ok(())
     }
 
-    /// Mounts the filesystem of a reflink pool again. The backend is closed.
+    /// Remounts the filesystem of a reflink pool. The backend must be closed.
     pub fn remount(&self) {
         assert!(!self.is_open());
         self.xfs.iter().for_each(Xfs::remount);
     }
 
-    /// Closes the backend and opens it again, as a driver that is restarted.
+    /// Closes and opens the backend, like a restart of the driver.
     pub fn restart(&mut self) {
         self.stop();
         self.start();
@@ -338,7 +342,7 @@ impl Pool {
         self.attached.retain(|other| other.volume_id != attached.volume_id);
     }
 
-    /// The content of a snapshot, read through a volume that is made from it.
+    /// The content of a snapshot, read through a volume created from it.
     pub fn read_snapshot(&mut self, snapshot: &Snapshot) -> Vec<u8> {
         let source = csi_loopback::backend::Source::Snapshot(snapshot.id.clone());
         let name = format!("read-{}", snapshot.id);
@@ -354,7 +358,7 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         if keep() {
-            println!("left in place: {}", self.directory.path().display());
+            println!("kept: {}", self.directory.path().display());
             std::mem::forget(self.backend.take());
             self.directory.disable_cleanup(true);
             return;
@@ -367,19 +371,19 @@ impl Drop for Pool {
                 let _ = backend.unpublish(&volume_id, &target);
                 let _ = backend.unstage(&volume_id, &staging);
             }
-            // What no backend can undo.
+            // If the backend could not detach it.
             for device in kernel::loops_named(&volume_id) {
                 [&target, &staging].into_iter().for_each(|place| kernel::unmount(place));
                 let _ = Command::new("losetup").args(["-d", &device]).output();
             }
         }
         self.backend = None;
-        // Immutable files keep the directory from going.
+        // The directory can only be removed without immutable files.
         let _ = Command::new("chattr").args(["-R", "-i"]).arg(&self.config.data_dir).output();
     }
 }
 
-/// Ends what waits for the flag, also when something panics before.
+/// Sets the flag when dropped, also after a panic, to end threads that wait for it.
 pub struct SetOnDrop<'a>(pub &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -388,7 +392,7 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-/// A request for a raw volume with tracking.
+/// A request for a raw block volume with change tracking.
 pub fn request() -> VolumeRequest {
     VolumeRequest { change_tracking: true, ..VolumeRequest::default() }
 }
@@ -402,7 +406,7 @@ pub fn mounted(fs_type: FsType) -> Capability {
     Capability { access, mode: AccessMode::SingleNodeMultiWriter }
 }
 
-/// The blocks that an answer reports, ascending.
+/// The blocks of a block map, ascending.
 pub fn blocks(map: BlockMap) -> Vec<u64> {
     let extents = map.extents(Style::Variable, 0).unwrap();
     extents
@@ -414,10 +418,10 @@ pub fn blocks(map: BlockMap) -> Vec<u64> {
         .collect()
 }
 
-/// Writes to a device past the page cache; offset and length in whole blocks.
+/// Writes to a device with direct I/O. Offset and length are multiples of the block size.
 pub fn write_direct(device: &Path, offset: u64, data: &[u8]) {
     let file = File::options().write(true).custom_flags(libc::O_DIRECT).open(device).unwrap();
-    // Direct I/O wants memory at an address of the same alignment.
+    // Direct I/O requires aligned memory.
     let mut buffer = vec![0; data.len() + BLOCK as usize];
     let start = buffer.as_ptr().align_offset(BLOCK as usize);
     buffer[start..start + data.len()].copy_from_slice(data);
@@ -438,7 +442,7 @@ pub fn discard(device: &Path, offset: u64, length: u64) {
     run("blkdiscard", &["-f", "-o", &offset, "-l", &length, path(device)]);
 }
 
-/// Zeroes a range of a device, with or without giving its blocks back.
+/// Zeroes a range of a device. `unmap` also deallocates its blocks.
 pub fn zero(device: &Path, offset: u64, length: u64, unmap: bool) {
     let file = File::options().write(true).open(device).unwrap();
     let mode = match unmap {
@@ -455,19 +459,19 @@ pub fn read_all(device: &Path) -> Vec<u8> {
     content
 }
 
-/// Runs a tool that has to succeed.
+/// Runs a tool and panics if it fails.
 pub fn run(program: &str, arguments: &[&str]) {
     let output = Command::new(program).args(arguments).output();
     let output = output.unwrap_or_else(|e: io::Error| panic!("{program}: {e}"));
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {stderr}");
 }
 
 pub fn path(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// Bytes that differ from those of every other seed.
+/// Pseudorandom bytes, different for each seed.
 pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes = Vec::with_capacity(length + 8);

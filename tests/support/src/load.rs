@@ -1,5 +1,5 @@
-//! Load by tools that know nothing of this project: fio and stress-ng, on a filesystem or on a device.
-//! They run until they are stopped, and are stopped whatever happens.
+//! Load by independent tools, fio and stress-ng, on a filesystem or a device. They run until they
+//! are stopped, also after a panic.
 
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
@@ -13,13 +13,13 @@ use nix::unistd::Pid;
 
 use super::path;
 
-/// Longer than any test, in seconds: the tools end by themselves if nobody is left to stop them.
+/// Longer than every test, in seconds: the tools end by themselves if the test process was killed.
 const LONGEST: &str = "3600";
 
-/// How long a tool may take to undo what it has made.
+/// Time limit for a tool to clean up.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Whether the machine has the tools; says so when not.
+/// Whether the machine has the tools; otherwise reports a skip.
 pub fn have_load() -> bool {
     for tool in ["fio", "stress-ng"] {
         if Command::new(tool).arg("--version").output().is_err() {
@@ -30,7 +30,7 @@ pub fn have_load() -> bool {
     true
 }
 
-/// Tools that run.
+/// Running tools.
 pub struct Load(Vec<Tool>);
 
 struct Tool {
@@ -40,10 +40,10 @@ struct Tool {
 }
 
 impl Load {
-    /// Takes about 60 MiB of the filesystem at `directory`. Logs go to `scratch`.
+    /// Uses about 60 MiB of the filesystem at `directory`. Logs are in `scratch`.
     pub fn on_filesystem(directory: &Path, scratch: &Path) -> Self {
         let mut fio = fio();
-        // Threads: its processes would leave the group that is stopped.
+        // Threads, because fio's processes leave the process group.
         fio.args(["--thread", "--size=8m", "--fallocate=none", "--rate=8m", "--directory"])
             .arg(directory)
             .args(["--name=buffered", "--rw=randwrite", "--bsrange=512-64k", "--bs_unaligned=1"])
@@ -53,7 +53,7 @@ impl Load {
             .args(["--direct=1", "--iodepth=4"]);
         let mut stress = Command::new("stress-ng");
         stress.args(["--timeout", LONGEST, "--temp-path"]).arg(directory);
-        // How many of each, and how many bytes or entries where the default is too much.
+        // One of each, with limits where the default is too large.
         for (stressor, bound) in [
             ("hdd", Some(("bytes", "4m"))),
             ("fallocate", Some(("bytes", "4m"))),
@@ -71,8 +71,8 @@ impl Load {
         Self(vec![Tool::start("fio", fio, scratch), Tool::start("stress-ng", stress, scratch)])
     }
 
-    /// Writes to and discards the first `bytes` of a device, without a pause or in bursts with
-    /// `pause` between them.
+    /// Writes to the first `bytes` of a device: without `pause`, continuously and with discards;
+    /// otherwise in bursts with pauses.
     pub fn on_device(device: &Path, bytes: u64, pause: Option<Duration>, scratch: &Path) -> Self {
         let mut fio = fio();
         if let Some(pause) = pause {
@@ -91,12 +91,12 @@ impl Load {
         Self(vec![Tool::start("fio", fio, scratch)])
     }
 
-    /// Stops the tools, which have to have run until now.
+    /// Stops the tools, and asserts that they have run until now.
     pub fn stop(mut self) {
         for tool in &mut self.0 {
             let ended = tool.child.try_wait().unwrap();
-            let said = || fs::read_to_string(&tool.log).unwrap_or_default();
-            assert!(ended.is_none(), "{} ended by itself: {ended:?}\n{}", tool.name, said());
+            let log = || fs::read_to_string(&tool.log).unwrap_or_default();
+            assert!(ended.is_none(), "{} ended by itself: {ended:?}\n{}", tool.name, log());
         }
     }
 }
@@ -113,8 +113,8 @@ impl Tool {
         let log = scratch.join(format!("{name}.log"));
         let output = File::create(&log).unwrap();
         command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(output);
-        // A group of its own, so that what it starts is stopped with it. Where it leaves files of its
-        // own it is no business of the directory that the tests are run in.
+        // A new process group, so that its child processes are stopped too. In the scratch
+        // directory, because tools create files in their working directory.
         command.process_group(0).current_dir(path(scratch));
         Self { name, child: command.spawn().unwrap(), log }
     }
@@ -132,7 +132,7 @@ impl Drop for Load {
             while matches!(tool.child.try_wait(), Ok(None)) && Instant::now() < until {
                 thread::sleep(Duration::from_millis(5));
             }
-            // Also what is left of its group.
+            // The rest of the process group.
             tool.signal(Signal::SIGKILL);
             let _ = tool.child.wait();
         }

@@ -1,5 +1,5 @@
-//! crust_ops as a process on a socket in a private directory, with a real block device to hand over, and programs that
-//! stand in for a runtime's. All of it goes with it.
+//! crust_ops as a process on a socket in a private directory, with a loop device for volumes, and
+//! stand-ins for the programs of a runtime. Dropping it removes everything.
 
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
@@ -26,7 +26,7 @@ use api::volume_type::Type;
 use super::driver::{PATIENCE, binary};
 use super::path;
 
-/// A loop device, which is let go of at the end.
+/// A loop device. Dropping it detaches the device.
 #[derive(Debug)]
 pub struct Device(String);
 
@@ -34,10 +34,10 @@ impl Device {
     pub fn new(directory: &Path, bytes: u64) -> Self {
         let image = directory.join("device.img");
         File::create(&image).unwrap().set_len(bytes).unwrap();
-        let made =
+        let output =
             Command::new("losetup").args(["--find", "--show", path(&image)]).output().unwrap();
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        Self(String::from_utf8(made.stdout).unwrap().trim().to_owned())
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Self(String::from_utf8(output.stdout).unwrap().trim().to_owned())
     }
 
     pub fn path(&self) -> &str {
@@ -60,7 +60,7 @@ pub struct Ops {
 }
 
 impl Ops {
-    /// With these flags besides those that every test has.
+    /// With these flags in addition to the defaults of the tests.
     pub fn start(flags: &[&str]) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let mut ops = Self {
@@ -90,7 +90,7 @@ impl Ops {
         self.scratch().join("direct-volumes")
     }
 
-    /// Its command line, with `flags` in the place of others of the same name.
+    /// Its command line. `flags` override defaults.
     fn command(&self, flags: &[String]) -> Command {
         let (socket, crust, kata) = (self.socket(), self.crust_dir(), self.kata_dir());
         let log = self.scratch().join("ops.log");
@@ -107,13 +107,17 @@ impl Ops {
         command
     }
 
-    /// Starts it and waits until it serves.
+    /// Starts it and waits until it is ready.
     pub fn start_again(&mut self) {
         self.child = Some(self.command(&self.flags).spawn().unwrap());
         let until = Instant::now() + PATIENCE;
         while UnixStream::connect(self.socket()).is_err() {
             let ended = self.child.as_mut().and_then(|child| child.try_wait().unwrap());
-            assert!(ended.is_none() && Instant::now() < until, "does not serve\n{}", self.log());
+            assert!(
+                ended.is_none() && Instant::now() < until,
+                "crust_ops did not start\n{}",
+                self.log()
+            );
             thread::sleep(Duration::from_millis(2));
         }
     }
@@ -123,7 +127,7 @@ impl Ops {
         self.start_again();
     }
 
-    /// Another one like it, which has to end by itself.
+    /// Runs a second process, which must end by itself.
     pub fn run_another(&self, flags: &[&str]) -> Output {
         let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
         self.command(&flags).stderr(Stdio::piped()).output().unwrap()
@@ -162,43 +166,43 @@ impl Ops {
         RuntimeClient::new(endpoint.connect_with_connector_lazy(connect))
     }
 
-    pub fn stage(&self, asked: api::RuntimeStageVolumeRequest) -> Result<(), Status> {
+    pub fn stage(&self, request: api::RuntimeStageVolumeRequest) -> Result<(), Status> {
         let mut client = self.client();
-        self.runtime.block_on(client.runtime_stage_volume(asked)).map(drop)
+        self.runtime.block_on(client.runtime_stage_volume(request)).map(drop)
     }
 
     pub fn unstage(&self, target: &str) -> Result<(), Status> {
-        let asked = api::RuntimeUnstageVolumeRequest { volume_target_path: target.into() };
+        let request = api::RuntimeUnstageVolumeRequest { volume_target_path: target.into() };
         let mut client = self.client();
-        self.runtime.block_on(client.runtime_unstage_volume(asked)).map(drop)
+        self.runtime.block_on(client.runtime_unstage_volume(request)).map(drop)
     }
 
     pub fn stats(&self, target: &str) -> Result<api::RuntimeGetVolumeStatsResponse, Status> {
-        let asked = api::RuntimeGetVolumeStatsRequest { volume_target_path: target.into() };
+        let request = api::RuntimeGetVolumeStatsRequest { volume_target_path: target.into() };
         let mut client = self.client();
-        let answer = self.runtime.block_on(client.runtime_get_volume_stats(asked));
-        answer.map(tonic::Response::into_inner)
+        let response = self.runtime.block_on(client.runtime_get_volume_stats(request));
+        response.map(tonic::Response::into_inner)
     }
 
     pub fn expand(&self, target: &str, required: i64, limit: i64) -> Result<i64, Status> {
         let range = api::CapacityRange { required_bytes: required, limit_bytes: limit };
-        let asked = api::RuntimeExpandVolumeRequest {
+        let request = api::RuntimeExpandVolumeRequest {
             volume_target_path: target.into(),
             capacity_range: Some(range),
         };
         let mut client = self.client();
-        let answer = self.runtime.block_on(client.runtime_expand_volume(asked));
-        answer.map(|answer| answer.into_inner().capacity_bytes)
+        let response = self.runtime.block_on(client.runtime_expand_volume(request));
+        response.map(|response| response.into_inner().capacity_bytes)
     }
 
-    /// A directory to be mounted at.
+    /// Creates a target directory.
     pub fn target(&self, name: &str) -> String {
         let target = self.scratch().join("targets").join(name);
         fs::create_dir_all(&target).unwrap();
         path(&target).to_owned()
     }
 
-    /// A good request to stage the device there.
+    /// A valid request to stage the device at the target.
     pub fn staging(&self, target: &str) -> api::RuntimeStageVolumeRequest {
         api::RuntimeStageVolumeRequest {
             volume_type: Some(api::VolumeType { r#type: Type::Block.into() }),
@@ -214,7 +218,7 @@ impl Ops {
         Directory::new(self.crust_dir()).entry(&Target::new("target", target).unwrap())
     }
 
-    /// A program in `sh`, for its owner alone to change.
+    /// A shell script that only its owner can change.
     pub fn program(&self, name: &str, script: &str) -> PathBuf {
         let program = self.scratch().join(name);
         fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
@@ -248,10 +252,10 @@ pub fn policy(policy: Policy) -> Option<api::VolumeGroupChangePolicy> {
     Some(api::VolumeGroupChangePolicy { policy: policy.into() })
 }
 
-/// That a call failed with this code and these words.
+/// Asserts that a call failed with this code and with `words` in its message.
 #[track_caller]
-pub fn assert_code<T: std::fmt::Debug>(answer: Result<T, Status>, code: Code, words: &str) {
-    let status = answer.expect_err(words);
+pub fn assert_code<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, words: &str) {
+    let status = result.expect_err(words);
     assert_eq!(status.code(), code, "{status:?}");
     assert!(status.message().contains(words), "{words:?} not in {status:?}");
 }

@@ -1,4 +1,4 @@
-//! A small generator of numbers that its seed determines.
+//! A pseudorandom number generator with a seed.
 
 use std::time::UNIX_EPOCH;
 
@@ -9,7 +9,7 @@ impl Random {
         Self(seed)
     }
 
-    /// Another run, another seed.
+    /// A seed from the time.
     pub fn new_seed() -> u64 {
         UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64 % 1_000_000_000
     }
@@ -23,7 +23,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// 0 for a limit of 0.
+    /// A number below `limit`; 0 for a limit of 0.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.next_u64() % limit.max(1)
     }

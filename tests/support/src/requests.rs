@@ -1,4 +1,4 @@
-//! Requests as tests make them, the calls that they belong to, and what answers hold.
+//! CSI requests for tests, their calls, and decoded responses.
 
 use admin::base_admin_client::BaseAdminClient;
 use admin::pool_admin_client::PoolAdminClient;
@@ -44,7 +44,7 @@ pub fn all_snapshots(driver: &Driver) -> Vec<csi::Snapshot> {
     snapshots_where(driver, csi::ListSnapshotsRequest::default())
 }
 
-/// What a volume is made from.
+/// The source of a volume's content.
 #[derive(Debug, Clone, Copy)]
 pub enum Source<'a> {
     Snapshot(&'a str),
@@ -62,7 +62,7 @@ impl From<Source<'_>> for csi::VolumeContentSource {
     }
 }
 
-/// A raw block volume, for one pod.
+/// The capability of a raw block volume for one node.
 pub fn block() -> csi::VolumeCapability {
     block_as(Mode::SingleNodeWriter)
 }
@@ -71,7 +71,8 @@ pub fn block_as(mode: Mode) -> csi::VolumeCapability {
     capability(AccessType::Block(BlockVolume {}), mode)
 }
 
-/// A mounted volume, for any pods of the node; no name means the default filesystem.
+/// The capability of a mounted volume for multiple pods of a node. An empty type is the default
+/// filesystem.
 pub fn mounted(fs_type: &str) -> csi::VolumeCapability {
     mounted_as(fs_type, Mode::SingleNodeMultiWriter)
 }
@@ -102,12 +103,16 @@ fn capability(access: AccessType, mode: Mode) -> csi::VolumeCapability {
     }
 }
 
-/// 0 means that no size is given.
-pub fn create(name: &str, bytes: u64, wanted: csi::VolumeCapability) -> csi::CreateVolumeRequest {
+/// A CreateVolume request. `bytes` of 0 means no size.
+pub fn create(
+    name: &str,
+    bytes: u64,
+    capability: csi::VolumeCapability,
+) -> csi::CreateVolumeRequest {
     csi::CreateVolumeRequest {
         name: name.to_owned(),
         capacity_range: (bytes > 0).then(|| range(bytes as i64, 0)),
-        volume_capabilities: vec![wanted],
+        volume_capabilities: vec![capability],
         ..Default::default()
     }
 }
@@ -120,7 +125,7 @@ pub fn map(pairs: &[(&str, &str)]) -> std::collections::HashMap<String, String> 
     pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }
 
-pub fn cut(name: &str, volume_id: &str) -> csi::CreateSnapshotRequest {
+pub fn create_snapshot(name: &str, volume_id: &str) -> csi::CreateSnapshotRequest {
     csi::CreateSnapshotRequest {
         name: name.to_owned(),
         source_volume_id: volume_id.to_owned(),
@@ -128,7 +133,10 @@ pub fn cut(name: &str, volume_id: &str) -> csi::CreateSnapshotRequest {
     }
 }
 
-pub fn cut_group(name: &str, volume_ids: &[&str]) -> csi::CreateVolumeGroupSnapshotRequest {
+pub fn create_group_snapshot(
+    name: &str,
+    volume_ids: &[&str],
+) -> csi::CreateVolumeGroupSnapshotRequest {
     csi::CreateVolumeGroupSnapshotRequest {
         name: name.to_owned(),
         source_volume_ids: volume_ids.iter().map(|id| (*id).to_owned()).collect(),
@@ -169,12 +177,12 @@ pub fn health_on_node(
     id: &str,
     at: &Path,
 ) -> Vec<csi::volume_health::VolumeHealthEntry> {
-    let asked = csi::NodeGetVolumeHealthRequest {
+    let request = csi::NodeGetVolumeHealthRequest {
         volume_id: id.to_owned(),
         volume_publish_path: at.display().to_string(),
         ..Default::default()
     };
-    let health = driver.ok(asked).volume_health.unwrap();
+    let health = driver.ok(request).volume_health.unwrap();
     assert_eq!(health.volume_id, id);
     health.health_statuses
 }
@@ -234,7 +242,7 @@ pub fn session_delta(base: &str, target: &str) -> session::GetDeltaRequest {
     }
 }
 
-/// A whole answer of a metadata RPC, of whichever API.
+/// The whole stream of a metadata RPC of either API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Metadata {
     pub kind: csi::BlockMetadataType,
@@ -254,16 +262,16 @@ impl Metadata {
 macro_rules! metadata {
     ($($api:ident $client:ident $capacity:ident: $($method:ident($request:ident))*;)*) => {$($(
         impl Rpc for $api::$request {
-            type Answer = Metadata;
+            type Response = Metadata;
 
             async fn send(self, channel: Channel) -> Result<Metadata, Status> {
                 let mut stream = $client::new(channel).$method(self).await?.into_inner();
                 let (mut messages, mut largest, mut heads) = (Vec::new(), 0, Vec::new());
                 while let Some(message) = stream.message().await? {
                     largest = largest.max(prost::Message::encoded_len(&message));
-                    // A number that the API does not know must not pass for its first one.
+                    // Fails for an unknown number, which the getter would map to the first value.
                     let kind = $api::BlockMetadataType::try_from(message.block_metadata_type);
-                    let kind = kind.expect("a type that the API knows").as_str_name();
+                    let kind = kind.expect("a type of the API").as_str_name();
                     heads.push((kind, message.$capacity));
                     let extent = |one: &$api::BlockMetadata| {
                         (one.byte_offset as u64, one.size_bytes as u64)
@@ -289,17 +297,17 @@ metadata! {
         get_delta(GetDeltaRequest);
 }
 
-/// A request that knows its RPC.
+/// A request of an RPC.
 pub trait Rpc: std::fmt::Debug + Any {
-    type Answer;
+    type Response;
 
-    fn send(self, channel: Channel) -> impl Future<Output = Result<Self::Answer, Status>> + Send;
+    fn send(self, channel: Channel) -> impl Future<Output = Result<Self::Response, Status>> + Send;
 }
 
 macro_rules! rpcs {
     ($($client:ident: $($method:ident($request:ident) -> $answer:ident),*;)*) => {$($(
         impl Rpc for csi::$request {
-            type Answer = csi::$answer;
+            type Response = csi::$answer;
 
             async fn send(self, channel: Channel) -> Result<csi::$answer, Status> {
                 $client::new(channel).$method(self).await.map(tonic::Response::into_inner)
@@ -359,7 +367,7 @@ rpcs! {
 }
 
 impl Rpc for admin::GetPoolRequest {
-    type Answer = admin::Pool;
+    type Response = admin::Pool;
 
     async fn send(self, channel: Channel) -> Result<admin::Pool, Status> {
         let answer = PoolAdminClient::new(channel).get_pool(self).await?;
@@ -368,7 +376,7 @@ impl Rpc for admin::GetPoolRequest {
 }
 
 impl Rpc for admin::GrowPoolRequest {
-    type Answer = admin::Pool;
+    type Response = admin::Pool;
 
     async fn send(self, channel: Channel) -> Result<admin::Pool, Status> {
         let answer = PoolAdminClient::new(channel).grow_pool(self).await?;
@@ -377,7 +385,7 @@ impl Rpc for admin::GrowPoolRequest {
 }
 
 impl Rpc for admin::ListBasesRequest {
-    type Answer = admin::ListBasesResponse;
+    type Response = admin::ListBasesResponse;
 
     async fn send(self, channel: Channel) -> Result<admin::ListBasesResponse, Status> {
         Ok(BaseAdminClient::new(channel).list_bases(self).await?.into_inner())
@@ -385,7 +393,7 @@ impl Rpc for admin::ListBasesRequest {
 }
 
 impl Rpc for admin::SetBaseRetentionRequest {
-    type Answer = admin::Base;
+    type Response = admin::Base;
 
     async fn send(self, channel: Channel) -> Result<admin::Base, Status> {
         let answer = BaseAdminClient::new(channel).set_base_retention(self).await?;
@@ -394,12 +402,12 @@ impl Rpc for admin::SetBaseRetentionRequest {
 }
 
 #[track_caller]
-pub fn assert_refused<T>(answer: Result<T, Status>, code: Code, words: &str, asked: &str) {
-    match answer {
-        Ok(_) => panic!("is accepted: {asked}"),
+pub fn assert_refused<T>(result: Result<T, Status>, code: Code, words: &str, call: &str) {
+    match result {
+        Ok(_) => panic!("succeeded: {call}"),
         Err(status) => {
-            assert_eq!(status.code(), code, "{status:?}: {asked}");
-            assert!(status.message().contains(words), "{words:?} is not in {status:?}: {asked}");
+            assert_eq!(status.code(), code, "{status:?}: {call}");
+            assert!(status.message().contains(words), "{words:?} is not in {status:?}: {call}");
         }
     }
 }

@@ -1,5 +1,6 @@
-//! A node on which containers are made through csi-loopback-runc: loop devices with filesystems, the entries that crust_ops would
-//! leave, bundles with busybox, and what the kernel shows to whom. Everything is in a private directory and ends with it.
+//! A node for containers with csi-loopback-runc: loop devices with filesystems, entries as
+//! crust_ops writes them, bundles with busybox, and the mounts in each namespace. All files are in
+//! a private directory, and dropping the node removes everything.
 
 use std::cell::RefCell;
 use std::fs::{self, File};
@@ -18,17 +19,17 @@ use super::{MIB, have_root, keep, path, run};
 
 pub const PROGRAM: &str = "csi-loopback-runc";
 
-/// Names of containers are those of cgroups, which all share.
+/// Container names are cgroup names, which must be unique on the machine.
 static CONTAINERS: AtomicUsize = AtomicUsize::new(0);
 
-/// Runs a test on a node of its own, where the machine can have one.
+/// Runs a test on a new node, or reports a skip.
 pub fn on_node(run: impl FnOnce(&Node)) {
     if !have_root() {
         return;
     }
     for tool in ["runc", "busybox"] {
         if Command::new(tool).arg("--help").output().is_err() {
-            super::skip(&format!("{tool}: is not there"));
+            super::skip(&format!("needs {tool}"));
             return;
         }
     }
@@ -71,7 +72,7 @@ impl Node {
         node
     }
 
-    /// Has the runtime behind be another.
+    /// Sets the runtime that csi-loopback-runc calls.
     pub fn configure(&self, runtime: &str) {
         let text = format!(
             "runtime: {runtime}\ncrustDir: {}\nworkDir: {}\nkubeletDir: {}\n",
@@ -106,7 +107,7 @@ impl Node {
         device
     }
 
-    /// Makes a device larger.
+    /// Grows a device.
     pub fn grow(&self, name: &str, device: &Path, bytes: u64) {
         let image = self.path(&format!("{name}.img"));
         File::options().write(true).open(image).unwrap().set_len(bytes).unwrap();
@@ -123,21 +124,21 @@ impl Node {
         Directory::new(self.path("crust")).entry(target)
     }
 
-    /// Hands a volume over, as crust_ops does.
+    /// Writes the entry of a volume, as crust_ops does.
     pub fn stage(&self, name: &str, info: &MountInfo) -> Target {
         let target = self.target(name);
         self.entry(&target).stage(&target, info).unwrap();
         target
     }
 
-    /// A volume of some megabytes, handed over.
+    /// A small volume with an entry.
     pub fn volume(&self, name: &str, options: &[&str]) -> (PathBuf, Target) {
         let device = self.device(name, "ext4", 32 * MIB);
         let target = self.stage(name, &info(&device, "ext4", options));
         (device, target)
     }
 
-    /// A container that is to be made: it sleeps, unless it is told something else.
+    /// A new container, not yet created. By default it sleeps.
     pub fn container(&self, mounts: &[Value]) -> Container<'_> {
         let number = CONTAINERS.fetch_add(1, Ordering::Relaxed);
         let id = format!("csi-loopback-{}-{number}", std::process::id());
@@ -159,7 +160,7 @@ impl Node {
         Container { node: self, id, bundle, spec }
     }
 
-    /// A command through this project's runtime, or the one behind it.
+    /// A command of csi-loopback-runc, or of runc.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
         command
@@ -171,7 +172,7 @@ impl Node {
     }
 
     pub fn call(&self, arguments: &[&str]) -> Output {
-        // Not pipes: who waits for their end would wait for the container's.
+        // Files instead of pipes: the container keeps pipes open until it ends.
         let (out, err) = (self.path("stdout"), self.path("stderr"));
         let mut command = self.command(&self.program);
         command.args(arguments);
@@ -190,7 +191,7 @@ impl Node {
         serde_json::from_str(&self.crust(&["stats", path(target.as_path())]).unwrap()).unwrap()
     }
 
-    /// What `crust` answers, or its exit code and what it says.
+    /// The output of a `crust` command, or its exit code and error.
     pub fn crust(&self, words: &[&str]) -> Result<String, (i32, String)> {
         let mut command = Command::new(&self.program);
         let output =
@@ -202,7 +203,7 @@ impl Node {
         }
     }
 
-    /// The last error in the file where containerd looks for it.
+    /// The last error in the log file that containerd reads.
     pub fn logged(&self) -> String {
         let log = fs::read_to_string(self.path("log.json")).unwrap();
         let last: Value = serde_json::from_str(log.lines().last().unwrap()).unwrap();
@@ -210,7 +211,7 @@ impl Node {
         last["msg"].as_str().unwrap().to_owned()
     }
 
-    /// Shows `source` at `at` as kubelet does with sub-paths.
+    /// Bind-mounts `source` at `at`, as kubelet does for sub-paths.
     pub fn bind(&self, source: &Path, at: &Path) {
         match source.is_dir() {
             true => fs::create_dir_all(at).unwrap(),
@@ -223,40 +224,41 @@ impl Node {
         self.mounted.borrow_mut().push(at.to_owned());
     }
 
-    /// Looks at a volume that no container has, and lets it go again.
-    pub fn look<T>(&self, device: &Path, look: impl FnOnce(&Path) -> T) -> T {
-        let at = self.path("look");
+    /// Mounts a volume that no container uses, calls `inspect` with the path, and unmounts it.
+    pub fn with_mount<T>(&self, device: &Path, inspect: impl FnOnce(&Path) -> T) -> T {
+        let at = self.path("inspect");
         fs::create_dir_all(&at).unwrap();
         run("mount", &[path(device), path(&at)]);
-        let looked = look(&at);
+        let result = inspect(&at);
         super::kernel::unmount(&at);
-        looked
+        result
     }
 
-    /// That nothing of a volume is left: no claim, nothing mounted, and the device is nobody's.
+    /// Asserts that a volume is released: it has no claim and no mount, and its device is not in
+    /// use.
     #[track_caller]
     pub fn assert_gone(&self, device: &Path, target: &Target) {
         let entry = self.entry(target);
-        let left: Vec<String> = fs::read_dir(entry.path())
+        let remaining: Vec<String> = fs::read_dir(entry.path())
             .unwrap()
             .map(|found| found.unwrap().file_name().into_string().unwrap())
             .filter(|name| name.starts_with("container-") || name == "runtime-cli")
             .collect();
-        assert!(left.is_empty(), "{left:?}");
+        assert!(remaining.is_empty(), "{remaining:?}");
         assert_eq!(self.shown(device), Vec::<String>::new());
         assert_eq!(fs::read_dir(target.as_path()).unwrap().count(), 0, "the target");
         if let Ok(work) = fs::read_dir(self.path("work")) {
             assert_eq!(work.count(), 0, "the work directory");
         }
-        super::kernel::wait_for("the filesystem is let go of", || !is_live(device));
+        super::kernel::wait_for("release of the filesystem", || !is_live(device));
     }
 
-    /// Lines of the host's mountinfo that tell of a volume, or of the work directory.
+    /// Lines of the host's mountinfo with the volume or the work directory.
     pub fn shown(&self, device: &Path) -> Vec<String> {
         shown(device, &self.path("work"), Path::new("/proc/self/mountinfo"))
     }
 
-    /// Watches the host's mounts, and those of another process's namespace, for what must not be there.
+    /// Watches the mounts of the host and of other processes' namespaces for mounts of the volume.
     pub fn watch(&self, device: &Path, others: &[u32]) -> Watch {
         let mut tables = vec![PathBuf::from("/proc/self/mountinfo")];
         tables.extend(others.iter().map(|pid| PathBuf::from(format!("/proc/{pid}/mountinfo"))));
@@ -264,12 +266,12 @@ impl Node {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let watcher = std::thread::spawn(move || {
-            let (mut seen, mut looks) = (Vec::new(), 0);
+            let (mut seen, mut polls) = (Vec::new(), 0);
             while !stopped.load(Ordering::Relaxed) {
                 seen.extend(tables.iter().flat_map(|table| shown(&device, &work, table)));
-                looks += 1;
+                polls += 1;
             }
-            (seen, looks)
+            (seen, polls)
         });
         Watch { stop, watcher }
     }
@@ -283,7 +285,7 @@ fn shown(device: &Path, work: &Path, table: &Path) -> Vec<String> {
     text.lines().filter(of_volume).map(str::to_owned).collect()
 }
 
-/// Whether any mount namespace of this kernel has the filesystem of a device mounted.
+/// Whether a mount namespace has mounted the filesystem of a device.
 pub fn is_live(device: &Path) -> bool {
     let name = device.file_name().unwrap();
     let below = |directory: &str| Path::new(directory).join(name).exists();
@@ -298,13 +300,13 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// That it was never seen.
+    /// Stops and asserts that no mount was seen.
     #[track_caller]
     pub fn end(self) {
         self.stop.store(true, Ordering::Relaxed);
-        let (seen, looks) = self.watcher.join().unwrap();
+        let (seen, polls) = self.watcher.join().unwrap();
         assert!(seen.is_empty(), "{seen:?}");
-        println!("looked {looks} times");
+        println!("polled {polls} times");
     }
 }
 
@@ -333,7 +335,7 @@ pub struct Container<'a> {
 }
 
 impl Container<'_> {
-    /// Of a pod, as containerd says it.
+    /// A container of a pod, with containerd's annotations.
     pub fn in_pod(mut self, sandbox: &str) -> Self {
         self.spec["annotations"] = json!({
             "io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": sandbox,
@@ -346,7 +348,7 @@ impl Container<'_> {
         self
     }
 
-    /// With rights that containers of a cluster have, or not.
+    /// With these Linux capabilities.
     pub fn with_capabilities(mut self, names: &[&str]) -> Self {
         self.spec["process"]["capabilities"] =
             json!({"bounding": names, "effective": names, "permitted": names});
@@ -366,17 +368,21 @@ impl Container<'_> {
             .to_vec()
     }
 
-    /// Makes it.
+    /// Creates it.
     pub fn create(&self) -> Output {
         let text = self.write();
         let words = self.creation();
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let output = self.node.call(&words);
-        assert_eq!(fs::read(self.bundle.join("config.json")).unwrap(), text, "the bundle's own");
+        assert_eq!(
+            fs::read(self.bundle.join("config.json")).unwrap(),
+            text,
+            "config.json has changed"
+        );
         output
     }
 
-    /// Makes and starts it.
+    /// Creates and starts it.
     #[track_caller]
     pub fn start(&self) -> &Self {
         let output = self.create();
@@ -385,16 +391,17 @@ impl Container<'_> {
         self
     }
 
-    /// That it is not made, and why, which is told where containerd looks for it too.
+    /// Asserts that the creation fails with `words` on stderr and in containerd's log file. Returns
+    /// the error.
     #[track_caller]
     pub fn refused(&self, words: &str) -> String {
         let output = self.create();
-        let told = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{told}");
-        assert!(told.contains(words), "{words:?}: {told}");
-        assert!(told.contains(&self.node.logged()), "{}: {told}", self.node.logged());
-        assert!(!self.exists(), "{told}");
-        told
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains(words), "{words:?}: {error}");
+        assert!(error.contains(&self.node.logged()), "{}: {error}", self.node.logged());
+        assert!(!self.exists(), "{error}");
+        error
     }
 
     pub fn exists(&self) -> bool {
@@ -429,7 +436,7 @@ pub fn info(device: &Path, fs_type: &str, options: &[&str]) -> MountInfo {
     MountInfo::new(path(device).to_owned(), fs_type.to_owned(), options)
 }
 
-/// A bind mount of a container, as CRI runtimes write them.
+/// A bind mount of a container in the form of CRI runtimes.
 pub fn bind(source: &Path, destination: &str) -> Value {
     bind_with(source, destination, &["rbind", "rprivate", "rw"])
 }

@@ -1,5 +1,5 @@
-//! The sidecar between a driver and its clients, beside the released one, around a real API server: how fast
-//! and at what cost answers pass through (`relay`), and how many requests it takes (`requests`).
+//! The sidecar compared with the released one, with a real API server: throughput and cost of
+//! streams (`relay`), and the rate of short requests (`requests`).
 
 mod relay;
 mod requests;
@@ -16,23 +16,23 @@ use rig::Rig;
 use support::cluster::{Cluster, NoCluster};
 
 pub fn measure(options: Options, report: &mut Report) -> Result<()> {
-    // What tests stand on panics where something is not as it should be; the other rows are to go on.
+    // The test harness panics on errors. The thread keeps a panic from ending the other rows.
     thread::scope(|scope| scope.spawn(|| all(options, report)).join())
-        .unwrap_or_else(|_| Err(anyhow!("what it stands on failed")))
+        .unwrap_or_else(|_| Err(anyhow!("the test harness panicked")))
 }
 
 fn all(options: Options, report: &mut Report) -> Result<()> {
     let extents: u64 = options.pick(5_000_000, 100_000);
-    // Each takes seconds.
+    // In parallel, because each takes seconds.
     let (cluster, made) = thread::scope(|scope| {
         let starting = scope.spawn(Cluster::start);
         let made = records::driver_with_delta(extents);
         (starting.join(), made)
     });
-    let cluster = match cluster.map_err(|_| anyhow!("the cluster does not start"))? {
+    let cluster = match cluster.map_err(|_| anyhow!("the cluster did not start"))? {
         Ok(cluster) => cluster,
-        Err(NoCluster::Lacking(why)) => {
-            let row = Row::said("sidecar", "the sidecar, relay and requests", "not measured");
+        Err(NoCluster::Unavailable(why)) => {
+            let row = Row::value("sidecar", "sidecar, relay and requests", "not measured");
             report.row(row.against(format!("API server and released sidecar: {why}"), None));
             return Ok(());
         }

@@ -1,6 +1,6 @@
-//! The same long delta straight from the driver, through our sidecar and through the released one, in turn, to a
-//! client that takes frames undecoded and to one that decodes. What each of the processes spends is read from its
-//! clock: on a machine with two cores driver, sidecar and client share them.
+//! The same long delta directly from the driver, through our sidecar and through the released one,
+//! to a client that reads frames and to a client that decodes messages. The processor time of each
+//! process is measured, because driver, sidecar and client share the cores.
 
 use std::path::PathBuf;
 use std::thread;
@@ -17,26 +17,26 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::Channel;
 use tonic_prost::ProstCodec;
 
-use super::rig::{Rig, Sidecar, Whose};
+use super::rig::{Implementation, Rig, Sidecar};
 use crate::Options;
 use crate::harness::endpoint;
 use crate::kernel::{self, CpuClock};
-use crate::raw::{self, Taken};
+use crate::raw::{self, Received};
 use crate::records::Pattern;
 use crate::report::{Report, Row};
 use crate::stats::{Samples, bytes, digits, grouped, millions, time};
 use support::cluster::sidecar::{channel_with, connect, connector};
 
-/// The call of the Kubernetes API.
+/// The method of the Kubernetes API.
 pub const DELTA: &str = "/snapshotmetadata.SnapshotMetadata/GetMetadataDelta";
 
 const PER_MESSAGE: [i32; 2] = [256, 4096];
-/// Answers at once.
+/// Concurrent streams.
 const MANY: usize = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Client {
-    /// HTTP/2 and nothing above it.
+    /// HTTP/2 only.
     Raw,
     /// tonic and prost.
     Decoding,
@@ -51,21 +51,21 @@ impl Client {
     }
 }
 
-/// A way to the answer.
-struct Way {
-    /// The sidecar's process, if it leads through one.
+/// A path to the driver.
+struct Route {
+    /// The sidecar's process id, if the route has a sidecar.
     process: Option<u32>,
-    door: Door,
+    endpoint: Endpoint,
     channel: Channel,
     call: &'static str,
 }
 
-enum Door {
+enum Endpoint {
     Socket(PathBuf),
     Tls(TlsConnector, u16),
 }
 
-/// What the runs of a way took.
+/// Wall and processor time of all runs on a route.
 #[derive(Debug, Default)]
 struct Spent {
     times: Vec<f64>,
@@ -82,7 +82,7 @@ impl Spent {
         self.cpu[of].iter().copied().collect::<Samples>().median()
     }
 
-    /// Where the time goes.
+    /// Describes the wall time and its processor time by process.
     fn split(&self) -> String {
         let wall = self.times.iter().copied().collect::<Samples>().median();
         let [driver, sidecar, client] = [0, 1, 2].map(|of| digits(100.0 * self.cpu(of) / wall));
@@ -94,48 +94,48 @@ impl Spent {
 }
 
 pub fn measure(options: Options, report: &mut Report, rig: &Rig<'_>, extents: u64) -> Result<()> {
-    let ours = rig.sidecar(Whose::Ours, &[])?;
+    let ours = rig.sidecar(Implementation::Ours, &[])?;
     let released =
-        rig.sidecar(Whose::Released, &["-kube-api-qps=100000", "-kube-api-burst=100000"])?;
+        rig.sidecar(Implementation::Released, &["-kube-api-qps=100000", "-kube-api-burst=100000"])?;
     thread::sleep(Duration::from_millis(options.pick(2000, 200)));
     let idle = [&ours, &released].map(|one| kernel::memory(one.pid(), "status", "VmRSS"));
     let [idle, released_idle] = idle;
-    let row = Row::said("sidecar", "memory of the sidecar, idle", bytes(idle?));
+    let row = Row::value("sidecar", "memory of the sidecar, idle", bytes(idle?));
     report.row(row.against(format!("released sidecar: {}", bytes(released_idle?)), None));
-    let ways = [Way::direct(rig)?, Way::through(rig, &ours), Way::through(rig, &released)];
+    let routes = [Route::direct(rig)?, Route::through(rig, &ours), Route::through(rig, &released)];
     for client in [Client::Raw, Client::Decoding] {
         for max in PER_MESSAGE {
             let requests = requests(rig, max);
-            // Once, to see that the answers are right; and what is slow the first time is not measured.
-            for (way, request) in ways.iter().zip(&requests) {
-                let taken = rig.driver.runtime.block_on(way.whole(request))?;
-                taken.check(Pattern::new(extents).bytes(), max as usize)?;
+            // Verifies the streams, and warms up.
+            for (route, request) in routes.iter().zip(&requests) {
+                let received = rig.driver.runtime.block_on(route.whole(request))?;
+                received.check(Pattern::new(extents).bytes(), max as usize)?;
             }
             let runs = options.pick(11, 1);
-            let spent = in_turn(rig, &ways, &requests, client, extents, runs)?;
-            tell(report, client, max, extents, &spent);
+            let spent = in_turn(rig, &routes, &requests, client, extents, runs)?;
+            report_spent(report, client, max, extents, &spent);
         }
     }
     checks(options, report, rig, &ours, extents)?;
     let streams = options.pick(MANY, 4);
     for count in [1, streams] {
-        // So long that all of them run beside each other, and not longer than it takes.
+        // Long enough that all streams overlap.
         let each = extents / options.pick(20, 4);
         let [of_ours, of_released] =
             [&ours, &released].map(|one| memory(rig, one, count, extents, each));
         let what = match count {
-            1 => "memory of the sidecar, 1 stream, the most".to_owned(),
-            many => format!("memory of the sidecar, {many} streams at once, the most"),
+            1 => "peak memory of the sidecar, 1 stream".to_owned(),
+            many => format!("peak memory of the sidecar, {many} concurrent streams"),
         };
-        let row = Row::said("sidecar", what, bytes(of_ours?));
+        let row = Row::value("sidecar", what, bytes(of_ours?));
         report.row(row.against(format!("released sidecar: {}", bytes(of_released?)), None));
     }
-    drop(ways);
+    drop(routes);
     rig.settle(Duration::from_millis(100));
     Ok(())
 }
 
-/// The request for each way. Encoded: they are of different types.
+/// The encoded request of each route; the routes have different message types.
 fn requests(rig: &Rig<'_>, max: i32) -> [RawMessage; 3] {
     let direct = csi::GetMetadataDeltaRequest {
         base_snapshot_id: rig.base.clone(),
@@ -149,7 +149,7 @@ fn requests(rig: &Rig<'_>, max: i32) -> [RawMessage; 3] {
     [RawMessage::of(&direct), through.clone(), through]
 }
 
-/// What `--check-streams` costs: a sidecar with it beside one without.
+/// The cost of `--check-streams`: compares a sidecar with this flag and one without.
 fn checks(
     options: Options,
     report: &mut Report,
@@ -157,18 +157,18 @@ fn checks(
     plain: &Sidecar,
     extents: u64,
 ) -> Result<()> {
-    let checking = rig.sidecar(Whose::Ours, &["--check-streams"])?;
-    let ways = [Way::through(rig, plain), Way::through(rig, &checking)];
+    let checking = rig.sidecar(Implementation::Ours, &["--check-streams"])?;
+    let routes = [Route::through(rig, plain), Route::through(rig, &checking)];
     for max in PER_MESSAGE {
         let [_, one, other] = requests(rig, max);
         let requests = [one, other];
-        // The first answer is slower.
-        in_turn(rig, &ways, &requests, Client::Raw, extents, 1)?;
+        // The first stream is slower.
+        in_turn(rig, &routes, &requests, Client::Raw, extents, 1)?;
         let runs = options.pick(11, 1);
-        let [plain, checked] = in_turn(rig, &ways, &requests, Client::Raw, extents, runs)?;
+        let [plain, checked] = in_turn(rig, &routes, &requests, Client::Raw, extents, runs)?;
         let shares = plain.times.iter().zip(&checked.times).map(|(plain, checked)| plain / checked);
         let what = format!(
-            "through the sidecar with --check-streams, {} extents, {} a message, {}",
+            "through the sidecar with --check-streams, {} extents, {} per message, {}",
             grouped(extents as i64),
             grouped(max.into()),
             Client::Raw.what()
@@ -183,29 +183,29 @@ fn checks(
     Ok(())
 }
 
-/// All ways once in each round.
-fn in_turn<const WAYS: usize>(
+/// Measures all routes once per round.
+fn in_turn<const ROUTES: usize>(
     rig: &Rig<'_>,
-    ways: &[Way; WAYS],
-    requests: &[RawMessage; WAYS],
+    routes: &[Route; ROUTES],
+    requests: &[RawMessage; ROUTES],
     client: Client,
     extents: u64,
     rounds: usize,
-) -> Result<[Spent; WAYS]> {
+) -> Result<[Spent; ROUTES]> {
     let mut spent = std::array::from_fn(|_| Spent::default());
     for _ in 0..rounds {
-        for ((way, request), spent) in ways.iter().zip(requests).zip(&mut spent) {
+        for ((route, request), spent) in routes.iter().zip(requests).zip(&mut spent) {
             let clocks = [
                 Some(rig.driver.cpu()?),
-                way.process.map(CpuClock::of).transpose()?,
+                route.process.map(CpuClock::of).transpose()?,
                 Some(CpuClock::own()),
             ];
             let now = || clocks.map(|clock| clock.map(CpuClock::now).unwrap_or_default());
             let before = now();
             let took = rig.driver.runtime.block_on(async {
                 match client {
-                    Client::Raw => way.frames(request, drop).await.map(|taken| taken.whole),
-                    Client::Decoding => way.decoded(request, extents).await,
+                    Client::Raw => route.frames(request, drop).await.map(|received| received.whole),
+                    Client::Decoding => route.decoded(request, extents).await,
                 }
             })?;
             let after = now();
@@ -218,93 +218,93 @@ fn in_turn<const WAYS: usize>(
     Ok(spent)
 }
 
-fn tell(report: &mut Report, client: Client, max: i32, extents: u64, spent: &[Spent; 3]) {
+fn report_spent(report: &mut Report, client: Client, max: i32, extents: u64, spent: &[Spent; 3]) {
     let [direct, ours, released] = spent;
     let rates = spent.each_ref().map(|spent| spent.rates(extents));
-    let [straight, _, of_released] = rates.each_ref().map(Samples::median);
-    let of = format!(
-        "{} extents, {} a message, {}",
+    let [direct_rate, _, released_rate] = rates.each_ref().map(Samples::median);
+    let stream = format!(
+        "{} extents, {} per message, {}",
         grouped(extents as i64),
         grouped(max.into()),
         client.what()
     );
-    // Of each round, in which whoever else uses the machine disturbs all ways alike.
-    let shares = direct.times.iter().zip(&ours.times).map(|(straight, ours)| straight / ours);
+    // Per round, because other load on the machine disturbs all routes of a round equally.
+    let shares = direct.times.iter().zip(&ours.times).map(|(direct, ours)| direct / ours);
     let share = shares.collect::<Samples>().median();
-    let what = format!("through the sidecar over TLS, {of}");
+    let what = format!("through the sidecar over TLS, {stream}");
     let row = Row::samples("sidecar", what, &rates[1], "extents per second", millions);
     let peer = format!(
-        "straight from the driver: {}; through the released sidecar: {}",
-        millions(straight),
-        millions(of_released)
+        "directly from the driver: {}; through the released sidecar: {}",
+        millions(direct_rate),
+        millions(released_rate)
     );
-    let mut row = row.against(peer, share).must("0.85 of straight", share >= 0.85);
+    let mut row = row.against(peer, share).must("0.85 of direct", share >= 0.85);
     row.cpu_seconds = Some(ours.cpu(1));
     report.row(row);
     let per_million = [ours, released].map(|spent| spent.cpu(1) * 1e6 / extents as f64);
     let fewer = per_million[1] / per_million[0];
     let what = format!(
-        "CPU of the sidecar per million extents, {} a message, {}",
+        "CPU of the sidecar per million extents, {} per message, {}",
         grouped(max.into()),
         client.what()
     );
-    let row = Row::said("sidecar", what, time(per_million[0]));
+    let row = Row::value("sidecar", what, time(per_million[0]));
     let peer = format!("released sidecar: {}", time(per_million[1]));
-    report.row(row.against(peer, fewer).must("10 times fewer", fewer >= 10.0));
+    report.row(row.against(peer, fewer).must("10 times less", fewer >= 10.0));
     report.note(format!(
-        "{of}, straight: {}; through the sidecar: {}",
+        "{stream}, direct: {}; through the sidecar: {}",
         direct.split(),
         ours.split()
     ));
 }
 
-impl Way {
+impl Route {
     fn direct(rig: &Rig<'_>) -> Result<Self> {
-        let door = Door::Socket(rig.driver.socket());
-        Ok(Self { process: None, door, channel: rig.driver.channel()?, call: raw::DELTA })
+        let endpoint = Endpoint::Socket(rig.driver.socket());
+        Ok(Self { process: None, endpoint, channel: rig.driver.channel()?, call: raw::DELTA })
     }
 
     fn through(rig: &Rig<'_>, sidecar: &Sidecar) -> Self {
         let port = sidecar.served.port;
         let _inside = rig.driver.runtime.enter();
         let channel = channel_with(endpoint(), port, &rig.trusted());
-        let door = Door::Tls(connector(&rig.trusted()), port);
-        Self { process: Some(sidecar.pid()), door, channel, call: DELTA }
+        let endpoint = Endpoint::Tls(connector(&rig.trusted()), port);
+        Self { process: Some(sidecar.pid()), endpoint, channel, call: DELTA }
     }
 
     async fn frames(
         &self,
         request: &RawMessage,
         each: impl FnMut(tonic::codegen::Bytes),
-    ) -> Result<Taken> {
-        match &self.door {
-            Door::Socket(socket) => {
+    ) -> Result<Received> {
+        match &self.endpoint {
+            Endpoint::Socket(socket) => {
                 let stream = UnixStream::connect(socket).await?;
-                raw::take_from(stream, self.call, request, each).await
+                raw::receive(stream, self.call, request, each).await
             }
-            Door::Tls(trusting, port) => {
-                let stream = connect(trusting, *port).await?;
-                raw::take_from(stream, self.call, request, each).await
+            Endpoint::Tls(connector, port) => {
+                let stream = connect(connector, *port).await?;
+                raw::receive(stream, self.call, request, each).await
             }
         }
     }
 
-    async fn whole(&self, request: &RawMessage) -> Result<Taken> {
+    async fn whole(&self, request: &RawMessage) -> Result<Received> {
         let mut frames = Vec::new();
-        let taken = self.frames(request, |frame| frames.push(frame)).await?;
-        Ok(Taken { frames, ..taken })
+        let received = self.frames(request, |frame| frames.push(frame)).await?;
+        Ok(Received { frames, ..received })
     }
 
     async fn decoded(&self, request: &RawMessage, extents: u64) -> Result<Duration> {
         let begun = Instant::now();
         let found = decode(self.channel.clone(), self.call, request.clone()).await?;
-        ensure!(found == extents, "{found} extents of {extents}");
+        ensure!(found == extents, "received {found} of {extents} extents");
         Ok(begun.elapsed())
     }
 }
 
-/// Asks and decodes all of the answer, whose messages are the same in CSI and in Kubernetes; returns the number of
-/// extents.
+/// Decodes a whole stream and returns the number of extents. The messages are the same in CSI and
+/// in Kubernetes.
 pub async fn decode(channel: Channel, call: &'static str, request: RawMessage) -> Result<u64> {
     let mut grpc = Grpc::new(channel).max_decoding_message_size(16 << 20);
     grpc.ready().await?;
@@ -318,10 +318,10 @@ pub async fn decode(channel: Channel, call: &'static str, request: RawMessage) -
     Ok(found)
 }
 
-/// The most that a sidecar has resident while so many clients, each on a connection of its own, take the last `each`
-/// extents, in bytes.
+/// The peak resident bytes of a sidecar while `count` clients, each with its own connection, read
+/// the last `each` extents.
 fn memory(rig: &Rig<'_>, sidecar: &Sidecar, count: usize, extents: u64, each: u64) -> Result<u64> {
-    let way = Way::through(rig, sidecar);
+    let route = Route::through(rig, sidecar);
     let offset =
         Pattern::new(extents).bytes().nth((extents - each) as usize).context("an extent")?.0;
     let mut request = rig.delta(&rig.token(), &rig.base, "target");
@@ -331,14 +331,14 @@ fn memory(rig: &Rig<'_>, sidecar: &Sidecar, count: usize, extents: u64, each: u6
     rig.driver.runtime.block_on(async {
         let mut all = tokio::task::JoinSet::new();
         for _ in 0..count {
-            let Door::Tls(trusting, port) = &way.door else { continue };
-            let (trusting, port, request) = (trusting.clone(), *port, request.clone());
+            let Endpoint::Tls(connector, port) = &route.endpoint else { continue };
+            let (connector, port, request) = (connector.clone(), *port, request.clone());
             all.spawn(async move {
-                let stream = connect(&trusting, port).await?;
-                raw::take_from(stream, DELTA, &request, drop).await
+                let stream = connect(&connector, port).await?;
+                raw::receive(stream, DELTA, &request, drop).await
             });
         }
-        all.join_all().await.into_iter().try_for_each(|taken| taken.map(drop))
+        all.join_all().await.into_iter().try_for_each(|received| received.map(drop))
     })?;
     kernel::memory(sidecar.pid(), "status", "VmHWM")
 }

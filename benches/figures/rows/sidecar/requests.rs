@@ -1,5 +1,4 @@
-//! Many short requests: a delta in which nothing has changed. Clients, sidecar, driver and API server share the
-//! cores.
+//! Many short requests for an empty delta. Clients, sidecar, driver and API server share the cores.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +10,7 @@ use tokio::task::JoinSet;
 use tonic::transport::Channel;
 
 use super::relay::{DELTA, decode};
-use super::rig::{Rig, Sidecar, Whose};
+use super::rig::{Implementation, Rig, Sidecar};
 use crate::Options;
 use crate::harness::endpoint;
 use crate::kernel::CpuClock;
@@ -21,40 +20,40 @@ use support::cluster::sidecar::channel_with;
 
 /// Connections that the clients share.
 const CONNECTIONS: usize = 8;
-/// Until the API server has written down what it was asked.
+/// Time for the API server to write its audit log.
 const WRITTEN: Duration = Duration::from_millis(200);
 
-/// Until a connection that nobody needs is closed.
+/// Time for unused connections to close.
 const CLOSED: Duration = Duration::from_millis(50);
 
-/// What came of asking for a while.
-struct Asked {
-    answers: u64,
+/// The result of clients that send requests for a while.
+struct Outcome {
+    responses: u64,
     errors: u64,
-    /// Of the sidecar, in seconds per answer.
+    /// Processor time of the sidecar in seconds per response.
     cpu: f64,
     took: f64,
     /// Requests of the sidecar to the API server.
     reviews: u64,
 }
 
-impl Asked {
+impl Outcome {
     fn rate(&self) -> f64 {
-        self.answers as f64 / self.took
+        self.responses as f64 / self.took
     }
 
-    fn told(&self) -> String {
+    fn summary(&self) -> String {
         let errors = match self.errors {
             0 => String::new(),
-            some => format!(", {some} refused"),
+            some => format!(", {some} errors"),
         };
-        let each = self.reviews as f64 / self.answers.max(1) as f64;
+        let each = self.reviews as f64 / self.responses.max(1) as f64;
         let reviews = match each >= 0.01 {
             true => format!("{} API requests each", digits(each)),
-            false => format!("{} API requests in all", self.reviews),
+            false => format!("{} API requests in total", self.reviews),
         };
-        let (rate, answers) = (digits(self.rate()), grouped(self.answers as i64));
-        format!("{rate}/s ({answers} answers{errors}), {reviews}")
+        let (rate, responses) = (digits(self.rate()), grouped(self.responses as i64));
+        format!("{rate}/s ({responses} responses{errors}), {reviews}")
     }
 }
 
@@ -68,123 +67,124 @@ pub fn measure(options: Options, report: &mut Report, rig: &Rig<'_>) -> Result<(
     let quick = Duration::from_millis(300);
     let unlimited = ["-kube-api-qps=100000", "-kube-api-burst=100000"];
 
-    let released = rig.sidecar(Whose::Released, &unlimited)?;
-    let peer = ask(rig, &released, &requests[..1], 16, options.pick(5 * second, quick))?;
+    let released = rig.sidecar(Implementation::Released, &unlimited)?;
+    let peer = run_clients(rig, &released, &requests[..1], 16, options.pick(5 * second, quick))?;
     let peer_times = one_by_one(rig, &released, &requests[0], options.pick(300, 20))?;
     drop(released);
-    let throttled = rig.sidecar(Whose::Released, &[])?;
-    let limited = ask(rig, &throttled, &requests[..1], 4, options.pick(20 * second, quick))?;
+    let throttled = rig.sidecar(Implementation::Released, &[])?;
+    let limited =
+        run_clients(rig, &throttled, &requests[..1], 4, options.pick(20 * second, quick))?;
     drop(throttled);
-    let unlimited_peer = format!("released sidecar without limits: {}", peer.told());
-    let limited_peer = format!("released sidecar at its default limits: {}", limited.told());
+    let unlimited_peer = format!("released sidecar without limits: {}", peer.summary());
+    let limited_peer = format!("released sidecar at its default limits: {}", limited.summary());
 
-    for (flags, limits, peer, peer_said) in [
+    for (flags, limits, peer, peer_summary) in [
         (&["--kube-api-qps", "-1"][..], "without limits", &peer, &unlimited_peer),
         (
             &["--kube-api-qps", "5"][..],
-            "at default limits (5 API requests a second)",
+            "at default limits (5 API requests per second)",
             &limited,
             &limited_peer,
         ),
     ] {
-        let ours = rig.sidecar(Whose::Ours, flags)?;
+        let ours = rig.sidecar(Implementation::Ours, flags)?;
         if limits == "without limits" {
             let times = one_by_one(rig, &ours, &requests[0], options.pick(2000, 50))?;
             report.row(latency(&times, &peer_times));
         }
-        for (requests, of) in
+        for (requests, tokens) in
             [(&requests[..1], "one token".to_owned()), (&requests[..], format!("{many} tokens"))]
         {
-            let asked = ask(rig, &ours, requests, many, options.pick(12 * second, quick))?;
-            let what = format!("short requests, {many} at once, {of}, {limits}");
-            let mut row = Row::said("sidecar", what, asked.told());
-            row.cpu_seconds = Some(asked.cpu);
-            let ratio = (peer.answers > 0).then(|| asked.rate() / peer.rate());
-            report.row(row.against(peer_said, ratio).must("1,000/s", asked.rate() >= 1000.0));
+            let outcome =
+                run_clients(rig, &ours, requests, many, options.pick(12 * second, quick))?;
+            let what = format!("short requests, {many} concurrent, {tokens}, {limits}");
+            let mut row = Row::value("sidecar", what, outcome.summary());
+            row.cpu_seconds = Some(outcome.cpu);
+            let ratio = (peer.responses > 0).then(|| outcome.rate() / peer.rate());
+            report.row(row.against(peer_summary, ratio).must("1,000/s", outcome.rate() >= 1000.0));
         }
     }
-    let ours = rig.sidecar(Whose::Ours, &["--review-cache-ttl", "0s"])?;
-    let asked = ask(rig, &ours, &requests, many, options.pick(5 * second, quick))?;
+    let ours = rig.sidecar(Implementation::Ours, &["--review-cache-ttl", "0s"])?;
+    let outcome = run_clients(rig, &ours, &requests, many, options.pick(5 * second, quick))?;
     let what = format!(
-        "short requests, {many} at once, {many} tokens, without limits, nothing remembered (--review-cache-ttl 0s)"
+        "short requests, {many} concurrent, {many} tokens, without limits, without a cache (--review-cache-ttl 0s)"
     );
-    let mut row = Row::said("sidecar", what, asked.told());
-    row.cpu_seconds = Some(asked.cpu);
-    report.row(row.against(&unlimited_peer, asked.rate() / peer.rate()));
+    let mut row = Row::value("sidecar", what, outcome.summary());
+    row.cpu_seconds = Some(outcome.cpu);
+    report.row(row.against(&unlimited_peer, outcome.rate() / peer.rate()));
     Ok(())
 }
 
 fn latency(ours: &Samples, released: &Samples) -> Row {
-    let tell = |times: &Samples| {
+    let describe = |times: &Samples| {
         format!("median {}, p99 {}", time(times.median()), time(times.percentile(99)))
     };
-    let what = "a short request, one after the other, token known";
+    let what = "a short request, one after the other, token cached";
     let mut row = Row::samples("sidecar", what, ours, "seconds", time);
-    row.measured = tell(ours);
-    let peer = format!("released sidecar without limits: {}", tell(released));
+    row.measured = describe(ours);
+    let peer = format!("released sidecar without limits: {}", describe(released));
     row.against(peer, released.median() / ours.median())
 }
 
-/// Channels to a sidecar, each with a connection.
+/// Channels to a sidecar, each with its own connection.
 fn channels(rig: &Rig<'_>, sidecar: &Sidecar) -> Vec<Channel> {
     let _inside = rig.driver.runtime.enter();
     let channel = |_| channel_with(endpoint(), sidecar.served.port, &rig.trusted());
     (0..CONNECTIONS).map(channel).collect()
 }
 
-/// `at_once` clients ask, each with one of the requests, one time after the other.
-fn ask(
+/// Runs concurrent clients, each of which repeats one of the requests.
+fn run_clients(
     rig: &Rig<'_>,
     sidecar: &Sidecar,
     requests: &[RawMessage],
-    at_once: usize,
-    long: Duration,
-) -> Result<Asked> {
+    count: usize,
+    duration: Duration,
+) -> Result<Outcome> {
     let user = sidecar.account.user();
     let channels = channels(rig, sidecar);
     rig.settle(WRITTEN);
-    let known = rig.cluster.requests_by(&user);
+    let reviews_before = rig.cluster.requests_by(&user);
     let clock = CpuClock::of(sidecar.pid())?;
     let before = clock.now();
     let counted = Arc::new(Counted::default());
     let begun = Instant::now();
     rig.driver.runtime.block_on(async {
         let mut clients = JoinSet::new();
-        for client in 0..at_once {
+        for client in 0..count {
             let channel = channels[client % channels.len()].clone();
-            clients.spawn(go_on(
+            clients.spawn(call_repeatedly(
                 channel,
                 requests[client % requests.len()].clone(),
                 counted.clone(),
             ));
         }
-        // They are ended wherever they are.
-        tokio::time::sleep(long).await;
+        // Dropping the set aborts the clients.
+        tokio::time::sleep(duration).await;
     });
     let took = begun.elapsed().as_secs_f64();
     let cpu = (clock.now() - before).as_secs_f64();
     drop(channels);
     rig.settle(WRITTEN);
-    let reviews = (rig.cluster.requests_by(&user) - known) as u64;
-    let answers = counted.answers.load(Ordering::Relaxed);
+    let reviews = (rig.cluster.requests_by(&user) - reviews_before) as u64;
+    let responses = counted.responses.load(Ordering::Relaxed);
     let errors = counted.errors.load(Ordering::Relaxed);
-    Ok(Asked { answers, errors, cpu: cpu / answers.max(1) as f64, took, reviews })
+    Ok(Outcome { responses, errors, cpu: cpu / responses.max(1) as f64, took, reviews })
 }
 
 #[derive(Debug, Default)]
 struct Counted {
-    answers: AtomicU64,
+    responses: AtomicU64,
     errors: AtomicU64,
 }
 
-/// Asks the same again and again.
-async fn go_on(channel: Channel, request: RawMessage, counted: Arc<Counted>) {
+async fn call_repeatedly(channel: Channel, request: RawMessage, counted: Arc<Counted>) {
     loop {
         match decode(channel.clone(), DELTA, request.clone()).await {
-            Ok(_) => counted.answers.fetch_add(1, Ordering::Relaxed),
+            Ok(_) => counted.responses.fetch_add(1, Ordering::Relaxed),
             Err(error) => {
                 if counted.errors.fetch_add(1, Ordering::Relaxed) == 0 {
-                    eprintln!("  a request was refused: {error:#}");
+                    eprintln!("  a request failed: {error:#}");
                 }
                 0
             }
@@ -192,7 +192,7 @@ async fn go_on(channel: Channel, request: RawMessage, counted: Arc<Counted>) {
     }
 }
 
-/// Times of single requests over a connection that is there, to a sidecar that knows the token.
+/// Times of single requests over an open connection, to a sidecar that has cached the token.
 fn one_by_one(
     rig: &Rig<'_>,
     sidecar: &Sidecar,

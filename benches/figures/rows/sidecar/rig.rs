@@ -1,4 +1,4 @@
-//! A driver with a long delta and an empty one, known to Kubernetes, and sidecars in front of it.
+//! A driver with a long and an empty delta, its Kubernetes objects, and sidecars.
 
 use std::time::Duration;
 
@@ -14,12 +14,12 @@ use support::cluster::programs::{Process, Served};
 use support::cluster::sidecar::{self, AUDIENCE};
 use support::cluster::tls::{Authority, Certificate};
 
-/// Longer than any row.
+/// Token lifetime, longer than every row.
 const VALIDITY: Duration = Duration::from_secs(3600);
 
-/// Which sidecar.
+/// The implementation of a sidecar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Whose {
+pub enum Implementation {
     Ours,
     Released,
 }
@@ -30,7 +30,7 @@ pub struct Rig<'a> {
     pub namespace: String,
     authority: Authority,
     certificate: Certificate,
-    /// Who asks.
+    /// The ServiceAccount of the client.
     backup: Account,
     /// Handles of the snapshots of the long delta.
     pub base: String,
@@ -39,15 +39,15 @@ pub struct Rig<'a> {
 }
 
 impl<'a> Rig<'a> {
-    /// VolumeSnapshots `base` and `target` for the snapshots of these handles, and `still` and `same`, between which
-    /// nothing has changed.
+    /// Creates VolumeSnapshots `base` and `target` for the snapshots with these handles, and
+    /// `still` and `same` without changes between them.
     pub fn new(cluster: &'a Cluster, driver: &'a Driver, base: &str, target: &str) -> Result<Self> {
         let driver_name = driver.call(csi::GetPluginInfoRequest {})?.name;
         let volume = driver.volume("quiet", 1 << 30, Capability::Block)?;
         let (still, same) = (driver.snapshot("still", &volume)?, driver.snapshot("same", &volume)?);
         let snapshotter = cluster.snapshotter(&driver.socket());
         let namespace = cluster.namespace("bench");
-        // Without a class the released sidecar refuses.
+        // The released sidecar requires a class.
         let class = cluster.snapshot_class(&driver_name, &[]);
         let all = [("base", base), ("target", target), ("still", &still), ("same", &same)];
         for (name, handle) in all {
@@ -55,7 +55,7 @@ impl<'a> Rig<'a> {
         }
         let authority = Authority::new("bench authority");
         let certificate = authority.certify(cluster.scratch(), "sidecar");
-        // Sidecars look there for the audience.
+        // Sidecars get the audience from this object.
         cluster.metadata_service(&driver_name, "localhost:1", AUDIENCE, &authority.pem());
         let backup = cluster.account(&namespace, "backup");
         let readable = rule("snapshot.storage.k8s.io", &["volumesnapshots"], &["get"]);
@@ -73,31 +73,31 @@ impl<'a> Rig<'a> {
         })
     }
 
-    /// A sidecar with an account of its own, and the account.
-    pub fn sidecar(&self, whose: Whose, flags: &[&str]) -> Result<Sidecar> {
+    /// Starts a sidecar with a new ServiceAccount.
+    pub fn sidecar(&self, implementation: Implementation, flags: &[&str]) -> Result<Sidecar> {
         let name = self.cluster.unique("sidecar");
         let account = self.cluster.account(&self.namespace, &name);
         self.cluster.grant(&account, &sidecar_rules());
         let kubeconfig = self.cluster.kubeconfig_of(&account);
         let socket = self.driver.socket();
-        let served = match whose {
-            Whose::Ours => {
+        let served = match implementation {
+            Implementation::Ours => {
                 sidecar::start(self.cluster, &socket, &kubeconfig, &self.certificate, flags)
             }
-            Whose::Released => {
+            Implementation::Released => {
                 self.cluster.released_sidecar(&socket, &kubeconfig, &self.certificate, flags)
             }
         };
         Ok(Sidecar { served, account })
     }
 
-    /// Goes on with what clients have to do for a while, such as to close connections: a sidecar that is told to
-    /// end waits for that.
-    pub fn settle(&self, long: Duration) {
-        self.driver.runtime.block_on(async { tokio::time::sleep(long).await });
+    /// Runs the clients' tasks for a while, such as closing connections, for which a stopping
+    /// sidecar waits.
+    pub fn settle(&self, duration: Duration) {
+        self.driver.runtime.block_on(async { tokio::time::sleep(duration).await });
     }
 
-    /// What clients of a sidecar trust.
+    /// The CA bundle of the sidecars.
     pub fn trusted(&self) -> String {
         self.authority.pem()
     }

@@ -27,13 +27,13 @@ fn ids(catalog: &Catalog) -> Vec<String> {
     rows.into_iter().map(|row| row.id).collect()
 }
 
-/// From now on every operation on the file fails, until it is opened again.
+/// Makes every operation on the file fail until it is reopened.
 fn fail(catalog: &Catalog) {
     catalog.store.read().unwrap().file.retire();
 }
 
 #[test]
-fn a_catalog_that_met_an_io_error_goes_on_with_what_was_committed() {
+fn after_an_io_error_the_catalog_has_the_committed_rows() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog.redb");
     let catalog = Catalog::open(&path, Default::default()).unwrap();
@@ -49,7 +49,7 @@ fn a_catalog_that_met_an_io_error_goes_on_with_what_was_committed() {
         assert!(!ids(&catalog).contains(&"lost".to_owned()));
         catalog.write(|tx| tx.put(&volume(&format!("b{round}")))).unwrap();
         assert_eq!(ids(&catalog).len(), round + 2);
-        // A reader from before sees what it saw, or an error.
+        // An older reader sees its rows, or an error.
         if let Ok(rows) = reading.select(|_: &Volume| true) {
             assert_eq!(rows.len(), round + 1);
         }
@@ -62,7 +62,7 @@ fn a_catalog_that_met_an_io_error_goes_on_with_what_was_committed() {
 }
 
 #[test]
-fn a_catalog_that_cannot_be_written_can_be_read() {
+fn a_catalog_that_is_not_writable_can_be_read() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog.redb");
     let catalog = Catalog::open(&path, Default::default()).unwrap();
@@ -75,7 +75,7 @@ fn a_catalog_that_cannot_be_written_can_be_read() {
         assert!(catalog.write(|tx| tx.put(&volume("lost"))).is_err());
         assert_eq!(ids(&catalog).len(), 1 + round);
         in_tests::fail_after(None);
-        // Readers alone do not end it.
+        // A read does not end the read-only state.
         assert!(!ids(&catalog).contains(&"lost".to_owned()));
         catalog.check_writable().unwrap();
         catalog.write(|tx| tx.put(&volume(&format!("b{round}")))).unwrap();
@@ -86,9 +86,9 @@ fn a_catalog_that_cannot_be_written_can_be_read() {
     assert_eq!(ids(&Catalog::open(&path, Default::default()).unwrap()), ["a", "b0", "b1"]);
 }
 
-/// It has them since before it had its name.
+/// The tables are created before the catalog gets its name.
 #[test]
-fn a_catalog_that_has_lost_its_tables_is_damaged_and_not_new() {
+fn a_catalog_without_tables_is_damaged_and_not_new() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog.redb");
     drop(Database::create(&path).unwrap());

@@ -1,4 +1,4 @@
-//! Rows of snapshots, their indexes, and the files to be removed; catalogs of the former format.
+//! Rows of snapshots, their indexes, and the files to remove; catalogs of format version 1.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +31,7 @@ fn snapshot(id: &str, volume: u64, sequence: u64, phase: SnapshotPhase) -> Snaps
     }
 }
 
-/// What rows are expected, by id, and which files nothing refers to.
+/// The expected rows by id, and the expected unreferenced files.
 #[derive(Default)]
 struct Model {
     rows: BTreeMap<String, Snapshot>,
@@ -51,8 +51,8 @@ impl Model {
     }
 
     fn put(&mut self, row: &Snapshot) {
-        let former = self.rows.insert(row.id.clone(), row.clone());
-        self.removals.extend(former.iter().flat_map(Self::files));
+        let previous = self.rows.insert(row.id.clone(), row.clone());
+        self.removals.extend(previous.iter().flat_map(Self::files));
         let files = Self::files(row);
         self.removals.retain(|file| !files.contains(file));
     }
@@ -66,12 +66,12 @@ impl Model {
     fn check(&self, catalog: &Catalog) {
         let reading = catalog.read().unwrap();
         let exists =
-            |row: &&Snapshot| matches!(row.phase, SnapshotPhase::Ready | SnapshotPhase::Cutting);
+            |row: &&Snapshot| matches!(row.phase, SnapshotPhase::Ready | SnapshotPhase::Taking);
         let existing: Vec<_> = self.rows.values().filter(exists).cloned().collect();
         assert_eq!(reading.select(|_: &Snapshot| true).unwrap(), existing);
         let mut every = BTreeMap::new();
         reading
-            .every_snapshot(|row| {
+            .for_each_snapshot(|row| {
                 assert!(every.insert(row.id.clone(), row).is_none());
                 Ok(())
             })
@@ -106,28 +106,28 @@ impl Model {
             of.retain(|row| exists(&row));
             assert_eq!(reading.existing_snapshots_of(&volume).unwrap(), of);
         }
-        // By the beginning of the retention, and those with a retention of their own by its end.
+        // Rows with the default retention by its start, the others by its end.
         let ids = |time: u64, of: fn(&Snapshot) -> Option<u64>| -> Vec<String> {
             let mut rows: Vec<_> =
                 self.rows.values().filter(|row| of(row).is_some_and(|at| at < time)).collect();
             rows.sort_by_key(|row| (of(row), row.id.clone()));
             rows.into_iter().map(|row| row.id.clone()).collect()
         };
-        let since = |row: &Snapshot| row.retained_since().filter(|_| row.own_end().is_none());
+        let since = |row: &Snapshot| row.retained_since().filter(|_| row.own_expiry().is_none());
         for time in 0..16 {
             assert_eq!(reading.retained_before(time).unwrap(), ids(time, since));
-            assert_eq!(reading.ended_before(time).unwrap(), ids(time, Snapshot::own_end));
+            assert_eq!(reading.expired_before(time).unwrap(), ids(time, Snapshot::own_expiry));
         }
         let mut ends = Vec::new();
         reading
-            .visit_ends(|row| {
+            .visit_by_expiry(|row| {
                 Ok({
                     ends.push(row.id);
                     true
                 })
             })
             .unwrap();
-        let all = [ids(u64::MAX, Snapshot::own_end), ids(u64::MAX, since)].concat();
+        let all = [ids(u64::MAX, Snapshot::own_expiry), ids(u64::MAX, since)].concat();
         assert_eq!(ends, all);
         assert_eq!(reading.retained_count().unwrap(), all.len() as u64);
         let mut found = reading.removals().unwrap();
@@ -140,7 +140,7 @@ impl Model {
 
 fn any_row() -> impl Strategy<Value = Snapshot> {
     let phase = prop_oneof![
-        Just(SnapshotPhase::Cutting),
+        Just(SnapshotPhase::Taking),
         Just(SnapshotPhase::Ready),
         (0..8u64).prop_map(|at| SnapshotPhase::Deleted { at }),
         (0..8u64).prop_map(|at| SnapshotPhase::Forgotten { at }),
@@ -152,7 +152,8 @@ fn any_row() -> impl Strategy<Value = Snapshot> {
     ]);
     (0..6u64, phase, any::<bool>(), 0..2u64, until, retention).prop_map(
         |(n, phase, has_data, generation, until, retention)| {
-            // Two of a volume can have one sequence number: a failed snapshot that is not undone yet, and the next one.
+            // Two snapshots of a volume can have the same sequence number: a failed snapshot that
+            // is not undone yet, and the next one.
             let row = snapshot(&format!("snap-{n}"), n / 3, n % 3 / 2 + 3, phase);
             Snapshot {
                 has_data,
@@ -168,7 +169,7 @@ fn any_row() -> impl Strategy<Value = Snapshot> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn tables_and_indexes_of_snapshots_agree_after_any_changes(
+    fn tables_and_indexes_agree_after_any_changes(
         changes in prop::collection::vec(
             prop_oneof![4 => any_row().prop_map(Ok), 1 => (0..6u64).prop_map(Err)], 1..24),
     ) {
@@ -193,7 +194,7 @@ proptest! {
 }
 
 #[test]
-fn a_file_stays_listed_until_a_change_after_its_removal() {
+fn a_file_is_listed_until_a_change_after_its_removal() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog.redb");
     let catalog = Catalog::open(&path, Default::default()).unwrap();
@@ -205,25 +206,25 @@ fn a_file_stays_listed_until_a_change_after_its_removal() {
     let data = SnapshotFile::data(&row);
     let listed = |catalog: &Catalog| catalog.read().unwrap().removals().unwrap();
     assert_eq!(listed(&catalog), std::slice::from_ref(&data));
-    catalog.is_removed(data.clone());
+    catalog.note_removal(data.clone());
     let failing: Result<()> = catalog.write(|_| Err(Error::Failed("no".into())));
     assert!(failing.is_err());
     assert_eq!(listed(&catalog), std::slice::from_ref(&data), "nothing was written");
     catalog.write(|_| Ok(())).unwrap();
     assert_eq!(listed(&catalog), []);
-    // A change that names it again is not undone by the record of the former removal.
-    catalog.is_removed(data.clone());
-    catalog.write(|tx| tx.remove_later(&data)).unwrap();
+    // A recorded removal does not cancel a later one of the same file.
+    catalog.note_removal(data.clone());
+    catalog.write(|tx| tx.schedule_removal(&data)).unwrap();
     assert_eq!(listed(&catalog), [data]);
 }
 
-/// Rewrites a catalog as format version 1 had it.
+/// Rewrites a catalog in format version 1.
 pub fn downgrade(path: &Path) {
     let database = Database::open(path).unwrap();
     let tx = database.begin_write().unwrap();
     let mut rows = Vec::new();
-    Reading(database.begin_read().unwrap())
-        .every_snapshot(|row| {
+    ReadTx(database.begin_read().unwrap())
+        .for_each_snapshot(|row| {
             rows.push(row);
             Ok(())
         })
@@ -249,13 +250,13 @@ pub fn downgrade(path: &Path) {
 }
 
 #[test]
-fn a_catalog_of_version_1_is_converted_whole_or_not_at_all() {
+fn a_catalog_of_version_1_is_converted_atomically() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog.redb");
     let catalog = Catalog::open(&path, Default::default()).unwrap();
     let mut model = Model::default();
     let phases = [
-        SnapshotPhase::Cutting,
+        SnapshotPhase::Taking,
         SnapshotPhase::Ready,
         SnapshotPhase::Deleted { at: 5 },
         SnapshotPhase::Forgotten { at: 7 },
@@ -266,22 +267,22 @@ fn a_catalog_of_version_1_is_converted_whole_or_not_at_all() {
         model.put(&row);
     }
     catalog.write(|tx| tx.put(&volume("vol-1"))).unwrap();
-    // The first pools of version 1 had none for inline volumes.
+    // The first pools of version 1 had no table of inline volumes.
     catalog.write(|tx| tx.inner.delete_table(Inline::TABLE).map(drop).map_err(failed)).unwrap();
     drop(catalog);
     downgrade(&path);
-    let former = std::fs::read(&path).unwrap();
+    let previous = std::fs::read(&path).unwrap();
 
-    // As `pool check` reads it, which changes nothing.
+    // As `pool check` reads it: nothing is changed.
     read_verified(&path, |rows| {
         assert_eq!(rows.snapshots_of("vol-1").unwrap().len(), 3);
         assert!(rows.select(|_: &Inline| true).unwrap().is_empty());
         Ok(())
     })
     .unwrap();
-    assert_eq!(std::fs::read(&path).unwrap(), former);
+    assert_eq!(std::fs::read(&path).unwrap(), previous);
 
-    // An error anywhere leaves what was there.
+    // An error at any step leaves the catalog unchanged.
     let mut steps = 0;
     let catalog = loop {
         in_tests::fail_after(Some(steps));
@@ -306,7 +307,7 @@ fn a_catalog_of_version_1_is_converted_whole_or_not_at_all() {
         if let (SnapshotPhase::Forgotten { at }, SnapshotPhase::Forgotten { at: now }) =
             (&mut row.phase, converted.phase)
         {
-            assert!(now > 1_700_000_000, "it counts from the conversion");
+            assert!(now > 1_700_000_000, "the retention starts at the conversion");
             *at = now;
         }
     }
@@ -316,7 +317,7 @@ fn a_catalog_of_version_1_is_converted_whole_or_not_at_all() {
 }
 
 #[test]
-fn a_catalog_of_a_later_version_is_refused_and_left_alone() {
+fn a_catalog_of_a_later_version_is_refused_unchanged() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("catalog.redb");
     let catalog = Catalog::open(&path, Default::default()).unwrap();
@@ -329,14 +330,14 @@ fn a_catalog_of_a_later_version_is_refused_and_left_alone() {
         .unwrap();
     drop(catalog);
     let before = std::fs::read(&path).unwrap();
-    for refused in [verify(&path), verify_or_rescue(&path), read_verified(&path, |_| Ok(()))] {
+    for refused in [verify(&path), verify_or_repair(&path), read_verified(&path, |_| Ok(()))] {
         let refused = refused.unwrap_err().to_string();
         assert!(refused.contains("format version 3"), "{refused}");
     }
     assert_eq!(std::fs::read(&path).unwrap(), before);
 }
 
-/// Larger than what is copied into memory.
+/// A catalog larger than the limit for a copy in memory.
 #[test]
 #[ignore = "full tier"]
 fn damage_in_a_large_catalog_is_found_without_a_copy_of_it() {
@@ -355,9 +356,9 @@ fn damage_in_a_large_catalog_is_found_without_a_copy_of_it() {
             .unwrap();
     }
     drop(catalog);
-    let count = |rows: &Reading| {
+    let count = |rows: &ReadTx| {
         let mut count = 0;
-        rows.every_snapshot(|_| {
+        rows.for_each_snapshot(|_| {
             count += 1;
             Ok(())
         })?;
@@ -369,7 +370,7 @@ fn damage_in_a_large_catalog_is_found_without_a_copy_of_it() {
     assert_eq!(cached(), 0, "what was read through it is dropped");
     let mut bytes = std::fs::read(&path).unwrap();
     assert!(bytes.len() > 34 << 20, "{} bytes", bytes.len());
-    // And past a cache that holds pages of it.
+    // Also with pages in the cache.
     assert!(cached() > 0);
     assert_eq!(read_verified(&path, count).unwrap(), 100_000);
     assert_eq!(std::fs::read(&path).unwrap(), bytes, "nothing is written");

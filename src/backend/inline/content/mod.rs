@@ -1,17 +1,19 @@
-//! The files of a content volume, laid out as kubelet lays out those of a Secret:
+//! The files of a content volume, in the layout that kubelet uses for Secrets:
 //!
 //! ```text
 //! NAME -> ..data/NAME     one for each file
-//! ..data -> ..<16 hex>    the generation that is shown
+//! ..data -> ..<16 hex>    the current generation
 //! ..<16 hex>/NAME         its files
 //! ```
 //!
-//! A refresh writes a new generation beside the one that is shown and then exchanges `..data` by one rename: whoever opens
-//! a name gets the old file or the new one, whole. The generation before stays until the next call, so that whoever has
-//! opened the directory `..data` reads all files of one generation from it. What a crash left is swept by the next call.
+//! A refresh writes a new generation and then replaces `..data` by one rename, so a reader gets the
+//! complete old file or the complete new one. The previous generation remains until the next call:
+//! a reader that has opened the directory `..data` reads all files from one generation. The next
+//! call removes the remains of a crash.
 //!
-//! Only the driver should write here, but a pod whose mount is writable by mistake may have: so nothing is reached by a
-//! path (`Root`), nothing that is there is written to, and whatever is not as it should be is replaced or removed.
+//! Only the driver should write here, but the mount of a pod may be writable by mistake. Therefore
+//! paths are not used (`Root`), existing files are never written to, and unexpected entries are
+//! replaced or removed.
 
 mod root;
 #[cfg(test)]
@@ -27,17 +29,19 @@ use super::super::error::{Context, Error, Result};
 use super::super::fail_point::reach;
 use root::{Root, Sweep};
 
-/// What every file of a volume of content may be used for: read by anybody. Its group and the setgid bit of directories
-/// come from the root of the volume (volume_mount_group).
+/// Mode of the files of a content volume: readable by all. The group and the setgid bit of
+/// directories come from the root of the volume (volume_mount_group).
 const FILE_MODE: u32 = 0o644;
 const DIRECTORY_MODE: u32 = 0o755;
-/// In a volume that a pod of any user writes to, whose root everybody may write to, nobody is kept from a file either.
+/// Mode of initial files: writable by all, like the root of a volume that a pod of any user writes
+/// to.
 const SEED_MODE: u32 = 0o666;
 
 const DATA: &str = "..data";
 const NEW_DATA: &str = "..data_tmp";
 
-/// Files of a volume by name, which is checked to be one. What they hold is not printed.
+/// Files of a volume by name. The caller has validated the names. `Debug` does not print file
+/// contents.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Content {
     files: BTreeMap<String, Vec<u8>>,
@@ -59,30 +63,33 @@ impl Content {
     }
 }
 
-/// Makes the volume mounted at `root` hold these files and no others, from one moment to the next. What is so already is
-/// not touched. If it fails before that moment the old content stays as it was; repeated, it goes on.
+/// Atomically makes the volume mounted at `root` contain exactly these files. Does nothing if it
+/// already does. On an error before the rename the old content is unchanged, and a repeated call
+/// continues.
 pub fn refresh(root: &Path, content: &Content) -> Result<()> {
     let at = || format!("writing the content of {}", root.display());
     let root = Root::open(root).context(at)?;
-    let shown = shown(&root);
-    let is_kept =
-        |name: &[u8]| !name.starts_with(b"..") || name == DATA.as_bytes() || is_name(&shown, name);
-    // First of all: the room of a generation that was not finished is needed for the new one.
-    Sweep::default().all_but(&root, &is_kept).map_err(|error| told(error, at))?;
-    if !shown.as_deref().is_some_and(|shown| holds(&root, shown, content)) {
-        let new = generation()?;
+    let current = current_generation(&root);
+    let is_kept = |name: &[u8]| {
+        !name.starts_with(b"..") || name == DATA.as_bytes() || is_name(&current, name)
+    };
+    // First: the new generation may need the space of an unfinished one.
+    Sweep::default().retain(&root, &is_kept).map_err(|error| explain(error, at))?;
+    if !current.as_deref().is_some_and(|current| has_content(&root, current, content)) {
+        let new = new_generation()?;
         if let Err(error) = write(&root, &new, content) {
-            // For want of room, most likely, which the pod may need. What stays is swept by the next call.
-            let _ = Sweep::default().tree(&root, new.as_bytes());
-            return Err(told(error, at));
+            // The usual cause is lack of space, which the pod may need. The next call removes the
+            // rest.
+            let _ = Sweep::default().remove_tree(&root, new.as_bytes());
+            return Err(explain(error, at));
         }
-        show(&root, &new).map_err(|error| told(error, at))?;
+        make_current(&root, &new).map_err(|error| explain(error, at))?;
     }
-    name_files(&root, content).map_err(|error| told(error, at))
+    link_files(&root, content).map_err(|error| explain(error, at))
 }
 
-/// Writes the files that a volume begins with into the one mounted at `root`, which no pod has seen yet. Repeated, it
-/// writes them again.
+/// Writes the initial files into the volume mounted at `root`, which no pod has seen yet. A
+/// repeated call writes them again.
 pub fn seed(root: &Path, content: &Content) -> Result<()> {
     if content.is_empty() {
         return Ok(());
@@ -95,15 +102,15 @@ pub fn seed(root: &Path, content: &Content) -> Result<()> {
         }
         Ok(())
     };
-    write().map_err(|error| told(error, at))
+    write().map_err(|error| explain(error, at))
 }
 
-/// Adds what was being done. The volume lacks room, and not the pool.
-fn told(error: Error, doing: impl Fn() -> String) -> Error {
+/// Adds the failed action. ENOSPC means that the volume is full, not the pool.
+fn explain(error: Error, doing: impl Fn() -> String) -> Error {
     match error {
         Error::Io { source, .. } if is_full(&source) => Error::Exhausted(
-            "volume_context: size: the files do not fit into the volume, which holds what it shows and what comes next; ask \
-             for a larger size"
+            "volume_context: size: the files do not fit into the volume, which must hold the old and the new content; \
+             request a larger size"
                 .to_owned(),
         ),
         Error::Io { doing: step, source } => Error::Io { doing: format!("{}: {step}", doing()), source },
@@ -115,16 +122,17 @@ fn is_full(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }
 
-/// An I/O error that keeps its kind until [`told`] says what it means here.
+/// An I/O error that keeps its kind until [`explain`] interprets it.
 fn io_error(step: &str, source: impl Into<io::Error>) -> Error {
     Error::Io { doing: step.to_owned(), source: source.into() }
 }
 
-/// A name that nothing has.
-fn generation() -> Result<String> {
+/// A new unique name for a generation.
+fn new_generation() -> Result<String> {
     let mut nonce = [0; 8];
-    getrandom::fill(&mut nonce)
-        .map_err(|e| Error::Failed(format!("no random bits for a new directory: {e}")))?;
+    getrandom::fill(&mut nonce).map_err(|e| {
+        Error::Failed(format!("failed to get random bytes for a directory name: {e}"))
+    })?;
     Ok(format!("..{:016x}", u64::from_be_bytes(nonce)))
 }
 
@@ -133,23 +141,23 @@ fn is_generation(name: &str) -> bool {
     name.strip_prefix("..").is_some_and(|digits| digits.len() == 16 && digits.bytes().all(hex))
 }
 
-fn is_name(wanted: &Option<String>, name: &[u8]) -> bool {
-    wanted.as_ref().is_some_and(|wanted| wanted.as_bytes() == name)
+fn is_name(expected: &Option<String>, name: &[u8]) -> bool {
+    expected.as_ref().is_some_and(|expected| expected.as_bytes() == name)
 }
 
-/// The generation that is shown. A link to anywhere else shows none.
-fn shown(root: &Root) -> Option<String> {
+/// The current generation. `None` if the link has another target.
+fn current_generation(root: &Root) -> Option<String> {
     let target = root.link(DATA.as_bytes())?.into_os_string().into_string().ok()?;
     (is_generation(&target) && root.is_directory(&target)).then_some(target)
 }
 
-/// Whether a generation has these files and no others. What cannot be read is not what is wanted.
-fn holds(root: &Root, generation: &str, content: &Content) -> bool {
+/// Whether a generation contains exactly these files. An unreadable one does not.
+fn has_content(root: &Root, generation: &str, content: &Content) -> bool {
     let compare = || -> io::Result<bool> {
         let mut count = 0;
         for name in root.names(generation)?.iter() {
-            let wanted = name?.to_str().ok().and_then(|name| content.files.get_key_value(name));
-            let Some((name, bytes)) = wanted else { return Ok(false) };
+            let expected = name?.to_str().ok().and_then(|name| content.files.get_key_value(name));
+            let Some((name, bytes)) = expected else { return Ok(false) };
             let Some(mut file) = root.read(generation, name, bytes.len() as u64)? else {
                 return Ok(false);
             };
@@ -165,7 +173,7 @@ fn holds(root: &Root, generation: &str, content: &Content) -> bool {
     compare().unwrap_or(false)
 }
 
-/// A new generation, whole before anybody sees it.
+/// Writes a new generation.
 fn write(root: &Root, generation: &str, content: &Content) -> Result<()> {
     root.make_directory(generation, DIRECTORY_MODE)?;
     for (name, bytes) in &content.files {
@@ -174,25 +182,25 @@ fn write(root: &Root, generation: &str, content: &Content) -> Result<()> {
     Ok(())
 }
 
-/// The moment.
-fn show(root: &Root, generation: &str) -> Result<()> {
+/// Makes a generation current.
+fn make_current(root: &Root, generation: &str) -> Result<()> {
     if root.link(DATA.as_bytes()).is_none() {
-        // Not a link, if anything.
-        Sweep::default().tree(root, DATA.as_bytes())?;
+        // Remove anything that is not a link.
+        Sweep::default().remove_tree(root, DATA.as_bytes())?;
     }
     root.make_link(Path::new(generation), NEW_DATA)?;
     root.rename(NEW_DATA, DATA)?;
     reach("content.shown")
 }
 
-/// One link for each file, and nothing else beside the data.
-fn name_files(root: &Root, content: &Content) -> Result<()> {
+/// Creates one link for each file and removes all other entries except the data.
+fn link_files(root: &Root, content: &Content) -> Result<()> {
     let is_wanted = |name: &[u8]| {
         let file = std::str::from_utf8(name).is_ok_and(|name| content.files.contains_key(name));
-        // What is hidden was swept before; a former generation stays until the next call.
+        // Hidden entries were removed before; the previous generation remains until the next call.
         name.starts_with(b"..") || (file && root.link(name) == Some(target(name)))
     };
-    Sweep::default().all_but(root, &is_wanted)?;
+    Sweep::default().retain(root, &is_wanted)?;
     for name in content.files.keys() {
         if root.link(name.as_bytes()).is_none() {
             root.make_link(&target(name.as_bytes()), name)?;
@@ -201,7 +209,7 @@ fn name_files(root: &Root, content: &Content) -> Result<()> {
     Ok(())
 }
 
-/// Where the link of a name leads.
+/// The target of the link for a file.
 fn target(name: &[u8]) -> PathBuf {
     use std::os::unix::ffi::OsStrExt;
     Path::new(DATA).join(std::ffi::OsStr::from_bytes(name))

@@ -1,5 +1,5 @@
-//! The root of a volume that somebody hostile may be writing to: everything in it is reached from its descriptor, one name at
-//! a time, and no link is followed.
+//! The root directory of a volume that a hostile pod may write to. Every entry is opened from the
+//! root's descriptor, one name at a time, without following links.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -16,13 +16,13 @@ use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
 use super::super::super::error::{Error, Result};
 use super::super::super::fail_point::reach;
-use super::{c_string, generation, io_error};
+use super::{c_string, io_error, new_generation};
 
 const DIRECTORY: OFlag =
     OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
 
-/// So much is removed in one call, and no more: the next one goes on.
-const MOST_REMOVED: usize = 1 << 18;
+/// Maximum number of removals in one call. The next call continues.
+const MAX_REMOVALS: usize = 1 << 18;
 
 pub struct Root(OwnedFd);
 
@@ -41,7 +41,7 @@ impl Root {
         self.directory(name.as_bytes()).is_ok()
     }
 
-    /// Where a link leads; `None` where there is none.
+    /// The target of a link. `None` if it is not a link.
     pub fn link(&self, name: &[u8]) -> Option<PathBuf> {
         let name = CString::new(name).ok()?;
         readlinkat(&self.0, name.as_c_str()).ok().map(PathBuf::from)
@@ -51,10 +51,10 @@ impl Root {
         Names::of(&self.directory(directory.as_bytes())?)
     }
 
-    /// A file of so many bytes, opened for reading; `None` for anything else.
+    /// Opens a regular file of exactly `bytes` bytes for reading. `None` for anything else.
     pub fn read(&self, directory: &str, name: &str, bytes: u64) -> io::Result<Option<File>> {
         let directory = self.directory(directory.as_bytes())?;
-        // Looked at before it is opened: to open a device is to use it.
+        // Check before opening: opening a device has side effects.
         let fits = |stat: &FileStat| kind(stat) == SFlag::S_IFREG && stat.st_size as u64 == bytes;
         if !fits(&fstatat(&directory, name, AtFlags::AT_SYMLINK_NOFOLLOW)?) {
             return Ok(None);
@@ -64,7 +64,7 @@ impl Root {
         Ok(fits(&fstat(&file)?).then(|| File::from(file)))
     }
 
-    /// Makes a directory. The setgid bit that it inherits stays.
+    /// Creates a directory. Keeps the inherited setgid bit.
     pub fn make_directory(&self, name: &str, mode: u32) -> Result<()> {
         let make = || -> io::Result<()> {
             mkdirat(&self.0, name, Mode::from_bits_truncate(mode))?;
@@ -72,11 +72,11 @@ impl Root {
             let inherited = fstat(&made)?.st_mode & Mode::S_ISGID.bits();
             Ok(fchmod(&made, Mode::from_bits_truncate(mode | inherited))?)
         };
-        make().map_err(|e| io_error("making a directory", e))?;
+        make().map_err(|e| io_error("creating a directory", e))?;
         reach("content.directory_made")
     }
 
-    /// Writes a file. One that is there is written anew; a link is none.
+    /// Writes a file. Truncates an existing file; a link is an error.
     pub fn write(&self, directory: &str, name: &str, bytes: &[u8], mode: u32) -> Result<()> {
         let failed = |e: io::Error| io_error("writing a file", e);
         let make = || -> io::Result<File> {
@@ -94,12 +94,12 @@ impl Root {
     }
 
     pub fn make_link(&self, target: &Path, name: &str) -> Result<()> {
-        symlinkat(target, &self.0, name).map_err(|e| io_error("making a link", e))?;
+        symlinkat(target, &self.0, name).map_err(|e| io_error("creating a link", e))?;
         reach("content.link_made")
     }
 
     pub fn rename(&self, from: &str, to: &str) -> Result<()> {
-        renameat(&self.0, from, &self.0, to).map_err(|e| io_error("exchanging a link", e))?;
+        renameat(&self.0, from, &self.0, to).map_err(|e| io_error("replacing a link", e))?;
         reach("content.renamed")
     }
 }
@@ -108,7 +108,7 @@ fn kind(stat: &FileStat) -> SFlag {
     SFlag::from_bits_truncate(stat.st_mode & SFlag::S_IFMT.bits())
 }
 
-/// The names in a directory, as they come.
+/// The names in a directory, unordered.
 pub struct Names(Dir);
 
 impl Names {
@@ -122,75 +122,76 @@ impl Names {
     }
 }
 
-/// Removes what is not wanted, however much and however deep, with few descriptors: what is in a directory is lifted out of
-/// it instead of being descended into.
+/// Removes trees of any size and depth with few descriptors: a subdirectory is moved to the root
+/// instead of being descended into.
 #[derive(Debug, Default)]
 pub struct Sweep {
     removed: usize,
 }
 
 impl Sweep {
-    /// Everything in the root that is not to be kept.
-    pub fn all_but(&mut self, root: &Root, is_kept: &dyn Fn(&[u8]) -> bool) -> Result<()> {
+    /// Removes every entry of the root for which `is_kept` is false.
+    pub fn retain(&mut self, root: &Root, is_kept: &dyn Fn(&[u8]) -> bool) -> Result<()> {
         loop {
             let before = self.removed;
             let mut names = Names::of(&root.0).map_err(|e| io_error("listing the volume", e))?;
             for name in names.iter() {
                 let name = name.map_err(|e| io_error("listing the volume", e))?;
                 if !is_kept(name.to_bytes()) {
-                    self.tree(root, name.to_bytes())?;
+                    self.remove_tree(root, name.to_bytes())?;
                 }
             }
-            // What is removed while it is listed may hide something of what is left.
+            // Removing entries during a listing may hide others, so list again.
             if self.removed == before {
                 return Ok(());
             }
         }
     }
 
-    /// One entry of the root, with all that is in it. OK when it is gone.
-    pub fn tree(&mut self, root: &Root, name: &[u8]) -> Result<()> {
-        let mut lifted = vec![c_string(name)?];
-        while let Some(name) = lifted.last().cloned() {
+    /// Removes one entry of the root recursively. Succeeds if it does not exist.
+    pub fn remove_tree(&mut self, root: &Root, name: &[u8]) -> Result<()> {
+        let mut moved = vec![c_string(name)?];
+        while let Some(name) = moved.last().cloned() {
             if self.remove(&root.0, &name)? {
-                lifted.pop();
+                moved.pop();
                 continue;
             }
             let directory = match root.directory(name.to_bytes()) {
                 Ok(directory) => directory,
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                Err(e) => return Err(io_error("opening a directory that is to go", e)),
+                Err(e) => return Err(io_error("opening an unwanted directory", e)),
             };
             if let Some(inner) = self.empty(root, &directory)? {
-                lifted.push(inner);
+                moved.push(inner);
             }
         }
         Ok(())
     }
 
-    /// Removes what is in a directory, up to the first directory in it that is not empty, which becomes one of the root.
+    /// Removes the entries of a directory up to the first non-empty subdirectory, which it moves to
+    /// the root and returns.
     fn empty(&mut self, root: &Root, directory: &OwnedFd) -> Result<Option<CString>> {
-        let failed = |e: io::Error| io_error("listing a directory that is to go", e);
+        let failed = |e: io::Error| io_error("listing an unwanted directory", e);
         let mut names = Names::of(directory).map_err(failed)?;
         for name in names.iter() {
             let name = name.map_err(failed)?;
             if self.remove(directory, &name)? {
                 continue;
             }
-            let outside = c_string(generation()?.as_bytes())?;
+            let outside = c_string(new_generation()?.as_bytes())?;
             renameat(directory, name.as_c_str(), &root.0, outside.as_c_str())
-                .map_err(|e| io_error("lifting a directory that is to go", e))?;
+                .map_err(|e| io_error("moving an unwanted directory", e))?;
             reach("content.lifted")?;
             return Ok(Some(outside));
         }
         Ok(None)
     }
 
-    /// Whether it is gone; false for a directory with something in it.
+    /// Removes an entry. Returns false for a non-empty directory.
     fn remove(&mut self, directory: &OwnedFd, name: &CStr) -> Result<bool> {
-        if self.removed >= MOST_REMOVED {
+        if self.removed >= MAX_REMOVALS {
             return Err(Error::Busy(format!(
-                "the volume held more than {MOST_REMOVED} files that do not belong there; the next call goes on"
+                "the volume contained more than {MAX_REMOVALS} unwanted files; the next call continues"
             )));
         }
         self.removed += 1;
@@ -202,7 +203,7 @@ impl Sweep {
             Ok(()) => reach("content.removed").map(|()| true),
             Err(Errno::ENOENT) => Ok(true),
             Err(Errno::ENOTEMPTY | Errno::EEXIST) => Ok(false),
-            Err(e) => Err(io_error("removing what does not belong there", e)),
+            Err(e) => Err(io_error("removing an unwanted file", e)),
         }
     }
 }

@@ -18,7 +18,7 @@ fn volume() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// The names that a user of the volume sees, sorted.
+/// The names in the volume, sorted.
 fn names(root: &Path) -> Vec<String> {
     let mut names: Vec<String> = fs::read_dir(root)
         .unwrap()
@@ -32,7 +32,7 @@ fn visible(root: &Path) -> Vec<String> {
     names(root).into_iter().filter(|name| !name.starts_with("..")).collect()
 }
 
-/// What a reader finds, by name.
+/// The content of the visible files, by name.
 fn read(root: &Path) -> BTreeMap<String, Vec<u8>> {
     visible(root)
         .into_iter()
@@ -41,13 +41,13 @@ fn read(root: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 #[track_caller]
-fn assert_holds(root: &Path, wanted: &Content) {
-    assert_eq!(read(root), wanted.files);
-    assert_eq!(visible(root).len(), wanted.files.len(), "no name leads nowhere");
+fn assert_holds(root: &Path, expected: &Content) {
+    assert_eq!(read(root), expected.files);
+    assert_eq!(visible(root).len(), expected.files.len(), "every name has a file");
 }
 
 #[test]
-fn a_volume_holds_exactly_the_files_that_it_should() {
+fn a_volume_contains_exactly_the_requested_files() {
     let volume = volume();
     let root = volume.path();
     fs::create_dir(root.join("lost+found")).unwrap();
@@ -62,19 +62,19 @@ fn a_volume_holds_exactly_the_files_that_it_should() {
 }
 
 #[test]
-fn content_that_is_there_already_is_not_touched() {
+fn unchanged_content_is_not_rewritten() {
     let volume = volume();
     let root = volume.path();
-    let wanted = content(&[("a", "1"), ("b", "2")]);
-    refresh(root, &wanted).unwrap();
+    let expected = content(&[("a", "1"), ("b", "2")]);
+    refresh(root, &expected).unwrap();
     let inodes = || ["..data", "a", "b"].map(|name| fs::metadata(root.join(name)).unwrap().ino());
     let before = (inodes(), fs::read_link(root.join("..data")).unwrap());
-    refresh(root, &wanted).unwrap();
+    refresh(root, &expected).unwrap();
     assert_eq!((inodes(), fs::read_link(root.join("..data")).unwrap()), before);
 }
 
 #[test]
-fn the_generation_before_is_there_until_the_next_call() {
+fn the_previous_generation_remains_until_the_next_call() {
     let volume = volume();
     let root = volume.path();
     refresh(root, &content(&[("a", "1")])).unwrap();
@@ -104,13 +104,14 @@ fn a_new_file_has_the_group_of_its_volume() {
     assert_eq!(fs::metadata(root.join("a")).unwrap().gid(), 4321);
 }
 
-/// What a pod that can write to the volume may leave there. None of it leads the driver out.
+/// Everything that a pod with write access may leave in the volume. None of it makes the driver
+/// write outside the volume.
 #[test]
-fn whatever_is_in_the_volume_leads_nowhere_else() {
+fn no_entry_of_the_volume_leads_outside_it() {
     let outside = tempfile::tempdir().unwrap();
     let precious = outside.path().join("precious");
     fs::write(&precious, "kept").unwrap();
-    let wanted = content(&[("a", "1"), ("b", "2")]);
+    let expected = content(&[("a", "1"), ("b", "2")]);
     let hostile: &[&dyn Fn(&Path)] = &[
         &|root| symlink(outside.path(), root.join("..data")).unwrap(),
         &|root| symlink("..", root.join("..data")).unwrap(),
@@ -147,18 +148,18 @@ fn whatever_is_in_the_volume_leads_nowhere_else() {
     for (number, leave) in hostile.iter().enumerate() {
         let volume = volume();
         leave(volume.path());
-        refresh(volume.path(), &wanted).unwrap_or_else(|error| panic!("{number}: {error}"));
-        assert_holds(volume.path(), &wanted);
+        refresh(volume.path(), &expected).unwrap_or_else(|error| panic!("{number}: {error}"));
+        assert_holds(volume.path(), &expected);
         assert_eq!(fs::read(&precious).unwrap(), b"kept", "{number}");
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1, "{number}");
-        // And it stays so when the pod goes on.
-        refresh(volume.path(), &wanted).unwrap();
+        // A second call has the same result.
+        refresh(volume.path(), &expected).unwrap();
         assert_eq!(names(volume.path()).len(), 4, "{number}: {:?}", names(volume.path()));
     }
 }
 
 #[test]
-fn a_tree_that_is_deeper_than_there_are_descriptors_is_removed() {
+fn a_tree_deeper_than_the_descriptor_limit_is_removed() {
     let volume = volume();
     let top = volume.path().join("deep");
     fs::create_dir(&top).unwrap();
@@ -175,7 +176,7 @@ fn a_tree_that_is_deeper_than_there_are_descriptors_is_removed() {
 }
 
 #[test]
-fn what_a_volume_begins_with_are_plain_files_that_anybody_may_change() {
+fn initial_files_are_plain_and_writable_by_all() {
     let volume = volume();
     let outside = tempfile::tempdir().unwrap();
     for _ in 0..2 {
@@ -190,15 +191,15 @@ fn what_a_volume_begins_with_are_plain_files_that_anybody_may_change() {
 }
 
 #[test]
-fn what_files_hold_is_not_printed() {
+fn file_contents_are_not_printed() {
     let shown = format!("{:?}", content(&[("password", "hunter2")]));
     assert!(shown.contains("password") && !shown.contains("hunter2"), "{shown}");
 }
 
 #[test]
-fn a_volume_that_is_too_small_is_told_by_its_size() {
+fn a_full_volume_is_reported_as_a_size_error() {
     let error = || io_error("writing a file", io::Error::from_raw_os_error(libc::ENOSPC));
-    let Error::Exhausted(message) = told(error(), String::new) else { panic!("{:?}", error()) };
+    let Error::Exhausted(message) = explain(error(), String::new) else { panic!("{:?}", error()) };
     assert!(message.starts_with("volume_context: size: "), "{message}");
 }
 
@@ -210,9 +211,10 @@ fn any_content() -> impl Strategy<Value = Content> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// A death after any number of steps of each refresh: what a reader finds is the old content or the new one.
+    /// Interrupts each refresh after any number of steps. A reader finds the old content or the new
+    /// one.
     #[test]
-    fn a_refresh_that_ends_anywhere_leaves_the_old_content_or_the_new_one(
+    fn an_interrupted_refresh_leaves_old_or_new_content(
         contents in prop::collection::vec((any_content(), prop::option::of(0..24usize)), 1..8)
     ) {
         let volume = volume();
@@ -224,7 +226,7 @@ proptest! {
             fail_after(None);
             let found = read(root);
             let is_of = |content: &Content| found.iter().all(|(name, bytes)| {
-                content.files.get(name).is_none_or(|wanted| wanted == bytes)
+                content.files.get(name).is_none_or(|expected| expected == bytes)
             });
             let mut in_both = before.files.keys().filter(|name| after.files.contains_key(*name));
             prop_assert!(in_both.all(|name| found.contains_key(name)), "{found:?}");

@@ -1,12 +1,12 @@
-//! Volumes, snapshots, groups and records that were being made or removed.
+//! Volumes, snapshots, groups and records whose creation or removal was interrupted.
 
 use super::*;
 use crate::backend::catalog::tests::snapshots::downgrade;
 use crate::fail_point::in_tests::fail_after;
 
 #[test]
-fn root_a_volume_that_was_being_created_is_undone() {
-    for_each_pool("root_a_volume_that_was_being_created_is_undone", |pool| {
+fn root_an_unfinished_volume_is_undone() {
+    for_each_pool("root_an_unfinished_volume_is_undone", |pool| {
         let source = pool.volume("source");
         let base = pool.snapshot("base", &source);
         let sources = [
@@ -20,7 +20,7 @@ fn root_a_volume_that_was_being_created_is_undone() {
                 let mut request = pool.request(&name);
                 request.request.source.clone_from(&source);
                 let made = pool.backend().create_volume(&request).unwrap();
-                // Back to before its last step.
+                // The state before the last step.
                 pool.put(&Volume { phase: Phase::Creating, ..made.clone() });
                 let path = pool.store().volume_path(&made.id);
                 if with_file {
@@ -40,34 +40,34 @@ fn root_a_volume_that_was_being_created_is_undone() {
     });
 }
 
-/// The same without a restart: the undoing itself had failed.
+/// The same without a restart, after a failed undo.
 #[test]
-fn root_a_call_undoes_what_an_earlier_one_left() {
-    for_each_pool("root_a_call_undoes_what_an_earlier_one_left", |pool| {
-        let half_made = pool.volume("v");
-        pool.put(&Volume { phase: Phase::Creating, ..half_made.clone() });
+fn root_a_call_undoes_an_earlier_unfinished_one() {
+    for_each_pool("root_a_call_undoes_an_earlier_unfinished_one", |pool| {
+        let unfinished = pool.volume("v");
+        pool.put(&Volume { phase: Phase::Creating, ..unfinished.clone() });
         let volume = pool.volume("v");
-        assert_ne!(volume.id, half_made.id);
-        assert!(!pool.store().volume_path(&half_made.id).exists());
+        assert_ne!(volume.id, unfinished.id);
+        assert!(!pool.store().volume_path(&unfinished.id).exists());
         for progress in PROGRESS {
-            let row = pool.put_cutting("s", &volume, None);
+            let row = pool.put_unfinished("s", &volume, None);
             pool.put_files(&row, progress);
             let made = pool.snapshot("s", &volume);
-            pool.gone(&row);
+            pool.assert_removed(&row);
             pool.backend().delete_snapshot(&made.id).unwrap();
         }
         let (group, members) = put_group(pool, "g", std::slice::from_ref(&volume));
         members.iter().for_each(|row| pool.put_files(row, Progress::Record));
         let made = pool.backend().create_group("g", std::slice::from_ref(&volume.id)).unwrap();
         assert_ne!(made.group.id, group.id);
-        members.iter().for_each(|row| pool.gone(row));
+        members.iter().for_each(|row| pool.assert_removed(row));
         pool.recover();
     });
 }
 
 #[test]
-fn root_a_volume_that_was_being_deleted_is_deleted() {
-    for_each_pool("root_a_volume_that_was_being_deleted_is_deleted", |pool| {
+fn root_an_interrupted_volume_deletion_is_finished() {
+    for_each_pool("root_an_interrupted_volume_deletion_is_finished", |pool| {
         for with_file in [true, false] {
             for baseline_deleted in [true, false] {
                 let volume = pool.volume("v");
@@ -79,7 +79,7 @@ fn root_a_volume_that_was_being_deleted_is_deleted() {
                     pool.backend().delete_snapshot(&b.id).unwrap();
                     assert!(pool.store().snapshot_path(&b.id).exists(), "the hidden baseline");
                 }
-                // It was attached, and its device stayed.
+                // It was attached, and the device remained.
                 let backing = pool.store().open_volume(&volume).unwrap();
                 drop(LoopDevice::attach(&backing, Lifetime::Explicit).unwrap());
                 if !with_file {
@@ -100,16 +100,16 @@ fn root_a_volume_that_was_being_deleted_is_deleted() {
                     backend.delete_snapshot(&b.id).unwrap();
                 }
                 backend.delete_snapshot(&a.id).unwrap();
-                pool.gone(&a);
-                pool.gone(&b);
+                pool.assert_removed(&a);
+                pool.assert_removed(&b);
             }
         }
     });
 }
 
 #[test]
-fn root_a_snapshot_that_was_being_cut_is_undone() {
-    for_each_pool("root_a_snapshot_that_was_being_cut_is_undone", |pool| {
+fn root_an_unfinished_snapshot_is_undone() {
+    for_each_pool("root_an_unfinished_snapshot_is_undone", |pool| {
         let volume = pool.volume("v");
         pool.write(&volume, 0, 1);
         let mut before = pool.snapshot("base", &volume);
@@ -117,10 +117,10 @@ fn root_a_snapshot_that_was_being_cut_is_undone() {
             let block = number as u64 + 1;
             pool.write(&volume, block, 1);
             let name = format!("s{number}");
-            let row = pool.put_cutting(&name, &volume, None);
+            let row = pool.put_unfinished(&name, &volume, None);
             pool.put_files(&row, progress);
             pool.recover();
-            pool.gone(&row);
+            pool.assert_removed(&row);
             let made = pool.snapshot(&name, &volume);
             assert_ne!(made.id, row.id);
             assert_eq!(pool.delta(&before, &made), [block], "{progress:?}");
@@ -130,8 +130,8 @@ fn root_a_snapshot_that_was_being_cut_is_undone() {
 }
 
 #[test]
-fn root_a_group_that_was_being_cut_leaves_no_member() {
-    for_each_pool("root_a_group_that_was_being_cut_leaves_no_member", |pool| {
+fn root_an_unfinished_group_leaves_no_member() {
+    for_each_pool("root_an_unfinished_group_leaves_no_member", |pool| {
         let volumes = [pool.volume("v"), pool.volume("w")];
         let ids: Vec<String> = volumes.iter().map(|volume| volume.id.clone()).collect();
         let before = pool.snapshot("base", &volumes[1]);
@@ -141,7 +141,7 @@ fn root_a_group_that_was_being_cut_leaves_no_member() {
             pool.put_files(&members[0], Progress::Record);
             pool.put_files(&members[1], progress);
             pool.recover();
-            members.iter().for_each(|row| pool.gone(row));
+            members.iter().for_each(|row| pool.assert_removed(row));
             let backend = pool.backend();
             assert!(matches!(backend.group(&group.id, &[]), Err(Error::NotFound { .. })));
             let made = backend.create_group(&group.name, &ids).unwrap();
@@ -153,15 +153,15 @@ fn root_a_group_that_was_being_cut_leaves_no_member() {
 }
 
 #[test]
-fn root_data_that_nobody_needs_goes_and_what_is_needed_stays() {
-    for_each_pool("root_data_that_nobody_needs_goes_and_what_is_needed_stays", |pool| {
+fn root_unneeded_data_is_removed_and_needed_data_is_kept() {
+    for_each_pool("root_unneeded_data_is_removed_and_needed_data_is_kept", |pool| {
         let volume = pool.volume("v");
         pool.write(&volume, 0, 1);
         let a = pool.snapshot("a", &volume);
         pool.backend().delete_snapshot(&a.id).unwrap();
         pool.write(&volume, 1, 1);
         let b = pool.snapshot("b", &volume);
-        // The commit was the last thing that happened: the old baseline is still on disk.
+        // The process died after the commit: the old baseline still exists.
         let left = pool.store().snapshot_path(&a.id);
         assert!(!left.exists());
         let row = pool.row(&a.id);
@@ -170,7 +170,7 @@ fn root_data_that_nobody_needs_goes_and_what_is_needed_stays() {
         let file = pool::new_file(&left).unwrap();
         file.set_len(a.capacity_bytes).unwrap();
         pool::set_immutable(&file, true).unwrap();
-        // So it is after a deletion through the API, and this one is the baseline: it stays.
+        // Deleted through the API, but the baseline: its data is kept.
         pool.backend().delete_snapshot(&b.id).unwrap();
         drop(file);
         pool.recover();
@@ -183,10 +183,10 @@ fn root_data_that_nobody_needs_goes_and_what_is_needed_stays() {
     });
 }
 
-/// Version 1 of the format had no list of them.
+/// Format version 1 has no list of files to remove.
 #[test]
-fn root_leftover_files_of_a_pool_of_version_1_are_removed_once() {
-    if !have_root("root_leftover_files_of_a_pool_of_version_1_are_removed_once") {
+fn root_leftover_files_of_version_1_are_removed_once() {
+    if !have_root("root_leftover_files_of_version_1_are_removed_once") {
         return;
     }
     let mut pool = Pool::new(PoolKind::Copy);
@@ -204,7 +204,7 @@ fn root_leftover_files_of_a_pool_of_version_1_are_removed_once() {
     downgrade(&pool.config.data_dir.join("catalog.redb"));
     pool.restart();
     assert!(left.iter().all(|path| !path.exists()));
-    assert!(unknown.exists(), "what no row accounts for is left to `pool check`");
+    assert!(unknown.exists(), "a file without a row is left for `pool check`");
     fs::remove_file(unknown).unwrap();
     assert_eq!(pool.delta(&a, &c), [1]);
     pool.recover();
@@ -213,8 +213,8 @@ fn root_leftover_files_of_a_pool_of_version_1_are_removed_once() {
 }
 
 #[test]
-fn root_a_baseline_that_is_lost_breaks_the_chain_and_is_never_guessed() {
-    for_each_pool("root_a_baseline_that_is_lost_breaks_the_chain", |pool| {
+fn root_a_lost_baseline_breaks_the_chain() {
+    for_each_pool("root_a_lost_baseline_breaks_the_chain", |pool| {
         let volume = pool.volume("v");
         let a = pool.snapshot("a", &volume);
         pool::remove(&pool.store().snapshot_path(&a.id)).unwrap();
@@ -230,8 +230,8 @@ fn root_a_baseline_that_is_lost_breaks_the_chain_and_is_never_guessed() {
 }
 
 #[test]
-fn root_only_the_record_of_the_right_generation_stays() {
-    for_each_pool("root_only_the_record_of_the_right_generation_stays", |pool| {
+fn root_only_the_current_record_generation_is_kept() {
+    for_each_pool("root_only_the_current_record_generation_is_kept", |pool| {
         let volume = pool.volume("v");
         let snapshots = [0, 1, 2].map(|number| {
             pool.write(&volume, number, 1);
@@ -239,9 +239,9 @@ fn root_only_the_record_of_the_right_generation_stays() {
         });
         let [a, b, c] = &snapshots;
         pool.backend().delete_snapshot(&b.id).unwrap();
-        // A fold of b into c had written its file and not yet committed it.
+        // A merge of b into c wrote its file but did not commit.
         let newer = SnapshotFile::Record { id: c.id.clone(), generation: 1 };
-        pool.store().catalog.write(|tx| tx.remove_later(&newer)).unwrap();
+        pool.store().catalog.write(|tx| tx.schedule_removal(&newer)).unwrap();
         let newer = pool.store().record_path(&c.id, 1);
         write_record(&newer, c, Some(&a.id), 3, &[1, 2]);
         pool.backend = None;
@@ -252,7 +252,7 @@ fn root_only_the_record_of_the_right_generation_stays() {
         assert!(!pool.store().record_path(&c.id, 1).exists());
         assert_eq!(pool.delta(a, c), [1, 2]);
         assert_eq!(pool.delta(b, c), [2]);
-        // The fold was committed and the old files were not yet gone.
+        // The merge was committed but the old files were not removed.
         write_record(&pool.store().record_path(&c.id, 1), c, Some(&a.id), 3, &[1, 2]);
         let predecessor = Predecessor::Snapshot(a.id.clone());
         pool.put(&Snapshot { predecessor, record_generation: 1, ..pool.row(&c.id) });
@@ -268,8 +268,8 @@ fn root_only_the_record_of_the_right_generation_stays() {
 }
 
 #[test]
-fn root_an_expansion_that_was_cut_short_is_finished() {
-    for_each_pool("root_an_expansion_that_was_cut_short_is_finished", |pool| {
+fn root_an_interrupted_expansion_is_finished() {
+    for_each_pool("root_an_interrupted_expansion_is_finished", |pool| {
         for (name, attach, in_catalog) in
             [("a", false, false), ("b", true, false), ("c", true, true)]
         {
@@ -287,7 +287,7 @@ fn root_an_expansion_that_was_cut_short_is_finished() {
             assert_eq!(again.capacity_bytes, 8 * MIB);
             assert_eq!(pool.snapshot(name, &volume).capacity_bytes, 8 * MIB);
             if let Some(staged) = staged {
-                // ControllerExpandVolume is followed by NodeExpandVolume.
+                // NodeExpandVolume follows ControllerExpandVolume.
                 pool.backend().expand_on_node(&volume.id, &staged).unwrap();
                 assert_eq!(pool.device(&volume).unwrap().size().unwrap(), 8 * MIB, "{name}");
                 pool.backend().unstage(&volume.id, &staged).unwrap();
@@ -296,10 +296,10 @@ fn root_an_expansion_that_was_cut_short_is_finished() {
     });
 }
 
-/// Steps of a growth that fail: after the file has grown, and after that is durable; what fails then is the catalog.
+/// Failing steps of an expansion: after the file is extended, after the flush, and in the catalog.
 #[test]
-fn root_a_growth_that_failed_never_makes_the_next_one_shrink_the_volume() {
-    let name = "root_a_growth_that_failed_never_makes_the_next_one_shrink_the_volume";
+fn root_a_failed_expansion_never_shrinks_the_volume() {
+    let name = "root_a_failed_expansion_never_shrinks_the_volume";
     for_each_pool(name, |pool| {
         for steps in 0..3 {
             let volume = pool.volume(&format!("v{steps}"));
@@ -309,7 +309,7 @@ fn root_a_growth_that_failed_never_makes_the_next_one_shrink_the_volume() {
             fail_after(None);
             assert!(failed.is_err(), "{steps}: {failed:?}");
             assert_eq!(backend.volume(&volume.id).unwrap().capacity_bytes, 4 * MIB);
-            // An attached device shows all of the file.
+            // An attached device has the size of the file.
             let staged = pool.stage(&volume, &raw());
             let device = pool.device(&volume).unwrap();
             device.grow().unwrap();
@@ -353,13 +353,13 @@ fn root_a_staged_volume_is_never_smaller_than_its_device() {
 }
 
 #[test]
-fn root_the_retention_of_a_deleted_baseline_begins_when_it_ceases_to_be_one() {
-    let name = "root_the_retention_of_a_deleted_baseline_begins_when_it_ceases_to_be_one";
+fn root_retention_of_a_deleted_baseline_starts_when_replaced() {
+    let name = "root_retention_of_a_deleted_baseline_starts_when_replaced";
     for_each_pool(name, |pool| {
         let volume = pool.volume("v");
         let base = pool.snapshot("base", &volume);
         pool.backend().delete_snapshot(&base.id).unwrap();
-        // Deleted long before the retention of an hour.
+        // Deleted long before the retention of one hour.
         let long_ago = now().0 - 7200;
         let deleted = SnapshotPhase::Deleted { at: long_ago };
         pool.put(&Snapshot { phase: deleted, ..pool.row(&base.id) });
@@ -368,7 +368,7 @@ fn root_the_retention_of_a_deleted_baseline_begins_when_it_ceases_to_be_one() {
         let target = pool.snapshot("target", &volume);
         for _ in 0..2 {
             pool.backend().forget_expired().unwrap();
-            assert_eq!(pool.delta(&base, &target), [3], "the base of a backup under way");
+            assert_eq!(pool.delta(&base, &target), [3], "the base of a running backup");
             pool.recover();
         }
         pool.put(&Snapshot { baseline_until: Some(long_ago), ..pool.row(&base.id) });

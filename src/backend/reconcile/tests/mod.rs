@@ -1,5 +1,5 @@
-//! Each state that a crash can leave, forged by hand: after the next start everything is settled, a
-//! check finds nothing, and the call that was cut short succeeds when it is repeated.
+//! Every state that a crash can leave is constructed. The next start must recover it, a check must
+//! find nothing, and a repetition of the interrupted call must succeed.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -29,8 +29,7 @@ mod use_and_loss;
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = 4096;
 
-/// A backend that is opened and closed as often as a test wants. What is attached is let go of at
-/// the end, also after a panic.
+/// A backend that can be closed and reopened. Detaches everything at the end, also after a panic.
 struct Pool {
     backend: Option<Backend>,
     config: Config,
@@ -46,7 +45,7 @@ impl Pool {
             pool: PoolChoice::Kind(kind),
             pool_size: Some(4 << 30),
             pool_sparse: true,
-            // Tests write records block by block.
+            // Tests write records in blocks of 4 KiB.
             pool_block_size: Some(BLOCK_SIZE),
             retention: Duration::from_secs(3600),
             overcommit: 1e6,
@@ -66,13 +65,13 @@ impl Pool {
         &self.backend().store
     }
 
-    /// What a crash does not close, the kernel does; then the driver starts again.
+    /// Closes the backend, as the kernel does after a crash, and starts it again.
     fn restart(&mut self) {
         self.backend = None;
         self.backend = Some(Backend::open(self.config.clone()).unwrap());
     }
 
-    /// Starts again and expects nothing to be left to settle.
+    /// Restarts the backend and expects a clean check.
     fn recover(&mut self) {
         self.restart();
         self.backend = None;
@@ -127,21 +126,21 @@ impl Pool {
         self.store().catalog.write(|tx| tx.put(row)).unwrap();
     }
 
-    /// What a cut writes first.
-    fn put_cutting(&self, name: &str, volume: &Volume, group: Option<&str>) -> Snapshot {
+    /// The row that is written first when a snapshot is taken.
+    fn put_unfinished(&self, name: &str, volume: &Volume, group: Option<&str>) -> Snapshot {
         let volume = self.backend().volume(&volume.id).unwrap();
         let row = snapshot::new_row(&volume, name, group).unwrap();
         self.store()
             .catalog
             .write(|tx| {
                 tx.put(&row)?;
-                if group.is_none() { tx.name(&row) } else { Ok(()) }
+                if group.is_none() { tx.claim_name(&row) } else { Ok(()) }
             })
             .unwrap();
         row
     }
 
-    /// What a cut has on disk at several points.
+    /// The files on disk at several points of taking a snapshot.
     fn put_files(&self, row: &Snapshot, progress: Progress) {
         if progress >= Progress::Data {
             let data = pool::new_file(&self.store().snapshot_path(&row.id)).unwrap();
@@ -161,7 +160,7 @@ impl Pool {
         }
     }
 
-    fn gone(&self, row: &Snapshot) {
+    fn assert_removed(&self, row: &Snapshot) {
         let store = self.store();
         assert_eq!(store.catalog.read().unwrap().get::<Snapshot>(&row.id).unwrap(), None);
         assert!(!store.snapshot_path(&row.id).exists());
@@ -184,7 +183,7 @@ const PROGRESS: [Progress; 5] =
 impl Drop for Pool {
     fn drop(&mut self) {
         for path in &self.staged {
-            // A test that failed may have left it frozen.
+            // A failed test may have left it frozen.
             let _ = File::open(path).and_then(|directory| sys::thaw(&directory));
         }
         if self.backend.is_none() {
@@ -202,12 +201,12 @@ impl Drop for Pool {
                 let _ = backend.unstage(&volume_id, &staging_path);
             }
         }
-        // Immutable files keep the directory from going.
+        // Immutable files prevent the removal of the directory.
         let _ = Command::new("chattr").args(["-R", "-i"]).arg(&self.config.data_dir).output();
     }
 }
 
-/// A record in which the first blocks, this many, are allocated.
+/// A record in which the first `first` blocks are allocated.
 fn write_record(path: &Path, row: &Snapshot, since: Option<&str>, first: u64, changed: &[u64]) {
     let header = Header::new(&row.id, &row.volume_id, since, row.sequence, row.capacity_bytes);
     let mut writer = RecordWriter::new(pool::new_file(path).unwrap(), &header).unwrap();
@@ -240,7 +239,7 @@ fn have_root(test: &str) -> bool {
     is_root
 }
 
-/// Runs a test on a fresh pool of the kinds that differ in how files are made and removed.
+/// Runs a test on a new pool of each kind that creates and removes files differently.
 fn for_each_pool(test: &str, run: impl Fn(&mut Pool)) {
     if !have_root(test) {
         return;
@@ -256,7 +255,7 @@ fn put_group(pool: &Pool, name: &str, volumes: &[Volume]) -> (Group, Vec<Snapsho
     let members: Vec<Snapshot> = volumes
         .iter()
         .enumerate()
-        .map(|(number, volume)| pool.put_cutting(&format!("{name}-{number}"), volume, Some(&id)))
+        .map(|(number, volume)| pool.put_unfinished(&format!("{name}-{number}"), volume, Some(&id)))
         .collect();
     let group = Group {
         id,
@@ -266,6 +265,6 @@ fn put_group(pool: &Pool, name: &str, volumes: &[Volume]) -> (Group, Vec<Snapsho
         volume_ids: volumes.iter().map(|volume| volume.id.clone()).collect(),
         created_at: (1, 0),
     };
-    pool.store().catalog.write(|tx| tx.put(&group).and_then(|()| tx.name(&group))).unwrap();
+    pool.store().catalog.write(|tx| tx.put(&group).and_then(|()| tx.claim_name(&group))).unwrap();
     (group, members)
 }

@@ -1,4 +1,4 @@
-//! Volumes in use, filesystems and pools that were being made, and what is lost or damaged.
+//! Volumes in use, interrupted creation of filesystems and pools, and lost or damaged data.
 
 use std::thread::sleep;
 use std::time::Instant;
@@ -6,12 +6,12 @@ use std::time::Instant;
 use super::*;
 
 #[test]
-fn root_an_attachment_without_its_device_is_forgotten() {
-    for_each_pool("root_an_attachment_without_its_device_is_forgotten", |pool| {
+fn root_an_attachment_without_its_device_is_removed() {
+    for_each_pool("root_an_attachment_without_its_device_is_removed", |pool| {
         for (name, capability) in [("raw", raw()), ("ext4", mounted(FsType::Ext4))] {
             let volume = pool.volume(name);
             let target = pool.directory.path().join(format!("target-{name}"));
-            // As after a reboot, and as when the crash came before anything was attached.
+            // As after a reboot, or after a crash before the attach.
             let publication = Publication::on_host(capability.clone(), false);
             pool.put(&Attachment {
                 volume_id: volume.id.clone(),
@@ -32,10 +32,11 @@ fn root_an_attachment_without_its_device_is_forgotten() {
     });
 }
 
-/// A pod may go on with a volume whose file was removed under it; it is taken out of use as any other.
+/// A pod may still use a volume whose file was removed. It is unpublished and unstaged like any
+/// other.
 #[test]
-fn root_an_attachment_whose_file_is_gone_is_not_forgotten() {
-    for_each_pool("root_an_attachment_whose_file_is_gone_is_not_forgotten", |pool| {
+fn root_an_attachment_without_its_file_is_kept() {
+    for_each_pool("root_an_attachment_without_its_file_is_kept", |pool| {
         let volume = pool.volume("v");
         let staged = pool.stage(&volume, &mounted(FsType::Ext4));
         let backing = pool.store().open_volume(&volume).unwrap();
@@ -59,8 +60,8 @@ fn root_an_attachment_whose_file_is_gone_is_not_forgotten() {
 }
 
 #[test]
-fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
-    for_each_pool("root_staging_and_publishing_go_on", |pool| {
+fn root_interrupted_staging_and_publishing_can_be_repeated() {
+    for_each_pool("root_interrupted_staging_and_publishing_can_be_repeated", |pool| {
         for (name, capability) in [("raw", raw()), ("ext4", mounted(FsType::Ext4))] {
             let is_raw = capability == raw();
             let volume = pool.volume(name);
@@ -74,13 +75,13 @@ fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
                 assert!(filesystem::mount_at(&target).unwrap().is_some());
                 assert!(backend.usage(&volume.id, &target).is_ok());
             };
-            // Staged: the device was there, and not yet the mount.
+            // Stage: attached but not mounted.
             if !is_raw {
                 unmount(&path).unwrap();
             }
             pool.recover();
             pool.stage(&volume, &capability);
-            // Published: the row was there, and not yet the target; or it was gone again.
+            // Publish: the row exists but the target is not mounted.
             publish(pool);
             for _ in 0..2 {
                 unmount(&target).unwrap();
@@ -92,7 +93,7 @@ fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
             if is_raw { fs::remove_file(&target) } else { fs::remove_dir(&target) }.unwrap();
             pool.recover();
             pool.backend().unpublish(&volume.id, &target).unwrap();
-            // Unstaged: the mount was gone, and not yet the device; or that too.
+            // Unstage: unmounted but not detached, or both.
             if !is_raw {
                 unmount(&path).unwrap();
             }
@@ -116,10 +117,10 @@ fn root_staging_and_publishing_go_on_from_wherever_they_were_cut_short() {
     });
 }
 
-/// A container has it, or had it: then nobody but the freeze keeps it.
+/// The filesystem is mounted in a container, or was: then only the freeze keeps it.
 #[test]
-fn root_a_filesystem_that_a_cut_left_frozen_in_a_container_is_thawed() {
-    for_each_pool("root_a_filesystem_that_a_cut_left_frozen_in_a_container_is_thawed", |pool| {
+fn root_a_frozen_filesystem_of_a_container_is_thawed() {
+    for_each_pool("root_a_frozen_filesystem_of_a_container_is_thawed", |pool| {
         for fs_type in FsType::ALL {
             let mut request = pool.request(fs_type.name());
             request.request.required_bytes = 300 * MIB;
@@ -140,27 +141,27 @@ fn root_a_filesystem_that_a_cut_left_frozen_in_a_container_is_thawed() {
             for is_running in [true, false] {
                 let mut container = Some(container(&device, fs_type));
                 let name = format!("{fs_type}-{is_running}");
-                let _ = pool.put_cutting(&name, &volume, None);
+                let _ = pool.put_unfinished(&name, &volume, None);
                 let frozen = filesystem::open_mounted(&device).unwrap().unwrap();
                 sys::freeze(&frozen).unwrap();
                 drop(frozen);
                 if !is_running {
                     container.take().map(end).unwrap();
-                    assert_eq!(filesystem::live(&device).unwrap(), Some(fs_type));
+                    assert_eq!(filesystem::mounted_type(&device).unwrap(), Some(fs_type));
                 }
-                // By somebody else it is joined, frozen as it is.
+                // It can be joined while it is frozen.
                 assert!(filesystem::join(&device, false).unwrap().is_some());
                 pool.restart();
                 if is_running {
                     let root = filesystem::open_mounted(&device).unwrap().unwrap();
                     let thawed = sys::thaw(&root).unwrap_err();
-                    assert_eq!(thawed.raw_os_error(), Some(libc::EINVAL), "it ran already");
+                    assert_eq!(thawed.raw_os_error(), Some(libc::EINVAL), "it was already thawed");
                     drop(root);
                     container.take().map(end).unwrap();
                 }
-                // The kernel unmounts what nobody has any more in its own time.
+                // The kernel completes the unmount later.
                 let until = Instant::now() + Duration::from_secs(30);
-                while filesystem::live(&device).unwrap().is_some() {
+                while filesystem::mounted_type(&device).unwrap().is_some() {
                     assert!(Instant::now() < until, "{fs_type} is still mounted");
                     sleep(Duration::from_millis(5));
                 }
@@ -178,7 +179,7 @@ fn end(mut container: std::process::Child) {
     container.wait().unwrap();
 }
 
-/// A process that has the filesystem of a device mounted in a mount namespace of its own.
+/// A process with the filesystem of a device mounted in its own mount namespace.
 fn container(device: &LoopDevice, fs_type: FsType) -> std::process::Child {
     use std::io::Read;
     let script = "mount -t tmpfs none /mnt; mkdir /mnt/v; mount -t $1 $2 /mnt/v; echo up; exec cat";
@@ -189,15 +190,15 @@ fn container(device: &LoopDevice, fs_type: FsType) -> std::process::Child {
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    let mut said = [0; 3];
-    child.stdout.as_mut().unwrap().read_exact(&mut said).unwrap();
-    assert_eq!(&said, b"up\n");
+    let mut output = [0; 3];
+    child.stdout.as_mut().unwrap().read_exact(&mut output).unwrap();
+    assert_eq!(&output, b"up\n");
     child
 }
 
 #[test]
-fn root_a_filesystem_that_a_cut_left_frozen_is_thawed() {
-    for_each_pool("root_a_filesystem_that_a_cut_left_frozen_is_thawed", |pool| {
+fn root_a_frozen_filesystem_is_thawed() {
+    for_each_pool("root_a_frozen_filesystem_is_thawed", |pool| {
         let mut request = pool.request("v");
         request.request.required_bytes = 32 * MIB;
         let volume = pool.backend().create_volume(&request).unwrap();
@@ -210,12 +211,12 @@ fn root_a_filesystem_that_a_cut_left_frozen_is_thawed() {
                 false
             }
         };
-        // By the cut of a snapshot, of a group, and by the clone of a volume in use.
+        // Frozen for a snapshot, a group, and a clone of a volume in use.
         sys::freeze(&directory).unwrap();
-        assert!(frozen(), "the test sees what it looks for");
+        assert!(frozen(), "the freeze is detected");
         for what in ["snapshot", "group", "clone"] {
             match what {
-                "snapshot" => drop(pool.put_cutting(what, &volume, None)),
+                "snapshot" => drop(pool.put_unfinished(what, &volume, None)),
                 "group" => drop(put_group(pool, what, std::slice::from_ref(&volume))),
                 _ => {
                     let mut request = pool.request(what);
@@ -233,7 +234,7 @@ fn root_a_filesystem_that_a_cut_left_frozen_is_thawed() {
         }
         let made = pool.snapshot("snapshot", &volume);
         assert!(pool.delta(&made, &made).is_empty());
-        // What somebody else froze stays frozen.
+        // A filesystem that another program froze remains frozen.
         sys::freeze(&directory).unwrap();
         pool.restart();
         assert!(frozen());
@@ -243,11 +244,11 @@ fn root_a_filesystem_that_a_cut_left_frozen_is_thawed() {
 }
 
 #[test]
-fn root_a_filesystem_that_was_being_made_is_made_again() {
-    for_each_pool("root_a_filesystem_that_was_being_made_is_made_again", |pool| {
+fn root_an_unfinished_filesystem_is_created_again() {
+    for_each_pool("root_an_unfinished_filesystem_is_created_again", |pool| {
         let volume = pool.volume("v");
         let capability = mounted(FsType::Ext4);
-        // Some of it is written, its superblock too.
+        // Parts of it are written, including the superblock.
         let staged = pool.stage(&volume, &capability);
         pool.backend().unstage(&volume.id, &staged).unwrap();
         let latest = pool.backend().volume(&volume.id).unwrap();
@@ -265,7 +266,7 @@ fn root_a_filesystem_that_was_being_made_is_made_again() {
             assert!(!format.unfinished);
         }
         pool.restart();
-        // Once it is whole it is never made again.
+        // A complete filesystem is never created again.
         pool.backend().unstage(&volume.id, &staged).unwrap();
         pool.stage(&volume, &capability);
         assert_eq!(fs::read(staged.join("file")).unwrap(), b"content");
@@ -274,8 +275,8 @@ fn root_a_filesystem_that_was_being_made_is_made_again() {
 }
 
 #[test]
-fn root_a_volume_whose_last_snapshot_is_gone_is_forgotten_altogether() {
-    for_each_pool("root_a_volume_whose_last_snapshot_is_gone_is_forgotten", |pool| {
+fn root_a_volume_without_snapshots_is_forgotten() {
+    for_each_pool("root_a_volume_without_snapshots_is_forgotten", |pool| {
         let volume = pool.volume("v");
         let a = pool.snapshot("a", &volume);
         let b = pool.snapshot("b", &volume);
@@ -284,26 +285,26 @@ fn root_a_volume_whose_last_snapshot_is_gone_is_forgotten_altogether() {
             let phase = SnapshotPhase::Deleted { at: 1 };
             Snapshot { phase, has_data: false, ..row.clone() }
         };
-        // Both were deleted; the files of one are gone already.
+        // Both were deleted; the files of one are already removed.
         pool.put(&row(&a));
         pool.put(&row(&b));
         pool::remove(&pool.store().snapshot_path(&a.id)).unwrap();
         pool::remove(&pool.store().record_path(&a.id, 0)).unwrap();
         pool.recover();
-        pool.gone(&a);
-        pool.gone(&b);
+        pool.assert_removed(&a);
+        pool.assert_removed(&b);
     });
 }
 
-/// One volume in trouble does not keep the driver from starting, nor the others from being served.
+/// A damaged volume does not prevent the start or affect other volumes.
 #[test]
-fn root_what_is_damaged_does_not_stop_a_start() {
-    for_each_pool("root_what_is_damaged_does_not_stop_a_start", |pool| {
+fn root_damaged_data_does_not_prevent_a_start() {
+    for_each_pool("root_damaged_data_does_not_prevent_a_start", |pool| {
         let broken = pool.volume("broken");
         let whole = pool.volume("whole");
         let a = pool.snapshot("a", &broken);
         let b = pool.snapshot("b", &whole);
-        pool.put_cutting("half", &broken, None);
+        pool.put_unfinished("half", &broken, None);
         pool::remove(&pool.store().snapshot_path(&a.id)).unwrap();
         fs::write(pool.store().record_path(&b.id, 0), "CBT").unwrap();
         fs::remove_file(pool.store().volume_path(&broken.id)).unwrap();
@@ -324,14 +325,14 @@ fn root_what_is_damaged_does_not_stop_a_start() {
 }
 
 #[test]
-fn root_an_image_that_was_being_made_is_made_again() {
-    if !have_root("root_an_image_that_was_being_made_is_made_again") {
+fn root_an_unfinished_image_is_created_again() {
+    if !have_root("root_an_unfinished_image_is_created_again") {
         return;
     }
     let directory = TempDir::with_prefix("csi-loopback-").unwrap();
     let data_dir = directory.path().join("data");
     fs::create_dir(&data_dir).unwrap();
-    // mkfs was under way, and its device outlived the one who had attached it.
+    // mkfs was interrupted, and the device remained attached.
     let part = data_dir.join("pool.img.part");
     let file = pool::new_file(&part).unwrap();
     file.set_len(64 * MIB).unwrap();
@@ -359,7 +360,7 @@ fn root_an_image_that_was_being_made_is_made_again() {
     assert!(room.total > 800 * MIB, "{room:?}");
     assert!(!part.exists());
     assert_eq!(check::check(&data_dir).unwrap().findings, []);
-    // The image was made and the marker not: it is not made again.
+    // With an image but without a marker, the image is not created again.
     let image = || {
         use std::os::unix::fs::MetadataExt;
         fs::metadata(data_dir.join("pool.img")).unwrap().ino()
@@ -374,11 +375,11 @@ fn root_an_image_that_was_being_made_is_made_again() {
 }
 
 #[test]
-fn root_a_catalog_that_was_being_made_is_made_again() {
-    for_each_pool("root_a_catalog_that_was_being_made_is_made_again", |pool| {
+fn root_an_unfinished_catalog_is_created_again() {
+    for_each_pool("root_an_unfinished_catalog_is_created_again", |pool| {
         let path = pool.store().pool.root().join("catalog.redb");
         fs::remove_file(&path).unwrap();
-        // The store had sized its file and not yet written what tells it.
+        // redb had sized its file but not written the header.
         fs::write(path.with_extension("part"), vec![0; 327_680]).unwrap();
         pool.recover();
         pool.volume("v");
@@ -386,9 +387,9 @@ fn root_a_catalog_that_was_being_made_is_made_again() {
 }
 
 #[test]
-fn root_a_catalog_that_was_lost_is_not_replaced_by_an_empty_one() {
+fn root_a_lost_catalog_is_not_replaced_by_an_empty_one() {
     for content in [None, Some(""), Some("text")] {
-        for_each_pool("root_a_catalog_that_was_lost_is_not_replaced", |pool| {
+        for_each_pool("root_a_lost_catalog_is_not_replaced_by_an_empty_one", |pool| {
             pool.volume("v");
             let path = pool.store().pool.root().join("catalog.redb");
             fs::remove_file(&path).unwrap();
@@ -402,7 +403,7 @@ fn root_a_catalog_that_was_lost_is_not_replaced_by_an_empty_one() {
     }
 }
 
-/// A filesystem that is soon full.
+/// A small filesystem that can be filled.
 struct Small {
     directory: TempDir,
 }
@@ -424,7 +425,7 @@ impl Small {
         self.directory.path().join("mounted")
     }
 
-    /// Writes to `name` until there is no room for another byte.
+    /// Writes to `name` until the filesystem is full.
     fn fill(&self, name: &str) {
         let file = pool::new_file(&self.path().join(name)).unwrap();
         let mut at = 0;
@@ -444,8 +445,8 @@ impl Drop for Small {
 }
 
 #[test]
-fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
-    if !have_root("root_a_catalog_without_room_goes_on") {
+fn root_a_full_catalog_allows_deletions() {
+    if !have_root("root_a_full_catalog_allows_deletions") {
         return;
     }
     for (kind, bytes) in [("ext4", 16 * MIB), ("xfs", 320 * MIB)] {
@@ -461,7 +462,7 @@ fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
             change_tracking: true,
             change_precision: Default::default(),
             format: None,
-            // Large, for the sake of time.
+            // Large rows fill the space faster.
             source: Some(Source::Snapshot("s".repeat(3000))),
             request: VolumeRequest::default(),
             next_sequence: 1,
@@ -470,11 +471,11 @@ fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
             lost_writes: None,
         };
         let add = |number: u64| {
-            catalog.write(|tx| tx.put(&row(number)).and_then(|()| tx.name(&row(number))))
+            catalog.write(|tx| tx.put(&row(number)).and_then(|()| tx.claim_name(&row(number))))
         };
         let remove = |number: u64| {
             catalog.write(|tx| {
-                tx.unname(&row(number)).and_then(|()| tx.remove::<Volume>(&row(number).id))
+                tx.release_name(&row(number)).and_then(|()| tx.remove::<Volume>(&row(number).id))
             })
         };
         (0..20).for_each(|number| add(number).unwrap());
@@ -495,7 +496,7 @@ fn root_a_catalog_without_room_goes_on_and_lets_things_be_deleted() {
         }
         let rows = catalog.read().unwrap().select(|_: &Volume| true).unwrap();
         assert_eq!(rows.len() as u64, count);
-        // Rows that are there can be changed, and all of them can go.
+        // Existing rows can be changed and deleted.
         for number in 0..count {
             catalog
                 .write(|tx| tx.put(&Volume { baseline: Some("b".into()), ..row(number) }))

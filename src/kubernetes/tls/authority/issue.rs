@@ -1,4 +1,4 @@
-//! Making authorities and certificates: ECDSA on P-256, which every client speaks.
+//! Creates authorities and certificates: ECDSA on P-256, which every client supports.
 
 use std::time::{Duration, SystemTime};
 
@@ -12,14 +12,14 @@ use rustls::pki_types::pem::PemObject;
 
 use super::super::certificates::Pair;
 
-/// By so much the clocks of clients may be behind.
-const BEHIND: Duration = Duration::from_secs(300);
-/// How long the certificate of an authority is good for.
-const LASTS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
-/// How the name of an authority of this program begins.
-const OURS: &str = "csi-loopback-";
+/// Tolerated clock skew of clients.
+const CLOCK_SKEW: Duration = Duration::from_secs(300);
+/// Validity of an authority's certificate.
+const CA_VALIDITY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+/// Prefix of the names of this program's authorities.
+const NAME_PREFIX: &str = "csi-loopback-";
 
-/// An authority: certificate and private key in PEM. The key is in no Debug.
+/// An authority: certificate and private key in PEM. Debug does not print the key.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Ca {
     pub cert: String,
@@ -37,15 +37,16 @@ impl Ca {
     /// A new authority, named after the mode.
     pub fn new(mode: &str, now: SystemTime) -> anyhow::Result<Self> {
         let suffix: String = random()?.iter().map(|byte| format!("{byte:02x}")).collect();
-        // A name of its own each, so that clients that hold two tell them apart.
+        // A unique name, so that clients that trust two authorities can distinguish them.
         let key = KeyPair::generate().context("a key for the authority")?;
-        sign(&format!("{OURS}{mode} {suffix}"), &key, now)
+        sign(&format!("{NAME_PREFIX}{mode} {suffix}"), &key, now)
     }
 
-    /// The same authority, name and key, with a certificate that begins anew, when less than half of its time is left. Clients
-    /// that trust either trust what it signs. Nothing for an authority of somebody else.
+    /// When less than half of the validity remains, the same authority (name and key) with a new
+    /// certificate. Clients that trust either certificate trust what it signs. `None` if there is
+    /// no need, or if another party created the authority.
     pub fn renewed(&self, now: SystemTime) -> anyhow::Result<Option<Self>> {
-        if self.not_after > now + LASTS / 2 {
+        if self.not_after > now + CA_VALIDITY / 2 {
             return Ok(None);
         }
         let Some(name) = self.own_name()? else { return Ok(None) };
@@ -53,14 +54,14 @@ impl Ca {
         sign(&name, &key, now).map(Some)
     }
 
-    /// Its name, if this program has made it.
+    /// Its name, if this program created it.
     fn own_name(&self) -> anyhow::Result<Option<String>> {
         let cert = CertificateDer::from_pem_slice(self.cert.as_bytes()).context("the authority")?;
         let (_, cert) = x509_parser::parse_x509_certificate(&cert).context("the authority")?;
         let subject = cert.subject();
         let name = subject.iter_common_name().next().and_then(|name| name.as_str().ok());
         let is_all = subject.iter_attributes().count() == 1;
-        Ok(name.filter(|name| is_all && name.starts_with(OURS)).map(str::to_owned))
+        Ok(name.filter(|name| is_all && name.starts_with(NAME_PREFIX)).map(str::to_owned))
     }
 }
 
@@ -76,17 +77,17 @@ fn sign(name: &str, key: &KeyPair, now: SystemTime) -> anyhow::Result<Ca> {
     params.serial_number = Some(SerialNumber::from_slice(&random()?));
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    params.not_before = (now - BEHIND).into();
-    params.not_after = (now + LASTS).into();
+    params.not_before = (now - CLOCK_SKEW).into();
+    params.not_after = (now + CA_VALIDITY).into();
     let cert = params.self_signed(key).context("the authority's certificate")?.pem();
     let key = key.serialize_pem();
-    // Read back: a certificate has whole seconds.
+    // Read back, because a certificate has whole seconds.
     let not_after = Pair::from_pem(cert.as_bytes(), key.as_bytes())?.not_after();
     Ok(Ca { cert, key, not_after })
 }
 
-/// A certificate of `ca` for these names (DNS names or IP addresses), good for `validity` from now on or
-/// as long as its authority.
+/// A certificate of `ca` for these names (DNS names or IP addresses), valid for `validity` from
+/// now, but not longer than its authority.
 pub fn certificate(
     ca: &Ca,
     names: &[String],
@@ -101,7 +102,7 @@ pub fn certificate(
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
     params.use_authority_key_identifier_extension = true;
-    params.not_before = (now - BEHIND).into();
+    params.not_before = (now - CLOCK_SKEW).into();
     params.not_after = (now + validity).min(ca.not_after).into();
     let key = KeyPair::generate().context("a key")?;
     let cert = params.signed_by(&key, &issuer).context("a certificate")?.pem();
@@ -115,7 +116,7 @@ mod tests {
     const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);
 
     #[test]
-    fn an_authority_is_named_after_its_mode_and_renewed_with_name_and_key() {
+    fn a_renewed_authority_keeps_name_and_key() {
         let now = SystemTime::now();
         let first = Ca::new("admission", now).unwrap();
         let name = first.own_name().unwrap().unwrap();
@@ -128,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn an_authority_of_somebody_else_is_not_renewed() {
+    fn a_foreign_authority_is_not_renewed() {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -140,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn no_key_is_shown() {
+    fn a_key_is_never_printed() {
         let ca = Ca::new("sidecar", SystemTime::now()).unwrap();
         let shown = format!("{ca:?}");
         assert!(!shown.contains("PRIVATE") && !shown.contains(&ca.key), "{shown}");

@@ -1,6 +1,7 @@
-//! `--self-signed`: an authority of the program's own, which lasts. It is kept in a Secret ([`secret`]), so that any number of
-//! replicas have the same one; each replica makes its own certificate of it ([`issue`]), which it keeps in memory and
-//! replaces in time. The Secret is read again and again: an administrator may replace the authority in it.
+//! `--self-signed`: a certificate authority of the program. A Secret holds it ([`secret`]), so that
+//! all replicas share it. Each replica issues its own certificate ([`issue`]), keeps it in memory
+//! and replaces it in time. The Secret is polled, because an administrator may replace the
+//! authority.
 
 mod issue;
 mod secret;
@@ -20,46 +21,44 @@ use super::Certificates;
 use crate::kubernetes::client::within;
 use crate::kubernetes::name;
 use crate::quantity::duration;
-use crate::telemetry::complaint::Complaint;
+use crate::telemetry::rate_limited_log::RateLimitedLog;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Time between two looks at the Secret: a twentieth of a certificate's validity, within these.
-const LOOK_EVERY: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
-/// How long one call to the API server may take.
+/// Limits of the poll interval of the Secret, which is a twentieth of a certificate's validity.
+const POLL_INTERVAL: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
+/// Timeout of one call to the API server.
 const CALL: Duration = Duration::from_secs(10);
-/// Writes of others that one round follows. Each is a step, so there are not many.
+/// Maximum number of concurrent writes by others that one round follows. Each is one step of few.
 const CONFLICTS: usize = 10;
-/// How long the first certificate may take.
+/// Timeout of the first certificate.
 const START: Duration = Duration::from_secs(120);
-/// Time between two attempts at the start.
+/// Interval between attempts at the start.
 const RETRY: Duration = Duration::from_secs(1);
-/// Where a pod finds the name of its namespace.
+/// File in a pod with the name of its namespace.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
-/// What --self-signed-validity may be.
+/// Range of --self-signed-validity.
 const VALIDITY: (Duration, Duration) =
     (Duration::from_secs(20), Duration::from_secs(10 * 365 * 24 * 3600));
 
-/// The flags. The command that flattens them has --service-address, too.
+/// The flags. A command that flattens them must also have --service-address.
 #[derive(Debug, Clone, clap::Args)]
-// Its group would have the name `Args`, as that of the role that flattens it.
+// The default name, `Args`, would collide with the group of the struct that flattens this one.
 #[group(skip)]
 pub struct Args {
-    /// Make certificates of an authority of its own, which is kept in a Secret; needs no --tls-cert. Replicas with the
-    /// same Secret have the same authority.
+    /// Issue certificates from an authority that is kept in a Secret, instead of --tls-cert;
+    /// replicas share the authority
     #[arg(long, requires = "service_address", conflicts_with_all = ["tls_cert", "tls_key"])]
     pub self_signed: bool,
 
-    /// Secret that holds the authority; made if it is not there or has no data. By default one of the mode's own:
-    /// csi-loopback-MODE-ca.
+    /// Secret that holds the authority, created if missing; otherwise csi-loopback-MODE-ca is used
     #[arg(long, requires = "self_signed", value_parser = name::object, value_name = "NAME")]
     pub self_signed_secret: Option<String>,
 
-    /// How long a certificate is good for, from 20s to ten years; it is replaced when two thirds are over. The authority
-    /// lasts.
+    /// Validity of a certificate, 20s to 3650days; it is replaced after two thirds
     #[arg(long, requires = "self_signed", default_value = "7days", value_parser = validity, value_name = "TIME")]
     pub self_signed_validity: Duration,
 
-    /// Namespace of the Secret; by default that of the pod.
+    /// Namespace of the Secret; otherwise the pod's namespace is used
     #[arg(long, env = "POD_NAMESPACE", value_parser = name::object, value_name = "NAME")]
     pub namespace: Option<String>,
 }
@@ -73,22 +72,23 @@ impl Args {
     /// The namespace of the program.
     ///
     /// # Errors
-    /// It is not given, and this is no pod.
+    /// The namespace is not given, and the program is not in a pod.
     pub fn namespace(&self) -> anyhow::Result<String> {
         if let Some(namespace) = &self.namespace {
             return Ok(namespace.clone());
         }
         let namespace =
-            super::files::read("--namespace is not given, and", Path::new(NAMESPACE_FILE))?;
+            super::files::read("set --namespace or run in a pod:", Path::new(NAMESPACE_FILE))?;
         Ok(String::from_utf8_lossy(&namespace).trim().to_owned())
     }
 }
 
-/// Begins to keep the authority in the Secret, and waits for the first certificate, which is for `names`: DNS names
-/// and IP addresses. Returns the certificate and what clients are to trust (PEM), which may both change.
+/// Starts to maintain the authority in the Secret, and waits for the first certificate for `names`
+/// (DNS names and IP addresses). Returns the certificate and the CA certificates that clients must
+/// trust (PEM); both may change.
 ///
 /// # Errors
-/// The Secret is another's, or there is no certificate within two minutes; why.
+/// The Secret belongs to another party, or there is no certificate within two minutes.
 pub async fn start(
     client: Client,
     args: &Args,
@@ -99,94 +99,97 @@ pub async fn start(
     let namespace = args.namespace()?;
     let name = args.self_signed_secret.clone().unwrap_or_else(|| format!("csi-loopback-{mode}-ca"));
     let (sender, pem) = watch::channel(String::new());
-    let mut keeper = Keeper {
+    let mut manager = AuthorityManager {
         secrets: Api::namespaced(client, &namespace),
-        place: format!("Secret {namespace}/{name}"),
+        title: format!("Secret {namespace}/{name}"),
         name,
         mode,
         validity: args.self_signed_validity,
         names,
         pem: sender,
         served: None,
-        complaint: Complaint::default(),
+        error_log: RateLimitedLog::default(),
     };
     let until = Instant::now() + START;
     let certificates = loop {
-        match keeper.round().await {
+        match manager.round().await {
             Ok(()) => {}
             Err(error) if error.is::<Refused>() || Instant::now() >= until => {
                 return Err(error.context("--self-signed"));
             }
-            Err(error) => keeper.complain(&error),
+            Err(error) => manager.complain(&error),
         }
-        if let Some(served) = &keeper.served {
+        if let Some(served) = &manager.served {
             break served.certificates.clone();
         }
         tokio::select! {
             () = sleep(RETRY) => {}
-            () = shutdown.draining() => anyhow::bail!("--self-signed: stopped before there was a certificate"),
+            () = shutdown.draining() => anyhow::bail!("--self-signed: stopped before the first certificate was issued"),
         }
     };
     tokio::spawn(async move {
         tokio::select! {
-            () = keeper.keep() => {}
-            // Until the very end: clients may come while others are drained.
+            () = manager.run() => {}
+            // Until the process ends: clients may connect while others are drained.
             () = shutdown.ending() => {}
         }
     });
     Ok((certificates, pem))
 }
 
-/// The Secret cannot be used.
+/// Why the Secret cannot be used.
 #[derive(Debug, thiserror::Error)]
 enum Refused {
     #[error(
-        "{place} is not this program's: {why}; name another with --self-signed-secret or delete it"
+        "{title} does not belong to this program: {why}; select another one with --self-signed-secret, or delete it"
     )]
-    Foreign { place: String, why: String },
+    Foreign { title: String, why: String },
     #[error(
-        "the authority in {place} has expired; put another one in its place (docs/reference/sidecar.md) or delete the Secret"
+        "the authority in {title} has expired; replace it (docs/reference/sidecar.md) or delete the Secret"
     )]
-    Expired { place: String },
+    Expired { title: String },
 }
 
-struct Keeper {
+struct AuthorityManager {
     secrets: Api<Secret>,
-    /// For messages.
-    place: String,
+    /// Title of the Secret, for messages.
+    title: String,
     name: String,
     mode: &'static str,
-    /// Of a certificate.
+    /// Validity of a certificate.
     validity: Duration,
     names: Vec<String>,
     pem: watch::Sender<String>,
     served: Option<Served>,
-    complaint: Complaint,
+    error_log: RateLimitedLog,
 }
 
-/// The certificate that this replica has made for itself.
+/// The certificate that this replica issued for itself.
 struct Served {
     certificates: Certificates,
     authority: Ca,
     renew_at: SystemTime,
 }
 
-impl Keeper {
-    async fn keep(mut self) {
-        let (least, most) = LOOK_EVERY;
+impl AuthorityManager {
+    async fn run(mut self) {
+        let (least, most) = POLL_INTERVAL;
         let every = (self.validity / 20).clamp(least, most);
         loop {
             sleep(every).await;
             match self.round().await {
-                Ok(()) if self.complaint.is_over() => {
-                    tracing::info!("{} is in order again", self.place);
+                Ok(()) if self.error_log.clear() => {
+                    tracing::info!("{} is up to date again", self.title);
                 }
                 Ok(()) => {}
                 Err(error) => {
                     self.complain(&error);
-                    // The authority that was read last is as good without the API server.
+                    // The last authority remains usable while the API server is unavailable.
                     if let Err(error) = self.renew(SystemTime::now()) {
-                        tracing::error!(error = format!("{error:#}"), "no new certificate");
+                        tracing::error!(
+                            error = format!("{error:#}"),
+                            "failed to renew the certificate"
+                        );
                     }
                 }
             }
@@ -195,13 +198,13 @@ impl Keeper {
 
     fn complain(&mut self, error: &anyhow::Error) {
         let error = format!("{error:#}");
-        if self.complaint.is_new(&error) {
-            tracing::warn!(error, "keeping the authority in {}; trying again", self.place);
+        if self.error_log.is_new(&error) {
+            tracing::warn!(error, "failed to maintain the authority in {}; retrying", self.title);
         }
     }
 
-    /// Reads the Secret, writes it if there is no authority in it or one that needs a new certificate, and serves what it holds
-    /// then.
+    /// Reads the Secret, writes it if it has no authority or one that needs a new certificate, and
+    /// serves its content.
     async fn round(&mut self) -> anyhow::Result<()> {
         for _ in 0..CONFLICTS {
             let before = within(CALL, self.secrets.get_opt(&self.name)).await?;
@@ -211,28 +214,33 @@ impl Keeper {
                     Some(signing) => state.with(signing),
                     None => return self.serve(&state, now),
                 },
-                Found::Foreign(why) => Err(Refused::Foreign { place: self.place.clone(), why })?,
-                Found::Corrupt(why) => self.anew(&format!("is damaged ({why})"), now)?,
-                Found::Nothing if self.served.is_some() => self.anew("is gone", now)?,
+                Found::Foreign(why) => Err(Refused::Foreign { title: self.title.clone(), why })?,
+                Found::Corrupt(why) => {
+                    self.replace_authority(&format!("is damaged ({why})"), now)?
+                }
+                Found::Nothing if self.served.is_some() => {
+                    self.replace_authority("was deleted", now)?
+                }
                 Found::Nothing => State::new(Ca::new(self.mode, now)?),
             };
             if self.write(&state, before.as_ref()).await? {
-                tracing::info!("{}: written", self.place);
+                tracing::info!("wrote {}", self.title);
             }
-            // Read again: what another wrote is followed.
+            // Read again, because another replica may have written it.
         }
-        anyhow::bail!("{} is changed by others all the time", self.place)
+        anyhow::bail!("{} is constantly changed by other clients", self.title)
     }
 
-    fn anew(&self, what: &str, now: SystemTime) -> anyhow::Result<State> {
+    fn replace_authority(&self, what: &str, now: SystemTime) -> anyhow::Result<State> {
         tracing::error!(
-            "{} {what}: beginning with a new authority; clients need its certificate",
-            self.place
+            "{} {what}: creating a new authority; clients must trust its certificate",
+            self.title
         );
         Ca::new(self.mode, now).map(State::new)
     }
 
-    /// Returns false when another was faster: there is one of that name by now, a later one, or none any more.
+    /// Returns false if another client was faster: the Secret was created, changed or deleted
+    /// meanwhile.
     async fn write(&self, state: &State, before: Option<&Secret>) -> anyhow::Result<bool> {
         let secret = secret::holding(state, &self.name, self.mode, before);
         let post = PostParams::default();
@@ -253,7 +261,7 @@ impl Keeper {
 
     fn serve(&mut self, state: &State, now: SystemTime) -> anyhow::Result<()> {
         if state.signing.not_after <= now {
-            Err(Refused::Expired { place: self.place.clone() })?;
+            Err(Refused::Expired { title: self.title.clone() })?;
         }
         self.pem.send_if_modified(|pem| {
             let changed = *pem != state.bundle;
@@ -278,7 +286,7 @@ impl Keeper {
         }
     }
 
-    /// Replaces the certificate if it is time.
+    /// Replaces the certificate if it is due.
     fn renew(&mut self, now: SystemTime) -> anyhow::Result<()> {
         let Some(served) = self.served.as_mut().filter(|served| served.renew_at <= now) else {
             return Ok(());
@@ -286,7 +294,7 @@ impl Keeper {
         let pair = issue::certificate(&served.authority, &self.names, now, self.validity)?;
         served.certificates.replace(pair);
         served.renew_at = now + self.validity * 2 / 3;
-        tracing::info!("new connections get a new certificate");
+        tracing::info!("new connections use a new certificate");
         Ok(())
     }
 }

@@ -1,6 +1,7 @@
-//! The Secret in which replicas find their authority. Its keys: `signing.crt` and `signing.key`, the authority that signs, and
-//! `ca.crt`, the certificates that clients are to trust. That may have more than the first one, while an administrator replaces
-//! the authority. A label says that it is ours.
+//! The Secret in which replicas share their authority. Its keys: `signing.crt` and `signing.key`,
+//! the authority that signs, and `ca.crt`, the certificates that clients must trust, which may be
+//! more than the first one while an administrator replaces the authority. A label marks it as this
+//! program's.
 
 use std::collections::BTreeMap;
 
@@ -12,25 +13,26 @@ use kube::api::ObjectMeta;
 use super::super::certificates::Pair;
 use super::issue::Ca;
 
-/// Label of what this program keeps. Its value is [`manager`]'s.
+/// Label of objects of this program. Its value comes from [`manager`].
 const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 
-/// What the Secret holds when all is well.
+/// Content of a valid Secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct State {
     pub signing: Ca,
-    /// Certificates in PEM; that of `signing` is among them.
+    /// Certificates in PEM, including the certificate of `signing`.
     pub bundle: String,
 }
 
-/// What was found in place of the Secret.
+/// Result of reading the Secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Found {
-    /// No Secret, or one without data, as one is made beforehand so that nobody needs the right to create Secrets.
+    /// No Secret, or one without data: an administrator may create it, so that the program needs no
+    /// permission to create Secrets.
     Nothing,
-    /// Ours, but not to be used; why.
+    /// This program's, but unusable, with the reason.
     Corrupt(String),
-    /// Somebody else's; why.
+    /// Another party's, with the reason.
     Foreign(String),
     Held(State),
 }
@@ -52,7 +54,7 @@ fn manager(mode: &str) -> String {
     format!("csi-loopback-{mode}")
 }
 
-/// What the Secret holds, if there is one.
+/// Reads the Secret, if it exists.
 pub fn found(secret: Option<&Secret>) -> Found {
     let Some(secret) = secret else { return Found::Nothing };
     let data = secret.data.as_ref().filter(|data| !data.is_empty());
@@ -73,7 +75,7 @@ fn read(data: &BTreeMap<String, ByteString>) -> anyhow::Result<State> {
     let pair = Pair::from_pem(cert.as_bytes(), key.as_bytes()).context("signing.crt")?;
     let not_after = pair.not_after();
     let signing = Ca { cert: cert.to_owned(), key: key.to_owned(), not_after };
-    // What signs is published, whatever else is there or was forgotten.
+    // The signing certificate is always published, even if ca.crt lacks it.
     let bundle = text(data, "ca.crt").ok();
     let bundle = match bundle.filter(|pem| super::super::chain(pem.as_bytes()).is_ok()) {
         Some(bundle) if bundle.contains(cert.trim()) => bundle.to_owned(),
@@ -85,11 +87,11 @@ fn read(data: &BTreeMap<String, ByteString>) -> anyhow::Result<State> {
 
 fn text<'a>(data: &'a BTreeMap<String, ByteString>, key: &str) -> anyhow::Result<&'a str> {
     let ByteString(bytes) = data.get(key).with_context(|| format!("no {key}"))?;
-    // The error of the conversion would tell of the content.
+    // The conversion's error would quote the content.
     std::str::from_utf8(bytes).map_err(|_| anyhow::anyhow!("{key} is not text"))
 }
 
-/// The Secret that holds `state`. With `before` it replaces that one and no later one.
+/// The Secret that holds `state`. With `before` the write replaces only that version.
 pub fn holding(state: &State, name: &str, mode: &str, before: Option<&Secret>) -> Secret {
     let mut secret = before.cloned().unwrap_or_else(|| Secret {
         metadata: ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() },
@@ -122,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_what_is_read() {
+    fn a_written_secret_is_read_back() {
         let state = State::new(ca());
         let secret = holding(&state, "s", "admission", None);
         assert_eq!(secret.metadata.labels.as_ref().unwrap()[MANAGED_BY], "csi-loopback-admission");
@@ -130,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_signs_is_always_published_and_others_as_the_secret_says() {
+    fn the_signing_certificate_is_always_published() {
         let (old, new) = (ca(), ca());
         let mut secret = holding(&State::new(old.clone()), "s", "sidecar", None);
         let both = format!("{}{}", old.cert, new.cert);
@@ -146,14 +148,14 @@ mod tests {
         put(&mut secret, "ca.crt", "nonsense");
         assert_eq!(held(&secret).bundle, old.cert);
         put(&mut secret, "ca.crt", &both);
-        // Another certificate takes the place of the first one.
+        // A renewed certificate replaces the previous one.
         let renewed = held(&secret).with(ca());
         assert!(renewed.bundle.contains(renewed.signing.cert.trim()));
         assert!(!renewed.bundle.contains(old.cert.trim()));
     }
 
     #[test]
-    fn a_secret_of_another_is_told_from_a_damaged_one_of_ours() {
+    fn a_foreign_secret_differs_from_a_damaged_own_one() {
         let good = holding(&State::new(ca()), "s", "sidecar", None);
         for label in [None, Some("helm")] {
             let mut other = good.clone();

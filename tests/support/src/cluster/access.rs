@@ -1,4 +1,4 @@
-//! Who may do what: ServiceAccounts, rules, kubeconfigs and tokens, good and bad.
+//! Access control: ServiceAccounts, rules, kubeconfigs, and valid and invalid tokens.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::Cluster;
 use crate::{REPOSITORY, path};
 
-/// The shortest time that the API server makes tokens for.
+/// The shortest token lifetime of the API server.
 pub const SHORTEST: Duration = Duration::from_secs(600);
 
 /// A ServiceAccount.
@@ -32,7 +32,7 @@ impl Account {
     }
 }
 
-/// A rule for objects of one API group; `""` is that of Kubernetes itself.
+/// A rule for resources of an API group; `""` is the core group.
 pub fn rule(group: &str, resources: &[&str], verbs: &[&str]) -> PolicyRule {
     let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     PolicyRule {
@@ -43,7 +43,7 @@ pub fn rule(group: &str, resources: &[&str], verbs: &[&str]) -> PolicyRule {
     }
 }
 
-/// The rules of the one ClusterRole of a file of this repository.
+/// The rules of the only ClusterRole in a file of this repository.
 pub fn shipped_rules(file: &str) -> Vec<PolicyRule> {
     let mut roles = shipped(file).into_iter().filter(|object| object["kind"] == "ClusterRole");
     let role = roles.next().expect(file);
@@ -57,7 +57,7 @@ pub fn shipped(file: &str) -> Vec<Value> {
     text.split("\n---\n").map(|one| serde_saphyr::from_str(one).unwrap()).collect()
 }
 
-/// What the proposal's sidecar needs.
+/// The rights that the sidecar needs (KEP-3314).
 pub fn sidecar_rules() -> Vec<PolicyRule> {
     vec![
         rule("authentication.k8s.io", &["tokenreviews"], &["create"]),
@@ -72,7 +72,8 @@ pub fn sidecar_rules() -> Vec<PolicyRule> {
     ]
 }
 
-/// What a backup application needs: to find the service and its snapshots, and to make its own token.
+/// The rights that a backup application needs: to get the service and its snapshots, and to request
+/// its token.
 pub fn backup_rules() -> Vec<PolicyRule> {
     vec![
         rule(
@@ -86,15 +87,15 @@ pub fn backup_rules() -> Vec<PolicyRule> {
 }
 
 impl Cluster {
-    /// Makes a ServiceAccount, which may do nothing yet.
+    /// Creates a ServiceAccount without rights.
     pub fn account(&self, namespace: &str, name: &str) -> Account {
         let object = json!({ "metadata": { "name": name } });
         self.create(&self.api_in::<ServiceAccount>(namespace), object);
         Account { namespace: namespace.to_owned(), name: name.to_owned() }
     }
 
-    /// Lets it do what the rules say everywhere (ClusterRole), and waits until that holds. Returns the name of
-    /// role and binding.
+    /// Grants these rules in the cluster (ClusterRole), and waits until they are in effect. Returns
+    /// the name of the role and the binding.
     pub fn grant(&self, account: &Account, rules: &[PolicyRule]) -> String {
         let name = self.unique(&account.name);
         let metadata = json!({ "name": name });
@@ -107,8 +108,8 @@ impl Cluster {
         name
     }
 
-    /// Lets it do what the rules say in one namespace (Role), and waits until that holds. Returns the name of
-    /// role and binding.
+    /// Grants these rules in a namespace (Role), and waits until they are in effect. Returns the
+    /// name of the role and the binding.
     pub fn grant_in(&self, namespace: &str, account: &Account, rules: &[PolicyRule]) -> String {
         let name = self.unique(&account.name);
         let metadata = json!({ "name": name });
@@ -124,7 +125,7 @@ impl Cluster {
         name
     }
 
-    /// The API server takes a moment to heed what it was told.
+    /// The API server applies changes of RBAC objects after a moment.
     fn wait_until_allowed(&self, account: &Account, namespace: Option<&str>, rules: &[PolicyRule]) {
         for rule in rules {
             let word = |list: &Option<Vec<String>>| list.as_ref().unwrap()[0].clone();
@@ -137,8 +138,8 @@ impl Cluster {
         }
     }
 
-    /// Whether it may do so in the namespace, or everywhere (SubjectAccessReview). `resource` may name a
-    /// subresource behind a slash.
+    /// Whether it has this right in the namespace or the cluster (SubjectAccessReview). `resource`
+    /// can be `resource/subresource`.
     pub fn allowed(
         &self,
         account: &Account,
@@ -150,7 +151,7 @@ impl Cluster {
         self.allowed_for(None, account, namespace, verb, group, resource)
     }
 
-    /// The same for the object of this name.
+    /// Whether it has this right for an object with this name.
     fn allowed_for(
         &self,
         name: Option<&str>,
@@ -174,12 +175,12 @@ impl Cluster {
         review.status.unwrap().allowed
     }
 
-    /// A token of the account (TokenRequest) for this audience, or for the API server.
+    /// A token of the account (TokenRequest) for this audience; None: the API server.
     pub fn token(&self, account: &Account, audience: Option<&str>) -> String {
         self.token_for(account, audience, SHORTEST)
     }
 
-    /// The same, which is good for so long, at least [`SHORTEST`].
+    /// A token with this lifetime, at least [`SHORTEST`].
     pub fn token_for(
         &self,
         account: &Account,
@@ -193,11 +194,11 @@ impl Cluster {
         .unwrap();
         let accounts = self.api_in::<ServiceAccount>(&account.namespace);
         let post = PostParams::default();
-        let made = accounts.create_token_request(&account.name, &post, &request);
-        self.block_on(made).unwrap().status.unwrap().token
+        let response = accounts.create_token_request(&account.name, &post, &request);
+        self.block_on(response).unwrap().status.unwrap().token
     }
 
-    /// A token as [`Cluster::token`] makes it, which was good until an hour ago.
+    /// A token like [`Cluster::token`], but expired an hour ago.
     pub fn expired_token(&self, account: &Account, audience: Option<&str>) -> String {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
         self.resigned(&self.token(account, audience), |claims| {
@@ -207,7 +208,7 @@ impl Cluster {
         })
     }
 
-    /// The token with other claims, signed with the API server's own key.
+    /// The token with changed claims, signed with the API server's key.
     pub fn resigned(&self, token: &str, change: impl FnOnce(&mut Value)) -> String {
         let mut parts = token.split('.');
         let (header, claims) = (parts.next().unwrap(), parts.next().unwrap());
@@ -223,25 +224,25 @@ impl Cluster {
         format!("{signed}.{}", base64(&output.stdout))
     }
 
-    /// What the API server says of a token (TokenReview).
+    /// The API server's TokenReview of a token.
     pub fn review(&self, token: &str, audience: &str) -> TokenReviewStatus {
         let spec = json!({ "token": token, "audiences": [audience] });
         let object = json!({ "metadata": {}, "spec": spec });
         self.create(&self.api::<TokenReview>(), object).status.unwrap()
     }
 
-    /// A kubeconfig with which a program is this account, for an hour.
+    /// A kubeconfig of this account, valid for an hour.
     pub fn kubeconfig_of(&self, account: &Account) -> PathBuf {
         self.kubeconfig_at(&self.server(), account)
     }
 
-    /// The same with another address of the API server: `https://127.0.0.1:PORT`.
+    /// A kubeconfig with another address of the API server: `https://127.0.0.1:PORT`.
     pub fn kubeconfig_at(&self, server: &str, account: &Account) -> PathBuf {
         let token = self.token_for(account, None, Duration::from_secs(3600));
         self.write_kubeconfig(server, &token)
     }
 
-    /// A kubeconfig with this token in it.
+    /// A kubeconfig with this token.
     pub fn write_kubeconfig(&self, server: &str, token: &str) -> PathBuf {
         let authority = fs::read(self.directory().join("pki/ca.crt")).unwrap();
         let config = json!({
@@ -259,7 +260,7 @@ impl Cluster {
         self.write("kubeconfig", &config.to_string())
     }
 
-    /// A client that is this account.
+    /// A client of this account.
     pub fn client_as(&self, account: &Account) -> kube::Client {
         self.client_of(Path::new(&self.kubeconfig_of(account)))
     }
@@ -275,8 +276,8 @@ fn binding(metadata: &Value, kind: &str, role: &str, account: &Account) -> Value
     })
 }
 
-/// Base64 as tokens have it (RFC 7515): of names of files, without padding. What is between here and
-/// JSON is the standard's alphabet.
+/// Base64url without padding, as in tokens (RFC 7515), converted from the standard alphabet of
+/// `ByteString`.
 fn base64(bytes: &[u8]) -> String {
     let text = json!(k8s_openapi::ByteString(bytes.to_vec()));
     text.as_str().unwrap().trim_end_matches('=').replace('+', "-").replace('/', "_")

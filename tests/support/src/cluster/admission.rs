@@ -1,4 +1,4 @@
-//! The admission webhooks of this project as a process, and what makes the API server call them.
+//! The admission webhooks of this project as a process, and their webhook configurations.
 
 use crate::driver::binary;
 use std::process::Command;
@@ -15,16 +15,16 @@ use super::access::{rule, shipped, shipped_rules};
 use super::programs::{Process, Served, free_port};
 use crate::path;
 
-/// As deploy/admission has it.
+/// The driver name in deploy/admission.
 const DRIVER: &str = "loopback.csi.local";
 /// Paths of the webhooks for pods of any driver.
 const MUTATE_DEFERRAL: &str = "/mutate-deferral";
 pub const VALIDATE_DEFERRAL: &str = "/validate-deferral";
-/// Where the policy is; deploy/admission gives the same name to all else.
+/// The ConfigMap of the policy; deploy/admission uses this name for all objects.
 pub const CONFIG_MAP: &str = "csi-loopback-admission";
 
-/// What deploy/admission allows the webhooks in the cluster, for this driver and configuration; and what they need at home, where they
-/// create their Secret themselves here.
+/// The cluster rights of deploy/admission for this driver and configuration, and the rights in the
+/// webhooks' namespace, including the creation of their Secret.
 fn admission_rules(driver: &str, configuration: &str) -> Vec<PolicyRule> {
     let mut rules = shipped_rules("deploy/admission/rbac.yaml");
     for name in rules.iter_mut().filter_map(|rule| rule.resource_names.as_mut()).flatten() {
@@ -42,19 +42,19 @@ fn admission_rules(driver: &str, configuration: &str) -> Vec<PolicyRule> {
     rules
 }
 
-/// How the webhooks are to be.
+/// Options of the webhooks.
 #[derive(Default)]
 pub struct With<'s> {
     pub flags: &'s [&'s str],
-    /// The ConfigMap, where there is one.
+    /// The content of the policy's ConfigMap, if any.
     pub policy: Option<&'s str>,
-    /// Flags of a certificate that is provided; else an authority of their own makes one.
+    /// Flags of a provided certificate. None: self-signed.
     pub certificate: Option<[&'s str; 4]>,
-    /// Nothing sets what the other webhook asks for.
+    /// Without the mutating webhooks.
     pub without_mutating: bool,
 }
 
-/// The webhooks for a driver, in a namespace of their own and with the rights that they need and no others.
+/// The webhooks for a driver, in a separate namespace and with minimal rights.
 pub struct Webhooks {
     /// Their namespace.
     pub home: String,
@@ -66,7 +66,7 @@ pub struct Webhooks {
 }
 
 impl Webhooks {
-    /// Starts them and does not wait for them. Nobody calls them yet.
+    /// Starts the process without waiting, and without webhook configurations.
     pub fn start(cluster: &Cluster, driver: String, with: &With<'_>) -> Self {
         let (home, configuration) = (cluster.namespace("webhooks"), cluster.unique("inline"));
         let account = cluster.account(&home, "webhooks");
@@ -95,7 +95,8 @@ impl Webhooks {
         Self { home, driver, configuration, role, served }
     }
 
-    /// Has the API server call them; those of opt-ins, which are for any driver, for pods of this namespace only.
+    /// Creates the webhook configurations. The webhooks for opt-ins, which apply to all drivers,
+    /// apply only to pods of the namespace `apps`.
     pub fn configure(&self, cluster: &Cluster, without_mutating: bool, apps: &str) {
         let object = |kind: &str| {
             let webhooks: Vec<_> = shipped_webhooks(kind)
@@ -113,7 +114,7 @@ impl Webhooks {
         cluster.create(&api, object("ValidatingWebhookConfiguration"));
     }
 
-    /// A webhook of deploy/admission, but for this driver and at this machine's port.
+    /// A webhook of deploy/admission, changed to this driver and this machine's port.
     pub fn here(&self, webhook: Value, apps: &str) -> Value {
         let path = webhook["clientConfig"]["service"]["path"].as_str().unwrap().to_owned();
         let text =
@@ -129,7 +130,7 @@ impl Webhooks {
     }
 }
 
-/// Says what the policy is, from then on.
+/// Creates or changes the policy.
 pub fn set_policy(cluster: &Cluster, home: &str, document: &str) {
     let api = cluster.api_in::<ConfigMap>(home);
     let data = json!({ "policy.yaml": document });

@@ -1,5 +1,5 @@
-//! An aggregated API server of this project as a process, the Service and the APIService by which the API server finds it,
-//! and requests straight to it, past the API server.
+//! The aggregated API server of this project as a process, its Service and APIService, and requests
+//! directly to it, without the API server.
 
 use crate::driver::binary;
 use std::fs;
@@ -26,14 +26,14 @@ use super::programs::{Process, Served, finish, free_port};
 use crate::driver::PATIENCE;
 use crate::path;
 
-/// The APIService, which a cluster has once.
+/// The APIService, which exists once per cluster.
 pub const API_SERVICE: &str = "v1alpha1.cbt.storage.k8s.io";
-/// Where its objects of a namespace are made.
+/// The path to create its objects in a namespace.
 pub fn path_in(namespace: &str) -> String {
     format!("/apis/cbt.storage.k8s.io/v1alpha1/namespaces/{namespace}/volumesnapshotdeltas")
 }
 
-/// What the server needs, in its own namespace as everywhere.
+/// The rights that the server needs, in its namespace and in the cluster.
 pub fn aggregated_rules() -> Vec<PolicyRule> {
     let ours = "cbt.storage.k8s.io";
     vec![
@@ -54,32 +54,34 @@ pub fn aggregated_rules() -> Vec<PolicyRule> {
     ]
 }
 
-/// A server with all that it needs. The APIService goes with it.
+/// A server with its objects. Dropping it deletes the APIService.
 pub struct Aggregated<'a> {
     pub cluster: &'a Cluster,
     pub served: Served,
-    /// The server's own.
+    /// The server's namespace.
     pub namespace: String,
     pub account: Account,
     kubeconfig: PathBuf,
     program: Vec<String>,
     flags: Vec<String>,
-    /// kubectl's memory of what there is.
+    /// Name of kubectl's cache directory.
     cache: String,
 }
 
 impl<'a> Aggregated<'a> {
-    /// Starts one and waits until the API server calls it available.
+    /// Starts a server and waits until its APIService is available.
     pub fn start(cluster: &'a Cluster, flags: &[&str]) -> Self {
         Self::start_at(cluster, &cluster.server(), flags)
     }
 
-    /// The same where it reaches the API server at another address: `https://127.0.0.1:PORT`.
+    /// Starts a server that connects to the API server at another address:
+    /// `https://127.0.0.1:PORT`.
     pub fn start_at(cluster: &'a Cluster, server: &str, flags: &[&str]) -> Self {
         Self::start_by(cluster, &[binary()], server, flags)
     }
 
-    /// The same with lines of its own in /etc/hosts, in a mount namespace of its own, in the place of the names of a cluster.
+    /// Starts a server in a mount namespace with additional lines in /etc/hosts, which replace the
+    /// cluster's DNS.
     pub fn start_with_hosts(cluster: &'a Cluster, lines: &str, flags: &[&str]) -> Self {
         let hosts = fs::read_to_string("/etc/hosts").unwrap() + lines;
         let hosts = cluster.write("hosts", &hosts);
@@ -134,7 +136,7 @@ impl<'a> Aggregated<'a> {
         }
     }
 
-    /// A second replica beside it.
+    /// Starts a second replica.
     pub fn another(&self) -> Served {
         let ports = (free_port(), free_port());
         let Self { cluster, account, kubeconfig, program, flags, .. } = self;
@@ -148,7 +150,7 @@ impl<'a> Aggregated<'a> {
         self.wait_until_available();
     }
 
-    /// Another process in place of the one that was, at the same ports.
+    /// Starts another process on the same ports.
     pub fn start_again(&mut self) {
         let ports = (self.served.port, self.served.http_port);
         let Self { cluster, account, kubeconfig, program, flags, .. } = self;
@@ -157,8 +159,8 @@ impl<'a> Aggregated<'a> {
     }
 
     pub fn wait_until_available(&self) {
-        self.wait_until_it_says("True");
-        // What kubectl asks first is renewed a moment later.
+        self.wait_for_available("True");
+        // The API server updates discovery a moment later.
         self.cluster.wait_for("discovery", || {
             let found = self.kubectl(&["get", "--raw", "/apis/cbt.storage.k8s.io/v1alpha1"]);
             found.status.success().then_some(())
@@ -166,8 +168,8 @@ impl<'a> Aggregated<'a> {
     }
 
     /// Waits until the condition Available has this status.
-    pub fn wait_until_it_says(&self, status: &str) {
-        self.cluster.wait_for(&format!("Available to be {status}"), || {
+    pub fn wait_for_available(&self, status: &str) {
+        self.cluster.wait_for(&format!("condition Available={status}"), || {
             let found = self.api_service()?.status?.conditions?.into_iter();
             let mut conditions = found.filter(|condition| condition.type_ == "Available");
             conditions.next().filter(|condition| condition.status == status).map(drop)
@@ -193,15 +195,15 @@ impl<'a> Aggregated<'a> {
         })
     }
 
-    /// What kubectl is told that is refused.
+    /// The error of a kubectl command that must fail.
     #[track_caller]
-    pub fn kubectl_refused(&self, arguments: &[&str]) -> String {
+    pub fn kubectl_rejected(&self, arguments: &[&str]) -> String {
         let output = self.kubectl(arguments);
-        assert!(!output.status.success(), "{arguments:?} was not refused");
+        assert!(!output.status.success(), "{arguments:?} succeeded");
         String::from_utf8_lossy(&output.stderr).into_owned()
     }
 
-    /// A file with a VolumeSnapshotDelta of this spec.
+    /// Writes a file with a VolumeSnapshotDelta of this spec.
     pub fn delta(&self, spec: &serde_json::Value) -> PathBuf {
         let object = json!({
             "apiVersion": "cbt.storage.k8s.io/v1alpha1", "kind": "VolumeSnapshotDelta",
@@ -210,16 +212,16 @@ impl<'a> Aggregated<'a> {
         self.cluster.write("delta.json", &object.to_string())
     }
 
-    /// A connection straight to the server, HTTP/1.1 over TLS, with this certificate.
-    pub async fn connect(&self, shown: Option<&Shown>) -> TlsStream<TcpStream> {
-        let pem = self.bundle_in_time().await;
+    /// A direct connection to the server, HTTP/1.1 over TLS, with this client certificate.
+    pub async fn connect(&self, certificate: Option<&ClientCertificate>) -> TlsStream<TcpStream> {
+        let pem = self.current_bundle().await;
         let mut roots = rustls::RootCertStore::empty();
         for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
             roots.add(certificate.unwrap()).unwrap();
         }
         let config = rustls::ClientConfig::builder().with_root_certificates(roots);
-        let mut config = match shown {
-            Some(Shown { chain, key }) => {
+        let mut config = match certificate {
+            Some(ClientCertificate { chain, key }) => {
                 config.with_client_auth_cert(chain.clone(), key.clone_key()).unwrap()
             }
             None => config.with_no_client_auth(),
@@ -230,47 +232,52 @@ impl<'a> Aggregated<'a> {
         TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
     }
 
-    async fn bundle_in_time(&self) -> String {
+    async fn current_bundle(&self) -> String {
         let found = self.cluster.api::<APIService>().get(API_SERVICE).await.unwrap();
         String::from_utf8(found.spec.unwrap().ca_bundle.unwrap().0).unwrap()
     }
 
-    /// What the server answers to these bytes, straight.
-    pub fn straight(&self, shown: Option<&Shown>, sent: &str) -> String {
+    /// Sends these bytes directly to the server and returns the response.
+    pub fn send_directly(&self, certificate: Option<&ClientCertificate>, sent: &str) -> String {
         self.cluster.block_on(async {
-            let mut stream = self.connect(shown).await;
-            // It may be refused before all of it is sent.
+            let mut stream = self.connect(certificate).await;
+            // The server can reject the request before it is complete.
             let _ = stream.write_all(sent.as_bytes()).await;
-            let mut answer = Vec::new();
-            timeout(PATIENCE, stream.read_to_end(&mut answer)).await.expect("an end").ok();
-            String::from_utf8_lossy(&answer).into_owned()
+            let mut response = Vec::new();
+            timeout(PATIENCE, stream.read_to_end(&mut response)).await.expect("an end").ok();
+            String::from_utf8_lossy(&response).into_owned()
         })
     }
 
-    /// The status of the answer to a GET, straight.
-    pub fn status(&self, shown: Option<&Shown>, path: &str, headers: &str) -> u16 {
-        let answer = self.straight(shown, &get(path, headers));
-        let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
-        code.unwrap_or_else(|| panic!("{path}: {answer:?}"))
+    /// The status code of a GET directly to the server.
+    pub fn status(
+        &self,
+        certificate: Option<&ClientCertificate>,
+        path: &str,
+        headers: &str,
+    ) -> u16 {
+        let response = self.send_directly(certificate, &get(path, headers));
+        let code = response.split(' ').nth(1).and_then(|code| code.parse().ok());
+        code.unwrap_or_else(|| panic!("{path}: {response:?}"))
     }
 
-    /// The front proxy's own certificate.
-    pub fn front_proxy(&self) -> Shown {
+    /// The front proxy's certificate.
+    pub fn front_proxy(&self) -> ClientCertificate {
         let pki = self.cluster.directory().join("pki");
-        Shown::read(&pki.join("front-proxy.crt"), &pki.join("front-proxy.key"))
+        ClientCertificate::read(&pki.join("front-proxy.crt"), &pki.join("front-proxy.key"))
     }
 
     /// Another certificate of the front proxy's authority.
-    pub fn of_the_front_proxys_authority(
+    pub fn issued_by_front_proxy_ca(
         &self,
         name: &str,
         use_: ExtendedKeyUsagePurpose,
-    ) -> Shown {
+    ) -> ClientCertificate {
         let pki = self.cluster.directory().join("pki");
         let pem = fs::read_to_string(pki.join("front-proxy-ca.crt")).unwrap();
         let key = fs::read_to_string(pki.join("front-proxy-ca.key")).unwrap();
         let key = KeyPair::from_pem(&key).unwrap();
-        Shown::issue(&Issuer::from_ca_cert_pem(&pem, key).unwrap(), name, use_)
+        ClientCertificate::issue(&Issuer::from_ca_cert_pem(&pem, key).unwrap(), name, use_)
     }
 }
 
@@ -280,24 +287,24 @@ impl Drop for Aggregated<'_> {
     }
 }
 
-/// A request for a page, on a connection that ends with it.
+/// A GET request that closes the connection.
 pub fn get(path: &str, headers: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n")
 }
 
 /// A client's certificate and its key.
-pub struct Shown {
+pub struct ClientCertificate {
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
 }
 
-impl Shown {
+impl ClientCertificate {
     fn read(file: &Path, key: &Path) -> Self {
         let chain = CertificateDer::pem_file_iter(file).unwrap().map(Result::unwrap).collect();
         Self { chain, key: PrivateKeyDer::from_pem_file(key).unwrap() }
     }
 
-    /// One for a client of this name, or for what `use_` says.
+    /// Issues a certificate with this name and extended key usage.
     pub fn issue(issuer: &Issuer<'_, KeyPair>, name: &str, use_: ExtendedKeyUsagePurpose) -> Self {
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();

@@ -1,4 +1,5 @@
-//! What a Service does, where there is no kube-proxy: each connection to one port goes to the next of several that takes it.
+//! A replacement of a Service without kube-proxy: forwards each connection to the next reachable
+//! port of several.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use super::Cluster;
 use super::programs::free_port;
 
-/// It ends when it is dropped, and what goes through it.
+/// Dropping it closes all connections.
 pub struct Balancer {
     pub port: u16,
     acceptor: JoinHandle<()>,
@@ -23,7 +24,7 @@ impl Drop for Balancer {
 }
 
 impl Cluster {
-    /// In front of these ports of the machine.
+    /// A balancer for these ports.
     pub fn balancer(&self, targets: &[u16]) -> Balancer {
         let port = free_port();
         let listener = self.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, port))).unwrap();

@@ -1,4 +1,4 @@
-//! Who asks a sidecar's cbt-http as the aggregated API server does, and as nobody should; and what a sidecar needs for it.
+//! Valid and invalid requests to a sidecar's cbt-http, and the rights that sidecar and client need.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use super::access::rule;
 use super::sidecar::connector;
 use crate::driver::PATIENCE;
 
-/// What the sidecar needs beside its other rights, in the namespace of its own as everywhere.
+/// The additional rights of the sidecar, in its namespace and in the cluster.
 pub fn cbt_http_rules() -> Vec<PolicyRule> {
     vec![
         rule("authentication.k8s.io", &["tokenreviews"], &["create"]),
@@ -26,12 +26,12 @@ pub fn cbt_http_rules() -> Vec<PolicyRule> {
     ]
 }
 
-/// What its caller needs.
+/// The rights of its client.
 pub fn caller_rules() -> Vec<PolicyRule> {
     vec![rule("cbt.storage.k8s.io", &["driverdiscoveries/deltas"], &["create"])]
 }
 
-/// An answer, whatever it is.
+/// A response with any status.
 #[derive(Debug)]
 pub struct Reply {
     pub status: u16,
@@ -46,14 +46,14 @@ impl Reply {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// The page that this has to be.
+    /// The page of a successful response.
     #[track_caller]
     pub fn page(&self) -> Page {
         assert_eq!(self.status, 200, "{}", String::from_utf8_lossy(&self.body));
         self.json()
     }
 
-    /// The problem that this has to be.
+    /// The problem of a failed response.
     #[track_caller]
     pub fn problem(&self) -> Problem {
         assert_ne!(self.status, 200, "{}", String::from_utf8_lossy(&self.body));
@@ -62,7 +62,13 @@ impl Reply {
 }
 
 /// A request for a page.
-pub fn asked(driver: &str, base: &str, target: &str, offset: u64, limit: u32) -> PageRequest {
+pub fn page_request(
+    driver: &str,
+    base: &str,
+    target: &str,
+    offset: u64,
+    limit: u32,
+) -> PageRequest {
     PageRequest {
         driver: driver.to_owned(),
         base_snapshot_id: base.to_owned(),
@@ -73,20 +79,21 @@ pub fn asked(driver: &str, base: &str, target: &str, offset: u64, limit: u32) ->
     }
 }
 
-/// The same with secrets for the driver.
-pub fn asked_with(asked: PageRequest, secrets: &[(&str, &str)]) -> PageRequest {
+/// Adds secrets for the driver to a request.
+pub fn with_secrets(request: PageRequest, secrets: &[(&str, &str)]) -> PageRequest {
     let secrets: HashMap<_, _> = secrets.iter().copied().collect();
-    PageRequest { secrets: serde_json::from_value(json!(secrets)).unwrap(), ..asked }
+    PageRequest { secrets: serde_json::from_value(json!(secrets)).unwrap(), ..request }
 }
 
-/// Sends one request over a connection of its own to this port, where it expects a certificate for `host` of this authority.
+/// Sends one request over a new connection to this port. The server must have a certificate for
+/// `host` of this authority.
 pub async fn send(
     port: u16,
     authority: &str,
     host: &str,
     request: Request<Body>,
 ) -> Result<Reply, String> {
-    let told = async {
+    let reply = async {
         let stream =
             TcpStream::connect(("localhost", port)).await.map_err(|error| error.to_string())?;
         let name = ServerName::try_from(host.to_owned()).unwrap();
@@ -95,13 +102,14 @@ pub async fn send(
         let connected = hyper::client::conn::http2::handshake(TokioExecutor::new(), stream).await;
         let (mut requests, connection) = connected.map_err(|error| error.to_string())?;
         let connection = tokio::spawn(connection);
-        let answer = requests.send_request(request).await.map_err(|error| format!("{error:?}"))?;
-        let (head, body) = answer.into_parts();
+        let response =
+            requests.send_request(request).await.map_err(|error| format!("{error:?}"))?;
+        let (head, body) = response.into_parts();
         let body = to_bytes(Body::new(body), 64 << 20).await.map_err(|error| error.to_string())?;
         connection.abort();
         let status = head.status.as_u16();
         Ok(Reply { status, headers: head.headers, body: body.into() })
     };
     let patience: Duration = PATIENCE;
-    tokio::time::timeout(patience, told).await.map_err(|_| "no answer in time".to_owned())?
+    tokio::time::timeout(patience, reply).await.map_err(|_| "timeout".to_owned())?
 }

@@ -1,13 +1,14 @@
-//! What is in a cluster: for what is to leave nothing behind.
+//! A list of all objects in a cluster, to check that a component removes all of its objects.
 
 use std::collections::BTreeSet;
 
 use super::Cluster;
-use super::programs::said;
+use super::programs::stdout_of;
 
-/// Everything in the cluster, as KIND/NAMESPACE/NAME, but for what comes and goes by itself. Nothing where a kind went meanwhile.
+/// All objects as KIND/NAMESPACE/NAME, without those that Kubernetes creates and deletes itself.
+/// None if a kind was deleted during the call.
 pub fn everything(cluster: &Cluster) -> Option<BTreeSet<String>> {
-    let kinds = said(cluster.kubectl(&["api-resources", "--verbs=list", "-o", "name"]));
+    let kinds = stdout_of(cluster.kubectl(&["api-resources", "--verbs=list", "-o", "name"]));
     let passing = ["events", "componentstatuses"];
     let kinds: Vec<_> =
         kinds.lines().filter(|kind| !passing.iter().any(|it| kind.starts_with(it))).collect();
@@ -18,7 +19,7 @@ pub fn everything(cluster: &Cluster) -> Option<BTreeSet<String>> {
     }
     let table = String::from_utf8(output.stdout).unwrap();
     let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
-    // Nobody here ends a namespace that is being deleted: there is no namespace controller.
+    // Deleted namespaces remain, because there is no namespace controller.
     let ending: BTreeSet<_> = rows
         .clone()
         .filter(|row| row[0] == "Namespace" && row[3] != "<none>")
@@ -26,7 +27,7 @@ pub fn everything(cluster: &Cluster) -> Option<BTreeSet<String>> {
         .collect();
     let passes = |row: &[&str]| match row[0] {
         "Namespace" => ending.contains(row[2]),
-        // The API server's own.
+        // Leases of the API server.
         "Lease" => row[1] == "kube-system",
         _ => false,
     };

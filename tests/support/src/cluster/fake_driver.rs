@@ -1,5 +1,5 @@
-//! A driver that behaves as none of ours would, for what cannot be provoked otherwise. It speaks HTTP/2 by hand, so
-//! that it can leave out what a library always sends.
+//! A driver with protocol violations that our driver never has. It implements gRPC on HTTP/2
+//! directly, so that it can omit parts that a library always sends.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -14,23 +14,23 @@ use tokio::net::UnixListener;
 use tokio::task::JoinSet;
 use tonic::Code;
 
-/// How a metadata call goes.
+/// The response to a metadata call.
 #[derive(Debug, Clone)]
 pub enum Script {
     /// One message, then this status.
     Ends(Code, String),
     /// One message, and an end without a status.
-    EndsWithoutWord,
-    /// No message, and OK in the headers, as Go's servers do it.
+    EndsWithoutStatus,
+    /// No message, and OK in the headers, like servers in Go.
     Nothing,
-    /// One message of so many bytes.
+    /// One message with this number of bytes.
     Large(usize),
-    /// One message that is these bytes.
+    /// One message with these bytes.
     Bytes(Vec<u8>),
 }
 
-/// What it answers by the name of the method and the request instead of what it answers by itself: messages, or a code and
-/// words.
+/// Returns messages, or a code and a message, for a method and a request. None: the default
+/// response.
 pub type Answers =
     Arc<dyn Fn(&str, Bytes) -> Option<Result<Vec<Vec<u8>>, (Code, String)>> + Send + Sync>;
 
@@ -38,8 +38,9 @@ pub type Seen = Arc<Mutex<Vec<Bytes>>>;
 
 pub struct Fake {
     pub socket: PathBuf,
-    /// The metadata requests that came, as they were: those of CSI, and those of sessions, of which it knows nothing.
+    /// Encoded metadata requests of CSI.
     pub seen: Seen,
+    /// Encoded requests of the session API, which it does not implement.
     pub seen_sessions: Seen,
     task: tokio::task::JoinHandle<()>,
 }
@@ -51,31 +52,31 @@ impl Drop for Fake {
 }
 
 impl Fake {
-    /// To be called inside a runtime.
+    /// Must be called in a tokio runtime.
     pub fn start(directory: &Path, name: &str, capable: bool, script: Script) -> Self {
         Self::with(directory, name, capable, script, Arc::new(|_, _| None))
     }
 
-    /// One that answers so what it does not answer by itself. To be called inside a runtime.
+    /// A driver with these responses. Must be called in a tokio runtime.
     pub fn answering(directory: &Path, name: &str, capable: bool, answers: Answers) -> Self {
         Self::with(directory, name, capable, Script::Nothing, answers)
     }
 
     fn with(directory: &Path, name: &str, capable: bool, script: Script, answers: Answers) -> Self {
         let socket = directory.join(format!("{name}.sock"));
-        // One that has ended leaves it.
+        // A stopped driver leaves its socket.
         let _ = std::fs::remove_file(&socket);
         let listener = UnixListener::bind(&socket).unwrap();
         let (seen, seen_sessions) = (Seen::default(), Seen::default());
         let (name, noted) = (name.to_owned(), (seen.clone(), seen_sessions.clone()));
         let task = tokio::spawn(async move {
-            // They end with it.
+            // Dropping the set closes the connections.
             let mut connections = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
                 let answers = answers.clone();
                 connections.spawn(async move {
-                    // Whoever only looks whether somebody listens says nothing.
+                    // A client that only checks the socket sends nothing.
                     let Ok(mut connection) = h2::server::handshake(stream).await else { return };
                     while let Some(Ok((request, respond))) = connection.accept().await {
                         let (name, script, noted) = (name.clone(), script.clone(), noted.clone());
@@ -107,10 +108,10 @@ async fn answer(
         let _ = incoming.flow_control().release_capacity(chunk.len());
         body.extend_from_slice(&chunk);
     }
-    let asked = Bytes::copy_from_slice(body.get(5..).unwrap_or_default());
+    let message = Bytes::copy_from_slice(body.get(5..).unwrap_or_default());
     let method = path.rsplit('/').next().unwrap_or_default().to_owned();
-    // Some take their time.
-    let given = tokio::task::spawn_blocking(move || answers(&method, asked)).await;
+    // Some responses block.
+    let given = tokio::task::spawn_blocking(move || answers(&method, message)).await;
     if let Some(answer) = given.unwrap() {
         let (messages, code, words) = match answer {
             Ok(messages) => (messages, Code::Ok, String::new()),
@@ -156,7 +157,7 @@ async fn answer(
     }
 }
 
-/// As servers answer for what they do not have: in the headers.
+/// UNIMPLEMENTED in the headers, like servers without the method.
 fn unimplemented(mut respond: SendResponse<Bytes>) {
     let head = Response::builder().header("content-type", "application/grpc");
     let head = head.header("grpc-status", (Code::Unimplemented as i32).to_string());
@@ -188,7 +189,7 @@ fn framed(message: &[u8]) -> Bytes {
 
 fn send_all(mut respond: SendResponse<Bytes>, messages: Vec<Vec<u8>>, code: Code, words: &str) {
     let head = Response::builder().header("content-type", "application/grpc");
-    // Whoever has gone needs no more.
+    // The client may have disconnected.
     let Ok(mut stream) = respond.send_response(head.body(()).unwrap(), false) else { return };
     for message in messages {
         if stream.send_data(framed(&message), false).is_err() {

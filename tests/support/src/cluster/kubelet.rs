@@ -1,5 +1,6 @@
-//! A node of the cluster, run by hack/kubelet.sh: a released kubelet with containerd, so that pods run with volumes of our
-//! driver. The first test that needs it starts it; it ends with the cluster.
+//! A node of the cluster, run by hack/kubelet.sh: a released kubelet with containerd, so that pods
+//! run with volumes of our driver. The first test that needs it starts it, and it stops with the
+//! cluster.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,21 +19,21 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tonic::Code;
 
-use super::programs::{Process, said};
+use super::programs::{Process, stdout_of};
 use super::{Cluster, NoCluster, await_ready};
 use crate::driver::{Driver, binary, mounts, stats, wait_for};
 use crate::inline::is_mounted;
 use crate::{REPOSITORY, path, skip};
 
-/// The one container of a pod.
+/// The default container of a pod.
 const CONTAINER: &str = "main";
-/// The one image of the node.
+/// The only image of the node.
 const IMAGE: &str = "localhost/busybox:node";
 
-/// How long kubelet may take to undo what a failed test has left.
+/// Time limit for kubelet to clean up after a failed test.
 const CLEAN_UP: Duration = Duration::from_secs(30);
 
-/// The node of a cluster, which runs for as long as this is there.
+/// The node of a cluster. Dropping it stops the node.
 pub struct Node {
     directory: PathBuf,
     process: Process,
@@ -49,22 +50,22 @@ impl Node {
         Ok(Self { directory, process })
     }
 
-    /// The process of the script that runs it.
+    /// The process of hack/kubelet.sh.
     pub fn script(&self) -> Pid {
         self.process.pid()
     }
 
-    /// Kubelet's own.
+    /// Kubelet's --root-dir.
     pub fn root(&self) -> PathBuf {
         self.directory.join("kubelet")
     }
 
-    /// What crust_ops and csi-loopback-runc hand each other over.
+    /// The directory that crust_ops and csi-loopback-runc share.
     pub fn crust(&self) -> PathBuf {
         self.directory.join("crust")
     }
 
-    /// By which csi-loopback-runc finds its configuration, as NAME=VALUE.
+    /// The environment variable with the configuration of csi-loopback-runc, as NAME=VALUE.
     pub fn runtime_environment(&self) -> String {
         format!("CSI_LOOPBACK_RUNC_CONFIG={}", path(&self.directory.join("oci-runtime.yaml")))
     }
@@ -74,13 +75,13 @@ impl Node {
         fs::read_to_string(self.directory.join("pid")).unwrap().trim().to_owned()
     }
 
-    /// What kubelet has logged, over all of its starts.
+    /// The log of all runs of kubelet.
     pub fn log(&self) -> String {
         let log = fs::read(self.directory.join("kubelet.log")).unwrap();
         String::from_utf8_lossy(&log).into_owned()
     }
 
-    /// A command that runs in the node's namespaces, and ends with whoever ends the process.
+    /// A command that runs in the node's namespaces, and is killed with its parent.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
         command.args(["--target", &self.pid(), "--mount", "--pid", "--"]);
@@ -88,7 +89,7 @@ impl Node {
         command
     }
 
-    /// What kubectl gets from a page of kubelet's, where there is one now.
+    /// The response of a path of kubelet; None while kubelet does not run.
     pub fn page(&self, cluster: &Cluster, page: &str) -> Option<String> {
         let output = cluster.kubectl(&[&self.server(), "get", "--raw", page]);
         if !output.status.success() {
@@ -102,10 +103,10 @@ impl Node {
         format!("--server=https://127.0.0.1:{}", port.trim())
     }
 
-    /// Kills kubelet, and has no other one run until this is undone by [`Node::resume`]. Containers go on.
+    /// Kills kubelet until [`Node::resume`]. Containers continue to run.
     pub fn halt(&self) {
         fs::write(self.directory.join("stop"), "").unwrap();
-        wait_for("kubelet's end", || !self.directory.join("ready").exists());
+        wait_for("the end of kubelet", || !self.directory.join("ready").exists());
     }
 
     pub fn resume(&self) {
@@ -114,9 +115,9 @@ impl Node {
     }
 }
 
-/// A pod that was made.
+/// A created pod.
 #[derive(Debug, Clone)]
-pub struct Made {
+pub struct CreatedPod {
     pub name: String,
     pub uid: String,
 }
@@ -132,8 +133,8 @@ pub struct NodeRig<'a> {
     pub driver: Driver,
 }
 
-/// The driver as this repository installs it, under another name, and with other lifecycle modes if any are given, which
-/// nobody can change later.
+/// The shipped CSIDriver with another name and, optionally, other lifecycle modes, which are
+/// immutable.
 pub fn definition(name: &str, modes: Option<&[&str]>) -> Value {
     let shipped = Path::new(REPOSITORY).join("deploy/base/csi-driver.yaml");
     let mut object: Value = serde_saphyr::from_str(&fs::read_to_string(shipped).unwrap()).unwrap();
@@ -145,18 +146,18 @@ pub fn definition(name: &str, modes: Option<&[&str]>) -> Value {
 }
 
 impl<'a> NodeRig<'a> {
-    /// None, which is told, where the machine cannot run a node.
+    /// Reports a skip and returns None if the machine cannot run a node.
     pub fn new(cluster: &'a Cluster) -> Option<Self> {
         Self::with(cluster, &[], None)
     }
 
     /// With these flags of the driver, and other lifecycle modes.
     pub fn with(cluster: &'a Cluster, flags: &[&str], modes: Option<&[&str]>) -> Option<Self> {
-        Self::behind(cluster, flags, modes, Driver::socket)
+        Self::with_socket(cluster, flags, modes, Driver::socket)
     }
 
-    /// The same, with this socket for kubelet in the place of the driver's own.
-    pub fn behind(
+    /// Registers the socket that `front` returns with kubelet, instead of the driver's.
+    pub fn with_socket(
         cluster: &'a Cluster,
         flags: &[&str],
         modes: Option<&[&str]>,
@@ -164,7 +165,7 @@ impl<'a> NodeRig<'a> {
     ) -> Option<Self> {
         let node = match cluster.node() {
             Ok(node) => node,
-            Err(NoCluster::Lacking(why)) => {
+            Err(NoCluster::Unavailable(why)) => {
                 skip(why);
                 return None;
             }
@@ -175,7 +176,7 @@ impl<'a> NodeRig<'a> {
             Driver::with(PoolKind::Image, &[&["--driver-name", &driver_name], flags].concat());
         cluster.create(&cluster.api::<CSIDriver>(), definition(&driver_name, modes));
         let namespace = cluster.namespace("pods");
-        // No controller makes it.
+        // No controller creates this ServiceAccount.
         let account = json!({ "metadata": { "name": "default" } });
         cluster.create(&cluster.api_in::<ServiceAccount>(&namespace), account);
         let mut command = Command::new(cluster.tool("node-driver-registrar"));
@@ -191,59 +192,60 @@ impl<'a> NodeRig<'a> {
 
     fn wait_until_registered(&self) {
         let nodes = self.cluster.api::<CSINode>();
-        wait_for("the driver's registration", || {
+        wait_for("registration of the driver", || {
             let node = self.cluster.get(&nodes, "node");
             let mut drivers = node.into_iter().flat_map(|node| node.spec.drivers);
             drivers.any(|driver| driver.name == self.driver_name)
         });
     }
 
-    /// An inline volume of a pod: its name there, and what else is in `csi`.
+    /// An inline volume of a pod with this name and these fields of `csi`.
     pub fn inline(&self, name: &str, csi: Value) -> Value {
         let mut csi = csi;
         csi["driver"] = self.driver_name.as_str().into();
         json!({ "name": name, "csi": csi })
     }
 
-    /// Makes a pod whose container sleeps, with each of the volumes at `/NAME`; `spec` is what its spec has besides.
-    pub fn create(&self, name: &str, volumes: &[Value], spec: &Value) -> Made {
+    /// Creates a pod whose container sleeps, with each volume at `/NAME` and additional fields of
+    /// its spec.
+    pub fn create(&self, name: &str, volumes: &[Value], spec: &Value) -> CreatedPod {
         self.create_with(name, &json!({}), volumes, spec)
     }
 
-    /// The same with these annotations.
+    /// Creates a pod with these annotations.
     pub fn create_with(
         &self,
         name: &str,
         annotations: &Value,
         volumes: &[Value],
         spec: &Value,
-    ) -> Made {
+    ) -> CreatedPod {
         let mut pod = pod(name, volumes, spec);
         pod["metadata"]["annotations"] = annotations.clone();
-        let made = self.cluster.create(&self.pods(), pod);
-        Made { name: name.to_owned(), uid: made.metadata.uid.unwrap() }
+        let created = self.cluster.create(&self.pods(), pod);
+        CreatedPod { name: name.to_owned(), uid: created.metadata.uid.unwrap() }
     }
 
-    /// What would become of such a pod: none is made.
-    pub fn try_out(&self, name: &str, volumes: &[Value]) -> kube::Result<Pod> {
-        self.try_with(name, volumes, &json!({}))
+    /// The result of a dry run of the creation of a pod.
+    pub fn dry_run(&self, name: &str, volumes: &[Value]) -> kube::Result<Pod> {
+        self.dry_run_with(name, volumes, &json!({}))
     }
 
-    /// The same with what its spec has besides.
-    pub fn try_with(&self, name: &str, volumes: &[Value], spec: &Value) -> kube::Result<Pod> {
+    /// A dry run with additional fields of the spec.
+    pub fn dry_run_with(&self, name: &str, volumes: &[Value], spec: &Value) -> kube::Result<Pod> {
         let pod = serde_json::from_value(pod(name, volumes, spec)).unwrap();
         let params = PostParams { dry_run: true, ..PostParams::default() };
         self.cluster.block_on(self.pods().create(&params, &pod))
     }
 
-    /// The same, and waits until it runs.
-    pub fn run(&self, name: &str, volumes: &[Value], spec: &Value) -> Made {
-        let made = self.create(name, volumes, spec);
-        self.wait_until_ready(&made);
-        made
+    /// Creates a pod and waits until it runs.
+    pub fn run(&self, name: &str, volumes: &[Value], spec: &Value) -> CreatedPod {
+        let pod = self.create(name, volumes, spec);
+        self.wait_until_ready(&pod);
+        pod
     }
 
-    pub fn wait_until_ready(&self, pod: &Made) {
+    pub fn wait_until_ready(&self, pod: &CreatedPod) {
         wait_for(&format!("pod {} runs", pod.name), || self.is_ready(&pod.name));
     }
 
@@ -258,19 +260,19 @@ impl<'a> NodeRig<'a> {
         conditions.into_iter().any(|one| one.type_ == "Ready" && one.status == "True")
     }
 
-    /// Runs a script in the pod's container, with whatever success; what it says, errors among it.
-    pub fn exec(&self, pod: &Made, script: &str) -> String {
+    /// Runs a script in the pod's container. Returns stdout and stderr; ignores the exit code.
+    pub fn exec(&self, pod: &CreatedPod, script: &str) -> String {
         self.exec_in(pod, CONTAINER, script)
     }
 
-    /// The same in the container of that name.
-    pub fn exec_in(&self, pod: &Made, container: &str, script: &str) -> String {
-        // Kubelet cuts the command at each space.
+    /// Runs a script in another container of the pod.
+    pub fn exec_in(&self, pod: &CreatedPod, container: &str, script: &str) -> String {
+        // Kubelet splits the command at spaces.
         let script = STANDARD.encode(format!("exec 2>&1\n{script}\ntrue"));
         let command = format!("sh -c echo${{IFS}}{script}|base64${{IFS}}-d|sh");
         let query: String = form_urlencoded::byte_serialize(command.as_bytes()).collect();
         let at = format!("/run/{}/{}/{container}?cmd={query}", self.namespace, pod.name);
-        said(self.cluster.kubectl(&[
+        stdout_of(self.cluster.kubectl(&[
             &self.node.server(),
             "create",
             "--raw",
@@ -280,26 +282,26 @@ impl<'a> NodeRig<'a> {
         ]))
     }
 
-    /// Deletes the pod and waits until kubelet has said that nothing of it runs.
-    pub fn delete(&self, pod: &Made) {
+    /// Deletes the pod and waits until kubelet has removed it.
+    pub fn delete(&self, pod: &CreatedPod) {
         self.cluster.delete(&self.pods(), &pod.name);
         self.cluster.wait_until_gone(&self.pods(), &pod.name);
     }
 
-    /// Takes the object away, whatever runs.
-    pub fn forget(&self, pod: &Made) {
+    /// Deletes the object immediately, also if the pod still runs.
+    pub fn forget(&self, pod: &CreatedPod) {
         let now = DeleteParams::default().grace_period(0);
         self.cluster.block_on(self.pods().delete(&pod.name, &now)).unwrap();
         self.cluster.wait_until_gone(&self.pods(), &pod.name);
     }
 
-    /// Waits until an event of the pod has all of these words, and returns its message.
-    pub fn told(&self, pod: &Made, words: &[&str]) -> String {
+    /// Waits for an event of the pod with all of these words, and returns its message.
+    pub fn wait_for_event(&self, pod: &CreatedPod, words: &[&str]) -> String {
         self.cluster.wait_for(&format!("an event with {words:?}"), || self.event(pod, words))
     }
 
-    /// What an event of the pod says that has all of these words, if there is one by now.
-    pub fn event(&self, pod: &Made, words: &[&str]) -> Option<String> {
+    /// The message of an event of the pod with all of these words, if any.
+    pub fn event(&self, pod: &CreatedPod, words: &[&str]) -> Option<String> {
         let events = self.cluster.api_in::<Event>(&self.namespace);
         let all = self.cluster.block_on(events.list(&Default::default())).unwrap();
         let of_pod =
@@ -308,7 +310,7 @@ impl<'a> NodeRig<'a> {
         messages.find(|message| words.iter().all(|word| message.contains(word)))
     }
 
-    /// Puts these values into a secret, which is made if it is not there.
+    /// Creates or changes a Secret with these values.
     pub fn secret(&self, name: &str, values: &[(&str, &str)]) {
         let secrets = self.cluster.api_in::<Secret>(&self.namespace);
         let values: serde_json::Map<_, _> =
@@ -320,17 +322,17 @@ impl<'a> NodeRig<'a> {
         }
     }
 
-    pub fn pod_directory(&self, pod: &Made) -> PathBuf {
+    pub fn pod_directory(&self, pod: &CreatedPod) -> PathBuf {
         self.node.root().join("pods").join(&pod.uid)
     }
 
-    /// Where kubelet has the driver publish the volume.
-    pub fn target(&self, pod: &Made, volume: &str) -> PathBuf {
+    /// The target path of the volume.
+    pub fn target(&self, pod: &CreatedPod, volume: &str) -> PathBuf {
         self.pod_directory(pod).join("volumes/kubernetes.io~csi").join(volume).join("mount")
     }
 
-    /// Whether the driver knows the volume by kubelet's handle for it, at that place.
-    pub fn is_published(&self, pod: &Made, volume: &str) -> bool {
+    /// Whether the driver has published the volume with kubelet's handle and target path.
+    pub fn is_published(&self, pod: &CreatedPod, volume: &str) -> bool {
         let target = self.target(pod, volume);
         match self.driver.call(stats(&handle(pod, volume), path(&target))) {
             Ok(_) => is_mounted(&target),
@@ -342,23 +344,24 @@ impl<'a> NodeRig<'a> {
         }
     }
 
-    /// Waits until neither driver nor kubelet has anything of the pod.
-    pub fn wait_until_nothing_is_left(&self, pod: &Made, volumes: &[&str]) {
+    /// Waits until kubelet has removed the pod's directory, and asserts that the driver has
+    /// unpublished its volumes.
+    pub fn wait_until_cleaned_up(&self, pod: &CreatedPod, volumes: &[&str]) {
         let directory = self.pod_directory(pod);
-        wait_for(&format!("the end of {}", directory.display()), || !directory.exists());
+        wait_for(&format!("removal of {}", directory.display()), || !directory.exists());
         for volume in volumes {
             assert!(!self.is_published(pod, volume), "{volume}");
         }
     }
 
-    /// The calls that the driver has logged which name all of these.
+    /// The number of lines of the driver's log with all of these words.
     pub fn calls(&self, words: &[&str]) -> usize {
         let log = self.driver.log();
         log.lines().filter(|line| words.iter().all(|word| line.contains(word))).count()
     }
 }
 
-/// A pod of the node that sleeps. Containers that `spec` has are completed; else it has one.
+/// A pod for the node. Completes the containers in `spec`, or adds one that sleeps.
 fn pod(name: &str, volumes: &[Value], spec: &Value) -> Value {
     let mounts = volumes.iter().map(|volume| {
         let name = volume["name"].as_str().unwrap();
@@ -368,7 +371,7 @@ fn pod(name: &str, volumes: &[Value], spec: &Value) -> Value {
     object["spec"]["nodeName"] = "node".into();
     object["spec"]["hostNetwork"] = true.into();
     object["spec"]["automountServiceAccountToken"] = false.into();
-    // Who sleeps does not hear that it is to end.
+    // `sleep` ignores SIGTERM as the first process of a container.
     object["spec"]["terminationGracePeriodSeconds"] = 0.into();
     object["spec"]["volumes"] = volumes.into();
     if spec["containers"].is_null() {
@@ -384,15 +387,15 @@ fn pod(name: &str, volumes: &[Value], spec: &Value) -> Value {
     object
 }
 
-/// What kubelet calls a pod's own volume (pkg/volume/csi, makeVolumeHandle).
-pub fn handle(pod: &Made, volume: &str) -> String {
+/// Kubelet's handle of an inline volume (pkg/volume/csi, makeVolumeHandle).
+pub fn handle(pod: &CreatedPod, volume: &str) -> String {
     let digest = Sha256::digest(format!("{}{volume}", pod.uid));
     let digits: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("csi-{digits}")
 }
 
 impl Drop for NodeRig<'_> {
-    /// A test that has failed leaves pods: kubelet takes them and their volumes away before the driver goes.
+    /// After a failed test, kubelet must remove pods and their volumes before the driver stops.
     fn drop(&mut self) {
         let _ = fs::remove_file(self.node.directory.join("stop"));
         let now = DeleteParams::default().grace_period(0);
@@ -403,15 +406,15 @@ impl Drop for NodeRig<'_> {
         if !self.driver.is_running() {
             let _ = self.driver.try_start();
         }
-        // The tests of a cluster run one at a time: whatever is mounted there is of this one.
+        // Tests of a cluster run one at a time, so all mounts belong to this test.
         let root = self.node.root();
-        let is_there = |directory: PathBuf| {
+        let has_entries = |directory: PathBuf| {
             fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some())
         };
         // Not all volumes of pods are mounted.
         let at_work = || {
             mounts().iter().any(|mount| mount.target != root && mount.target.starts_with(&root))
-                || is_there(root.join("pods"))
+                || has_entries(root.join("pods"))
         };
         let until = Instant::now() + CLEAN_UP;
         while at_work() && Instant::now() < until {

@@ -12,7 +12,7 @@ use super::programs::{Process, Served, free_port};
 use super::sidecar::http;
 use crate::path;
 
-/// What the manager needs, in the namespace of its own as everywhere.
+/// The rights that the manager needs, in its namespace and in the cluster.
 pub fn manager_rules() -> Vec<PolicyRule> {
     let ours = "cbt.storage.k8s.io";
     vec![
@@ -38,32 +38,37 @@ pub fn manager_rules() -> Vec<PolicyRule> {
     ]
 }
 
-/// How a manager is started.
+/// Options of a start.
 pub struct Start<'s> {
     pub kubeconfig: &'s Path,
-    /// The manager's own.
+    /// The manager's namespace.
     pub namespace: &'s str,
     pub flags: &'s [&'s str],
-    /// How far its clock is ahead, as libfaketime has it: `+2h`.
+    /// Offset of its clock, in the format of libfaketime: `+2h`.
     pub ahead: Option<&'s str>,
 }
 
-/// libfaketime, where Debian puts it: with it a process can have a clock of its own.
+/// Debian's path of libfaketime, which sets the clock of a process.
 pub fn faketime() -> Option<PathBuf> {
     let of_machines = std::fs::read_dir("/usr/lib").ok()?.flatten();
     let mut files = of_machines.map(|of| of.path().join("faketime/libfaketimeMT.so.1"));
     files.find(|file| file.exists())
 }
 
-/// Starts one with an authority of its own and does not wait for it.
+/// Starts a manager with --self-signed, without waiting.
 pub fn spawn(cluster: &Cluster, start: &Start<'_>) -> Served {
     let port = free_port();
     let address = format!("localhost:{port}");
-    spawn_showing(cluster, start, port, &["--self-signed", "--service-address", &address])
+    spawn_with_certificate(cluster, start, port, &["--self-signed", "--service-address", &address])
 }
 
-/// Starts one with the certificate that these flags say.
-pub fn spawn_showing(cluster: &Cluster, start: &Start<'_>, port: u16, shown: &[&str]) -> Served {
+/// Starts a manager with these certificate flags, without waiting.
+pub fn spawn_with_certificate(
+    cluster: &Cluster,
+    start: &Start<'_>,
+    port: u16,
+    certificate: &[&str],
+) -> Served {
     let http_port = free_port();
     let mut command = Command::new(binary());
     command
@@ -71,11 +76,11 @@ pub fn spawn_showing(cluster: &Cluster, start: &Start<'_>, port: u16, shown: &[&
         .args(["--namespace", start.namespace])
         .args(["--port", &port.to_string()])
         .args(["--http-endpoint", &format!("127.0.0.1:{http_port}")])
-        .args(shown)
+        .args(certificate)
         .args(["--kube-api-qps", "1000", "--kube-api-burst", "1000"])
         .args(start.flags);
     if let Some(ahead) = start.ahead {
-        // Only the time of day: timers go on as they are.
+        // Only the time of day, not the monotonic clock of timers.
         command
             .env("LD_PRELOAD", faketime().expect("libfaketime"))
             .env("FAKETIME", ahead)
@@ -86,7 +91,7 @@ pub fn spawn_showing(cluster: &Cluster, start: &Start<'_>, port: u16, shown: &[&
     Served { process, port, http_port }
 }
 
-/// Whether this one looks after requests.
+/// Whether this manager is the leader.
 pub fn leads(manager: &Served) -> bool {
     http_page(manager, "/metrics").contains("\ncsi_loopback_session_manager_leading 1\n")
 }

@@ -1,11 +1,11 @@
-//! A real API server, run by hack/cluster.sh, and what tests need of it: objects, accounts and tokens
-//! (`access`), volumes and snapshots (`storage`), the released programs around them (`programs`), a
-//! connection that can be cut (`proxy`) or shared out (`balancer`), certificates (`tls`), a driver to begin with (`rig`) and one that
-//! behaves as ours would not (`fake_driver`), one that keeps what it is asked (`recorder`), our node proxy with who plays kubelet
-//! before it (`node_proxy`), our sidecar and who asks one (`sidecar`, `sidecar_rig`, `cbt_http`), our session manager (`manager`),
-//! our admission webhooks (`admission`), our aggregated API server (`aggregated`), a node on which pods run (`kubelet`), the same
-//! with a driver that leaves volumes to the container runtime (`runtime`), snapshot sessions made by hand (`session`), and the one
-//! cluster that all tests of a binary share (`shared`).
+//! A released API server, run by hack/cluster.sh, with helpers for tests: objects, accounts and
+//! tokens (`access`), volumes and snapshots (`storage`), released programs (`programs`), a
+//! connection that can be interrupted (`proxy`) or balanced (`balancer`), certificates (`tls`),
+//! drivers (`rig`, `fake_driver`, `recorder`), the node proxy with a simulated kubelet
+//! (`node_proxy`), the sidecar and its clients (`sidecar`, `sidecar_rig`, `cbt_http`), the session
+//! manager (`manager`), the admission webhooks (`admission`), the aggregated API server
+//! (`aggregated`), a node with pods (`kubelet`), also with deferred volumes (`runtime`), snapshot
+//! sessions (`session`), and the cluster that all tests of a binary share (`shared`).
 
 pub mod access;
 pub mod admission;
@@ -59,28 +59,28 @@ use kubelet::Node;
 use programs::Process;
 pub use shared::shared;
 
-/// Building the tools is part of the first start, where nobody did so before.
+/// Time limit of a start. The first one also builds the tools.
 const START: Duration = Duration::from_secs(1800);
 
-/// Tests are not to wait for a limit that is there to be kind to a server.
+/// High, so that tests do not wait for rate limits.
 const RATE: Rate = Rate { per_second: 1000.0, burst: 1000 };
 
-/// Why there is no cluster.
+/// The reason why there is no cluster.
 #[derive(Debug, Clone)]
 pub enum NoCluster {
-    /// The machine lacks something.
-    Lacking(String),
+    /// The machine does not meet a requirement.
+    Unavailable(String),
     Failed(String),
 }
 
-/// Waits until a script says in its directory that all of it answers.
+/// Waits until a script reports in its directory that it is ready.
 fn await_ready(script: &str, process: &mut Process, directory: &Path) -> Result<(), NoCluster> {
     let until = Instant::now() + START;
     while !directory.join("ready").exists() {
         if let Some(status) = process.ended() {
             let log = process.log();
             return Err(match status.code() {
-                Some(77) => NoCluster::Lacking(log.lines().last().unwrap_or("").to_owned()),
+                Some(77) => NoCluster::Unavailable(log.lines().last().unwrap_or("").to_owned()),
                 _ => NoCluster::Failed(format!("{script} ended with {status}:\n{log}")),
             });
         }
@@ -94,12 +94,12 @@ fn await_ready(script: &str, process: &mut Process, directory: &Path) -> Result<
     Ok(())
 }
 
-/// A cluster, which ends when it is dropped.
+/// A cluster. Dropping it stops the cluster.
 pub struct Cluster {
     client: Client,
     runtime: Runtime,
     names: AtomicU32,
-    /// Bytes of the audit log.
+    /// Start of this test's requests in the audit log, in bytes.
     requests_from: AtomicU64,
     node: OnceLock<Result<Node, NoCluster>>,
     guard: Option<shared::Guard>,
@@ -109,7 +109,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts one and waits until all of it answers.
+    /// Starts a cluster and waits until it is ready.
     pub fn start() -> Result<Self, NoCluster> {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let dir = directory.path().join("cluster");
@@ -130,7 +130,7 @@ impl Cluster {
         Ok(Self { client, runtime, names, requests_from, node, guard: None, process, directory })
     }
 
-    /// A node, which is started when it is first asked for.
+    /// The node of the cluster. The first call starts it.
     pub fn node(&self) -> Result<&Node, &NoCluster> {
         self.node.get_or_init(|| self.start_node()).as_ref()
     }
@@ -143,17 +143,17 @@ impl Cluster {
         Ok(node)
     }
 
-    /// What hack/cluster.sh has made: logs, keys, tools.
+    /// The directory of hack/cluster.sh with logs, keys and tools.
     pub fn directory(&self) -> PathBuf {
         self.directory.path().join("cluster")
     }
 
-    /// A directory beside it, in which tests may do what they like.
+    /// A private directory for tests.
     pub fn scratch(&self) -> &Path {
         self.directory.path()
     }
 
-    /// The administrator's.
+    /// The administrator's kubeconfig.
     pub fn kubeconfig(&self) -> PathBuf {
         self.directory().join("kubeconfig")
     }
@@ -174,7 +174,7 @@ impl Cluster {
         self.client.clone()
     }
 
-    /// A client with a kubeconfig of another one.
+    /// A client with another kubeconfig.
     pub fn client_of(&self, kubeconfig: &Path) -> Client {
         self.block_on(connect(Some(kubeconfig), RATE)).unwrap()
     }
@@ -183,8 +183,8 @@ impl Cluster {
         self.runtime.block_on(future)
     }
 
-    /// Begins what goes on beside the test.
-    pub fn beside<F>(&self, future: F) -> JoinHandle<F::Output>
+    /// Spawns a task that runs in parallel to the test.
+    pub fn spawn_task<F>(&self, future: F) -> JoinHandle<F::Output>
     where
         F: Future<Output: Send> + Send + 'static,
     {
@@ -199,19 +199,19 @@ impl Cluster {
         programs::finish(command)
     }
 
-    /// A name that no other object of this cluster has.
+    /// A unique name in this cluster.
     pub fn unique(&self, prefix: &str) -> String {
         format!("{prefix}-{}", self.names.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Makes a namespace, whose name begins with `prefix`.
+    /// Creates a namespace with a unique name that starts with `prefix`.
     pub fn namespace(&self, prefix: &str) -> String {
         let name = self.unique(prefix);
         self.create(&self.api::<Namespace>(), json!({ "metadata": { "name": name } }));
         name
     }
 
-    /// Objects that belong to no namespace, or those of all.
+    /// The API of cluster-scoped objects, or of all namespaces.
     pub fn api<K: Resource<DynamicType = ()>>(&self) -> Api<K> {
         Api::all(self.client())
     }
@@ -223,7 +223,7 @@ impl Cluster {
         Api::namespaced(self.client(), namespace)
     }
 
-    /// Makes an object; kind and version need not be given.
+    /// Creates an object. Adds its kind and version.
     pub fn create<K: Object>(&self, api: &Api<K>, mut object: Value) -> K {
         object["apiVersion"] = K::api_version(&()).into();
         object["kind"] = K::kind(&()).into();
@@ -235,45 +235,45 @@ impl Cluster {
         self.block_on(api.get_opt(name)).unwrap()
     }
 
-    /// Changes what `patch` names (RFC 7386).
+    /// Applies a merge patch (RFC 7386).
     pub fn merge<K: Object>(&self, api: &Api<K>, name: &str, patch: &Value) -> K {
         self.block_on(api.patch(name, &PatchParams::default(), &Patch::Merge(patch))).unwrap()
     }
 
-    /// Changes the status, as a controller does.
+    /// Patches the status, as a controller does.
     pub fn merge_status<K: Object>(&self, api: &Api<K>, name: &str, status: &Value) -> K {
         let patch = json!({ "status": status });
         let patch = Patch::Merge(&patch);
         self.block_on(api.patch_status(name, &PatchParams::default(), &patch)).unwrap()
     }
 
-    /// Asks for an object's end, which its finalizers may delay.
+    /// Requests the deletion of an object, which finalizers can delay.
     pub fn delete<K: Object>(&self, api: &Api<K>, name: &str) {
         self.block_on(api.delete(name, &DeleteParams::default())).unwrap();
     }
 
     pub fn wait_until_gone<K: Object>(&self, api: &Api<K>, name: &str) {
-        self.wait_for(&format!("the end of {} {name}", K::kind(&())), || {
+        self.wait_for(&format!("deletion of {} {name}", K::kind(&())), || {
             self.get(api, name).is_none().then_some(())
         });
     }
 
-    /// Waits until there is something.
-    pub fn wait_for<T>(&self, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    /// Waits until `poll` returns a value.
+    pub fn wait_for<T>(&self, what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
         let mut found = None;
         wait_for(what, || {
-            found = look();
+            found = poll();
             found.is_some()
         });
         found.unwrap()
     }
 
-    /// The requests that the API server has answered since the test started, as its audit log has them: `verb`,
-    /// `requestURI`, `objectRef`, `user.username`, `userAgent`, `responseStatus.code`.
+    /// The completed requests to the API server since the test started, from its audit log, with
+    /// `verb`, `requestURI`, `objectRef`, `user.username`, `userAgent`, `responseStatus.code`.
     pub fn requests(&self) -> Vec<Value> {
         let mut log = File::open(self.request_log()).unwrap();
         log.seek(SeekFrom::Start(self.requests_from.load(Ordering::Relaxed))).unwrap();
-        // The last line may be half written.
+        // The last line can be incomplete.
         let lines = BufReader::new(log).lines();
         lines.filter_map(|line| serde_json::from_str(&line.ok()?).ok()).collect()
     }
@@ -282,24 +282,25 @@ impl Cluster {
         self.directory().join("requests.log")
     }
 
-    /// From here on [`Cluster::requests`] has no earlier ones: the log grows by a thousand lines a second.
+    /// Removes earlier requests from [`Cluster::requests`]: the log grows by a thousand lines per
+    /// second.
     fn forget_requests(&self) {
         let length = fs::metadata(self.request_log()).unwrap().len();
         self.requests_from.store(length, Ordering::Relaxed);
     }
 
-    /// How many requests a user has made so far.
+    /// The number of requests of a user.
     pub fn requests_by(&self, user: &str) -> usize {
         self.requests().iter().filter(|request| request["user"]["username"] == user).count()
     }
 
-    /// What the part of that name has logged: etcd, kube-apiserver, snapshot-controller.
-    pub fn log(&self, part: &str) -> String {
-        let log = fs::read(self.directory().join(format!("{part}.log"))).unwrap_or_default();
+    /// The log of a program: etcd, kube-apiserver, snapshot-controller.
+    pub fn log(&self, program: &str) -> String {
+        let log = fs::read(self.directory().join(format!("{program}.log"))).unwrap_or_default();
         String::from_utf8_lossy(&log).into_owned()
     }
 
-    /// Writes a file into the scratch directory under a name of its own.
+    /// Writes a file with a unique name to the scratch directory.
     pub fn write(&self, name: &str, content: &str) -> PathBuf {
         let file = self.scratch().join(self.unique(name));
         fs::write(&file, content).unwrap();
@@ -309,17 +310,17 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // Its kubelet has no use for an API server that is going.
+        // Stop kubelet before the API server.
         self.node.take();
         self.process.stop();
         if keep() {
-            println!("left in place: {}", path(self.scratch()));
+            println!("kept: {}", path(self.scratch()));
             self.directory.disable_cleanup(true);
         }
     }
 }
 
-/// What tests make and look at.
+/// A Kubernetes object of the tests.
 pub trait Object:
     Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize
 {
@@ -327,7 +328,8 @@ pub trait Object:
 
 impl<K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Serialize> Object for K {}
 
-/// Pids and command lines of processes that work in the directory or name it.
+/// Ids and command lines of processes whose working directory is `directory`, or whose command line
+/// contains it.
 pub fn processes_of(directory: &Path) -> Vec<(Pid, String)> {
     let name = path(directory);
     let processes = fs::read_dir("/proc").unwrap().flatten();
@@ -343,7 +345,7 @@ pub fn processes_of(directory: &Path) -> Vec<(Pid, String)> {
         .collect()
 }
 
-/// A part of the cluster that stands still until this is dropped.
+/// A stopped program. Dropping it continues the program.
 pub struct Paused(Vec<Pid>);
 
 impl Drop for Paused {
@@ -355,21 +357,21 @@ impl Drop for Paused {
 }
 
 impl Cluster {
-    /// Makes a part (`snapshot-controller`, …) stand still.
-    pub fn pause(&self, part: &str) -> Paused {
-        let pids = self.pids_of(part);
-        assert!(!pids.is_empty(), "no {part} runs");
+    /// Stops a program (`snapshot-controller`, …) with SIGSTOP.
+    pub fn pause(&self, program: &str) -> Paused {
+        let pids = self.pids_of(program);
+        assert!(!pids.is_empty(), "{program} does not run");
         pids.iter().for_each(|pid| kill(*pid, Signal::SIGSTOP).unwrap());
         Paused(pids)
     }
 
-    fn pids_of(&self, part: &str) -> Vec<Pid> {
+    fn pids_of(&self, program: &str) -> Vec<Pid> {
         let all = processes_of(&self.directory()).into_iter();
-        let tool = format!("tools/{part} ");
+        let tool = format!("tools/{program} ");
         all.filter(|(_, line)| line.contains(&tool)).map(|(pid, _)| pid).collect()
     }
 
-    /// Kills the API server and waits until another one answers in its place.
+    /// Kills the API server and waits until its replacement is ready.
     pub fn restart_api_server(&self) {
         let before = self.pids_of("kube-apiserver");
         fs::write(self.directory().join("restart"), "").unwrap();

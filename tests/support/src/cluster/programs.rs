@@ -1,5 +1,5 @@
-//! The released programs around the API server, as processes with a log, which end with the test whatever
-//! happens; the last lines of the log are printed when a test panics.
+//! Released Kubernetes programs as processes with a log. They end with the test, also after a
+//! panic, which prints the last lines of the log.
 
 use std::fs::{self, File};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -19,7 +19,7 @@ use super::tls::Certificate;
 use crate::driver::PATIENCE;
 use crate::path;
 
-/// How long a process may take to end before it is made to.
+/// Time limit for a process to stop before it is killed.
 const CLEAN_UP: Duration = Duration::from_secs(20);
 
 /// A process of a test.
@@ -28,12 +28,12 @@ pub struct Process {
     child: Child,
     log: PathBuf,
     status: Option<ExitStatus>,
-    /// Whether a test that panics leaves its log alone.
+    /// Do not print the log when a test panics.
     pub quiet: bool,
 }
 
 impl Process {
-    /// Starts it with all that it says in NAME.log in `directory`.
+    /// Starts a process with its output in NAME.log in `directory`.
     pub fn spawn(name: &str, mut command: Command, directory: &Path) -> Self {
         let log = directory.join(format!("{name}.log"));
         let file = File::options().create(true).append(true).open(&log).unwrap();
@@ -42,7 +42,7 @@ impl Process {
         Self { name: name.to_owned(), child, log, status: None, quiet: false }
     }
 
-    /// All that it has said.
+    /// Its output.
     pub fn log(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()
     }
@@ -55,13 +55,13 @@ impl Process {
         kill(self.pid(), signal).unwrap();
     }
 
-    /// How it has ended, if it has.
+    /// Its exit status, if it has ended.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.status = self.status.or_else(|| self.child.try_wait().unwrap());
         self.status
     }
 
-    /// Waits for it to end by itself.
+    /// Waits until it ends by itself.
     pub fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
         let until = Instant::now() + patience;
         while self.ended().is_none() && Instant::now() < until {
@@ -70,29 +70,29 @@ impl Process {
         self.status
     }
 
-    /// SIGTERM, and SIGKILL where that does not help.
+    /// Sends SIGTERM, and SIGKILL after a time limit.
     pub fn stop(&mut self) {
         if self.ended().is_some() {
             return;
         }
         let _ = kill(self.pid(), Signal::SIGTERM);
         if self.wait(CLEAN_UP).is_none() {
-            println!("{} does not end: killed", self.name);
+            println!("{} did not stop and was killed", self.name);
             let _ = self.child.kill();
             let _ = self.child.wait();
         }
     }
 
-    /// Waits until `look` finds something; panics when the process ends before.
-    pub fn wait_for<T>(&mut self, what: &str, mut look: impl FnMut(&Self) -> Option<T>) -> T {
+    /// Waits until `poll` returns a value. Panics if the process ends before.
+    pub fn wait_for<T>(&mut self, what: &str, mut poll: impl FnMut(&Self) -> Option<T>) -> T {
         let until = Instant::now() + PATIENCE;
         loop {
-            if let Some(found) = look(self) {
+            if let Some(found) = poll(self) {
                 return found;
             }
             let ended = self.ended();
             assert!(ended.is_none(), "{} ended before {what}: {ended:?}", self.name);
-            assert!(Instant::now() < until, "{}: {what} does not come about", self.name);
+            assert!(Instant::now() < until, "{}: timeout: {what}", self.name);
             thread::sleep(Duration::from_millis(10));
         }
     }
@@ -105,12 +105,12 @@ impl Drop for Process {
             let log = self.log();
             let lines: Vec<&str> = log.lines().collect();
             let last = &lines[lines.len().saturating_sub(30)..];
-            println!("--- {}, last lines ---\n{}", self.log.display(), last.join("\n"));
+            println!("--- last lines of {} ---\n{}", self.log.display(), last.join("\n"));
         }
     }
 }
 
-/// Runs a command to its end, which has to come in time.
+/// Runs a command. Panics if it does not end in time.
 pub fn finish(mut command: Command) -> Output {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
@@ -121,21 +121,21 @@ pub fn finish(mut command: Command) -> Output {
     });
     let output = waiting.recv_timeout(PATIENCE).unwrap_or_else(|_| {
         let _ = kill(pid, Signal::SIGKILL);
-        panic!("{command:?} does not end")
+        panic!("{command:?} exceeded its time limit")
     });
     reader.join().unwrap();
     output
 }
 
-/// What a command says on success.
+/// The output of a successful command. Panics if the command failed.
 #[track_caller]
-pub fn said(output: Output) -> String {
+pub fn stdout_of(output: Output) -> String {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}: {errors}", output.status);
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Offset and size of each row of the lister's table.
+/// The offset and size in each row of the lister's table.
 pub fn table_extents(table: &str) -> Vec<(u64, u64)> {
     let rows = table.lines().skip(2);
     rows.map(|row| {
@@ -145,7 +145,7 @@ pub fn table_extents(table: &str) -> Vec<(u64, u64)> {
     .collect()
 }
 
-/// The same of its JSON, which leaves out an offset of zero.
+/// The offset and size of each extent in the lister's JSON, which omits an offset of zero.
 pub fn json_extents(json: &Value) -> Vec<(u64, u64)> {
     let messages = json.as_array().unwrap().iter();
     messages
@@ -154,8 +154,7 @@ pub fn json_extents(json: &Value) -> Vec<(u64, u64)> {
         .collect()
 }
 
-/// A port of 127.0.0.1 that nobody listens on, below those that the kernel gives to who asks for any; no two of a process
-/// are the same, also while nobody listens there yet.
+/// A free port of 127.0.0.1 below the ephemeral ports. Each call of a process returns another port.
 pub fn free_port() -> u16 {
     static NEXT: OnceLock<AtomicU32> = OnceLock::new();
     let next = NEXT.get_or_init(|| AtomicU32::new(getrandom::u32().unwrap() % 12_000));
@@ -172,8 +171,8 @@ impl Cluster {
         Process::spawn(&self.unique(name), command, self.scratch())
     }
 
-    /// Starts csi-snapshotter for the driver that listens on the socket, as administrator. Two for drivers
-    /// of the same name would take each other's snapshots.
+    /// Starts csi-snapshotter for the driver on the socket, as administrator. Concurrent drivers
+    /// need different names: two csi-snapshotters for one name process the same snapshots.
     pub fn snapshotter(&self, socket: &Path) -> Process {
         self.snapshotter_as(&self.kubeconfig(), socket)
     }
@@ -188,8 +187,8 @@ impl Cluster {
         self.spawn("csi-snapshotter", command)
     }
 
-    /// Starts the released sidecar in front of the driver that listens on the socket, and waits until it
-    /// serves. `flags` are in addition to those that it needs.
+    /// Starts the released sidecar for the driver on the socket, with additional `flags`, and waits
+    /// until it is ready.
     pub fn released_sidecar(
         &self,
         socket: &Path,
@@ -206,8 +205,8 @@ impl Cluster {
             .arg(format!("-http-endpoint=127.0.0.1:{http_port}"))
             .args(flags);
         let mut process = self.spawn("csi-snapshot-metadata", command);
-        // It listens there when it has found out what the driver can do.
-        process.wait_for("it serves", |_| TcpStream::connect(("127.0.0.1", http_port)).ok());
+        // It listens on this port after it has read the driver's capabilities.
+        process.wait_for("it is ready", |_| TcpStream::connect(("127.0.0.1", http_port)).ok());
         Served { process, port, http_port }
     }
 
@@ -228,12 +227,12 @@ impl Cluster {
     }
 }
 
-/// A sidecar that serves.
+/// A running server.
 pub struct Served {
     pub process: Process,
-    /// Of the SnapshotMetadata service, with TLS.
+    /// Port of the service, with TLS.
     pub port: u16,
-    /// Of health and metrics.
+    /// Port of health and metrics.
     pub http_port: u16,
 }
 

@@ -1,5 +1,5 @@
-//! A way to the API server that can be cut: connections are passed on as they are (TLS reaches the API
-//! server), counted, refused, or left hanging.
+//! A TCP proxy for the API server: it forwards connections with their TLS, counts them, and can
+//! refuse or hang them.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -16,21 +16,21 @@ use super::Cluster;
 use super::access::Account;
 use super::programs::free_port;
 
-/// What becomes of connections.
+/// What the proxy does with connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     Open,
-    /// Those that are there end, new ones are refused.
+    /// Closes existing connections and refuses new ones.
     Refused,
-    /// Those that are there stay and nothing moves on them; new ones are accepted, and that is all.
+    /// Keeps existing connections and accepts new ones, but forwards no data.
     Hanging,
 }
 
-/// A way that is open at first and ends when it is dropped.
+/// A proxy, open at first. Dropping it closes all connections.
 pub struct Proxy {
     port: u16,
     way: watch::Sender<Way>,
-    /// What the acceptor has come to.
+    /// The state that the acceptor has reached.
     reached: watch::Receiver<Way>,
     connections: Arc<AtomicUsize>,
     open: Arc<AtomicUsize>,
@@ -43,12 +43,12 @@ impl Proxy {
         format!("https://127.0.0.1:{}", self.port)
     }
 
-    /// Connections made so far, refused ones not counted.
+    /// Number of accepted connections.
     pub fn connections(&self) -> usize {
         self.connections.load(Ordering::SeqCst)
     }
 
-    /// Connections that are there now.
+    /// Number of open connections.
     pub fn open_connections(&self) -> usize {
         self.open.load(Ordering::SeqCst)
     }
@@ -61,65 +61,65 @@ impl Drop for Proxy {
 }
 
 impl Cluster {
-    /// A new way to the API server.
+    /// A new proxy for the API server.
     pub fn proxy(&self) -> Proxy {
         let server = self.server();
         let target: SocketAddr = server.trim_start_matches("https://").parse().unwrap();
         let port = free_port();
-        let (way, told) = watch::channel(Way::Open);
+        let (way, wanted) = watch::channel(Way::Open);
         let (reach, reached) = watch::channel(Way::Refused);
         let (connections, open) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
         let counts = (Arc::clone(&connections), Arc::clone(&open));
-        let acceptor = self.runtime.spawn(accept(port, target, told, reach, counts));
+        let acceptor = self.runtime.spawn(accept(port, target, wanted, reach, counts));
         let proxy = Proxy { port, way, reached, connections, open, acceptor };
         self.turn(&proxy, Way::Open);
         proxy
     }
 
-    /// Opens or cuts it; it is so when this returns.
+    /// Changes the state, and waits until the proxy has reached it.
     pub fn turn(&self, proxy: &Proxy, way: Way) {
         proxy.way.send_replace(way);
         let mut reached = proxy.reached.clone();
         self.block_on(reached.wait_for(|reached| *reached == way)).unwrap();
     }
 
-    /// A kubeconfig that leads through it.
+    /// A kubeconfig that uses the proxy.
     pub fn kubeconfig_through(&self, proxy: &Proxy, account: &Account) -> PathBuf {
         self.kubeconfig_at(&proxy.server(), account)
     }
 }
 
-/// Takes connections in as `told` says, and says by `reach` what it has done.
+/// Accepts connections in the state of `wanted`, and reports the state in `reach`.
 async fn accept(
     port: u16,
     target: SocketAddr,
-    mut told: watch::Receiver<Way>,
+    mut wanted: watch::Receiver<Way>,
     reach: watch::Sender<Way>,
     (connections, open): (Arc<AtomicUsize>, Arc<AtomicUsize>),
 ) {
     loop {
-        let way = *told.borrow_and_update();
+        let way = *wanted.borrow_and_update();
         if way == Way::Refused {
             reach.send_replace(way);
-            if told.changed().await.is_err() {
+            if wanted.changed().await.is_err() {
                 return;
             }
             continue;
         }
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.unwrap();
-        // Ends with all that is in it when the way is cut.
+        // Closed in the state Refused.
         let mut served = JoinSet::new();
-        while *told.borrow_and_update() != Way::Refused {
-            reach.send_replace(*told.borrow());
+        while *wanted.borrow_and_update() != Way::Refused {
+            reach.send_replace(*wanted.borrow());
             tokio::select! {
-                taken = listener.accept() => {
-                    let (near, _) = taken.unwrap();
+                accepted = listener.accept() => {
+                    let (near, _) = accepted.unwrap();
                     connections.fetch_add(1, Ordering::SeqCst);
                     let one = Open::new(&open);
-                    let told = told.clone();
-                    served.spawn(async move { pass_on(near, target, told).await; drop(one) });
+                    let wanted = wanted.clone();
+                    served.spawn(async move { forward(near, target, wanted).await; drop(one) });
                 }
-                changed = told.changed() => if changed.is_err() { return },
+                changed = wanted.changed() => if changed.is_err() { return },
             }
         }
         drop(listener);
@@ -127,7 +127,7 @@ async fn accept(
     }
 }
 
-/// Counts a connection for as long as it is there.
+/// Counts an open connection.
 struct Open(Arc<AtomicUsize>);
 
 impl Open {
@@ -143,19 +143,19 @@ impl Drop for Open {
     }
 }
 
-async fn pass_on(near: TcpStream, target: SocketAddr, mut told: watch::Receiver<Way>) {
-    if told.wait_for(|way| *way == Way::Open).await.is_err() {
+async fn forward(near: TcpStream, target: SocketAddr, mut wanted: watch::Receiver<Way>) {
+    if wanted.wait_for(|way| *way == Way::Open).await.is_err() {
         return;
     }
     let Ok(far) = TcpStream::connect(target).await else { return };
     let (near, far) = (near.into_split(), far.into_split());
-    tokio::join!(pump(near.0, far.1, told.clone()), pump(far.0, near.1, told));
+    tokio::join!(pump(near.0, far.1, wanted.clone()), pump(far.0, near.1, wanted));
 }
 
-async fn pump(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut told: watch::Receiver<Way>) {
+async fn pump(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut wanted: watch::Receiver<Way>) {
     let mut buffer = vec![0; 64 << 10];
     while let Ok(count @ 1..) = from.read(&mut buffer).await {
-        if told.wait_for(|way| *way == Way::Open).await.is_err()
+        if wanted.wait_for(|way| *way == Way::Open).await.is_err()
             || to.write_all(&buffer[..count]).await.is_err()
         {
             return;

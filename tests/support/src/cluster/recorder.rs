@@ -1,6 +1,7 @@
-//! A driver of somebody else's, which keeps each request as it came and answers as the test says: by itself it has nothing of the
-//! proposal for runtime assisted mounting, and makes a directory where a driver would mount a volume. It takes the place of
-//! csi-driver-host-path, whose module cannot be had everywhere.
+//! A driver of another vendor that records each request and returns responses of the test. By
+//! default it does not support runtime assisted mounting, and creates a directory where a driver
+//! would mount a volume. It replaces csi-driver-host-path, whose module is not available
+//! everywhere.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -19,10 +20,10 @@ use tonic::Code;
 use super::Cluster;
 use super::fake_driver::{Answers, Fake};
 
-/// What a driver has that stages its volumes, measures and grows them, and knows nothing of runtimes.
+/// The capabilities of a driver without runtime assisted mounting.
 pub const PLAIN: [Type; 3] = [Type::StageUnstageVolume, Type::GetVolumeStats, Type::ExpandVolume];
 
-/// The same with all of the proposal.
+/// The same with runtime assisted mounting (KEP-2857).
 pub const DEFERRING: [Type; 6] = [
     Type::StageUnstageVolume,
     Type::GetVolumeStats,
@@ -36,7 +37,7 @@ pub type Answer = Result<Vec<u8>, (Code, String)>;
 
 #[derive(Default)]
 struct State {
-    /// None: it does not have the call.
+    /// None: NodeGetCapabilities returns UNIMPLEMENTED.
     capabilities: Option<Vec<i32>>,
     calls: Vec<(String, Bytes)>,
     answers: BTreeMap<String, Answer>,
@@ -65,7 +66,7 @@ pub struct Recorder<'a> {
 }
 
 impl<'a> Recorder<'a> {
-    /// With these capabilities of its Node service.
+    /// Starts it with these capabilities of the Node service.
     pub fn start(cluster: &'a Cluster, capabilities: &[Type]) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let name = format!("{}.csi.example", cluster.unique("recorder"));
@@ -80,7 +81,7 @@ impl<'a> Recorder<'a> {
         self.directory.path().join(format!("{}.sock", self.name))
     }
 
-    /// Ends it, with all of its connections.
+    /// Stops it and closes all connections.
     pub fn stop(&mut self) {
         self.release_all();
         self.fake = None;
@@ -88,23 +89,24 @@ impl<'a> Recorder<'a> {
 
     pub fn start_again(&mut self) {
         let shared = Arc::clone(&self.shared);
-        let answers: Answers = Arc::new(move |method, asked| answer(&shared, method, asked));
+        let answers: Answers = Arc::new(move |method, request| answer(&shared, method, request));
         let start = async { Fake::answering(self.directory.path(), &self.name, false, answers) };
         self.fake = Some(self.cluster.block_on(start));
     }
 
-    /// What it has from now on; None: it says UNIMPLEMENTED.
+    /// Sets the capabilities. None: NodeGetCapabilities returns UNIMPLEMENTED.
     pub fn set_capabilities(&self, capabilities: Option<&[Type]>) {
         let numbers = |types: &[Type]| types.iter().map(|one| i32::from(*one)).collect();
         self.shared.state().capabilities = capabilities.map(numbers);
     }
 
-    /// The same by numbers, which may mean something else to it than to us.
+    /// Sets the capabilities by numbers, which can have another meaning in the driver's CSI
+    /// version.
     pub fn set_capability_numbers(&self, numbers: &[i32]) {
         self.shared.state().capabilities = Some(numbers.to_vec());
     }
 
-    /// What it answers from now on to calls of this name (`NodeGetVolumeStats`), instead of what it does by itself.
+    /// Sets the response to calls of this method (`NodeGetVolumeStats`), instead of the default.
     pub fn answer(&self, method: &str, answer: Answer) {
         self.shared.state().answers.insert(method.to_owned(), answer);
     }
@@ -113,17 +115,17 @@ impl<'a> Recorder<'a> {
         self.answer(method, Err((code, words.to_owned())));
     }
 
-    /// Answers by itself again.
-    pub fn answer_as_ever(&self, method: &str) {
+    /// Restores the default response.
+    pub fn reset_answer(&self, method: &str) {
         self.shared.state().answers.remove(method);
     }
 
-    /// Has calls of this name wait, once they have been noted.
+    /// Blocks calls of this method after they are recorded.
     pub fn hold(&self, method: &str) {
         self.shared.state().held.insert(method.to_owned());
     }
 
-    /// Lets them go on.
+    /// Unblocks the calls.
     pub fn release(&self, method: &str) {
         self.shared.state().held.remove(method);
         self.shared.changed.notify_all();
@@ -134,32 +136,32 @@ impl<'a> Recorder<'a> {
         self.shared.changed.notify_all();
     }
 
-    /// The names of the calls that came, all but those for its capabilities.
+    /// The methods of the recorded calls, without NodeGetCapabilities.
     pub fn calls(&self) -> Vec<String> {
         let state = self.shared.state();
         let names = state.calls.iter().map(|(name, _)| name.clone());
         names.filter(|name| name != "NodeGetCapabilities").collect()
     }
 
-    /// The requests of one kind, in the order in which they came.
+    /// The recorded requests of a type, in order.
     pub fn seen<R: Message + Default>(&self) -> Vec<R> {
         let raw = self.seen_raw(method_of::<R>());
         raw.into_iter().map(|bytes| R::decode(bytes).unwrap()).collect()
     }
 
-    /// The last of them.
+    /// The last recorded request of a type.
     pub fn last<R: Message + Default>(&self) -> R {
-        self.seen().pop().unwrap_or_else(|| panic!("no {} came", method_of::<R>()))
+        self.seen().pop().unwrap_or_else(|| panic!("no {} was recorded", method_of::<R>()))
     }
 
-    /// The same as the bytes that they were.
+    /// The recorded requests of a method, encoded.
     pub fn seen_raw(&self, method: &str) -> Vec<Bytes> {
         let state = self.shared.state();
         let of_method = state.calls.iter().filter(|(name, _)| name == method);
         of_method.map(|(_, bytes)| bytes.clone()).collect()
     }
 
-    /// Forgets what came.
+    /// Clears the recorded calls.
     pub fn forget(&self) {
         self.shared.state().calls.clear();
     }
@@ -179,28 +181,28 @@ fn method_of<R>() -> &'static str {
 
 type Messages = Result<Vec<Vec<u8>>, (Code, String)>;
 
-/// None: for its Identity service the fake one answers.
-fn answer(shared: &Shared, method: &str, asked: Bytes) -> Option<Messages> {
+/// Returns None for the Identity service, which the fake driver implements.
+fn answer(shared: &Shared, method: &str, request: Bytes) -> Option<Messages> {
     let mut state = shared.state();
-    state.calls.push((method.to_owned(), asked.clone()));
+    state.calls.push((method.to_owned(), request.clone()));
     while state.held.contains(method) {
         state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
     }
-    let told = state.answers.get(method).cloned();
+    let configured = state.answers.get(method).cloned();
     let capabilities = state.capabilities.clone();
     drop(state);
-    let answer = match told {
-        Some(told) => told,
+    let answer = match configured {
+        Some(answer) => answer,
         None if ["Probe", "GetPluginInfo", "GetPluginCapabilities"].contains(&method) => {
             return None;
         }
-        None => by_itself(method, asked, capabilities),
+        None => default_answer(method, request, capabilities),
     };
     Some(answer.map(|message| vec![message]))
 }
 
-fn by_itself(method: &str, asked: Bytes, capabilities: Option<Vec<i32>>) -> Answer {
-    let unimplemented = || Err((Code::Unimplemented, format!("no {method} here")));
+fn default_answer(method: &str, request: Bytes, capabilities: Option<Vec<i32>>) -> Answer {
+    let unimplemented = || Err((Code::Unimplemented, format!("{method} is not implemented")));
     Ok(match method {
         "NodeGetCapabilities" => match capabilities {
             Some(capabilities) => capabilities_of(&capabilities).encode_to_vec(),
@@ -209,24 +211,24 @@ fn by_itself(method: &str, asked: Bytes, capabilities: Option<Vec<i32>>) -> Answ
         "NodeGetInfo" => csi::NodeGetInfoResponse { node_id: "node".into(), ..Default::default() }
             .encode_to_vec(),
         "NodePublishVolume" => {
-            let target = csi::NodePublishVolumeRequest::decode(asked).unwrap().target_path;
-            // Another call, whose caller has gone, may be at it too.
-            let made = match fs::create_dir(&target) {
+            let target = csi::NodePublishVolumeRequest::decode(request).unwrap().target_path;
+            // An earlier call whose client has disconnected can run concurrently.
+            let result = match fs::create_dir(&target) {
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
-                made => made,
+                result => result,
             };
-            made.map_err(|error| (Code::Internal, format!("{target}: {error}")))?;
+            result.map_err(|error| (Code::Internal, format!("{target}: {error}")))?;
             Vec::new()
         }
         "NodeUnpublishVolume" => {
-            let target = csi::NodeUnpublishVolumeRequest::decode(asked).unwrap().target_path;
+            let target = csi::NodeUnpublishVolumeRequest::decode(request).unwrap().target_path;
             let _ = fs::remove_dir(&target);
             Vec::new()
         }
         "NodeStageVolume" | "NodeUnstageVolume" => Vec::new(),
         "NodeGetVolumeStats" => stats(None).encode_to_vec(),
         "NodeExpandVolume" => {
-            let range = csi::NodeExpandVolumeRequest::decode(asked).unwrap().capacity_range;
+            let range = csi::NodeExpandVolumeRequest::decode(request).unwrap().capacity_range;
             let capacity_bytes = range.unwrap_or_default().required_bytes;
             csi::NodeExpandVolumeResponse { capacity_bytes }.encode_to_vec()
         }
@@ -241,7 +243,7 @@ fn capabilities_of(numbers: &[i32]) -> csi::NodeGetCapabilitiesResponse {
     csi::NodeGetCapabilitiesResponse { capabilities: numbers.iter().map(capability).collect() }
 }
 
-/// A volume of some bytes, in this condition: whether it is abnormal, and why.
+/// Statistics of a small volume with this condition: whether it is abnormal, and the message.
 pub fn stats(condition: Option<(bool, &str)>) -> csi::NodeGetVolumeStatsResponse {
     use csi::volume_usage::Unit;
     let usage = csi::VolumeUsage { available: 60, total: 100, used: 40, unit: Unit::Bytes.into() };

@@ -1,4 +1,4 @@
-//! What most tests begin with: our driver with csi-snapshotter beside it, and a volume of it as a claim.
+//! The common setup of tests: our driver with csi-snapshotter, and a volume with a claim.
 
 use std::path::PathBuf;
 
@@ -20,13 +20,13 @@ pub const CLAIM: &str = "data";
 
 pub struct Rig<'a> {
     pub cluster: &'a Cluster,
-    /// A namespace of its own.
+    /// A unique namespace.
     pub namespace: String,
-    /// A name of its own, so that what other tests have left in the cluster is not its business.
+    /// A unique name, so that objects of other tests do not affect the driver.
     pub driver_name: String,
     /// A VolumeSnapshotClass without a secret.
     pub class: String,
-    /// The volume's id in CSI, a raw device of [`SIZE`].
+    /// The CSI handle of a raw block volume of [`SIZE`] bytes.
     pub volume: String,
     // Dropped in this order.
     pub snapshotter: Process,
@@ -50,7 +50,7 @@ impl<'a> Rig<'a> {
         Self { cluster, namespace, driver_name, class, volume, snapshotter, driver }
     }
 
-    /// Writes these blocks of the volume, with other content for each seed.
+    /// Writes these blocks of the volume, with different content for each seed.
     pub fn write(&self, seed: u64, blocks: impl IntoIterator<Item = u64>) {
         self.driver.with_device(&self.volume, |device| {
             for block in blocks {
@@ -59,12 +59,12 @@ impl<'a> Rig<'a> {
         });
     }
 
-    /// Cuts a snapshot of the claim and waits until it can be used.
+    /// Takes a snapshot of the claim and waits until it is ready.
     pub fn snapshot(&self, name: &str) -> Ready {
         self.cluster.snapshot(&self.namespace, name, CLAIM, &self.class)
     }
 
-    /// A ServiceAccount in the namespace with these rights everywhere, and a kubeconfig of it.
+    /// A ServiceAccount in the namespace with a ClusterRole of these rules, and its kubeconfig.
     pub fn account(&self, name: &str, rules: &[PolicyRule]) -> (Account, PathBuf) {
         let account = self.cluster.account(&self.namespace, name);
         self.cluster.grant(&account, rules);

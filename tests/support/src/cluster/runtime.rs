@@ -1,5 +1,5 @@
-//! A node whose driver leaves volumes to the container runtime: crust_ops beside it, a RuntimeClass for pods, and who watches that
-//! nothing of it is ever mounted on the node.
+//! A node whose driver defers mounts to the container runtime: with crust_ops, a RuntimeClass for
+//! pods, and a watcher for mounts of deferred volumes on the node.
 
 use std::fs;
 use std::ops::{Deref, DerefMut};
@@ -21,22 +21,22 @@ use serde_json::{Value, json};
 use super::Cluster;
 use super::access::shipped;
 use super::admission::{Webhooks, With, set_policy};
-use super::kubelet::{Made, NodeRig};
+use super::kubelet::{CreatedPod, NodeRig};
 use super::programs::Process;
 use crate::driver::{Driver, binary, create, loops_named, mounted_as, wait_for};
 use crate::path;
 
-/// The claims' class, as it is shipped.
+/// The shipped StorageClass.
 const CLASS: &str = "deploy/base/classes.yaml";
-/// Keys that csi-provisioner keeps for itself.
+/// Prefix of parameters for csi-provisioner.
 const OF_KUBERNETES: &str = "csi.storage.k8s.io/";
 
 pub struct Rig<'a> {
-    // Dropped in this order: the pods and their volumes, then who has a part in taking them away.
+    // Dropped in this order: the pods and their volumes, then crust_ops.
     node: NodeRig<'a>,
     ops: Option<Process>,
     socket: PathBuf,
-    /// Whose pods have their volumes mounted by the runtime.
+    /// The RuntimeClass of pods with deferred volumes.
     pub class: String,
 }
 
@@ -55,17 +55,20 @@ impl DerefMut for Rig<'_> {
 }
 
 impl<'a> Rig<'a> {
-    /// None, which is told, where the machine cannot run a node.
+    /// Reports a skip and returns None if the machine cannot run a node.
     pub fn new(cluster: &'a Cluster) -> Option<Self> {
-        Self::behind(cluster, Driver::socket)
+        Self::with_socket(cluster, Driver::socket)
     }
 
-    /// With this socket in front of the driver's for kubelet.
-    pub fn behind(cluster: &'a Cluster, front: impl FnOnce(&Driver) -> PathBuf) -> Option<Self> {
+    /// Registers the socket that `front` returns with kubelet, instead of the driver's.
+    pub fn with_socket(
+        cluster: &'a Cluster,
+        front: impl FnOnce(&Driver) -> PathBuf,
+    ) -> Option<Self> {
         let socket = cluster.scratch().join(format!("{}.sock", cluster.unique("crust")));
         let endpoint = format!("--crust-endpoint={}", path(&socket));
         let flags = ["--enable-defer-fs-ops", &endpoint];
-        let node = NodeRig::behind(cluster, &flags, None, front)?;
+        let node = NodeRig::with_socket(cluster, &flags, None, front)?;
         let class = cluster.unique("deferring");
         let object = json!({ "metadata": { "name": class }, "handler": "csi-loopback" });
         cluster.create(&cluster.api::<RuntimeClass>(), object);
@@ -74,21 +77,21 @@ impl<'a> Rig<'a> {
         Some(rig)
     }
 
-    /// On the node, where the runtime runs.
+    /// Starts crust_ops in the namespaces of the node.
     pub fn start_ops(&mut self) {
         let mut command = self.node.node.command(binary());
         command.args(["--mode", "runtime-ops", "--endpoint", path(&self.socket)]);
         command.arg("--crust-dir").arg(self.node.node.crust());
         command.args(["--cli-env", &self.node.node.runtime_environment()]);
-        // What nobody takes back need not be waited for a minute.
+        // Shorter than the default of a minute, so that tests do not wait.
         command.args(["--collect-every", "1s"]);
         let mut ops = self.cluster.spawn("runtime-ops", command);
         let socket = self.socket.clone();
-        ops.wait_for("it serves", |_| UnixStream::connect(&socket).ok());
+        ops.wait_for("it is ready", |_| UnixStream::connect(&socket).ok());
         self.ops = Some(ops);
     }
 
-    /// SIGKILL.
+    /// Kills crust_ops.
     pub fn kill_ops(&mut self) {
         let mut ops = self.ops.take().unwrap();
         ops.signal(nix::sys::signal::Signal::SIGKILL);
@@ -97,7 +100,7 @@ impl<'a> Rig<'a> {
         wait_for("the end of crust_ops", || UnixStream::connect(&socket).is_err());
     }
 
-    /// The driver starts anew, with runtime assisted mounting or without.
+    /// Restarts the driver with or without runtime assisted mounting.
     pub fn restart_driver(&mut self, deferring: bool) {
         let (name, endpoint) = (self.driver_name.clone(), path(&self.socket).to_owned());
         let mut flags = vec!["--driver-name", &name, "--crust-endpoint", &endpoint];
@@ -107,7 +110,8 @@ impl<'a> Rig<'a> {
         self.driver.restart_with(&flags);
     }
 
-    /// A volume as csi-provisioner creates it for a claim of this class, as the `csi` of its PersistentVolume.
+    /// Creates a volume as csi-provisioner does for a claim of this class. Returns the `csi` of its
+    /// PersistentVolume.
     pub fn provision(&self, name: &str, class: &Value, bytes: u64) -> Value {
         let parameters = class["parameters"].as_object().unwrap();
         let fs_type = parameters[&format!("{OF_KUBERNETES}fstype")].as_str().unwrap();
@@ -125,17 +129,17 @@ impl<'a> Rig<'a> {
         })
     }
 
-    /// The volume of a pod that is this claim; in the pod it has the claim's name.
+    /// A pod volume for this claim, with the claim's name.
     pub fn claimed(&self, name: &str) -> Value {
         json!({ "name": name, "persistentVolumeClaim": { "claimName": name } })
     }
 
-    /// Where kubelet has the driver publish the claim's volume.
-    pub fn target_of_claim(&self, pod: &Made, name: &str) -> PathBuf {
+    /// The target path of the claim's volume.
+    pub fn target_of_claim(&self, pod: &CreatedPod, name: &str) -> PathBuf {
         self.target(pod, &format!("{}-{name}", self.namespace))
     }
 
-    /// The webhooks for the driver, with a policy of these entries.
+    /// Starts the webhooks for the driver, with a policy of these entries.
     pub fn webhooks(&self, entries: &[Value]) -> Webhooks {
         let policy = policy(entries);
         let with = With { policy: Some(&policy), ..With::default() };
@@ -143,13 +147,14 @@ impl<'a> Rig<'a> {
         webhooks.configure(self.cluster, false, &self.namespace);
         let content = json!({ "volumeAttributes": { "content/a": "x" } });
         self.cluster.wait_for("the webhooks", || {
-            let pod = self.try_out("tried", &[self.inline("content", content.clone())]).ok()?;
+            let pod = self.dry_run("probe", &[self.inline("content", content.clone())]).ok()?;
             (pod.spec?.volumes?[0].csi.as_ref()?.read_only == Some(true)).then_some(())
         });
         webhooks
     }
 
-    /// An entry of the policy that has all there is to have, for volumes of this StorageClass (the empty one: inline).
+    /// A policy entry with all features, for volumes of this StorageClass; the empty name is for
+    /// inline volumes.
     pub fn entry(&self, storage_class: &str) -> Value {
         json!({
             "storageClass": storage_class, "runtimeClass": self.class, "fsGroup": true,
@@ -157,33 +162,33 @@ impl<'a> Rig<'a> {
         })
     }
 
-    /// The pod as the API server has it.
-    pub fn stored(&self, pod: &Made) -> Pod {
+    /// The pod object in the API server.
+    pub fn stored(&self, pod: &CreatedPod) -> Pod {
         self.cluster.get(&self.cluster.api_in::<Pod>(&self.namespace), &pod.name).unwrap()
     }
 
-    /// The volumes that the pod leaves to its runtime.
-    pub fn opt_in(&self, pod: &Made) -> Option<String> {
+    /// The pod's annotation with its deferred volumes.
+    pub fn opt_in(&self, pod: &CreatedPod) -> Option<String> {
         self.stored(pod).metadata.annotations?.remove(ANNOTATION)
     }
 
-    /// What kubelet says of the volume: bytes, and how many of them are used.
-    pub fn summary(&self, pod: &Made, volume: &str) -> Option<(u64, u64)> {
+    /// Kubelet's statistics of the volume: capacity and used bytes.
+    pub fn summary(&self, pod: &CreatedPod, volume: &str) -> Option<(u64, u64)> {
         let found = self.measured(pod, volume)?;
         Some((found["capacityBytes"].as_u64()?, found["usedBytes"].as_u64()?))
     }
 
-    /// Waits until kubelet has measured the volume again.
-    pub fn is_measured_again(&self, pod: &Made, volume: &str) {
+    /// Waits until kubelet has new statistics of the volume.
+    pub fn wait_for_new_stats(&self, pod: &CreatedPod, volume: &str) {
         let now = Timestamp::now();
-        wait_for("kubelet's new figures", || {
+        wait_for("new statistics of kubelet", || {
             let at =
                 self.measured(pod, volume).map(|found| found["time"].as_str().unwrap().parse());
             at.is_some_and(|at: Result<Timestamp, _>| at.unwrap() > now)
         });
     }
 
-    fn measured(&self, pod: &Made, volume: &str) -> Option<Value> {
+    fn measured(&self, pod: &CreatedPod, volume: &str) -> Option<Value> {
         let page = self.node.node.page(self.cluster, "/stats/summary")?;
         let page: Value = serde_json::from_str(&page).unwrap();
         let mut pods = page["pods"].as_array()?.iter();
@@ -192,7 +197,7 @@ impl<'a> Rig<'a> {
         volumes.find(|one| one["name"] == volume).cloned()
     }
 
-    /// Watches the node until the end of what is returned.
+    /// Watches the mounts of the node until the result is dropped.
     pub fn watch(&self) -> Watch {
         Watch::start(self.node.node.root(), self.node.node.pid())
     }
@@ -202,27 +207,27 @@ impl<'a> Rig<'a> {
         loop_mounts("self", &self.node.node.root())
     }
 
-    /// Waits until nothing of the pod is there, nor of its volumes' deferral.
-    pub fn gone(&self, pod: &Made, volumes: &[&str]) {
+    /// Deletes the pod, and waits until its volumes and their entries are removed.
+    pub fn delete_and_wait(&self, pod: &CreatedPod, volumes: &[&str]) {
         self.delete(pod);
-        self.wait_until_nothing_is_left(pod, volumes);
-        wait_for("the end of what was handed over", || self.handed_over() == 0);
+        self.wait_until_cleaned_up(pod, volumes);
+        wait_for("deletion of the entries", || self.handed_over() == 0);
         assert_eq!(self.host_mounts(), Vec::<String>::new());
     }
 
-    /// The entries of crust_ops.
+    /// The number of entries of crust_ops.
     pub fn handed_over(&self) -> usize {
         let entries = fs::read_dir(self.node.node.crust()).unwrap().flatten();
         entries.filter(|entry| entry.file_name().len() == 64).count()
     }
 
     pub fn wait_until_detached(&self, volume_id: &str) {
-        wait_for("the volume's detachment", || loops_named(volume_id).is_empty());
+        wait_for("detachment of the volume", || loops_named(volume_id).is_empty());
     }
 }
 
-/// The StorageClass of deploy/base, with xfs: to grow an ext4 that a container has mounted, the runtime needs CAP_SYS_RESOURCE, which it
-/// does not have on every machine of the tests.
+/// The StorageClass of deploy/base, but with xfs: to grow a mounted ext4, the runtime needs
+/// CAP_SYS_RESOURCE, which is not available on every test machine.
 pub fn shipped_class() -> Value {
     let mut objects = shipped(CLASS).into_iter();
     let mut class = objects.find(|object| object["kind"] == "StorageClass").unwrap();
@@ -230,12 +235,12 @@ pub fn shipped_class() -> Value {
     class
 }
 
-/// A policy of these entries; JSON is YAML.
+/// A policy with these entries, as JSON, which is valid YAML.
 pub fn policy(entries: &[Value]) -> String {
     json!({ "deferral": entries }).to_string()
 }
 
-/// Changes the policy, and waits until it counts for such a pod.
+/// Changes the policy, and waits until `counts` reports that it is in effect.
 pub fn change_policy(
     rig: &Rig<'_>,
     webhooks: &Webhooks,
@@ -246,7 +251,7 @@ pub fn change_policy(
     wait_for("the policy", counts);
 }
 
-/// Lines of a process's mount table: loop devices that are mounted below the directory.
+/// Lines of a process's mount table with loop devices below the directory.
 fn loop_mounts(process: &str, below: &Path) -> Vec<String> {
     let table = fs::read_to_string(format!("/proc/{process}/mountinfo")).unwrap();
     let is_one = |line: &&str| {
@@ -258,17 +263,17 @@ fn loop_mounts(process: &str, below: &Path) -> Vec<String> {
     table.lines().filter(is_one).map(str::to_owned).collect()
 }
 
-/// Looks at the mount tables of the host and of the node's own namespace, all the time.
+/// Polls the mount tables of the host and of the node's namespace.
 pub struct Watch {
     ends: Arc<AtomicBool>,
-    looks: Option<JoinHandle<(usize, Vec<String>)>>,
+    poller: Option<JoinHandle<(usize, Vec<String>)>>,
 }
 
 impl Watch {
     fn start(below: PathBuf, node: String) -> Self {
         let ends = Arc::new(AtomicBool::new(false));
         let until = Arc::clone(&ends);
-        let looks = thread::spawn(move || {
+        let poller = thread::spawn(move || {
             let (mut count, mut seen) = (0, Vec::new());
             while !until.load(Ordering::Relaxed) {
                 for process in ["self", &node] {
@@ -279,15 +284,15 @@ impl Watch {
             }
             (count, seen)
         });
-        Self { ends, looks: Some(looks) }
+        Self { ends, poller: Some(poller) }
     }
 
-    /// That nothing was mounted as long as it has watched.
+    /// Stops, and asserts that no loop device was mounted.
     #[track_caller]
-    pub fn saw_nothing(mut self) {
+    pub fn assert_no_mounts(mut self) {
         self.ends.store(true, Ordering::Relaxed);
-        let (count, seen) = self.looks.take().unwrap().join().unwrap();
-        assert!(count > 10, "it has hardly looked");
+        let (count, seen) = self.poller.take().unwrap().join().unwrap();
+        assert!(count > 10, "only {count} polls");
         assert_eq!(seen, Vec::<String>::new());
     }
 }
@@ -298,8 +303,8 @@ impl Drop for Watch {
     }
 }
 
-/// A pod with all that the stories ask of who mounts: a group that owns all, given when the root is not its own, a part of the
-/// volume, an init container before and two containers beside each other.
+/// The spec of a pod that uses all features of a mount: fsGroup with OnRootMismatch, a subPath, an
+/// init container and two containers.
 pub fn demanding(class: &str, volume: &str) -> Value {
     let whole = json!({ "name": volume, "mountPath": "/data" });
     let part = json!({ "name": volume, "mountPath": "/part", "subPath": "deep/part" });
@@ -318,9 +323,9 @@ pub fn demanding(class: &str, volume: &str) -> Value {
     })
 }
 
-/// That such a pod has what it asks for, whoever has mounted it.
+/// Asserts that all features of [`demanding`] work.
 #[track_caller]
-pub fn assert_served(rig: &Rig<'_>, pod: &Made) {
+pub fn assert_served(rig: &Rig<'_>, pod: &CreatedPod) {
     assert_eq!(rig.exec(pod, "stat -c %g /data"), "4321\n");
     assert_eq!(rig.exec_in(pod, "second", "cat /part/init && echo mine >/part/own"), "in part\n");
     assert_eq!(rig.exec(pod, "stat -c '%u %g' /data/deep/part/own"), "1234 4321\n");
@@ -329,7 +334,7 @@ pub fn assert_served(rig: &Rig<'_>, pod: &Made) {
 }
 
 /// The device that the container has mounted at `/data`.
-pub fn device_of(rig: &Rig<'_>, pod: &Made, container: &str) -> String {
+pub fn device_of(rig: &Rig<'_>, pod: &CreatedPod, container: &str) -> String {
     let mount = rig.exec_in(pod, container, "grep ' /data ' /proc/mounts");
     let device = mount.split(' ').next().unwrap().to_owned();
     assert!(device.starts_with("/dev/loop"), "{mount}");

@@ -1,4 +1,4 @@
-//! Snapshot sessions as the session manager would make them, and a client that has a token.
+//! Snapshot sessions as the session manager creates them, and a client with a token.
 
 use std::time::{Duration, SystemTime};
 
@@ -18,15 +18,15 @@ use super::storage::Ready;
 use crate::driver::PATIENCE;
 use crate::requests::{Metadata, Rpc, session_allocated, session_delta};
 
-/// Long enough for a test.
+/// Longer than every test.
 pub const HOUR: Duration = Duration::from_secs(3600);
 
-/// What the sidecar needs for sessions, in its own namespace.
+/// The rights for sessions that the sidecar needs in its namespace.
 pub fn session_rules(verbs: &[&str]) -> Vec<PolicyRule> {
     vec![rule("cbt.storage.k8s.io", &["snapshotsessiondata"], verbs)]
 }
 
-/// A token, which no session has.
+/// A random token.
 pub fn random_token() -> String {
     let mut random = [0_u8; 52];
     getrandom::fill(&mut random).unwrap();
@@ -35,7 +35,7 @@ pub fn random_token() -> String {
 }
 
 impl Cluster {
-    /// A session for these snapshots, whose data is in the namespace; returns its token.
+    /// Creates a session for these snapshots with its data in the namespace. Returns its token.
     pub fn session(
         &self,
         namespace: &str,
@@ -49,7 +49,7 @@ impl Cluster {
         token
     }
 
-    /// The object that [`Cluster::session`] makes.
+    /// The object that [`Cluster::session`] creates.
     pub fn session_data(
         &self,
         token: &str,
@@ -76,29 +76,29 @@ impl Cluster {
         })
     }
 
-    /// Ends a session, as its request's deletion does.
+    /// Deletes the data of a session, which ends it.
     pub fn revoke(&self, namespace: &str, token: &str) {
         self.delete(&self.api_in::<SnapshotSessionData>(namespace), token);
     }
 
-    /// What the sidecar answers to a request of the session API.
-    pub fn ask_session(
+    /// Calls the session API of the sidecar.
+    pub fn call_session(
         &self,
         sidecar: &Served,
         authority: &str,
-        asked: impl Rpc<Answer = Metadata>,
+        request: impl Rpc<Response = Metadata>,
     ) -> Result<Metadata, Status> {
-        self.block_on(async { ask_through(channel(sidecar.port, authority), asked).await })
+        self.block_on(async { call_through(channel(sidecar.port, authority), request).await })
     }
 }
 
-pub async fn ask_through(
+pub async fn call_through(
     channel: Channel,
-    asked: impl Rpc<Answer = Metadata>,
+    request: impl Rpc<Response = Metadata>,
 ) -> Result<Metadata, Status> {
-    match tokio::time::timeout(PATIENCE, asked.send(channel)).await {
-        Ok(answer) => answer,
-        Err(_) => Err(Status::unknown("the test ran out of patience")),
+    match tokio::time::timeout(PATIENCE, request.send(channel)).await {
+        Ok(response) => response,
+        Err(_) => Err(Status::unknown("the call exceeded the time limit of the test")),
     }
 }
 

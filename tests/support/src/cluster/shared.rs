@@ -1,6 +1,7 @@
-//! The cluster that the tests of a binary share, since one takes seconds to start. The first test that needs it
-//! starts it. Nothing drops a static, and a process may be killed: so a guard, a process with a pipe to this one,
-//! ends the cluster and removes its directory once this process has ended, however it ended.
+//! The cluster that the tests of a binary share, because a start takes seconds. The first test that
+//! needs it starts it. Statics are not dropped, and this process can be killed. Therefore a guard
+//! process with a pipe to this process stops the cluster and removes its directory when this
+//! process ends.
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;
@@ -14,8 +15,8 @@ use nix::unistd::Pid;
 use super::{Cluster, NoCluster};
 use crate::{have_root, keep, skip};
 
-/// Reads the ids of processes, one a line, until the writer has ended. Then ends them, the last one first, and
-/// removes the directory. A process that does not end within 30 s is killed.
+/// Reads process ids, one per line, until the pipe closes. Then stops these processes in reverse
+/// order, kills a process that does not stop within 30 s, and removes the directory.
 const GUARD: &str = r#"
 trap '' INT TERM HUP
 pids=
@@ -34,12 +35,12 @@ rm -rf --one-file-system "$1"
 
 static SHARED: OnceLock<Result<Cluster, NoCluster>> = OnceLock::new();
 
-/// The cluster of this test binary, for one test at a time. `None`, which is reported, where the machine lacks what
-/// it needs.
+/// The cluster of this test binary, for one test at a time. Reports a skip and returns `None` if
+/// the machine does not meet the requirements.
 ///
 /// # Panics
 ///
-/// When the cluster does not start.
+/// If the cluster does not start.
 pub fn shared() -> Option<&'static Cluster> {
     if !have_root() {
         return None;
@@ -50,7 +51,7 @@ pub fn shared() -> Option<&'static Cluster> {
             cluster.forget_requests();
             Some(cluster)
         }
-        Err(NoCluster::Lacking(why)) => {
+        Err(NoCluster::Unavailable(why)) => {
             skip(why);
             None
         }
@@ -58,20 +59,20 @@ pub fn shared() -> Option<&'static Cluster> {
     }
 }
 
-/// The process that ends what this one leaves, with the pipe to it.
+/// The guard process with its pipe.
 pub struct Guard(Mutex<Child>);
 
 impl Guard {
     pub fn new(directory: &Path) -> Self {
         let mut command = Command::new("sh");
         command.args(["-c", GUARD, "guard"]).arg(directory);
-        // Of a group of its own: an interrupt from the terminal is not for it.
+        // In a new process group, so that an interrupt from the terminal does not reach it.
         command.process_group(0).stdin(Stdio::piped());
         command.stdout(Stdio::null()).stderr(Stdio::null());
         Self(Mutex::new(command.spawn().unwrap()))
     }
 
-    /// A process that is to be ended, before those that were given earlier.
+    /// Adds a process, which the guard stops before the earlier ones.
     pub fn add(&self, pid: Pid) {
         let mut guard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         writeln!(guard.stdin.as_mut().unwrap(), "{pid}").unwrap();
@@ -79,7 +80,7 @@ impl Guard {
 }
 
 impl Cluster {
-    /// One that is ended by a guard and never dropped.
+    /// Starts a cluster that a guard stops, because it is never dropped.
     fn start_guarded() -> Result<Self, NoCluster> {
         let mut cluster = Self::start()?;
         if !keep() {

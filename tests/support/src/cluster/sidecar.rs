@@ -1,4 +1,4 @@
-//! A sidecar of this project as a process, and a client that asks one, ours or another, over TLS.
+//! The sidecar of this project as a process, and a TLS client for this and the released sidecar.
 
 use crate::driver::binary;
 use std::net::TcpStream;
@@ -22,7 +22,7 @@ use crate::driver::PATIENCE;
 use crate::path;
 use api::snapshot_metadata_client::SnapshotMetadataClient;
 
-/// What clients are to make their tokens for.
+/// The audience of the clients' tokens.
 pub const AUDIENCE: &str = "backup";
 
 /// Offset and size in bytes.
@@ -39,7 +39,7 @@ pub fn start(
     start_at(free_port(), cluster, socket, kubeconfig, certificate, flags)
 }
 
-/// The same at this port.
+/// Starts a sidecar on this port and waits until it is ready.
 pub fn start_at(
     port: u16,
     cluster: &Cluster,
@@ -52,12 +52,12 @@ pub fn start_at(
     let mut served = spawn_at(ports, cluster, socket, kubeconfig, certificate, flags);
     let http_port = served.http_port;
     served.process.wait_for("the sidecar is ready", |_| {
-        http_at(http_port, "/health").filter(|answer| answer.starts_with("HTTP/1.1 200"))
+        http_at(http_port, "/health").filter(|response| response.starts_with("HTTP/1.1 200"))
     });
     served
 }
 
-/// Starts a sidecar and does not wait for it.
+/// Starts a sidecar without waiting.
 pub fn spawn(
     cluster: &Cluster,
     socket: &Path,
@@ -69,7 +69,7 @@ pub fn spawn(
     spawn_at(ports, cluster, socket, kubeconfig, certificate, flags)
 }
 
-/// The same at these ports: of the service, and of health and metrics.
+/// Starts a sidecar without waiting, on these ports of the service and of health and metrics.
 pub fn spawn_at(
     (port, http_port): (u16, u16),
     cluster: &Cluster,
@@ -96,21 +96,21 @@ pub fn spawn_at(
 }
 
 pub fn http(sidecar: &Served, page: &str) -> String {
-    http_at(sidecar.http_port, page).expect("the HTTP endpoint answers")
+    http_at(sidecar.http_port, page).expect("a response of the HTTP endpoint")
 }
 
-/// A page that somebody serves at this port of 127.0.0.1.
+/// The response to GET at this port of 127.0.0.1, with status line and headers.
 pub fn http_at(port: u16, page: &str) -> Option<String> {
     use std::io::{Read, Write};
     let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
     stream.set_read_timeout(Some(PATIENCE)).ok()?;
     write!(stream, "GET {page} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).ok()?;
-    Some(answer)
+    let mut response = String::new();
+    stream.read_to_string(&mut response).ok()?;
+    Some(response)
 }
 
-/// A client that trusts this authority alone.
+/// A client that trusts only this authority.
 pub fn client_at(
     cluster: &Cluster,
     sidecar: &Served,
@@ -120,13 +120,13 @@ pub fn client_at(
     SnapshotMetadataClient::new(channel)
 }
 
-/// To `localhost`, over TLS, with windows as small as HTTP/2's.
+/// A channel to `localhost` over TLS, with the default window of HTTP/2.
 pub fn channel(port: u16, authority: &str) -> Channel {
     let endpoint = Endpoint::from_static("http://localhost").initial_stream_window_size(65_535);
     channel_with(endpoint, port, authority)
 }
 
-/// To `localhost`, over TLS.
+/// A channel to `localhost` over TLS.
 pub fn channel_with(endpoint: Endpoint, port: u16, authority: &str) -> Channel {
     let trusting = connector(authority);
     endpoint.connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
@@ -135,7 +135,7 @@ pub fn channel_with(endpoint: Endpoint, port: u16, authority: &str) -> Channel {
     }))
 }
 
-/// HTTP/2 over TLS, for who trusts this authority alone.
+/// A connector for HTTP/2 over TLS that trusts only this authority.
 pub fn connector(authority: &str) -> TlsConnector {
     let mut roots = rustls::RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(authority.as_bytes()) {
@@ -162,26 +162,26 @@ pub async fn connect(
     trusting.connect(name, stream).await
 }
 
-/// A request of either kind.
+/// A metadata request.
 #[derive(Debug, Clone)]
-pub enum Asked {
+pub enum MetadataRequest {
     Allocated(api::GetMetadataAllocatedRequest),
     Delta(api::GetMetadataDeltaRequest),
 }
 
-impl From<api::GetMetadataAllocatedRequest> for Asked {
+impl From<api::GetMetadataAllocatedRequest> for MetadataRequest {
     fn from(request: api::GetMetadataAllocatedRequest) -> Self {
         Self::Allocated(request)
     }
 }
 
-impl From<api::GetMetadataDeltaRequest> for Asked {
+impl From<api::GetMetadataDeltaRequest> for MetadataRequest {
     fn from(request: api::GetMetadataDeltaRequest) -> Self {
         Self::Delta(request)
     }
 }
 
-/// An answer that came to its end.
+/// A complete stream.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Answer {
     pub messages: Vec<Message>,
@@ -202,13 +202,13 @@ impl Answer {
 
 pub async fn collect(
     mut client: SnapshotMetadataClient<Channel>,
-    asked: Asked,
+    request: MetadataRequest,
 ) -> Result<Answer, Status> {
     let extent = |block: &api::BlockMetadata| (block.byte_offset as u64, block.size_bytes as u64);
     let mut answer = Answer::default();
     let all = async {
-        match asked {
-            Asked::Allocated(request) => {
+        match request {
+            MetadataRequest::Allocated(request) => {
                 let mut stream = client.get_metadata_allocated(request).await?.into_inner();
                 while let Some(message) = stream.message().await? {
                     answer.messages.push(Message {
@@ -218,7 +218,7 @@ pub async fn collect(
                     });
                 }
             }
-            Asked::Delta(request) => {
+            MetadataRequest::Delta(request) => {
                 let mut stream = client.get_metadata_delta(request).await?.into_inner();
                 while let Some(message) = stream.message().await? {
                     answer.messages.push(Message {
@@ -233,6 +233,6 @@ pub async fn collect(
     };
     tokio::time::timeout(PATIENCE, all)
         .await
-        .map_err(|_| Status::unknown("the test ran out of patience"))??;
+        .map_err(|_| Status::unknown("the call exceeded the time limit of the test"))??;
     Ok(answer)
 }

@@ -1,5 +1,5 @@
-//! A driver, csi-snapshotter, our sidecar and a backup application's account, all for one test, around the API
-//! server that the tests share. Each rig has a driver with a name of its own.
+//! A driver with a unique name, csi-snapshotter, our sidecar and the account of a backup
+//! application, for one test with the shared API server.
 
 use std::ops::{Deref, DerefMut};
 
@@ -18,7 +18,9 @@ use crate::cluster::tls::{Authority, Certificate};
 use api::snapshot_metadata_client::SnapshotMetadataClient;
 
 use crate::cluster::sidecar::start;
-pub use crate::cluster::sidecar::{AUDIENCE, Answer, Asked, Extents, client_at, collect, http};
+pub use crate::cluster::sidecar::{
+    AUDIENCE, Answer, Extents, MetadataRequest, client_at, collect, http,
+};
 
 pub const CAPACITY: u64 = rig::SIZE;
 
@@ -27,13 +29,13 @@ pub struct Rig<'a> {
     pub certificate: Certificate,
     /// The sidecar's account.
     pub own: Account,
+    /// The backup application's account.
     pub backup: Account,
     // Dropped in this order.
     pub sidecar: Served,
     base: rig::Rig<'a>,
 }
 
-/// A rig with a sidecar is a rig.
 impl<'a> Deref for Rig<'a> {
     type Target = rig::Rig<'a>;
 
@@ -48,7 +50,7 @@ impl DerefMut for Rig<'_> {
     }
 }
 
-/// What a rig can have otherwise.
+/// Options of a rig.
 pub struct Options<'o> {
     pub pool: PoolKind,
     pub driver: &'o [&'o str],
@@ -56,7 +58,7 @@ pub struct Options<'o> {
     pub rules: Vec<PolicyRule>,
     /// Whether there is a SnapshotMetadataService.
     pub service: bool,
-    /// Where the sidecar finds the API server, if not at its own place.
+    /// Another address of the API server for the sidecar.
     pub server: Option<String>,
 }
 
@@ -103,13 +105,13 @@ impl<'a> Rig<'a> {
         Self { authority, certificate, own, backup, sidecar, base }
     }
 
-    /// A second one beside the first.
+    /// Starts a second sidecar.
     pub fn another_sidecar(&self, flags: &[&str]) -> Served {
         let kubeconfig = self.cluster.kubeconfig_of(&self.own);
         start(self.cluster, &self.driver.socket(), &kubeconfig, &self.certificate, flags)
     }
 
-    /// Ends the sidecar and starts it with other flags, at another port.
+    /// Restarts the sidecar with other flags, on another port.
     pub fn restart_sidecar(&mut self, flags: &[&str]) {
         self.sidecar.process.stop();
         self.sidecar = self.another_sidecar(flags);
@@ -129,7 +131,8 @@ impl<'a> Rig<'a> {
         }
     }
 
-    /// As a client asks: a base that is the name of a VolumeSnapshot goes by its handle.
+    /// A request for a delta. If `base` is the name of a VolumeSnapshot, the request has its
+    /// handle.
     pub fn delta(&self, base: &str, target: &str) -> api::GetMetadataDeltaRequest {
         self.delta_from(self.handle(base).as_deref().unwrap_or(base), target)
     }
@@ -142,7 +145,7 @@ impl<'a> Rig<'a> {
         content.status?.snapshot_handle
     }
 
-    /// With this base_snapshot_id, whatever it is.
+    /// A request for a delta with this base_snapshot_id.
     pub fn delta_from(&self, base: &str, target: &str) -> api::GetMetadataDeltaRequest {
         api::GetMetadataDeltaRequest {
             security_token: self.token(),
@@ -157,32 +160,33 @@ impl<'a> Rig<'a> {
         client_at(self.cluster, &self.sidecar, &self.authority.pem())
     }
 
-    pub fn ask(&self, asked: impl Into<Asked>) -> Result<Answer, Status> {
+    /// Calls the sidecar and reads the whole stream.
+    pub fn ask(&self, request: impl Into<MetadataRequest>) -> Result<Answer, Status> {
         let client = self.client();
-        self.cluster.block_on(collect(client, asked.into()))
+        self.cluster.block_on(collect(client, request.into()))
     }
 
-    /// The extents of an answer that has to come.
+    /// The extents of a call that must succeed.
     #[track_caller]
-    pub fn extents(&self, asked: impl Into<Asked>) -> Extents {
-        match self.ask(asked) {
+    pub fn extents(&self, request: impl Into<MetadataRequest>) -> Extents {
+        match self.ask(request) {
             Ok(answer) => answer.extents(),
             Err(status) => panic!("{status:?}\n{}", self.sidecar.process.log()),
         }
     }
 
-    /// Asks for what has to be refused, with this code and with `words` in the message.
+    /// Asserts that a call fails with this code and with `words` in its message.
     #[track_caller]
-    pub fn refused(&self, asked: impl Into<Asked>, code: Code, words: &str) {
-        crate::driver::assert_refused(self.ask(asked), code, words, "the sidecar");
+    pub fn refused(&self, request: impl Into<MetadataRequest>, code: Code, words: &str) {
+        crate::driver::assert_refused(self.ask(request), code, words, "the sidecar");
     }
 
-    /// What the HTTP endpoint says: status line and all.
+    /// The response of the HTTP endpoint, with status line and headers.
     pub fn http(&self, page: &str) -> String {
         http(&self.sidecar, page)
     }
 
-    /// The value of a metric's line that begins so.
+    /// The value of the metrics line that starts with `line`; 0 if missing.
     pub fn metric(&self, line: &str) -> f64 {
         let page = self.http("/metrics");
         let found = page.lines().find_map(|one| one.strip_prefix(line));

@@ -1,4 +1,4 @@
-//! Volumes of a driver as Kubernetes knows them, and their snapshots.
+//! Kubernetes objects for a driver's volumes and snapshots.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,25 +14,25 @@ use serde_json::{Value, json};
 use super::Cluster;
 use crate::driver::PATIENCE;
 
-/// A VolumeSnapshot that can be used.
+/// A VolumeSnapshot that is ready.
 #[derive(Debug, Clone)]
 pub struct Ready {
     pub namespace: String,
     pub name: String,
-    /// The VolumeSnapshotContent's name.
+    /// Name of the VolumeSnapshotContent.
     pub content: String,
-    /// The snapshot's id in CSI.
+    /// The CSI handle.
     pub handle: String,
 }
 
 impl Cluster {
-    /// A bound claim for a volume of the driver, bound by hand: no controller does so here. Its volume is
-    /// named `NAMESPACE-NAME`.
+    /// Creates a claim that is bound to a volume of the driver; no controller binds claims. The
+    /// PersistentVolume's name is `NAMESPACE-NAME`.
     pub fn claim(&self, namespace: &str, name: &str, driver: &str, handle: &str, bytes: u64) {
         self.claim_as("Block", namespace, name, driver, handle, bytes);
     }
 
-    /// The same for a volume of this mode: Block or Filesystem.
+    /// A claim with this volume mode, Block or Filesystem.
     pub fn claim_as(
         &self,
         mode: &str,
@@ -46,7 +46,7 @@ impl Cluster {
         self.claim_of(namespace, name, mode, "ReadWriteOnce", csi, bytes);
     }
 
-    /// The same with this access mode, and this `csi` of the PersistentVolume.
+    /// A claim with this access mode, and this `csi` of the PersistentVolume.
     pub fn claim_of(
         &self,
         namespace: &str,
@@ -62,7 +62,7 @@ impl Cluster {
         self.claim_with(namespace, name, &json!({}), &common, csi, bytes);
     }
 
-    /// The same with this metadata of the claim, and what the specs of claim and PersistentVolume have in common.
+    /// A claim with this metadata, and these fields in the specs of claim and PersistentVolume.
     pub fn claim_with(
         &self,
         namespace: &str,
@@ -94,7 +94,8 @@ impl Cluster {
         self.merge_status(&claims, name, &status);
     }
 
-    /// Says of the claim's volume that it has so many bytes now, as csi-resizer does: kubelet does the rest on the node.
+    /// Sets the new capacity of the claim's volume, as csi-resizer does. Kubelet then grows the
+    /// volume on the node.
     pub fn grown(&self, namespace: &str, name: &str, bytes: u64) {
         let capacity = json!({ "storage": bytes.to_string() });
         let volume = json!({ "spec": { "capacity": capacity } });
@@ -108,8 +109,7 @@ impl Cluster {
         self.merge_status(&self.api_in::<PersistentVolumeClaim>(namespace), name, &status);
     }
 
-    /// A class of the driver, under a name of its own, with the driver's parameters or, by the keys that begin
-    /// with `csi.storage.k8s.io/`, those of csi-snapshotter.
+    /// Creates a VolumeSnapshotClass with a unique name and these parameters.
     pub fn snapshot_class(&self, driver: &str, parameters: &[(&str, &str)]) -> String {
         let name = self.unique("class");
         let mut class = VolumeSnapshotClass::new(&name, driver);
@@ -119,7 +119,7 @@ impl Cluster {
         name
     }
 
-    /// A class whose snapshots are made, listed and asked about with this secret.
+    /// Creates a VolumeSnapshotClass with this Secret for creation, lists and metadata.
     pub fn snapshot_class_with_secret(&self, driver: &str, namespace: &str, name: &str) -> String {
         self.snapshot_class(
             driver,
@@ -139,8 +139,8 @@ impl Cluster {
         self.create(&self.api_in::<Secret>(namespace), object);
     }
 
-    /// Asks for a snapshot of a claim and does not wait for it.
-    pub fn ask_for_snapshot(&self, namespace: &str, name: &str, claim: &str, class: &str) {
+    /// Creates a VolumeSnapshot of a claim without waiting.
+    pub fn request_snapshot(&self, namespace: &str, name: &str, claim: &str, class: &str) {
         let spec = json!({
             "source": { "persistentVolumeClaimName": claim },
             "volumeSnapshotClassName": class,
@@ -149,21 +149,21 @@ impl Cluster {
         self.create(&self.api_in::<VolumeSnapshot>(namespace), object);
     }
 
-    /// Cuts a snapshot of a claim and waits until it can be used.
+    /// Takes a snapshot of a claim and waits until it is ready.
     pub fn snapshot(&self, namespace: &str, name: &str, claim: &str, class: &str) -> Ready {
-        self.ask_for_snapshot(namespace, name, claim, class);
+        self.request_snapshot(namespace, name, claim, class);
         self.wait_until_ready(namespace, name)
     }
 
-    /// Waits until snapshot-controller and csi-snapshotter have made it usable.
+    /// Waits until snapshot-controller and csi-snapshotter report that the snapshot is ready.
     pub fn wait_until_ready(&self, namespace: &str, name: &str) -> Ready {
         let snapshots = self.api_in::<VolumeSnapshot>(namespace);
         let contents = self.api::<VolumeSnapshotContent>();
-        let mut said = String::new();
+        let mut last = String::new();
         let until = Instant::now() + PATIENCE;
         while Instant::now() < until {
             let status = self.get(&snapshots, name).and_then(|snapshot| snapshot.status);
-            said = format!("{status:?}");
+            last = format!("{status:?}");
             let status = status.filter(|status| status.ready_to_use == Some(true));
             let content = status.and_then(|status| status.bound_volume_snapshot_content_name);
             if let Some(content) = content {
@@ -175,10 +175,10 @@ impl Cluster {
             thread::sleep(Duration::from_millis(20));
         }
         println!("--- snapshot-controller ---\n{}", self.log("snapshot-controller"));
-        panic!("VolumeSnapshot {name} does not become ready: {said}");
+        panic!("VolumeSnapshot {name} is not ready: {last}");
     }
 
-    /// A VolumeSnapshot, with its content, for a snapshot that the driver has already.
+    /// Creates a VolumeSnapshot and its content for an existing snapshot of the driver.
     pub fn adopt_snapshot(
         &self,
         namespace: &str,
@@ -207,9 +207,9 @@ impl Cluster {
         self.wait_until_ready(namespace, name)
     }
 
-    /// A VolumeSnapshot that is bound to a content whose status is written by hand: for a driver that has no
+    /// Creates a VolumeSnapshot and its content with a status, for a driver without
     /// csi-snapshotter.
-    pub fn believed_snapshot(
+    pub fn snapshot_with_status(
         &self,
         namespace: &str,
         name: &str,
@@ -239,7 +239,7 @@ impl Cluster {
         self.wait_until_ready(namespace, name)
     }
 
-    /// Deletes a snapshot and waits until it is gone, in the driver too.
+    /// Deletes a snapshot and waits until it is deleted, also in the driver.
     pub fn delete_snapshot(&self, snapshot: &Ready) {
         let snapshots = self.api_in::<VolumeSnapshot>(&snapshot.namespace);
         self.delete(&snapshots, &snapshot.name);
@@ -247,7 +247,7 @@ impl Cluster {
         self.wait_until_gone(&self.api::<VolumeSnapshotContent>(), &snapshot.content);
     }
 
-    /// Tells backup applications where the driver's sidecar is. `authorities` is PEM.
+    /// Creates the SnapshotMetadataService of the driver. `authorities` is PEM.
     pub fn metadata_service(&self, driver: &str, address: &str, audience: &str, authorities: &str) {
         let spec = json!({
             "address": address,

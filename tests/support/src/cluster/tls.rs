@@ -1,4 +1,4 @@
-//! An authority and certificates of it, as files; and a client that trusts one.
+//! A certificate authority, its certificates as files, and a client that trusts it.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr};
@@ -39,25 +39,25 @@ impl Authority {
         Self { issuer }
     }
 
-    /// Its own certificate, which clients trust.
+    /// The CA certificate.
     pub fn pem(&self) -> String {
         self.issuer.pem()
     }
 
-    /// A certificate for `localhost` and 127.0.0.1, in `directory`; one that is there is replaced by
-    /// rename, as kubelet does it.
+    /// Issues a certificate for `localhost` and 127.0.0.1 in `directory`. Replaces existing files
+    /// by rename, as kubelet does.
     pub fn certify(&self, directory: &Path, name: &str) -> Certificate {
         self.certify_for(directory, name, Duration::from_secs(24 * 3600))
     }
 
-    /// The same, which is good for so long.
+    /// Issues a certificate with this validity.
     pub fn certify_for(&self, directory: &Path, name: &str, validity: Duration) -> Certificate {
         let now = SystemTime::now();
         let span = now - Duration::from_secs(3600)..now + validity;
         self.certify_span(directory, name, "localhost", span)
     }
 
-    /// The same for another host, which is good from then to then.
+    /// Issues a certificate for a host with this validity period.
     pub fn certify_span(
         &self,
         directory: &Path,
@@ -82,15 +82,15 @@ impl Authority {
         };
         for (file, content) in [(&files.file, certificate.pem()), (&files.key, key.serialize_pem())]
         {
-            let aside = file.with_extension("new");
-            fs::write(&aside, content).unwrap();
-            fs::rename(&aside, file).unwrap();
+            let new = file.with_extension("new");
+            fs::write(&new, content).unwrap();
+            fs::rename(&new, file).unwrap();
         }
         files
     }
 }
 
-/// HTTP/1.1 over TLS, to a port of this machine.
+/// A connection for HTTP/1.1 over TLS to a port of this machine.
 pub async fn connect(port: u16, authority: &str) -> TlsStream<TcpStream> {
     let mut config = tls::client_config(authority.as_bytes()).unwrap();
     config.alpn_protocols = vec![b"http/1.1".to_vec()];

@@ -1,4 +1,4 @@
-//! Ends a driver and takes away what its test left in use, whatever state both are in.
+//! Stops a driver and releases the volumes of its test, in every state of both.
 
 use std::process::Command;
 use std::thread;
@@ -11,7 +11,7 @@ use tonic::Code;
 use super::{Driver, InUse, loops_named, mounts, unpublishing, unstaging, wait};
 use crate::Xfs;
 
-/// How long undoing what a test left may take, before it is done the hard way.
+/// Time limit for a release through the driver, before it is forced.
 const CLEAN_UP: Duration = Duration::from_secs(10);
 
 impl Driver {
@@ -21,7 +21,7 @@ impl Driver {
             self.revive();
         }
         let until = Instant::now() + CLEAN_UP;
-        // What was published last is undone first.
+        // In reverse order.
         in_use.iter().rev().for_each(|one| self.undo(one, until));
         if let Some(mut child) = self.child.take() {
             let _ = kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM);
@@ -30,12 +30,12 @@ impl Driver {
                 let _ = child.wait();
             }
         }
-        self.take_away_rest(&in_use);
-        // Immutable files keep the directory from going.
+        self.force_release(&in_use);
+        // The directory can only be removed without immutable files.
         let _ = Command::new("chattr").args(["-R", "-i"]).arg(self.data_dir()).output();
     }
 
-    /// Starts the driver again if it does not run.
+    /// Starts the driver if it does not run.
     fn revive(&mut self) {
         let running = self.child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(None)));
         if running && self.channel.is_some() {
@@ -65,9 +65,9 @@ impl Driver {
         }
     }
 
-    /// The last resort, where the driver could not undo what is there: everything that is mounted
-    /// below the private directory, and the loop devices of these volumes, whose ids are unique.
-    fn take_away_rest(&self, in_use: &[InUse]) {
+    /// Unmounts everything below the private directory, and detaches the loop devices of these
+    /// volumes, whose ids are unique. For volumes that the driver could not release.
+    fn force_release(&self, in_use: &[InUse]) {
         let own = self.xfs.as_ref().map(Xfs::path);
         let rest = mounts().into_iter().filter(|mount| {
             mount.target.starts_with(self.directory.path()) && Some(mount.target.as_path()) != own

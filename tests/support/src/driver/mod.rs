@@ -1,7 +1,6 @@
-//! The real binary as its clients see it: started on a socket in a private directory, stopped, killed
-//! and started again; with a typed call for every RPC, its log, and a clean-up that runs whatever
-//! happens and touches only what this driver made. The last lines of the log are printed when a test
-//! panics.
+//! The driver binary as a process on a socket in a private directory, with typed calls for every
+//! RPC and access to its log. Its cleanup also runs after a panic and removes only what this driver
+//! created. When a test panics, the last lines of the log are printed.
 
 mod clean_up;
 
@@ -30,7 +29,7 @@ pub use super::kernel::*;
 pub use super::requests::*;
 use super::{ALL_KINDS, BLOCK, GIB, Xfs, have_root, keep, path, pool_block_size};
 
-/// The binary under test, which cargo builds beside the tests.
+/// The binary under test, which cargo builds with the tests.
 pub fn binary() -> &'static str {
     static BINARY: LazyLock<String> = LazyLock::new(|| {
         let tests = std::env::current_exe().unwrap();
@@ -40,10 +39,10 @@ pub fn binary() -> &'static str {
     &BINARY
 }
 
-/// Within this time everything a test waits for has to happen.
+/// Time limit of every wait.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// HTTP/2's smallest default: so much of an answer may be under way to a client that does not read.
+/// HTTP/2's default window: the bytes in flight to a client that does not read.
 const WINDOW: u32 = 65_535;
 
 /// Runs a test against a driver with an image pool.
@@ -64,7 +63,7 @@ pub fn for_each_driver(run: impl Fn(&mut Driver)) {
     }
 }
 
-/// Whether the kernel lets this process grow a mounted ext4.
+/// Whether this process has the capability to grow a mounted ext4.
 pub fn ext4_grows_online() -> bool {
     const CAP_SYS_RESOURCE: u64 = 1 << 24;
     let status = fs::read_to_string("/proc/self/status").unwrap();
@@ -72,17 +71,17 @@ pub fn ext4_grows_online() -> bool {
     u64::from_str_radix(effective, 16).unwrap() & CAP_SYS_RESOURCE != 0
 }
 
-/// A driver and the directory that all of its files are in.
+/// A driver, and the directory of all its files.
 pub struct Driver {
     child: Option<Child>,
-    /// What runs it, with its arguments, if it is not started as it is.
+    /// A program with arguments that runs the driver, if any.
     program: Vec<String>,
     kind: PoolKind,
     flags: Vec<String>,
     place: PathBuf,
     channel: Option<Channel>,
     runtime: Runtime,
-    /// What has been staged and published, to be undone at the end.
+    /// Staged and published volumes, for the cleanup.
     in_use: Mutex<Vec<InUse>>,
     // Dropped in this order: the filesystem before its directory.
     xfs: Option<Xfs>,
@@ -100,12 +99,13 @@ impl Driver {
         Self::with(kind, &[])
     }
 
-    /// With these flags in addition to, or instead of, those that every test has.
+    /// With these flags, which override the defaults of the tests.
     pub fn with(kind: PoolKind, flags: &[&str]) -> Self {
         Self::run_by(&[], kind, flags)
     }
 
-    /// Run by another program, such as `unshare`, which has to end with it; of the driver's own process nothing is known then.
+    /// Run by another program, such as `unshare`, which must end with the driver. [`Driver::pid`]
+    /// is then the program's.
     pub fn run_by(program: &[&str], kind: PoolKind, flags: &[&str]) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let xfs = (kind == PoolKind::Reflink).then(|| Xfs::mount(directory.path(), 16 * GIB));
@@ -113,7 +113,7 @@ impl Driver {
         Self::assemble(program, kind, flags, place, xfs, directory)
     }
 
-    /// With its data directory in `place`, where there may be one already.
+    /// With its data directory in `place`, which can have one.
     pub fn in_place(kind: PoolKind, place: &Path, flags: &[&str]) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         Self::assemble(&[], kind, flags, place.to_owned(), None, directory)
@@ -152,7 +152,7 @@ impl Driver {
         self.kind
     }
 
-    /// A private directory, in which the test may do what it likes.
+    /// A private directory for the test.
     pub fn scratch(&self) -> &Path {
         self.directory.path()
     }
@@ -169,7 +169,7 @@ impl Driver {
         format!("unix://{}", self.socket().display())
     }
 
-    /// The command line of the driver, with `flags` in the place of others of the same name.
+    /// The command line of the driver. `flags` override defaults.
     fn command(&self, flags: &[String]) -> Command {
         let (endpoint, data_dir) = (self.endpoint(), self.data_dir().display().to_string());
         let kind = self.kind.to_string();
@@ -192,21 +192,22 @@ impl Driver {
             }
         }
         if !flags.iter().any(|flag| flag.starts_with("--pool-size")) {
-            // Larger than what there is room for.
+            // Larger than the free space of test machines.
             command.args(["--pool-size", "16Gi", "--pool-sparse"]);
         }
-        // So that what is allocated is known to 4 KiB. csi-sanity, the demo and the pools of the storage tests have the default.
+        // Blocks of 4 KiB, so that allocations are exact. csi-sanity, the demo and the storage
+        // tests use the default.
         command.args(["--pool-block-size", &pool_block_size().unwrap_or(BLOCK).to_string()]);
         command.args(flags).stdin(Stdio::null()).stdout(Stdio::null());
         command
     }
 
-    /// Starts the driver on the same directory and waits until it serves.
+    /// Starts the driver on the same directory and waits until it is ready.
     pub fn start_again(&mut self) {
         self.try_start().unwrap_or_else(|error| panic!("{error}\n{}", self.log()));
     }
 
-    /// Like [`Driver::start_again`]; an error when the driver ended before it served.
+    /// Like [`Driver::start_again`], but returns an error if the driver ends before it is ready.
     pub fn try_start(&mut self) -> Result<(), String> {
         let flags = self.flags.clone();
         self.child = Some(self.spawn(&flags).unwrap());
@@ -227,7 +228,7 @@ impl Driver {
                 return Err(format!("the driver ended: {status}"));
             }
             if Instant::now() > until {
-                return Err("the driver does not serve".to_owned());
+                return Err("the driver did not start".to_owned());
             }
             thread::sleep(Duration::from_millis(2));
         }
@@ -243,7 +244,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Runs a second driver, which has to end by itself, with `flags` in the place of this one's.
+    /// Runs a second driver with other `flags`, which must end by itself.
     pub fn run_another(&self, flags: &[&str]) -> Output {
         let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
         let mut other = self.command(&flags).stderr(Stdio::piped()).spawn().unwrap();
@@ -256,21 +257,21 @@ impl Driver {
         output
     }
 
-    /// Runs one of the commands for people against this driver.
+    /// Runs a client command with this driver.
     pub fn cli(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(binary());
         command.args(arguments).env("CSI_ENDPOINT", self.endpoint()).output().unwrap()
     }
 
-    /// What such a command says on success, as JSON.
+    /// The JSON output of a client command, which must succeed.
     pub fn cli_json(&self, arguments: &[&str]) -> serde_json::Value {
         let output = self.cli(&[arguments, &["--output", "json"]].concat());
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{arguments:?}: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{arguments:?}: {stderr}");
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
-    /// Whether it was started, and its end was not waited for.
+    /// Whether it was started and not stopped.
     pub fn is_running(&self) -> bool {
         self.child.is_some()
     }
@@ -283,7 +284,7 @@ impl Driver {
         kill(self.pid(), signal).unwrap();
     }
 
-    /// Waits for the driver to end by itself.
+    /// Waits until the driver ends by itself.
     pub fn wait(&mut self) -> ExitStatus {
         let mut child = self.child.take().expect("the driver runs");
         let status = wait(&mut child, PATIENCE);
@@ -295,13 +296,13 @@ impl Driver {
         status.expect("the driver ends")
     }
 
-    /// SIGTERM, and waits for the end.
+    /// Sends SIGTERM and waits for the end.
     pub fn stop(&mut self) -> ExitStatus {
         self.signal(Signal::SIGTERM);
         self.wait()
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL and waits for the end.
     pub fn kill(&mut self) {
         self.signal(Signal::SIGKILL);
         self.wait();
@@ -312,7 +313,7 @@ impl Driver {
         self.start_again();
     }
 
-    /// Starts anew with other flags.
+    /// Restarts with other flags.
     pub fn restart_with(&mut self, flags: &[&str]) {
         self.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
         self.restart();
@@ -322,55 +323,55 @@ impl Driver {
         self.directory.path().join("driver.log")
     }
 
-    /// All that the driver has logged, over all of its starts.
+    /// The log of all runs of the driver.
     pub fn log(&self) -> String {
         let log = fs::read(self.log_path()).unwrap_or_default();
         String::from_utf8_lossy(&log).into_owned()
     }
 
-    /// Makes a call and waits for its answer.
-    pub fn call<R: Rpc>(&self, request: R) -> Result<R::Answer, Status> {
+    /// Makes a call and waits for its response.
+    pub fn call<R: Rpc>(&self, request: R) -> Result<R::Response, Status> {
         self.note(&request);
-        let done = undone_by(&request);
-        let answer = self.send(request);
-        if answer.is_ok()
-            && let Some(done) = done
+        let released = released_by(&request);
+        let response = self.send(request);
+        if response.is_ok()
+            && let Some(released) = released
         {
-            self.in_use().retain(|other| *other != done);
+            self.in_use().retain(|other| *other != released);
         }
-        answer
+        response
     }
 
-    /// Makes a call, again and again while another one holds its object.
-    pub fn call_patiently<R: Rpc + Clone>(&self, request: R) -> Result<R::Answer, Status> {
+    /// Makes a call, and repeats it while it returns ABORTED.
+    pub fn call_patiently<R: Rpc + Clone>(&self, request: R) -> Result<R::Response, Status> {
         let until = Instant::now() + PATIENCE;
         loop {
             match self.call(request.clone()) {
                 Err(status) if status.code() == Code::Aborted && Instant::now() < until => {
                     thread::sleep(Duration::from_millis(1));
                 }
-                answer => return answer,
+                response => return response,
             }
         }
     }
 
-    /// Makes a call that has to succeed.
-    pub fn ok<R: Rpc>(&self, request: R) -> R::Answer {
+    /// Makes a call that must succeed.
+    pub fn ok<R: Rpc>(&self, request: R) -> R::Response {
         self.call(request).unwrap_or_else(|status| panic!("{status:?}"))
     }
 
-    /// Makes a call that has to fail, with this code and with `words` in its message.
+    /// Makes a call that must fail with this code and with `words` in its message.
     pub fn refused<R: Rpc>(&self, request: R, code: Code, words: &str) {
-        let said = format!("{request:?}");
-        assert_refused(self.call(request), code, words, &said);
+        let call = format!("{request:?}");
+        assert_refused(self.call(request), code, words, &call);
     }
 
-    fn send<R: Rpc>(&self, request: R) -> Result<R::Answer, Status> {
+    fn send<R: Rpc>(&self, request: R) -> Result<R::Response, Status> {
         let channel = self.channel();
         self.block_on(async {
             match tokio::time::timeout(PATIENCE, request.send(channel)).await {
-                Ok(answer) => answer,
-                Err(_) => Err(Status::unknown("the test ran out of patience")),
+                Ok(response) => response,
+                Err(_) => Err(Status::unknown("the call exceeded the time limit of the test")),
             }
         })
     }
@@ -391,21 +392,22 @@ impl Driver {
         self.in_use.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what a request may leave behind, before it is made, by whomever.
+    /// Records for the cleanup that a client is about to make this request.
     pub fn note(&self, request: &dyn Any) {
-        let made = if let Some(asked) = request.downcast_ref::<csi::NodeStageVolumeRequest>() {
-            InUse::Staged(asked.volume_id.clone(), asked.staging_target_path.clone())
-        } else if let Some(asked) = request.downcast_ref::<csi::NodePublishVolumeRequest>() {
-            InUse::Published(asked.volume_id.clone(), asked.target_path.clone())
+        let used = if let Some(stage) = request.downcast_ref::<csi::NodeStageVolumeRequest>() {
+            InUse::Staged(stage.volume_id.clone(), stage.staging_target_path.clone())
+        } else if let Some(publish) = request.downcast_ref::<csi::NodePublishVolumeRequest>() {
+            InUse::Published(publish.volume_id.clone(), publish.target_path.clone())
         } else {
             return;
         };
         let mut in_use = self.in_use();
-        in_use.retain(|other| *other != made);
-        in_use.push(made);
+        in_use.retain(|other| *other != used);
+        in_use.push(used);
     }
 
-    /// Notes that somebody else stages and publishes the volume at its usual places.
+    /// Records for the cleanup that another process stages and publishes the volume at its default
+    /// paths.
     pub fn will_use(&self, volume_id: &str) {
         self.note(&self.staging_of(volume_id, &block()));
         self.note(&self.publishing(volume_id, &self.target(volume_id), &block()));
@@ -416,7 +418,7 @@ impl Driver {
         self.ok(create(name, bytes, wanted)).volume.unwrap().volume_id
     }
 
-    /// Creates a volume from a source, as large as that.
+    /// Creates a volume with the content and size of a source.
     pub fn copy(&self, name: &str, source: Source<'_>, wanted: csi::VolumeCapability) -> String {
         let request = csi::CreateVolumeRequest {
             volume_content_source: Some(source.into()),
@@ -426,7 +428,7 @@ impl Driver {
     }
 
     pub fn snapshot(&self, name: &str, volume_id: &str) -> String {
-        self.ok(cut(name, volume_id)).snapshot.unwrap().snapshot_id
+        self.ok(create_snapshot(name, volume_id)).snapshot.unwrap().snapshot_id
     }
 
     pub fn staging(&self, volume_id: &str) -> PathBuf {
@@ -467,13 +469,13 @@ impl Driver {
         }
     }
 
-    /// Stages the volume and returns where.
+    /// Stages the volume and returns the staging path.
     pub fn stage(&self, volume_id: &str, wanted: &csi::VolumeCapability) -> PathBuf {
         self.ok(self.staging_of(volume_id, wanted));
         self.staging(volume_id)
     }
 
-    /// Stages and publishes the volume and returns where.
+    /// Stages and publishes the volume and returns the target path.
     pub fn publish(&self, volume_id: &str, wanted: &csi::VolumeCapability) -> PathBuf {
         self.stage(volume_id, wanted);
         let target = self.target(volume_id);
@@ -481,8 +483,8 @@ impl Driver {
         target
     }
 
-    /// Patiently: a tool that another thread of the test starts holds what this one has just closed,
-    /// until it runs.
+    /// Repeats the call while the volume is in use: between fork and exec, a tool of another test
+    /// thread holds files that this thread has closed.
     pub fn unpublish(&self, volume_id: &str, target: &Path) {
         self.call_patiently(unpublishing(volume_id, path(target))).unwrap();
     }
@@ -497,7 +499,7 @@ impl Driver {
         self.unstage(volume_id);
     }
 
-    /// Publishes a raw volume, runs `work` on its device and takes it down again.
+    /// Publishes a raw block volume, runs `work` on its device, and unpublishes it.
     pub fn with_device<T>(&self, volume_id: &str, work: impl FnOnce(&Path) -> T) -> T {
         let device = self.publish(volume_id, &block());
         let result = work(&device);
@@ -505,9 +507,10 @@ impl Driver {
         result
     }
 
-    /// The volume's backing file, where the kind of pool shows it to others.
+    /// The volume's backing file. Not for image pools, which are mounted only in the driver's
+    /// namespace.
     pub fn backing_file(&self, volume_id: &str) -> PathBuf {
-        assert_ne!(self.kind, PoolKind::Image, "nobody else sees into an image pool");
+        assert_ne!(self.kind, PoolKind::Image, "the files of an image pool are not visible");
         self.data_dir().join("volumes").join(volume_id)
     }
 }
@@ -518,10 +521,10 @@ impl Drop for Driver {
             let log = self.log();
             let lines: Vec<&str> = log.lines().collect();
             let last = &lines[lines.len().saturating_sub(30)..];
-            println!("--- the driver's log, last lines ---\n{}", last.join("\n"));
+            println!("--- last lines of the driver's log ---\n{}", last.join("\n"));
         }
         if keep() {
-            println!("left in place: {}", self.directory.path().display());
+            println!("kept: {}", self.directory.path().display());
             self.directory.disable_cleanup(true);
             return;
         }
@@ -540,10 +543,11 @@ fn wait(child: &mut Child, patience: Duration) -> Option<ExitStatus> {
     None
 }
 
-fn undone_by(request: &dyn Any) -> Option<InUse> {
-    if let Some(asked) = request.downcast_ref::<csi::NodeUnstageVolumeRequest>() {
-        return Some(InUse::Staged(asked.volume_id.clone(), asked.staging_target_path.clone()));
+/// What a request releases.
+fn released_by(request: &dyn Any) -> Option<InUse> {
+    if let Some(unstage) = request.downcast_ref::<csi::NodeUnstageVolumeRequest>() {
+        return Some(InUse::Staged(unstage.volume_id.clone(), unstage.staging_target_path.clone()));
     }
-    let asked = request.downcast_ref::<csi::NodeUnpublishVolumeRequest>()?;
-    Some(InUse::Published(asked.volume_id.clone(), asked.target_path.clone()))
+    let unpublish = request.downcast_ref::<csi::NodeUnpublishVolumeRequest>()?;
+    Some(InUse::Published(unpublish.volume_id.clone(), unpublish.target_path.clone()))
 }

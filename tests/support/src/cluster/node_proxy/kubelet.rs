@@ -1,4 +1,5 @@
-//! What kubelet does for a pod's volumes (pkg/volume/csi of Kubernetes): its calls, paths and order.
+//! Kubelet's calls for the volumes of a pod, with its paths and in its order (pkg/volume/csi of
+//! Kubernetes).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,47 +15,49 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 
 use super::Rig;
-use super::behind::Behind;
-use super::pods::{Bound, Persistent, Volume, digits};
+use super::driver::ProxiedDriver;
+use super::pods::{BoundPod, Persistent, Volume, digits};
 use crate::cluster::Cluster;
 use crate::driver::{PATIENCE, Rpc, stats, unpublishing, unstaging};
 use crate::path;
 
-impl<B: Behind> Rig<'_, B> {
-    /// A connection of its own to the proxy, as kubelet makes one for each call.
+impl<B: ProxiedDriver> Rig<'_, B> {
+    /// A new connection to the proxy, as kubelet makes one for each call.
     pub fn channel(&self) -> Channel {
         connect(self.cluster, self.socket())
     }
 
-    /// A call to the proxy.
-    pub fn call<R: Rpc>(&self, request: R) -> Result<R::Answer, Status> {
-        self.behind.note(&request);
+    /// Calls the proxy.
+    pub fn call<R: Rpc>(&self, request: R) -> Result<R::Response, Status> {
+        self.driver.note(&request);
         self.send(self.channel(), request)
     }
 
-    /// The same to the driver, around the proxy.
-    pub fn call_driver<R: Rpc>(&self, request: R) -> Result<R::Answer, Status> {
-        self.behind.note(&request);
-        self.send(connect(self.cluster, self.behind.socket()), request)
+    /// Calls the driver directly.
+    pub fn call_driver<R: Rpc>(&self, request: R) -> Result<R::Response, Status> {
+        self.driver.note(&request);
+        self.send(connect(self.cluster, self.driver.socket()), request)
     }
 
-    fn send<R: Rpc>(&self, channel: Channel, request: R) -> Result<R::Answer, Status> {
+    fn send<R: Rpc>(&self, channel: Channel, request: R) -> Result<R::Response, Status> {
         self.cluster.block_on(async {
-            let answer = tokio::time::timeout(PATIENCE, request.send(channel)).await;
-            answer.unwrap_or_else(|_| Err(Status::unknown("the test ran out of patience")))
+            let response = tokio::time::timeout(PATIENCE, request.send(channel)).await;
+            response.unwrap_or_else(|_| {
+                Err(Status::unknown("the call exceeded the time limit of the test"))
+            })
         })
     }
 
-    /// Whether the node's driver has a capability, as the proxy tells it.
-    pub fn has(&self, wanted: rpc::Type) -> bool {
-        let told = self.call(csi::NodeGetCapabilitiesRequest {}).unwrap().capabilities;
-        told.iter().any(|one| {
-            matches!(&one.r#type, Some(Capability::Rpc(rpc)) if rpc.r#type == i32::from(wanted))
+    /// Whether the proxy reports a capability of the node.
+    pub fn has(&self, capability: rpc::Type) -> bool {
+        let reported = self.call(csi::NodeGetCapabilitiesRequest {}).unwrap().capabilities;
+        reported.iter().any(|one| {
+            matches!(&one.r#type, Some(Capability::Rpc(rpc)) if rpc.r#type == i32::from(capability))
         })
     }
 
-    /// Where kubelet has the driver publish the volume.
-    pub fn target(&self, pod: &Bound, volume: &Volume) -> PathBuf {
+    /// The target path of the volume.
+    pub fn target(&self, pod: &BoundPod, volume: &Volume) -> PathBuf {
         match &volume.persistent {
             Some(Persistent { name, fs_type: None, .. }) => {
                 let devices = self.kubelet().join("plugins/kubernetes.io/csi/volumeDevices");
@@ -68,20 +71,20 @@ impl<B: Behind> Rig<'_, B> {
         }
     }
 
-    /// Where kubelet has the driver stage it; None for an inline volume.
+    /// The staging path of the volume; None for an inline volume.
     pub fn staging(&self, volume: &Volume) -> Option<PathBuf> {
         let plugin = self.kubelet().join("plugins/kubernetes.io/csi");
         let Persistent { name, handle, fs_type, .. } = volume.persistent.as_ref()?;
         Some(match fs_type {
             None => plugin.join("volumeDevices/staging").join(name),
             Some(_) => {
-                let place = plugin.join(self.behind.driver_name()).join(digits(handle));
+                let place = plugin.join(self.driver.driver_name()).join(digits(handle));
                 place.join("globalmount")
             }
         })
     }
 
-    pub fn staging_request(&self, pod: &Bound, volume: &Volume) -> csi::NodeStageVolumeRequest {
+    pub fn staging_request(&self, pod: &BoundPod, volume: &Volume) -> csi::NodeStageVolumeRequest {
         let persistent = volume.persistent.as_ref().expect("an inline volume is not staged");
         csi::NodeStageVolumeRequest {
             volume_id: persistent.handle.clone(),
@@ -94,7 +97,7 @@ impl<B: Behind> Rig<'_, B> {
 
     pub fn publishing_request(
         &self,
-        pod: &Bound,
+        pod: &BoundPod,
         volume: &Volume,
     ) -> csi::NodePublishVolumeRequest {
         let attributes = match &volume.persistent {
@@ -117,8 +120,8 @@ impl<B: Behind> Rig<'_, B> {
         }
     }
 
-    /// What kubelet adds where the driver wants to know its pods.
-    pub fn pod_info_of(&self, pod: &Bound, volume: &Volume) -> Vec<(String, String)> {
+    /// The attributes that kubelet adds for podInfoOnMount.
+    pub fn pod_info_of(&self, pod: &BoundPod, volume: &Volume) -> Vec<(String, String)> {
         let ephemeral = volume.persistent.is_none().to_string();
         [
             ("pod.name", pod.name.as_str()),
@@ -131,7 +134,7 @@ impl<B: Behind> Rig<'_, B> {
         .to_vec()
     }
 
-    fn capability(&self, pod: &Bound, volume: &Volume) -> csi::VolumeCapability {
+    fn capability(&self, pod: &BoundPod, volume: &Volume) -> csi::VolumeCapability {
         let (fs_type, options, access) = match &volume.persistent {
             None => (Some(String::new()), Vec::new(), "ReadWriteOnce"),
             Some(volume) => {
@@ -150,12 +153,12 @@ impl<B: Behind> Rig<'_, B> {
                 })
             }
         };
-        let tells_apart = self.has(rpc::Type::SingleNodeMultiWriter);
-        let mode = match (access, tells_apart) {
+        let has_single_node_modes = self.has(rpc::Type::SingleNodeMultiWriter);
+        let mode = match (access, has_single_node_modes) {
             ("ReadWriteOnce", true) => Mode::SingleNodeMultiWriter,
             ("ReadWriteOncePod", true) => Mode::SingleNodeSingleWriter,
             ("ReadWriteOnce" | "ReadWriteOncePod", false) => Mode::SingleNodeWriter,
-            (other, _) => panic!("{other}: kubelet does more than is played here"),
+            (other, _) => panic!("{other}: access mode not simulated"),
         };
         csi::VolumeCapability {
             access_type: Some(access_type),
@@ -163,8 +166,8 @@ impl<B: Behind> Rig<'_, B> {
         }
     }
 
-    /// MountDevice, for volumes that are staged.
-    pub fn stage(&self, pod: &Bound, volume: &Volume) -> Result<(), Status> {
+    /// Kubelet's MountDevice: NodeStageVolume, if the driver stages volumes.
+    pub fn stage(&self, pod: &BoundPod, volume: &Volume) -> Result<(), Status> {
         let Some(staging) = self.staging(volume) else { return Ok(()) };
         fs::create_dir_all(&staging).unwrap();
         if !self.has(rpc::Type::StageUnstageVolume) {
@@ -173,12 +176,12 @@ impl<B: Behind> Rig<'_, B> {
         self.call(self.staging_request(pod, volume)).map(drop)
     }
 
-    /// SetUp: NodePublishVolume, for what is staged. Where it fails for good the directory goes.
-    pub fn publish(&self, pod: &Bound, volume: &Volume) -> Result<(), Status> {
+    /// Kubelet's SetUp: NodePublishVolume. Removes the directory after a final error.
+    pub fn publish(&self, pod: &BoundPod, volume: &Volume) -> Result<(), Status> {
         self.set_up(&self.publishing_request(pod, volume))
     }
 
-    /// The same with this request.
+    /// SetUp with this request.
     pub fn set_up(&self, request: &csi::NodePublishVolumeRequest) -> Result<(), Status> {
         let target = Path::new(&request.target_path);
         let parent = target.parent().unwrap();
@@ -188,27 +191,27 @@ impl<B: Behind> Rig<'_, B> {
             let data = json!({ "volumeHandle": request.volume_id, "nodeName": self.node });
             fs::write(parent.join("vol_data.json"), data.to_string()).unwrap();
         }
-        let answer = self.call(request.clone()).map(drop);
-        if let Err(status) = &answer
+        let result = self.call(request.clone()).map(drop);
+        if let Err(status) = &result
             && is_final(status.code())
             && !is_device
         {
             remove_mount_dir(target);
         }
-        answer
+        result
     }
 
-    /// All that kubelet does before a container can have the volume. Returns the target.
-    pub fn mount(&self, pod: &Bound, volume: &Volume) -> Result<PathBuf, Status> {
+    /// All calls before a container can use the volume. Returns the target path.
+    pub fn mount(&self, pod: &BoundPod, volume: &Volume) -> Result<PathBuf, Status> {
         self.stage(pod, volume)?;
         self.publish(pod, volume)?;
         Ok(self.target(pod, volume))
     }
 
-    /// GetMetrics.
+    /// Kubelet's GetMetrics.
     pub fn stats(
         &self,
-        pod: &Bound,
+        pod: &BoundPod,
         volume: &Volume,
     ) -> Result<csi::NodeGetVolumeStatsResponse, Status> {
         self.call(stats(&volume.handle(pod), path(&self.target(pod, volume))))
@@ -216,7 +219,7 @@ impl<B: Behind> Rig<'_, B> {
 
     pub fn expansion_request(
         &self,
-        pod: &Bound,
+        pod: &BoundPod,
         volume: &Volume,
         bytes: u64,
     ) -> csi::NodeExpandVolumeRequest {
@@ -234,21 +237,21 @@ impl<B: Behind> Rig<'_, B> {
         }
     }
 
-    /// NodeExpand of a volume that is mounted. Returns the new size.
-    pub fn expand(&self, pod: &Bound, volume: &Volume, bytes: u64) -> Result<i64, Status> {
+    /// Kubelet's NodeExpand of a published volume. Returns the new size.
+    pub fn expand(&self, pod: &BoundPod, volume: &Volume, bytes: u64) -> Result<i64, Status> {
         let request = self.expansion_request(pod, volume, bytes);
-        self.call(request).map(|answer| answer.capacity_bytes)
+        self.call(request).map(|response| response.capacity_bytes)
     }
 
-    /// TearDown: NodeUnpublishVolume, and what is left goes.
-    pub fn unpublish(&self, pod: &Bound, volume: &Volume) -> Result<(), Status> {
+    /// Kubelet's TearDown: NodeUnpublishVolume, and removal of the directory.
+    pub fn unpublish(&self, pod: &BoundPod, volume: &Volume) -> Result<(), Status> {
         let target = self.target(pod, volume);
         self.call(unpublishing(&volume.handle(pod), path(&target)))?;
         remove_mount_dir(&target);
         Ok(())
     }
 
-    /// UnmountDevice.
+    /// Kubelet's UnmountDevice.
     pub fn unstage(&self, volume: &Volume) -> Result<(), Status> {
         let Some(persistent) = &volume.persistent else { return Ok(()) };
         let staging = self.staging(volume).unwrap();
@@ -260,12 +263,12 @@ impl<B: Behind> Rig<'_, B> {
         Ok(())
     }
 
-    /// All that kubelet does when the pod has ended.
-    pub fn unmount(&self, pod: &Bound, volume: &Volume) {
+    /// All calls after the end of the pod.
+    pub fn unmount(&self, pod: &BoundPod, volume: &Volume) {
         self.unpublish(pod, volume).unwrap();
         self.unstage(volume).unwrap();
         let directory = self.kubelet().join("pods").join(&pod.uid);
-        // Until the last of its volumes is gone there is something in it.
+        // Fails while the pod has other volumes.
         let _ = fs::remove_dir(directory.join("volumes/kubernetes.io~csi"));
         let _ = fs::remove_dir(directory.join("volumes"));
         let _ = fs::remove_dir(directory);
@@ -283,13 +286,13 @@ fn connect(cluster: &Cluster, socket: PathBuf) -> Channel {
     })
 }
 
-/// Whether kubelet takes the operation for ended with this code (isFinalError).
+/// Whether kubelet treats the code as final (isFinalError).
 fn is_final(code: Code) -> bool {
     use Code::*;
     !matches!(code, Cancelled | DeadlineExceeded | Unavailable | ResourceExhausted | Aborted)
 }
 
-/// What kubelet does with a target that is not mounted.
+/// Removes an unmounted target, as kubelet does.
 fn remove_mount_dir(target: &Path) {
     let _ = fs::remove_dir(target);
     let parent = target.parent().unwrap();

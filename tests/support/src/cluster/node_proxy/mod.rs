@@ -1,8 +1,9 @@
-//! A node with the node proxy before a driver, and no kubelet: the test makes kubelet's calls, with its paths, in its order and each
-//! on a connection of its own (pkg/volume/csi of Kubernetes), for pods that are objects of the API server and bound to this node.
-//! The proxy is a process with the rights of a ServiceAccount that has only the ClusterRole of deploy/node-proxy.
+//! A node with the node proxy and a driver, without kubelet. The test makes kubelet's calls with
+//! its paths and in its order, each with a new connection (pkg/volume/csi of Kubernetes), for pods
+//! in the API server that are bound to this node. The proxy's ServiceAccount has only the
+//! ClusterRole of deploy/node-proxy.
 
-mod behind;
+mod driver;
 mod kubelet;
 mod pods;
 
@@ -27,44 +28,44 @@ use super::recorder::Recorder;
 use crate::driver::{PATIENCE, binary, wait_for};
 use crate::{MIB, keep, path};
 
-#[allow(unused_imports)] // Each test binary uses its own part.
-pub use behind::{Behind, Ours};
+#[allow(unused_imports)] // Each test binary uses a part.
+pub use driver::{Ours, ProxiedDriver};
 #[allow(unused_imports)]
-pub use pods::{Bound, Persistent, Volume};
+pub use pods::{BoundPod, Persistent, Volume};
 
 pub const ANNOTATION: &str = "cbt.storage.k8s.io/defer-fs-mount";
 
 /// Bytes of a volume.
 pub const SIZE: u64 = 32 * MIB;
 
-/// What the proxy may do, as it is shipped.
+/// The shipped rights of the proxy.
 pub fn node_proxy_rules() -> Vec<PolicyRule> {
     shipped_rules("deploy/node-proxy/proxy/rbac.yaml")
 }
 
-/// What it may do besides where it is to tell a pod's claims apart.
+/// The shipped additional rights to distinguish claims.
 pub fn claim_rules() -> Vec<PolicyRule> {
     shipped_rules("deploy/components/node-proxy-claims/rbac.yaml")
 }
 
 pub struct Rig<'a, B> {
     pub cluster: &'a Cluster,
-    /// Of the pods.
+    /// Namespace of the pods.
     pub namespace: String,
     pub node: String,
-    /// Whom the proxy is to the API server.
+    /// The proxy's ServiceAccount.
     pub account: Account,
     pub kubeconfig: PathBuf,
-    /// Of the proxy, in addition to, or instead of, those that every test has.
+    /// Flags of the proxy, which override defaults.
     pub flags: Vec<String>,
-    /// Whether the proxy has no more rights on the node than deploy/node-proxy gives it: root with no capability.
+    /// Run the proxy with the rights of deploy/node-proxy on the node: root without capabilities.
     pub confined: bool,
-    /// Whether kubelet tells the driver which pod a volume is for; as the driver wants it, at first.
+    /// Whether kubelet passes pod information to the driver (podInfoOnMount).
     pub pod_info: bool,
     pub http_port: u16,
-    // Dropped in this order: the driver undoes what is in the directory.
+    // Dropped in this order: the driver must clean up before its directory is removed.
     proxy: Option<Process>,
-    pub behind: B,
+    pub driver: B,
     directory: TempDir,
 }
 
@@ -81,35 +82,35 @@ impl<'a> Rig<'a, Recorder<'a>> {
     }
 }
 
-impl<'a, B: Behind> Rig<'a, B> {
-    /// With a proxy that serves.
-    pub fn start(cluster: &'a Cluster, behind: B) -> Self {
-        let mut rig = Self::prepare(cluster, behind, &node_proxy_rules());
+impl<'a, B: ProxiedDriver> Rig<'a, B> {
+    /// With a running proxy.
+    pub fn start(cluster: &'a Cluster, driver: B) -> Self {
+        let mut rig = Self::prepare(cluster, driver, &node_proxy_rules());
         rig.start_proxy();
         rig
     }
 
-    /// The same with these flags of the proxy.
-    pub fn with_flags(cluster: &'a Cluster, behind: B, flags: &[&str]) -> Self {
-        let mut rig = Self::prepare(cluster, behind, &node_proxy_rules());
+    /// With these flags of the proxy.
+    pub fn with_flags(cluster: &'a Cluster, driver: B, flags: &[&str]) -> Self {
+        let mut rig = Self::prepare(cluster, driver, &node_proxy_rules());
         rig.set_flags(flags);
         rig.start_proxy();
         rig
     }
 
-    /// The same with a proxy that may ask for claims.
-    pub fn telling_claims_apart(cluster: &'a Cluster, behind: B) -> Self {
+    /// With a proxy that has the right to get claims.
+    pub fn with_claim_rights(cluster: &'a Cluster, driver: B) -> Self {
         let rules = [node_proxy_rules(), claim_rules()].concat();
-        let mut rig = Self::prepare(cluster, behind, &rules);
+        let mut rig = Self::prepare(cluster, driver, &rules);
         rig.start_proxy();
         rig
     }
 
-    /// All but the proxy, which will have these rights.
-    pub fn prepare(cluster: &'a Cluster, behind: B, rules: &[PolicyRule]) -> Self {
+    /// Without a running proxy, which will have these rights.
+    pub fn prepare(cluster: &'a Cluster, driver: B, rules: &[PolicyRule]) -> Self {
         let directory = TempDir::with_prefix("csi-loopback-").unwrap();
         let namespace = cluster.namespace("pods");
-        // No controller makes it.
+        // No controller creates this ServiceAccount.
         let default = json!({ "metadata": { "name": "default" } });
         cluster.create(&cluster.api_in::<ServiceAccount>(&namespace), default);
         let account = cluster.account(&namespace, "node-proxy");
@@ -127,7 +128,7 @@ impl<'a, B: Behind> Rig<'a, B> {
             pod_info: B::POD_INFO,
             http_port: free_port(),
             proxy: None,
-            behind,
+            driver,
             directory,
         }
     }
@@ -140,7 +141,7 @@ impl<'a, B: Behind> Rig<'a, B> {
         self.directory.path()
     }
 
-    /// Kubelet's own directory.
+    /// Kubelet's directory.
     pub fn kubelet(&self) -> PathBuf {
         self.scratch().join("kubelet")
     }
@@ -156,17 +157,17 @@ impl<'a, B: Behind> Rig<'a, B> {
 
     /// Its command line.
     pub fn proxy_command(&self) -> Command {
-        let (socket, behind) = (self.socket(), self.behind.socket());
+        let (socket, driver) = (self.socket(), self.driver.socket());
         let http = format!("127.0.0.1:{}", self.http_port);
         let state = self.state_dir();
         let defaults = [
             ("--kubeconfig", path(&self.kubeconfig)),
             ("--endpoint", path(&socket)),
-            ("--driver-endpoint", path(&behind)),
+            ("--driver-endpoint", path(&driver)),
             ("--node-name", &self.node),
             ("--state-dir", path(&state)),
             ("--http-endpoint", &http),
-            // A machine that has much to do is to be no reason to pass a call on.
+            // Long, so that a slow machine does not cause a timeout.
             ("--pod-timeout", "50s"),
             ("--kube-api-qps", "1000"),
             ("--kube-api-burst", "1000"),
@@ -195,12 +196,12 @@ impl<'a, B: Behind> Rig<'a, B> {
         command
     }
 
-    /// Starts the proxy and waits until it serves.
+    /// Starts the proxy and waits until it is ready.
     pub fn start_proxy(&mut self) {
         let command = self.proxy_command();
         let mut proxy = Process::spawn("node-proxy", command, self.scratch());
         let socket = self.socket();
-        proxy.wait_for("the proxy serves", |_| UnixStream::connect(&socket).ok());
+        proxy.wait_for("the proxy is ready", |_| UnixStream::connect(&socket).ok());
         self.proxy = Some(proxy);
     }
 
@@ -208,7 +209,7 @@ impl<'a, B: Behind> Rig<'a, B> {
         self.proxy.as_mut().expect("the proxy runs")
     }
 
-    /// SIGTERM, and waits for its end.
+    /// Sends SIGTERM and waits for the end.
     pub fn stop_proxy(&mut self) {
         let mut proxy = self.proxy.take().expect("the proxy runs");
         proxy.signal(Signal::SIGTERM);
@@ -216,7 +217,7 @@ impl<'a, B: Behind> Rig<'a, B> {
         assert!(status.is_some_and(|status| status.success()), "{status:?}\n{}", self.log());
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL and waits for the end.
     pub fn kill_proxy(&mut self) {
         let mut proxy = self.proxy.take().expect("the proxy runs");
         proxy.signal(Signal::SIGKILL);
@@ -228,7 +229,7 @@ impl<'a, B: Behind> Rig<'a, B> {
         self.start_proxy();
     }
 
-    /// What the proxy has logged, over all of its starts.
+    /// The log of all runs of the proxy.
     pub fn log(&self) -> String {
         let log = fs::read(self.scratch().join("node-proxy.log")).unwrap_or_default();
         String::from_utf8_lossy(&log).into_owned()
@@ -240,14 +241,14 @@ impl<'a, B: Behind> Rig<'a, B> {
         crate::http::fetch(address, "/metrics").1
     }
 
-    /// A metric's value by its name and labels as the page has them; 0 where it is not there.
+    /// The value of a metric with these labels; 0 if missing.
     pub fn metric(&self, name: &str) -> f64 {
         let page = self.metrics();
         let mut lines = page.lines().filter_map(|line| line.rsplit_once(' '));
         lines.find(|(of, _)| *of == name).map_or(0.0, |(_, value)| value.parse().unwrap())
     }
 
-    /// The status of one of its pages.
+    /// The status code of an HTTP path.
     pub fn page(&self, path: &str) -> u16 {
         let (head, _) = crate::http::fetch(([127, 0, 0, 1], self.http_port).into(), path);
         head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a status line")
@@ -260,18 +261,18 @@ impl<'a, B: Behind> Rig<'a, B> {
         ))
     }
 
-    /// What the proxy has written down for a target.
+    /// The proxy's stored state of a target.
     pub fn entry(&self, target: &Path) -> Entry {
         Directory::new(self.state_dir()).entry(&Target::new("target", target).unwrap())
     }
 
-    /// Waits until the proxy that runs knows that the pod has opted in, which it logs.
-    pub fn wait_until_heard(&self, pod: &Bound) {
+    /// Waits until the proxy has logged that the pod has opted in.
+    pub fn wait_until_opted_in(&self, pod: &BoundPod) {
         let line = format!("a pod has opted in pod_uid=\"{}\"", pod.uid);
         wait_for(&line, || self.log().contains(&line));
     }
 
-    /// The keys and values of its `vol_data.json`, if it has one.
+    /// The content of its `vol_data.json`, if any.
     pub fn vol_data(&self, target: &Path) -> Option<Value> {
         let bytes = self.entry(target).read("vol_data.json").unwrap()?;
         Some(serde_json::from_slice(&bytes).unwrap())
@@ -282,7 +283,7 @@ impl<B> Drop for Rig<'_, B> {
     fn drop(&mut self) {
         self.proxy = None;
         if keep() {
-            println!("left in place: {}", path(self.directory.path()));
+            println!("kept: {}", path(self.directory.path()));
             self.directory.disable_cleanup(true);
         }
     }

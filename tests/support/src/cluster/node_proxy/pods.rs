@@ -1,4 +1,4 @@
-//! Pods that are objects of the API server and bound to the rig's node, with volumes of each kind.
+//! Pods in the API server that are bound to the rig's node, with volumes of each kind.
 
 use csi::volume_capability::access_mode::Mode;
 use csi_loopback::proto::csi::v1 as csi;
@@ -7,26 +7,26 @@ use kube::api::DeleteParams;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::behind::Behind;
+use super::driver::ProxiedDriver;
 use super::{ANNOTATION, Rig, SIZE};
 use crate::driver::{block, mounted_as};
 
-/// One of a pod's volumes.
+/// A volume of a pod.
 #[derive(Debug, Clone)]
 pub struct Volume {
-    /// In the pod.
+    /// Name in the pod.
     pub name: String,
-    /// What is said of it in spec.volumes.
+    /// Its entry in spec.volumes, without the name.
     pub source: Value,
-    /// Its PersistentVolume; none where it is an inline volume.
+    /// Its PersistentVolume; None for an inline volume.
     pub persistent: Option<Persistent>,
 }
 
 #[derive(Debug, Clone)]
 pub struct Persistent {
-    /// The PersistentVolume's name, which kubelet puts into paths.
+    /// Name of the PersistentVolume, which is part of kubelet's paths.
     pub name: String,
-    /// The claim's name.
+    /// Name of the claim.
     pub claim: String,
     pub handle: String,
     pub access: String,
@@ -36,9 +36,9 @@ pub struct Persistent {
     pub attributes: Value,
 }
 
-/// A pod that was made and is bound to the node.
+/// A pod that is bound to the node.
 #[derive(Debug, Clone)]
-pub struct Bound {
+pub struct BoundPod {
     pub name: String,
     pub uid: String,
     pub fs_group: Option<i64>,
@@ -49,8 +49,8 @@ impl Volume {
         self.persistent.as_ref().is_some_and(|volume| volume.fs_type.is_none())
     }
 
-    /// Its id in CSI, which for an inline volume is made from the pod.
-    pub fn handle(&self, pod: &Bound) -> String {
+    /// The CSI handle; for an inline volume, kubelet derives it from the pod.
+    pub fn handle(&self, pod: &BoundPod) -> String {
         match &self.persistent {
             Some(persistent) => persistent.handle.clone(),
             None => format!("csi-{}", digits(&format!("{}{}", pod.uid, self.name))),
@@ -58,20 +58,21 @@ impl Volume {
     }
 }
 
-impl<B: Behind> Rig<'_, B> {
-    /// A claim that is bound to a new volume of the driver; in pods the volume has the claim's name.
+impl<B: ProxiedDriver> Rig<'_, B> {
+    /// A claim that is bound to a new volume of the driver. The pod volume has the claim's name.
     pub fn claim(&self, name: &str) -> Volume {
         let source = json!({ "persistentVolumeClaim": { "claimName": name } });
         self.bound(name, name, source, Some("ext4"))
     }
 
-    /// The same as a raw device.
+    /// A claim of a raw block volume.
     pub fn raw_claim(&self, name: &str) -> Volume {
         let source = json!({ "persistentVolumeClaim": { "claimName": name } });
         self.bound(name, name, source, None)
     }
 
-    /// A generic ephemeral volume of a pod that is to have this name, with the claim that a controller would make for it.
+    /// A generic ephemeral volume for a pod of this name, with the claim that a controller would
+    /// create.
     pub fn ephemeral(&self, pod: &str, name: &str) -> Volume {
         let spec = json!({
             "accessModes": ["ReadWriteOncePod"],
@@ -85,20 +86,20 @@ impl<B: Behind> Rig<'_, B> {
     pub fn inline(&self, name: &str, attributes: &[(&str, &str)]) -> Volume {
         let attributes: serde_json::Map<_, _> =
             attributes.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
-        let csi = json!({ "driver": self.behind.driver_name(), "volumeAttributes": attributes });
+        let csi = json!({ "driver": self.driver.driver_name(), "volumeAttributes": attributes });
         Volume { name: name.to_owned(), source: json!({ "csi": csi }), persistent: None }
     }
 
     fn bound(&self, name: &str, claim: &str, source: Value, fs_type: Option<&str>) -> Volume {
-        // As csi-provisioner maps it for a driver that tells single writers apart.
-        let wanted = match fs_type {
+        // As csi-provisioner maps the access mode for a driver with SINGLE_NODE_MULTI_WRITER.
+        let capability = match fs_type {
             Some(fs_type) => mounted_as(fs_type, Mode::SingleNodeSingleWriter),
             None => block(),
         };
         let of_driver = format!("{}-{claim}", self.namespace);
-        let (handle, attributes) = self.behind.volume(&of_driver, wanted);
+        let (handle, attributes) = self.driver.volume(&of_driver, capability);
         let csi = json!({
-            "driver": self.behind.driver_name(), "volumeHandle": handle, "fsType": fs_type,
+            "driver": self.driver.driver_name(), "volumeHandle": handle, "fsType": fs_type,
             "volumeAttributes": attributes,
         });
         let (mode, access) = match fs_type {
@@ -122,32 +123,33 @@ impl<B: Behind> Rig<'_, B> {
         self.cluster.api_in(&self.namespace)
     }
 
-    /// Makes a pod with these volumes and binds it to the node; `opted` is the value of the annotation.
-    pub fn pod(&self, name: &str, volumes: &[&Volume], opted: Option<&str>) -> Bound {
+    /// Creates a pod with these volumes that is bound to the node. `opted` is the value of the
+    /// annotation.
+    pub fn pod(&self, name: &str, volumes: &[&Volume], opted: Option<&str>) -> BoundPod {
         self.pod_with(name, volumes, opted, json!({}))
     }
 
-    /// The same with what its spec has besides.
+    /// Creates a pod with additional fields of its spec.
     pub fn pod_with(
         &self,
         name: &str,
         volumes: &[&Volume],
         opted: Option<&str>,
         spec: Value,
-    ) -> Bound {
+    ) -> BoundPod {
         let made = self.cluster.create(&self.pods(), self.pod_object(name, volumes, opted, spec));
-        let bound = Bound {
+        let bound = BoundPod {
             name: name.to_owned(),
             uid: made.metadata.uid.unwrap(),
             fs_group: made.spec.and_then(|spec| spec.security_context?.fs_group),
         };
         for volume in volumes.iter().filter(|volume| !volume.source["ephemeral"].is_null()) {
-            self.give(volume, &bound);
+            self.set_owner(volume, &bound);
         }
         bound
     }
 
-    /// The object that [`Rig::pod_with`] makes.
+    /// The object that [`Rig::pod_with`] creates.
     pub fn pod_object(
         &self,
         name: &str,
@@ -181,8 +183,8 @@ impl<B: Behind> Rig<'_, B> {
         object
     }
 
-    /// A claim of a generic ephemeral volume belongs to its pod.
-    fn give(&self, volume: &Volume, pod: &Bound) {
+    /// Sets the pod as owner of the claim of a generic ephemeral volume.
+    fn set_owner(&self, volume: &Volume, pod: &BoundPod) {
         let claims = self.cluster.api_in::<PersistentVolumeClaim>(&self.namespace);
         let owner = json!({
             "apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid, "controller": true,
@@ -191,29 +193,29 @@ impl<B: Behind> Rig<'_, B> {
         self.cluster.merge(&claims, &volume.persistent.as_ref().unwrap().claim, &patch);
     }
 
-    /// Takes the pod away at once, as when its node has said that nothing of it runs.
-    pub fn delete(&self, pod: &Bound) {
+    /// Deletes the pod immediately, as after its node has reported that it has ended.
+    pub fn delete(&self, pod: &BoundPod) {
         let now = DeleteParams::default().grace_period(0);
         self.cluster.block_on(self.pods().delete(&pod.name, &now)).unwrap();
         self.cluster.wait_until_gone(&self.pods(), &pod.name);
     }
 
-    /// Has the pod name volumes that it did not.
-    pub fn opt_in(&self, pod: &Bound, names: &str) {
+    /// Sets the annotation of the pod.
+    pub fn opt_in(&self, pod: &BoundPod, names: &str) {
         let patch = json!({ "metadata": { "annotations": { ANNOTATION: names } } });
         self.cluster.merge(&self.pods(), &pod.name, &patch);
     }
 
-    /// The pod's events, in no order.
-    pub fn events(&self, pod: &Bound) -> Vec<Event> {
+    /// The events of the pod, without order.
+    pub fn events(&self, pod: &BoundPod) -> Vec<Event> {
         let events = self.cluster.api_in::<Event>(&self.namespace);
         let all = self.cluster.block_on(events.list(&Default::default())).unwrap();
         let is_of_pod = |event: &Event| event.involved_object.uid.as_ref() == Some(&pod.uid);
         all.into_iter().filter(is_of_pod).collect()
     }
 
-    /// Waits until an event of the pod has all of these words in its message.
-    pub fn told(&self, pod: &Bound, words: &[&str]) -> Event {
+    /// Waits for an event of the pod with all of these words in its message.
+    pub fn wait_for_event(&self, pod: &BoundPod, words: &[&str]) -> Event {
         let has_all = |event: &Event| {
             let message = event.message.as_deref().unwrap_or_default();
             words.iter().all(|word| message.contains(word))

@@ -1,6 +1,8 @@
-//! NodePublishVolume as the driver reads it. Before CSI v1.13 gave the number 7 to GET_VOLUME_HEALTH, it was that of DEFER_FS_OPS here, and
-//! `defer_fs_ops` had the number 9. A node proxy from then takes every driver of CSI v1.13 for one that leaves mounts to container runtimes,
-//! and sends the field at its former number. As an unknown field it would be passed over, and the volume mounted on the host.
+//! The NodePublishVolume request with the legacy number of `defer_fs_ops`. Before CSI v1.13
+//! assigned number 7 to GET_VOLUME_HEALTH, this project used it for DEFER_FS_OPS, and
+//! `defer_fs_ops` had number 9. A node proxy from then mistakes every driver of CSI v1.13 for one
+//! that defers mounts, and sends the field with its legacy number. As an unknown field it would be
+//! ignored, and the volume mounted on the host.
 
 use prost::bytes::{Buf, BufMut};
 use prost::encoding::{DecodeContext, WireType, decode_varint};
@@ -8,14 +10,14 @@ use prost::{DecodeError, Message};
 
 use super::csi::v1 as csi;
 
-/// The former number of `NodePublishVolumeRequest.defer_fs_ops`.
-const FORMER: u32 = 9;
+/// The legacy number of `NodePublishVolumeRequest.defer_fs_ops`.
+const LEGACY_NUMBER: u32 = 9;
 
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PublishRequest {
     pub request: csi::NodePublishVolumeRequest,
-    /// Whether `defer_fs_ops` is set at its former number.
-    pub is_former: bool,
+    /// Whether `defer_fs_ops` is set at its legacy number.
+    pub has_legacy_field: bool,
 }
 
 impl Message for PublishRequest {
@@ -30,11 +32,11 @@ impl Message for PublishRequest {
         buf: &mut impl Buf,
         context: DecodeContext,
     ) -> Result<(), DecodeError> {
-        // Of any other type it is a field of a later CSI.
-        if (tag, wire_type) != (FORMER, WireType::Varint) {
+        // With another type, it is a field of a later CSI version.
+        if (tag, wire_type) != (LEGACY_NUMBER, WireType::Varint) {
             return self.request.merge_field(tag, wire_type, buf, context);
         }
-        self.is_former = decode_varint(buf)? != 0;
+        self.has_legacy_field = decode_varint(buf)? != 0;
         Ok(())
     }
 
@@ -51,8 +53,8 @@ impl Message for PublishRequest {
 mod tests {
     use super::*;
 
-    /// A request with these bytes behind it.
-    fn read(behind: &[u8]) -> PublishRequest {
+    /// Decodes a request followed by these bytes.
+    fn read(suffix: &[u8]) -> PublishRequest {
         let request = csi::NodePublishVolumeRequest {
             volume_id: "v".into(),
             target_path: "/t".into(),
@@ -60,7 +62,7 @@ mod tests {
             ..Default::default()
         };
         let read = PublishRequest::decode(
-            [request.encode_to_vec().as_slice(), behind].concat().as_slice(),
+            [request.encode_to_vec().as_slice(), suffix].concat().as_slice(),
         );
         let read = read.unwrap();
         assert_eq!(read.request, request);
@@ -68,10 +70,10 @@ mod tests {
     }
 
     #[test]
-    fn the_former_number_of_defer_fs_ops_is_noticed_and_no_field_of_a_later_csi_taken_for_it() {
-        assert!(read(&[0x48, 1]).is_former);
+    fn only_the_legacy_defer_fs_ops_field_is_detected() {
+        assert!(read(&[0x48, 1]).has_legacy_field);
         for other in [&[][..], &[0x48, 0], &[0x4a, 1, b'x'], &[0x50, 1], &[0xa2, 0x06, 1, b'n']] {
-            assert!(!read(other).is_former, "{other:?}");
+            assert!(!read(other).has_legacy_field, "{other:?}");
         }
         assert!(PublishRequest::decode([0x48_u8].as_slice()).is_err());
     }

@@ -1,11 +1,11 @@
-//! The cut: from a volume, or several at one moment, to snapshots with change records.
+//! Takes snapshots with change records, of one volume or of several at the same time.
 //!
 //! ```text
-//! intent (catalog) → copies → durable, immutable → records → commit (catalog) → old baselines go
+//! intent (catalog) → copy → flush, make immutable → record → commit (catalog) → remove old baselines
 //! ```
 //!
-//! Until the commit nothing refers to the new files, and [`undo`] takes every trace of them back; so
-//! does start-up after a crash. After it only what nobody needs is left to remove.
+//! Before the commit nothing refers to the new files, and [`undo`] removes them; start-up does the
+//! same after a crash. After the commit only unneeded data remains to be removed.
 
 use std::fs::File;
 use std::sync::atomic::Ordering;
@@ -18,13 +18,13 @@ use super::error::{Context, Error, Result};
 use super::extents::Finding;
 use super::fail_point::reach;
 use super::model::{ChainBreak, Group, Phase, Predecessor, Snapshot, SnapshotPhase, Volume};
-use super::point_in_time::{self, Copy, Durations, timed};
+use super::point_in_time::{self, CopyJob, Durations, timed};
 use super::pool::{self, Directory};
 use super::store::{Store, now};
 use super::tracker::{Bitmap, Header, RecordWriter};
 use super::units::BlockRange;
 
-/// A volume to be cut, with the row of the snapshot to be. The caller holds the volume's lock.
+/// A volume and the row of its new snapshot. The caller holds the volume's lock.
 struct Member {
     volume: Volume,
     snapshot: Snapshot,
@@ -32,22 +32,22 @@ struct Member {
     target: File,
 }
 
-/// Where the time of a cut went, each step for all members together. What is not in it, the catalog's
-/// transactions and opening files, does not grow with the volume.
+/// Durations of the times, each for all members. The rest (catalog transactions, opening files)
+/// does not grow with the volume.
 #[derive(Debug, Default)]
-struct Steps {
+struct StepTimes {
     copies: Durations,
-    /// Data and directory made durable and immutable.
+    /// Flushing data and directory, and making the data immutable.
     seal: Duration,
-    /// The extent maps (or contents) compared.
+    /// Comparing extent maps or contents.
     compare: Duration,
-    /// The records written and made durable.
+    /// WriteTx and flushing the records.
     record: Duration,
     commit: Duration,
 }
 
-impl Steps {
-    /// One line for each cut.
+impl StepTimes {
+    /// Logs one line for each call.
     fn log(&self, snapshots: &[Snapshot]) {
         let Self { copies, seal, compare, record, commit } = self;
         let us = |duration: &Duration| duration.as_micros() as u64;
@@ -56,20 +56,20 @@ impl Steps {
             members = snapshots.len(),
             pre_clone_us = us(&copies.pre_clone),
             frozen_us = us(&copies.frozen),
-            settle_us = us(&copies.settle),
+            settle_us = us(&copies.flush),
             clone_us = us(&copies.clone),
             seal_us = us(seal),
             compare_us = us(compare),
             record_us = us(record),
             commit_us = us(commit),
-            "cut"
+            "took a snapshot"
         );
     }
 }
 
-/// Cuts one snapshot of each volume, at one moment. `rows` are in phase `Cutting` and not yet in
-/// the catalog; with a `group` they are its members. On an error no trace is left.
-pub fn cut(
+/// Takes one snapshot of each volume, all at the same time. `rows` are in phase `Taking` and not
+/// yet in the catalog; with a `group` they are its members. On an error everything is undone.
+pub fn take(
     store: &Store,
     rows: Vec<(Volume, Snapshot)>,
     group: Option<Group>,
@@ -78,16 +78,16 @@ pub fn cut(
     store.catalog.write(|tx| {
         snapshots.iter().try_for_each(|snapshot| tx.put(snapshot))?;
         match &group {
-            Some(group) => tx.put(group).and_then(|()| tx.name(group)),
-            None => snapshots.iter().try_for_each(|snapshot| tx.name(snapshot)),
+            Some(group) => tx.put(group).and_then(|()| tx.claim_name(group)),
+            None => snapshots.iter().try_for_each(|snapshot| tx.claim_name(snapshot)),
         }
     })?;
-    let mut steps = Steps::default();
-    let cut = make(store, rows, &mut steps)
-        .and_then(|members| timed(&mut steps.commit, || commit(store, members, group.as_ref())));
-    match cut {
+    let mut times = StepTimes::default();
+    let taken = copy_and_record(store, rows, &mut times)
+        .and_then(|members| timed(&mut times.commit, || commit(store, members, group.as_ref())));
+    match taken {
         Ok((snapshots, unneeded)) => {
-            steps.log(&snapshots);
+            times.log(&snapshots);
             let unfrozen = snapshots.iter().filter(|snapshot| snapshot.crash_consistent).count();
             store.crash_consistent.fetch_add(unfrozen as u64, Ordering::Relaxed);
             remove_data(store, &unneeded);
@@ -95,16 +95,20 @@ pub fn cut(
         }
         Err(cause) => {
             if let Err(error) = undo(store, &snapshots, group.as_ref()) {
-                // The rows stay as an intent: the next call or start-up undoes them.
-                error!(%error, "a failed cut could not be undone yet");
+                // The rows remain as an intent: the next call or start undoes them.
+                error!(%error, "failed to undo an unfinished snapshot; the next call or start tries again");
             }
             Err(cause)
         }
     }
 }
 
-/// Everything up to the commit.
-fn make(store: &Store, rows: Vec<(Volume, Snapshot)>, steps: &mut Steps) -> Result<Vec<Member>> {
+/// Performs all times before the commit.
+fn copy_and_record(
+    store: &Store,
+    rows: Vec<(Volume, Snapshot)>,
+    times: &mut StepTimes,
+) -> Result<Vec<Member>> {
     let mut members = Vec::with_capacity(rows.len());
     for (volume, snapshot) in rows {
         let source = store.open_volume(&volume)?;
@@ -116,34 +120,34 @@ fn make(store: &Store, rows: Vec<(Volume, Snapshot)>, steps: &mut Steps) -> Resu
         reach("cut.sized")?;
         members.push(Member { volume, snapshot, source, target });
     }
-    let copies: Vec<Copy<'_>> = members
+    let copies: Vec<CopyJob<'_>> = members
         .iter()
-        .map(|member| Copy {
+        .map(|member| CopyJob {
             volume: &member.volume,
             source: &member.source,
             target: &member.target,
         })
         .collect();
     let copied = point_in_time::copy_all(store, &copies)?;
-    steps.copies = copied.took;
-    timed(&mut steps.seal, || {
+    times.copies = copied.durations;
+    timed(&mut times.seal, || {
         members.iter().try_for_each(seal)?;
         pool::sync_directory(&Directory::Snapshots.path(store.pool.root()))
     })?;
     for (member, crash_consistent) in members.iter_mut().zip(copied.crash_consistent) {
-        member.snapshot.created_at = copied.moment;
+        member.snapshot.created_at = copied.taken_at;
         member.snapshot.crash_consistent = crash_consistent;
-        member.snapshot.predecessor = record(store, member, steps)?;
+        member.snapshot.predecessor = record(store, member, times)?;
     }
-    timed(&mut steps.record, || pool::sync_directory(&Directory::Records.path(store.pool.root())))?;
+    timed(&mut times.record, || pool::sync_directory(&Directory::Records.path(store.pool.root())))?;
     Ok(members)
 }
 
 /// Makes a copy durable and immutable.
 fn seal(member: &Member) -> Result<()> {
     let flushing = || format!("flushing snapshot {:?}", member.snapshot.id);
-    // Twice: an fsync in flight while the pool's filesystem shuts down can report success with
-    // nothing durable; the next one then fails.
+    // Twice: an fsync during a shutdown of the pool's filesystem can report success without
+    // durability; the next one fails.
     member.target.sync_all().context(flushing)?;
     reach("cut.flushed")?;
     pool::set_immutable(&member.target, true)?;
@@ -151,8 +155,8 @@ fn seal(member: &Member) -> Result<()> {
     reach("cut.sealed")
 }
 
-/// Writes the change record of a sealed copy, and says what it counts from.
-fn record(store: &Store, member: &Member, steps: &mut Steps) -> Result<Predecessor> {
+/// Writes the change record of a copy and returns its predecessor.
+fn record(store: &Store, member: &Member, times: &mut StepTimes) -> Result<Predecessor> {
     let Member { volume, snapshot, target, .. } = member;
     let baseline = baseline(store, volume)?;
     let predecessor = match &baseline {
@@ -180,15 +184,15 @@ fn record(store: &Store, member: &Member, steps: &mut Steps) -> Result<Predecess
         }
         Ok(())
     };
-    timed(&mut steps.compare, || {
+    timed(&mut times.compare, || {
         let new = (target, snapshot.capacity_bytes);
         store.pool.compare(old, new, volume.change_precision, &mut report)
     })?;
-    timed(&mut steps.record, || writer.finish())?;
+    timed(&mut times.record, || writer.finish())?;
     Ok(predecessor)
 }
 
-/// What the next cut of a volume compares with, or why there is nothing.
+/// The baseline of a volume, or the reason why it has none.
 fn baseline(store: &Store, volume: &Volume) -> Result<Result<(Snapshot, File), ChainBreak>> {
     if !volume.change_tracking {
         return Ok(Err(ChainBreak::TrackingOff));
@@ -201,15 +205,20 @@ fn baseline(store: &Store, volume: &Volume) -> Result<Result<(Snapshot, File), C
     match store.open_snapshot(&snapshot) {
         Ok(file) => Ok(Ok((snapshot, file))),
         Err(Error::Damaged(what)) => {
-            error!(volume = volume.id, snapshot = id, what, "the chain of changes is broken here");
+            error!(
+                volume = volume.id,
+                snapshot = id,
+                what,
+                "the baseline is missing; the chain of change records starts again"
+            );
             Ok(Err(ChainBreak::BaselineLost))
         }
         Err(error) => Err(error),
     }
 }
 
-/// Makes the snapshots exist, and the next cut compare with them. Returns them with the former
-/// baselines whose data nobody needs any more.
+/// Publishes the snapshots and makes them the next baselines. Returns them and the previous
+/// baselines whose data is no longer needed.
 fn commit(
     store: &Store,
     members: Vec<Member>,
@@ -220,16 +229,16 @@ fn commit(
     let mut volumes = Vec::with_capacity(members.len());
     let mut unneeded = Vec::new();
     for Member { mut volume, mut snapshot, .. } in members {
-        if let Some(former) = &volume.baseline
-            && let Some(mut former) = reading.get::<Snapshot>(former)?
+        if let Some(previous) = &volume.baseline
+            && let Some(mut previous) = reading.get::<Snapshot>(previous)?
             && matches!(
-                former.phase,
+                previous.phase,
                 SnapshotPhase::Deleted { .. } | SnapshotPhase::Forgotten { .. }
             )
         {
-            former.has_data = false;
-            former.baseline_until = Some(now().0);
-            unneeded.push(former);
+            previous.has_data = false;
+            previous.baseline_until = Some(now().0);
+            unneeded.push(previous);
         }
         snapshot.phase = SnapshotPhase::Ready;
         snapshot.has_data = true;
@@ -250,26 +259,25 @@ fn commit(
     Ok((snapshots, unneeded))
 }
 
-/// Removes data that the catalog no longer refers to. What cannot be removed now is removed at the
-/// next start.
+/// Removes data that the catalog no longer refers to. If that fails, the next start removes it.
 pub fn remove_data(store: &Store, snapshots: &[Snapshot]) {
     for snapshot in snapshots {
         if let Err(error) = store.remove(SnapshotFile::data(snapshot)) {
-            warn!(snapshot = snapshot.id, %error, "data that nobody needs stays until the next start");
+            warn!(snapshot = snapshot.id, %error, "failed to remove unneeded snapshot data; the next start tries again");
         }
     }
 }
 
-/// Takes back a cut that was not committed: files first, since the rows say which they are.
+/// Undoes snapshots that were not committed. Files are removed before the rows, which name them.
 pub fn undo(store: &Store, snapshots: &[Snapshot], group: Option<&Group>) -> Result<()> {
     let reading = store.catalog.read()?;
     let mut undone = Vec::new();
     for snapshot in snapshots {
         let row = reading.get::<Snapshot>(&snapshot.id)?;
-        undone.extend(row.filter(|row| row.phase == SnapshotPhase::Cutting));
+        undone.extend(row.filter(|row| row.phase == SnapshotPhase::Taking));
     }
-    // A commit that failed may yet have reached the disk. Once this one has, it cannot have; and if
-    // this one fails, nothing is removed.
+    // A failed commit may still have reached the disk. This transaction overwrites it. If this one
+    // fails, nothing is removed.
     store.catalog.write(|tx| undone.iter().try_for_each(|row| tx.put(row)))?;
     for row in &undone {
         pool::remove(&store.snapshot_path(&row.id))?;
@@ -281,11 +289,11 @@ pub fn undo(store: &Store, snapshots: &[Snapshot], group: Option<&Group>) -> Res
     };
     store.catalog.write(|tx| {
         for row in &undone {
-            tx.unname(row)?;
+            tx.release_name(row)?;
             tx.remove::<Snapshot>(&row.id)?;
         }
         let Some(group) = &group else { return Ok(()) };
-        tx.unname(group)?;
+        tx.release_name(group)?;
         tx.remove::<Group>(&group.id)
     })
 }

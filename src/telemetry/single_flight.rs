@@ -1,4 +1,5 @@
-//! Work that may block for as long as a disk does: on a thread of its own, and one at a time, however many ask for it.
+//! Work that may block as long as a disk does. It runs on its own thread, at most once at a time;
+//! concurrent requests share the result.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -12,40 +13,40 @@ type Result<T, E = NoResult> = std::result::Result<T, E>;
 /// Why there is no result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NoResult {
-    /// The work still runs.
-    Late,
-    /// It panicked, or no thread could be started for it.
+    /// The work did not finish in time and continues.
+    TimedOut,
+    /// The work panicked, or its thread could not be started.
     Failed,
 }
 
-/// Work that is run again and again. Cheap to clone.
-pub struct Alone<T> {
+/// Repeated work with at most one run at a time. Clones share the run.
+pub struct SingleFlight<T> {
     work: Arc<dyn Fn() -> T + Send + Sync>,
-    /// The result of the latest run, once it has one.
+    /// The result of the latest run, if it has finished.
     latest: Arc<Mutex<Option<watch::Receiver<Option<T>>>>>,
 }
 
-impl<T> Clone for Alone<T> {
+impl<T> Clone for SingleFlight<T> {
     fn clone(&self) -> Self {
         Self { work: self.work.clone(), latest: self.latest.clone() }
     }
 }
 
-impl<T: Clone + Send + Sync + 'static> Alone<T> {
+impl<T: Clone + Send + Sync + 'static> SingleFlight<T> {
     pub fn new(work: Arc<dyn Fn() -> T + Send + Sync>) -> Self {
         Self { work, latest: Arc::default() }
     }
 
-    /// The result of the run that is under way, or else of a new one, if it is there within `patience`.
+    /// Waits at most `limit` for the result of the current run, or of a new one.
     ///
     /// # Errors
-    /// There is no result; a run that is late goes on, and no other begins until it has ended.
-    pub async fn result(&self, patience: Duration) -> Result<T> {
+    /// There is no result. A run that times out continues, and no other run starts before it ends.
+    pub async fn result(&self, limit: Duration) -> Result<T> {
         let mut run = self.run()?;
-        let result = match timeout(patience, run.wait_for(Option::is_some)).await {
+        let result = match timeout(limit, run.wait_for(Option::is_some)).await {
             Ok(Ok(result)) => result.clone(),
             Ok(Err(_)) => None,
-            Err(_) => return Err(NoResult::Late),
+            Err(_) => return Err(NoResult::TimedOut),
         };
         result.ok_or(NoResult::Failed)
     }
@@ -62,7 +63,7 @@ impl<T: Clone + Send + Sync + 'static> Alone<T> {
         let work = self.work.clone();
         let thread = thread::Builder::new().name("check".to_owned());
         thread.spawn(move || done.send_replace(Some(work()))).map_err(|error| {
-            tracing::error!(%error, "no thread can be started");
+            tracing::error!(%error, "failed to start a thread");
             NoResult::Failed
         })?;
         *latest = Some(run.clone());
@@ -79,18 +80,18 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[tokio::test]
-    async fn each_request_has_a_result_that_is_not_older_than_the_run_before() {
+    async fn each_request_gets_the_result_of_a_new_run() {
         let count = AtomicUsize::new(0);
-        let work = Alone::new(Arc::new(move || count.fetch_add(1, Ordering::Relaxed)));
+        let work = SingleFlight::new(Arc::new(move || count.fetch_add(1, Ordering::Relaxed)));
         for expected in 0..3 {
             assert_eq!(work.result(LONG).await, Ok(expected));
         }
     }
 
     #[tokio::test]
-    async fn work_that_panics_is_a_failure_and_is_run_again() {
+    async fn work_that_panics_fails_and_can_run_again() {
         let first = AtomicUsize::new(0);
-        let work = Alone::new(Arc::new(move || {
+        let work = SingleFlight::new(Arc::new(move || {
             assert!(first.fetch_add(1, Ordering::Relaxed) > 0, "on purpose");
         }));
         assert_eq!(work.result(LONG).await, Err(NoResult::Failed));

@@ -1,5 +1,5 @@
-//! Whether the inline volumes of a pod are what the policy of its namespace allows. Everything that is wrong is told at once, so
-//! that nobody mends a pod piece by piece.
+//! Validates the inline volumes of a pod against the policy of its namespace. All problems of a pod
+//! are reported at once, so that its author corrects them in one step.
 
 use std::sync::Arc;
 
@@ -12,9 +12,9 @@ use kube::runtime::watcher;
 use super::ROLE;
 use super::args::Level;
 use super::claims::Claims;
-use super::policy::{Policies, Policy, Rules, Unknown};
+use super::policy::{Policies, Policy, PolicyError, Rules};
 use super::volumes::{self, Volume};
-use crate::grpc::cut;
+use crate::grpc::truncate;
 use crate::inline::{self, Attributes};
 use crate::kubernetes::admission::Refusal;
 use crate::kubernetes::cache::{self, Cache, Key};
@@ -22,34 +22,36 @@ use crate::kubernetes::client::failure;
 use crate::quantity;
 use crate::telemetry::shutdown::Shutdown;
 
-/// Of a namespace: the level that Pod Security holds its pods to, and the one that it warns of.
+/// Labels of a namespace: the Pod Security level that is enforced, and the one that causes
+/// warnings.
 const ENFORCE: &str = "pod-security.kubernetes.io/enforce";
 const WARN: &str = "pod-security.kubernetes.io/warn";
-/// Of a CSIDriver object: the level that a namespace needs for inline volumes of the driver. OpenShift reads it too.
+/// Label of a CSIDriver: the Pod Security level that a namespace must have for inline volumes of
+/// the driver. OpenShift defines it.
 pub const PROFILE: &str = "security.openshift.io/csi-ephemeral-volume-profile";
-/// Problems that are told; what else is wrong with a pod is not looked for.
-const TOLD: usize = 8;
-/// Bytes of a label that are repeated.
-const SHOWN: usize = 63;
+/// Maximum number of reported problems; validation stops after that.
+const MAX_PROBLEMS: usize = 8;
+/// Maximum bytes of a label value in a message.
+const MAX_LABEL: usize = 63;
 
-/// What is wrong with a pod.
+/// A reason to reject a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// Nowhere would it be right.
+    /// The volume is invalid under every policy.
     is_malformed: bool,
     pub message: String,
 }
 
-/// What was found of a pod.
+/// Result of the validation of a pod.
 #[derive(Debug, Default)]
 pub struct Findings {
     pub problems: Vec<Problem>,
     pub warnings: Vec<String>,
 }
 
-/// Cheap to clone.
+/// Validates reviews; clones share caches and policy.
 #[derive(Clone)]
-pub struct Judge {
+pub struct Validator {
     pub driver: Arc<str>,
     pub claims: Claims,
     policies: Policies,
@@ -66,11 +68,12 @@ impl Findings {
         self.problems.push(Problem { is_malformed: false, message });
     }
 
-    /// All of it for whoever sent the pod.
+    /// The rejection with all problems. `None`: the pod is allowed.
     pub fn refusal(&self) -> Option<Refusal> {
-        let told = self.problems.iter().take(TOLD).map(|problem| problem.message.as_str());
-        let mut message = told.collect::<Vec<_>>().join("; ");
-        if self.problems.len() > TOLD {
+        let messages =
+            self.problems.iter().take(MAX_PROBLEMS).map(|problem| problem.message.as_str());
+        let mut message = messages.collect::<Vec<_>>().join("; ");
+        if self.problems.len() > MAX_PROBLEMS {
             message.push_str("; and more");
         }
         let is_malformed = self.problems.iter().any(|problem| problem.is_malformed);
@@ -82,8 +85,8 @@ impl Findings {
     }
 }
 
-impl Judge {
-    /// Begins to watch what has to be known.
+impl Validator {
+    /// Starts to watch namespaces and the CSIDriver.
     pub fn start(client: &Client, driver: &str, policies: Policies, shutdown: &Shutdown) -> Self {
         let one = watcher::Config::default().fields(&format!("metadata.name={driver}"));
         Self {
@@ -100,16 +103,16 @@ impl Judge {
         }
     }
 
-    /// What is wrong with the volumes themselves.
+    /// Validates the inline volumes of a pod.
     ///
     /// # Errors
-    /// What has to be known for that is not.
+    /// The namespace, the CSIDriver or the policy is unknown.
     pub async fn volumes(&self, namespace: &str, spec: &PodSpec) -> Result<Findings, Refusal> {
         let mut findings = Findings::default();
         let volumes = volumes::of(spec, &self.driver);
         let Some(first) = volumes.first() else { return Ok(findings) };
         let policy = self.policy()?;
-        let (rules, is_judged_by_level) = policy.of(namespace);
+        let (rules, uses_pod_security) = policy.of(namespace);
         if !rules.allowed {
             let driver = &self.driver;
             findings.forbidden(format!(
@@ -118,7 +121,7 @@ impl Judge {
             ));
             return Ok(findings);
         }
-        if is_judged_by_level {
+        if uses_pod_security {
             self.level(namespace, &policy, first, &mut findings).await?;
         }
         for volume in &volumes {
@@ -128,27 +131,30 @@ impl Judge {
                     volume.attribute(&problem.attribute),
                     problem.reason
                 )),
-                Ok(said) => check_size(namespace, rules, volume, said, &mut findings),
+                Ok(attributes) => {
+                    check_size(namespace, rules, volume, attributes, &mut findings);
+                }
             }
-            if findings.problems.len() > TOLD {
+            if findings.problems.len() > MAX_PROBLEMS {
                 break;
             }
         }
         Ok(findings)
     }
 
-    /// What holds now.
+    /// The current policy.
     ///
     /// # Errors
-    /// That is not known.
+    /// The policy is not loaded or invalid.
     pub fn policy(&self) -> Result<Arc<Policy>, Refusal> {
-        self.policies.current().map_err(|unknown| match unknown {
-            Unknown::Nonsense(message) => Refusal::failed(message),
-            Unknown::Unheard(message) => Refusal::unavailable(message),
+        self.policies.current().map_err(|error| match error {
+            PolicyError::Invalid(message) => Refusal::failed(message),
+            PolicyError::NotLoaded(message) => Refusal::unavailable(message),
         })
     }
 
-    /// Pod Security as a shorthand: the namespace has to allow at least what the driver's inline volumes need.
+    /// Checks the namespace's Pod Security level against the level that inline volumes of the
+    /// driver require.
     async fn level(
         &self,
         namespace: &str,
@@ -179,35 +185,35 @@ impl Judge {
         })?;
         let Some(found) = found else {
             return Err(Refusal::unavailable(format!(
-                "there is no namespace {namespace}; try again"
+                "the namespace {namespace} does not exist; try again"
             )));
         };
         let field = first.field("driver");
-        let told = |label: &str, level: &str| {
+        let problem = |label: &str, level: &str| {
             format!(
-                "{field}: inline volumes of {} need a namespace of the Pod Security level {}, and {namespace} has {level} (label {label})",
+                "{field}: inline volumes of {} require a namespace with Pod Security level {}, and {namespace} has {level} (label {label})",
                 self.driver,
                 needed.name(),
             )
         };
         match labelled(&*found, ENFORCE).transpose() {
-            Err(shown) => findings.forbidden(told(ENFORCE, &shown)),
+            Err(shown) => findings.forbidden(problem(ENFORCE, &shown)),
             Ok(level) => {
                 let level = level.unwrap_or(policy.default_pod_security);
                 if level < needed {
-                    findings.forbidden(told(ENFORCE, level.name()));
+                    findings.forbidden(problem(ENFORCE, level.name()));
                 }
             }
         }
         if let Some(Ok(level)) = labelled(&*found, WARN)
             && level < needed
         {
-            findings.warnings.push(told(WARN, level.name()));
+            findings.warnings.push(problem(WARN, level.name()));
         }
         Ok(())
     }
 
-    /// What the CSIDriver object says that a namespace needs, or that what it says means nothing.
+    /// The level that the CSIDriver's label requires, or a message if the label is invalid.
     async fn labelled_profile(&self) -> Result<Result<Level, String>, Refusal> {
         let found = self.drivers.get(&Key::cluster(&self.driver)).await.map_err(|error| {
             let failure = failure(ROLE, "read CSIDrivers", &error);
@@ -217,32 +223,32 @@ impl Judge {
             None => Ok(Level::Privileged),
             Some(Ok(level)) => Ok(level),
             Some(Err(shown)) => Err(format!(
-                "the label {PROFILE} of the CSIDriver {} is {shown}, which is no Pod Security level; an administrator has to mend it",
+                "the label {PROFILE} of the CSIDriver {} is {shown}, which is not a Pod Security level; an administrator must correct it",
                 self.driver
             )),
         })
     }
 }
 
-/// The level that a label says; else the label, for people.
+/// The level in a label; `Err` is the invalid value for a message.
 fn labelled(object: &impl ResourceExt, label: &str) -> Option<Result<Level, String>> {
-    let said = object.labels().get(label)?;
-    Some(Level::named(said).ok_or_else(|| format!("{:?}", cut(said, SHOWN))))
+    let value = object.labels().get(label)?;
+    Some(Level::named(value).ok_or_else(|| format!("{:?}", truncate(value, MAX_LABEL))))
 }
 
 fn check_size(
     namespace: &str,
     rules: Rules,
     volume: &Volume<'_>,
-    said: &Attributes,
+    attributes: &Attributes,
     findings: &mut Findings,
 ) {
-    if let (Some(size), Some(largest)) = (said.size, rules.max_size)
+    if let (Some(size), Some(largest)) = (attributes.size, rules.max_size)
         && size > largest
     {
         let (size, largest) = (quantity::format(size), quantity::format(largest));
         findings.forbidden(format!(
-            "{}: {size} is more than the {largest} that are allowed in the namespace {namespace}",
+            "{}: {size} exceeds the maximum of {largest} in the namespace {namespace}",
             volume.attribute(inline::SIZE)
         ));
     }

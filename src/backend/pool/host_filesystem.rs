@@ -1,5 +1,5 @@
-//! The filesystem that a pool image is a file of: whether it keeps room for every block of the
-//! image, and the reserve file of an image for which it does not.
+//! The filesystem that contains a pool image: whether it keeps space for every block of the image,
+//! and the reserve file of an image for which it does not.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -12,41 +12,45 @@ use nix::sys::statfs::{FsType, statfs};
 use tracing::{info, warn};
 
 use super::super::error::{Context, Error, Result};
-use super::super::fail_point::{meet, reach};
+use super::super::fail_point::{hit, reach};
 use super::super::sys;
 use super::{filesystem_room, new_file, remove_and_free, sync_directory};
 
-/// statfs(2) and the sources of ZFS and bcachefs: filesystems that write every block to a new place.
-/// There `fallocate` promises nothing about a later write. (nix has some of them for glibc only.)
+/// Filesystems that write every block to a new place (statfs(2), sources of ZFS and bcachefs).
+/// There `fallocate` does not reserve space for a later write. (nix has some of these for glibc
+/// only.)
 const COPY_ON_WRITE: [FsType; 3] = [
     FsType(0x9123_683e), // btrfs
     FsType(0x2fc1_2fc1), // ZFS
     FsType(0xca45_1a4e), // bcachefs
 ];
 
-/// Bytes of the reserve file.
+/// Size of the reserve file, in bytes.
 const RESERVE: u64 = 64 << 20;
-/// Bytes of it that are released at a time: whatever fills the filesystem below takes the rest of what is released.
+/// Size of one release, in bytes. Small, because the program that fills the filesystem takes the
+/// rest of the released space.
 const STEP: u64 = 16 << 20;
-/// A start releases a step when less than this is available: replaying a log may need room.
+/// A start releases one step if less than this is available, in bytes: replaying a log may need
+/// space.
 const LOW: u64 = 8 << 20;
-/// The reserve is made when at least this is available: more than its release gives back, so that it
-/// does not come and go.
+/// The reserve is created if at least this is available, in bytes. More than a release frees, so
+/// that it is not created again at once.
 const PLENTY: u64 = 4 * RESERVE;
-/// A sparse image is in danger when less than this is available.
-pub const DANGER: u64 = 96 << 20;
+/// A sparse image has too little space if less than this is available, in bytes.
+pub const LOW_SPACE: u64 = 96 << 20;
 
-/// Bytes written at a time.
+/// Size of a single write, in bytes.
 const CHUNK: usize = 1 << 20;
 
-/// Whether a block that a file of this directory has stays its own when it is written again.
+/// Whether the filesystem overwrites blocks in place.
 pub fn writes_in_place(data_dir: &Path) -> Result<bool> {
-    let stat = statfs(data_dir).context(|| format!("looking at {}", data_dir.display()))?;
+    let stat = statfs(data_dir)
+        .context(|| format!("reading the filesystem type of {}", data_dir.display()))?;
     Ok(!COPY_ON_WRITE.contains(&stat.filesystem_type()))
 }
 
-/// Whether every block of the file is allocated and belongs to this file alone, so that no write to it
-/// needs room. To be asked only where [`writes_in_place`].
+/// Whether every block of the file is allocated and not shared, so that no write needs space. Valid
+/// only if [`writes_in_place`].
 pub fn is_allocated(file: &File) -> Result<bool> {
     let doing = || "reading the extent map of the pool image".to_owned();
     let metadata = file.metadata().context(doing)?;
@@ -54,9 +58,9 @@ pub fn is_allocated(file: &File) -> Result<bool> {
     while position < metadata.len() {
         let extents = match sys::fiemap(file, position, metadata.len()) {
             Ok(extents) => extents,
-            // A filesystem without extent maps (tmpfs): its count of blocks is all there is.
+            // A filesystem without extent maps (tmpfs): use its block count.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOTTY)) => {
-                return Ok(lacking(file)? == 0);
+                return Ok(unallocated(file)? == 0);
             }
             Err(e) => return Err(Error::io(doing(), e)),
         };
@@ -74,36 +78,36 @@ pub fn is_allocated(file: &File) -> Result<bool> {
     Ok(true)
 }
 
-/// Bytes of the file that have no block, by its count of blocks.
-pub fn lacking(file: &File) -> Result<u64> {
-    let metadata = file.metadata().context(|| "looking at the pool image".to_owned())?;
+/// The unallocated bytes of the file, by its block count.
+pub fn unallocated(file: &File) -> Result<u64> {
+    let metadata = file.metadata().context(|| "reading the size of the pool image".to_owned())?;
     Ok(metadata.len().saturating_sub(metadata.blocks().saturating_mul(512)))
 }
 
-/// Allocates what is missing in a range of the file, which may end beyond the file; its length stays as
-/// it is. Durable.
+/// Allocates the missing blocks of a range of the file, which may end beyond the file; the length
+/// does not change. Durable.
 pub fn allocate(file: &File, start: u64, length: u64) -> io::Result<()> {
     fallocate(file, FallocateFlags::FALLOC_FL_KEEP_SIZE, start as i64, length as i64)?;
     file.sync_all()?;
-    meet("image.allocated")
+    hit("image.allocated")
 }
 
-/// The reserve of a sparse image: room on the filesystem below that nothing else has. It is released in steps when the
-/// catalog has no room, so that volumes can still be taken out of use and deleted.
+/// The reserve of a sparse image: a file on the same filesystem. It is released in steps when the
+/// catalog cannot grow, so that volumes can still be unpublished, unstaged and deleted.
 pub fn reserve_path(data_dir: &Path) -> PathBuf {
     data_dir.join("pool.reserve")
 }
 
-/// Bytes of the reserve, if there is one.
+/// The size of the reserve in bytes, if it exists.
 fn reserve_length(path: &Path) -> Result<Option<u64>> {
     match fs::metadata(path) {
         Ok(metadata) => Ok(Some(metadata.len())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::io(format!("looking at {}", path.display()), e)),
+        Err(e) => Err(Error::io(format!("reading the size of {}", path.display()), e)),
     }
 }
 
-/// Makes the reserve whole if there is plenty of room.
+/// Creates or completes the reserve if enough space is available.
 pub fn make_reserve(data_dir: &Path, in_place: bool) -> Result<()> {
     let path = reserve_path(data_dir);
     let is_whole = reserve_length(&path)? == Some(RESERVE);
@@ -112,16 +116,16 @@ pub fn make_reserve(data_dir: &Path, in_place: bool) -> Result<()> {
     }
     write_reserve(&path, in_place)?;
     sync_directory(data_dir)?;
-    info!(bytes = RESERVE, "made the reserve {}", path.display());
+    info!(bytes = RESERVE, "created the reserve {}", path.display());
     Ok(())
 }
 
-/// Releases a step of the reserve if a start may need it.
+/// Releases one step of the reserve if a start may need it.
 pub fn release_for_start(data_dir: &Path) -> Result<()> {
     if filesystem_room(data_dir)?.available < LOW { release(data_dir) } else { Ok(()) }
 }
 
-/// Releases a step of the reserve. OK when there is none left.
+/// Releases one step of the reserve. Does nothing if none is left.
 pub fn release(data_dir: &Path) -> Result<()> {
     let path = reserve_path(data_dir);
     let left = match reserve_length(&path)? {
@@ -135,23 +139,23 @@ pub fn release(data_dir: &Path) -> Result<()> {
         let file = File::options().write(true).open(&path).context(releasing)?;
         file.set_len(left).and_then(|()| file.sync_all()).context(releasing)?;
     }
-    warn!(left, "the filesystem below the pool image is full; released part of {}", path.display());
+    warn!(left, "the filesystem of the pool image is full; released part of {}", path.display());
     Ok(())
 }
 
 fn write_reserve(path: &Path, in_place: bool) -> Result<()> {
-    let making = || format!("making {}", path.display());
+    let creating = || format!("creating {}", path.display());
     let mut file = new_file(path)?;
     if in_place {
-        fallocate(&file, FallocateFlags::empty(), 0, RESERVE as i64).context(making)?;
+        fallocate(&file, FallocateFlags::empty(), 0, RESERVE as i64).context(creating)?;
     } else {
-        // Random: what compresses, or repeats, may take no room.
+        // Random data: compressible or repeated data may take no space.
         let mut chunk = vec![0; CHUNK];
         for _ in 0..RESERVE / CHUNK as u64 {
-            getrandom::fill(&mut chunk).map_err(io::Error::other).context(making)?;
-            file.write_all(&chunk).context(making)?;
+            getrandom::fill(&mut chunk).map_err(io::Error::other).context(creating)?;
+            file.write_all(&chunk).context(creating)?;
         }
     }
-    file.sync_all().context(making)?;
+    file.sync_all().context(creating)?;
     reach("reserve.made")
 }

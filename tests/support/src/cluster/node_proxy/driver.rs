@@ -1,4 +1,4 @@
-//! The drivers behind the proxy: that of this project with crust_ops, and the recording one.
+//! The drivers of the proxy: the driver of this project with crust_ops, and the recorder.
 
 use std::any::Any;
 use std::path::PathBuf;
@@ -14,26 +14,26 @@ use crate::driver::{Driver, create};
 use crate::ops::Ops;
 use crate::path;
 
-/// The driver behind the proxy.
-pub trait Behind {
-    /// Whether kubelet tells it which pod a volume is for (CSIDriver.spec.podInfoOnMount).
+/// The driver of a proxy.
+pub trait ProxiedDriver {
+    /// CSIDriver.spec.podInfoOnMount.
     const POD_INFO: bool;
 
     fn driver_name(&self) -> &str;
 
     fn socket(&self) -> PathBuf;
 
-    /// Makes a volume; its id, and what kubelet is to pass on for it.
-    fn volume(&self, name: &str, wanted: csi::VolumeCapability) -> (String, Value);
+    /// Creates a volume. Returns its handle and volume context.
+    fn volume(&self, name: &str, capability: csi::VolumeCapability) -> (String, Value);
 
-    /// Hears of a request that the proxy is about to pass on.
+    /// Records for the cleanup a request that the proxy is about to forward.
     fn note(&self, _request: &dyn Any) {}
 }
 
 /// The driver of this project with crust_ops.
 pub struct Ours {
     name: String,
-    // Dropped in this order: the driver takes back what is handed over.
+    // Dropped in this order: the driver needs crust_ops for the cleanup.
     pub driver: Driver,
     pub ops: Ops,
 }
@@ -46,7 +46,7 @@ impl Ours {
         Self { name, driver, ops }
     }
 
-    /// The driver starts anew, with the capabilities of the proposal or without.
+    /// Restarts the driver with or without runtime assisted mounting.
     pub fn restart(&mut self, deferring: bool) {
         self.driver.restart_with(&words(&flags(&self.name, &self.ops, deferring)));
     }
@@ -65,7 +65,7 @@ fn words(owned: &[String]) -> Vec<&str> {
     owned.iter().map(String::as_str).collect()
 }
 
-impl Behind for Ours {
+impl ProxiedDriver for Ours {
     const POD_INFO: bool = true;
 
     fn driver_name(&self) -> &str {
@@ -76,8 +76,8 @@ impl Behind for Ours {
         self.driver.socket()
     }
 
-    fn volume(&self, name: &str, wanted: csi::VolumeCapability) -> (String, Value) {
-        let volume = self.driver.ok(create(name, SIZE, wanted)).volume.unwrap();
+    fn volume(&self, name: &str, capability: csi::VolumeCapability) -> (String, Value) {
+        let volume = self.driver.ok(create(name, SIZE, capability)).volume.unwrap();
         (volume.volume_id, json!(volume.volume_context))
     }
 
@@ -86,7 +86,7 @@ impl Behind for Ours {
     }
 }
 
-impl Behind for Recorder<'_> {
+impl ProxiedDriver for Recorder<'_> {
     const POD_INFO: bool = false;
 
     fn driver_name(&self) -> &str {

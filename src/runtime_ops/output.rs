@@ -1,21 +1,21 @@
-//! What a runtime's program says on its standard output. It may be anything: keys that are not known are passed over, and
-//! what cannot be is refused.
+//! Parses the standard output of a runtime's program. The output is untrusted: unknown keys are
+//! ignored, and invalid values are errors.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::grpc::cut;
+use crate::grpc::truncate;
 use crate::proto::crust as api;
 use api::volume_usage::Unit;
 
-/// There are two units, so there are two of them.
+/// One entry per unit.
 const MAX_USAGE: usize = 2;
-/// Bytes of a condition's message.
+/// Maximum bytes of a condition's message.
 const MAX_CONDITION: usize = 1024;
 
 #[derive(Debug, Deserialize)]
 struct Stats {
-    // Programs in Go write what is empty as null, or leave it out.
+    // Go programs write empty lists as null, or omit them.
     usage: Option<Vec<Usage>>,
     volume_condition: Option<Condition>,
 }
@@ -23,7 +23,7 @@ struct Stats {
 #[derive(Debug, Deserialize)]
 struct Usage {
     unit: Value,
-    // They leave out zeros as well: btrfs counts no inodes.
+    // Go programs also omit zeros: btrfs counts no inodes.
     #[serde(default)]
     available: Value,
     #[serde(default)]
@@ -46,7 +46,7 @@ struct Resized {
     capacity_bytes: Value,
 }
 
-/// Reads the answer to `crust stats`.
+/// Parses the output of `crust stats`.
 pub fn stats(output: &[u8]) -> Result<api::RuntimeGetVolumeStatsResponse, String> {
     let read: Stats = object(output)?;
     let usage = read.usage.unwrap_or_default();
@@ -57,7 +57,7 @@ pub fn stats(output: &[u8]) -> Result<api::RuntimeGetVolumeStatsResponse, String
     if let [first, second] = usage.as_slice()
         && first.unit == second.unit
     {
-        return Err("usage has a unit twice".into());
+        return Err("usage has two entries with the same unit".into());
     }
     let volume_condition = read.volume_condition.map(|condition| api::VolumeCondition {
         abnormal: condition.abnormal,
@@ -75,26 +75,26 @@ fn one_usage(usage: &Usage) -> Result<api::VolumeUsage, String> {
     })
 }
 
-/// Reads the answer to `crust resize`: bytes, 0 where it says none.
+/// Parses the output of `crust resize`: the capacity in bytes, or 0 if it is missing.
 pub fn resized(output: &[u8]) -> Result<i64, String> {
     let read: Resized = object(output)?;
     number("capacity_bytes", &read.capacity_bytes)
 }
 
 fn object<T: for<'a> Deserialize<'a>>(output: &[u8]) -> Result<T, String> {
-    // A list would pass for a struct.
+    // serde would also accept a list for a struct.
     if output.trim_ascii_start().first() != Some(&b'{') {
-        return Err("it is not a JSON object".into());
+        return Err("the output is not a JSON object".into());
     }
     serde_json::from_slice(output).map_err(|error| match error.classify() {
         serde_json::error::Category::Data => {
-            format!("a key has a value of another kind (line {})", error.line())
+            format!("a key has a value of the wrong type (line {})", error.line())
         }
-        _ => format!("it is not JSON (line {}, column {})", error.line(), error.column()),
+        _ => format!("the output is not JSON (line {}, column {})", error.line(), error.column()),
     })
 }
 
-/// As the proposal names a unit, or by its number, as Kata does.
+/// Parses a unit: the proposal's name, or Kata's number.
 fn unit(value: &Value) -> Result<Unit, String> {
     let named = match value {
         Value::String(name) => Unit::from_str_name(name),
@@ -108,7 +108,7 @@ fn unit(value: &Value) -> Result<Unit, String> {
         .ok_or_else(|| "usage.unit is neither BYTES (1) nor INODES (2)".into())
 }
 
-/// A number that fits the wire; protobuf's JSON writes such numbers as text.
+/// Parses a number from 0 to 2^63-1. Protobuf's JSON mapping writes 64-bit numbers as strings.
 fn number(field: &str, value: &Value) -> Result<i64, String> {
     let number = match value {
         Value::Null => Some(0),
@@ -123,10 +123,11 @@ fn number(field: &str, value: &Value) -> Result<i64, String> {
         .ok_or_else(|| format!("{field} is not a whole number from 0 to 2^63-1"))
 }
 
-/// The start of a text, in one line and without what would steer a terminal.
+/// Truncates a text and replaces control characters, so that it is one line and safe for a
+/// terminal.
 pub fn printable(text: &str, max: usize) -> String {
     let line: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    cut(line.trim(), max)
+    truncate(line.trim(), max)
 }
 
 #[cfg(test)]
@@ -134,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_proposals_form_and_that_of_kata_are_read_alike() {
+    fn the_output_formats_of_proposal_and_kata_are_equal() {
         let proposal = br#"{"usage":[{"unit":"BYTES","total":10,"used":3,"available":7},{"unit":"INODES","total":2}],
             "volume_condition":{"abnormal":false,"message":"fine"},"more":[1]}"#;
         let kata = br#"{"usage":[{"available":7,"total":10,"used":3,"unit":1},{"total":2,"unit":2}],"volume_condition":{"message":"fine"}}"#;
@@ -151,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_program_output_is_refused() {
         for bad in [
             "",
             "[]",
@@ -175,7 +176,7 @@ mod tests {
         ] {
             assert!(stats(bad.as_bytes()).is_err(), "{bad}");
         }
-        // What is passed over may be as deep as it likes; what is looked at may not.
+        // Ignored values may be nested to any depth; parsed values may not.
         let (open, close) = ("[".repeat(20_000), "]".repeat(20_000));
         stats(format!("{{\"more\":{open}{close}}}").as_bytes()).unwrap();
         assert!(stats(format!("{{\"usage\":[{{\"unit\":{open}{close}}}]}}").as_bytes()).is_err());
@@ -191,10 +192,10 @@ mod tests {
     }
 
     #[test]
-    fn a_message_is_one_short_line() {
-        let told =
+    fn a_condition_message_is_one_short_line() {
+        let response =
             stats(br#"{"volume_condition":{"abnormal":true,"message":"a\nb\u001b[31m"}}"#).unwrap();
-        assert_eq!(told.volume_condition.unwrap().message, "a b [31m");
+        assert_eq!(response.volume_condition.unwrap().message, "a b [31m");
         assert!(printable(&"x".repeat(5000), MAX_CONDITION).len() < MAX_CONDITION + 4);
     }
 }

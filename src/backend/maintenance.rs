@@ -1,10 +1,10 @@
-//! What happens without being asked: hidden baselines go when the pool runs full, and the records of
-//! deleted snapshots are forgotten when their retention is over.
+//! Background work: drops hidden baselines when the pool is nearly full, and drops expired change
+//! records of deleted snapshots.
 
 use tracing::{info, warn};
 
 use super::catalog::SnapshotFile;
-use super::error::{Error, MORE_ROOM, Result};
+use super::error::{Error, FREE_SPACE_ADVICE, Result};
 use super::model::{
     ChainBreak, Condition, HealthProblem, Predecessor, Snapshot, SnapshotPhase, Volume,
 };
@@ -14,33 +14,33 @@ use super::tracker::{Bitmap, BlockMap, Header, RecordWriter, Style};
 use super::units::{Block, BlockRange};
 use super::writeback;
 
-/// Room kept back for the catalog, for records, and for noticing in time, in bytes.
+/// Free space to keep for the catalog, change records and the reaction time, in bytes.
 pub fn reserve(room: Room) -> u64 {
     (room.total / 20).min(1 << 30)
 }
 
-/// Whether the pool is so full that a pod may soon meet ENOSPC.
+/// Whether the pool is so full that a pod may soon get ENOSPC.
 pub fn under_pressure(room: Room) -> bool {
     room.available < reserve(room)
 }
 
-/// What a device or a tool failed with, told apart: a loop device without room behind it looks like a
-/// broken disk.
+/// Maps an error of a device or tool to `Exhausted` if the pool is nearly full: a loop device
+/// without space for its file fails like a broken disk.
 pub fn or_exhausted(store: &Store, error: Error) -> Error {
     let of_device = matches!(error, Error::Io { .. } | Error::Failed(_));
     match store.pool.room() {
         Ok(room) if of_device && under_pressure(room) => {
-            Error::Exhausted(format!("{error}: the pool is nearly full; {MORE_ROOM}"))
+            Error::Exhausted(format!("{error}: the pool is nearly full; {FREE_SPACE_ADVICE}"))
         }
         _ => error,
     }
 }
 
-/// What volumes have to fear of a lack of room, if anything.
+/// The condition of all volumes if the pool is nearly full.
 pub fn shortage(store: &Store) -> Result<Option<Condition>> {
     let abnormal = |message| Ok(Some(Condition::abnormal(HealthProblem::PoolNearlyFull, message)));
     if let Some(image) = store.pool.image()
-        && let Some(danger) = image.danger()?
+        && let Some(danger) = image.space_warning()?
     {
         return abnormal(danger);
     }
@@ -49,19 +49,19 @@ pub fn shortage(store: &Store) -> Result<Option<Condition>> {
         return Ok(None);
     }
     abnormal(format!(
-        "the pool is nearly full: {} of {} bytes are left; {MORE_ROOM}",
+        "the pool is nearly full: {} of {} bytes are free; {FREE_SPACE_ADVICE}",
         room.available, room.total
     ))
 }
 
-/// Makes room before pods meet the end of it, in the pool and below its image.
+/// Frees space before pods get ENOSPC, and restores the reserve of a sparse image.
 pub fn relieve_pressure(store: &Store) -> Result<()> {
     let below = store.pool.image().map_or(Ok(()), Image::restore_reserve);
     drop_baselines(store).and(below)
 }
 
-/// Drops hidden baselines, oldest first, until there is room. A delta across the gap then fails; it
-/// is never guessed.
+/// Drops hidden baselines, oldest first, until enough space is free. A delta across the gap then
+/// fails.
 fn drop_baselines(store: &Store) -> Result<()> {
     if !under_pressure(store.pool.room()?) {
         return Ok(());
@@ -75,31 +75,32 @@ fn drop_baselines(store: &Store) -> Result<()> {
     if hidden.is_empty() {
         return Ok(());
     }
-    // Blocks that a write in the page cache is to replace are shared until it is written back. Until then a baseline that
-    // is dropped frees nothing, and so all would be dropped. A failure is no reason to make no room.
+    // Blocks with pending writes in the page cache remain shared until writeback. Without it,
+    // dropping a baseline would free nothing, and all baselines would be dropped. If it fails,
+    // continue.
     if let Err(error) = writeback::sync_mounted(store.pool.root()) {
-        warn!(%error, "could not write back the pool before baselines are dropped");
+        warn!(%error, "failed to write back the pool before dropping baselines");
     }
     hidden.sort_unstable();
     for (_, volume_id) in hidden {
         if !under_pressure(store.pool.room()?) {
             break;
         }
-        // Whoever holds the volume now may be about to free the baseline himself, or has done so.
-        let Ok(_lock) = store.locks.take([volume_id.as_str()]) else { continue };
+        // An operation that holds the lock may free the baseline.
+        let Ok(_lock) = store.locks.try_lock([volume_id.as_str()]) else { continue };
         let Some((_, volume)) = hidden_baseline(store, &volume_id)? else { continue };
         warn!(
             volume = volume.id,
             baseline = volume.baseline,
             "the pool is nearly full: dropping a hidden baseline; the next backup of this volume \
-             has to be a full one"
+             must be a full backup"
         );
         drop_baseline(store, volume, ChainBreak::BaselineDropped)?;
     }
     Ok(())
 }
 
-/// When the baseline of a volume was cut, if only the next cut still needs its data.
+/// The volume and the creation time of its baseline, if the baseline is a deleted snapshot.
 fn hidden_baseline(store: &Store, volume_id: &str) -> Result<Option<((u64, u32), Volume)>> {
     let reading = store.catalog.read()?;
     let Some(volume) = reading.get::<Volume>(volume_id)? else { return Ok(None) };
@@ -108,8 +109,8 @@ fn hidden_baseline(store: &Store, volume_id: &str) -> Result<Option<((u64, u32),
     Ok(hidden.map(|row| (row.created_at, volume)))
 }
 
-/// Makes the next cut of a volume start a new chain, and frees the data that was kept for it.
-/// The caller holds the volume's lock; `volume` is written as it is given, without its baseline.
+/// Makes the next snapshot of a volume start a new chain, and frees the data of a hidden baseline.
+/// The caller holds the volume's lock. `volume` is stored without its baseline.
 pub fn drop_baseline(store: &Store, mut volume: Volume, reason: ChainBreak) -> Result<()> {
     let reading = store.catalog.read()?;
     let baseline = match volume.baseline.take() {
@@ -124,31 +125,32 @@ pub fn drop_baseline(store: &Store, mut volume: Volume, reason: ChainBreak) -> R
         tx.put(&volume)?;
         unneeded.iter().try_for_each(|row| tx.put(row))
     })?;
-    // At once: whether one more has to go is decided by the room that this one has made.
+    // Wait until the space is free: it decides whether another baseline is dropped.
     unneeded.map_or(Ok(()), |row| store.remove_and_free(SnapshotFile::data(&row)))
 }
 
-/// Drops the records of deleted snapshots that are past their retention; and the ids of those whose records were dropped as long
-/// ago as the driver keeps records.
+/// Drops expired change records of deleted snapshots, and the ids of records dropped one retention
+/// period ago.
 pub fn forget_expired(store: &Store) -> Result<()> {
     let now = now().0;
     let reading = store.catalog.read()?;
     let mut due = reading.retained_before(now.saturating_sub(store.retention()))?;
-    due.extend(reading.ended_before(now)?);
+    due.extend(reading.expired_before(now)?);
     drop(reading);
     for id in due {
         let Some(row) = store.catalog.read()?.get::<Snapshot>(&id)? else { continue };
-        let Ok(_lock) = store.locks.take([row.volume_id.as_str()]) else { continue };
+        let Ok(_lock) = store.locks.try_lock([row.volume_id.as_str()]) else { continue };
         match forget(store, &id, now) {
             Ok(()) => {}
-            // One that cannot be folded, for want of room or worse, does not keep the others.
-            Err(error) => warn!(snapshot = id, %error, "not forgotten yet"),
+            // An error for one snapshot must not affect the others.
+            Err(error) => warn!(snapshot = id, %error, "failed to drop an expired change record"),
         }
     }
     Ok(())
 }
 
-/// Drops the record of a deleted snapshot, or its row where the record was dropped before. The caller holds the volume's lock.
+/// Drops the record of an expired snapshot, or its row if the record was dropped before. The caller
+/// holds the volume's lock.
 fn forget(store: &Store, id: &str, now: u64) -> Result<()> {
     let row = store.catalog.read()?.get::<Snapshot>(id)?;
     let is_expired =
@@ -160,9 +162,9 @@ fn forget(store: &Store, id: &str, now: u64) -> Result<()> {
     drop_record(store, row)
 }
 
-/// Drops the record of a deleted snapshot. Its changes are folded into its successor's, so that
-/// deltas across it stay exact; as a base it is gone. The newest of a chain stays: the next cut
-/// counts from it.
+/// Drops the record of a deleted snapshot. Its changes are merged into its successor's record, so
+/// that deltas across it remain exact; it is no longer a base. The baseline is kept, because the
+/// next snapshot refers to it.
 fn drop_record(store: &Store, row: Snapshot) -> Result<()> {
     let reading = store.catalog.read()?;
     let volume = reading.get::<Volume>(&row.volume_id)?;
@@ -173,25 +175,26 @@ fn drop_record(store: &Store, row: Snapshot) -> Result<()> {
     let successor = reading.find_snapshot_of(&row.volume_id, row.sequence + 1, |next| {
         next.predecessor == follows && !next.is_forgotten()
     })?;
-    let folded = successor.as_ref().map(|next| fold(store, &row, next)).transpose()?;
+    let merged = successor.as_ref().map(|next| merge(store, &row, next)).transpose()?;
     let phase = SnapshotPhase::Forgotten { at: now().0 };
     let forgotten = Snapshot { phase, retention: None, ..row.clone() };
     store.catalog.write(|tx| {
-        folded.iter().try_for_each(|next| tx.put(next))?;
+        merged.iter().try_for_each(|next| tx.put(next))?;
         tx.put(&forgotten)
     })?;
-    info!(snapshot = row.id, "forgot a change record that was past its retention");
+    info!(snapshot = row.id, "dropped an expired change record");
     store.remove(SnapshotFile::record(&row))?;
     successor.map_or(Ok(()), |next| store.remove(SnapshotFile::record(&next)))
 }
 
-/// Writes the successor's record anew, counting from before `row`; returns the successor's new row.
-fn fold(store: &Store, row: &Snapshot, successor: &Snapshot) -> Result<Snapshot> {
+/// Writes a new record of the successor that includes the changes of `row`. Returns the successor's
+/// new row.
+fn merge(store: &Store, row: &Snapshot, successor: &Snapshot) -> Result<Snapshot> {
     let predecessor = match &row.predecessor {
         Predecessor::Snapshot(id) => Predecessor::Snapshot(id.clone()),
         Predecessor::None(_) => Predecessor::None(ChainBreak::Retention),
     };
-    let folded = Snapshot {
+    let merged = Snapshot {
         predecessor: predecessor.clone(),
         record_generation: successor.record_generation + 1,
         ..successor.clone()
@@ -208,9 +211,9 @@ fn fold(store: &Store, row: &Snapshot, successor: &Snapshot) -> Result<Snapshot>
     let capacity = successor.capacity_bytes;
     let header =
         Header::new(&successor.id, &successor.volume_id, since, successor.sequence, capacity);
-    // Until the commit no row refers to the file.
-    store.catalog.write(|tx| tx.remove_later(&SnapshotFile::record(&folded)))?;
-    let path = store.record_path(&successor.id, folded.record_generation);
+    // Before the commit no row refers to the file.
+    store.catalog.write(|tx| tx.schedule_removal(&SnapshotFile::record(&merged)))?;
+    let path = store.record_path(&successor.id, merged.record_generation);
     let mut writer = RecordWriter::new(pool::new_file(&path)?, &header)?;
     let parts = [(Bitmap::Allocated, vec![newer]), (Bitmap::Changed, changes)];
     for (bitmap, records) in parts {
@@ -223,5 +226,5 @@ fn fold(store: &Store, row: &Snapshot, successor: &Snapshot) -> Result<Snapshot>
     }
     writer.finish()?;
     pool::sync_directory(&Directory::Records.path(store.pool.root()))?;
-    Ok(folded)
+    Ok(merged)
 }

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# hack/bench.sh [--quick] [--output DIR] [ROW...]: measures the figures of docs/design/performance.md side by
-# side in one run, prints them as one table and writes table.md and figures.json to DIR
-# (target/bench). Leaves nothing else behind, also when it is interrupted.
+# hack/bench.sh [--quick] [--output DIR] [ROW...]: measures the figures of
+# docs/design/performance.md and of peers in one run, prints them as a table, and writes table.md
+# and figures.json to DIR (target/bench). All other files are removed, also when the run is
+# interrupted.
 #
 # ROW       idle delta snapshot large sizes stream memory sidecar proxy extents catalog fio
-#           writers month; without any, all of them
-# --quick   tiny sizes and a debug build, in about a minute: a check that everything still runs. Its
-#           figures mean nothing
+#           writers month changes (all)
+# --quick   tiny sizes and a debug build, in about a minute: checks that every row runs. The figures are
+#           not meaningful
 #
-# CSI_HOSTPATH_BIN  csi-driver-host-path, to be measured beside it (30 GiB more room). By default it is
-#                   built from its module; where that cannot be had the table says why, and a program
-#                   that does the same reads stands in
-# CSI_LOOPBACK_KUBERNETES  where the tools for the row sidecar are: API server, released sidecar, … By default
-#                   they are built; where they cannot be had the row says why
-# TMPDIR            where the pools are made: up to 25 GB, on the disk that is to be measured
+# CSI_HOSTPATH_BIN  path of csi-driver-host-path, the peer (needs 30 GiB more space). By default it is built
+#                   from its module. If that fails, the table gives the reason, and a stand-in does the
+#                   same reads
+# CSI_LOOPBACK_KUBERNETES  directory of the tools for the row sidecar: API server, released sidecar, … By
+#                   default they are built. If that fails, the row gives the reason
+# TMPDIR            directory of the pools: up to 25 GB, on the disk to measure
 #
-# Needs root, for loop devices and mounts. The full run takes up to 50 minutes and wants the machine for
-# itself. The exit code says whether every row ran; whether the figures are good is for the reader.
+# Needs root, for loop devices and mounts. The full run takes up to 50 minutes on an otherwise idle
+# machine. Exits with 0 if every row ran; the figures do not change the exit code.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -39,9 +40,9 @@ fi
 output=$(realpath --canonicalize-missing "$output")
 
 is_root || die "needs root, for loop devices and mounts"
-install_missing fio jq losetup mkfs.ext4 mkfs.xfs mount chattr || die "needs what could not be installed"
+install_missing fio jq losetup mkfs.ext4 mkfs.xfs mount chattr || die "required commands are missing"
 
-# The released peer. It refuses to serve unless its version is set.
+# The released peer. It exits at the start if its version is not set.
 host_path_version=v1.18.0
 if [[ $profile != dev && -z ${CSI_HOSTPATH_BIN:-} ]]; then
     reason=$(mktemp)
@@ -56,25 +57,25 @@ if [[ $profile != dev && -z ${CSI_HOSTPATH_BIN:-} ]]; then
     rm -f "$reason"
 fi
 
-# Before the row needs them, so that it can be seen what takes so long. The row says why they are not there.
+# Built here, so that the progress is visible. The row reports a failure.
 if [[ ${#rows[@]} == 0 || " ${rows[*]} " == *" sidecar "* ]]; then
     kubernetes_tools >/dev/null || true
 fi
 
 build=(cargo bench --locked --bench figures --no-run)
-# With the features of the tests, whose build it then shares.
+# With the features of the tests, to share their build.
 [[ $profile != dev ]] || build=(cargo build --locked --all-features --bench figures)
-# Cargo names the binary that it has built; what it says beside that is shown.
+# Cargo prints the path of the binary as JSON on stdout, and its messages on stderr.
 binary=$(cd "$repo" && "${build[@]}" --message-format=json-render-diagnostics |
     jq -r 'select(.reason == "compiler-artifact" and .target.name == "figures") | .executable')
-[[ -x $binary ]] || die "the bench does not build"
+[[ -x $binary ]] || die "the build of the benchmarks failed"
 
-# Below it lies all that the run makes: so it can be told from what is others'.
+# All files of the run are below this directory, which identifies them for the cleanup.
 tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-loopback-bench.XXXXXX")
 bench_pid=
 
-cleanup() { # cleanup STATUS: takes away what the run has made and exits with that
-    # A second interrupt must not stop what undoes the first.
+cleanup() { # cleanup STATUS: removes everything that the run created, and exits with STATUS
+    # A second interrupt must not stop the cleanup.
     trap '' INT TERM
     trap - EXIT
     set +e
@@ -91,8 +92,8 @@ trap 'cleanup $?' EXIT
 trap 'cleanup 130' INT
 trap 'cleanup 143' TERM
 
-# In the background, so that a signal to this script is heard while it runs, and in a session of its
-# own, so that an interrupt from the terminal reaches this script alone.
+# In the background: bash handles a signal during `wait`, but not during a foreground command. In
+# its own session: an interrupt from the terminal reaches only this script.
 status=0
 TMPDIR=$tmp setsid "$binary" --output "$output" "${arguments[@]}" "${rows[@]}" &
 bench_pid=$!

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# hack/cluster.sh DIR: a Kubernetes API server on this machine, with etcd and the snapshot-controller, as they
-# are released; with RBAC, ServiceAccount tokens and the aggregation layer, without nodes and without the
-# controllers of Kubernetes: no pod starts, no claim is bound, no namespace ever ends.
+# hack/cluster.sh DIR: runs a released Kubernetes API server on this machine, with etcd, the
+# snapshot-controller, RBAC, ServiceAccount tokens and the aggregation layer. Without nodes and
+# without kube-controller-manager: pods do not start, claims are not bound, and namespaces are not
+# deleted.
 #
-# Runs until SIGTERM or SIGINT, or until its parent has gone, and then ends all that it has started. DIR
-# is made if it is not there; afterwards it holds
-#   ready       when all of it answers; until then nothing is to be used
-#   kubeconfig  the administrator's
+# Runs until SIGTERM or SIGINT, or until its parent ends, and then stops everything that it started.
+# It creates DIR with
+#   ready       created when all programs are ready; use nothing before
+#   kubeconfig  of the administrator
 #   tools/      kube-apiserver, etcd, kubectl, csi-snapshotter, … (hack/lib.sh, kubernetes_tools)
-#   pki/        ca.crt, ca.key, sa.key, which signs ServiceAccounts' tokens, and the rest
-#   restart     where a test puts it, an API server that ends is started again
-#   *.log       one for each part; requests.log has every request to the API server, one JSON object a line
-#               (audit.k8s.io/v1 Event, of level Metadata: without bodies)
+#   pki/        ca.crt, ca.key, sa.key (signs ServiceAccount tokens), and other keys
+#   restart     created by a test: the API server is restarted when it ends, once per file
+#   *.log       one per program; requests.log has every request to the API server, one JSON object per line
+#               (audit.k8s.io/v1 Event of level Metadata, without bodies)
 #
-# KUBEBUILDER_ASSETS        where kube-apiserver, etcd and kubectl are, instead of those built here
-# CSI_LOOPBACK_KUBERNETES   where the tools are (built if it is not set, which takes minutes once)
+# KUBEBUILDER_ASSETS        directory of kube-apiserver, etcd and kubectl, instead of the built ones
+# CSI_LOOPBACK_KUBERNETES   directory of the tools (default: build them, which takes minutes once)
 #
-# Exits with 77 when the tools cannot be had; the last line of stderr says why.
+# Exits with 77 if the tools are not available; the last line of stderr gives the reason.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -28,19 +29,19 @@ umask 077
 mkdir -p "$1"
 dir=$(realpath "$1")
 pki=$dir/pki
-((${#dir} <= 90)) || die "$dir: too long, a socket's path has room for 107 bytes"
-[[ ! -e $dir/kubeconfig ]] || die "$dir: there is or was a cluster already"
+((${#dir} <= 90)) || die "$dir: path too long; the path of a unix socket has at most 107 bytes"
+[[ ! -e $dir/kubeconfig ]] || die "$dir: already has a cluster; use a new directory"
 
 api_port=
 
-cleanup() { # cleanup STATUS: ends what was started and exits with that
-    # A second interrupt must not stop what undoes the first.
+cleanup() { # cleanup STATUS: stops everything that was started, and exits with STATUS
+    # A second interrupt must not stop the cleanup.
     trap '' INT TERM HUP
     trap - EXIT
     set +e
     rm -f "$dir/ready"
-    # Nobody needs what they hold, so nobody waits for them to put it away. The API server goes first:
-    # it would only tell of etcd's end.
+    # Killed, because their data is not needed. The API server before etcd: otherwise it logs that
+    # etcd ended.
     local name
     for name in snapshot-controller kube-apiserver etcd; do
         [[ -z ${pid_of[$name]:-} ]] || kill -KILL "${pid_of[$name]}" 2>/dev/null
@@ -51,7 +52,7 @@ cleanup() { # cleanup STATUS: ends what was started and exits with that
 trap 'cleanup $?' EXIT
 trap 'cleanup 0' INT TERM HUP
 
-# --- What is needed -------------------------------------------------------------------------------
+# --- Requirements ---------------------------------------------------------------------------------
 
 install_missing openssl setpriv setsid >&2 || exit 77
 built=$(kubernetes_tools) || exit 77
@@ -59,7 +60,7 @@ mkdir "$dir/tools"
 ln -s "$built"/* "$dir/tools/"
 if [[ -n ${KUBEBUILDER_ASSETS:-} ]]; then
     for name in kube-apiserver etcd kubectl; do
-        [[ -x $KUBEBUILDER_ASSETS/$name ]] || die "KUBEBUILDER_ASSETS: there is no $name in it"
+        [[ -x $KUBEBUILDER_ASSETS/$name ]] || die "KUBEBUILDER_ASSETS: $name is missing in $KUBEBUILDER_ASSETS"
         ln -sfn "$(realpath "$KUBEBUILDER_ASSETS/$name")" "$dir/tools/$name"
     done
 fi
@@ -81,8 +82,7 @@ make_certificate() { # make_certificate NAME CA SUBJECT USAGE [NAMES]
 }
 
 make_pki() {
-    # The aggregation layer has an authority of its own: who holds a certificate of it may speak for
-    # anybody.
+    # A separate authority for the aggregation layer: its certificates can impersonate every user.
     make_ca ca && make_ca front-proxy-ca &&
         make_certificate apiserver ca /CN=kube-apiserver serverAuth \
             "DNS:localhost,DNS:kubernetes.default.svc,IP:127.0.0.1" &&
@@ -91,8 +91,8 @@ make_pki() {
         openssl genrsa -out "$pki/sa.key" 2048 &&
         openssl rsa -in "$pki/sa.key" -pubout -out "$pki/sa.pub"
 }
-# What is called behind a || goes on after errors: hence the chain above.
-make_pki >"$dir/pki.log" 2>&1 || give_up pki "cannot be made"
+# `set -e` does not apply to a function before ||: hence the && chain above.
+make_pki >"$dir/pki.log" 2>&1 || give_up pki "could not be created"
 
 write_kubeconfig() { # write_kubeconfig PORT
     cat >"$dir/kubeconfig" <<END
@@ -117,42 +117,42 @@ END
 
 # --- etcd -----------------------------------------------------------------------------------------
 
-# On sockets in DIR, which nobody else can open and no port has to be found for; their names have to look
-# as if there were one.
+# Unix sockets in DIR: private, and without a search for free ports. etcd requires names with a
+# port.
 start etcd tools/etcd --name=local --data-dir=etcd --unsafe-no-fsync --log-level=warn \
     --listen-client-urls=unix://client:0 --advertise-client-urls=unix://client:0 \
     --listen-peer-urls=unix://peer:0 --initial-advertise-peer-urls=unix://peer:0 \
     --initial-cluster=local=unix://peer:0
-# The API server tries again after seconds only.
+# Wait: the API server retries only after seconds.
 await etcd test -S "$dir/client:0"
 
 # --- The API server -------------------------------------------------------------------------------
 
 start_api_server() {
-    # Below those that the kernel gives away by itself. One that is started again is where it was.
+    # Below the ephemeral ports. A restarted API server keeps its port.
     local port=${api_port:=$((20000 + SRANDOM % 12000))}
     local flags=(
         --bind-address=127.0.0.1 --advertise-address=127.0.0.1 --secure-port="$port"
         --cert-dir="$dir" --tls-cert-file="$pki/apiserver.crt" --tls-private-key-file="$pki/apiserver.key"
         --etcd-servers="unix://$dir/client:0"
-        # Nothing reaches it through its Service, and 127.0.0.1 may not be an endpoint.
+        # No client uses its Service, and 127.0.0.1 is not valid as an endpoint.
         --endpoint-reconciler-type=none --service-cluster-ip-range=10.0.0.0/24
         --client-ca-file="$pki/ca.crt" --authorization-mode=RBAC
         --service-account-issuer=https://kubernetes.default.svc
         --service-account-key-file="$pki/sa.pub" --service-account-signing-key-file="$pki/sa.key"
-        # Its finalizers are taken away by a controller that does not run: nothing could be deleted.
+        # No controller removes the finalizers of this plugin: deletions would not end.
         --disable-admission-plugins=StorageObjectInUseProtection
         --allow-privileged=true
         --requestheader-client-ca-file="$pki/front-proxy-ca.crt" --requestheader-allowed-names=front-proxy
         --requestheader-extra-headers-prefix=X-Remote-Extra- --requestheader-group-headers=X-Remote-Group
         --requestheader-username-headers=X-Remote-User
         --proxy-client-cert-file="$pki/front-proxy.crt" --proxy-client-key-file="$pki/front-proxy.key"
-        # No Service's address leads anywhere on this machine: an APIService names one of type ExternalName, which the
-        # API server resolves itself as long as it does not look for endpoints (--enable-aggregator-routing).
+        # Cluster IPs are not reachable on this machine. An APIService uses a Service of type
+        # ExternalName, which the API server resolves itself without --enable-aggregator-routing.
         --audit-policy-file="$dir/audit.yaml" --audit-log-path="$dir/requests.log"
         --profiling=false
     )
-    # Each request once, when it is answered.
+    # One event per request, when its response is complete.
     cat >"$dir/audit.yaml" <<END
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -167,8 +167,9 @@ END
 
 kubectl() { "$dir/tools/kubectl" --kubeconfig "$dir/kubeconfig" --cache-dir "$dir/cache" "$@"; }
 
-# api_server_answers: whether it is ready. Starts it anew when another process had its port.
-api_server_answers() {
+# api_server_is_ready: whether /readyz succeeds. Restarts the API server if another process uses its
+# port.
+api_server_is_ready() {
     if ! kill -0 "${pid_of[kube-apiserver]}" 2>/dev/null &&
         grep -q 'address already in use' "$dir/kube-apiserver.log"; then
         api_port=
@@ -178,20 +179,20 @@ api_server_answers() {
 }
 
 start_api_server
-await kube-apiserver api_server_answers
+await kube-apiserver api_server_is_ready
 
 # --- Definitions, and the snapshot-controller -----------------------------------------------------
 
 ours=$repo/deploy/crds
-# Without definitions of ours, those that the released sidecar comes with.
+# Otherwise the definitions of the released sidecar.
 [[ -d $ours ]] || ours=$dir/tools/crds/external-snapshot-metadata
 definitions=()
 for file in "$dir/tools/crds/external-snapshotter"/*.yaml "$ours"/*.yaml; do
     [[ ${file##*/} == kustomization.yaml ]] || definitions+=(-f "$file")
 done
-kubectl create "${definitions[@]}" >"$dir/definitions.log" 2>&1 || give_up definitions "are refused"
+kubectl create "${definitions[@]}" >"$dir/definitions.log" 2>&1 || give_up definitions "were rejected"
 kubectl wait --for=condition=Established --timeout="${patience}s" "${definitions[@]}" \
-    >>"$dir/definitions.log" 2>&1 || give_up definitions "are not established"
+    >>"$dir/definitions.log" 2>&1 || give_up definitions "were not established"
 
 start snapshot-controller tools/snapshot-controller --kubeconfig="$dir/kubeconfig" --kube-api-qps=100 --kube-api-burst=200 \
     --retry-interval-start=200ms
@@ -206,7 +207,7 @@ until orphaned; do
     wait -n || true
     for name in "${!pid_of[@]}"; do
         kill -0 "${pid_of[$name]}" 2>/dev/null && continue
-        [[ $name == kube-apiserver && -e $dir/restart ]] || give_up "$name" "has ended"
+        [[ $name == kube-apiserver && -e $dir/restart ]] || give_up "$name" "ended unexpectedly"
         rm "$dir/restart"
         start_api_server
     done

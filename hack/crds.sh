@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# hack/crds.sh: writes deploy/crds anew from the Rust types. To be run after every change of a type of
-# src/kubernetes that Kubernetes stores.
+# hack/crds.sh: generates deploy/crds from the Rust types. Run it after a change of a custom
+# resource type in src/kubernetes.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
 cd "$repo"
 
-# A type that is gone leaves no definition behind.
+# Remove definitions of deleted types.
 rm -f deploy/crds/*.yaml
 cargo run --quiet --locked --example crds -- deploy/crds

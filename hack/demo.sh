@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# hack/demo.sh [SCENE]: shows a part of csi-loopback at work on this machine. Each file in hack/demo is a scene, but
-# for stage.sh, which they share.
+# hack/demo.sh [SCENE]: demonstrates a part of csi-loopback on this machine. Each file in hack/demo
+# is a scene, except the shared functions in stage.sh.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -23,8 +23,8 @@ elif [[ $scene == --help ]]; then
     cat <<END
 Usage: hack/demo.sh [SCENE | --list | --help]
 
-Shows a part of csi-loopback at work on this machine (default: main). Installs missing commands, needs root, and leaves
-no mount, loop device, process or file, also when interrupted. CSI_LOOPBACK_BIN names the binary (default: build it).
+Demonstrates a part of csi-loopback on this machine (default: main). Needs root, installs missing commands, and leaves
+no mount, loop device, process or file, also when interrupted. CSI_LOOPBACK_BIN is the binary to run (default: build it).
 
 $(list)
 END

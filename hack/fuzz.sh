@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# hack/fuzz.sh [SECONDS] [TARGET...]: explores with libFuzzer. Runs each fuzz target of fuzz/ (or those named) for so
-# many seconds (20), as many at once as there are processors, from the seeds in fuzz/seeds and from what former
-# runs have found. For 0 seconds they are only built.
+# hack/fuzz.sh [SECONDS] [TARGET...]: runs fuzz targets with libFuzzer, all of fuzz/ by default,
+# each for SECONDS (20), in parallel on all processors. They start with the seeds in fuzz/seeds and
+# the corpus of earlier runs. With 0 seconds, the targets are only built.
 #
-# Not a part of hack/test.sh: its tests fuzz:: replay the seeds and run a bounded number of inputs, without libFuzzer.
-# An input that this script finds runs there with FUZZ_INPUT=FILE cargo test --all-features --test no_root fuzz::TARGET.
+# hack/test.sh does not run this script. Its tests fuzz:: replay the seeds and a fixed number of
+# inputs without libFuzzer. To replay an input there: FUZZ_INPUT=FILE cargo test --all-features
+# --test no_root fuzz::TARGET.
 #
-# One line per target, "ok TARGET: …" or "FAILED TARGET: …", the latter with the input that made it
-# fail and how to run it again. Exit code 77: cargo-fuzz cannot be had here, the last line says why.
-# All files are in the target directory: target/fuzz/corpus and target/fuzz/artifacts.
+# Prints one line per target, "ok TARGET: …" or "FAILED TARGET: …" with the failing input and the
+# command to repeat it. Exits with 77 if cargo-fuzz cannot be installed; the last line gives the
+# reason. All files are in the target directory: target/fuzz/corpus and target/fuzz/artifacts.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -19,7 +20,7 @@ seconds=${1:-20}
 shift || true
 
 command -v c++ >/dev/null || install_missing g++ || {
-    echo "no C++ compiler, which libFuzzer is built with"
+    echo "libFuzzer needs a C++ compiler"
     exit 77
 }
 reason=$(mktemp)
@@ -31,8 +32,8 @@ fi
 
 work=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")/fuzz
 export CARGO_TARGET_DIR=$work
-# The fuzzer's flags are those of nightly compilers. No sanitizer: there is no unsafe code in what is
-# fuzzed, and they halve the number of inputs.
+# The fuzzer needs flags of nightly compilers. No sanitizer: the fuzzed code has no unsafe blocks,
+# and a sanitizer halves the number of inputs.
 RUSTC_BOOTSTRAP=1 "$tool" fuzz build --sanitizer none --codegen-units 16 >&2
 ((seconds > 0)) || exit 0
 
@@ -41,12 +42,12 @@ if ((${#targets[@]} == 0)); then
     mapfile -t targets < <(sed -n 's/^path = "fuzz_targets\/\(.*\)\.rs"$/\1/p' fuzz/Cargo.toml)
 fi
 
-# Bounded: 1 GiB of memory and 20 s for an input, inputs of 8 KiB.
+# At most 1 GiB of memory, 20 s per input, and 8 KiB per input.
 limits=(-rss_limit_mb=1024 -timeout=20 -max_len=8192)
 binaries=()
 for target in "${targets[@]}"; do
     binary=$(find "$work" -path "*/release/$target" -type f -executable -print -quit)
-    [[ -n $binary ]] || die "there is no target $target"
+    [[ -n $binary ]] || die "unknown target $target; the targets are in fuzz/Cargo.toml"
     binaries+=("$binary")
 done
 pids=()
@@ -56,7 +57,7 @@ for index in "${!targets[@]}"; do
     done
     target=${targets[index]} corpus=$work/corpus/${targets[index]} artifacts=$work/artifacts/${targets[index]}/
     mkdir -p "$corpus" "$artifacts"
-    # What is new goes into the first directory.
+    # libFuzzer adds new inputs to the first directory.
     "${binaries[index]}" "$corpus" "fuzz/seeds/$target" "${limits[@]}" -max_total_time="$seconds" \
         -artifact_prefix="$artifacts" -print_final_stats=1 >"${artifacts}log" 2>&1 &
     pids+=("$!")
@@ -72,7 +73,7 @@ for index in "${!targets[@]}"; do
         input=$(sed -n "s|.*Test unit written to ||p" "$log" | tail -n 1)
         echo "FAILED $target: ${input:-$log}"
         grep -a -A 3 'panicked at\|ERROR: libFuzzer' "$log" | sed -n '1,12 s/^/    /p' || true
-        [[ -z $input ]] || echo "    run it again: ${binaries[index]} $input"
+        [[ -z $input ]] || echo "    to repeat: ${binaries[index]} $input"
     fi
 done
 exit "$failed"

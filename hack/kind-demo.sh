@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# hack/kind-demo.sh [--delete]: the driver and its sidecar in a cluster of kind on this machine: builds the image,
-# installs everything, writes to a volume, snapshots it, changes it, snapshots it again, and lists what the
-# first snapshot holds and what changed to the second one, as a backup application does: with tokens of its own, and in snapshot sessions.
+# hack/kind-demo.sh [--delete]: runs the driver and its components in a kind cluster on this
+# machine. It builds the image, installs everything, writes to a volume, takes a snapshot, changes
+# the volume, takes another snapshot, and lists the allocated blocks of the first snapshot and the
+# changed blocks of the second one like a backup application: with ServiceAccount tokens, and in
+# snapshot sessions.
 #
-# It goes on where an earlier run ended, and leaves the cluster for a look; --delete takes it away. It needs
-# docker, kind, kubectl and go, and changes nothing of the kubectl configuration that is there.
+# It continues where an earlier run ended, and keeps the cluster; --delete deletes it. It needs
+# docker, kind, kubectl and go, and does not change your kubectl configuration.
 #
-# CSI_IMAGES     registry and path where the released images of kubernetes-csi are (csi-provisioner,
-#                csi-snapshotter, csi-resizer, csi-node-driver-registrar, livenessprobe, snapshot-controller).
-#                Not needed for those that docker has under their plain names.
+# CSI_IMAGES     registry and path of the released kubernetes-csi images (csi-provisioner, csi-snapshotter,
+#                csi-resizer, csi-node-driver-registrar, livenessprobe, snapshot-controller). Not needed for
+#                images that docker has under their plain names.
 # KIND_CLUSTER   name of the cluster (csi-loopback)
-# KIND_IMAGE     image of kind's node (kind's own choice)
+# KIND_IMAGE     node image of kind (kind's default)
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -18,12 +20,12 @@ cd "$repo"
 
 cluster=${KIND_CLUSTER:-csi-loopback}
 export KUBECONFIG=$cache/kind/$cluster.kubeconfig
-# Seconds for what may have to be fetched and started.
+# Seconds to wait for downloads and starts.
 patience=300
 
 say() { printf '==> %s\n' "$*"; }
 
-# try NEXT COMMAND...: runs it; where it fails, tells what to do next and ends.
+# try NEXT COMMAND...: runs the command. On failure, prints NEXT and ends the script.
 try() {
     local next=$1
     shift
@@ -34,43 +36,43 @@ try() {
 
 exists() { kind get clusters 2>/dev/null | grep -qx "$cluster"; }
 
-# module MODULE: the directory of a Go module, at the version that the tests use.
+# module MODULE: prints the directory of a Go module, at the version that the tests use.
 module() {
     (cd hack/tools/kubernetes && go mod download "$1" >&2 && go list -m -f '{{.Dir}}' "$1")
 }
 
-# --- Taking it away -------------------------------------------------------------------------------
+# --- Deletion -------------------------------------------------------------------------------------
 
 delete() {
     exists || return 0
-    # Loop devices belong to the machine: they have to be let go before the node goes. First what uses
-    # volumes, then the volumes, then the driver.
-    try "look at: kubectl get pods,pvc,volumesnapshots -A; the driver has to run for volumes to go" \
+    # Loop devices belong to the machine and must be detached before the node is deleted: delete
+    # users of volumes first, then volumes, then the driver.
+    try "check: kubectl get pods,pvc,volumesnapshots -A; volumes are deleted only while the driver runs" \
         kubectl delete --ignore-not-found --timeout="${patience}s" namespace backup-app backup-app-session
-    # Sessions end while their manager runs.
-    try "look at: kubectl -n csi-loopback-sessions get pods; csi-loopback --mode session-manager --clean-up" sessions_are_gone
-    try "look at: kubectl -n backup-demo get pods,pvc,volumesnapshots" \
+    # Sessions can only be deleted while the session manager runs.
+    try "check: kubectl -n csi-loopback-sessions get pods; csi-loopback --mode session-manager --clean-up" delete_sessions
+    try "check: kubectl -n backup-demo get pods,pvc,volumesnapshots" \
         kubectl delete --ignore-not-found --timeout="${patience}s" namespace backup-demo
-    try "look at: kubectl -n csi-loopback-sessions get pods" \
+    try "check: kubectl -n csi-loopback-sessions get pods" \
         kubectl delete --ignore-not-found --timeout="${patience}s" -k deploy/session-manager
-    try "look at: kubectl get persistentvolumes,volumesnapshotcontents" volumes_are_gone
-    try "look at: kubectl -n csi-loopback get pods" \
+    try "check: kubectl get persistentvolumes,volumesnapshotcontents" await_volume_deletion
+    try "check: kubectl -n csi-loopback get pods" \
         kubectl delete --ignore-not-found --timeout="${patience}s" namespace csi-loopback
     try "kind delete cluster --name $cluster" kind delete cluster --name "$cluster"
     rm -f "$KUBECONFIG"
 }
 
-sessions_are_gone() {
-    # A run that ended early has not installed them.
+delete_sessions() {
+    # An interrupted run may not have installed the CRD.
     ! kubectl get crd snapshotsessionrequests.cbt.storage.k8s.io >/dev/null 2>&1 ||
         kubectl delete --timeout="${patience}s" snapshotsessionrequests --all --all-namespaces
 }
 
-volumes_are_gone() {
-    local deadline=$((SECONDS + patience)) left
-    while left=$(kubectl get persistentvolumes,volumesnapshotcontents --no-headers 2>/dev/null) && [[ -n $left ]]; do
+await_volume_deletion() {
+    local deadline=$((SECONDS + patience)) remaining
+    while remaining=$(kubectl get persistentvolumes,volumesnapshotcontents --no-headers 2>/dev/null) && [[ -n $remaining ]]; do
         if ((SECONDS >= deadline)); then
-            echo "$left" >&2
+            echo "$remaining" >&2
             return 1
         fi
         sleep 2
@@ -89,11 +91,11 @@ make_cluster() {
     fi
 }
 
-# load IMAGE: into the node, under its plain name.
+# load IMAGE: loads an image into the node under its plain name.
 load() {
     local image=$1
     if ! docker image inspect "$image" >/dev/null 2>&1; then
-        [[ -n ${CSI_IMAGES:-} ]] || die "docker has no image $image, and CSI_IMAGES does not say where it is"
+        [[ -n ${CSI_IMAGES:-} ]] || die "docker has no image $image; set CSI_IMAGES to the registry that has it"
         docker pull "$CSI_IMAGES/$image" && docker tag "$CSI_IMAGES/$image" "$image" || return 1
     fi
     kind load docker-image --name "$cluster" "$image"
@@ -114,7 +116,7 @@ load_images() {
     done < <({ images deploy/overlays/kind && images "$controller"; } | sort -u)
 }
 
-# The snapshot-controller as it is released, under the image's plain name.
+# The released manifests of the snapshot-controller, with the plain name of its image.
 prepare_controller() {
     local source
     source=$(module github.com/kubernetes-csi/external-snapshotter/v8) || return 1
@@ -126,7 +128,8 @@ prepare_controller() {
 install_definitions() {
     local source
     source=$(module github.com/kubernetes-csi/external-snapshotter/client/v8) || return 1
-    local files=("$source"/config/crd/snapshot.storage.k8s.io_*.yaml deploy/crds/*.yaml)
+    # With VolumeGroupSnapshots: csi-snapshotter waits for their definitions.
+    local files=("$source"/config/crd/*.storage.k8s.io_*.yaml deploy/crds/*.yaml)
     kubectl apply --server-side "${files[@]/#/--filename=}" &&
         kubectl wait --for=condition=Established --timeout="${patience}s" "${files[@]/#/--filename=}"
 }
@@ -165,7 +168,7 @@ END
         "volumesnapshot/$1"
 }
 
-list() { # list NAMESPACE POD: what a backup application's pod has listed
+list() { # list NAMESPACE POD: waits for a pod of a backup application and prints its output
     kubectl -n "$1" wait --for=jsonpath='{.status.phase}'=Succeeded --timeout="${patience}s" "pod/$2" &&
         kubectl -n "$1" logs "$2"
 }
@@ -173,15 +176,15 @@ list() { # list NAMESPACE POD: what a backup application's pod has listed
 # --------------------------------------------------------------------------------------------------
 
 for command in docker kind kubectl go; do
-    command -v "$command" >/dev/null || die "needs $command; next: install it, then run this again"
+    command -v "$command" >/dev/null || die "$command is missing; install it and run this script again"
 done
-try "start docker, or add yourself to its group" docker info --format '{{.ServerVersion}}'
+try "start docker, or add your user to the docker group" docker info --format '{{.ServerVersion}}'
 
 case ${1:-} in
     '') ;;
     --delete)
         delete
-        say "the cluster $cluster is gone"
+        say "deleted the cluster $cluster"
         exit
         ;;
     *) die "usage: hack/kind-demo.sh [--delete]" ;;
@@ -189,51 +192,51 @@ esac
 
 controller=$(mktemp -d)
 trap 'rm -rf "$controller"' EXIT
-again="then run this again; --delete takes everything away"
+again="then run this script again, or delete everything with --delete"
 
-say "a cluster of one node: $cluster"
-try "look at: docker ps, docker logs $cluster-control-plane; $again" make_cluster
+say "creating the cluster $cluster with one node"
+try "check: docker ps, docker logs $cluster-control-plane; $again" make_cluster
 say "building the image"
-try "see what the build says above; $again" build_image
+try "fix the build error above; $again" build_image
 say "loading images into the node"
 try "go mod download in hack/tools/kubernetes; $again" prepare_controller
-try "set CSI_IMAGES to where the released images are; $again" load_images
-say "definitions of VolumeSnapshots and of this project's objects, snapshot-controller"
-try "look at: kubectl get crd; $again" install_definitions
-try "look at: kubectl -n kube-system get pods; $again" kubectl apply --server-side -k "$controller"
-try "look at: kubectl -n kube-system describe deployment snapshot-controller; $again" \
+try "set CSI_IMAGES to the registry of the released images; $again" load_images
+say "installing CustomResourceDefinitions and the snapshot-controller"
+try "check: kubectl get crd; $again" install_definitions
+try "check: kubectl -n kube-system get pods; $again" kubectl apply --server-side -k "$controller"
+try "check: kubectl -n kube-system describe deployment snapshot-controller; $again" \
     kubectl -n kube-system rollout status --timeout="${patience}s" deployment/snapshot-controller
-say "the driver, its controllers and the sidecar"
-try "look at: kubectl -n csi-loopback describe pods; kubectl -n csi-loopback logs csi-loopback-0 driver; $again" \
+say "installing the driver, its controllers and the sidecar"
+try "check: kubectl -n csi-loopback describe pods; kubectl -n csi-loopback logs csi-loopback-0 driver; $again" \
     install_driver
-say "the session manager"
-try "look at: kubectl -n csi-loopback-sessions describe pods; kubectl -n csi-loopback-sessions logs deployment/csi-loopback-session-manager; $again" \
+say "installing the session manager"
+try "check: kubectl -n csi-loopback-sessions describe pods; kubectl -n csi-loopback-sessions logs deployment/csi-loopback-session-manager; $again" \
     install_session_manager
-say "a volume, and a pod that uses it"
-try "look at: kubectl -n backup-demo describe pvc,pods; kubectl -n csi-loopback logs csi-loopback-controller-0 csi-provisioner; $again" \
+say "creating a volume, and a pod that uses it"
+try "check: kubectl -n backup-demo describe pvc,pods; kubectl -n csi-loopback logs csi-loopback-controller-0 csi-provisioner; $again" \
     make_volume
-say "64 MiB are written"
-try "look at: kubectl -n backup-demo describe pod writer; $again" \
+say "writing 64 MiB"
+try "check: kubectl -n backup-demo describe pod writer; $again" \
     write 'head -c 67108864 /dev/urandom >/data/file; sync -f /data'
-say "the snapshot first"
-look="look at: kubectl -n backup-demo describe volumesnapshots; kubectl -n csi-loopback logs csi-loopback-controller-0 csi-snapshotter; $again"
-try "$look" snapshot first
-say "1 MiB in the middle is written anew"
-try "look at: kubectl -n backup-demo describe pod writer; $again" \
+say "taking the snapshot first"
+check="check: kubectl -n backup-demo describe volumesnapshots; kubectl -n csi-loopback logs csi-loopback-controller-0 csi-snapshotter; $again"
+try "$check" snapshot first
+say "overwriting 1 MiB in the middle"
+try "check: kubectl -n backup-demo describe pod writer; $again" \
     write 'dd if=/dev/urandom of=/data/file bs=1M count=1 seek=32 conv=notrunc; sync -f /data'
-say "the snapshot second"
-try "$look" snapshot second
-say "where backup applications ask"
-try "look at: kubectl -n csi-loopback logs csi-loopback-0 metadata; $again" \
+say "taking the snapshot second"
+try "$check" snapshot second
+say "listing the services for backup applications"
+try "check: kubectl -n csi-loopback logs csi-loopback-0 metadata; $again" \
     kubectl get snapshotmetadataservices,snapshotserviceconfigurations
 for application in backup-app backup-app-session; do
-    # Pods of an earlier run would only tell what they told then.
+    # Pods of an earlier run have that run's output.
     kubectl -n "$application" delete --ignore-not-found pod backup-full backup-incremental
-    try "see above; $again" kubectl apply --server-side -k "deploy/examples/$application"
-    look="look at: kubectl -n $application logs POD; kubectl -n csi-loopback logs csi-loopback-0 metadata; $again"
-    say "$application, a full backup: what the first snapshot holds"
-    try "$look" list "$application" backup-full
-    say "$application, an incremental one: what changed to the second"
-    try "$look" list "$application" backup-incremental
+    try "see the error above; $again" kubectl apply --server-side -k "deploy/examples/$application"
+    check="check: kubectl -n $application logs POD; kubectl -n csi-loopback logs csi-loopback-0 metadata; $again"
+    say "$application: full backup, the allocated blocks of the first snapshot"
+    try "$check" list "$application" backup-full
+    say "$application: incremental backup, the changed blocks of the second snapshot"
+    try "$check" list "$application" backup-incremental
 done
-say "done. For a look: export KUBECONFIG=$KUBECONFIG. To take it away: $0 --delete"
+say "done. To use the cluster: export KUBECONFIG=$KUBECONFIG. To delete it: $0 --delete"

@@ -1,26 +1,29 @@
 #!/usr/bin/env bash
-# hack/kubelet.sh DIR: a node for the cluster that hack/cluster.sh runs in DIR: a released kubelet with containerd
-# and runc, so that pods run. Its name is "node"; a pod gets there by spec.nodeName, for there is no scheduler. Pods
-# need hostNetwork (there is no network plugin) and the image localhost/busybox:node, with imagePullPolicy Never.
+# hack/kubelet.sh DIR: runs a node for the cluster of hack/cluster.sh in DIR: a released kubelet
+# with containerd and runc, so that pods run. The node's name is "node". Without a scheduler, pods
+# need spec.nodeName; without a network plugin, hostNetwork. The only image is
+# localhost/busybox:node, with imagePullPolicy Never.
 #
-# With CSI_LOOPBACK_BINARY, the path of csi-loopback, containerd has a second runtime for a RuntimeClass to name: the handler
-# csi-loopback, which is that program by the name csi-loopback-runc, in front of runc.
+# CSI_LOOPBACK_BINARY, the path of csi-loopback, adds a second runtime to containerd, the
+# RuntimeClass handler csi-loopback: this binary under the name csi-loopback-runc, which calls runc.
 #
-# Runs until SIGTERM or SIGINT, or until its parent has gone, and then ends all that it has started. DIR/node
-# is made, and holds
-#   ready       when the node can take pods; until then nothing is to be used
-#   port        where kubelet serves 127.0.0.1, for who has DIR/kubeconfig: it runs commands in containers
-#   pid         of the first process in the namespaces, for who has to enter them
-#   crust/      what crust_ops and csi-loopback-runc hand each other over
-#   kubelet/    its directory (--root-dir), a mount of its own: pods/, plugins_registry/, …
-#   stop        while somebody has put it there, kubelet does not run; it is killed for it, pods go on
-#   *.log       kubelet's and containerd's
+# Runs until SIGTERM or SIGINT, or until its parent ends, and then stops everything that it started.
+# It creates DIR/node with
+#   ready       created when the node accepts pods; use nothing before
+#   port        of kubelet on 127.0.0.1, for clients with DIR/kubeconfig: it runs commands in containers
+#   pid         of the first process in the namespaces, to enter them
+#   crust/      files that crust_ops and csi-loopback-runc share
+#   kubelet/    kubelet's --root-dir, a separate mount: pods/, plugins_registry/, …
+#   stop        created by a test: kubelet is killed and does not run while the file exists; pods continue to run
+#   *.log       of kubelet and containerd
 #
-# All of it lives in a PID and a mount namespace of its own, which end with whatever is in them, and into
-# which the host's mounts below DIR/node/kubelet come, as drivers make them. In it, what kubelet would change of the machine
-# is covered: its kernel settings, /var/lib/kubelet, /var/log, /run. It leaves the machine's network alone.
+# All processes run in their own PID and mount namespaces and end with them. Mounts of drivers on
+# the host below DIR/node/kubelet propagate into the mount namespace. In the namespaces, copies hide
+# what kubelet would change on the machine: kernel settings, /var/lib/kubelet, /var/log, /run. The
+# network of the machine is not changed.
 #
-# Exits with 77 when the machine lacks what it needs; the last line of stderr says why.
+# Exits with 77 if the machine does not meet the requirements; the last line of stderr gives the
+# reason.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -35,25 +38,25 @@ inside=
 umask 077
 cluster=$(realpath "$1")
 dir=$cluster/node
-((${#cluster} <= 65)) || die "$cluster: too long, a socket's path has room for 107 bytes"
+((${#cluster} <= 65)) || die "$cluster: path too long; the path of a unix socket has at most 107 bytes"
 
 kubectl() { "$cluster/tools/kubectl" --kubeconfig "$cluster/kubeconfig" --cache-dir "$cluster/cache" "$@"; }
 
 # --- Inside the namespaces ------------------------------------------------------------------------
 
-# cover: puts something of the node's own over what belongs to the machine.
-cover() {
+# isolate_machine: mounts copies over everything that kubelet would change on the machine.
+isolate_machine() {
     local setting at
-    # Others' filesystems have been copied into this namespace: nobody could take their devices away.
+    # The namespace has copies of other programs' mounts, which would keep their loop devices busy.
     while read -r at; do
         umount --lazy "$at" 2>/dev/null || true
     done < <(list_mounts | awk -v dir="$dir/" '$2 ~ "^/dev/loop" && index($1, dir) != 1 { print $1 }')
     mount -t tmpfs -o mode=755 tmpfs /run
     mount -t tmpfs -o mode=755 tmpfs /var/log
-    # Kubelet makes /var/lib/kubelet, whatever its directory.
+    # Kubelet creates /var/lib/kubelet even with another --root-dir.
     mkdir /run/lib /run/lib/upper /run/lib/work
     mount -t overlay -o lowerdir=/var/lib,upperdir=/run/lib/upper,workdir=/run/lib/work overlay /var/lib
-    # What kubelet would write there if it were not there yet.
+    # The values that kubelet writes if the machine has others.
     for setting in vm/overcommit_memory=1 vm/panic_on_oom=0 kernel/panic=10 kernel/panic_on_oops=1 \
         kernel/keys/root_maxkeys=1000000 kernel/keys/root_maxbytes=25000000; do
         at=${setting%=*}
@@ -62,8 +65,8 @@ cover() {
     done
 }
 
-# with_runtimes: the rest of containerd's configuration, where there is a second runtime.
-with_runtimes() {
+# runtimes_config: prints containerd's configuration of the second runtime, if there is one.
+runtimes_config() {
     [[ -n ${CSI_LOOPBACK_BINARY:-} ]] || return 0
     # The name selects the mode.
     ln -s "$CSI_LOOPBACK_BINARY" "$dir/csi-loopback-runc"
@@ -93,22 +96,22 @@ state = "$dir/containerd/state"
   address = "$dir/containerd.sock"
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "$image"
-  # Not everybody who is root may do so.
+  # Root in a container may lack the capability to lower it.
   restrict_oom_score_adj = true
   [plugins."io.containerd.grpc.v1.cri".containerd]
-    # Plain directories: works on any filesystem.
+    # Plain directories work on every filesystem.
     snapshotter = "native"
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "$dir/cni"
     conf_dir = "$dir/cni"
-$(with_runtimes)
+$(runtimes_config)
 END
-    # What it starts has the rest of its environment, and so does what these start.
+    # containerd passes its environment on to shims and runtimes.
     CSI_LOOPBACK_RUNC_CONFIG=$dir/oci-runtime.yaml start containerd containerd --config "$dir/containerd.toml"
     await containerd ctr --address "$dir/containerd.sock" version
 }
 
-# import_image: an image with busybox in it, which sleeps when it is told nothing else.
+# import_image: builds and imports an image with busybox, whose default command is sleep.
 import_image() {
     local files=$dir/image layer
     mkdir -p "$files/root/bin" "$files/root/tmp" "$files/root/proc" "$files/root/sys" "$files/root/dev"
@@ -127,7 +130,7 @@ END
         >"$files/manifest.json"
     tar --create --directory="$files" --file="$dir/image.tar" manifest.json config.json layer.tar
     ctr --address "$dir/containerd.sock" --namespace k8s.io images import --snapshotter native "$dir/image.tar" \
-        >"$dir/image.log" 2>&1 || give_up image "cannot be imported"
+        >"$dir/image.log" 2>&1 || give_up image "could not be imported"
     rm -r "$files" "$dir/image.tar"
 }
 
@@ -155,7 +158,7 @@ authentication:
 authorization: {mode: AlwaysAllow}
 containerRuntimeEndpoint: unix://$dir/containerd.sock
 podLogsDir: $dir/logs
-# Cgroups, of whatever version, below one of the node's own.
+# Cgroups of either version, below the cgroup of this node.
 cgroupDriver: cgroupfs
 cgroupRoot: /$cgroup
 enforceNodeAllocatable: []
@@ -164,12 +167,12 @@ failSwapOn: false
 resolvConf: ""
 oomScoreAdj: 0
 makeIPTablesUtilChains: false
-# The machine's disk may be as full as it likes, and the one image cannot be had again.
+# Do not evict pods on a full disk, and never delete the only image.
 evictionHard: {memory.available: 0%, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%}
 imageGCHighThresholdPercent: 100
-# How often a pod's volumes are looked at, and so how soon a driver is asked to publish again (requiresRepublish).
+# How often kubelet reconciles the volumes of a pod, and calls the driver again (requiresRepublish).
 syncFrequency: 1s
-# How often it is asked how full they are.
+# How often kubelet gets volume statistics.
 volumeStatsAggPeriod: 1s
 END
 }
@@ -177,7 +180,7 @@ END
 start_kubelet() {
     start kubelet "$cluster/tools/kubelet" --config="$dir/kubelet.yaml" --kubeconfig="$cluster/kubeconfig" \
         --root-dir="$dir/kubelet" --cert-dir="$dir" --hostname-override=node --v=3 \
-        --vmodule=volume_stat_calculator=4 # that says why a volume has no figures
+        --vmodule=volume_stat_calculator=4 # logs why a volume has no statistics
 }
 
 node_is_ready() {
@@ -188,7 +191,7 @@ node_is_ready() {
 run_inside() {
     local name
     trap 'exit 0' INT TERM HUP
-    cover
+    isolate_machine
     configure_kubelet "$(<"$dir/port")"
     start_containerd
     import_image
@@ -201,7 +204,7 @@ run_inside() {
         wait $! || true
         [[ ! -e $dir/stop ]] || pause_kubelet
         for name in "${!pid_of[@]}"; do
-            kill -0 "${pid_of[$name]}" 2>/dev/null || give_up "$name" "has ended"
+            kill -0 "${pid_of[$name]}" 2>/dev/null || give_up "$name" "ended unexpectedly"
         done
     done
 }
@@ -218,43 +221,43 @@ pause_kubelet() {
 
 # --- Outside --------------------------------------------------------------------------------------
 
-# first_inside: the first process in the namespaces.
-first_inside() {
+# first_process: prints the process id of the first process in the namespaces.
+first_process() {
     awk -v parent="$pid" '/^PPid:/ && $2 == parent { split(FILENAME, at, "/"); print at[3] }' \
         /proc/[0-9]*/status 2>/dev/null || true
 }
 
-# end_inside: ends what runs in the namespaces, and returns when nothing of it is left.
-end_inside() {
+# kill_namespaces: kills all processes in the namespaces, and waits for their end.
+kill_namespaces() {
     local first
-    # With the first process all the others go, and only then unshare hears of its end.
-    first=$(first_inside)
+    # The kernel kills the other processes with the first one, before unshare gets its exit status.
+    first=$(first_process)
     [[ -z $first ]] || kill -KILL "$first" 2>/dev/null
     [[ -n $first ]] || kill -KILL "$pid" 2>/dev/null
     wait "$pid" 2>/dev/null
 }
 
-cleanup() { # cleanup STATUS: ends what was started, undoes what was made, and exits with that
-    # A second interrupt must not stop what undoes the first.
+cleanup() { # cleanup STATUS: stops everything that was started, removes mounts and cgroups, and exits with STATUS
+    # A second interrupt must not stop the cleanup.
     trap '' INT TERM HUP
     trap - EXIT
     set +e
     rm -f "$dir/ready"
-    [[ -z $pid ]] || end_inside
+    [[ -z $pid ]] || kill_namespaces
     local at
-    # What drivers have left there, too: nobody else would ask them to take it away.
+    # Also the mounts of drivers: without kubelet, no client calls them to unmount.
     while read -r at; do
         umount "$at" 2>/dev/null || umount --lazy "$at"
     done < <(mounts_below "$dir")
     find /sys/fs/cgroup -depth -type d -path "*/$cgroup*" -exec rmdir {} \; 2>/dev/null
-    # The sandboxes' filesystems: of no interest to anybody, unlike the logs.
+    # Filesystems of containers. The logs stay.
     rm -rf --one-file-system "$dir/containerd"
     exit "$1"
 }
 
 free_port() {
     local port
-    # Below those that the kernel gives away by itself.
+    # Below the ephemeral ports.
     until port=$((20000 + SRANDOM % 12000)) && ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do :; done
     printf '%s\n' "$port"
 }
@@ -266,13 +269,13 @@ make_certificate() {
         -addext "extendedKeyUsage=serverAuth" -addext "subjectAltName=IP:127.0.0.1"
 }
 
-# make_cgroups: the one that kubelet wants to find, in each hierarchy.
+# make_cgroups: creates the cgroup that kubelet requires (cgroupRoot), in each hierarchy.
 make_cgroups() {
     local at
     while read -r at; do
         mkdir -p "$at/$cgroup" 2>/dev/null || true
     done < <(awk '/ - cgroup2? / && $5 ~ "^/sys/fs/cgroup" { print $5 }' /proc/self/mountinfo)
-    # Without them a new cpuset takes no process.
+    # A new cpuset accepts processes only with these set.
     at=/sys/fs/cgroup/cpuset
     if [[ -d $at/$cgroup ]]; then
         cat "$at/cpuset.cpus" >"$at/$cgroup/cpuset.cpus"
@@ -281,36 +284,36 @@ make_cgroups() {
 }
 
 run_outside() {
-    is_root || lacking "needs root, for containers"
-    [[ $cluster != /run/* && $cluster != /var/l* ]] || die "$cluster: is covered on the node; elsewhere than in /run, /var/lib and /var/log"
-    [[ -e $cluster/ready ]] || die "$cluster: there is no cluster that is ready"
-    [[ -x $cluster/tools/kubelet ]] || lacking "there is no kubelet among the Kubernetes tools"
+    is_root || cannot_run "needs root, for containers"
+    [[ $cluster != /run/* && $cluster != /var/l* ]] || die "$cluster: hidden on the node; use a directory outside of /run, /var/lib and /var/log"
+    [[ -e $cluster/ready ]] || die "$cluster: no cluster is ready; run hack/cluster.sh $cluster first"
+    [[ -x $cluster/tools/kubelet ]] || cannot_run "the Kubernetes tools have no kubelet"
     install_missing "${node_commands[@]}" openssl setpriv setsid unshare >&2 || exit 77
-    ! ldd "$(command -v busybox)" >/dev/null 2>&1 || lacking "busybox is not statically linked; Debian's busybox-static is"
-    mkdir "$dir" "$dir/kubelet" || die "$dir: there is or was a node already"
+    ! ldd "$(command -v busybox)" >/dev/null 2>&1 || cannot_run "busybox is not statically linked; install busybox-static"
+    mkdir "$dir" "$dir/kubelet" || die "$dir: already has a node; start a new cluster"
     trap 'cleanup $?' EXIT
     trap 'cleanup 0' INT TERM HUP
-    # What a driver mounts here is to be seen inside.
+    # Mounts of drivers must propagate into the namespace.
     mount --bind "$dir/kubelet" "$dir/kubelet"
     mount --make-private "$dir/kubelet"
     mount --make-shared "$dir/kubelet"
-    make_certificate >"$dir/certificate.log" 2>&1 || give_up certificate "cannot be made"
+    make_certificate >"$dir/certificate.log" 2>&1 || give_up certificate "could not be created"
     free_port >"$dir/port"
     make_cgroups
     setpriv --pdeathsig KILL unshare --pid --mount --propagation slave --mount-proc --kill-child \
         bash "${BASH_SOURCE[0]}" --inside "$cluster" &
     pid=$!
     until [[ -s $dir/pid ]] || ! kill -0 "$pid" 2>/dev/null; do
-        first_inside >"$dir/pid"
+        first_process >"$dir/pid"
     done
     until orphaned || ! kill -0 "$pid" 2>/dev/null; do
         sleep 0.5 &
         wait -n "$pid" $! || true
     done
-    orphaned || die "the node has ended"
+    orphaned || die "the node ended unexpectedly"
 }
 
-lacking() {
+cannot_run() { # cannot_run REASON
     echo "$*" >&2
     exit 77
 }

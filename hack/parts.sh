@@ -1,48 +1,50 @@
 # shellcheck shell=bash
-# How hack/cluster.sh and hack/kubelet.sh run the parts that they consist of: each with a log in $dir, waited for
-# until it answers, and ended with the script however that ends.
-# Sourced, never run; dir is set by whoever does so.
+# Process functions of hack/cluster.sh and hack/kubelet.sh. They start programs with a log in $dir,
+# wait until they are ready, and end them with the script, however it ends. Source this file; do not
+# run it. The caller sets dir.
 
-# Seconds that a part may take to answer. On an idle machine all of them together take ten.
+# Seconds to wait for a program. On an idle machine, all of them start within ten.
 patience=120
 
 declare -A pid_of=()
 parent=$PPID
 
-# start NAME COMMAND ARGUMENT...: starts it in DIR with its output in DIR/NAME.log. It ends with this script,
-# however that ends, and hears nothing of an interrupt from the terminal, which is this script's to deal with.
+# start NAME COMMAND ARGUMENT...: starts a program in $dir with its output in $dir/NAME.log. The
+# kernel kills it when this script ends. In its own session, so that only this script gets an
+# interrupt from the terminal.
 start() {
     local name=$1
     shift
-    # shellcheck disable=SC2154 # dir: see above
+    # shellcheck disable=SC2154 # the caller sets dir
     (cd "$dir" && exec setpriv --pdeathsig KILL setsid "$@") >>"$dir/$name.log" 2>&1 </dev/null &
     pid_of[$name]=$!
 }
 
-give_up() { # give_up NAME WHAT: ends with the last lines of a part's log
-    echo "the last lines of $dir/$1.log:" >&2
+give_up() { # give_up NAME PROBLEM: prints the last lines of $dir/NAME.log and ends the script
+    echo "last lines of $dir/$1.log:" >&2
     tail -n 20 "$dir/$1.log" >&2 || true
     die "$1 $2; see $dir/$1.log"
 }
 
-# orphaned: whether the process that has started this one is gone. The kernel gives it another parent then.
+# orphaned: whether the parent of this script has ended. The kernel then assigns another parent.
 orphaned() {
     local now
     now=$(sed 's/.*) //' "/proc/$$/stat" | cut -d ' ' -f 2)
     [[ $now != "$parent" ]]
 }
 
-# await NAME COMMAND...: waits until the command succeeds; its last words are in the log of that name.
+# await NAME COMMAND...: waits until the command succeeds. On a timeout, appends its last output to
+# $dir/NAME.log.
 await() {
     local name=$1 deadline=$((SECONDS + patience)) running
     shift
     until "$@" >"$dir/await.log" 2>&1; do
         for running in "${!pid_of[@]}"; do
-            kill -0 "${pid_of[$running]}" 2>/dev/null || give_up "$running" "has ended"
+            kill -0 "${pid_of[$running]}" 2>/dev/null || give_up "$running" "ended unexpectedly"
         done
         if ((SECONDS >= deadline)); then
             cat "$dir/await.log" >>"$dir/$name.log"
-            give_up "$name" "does not answer within $patience s"
+            give_up "$name" "was not ready within $patience s"
         fi
         ! orphaned || exit 0
         sleep 0.1

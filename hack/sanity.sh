@@ -1,34 +1,33 @@
 #!/usr/bin/env bash
-# hack/sanity.sh [POOL...]: runs csi-sanity against the driver, once per pool kind (reflink, image,
-# copy; all of them by default) and access type (mount, block), with everything switched on that
-# the driver advertises, and each time once more through the node proxy, which has an API server that
-# is away. Prints a line of counts per run and fails when a spec failed, when one was skipped that is
-# not listed below, when a spec ends otherwise through the proxy, or when the driver or the proxy left
-# something behind.
+# hack/sanity.sh [POOL...]: runs csi-sanity against the driver with all of its features, for each
+# pool kind (reflink, image, copy; default: all) and access type (mount, block), directly and
+# through the node proxy, whose API server is unreachable. Prints one line of counts per run. Fails
+# if a spec fails or is skipped without an entry below, if its result differs through the proxy, or
+# if mounts, loop devices or state of driver or proxy remain.
 #
-# CSI_LOOPBACK_BIN names the driver to test; without it, the one of this tree is built.
-# Needs root. Exits with 77 when it cannot run here; the last line of stderr says why.
+# CSI_LOOPBACK_BIN is the driver to test (default: build it). Needs root. Exits with 77 if it cannot
+# run on this machine; the last line of stderr gives the reason.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
 
-# Specs that do not run because of what the driver is, by the reason that csi-sanity gives. A skip
-# for any other reason is a failure: it would be a feature that the driver claims and nobody tests.
+# Specs that do not apply to the driver, by csi-sanity's reason. A skip for another reason is a
+# failure: the driver would advertise a feature that csi-sanity does not test.
 declare -A expected_skips=(
-    # Nothing to attach: volumes are files on the node, so there is no ControllerPublishVolume.
+    # Volumes are files on the node: the driver has no ControllerPublishVolume.
     ["ControllerPublishVolume not supported"]=1
     ["ControllerUnpublishVolume not supported"]=1
     ["Controller Publish, UnpublishVolume not supported"]=1
 )
-# Specs that csi-sanity itself has switched off, by the end of their name.
+# A spec that csi-sanity itself disables, by the end of its name.
 expected_pending="pagination should detect volumes added between pages and accept tokens when the last volume from a page is deleted"
-# The spec compares messages of Go with what they keep for themselves: the topology that it has sent holds its encoded size, the one that
-# it gets does not. So it fails with each driver that reports a topology. A test of the driver asks for the same
-# (volumes_and_snapshots_are_made_on_this_node_and_nowhere_else).
+# The spec compares Go messages with their internal state: the topology in the request has a cached
+# size, the one in the response does not. It fails with every driver that reports a topology. A test
+# of the driver covers the same behavior (volumes_and_snapshots_are_created_on_this_node_only).
 faulty_spec="should succeed when creating a snapshot with accessibility requirements"
 
 GiB=$((1 << 30))
-# Thin, so the size costs nothing; the pool holds many times what a run keeps at once.
+# Volumes are sparse. The pool is many times larger than the volumes of a run.
 volume_size=$((1 * GiB))
 expanded_size=$((2 * GiB))
 pool_size=$((32 * GiB))
@@ -39,7 +38,7 @@ driver_pid=
 proxy_pid=
 sanity_pid=
 
-stop() { # stop PID SECONDS: asks the process to end, then makes it. Fails if it had to be made to.
+stop() { # stop PID SECONDS: sends SIGTERM, and SIGKILL after SECONDS. Fails after SIGKILL or a nonzero exit.
     local pid=$1 deadline=$((SECONDS + $2)) status=0
     kill -TERM "$pid" 2>/dev/null || true
     while kill -0 "$pid" 2>/dev/null; do
@@ -54,8 +53,8 @@ stop() { # stop PID SECONDS: asks the process to end, then makes it. Fails if it
     return "$status"
 }
 
-cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
-    # A second interrupt must not stop what undoes the first.
+cleanup() { # cleanup STATUS: stops all processes, removes all files, and exits with STATUS
+    # A second interrupt must not stop the cleanup.
     trap '' INT TERM
     trap - EXIT
     set +e
@@ -66,8 +65,8 @@ cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     [[ -z $tmp ]] || clear_directory "$tmp" || true
     exit "$1"
 }
-# Each trap does it by itself: an `exit` from a signal's trap could end that of the exit before its
-# first command.
+# Each trap calls cleanup: an `exit` in a signal trap can end the EXIT trap before its first
+# command.
 trap 'cleanup $?' EXIT
 trap 'cleanup 130' INT
 trap 'cleanup 143' TERM
@@ -79,16 +78,16 @@ problem() { # problem POOL TEXT...
     printf 'csi-sanity %s: problem: %s\n' "$1" "${*:2}"
 }
 
-# once FORMAT SPEC...: prints about a spec the first time it is named: the runs have them in common.
+# once FORMAT SPEC...: prints the line only for the first run with this spec.
 declare -A named=()
 once() {
     [[ -z ${named[$2]:-} ]] || return 0
     named[$2]=1
-    # shellcheck disable=SC2059 # the format is the caller's
+    # shellcheck disable=SC2059 # the caller gives the format
     printf "$@"
 }
 
-# What the external components and kubelet add in a cluster, and a parameter of the driver itself.
+# Parameters that the sidecars of a cluster add, a parameter of the driver, and secrets.
 write_parameters() {
     printf '%s\n' 'changeTracking: "true"' \
         'csi.storage.k8s.io/pvc/name: sanity-claim' \
@@ -109,7 +108,7 @@ start_driver() { # start_driver POOL
     local pool=$1 data=$tmp/data
     mkdir "$data"
     if [[ $pool == reflink ]]; then
-        # This kind uses the XFS that the data directory is on; few machines have one at hand.
+        # This kind needs a data directory on XFS, which few machines have.
         truncate --size="$pool_size" "$tmp/xfs.img" &&
             mkfs.xfs -q -m reflink=1,rmapbt=0 "$tmp/xfs.img" &&
             mount -o loop "$tmp/xfs.img" "$data" || return 1
@@ -120,12 +119,12 @@ start_driver() { # start_driver POOL
     await_socket "$tmp/csi.sock" "$driver_pid"
 }
 
-# No pod opts in here, so the proxy has nothing to add, and needs nothing of the API server.
+# No pod opts in to deferred mounts, so the proxy does not need the API server.
 start_proxy() {
     printf '%s\n' 'apiVersion: v1' 'kind: Config' 'current-context: away' \
         'clusters: [{name: away, cluster: {server: "https://127.0.0.1:1"}}]' \
-        'contexts: [{name: away, context: {cluster: away, user: nobody}}]' \
-        'users: [{name: nobody, user: {}}]' >"$tmp/kubeconfig"
+        'contexts: [{name: away, context: {cluster: away, user: none}}]' \
+        'users: [{name: none, user: {}}]' >"$tmp/kubeconfig"
     "$driver" --mode node-proxy --endpoint "unix://$tmp/proxy.sock" \
         --driver-endpoint "unix://$tmp/csi.sock" --node-name sanity-node \
         --kubeconfig "$tmp/kubeconfig" --state-dir "$tmp/proxy" >"$tmp/proxy.log" 2>&1 &
@@ -141,14 +140,14 @@ await_socket() { # await_socket SOCKET PID
     done
 }
 
-run_specs() { # run_specs POOL ACCESS_TYPE WAY: straight to the driver, or through the proxy
-    local pool=$1 access=$2 way=$3 report=$tmp/report-$2-$3.json log=$tmp/sanity-$2-$3.log status=0
+run_specs() { # run_specs POOL ACCESS_TYPE PATH: PATH is direct (the driver's socket) or proxy
+    local pool=$1 access=$2 path=$3 report=$tmp/report-$2-$3.json log=$tmp/sanity-$2-$3.log status=0
     local passed failed pending skipped spec reason socket=$tmp/csi.sock
-    if [[ $way == proxy ]]; then
+    if [[ $path == proxy ]]; then
         socket=$tmp/proxy.sock
         access="$access, through the node proxy"
     fi
-    # In the background, so that a signal to this script is heard while it runs.
+    # In the background: bash handles a signal during `wait`, but not during a foreground command.
     "$sanity" --csi.endpoint="unix://$socket" \
         --csi.mountdir="$tmp/mount" --csi.stagingdir="$tmp/staging" \
         --csi.testvolumeaccesstype="$2" \
@@ -163,7 +162,7 @@ run_specs() { # run_specs POOL ACCESS_TYPE WAY: straight to the driver, or throu
     wait "$sanity_pid" || status=$?
     sanity_pid=
     if ! jq -e '.[0].SpecReports | length > 0' "$report" >/dev/null 2>&1; then
-        problem "$pool" "csi-sanity ($access) ended with $status and no report"
+        problem "$pool" "csi-sanity ($access) exited with $status and wrote no report"
         tail -n 40 "$log"
         return
     fi
@@ -184,11 +183,11 @@ run_specs() { # run_specs POOL ACCESS_TYPE WAY: straight to the driver, or throu
         echo "  last lines of the driver's log:"
         tail -n 40 "$tmp/driver.log" | sed 's/^/    /'
     elif ((status != 0 || passed == 0)); then
-        problem "$pool" "csi-sanity ($access) ended with $status after $passed specs passed"
+        problem "$pool" "csi-sanity ($access) exited with $status after $passed specs passed"
     fi
     while IFS=$'\t' read -r spec reason; do
         if [[ $spec == *"$faulty_spec" ]]; then
-            once '  skipped: %s: it fails with each driver that reports a topology\n' "$spec"
+            once '  skipped: %s: fails with every driver that reports a topology\n' "$spec"
         elif [[ -n ${expected_skips[$reason]:-} ]]; then
             once '  skipped: %s: %s\n' "$spec" "$reason"
         else
@@ -199,7 +198,7 @@ run_specs() { # run_specs POOL ACCESS_TYPE WAY: straight to the driver, or throu
         "$report")
     while read -r spec; do
         if [[ $spec == *"$expected_pending" ]]; then
-            once '  pending: %s: switched off by csi-sanity\n' "$spec"
+            once '  pending: %s: disabled by csi-sanity\n' "$spec"
         else
             problem "$pool" "unexpected pending spec ($access): $spec"
         fi
@@ -207,54 +206,54 @@ run_specs() { # run_specs POOL ACCESS_TYPE WAY: straight to the driver, or throu
         | (.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" ")' "$report")
 }
 
-# compare POOL ACCESS_TYPE: how each spec ended through the proxy, against how it ended without it.
+# compare POOL ACCESS_TYPE: compares the result of each spec through the proxy with the direct one.
 compare() {
-    local pool=$1 access=$2 way differ same
-    for way in straight proxy; do
-        # The reason of a skip is part of it: a feature that seems to be missing through the proxy would show there.
+    local pool=$1 access=$2 path differ same
+    for path in direct proxy; do
+        # With the reasons of skips, which would show a feature that is missing through the proxy.
         jq -r '.[].SpecReports[] | select(.LeafNodeType == "It")
             | [.State, ((.ContainerHierarchyTexts // []) + [.LeafNodeText] | join(" ")),
                (if .State == "skipped" then .Failure.Message else "" end)] | @tsv' \
-            "$tmp/report-$access-$way.json" 2>/dev/null | sort >"$tmp/specs-$way"
+            "$tmp/report-$access-$path.json" 2>/dev/null | sort >"$tmp/specs-$path"
     done
-    differ=$(comm -3 "$tmp/specs-straight" "$tmp/specs-proxy")
-    same=$(comm -12 "$tmp/specs-straight" "$tmp/specs-proxy" | wc -l)
-    printf '  %s (%s): %d specs end alike with the node proxy and without it\n' "$pool" "$access" "$same"
+    differ=$(comm -3 "$tmp/specs-direct" "$tmp/specs-proxy")
+    same=$(comm -12 "$tmp/specs-direct" "$tmp/specs-proxy" | wc -l)
+    printf '  %s (%s): %d specs have the same result directly and through the node proxy\n' "$pool" "$access" "$same"
     if [[ -n $differ || $same == 0 ]]; then
-        problem "$pool" "specs ($access) that end otherwise through the node proxy: ${differ:-none was run}"
+        problem "$pool" "specs ($access) with another result through the node proxy: ${differ:-no spec ran}"
     fi
 }
 
-# The specs delete all that they create, so a driver that has ended owns no device and no mount.
-check_left_over() { # check_left_over POOL
-    local pool=$1 deadline=$((SECONDS + 10)) left not_ours='^$'
-    # The filesystem that this script made.
+# Specs delete everything that they create: a stopped driver has no loop device and no mount.
+check_leftovers() { # check_leftovers POOL
+    local pool=$1 deadline=$((SECONDS + 10)) leftovers not_ours='^$'
+    # The filesystem that this script created.
     [[ $pool != reflink ]] || not_ours="^mount $tmp/data\$|^loop device .* $tmp/xfs.img\$"
-    # The kernel lets go of a loop device a moment after its last user.
+    # The kernel releases a loop device a moment after its last user.
     while
-        left=$({
+        leftovers=$({
             mounts_below "$tmp" | sed 's/^/mount /'
             loops_of "$tmp" | sed 's/^/loop device /'
         } | grep -vE "$not_ours" || true)
-        [[ -n $left ]] && ((SECONDS < deadline))
+        [[ -n $leftovers ]] && ((SECONDS < deadline))
     do
         sleep 0.2
     done
-    [[ -z $left ]] || problem "$pool" "left behind: ${left//$'\n'/, }"
+    [[ -z $leftovers ]] || problem "$pool" "remaining mounts or loop devices: ${leftovers//$'\n'/, }"
 }
 
 end_proxy() { # end_proxy POOL
-    local pool=$1 left
+    local pool=$1 state
     if ! kill -0 "$proxy_pid" 2>/dev/null; then
-        problem "$pool" "the node proxy ended by itself"
+        problem "$pool" "the node proxy ended unexpectedly"
         tail -n 40 "$tmp/proxy.log"
     elif ! stop "$proxy_pid" 20; then
         problem "$pool" "the node proxy did not end cleanly on SIGTERM"
         tail -n 40 "$tmp/proxy.log"
     fi
     proxy_pid=
-    left=$(find "$tmp/proxy" -mindepth 1 -type d)
-    [[ -z $left ]] || problem "$pool" "the node proxy remembers what nobody left to a runtime: $left"
+    state=$(find "$tmp/proxy" -mindepth 1 -type d)
+    [[ -z $state ]] || problem "$pool" "the node proxy stored state without a deferred volume: $state"
     if grep -qF "$secret" "$tmp/proxy.log"; then
         problem "$pool" "a secret is in the node proxy's log"
     fi
@@ -266,7 +265,7 @@ run_pool() { # run_pool POOL
     write_parameters
     if start_driver "$pool"; then
         for access in mount block; do
-            run_specs "$pool" "$access" straight
+            run_specs "$pool" "$access" direct
         done
         if start_proxy; then
             for access in mount block; do
@@ -279,14 +278,14 @@ run_pool() { # run_pool POOL
         fi
         end_proxy "$pool"
         if ! kill -0 "$driver_pid" 2>/dev/null; then
-            problem "$pool" "the driver ended by itself"
+            problem "$pool" "the driver ended unexpectedly"
             tail -n 40 "$tmp/driver.log"
         elif ! stop "$driver_pid" 20; then
             problem "$pool" "the driver did not end cleanly on SIGTERM"
             tail -n 40 "$tmp/driver.log"
         fi
         driver_pid=
-        check_left_over "$pool"
+        check_leftovers "$pool"
         if grep -qF "$secret" "$tmp/driver.log"; then
             problem "$pool" "a secret is in the driver's log"
         fi
@@ -300,7 +299,7 @@ run_pool() { # run_pool POOL
     tmp=
 }
 
-cannot() {
+cannot_run() { # cannot_run REASON
     echo "$*" >&2
     exit 77
 }
@@ -308,14 +307,14 @@ cannot() {
 pools=("$@")
 ((${#pools[@]})) || pools=(reflink image copy)
 for pool in "${pools[@]}"; do
-    [[ $pool =~ ^(reflink|image|copy)$ ]] || die "no such pool kind: $pool (reflink, image, copy)"
+    [[ $pool =~ ^(reflink|image|copy)$ ]] || die "unknown pool kind $pool; use reflink, image or copy"
 done
-is_root || cannot "needs root, for loop devices and mounts"
-install_missing "${storage_commands[@]}" jq || cannot "needs what could not be installed"
+is_root || cannot_run "needs root, for loop devices and mounts"
+install_missing "${storage_commands[@]}" jq || cannot_run "required commands are missing"
 sanity=$(go_tool csi-sanity) || exit 77
 driver=${CSI_LOOPBACK_BIN:-}
 if [[ -z $driver ]]; then
-    (cd "$repo" && cargo build --locked --quiet) || die "the driver does not build"
+    (cd "$repo" && cargo build --locked --quiet) || die "the build of the driver failed"
     driver=$(cd "$repo" && realpath "${CARGO_TARGET_DIR:-target}")/debug/csi-loopback
 fi
 driver=$(realpath "$driver")
@@ -323,5 +322,5 @@ driver=$(realpath "$driver")
 for pool in "${pools[@]}"; do
     run_pool "$pool"
 done
-# A failed spec counts like a problem for the exit code.
+# Failed specs and problems set the exit code.
 ((problems + failed_specs == 0))

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# How hack/test.sh and hack/soak.sh run their steps: each with its output in a log, one line about it,
-# and its tests counted; in a TMPDIR of its own, which is cleared whatever happens; and how to tell
-# what was left behind.
-# Sourced after lib.sh, never run.
+# Step runner of hack/test.sh and hack/soak.sh. It writes the output of each step to a log, prints
+# one result line per step, and counts tests. Steps run in a TMPDIR of this run, which is always
+# removed at the end. Mounts, loop devices, processes and files that remain are reported. Source
+# this file after lib.sh; do not run it.
 
-# Seconds that a step may take; the directory for the logs of steps.
+# Timeout of a step in seconds; directory of the logs.
 limit=3600
 logs=
 
@@ -13,39 +13,39 @@ failed=0
 skipped=0
 failures=()
 step_pid=
-# A line for each phase that has ended; the phase that is under way.
+# Output lines of ended phases; the current phase.
 phases=()
 current_phase=
 phase_budget=
 phase_started=0
-# What runs beside the steps.
-beside=()
+# Process ids of background lanes.
+background=()
 
 begin() { # begin LIMIT LOGS
     limit=$1 logs=$2
     mkdir -p "$logs"
-    # Of its own, so that whatever is left in it was left by a test; short, because a socket's path has
-    # room for 107 bytes.
+    # Only this run uses it, so that everything in it belongs to a test. Short: the path of a unix
+    # socket has at most 107 bytes.
     TMPDIR=$(mktemp -d /tmp/csi-loopback-test.XXXXXX)
     export TMPDIR
     list_loops | sort >"$logs/loops-before"
     list_mounts | sort >"$logs/mounts-before"
-    # Each trap does it by itself: an `exit` from a signal's trap could end that of the exit before its
-    # first command.
+    # Each trap calls cleanup: an `exit` in a signal trap can end the EXIT trap before its first
+    # command.
     trap 'cleanup $?' EXIT
     trap 'cleanup 130' INT
     trap 'cleanup 143' TERM
 }
 
-cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
-    # A second interrupt must not stop what undoes the first.
+cleanup() { # cleanup STATUS: stops all processes of the run, removes its files, and exits with STATUS
+    # A second interrupt must not stop the cleanup.
     trap '' INT TERM
     trap - EXIT
     set +e
     stop_step
-    if ((${#beside[@]})); then
-        kill -TERM "${beside[@]}" 2>/dev/null || true
-        wait "${beside[@]}" 2>/dev/null || true
+    if ((${#background[@]})); then
+        kill -TERM "${background[@]}" 2>/dev/null || true
+        wait "${background[@]}" 2>/dev/null || true
     fi
     clear_up
     exit "$1"
@@ -53,12 +53,12 @@ cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
 
 stop_step() {
     [[ -n $step_pid ]] || return 0
-    # To `timeout`, which passes it on to all that it started.
+    # `timeout` forwards the signal to its process group.
     kill -TERM "$step_pid" 2>/dev/null || true
     wait "$step_pid" 2>/dev/null || true
 }
 
-# clear_up: ends the processes of this run and removes its TMPDIR.
+# clear_up: kills the processes of this run and removes its TMPDIR.
 clear_up() {
     local pid
     while read -r pid _; do
@@ -67,34 +67,34 @@ clear_up() {
     clear_directory "$TMPDIR" || true
 }
 
-# phase [NAME BUDGET]: ends the phase that is under way, and starts one, which is to take so many seconds at most.
+# phase [NAME BUDGET]: ends the current phase, and starts another one with a budget in seconds.
 phase() {
     local took=$((SECONDS - phase_started))
-    [[ -z $current_phase ]] || phases+=("$(beside_budget "$took" "$phase_budget" "$current_phase")")
+    [[ -z $current_phase ]] || phases+=("$(phase_line "$took" "$phase_budget" "$current_phase")")
     current_phase=${1:-} phase_budget=${2:-} phase_started=$SECONDS
 }
 
-beside_budget() { # beside_budget SECONDS BUDGET WHAT
+phase_line() { # phase_line SECONDS BUDGET NAME
     printf '  %5d s of %4d s  %s' "$1" "$2" "$3"
     (($1 <= $2)) || printf ': BUDGET EXCEEDED by %d s' $(($1 - $2))
     printf '\n'
 }
 
-# tell_phases BUDGET: the time of each phase, and that of all of them, beside the budgets.
-tell_phases() {
+# print_phases BUDGET: prints the time and budget of each phase, and the total time with BUDGET.
+print_phases() {
     printf '\nPhases:\n'
     printf '%s\n' "${phases[@]}"
-    beside_budget "$SECONDS" "$1" "in all"
+    phase_line "$SECONDS" "$1" "total"
 }
 
-fail() { # fail COUNT WHAT
+fail() { # fail COUNT NAME
     failed=$((failed + $1))
     failures+=("$2")
 }
 
-skip() { # skip COUNT WHAT WHY
+skip() { # skip COUNT NAME REASON
     if [[ ${CI:-} == true ]]; then
-        printf 'FAILED             %s: %s (CI=true allows no skip)\n' "$2" "$3"
+        printf 'FAILED             %s: %s (skips are failures with CI=true)\n' "$2" "$3"
         fail "$1" "$2: $3"
     else
         printf 'SKIPPED            %s: %s\n' "$2" "$3"
@@ -104,13 +104,14 @@ skip() { # skip COUNT WHAT WHY
 
 log_of() { printf '%s/%s.log\n' "$logs" "${1//[^A-Za-z0-9_-]/-}"; }
 
-# run NAME COMMAND...: runs it with its output in the log of that name; sets log, status and took.
+# run NAME COMMAND...: runs the command with its output in the log of NAME. Sets log, status and
+# took.
 run() {
     local started=${EPOCHREALTIME/./} ms
     log=$(log_of "$1")
     shift
     status=0
-    # In the background, so that a signal to this script is heard while it runs.
+    # In the background: bash handles a signal during `wait`, but not during a foreground command.
     timeout --kill-after=60 "$limit" "$@" >"$log" 2>&1 &
     step_pid=$!
     wait "$step_pid" || status=$?
@@ -120,30 +121,32 @@ run() {
     ((status != 124)) || echo "timed out after $limit s" >>"$log"
 }
 
-# run_beside FUNCTION ARGUMENT...: begins `run`, or what calls it, beside the steps that follow.
-run_beside() {
+# run_in_background FUNCTION ARGUMENT...: starts a function that calls `run`, in parallel to the
+# next steps.
+run_in_background() {
     (
         trap - EXIT INT
         trap 'stop_step; exit 143' TERM
         "$@"
     ) &
-    beside+=("$!")
+    background+=("$!")
 }
 
-# run_and_leave NAME COMMAND...: run, by what runs beside; what became of it is left for `take`.
-run_and_leave() {
+# run_detached NAME COMMAND...: `run` in a background lane. It stores the result for `collect`.
+run_detached() {
     run "$@"
     printf '%s\t%s\n' "$status" "$took" >"$log.new"
     mv "$log.new" "$log.ended"
 }
 
-# take NAME: waits for what was begun beside last to run and leave the step of this name; sets log, status and took as run does.
-take() {
+# collect NAME: waits until the background lane that was started last has run the step NAME. Sets
+# log, status and took like `run`.
+collect() {
     log=$(log_of "$1")
     while [[ ! -e $log.ended ]]; do
-        # It may have been left just before it ended.
-        if ! kill -0 "${beside[-1]}" 2>/dev/null && [[ ! -e $log.ended ]]; then
-            echo "what ran beside has ended without it" >>"$log"
+        # The lane can store the result just before it ends: check the file again.
+        if ! kill -0 "${background[-1]}" 2>/dev/null && [[ ! -e $log.ended ]]; then
+            echo "the background lane ended before this step" >>"$log"
             status=1 took='   0.0 s'
             return
         fi
@@ -152,7 +155,7 @@ take() {
     IFS=$'\t' read -r status took <"$log.ended"
 }
 
-tell() { # tell NAME DETAIL: the line of the step that was just run, and why it failed if it did
+print_result() { # print_result NAME DETAIL [LINES]: prints the result of the last step, on failure with its last LINES
     if ((status == 0)); then
         printf 'ok       %s  %s%s\n' "$took" "$1" "$2"
     else
@@ -161,52 +164,51 @@ tell() { # tell NAME DETAIL: the line of the step that was just run, and why it 
     fi
 }
 
-step() { # step NAME COMMAND...: counts as one, passed or failed
+step() { # step NAME COMMAND...: runs the command and counts it as one test
     run "$@"
-    tell "$1" ""
+    print_result "$1" ""
     if ((status == 0)); then passed=$((passed + 1)); else fail 1 "$1"; fi
 }
 
-# run_tests NAME COMMAND...: runs a test binary and adds up what it reports.
+# run_tests NAME COMMAND...: runs a test binary and counts its tests.
 run_tests() {
     run "$@"
-    count_tests_of "$1"
+    count_tests "$1"
 }
 
-# take_tests NAME: the same for one that was run and left.
-take_tests() {
-    take "$1"
-    count_tests_of "$1"
+# collect_tests NAME: like run_tests, for a binary that a background lane runs with run_detached.
+collect_tests() {
+    collect "$1"
+    count_tests "$1"
 }
 
-# count_tests_of NAME: adds up what the tests that were just run report. A test that finds the machine
-# lacking something prints a line "SKIPPED: what: why", and is then counted as skipped; what it prints
-# behind "report: " is shown.
-count_tests_of() {
-    local name=$1 ok=0 bad=0 ignored=0 left='' lacking line
+# count_tests NAME: counts the tests in the log of the last step. The line "SKIPPED: NAME: REASON"
+# marks a test that cannot run on this machine. Lines that start with "report: " are printed.
+count_tests() {
+    local name=$1 ok=0 bad=0 ignored=0 detail='' skips line
     while read -r line; do
         [[ $line =~ ([0-9]+)\ passed\;\ ([0-9]+)\ failed\;\ ([0-9]+)\ ignored ]] || continue
         ok=$((ok + BASH_REMATCH[1]))
         bad=$((bad + BASH_REMATCH[2]))
         ignored=$((ignored + BASH_REMATCH[3]))
     done < <(grep '^test result:' "$log")
-    mapfile -t lacking < <(sed -n 's/^SKIPPED: //p' "$log")
-    ok=$((ok - ${#lacking[@]}))
+    mapfile -t skips < <(sed -n 's/^SKIPPED: //p' "$log")
+    ok=$((ok - ${#skips[@]}))
     passed=$((passed + ok))
     if ((bad > 0)); then
         fail "$bad" "$name: $bad failed"
     elif ((status != 0)); then
         fail 1 "$name: exit $status"
     fi
-    ((ignored == 0)) || left=", $ignored in the full tier alone"
-    tell "$name" ": $ok passed, $bad failed, ${#lacking[@]} skipped$left" 200
+    ((ignored == 0)) || detail=", $ignored only in the full tier"
+    print_result "$name" ": $ok passed, $bad failed, ${#skips[@]} skipped$detail" 200
     sed -n 's/^report: /             report: /p' "$log"
-    for line in "${lacking[@]}"; do
+    for line in "${skips[@]}"; do
         skip 1 "${line%%: *}" "${line#*: }"
     done
 }
 
-# count_fuzz NAME: adds up the fuzz targets that were just run, each of which is a test.
+# count_fuzz NAME: counts the fuzz targets of the last step as tests.
 count_fuzz() {
     local bad
     if ((status == 77)); then
@@ -217,19 +219,20 @@ count_fuzz() {
     bad=$(grep -c '^FAILED ' "$log" || true)
     ((bad > 0 || status == 0)) || bad=1
     ((bad == 0)) || fail "$bad" "$1: $bad targets"
-    tell "$1" "" 200
+    print_result "$1" "" 200
     ((status != 0)) || sed -n 's/^ok /             &/p' "$log"
 }
 
-# left_behind: sets left to what this run has left behind, line by line, and elsewhere to what is new
-# since the start and not below TMPDIR, so perhaps another's who works on this machine.
-left_behind() {
+# find_leftovers: sets leftovers to the mounts, loop devices, processes and files of this run, one
+# per line. Sets elsewhere to mounts and loop devices that appeared since the start outside of
+# TMPDIR; these can belong to another user of the machine.
+find_leftovers() {
     local processes
-    # The kernel lets go of a loop device a moment after its last user.
+    # The kernel releases a loop device a moment after its last user.
     for _ in {1..50}; do
-        # By itself, or the end of a pipe would find its own beginning.
+        # Not in the subshell below: processes_of would report the subshell.
         processes=$(processes_of "$TMPDIR")
-        left=$(
+        leftovers=$(
             mounts_below "$TMPDIR" | sed 's/^/mount /'
             loops_of "$TMPDIR" | sed 's/^/loop device /'
             [[ -z $processes ]] || printf 'process %s\n' "${processes//$'\n'/$'\nprocess '}"
@@ -239,29 +242,34 @@ left_behind() {
             list_loops | sort | comm -13 "$logs/loops-before" - | grep -vF " $TMPDIR/" | sed 's/^/loop device /'
             list_mounts | sort | comm -13 "$logs/mounts-before" - | grep -vF "$TMPDIR/" | sed 's/^/mount /'
         ) || true
-        # What others do is not waited for, unless nobody else is there.
-        [[ -n $left || (${CI:-} == true && -n $elsewhere) ]] || return 0
+        # Wait for changes elsewhere only in CI, where the machine has no other users.
+        [[ -n $leftovers || (${CI:-} == true && -n $elsewhere) ]] || return 0
         sleep 0.2
     done
 }
 
-# check_left_behind: counts as one, and fails for what is left; in a continuous build for anything new.
-check_left_behind() {
-    left_behind
+# check_leftovers: counts as one test. It fails if anything of this run remains, in CI also for
+# changes elsewhere.
+check_leftovers() {
+    find_leftovers
     if [[ ${CI:-} == true && -n $elsewhere ]]; then
-        left+=${left:+$'\n'}$elsewhere
+        leftovers+=${leftovers:+$'\n'}$elsewhere
     elif [[ -n $elsewhere ]]; then
-        printf 'note: new since the start, and not known to be of this run:\n'
+        printf 'note: new since the start, perhaps of another program:\n'
         printf '%s\n' "$elsewhere" | sed 's/^/    /'
     fi
-    if [[ -z $left ]]; then
-        printf 'ok                 nothing left behind\n'
+    if [[ -z $leftovers ]]; then
+        printf 'ok                 no mount, loop device, process or file remains\n'
         passed=$((passed + 1))
     else
-        printf 'FAILED             left behind:\n'
-        printf '%s\n' "$left" | sed 's/^/    /'
-        fail 1 "left behind: loop devices, mounts, processes or files"
+        print_leftovers
+        fail 1 "remaining mounts, loop devices, processes or files"
     fi
+}
+
+print_leftovers() {
+    printf 'FAILED             remaining mounts, loop devices, processes or files:\n'
+    printf '%s\n' "$leftovers" | sed 's/^/    /'
 }
 
 finish() {

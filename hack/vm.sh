@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# hack/vm.sh KERNEL COMMAND [ARGUMENT...]: runs a command of this machine, as root, in a virtual machine with another
-# kernel: tests of the driver on kernels that this machine does not run.
+# hack/vm.sh KERNEL COMMAND [ARGUMENT...]: runs a command as root in a virtual machine with another
+# kernel, to test the driver on that kernel.
 #
-# KERNEL  a Debian package of a kernel, such as linux-image-6.1.0-56-amd64, which is downloaded and not installed; `list`
-#         prints those that there are
+# KERNEL  a Debian kernel package, such as linux-image-6.1.0-56-amd64. It is downloaded, not installed. `list` prints
+#         the available packages
 #
-# The virtual machine sees the files of this one, and what it writes stays in its memory. TMPDIR is on a disk of its own,
-# an ext4 of 20 GiB, sparse. Its exit code is that of the command. It ends with this script.
+# The virtual machine sees the files of this machine read-only; its writes stay in its memory.
+# TMPDIR is on a separate sparse disk, an ext4 of 20 GiB. The exit code is the command's. The
+# virtual machine ends with this script.
 #
 #     hack/vm.sh linux-image-6.12-amd64 env ORACLE_POOL=image ORACLE_CASES=20 \
 #         target/debug/deps/storage-0123456789abcdef --include-ignored --test-threads=1 failures
 #
 # VM_CPUS    processors (2)
 # VM_MEMORY  memory in MiB (3072)
-# VM_ACCEL   kvm or tcg, which is software emulation, some twenty times slower (kvm where it can be used)
+# VM_ACCEL   kvm, or tcg for software emulation, about twenty times slower (kvm if available)
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 source "$(dirname "$0")/lib.sh"
@@ -24,12 +25,12 @@ case ${1:-} in
 esac
 package=$1
 shift
-(($#)) || die "which command? see --help"
+(($#)) || die "the command is missing; see --help"
 is_root || die "needs root"
-install_missing qemu-system-x86_64 busybox depmod mkfs.ext4 cpio xz || die "needs what could not be installed"
+install_missing qemu-system-x86_64 busybox depmod mkfs.ext4 cpio xz || die "required commands are missing"
 
-# What the virtual machine needs to reach the files of this one, and what the driver and its tests need.
-wanted=(crc32c_generic virtio_pci virtio_blk 9p 9pnet_virtio overlay loop ext4 xfs btrfs fuse
+# Kernel modules for the shared files, the driver and its tests.
+kernel_modules=(crc32c_generic virtio_pci virtio_blk 9p 9pnet_virtio overlay loop ext4 xfs btrfs fuse
     dm-mod dm-flakey dm-snapshot)
 
 work=$(mktemp --directory --tmpdir csi-loopback-vm.XXXXXX)
@@ -40,10 +41,10 @@ trap 'rm -rf "$work"' EXIT
 kernels=$cache/kernels
 if [[ ! -d $kernels/$package ]]; then
     mkdir -p "$kernels"
-    # A package that stands for the newest one depends on it.
+    # A metapackage depends on the newest kernel package.
     real=$(apt-cache depends --no-pre-depends --no-recommends --no-suggests "$package" |
         sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1)
-    (cd "$work" && apt-get download "${real:-$package}") || die "$package: cannot be downloaded; see hack/vm.sh list"
+    (cd "$work" && apt-get download "${real:-$package}") || die "$package: download failed; hack/vm.sh list prints the packages"
     dpkg-deb --extract "$work"/*.deb "$work/kernel"
     mv "$work/kernel" "$kernels/$package"
 fi
@@ -51,16 +52,16 @@ release=$(ls "$kernels/$package/lib/modules")
 modules=$kernels/$package/lib/modules/$release
 [[ -f $modules/modules.dep ]] || depmod --basedir "$kernels/$package" "$release"
 
-# --- What it starts with --------------------------------------------------------------------------------
+# --- The initramfs --------------------------------------------------------------------------------------
 
 root=$work/root
 mkdir -p "$root"/{bin,dev,host,modules,new,proc,rw,sys}
 cp "$(command -v busybox)" "$root/bin/busybox"
 
-# module NAME: copies a module after those that it depends on, each once.
+# module NAME: copies a module and, before it, its dependencies, each once.
 module() {
     local line file name
-    # Some are part of the kernel.
+    # A built-in module has no file.
     line=$(grep -E "/${1//[-_]/[-_]}\.ko(\.xz)?:" "$modules/modules.dep") || return 0
     file=${line%%:*} name=${file##*/} name=${name%.xz}
     [[ ! -e $root/modules/$name ]] || return 0
@@ -74,7 +75,7 @@ module() {
     esac
     echo "$name" >>"$root/modules/order"
 }
-for name in "${wanted[@]}"; do module "$name"; done
+for name in "${kernel_modules[@]}"; do module "$name"; done
 
 printf '%q ' "$@" >"$root/command"
 cat >"$root/init" <<END
@@ -123,5 +124,5 @@ qemu-system-x86_64 -accel "$accel" -cpu max -smp "${VM_CPUS:-2}" -m "${VM_MEMORY
     -virtfs local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap |
     tr -d '\r' | tee "$work/output"
 code=$(sed -n 's/^exit code \([0-9]*\)$/\1/p' "$work/output" | tail -n 1)
-[[ -n $code ]] || die "the virtual machine ended before the command did"
+[[ -n $code ]] || die "the virtual machine ended before the command"
 exit "$code"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Scene: the same with kubectl create, page by page, through the aggregated API server
+# Scene: the same in pages, with kubectl create and the aggregated API server
 
 server=csi-loopback-aggregated-api
 servers=csi-loopback-aggregated
@@ -7,8 +7,8 @@ api_service=v1alpha1.cbt.storage.k8s.io
 
 is_discovered() { [[ $(kubectl api-resources --api-group=cbt.storage.k8s.io -o name) == *volumesnapshotdeltas* ]]; }
 
-# page OFFSET LIMIT: creates a VolumeSnapshotDelta, and writes the answer to page.json. Without --validate=ignore kubectl
-# reads CustomResourceDefinitions, which not everybody may.
+# page OFFSET LIMIT: creates a VolumeSnapshotDelta, and writes the response to page.json. Without
+# --validate=ignore, kubectl reads CustomResourceDefinitions, which needs another right.
 page() {
     cat >delta.yaml <<END
 apiVersion: cbt.storage.k8s.io/v1alpha1
@@ -16,7 +16,7 @@ kind: VolumeSnapshotDelta
 metadata: {name: changed}
 spec: {baseVolumeSnapshotName: monday, targetVolumeSnapshotName: tuesday, mode: block, offset: $1, limit: $2}
 END
-    tell kubectl create --validate=ignore -f delta.yaml -o json "# offset: $1, limit: $2"
+    print_command kubectl create --validate=ignore -f delta.yaml -o json "# offset: $1, limit: $2"
     as backup kubectl create --validate=ignore -f delta.yaml -o json >page.json
 }
 
@@ -36,7 +36,7 @@ say "starting the driver, csi-snapshotter, the sidecar with cbt-http and the agg
 cbt=$(free_port)
 start_storage "--cbt-http-port=$cbt" "--cbt-http-service-address=localhost:$cbt"
 start_role "$servers" "deployment/$server" aggregated-api "--service-address=$server.$servers.svc:443"
-# The API server, which is no pod here, finds it by a Service that is a name.
+# The API server cannot reach cluster IPs; it resolves a Service of type ExternalName.
 quietly kubectl -n "$servers" patch service "$server" --type=merge \
     -p '{"spec": {"type": "ExternalName", "externalName": "localhost", "selector": null}}'
 quietly kubectl patch apiservice "$api_service" --type=merge -p '{"spec": {"service": {"port": '"$port"'}}}'
@@ -46,34 +46,34 @@ shell kubectl get apiservice "$api_service"
 wait_for "driverdiscovery/$driver_name" condition=CapabilityPresent
 shell kubectl get driverdiscoveries
 take_snapshots
-say "a page of three blocks, for a ServiceAccount with the ClusterRole csi-loopback-snapshot-delta-user"
+say "getting a page of three blocks as a ServiceAccount with the ClusterRole csi-loopback-snapshot-delta-user"
 page 0 3
 indent <delta.yaml
 jq .status page.json | indent
-[[ $(jq -r .status.state page.json) == Continue ]] || die "the state Continue was expected"
-say "the other pages: each begins where status.continue of the one before says"
+[[ $(jq -r .status.state page.json) == Continue ]] || die "expected state Continue"
+say "getting the other pages; the offset of each is status.continue of the previous one"
 blocks=3
 until [[ $(jq -r .status.state page.json) == Completed ]]; do
     page "$(jq .status.continue page.json)" 256
     blocks=$((blocks + $(jq '.status.changedBlocks | length' page.json)))
 done
 printf '    %d blocks\n' "$blocks"
-((blocks == (64 + 2048 + 512) / 4)) || die "these are not the blocks that changed"
-say "the same with the command, and the driver's own answer"
+((blocks == (64 + 2048 + 512) / 4)) || die "expected $(((64 + 2048 + 512) / 4)) blocks"
+say "comparing the snapshot command with the driver's result"
 flags=(--api aggregated --namespace "$namespace")
 as backup show snapshot delta monday tuesday "${flags[@]}"
 monday=$(handle_of monday) tuesday=$(handle_of tuesday)
 same delta "$(as backup extents delta monday tuesday --page-size 100 "${flags[@]}")" "$(extents delta "$monday" "$tuesday")"
 same allocated "$(as backup extents allocated monday "${flags[@]}")" "$(extents allocated "$monday")"
-say "nothing is stored: no one can get a VolumeSnapshotDelta"
-tell kubectl get volumesnapshotdeltas
-refused MethodNotAllowed kubectl get volumesnapshotdeltas
-say "a ServiceAccount that may create VolumeSnapshotDeltas and may not read these snapshots is refused"
-refused volumesnapshots as stranger show snapshot delta monday tuesday "${flags[@]}"
-say "the server ends: the API is unavailable, and the rest of its group remains"
+say "VolumeSnapshotDeltas are not stored and cannot be read"
+print_command kubectl get volumesnapshotdeltas
+rejected MethodNotAllowed kubectl get volumesnapshotdeltas
+say "the server rejects a ServiceAccount that may create VolumeSnapshotDeltas but not read these snapshots"
+rejected volumesnapshots as stranger show snapshot delta monday tuesday "${flags[@]}"
+say "stopping the server: VolumeSnapshotDeltas become unavailable, other resources of the group remain available"
 stop aggregated-api
 wait_for "apiservice/$api_service" condition=Available=False
-refused ServiceUnavailable page 0 3
+rejected ServiceUnavailable page 0 3
 shell kubectl get driverdiscoveries
 say "removing the APIService, so that namespaces can be deleted again"
 shell kubectl delete apiservice "$api_service"

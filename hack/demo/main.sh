@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154
-# Scene: which blocks of a volume with real files hold data and which changed, and the proof by bytes
+# Scene: allocated and changed blocks of a volume with real files, verified byte by byte
 
-copy_files() { # sets files to what it copies into the volume
+copy_files() { # copies files into the volume, and sets files to their paths
     mapfile -d '' files < <(find "$repo/src" "$repo/docs" "${CARGO_HOME:-$HOME/.cargo}/registry/src" /usr/share -xdev \
         -type f -size -64k -print0 2>/dev/null | head --zero-terminated --lines=8000)
     printf '%s\0' "${files[@]}" | xargs -0 cp --parents --preserve=timestamps -t "$tmp/target"
@@ -9,7 +9,7 @@ copy_files() { # sets files to what it copies into the volume
     printf '    %d files, %d MiB\n' "${#files[@]}" "$(du -sm "$tmp/target" | cut -f 1)"
 }
 
-change_files() { # edits, deletes and adds, and gives the freed blocks back
+change_files() { # edits, deletes, adds and trims files
     local index
     for ((index = 0; index < ${#files[@]}; index += 40)); do
         echo "edited by the demo" >>"$tmp/target${files[index]}"
@@ -20,7 +20,7 @@ change_files() { # edits, deletes and adds, and gives the freed blocks back
     head -c 4M /dev/urandom >"$tmp/target/new-file"
     sync -f "$tmp/target"
     fstrim "$tmp/target"
-    echo "    each 40th file edited, each 7th deleted, 4 MiB added, fstrim"
+    echo "    edited every 40th file, deleted every 7th, added 4 MiB, ran fstrim"
 }
 
 begin
@@ -39,10 +39,10 @@ say "taking snapshot B"
 show snapshot create B --volume "$volume"
 show volume list
 show snapshot list
-say "which blocks hold data in A?"
+say "listing the allocated blocks of A"
 show snapshot allocated A --limit-rows 5
-say "which blocks changed from A to B?"
+say "listing the blocks that changed from A to B"
 show snapshot delta A B --limit-rows 5
-say "is that true? Comparing every byte of both"
+say "verifying the delta: comparing every byte of both snapshots"
 show snapshot verify A B
 remove_volume

@@ -1,9 +1,9 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Scene: the same for a pod that asks for it by an annotation, with the proxy between kubelet and driver
+# Scene: the same for a pod with the opt-in annotation, with the node proxy
 
 namespace=default
 
-run_pod() { # run_pod NAME [ANNOTATIONS]: with the claim, on a node that has neither scheduler nor network
+run_pod() { # run_pod NAME [ANNOTATIONS]: creates a pod with the claim, on a node without scheduler and network plugin
     cat >"$1.yaml" <<END
 apiVersion: v1
 kind: Pod
@@ -23,29 +23,29 @@ END
     shell kubectl create -f "$1.yaml"
 }
 
-delete_pod() { # delete_pod NAME: and waits until kubelet and driver have nothing of it
+delete_pod() { # delete_pod NAME: deletes the pod and waits until kubelet and driver have released its volume
     shell kubectl delete pod "$1"
-    await "the end of its volume" is_unused
+    await "release of the volume" is_unused
 }
 
 is_unused() { [[ -z $(ls -A "$node/kubelet/pods") && $(loops_of "$tmp") != *"/vol-$volume-"* ]]; }
 
-in_pod() { # in_pod NAME SCRIPT: by kubelet, which splits the command at each space
+in_pod() { # in_pod NAME SCRIPT: runs the script through kubelet, which splits a command at spaces
     local command
-    tell "kubectl exec $1 -- sh -c '$2'"
+    print_command "kubectl exec $1 -- sh -c '$2'"
     command="sh -c echo\${IFS}$(base64 -w0 <<<"$2")|base64\${IFS}-d|sh"
     kubectl --server="https://127.0.0.1:$(<"$node/port")" create -f /dev/null \
         --raw "/run/$namespace/$1/app?cmd=$(jq -rn --arg command "$command" '$command | @uri')" | indent
 }
 
-check_host() { # check_host NUMBER: of the volumes that the host has mounted for pods
+check_host() { # check_host NUMBER: checks the number of pod volumes that the host has mounted
     local mounts
     mounts=$(list_mounts | awk -v at="$node/kubelet/pods/" 'index($1, at) == 1 && $2 ~ "^/dev/loop"' | wc -l)
     printf '    mounted on the host: %d\n' "$mounts"
-    ((mounts == $1)) || die "$1 was expected"
+    ((mounts == $1)) || die "expected $1"
 }
 
-event() { # what the proxy has reported of the pod
+event() { # prints the proxy's event for the pod
     kubectl get events -o 'jsonpath={.items[0].message}' \
         --field-selector involvedObject.name=waits,source=csi-loopback-node-proxy | grep -F DEFER_FS_OPS
 }
@@ -54,11 +54,11 @@ begin "${node_commands[@]}" setpriv unshare openssl
 start_cluster
 apply node-proxy
 quietly kubectl create serviceaccount default
-say "starting a node with a released kubelet, crust_ops, the driver, and the proxy, whose socket kubelet gets"
+say "starting a node with a released kubelet, crust_ops, the driver, and the node proxy, registered with kubelet"
 start node env CSI_LOOPBACK_BINARY="$driver" "$repo/hack/kubelet.sh" "$tmp/cluster"
 node=$tmp/cluster/node
 await "the node" test -e "$node/ready"
-# The RuntimeClass selects it.
+# The RuntimeClass selects nodes with this label.
 quietly kubectl label node node loopback.csi.local/pool=true
 start_crust_ops "$node" nsenter --target "$(<"$node/pid")" --mount --pid -- setpriv --pdeathsig KILL --
 deferring=("${driver_flags[@]}")
@@ -68,33 +68,33 @@ start_role csi-loopback daemonset/csi-loopback-node-proxy node-proxy "--endpoint
 start registrar node-driver-registrar -driver-name="$driver_name" -kubelet-registration-path="$tmp/proxy.sock" \
     -plugin-registration-path="$node/kubelet/plugins_registry"
 await "the registration" kubectl wait --timeout=1s --for=jsonpath='{.spec.drivers[0].name}'="$driver_name" csinode/node
-say "a volume that does not mention runtimes, and its claim"
+say "creating an ordinary volume and its claim"
 show volume create "$volume" --size 320Mi --fs xfs --access-mode single-node-single-writer
 make_claim 320Mi ReadWriteOncePod Filesystem
-say "a pod without the annotation: the host mounts its volume"
+say "running a pod without the annotation: the host mounts its volume"
 run_pod plain
 wait_for pod/plain condition=Ready
 in_pod plain 'echo "written in plain" >/data/file; grep " /data " /proc/mounts'
 check_host 1
 delete_pod plain
-say "a pod with the annotation: its runtime mounts it, and the host does not"
+say "running a pod with the annotation: its runtime mounts the volume, the host does not"
 run_pod deferred 'cbt.storage.k8s.io/defer-fs-mount: data'
 wait_for pod/deferred condition=Ready
 in_pod deferred 'cat /data/file; echo "written in deferred" >>/data/file; grep " /data " /proc/mounts; stat -c "group %g" /data'
 check_host 0
-say "what the proxy stores while the pod is there, and counts"
+say "showing the proxy's stored state of the volume, and its metrics"
 shell jq . "$tmp"/state/*/vol_data.json
 shell curl --silent --fail "http://127.0.0.1:$http/metrics" | grep -E '^ *(volumes_published_with_|csi_loopback_deferred_)'
 delete_pod deferred
-[[ -z $(find "$tmp/state" -name vol_data.json) ]] || die "it is still stored"
-say "the driver is downgraded, and a pod begins: it waits, and an event reports why"
+[[ -z $(find "$tmp/state" -name vol_data.json) ]] || die "the state was not deleted"
+say "downgrading the driver and creating a pod: it waits, and an event gives the reason"
 stop driver
 driver_flags=()
 start_driver
 run_pod waits 'cbt.storage.k8s.io/defer-fs-mount: data'
 await "an event" event
 event | fold --spaces --width 116 | indent
-say "with the upgrade it runs"
+say "upgrading the driver: the pod runs"
 stop driver
 driver_flags=("${deferring[@]}")
 start_driver

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Scene: a volume that a container's runtime mounts, and the node never does (needs containerd)
+# Scene: a volume that the container runtime mounts, not the host (needs containerd)
 
-run_container() { # run_container NAME SCRIPT: with the volume at /data, by csi-loopback-runc
+run_container() { # run_container NAME SCRIPT: runs a container with the volume at /data, with csi-loopback-runc
     ctr run --detach --rootfs --runc-binary "$tmp/csi-loopback-runc" --env PATH=/bin \
         --mount "type=bind,src=$tmp/target,dst=/data,options=rbind:rw" "$tmp/root" "$1" sh -c "$2"
 }
@@ -21,13 +21,13 @@ before_clean_up() { # removes the containers, which would outlive containerd
 check_host() {
     local mounts
     mounts=$(list_mounts | awk -v at="$tmp/" 'index($1, at) == 1 && $1 ~ "/(target|staging|work)"')
-    [[ -z $mounts && -z $(ls -A "$tmp/target") ]] || die "the host sees the volume: $mounts"
-    echo "    the host: no mount of the volume, and an empty directory"
+    [[ -z $mounts && -z $(ls -A "$tmp/target") ]] || die "the volume is mounted on the host: $mounts"
+    echo "    host: the volume is not mounted, the target directory is empty"
 }
 
 begin "${node_commands[@]}"
 say "starting crust_ops, containerd and a driver, with its pool in \$tmp ($tmp)"
-# For ctr, and for what containerd starts.
+# For ctr, and for programs that containerd starts.
 export CONTAINERD_ADDRESS=$tmp/containerd.sock CSI_LOOPBACK_RUNC_CONFIG=$tmp/oci-runtime.yaml
 printf '%s\n' "crustDir: $tmp/crust" "workDir: $tmp/work" >"$CSI_LOOPBACK_RUNC_CONFIG"
 start_crust_ops "$tmp"
@@ -41,33 +41,33 @@ printf '%s\n' 'version = 2' 'disabled_plugins = ["io.containerd.grpc.v1.cri"]' >
 start containerd containerd --config containerd.toml --address "$CONTAINERD_ADDRESS" \
     --root "$tmp/containerd/root" --state "$tmp/containerd/state"
 await containerd ctr version
-say "creating a volume, staging it, and publishing it with defer_fs_ops: nothing is mounted"
+say "creating a volume, staging it, and publishing it with defer_fs_ops: the host does not mount it"
 mode=(--fs xfs --access-mode single-node-single-writer)
 show volume create "$volume" --size 320Mi "${mode[@]}"
 show volume stage "$volume" --staging "$tmp/staging" "${mode[@]}"
 show volume publish "$volume" --staging "$tmp/staging" --target "$tmp/target" --defer-fs-ops "${mode[@]}"
 shell jq . "$tmp"/crust/*/mountInfo.json
 check_host
-say "no runtime has it yet, which its condition reports"
+say "the volume condition reports that no runtime has mounted the volume"
 show volume stats "$volume" --path "$tmp/target"
-say "a container by containerd, with csi-loopback-runc in front of runc"
+say "starting a container with containerd and csi-loopback-runc, which calls runc"
 run_container writer 'echo "written in the container" >/data/file; sleep 1000'
 await "the file" in_container cat /data/file
 shell in_container df -h /data
 check_host
-say "statistics and growth, while the container runs"
+say "getting statistics and growing the volume while the container runs"
 show volume stats "$volume" --path "$tmp/target"
 show volume expand "$volume" --size 512Mi --path "$tmp/target"
 shell in_container df -h /data
 check_host
-say "a container of another pod is refused"
-refused "another pod" run_container intruder 'sleep 1000'
-say "the container ends; the data is on the volume, which the host may mount now"
+say "csi-loopback-runc rejects a container of another pod"
+rejected "another pod" run_container intruder 'sleep 1000'
+say "removing the container; the host can now mount the volume, which has the data"
 before_clean_up
 show volume unpublish "$volume" --target "$tmp/target"
-[[ ! -e $tmp/target && -z $(ls -A "$tmp/crust") ]] || die "something of the publication is left"
-mkdir look
-mount -o ro "$(loops_of "$tmp" | awk '/vol-demo-/ { print $1 }')" look
-shell cat look/file
-umount look
+[[ ! -e $tmp/target && -z $(ls -A "$tmp/crust") ]] || die "files of the publication remain"
+mkdir check
+mount -o ro "$(loops_of "$tmp" | awk '/vol-demo-/ { print $1 }')" check
+shell cat check/file
+umount check
 remove_volume

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# Scene: the same in a snapshot session: requested, used, revoked, expired, refused
+# Scene: the same in a snapshot session: requested, used, revoked, expired, rejected
 
 example=$repo/deploy/examples/backup-app-session
 
@@ -14,9 +14,10 @@ await_state() { # await_state NAME STATE
     shell kubectl get snapshotsessionrequests
 }
 
-# ask SNAPSHOT STATUS: what the sidecar answers to a GetAllocated with the token and no other right. A gRPC request is a
-# POST of a message behind five bytes with its length; its status comes last. Fields 1 and 3 are token and snapshot.
-ask() {
+# get_allocated SNAPSHOT STATUS: calls GetAllocated of the sidecar with only the session token, and
+# succeeds if the gRPC status is STATUS. A gRPC request is a POST of a message after five bytes with
+# its length; the status is in the trailers. Fields 1 and 3 are token and snapshot.
+get_allocated() {
     local message
     printf -v message '\\x0a\\x%02x%s\\x1a\\x%02x%s' "${#token}" "$token" "${#1}" "$1"
     printf -v message '\\x00\\x00\\x00\\x00\\x%02x%s' $((${#token} + ${#1} + 4)) "$message"
@@ -26,9 +27,9 @@ ask() {
     [[ $answer == *"grpc-status: $2"* ]]
 }
 
-expect() { # expect SNAPSHOT STATUS: the sidecar learns by a watch that a session has ended, a moment later
-    await "grpc-status $2 for the token alone" ask "$@"
-    printf '%s, by the token alone: %b\n' "$1" "${answer//%/\\x}" | indent
+expect() { # expect SNAPSHOT STATUS: waits, because the sidecar gets the end of a session by a watch, a moment later
+    await "grpc-status $2 with only the token" get_allocated "$@"
+    printf '%s, with only the token: %b\n' "$1" "${answer//%/\\x}" | indent
 }
 
 begin
@@ -45,21 +46,21 @@ start_role csi-loopback-sessions deployment/csi-loopback-session-manager session
 await "trust in the webhook" as backup-app kubectl create --dry-run=server -f "$example/request.yaml"
 shell kubectl get snapshotserviceconfigurations
 take_snapshots
-say "from here on as ServiceAccount backup-app, which may request sessions in $namespace"
+say "switching to the ServiceAccount backup-app, which may request sessions in $namespace"
 act_as backup-app
-say "a full and an incremental backup, each in a session that the command requests, waits for and ends"
+say "full and incremental backup; the command requests, awaits and deletes a session for each"
 show snapshot allocated monday --api session --namespace "$namespace"
 show snapshot delta monday tuesday --api session --namespace "$namespace"
-say "a session by hand, for a snapshot that is not ready yet (csi-snapshotter is stopped): Pending"
+say "requesting a session for a snapshot that is not ready (csi-snapshotter is stopped): Pending"
 kill -STOP -- "-${pid_of[csi-snapshotter]}"
 request_snapshot wednesday
 create_session by-hand 600 wednesday
 await_state by-hand Pending
-say "the snapshot becomes ready, and so does the session: Ready"
+say "continuing csi-snapshotter: snapshot and session become ready"
 kill -CONT -- "-${pid_of[csi-snapshotter]}"
 await_state by-hand Ready
 show snapshot allocated wednesday --api session --session by-hand --namespace "$namespace"
-say "the token gives access until the request is deleted"
+say "the token is valid until the request is deleted"
 kubectl get ssr by-hand -o 'jsonpath={.status.caCert}' | base64 -d >session-ca.crt
 token=$(kubectl get ssr by-hand -o 'jsonpath={.status.sessionToken}')
 expect wednesday 0
@@ -72,10 +73,10 @@ token=$(kubectl get ssr short -o 'jsonpath={.status.sessionToken}')
 expect monday 0
 wait_for ssr/short delete
 expect monday 16
-say "a ServiceAccount that may request sessions and may not read these snapshots is refused"
-refused volumesnapshots as stranger show snapshot allocated monday --api session --namespace "$namespace"
+say "the webhook rejects a ServiceAccount that may request sessions but not read these snapshots"
+rejected volumesnapshots as stranger show snapshot allocated monday --api session --namespace "$namespace"
 say "no object of a session remains"
 act_as administrator
 shell kubectl get ssr,ssd --all-namespaces
-[[ -z $(kubectl get ssr,ssd --all-namespaces -o name) ]] || die "there are objects of sessions"
+[[ -z $(kubectl get ssr,ssd --all-namespaces -o name) ]] || die "objects of sessions remain"
 remove_volume

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154
-# Scene: the same as a backup application sees it, through a real Kubernetes API server (needs Go)
+# Scene: the same through the sidecar and a Kubernetes API server, for a backup application (needs Go)
 
-lister() { # lister FLAG...: what the released one lists, as extents prints it
+lister() { # lister FLAG...: prints the extents of the released lister in the format of `extents`
     snapshot-metadata-lister -kubeconfig "$KUBECONFIG" -n "$namespace" -o json "$@" |
         jq -c '.[].block_metadata[] | [.byte_offset // 0, .size_bytes]'
 }
@@ -9,7 +9,7 @@ lister() { # lister FLAG...: what the released one lists, as extents prints it
 begin
 start_cluster
 apply base examples/backup-app
-# A token for the sidecar: the pods of the example have theirs from a projected volume.
+# The right to request a token: pods of the example get theirs from a projected volume.
 shell kubectl -n backup-app create role token --verb=create --resource=serviceaccounts/token --resource-name=backup-app
 shell kubectl -n backup-app create rolebinding token --role=token --serviceaccount=backup-app:backup-app
 kubeconfig_of backup-app backup-app
@@ -19,18 +19,18 @@ start_storage
 shell kubectl get snapshotmetadataservices
 take_snapshots
 monday=$(handle_of monday) tuesday=$(handle_of tuesday)
-say "from here on as ServiceAccount backup-app, which may read VolumeSnapshots in the namespace $namespace"
+say "switching to the ServiceAccount backup-app, which may read VolumeSnapshots in the namespace $namespace"
 act_as backup-app
-say "a full backup reads what holds data on monday"
+say "full backup: listing the allocated blocks of monday"
 show snapshot allocated monday --namespace "$namespace"
-say "an incremental one reads what changed since"
+say "incremental backup: listing the blocks that changed from monday to tuesday"
 show snapshot delta monday tuesday --namespace "$namespace"
-say "the same with the lister of external-snapshot-metadata"
+say "listing the same with the lister of external-snapshot-metadata"
 shell snapshot-metadata-lister -kubeconfig "$KUBECONFIG" -n "$namespace" -s tuesday -p monday
 same allocated "$(extents allocated monday --namespace "$namespace")" "$(lister -s monday)"
 same delta "$(extents delta monday tuesday --namespace "$namespace")" "$(lister -s tuesday -p monday)"
-say "a ServiceAccount without that right is refused"
-refused PERMISSION_DENIED as administrator show snapshot allocated monday --namespace "$namespace" --service-account stranger
-say "is the incremental answer true? Comparing every byte of both on the driver's side"
+say "the sidecar rejects a ServiceAccount without that right"
+rejected PERMISSION_DENIED as administrator show snapshot allocated monday --namespace "$namespace" --service-account stranger
+say "verifying the delta through the driver: comparing every byte of both snapshots"
 show snapshot verify "$monday" "$tuesday"
 remove_volume

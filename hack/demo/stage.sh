@@ -1,35 +1,37 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Shared by the scenes of hack/demo.sh: printing, starting and waiting, the clean-up, a driver with a volume, a cluster
-# with snapshots of that volume. Sourced after lib.sh, never run. A scene begins with `begin`.
+# Shared functions of the scenes of hack/demo.sh: output, processes, cleanup, a driver with a
+# volume, and a cluster with snapshots of that volume. Source this file after lib.sh; do not run it.
+# A scene starts with `begin`.
 
 driver_name=loopback.csi.local
 volume=demo
 # Namespace of claims, snapshots and pods.
 namespace=backup-demo
-# Flags of the driver, besides those that start_driver gives.
+# Additional flags of the driver.
 driver_flags=()
-# Seconds to wait for anything.
+# Timeout of a wait in seconds.
 patience=120
 
 tmp=
-# Names of the programs started, the last one first, and the process of each that runs.
+# Names of started programs, newest first; process ids of running ones.
 started=()
 declare -A pid_of=()
 outcome="cleaned up"
-before_clean_up() { :; } # what a scene must do while its programs still run
+before_clean_up() { :; } # overridden by scenes that must clean up while their programs run
 bold='' dim='' plain=''
 [[ ! -t 1 ]] || bold=$'\e[1m' dim=$'\e[2m' plain=$'\e[0m'
-# For what must be seen while a function's output is redirected.
+# The original stdout and stderr, for functions whose output is redirected.
 exec {screen}>&1 {errors}>&2
 
 say() { printf '%s==> %s%s\n' "$bold" "$*" "$plain"; }
-tell() { printf '%s    $ %s%s\n' "$dim" "${*//"$tmp"/\$tmp}" "$plain" >&"$screen"; }
+print_command() { printf '%s    $ %s%s\n' "$dim" "${*//"$tmp"/\$tmp}" "$plain" >&"$screen"; }
 indent() { sed "s|$tmp|\$tmp|g; s/^/    /"; }
 quietly() { "$@" >>"$tmp/quiet.log"; }
 wait_for() { quietly run kubectl wait --timeout="${patience}s" "$1" --for="$2"; } # wait_for OBJECT CONDITION
 
-# run COMMAND...: in the background, so that a signal to this script is handled while it runs, and in a session of its
-# own, so that an interrupt from the terminal reaches this script alone, which stops everything in order.
+# run COMMAND...: runs the command in the background, because bash handles signals during `wait`,
+# but not during a foreground command. In its own session: an interrupt from the terminal reaches
+# only this script, which stops everything in order.
 run() {
     local status=0
     setsid "$@" &
@@ -39,51 +41,51 @@ run() {
     return "$status"
 }
 
-show() { # show ARGUMENT...: prints and runs a command of the binary
-    tell csi-loopback "$@"
+show() { # show ARGUMENT...: prints and runs a csi-loopback command
+    print_command csi-loopback "$@"
     run "$driver" "$@"
 }
-shell() { # shell COMMAND...: prints and runs any other command
-    tell "$@"
+shell() { # shell COMMAND...: prints and runs another command
+    print_command "$@"
     "$@" 2>&1 | indent
 }
 
-refused() { # refused WORDS COMMAND...: runs a command that must fail with these words
-    ! "${@:2}" >"$tmp/refusal" 2>&1 || die "not refused: $(<"$tmp/refusal")"
-    indent <"$tmp/refusal"
-    grep -qF -- "$1" "$tmp/refusal" || die "refused, but not with: $1"
+rejected() { # rejected TEXT COMMAND...: runs a command that must fail with TEXT in its output
+    ! "${@:2}" >"$tmp/rejection" 2>&1 || die "not rejected: $(<"$tmp/rejection")"
+    indent <"$tmp/rejection"
+    grep -qF -- "$1" "$tmp/rejection" || die "rejected without: $1"
 }
 
-same() { # same WHAT ONE OTHER
-    [[ -n $2 && $2 == "$3" ]] || die "$1: differs: $2 and $3"
+same() { # same NAME EXTENTS OTHER_EXTENTS: fails if the lists differ
+    [[ -n $2 && $2 == "$3" ]] || die "$1: lists differ: $2 and $3"
     printf '    %s: the same %d extents\n' "$1" "$(wc -l <<<"$2")"
 }
 
-await() { # await WHAT COMMAND...: until the command succeeds
+await() { # await NAME COMMAND...: waits until the command succeeds
     local name deadline=$((SECONDS + patience))
     until "${@:2}" >/dev/null 2>&1; do
         for name in "${!pid_of[@]}"; do
-            kill -0 "${pid_of[$name]}" 2>/dev/null || die "$name has ended"
+            kill -0 "${pid_of[$name]}" 2>/dev/null || die "$name ended unexpectedly"
         done
-        ((SECONDS < deadline)) || die "$1: not within $patience s"
+        ((SECONDS < deadline)) || die "$1: timeout after $patience s"
         sleep 0.1
     done
 }
 
-start() { # start NAME COMMAND...: in the background, in a session of its own, with its output in $tmp/NAME.log
+start() { # start NAME COMMAND...: in the background, in its own session, with its output in $tmp/NAME.log
     setsid "${@:2}" >"$tmp/$1.log" 2>&1 </dev/null {screen}>&- {errors}>&- &
     pid_of[$1]=$!
     started=("$1" "${started[@]}")
 }
 
-stop() { # stop NAME...: with SIGTERM to each and its group; a verification that is running removes its own volumes
+stop() { # stop NAME...: sends SIGTERM to each process group. A running verification then removes its volumes
     local name pid
     for name; do
         pid=${pid_of[$name]:-}
         [[ -n $pid ]] || continue
-        # Until it has a session of its own, it has no group of its own.
+        # The process group exists after setsid.
         kill -TERM -- "-$pid" 2>/dev/null || kill -TERM "$pid" 2>/dev/null || true
-        # A process that is stopped handles it only when it continues.
+        # A stopped process handles the signal after SIGCONT.
         kill -CONT -- "-$pid" 2>/dev/null || true
         for _ in {1..700}; do
             kill -0 "$pid" 2>/dev/null || break
@@ -95,28 +97,29 @@ stop() { # stop NAME...: with SIGTERM to each and its group; a verification that
     done
 }
 
-# begin COMMAND...: installs what is missing, finds or builds the binary, and makes $tmp. Everything that is started
-# from here on keeps its files below it, and is recognised by it.
+# begin COMMAND...: installs missing commands, finds or builds the binary, and creates $tmp. All
+# later files are below $tmp, and all later processes have it as TMPDIR, which identifies them for
+# the cleanup.
 begin() {
     is_root || die "needs root, for loop devices and mounts: sudo $0"
-    install_missing "${storage_commands[@]}" setsid jq curl "$@" || die "cannot install what is missing"
+    install_missing "${storage_commands[@]}" setsid jq curl "$@" || die "required commands are missing"
     driver=${CSI_LOOPBACK_BIN:-}
     if [[ -z $driver ]]; then
-        command -v cargo >/dev/null || die "needs Rust: no cargo in PATH"
-        install_missing gcc || die "needs a C compiler"
+        command -v cargo >/dev/null || die "cargo is not in PATH; install Rust"
+        install_missing gcc || die "gcc is missing"
         say "building csi-loopback"
         run env --chdir="$repo" cargo build --locked || die "the build failed"
         driver=$(cd "$repo" && realpath "${CARGO_TARGET_DIR:-target}")/debug/csi-loopback
     fi
     driver=$(realpath "$driver")
-    [[ -x $driver ]] || die "no binary at $driver"
+    [[ -x $driver ]] || die "$driver is not executable; set CSI_LOOPBACK_BIN to the binary"
     tmp=$(mktemp -d "${TMPDIR:-/tmp}/csi-loopback-demo.XXXXXX")
     export TMPDIR=$tmp CSI_ENDPOINT=unix://$tmp/csi.sock
     cd "$tmp" || exit
 }
 
-# in_use: processes, mounts and loop devices of this run that remain after the kernel had time to release them: a loop
-# device outlives its last user for a moment.
+# in_use: prints remaining processes, mounts and loop devices of this run. It waits up to five
+# seconds: the kernel releases a loop device a moment after its last user.
 in_use() {
     local found
     for _ in {1..50}; do
@@ -131,9 +134,9 @@ in_use() {
     printf '%s\n' "$found"
 }
 
-cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
+cleanup() { # cleanup STATUS: stops all processes, removes all files, and exits with STATUS
     local status=$1 found='' pid
-    # A second interrupt must not stop the clean-up of the first.
+    # A second interrupt must not stop the cleanup.
     trap '' INT TERM HUP PIPE
     trap - EXIT
     set +e
@@ -143,20 +146,21 @@ cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
         [[ $outcome == "done" ]] || say "interrupted or failed: cleaning up"
         before_clean_up
         stop "${started[@]}"
-        # What the interrupt met before its process was noted.
+        # Processes that were interrupted before they were in pid_of.
         while read -r pid _; do
             pid_of[$pid]=$pid
             stop "$pid"
         done < <(processes_of "$tmp")
         ((status == 0 || status >= 128)) || tail -n 20 "$tmp"/*.log 2>/dev/null
-        # A scene that came to its end has taken down everything through the driver.
+        # A complete scene has removed everything through the driver; check this before the forced
+        # cleanup.
         [[ $outcome != "done" ]] || found=$(in_use)
         clear_directory "$tmp"
         unset TMPDIR
         found+=$(in_use && find "$tmp" -maxdepth 1 2>/dev/null)
     fi
     if [[ -n $found ]]; then
-        printf 'still there:\n%s\n' "$found" >&2
+        printf 'remaining:\n%s\n' "$found" >&2
         ((status != 0)) || status=1
     elif [[ -n $tmp || $status -ge 128 ]]; then
         say "$outcome: no mount, loop device, process or file is left"
@@ -164,8 +168,8 @@ cleanup() { # cleanup STATUS: undoes what was done so far and exits with that
     exit "$status"
 }
 
-# Signals call the clean-up themselves: an interrupt that also made a command fail, and so has begun the trap of the
-# exit already, would end that trap with an `exit` before its first command.
+# Each trap calls cleanup: an interrupt can also make a command fail and start the EXIT trap, and an
+# `exit` in the signal trap would end the EXIT trap before its first command.
 trap 'cleanup $?' EXIT
 trap 'cleanup 130' INT
 trap 'cleanup 143' TERM
@@ -177,14 +181,14 @@ start_driver() {
     await "the driver" "$driver" volume list --timeout 5s
 }
 
-publish_volume() { # publish_volume MODE...: stages and publishes it at $tmp/target
+publish_volume() { # publish_volume MODE...: stages $volume and publishes it at $tmp/target
     show volume stage "$volume" --staging "$tmp/staging" "$@"
     show volume publish "$volume" --staging "$tmp/staging" --target "$tmp/target" "$@"
 }
 
-remove_volume() { # through the driver, with its snapshots
+remove_volume() { # deletes $volume and its snapshots through the driver
     local snapshot
-    say "taking everything down"
+    say "removing the volume and its snapshots"
     run "$driver" volume unpublish "$volume" --target "$tmp/target"
     run "$driver" volume unstage "$volume" --staging "$tmp/staging"
     for snapshot in $("$driver" snapshot list --output json | jq -r '.[].id'); do
@@ -193,12 +197,12 @@ remove_volume() { # through the driver, with its snapshots
     run "$driver" volume delete "$volume"
 }
 
-extents() { # extents ARGUMENT...: what a command of `snapshot` lists, one JSON array a line
+extents() { # extents ARGUMENT...: prints the extents of a `snapshot` command, one JSON array per line
     "$driver" snapshot "$@" --output json | jq -c '.extents[] | [.offset, .length]'
 }
 
-# start_crust_ops DIR [PREFIX...]: for a runtime whose configuration is DIR/oci-runtime.yaml; in the namespaces that
-# PREFIX enters. Sets driver_flags.
+# start_crust_ops DIR [PREFIX...]: starts crust_ops for the runtime with the configuration
+# DIR/oci-runtime.yaml, in the namespaces that the command PREFIX enters. Sets driver_flags.
 start_crust_ops() {
     start crust-ops "${@:2}" "$driver" --mode runtime-ops --endpoint "unix://$tmp/crust.sock" --crust-dir "$1/crust" \
         --cli-env "CSI_LOOPBACK_RUNC_CONFIG=$1/oci-runtime.yaml"
@@ -208,8 +212,8 @@ start_crust_ops() {
 
 start_cluster() {
     say "starting an API server, etcd and the snapshot-controller in \$tmp ($tmp)"
-    # Here, so that the build of the first run is seen.
-    kubernetes_tools >/dev/null || die "needs the Kubernetes tools"
+    # Built here, so that the progress of the first build is visible.
+    kubernetes_tools >/dev/null || die "the Kubernetes tools are missing"
     start cluster "$repo/hack/cluster.sh" "$tmp/cluster"
     await "the API server" test -e "$tmp/cluster/ready"
     PATH=$tmp/cluster/tools:$PATH
@@ -218,7 +222,7 @@ start_cluster() {
     kubectl config set-context --current --namespace="$namespace" >/dev/null
 }
 
-act_as() { export KUBECONFIG=$tmp/$1.kubeconfig KUBECACHEDIR=$tmp/$1.cache; } # act_as ACCOUNT: from here on
+act_as() { export KUBECONFIG=$tmp/$1.kubeconfig KUBECACHEDIR=$tmp/$1.cache; } # act_as ACCOUNT: for later commands
 as() { KUBECONFIG=$tmp/$1.kubeconfig KUBECACHEDIR=$tmp/$1.cache "${@:2}"; } # as ACCOUNT COMMAND...
 
 kubeconfig_of() { # kubeconfig_of NAMESPACE NAME: writes $tmp/NAME.kubeconfig, for a ServiceAccount
@@ -227,11 +231,12 @@ kubeconfig_of() { # kubeconfig_of NAMESPACE NAME: writes $tmp/NAME.kubeconfig, f
     sed "s/client-certificate-data:.*/token: $token/; /client-key-data:/d" administrator.kubeconfig >"$2.kubeconfig"
 }
 
-# apply DIRECTORY...: of deploy/. Nothing starts its pods here: start_role does what they would do.
+# apply DIRECTORY...: applies directories of deploy/. Without nodes, their pods do not start;
+# start_role runs their containers.
 apply() {
     local directory
     for directory; do
-        tell kubectl apply --server-side -k "deploy/$directory"
+        print_command kubectl apply --server-side -k "deploy/$directory"
         quietly kubectl apply --server-side -k "$repo/deploy/$directory"
     done
 }
@@ -243,14 +248,15 @@ make_stranger() { # make_stranger RESOURCE: a ServiceAccount that may create RES
     kubeconfig_of "$namespace" stranger
 }
 
-free_port() { # below those that the kernel assigns by itself
+free_port() { # prints a free port below the ephemeral ports
     local port
     until port=$((20000 + SRANDOM % 12000)) && ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do :; done
     printf '%s\n' "$port"
 }
 
-# start_role NAMESPACE WORKLOAD CONTAINER FLAG...: what that container of deploy/ runs, with its flags and the rights
-# of its ServiceAccount. Ports, sockets and addresses are replaced by this machine's, and by FLAG=VALUE. Sets port and http.
+# start_role NAMESPACE WORKLOAD CONTAINER FLAG...: runs the command of a container of deploy/ with
+# its flags and its ServiceAccount. Replaces ports, sockets and addresses with those of this
+# machine, and flags with FLAG=VALUE. Sets port and http.
 start_role() {
     local workload account flag args
     port=$(free_port) http=$(free_port)
@@ -268,14 +274,15 @@ start_role() {
 }
 is_healthy() { curl --silent --fail "http://127.0.0.1:$http/health" || curl --silent --fail "http://127.0.0.1:$http/healthz"; }
 
-# call_by_url PORT: has the API server, which is no pod here, call all webhooks there.
+# call_by_url PORT: changes all webhook configurations to localhost:PORT, because the API server
+# cannot reach Services.
 call_by_url() {
     kubectl get mutatingwebhookconfigurations,validatingwebhookconfigurations -o json |
         jq '.items[].webhooks[].clientConfig |= {url: ("https://localhost:'"$1"'" + .service.path)}' |
         quietly kubectl replace -f -
 }
 
-start_storage() { # start_storage FLAG...: the driver, csi-snapshotter, and the sidecar of deploy/base with these flags
+start_storage() { # start_storage FLAG...: starts the driver, csi-snapshotter, and the sidecar of deploy/base with FLAGs
     start_driver
     start csi-snapshotter csi-snapshotter -kubeconfig "$KUBECONFIG" -csi-address "$tmp/csi.sock" \
         -retry-interval-start=200ms -kube-api-qps=100 -kube-api-burst=200
@@ -283,7 +290,8 @@ start_storage() { # start_storage FLAG...: the driver, csi-snapshotter, and the 
     await "the SnapshotMetadataService" kubectl get snapshotmetadataservice "$driver_name"
 }
 
-# make_claim SIZE ACCESS_MODE VOLUME_MODE: $volume in Kubernetes. No controller binds claims here.
+# make_claim SIZE ACCESS_MODE VOLUME_MODE: creates a bound PersistentVolumeClaim for $volume. No
+# controller binds claims.
 make_claim() {
     local handle common="accessModes: [$2], volumeMode: $3, storageClassName: ''"
     handle=$("$driver" volume list --output json | jq -r '.[0].id')
@@ -304,7 +312,7 @@ END
     quietly kubectl patch pvc data --subresource=status -p "status: {phase: Bound, capacity: {storage: $1}}"
 }
 
-request_snapshot() { # request_snapshot NAME: a VolumeSnapshot of the claim
+request_snapshot() { # request_snapshot NAME: creates a VolumeSnapshot of the claim
     cat >"snapshot-$1.yaml" <<END
 apiVersion: snapshot.storage.k8s.io/v1
 kind: VolumeSnapshot
@@ -314,7 +322,7 @@ END
     as administrator shell kubectl create -f "snapshot-$1.yaml"
 }
 
-# take_snapshots: makes a volume with a claim, and its VolumeSnapshots monday and tuesday.
+# take_snapshots: creates a volume with a claim, and its VolumeSnapshots monday and tuesday.
 take_snapshots() {
     say "creating a volume with a PersistentVolumeClaim, published as a block device"
     show volume create "$volume" --size 1Gi --block
@@ -333,7 +341,7 @@ take_snapshots() {
     wait_for volumesnapshot/tuesday jsonpath='{.status.readyToUse}'=true
 }
 
-handle_of() { # handle_of NAME: the CSI handle of a VolumeSnapshot
+handle_of() { # handle_of NAME: prints the CSI handle of a VolumeSnapshot
     kubectl get volumesnapshotcontent \
         -o 'jsonpath={.items[?(@.spec.volumeSnapshotRef.name == "'"$1"'")].status.snapshotHandle}'
 }

@@ -1,6 +1,6 @@
-//! deploy/crds says what the Rust types say: people install the one, the binary reads and writes the other.
+//! deploy/crds matches the Rust types of the custom resources.
 
-#[allow(dead_code)] // Its main.
+#[allow(dead_code)] // for its main function
 #[path = "../../examples/crds.rs"]
 mod crds;
 
@@ -9,9 +9,9 @@ use std::fs;
 use std::path::Path;
 
 #[test]
-fn the_definitions_in_deploy_are_those_of_the_types() {
+fn shipped_crds_match_the_types() {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/crds");
-    let there: BTreeMap<String, String> = fs::read_dir(directory)
+    let shipped: BTreeMap<String, String> = fs::read_dir(directory)
         .unwrap()
         .map(|entry| {
             let entry = entry.unwrap();
@@ -19,5 +19,5 @@ fn the_definitions_in_deploy_are_those_of_the_types() {
             (entry.file_name().into_string().unwrap(), text)
         })
         .collect();
-    assert_eq!(there, crds::files(), "run hack/crds.sh and commit what it writes");
+    assert_eq!(shipped, crds::files(), "run hack/crds.sh and commit the result");
 }

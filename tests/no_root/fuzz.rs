@@ -1,10 +1,9 @@
-//! The fuzz targets of fuzz/targets, without a fuzzer: each replays its seeds, then takes a bounded
-//! number of inputs that are mutated from them. hack/fuzz.sh and hack/soak.sh explore further, with
-//! libFuzzer.
+//! The fuzz targets of fuzz/targets, without libFuzzer: each replays its seeds, and then runs a
+//! fixed number of mutations of them. hack/fuzz.sh and hack/soak.sh explore further with libFuzzer.
 //!
-//! FUZZ_INPUTS  mutated inputs for each target
-//! FUZZ_SEED    makes the same inputs again; without it each run has others
-//! FUZZ_INPUT   a file: the targets that run take only this input
+//! FUZZ_INPUTS  mutated inputs per target
+//! FUZZ_SEED    seed of the mutations (random)
+//! FUZZ_INPUT   file with the only input to run
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -19,11 +18,11 @@ use std::time::Duration;
 use csi_loopback_fuzz_targets::{TARGETS, each_target};
 use support::random::Random;
 
-/// As in hack/fuzz.sh.
+/// The limits of hack/fuzz.sh.
 const MAX_BYTES: usize = 8192;
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Takes about 5 s for each target.
+/// About 5 s per target.
 const INPUTS: u64 = 100_000;
 
 macro_rules! tests {
@@ -84,8 +83,8 @@ fn fail(name: &str, file: &Path, failure: &str) -> ! {
     );
 }
 
-/// A target takes one in so many of the inputs, so that none takes much longer than the others: an input
-/// of the catalog takes 2 ms, as it is a database that is read as a whole, one of `rows` 30 µs.
+/// Divisor of a target's number of inputs, so that all targets take a similar time: an input of
+/// `catalog` takes 2 ms, because the target reads a whole database, and an input of `rows` 30 µs.
 fn share(name: &str) -> u64 {
     match name {
         "catalog" => 40,
@@ -111,20 +110,20 @@ fn files_of(directory: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Keeps the input beside the logs of hack/test.sh.
+/// Saves the input with the logs of hack/test.sh.
 fn save(name: &str, input: &[u8]) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("test-logs").join("fuzz");
     let written = fs::create_dir_all(&directory)
         .and_then(|()| fs::write(directory.join(name), input).map(|()| directory.join(name)));
     written.unwrap_or_else(|_| {
-        // Another user's directory, perhaps.
+        // The directory can belong to another user.
         let file = env::temp_dir().join(name);
         fs::write(&file, input).unwrap();
         file
     })
 }
 
-/// Runs a target on a thread of its own, which is given up when an input takes too long.
+/// Runs a target on a separate thread, which is abandoned when an input exceeds the time limit.
 struct Runner {
     inputs: SyncSender<Vec<u8>>,
     results: Receiver<Result<(), Box<dyn Any + Send>>>,
@@ -132,23 +131,23 @@ struct Runner {
 
 impl Runner {
     fn new(target: fn(&[u8])) -> Self {
-        let (inputs, taken) = sync_channel::<Vec<u8>>(0);
+        let (inputs, received) = sync_channel::<Vec<u8>>(0);
         let (reported, results) = channel();
         thread::spawn(move || {
-            for input in taken {
+            for input in received {
                 let _ = reported.send(catch_unwind(|| target(&input)));
             }
         });
         Self { inputs, results }
     }
 
-    /// The error is what the target panicked with.
+    /// Returns the panic message of the target as error.
     fn run(&self, input: &[u8]) -> Result<(), String> {
         self.inputs.send(input.to_vec()).unwrap();
         match self.results.recv_timeout(LIMIT) {
             Ok(Ok(())) => Ok(()),
             Ok(Err(panic)) => Err(message(&*panic)),
-            Err(_) => Err(format!("it took longer than {LIMIT:?}")),
+            Err(_) => Err(format!("the input took longer than {LIMIT:?}")),
         }
     }
 }
@@ -159,7 +158,7 @@ fn message(panic: &(dyn Any + Send)) -> String {
     text.unwrap_or_else(|| "the target panicked".to_owned())
 }
 
-/// Makes inputs out of seeds. Equal numbers make equal inputs.
+/// Mutates seeds. The same random numbers give the same inputs.
 struct Mutator<'a> {
     random: Random,
     seeds: &'a [Vec<u8>],
@@ -223,7 +222,7 @@ impl Mutator<'_> {
         self.random.pick(self.seeds).expect("a target has a seed").clone()
     }
 
-    /// A place in the bytes, or their end.
+    /// An offset in the bytes, or their length.
     fn at(&mut self, bytes: &[u8]) -> usize {
         self.random.below(bytes.len() as u64 + 1) as usize
     }
@@ -232,7 +231,7 @@ impl Mutator<'_> {
         (0..length).map(|_| self.byte()).collect()
     }
 
-    /// Half of them have a meaning in a text, or are a small number.
+    /// Half of the bytes are characters of text formats or small numbers.
     fn byte(&mut self) -> u8 {
         let known = b"\0\x01\n -=/\\.,:;\"'[]{}0123456789aeEzZ\x7f\x80\xff";
         if self.random.one_in(2) {
@@ -242,7 +241,7 @@ impl Mutator<'_> {
         }
     }
 
-    /// An integer at the end of a range, in one, two, four or eight bytes, in either order.
+    /// An integer near a power of two, in one, two, four or eight bytes, in either byte order.
     fn integer(&mut self) -> Vec<u8> {
         let width = 1 << self.random.below(4);
         let power = 1_u64.rotate_left(self.random.below(64) as u32);

@@ -1,8 +1,10 @@
-//! What holds of files and messages alone: these tests run as any user, in parallel.
+//! Tests of files and messages. They run as any user, in parallel.
 
 mod deploy_crds;
 mod fuzz;
 mod language;
+mod names;
 mod requirements;
+mod source;
 mod tree;
 mod wire;

@@ -1,4 +1,5 @@
-//! docs/design/requirements.md names a test for each requirement of the proposals, and each of them exists.
+//! docs/design/requirements.md names a test for each requirement of the proposals. All of these
+//! tests exist.
 
 use std::fs;
 
@@ -9,7 +10,7 @@ fn each_test_that_the_requirements_name_exists() {
     let sources = files("tests", "rs").into_iter().chain(files("src", "rs"));
     let code: String = sources.map(|path| fs::read_to_string(path).unwrap()).collect();
     let page = fs::read_to_string(root().join("docs/design/requirements.md")).unwrap();
-    // Every other part stands between backticks; names of tests are the ones with underscores.
+    // Every second part is code. Code with an underscore and without a path is the name of a test.
     let named = page.split('`').skip(1).step_by(2);
     let tests: Vec<&str> =
         named.filter(|name| name.contains('_') && !name.contains(['/', '.', ' '])).collect();

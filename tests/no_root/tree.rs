@@ -7,7 +7,7 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The files with this extension in a directory of the repository and below it.
+/// The files with this extension below a directory of the repository.
 pub fn files(directory: &str, extension: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     add(&root().join(directory), extension, &mut found);

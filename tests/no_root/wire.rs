@@ -1,8 +1,10 @@
-//! csi-spec/csi.proto is CSI v1.12 and v1.13 on the wire and what proposals add to it, csi-spec/snapshotmetadata.proto the released Kubernetes
-//! SnapshotMetadata API, csi-spec/snapshotsession.proto the one of the proposal with session tokens, csi-spec/crust.proto the Runtime API of
-//! crust_ops, with the field that its proposal forgets, csi-spec/admin.proto the driver's own administration: no more, no less. The tables of facts in tests/data and the compiled descriptor are
-//! both brought into the same form, one `Fact` for each line, and the two sets must be equal. The notes count: oneofs are read from the descriptor, `secret`,
-//! `alpha` and `extension` from the markers in its comments. What is in a message that is an extension is one, too.
+//! The .proto files of csi-spec match the tables in tests/data exactly: csi.proto is CSI v1.12 and
+//! v1.13 with the additions of the KEPs, snapshotmetadata.proto the released SnapshotMetadata API,
+//! snapshotsession.proto the session API of KEP-3314, crust.proto the Runtime API of crust_ops, and
+//! admin.proto the driver's administration. Tables and compiled descriptors are converted to sets
+//! of `Fact`s, one per line, which must be equal. Notes are compared too: oneofs come from the
+//! descriptor, `secret`, `alpha` and `extension` from markers in comments. Everything in an
+//! extension message is an extension.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -17,7 +19,7 @@ use prost_types::{
     field_descriptor_proto::{Label, Type},
 };
 
-/// Packages and what is known of them.
+/// Packages and their tables.
 const TABLES: [(&str, &str); 7] = [
     ("csi.v1", RELEASES[0]),
     ("csi.v1", RELEASES[1]),
@@ -30,13 +32,13 @@ const TABLES: [(&str, &str); 7] = [
 /// CSI v1.12 and v1.13.
 const RELEASES: [&str; 2] =
     [include_str!("../data/csi-v1.12.tsv"), include_str!("../data/csi-v1.13.tsv")];
-/// CSI numbers fields and values one after the other: no release comes near this number.
+/// CSI assigns numbers consecutively, and its releases use smaller numbers than this.
 const OUT_OF_REACH: i32 = 1000;
-/// What a proposal adds to CSI.
+/// Additions of the KEPs to CSI.
 const EXTENSIONS: &str = include_str!("../data/csi-extensions.tsv");
 const HEADER: &str = "kind\tin\tname\tnumber\ttype\tnotes";
 
-/// Marker in a comment of csi.proto, and the note of the table that it stands for.
+/// Markers in comments of csi.proto, and their notes in the table.
 const MARKERS: [(&[&str], &str); 3] = [
     (&["Secret: never logged."], "secret"),
     (&["Alpha."], "alpha"),
@@ -45,7 +47,7 @@ const MARKERS: [(&[&str], &str); 3] = [
 const EXTENSION_MARKERS: [&str; 2] = ["KEP-3314 extension.", "KEP-2857 extension."];
 const EXTENSION_NOTE: &str = "extension";
 
-/// One row: kind, in, name, number, type, notes. A column that does not apply is empty.
+/// One row: kind, in, name, number, type, notes. A column can be empty.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Fact([String; 6]);
 
@@ -64,7 +66,7 @@ impl Fact {
         self
     }
 
-    /// What the row is about, without what it says about it.
+    /// The identity of the row: kind, parent and name.
     fn subject(&self) -> &[String] {
         &self.0[..NUMBER]
     }
@@ -90,7 +92,7 @@ fn facts_of(table: &str) -> BTreeSet<Fact> {
         let fact = Fact(columns.try_into().unwrap_or_else(|columns: Vec<_>| {
             panic!("line {number} has {} columns: {line}", columns.len())
         }));
-        assert!(facts.insert(fact), "line {number} is a repetition: {line}");
+        assert!(facts.insert(fact), "line {number} is a duplicate: {line}");
     }
     facts
 }
@@ -102,12 +104,12 @@ fn descriptor() -> BTreeSet<Fact> {
     files.flat_map(|file| Reader::new(file).facts()).collect()
 }
 
-/// Writes one file's descriptor down as facts.
+/// Converts the descriptor of a file to facts.
 struct Reader<'a> {
     file: &'a FileDescriptorProto,
     comments: HashMap<&'a [i32], String>,
     facts: Vec<Fact>,
-    /// Within a message that is an extension.
+    /// Whether the current message is an extension.
     extending: bool,
 }
 
@@ -124,7 +126,7 @@ impl<'a> Reader<'a> {
     /// The numbers in paths are field numbers of descriptor.proto, as in `SourceCodeInfo`.
     fn facts(mut self) -> Vec<Fact> {
         let file = self.file;
-        // Field presence follows from it, so it is part of the wire format.
+        // The syntax determines field presence, so it is part of the wire format.
         assert_eq!(file.syntax(), "proto3", "syntax of {}", file.name());
         self.extensions(&file.extension);
         for (message, i) in file.message_type.iter().zip(0..) {
@@ -147,7 +149,8 @@ impl<'a> Reader<'a> {
         self.add(Fact::new("message", &name, ""), None, path);
         self.extensions(&message.extension);
         for (field, i) in message.field.iter().zip(0..) {
-            // A proto3 `optional` makes a oneof of its own, which is no oneof of the standard.
+            // protoc represents a proto3 `optional` as a synthetic oneof, which is not in the
+            // tables.
             let oneof = (field.oneof_index.filter(|_| !field.proto3_optional()))
                 .map(|at| format!("oneof {}", message.oneof_decl[at as usize].name()));
             let fact = Fact::new("field", &name, field.name())
@@ -189,7 +192,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The table has none; a kind of their own keeps them from going unseen.
+    /// Protobuf extensions, a separate kind of fact, because the tables have none.
     fn extensions(&mut self, extensions: &[FieldDescriptorProto]) {
         for field in extensions {
             let fact = Fact::new("extension", bare(field.extendee()), field.name());
@@ -217,7 +220,7 @@ fn join(path: &[i32], rest: &[i32]) -> Vec<i32> {
     [path, rest].concat()
 }
 
-/// Descriptors write full names with a dot in front.
+/// Removes the leading dot of full names in descriptors.
 fn bare(name: &str) -> &str {
     name.strip_prefix('.').unwrap_or(name)
 }
@@ -226,7 +229,7 @@ fn is_map_entry(message: &DescriptorProto) -> bool {
     message.options.as_ref().is_some_and(|it| it.map_entry())
 }
 
-/// The type as the table writes it, label included. `message` is the one that holds the field.
+/// The type in the notation of the tables, with its label. `message` is the parent of the field.
 fn field_type(field: &FieldDescriptorProto, message: &DescriptorProto) -> String {
     let entry = message.nested_type.iter().find(|nested| {
         let name = format!(".{}", nested.name());
@@ -252,13 +255,14 @@ fn plain_type(field: &FieldDescriptorProto) -> String {
     }
 }
 
-/// Facts of `these` that `those` lack, each with what `those` say of the same subject.
-fn lacking(these: &BTreeSet<Fact>, those: &BTreeSet<Fact>) -> Vec<String> {
+/// Facts of `these` that are missing in `those`, each with the fact of `those` about the same
+/// subject.
+fn missing_in(these: &BTreeSet<Fact>, those: &BTreeSet<Fact>) -> Vec<String> {
     let name = |fact: &Fact| {
-        let instead = those.iter().find(|it| it.subject() == fact.subject());
-        match instead {
-            Some(instead) => format!("{fact}\n    but there: {instead}"),
-            None => format!("{fact}\n    not there at all"),
+        let other = those.iter().find(|it| it.subject() == fact.subject());
+        match other {
+            Some(other) => format!("{fact}\n    other side: {other}"),
+            None => format!("{fact}\n    other side: missing"),
         }
     };
     these.difference(those).map(name).collect()
@@ -266,23 +270,27 @@ fn lacking(these: &BTreeSet<Fact>, those: &BTreeSet<Fact>) -> Vec<String> {
 
 #[test]
 fn every_row_of_the_tables_is_in_the_descriptor() {
-    let missing = lacking(&table(), &descriptor());
+    let missing = missing_in(&table(), &descriptor());
     assert!(
         missing.is_empty(),
-        "rows of a table that its .proto does not keep:\n{}",
+        "rows of a table that are missing in its .proto:\n{}",
         missing.join("\n")
     );
 }
 
 #[test]
 fn the_descriptor_has_nothing_the_tables_lack() {
-    let surplus = lacking(&descriptor(), &table());
-    assert!(surplus.is_empty(), "a .proto has what its table does not:\n{}", surplus.join("\n"));
+    let surplus = missing_in(&descriptor(), &table());
+    assert!(
+        surplus.is_empty(),
+        "a .proto has facts that are missing in its table:\n{}",
+        surplus.join("\n")
+    );
 }
 
-/// So the table of CSI is that of the standard alone, and an addition without its mark is in none.
+/// The tables of CSI releases have no extensions, and the table of extensions has nothing else.
 #[test]
-fn extensions_have_a_table_of_their_own_and_are_marked() {
+fn extensions_have_a_separate_table_and_markers() {
     let marked = |line: &str| line.split([',', '\t']).any(|note| note == EXTENSION_NOTE);
     for (package, table) in TABLES {
         for line in table.lines().skip(1) {
@@ -297,37 +305,37 @@ fn extensions_have_a_table_of_their_own_and_are_marked() {
     }
 }
 
-/// A number that CSI gives to something else makes a driver of CSI's mean what it does not: it mounts on the host, where it was
-/// taken for one that leaves the mount to a container runtime.
+/// If CSI assigns the number of an extension, a standard driver seems to have the extension: a
+/// driver without DEFER_FS_OPS would mount volumes on the host that the node proxy deferred.
 #[test]
-fn no_extension_has_a_number_or_a_name_that_a_release_of_csi_has_or_comes_near() {
+fn extensions_use_no_name_or_number_of_a_csi_release() {
     let released: Vec<Fact> = RELEASES.into_iter().flat_map(facts_of).collect();
     for extension in facts_of(EXTENSIONS) {
-        let beside = || released.iter().filter(|one| one.0[PARENT] == extension.0[PARENT]);
-        let clash = beside().find(|one| collide(one, &extension));
+        let siblings = || released.iter().filter(|one| one.0[PARENT] == extension.0[PARENT]);
+        let clash = siblings().find(|one| collide(one, &extension));
         assert_eq!(clash, None, "{extension}");
-        if beside().next().is_some() && !extension.0[NUMBER].is_empty() {
+        if siblings().next().is_some() && !extension.0[NUMBER].is_empty() {
             let number: i32 = extension.0[NUMBER].parse().expect("a number");
-            assert!(number >= OUT_OF_REACH, "CSI may come to this number: {extension}");
+            assert!(number >= OUT_OF_REACH, "CSI can assign this number: {extension}");
         }
     }
 }
 
-/// Whether two rows of one parent have the same name or the same number.
+/// Whether two rows of a parent have the same name or number.
 fn collide(one: &Fact, other: &Fact) -> bool {
     let has_number = !one.0[NUMBER].is_empty();
     one.subject()[PARENT..] == other.subject()[PARENT..]
         || (has_number && one.0[NUMBER] == other.0[NUMBER])
 }
 
-/// Replaces one row by a wrong one: both directions must complain, of that row and of no other.
+/// Replaces one row with a wrong one. Both comparisons must report this row and no other.
 fn assert_noticed(descriptor: &BTreeSet<Fact>, row: &Fact, wrong: Fact) {
     let mut table = table();
     assert!(table.remove(row) && table.insert(wrong.clone()), "{row}");
-    let missing = lacking(&table, descriptor);
-    let surplus = lacking(descriptor, &table);
-    assert_eq!(missing, [format!("{wrong}\n    but there: {row}")]);
-    assert_eq!(surplus, [format!("{row}\n    but there: {wrong}")]);
+    let missing = missing_in(&table, descriptor);
+    let surplus = missing_in(descriptor, &table);
+    assert_eq!(missing, [format!("{wrong}\n    other side: {row}")]);
+    assert_eq!(surplus, [format!("{row}\n    other side: {wrong}")]);
 }
 
 #[test]

@@ -2,8 +2,8 @@ module csi-loopback/hack/tools/kubernetes
 
 go 1.26.0
 
-// The API server and what is around it, as they are released, for the tests against the real thing.
-// Kubernetes is one module whose parts are versioned beside it: hence the replacements.
+// Released Kubernetes components for the tests. Kubernetes is one module that needs replace directives for its
+// parts in staging/.
 
 tool (
 	csi-loopback/hack/tools/kubernetes/node-driver-registrar

@@ -2,10 +2,9 @@ module csi-loopback/hack/tools/snapshot-metadata
 
 go 1.26.0
 
-// The released sidecar and its clients. They are a module of their own because they need csi-test v5.4.0 and CSI
-// v1.12, and what ../kubernetes builds needs later versions. All other versions are those of ../kubernetes, so that
-// Go compiles the packages that both use once.
-// The lister and the verifier are this module's own: why is in arguments/.
+// The released sidecar and its clients. They have a separate module because they need csi-test v5.4.0 and CSI v1.12;
+// ../kubernetes needs later versions. All other versions match ../kubernetes, so that Go compiles shared packages once.
+// arguments/ explains why this module has its own lister and verifier.
 
 tool (
 	csi-loopback/hack/tools/snapshot-metadata/snapshot-metadata-lister
@@ -96,5 +95,5 @@ require (
 	sigs.k8s.io/yaml v1.6.0 // indirect
 )
 
-// The version that v1.1.0 names is not served.
+// The module proxy does not serve the version that v1.1.0 requires.
 replace github.com/kubernetes-csi/external-snapshot-metadata/client => github.com/kubernetes-csi/external-snapshot-metadata/client v1.0.0

@@ -1,5 +1,5 @@
-// Command node-driver-registrar makes a CSI driver known to the kubelet of this machine and keeps it so, as the released
-// sidecar of that name does. That one is not to be had as a module; what both speak is kubelet's (pluginregistration/v1).
+// Command node-driver-registrar registers a CSI driver with kubelet, like the released sidecar of that name, which is
+// not available as a Go module. Both implement kubelet's pluginregistration/v1 API.
 package main
 
 import (
@@ -16,7 +16,7 @@ import (
 	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 )
 
-// registrar answers what kubelet asks of whoever listens in its directory plugins_registry.
+// registrar implements the service that kubelet calls on each socket in its directory plugins_registry.
 type registrar struct {
 	registration.UnimplementedRegistrationServer
 	name, endpoint string
@@ -35,7 +35,7 @@ func (r *registrar) NotifyRegistrationStatus(
 	_ context.Context, status *registration.RegistrationStatus,
 ) (*registration.RegistrationStatusResponse, error) {
 	if !status.PluginRegistered {
-		// Kubelet tries again by itself.
+		// Kubelet retries.
 		fmt.Printf("%s is not registered: %s\n", r.name, status.Error)
 	} else {
 		fmt.Printf("%s is registered\n", r.name)
@@ -46,8 +46,8 @@ func (r *registrar) NotifyRegistrationStatus(
 func main() {
 	var name, endpoint, directory string
 	flag.StringVar(&name, "driver-name", "", "name of the driver")
-	flag.StringVar(&endpoint, "kubelet-registration-path", "", "socket of the driver, as kubelet sees it")
-	flag.StringVar(&directory, "plugin-registration-path", "/registration", "directory of kubelet for such sockets")
+	flag.StringVar(&endpoint, "kubelet-registration-path", "", "path of the driver's socket in kubelet's mount namespace")
+	flag.StringVar(&directory, "plugin-registration-path", "/registration", "kubelet's directory of registration sockets")
 	flag.Parse()
 	if err := run(name, endpoint, directory); err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -55,9 +55,9 @@ func main() {
 	}
 }
 
-// run serves until SIGTERM; the socket goes with it, and so does the registration.
+// run serves until SIGTERM. The removal of the socket ends the registration.
 func run(name, endpoint, directory string) error {
-	// Short: there may be little room left for the path of a socket.
+	// Short, because the path of a unix socket has at most 107 bytes.
 	socket := filepath.Join(directory, fmt.Sprintf("%d.sock", os.Getpid()))
 	listener, err := net.Listen("unix", socket)
 	if err != nil {

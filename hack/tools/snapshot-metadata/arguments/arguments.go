@@ -1,9 +1,8 @@
-// Package arguments is what the commands of this module have in common: the flags of the released
-// snapshot-metadata-lister and snapshot-metadata-verifier, and how they come to the API server.
+// Package arguments has the shared parts of the commands of this module: the flags of the released
+// snapshot-metadata-lister and snapshot-metadata-verifier, and the connection to the API server.
 //
-// The released commands are Go modules of their own below examples/ and have no tags, so no module
-// proxy serves them. All that they do is in the released library pkg/iterator, which these use; to a
-// server they are the same client.
+// The released commands are untagged Go modules below examples/, which no module proxy serves. Like them, these
+// commands use the released library pkg/iterator, so that a server sees the same client.
 package arguments
 
 import (
@@ -21,7 +20,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 )
 
-// Common is what every command is told. Register declares its flags, Run does the work.
+// Common has the flags of every command. Register declares them, Run executes the request.
 type Common struct {
 	request    iterator.Args
 	maxResults int
@@ -29,29 +28,29 @@ type Common struct {
 }
 
 // Text declares a flag under its long and its short name.
-func Text(flags *flag.FlagSet, value *string, long, short, otherwise, meaning string) {
-	flags.StringVar(value, long, otherwise, meaning)
-	flags.StringVar(value, short, otherwise, "short for -"+long)
+func Text(flags *flag.FlagSet, value *string, long, short, byDefault, usage string) {
+	flags.StringVar(value, long, byDefault, usage)
+	flags.StringVar(value, short, byDefault, "short for -"+long)
 }
 
 // Register declares the flags that all commands have.
 func (c *Common) Register(flags *flag.FlagSet) {
 	r := &c.request
 	Text(flags, &r.Namespace, "namespace", "n", "", "namespace of the VolumeSnapshots")
-	Text(flags, &r.SnapshotName, "snapshot", "s", "", "the VolumeSnapshot asked about")
+	Text(flags, &r.SnapshotName, "snapshot", "s", "", "name of the VolumeSnapshot")
 	Text(flags, &r.PrevSnapshotName, "previous-snapshot", "p", "",
-		"an earlier VolumeSnapshot: what changed since is asked for")
+		"name of the base VolumeSnapshot, to get changed blocks")
 	Text(flags, &r.PrevSnapshotID, "previous-snapshot-id", "P", "",
-		"the same by its CSI handle; wins over the name")
+		"CSI handle of the base; overrides its name")
 	flags.StringVar(&c.kubeconfig, "kubeconfig", defaultKubeconfig(),
-		"where the API server is; where there is no such file, the pod's own")
-	flags.Int64Var(&r.StartingOffset, "starting-offset", 0, "first byte asked about")
-	flags.IntVar(&c.maxResults, "max-results", 0, "extents in a message at most; 0: the driver decides")
+		"path of a kubeconfig; if the file is missing, the pod's ServiceAccount")
+	flags.Int64Var(&r.StartingOffset, "starting-offset", 0, "first byte of the result")
+	flags.IntVar(&c.maxResults, "max-results", 0, "maximum number of extents per message; 0: the driver's default")
 	flags.StringVar(&r.SAName, "service-account", "",
-		"ServiceAccount that the token is for; without it the caller's own")
-	flags.StringVar(&r.SANamespace, "service-account-namespace", "", "its namespace")
+		"ServiceAccount of the token (default: the caller's)")
+	flags.StringVar(&r.SANamespace, "service-account-namespace", "", "namespace of the ServiceAccount")
 	flags.Int64Var(&r.TokenExpirySecs, "token-expiry", iterator.DefaultTokenExpirySeconds,
-		"seconds that the token is good for")
+		"lifetime of the token in seconds")
 }
 
 func defaultKubeconfig() string {
@@ -62,7 +61,7 @@ func defaultKubeconfig() string {
 	return filepath.Join(home, ".kube", "config")
 }
 
-// Run asks for the metadata and gives what comes to the emitter.
+// Run requests the metadata and passes the responses to the emitter.
 func (c *Common) Run(emitter iterator.IteratorEmitter) error {
 	config, err := c.config()
 	if err != nil {
@@ -86,7 +85,7 @@ func (c *Common) config() (*rest.Config, error) {
 	return clientcmd.BuildConfigFromFlags("", c.kubeconfig)
 }
 
-// Exit ends the command: with 1 and a line on stderr if there was an error.
+// Exit ends the command. After an error it prints the error to stderr and exits with 1.
 func Exit(err error) {
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "Error: %v\n", err)

@@ -1,5 +1,5 @@
-// Command snapshot-metadata-lister prints what a VolumeSnapshot holds, or what changed between two, as the
-// released command of that name does.
+// Command snapshot-metadata-lister prints the allocated blocks of a VolumeSnapshot, or the changed blocks between two,
+// like the released command of that name.
 package main
 
 import (
@@ -28,6 +28,6 @@ func list(common *arguments.Common, format string) error {
 	case "json":
 		return common.Run(&iterator.JSONEmitter{Writer: os.Stdout})
 	default:
-		return fmt.Errorf("-o %s: it is table or json", format)
+		return fmt.Errorf("-o %s: use table or json", format)
 	}
 }

@@ -1,6 +1,5 @@
-// Command snapshot-metadata-verifier copies what a VolumeSnapshot is said to hold, or to have changed since an
-// earlier one, from one device to another and fails when the two then differ, as the released command
-// of that name does.
+// Command snapshot-metadata-verifier copies the allocated blocks of a VolumeSnapshot, or the changed blocks since an
+// earlier one, from one device to another. It fails if the devices then differ, like the released command of that name.
 package main
 
 import (
@@ -20,14 +19,14 @@ func main() {
 	arguments.Text(flag.CommandLine, &source, "source-device-path", "src", "",
 		"device with the snapshot's content")
 	arguments.Text(flag.CommandLine, &target, "target-device-path", "tgt", "",
-		"device with the earlier snapshot's content, or with zeros; it is written to")
+		"device with the earlier snapshot's content, or with zeros; the command writes to it")
 	flag.Parse()
 	arguments.Exit(verify(&common, source, target))
 }
 
 func verify(common *arguments.Common, source, target string) error {
 	if source == "" || target == "" {
-		return errors.New("-src and -tgt name the two devices")
+		return errors.New("the flags -src and -tgt are required")
 	}
 	from, err := os.Open(source)
 	if err != nil {

@@ -51,7 +51,7 @@ impl Claims {
     async fn of_claim(&self, field: &str, namespace: &str, name: &str) -> Result<String, Refusal> {
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
         let found = in_time(api.get_opt(name)).await.map_err(|error| {
-            let what = format!("{field}: the StorageClass of the PersistentVolumeClaim {name:?}");
+            let what = format!("the StorageClass of the PersistentVolumeClaim {name:?} ({field})");
             Refusal::unknown(&what, &failure(ROLE, "get PersistentVolumeClaims", &error))
         })?;
         let Some(claim) = found else {
@@ -84,7 +84,7 @@ impl Claims {
     ) -> Result<bool, Refusal> {
         let api: Api<StorageClass> = Api::all(self.client.clone());
         let found = in_time(api.get_opt(class)).await.map_err(|error| {
-            let what = format!("spec.volumes[{index}]: the driver of the StorageClass {class:?}");
+            let what = format!("the driver of the StorageClass {class:?} (spec.volumes[{index}])");
             Refusal::unknown(&what, &failure(ROLE, "get StorageClasses", &error))
         })?;
         match found {
@@ -123,8 +123,11 @@ mod tests {
         for (refusal, what) in [(claim, "PersistentVolumeClaim"), (class, "StorageClass")] {
             let words = refusal.message();
             assert_eq!(refusal.code(), 503, "{words}");
-            assert!(words.starts_with("spec.volumes[0]") && words.contains(what), "{words}");
-            assert!(words.contains("is not known") && words.ends_with("try again"), "{words}");
+            assert!(words.contains("(spec.volumes[0]") && words.contains(what), "{words}");
+            assert!(
+                words.starts_with("cannot determine") && words.ends_with("retry later"),
+                "{words}"
+            );
         }
     }
 }

@@ -90,10 +90,10 @@ fn an_incomplete_group_or_policy_is_refused() {
         (deferred(mount("", "OnRootMismatch")), "requires volume_supplemental_group"),
         (deferred(mount("2000", "Never")), "neither Always nor OnRootMismatch"),
         (deferred(mount("2000", "always")), "neither Always nor OnRootMismatch"),
-        (deferred(mount("staff", "")), "volume_supplemental_group is not a group id"),
-        (deferred(mount("4294967295", "")), "volume_supplemental_group is not a group id"),
-        (deferred(mount("-1", "")), "volume_supplemental_group is not a group id"),
-        (deferred(mount("+1", "")), "volume_supplemental_group is not a group id"),
+        (deferred(mount("staff", "")), "volume_supplemental_group is not a decimal group id"),
+        (deferred(mount("4294967295", "")), "volume_supplemental_group is not a decimal group id"),
+        (deferred(mount("-1", "")), "volume_supplemental_group is not a decimal group id"),
+        (deferred(mount("+1", "")), "volume_supplemental_group is not a decimal group id"),
     ] {
         let (field, reason) = refusal(&req, PERSISTENT);
         assert_eq!(field, "volume_capability");

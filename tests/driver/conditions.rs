@@ -104,7 +104,7 @@ fn only_a_volume_with_a_damaged_file_is_abnormal() {
         fs::remove_file(driver.backing_file(&gone)).unwrap();
         let file = File::options().write(true).open(driver.backing_file(&short)).unwrap();
         file.set_len(MIB).unwrap();
-        for (id, word) in [(&gone, "gone"), (&short, "instead of")] {
+        for (id, word) in [(&gone, "is missing"), (&short, "expected 2097152")] {
             let found = condition(&driver, id);
             assert!(found.abnormal && found.message.contains(word), "{found:?}");
         }
@@ -116,8 +116,8 @@ fn only_a_volume_with_a_damaged_file_is_abnormal() {
         }
         let answer = driver.ok(stats(&short, path(&device)));
         assert!(answer.volume_condition.unwrap().abnormal);
-        driver.refused(create_snapshot("s", &gone), Code::DataLoss, "gone");
-        driver.refused(driver.staging_of(&gone, &block()), Code::DataLoss, "gone");
+        driver.refused(create_snapshot("s", &gone), Code::DataLoss, "is missing");
+        driver.refused(driver.staging_of(&gone, &block()), Code::DataLoss, "is missing");
         file.set_len(2 * MIB).unwrap();
         assert!(!condition(&driver, &short).abnormal);
         driver.take_down(&short);
@@ -137,7 +137,7 @@ fn a_staged_volume_without_its_file_can_be_unstaged() {
         fs::remove_file(driver.backing_file(&volume)).unwrap();
         let answer = driver.ok(stats(&volume, path(&target)));
         let found = answer.volume_condition.unwrap();
-        assert!(found.abnormal && found.message.contains("gone"), "{found:?}");
+        assert!(found.abnormal && found.message.contains("is missing"), "{found:?}");
         driver.take_down(&volume);
         assert!(mounts_at(&target).is_empty() && mounts_at(&driver.staging(&volume)).is_empty());
         let left = loops_named(&volume);

@@ -97,7 +97,7 @@ fn a_failed_group_snapshot_leaves_nothing() {
     nothing_remains();
     let backing = driver.backing_file(&ids[2]);
     fs::rename(&backing, driver.scratch().join("xfs/away")).unwrap();
-    driver.refused(request.clone(), Code::DataLoss, "gone");
+    driver.refused(request.clone(), Code::DataLoss, "is missing");
     fs::rename(driver.scratch().join("xfs/away"), &backing).unwrap();
     nothing_remains();
     let unknown = create_group_snapshot("g", &[&ids[0], NO_VOLUME]);

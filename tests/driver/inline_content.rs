@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
 use csi_loopback::proto::csi::v1 as csi;
@@ -140,10 +140,16 @@ fn a_reader_never_sees_a_mix_of_old_and_new_content() {
             driver.ok(volume.publishing_content(&[], &[("a", &text), ("b", &text)]));
         };
         publish(0);
-        let done = AtomicBool::new(false);
-        let reads = thread::scope(|scope| {
+        let (done, reads) = (AtomicBool::new(false), AtomicU32::new(0));
+        // An old directory is kept for one more call, so a read must not span two.
+        let publish_and_wait = |generation: u32| {
+            let before = reads.load(Ordering::Relaxed);
+            publish(generation);
+            wait_for("a read", || reads.load(Ordering::Relaxed) > before);
+        };
+        thread::scope(|scope| {
             let reader = scope.spawn(|| {
-                let (mut reads, mut last) = (0, 0);
+                let mut last = 0;
                 while !done.load(Ordering::Relaxed) {
                     // A file is available under its name, and complete, at any time.
                     let by_name = fs::read_to_string(volume.file("a")).unwrap();
@@ -157,17 +163,14 @@ fn a_reader_never_sees_a_mix_of_old_and_new_content() {
                         (Ok(a), Ok(b)) => assert!(a == b, "a mixture"),
                         (Err(e), _) | (_, Err(e)) => assert_eq!(e.kind(), io::ErrorKind::NotFound),
                     }
-                    reads += 1;
+                    reads.fetch_add(1, Ordering::Relaxed);
                 }
-                reads
             });
-            let publishing = catch_unwind(AssertUnwindSafe(|| (1..40).for_each(publish)));
+            let publishing = catch_unwind(AssertUnwindSafe(|| (1..40).for_each(publish_and_wait)));
             done.store(true, Ordering::Relaxed);
-            let reads = reader.join().unwrap();
+            reader.join().unwrap();
             publishing.unwrap();
-            reads
         });
-        assert!(reads > 0);
         driver.unpublish(&volume.handle, &volume.target);
     });
 }

@@ -336,7 +336,7 @@ fn pool_check_reports_problems_of_inline_volumes() {
     // Neither is mounted, and both can be removed.
     driver.start_again();
     driver.refused(volumes[0].publishing(&SMALL), Code::DataLoss, "backing file is missing");
-    driver.refused(volumes[1].publishing(&SMALL), Code::DataLoss, "instead of");
+    driver.refused(volumes[1].publishing(&SMALL), Code::DataLoss, "expected 16777216");
     driver.ok(volumes[2].publishing(&SMALL));
     volumes.iter().for_each(|volume| unpublish(&driver, volume));
     assert_eq!(in_pool(&mut driver), 0);

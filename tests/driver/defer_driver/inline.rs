@@ -33,7 +33,7 @@ fn the_field_defers_an_inline_volume() {
             let reported = driver.ok(stats(&volume.handle, path(&volume.target)));
             assert_eq!(reported.usage[0].total, 1000);
             let grow = expand_on_node(&volume.handle, &volume.target);
-            driver.refused(grow, Code::FailedPrecondition, "keeps its size");
+            driver.refused(grow, Code::FailedPrecondition, "cannot be expanded");
             driver.unpublish(&volume.handle, &volume.target);
             assert!(is_gone(&volume.target) && rig.crust.staged(&volume.target).is_none());
         }

@@ -40,7 +40,7 @@ fn impossible_deferrals_are_refused_by_field() {
             (defer(grouped("", "Always", "")), "volume_supplemental_group_change_policy requires"),
             (defer(grouped("2000", "Never", "")), "neither Always nor OnRootMismatch"),
             (defer(grouped("2000", "", "3000")), "volume_mount_group differ"),
-            (defer(grouped("staff", "", "")), "is not a group id"),
+            (defer(grouped("staff", "", "")), "is not a decimal group id"),
         ] {
             assert_refused(rig, req, Code::InvalidArgument, words);
         }

@@ -197,7 +197,7 @@ fn an_inline_volume_cannot_be_staged_or_expanded() {
             capacity_range: Some(range((64 * MIB) as i64, 0)),
             ..expand_on_node(&volume.handle, &volume.target)
         };
-        driver.refused(grown, Code::FailedPrecondition, "keeps its size");
+        driver.refused(grown, Code::FailedPrecondition, "cannot be expanded");
         assert_eq!(device_bytes(&volume.target), 32 * MIB);
         driver.unpublish(&volume.handle, &volume.target);
     });

@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_a_sessions_token_the_log_knows_a_fingerprint() {
+    fn only_a_fingerprint_of_a_session_token_is_logged() {
         let of = |token: &str| {
             let req =
                 session::GetDeltaRequest { session_token: token.into(), ..Default::default() };
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn the_log_knows_that_a_mount_was_left_to_a_runtime() {
+    fn a_deferred_mount_is_logged_as_deferred() {
         let publish =
             csi::NodePublishVolumeRequest { volume_id: "v-1".into(), ..Default::default() };
         let by_field = csi::NodePublishVolumeRequest { defer_fs_ops: true, ..publish.clone() };
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn the_log_knows_ids_and_no_secrets() {
+    fn ids_are_logged_and_secrets_are_not() {
         let request = csi::NodeStageVolumeRequest {
             volume_id: "v-1".into(),
             staging_target_path: "/stage".into(),

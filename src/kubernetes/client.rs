@@ -236,7 +236,7 @@ pub fn failure(who: &str, doing: &str, error: &kube::Error) -> Failure {
         kube::Error::Api(status) if matches!(status.code, 401 | 403) => Failure {
             lacks_permission: true,
             message: format!(
-                "the {who}'s own ServiceAccount may not {doing} ({}); grant the permission in its ClusterRole",
+                "the ServiceAccount of the {who} may not {doing} ({}); grant the permission in its ClusterRole",
                 status.code
             ),
         },

@@ -317,7 +317,7 @@ fn only_the_ca_bundle_is_written() {
     let Some(cluster) = shared() else { return };
     let rig = Rig::with(cluster, manager_rules(), &[]);
     rig.log_has("does not exist");
-    assert!(rig.found().is_none(), "it is another's to make");
+    assert!(rig.found().is_none(), "the session manager created the configuration");
     rig.configure("Ignore");
     let without = |mut configuration: ValidatingWebhookConfiguration| {
         let webhooks = configuration.webhooks.take().unwrap_or_default();

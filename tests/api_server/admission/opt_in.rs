@@ -121,7 +121,7 @@ fn only_volumes_that_a_runtime_can_mount_are_accepted() {
     for (bad, error) in [
         ("claim,none", "\"none\" is not a volume of the pod"),
         ("scratch", "\"scratch\""),
-        ("raw", "\"raw\" is a raw block device"),
+        ("raw", "\"raw\" cannot be deferred: the pod's containers use it as a raw block device"),
         ("Claim", "\"Claim\" is not a volume of the pod"),
     ] {
         assert_refused(make(&rig, &pod(Some(bad)), true), &["422", ANNOTATION, error]);

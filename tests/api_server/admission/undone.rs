@@ -95,7 +95,7 @@ fn reverted_mutations_are_repeated_or_refused() {
     let rig = Rig::new(cluster, With::default());
     let content = pod(&rig.volume(json!({ "content/a": "x" })));
     let scratch = pod(&rig.volume(json!({})));
-    let mended = || {
+    let corrected = || {
         let made = rig.dry(&rig.apps, &content).ok()?.spec?;
         Some([
             made.volumes?[0].csi.as_ref()?.read_only?,
@@ -111,7 +111,7 @@ fn reverted_mutations_are_repeated_or_refused() {
     {
         let _undoing = Undoing::start(&rig, "Never");
         cluster.wait_for("the webhook that undoes", is_called);
-        assert_eq!(mended(), Some([true, true]), "ours is called again");
+        assert_eq!(corrected(), Some([true, true]), "ours is called again");
     }
     {
         let _undoing = Undoing::start(&rig, "IfNeeded");
@@ -124,5 +124,5 @@ fn reverted_mutations_are_repeated_or_refused() {
         rig.refused_once(&rig.apps, &rig.volume(json!({ "content/a": "x" })), "must be true");
         assert_refused(rig.make(&rig.apps, &content), &words);
     }
-    cluster.wait_for("the end of the webhook that undoes", mended);
+    cluster.wait_for("the end of the webhook that undoes", corrected);
 }

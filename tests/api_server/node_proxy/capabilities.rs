@@ -160,14 +160,14 @@ fn each_part_of_a_volume_group_needs_its_capability() {
     rig.mount(&free, &claim).unwrap();
     rig.unmount(&free, &claim);
     for pod in [&grouped, &choosy] {
-        let missing = "DEFER_FS_OPS_WITH_SUPPLEMENTAL_GROUP:";
+        let missing = "DEFER_FS_OPS_WITH_SUPPLEMENTAL_GROUP;";
         assert_refused(rig.mount(pod, &claim), Code::FailedPrecondition, missing, &pod.name);
         rig.wait_for_event(pod, &[missing, "fsGroup"]);
     }
     few(&[DeferFsOps, Group]);
     rig.mount(&grouped, &claim).unwrap();
     rig.unmount(&grouped, &claim);
-    let missing = "DEFER_FS_OPS_WITH_SUPPLEMENTAL_GROUP_CHANGE_POLICY:";
+    let missing = "DEFER_FS_OPS_WITH_SUPPLEMENTAL_GROUP_CHANGE_POLICY;";
     assert_refused(rig.mount(&choosy, &claim), Code::FailedPrecondition, missing, "choosy");
     rig.wait_for_event(&choosy, &[missing, "fsGroupChangePolicy"]);
     // The KEP's first capability is required for the others.

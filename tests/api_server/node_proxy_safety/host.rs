@@ -36,7 +36,7 @@ fn a_late_opt_in_is_reported_and_not_mounted_twice() {
         assert_eq!(rig.vol_data(&target), None, "nothing is remembered");
         assert!(is_mounted(&target), "what the pod uses stays");
     }
-    rig.wait_for_event(&pod, &["is mounted on the host", "delete the pod"]);
+    rig.wait_for_event(&pod, &["was mounted on the host", "delete the pod"]);
     // The pod can be deleted.
     rig.unmount(&pod, &claim);
     assert!(!is_mounted(&target));

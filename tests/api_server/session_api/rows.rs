@@ -79,7 +79,7 @@ fn get_allocated_missing_or_otherwise_invalid_argument() {
     let cases: [(&str, Change<api::GetAllocatedRequest>); 4] = [
         ("session_token: is required", |it| it.session_token.clear()),
         ("snapshot: is required", |it| it.snapshot.clear()),
-        ("snapshot: is not the name", |it| it.snapshot = "../first".into()),
+        ("snapshot: is not a valid VolumeSnapshot name", |it| it.snapshot = "../first".into()),
         ("volume_id: is not a handle", |it| it.volume_id = "x".repeat(1025)),
     ];
     for (words, change) in cases {
@@ -102,7 +102,8 @@ fn get_allocated_invalid_volume_id_or_snapshot() {
     rig.ok(of(&rig.volume));
     rig.refused(of("another-volume"), Code::NotFound, "volume_id: ");
     for name in ["outside", "nowhere"] {
-        rig.refused(sample.of(name), Code::NotFound, "snapshot: the session was not made for");
+        let words = format!("snapshot: VolumeSnapshot {name} is not part of the session");
+        rig.refused(sample.of(name), Code::NotFound, &words);
     }
     let first = cluster.wait_until_ready(&rig.namespace, "first");
     cluster.delete_snapshot(&first);
@@ -139,8 +140,8 @@ fn get_delta_missing_or_otherwise_invalid_argument() {
         ("session_token: is required", |it| it.session_token.clear()),
         ("base_snapshot: is required", |it| it.base_snapshot.clear()),
         ("target_snapshot: is required", |it| it.target_snapshot.clear()),
-        ("base_snapshot: is not the name", |it| it.base_snapshot = "a_b".into()),
-        ("target_snapshot: is not the name", |it| it.target_snapshot = "a/b".into()),
+        ("base_snapshot: is not a valid VolumeSnapshot name", |it| it.base_snapshot = "a_b".into()),
+        ("target_snapshot: is not a valid VolumeSnapshot name", |it| it.target_snapshot = "a/b".into()),
         ("volume_id: is not a handle", |it| it.volume_id = "a\nb".into()),
         ("base_snapshot: is a snapshot of another volume", |it| it.base_snapshot = "other".into()),
         ("base_snapshot: is newer", |it| {
@@ -167,8 +168,10 @@ fn get_delta_invalid_volume_id_base_snapshot_or_target_snapshot() {
     rig.ok(of(&rig.volume));
     rig.refused(of("another-volume"), Code::NotFound, "volume_id: ");
     for name in ["outside", "nowhere"] {
-        rig.refused(sample.between(name, "second"), Code::NotFound, "base_snapshot: the session");
-        rig.refused(sample.between("first", name), Code::NotFound, "target_snapshot: the session");
+        let words =
+            |field: &str| format!("{field}: VolumeSnapshot {name} is not part of the session");
+        rig.refused(sample.between(name, "second"), Code::NotFound, &words("base_snapshot"));
+        rig.refused(sample.between("first", name), Code::NotFound, &words("target_snapshot"));
     }
     let first = cluster.wait_until_ready(&rig.namespace, "first");
     cluster.delete_snapshot(&first);

@@ -173,10 +173,10 @@ fn discovery_unusable_without_ca_or_for_another_driver() {
     assert!(failure.message.contains("caBundle"), "{failure}");
     assert!(rig.endpoint.pages().is_empty());
     let authorities = ByteString(rig.authority.pem().into());
-    let mended = json!({ "spec": { "clientConfig": { "caBundle": authorities } } });
-    cluster.merge(&cluster.api::<DriverDiscovery>(), &rig.driver, &mended);
+    let corrected = json!({ "spec": { "clientConfig": { "caBundle": authorities } } });
+    cluster.merge(&cluster.api::<DriverDiscovery>(), &rig.driver, &corrected);
     rig.endpoint.says(problem(ProblemKind::OtherDriver, "here is x.csi.local", None));
-    cluster.wait_for("the mended object", || {
+    cluster.wait_for("the corrected object", || {
         let failure = rig.ask(spec("", "monday")).unwrap_err();
         assert_eq!(failure.cause, Cause::DiscoveryUnusable);
         failure.message.contains("here is x.csi.local").then_some(())
@@ -192,13 +192,13 @@ fn endpoint_unavailable_unreachable_or_untrusted() {
     let failure = rig.ask(spec("", "monday")).unwrap_err();
     assert_eq!(failure.cause, Cause::EndpointUnavailable);
     assert!(failure.message.contains("certificate"), "{failure}");
-    assert!(rig.endpoint.pages().is_empty(), "it is shown no token");
+    assert!(rig.endpoint.pages().is_empty(), "the token was sent");
     // A port without a listener.
-    let mended = json!({ "spec": { "clientConfig": {
+    let corrected = json!({ "spec": { "clientConfig": {
         "url": "https://localhost:1/x", "caBundle": ByteString(rig.authority.pem().into()),
     } } });
-    cluster.merge(&cluster.api::<DriverDiscovery>(), &rig.driver, &mended);
-    cluster.wait_for("the mended object", || {
+    cluster.merge(&cluster.api::<DriverDiscovery>(), &rig.driver, &corrected);
+    cluster.wait_for("the corrected object", || {
         let failure = rig.ask(spec("", "monday")).unwrap_err();
         assert_eq!(failure.cause, Cause::EndpointUnavailable);
         failure.message.contains("refused").then_some(())
@@ -294,7 +294,7 @@ fn api_server_names_the_missing_permission() {
         let failure = rig.ask(secret_of("login", None)).unwrap_err();
         assert_eq!(failure.cause, Cause::ApiServer, "{failure}");
         assert!(failure.message.contains(named), "{failure}");
-        assert!(failure.message.contains("own ServiceAccount may not"), "{failure}");
+        assert!(failure.message.contains("the ServiceAccount of the"), "{failure}");
     }
 }
 

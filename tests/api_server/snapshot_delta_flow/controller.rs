@@ -183,8 +183,8 @@ fn only_changes_of_the_spec_cause_a_probe() {
     // The interval never elapses: only a change causes a probe.
     let _controller = Controller::start(cluster, &account(cluster), 1000 * HOUR, None);
     let reached = becomes(cluster, &driver, REACHABLE, "True", "Reached");
-    let mended = json!({ "spec": { "clientConfig": { "url": second.url() } } });
-    cluster.merge(&objects, &driver, &mended);
+    let corrected = json!({ "spec": { "clientConfig": { "url": second.url() } } });
+    cluster.merge(&objects, &driver, &corrected);
     let capable = becomes(cluster, &driver, CAPABLE, "False", "NoCapability");
     assert_eq!(capable.observed_generation, Some(2));
     let still = condition(cluster, &driver, REACHABLE).unwrap();

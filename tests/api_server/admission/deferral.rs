@@ -178,7 +178,10 @@ fn unreadable_claims_refuse_only_pods_of_the_policy() {
         let others: Vec<_> = full.iter().filter(|rule| !is_for(rule, resource)).collect();
         allow(&others);
         cluster.wait_for("the end of the right", || make().is_err().then_some(()));
-        assert_refused(make(), &["500", "spec.volumes[0]", "cannot determine", what, "ClusterRole"]);
+        assert_refused(
+            make(),
+            &["500", "spec.volumes[0]", "cannot determine", what, "ClusterRole"],
+        );
         let other = runtime_class(cluster);
         rig.make(&rig.apps, &of_class(&volume, &other, |_| ())).unwrap();
         let inline = rig.volume(json!({ "size": "1Gi" }));

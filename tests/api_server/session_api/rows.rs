@@ -141,7 +141,9 @@ fn get_delta_missing_or_otherwise_invalid_argument() {
         ("base_snapshot: is required", |it| it.base_snapshot.clear()),
         ("target_snapshot: is required", |it| it.target_snapshot.clear()),
         ("base_snapshot: is not a valid VolumeSnapshot name", |it| it.base_snapshot = "a_b".into()),
-        ("target_snapshot: is not a valid VolumeSnapshot name", |it| it.target_snapshot = "a/b".into()),
+        ("target_snapshot: is not a valid VolumeSnapshot name", |it| {
+            it.target_snapshot = "a/b".into()
+        }),
         ("volume_id: is not a handle", |it| it.volume_id = "a\nb".into()),
         ("base_snapshot: is a snapshot of another volume", |it| it.base_snapshot = "other".into()),
         ("base_snapshot: is newer", |it| {

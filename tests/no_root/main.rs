@@ -3,6 +3,7 @@
 mod deploy_crds;
 mod fuzz;
 mod language;
+mod monitoring;
 mod names;
 mod requirements;
 mod source;

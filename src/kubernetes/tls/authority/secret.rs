@@ -13,8 +13,12 @@ use kube::api::ObjectMeta;
 use super::super::certificates::Pair;
 use super::issue::Ca;
 
-/// Label of objects of this program. Its value comes from [`manager`].
-const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
+/// Label of objects of this program. Its value comes from [`manager`]. It is not
+/// app.kubernetes.io/managed-by, which belongs to the tool that installs the manifests: Helm sets that
+/// label, and fails when another writer has changed it.
+const MANAGED_BY: &str = "cbt.storage.k8s.io/managed-by";
+/// The label of earlier versions.
+const FORMER_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 
 /// Content of a valid Secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,8 +63,9 @@ pub fn found(secret: Option<&Secret>) -> Found {
     let Some(secret) = secret else { return Found::Nothing };
     let data = secret.data.as_ref().filter(|data| !data.is_empty());
     let Some(data) = data else { return Found::Nothing };
-    let label = secret.metadata.labels.as_ref().and_then(|labels| labels.get(MANAGED_BY));
-    if label.is_none_or(|label| !label.starts_with(&manager(""))) {
+    let label = |key| secret.metadata.labels.as_ref().and_then(|labels| labels.get(key));
+    let ours = |key| label(key).is_some_and(|value| value.starts_with(&manager("")));
+    if !ours(MANAGED_BY) && !ours(FORMER_MANAGED_BY) {
         let keys = data.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
         return Found::Foreign(format!("it has the keys {keys} and no label {MANAGED_BY}"));
     }
@@ -128,6 +133,26 @@ mod tests {
         let state = State::new(ca());
         let secret = holding(&state, "s", "admission", None);
         assert_eq!(secret.metadata.labels.as_ref().unwrap()[MANAGED_BY], "csi-loopback-admission");
+        assert_eq!(found(Some(&secret)), Found::Held(state));
+    }
+
+    #[test]
+    fn a_secret_of_an_earlier_version_is_read() {
+        let state = State::new(ca());
+        let mut secret = holding(&state, "s", "sidecar", None);
+        let label = (FORMER_MANAGED_BY.to_owned(), manager("sidecar"));
+        secret.metadata.labels = Some([label].into());
+        assert_eq!(found(Some(&secret)), Found::Held(state));
+    }
+
+    #[test]
+    fn the_label_of_the_installing_tool_is_kept() {
+        let state = State::new(ca());
+        let mut empty = Secret::default();
+        let label = (FORMER_MANAGED_BY.to_owned(), "Helm".to_owned());
+        empty.metadata.labels = Some([label.clone()].into());
+        let secret = holding(&state, "s", "sidecar", Some(&empty));
+        assert_eq!(secret.metadata.labels.as_ref().unwrap()[&label.0], label.1);
         assert_eq!(found(Some(&secret)), Found::Held(state));
     }
 

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Scenario: the Helm chart equals the kustomizations, and installs, upgrades and uninstalls
+# shellcheck source=hack/e2e/scenario.sh
+source "$(dirname "$0")/../scenario.sh"
+
+helm() { in_network env KUBECONFIG="$e2e/kubeconfig" "$e2e/tools/helm" "$@"; }
+
+# sorted: the objects of stdin in the order and the notation of kustomize.
+sorted() {
+    local directory
+    directory=$(mktemp -d "$e2e/sorted.XXXXXX")
+    cat >"$directory/all.yaml"
+    printf 'kind: Kustomization\nsortOptions: {order: legacy}\nresources: [all.yaml]\n' >"$directory/kustomization.yaml"
+    "$e2e/tools/kubectl" kustomize "$directory" && rm -r "$directory"
+}
+
+same() { # same VALUE DIRECTORY...: whether the chart with a value has the objects of the directories
+    local value=$1 directory
+    shift
+    equal "helm template --set $value" "$(for directory; do echo --- && "$e2e/tools/kubectl" kustomize "$directory"; done | sorted)" \
+        "$(helm template csi-loopback deploy/chart --set "$value" 2>/dev/null | sorted)"
+}
+
+step "lint; the same objects as the kustomizations"
+quietly helm lint deploy/chart
+KUBECTL=$e2e/tools/kubectl quietly hack/chart.sh --check
+same image.tag=0.1.0 deploy/base
+same sessionManager.enabled=true deploy/base deploy/session-manager
+same aggregatedApi.enabled=true "$(overlay_of chart base cbt-http)" deploy/aggregated-api
+same admission.enabled=true deploy/base deploy/admission
+same inline.enabled=true deploy/base deploy/inline
+step "install"
+quietly kubectl label node node loopback.csi.local/pool=true
+quietly helm install csi-loopback deploy/chart --set sessionManager.enabled=true --wait --timeout "${patience}s"
+quietly kubectl apply --server-side -k deploy/examples/volume
+await condition=Ready -n backup-demo pod/writer
+step "upgrade, with another component; what roles have written stays"
+authority() { kubectl -n csi-loopback get secret csi-loopback-metadata-tls -o jsonpath='{.data}'; }
+before=$(authority)
+quietly helm upgrade csi-loopback deploy/chart --set sessionManager.enabled=true,admission.enabled=true --wait --timeout "${patience}s"
+[[ -n $before ]]
+equal "the sidecar's authority" "$before" "$(authority)"
+step "uninstall"
+delete -k deploy/examples/volume
+eventually volumes_are_gone
+quietly helm uninstall csi-loopback --wait --timeout "${patience}s"
+equal "objects" "" "$(kubectl get all,csidrivers,storageclasses,clusterroles,clusterrolebindings,secrets --all-namespaces -o name | grep loopback || true)"
+delete snapshotmetadataservice,snapshotserviceconfiguration loopback.csi.local
+delete -f deploy/crds
+quietly kubectl label node node loopback.csi.local/pool-
+on_node rm -r /var/lib/csi-loopback /var/lib/kubelet/plugins/loopback.csi.local

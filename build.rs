@@ -23,8 +23,22 @@ const RAW_RESPONSES: [&str; 6] = [
 const LEGACY_REQUEST: (&str, &str) =
     (".csi.v1.NodePublishVolumeRequest", "crate::proto::legacy::PublishRequest");
 
+/// What `--version` prints: the package's version, and the commit if CSI_LOOPBACK_COMMIT names one, as
+/// hack/image.sh does. Git is not called, since a commit would then rebuild the crate in each clone.
+fn set_version() -> Result<(), Box<dyn Error>> {
+    println!("cargo:rerun-if-env-changed=CSI_LOOPBACK_COMMIT");
+    let version = env::var("CARGO_PKG_VERSION")?;
+    let version = match env::var("CSI_LOOPBACK_COMMIT") {
+        Ok(commit) if !commit.is_empty() => format!("{version} ({commit})"),
+        _ => version,
+    };
+    println!("cargo:rustc-env=CSI_LOOPBACK_VERSION={version}");
+    Ok(())
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=csi-spec");
+    set_version()?;
     let descriptors = protox::compile(PROTOS, ["csi-spec"])?;
     let out = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(out.join("csi_descriptor.bin"), descriptors.encode_to_vec())?;

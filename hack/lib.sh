@@ -156,12 +156,24 @@ go_tool() {
     printf '%s\n' "$directory/$1"
 }
 
+# go_build_kubernetes NAME DIRECTORY: go_build for a module of hack/tools that has k8s.io/kubernetes.
+go_build_kubernetes() {
+    local version
+    version=$(cd "$repo/hack/tools/$1" && go list -m -f '{{.Version}}' k8s.io/kubernetes) || return 1
+    # Otherwise the API server reports no version.
+    go_build "$1" "$2" "-X k8s.io/component-base/version.gitVersion=$version"
+}
+
+# e2e_tools: prints a directory with what hack/tools/e2e builds: kube-controller-manager, kube-scheduler, kube-proxy,
+# coredns, CNI plugins (ptp, host-local, loopback), csi-provisioner, csi-resizer, livenessprobe and helm. Fails like
+# go_cached.
+e2e_tools() {
+    go_cached "$(go_key e2e)" "the tools of hack/e2e.sh" "about five minutes" go_build_kubernetes e2e
+}
+
 # build_kubernetes DIRECTORY: the builder of kubernetes_tools.
 build_kubernetes() {
-    local source=$repo/hack/tools/kubernetes version
-    version=$(cd "$source" && go list -m -f '{{.Version}}' k8s.io/kubernetes) || return 1
-    # Otherwise the API server reports no version.
-    go_build kubernetes "$1" "-X k8s.io/component-base/version.gitVersion=$version" || return 1
+    go_build_kubernetes kubernetes "$1" || return 1
     mv "$1/server" "$1/etcd" || return 1
     go_build snapshot-metadata "$1" || return 1
     install_crds kubernetes external-snapshotter/client/v8 "$1" &&

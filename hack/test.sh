@@ -4,7 +4,7 @@
 #
 #   (no argument)  default tier: format, lints, unit tests and the core tests of every promise; 8 minutes
 #   --full         full tier: every test at full size, csi-sanity on every pool kind, every demo scene, small
-#                  runs of the benchmarks, licenses; 42 minutes. CI runs this tier
+#                  runs of the benchmarks, licenses; 50 minutes. CI runs this tier
 #   PATTERN...     tests of both tiers and steps whose names contain a pattern, at full size. The name of a
 #                  test binary (driver, storage, crash, api_server, ...) selects all of its tests
 #
@@ -307,7 +307,7 @@ sanity() {
     ((status != 0)) || sed 's/^/             /' "$log"
 }
 
-phase scenes "$(if_full 420 40)"
+phase scenes "$(if_full 900 40)"
 if [[ -z $program ]]; then
     printf 'FAILED             demo and csi-sanity: the build of the driver failed\n'
     fail 1 "demo and csi-sanity: the build of the driver failed"
@@ -339,6 +339,8 @@ else
         sanity reflink image copy
         # Checks that every row runs. The figures of --quick are not meaningful.
         check "hack/bench.sh" hack/bench.sh --quick --output "$logs/bench"
+        # A Kubernetes cluster with every pod of deploy/.
+        check "hack/e2e.sh" hack/e2e.sh run
     fi
 fi
 
@@ -353,7 +355,7 @@ fi
 [[ -n $matched ]] || die "no test or step name contains: ${patterns[*]}"
 ((${#patterns[@]})) || check_leftovers
 phase
-((${#patterns[@]})) || print_phases "$(if_cold "$(if_full 3720 1200)" "$(if_full 2520 480)")"
+((${#patterns[@]})) || print_phases "$(if_cold "$(if_full 4500 1200)" "$(if_full 3000 480)")"
 printf '\nSlowest tests:\n'
 sed -n 's/^test \(.*\) \.\.\. [a-zA-Z]* <\([0-9.]*\)s>$/\2 s  \1/p' "$logs"/*.log |
     sort -rn | sed -n '1,15 s/^/  /p' # sed reads to the end: head would close the pipe, which is an error here

@@ -27,7 +27,7 @@ const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
 #[derive(Debug, Parser)]
 #[command(
     name = "csi-loopback",
-    version,
+    version = env!("CSI_LOOPBACK_VERSION"),
     override_usage = USAGE,
     subcommand_required = true,
     arg_required_else_help = true,

@@ -16,6 +16,7 @@ tool (
 )
 
 require (
+	github.com/container-storage-interface/spec v1.13.0
 	google.golang.org/grpc v1.84.0
 	k8s.io/kubelet v0.37.2
 )
@@ -35,7 +36,6 @@ require (
 	github.com/cenkalti/backoff/v5 v5.0.3 // indirect
 	github.com/cespare/xxhash/v2 v2.3.0 // indirect
 	github.com/chai2010/gettext-go v1.0.2 // indirect
-	github.com/container-storage-interface/spec v1.13.0 // indirect
 	github.com/containerd/containerd/api v1.11.1 // indirect
 	github.com/containerd/log v0.1.0 // indirect
 	github.com/containerd/ttrpc v1.2.9 // indirect

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# hack/e2e.sh COMMAND: a Kubernetes cluster of one node on this machine, in which every pod of deploy/ runs.
+#
+#   up                starts the cluster: etcd, API server, controller manager, scheduler, kubelet, kube-proxy,
+#                     containerd, CoreDNS and snapshot-controller; builds what is missing
+#   run [SCENARIO...] runs scenarios, by default all of them; starts the cluster if there is none, and then ends it too
+#   list              prints the scenarios
+#   kubectl ...       runs kubectl against the cluster
+#   node COMMAND...   runs a command on the node, by default a shell
+#   down              ends the cluster: no process, mount, loop device, cgroup or file remains
+#
+# The cluster has separate PID, mount and network namespaces, and keeps its files in one directory. Images are built
+# here, under the names that the manifests use; nothing is pulled. node-driver-registrar and livenessprobe are stand-ins,
+# since their modules cannot be downloaded. NetworkPolicies are stored, but nothing enforces them.
+#
+# CSI_LOOPBACK_E2E_DIR   the directory (/var/tmp/csi-loopback-e2e)
+# CSI_LOOPBACK_BIN       a csi-loopback for the image, instead of building the static release binary
+#
+# Needs root. Exits with 77 when the machine lacks what the cluster needs; the last line of stderr gives the reason.
+set -euo pipefail
+# shellcheck source=hack/lib.sh
+source "$(dirname "$0")/lib.sh"
+# shellcheck source=hack/e2e/cluster.sh
+source "$repo/hack/e2e/cluster.sh"
+
+scenarios=$repo/hack/e2e/scenarios
+
+usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; }
+
+# titles: each scenario with its title, in the order in which they run.
+titles() {
+    local file
+    for file in "$scenarios"/[0-9]*.sh; do
+        printf '%-12s %s\n' "$(scenario_name "$file")" "$(sed -n 's/^# Scenario: //p' "$file")"
+    done
+}
+
+# scenario_name FILE: 20-backup.sh is "backup".
+scenario_name() {
+    local name=${1##*/}
+    name=${name#*-}
+    printf '%s\n' "${name%.sh}"
+}
+
+run_scenarios() { # run_scenarios [NAME...]
+    local file name started status passed=0 failed=0 wanted=("$@") found=()
+    for file in "$scenarios"/[0-9]*.sh; do
+        name=$(scenario_name "$file")
+        ((${#wanted[@]} == 0)) || [[ " ${wanted[*]} " == *" $name "* ]] || continue
+        found+=("$name")
+        printf '\n=== %s: %s\n' "$name" "$(sed -n 's/^# Scenario: //p' "$file")"
+        started=$SECONDS status=0
+        bash "$file" || status=$?
+        if ((status == 0)); then
+            passed=$((passed + 1))
+            printf '=== %s: passed in %d s\n' "$name" $((SECONDS - started))
+        else
+            failed=$((failed + 1))
+            printf '=== %s: FAILED after %d s\n' "$name" $((SECONDS - started))
+            report_failure "$name"
+        fi
+    done
+    for name in "${wanted[@]}"; do
+        [[ " ${found[*]} " == *" $name "* ]] || die "$name: no such scenario; next: hack/e2e.sh list"
+    done
+    printf '\n%d passed, %d failed\n' "$passed" "$failed"
+    ((failed == 0))
+}
+
+command=${1:-}
+(($# == 0)) || shift
+case $command in
+up) cluster_up ;;
+down) cluster_down ;;
+run)
+    if ! cluster_runs; then
+        trap 'cluster_down' EXIT
+        cluster_up
+    fi
+    run_scenarios "$@"
+    ;;
+list) titles ;;
+kubectl) kubectl "$@" ;;
+node)
+    (($#)) || set -- bash
+    on_node "$@"
+    ;;
+-h | --help) usage ;;
+*) usage >&2 && exit 1 ;;
+esac

@@ -1,0 +1,221 @@
+# shellcheck shell=bash
+# What the scenarios of hack/e2e.sh share. A scenario is a script that sources this file, runs against the cluster by kubectl
+# and the manifests of deploy/, and fails at its first failing command. Scenarios run in the order of their numbers; those
+# after "install" need it.
+# Sourced, never run.
+set -euo pipefail
+
+# shellcheck source=hack/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+# shellcheck source=hack/e2e/cluster.sh
+source "$repo/hack/e2e/cluster.sh"
+cd "$repo"
+
+overlay=$e2e/overlays
+# Of the volumes and pods of deploy/examples/volume, as in docs/guide/backup.md.
+namespace=backup-demo
+
+trap 'echo "failed: ${BASH_COMMAND@Q}, line $LINENO of ${0##*/}" >&2' ERR
+
+step() { printf '  - %s\n' "$*"; }
+
+# quietly COMMAND...: prints its output only if it fails.
+quietly() {
+    local output
+    output=$("$@" 2>&1) || {
+        printf '%s\n' "$output" >&2
+        return 1
+    }
+}
+
+# eventually COMMAND...: repeats a command until it succeeds; prints its last output if it never does.
+eventually() {
+    local deadline=$((SECONDS + patience)) output
+    until output=$("$@" 2>&1); do
+        if ((SECONDS >= deadline)); then
+            printf '%s\nno success within %d s: %s\n' "$output" "$patience" "$*" >&2
+            return 1
+        fi
+        sleep 0.5
+    done
+}
+
+# equal WHAT EXPECTED FOUND
+equal() {
+    [[ $2 == "$3" ]] || {
+        printf '%s: expected\n%s\nfound\n%s\n' "$1" "$2" "$3" >&2
+        return 1
+    }
+}
+
+apply() { # apply: manifests from stdin
+    quietly kubectl apply --server-side -f -
+}
+
+await() { # await CONDITION ARGUMENT...: kubectl wait
+    quietly kubectl wait --timeout="${patience}s" --for="$1" "${@:2}"
+}
+
+rollout() { # rollout NAMESPACE OBJECT...
+    local object
+    for object in "${@:2}"; do
+        quietly kubectl -n "$1" rollout status --timeout="${patience}s" "$object"
+    done
+}
+
+in_pod() { # in_pod POD SCRIPT: runs a shell script in a pod of $namespace
+    kubectl -n "$namespace" exec "$1" -- sh -euc "$2"
+}
+
+# overlay_of NAME BASE [COMPONENT...]: an overlay of a directory of deploy/, with components; prints its directory.
+overlay_of() {
+    local directory=$overlay/$1 name
+    mkdir -p "$directory"
+    {
+        printf 'apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n'
+        printf 'resources: [%s]\n' "$(realpath --relative-to="$directory" "deploy/$2")"
+        printf 'components:\n'
+        for name in "${@:3}"; do
+            printf '  - %s\n' "$(realpath --relative-to="$directory" "deploy/components/$name")"
+        done
+    } >"$directory/kustomization.yaml"
+    printf '%s\n' "$directory"
+}
+
+claim() { # claim NAME SIZE [KEY: VALUE...]: a PersistentVolumeClaim with further lines in its spec
+    local name=$1 size=$2 line
+    shift 2
+    {
+        printf 'apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: %s, namespace: %s}\nspec:\n' "$name" "$namespace"
+        printf '  accessModes: [ReadWriteOncePod]\n  resources: {requests: {storage: %s}}\n' "$size"
+        [[ "$*" == *storageClassName* ]] || printf '  storageClassName: csi-loopback\n'
+        for line; do printf '  %s\n' "$line"; done
+    } | apply
+}
+
+# user NAME CLAIM: a pod with the claim's filesystem at /data, or its device at /device.
+user() {
+    local mode mounts="volumeMounts: [{name: data, mountPath: /data}]"
+    mode=$(kubectl -n "$namespace" get pvc "$2" -o jsonpath='{.spec.volumeMode}')
+    [[ $mode != Block ]] || mounts="volumeDevices: [{name: data, devicePath: /device}]"
+    apply <<END
+apiVersion: v1
+kind: Pod
+metadata: {name: $1, namespace: $namespace}
+spec:
+  automountServiceAccountToken: false
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: csi-loopback:0.1.0
+      command: [sleep, infinity]
+      $mounts
+  volumes:
+    - name: data
+      persistentVolumeClaim: {claimName: $2}
+END
+    await condition=Ready -n "$namespace" "pod/$1"
+}
+
+snapshot() { # snapshot NAME CLAIM
+    apply <<END
+apiVersion: snapshot.storage.k8s.io/v1
+kind: VolumeSnapshot
+metadata: {name: $1, namespace: $namespace}
+spec: {volumeSnapshotClassName: csi-loopback, source: {persistentVolumeClaimName: $2}}
+END
+    await jsonpath='{.status.readyToUse}=true' -n "$namespace" "volumesnapshot/$1"
+}
+
+from_snapshot() { # from_snapshot CLAIM SIZE SNAPSHOT [KEY: VALUE...]
+    claim "$1" "$2" "dataSource: {apiGroup: snapshot.storage.k8s.io, kind: VolumeSnapshot, name: $3}" "${@:4}"
+}
+
+# client ARGUMENT...: a client command in the pod of hack/e2e/client.yaml, which may use all three APIs.
+client() { kubectl -n backup-client exec client -- /csi-loopback "$@"; }
+
+# extents_by API COMMAND...: the extents that an API returns, "OFFSET LENGTH" a line, adjacent ones joined: responses may split them
+# differently.
+extents_by() {
+    local api=$1
+    shift
+    [[ $api != metadata ]] || set -- "$@" --token-file=/var/run/secrets/snapshot-metadata/token
+    client snapshot "$@" --api="$api" --namespace="$namespace" --output=json | jq -r '.extents[] | "\(.offset) \(.length)"' |
+        awk 'NR > 1 && $1 == at + length_ { length_ += $2; next }
+            NR > 1 { print at, length_ } { at = $1; length_ = $2 } END { if (NR) print at, length_ }'
+}
+
+# extents COMMAND...: the extents, after a check that all three APIs return the same.
+extents() {
+    local api found first=
+    for api in metadata session aggregated; do
+        found=$(extents_by "$api" "$@")
+        [[ $api == metadata ]] && first=$found
+        equal "snapshot $* by $api" "$first" "$found" || return 1
+    done
+    printf '%s\n' "$first"
+}
+
+delete() { # delete ARGUMENT...: kubectl delete, which waits
+    quietly kubectl delete --ignore-not-found --timeout="${patience}s" "$@"
+}
+
+# volumes_are_gone: whether no PersistentVolume and no content of a snapshot remains.
+volumes_are_gone() {
+    local rest
+    rest=$(kubectl get persistentvolumes,volumesnapshotcontents,volumegroupsnapshotcontents --no-headers 2>/dev/null)
+    echo "$rest"
+    [[ -z $rest ]]
+}
+
+# restart PART: kills a part of the cluster (hack/e2e/node.sh), and returns when it has been started again.
+restart() {
+    : >"$e2e/restart/$1"
+    while [[ -e $e2e/restart/$1 ]]; do sleep 0.1; done
+}
+
+# process_of NAMESPACE POD CONTAINER: the container's first process, as the node sees it.
+process_of() {
+    local id
+    id=$(kubectl -n "$1" get pod "$2" -o json |
+        jq -r --arg name "$3" '.status.containerStatuses[] | select(.name == $name) | .containerID | ltrimstr("containerd://")')
+    on_node ctr --namespace k8s.io tasks ls | awk -v id="$id" '$1 == id { print $2 }'
+}
+
+# kill_container NAMESPACE POD CONTAINER: by SIGKILL; kubelet starts it again.
+kill_container() { on_node kill -KILL "$(process_of "$@")"; }
+
+# steady_writer: a pod "steady" that appends a durable line with the next number to /data/log ten times a second, and a raw block
+# volume for "block_writer".
+steady_writer() {
+    claim steady 128Mi
+    apply <<END
+apiVersion: v1
+kind: Pod
+metadata: {name: steady, namespace: $namespace}
+spec:
+  automountServiceAccountToken: false
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: csi-loopback:0.1.0
+      command: [sh, -c, 'i=\$(wc -l </data/log 2>/dev/null || echo 0); while i=\$((i + 1)) && echo \$i >>/data/log && sync /data/log; do sleep 0.1; done']
+      volumeMounts: [{name: data, mountPath: /data}]
+  volumes:
+    - name: data
+      persistentVolumeClaim: {claimName: steady}
+END
+    await condition=Ready -n "$namespace" pod/steady
+}
+
+# is_steady: whether the pod "steady" still writes, was not restarted, and has lost no line.
+is_steady() {
+    local before after
+    before=$(in_pod steady 'wc -l </data/log')
+    sleep 1
+    after=$(in_pod steady 'wc -l </data/log')
+    ((after > before)) || equal "lines of the steady writer" "more than $before" "$after" || return 1
+    # shellcheck disable=SC2016 # for awk
+    equal "missing lines" "" "$(in_pod steady 'awk "\$1 != NR { print NR; exit }" /data/log')" || return 1
+    equal restarts 0 "$(kubectl -n "$namespace" get pod steady -o jsonpath='{.status.containerStatuses[0].restartCount}')"
+}

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Scenario: VolumeGroupSnapshot of two claims, and a restore of each member
+# shellcheck source=hack/e2e/scenario.sh
+source "$(dirname "$0")/../scenario.sh"
+
+step "two claims with a label, one write to each"
+for name in group-a group-b; do
+    claim "$name" 64Mi
+    quietly kubectl -n "$namespace" label pvc "$name" application=group
+    user "$name" "$name"
+    in_pod "$name" "echo $name >/data/file; sync -f /data"
+done
+step "VolumeGroupSnapshot"
+apply <<END
+apiVersion: groupsnapshot.storage.k8s.io/v1
+kind: VolumeGroupSnapshotClass
+metadata: {name: csi-loopback}
+driver: loopback.csi.local
+deletionPolicy: Delete
+---
+apiVersion: groupsnapshot.storage.k8s.io/v1
+kind: VolumeGroupSnapshot
+metadata: {name: group, namespace: $namespace}
+spec: {volumeGroupSnapshotClassName: csi-loopback, source: {selector: {matchLabels: {application: group}}}}
+END
+await jsonpath='{.status.readyToUse}=true' -n "$namespace" volumegroupsnapshot/group
+members=$(kubectl -n "$namespace" get volumesnapshots -o json |
+    jq -r '.items[] | select(.metadata.ownerReferences[]?.kind == "VolumeGroupSnapshot") | "\(.spec.source.persistentVolumeClaimName) \(.metadata.name)"' | sort)
+equal "number of members" 2 "$(wc -l <<<"$members")"
+step "a claim from each member"
+while read -r source member; do
+    await jsonpath='{.status.readyToUse}=true' -n "$namespace" "volumesnapshot/$member"
+    from_snapshot "$source-restored" 64Mi "$member"
+    user "$source-restored" "$source-restored"
+    equal "file of $source" "$source" "$(in_pod "$source-restored" 'cat /data/file')"
+    delete -n "$namespace" "pod/$source-restored" "pod/$source"
+    delete -n "$namespace" "pvc/$source-restored" "pvc/$source"
+done <<<"$members"
+delete -n "$namespace" volumegroupsnapshot/group
+delete volumegroupsnapshotclass/csi-loopback

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Scenario: uninstall by docs/guide/install.md leaves no object, mount, loop device or file
+# shellcheck source=hack/e2e/scenario.sh
+source "$(dirname "$0")/../scenario.sh"
+
+step "applications, volumes and snapshots"
+delete namespace/backup-app namespace/backup-app-session namespace/backup-client
+quietly kubectl delete --timeout="${patience}s" snapshotsessionrequests --all --all-namespaces
+delete clusterrole/e2e-client clusterrolebinding/e2e-client
+delete -k deploy/examples/backup-app
+delete -k deploy/examples/backup-app-session
+delete namespace/backup-demo
+eventually volumes_are_gone
+step "session manager, aggregated API, driver, definitions"
+delete -k deploy/session-manager
+delete apiservice v1alpha1.cbt.storage.k8s.io
+delete -k deploy/aggregated-api
+delete -k "$overlay/base"
+delete snapshotmetadataservice,snapshotserviceconfiguration loopback.csi.local
+delete driverdiscovery loopback.csi.local
+delete -f deploy/crds
+quietly kubectl label node node loopback.csi.local/pool-
+step "what remains"
+equal "objects" "" "$(kubectl get all,csidrivers,storageclasses,clusterroles,clusterrolebindings,customresourcedefinitions,validatingadmissionpolicies,flowschemas \
+    --all-namespaces -o name | grep -E 'loopback|cbt\.storage' || true)"
+equal "drivers of the node" "" "$(kubectl get csinode node -o jsonpath='{.spec.drivers[*].name}')"
+equal mounts "" "$(on_node grep -E '^/dev/loop' /proc/mounts || true)"
+on_node rm -r /var/lib/csi-loopback /var/lib/kubelet/plugins/loopback.csi.local
+equal "loop devices" "" "$(on_node losetup --list --noheadings --output NAME,BACK-FILE | grep /var/lib/csi-loopback || true)"
+equal "files" "" "$(on_node find /var/lib/kubelet/plugins /var/lib/kubelet/plugins_registry /var/lib -maxdepth 1 -name '*loopback*' || true)"

@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# hack/image.sh [IMAGE...]: builds the images of this tree as OCI archives, without a registry, a base image or a
+# container engine. The contents are those of deploy/Dockerfile.
+#
+#   csi-loopback            all roles: the static binary, and a Debian tree with the tools that the driver calls
+#   csi-snapshot-metadata   the sidecar alone: the binary and nothing else
+#
+# Without arguments it builds both. It prints the path of each archive, target/images/IMAGE.tar, which
+# "ctr --namespace k8s.io images import", "docker load --input" and "kind load image-archive" take.
+#
+# CSI_LOOPBACK_BIN   a csi-loopback to use instead of building the static release binary (csi-loopback only, if dynamic)
+# IMAGE_TAG          the tag, by default the version of Cargo.toml
+# IMAGE_DIR          the directory of the archives, by default target/images
+# DEBIAN_SUITE       the Debian release of the tree, by default that of deploy/Dockerfile
+# DEBIAN_MIRROR      where its packages come from, by default http://deb.debian.org/debian
+#
+# Needs root (mmdebstrap), Rust with rustup, and gcc. The Debian tree is kept in ~/.cache/csi-loopback/images.
+set -euo pipefail
+# shellcheck source=hack/lib.sh
+source "$(dirname "$0")/lib.sh"
+# shellcheck source=hack/oci.sh
+source "$repo/hack/oci.sh"
+cd "$repo"
+
+target=$(realpath --canonicalize-missing "${CARGO_TARGET_DIR:-target}")
+images=$(realpath --canonicalize-missing "${IMAGE_DIR:-$target/images}")
+dockerfile=deploy/Dockerfile
+
+# packages: those that deploy/Dockerfile installs.
+packages() {
+    sed -n '/apt-get install/,/&&/p' "$dockerfile" | tr -d '\\&' | tr -s ' ' '\n' |
+        grep -vxE -e '|RUN|apt-get|install|--.*|rm|-rf|/.*'
+}
+
+# suite: the Debian release of the base image of deploy/Dockerfile.
+suite() {
+    printf '%s\n' "${DEBIAN_SUITE:-$(sed -n 's/^ARG RUNTIME_IMAGE=debian:\(.*\)-slim$/\1/p' "$dockerfile")}"
+}
+
+# debian_layer: prints the path of the layer with the Debian tree, and makes it unless it is in the cache.
+debian_layer() {
+    local release=$1 list layer work mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+    list=$(packages | paste -sd ,)
+    layer=$cache/images/debian-$release-$(printf '%s %s\n' "$list" "$mirror" | sha256sum | cut -c1-16).tar
+    if [[ ! -e $layer ]]; then
+        mkdir -p "$cache/images"
+        echo "making the Debian tree (once per package list, about half a minute)" >&2
+        work=$(mktemp "$cache/images/.build.XXXXXX")
+        # shellcheck disable=SC2016 # $1 is for the hook
+        SOURCE_DATE_EPOCH=0 mmdebstrap --quiet --variant=essential --include="$list" \
+            --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
+            --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
+            --customize-hook='rm -rf "$1/var/lib/apt" "$1/var/cache" "$1/var/log"' \
+            --skip=output/dev --format=tar "$release" - "$mirror" >"$work" || { rm -f "$work" && return 1; }
+        mv "$work" "$layer"
+    fi
+    printf '%s\n' "$layer"
+}
+
+# commit: of the tree that the binary is built from, with "-dirty" when files differ from it.
+commit() { git describe --always --abbrev=40 --exclude '*' --dirty 2>/dev/null || echo unknown; }
+
+# static_binary: builds the static release binary and prints its path.
+static_binary() {
+    local triple
+    triple=$(uname -m)-unknown-linux-musl
+    rustup target list --installed | grep -qx "$triple" || rustup target add "$triple" >&2 || return 1
+    # What is C in it (ring) uses nothing of the C library, so the system's compiler serves.
+    env "CC_${triple//-/_}=gcc" CSI_LOOPBACK_COMMIT="${CSI_LOOPBACK_COMMIT-$(commit)}" \
+        cargo build --release --locked --bin csi-loopback --target "$triple" >&2 || return 1
+    printf '%s\n' "$target/$triple/release/csi-loopback"
+}
+
+# config USER ENTRYPOINT TITLE: the image's configuration.
+config() {
+    jq -cn --arg user "$1" --arg entrypoint "$2" --arg title "$3" --arg version "$version" --arg revision "$(commit)" '
+        {Entrypoint: [$entrypoint], Labels: {
+        "org.opencontainers.image.title": $title, "org.opencontainers.image.version": $version,
+        "org.opencontainers.image.revision": $revision, "org.opencontainers.image.licenses": "Apache-2.0"}}
+        + {Env: ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]}
+        + (if $user == "" then {} else {User: $user} end)'
+}
+
+build() { # build IMAGE
+    local archive=$images/$1.tar name=$1:${IMAGE_TAG:-$version}
+    case $1 in
+    csi-loopback)
+        local debian
+        install_missing mmdebstrap >&2 || die "needs mmdebstrap; next: apt-get install mmdebstrap"
+        debian=$(debian_layer "$(suite)") || die "the Debian tree cannot be made; next: see above, or set DEBIAN_MIRROR"
+        oci_image "$archive" "$name" "$(config "" /csi-loopback csi-loopback)" "$debian" "$work/binary.tar"
+        ;;
+    csi-snapshot-metadata)
+        oci_image "$archive" "$name" "$(config 65532:65532 /csi-snapshot-metadata csi-snapshot-metadata)" \
+            "$work/binary.tar"
+        ;;
+    *) die "$1: no such image; next: name csi-loopback or csi-snapshot-metadata" ;;
+    esac
+    printf '%s\n' "$archive"
+}
+
+case ${1:-} in
+-h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit ;;
+esac
+is_root || die "needs root, for mmdebstrap"
+install_missing gcc jq >&2 || die "needs gcc and jq"
+(($#)) || set -- csi-loopback csi-snapshot-metadata
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+mkdir -p "$images"
+work=$(mktemp -d "$images/.build.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+binary=${CSI_LOOPBACK_BIN:-$(static_binary)} || die "the binary does not build; next: see the messages of cargo above"
+mkdir "$work/root"
+install -m 755 "$binary" "$work/root/csi-loopback"
+# The name selects the mode.
+ln -s csi-loopback "$work/root/csi-snapshot-metadata"
+chmod 755 "$work/root"
+oci_layer "$work/root" "$work/binary.tar"
+for image; do build "$image"; done

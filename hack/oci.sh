@@ -1,0 +1,70 @@
+# shellcheck shell=bash
+# Writes OCI images without a registry and without a container engine.
+# Sourced, never run.
+
+# oci_layer DIRECTORY FILE: a layer with the contents of DIRECTORY, owned by root. The same contents give the same bytes.
+oci_layer() {
+    tar --create --file="$2" --directory="$1" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner .
+}
+
+# oci_blob LAYOUT FILE: moves FILE below LAYOUT and prints its digest.
+oci_blob() {
+    local digest
+    digest=$(sha256sum "$2" | cut -d ' ' -f 1)
+    mv "$2" "$1/blobs/sha256/$digest" && printf '%s\n' "$digest"
+}
+
+# oci_architecture: the name of this machine's architecture in images.
+oci_architecture() {
+    case $(uname -m) in
+    x86_64) echo amd64 ;;
+    aarch64) echo arm64 ;;
+    *) uname -m ;;
+    esac
+}
+
+# oci_image ARCHIVE NAME CONFIG LAYER...: writes ARCHIVE, an image of the layers. NAME is as in a pod's spec. CONFIG is
+# the object "config" of the image configuration: Entrypoint, User, Labels. The archive is an OCI layout for containerd and
+# for "kind load image-archive", with the index that "docker load" of every version reads.
+oci_image() {
+    local archive=$1 name=$2 config=$3 layout digest reference=$2
+    local diff_ids='[]' layers='[]' paths='[]' size
+    shift 3
+    layout=$(mktemp -d "$archive.XXXXXX")
+    mkdir -p "$layout/blobs/sha256"
+    for layer; do
+        # A link: a layer belongs to several images.
+        ln "$layer" "$layout/layer" 2>/dev/null || cp "$layer" "$layout/layer"
+        digest=$(oci_blob "$layout" "$layout/layer")
+        size=$(stat --format %s "$layout/blobs/sha256/$digest")
+        diff_ids=$(jq -c --arg d "sha256:$digest" '. + [$d]' <<<"$diff_ids")
+        layers=$(jq -c --arg d "sha256:$digest" --argjson s "$size" \
+            '. + [{mediaType: "application/vnd.oci.image.layer.v1.tar", digest: $d, size: $s}]' <<<"$layers")
+        paths=$(jq -c --arg p "blobs/sha256/$digest" '. + [$p]' <<<"$paths")
+    done
+    jq -n --arg architecture "$(oci_architecture)" --argjson config "$config" --argjson diff_ids "$diff_ids" \
+        '{architecture: $architecture, os: "linux", config: $config, rootfs: {type: "layers", diff_ids: $diff_ids}}' \
+        >"$layout/config"
+    size=$(stat --format %s "$layout/config")
+    digest=$(oci_blob "$layout" "$layout/config")
+    jq -n --arg name "$name" --arg config "blobs/sha256/$digest" --argjson layers "$paths" \
+        '[{Config: $config, RepoTags: [$name], Layers: $layers}]' >"$layout/manifest.json"
+    jq -n --arg digest "sha256:$digest" --argjson size "$size" --argjson layers "$layers" '{schemaVersion: 2,
+        mediaType: "application/vnd.oci.image.manifest.v1+json",
+        config: {mediaType: "application/vnd.oci.image.config.v1+json", digest: $digest, size: $size},
+        layers: $layers}' >"$layout/manifest"
+    size=$(stat --format %s "$layout/manifest")
+    digest=$(oci_blob "$layout" "$layout/manifest")
+    # A name without a registry means Docker's, for containerd and kubelet too.
+    [[ $name == */* ]] || reference=docker.io/library/$name
+    jq -n --arg digest "sha256:$digest" --argjson size "$size" --arg reference "$reference" --arg tag "${name##*:}" \
+        --arg architecture "$(oci_architecture)" '{schemaVersion: 2, manifests: [{
+        mediaType: "application/vnd.oci.image.manifest.v1+json", digest: $digest, size: $size,
+        platform: {architecture: $architecture, os: "linux"},
+        annotations: {"io.containerd.image.name": $reference, "org.opencontainers.image.ref.name": $tag}}]}' \
+        >"$layout/index.json"
+    printf '{"imageLayoutVersion": "1.0.0"}\n' >"$layout/oci-layout"
+    tar --create --file="$archive" --directory="$layout" --sort=name --mtime=@0 --owner=0 --group=0 \
+        --numeric-owner oci-layout index.json manifest.json blobs
+    rm -r "$layout"
+}

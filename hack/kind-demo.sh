@@ -8,9 +8,6 @@
 # It continues where an earlier run ended, and keeps the cluster; --delete deletes it. It needs
 # docker, kind, kubectl and go, and does not change your kubectl configuration.
 #
-# CSI_IMAGES     registry and path of the released kubernetes-csi images (csi-provisioner, csi-snapshotter,
-#                csi-resizer, csi-node-driver-registrar, livenessprobe, snapshot-controller). Not needed for
-#                images that docker has under their plain names.
 # KIND_CLUSTER   name of the cluster (csi-loopback)
 # KIND_IMAGE     node image of kind (kind's default)
 set -euo pipefail
@@ -91,39 +88,21 @@ make_cluster() {
     fi
 }
 
-# load IMAGE: loads an image into the node under its plain name.
-load() {
-    local image=$1
-    if ! docker image inspect "$image" >/dev/null 2>&1; then
-        [[ -n ${CSI_IMAGES:-} ]] || die "docker has no image $image; set CSI_IMAGES to the registry that has it"
-        docker pull "$CSI_IMAGES/$image" && docker tag "$CSI_IMAGES/$image" "$image" || return 1
-    fi
-    kind load docker-image --name "$cluster" "$image"
-}
-
-images() { kubectl kustomize "$1" | sed -n 's/^ *\(- \)\?image: *//p' | sort -u; }
-
 build_image() {
     local image
-    image=$(images deploy/overlays/kind | grep '^csi-loopback:')
-    docker build --file deploy/Dockerfile --tag "$image" .
+    image=$(kubectl kustomize deploy/overlays/kind | sed -n 's/^ *\(- \)\?image: *\(csi-loopback:\)/\2/p' | sort -u)
+    docker build --file deploy/Dockerfile --tag "$image" . &&
+        kind load docker-image --name "$cluster" "$image"
 }
 
-load_images() {
-    local image
-    while read -r image; do
-        load "$image" || return 1
-    done < <({ images deploy/overlays/kind && images "$controller"; } | sort -u)
-}
-
-# The released manifests of the snapshot-controller, with the plain name of its image.
-prepare_controller() {
+# controller: prints the directory of the released manifests of snapshot-controller.
+controller() {
     local source
     source=$(module github.com/kubernetes-csi/external-snapshotter/v8) || return 1
-    cp -r "$source/deploy/kubernetes/snapshot-controller/." "$controller"
-    chmod -R u+w "$controller"
-    sed -i 's|image: .*/\(snapshot-controller:\)|image: \1|' "$controller"/*.yaml
+    printf '%s\n' "$source/deploy/kubernetes/snapshot-controller"
 }
+
+install_controller() { kubectl apply --server-side -k "$(controller)"; }
 
 install_definitions() {
     local source
@@ -190,20 +169,15 @@ case ${1:-} in
     *) die "usage: hack/kind-demo.sh [--delete]" ;;
 esac
 
-controller=$(mktemp -d)
-trap 'rm -rf "$controller"' EXIT
 again="then run this script again, or delete everything with --delete"
 
 say "creating the cluster $cluster with one node"
 try "check: docker ps, docker logs $cluster-control-plane; $again" make_cluster
-say "building the image"
+say "building the image and loading it into the node"
 try "fix the build error above; $again" build_image
-say "loading images into the node"
-try "go mod download in hack/tools/kubernetes; $again" prepare_controller
-try "set CSI_IMAGES to the registry of the released images; $again" load_images
 say "installing CustomResourceDefinitions and the snapshot-controller"
 try "check: kubectl get crd; $again" install_definitions
-try "check: kubectl -n kube-system get pods; $again" kubectl apply --server-side -k "$controller"
+try "check: kubectl -n kube-system get pods; $again" install_controller
 try "check: kubectl -n kube-system describe deployment snapshot-controller; $again" \
     kubectl -n kube-system rollout status --timeout="${patience}s" deployment/snapshot-controller
 say "installing the driver, its controllers and the sidecar"

@@ -1,5 +1,5 @@
-//! deploy/ on a real Kubernetes API server of its own: manifests are installed under the names that they ship with, so
-//! these tests leave objects that other tests would meet.
+//! Tests of deploy/ on a separate API server: they install manifests under the names that
+//! these have, so their objects would affect other tests.
 
 mod installation;
 mod manifests;

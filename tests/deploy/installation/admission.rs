@@ -1,5 +1,6 @@
-//! Installing the webhooks for inline volumes by deploy/admission, losing them, taking them away as docs/guide/install.md ("Uninstall") says,
-//! and installing them again: with the rights and the Service of the manifests. A cluster of its own, in which nothing else is.
+//! Installs the webhooks for inline volumes from deploy/admission, stops them, uninstalls them by
+//! docs/guide/install.md ("Uninstall"), and installs them again, with the rights and the Service of
+//! the manifests. The cluster is separate and otherwise empty.
 
 use support::cluster::shared;
 use support::driver::binary;
@@ -17,7 +18,7 @@ use support::cluster::everything::everything;
 use support::cluster::programs::{Process, free_port, stdout_of};
 use support::path;
 
-/// Namespace of the webhooks, and the name of all that belongs to them.
+/// Namespace of the webhooks, and name of all their objects.
 const NAME: &str = "csi-loopback-admission";
 const CONFIGURATIONS: &str = "mutatingwebhookconfiguration,validatingwebhookconfiguration";
 
@@ -28,7 +29,7 @@ fn manifests(directory: &str) -> String {
 /// The webhooks of the manifests, as a process.
 fn start(cluster: &Cluster) -> Process {
     let port = free_port();
-    // They are no pods here: the Service is a name.
+    // They are not pods here: the Service is a name.
     let service = json!({ "spec": {
         "type": "ExternalName", "externalName": "localhost", "selector": null, "clusterIP": null, "clusterIPs": null,
     } });
@@ -57,7 +58,7 @@ fn start(cluster: &Cluster) -> Process {
     Process::spawn(&cluster.unique(NAME), command, cluster.scratch())
 }
 
-/// What becomes of a pod with this volume; nothing is kept.
+/// The response to a pod with this volume, by a dry run.
 fn pod(cluster: &Cluster, volume: &Value) -> Result<Pod, String> {
     let pod = json!({
         "metadata": { "name": "p" },
@@ -73,7 +74,7 @@ fn pod(cluster: &Cluster, volume: &Value) -> Result<Pod, String> {
     cluster.block_on(pods.create(&params, &pod)).map_err(|error| error.to_string())
 }
 
-/// A volume with a file in it, which only the driver writes.
+/// A volume with a file that only the driver writes.
 fn content() -> Value {
     let attributes = json!({ "content/a": "text" });
     json!({ "name": "v", "csi": { "driver": "loopback.csi.local", "volumeAttributes": attributes } })
@@ -88,13 +89,13 @@ fn is_read_only(pod: &Pod) -> bool {
 
 #[test]
 #[ignore = "full tier"]
-fn uninstalled_webhooks_leave_nothing_and_let_pods_be_made() {
+fn uninstalled_webhooks_leave_nothing_and_block_no_pod() {
     let Some(cluster) = shared() else { return };
     let account = json!({ "metadata": { "name": "default" } });
     cluster
         .create(&cluster.api_in::<k8s_openapi::api::core::v1::ServiceAccount>("default"), account);
     let before = cluster.wait_for("all kinds", || everything(cluster));
-    // The driver's own object, from which the level is read that its volumes need.
+    // The driver's object, which has the level that its volumes need.
     let driver = Path::new(&manifests("base")).join("csi-driver.yaml");
     let secret = json!({ "name": "v", "secret": { "secretName": "s" } });
     for _ in 0..2 {
@@ -108,14 +109,14 @@ fn uninstalled_webhooks_leave_nothing_and_let_pods_be_made() {
             "driver": "loopback.csi.local", "volumeAttributes": { "colour": "red" },
         }});
         cluster.wait_for("the other webhook answers", || {
-            let told = pod(cluster, &unknown).err()?;
-            told.contains("colour").then_some(())
+            let message = pod(cluster, &unknown).err()?;
+            message.contains("colour").then_some(())
         });
 
         webhooks.stop();
-        let told = pod(cluster, &content()).unwrap_err();
-        assert!(told.contains("failed calling webhook"), "{told}");
-        assert!(pod(cluster, &secret).is_ok(), "what is no inline volume goes on");
+        let message = pod(cluster, &content()).unwrap_err();
+        assert!(message.contains("failed calling webhook"), "{message}");
+        assert!(pod(cluster, &secret).is_ok(), "a pod without inline volumes is accepted");
 
         stdout_of(cluster.kubectl(&["delete", CONFIGURATIONS, NAME]));
         cluster.wait_for("pods without webhooks", || {
@@ -127,7 +128,7 @@ fn uninstalled_webhooks_leave_nothing_and_let_pods_be_made() {
         let left = cluster.wait_for("all kinds", || everything(cluster));
         let left: Vec<_> = left.difference(&before).collect();
         assert!(left.is_empty(), "{left:#?}");
-        // There is no namespace controller here to end it.
+        // No namespace controller completes its deletion here.
         super::end_namespace(cluster, NAME);
     }
 }

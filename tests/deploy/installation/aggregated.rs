@@ -1,5 +1,5 @@
-//! Installing the aggregated API server from deploy/, uninstalling it as docs/guide/install.md says, and installing it again. A cluster of
-//! its own: an APIService is there once.
+//! Installs the aggregated API server from deploy/, uninstalls it by docs/guide/install.md, and
+//! installs it again. The cluster is separate, since an APIService exists once.
 
 use support::cluster::shared;
 use support::driver::binary;
@@ -16,7 +16,7 @@ use support::cluster::programs::{Process, free_port, stdout_of};
 use support::path;
 
 const NAMESPACE: &str = "csi-loopback-aggregated";
-/// Name of all that belongs to it.
+/// Name of all its objects.
 const NAME: &str = "csi-loopback-aggregated-api";
 
 fn manifests() -> String {
@@ -26,7 +26,7 @@ fn manifests() -> String {
 /// The server of the manifests, as a process.
 fn start(cluster: &Cluster) -> Process {
     let port = free_port();
-    // It is no pod here: the Service is a name.
+    // It is not a pod here: the Service is a name.
     let service = json!({ "spec": { "type": "ExternalName", "externalName": "localhost", "selector": null } });
     let patch = |kind: &str, name: &str, patch: serde_json::Value| {
         let line = ["patch", kind, name, "-n", NAMESPACE, "--type=merge", "-p", &patch.to_string()];
@@ -46,7 +46,7 @@ fn start(cluster: &Cluster) -> Process {
     Process::spawn(&cluster.unique(NAME), command, cluster.scratch())
 }
 
-/// What kubectl is told when it asks for a delta of snapshots that there are not.
+/// kubectl's output for a delta of nonexistent snapshots.
 fn ask(cluster: &Cluster) -> String {
     let object = json!({
         "apiVersion": "cbt.storage.k8s.io/v1alpha1", "kind": "VolumeSnapshotDelta",
@@ -61,7 +61,7 @@ fn ask(cluster: &Cluster) -> String {
 
 #[test]
 #[ignore = "full tier"]
-fn what_is_uninstalled_leaves_nothing_and_can_be_installed_again() {
+fn the_aggregated_api_can_be_removed_and_installed_again() {
     let Some(cluster) = shared() else { return };
     let before = cluster.wait_for("all kinds", || everything(cluster));
     for _ in 0..2 {
@@ -73,7 +73,7 @@ fn what_is_uninstalled_leaves_nothing_and_can_be_installed_again() {
         cluster.wait_for("an answer", || {
             ask(cluster).contains("VolumeSnapshot default/nowhere does not exist").then_some(())
         });
-        // In this order: nobody is to wait for an API that nobody serves.
+        // In this order, so that no request waits for an API without a server.
         stdout_of(cluster.kubectl(&["delete", "apiservice", API_SERVICE]));
         server.stop();
         let line = ["delete", "--wait=false", "--ignore-not-found", "-k", &manifests()];
@@ -85,7 +85,7 @@ fn what_is_uninstalled_leaves_nothing_and_can_be_installed_again() {
         let left = cluster.wait_for("all kinds", || everything(cluster));
         let left: Vec<_> = left.difference(&before).collect();
         assert!(left.is_empty(), "{left:#?}");
-        // There is no namespace controller here to end it.
+        // No namespace controller completes its deletion here.
         super::end_namespace(cluster, NAMESPACE);
     }
 }

@@ -1,5 +1,6 @@
-//! What is installed from deploy/ and uninstalled as docs/guide/install.md says leaves no object. libtest runs tests in the order
-//! of their names: these come before those of `manifests`, whose objects stay.
+//! Installs parts of deploy/ and uninstalls them by docs/guide/install.md: no object remains.
+//! libtest runs tests in the order of their names: these run before those of `manifests`, whose
+//! objects remain.
 
 mod admission;
 mod aggregated;
@@ -10,7 +11,7 @@ use support::cluster::Cluster;
 use support::cluster::programs::stdout_of;
 use support::path;
 
-/// Takes a namespace away that is being deleted, in the place of the controller that does not run here.
+/// Completes the deletion of a namespace, in place of the controller that does not run here.
 fn end_namespace(cluster: &Cluster, name: &str) {
     let found = stdout_of(cluster.kubectl(&["get", "namespace", name, "-o", "json"]));
     let mut namespace: Value = serde_json::from_str(&found).unwrap();

@@ -1,5 +1,5 @@
-//! Taking the session manager and the driver away, as docs/guide/install.md ("Uninstall") says: no object is left. A cluster of its own,
-//! since the definitions go, too.
+//! Uninstalls session manager and driver by docs/guide/install.md ("Uninstall"): no object remains.
+//! The cluster is separate, since the definitions are deleted, too.
 
 use support::cluster::shared;
 use support::driver::binary;
@@ -22,7 +22,7 @@ use support::path;
 
 const DRIVER: &str = "loopback.csi.local";
 const MANAGERS: &str = "csi-loopback-sessions";
-/// Name of all that belongs to the manager.
+/// Name of all objects of the manager.
 const MANAGER: &str = "csi-loopback-session-manager";
 /// The driver's namespace.
 const NAMESPACE: &str = "csi-loopback";
@@ -34,11 +34,11 @@ fn deploy(directory: &str) -> String {
 
 #[test]
 #[ignore = "full tier"]
-fn uninstalling_as_the_documentation_says_leaves_no_object_behind() {
+fn uninstalling_by_the_documentation_leaves_no_object() {
     let Some(cluster) = shared() else { return };
     let before = cluster.wait_for("all kinds", || everything(cluster));
     let crds = deploy("crds");
-    // The cluster brings the definitions; here they are installed, too, so that they can go.
+    // The cluster has the definitions; installing them here lets the test delete them.
     stdout_of(cluster.kubectl(&["apply", "--server-side", "-f", &crds]));
     for directory in ["base", "session-manager"] {
         stdout_of(cluster.kubectl(&["apply", "--server-side", "-k", &deploy(directory)]));
@@ -50,7 +50,8 @@ fn uninstalling_as_the_documentation_says_leaves_no_object_behind() {
     let manager = manager::spawn(cluster, &start);
     cluster.wait_for("a leading manager", || manager::leads(&manager).then_some(()));
 
-    // What a sidecar keeps, and two sessions: one ends while the manager runs, one when it is gone.
+    // What a sidecar stores, and two sessions: one ends while the manager runs, one after it has
+    // ended.
     cluster.create(
         &cluster.api::<SnapshotMetadataService>(),
         json!({
@@ -121,7 +122,7 @@ fn uninstalling_as_the_documentation_says_leaves_no_object_behind() {
     let left: Vec<_> = left.difference(&before).collect();
     assert!(left.is_empty(), "{left:#?}");
 
-    // As other tests find it.
+    // Restores the state that other tests expect.
     for namespace in [NAMESPACE, MANAGERS] {
         super::end_namespace(cluster, namespace);
     }

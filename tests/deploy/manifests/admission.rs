@@ -1,5 +1,5 @@
-//! Inline volumes: what the admission webhooks may do, and what deploy/admission sees to. Nobody serves the webhooks here, so their
-//! configurations are there only while a test needs them.
+//! Inline volumes: rights of the admission webhooks, and the objects of deploy/admission. No
+//! webhook runs here, so the configurations exist only while a test needs them.
 
 use csi_loopback::kubernetes::defer_annotation::ANNOTATION;
 use k8s_openapi::api::core::v1::{Pod, Secret};
@@ -17,14 +17,14 @@ use support::cluster::access::Account;
 use support::cluster::programs::stdout_of;
 use support::path;
 
-/// Where the webhooks are installed, and the name of all that belongs to them.
+/// Namespace of the webhooks, and name of all their objects.
 const WEBHOOKS: &str = "csi-loopback-admission";
 const SECRET: &str = "csi-loopback-admission-tls";
 const MUTATING: &str = "mutatingwebhookconfigurations";
 const VALIDATING: &str = "validatingwebhookconfigurations";
 const REGISTRATION: &str = "admissionregistration.k8s.io";
-/// What the API server says where a webhook that must answer does not.
-const NOBODY_ANSWERS: &str = "failed calling webhook";
+/// The API server's response if a required webhook is unavailable.
+const WEBHOOK_UNAVAILABLE: &str = "failed calling webhook";
 
 const RIGHTS: &[&str] = &[
     "/namespaces get list watch",
@@ -48,7 +48,7 @@ fn apply_webhooks(cluster: &Cluster) {
     stdout_of(apply(cluster, &deploy("admission")));
 }
 
-/// While nobody answers, pods with inline volumes are refused, which is not what the other tests are about.
+/// Without a webhook, pods with inline volumes are rejected, which would affect other tests.
 pub fn without_webhooks(cluster: &Cluster) {
     for kind in [MUTATING, VALIDATING] {
         stdout_of(cluster.kubectl(&["delete", "--ignore-not-found", kind, WEBHOOKS]));
@@ -56,7 +56,7 @@ pub fn without_webhooks(cluster: &Cluster) {
 }
 
 #[test]
-fn the_admission_webhooks_have_the_rights_of_this_list_and_no_more() {
+fn the_webhooks_have_exactly_the_rights_of_the_list() {
     let Some(cluster) = shared() else { return };
     apply_webhooks(cluster);
     without_webhooks(cluster);
@@ -71,7 +71,7 @@ fn the_admission_webhooks_have_the_rights_of_this_list_and_no_more() {
 }
 
 #[test]
-fn what_would_give_the_admission_webhooks_more_is_refused_to_them() {
+fn the_webhooks_cannot_extend_their_rights() {
     let Some(cluster) = shared() else { return };
     apply_webhooks(cluster);
     without_webhooks(cluster);
@@ -80,14 +80,14 @@ fn what_would_give_the_admission_webhooks_more_is_refused_to_them() {
         (true, WEBHOOKS, "update", "", "secrets", SECRET),
         (false, WEBHOOKS, "get", "", "secrets", "another"),
         (false, WEBHOOKS, "list", "", "secrets", ""),
-        // With it goes a token of any account of the namespace.
+        // Would give access to tokens of every account of the namespace.
         (false, WEBHOOKS, "create", "", "secrets", ""),
         (false, WEBHOOKS, "create", "", "serviceaccounts/token", WEBHOOKS),
-        // A pod's secrets are for kubelet to read.
+        // Only kubelet reads a pod's secrets.
         (false, "default", "get", "", "secrets", "any"),
         (false, NAMESPACE, "get", "", "secrets", "csi-loopback-metadata-tls"),
         (true, WEBHOOKS, "watch", "", "configmaps", WEBHOOKS),
-        // Who could write the policy would be above it.
+        // A writer of the policy could change its own limits.
         (false, WEBHOOKS, "update", "", "configmaps", WEBHOOKS),
         (false, WEBHOOKS, "patch", "", "configmaps", WEBHOOKS),
         (false, WEBHOOKS, "list", "", "configmaps", ""),
@@ -107,7 +107,7 @@ fn what_would_give_the_admission_webhooks_more_is_refused_to_them() {
         (false, "", "get", "snapshot.storage.k8s.io", "volumesnapshotcontents", "any"),
         (true, "", "patch", REGISTRATION, MUTATING, WEBHOOKS),
         (true, "", "patch", REGISTRATION, VALIDATING, WEBHOOKS),
-        // Who could write another would see, or change, what is none of its business.
+        // A writer of another configuration could read or change unrelated objects.
         (false, "", "patch", REGISTRATION, MUTATING, "another"),
         (false, "", "patch", REGISTRATION, VALIDATING, "another"),
         (false, "", "create", REGISTRATION, MUTATING, WEBHOOKS),
@@ -122,7 +122,7 @@ fn what_would_give_the_admission_webhooks_more_is_refused_to_them() {
 }
 
 #[test]
-fn the_admission_webhooks_pods_are_admitted_as_restricted() {
+fn the_webhooks_pods_are_admitted_as_restricted() {
     let Some(cluster) = shared() else { return };
     apply_webhooks(cluster);
     let all = objects(cluster, "admission");
@@ -140,13 +140,14 @@ fn the_admission_webhooks_pods_are_admitted_as_restricted() {
     assert_eq!(policy["spec"]["ingress"][0]["ports"][0]["port"], *port);
 }
 
-/// A webhook's whole name.
+/// A webhook's full name.
 fn full(name: &str) -> String {
     let inline = if name.ends_with("-deferral") { "" } else { "inline." };
     format!("{name}.{inline}cbt.storage.k8s.io")
 }
 
-/// The webhooks as the API server has them, of both configurations; that of opt-ins, which is for all drivers, is the last.
+/// The webhooks of both configurations, as the API server returns them. The last one, for opt-ins,
+/// applies to all drivers.
 fn registered(cluster: &Cluster) -> Vec<Value> {
     let mut found = Vec::new();
     for kind in [MUTATING, VALIDATING] {
@@ -158,7 +159,7 @@ fn registered(cluster: &Cluster) -> Vec<Value> {
 }
 
 #[test]
-fn webhooks_rights_and_arguments_are_for_the_same_driver() {
+fn webhooks_rights_and_arguments_name_the_same_driver() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_webhooks(cluster);
@@ -192,7 +193,7 @@ fn webhooks_rights_and_arguments_are_for_the_same_driver() {
         assert_eq!(webhook["sideEffects"], json!("None"), "{name}");
         assert_eq!(webhook["matchPolicy"], json!("Equivalent"), "{name}");
         let conditions = webhook["matchConditions"].to_string();
-        // The driver's name and no other.
+        // This driver's name only.
         assert_eq!(conditions.matches(".driver == ").count(), 1, "{name}");
         assert!(conditions.contains(&format!(".driver == '{DRIVER}'")), "{name}: {conditions}");
         let own = json!([{ "key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [WEBHOOKS] }]);
@@ -219,7 +220,7 @@ fn webhooks_rights_and_arguments_are_for_the_same_driver() {
     assert_eq!(opt_ins["namespaceSelector"], json!({}), "of any namespace");
 }
 
-// --- While nobody answers -------------------------------------------------------------------------
+// --- Without a webhook ----------------------------------------------------------------------------
 
 pub fn inline(driver: &str) -> Value {
     json!([
@@ -228,7 +229,7 @@ pub fn inline(driver: &str) -> Value {
     ])
 }
 
-/// Volumes that are nobody's business here.
+/// Volumes that the webhooks ignore.
 fn others() -> [Value; 4] {
     [
         Value::Null,
@@ -259,7 +260,7 @@ fn pod_spec(volumes: &Value) -> Value {
     spec
 }
 
-/// What the API server says to an object; nothing is kept.
+/// The API server's response to an object, by a dry run.
 fn verdict(cluster: &Cluster, namespace: &str, object: &Value) -> Result<(), String> {
     let text = |field: &str| object[field].as_str().unwrap();
     let (group, version) = text("apiVersion").split_once('/').unwrap_or(("", text("apiVersion")));
@@ -277,12 +278,14 @@ pub fn pod(volumes: &Value) -> Value {
     })
 }
 
-fn is_unanswered(verdict: &Result<(), String>, webhook: &str) -> bool {
+fn is_rejected_without_webhook(verdict: &Result<(), String>, webhook: &str) -> bool {
     let webhook = format!("\"{}\"", full(webhook));
-    verdict.as_ref().is_err_and(|told| told.contains(NOBODY_ANSWERS) && told.contains(&webhook))
+    verdict
+        .as_ref()
+        .is_err_and(|message| message.contains(WEBHOOK_UNAVAILABLE) && message.contains(&webhook))
 }
 
-/// A namespace in which pods can be made.
+/// A namespace in which pods can be created.
 pub fn namespace_for_pods(cluster: &Cluster) -> String {
     let namespace = cluster.namespace("inline");
     cluster.account(&namespace, "default");
@@ -290,11 +293,11 @@ pub fn namespace_for_pods(cluster: &Cluster) -> String {
 }
 
 #[test]
-fn while_no_webhook_answers_only_pods_with_volumes_that_they_judge_are_refused() {
+fn an_outage_of_the_webhooks_rejects_only_pods_they_validate() {
     let Some(cluster) = shared() else { return };
     without_webhooks(cluster);
     let here = namespace_for_pods(cluster);
-    // Two that run already.
+    // Two existing pods.
     let all: Api<Pod> = cluster.api_in(&here);
     for (name, driver) in [("ours", DRIVER), ("anothers", "another.example")] {
         let object = json!({ "metadata": { "name": name }, "spec": pod_spec(&inline(driver)) });
@@ -302,12 +305,13 @@ fn while_no_webhook_answers_only_pods_with_volumes_that_they_judge_are_refused()
     }
     apply_webhooks(cluster);
     cluster.wait_for("the webhooks", || {
-        is_unanswered(&verdict(cluster, &here, &pod(&inline(DRIVER))), "mutate-pods").then_some(())
+        is_rejected_without_webhook(&verdict(cluster, &here, &pod(&inline(DRIVER))), "mutate-pods")
+            .then_some(())
     });
     for volumes in others() {
         assert_eq!(verdict(cluster, &here, &pod(&volumes)), Ok(()), "{volumes}");
     }
-    // With a RuntimeClass a claim may be its runtime's to mount.
+    // With a RuntimeClass, the runtime may mount a claim.
     let class = cluster.unique("runtime");
     let object = json!({ "metadata": { "name": class }, "handler": "none" });
     cluster.create(&cluster.api::<RuntimeClass>(), object);
@@ -315,14 +319,18 @@ fn while_no_webhook_answers_only_pods_with_volumes_that_they_judge_are_refused()
         let mut pod = pod(&volumes);
         pod["spec"]["runtimeClassName"] = class.as_str().into();
         let verdict = verdict(cluster, &here, &pod);
-        assert_eq!(is_unanswered(&verdict, "mutate-deferral"), is_sent, "{verdict:?}");
+        assert_eq!(
+            is_rejected_without_webhook(&verdict, "mutate-deferral"),
+            is_sent,
+            "{verdict:?}"
+        );
     }
-    // Whoever opts in is asked about, whichever the driver.
+    // An opt-in is validated for every driver.
     let mut opted = pod(&inline("another.example"));
     opted["metadata"]["annotations"] = json!({ ANNOTATION: "own" });
-    let told = verdict(cluster, &here, &opted);
-    assert!(is_unanswered(&told, "validate-deferral"), "{told:?}");
-    // An ephemeral container is asked about where a pod is; and no other change of a pod.
+    let message = verdict(cluster, &here, &opted);
+    assert!(is_rejected_without_webhook(&message, "validate-deferral"), "{message:?}");
+    // Ephemeral containers of a pod with such volumes are validated, and no other change of a pod.
     let debug = |name: &str| {
         let container = json!({ "name": "d", "image": "i" });
         let patch = json!({ "spec": { "ephemeralContainers": [container] } });
@@ -331,23 +339,27 @@ fn while_no_webhook_answers_only_pods_with_volumes_that_they_judge_are_refused()
         let patched = all.patch_ephemeral_containers(name, &params, &patch);
         cluster.block_on(patched).map(drop).map_err(|error| error.to_string())
     };
-    assert!(is_unanswered(&debug("ours"), "mutate-pods"), "{:?}", debug("ours"));
+    assert!(is_rejected_without_webhook(&debug("ours"), "mutate-pods"), "{:?}", debug("ours"));
     assert_eq!(debug("anothers"), Ok(()));
     stdout_of(cluster.kubectl(&["label", "-n", &here, "pod", "ours", "any=one"]));
     stdout_of(cluster.kubectl(&["delete", "-n", &here, "--wait=false", "pod", "ours", "anothers"]));
 
-    // The validating one holds by itself.
+    // The validating webhook is required, too.
     stdout_of(cluster.kubectl(&["delete", MUTATING, WEBHOOKS]));
     cluster.wait_for("the other webhook", || {
-        is_unanswered(&verdict(cluster, &here, &pod(&inline(DRIVER))), "validate-pods")
-            .then_some(())
+        is_rejected_without_webhook(
+            &verdict(cluster, &here, &pod(&inline(DRIVER))),
+            "validate-pods",
+        )
+        .then_some(())
     });
     assert_eq!(verdict(cluster, &here, &pod(&inline("another.example"))), Ok(()));
     apply_webhooks(cluster);
 
-    // Where the webhooks are, their own pods can always be made.
+    // Pods in the webhooks' namespace can always be created.
     cluster.wait_for("both webhooks", || {
-        is_unanswered(&verdict(cluster, &here, &pod(&inline(DRIVER))), "mutate-pods").then_some(())
+        is_rejected_without_webhook(&verdict(cluster, &here, &pod(&inline(DRIVER))), "mutate-pods")
+            .then_some(())
     });
     let mut own = pod(&inline(DRIVER));
     own["spec"]["serviceAccountName"] = json!(WEBHOOKS);
@@ -356,7 +368,7 @@ fn while_no_webhook_answers_only_pods_with_volumes_that_they_judge_are_refused()
 }
 
 #[test]
-fn what_the_admission_webhooks_have_written_survives_an_apply() {
+fn an_apply_keeps_what_the_webhooks_have_written() {
     let Some(cluster) = shared() else { return };
     apply_webhooks(cluster);
     // As the webhooks write them.

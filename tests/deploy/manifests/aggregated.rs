@@ -1,5 +1,6 @@
-//! VolumeSnapshotDelta: what the aggregated API server, a driver's sidecar with cbt-http and a user of the API may do, and what
-//! deploy/aggregated-api sees to. Nobody serves the API here, so its APIService is there only while a test needs it.
+//! VolumeSnapshotDelta: rights of the aggregated API server, of a driver's sidecar with cbt-http
+//! and of an API user, and the objects of deploy/aggregated-api. No server runs here, so the
+//! APIService exists only while a test needs it.
 
 use std::process::Command;
 use support::cluster::shared;
@@ -18,13 +19,13 @@ use support::cluster::access::Account;
 use support::cluster::programs::{finish, stdout_of};
 use support::path;
 
-/// Where the aggregated API server is installed.
+/// Namespace of the aggregated API server.
 const SERVERS: &str = "csi-loopback-aggregated";
-/// Name of all that belongs to it.
+/// Name of all its objects.
 const SERVER: &str = "csi-loopback-aggregated-api";
 const SECRET: &str = "csi-loopback-aggregated-api-ca";
 const API_SERVICE: &str = "v1alpha1.cbt.storage.k8s.io";
-/// Name of what is added for the driver's sidecar.
+/// Name of the objects that the component adds for the driver's sidecar.
 const ENDPOINT: &str = "csi-loopback-cbt-http";
 const KUBE_SYSTEM: &str = "kube-system";
 const FRONT_PROXY: &str = "extension-apiserver-authentication";
@@ -51,7 +52,7 @@ const RIGHTS_AT_HOME: &[&str] = &[
 const RIGHTS_IN_KUBE_SYSTEM: &[&str] =
     &["/configmaps[extension-apiserver-authentication] get list watch"];
 
-/// What the component adds to the rights of the sidecar.
+/// Rights that the component adds to the sidecar's.
 const RIGHTS_OF_ENDPOINT: &[&str] = &[
     "cbt.storage.k8s.io/driverdiscoveries get list watch",
     "cbt.storage.k8s.io/driverdiscoveries[loopback.csi.local] create patch",
@@ -73,16 +74,16 @@ fn apply_server(cluster: &Cluster) {
     without_api_service(cluster);
 }
 
-/// While nobody answers, discovery of the group is not whole, which is not what the other tests are about.
+/// Without a server, discovery of the group is incomplete, which would affect other tests.
 pub fn without_api_service(cluster: &Cluster) {
-    take_away(cluster, "apiservice", API_SERVICE);
+    delete(cluster, "apiservice", API_SERVICE);
 }
 
-fn take_away(cluster: &Cluster, kind: &str, name: &str) {
+fn delete(cluster: &Cluster, kind: &str, name: &str) {
     stdout_of(cluster.kubectl(&["delete", "--ignore-not-found", kind, name]));
 }
 
-/// A user of the API in a namespace of its own, by the ClusterRole for such.
+/// An API user in a separate namespace, with the ClusterRole for users.
 fn user(cluster: &Cluster) -> Account {
     let who = cluster.account(&cluster.namespace("deltas"), "user");
     let bind = [
@@ -99,7 +100,7 @@ fn user(cluster: &Cluster) -> Account {
 }
 
 #[test]
-fn the_aggregated_server_and_its_users_have_the_rights_of_this_list_and_no_more() {
+fn aggregated_server_and_users_have_exactly_the_listed_rights() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_server(cluster);
@@ -118,7 +119,7 @@ fn the_aggregated_server_and_its_users_have_the_rights_of_this_list_and_no_more(
 }
 
 #[test]
-fn what_would_give_server_user_or_driver_more_of_deltas_is_refused_to_them() {
+fn no_account_can_extend_its_rights_to_deltas() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_server(cluster);
@@ -131,10 +132,10 @@ fn what_would_give_server_user_or_driver_more_of_deltas_is_refused_to_them() {
         (false, SERVERS, "get", "", "secrets", "another"),
         (false, SERVERS, "list", "", "secrets", ""),
         (false, SERVERS, "create", "", "secrets", ""),
-        // Nobody's Secret, unless the component says so.
+        // No Secret without the component.
         (false, "default", "get", "", "secrets", "any"),
         (false, NAMESPACE, "get", "", "secrets", "csi-loopback-metadata-tls"),
-        // A token of itself and of nobody else.
+        // A token of the same account only.
         (true, SERVERS, "create", "", "serviceaccounts/token", SERVER),
         (false, SERVERS, "create", "", "serviceaccounts/token", "default"),
         (false, NAMESPACE, "create", "", "serviceaccounts/token", "csi-loopback-metadata"),
@@ -146,7 +147,7 @@ fn what_would_give_server_user_or_driver_more_of_deltas_is_refused_to_them() {
         (false, SERVERS, "update", "coordination.k8s.io", "leases", "another"),
         (false, SERVERS, "create", "", "pods", ""),
         (true, "", "patch", "apiregistration.k8s.io", services, API_SERVICE),
-        // Who could write another would answer for it.
+        // A writer of another APIService could serve its API.
         (false, "", "patch", "apiregistration.k8s.io", services, "v1.apps"),
         (false, "", "create", "apiregistration.k8s.io", services, API_SERVICE),
         (false, "", "delete", "apiregistration.k8s.io", services, API_SERVICE),
@@ -159,7 +160,7 @@ fn what_would_give_server_user_or_driver_more_of_deltas_is_refused_to_them() {
         (false, "default", "patch", SNAPSHOTS, "volumesnapshots", "any"),
         (false, "", "patch", SNAPSHOTS, "volumesnapshotcontents", "any"),
         (true, "", "create", "authorization.k8s.io", "subjectaccessreviews", ""),
-        // Callers' tokens never reach it.
+        // It never gets its callers' tokens.
         (false, "", "create", "authentication.k8s.io", "tokenreviews", ""),
         (false, "default", "create", CBT, deltas, ""),
         (false, "", "impersonate", "", "users", "admin"),
@@ -175,12 +176,12 @@ fn what_would_give_server_user_or_driver_more_of_deltas_is_refused_to_them() {
         (false, "default", "get", SNAPSHOTS, "volumesnapshots", "any"),
         (false, at_home, "list", SNAPSHOTS, "volumesnapshots", ""),
         (false, at_home, "get", "", "secrets", "any"),
-        // Else it could ask drivers itself.
+        // Otherwise it could call drivers itself.
         (false, "", "create", CBT, "driverdiscoveries/deltas", DRIVER),
         (false, "", "get", CBT, discoveries, DRIVER),
     ];
     holds(cluster, &user, of_user);
-    // Nor does the sidecar without the component, or the one with the name of another driver.
+    // The sidecar lacks them without the component, and for the object of another driver.
     let of_sidecar: &[Right] = &[
         (true, NAMESPACE, "get", "", "secrets", "csi-loopback-metadata-tls"),
         (false, "", "create", CBT, "driverdiscoveries/deltas", DRIVER),
@@ -206,14 +207,14 @@ fn the_aggregated_server_gets_secrets_only_with_the_component() {
         (false, "default", "create", "", "secrets", ""),
     ];
     holds(cluster, &server(), table);
-    // The other tests expect it without.
+    // Other tests expect the state without it.
     for kind in ["clusterrolebinding", "clusterrole"] {
-        take_away(cluster, kind, "csi-loopback-aggregated-api-secrets");
+        delete(cluster, kind, "csi-loopback-aggregated-api-secrets");
     }
 }
 
 #[test]
-fn a_driver_takes_part_in_deltas_with_the_component() {
+fn the_component_cbt_http_enables_deltas_for_a_driver() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     let with = overlay(cluster, "base", "cbt-http");
@@ -255,7 +256,7 @@ fn a_driver_takes_part_in_deltas_with_the_component() {
     }
     let ready = &container("metadata")["readinessProbe"]["httpGet"]["path"];
     assert_eq!(ready, "/cbt-http/leader", "replicas that do not lead get no requests");
-    // Whom Service and policy mean, and by which port.
+    // Service and policy select the pods and name the port.
     let ports = container("metadata")["ports"].as_array().unwrap();
     let served = ports.iter().find(|one| one["name"] == port["targetPort"]).unwrap();
     let flag = format!("\"--cbt-http-port={}\"", served["containerPort"]);
@@ -278,9 +279,10 @@ fn a_driver_takes_part_in_deltas_with_the_component() {
         cluster,
         &[(&sidecar(), NAMESPACE, everywhere, &there), (&sidecar(), "default", everywhere, &[])],
     );
-    // The other tests expect it without. (A namespace that is deleted never ends here: nothing of it may go.)
+    // Other tests expect the state without it. (Deletion of a namespace never completes here, so
+    // its objects are deleted singly.)
     for kind in ["clusterrolebinding", "clusterrole"] {
-        take_away(cluster, kind, ENDPOINT);
+        delete(cluster, kind, ENDPOINT);
     }
     for kind in ["rolebinding", "role", "lease", "service", "networkpolicy"] {
         stdout_of(cluster.kubectl(&["delete", "-n", NAMESPACE, kind, ENDPOINT]));
@@ -311,7 +313,7 @@ fn the_aggregated_servers_pods_are_admitted_as_restricted() {
 }
 
 #[test]
-fn pages_have_the_priority_level_of_work_that_can_wait() {
+fn pages_have_the_priority_level_workload_low() {
     let Some(cluster) = shared() else { return };
     apply_server(cluster);
     let get = |what: &[&str]| -> Value {
@@ -326,7 +328,7 @@ fn pages_have_the_priority_level_of_work_that_can_wait() {
     for condition in dangling.filter(|one| one["type"] == "Dangling") {
         assert_eq!(condition["status"], "False", "{condition}");
     }
-    // It comes before those that take in everybody, so that it takes effect.
+    // It precedes the catch-all schemas, so that it takes effect.
     let all = get(&["flowschemas"]);
     let precedence = |name: &str| {
         let one =
@@ -341,7 +343,8 @@ fn pages_have_the_priority_level_of_work_that_can_wait() {
     }
     assert!(precedence("csi-loopback-snapshot-deltas") > precedence("system-leader-election"));
 
-    // And it does: the API server says to which of them a request belongs. (It is refused further on: nobody serves it here.)
+    // The API server reports which schema a request matched. (The request fails later, since no
+    // server runs.)
     let user = user(cluster);
     let path = format!("/apis/{CBT}/v1alpha1/namespaces/{}/volumesnapshotdeltas", user.namespace);
     let client = cluster.client_as(&user);
@@ -358,7 +361,7 @@ fn pages_have_the_priority_level_of_work_that_can_wait() {
 }
 
 #[test]
-fn what_the_aggregated_server_has_written_survives_an_apply() {
+fn an_apply_keeps_what_the_aggregated_server_has_written() {
     let Some(cluster) = shared() else { return };
     stdout_of(apply(cluster, &deploy("aggregated-api")));
     let bundle = std::fs::read(cluster.directory().join("pki/ca.crt")).unwrap();
@@ -388,14 +391,14 @@ fn what_the_aggregated_server_has_written_survives_an_apply() {
     without_api_service(cluster);
 }
 
-/// With nobody behind the APIService, and without it.
+/// Without a server behind the APIService, and without an APIService.
 #[test]
-fn a_command_without_an_aggregated_server_says_what_is_missing() {
+fn a_command_without_an_aggregated_server_names_the_cause() {
     let Some(cluster) = shared() else { return };
     stdout_of(apply(cluster, &deploy("aggregated-api")));
     let user = user(cluster);
     let kubeconfig = cluster.kubeconfig_of(&user);
-    let told = || {
+    let message = || {
         let mut command = Command::new(binary());
         command.args(["snapshot", "delta", "monday", "tuesday", "--api=aggregated"]);
         command.args(["--timeout=2s", "--namespace", &user.namespace, "--kubeconfig"]);
@@ -404,17 +407,17 @@ fn a_command_without_an_aggregated_server_says_what_is_missing() {
         assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
         String::from_utf8(output.stderr).unwrap()
     };
-    cluster.wait_for("the APIService counts, and nobody answers", || {
-        let told = told();
-        let step = told.contains(&format!("`kubectl get apiservice {API_SERVICE}` shows"));
-        (step && told.contains("not done within 2s")).then_some(())
+    cluster.wait_for("the APIService without a server", || {
+        let message = message();
+        let step = message.contains(&format!("`kubectl get apiservice {API_SERVICE}` shows"));
+        (step && message.contains("not done within 2s")).then_some(())
     });
-    // What is not this version's goes on.
+    // Other versions of the group work.
     stdout_of(cluster.kubectl(&["get", "driverdiscoveries"]));
     without_api_service(cluster);
     cluster.wait_for("the APIService is gone", || {
-        let told = told();
-        (told.contains("there is no aggregated API server") && !told.contains("going on"))
+        let message = message();
+        (message.contains("there is no aggregated API server") && !message.contains("going on"))
             .then_some(())
     });
 }

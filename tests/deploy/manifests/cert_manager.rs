@@ -1,4 +1,4 @@
-//! deploy/components/cert-manager: what it makes of each role. cert-manager itself is not there.
+//! deploy/components/cert-manager: its effect on each role. cert-manager itself does not run.
 
 use support::cluster::shared;
 
@@ -9,7 +9,7 @@ use support::path;
 use super::{overlay, pods};
 
 #[test]
-fn with_the_components_of_cert_manager_each_role_shows_its_certificate() {
+fn with_cert_manager_each_role_serves_its_certificate() {
     let Some(cluster) = shared() else { return };
     for (directory, component, container, trusting) in [
         ("base", "metadata", "metadata", &[][..]),
@@ -50,7 +50,7 @@ fn with_the_components_of_cert_manager_each_role_shows_its_certificate() {
         }
         let volume = volumes.iter().find(|volume| volume["name"] == "certificate").unwrap();
         assert_eq!(volume["secret"]["secretName"], certificate["spec"]["secretName"]);
-        // The certificate is for the host that clients call.
+        // The certificate names the host that clients call.
         let host = certificate["spec"]["dnsNames"][0].as_str().unwrap();
         let namespace = metadata["namespace"].as_str().unwrap();
         let called = arguments.replace("$(POD_NAMESPACE)", namespace);

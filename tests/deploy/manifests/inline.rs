@@ -1,4 +1,5 @@
-//! What KEP-596 leaves to the API server, observed: the fields of an inline volume, and the lifecycle modes of a CSIDriver object.
+//! What KEP-596 requires of the API server: the fields of an inline volume, and the lifecycle modes
+//! of a CSIDriver object.
 
 use serde_json::{Value, json};
 use support::cluster::shared;
@@ -10,16 +11,16 @@ use support::cluster::Cluster;
 use support::cluster::programs::stdout_of;
 use support::path;
 
-/// What the API server says to an object, every field of which it has to know; nothing is kept.
+/// The API server's response to an object with strict field validation, by a dry run.
 fn strictly(cluster: &Cluster, namespace: &str, object: &Value) -> Result<(), String> {
     let file = cluster.write("object.json", &object.to_string());
     let create = ["create", "--validate=strict", "--dry-run=server", "-n", namespace, "-f"];
     let output = cluster.kubectl(&[&create[..], &[path(&file)]].concat());
-    let told = String::from_utf8(output.stderr).unwrap();
-    if output.status.success() { Ok(()) } else { Err(told) }
+    let message = String::from_utf8(output.stderr).unwrap();
+    if output.status.success() { Ok(()) } else { Err(message) }
 }
 
-/// What is done to the `csi` of a volume.
+/// A change of a volume's `csi`.
 type Change<'c> = &'c dyn Fn(&mut Value);
 
 #[test]
@@ -43,22 +44,25 @@ fn an_inline_volume_has_the_proposals_fields_and_no_handle() {
     assert_eq!(with(&|csi| drop(csi.as_object_mut().unwrap().remove("volumeAttributes"))), Ok(()));
     let refused: [(&str, Change); 4] = [
         ("csi.driver", &|csi| csi["driver"] = json!("")),
-        // Kubelet makes the handle; nobody can ask for one.
+        // kubelet chooses the handle; a pod cannot.
         ("volumeHandle", &|csi| csi["volumeHandle"] = json!("csi-0")),
         ("nodePublishSecretRef.name", &|csi| csi["nodePublishSecretRef"] = json!({ "name": "" })),
-        // A secret is that of the pod's namespace.
+        // A secret of the pod's namespace.
         ("namespace", &|csi| {
             csi["nodePublishSecretRef"] = json!({ "name": "identity", "namespace": "default" });
         }),
     ];
     for (named, change) in refused {
-        let told = with(change);
-        assert!(told.as_ref().is_err_and(|told| told.contains(named)), "{named}: {told:?}");
+        let message = with(change);
+        assert!(
+            message.as_ref().is_err_and(|message| message.contains(named)),
+            "{named}: {message:?}"
+        );
     }
 }
 
 #[test]
-fn lifecycle_modes_of_a_driver_are_checked_and_cannot_be_changed() {
+fn lifecycle_modes_of_a_driver_are_validated_and_immutable() {
     let Some(cluster) = shared() else { return };
     let driver = |modes: &Value| {
         let mut object = json!({
@@ -79,21 +83,21 @@ fn lifecycle_modes_of_a_driver_are_checked_and_cannot_be_changed() {
     ] {
         assert_eq!(strictly(cluster, "default", &driver(&modes)), Ok(()), "{modes}");
     }
-    let told = strictly(cluster, "default", &driver(&json!(["Ephemeral", "ephemeral"])));
+    let message = strictly(cluster, "default", &driver(&json!(["Ephemeral", "ephemeral"])));
     assert!(
-        told.as_ref().is_err_and(|told| told.contains("Unsupported value: \"ephemeral\"")),
-        "{told:?}"
+        message.as_ref().is_err_and(|message| message.contains("Unsupported value: \"ephemeral\"")),
+        "{message:?}"
     );
 
-    // An existing object refuses the change: hence the step in docs/guide/upgrade.md.
+    // The field is immutable, hence the step in docs/guide/upgrade.md.
     let file = cluster.write("driver.json", &driver(&json!(["Persistent"])).to_string());
     super::stdout_of(cluster.kubectl(&["create", "-f", path(&file)]));
     let wider = json!({ "spec": { "volumeLifecycleModes": ["Persistent", "Ephemeral"] } });
     let wider = wider.to_string();
     let patch = ["patch", "csidriver", "modes.example", "--type=merge", "-p", &wider];
     let output = cluster.kubectl(&patch);
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && told.contains("immutable"), "{told}");
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && message.contains("immutable"), "{message}");
     super::stdout_of(cluster.kubectl(&["delete", "csidriver", "modes.example"]));
 }
 

@@ -1,6 +1,7 @@
-//! deploy/ as the API server takes it: every manifest applies, twice with nothing changed; the definition of
-//! SnapshotMetadataService takes what it should and nothing else (those of snapshot sessions: tests/api_server/session_definitions.rs);
-//! and who runs there has the rights that its calls need and no more.
+//! Tests of the manifests on an API server: every manifest applies, and a second time without a
+//! change; the definition of SnapshotMetadataService accepts valid objects only (for snapshot
+//! sessions see tests/api_server/session_definitions.rs); and each account has the rights that its
+//! calls need and no more.
 
 use support::cluster::shared;
 
@@ -27,11 +28,11 @@ use support::cluster::access::Account;
 use support::cluster::programs::stdout_of;
 use support::path;
 
-/// Where it is installed, and the name of the driver.
+/// Namespace of the installation, and name of the driver.
 const NAMESPACE: &str = "csi-loopback";
 const DRIVER: &str = "loopback.csi.local";
 
-/// Directories for `kubectl apply -k`: all that are complete in themselves.
+/// Directories for `kubectl apply -k`: all that are not components.
 fn directories() -> Vec<String> {
     let mut found = Vec::new();
     let mut open = vec![deploy("")];
@@ -65,8 +66,8 @@ fn apply_base(cluster: &Cluster) {
     stdout_of(apply(cluster, &deploy("base")));
 }
 
-/// The same, with nothing that a sidecar has written.
-fn apply_base_anew(cluster: &Cluster) {
+/// Applies the base without anything that a sidecar has written.
+fn apply_fresh_base(cluster: &Cluster) {
     let secret = "secret/csi-loopback-metadata-tls";
     stdout_of(cluster.kubectl(&["delete", "--ignore-not-found", "-n", NAMESPACE, secret]));
     stdout_of(cluster.kubectl(&[
@@ -78,7 +79,7 @@ fn apply_base_anew(cluster: &Cluster) {
     apply_base(cluster);
 }
 
-/// A directory with a component, as an overlay has it; kustomize wants relative paths.
+/// A directory with a component, as in an overlay. Kustomize requires relative paths.
 fn overlay(cluster: &Cluster, directory: &str, component: &str) -> PathBuf {
     let overlay = cluster.scratch().join(format!("with-{component}")).join("overlay");
     std::fs::create_dir_all(&overlay).unwrap();
@@ -93,13 +94,13 @@ fn overlay(cluster: &Cluster, directory: &str, component: &str) -> PathBuf {
     overlay
 }
 
-/// The objects of a directory, as the API server has them.
+/// The objects of a directory, as the API server returns them.
 fn objects(cluster: &Cluster, directory: &str) -> Vec<Value> {
     let list = stdout_of(cluster.kubectl(&["get", "-o", "json", "-k", path(&deploy(directory))]));
     let mut list: Value = serde_json::from_str(&list).unwrap();
     match list["items"].take() {
         Value::Array(items) => items,
-        // kubectl prints a single object as it is.
+        // kubectl prints a single object without a list.
         _ => {
             list.as_object_mut().unwrap().remove("items");
             vec![list]
@@ -117,21 +118,22 @@ fn sidecar() -> Account {
 
 #[test]
 #[ignore = "full tier"]
-fn every_manifest_applies_and_a_second_time_changes_nothing() {
+fn every_manifest_applies_and_reapplies_without_a_change() {
     let Some(cluster) = shared() else { return };
     for directory in directories() {
         let applied = || {
             stdout_of(apply(cluster, &deploy(&directory)));
             let mut found = objects(cluster, &directory);
             for object in &mut found {
-                // It counts writes, also those that change nothing but who owns a field.
+                // The generation counts writes, including those that only change the owner of a
+                // field.
                 object["metadata"].as_object_mut().unwrap().remove("resourceVersion");
             }
             found
         };
         let first = applied();
         assert!(!first.is_empty(), "{directory}");
-        // What has a status has it from somebody who looks at it when he likes.
+        // Controllers update objects with a status at any time.
         let spec = |objects: Vec<Value>| -> Vec<Value> {
             let without = |mut object: Value| {
                 if object["kind"] == "APIService" {
@@ -160,7 +162,7 @@ fn service(name: &str, change: impl FnOnce(&mut Value)) -> Value {
     object
 }
 
-/// What the API server says to a SnapshotMetadataService; nothing is kept.
+/// The API server's response to a SnapshotMetadataService, by a dry run.
 fn verdict(cluster: &Cluster, change: impl FnOnce(&mut Value)) -> Result<(), String> {
     let object = service("d.example", change);
     let api: Api<kube::api::DynamicObject> = Api::all_with(
@@ -173,7 +175,7 @@ fn verdict(cluster: &Cluster, change: impl FnOnce(&mut Value)) -> Result<(), Str
 }
 
 #[test]
-fn the_definition_takes_good_services_and_refuses_others() {
+fn the_definition_accepts_valid_services_only() {
     let Some(cluster) = shared() else { return };
     let long_host = "h".repeat(253);
     for address in [
@@ -208,8 +210,9 @@ fn the_definition_takes_good_services_and_refuses_others() {
         let refused = verdict(cluster, |spec| spec["address"] = json!(address));
         assert!(refused.is_err_and(|why| why.contains("spec.address")), "{address:?}");
     }
-    let told = verdict(cluster, |spec| spec["address"] = json!("https://host:6443")).unwrap_err();
-    assert!(told.contains("must be host:port with no scheme"), "{told}");
+    let message =
+        verdict(cluster, |spec| spec["address"] = json!("https://host:6443")).unwrap_err();
+    assert!(message.contains("must be host:port with no scheme"), "{message}");
 
     for (field, good, bad) in [
         ("audience", json!("x".repeat(1024)), json!("")),

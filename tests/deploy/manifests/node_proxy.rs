@@ -1,4 +1,5 @@
-//! deploy/node-proxy: what the proxy may do, and that kubelet, registrar, proxy and driver meet; also in front of another's driver.
+//! deploy/node-proxy: rights of the proxy, and the connections of kubelet, registrar, proxy and
+//! driver; also for the driver of another provider.
 
 use std::collections::BTreeSet;
 use support::cluster::shared;
@@ -16,10 +17,10 @@ use support::cluster::access::Account;
 use support::cluster::programs::stdout_of;
 use support::path;
 
-/// The proxy's ServiceAccount, DaemonSet and ClusterRole.
+/// Name of the proxy's ServiceAccount, DaemonSet and ClusterRole.
 const NAME: &str = "csi-loopback-node-proxy";
 const CLAIMS: &str = "csi-loopback-node-proxy-claims";
-/// The overlay for another provider's driver, and where that is.
+/// The overlay for another provider's driver, and its namespace.
 const OTHER: &str = "examples/node-proxy-other-driver";
 const OTHERS: &str = "block-csi";
 
@@ -39,7 +40,7 @@ fn applied(cluster: &Cluster, directory: &str) -> Vec<Value> {
 }
 
 #[test]
-fn the_node_proxy_has_the_rights_of_this_list_and_no_more() {
+fn the_node_proxy_has_exactly_the_rights_of_the_list() {
     let Some(cluster) = shared() else { return };
     without_claims(cluster);
     applied(cluster, "node-proxy");
@@ -49,7 +50,7 @@ fn the_node_proxy_has_the_rights_of_this_list_and_no_more() {
         &[
             (&proxy(), NAMESPACE, RIGHTS, &[]),
             (&proxy(), "default", RIGHTS, &[]),
-            // Which anybody in the cluster can connect to: nothing of the proxy's rights is its.
+            // Every pod of the cluster can connect to it, so it has none of the proxy's rights.
             (&sidecar(), NAMESPACE, SIDECAR, SIDECAR_AT_HOME),
             (&others_proxy(), OTHERS, RIGHTS, &[]),
             (&others_proxy(), NAMESPACE, RIGHTS, &[]),
@@ -59,7 +60,7 @@ fn the_node_proxy_has_the_rights_of_this_list_and_no_more() {
 }
 
 #[test]
-fn what_would_give_the_node_proxy_more_is_refused_to_it() {
+fn the_node_proxy_cannot_extend_its_rights() {
     let Some(cluster) = shared() else { return };
     without_claims(cluster);
     applied(cluster, "node-proxy");
@@ -68,7 +69,7 @@ fn what_would_give_the_node_proxy_more_is_refused_to_it() {
         (true, "", "watch", "", "pods", ""),
         (true, "default", "create", "", "events", ""),
         (false, "default", "create", "", "pods", ""),
-        // Whoever writes annotations opts in for others.
+        // A writer of annotations could opt in for others.
         (false, "default", "patch", "", "pods", "any"),
         (false, "default", "patch", "", "pods/status", "any"),
         (false, "default", "delete", "", "pods", "any"),
@@ -92,7 +93,7 @@ fn what_would_give_the_node_proxy_more_is_refused_to_it() {
     holds(cluster, &proxy(), table);
 }
 
-/// The other tests expect it without the component.
+/// Other tests expect the state without the component.
 fn without_claims(cluster: &Cluster) {
     for kind in ["clusterrolebinding", "clusterrole"] {
         stdout_of(cluster.kubectl(&["delete", "--ignore-not-found", kind, CLAIMS]));
@@ -102,7 +103,7 @@ fn without_claims(cluster: &Cluster) {
 #[test]
 fn the_node_proxy_reads_claims_only_with_the_component() {
     let Some(cluster) = shared() else { return };
-    // In front of another's driver, the account is another.
+    // For another provider's driver the account differs.
     for (directory, who) in [("node-proxy", proxy()), (OTHER, others_proxy())] {
         stdout_of(apply(cluster, &overlay(cluster, directory, "node-proxy-claims")));
         let table: &[Right] = &[
@@ -126,19 +127,19 @@ fn spec(object: &Value) -> &Value {
     &object["spec"]["template"]["spec"]
 }
 
-/// What has to be so in front of any driver. `driver` is the object whose pods have driver and registrar.
-fn they_meet(driver: &Value, proxy: &Value) {
+/// Asserts the connections for any driver. The pods of `driver` contain driver and registrar.
+fn assert_connected(driver: &Value, proxy: &Value) {
     let (of_driver, of_proxy) = (container(driver, "driver"), container(proxy, "node-proxy"));
     are_known("node-proxy", of_proxy);
     let at_proxy = |flag: &str| on_node(proxy, of_proxy, socket(argument(of_proxy, flag)));
     let (endpoint, mount) = at_proxy("--endpoint");
     assert!(mount["readOnly"].is_null(), "it makes its socket there");
 
-    // kubelet is told of the proxy, and the registrar has asked it; nobody else has anything to do with it.
+    // The registrar calls the proxy and reports its socket to kubelet. No other container uses it.
     let registrar = container(driver, "node-driver-registrar");
     assert_eq!(argument(registrar, "--kubelet-registration-path"), endpoint);
     assert_eq!(on_node(driver, registrar, argument(registrar, "--csi-address")).0, endpoint);
-    // The driver is where it was, which is where all the others and the proxy ask it.
+    // The driver's socket is unchanged, and all others and the proxy use it.
     let own = on_node(driver, of_driver, socket(argument(of_driver, "--endpoint"))).0;
     assert_ne!(own, endpoint);
     assert_eq!(at_proxy("--driver-endpoint").0, own);
@@ -151,30 +152,30 @@ fn they_meet(driver: &Value, proxy: &Value) {
         }
     }
 
-    // Where the driver is, and as long as it.
+    // Same nodes as the driver.
     for field in ["nodeSelector", "tolerations", "priorityClassName"] {
         assert_eq!(spec(driver)[field], spec(proxy)[field], "{field}");
     }
-    // Targets, where kubelet says that they are, and what is mounted there.
+    // Targets at kubelet's paths, and later mounts there.
     let (pods, mount) = on_node(proxy, of_proxy, "/var/lib/kubelet/pods");
     assert_eq!(pods, "/var/lib/kubelet/pods");
     assert_eq!(
         (&mount["readOnly"], &mount["mountPropagation"]),
         (&json!(true), &json!("HostToContainer"))
     );
-    // What is remembered is the node's, and outlives pod and node. (No other volume of the pod is one.)
+    // The state is on the node, and outlives pod and node. (No other volume of the pod does.)
     let (state, mount) = on_node(proxy, of_proxy, argument(of_proxy, "--state-dir"));
     assert!(state.starts_with("/var/lib/csi-loopback-node-proxy/") && mount["readOnly"].is_null());
     let volumes = spec(proxy)["volumes"].as_array().unwrap();
     assert!(volumes.iter().all(|volume| volume["hostPath"]["path"].is_string()), "{volumes:?}");
-    // Root, whose all of that is, and which the driver's socket is; with nothing else that root has.
+    // Root owns all of these and the driver's socket. The container has no other right of root.
     let own = &of_proxy["securityContext"];
     assert_eq!((&own["runAsUser"], &own["runAsGroup"]), (&json!(0), &json!(0)));
     assert_eq!(own["capabilities"], json!({ "drop": ["ALL"] }));
     assert_eq!(own["allowPrivilegeEscalation"], json!(false));
     assert_eq!(spec(proxy)["hostPID"], Value::Null);
     assert_eq!(spec(proxy)["hostNetwork"], Value::Null);
-    // Its own node's pods.
+    // Pods of the same node.
     let node = json!([{ "name": "NODE_NAME", "valueFrom": { "fieldRef": { "apiVersion": "v1", "fieldPath": "spec.nodeName" } } }]);
     assert_eq!(of_proxy["env"], node);
     assert_eq!(of_proxy["livenessProbe"]["httpGet"]["path"], "/healthz");
@@ -182,14 +183,14 @@ fn they_meet(driver: &Value, proxy: &Value) {
 }
 
 #[test]
-fn kubelet_is_told_of_the_node_proxy_and_everybody_else_of_the_driver() {
+fn kubelet_calls_the_node_proxy_and_all_others_the_driver() {
     let Some(cluster) = shared() else { return };
     let all = applied(cluster, "node-proxy");
     let driver = named(&all, "StatefulSet", NAMESPACE);
     let proxy = named(&all, "DaemonSet", NAME);
-    they_meet(driver, proxy);
+    assert_connected(driver, proxy);
     assert_eq!(spec(proxy)["serviceAccountName"], NAME);
-    // The controllers' pods ask the driver, too.
+    // The controllers' pods call the driver, too.
     for one in spec(named(&all, "StatefulSet", "csi-loopback-controller"))["containers"]
         .as_array()
         .unwrap()
@@ -199,7 +200,7 @@ fn kubelet_is_told_of_the_node_proxy_and_everybody_else_of_the_driver() {
     let flags = container(driver, "driver")["args"].as_array().unwrap();
     assert!(flags.contains(&json!("--enable-defer-fs-ops")), "there is something to opt in to");
 
-    // All the rest is as without the proxy.
+    // Everything else is as without the proxy.
     let mut without = applied(cluster, "runtime");
     let registrar = |object: &Value| container(object, "node-driver-registrar")["args"].clone();
     let before = without
@@ -212,15 +213,15 @@ fn kubelet_is_told_of_the_node_proxy_and_everybody_else_of_the_driver() {
 }
 
 #[test]
-fn the_node_proxy_goes_in_front_of_another_providers_driver() {
+fn the_node_proxy_serves_the_driver_of_another_provider() {
     let Some(cluster) = shared() else { return };
     let ours = applied(cluster, "node-proxy");
     let all = applied(cluster, OTHER);
     let driver = named(&all, "DaemonSet", "block-csi-node");
     let proxy = named(&all, "DaemonSet", "csi-loopback-node-proxy-block");
-    they_meet(driver, proxy);
+    assert_connected(driver, proxy);
     assert_eq!(spec(proxy)["serviceAccountName"], others_proxy().name);
-    // Beside the one in front of our driver, on the same node: nothing is shared but kubelet's directory.
+    // Next to the proxy of our driver on the same node: only kubelet's directory is shared.
     let our = named(&ours, "DaemonSet", NAME);
     let paths = |object: &Value| -> BTreeSet<String> {
         let volumes = spec(object)["volumes"].as_array().unwrap().iter();
@@ -231,9 +232,9 @@ fn the_node_proxy_goes_in_front_of_another_providers_driver() {
     let policy = only(&all, "NetworkPolicy");
     let labels = &proxy["spec"]["template"]["metadata"]["labels"];
     assert_eq!(&policy["spec"]["podSelector"]["matchLabels"], labels);
-    assert_eq!(policy["spec"]["ingress"], Value::Null, "nobody calls it over the network");
+    assert_eq!(policy["spec"]["ingress"], Value::Null, "it accepts no network connections");
 
-    // What the provider has given is as it was, but for where the registrar asks and points.
+    // The provider's manifests are unchanged, except for the registrar's sockets.
     let file = path(&deploy(OTHER)).to_owned() + "/driver.yaml";
     stdout_of(cluster.kubectl(&["apply", "--server-side", "-f", &file]));
     let shown = stdout_of(cluster.kubectl(&[

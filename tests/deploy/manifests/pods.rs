@@ -1,4 +1,4 @@
-//! How the containers run, as the API server has them.
+//! Containers of the manifests, as the API server returns them.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -15,7 +15,8 @@ use super::{DRIVER, NAMESPACE, admission, aggregated, apply, deploy, directories
 use support::cluster::Cluster;
 use support::cluster::programs::stdout_of;
 
-/// (object, container, pod's spec) of everything that runs, as the API server has it, of all directories.
+/// (object, container, pod spec) of all containers of all directories, as the API server returns
+/// them.
 fn containers(cluster: &Cluster) -> &'static [(String, Value, Value)] {
     static CONTAINERS: OnceLock<Vec<(String, Value, Value)>> = OnceLock::new();
     CONTAINERS.get_or_init(|| apply_and_read(cluster))
@@ -26,7 +27,7 @@ fn apply_and_read(cluster: &Cluster) -> Vec<(String, Value, Value)> {
     for directory in directories() {
         stdout_of(apply(cluster, &deploy(&directory)));
         let all = objects(cluster, &directory);
-        // Before other directories' pods with inline volumes are made.
+        // Before pods with inline volumes of other directories are created.
         admission::without_webhooks(cluster);
         for object in all {
             let spec = match object["kind"].as_str().unwrap() {
@@ -42,7 +43,8 @@ fn apply_and_read(cluster: &Cluster) -> Vec<(String, Value, Value)> {
         }
     }
     aggregated::without_api_service(cluster);
-    // Eight of the base, four times, the session manager's, the aggregated API server's, the webhooks', and those of the examples.
+    // Four times eight of the base; session manager, aggregated API server, webhooks, and the
+    // examples.
     assert!(found.len() >= 36, "{}", found.len());
     found
 }
@@ -55,13 +57,13 @@ fn all_but_driver_and_crust_ops_run_confined() {
     for (what, container, pod) in containers(cluster) {
         let name = container["name"].as_str().unwrap();
         let own = &container["securityContext"];
-        // What a container does not say its pod says.
+        // The pod's setting applies where the container has none.
         let either = |field: &str| match &own[field] {
             Value::Null => pod["securityContext"][field].clone(),
             said => said.clone(),
         };
         if name == "writer" {
-            // An application like any other.
+            // An ordinary application.
             continue;
         }
         assert_eq!(own["readOnlyRootFilesystem"], json!(true), "{what}");
@@ -69,7 +71,8 @@ fn all_but_driver_and_crust_ops_run_confined() {
             privileged.insert(name.to_owned());
             continue;
         }
-        // Thawing asks for it, and a holder of it could escalate anyway (PodSpec, allowPrivilegeEscalation).
+        // Thawing needs it, and a holder could escalate in any case (PodSpec,
+        // allowPrivilegeEscalation).
         let is_guard = name == "freeze-guard";
         let capabilities = match is_guard {
             true => json!({ "drop": ["ALL"], "add": ["SYS_ADMIN"] }),
@@ -83,16 +86,16 @@ fn all_but_driver_and_crust_ops_run_confined() {
         assert_eq!(is_root, has_to_be, "{what}");
         if !is_root {
             assert_eq!(either("runAsNonRoot"), json!(true), "{what}");
-            // With the group that the driver gives to its socket.
+            // With the group of the driver's socket.
             assert_eq!(either("runAsGroup"), json!(65532), "{what}");
         }
         for mount in container["volumeMounts"].as_array().into_iter().flatten() {
-            // Where it makes its socket, and its memory.
+            // The directory of its socket, in memory.
             let its_own = is_guard && mount["name"] == "freeze-guard"
                 || name == "node-proxy" && (mount["name"] == "socket" || mount["name"] == "state");
             let read_only =
                 mount["readOnly"] == json!(true) || mount["name"] == "registration" || its_own;
-            // Or one of the pod's own.
+            // Or a volume of the pod.
             let mut volumes = pod["volumes"].as_array().unwrap().iter();
             let volume = volumes.find(|volume| volume["name"] == mount["name"]).unwrap();
             assert!(read_only || volume["csi"]["driver"] == DRIVER, "{what}: {mount}");
@@ -120,7 +123,7 @@ fn only_the_sidecar_of_the_drivers_pod_has_a_token() {
 }
 
 #[test]
-fn driver_and_freeze_guard_meet_at_a_socket_and_are_not_killed_together() {
+fn driver_and_freeze_guard_share_a_socket_not_a_container() {
     let Some(cluster) = shared() else { return };
     let found = containers(cluster);
     let guards: Vec<_> =
@@ -145,22 +148,29 @@ fn driver_and_freeze_guard_meet_at_a_socket_and_are_not_killed_together() {
 }
 
 #[test]
-fn no_image_names_a_registry() {
+fn images_are_ours_or_have_a_public_registry() {
     let Some(cluster) = shared() else { return };
     for (what, container, _) in containers(cluster) {
         let image = container["image"].as_str().unwrap();
-        let (name, tag) = image.split_once(':').unwrap_or((image, ""));
-        assert!(!image.contains('/') && !name.contains('.') && !tag.is_empty(), "{what}: {image}");
-        if name == "csi-loopback" {
-            assert_eq!(tag, env!("CARGO_PKG_VERSION"), "{what}");
+        let (name, tag) = image.rsplit_once(':').unwrap_or((image, ""));
+        match name {
+            "csi-loopback" => assert_eq!(tag, env!("CARGO_PKG_VERSION"), "{what}"),
+            // Represents the driver of another provider.
+            "block-csi" => {}
+            _ => {
+                let sidecar = name.strip_prefix("registry.k8s.io/sig-storage/");
+                let known = sidecar.is_some_and(|sidecar| !sidecar.contains('/'));
+                assert!(known && tag.starts_with('v'), "{what}: {image}");
+            }
         }
     }
 }
 
-/// That the binary knows a container's arguments: `--help` behind them is reached only where it knows them all.
+/// Asserts that the binary accepts a container's arguments: it handles `--help` behind them only if
+/// all are known.
 pub fn are_known(what: &str, container: &Value) {
     let arguments = container["args"].as_array().unwrap().iter();
-    // As kubelet fills them in.
+    // As kubelet expands them.
     let arguments =
         arguments.map(|argument| argument.as_str().unwrap().replace("$(POD_NAMESPACE)", NAMESPACE));
     let mut command = Command::new(binary());
@@ -170,7 +180,7 @@ pub fn are_known(what: &str, container: &Value) {
 }
 
 #[test]
-fn the_arguments_of_the_manifests_are_known_to_the_binary() {
+fn the_binary_accepts_the_arguments_of_the_manifests() {
     let Some(cluster) = shared() else { return };
     let mut seen = 0;
     for (what, container, _) in containers(cluster) {
@@ -180,12 +190,13 @@ fn the_arguments_of_the_manifests_are_known_to_the_binary() {
             seen += 1;
         }
     }
-    // The driver of inline volumes; driver, its freeze guard and sidecar, four times; crust_ops, twice; the node proxy, twice, and twice for another's driver; session manager,
-    // aggregated API server and webhooks; a full and an incremental backup, twice.
+    // Driver of inline volumes; driver, freeze guard and sidecar, four times each; crust_ops,
+    // twice; node proxy, twice for this driver and twice for another; session manager, aggregated
+    // API server and webhooks; full and incremental backup, twice each.
     assert_eq!(seen, 26);
 }
 
-/// The one object of a kind.
+/// The only object of a kind.
 pub fn only<'a>(all: &'a [Value], kind: &str) -> &'a Value {
     let mut found = all.iter().filter(|object| object["kind"] == kind);
     let one = found.next().unwrap_or_else(|| panic!("no {kind}"));
@@ -193,9 +204,9 @@ pub fn only<'a>(all: &'a [Value], kind: &str) -> &'a Value {
     one
 }
 
-/// Pods as the Deployment among these objects would make them: the policy of their namespace admits them; Service,
-/// NetworkPolicy and budget mean them, and the port that they serve; and they are told these flags, and to be where the
-/// Service is.
+/// Asserts that the namespace's policy admits pods of the Deployment among these objects; that
+/// Service, NetworkPolicy and budget select them and name the port that they serve; and that their
+/// arguments contain these flags and the Service's address.
 pub fn of_deployment(cluster: &Cluster, namespace: &str, all: &[Value], flags: &[String]) {
     let template = &only(all, "Deployment")["spec"]["template"];
     admitted_as_restricted(cluster, namespace, &template["spec"]);
@@ -221,7 +232,7 @@ pub fn of_deployment(cluster: &Cluster, namespace: &str, all: &[Value], flags: &
     }
 }
 
-/// A pod of this spec is admitted in the namespace, and a privileged one is not: the namespace's policy is enforced.
+/// Asserts that the namespace admits a pod with this spec, and rejects a privileged pod.
 fn admitted_as_restricted(cluster: &Cluster, namespace: &str, spec: &Value) {
     let pods: Api<Pod> = cluster.api_in(namespace);
     let admit = |spec: &Value| {
@@ -234,5 +245,8 @@ fn admitted_as_restricted(cluster: &Cluster, namespace: &str, spec: &Value) {
     let mut privileged = spec.clone();
     privileged["containers"][0]["securityContext"]["privileged"] = json!(true);
     privileged["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = json!(true);
-    assert!(admit(&privileged).is_err_and(|told| told.contains("PodSecurity")), "it is enforced");
+    assert!(
+        admit(&privileged).is_err_and(|message| message.contains("PodSecurity")),
+        "it is enforced"
+    );
 }

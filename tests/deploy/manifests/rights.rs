@@ -1,4 +1,4 @@
-//! Who may do what.
+//! Rights of each account.
 
 use std::collections::BTreeSet;
 use support::cluster::shared;
@@ -12,15 +12,15 @@ use serde_json::{Value, json};
 
 use super::sessions::{MANAGERS, apply_sessions, manager, session_backup};
 use super::{
-    DRIVER, NAMESPACE, account, apply, apply_base, apply_base_anew, deploy, overlay, service,
+    DRIVER, NAMESPACE, account, apply, apply_base, apply_fresh_base, deploy, overlay, service,
     sidecar,
 };
 use support::cluster::Cluster;
 use support::cluster::access::Account;
 use support::cluster::programs::stdout_of;
 
-/// What the account may do in the namespace (SelfSubjectRulesReview): "GROUP/RESOURCE[NAME] VERB", where the
-/// group of Kubernetes itself is empty.
+/// The account's rights in the namespace (SelfSubjectRulesReview): "GROUP/RESOURCE[NAME] VERB",
+/// with an empty group for core resources.
 fn rights(cluster: &Cluster, account: &Account, namespace: &str) -> BTreeSet<String> {
     let reviews: Api<SelfSubjectRulesReview> = Api::all(cluster.client_as(account));
     let review = serde_json::from_value(json!({ "spec": { "namespace": namespace } })).unwrap();
@@ -119,7 +119,7 @@ const SESSION_BACKUP_OF_DEMO: &[&str] = &[
 ];
 
 #[test]
-fn each_account_has_the_rights_of_this_list_and_no_more() {
+fn each_account_has_exactly_the_rights_of_the_list() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_sessions(cluster);
@@ -143,13 +143,13 @@ fn each_account_has_the_rights_of_this_list_and_no_more() {
     exactly(cluster, table);
 }
 
-/// Who may do what: everywhere, and in the namespace besides.
+/// An account, its rights in all namespaces, and its additional rights in one namespace.
 pub type Rights<'a> = (&'a Account, &'a str, &'a [&'a str], &'a [&'a str]);
 
-/// That each has these rights and no others, but for what everybody has.
+/// Asserts that each account has exactly these rights, and those of every account.
 pub fn exactly(cluster: &Cluster, table: &[Rights]) {
-    let anybody = cluster.account(&cluster.namespace("deploy"), "anybody");
-    let common = rights(cluster, &anybody, "default");
+    let unprivileged = cluster.account(&cluster.namespace("deploy"), "unprivileged");
+    let common = rights(cluster, &unprivileged, "default");
     for (who, namespace, everywhere, there) in table {
         let expected = &expand(everywhere) | &expand(there);
         let what = format!("{} in {namespace}", who.user());
@@ -161,10 +161,11 @@ pub fn exactly(cluster: &Cluster, table: &[Rights]) {
     }
 }
 
-/// Whether somebody may do so: namespace, verb, group, resource as in "secrets" or "pods/exec", name.
+/// Whether the account has a right: namespace, verb, group, resource such as "secrets" or
+/// "pods/exec", name.
 pub type Right<'a> = (bool, &'a str, &'a str, &'a str, &'a str, &'a str);
 
-/// That the account has these rights and lacks the others. The first one is one that it has.
+/// Asserts that the account has the rights marked so and lacks the others. It has the first one.
 pub fn holds(cluster: &Cluster, who: &Account, table: &[Right]) {
     let (_, namespace, verb, group, resource, name) = table[0];
     cluster.wait_for(&format!("the rights of {}", who.user()), || {
@@ -177,7 +178,7 @@ pub fn holds(cluster: &Cluster, who: &Account, table: &[Right]) {
     }
 }
 
-/// Whether the account may do so (SubjectAccessReview).
+/// Whether the account has the right (SubjectAccessReview).
 fn may(
     cluster: &Cluster,
     who: &Account,
@@ -200,7 +201,7 @@ fn may(
 }
 
 #[test]
-fn what_would_give_the_sidecar_more_rights_is_refused_to_it() {
+fn the_sidecar_cannot_extend_its_rights() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     let services = "cbt.storage.k8s.io";
@@ -213,7 +214,7 @@ fn what_would_give_the_sidecar_more_rights_is_refused_to_it() {
         (false, NAMESPACE, "get", "", "secrets", "another"),
         (false, NAMESPACE, "list", "", "secrets", ""),
         (false, NAMESPACE, "watch", "", "secrets", ""),
-        // With it goes a token of any account of the namespace.
+        // Would give access to tokens of every account of the namespace.
         (false, NAMESPACE, "create", "", "secrets", ""),
         (false, NAMESPACE, "create", "", "secrets", own),
         (false, NAMESPACE, "create", "", "serviceaccounts/token", "csi-loopback-controller"),
@@ -229,7 +230,7 @@ fn what_would_give_the_sidecar_more_rights_is_refused_to_it() {
         (true, "", "create", services, "snapshotmetadataservices", DRIVER),
         (true, "", "patch", services, "snapshotmetadataservices", DRIVER),
         (false, "", "create", services, "snapshotmetadataservices", ""),
-        // Whose clients would then trust it.
+        // Clients of another driver would trust this authority.
         (false, "", "patch", services, "snapshotmetadataservices", "other.example"),
         (false, "", "delete", services, "snapshotmetadataservices", DRIVER),
         (false, "", "get", "", "persistentvolumes", "any"),
@@ -240,9 +241,9 @@ fn what_would_give_the_sidecar_more_rights_is_refused_to_it() {
 }
 
 #[test]
-fn the_sidecar_writes_its_own_service_and_secret_and_an_apply_keeps_them() {
+fn an_apply_keeps_what_the_sidecar_has_written() {
     let Some(cluster) = shared() else { return };
-    apply_base_anew(cluster);
+    apply_fresh_base(cluster);
     let client = cluster.client_as(&sidecar());
     let write = |name: &str, client: &Client| {
         let api: Api<SnapshotMetadataService> = Api::all(client.clone());
@@ -259,7 +260,7 @@ fn the_sidecar_writes_its_own_service_and_secret_and_an_apply_keeps_them() {
     let mut own = cluster.block_on(secrets.get(name)).unwrap();
     own.string_data = Some([("tls.crt".to_owned(), "kept".to_owned())].into());
     cluster.block_on(secrets.replace(name, &PostParams::default(), &own)).unwrap();
-    // The version that it was written over.
+    // The version that the write replaced.
     assert!(cluster.block_on(secrets.replace(name, &PostParams::default(), &own)).is_err());
     apply_base(cluster);
     let data = cluster.block_on(secrets.get(name)).unwrap().data.unwrap();
@@ -267,7 +268,7 @@ fn the_sidecar_writes_its_own_service_and_secret_and_an_apply_keeps_them() {
 }
 
 #[test]
-fn a_snapshotter_secret_is_for_those_who_need_it() {
+fn only_snapshotter_and_sidecar_get_a_snapshotter_secret() {
     let Some(cluster) = shared() else { return };
     stdout_of(apply(cluster, &overlay(cluster, "base", "snapshotter-secret")));
 
@@ -287,7 +288,8 @@ fn a_snapshotter_secret_is_for_those_who_need_it() {
     let key =
         |name: &str| &class["parameters"][format!("csi.storage.k8s.io/snapshotter-secret-{name}")];
     assert_eq!((key("name"), key("namespace")), (&json!(secret), &json!(NAMESPACE)));
-    // The other tests expect it without. (A namespace that is deleted never ends here: nothing of it may go.)
+    // Other tests expect the base without it. (Deletion of a namespace never completes here, so its
+    // objects are deleted singly.)
     for kind in ["rolebinding", "role"] {
         let arguments = ["delete", "-n", NAMESPACE, kind, "csi-loopback-snapshotter-secret"];
         stdout_of(cluster.kubectl(&arguments));
@@ -296,7 +298,7 @@ fn a_snapshotter_secret_is_for_those_who_need_it() {
 }
 
 #[test]
-fn the_sidecar_may_annotate_contents_only_where_it_publishes_bases() {
+fn only_publish_bases_lets_the_sidecar_annotate_contents() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     let who = account(NAMESPACE, "csi-loopback-metadata");
@@ -310,7 +312,7 @@ fn the_sidecar_may_annotate_contents_only_where_it_publishes_bases() {
     let driver: Value = serde_json::from_str(&stdout_of(cluster.kubectl(&driver))).unwrap();
     let sidecar = &driver["spec"]["template"]["spec"]["containers"][3];
     assert!(sidecar["args"].as_array().unwrap().contains(&json!("--publish-bases")), "{sidecar}");
-    // The other tests expect it without.
+    // Other tests expect the base without it.
     for kind in ["clusterrolebinding", "clusterrole"] {
         stdout_of(cluster.kubectl(&["delete", kind, "csi-loopback-publish-bases"]));
     }

@@ -1,4 +1,5 @@
-//! deploy/runtime: driver, crust_ops and containerd as they are there go together, and with the examples.
+//! deploy/runtime: driver, crust_ops and containerd's configuration fit together, and fit the
+//! examples.
 
 use std::path::Path;
 use std::process::Command;
@@ -35,7 +36,7 @@ pub fn argument<'a>(container: &'a Value, flag: &str) -> &'a str {
     found.unwrap_or_else(|| panic!("no {flag} in {container}"))
 }
 
-/// The mount of a container that a path is in, and where that is on the node.
+/// The mount of a container that contains a path, and the path on the node.
 pub fn on_node(object: &Value, container: &Value, inside: &str) -> (String, Value) {
     let mounts = container["volumeMounts"].as_array().unwrap().iter();
     let of = |mount: &&Value| Path::new(inside).starts_with(mount["mountPath"].as_str().unwrap());
@@ -53,7 +54,7 @@ pub fn socket(text: &str) -> &str {
 }
 
 #[test]
-fn the_driver_and_crust_ops_of_deploy_runtime_meet_and_see_what_they_have_to() {
+fn driver_and_crust_ops_share_a_socket_and_see_their_files() {
     let Some(cluster) = shared() else { return };
     let all = runtime(cluster);
     let is_driver =
@@ -74,9 +75,9 @@ fn the_driver_and_crust_ops_of_deploy_runtime_meet_and_see_what_they_have_to() {
         assert_eq!(pods(driver_of)[field], pods(ops_of)[field], "{field}");
     }
     assert_eq!(pods(ops_of)["hostPID"], json!(true));
-    assert_eq!(pods(driver_of)["hostPID"], Value::Null, "nobody else sees the node's processes");
+    assert_eq!(pods(driver_of)["hostPID"], Value::Null, "only crust_ops sees the node's processes");
 
-    // The runtime's own files, where the runtime looks for them, and what the driver calls a target.
+    // The runtime's files at the runtime's path, and the driver's targets.
     let configured: Value = yaml("runtime/oci-runtime.yaml");
     let program = binary_name();
     for (inside, writable) in [
@@ -114,7 +115,7 @@ fn binary_name() -> String {
 }
 
 #[test]
-fn the_policy_shown_in_deploy_admission_covers_the_examples_of_deploy_runtime() {
+fn the_policy_of_deploy_admission_covers_examples_runtime() {
     let Some(cluster) = shared() else { return };
     let all = runtime(cluster);
     let class = only(&all, "RuntimeClass")["metadata"]["name"].clone();
@@ -147,11 +148,11 @@ fn the_policy_shown_in_deploy_admission_covers_the_examples_of_deploy_runtime() 
 }
 
 #[test]
-fn containerd_takes_the_handler_of_deploy_runtime() {
+fn containerd_accepts_the_handler_of_deploy_runtime() {
     let Some(cluster) = shared() else { return };
     let file = deploy("runtime/containerd.toml");
     let mut command = Command::new("containerd");
-    // It reads, and starts nothing.
+    // Reads the configuration and starts nothing.
     let dumped = command.args(["--config", path(&file), "config", "dump"]).output();
     let Ok(dumped) = dumped else {
         return skip("there is no containerd");
@@ -166,7 +167,7 @@ fn containerd_takes_the_handler_of_deploy_runtime() {
 }
 
 #[test]
-fn the_runtime_takes_the_configuration_of_deploy_runtime() {
+fn the_runtime_accepts_the_configuration_of_deploy_runtime() {
     let Some(cluster) = shared() else { return };
     let link = cluster.scratch().join(Path::new(&binary_name()).file_name().unwrap());
     std::os::unix::fs::symlink(binary(), &link).unwrap();
@@ -177,10 +178,11 @@ fn the_runtime_takes_the_configuration_of_deploy_runtime() {
     let text = std::fs::read_to_string(deploy("runtime/oci-runtime.yaml")).unwrap();
     let configured: Value = serde_saphyr::from_str(&text).unwrap();
     assert_eq!(configured["crustDir"], crust::DEFAULT_DIRECTORY);
-    // With `true` in the place of runc, which may not be here: all that is not its own is passed on, and the file is read first.
+    // With `true` in place of runc, which may be missing: the program reads the file first and
+    // forwards other commands.
     let with = |text: String| cluster.write("oci-runtime.yaml", &text);
     stdout_of(version(&with(text.replace("runtime: runc", "runtime: true"))));
     let misspelt = version(&with(text.replace("crustDir", "crustDirectory")));
-    let told = String::from_utf8_lossy(&misspelt.stderr).into_owned();
-    assert!(!misspelt.status.success() && told.contains("crustDirectory"), "{told}");
+    let message = String::from_utf8_lossy(&misspelt.stderr).into_owned();
+    assert!(!misspelt.status.success() && message.contains("crustDirectory"), "{message}");
 }

@@ -1,4 +1,5 @@
-//! Snapshot sessions: what the session manager, a driver and a backup application may do, and what deploy/session-manager sees to.
+//! Snapshot sessions: rights of session manager, driver and backup application, and the objects of
+//! deploy/session-manager.
 
 use std::process::Command;
 use support::cluster::shared;
@@ -22,11 +23,11 @@ use support::cluster::Cluster;
 use support::cluster::access::Account;
 use support::cluster::programs::{finish, stdout_of};
 
-/// Where the session manager is installed.
+/// Namespace of the session manager.
 pub const MANAGERS: &str = "csi-loopback-sessions";
-/// Name of all that belongs to it.
+/// Name of all its objects.
 const MANAGER: &str = "csi-loopback-session-manager";
-/// The namespace of the snapshots that the backup application may read.
+/// The namespace whose snapshots the backup application may read.
 const DEMO: &str = "backup-demo";
 
 const CBT: &str = "cbt.storage.k8s.io";
@@ -46,7 +47,7 @@ pub fn apply_sessions(cluster: &Cluster) {
     stdout_of(apply(cluster, &deploy("examples/backup-app-session")));
 }
 
-/// Has the API server, which is no pod here, call the webhook at a port of this machine.
+/// Makes the API server, which cannot reach pods here, call the webhook at a port of this machine.
 pub fn call_webhook_at(cluster: &Cluster, port: u16) {
     let url = format!("https://localhost:{port}/validate-snapshotsessionrequest");
     let patch = json!([
@@ -56,13 +57,13 @@ pub fn call_webhook_at(cluster: &Cluster, port: u16) {
     stdout_of(cluster.kubectl(&[&object[..], &[&patch.to_string()]].concat()));
 }
 
-/// Whether a manager answers the webhook.
+/// Whether a manager serves the webhook.
 pub fn is_served(cluster: &Cluster) -> bool {
     verdict(cluster).is_ok()
 }
 
-/// The webhook and the manager's Secret as they come with the manifests, and no configuration of a driver.
-pub fn apply_anew(cluster: &Cluster) {
+/// The webhook and the manager's Secret as in the manifests, and no configuration of a driver.
+pub fn apply_fresh(cluster: &Cluster) {
     for object in [
         ["validatingwebhookconfiguration", MANAGER],
         ["secret", "csi-loopback-session-manager-tls"],
@@ -75,7 +76,7 @@ pub fn apply_anew(cluster: &Cluster) {
 }
 
 #[test]
-fn what_would_give_manager_driver_or_application_more_of_sessions_is_refused_to_them() {
+fn no_account_can_extend_its_rights_to_sessions() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_sessions(cluster);
@@ -101,7 +102,7 @@ fn what_would_give_manager_driver_or_application_more_of_sessions_is_refused_to_
         (false, MANAGERS, "create", "", "serviceaccounts/token", "default"),
         (false, MANAGERS, "create", "", "pods", ""),
         (true, DEMO, "delete", CBT, requests, "any"),
-        // It grants what others ask for, and asks for nothing itself.
+        // It grants these rights to others and needs none of them itself.
         (false, DEMO, "create", CBT, requests, ""),
         (false, DEMO, "update", CBT, requests, "any"),
         (true, DEMO, "patch", CBT, status, "any"),
@@ -111,7 +112,7 @@ fn what_would_give_manager_driver_or_application_more_of_sessions_is_refused_to_
         (false, NAMESPACE, "update", CBT, data, TOKEN),
         (false, NAMESPACE, "deletecollection", CBT, data, ""),
         (true, "", "list", CBT, configurations, ""),
-        // Whoever wrote these could lead clients astray.
+        // A writer of these could redirect clients.
         (false, "", "patch", CBT, configurations, DRIVER),
         (false, "", "create", CBT, configurations, ""),
         (true, "", "patch", "admissionregistration.k8s.io", webhooks, MANAGER),
@@ -132,7 +133,7 @@ fn what_would_give_manager_driver_or_application_more_of_sessions_is_refused_to_
         (true, NAMESPACE, "get", CBT, data, TOKEN),
         (true, NAMESPACE, "watch", CBT, data, ""),
         (true, NAMESPACE, "delete", CBT, data, TOKEN),
-        // It would give itself access to any snapshot of its own, at least.
+        // It could give itself access to any snapshot.
         (false, NAMESPACE, "create", CBT, data, ""),
         (false, NAMESPACE, "patch", CBT, data, TOKEN),
         (false, "another-driver", "get", CBT, data, TOKEN),
@@ -158,7 +159,7 @@ fn what_would_give_manager_driver_or_application_more_of_sessions_is_refused_to_
         (true, DEMO, "delete", CBT, requests, "any"),
         (false, DEMO, "patch", CBT, requests, "any"),
         (false, DEMO, "update", CBT, requests, "any"),
-        // Who writes it grants sessions.
+        // A writer of data grants sessions.
         (false, DEMO, "patch", CBT, status, "any"),
         (false, DEMO, "update", CBT, status, "any"),
         (false, "default", "get", CBT, requests, "any"),
@@ -179,7 +180,7 @@ fn what_would_give_manager_driver_or_application_more_of_sessions_is_refused_to_
     holds(cluster, &session_backup(), of_application);
 }
 
-/// The code with which the API server answers.
+/// The status code of the API server's response.
 fn answer(cluster: &Cluster, client: &Client, method: &str, path: &str, body: &Value) -> u16 {
     let kind = match method {
         "PATCH" => "application/merge-patch+json",
@@ -195,7 +196,7 @@ fn answer(cluster: &Cluster, client: &Client, method: &str, path: &str, body: &V
 }
 
 #[test]
-fn the_api_server_answers_each_account_so_in_fact() {
+fn the_api_server_enforces_the_rights_to_sessions() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_sessions(cluster);
@@ -288,10 +289,10 @@ fn the_api_server_answers_each_account_so_in_fact() {
     }
 }
 
-/// Who may do everything in the driver's namespace that Kubernetes' own roles allow still has no token. (What view, edit and admin
-/// allow is in these roles: nobody adds them up here.)
+/// An account with the built-in roles view, edit and admin in the driver's namespace still has no
+/// token. The test adds no custom aggregation to these roles.
 #[test]
-fn the_built_in_roles_reach_no_session() {
+fn the_built_in_roles_give_no_access_to_sessions() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_sessions(cluster);
@@ -339,7 +340,7 @@ fn configuration(name: &str, labels: &Value) -> Value {
 }
 
 #[test]
-fn a_configuration_labelled_as_another_drivers_is_refused() {
+fn a_configuration_labelled_for_another_driver_is_rejected() {
     let Some(cluster) = shared() else { return };
     apply_base(cluster);
     apply_sessions(cluster);
@@ -354,20 +355,22 @@ fn a_configuration_labelled_as_another_drivers_is_refused() {
     let anothers = json!({ DRIVER_LABEL: "another.example" });
     let why = "has the name of its CSI driver, and the label";
     cluster.wait_for("the policy", || {
-        write(&driver, DRIVER, anothers.clone()).is_err_and(|told| told.contains(why)).then_some(())
+        write(&driver, DRIVER, anothers.clone())
+            .is_err_and(|message| message.contains(why))
+            .then_some(())
     });
     assert_eq!(write(&driver, DRIVER, json!({ DRIVER_LABEL: DRIVER })), Ok(()));
-    // By whomever.
+    // For any user.
     let administrator = cluster.client();
     for labels in [anothers, json!({ "any": "one" }), json!({})] {
-        let told = write(&administrator, DRIVER, labels.clone());
-        assert!(told.is_err_and(|told| told.contains(why)), "{labels}");
+        let message = write(&administrator, DRIVER, labels.clone());
+        assert!(message.is_err_and(|message| message.contains(why)), "{labels}");
     }
-    let told = write(&driver, "another.example", json!({ DRIVER_LABEL: "another.example" }));
-    assert!(told.is_err_and(|told| told.contains("forbidden")));
+    let message = write(&driver, "another.example", json!({ DRIVER_LABEL: "another.example" }));
+    assert!(message.is_err_and(|message| message.contains("forbidden")));
 }
 
-/// Whether such a request is taken; nothing is kept.
+/// Whether such a request is accepted, by a dry run.
 fn verdict(cluster: &Cluster) -> Result<(), String> {
     let requests: Api<SnapshotSessionRequest> = cluster.api_in(DEMO);
     let spec = serde_json::from_value(json!({ "snapshots": ["monday"] })).unwrap();
@@ -378,9 +381,9 @@ fn verdict(cluster: &Cluster) -> Result<(), String> {
 }
 
 #[test]
-fn without_a_manager_no_session_is_made_and_all_can_be_cleaned_up() {
+fn without_a_manager_sessions_can_only_be_removed() {
     let Some(cluster) = shared() else { return };
-    // A session from when there was a manager, or no webhook yet.
+    // A session from a time with a manager, or without a webhook.
     stdout_of(apply(cluster, &deploy("examples/backup-app-session")));
     apply_base(cluster);
     let webhook = ["delete", "--ignore-not-found", "validatingwebhookconfiguration", MANAGER];
@@ -403,16 +406,19 @@ fn without_a_manager_no_session_is_made_and_all_can_be_cleaned_up() {
 
     stdout_of(apply(cluster, &deploy("session-manager")));
     cluster.wait_for("the webhook", || verdict(cluster).is_err().then_some(()));
-    let told = verdict(cluster).unwrap_err();
-    assert!(told.contains("failed calling webhook"), "{told}");
-    // What is not the webhook's business is not held up.
+    let message = verdict(cluster).unwrap_err();
+    assert!(message.contains("failed calling webhook"), "{message}");
+    // Other requests do not wait for the webhook.
     cluster.merge(&requests, "left", &json!({ "metadata": { "labels": { "any": "one" } } }));
 
     let mut clean_up = Command::new(binary());
     clean_up.args(["--mode", "session-manager", "--clean-up", "--kubeconfig"]);
     clean_up.arg(cluster.kubeconfig());
-    let told = stdout_of(finish(clean_up));
-    assert!(told.contains("deleted 1 SnapshotSessionRequests and 1 SnapshotSessionData"), "{told}");
+    let message = stdout_of(finish(clean_up));
+    assert!(
+        message.contains("deleted 1 SnapshotSessionRequests and 1 SnapshotSessionData"),
+        "{message}"
+    );
     cluster.wait_until_gone(&requests, "left");
     cluster.wait_until_gone(&data, TOKEN);
 }
@@ -431,7 +437,7 @@ fn the_managers_pods_are_admitted_as_restricted() {
 }
 
 #[test]
-fn what_the_manager_has_written_survives_an_apply() {
+fn an_apply_keeps_what_the_manager_has_written() {
     let Some(cluster) = shared() else { return };
     stdout_of(apply(cluster, &deploy("session-manager")));
     // As the manager writes them.
@@ -471,7 +477,7 @@ fn what_the_manager_has_written_survives_an_apply() {
     assert_eq!(webhook.failure_policy.as_deref(), Some("Fail"));
 }
 
-/// Certificates of some authority, as an object has them.
+/// Certificates of an authority, encoded as in an object.
 fn pem(cluster: &Cluster) -> Value {
     json!(k8s_openapi::ByteString(std::fs::read(cluster.directory().join("pki/ca.crt")).unwrap()))
 }

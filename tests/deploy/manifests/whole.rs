@@ -1,5 +1,5 @@
-//! All of it at work: driver, csi-snapshotter, sidecar and backup application, each with the rights that
-//! deploy/ gives it and with nothing else; the sidecar makes its certificate and its SnapshotMetadataService itself.
+//! Driver, csi-snapshotter, sidecar and backup application together, each with the rights of
+//! deploy/ only. The sidecar creates its certificate and its SnapshotMetadataService.
 
 use std::process::Command;
 use support::cluster::shared;
@@ -12,7 +12,7 @@ use csi_loopback::proto::snapshotmetadata as api;
 use serde_json::{Value, json};
 
 use super::sessions;
-use super::{DRIVER, NAMESPACE, account, apply, apply_base_anew, deploy, objects, sidecar};
+use super::{DRIVER, NAMESPACE, account, apply, apply_fresh_base, deploy, objects, sidecar};
 use support::cluster::Cluster;
 use support::cluster::manager::{self, Start};
 use support::cluster::programs::{Process, Served, finish, free_port, stdout_of};
@@ -24,11 +24,11 @@ use support::driver::{Driver, block};
 use support::requests::{all_snapshots, delta};
 use support::{BLOCK, path, pattern, write_direct};
 
-/// Where examples/backup-app may read snapshots, and the class of the base.
+/// The namespace whose snapshots examples/backup-app may read, and the class of the base.
 const DEMO: &str = "backup-demo";
 const CLASS: &str = "csi-loopback";
 
-/// The audience that the sidecar's container is given.
+/// The audience in the sidecar's arguments.
 fn audience(cluster: &Cluster) -> String {
     let all = objects(cluster, "base").into_iter();
     let containers = all.flat_map(|object| {
@@ -41,9 +41,9 @@ fn audience(cluster: &Cluster) -> String {
     audiences.next().expect("the sidecar has an audience")
 }
 
-/// Driver and csi-snapshotter, with two snapshots: of a block, and of another one beside it.
+/// Driver and csi-snapshotter, with two snapshots: of one block, and of a second block next to it.
 struct Stage {
-    /// Of the claim.
+    /// The claim's volume.
     volume: String,
     claim: String,
     first: Ready,
@@ -73,7 +73,7 @@ impl Stage {
         Self { volume, claim, first, second, snapshotter, driver }
     }
 
-    /// The sidecar with the flags of its container, and where it really is.
+    /// The sidecar with the arguments of its container, and its real address.
     fn sidecar(&self, cluster: &Cluster, more: &[&str]) -> Served {
         let ports = (free_port(), free_port());
         let address = format!("localhost:{}", ports.0);
@@ -104,7 +104,7 @@ impl Stage {
         served
     }
 
-    /// Takes the snapshots away. Nobody was refused anything by the API server.
+    /// Deletes the snapshots, and asserts that the API server rejected no request.
     fn strike(self, cluster: &Cluster, others: &[(&str, &Process)]) {
         for snapshot in [&self.first, &self.second] {
             cluster.delete_snapshot(snapshot);
@@ -118,13 +118,13 @@ impl Stage {
 }
 
 #[test]
-fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
+fn the_rights_of_deploy_suffice_for_snapshot_metadata() {
     let Some(cluster) = shared() else { return };
-    apply_base_anew(cluster);
+    apply_fresh_base(cluster);
     stdout_of(apply(cluster, &deploy("examples/backup-app")));
     let stage = Stage::set(cluster);
     let mut served = stage.sidecar(cluster, &[]);
-    // Whom to trust, the sidecar says itself.
+    // The sidecar publishes its authority.
     let services = cluster.api::<SnapshotMetadataService>();
     let authority = served.process.wait_for("the SnapshotMetadataService", |_| {
         let service = cluster.get(&services, DRIVER)?;
@@ -132,8 +132,8 @@ fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
     });
     let backup = account("backup-app", "backup-app");
     let security_token = cluster.token(&backup, Some(&audience(cluster)));
-    let ask = |asked: support::cluster::sidecar_rig::MetadataRequest| {
-        let answer = collect(client_at(cluster, &served, &authority), asked);
+    let ask = |request: support::cluster::sidecar_rig::MetadataRequest| {
+        let answer = collect(client_at(cluster, &served, &authority), request);
         match cluster.block_on(answer) {
             Ok(answer) => answer.extents(),
             Err(status) => panic!("{status:?}\n{}", served.process.log()),
@@ -160,7 +160,7 @@ fn the_rights_of_deploy_suffice_for_snapshots_and_their_metadata() {
 #[test]
 fn the_rights_of_deploy_suffice_for_group_snapshots() {
     let Some(cluster) = shared() else { return };
-    apply_base_anew(cluster);
+    apply_fresh_base(cluster);
     stdout_of(apply(cluster, &deploy("examples/backup-app")));
     let stage = Stage::set(cluster);
     let (other, other_claim) =
@@ -198,7 +198,8 @@ fn the_rights_of_deploy_suffice_for_group_snapshots() {
         "--for=jsonpath={.status.readyToUse}=true",
     ]);
 
-    // One VolumeSnapshot for each claim; that of the first has what was written since the snapshot before.
+    // One VolumeSnapshot for each claim. The first one contains what was written since the previous
+    // snapshot.
     let list: Value =
         serde_json::from_str(&kubectl(&["get", "volumesnapshots", "-o", "json"])).unwrap();
     let handles = [&stage.claim, &other_claim].map(|claim| {
@@ -224,8 +225,8 @@ fn the_rights_of_deploy_suffice_for_group_snapshots() {
 #[ignore = "full tier"]
 fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
     let Some(cluster) = shared() else { return };
-    apply_base_anew(cluster);
-    sessions::apply_anew(cluster);
+    apply_fresh_base(cluster);
+    sessions::apply_fresh(cluster);
     let stage = Stage::set(cluster);
     let mut served = stage.sidecar(cluster, &["--session-api"]);
     let configurations = cluster.api::<SnapshotServiceConfiguration>();
@@ -233,7 +234,7 @@ fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
         .process
         .wait_for("the SnapshotServiceConfiguration", |_| cluster.get(&configurations, DRIVER));
 
-    // Its flags are those of its Deployment, but for where it is.
+    // The arguments of its Deployment, except for the address.
     let kubeconfig = cluster.kubeconfig_of(&sessions::manager());
     let flags = ["--self-signed-secret", "csi-loopback-session-manager-tls"];
     let start = Start {
@@ -246,7 +247,7 @@ fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
     sessions::call_webhook_at(cluster, manager.port);
     manager.process.wait_for("the webhook", |_| sessions::is_served(cluster).then_some(()));
 
-    // As the application's pods do it.
+    // As the application's pods do.
     let application = cluster.kubeconfig_of(&sessions::session_backup());
     let list = |snapshots: &[&str]| {
         let mut command = Command::new(binary());
@@ -263,7 +264,7 @@ fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
     assert_eq!(list(&["allocated", "first"]), [(3 * BLOCK, BLOCK)]);
     assert_eq!(list(&["delta", "first", "second"]), [(700 * BLOCK, BLOCK)]);
 
-    // By hand, as the example has it.
+    // By hand, as in the example.
     let request = deploy("examples/backup-app-session/request.yaml");
     let made = stdout_of(cluster.kubectl(&["create", "-o", "name", "-f", support::path(&request)]));
     let ready = "--for=jsonpath={.status.state}=Ready";
@@ -271,7 +272,7 @@ fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
     let name = made.trim().rsplit('/').next().unwrap().to_owned();
     cluster.wait_for("the event on the request", || {
         let about = format!("--field-selector=regarding.name={name}");
-        let told = stdout_of(cluster.kubectl(&[
+        let message = stdout_of(cluster.kubectl(&[
             "-n",
             DEMO,
             "get",
@@ -280,7 +281,7 @@ fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
             "-o",
             "name",
         ]));
-        (!told.is_empty()).then_some(())
+        (!message.is_empty()).then_some(())
     });
     stdout_of(cluster.kubectl(&["-n", DEMO, "delete", made.trim()]));
     assert_eq!(
@@ -290,7 +291,7 @@ fn the_rights_of_deploy_suffice_for_snapshot_sessions() {
     );
 
     stage.strike(cluster, &[("sidecar", &served.process), ("session manager", &manager.process)]);
-    // They would write again what is taken away here.
+    // Ends them first: they would write again what is deleted here.
     drop((manager, served));
-    sessions::apply_anew(cluster);
+    sessions::apply_fresh(cluster);
 }

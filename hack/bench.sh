@@ -5,7 +5,7 @@
 # interrupted.
 #
 # ROW       idle delta snapshot large sizes stream memory sidecar proxy extents catalog fio
-#           writers month changes (all)
+#           writers month changes backup (all)
 # --quick   tiny sizes and a debug build, in about a minute: checks that every row runs. The figures are
 #           not meaningful
 #
@@ -14,7 +14,7 @@
 #                   same reads
 # CSI_LOOPBACK_KUBERNETES  directory of the tools for the row sidecar: API server, released sidecar, … By
 #                   default they are built. If that fails, the row gives the reason
-# TMPDIR            directory of the pools: up to 25 GB, on the disk to measure
+# TMPDIR            directory of the pools: up to 35 GB, on the disk to measure
 #
 # Needs root, for loop devices and mounts. The full run takes up to 50 minutes on an otherwise idle
 # machine. Exits with 0 if every row ran; the figures do not change the exit code.
@@ -41,6 +41,9 @@ output=$(realpath --canonicalize-missing "$output")
 
 is_root || die "needs root, for loop devices and mounts"
 install_missing fio jq losetup mkfs.ext4 mkfs.xfs mount chattr || die "required commands are missing"
+
+# A peer of the row backup, which reports if it is missing.
+install_missing restic || true
 
 # The released peer. It exits at the start if its version is not set.
 host_path_version=v1.18.0

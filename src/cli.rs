@@ -16,8 +16,8 @@ use crate::telemetry::klog;
 #[cfg(test)]
 use crate::telemetry::role;
 use crate::{
-    admission, aggregated_api, client, driver, freeze_guard, node_proxy, oci_runtime, runtime_ops,
-    session_manager, sidecar,
+    admission, aggregated_api, backup, client, driver, freeze_guard, node_proxy, oci_runtime,
+    runtime_ops, session_manager, sidecar,
 };
 
 const USAGE: &str = "csi-loopback --mode <MODE> [FLAGS]
@@ -46,6 +46,8 @@ enum Command {
     Mode(Mode),
     #[command(flatten)]
     Client(Box<client::Command>),
+    #[command(flatten)]
+    Backup(Box<backup::Command>),
 }
 
 /// The long-running roles.
@@ -95,6 +97,7 @@ impl Cli {
             Command::Mode(Mode::NodeProxy(args)) => node_proxy::run(*args),
             Command::Mode(Mode::OciRuntime(args)) => oci_runtime::run(*args),
             Command::Client(command) => client::run(*command),
+            Command::Backup(command) => backup::run(*command),
         }
     }
 }

@@ -18,6 +18,7 @@
 pub mod admission;
 pub mod aggregated_api;
 pub mod backend;
+pub mod backup;
 pub mod cli;
 pub mod client;
 pub mod crust;

@@ -42,7 +42,7 @@ impl Options {
 /// Measures one row, or several rows with a common setup.
 type Measure = fn(Options, &mut Report) -> Result<()>;
 
-const ROWS: [(&str, Measure); 15] = [
+const ROWS: [(&str, Measure); 16] = [
     ("idle", rows::memory::idle),
     ("delta", rows::ten::delta),
     ("snapshot", rows::ten::snapshot),
@@ -58,6 +58,7 @@ const ROWS: [(&str, Measure); 15] = [
     ("writers", rows::writers::measure),
     ("month", rows::month::measure),
     ("changes", rows::changes::measure),
+    ("backup", rows::backup::measure),
 ];
 
 struct Arguments {

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# Scene: allocated and changed blocks of a volume with real files, verified byte by byte
+# Scene: full and incremental backup and restore of a volume with real files, verified byte by byte
 
 copy_files() { # copies files into the volume, and sets files to their paths
     mapfile -d '' files < <(find "$repo/src" "$repo/docs" "${CARGO_HOME:-$HOME/.cargo}/registry/src" /usr/share -xdev \
@@ -23,6 +23,18 @@ change_files() { # edits, deletes, adds and trims files
     echo "    edited every 40th file, deleted every 7th, added 4 MiB, ran fstrim"
 }
 
+compare_restored() { # compare_restored SNAPSHOT FILE: byte by byte, with a volume that is made from the snapshot
+    quietly run "$driver" volume create restored --from-snapshot "$1" --block
+    quietly run "$driver" volume stage restored --staging "$tmp/restored-staging" --block
+    quietly run "$driver" volume publish restored --staging "$tmp/restored-staging" --target "$tmp/restored-device" \
+        --read-only --block
+    run cmp "$tmp/restored-device" "$2" || die "the restored file is not the snapshot"
+    echo "    the file is the snapshot, byte for byte"
+    quietly run "$driver" volume unpublish restored --target "$tmp/restored-device"
+    quietly run "$driver" volume unstage restored --staging "$tmp/restored-staging"
+    quietly run "$driver" volume delete restored
+}
+
 begin
 say "starting the driver, with its pool in \$tmp ($tmp)"
 start_driver
@@ -33,6 +45,8 @@ say "copying a directory tree into it"
 copy_files
 say "taking snapshot A"
 show snapshot create A --volume "$volume"
+say "backing up A: all of its data"
+show backup create A --repository "$tmp/backups"
 say "editing, deleting, adding and trimming"
 change_files
 say "taking snapshot B"
@@ -45,4 +59,13 @@ say "listing the blocks that changed from A to B"
 show snapshot delta A B --limit-rows 5
 say "verifying the delta: comparing every byte of both snapshots"
 show snapshot verify A B
+say "backing up B: what changed since A"
+show backup create B --repository "$tmp/backups" --base auto
+show backup list --repository "$tmp/backups"
+say "restoring B to a file, and comparing it with the snapshot"
+show restore B --repository "$tmp/backups" --to "$tmp/restored.img"
+compare_restored B "$tmp/restored.img"
+say "verifying the repository; keeping the last backup and what it needs"
+show backup verify --repository "$tmp/backups"
+show backup prune --repository "$tmp/backups" --keep-last 1
 remove_volume

@@ -135,6 +135,18 @@ impl BlockMap<Driver> {
     /// # Errors
     /// What the driver refuses before its first message.
     pub async fn open(connection: &Connection, query: Query, window: Window) -> Result<Self> {
+        Ok(Self::new(Driver::ask(connection, query, window).await.map_err(refused)?))
+    }
+}
+
+impl Driver {
+    /// # Errors
+    /// What the driver refuses before its first message.
+    pub async fn ask(
+        connection: &Connection,
+        query: Query,
+        window: Window,
+    ) -> Result<Self, Status> {
         let Window { starting_offset, max_results } = window;
         let mut client = connection.snapshot_metadata();
         let answer = match query {
@@ -158,13 +170,21 @@ impl BlockMap<Driver> {
                 client.get_metadata_delta(request).await.map(Answer::delta)
             }
         };
-        Ok(Self::new(Driver(answer.map_err(refused)?)))
+        answer.map(Self)
+    }
+
+    /// The next message; `None` at the end.
+    ///
+    /// # Errors
+    /// The status with which the stream ended.
+    pub async fn message(&mut self) -> Result<Option<Message>, Status> {
+        self.0.message().await
     }
 }
 
 impl Source for Driver {
     async fn next(&mut self, _: Progress) -> Result<Option<Part>> {
-        let message = self.0.message().await.map_err(refused)?;
+        let message = self.message().await.map_err(refused)?;
         Ok(message.map(Part::Message))
     }
 }

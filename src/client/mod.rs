@@ -8,22 +8,22 @@
 //! answer that was cut short never looks complete.
 
 mod base;
-mod block_map;
+pub(crate) mod block_map;
 mod capability;
 mod cluster;
 mod compare;
-mod connection;
+pub(crate) mod connection;
 #[cfg(test)]
 mod fake_driver;
-mod format;
+pub(crate) mod format;
 mod inline;
-mod names;
+pub(crate) mod names;
 mod pool;
 mod print_map;
-mod scratch;
+pub(crate) mod scratch;
 mod snapshot;
 mod stats;
-mod stop;
+pub(crate) mod stop;
 mod verify;
 mod volume;
 
@@ -66,10 +66,10 @@ pub struct Options {
     endpoint: Option<SocketPath>,
     /// Form of the answer
     #[arg(long, value_enum, default_value_t = Output::Table, global = true, help_heading = HEADING)]
-    output: Output,
+    pub(crate) output: Output,
     /// Longest time that the command may take
     #[arg(long, value_parser = parse_timeout, default_value = "10min", global = true, help_heading = HEADING)]
-    timeout: Duration,
+    pub(crate) timeout: Duration,
 }
 
 impl Options {
@@ -77,7 +77,7 @@ impl Options {
     ///
     /// # Errors
     /// The environment says something else than a socket.
-    fn endpoint(&self) -> Result<SocketPath> {
+    pub(crate) fn endpoint(&self) -> Result<SocketPath> {
         if let Some(endpoint) = &self.endpoint {
             return Ok(endpoint.clone());
         }
@@ -87,7 +87,7 @@ impl Options {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
+pub(crate) enum Output {
     /// For people
     Table,
     /// For programs
@@ -95,7 +95,7 @@ enum Output {
 }
 
 /// The exit code of a process that SIGPIPE ended, which is what became of the reader of ours.
-const READER_GONE: u8 = 141;
+pub(crate) const READER_GONE: u8 = 141;
 
 /// Runs one command on a runtime of its own. Exit codes: 0 done; 1 a finding or a mismatch; 2 a
 /// pool that cannot be checked at all.
@@ -115,7 +115,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
     }
 }
 
-fn on_runtime<F: Future<Output = Result<ExitCode>>>(command: F) -> Result<ExitCode> {
+pub(crate) fn on_runtime<F: Future<Output = Result<ExitCode>>>(command: F) -> Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -160,7 +160,7 @@ fn parse_timeout(text: &str) -> Result<Duration, String> {
     }
 }
 
-fn reader_gone(error: &anyhow::Error) -> bool {
+pub(crate) fn reader_gone(error: &anyhow::Error) -> bool {
     error
         .chain()
         .filter_map(|cause| cause.downcast_ref::<io::Error>())

@@ -63,7 +63,61 @@ impl Scratch {
         snapshot: &csi::Snapshot,
     ) -> Result<PathBuf> {
         let name = format!("verify-{}-{}", self.nonce, self.volumes.len());
-        let volume = self.create(connection, stop, snapshot, name).await?;
+        let source = csi::volume_content_source::SnapshotSource {
+            snapshot_id: snapshot.snapshot_id.clone(),
+        };
+        let request = csi::CreateVolumeRequest {
+            name,
+            capacity_range: Some(csi::CapacityRange {
+                required_bytes: snapshot.size_bytes,
+                limit_bytes: 0,
+            }),
+            volume_capabilities: vec![reader()],
+            parameters: volume::tracking(Some(false)),
+            volume_content_source: Some(csi::VolumeContentSource {
+                r#type: Some(csi::volume_content_source::Type::Snapshot(source)),
+            }),
+            ..csi::CreateVolumeRequest::default()
+        };
+        let volume = self.create(connection, stop, request).await;
+        let volume = volume.context("restore the snapshot to a temporary volume")?;
+        self.publish(connection, stop, volume, reader(), true).await
+    }
+
+    /// Creates and attaches an empty volume of this name and returns the path of its block device, which can be written.
+    ///
+    /// # Errors
+    /// The driver refuses, or a stop. [`Scratch::clean`] or [`Scratch::release`] must follow.
+    pub async fn attach_empty(
+        &mut self,
+        connection: &Connection,
+        stop: &Stop,
+        name: &str,
+        bytes: u64,
+    ) -> Result<PathBuf> {
+        let writer = capability::block(Mode::SingleNodeWriter);
+        let request = csi::CreateVolumeRequest {
+            name: name.to_owned(),
+            capacity_range: Some(csi::CapacityRange {
+                required_bytes: i64::try_from(bytes)?,
+                limit_bytes: 0,
+            }),
+            volume_capabilities: vec![writer.clone()],
+            ..csi::CreateVolumeRequest::default()
+        };
+        let volume = self.create(connection, stop, request).await?;
+        self.publish(connection, stop, volume, writer, false).await
+    }
+
+    /// Stages and publishes the volume that was created last.
+    async fn publish(
+        &mut self,
+        connection: &Connection,
+        stop: &Stop,
+        volume: csi::Volume,
+        capability: csi::VolumeCapability,
+        readonly: bool,
+    ) -> Result<PathBuf> {
         let Some(temporary) = self.volumes.last_mut() else {
             bail!("the temporary volume was not noted down");
         };
@@ -74,7 +128,7 @@ impl Scratch {
         let request = csi::NodeStageVolumeRequest {
             volume_id: volume.volume_id.clone(),
             staging_target_path: text(&temporary.staging)?,
-            volume_capability: Some(reader()),
+            volume_capability: Some(capability.clone()),
             volume_context: volume.volume_context.clone(),
             ..csi::NodeStageVolumeRequest::default()
         };
@@ -86,8 +140,8 @@ impl Scratch {
             volume_id: volume.volume_id,
             staging_target_path: text(&temporary.staging)?,
             target_path: text(&temporary.target)?,
-            volume_capability: Some(reader()),
-            readonly: true,
+            volume_capability: Some(capability),
+            readonly,
             volume_context: volume.volume_context,
             ..csi::NodePublishVolumeRequest::default()
         };
@@ -100,27 +154,10 @@ impl Scratch {
         &mut self,
         connection: &Connection,
         stop: &Stop,
-        snapshot: &csi::Snapshot,
-        name: String,
+        request: csi::CreateVolumeRequest,
     ) -> Result<csi::Volume> {
-        let source = csi::volume_content_source::SnapshotSource {
-            snapshot_id: snapshot.snapshot_id.clone(),
-        };
-        let request = csi::CreateVolumeRequest {
-            name: name.clone(),
-            capacity_range: Some(csi::CapacityRange {
-                required_bytes: snapshot.size_bytes,
-                limit_bytes: 0,
-            }),
-            volume_capabilities: vec![reader()],
-            parameters: volume::tracking(Some(false)),
-            volume_content_source: Some(csi::VolumeContentSource {
-                r#type: Some(csi::volume_content_source::Type::Snapshot(source)),
-            }),
-            ..csi::CreateVolumeRequest::default()
-        };
         stop.check()?;
-        self.volumes.push(Temporary::new(&self.root, name));
+        self.volumes.push(Temporary::new(&self.root, request.name.clone()));
         let mut controller = connection.controller();
         let answer = stop.step(async { Ok(controller.create_volume(request).await) }).await?;
         match answer {
@@ -135,7 +172,7 @@ impl Scratch {
                 if is_final(status.code()) {
                     self.volumes.pop();
                 }
-                Err(refused(status).context("restore the snapshot to a temporary volume"))
+                Err(refused(status))
             }
         }
     }
@@ -146,11 +183,22 @@ impl Scratch {
     /// # Errors
     /// What is left behind, and why.
     pub async fn clean(self, connection: &Connection) -> Result<()> {
+        self.undo(connection, true).await
+    }
+
+    /// Like [`Scratch::clean`], but the volumes remain.
+    pub async fn release(self, connection: &Connection) -> Result<()> {
+        self.undo(connection, false).await
+    }
+
+    async fn undo(self, connection: &Connection, delete: bool) -> Result<()> {
         let Self { root, volumes, .. } = self;
         let mut left = Vec::new();
         for temporary in volumes.iter().rev() {
-            let removal =
-                tokio::time::timeout_at(connection.deadline(), temporary.remove(connection));
+            let removal = tokio::time::timeout_at(
+                connection.deadline(),
+                temporary.remove(connection, delete),
+            );
             match removal.await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => left.push(format!("volume {}: {error:#}", temporary.name)),
@@ -188,7 +236,7 @@ impl Temporary {
         }
     }
 
-    async fn remove(&self, connection: &Connection) -> Result<()> {
+    async fn remove(&self, connection: &Connection, delete: bool) -> Result<()> {
         let volume_id = match &self.id {
             Some(id) => id.clone(),
             None => match names::find_volume(connection, &self.name).await? {
@@ -214,6 +262,9 @@ impl Temporary {
             retried(async || connection.node().node_unstage_volume(request.clone()).await)
                 .await
                 .context("unstage")?;
+        }
+        if !delete {
+            return Ok(());
         }
         let request = csi::DeleteVolumeRequest { volume_id, ..csi::DeleteVolumeRequest::default() };
         retried(async || connection.controller().delete_volume(request.clone()).await)

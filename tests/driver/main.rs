@@ -1,6 +1,7 @@
 //! The driver and the other roles of a node, over their sockets: real pools, loop devices and
 //! mounts, as root, without Kubernetes.
 
+mod backup;
 mod bases;
 mod conditions;
 mod controller;

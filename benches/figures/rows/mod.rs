@@ -1,5 +1,6 @@
 //! The rows of the table.
 
+pub mod backup;
 pub mod catalog;
 pub mod changes;
 pub mod extents;

@@ -1,0 +1,180 @@
+//! `backup` and `restore` of a full 10 GiB volume, and of 0.1 % of it changed at random: time, bytes read and memory, with
+//! a full read-and-compare and restic on the same volume.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::calls::Capability;
+use crate::harness::{BINARY, Driver, run, text};
+use crate::kernel::{self, Random};
+use crate::report::{Report, Row};
+use crate::stats::{bytes, time};
+use crate::{Options, peers, writer};
+
+/// What a command took.
+struct Spent {
+    time: Duration,
+    peak: u64,
+    output: String,
+}
+
+impl Spent {
+    fn said(&self) -> String {
+        time(self.time.as_secs_f64())
+    }
+
+    /// A field of the JSON that the command printed.
+    fn number(&self, field: &str) -> Result<u64> {
+        let value: serde_json::Value = serde_json::from_str(&self.output)?;
+        value[field].as_u64().with_context(|| format!("{field} is missing in {}", self.output))
+    }
+}
+
+/// Runs a command to its end, and reads its peak of memory meanwhile.
+fn spend(command: &mut Command) -> Result<Spent> {
+    let begun = Instant::now();
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let pid = child.id();
+    let sampler = thread::spawn(move || {
+        let mut peak = 0;
+        while let Ok(memory) = kernel::memory(pid, "status", "VmHWM") {
+            peak = memory.max(peak);
+            thread::sleep(Duration::from_millis(20));
+        }
+        peak
+    });
+    let output = child.wait_with_output()?;
+    let time = begun.elapsed();
+    let error = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?}: {error}");
+    let peak = sampler.join().unwrap_or_default();
+    Ok(Spent { time, peak, output: String::from_utf8_lossy(&output.stdout).into_owned() })
+}
+
+fn command(driver: &Driver, repository: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(BINARY);
+    command
+        .args(arguments)
+        .args(["--repository", text(repository), "--output", "json"])
+        .env("CSI_ENDPOINT", format!("unix://{}", driver.socket().display()));
+    command
+}
+
+pub fn measure(options: Options, report: &mut Report) -> Result<()> {
+    let size = options.pick(10 << 30, 64 << 20);
+    let driver = Driver::start(64 << 30)?;
+    let volume = driver.volume("backup", size, Capability::Block)?;
+    let file = driver.pool.volume(&volume);
+    writer::fill(&file, size)?;
+    let base = driver.snapshot("base", &volume)?;
+    let place = driver.pool.directory().join("repository");
+
+    let disk = sequential(&driver.pool.snapshot(&base), size)?;
+    let share = |spent: &Spent| {
+        let rate = size as f64 / spent.time.as_secs_f64();
+        format!(
+            "{} of the disk's sequential read rate of {}/s",
+            percent(rate / disk),
+            bytes(disk as u64)
+        )
+    };
+    let full = spend(&mut command(&driver, &place, &["backup", "create", "base"]))?;
+    let what = format!("full backup of {}, data everywhere", bytes(size));
+    let row = Row::said("backup", what, format!("{}, {}", full.said(), share(&full)));
+    report.row(row.spent(0.0, full.peak));
+
+    let blocks = Random(5).distinct((size / 4096 / 1000) as usize, size / 4096);
+    writer::change(&file, &blocks, 9)?;
+    let target = driver.snapshot("target", &volume)?;
+    let mut create = command(&driver, &place, &["backup", "create", "target", "--base", "auto"]);
+    let incremental = spend(&mut create)?;
+    let read = incremental.number("data_bytes")? + incremental.number("zero_bytes")?;
+    ensure!(read == blocks.len() as u64 * 4096, "the backup has {read} bytes");
+    compare_and_restic(options, report, &driver, [&base, &target], &incremental, read)?;
+
+    let restored = driver.pool.directory().join("restored");
+    let restore = ["restore", "target", "--to", text(&restored)];
+    let spent = spend(&mut command(&driver, &place, &restore))?;
+    let what = format!("restore of {} from a full and an incremental backup", bytes(size));
+    let row = Row::said("backup", what, format!("{}, {}", spent.said(), share(&spent)));
+    report.row(row.spent(0.0, spent.peak));
+    Ok(())
+}
+
+/// Bytes per second of a cold read of 1 MiB at a time.
+fn sequential(file: &Path, size: u64) -> Result<f64> {
+    kernel::uncache(file)?;
+    let begun = Instant::now();
+    run("dd", &[&format!("if={}", file.display()), "of=/dev/null", "bs=1M"])?;
+    Ok(size as f64 / begun.elapsed().as_secs_f64())
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.0} %", share * 100.0)
+}
+
+fn compare_and_restic(
+    options: Options,
+    report: &mut Report,
+    driver: &Driver,
+    snapshots: [&String; 2],
+    incremental: &Spent,
+    read: u64,
+) -> Result<()> {
+    let files = snapshots.map(|id| driver.pool.snapshot(id));
+    let size = files[0].metadata()?.len();
+    peers::make_cold([&files[0], &files[1]])?;
+    let compared = peers::compare(&files[0], &files[1], 1 << 20, u64::MAX)?;
+    let row = || {
+        let what = format!("incremental backup of {}, 0.1 % changed at random", bytes(size));
+        let measured = format!("{}, {} read", incremental.said(), bytes(read));
+        Row::said("backup", what, measured).spent(0.0, incremental.peak)
+    };
+    let ratio = |peer: Duration| peer.as_secs_f64() / incremental.time.as_secs_f64();
+    let peer = format!(
+        "read and compare: {}, {} read",
+        time(compared.time.as_secs_f64()),
+        bytes(2 * size)
+    );
+    report.row(row().against(peer, ratio(compared.time)));
+    match restic(options, driver, &files) {
+        Ok(second) => {
+            let peer = format!("restic: {}, {} read", second.said(), bytes(size));
+            report.row(row().against(peer, ratio(second.time)));
+        }
+        Err(error) => report.row(row().against(format!("restic: {error:#}"), None)),
+    }
+    Ok(())
+}
+
+/// The second of two backups by restic, which knows the first.
+fn restic(options: Options, driver: &Driver, files: &[std::path::PathBuf; 2]) -> Result<Spent> {
+    let place = driver.pool.directory().join("restic");
+    let restic = |arguments: &[&str]| {
+        let mut command = Command::new("restic");
+        command
+            .args(["--no-cache", "--repo", text(&place)])
+            .args(arguments)
+            .env("RESTIC_PASSWORD", "bench");
+        command
+    };
+    if restic(&["version"]).output().is_err() {
+        anyhow::bail!("not installed");
+    }
+    spend(&mut restic(&["init"]))?;
+    let mut second = None;
+    for file in files {
+        kernel::uncache(file)?;
+        let mut backup = restic(&["backup", "--stdin", "--stdin-filename", "volume"]);
+        second = Some(spend(backup.stdin(fs::File::open(file)?))?);
+    }
+    if !options.quick {
+        fs::remove_dir_all(&place)?;
+    }
+    second.context("restic made no backup")
+}

@@ -1,0 +1,165 @@
+//! The blocks of a snapshot, as a driver lists them over its socket (CSI GetMetadataAllocated and GetMetadataDelta). A
+//! listing outlives its interruptions: it continues at the end of the last extent.
+
+use std::time::Duration;
+
+use anyhow::{Result, anyhow};
+use tokio::time::{Instant, sleep};
+use tonic::{Code, Status};
+
+use crate::backend::Extent;
+pub use crate::client::block_map::Query;
+use crate::client::block_map::{BlockMap, Driver, Part, Progress, Source, Window};
+use crate::client::connection::{Connection, refused};
+use crate::grpc::SocketPath;
+
+/// Attempts without progress.
+const ATTEMPTS: u32 = 6;
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// A listing takes as long as its reader.
+const LIFETIME: Duration = Duration::from_secs(365 * 86_400);
+
+/// The driver cannot list the changes since this base, and never will: a full backup is needed.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct BaseUnusable(String);
+
+/// A listing under way.
+pub struct Listing {
+    map: BlockMap<Resuming>,
+    from: u64,
+}
+
+impl Listing {
+    /// Connects to a driver's socket and starts a listing of what lies at and after byte `from`.
+    ///
+    /// # Errors
+    /// No driver accepts the connection, or it refuses; [`BaseUnusable`] if it has no changes since the base.
+    pub async fn connect(endpoint: &SocketPath, query: Query, from: u64) -> Result<Self> {
+        let connection = Connection::open(endpoint, Instant::now() + LIFETIME).await?;
+        Self::open(&connection, query, from).await
+    }
+
+    /// Starts a listing of what lies at and after byte `from`.
+    ///
+    /// # Errors
+    /// The driver refuses; [`BaseUnusable`] if it has no changes since the base.
+    pub(crate) async fn open(connection: &Connection, query: Query, from: u64) -> Result<Self> {
+        let mut source = Resuming {
+            connection: connection.until(Instant::now() + LIFETIME),
+            query,
+            from,
+            answer: None,
+            attempts: 0,
+            failed_at: 0,
+        };
+        // Here and not with the first message: what the driver refuses must be known before volumes are made.
+        source.connect(Progress::default()).await?;
+        Ok(Self { map: BlockMap::new(source), from })
+    }
+
+    /// Extents, ascending and not overlapping; `None` when the driver has listed all.
+    ///
+    /// # Errors
+    /// The driver refuses, or breaks off too often.
+    pub async fn next(&mut self) -> Result<Option<Vec<Extent>>> {
+        let Some(mut extents) = self.map.next().await? else { return Ok(None) };
+        // A driver may begin with the extent that holds the first byte.
+        extents.retain(|extent| extent.end() > self.from);
+        if let Some(first) = extents.first_mut().filter(|first| first.offset < self.from) {
+            let end = first.end();
+            *first = Extent { offset: self.from, length: end - self.from };
+        }
+        Ok(Some(extents))
+    }
+
+    /// Bytes of the volume, once the first message has come.
+    pub fn capacity(&self) -> Option<u64> {
+        self.map.shape()?.capacity_bytes
+    }
+}
+
+/// The listing as it comes from the driver.
+struct Resuming {
+    connection: Connection,
+    query: Query,
+    from: u64,
+    answer: Option<Driver>,
+    attempts: u32,
+    /// Progress at the last failure.
+    failed_at: u64,
+}
+
+impl Resuming {
+    async fn connect(&mut self, progress: Progress) -> Result<()> {
+        while self.answer.is_none() {
+            let offset = progress.end.max(self.from);
+            let window = Window { starting_offset: i64::try_from(offset)?, max_results: 0 };
+            match Driver::ask(&self.connection, self.query.clone(), window).await {
+                Ok(answer) => self.answer = Some(answer),
+                Err(status) => self.wait(status, progress).await?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until another attempt is due.
+    ///
+    /// # Errors
+    /// There will be none.
+    async fn wait(&mut self, status: Status, progress: Progress) -> Result<()> {
+        let code = status.code();
+        let error = refused(status);
+        if matches!(self.query, Query::Delta { .. }) && ends_base(code) {
+            return Err(BaseUnusable(format!("{error:#}")).into());
+        }
+        if !may_pass(code) {
+            return Err(error);
+        }
+        if progress.end > self.failed_at {
+            (self.failed_at, self.attempts) = (progress.end, 0);
+        }
+        self.attempts += 1;
+        if self.attempts >= ATTEMPTS {
+            return Err(anyhow!("{error:#}; no progress in {ATTEMPTS} attempts"));
+        }
+        let pause = FIRST_PAUSE * 2_u32.pow(self.attempts);
+        sleep(pause.min(LONGEST_PAUSE)).await;
+        Ok(())
+    }
+}
+
+impl Source for Resuming {
+    async fn next(&mut self, progress: Progress) -> Result<Option<Part>> {
+        if let Some(answer) = &mut self.answer {
+            match answer.message().await {
+                Ok(message) => return Ok(message.map(Part::Message)),
+                Err(status) => {
+                    self.answer = None;
+                    // Nothing follows the last byte of the volume, nor can it be requested.
+                    let shape = progress.shape.filter(|_| may_pass(status.code()));
+                    if shape.is_some_and(|shape| shape.capacity_bytes == Some(progress.end)) {
+                        return Ok(None);
+                    }
+                    self.wait(status, progress).await?;
+                }
+            }
+        }
+        self.connect(progress).await?;
+        Ok(Some(Part::Anew))
+    }
+}
+
+/// After these codes the same base never works: its changes are unknown, or the driver does not know it.
+const fn ends_base(code: Code) -> bool {
+    matches!(code, Code::FailedPrecondition | Code::NotFound | Code::DataLoss | Code::Unimplemented)
+}
+
+/// After these codes another attempt may succeed.
+const fn may_pass(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Unavailable | Code::DeadlineExceeded | Code::Aborted | Code::ResourceExhausted
+    )
+}

@@ -1,0 +1,433 @@
+//! What a repository says of a backup: the [`Manifest`], whose existence makes the backup visible; the [`Page`]s that
+//! list its chunks, one for each pack; and the [`Intent`] of a backup that is being written.
+//!
+//! A manifest has the same size for every volume: it holds the number of pages and one hash of their hashes.
+
+use std::collections::HashSet;
+use std::time::SystemTime;
+
+use anyhow::{Result, anyhow, bail, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::document::{Hash, VERSION};
+use crate::backend::{Extent, MAX_VOLUME_BYTES};
+
+/// Volume bytes in a chunk, at most.
+pub const CHUNK_BYTES: u64 = 1 << 20;
+/// Extents in a chunk, at most.
+pub const CHUNK_EXTENTS: usize = 1024;
+/// A pack is closed when it has this many bytes, so it has less than this and one chunk more.
+pub const PACK_BYTES: usize = 16 << 20;
+/// A page is closed when it has this many chunks or extents.
+pub const PAGE_CHUNKS: usize = 512;
+pub const PAGE_EXTENTS: usize = 16 << 10;
+
+/// The id of a backup: when it was begun, and a random part.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct BackupId(String);
+
+impl BackupId {
+    pub fn generate(now: SystemTime) -> Result<Self> {
+        let random = getrandom::u32().map_err(|error| anyhow!("get random bytes: {error}"))?;
+        let time = humantime::format_rfc3339_millis(now).to_string();
+        let time: String =
+            time.chars().filter(|letter| !matches!(letter, '-' | ':' | '.')).collect();
+        Self::try_from(format!("{time}-{random:08x}")).map_err(|error| anyhow!(error))
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Display for BackupId {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str(&self.0)
+    }
+}
+
+impl From<BackupId> for String {
+    fn from(id: BackupId) -> Self {
+        id.0
+    }
+}
+
+impl TryFrom<String> for BackupId {
+    type Error = String;
+
+    /// An id is part of paths, so nothing else is accepted.
+    fn try_from(text: String) -> Result<Self, String> {
+        let pattern = b"00000000T000000000Z-00000000";
+        let fits = |(letter, like): (u8, &u8)| match like {
+            b'0' => matches!(letter, b'0'..=b'9' | b'a'..=b'f'),
+            other => letter == *other,
+        };
+        if text.len() == pattern.len() && text.bytes().zip(pattern).all(fits) {
+            Ok(Self(text))
+        } else {
+            Err(format!("{text:?} is not the id of a backup"))
+        }
+    }
+}
+
+/// A whole backup.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    pub version: u32,
+    pub id: BackupId,
+    /// When it was complete, in UTC.
+    pub created: String,
+    #[serde(flatten)]
+    pub subject: Subject,
+    pub pages: u32,
+    /// Of the hashes of the pages, in their order.
+    pub pages_hash: Hash,
+    pub totals: Totals,
+}
+
+/// Of what a backup is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Subject {
+    pub volume_id: String,
+    pub volume: String,
+    pub snapshot_id: String,
+    pub snapshot: String,
+    /// When the snapshot was taken, in UTC; the driver may not report it.
+    pub snapshot_created: Option<String>,
+    pub capacity_bytes: u64,
+    /// What an incremental backup counts from; a full one has none.
+    pub base: Option<Base>,
+    /// Why a backup is full that should have been incremental.
+    pub full_because: Option<String>,
+    /// The set that it belongs to.
+    pub group: Option<Group>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Base {
+    /// The backup that holds what did not change since.
+    pub backup: BackupId,
+    /// Its snapshot, by CSI handle.
+    pub snapshot_id: String,
+    /// When the handle ceases to be a base; a snapshot that exists has no such time, and other drivers report none.
+    pub expires: Option<String>,
+}
+
+/// Backups of the snapshots of one group snapshot. The set is whole when it has as many backups as members.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Group {
+    pub group_snapshot_id: String,
+    pub members: u32,
+}
+
+/// Sums of a backup.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Totals {
+    /// Bytes of the volume that it holds.
+    pub data_bytes: u64,
+    /// Bytes of the volume that it says are zeros.
+    pub zero_bytes: u64,
+    /// Bytes of its packs.
+    pub stored_bytes: u64,
+    pub extents: u64,
+    pub chunks: u64,
+}
+
+impl Totals {
+    pub fn add(&mut self, chunk: &Chunk) {
+        self.data_bytes += chunk.bytes;
+        self.zero_bytes += chunk.zeros.iter().map(|extent| extent.1).sum::<u64>();
+        self.stored_bytes += chunk.stored;
+        self.extents += (chunk.data.len() + chunk.zeros.len()) as u64;
+        self.chunks += 1;
+    }
+}
+
+/// A backup that is being written, or whose writing was interrupted.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Intent {
+    pub version: u32,
+    pub id: BackupId,
+    pub begun: String,
+    #[serde(flatten)]
+    pub subject: Subject,
+}
+
+/// The chunks of one pack.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Page {
+    pub version: u32,
+    pub backup: BackupId,
+    pub number: u32,
+    /// What is before this byte of the volume is in this page or an earlier one.
+    pub end: u64,
+    /// Bytes of the pack; without chunks that have data there is none.
+    pub pack_bytes: u64,
+    pub pack_hash: Hash,
+    pub chunks: Vec<Chunk>,
+}
+
+/// Up to 1 MiB of a volume: the bytes of some extents, one after the other, as one compressed piece of a pack.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Chunk {
+    /// Where it is in the pack, in bytes.
+    pub at: u64,
+    /// Bytes in the pack; 0 without data.
+    pub stored: u64,
+    /// Bytes of the volume.
+    pub bytes: u64,
+    /// Of those bytes.
+    pub hash: Hash,
+    /// Offset and length of its extents, ascending.
+    pub data: Vec<(u64, u64)>,
+    /// Extents of zeros, which take no room in the pack.
+    pub zeros: Vec<(u64, u64)>,
+}
+
+impl Chunk {
+    /// The first byte after its last extent.
+    pub fn end(&self) -> u64 {
+        let end = |extents: &[(u64, u64)]| extents.last().map_or(0, |extent| extent.0 + extent.1);
+        end(&self.data).max(end(&self.zeros))
+    }
+}
+
+impl Subject {
+    pub fn is_full(&self) -> bool {
+        self.base.is_none()
+    }
+
+    /// # Errors
+    /// What no writer writes.
+    fn check(&self) -> Result<()> {
+        ensure!(
+            (1..=MAX_VOLUME_BYTES).contains(&self.capacity_bytes),
+            "its capacity is {} bytes",
+            self.capacity_bytes
+        );
+        ensure!(!self.volume_id.is_empty() && !self.snapshot_id.is_empty(), "it has an empty id");
+        Ok(())
+    }
+}
+
+impl Manifest {
+    /// # Errors
+    /// The document is that of another backup, or is not possible.
+    pub fn check(&self, id: &BackupId) -> Result<()> {
+        ensure!(self.id == *id, "it is the manifest of {}", self.id);
+        ensure!(
+            self.subject.base.as_ref().is_none_or(|base| base.backup < self.id),
+            "its base is not an earlier backup"
+        );
+        self.subject.check()
+    }
+}
+
+impl Page {
+    /// The extents of a page, which a reader need not doubt after this.
+    ///
+    /// # Errors
+    /// It is another page, or one that no writer writes: overlapping extents, sums that do not fit.
+    pub fn check(&self, backup: &BackupId, number: u32, begin: u64, capacity: u64) -> Result<()> {
+        ensure!(self.version == VERSION && self.backup == *backup, "it belongs to {}", self.backup);
+        ensure!(self.number == number, "it is page {}", self.number);
+        ensure!(self.chunks.len() <= PAGE_CHUNKS, "it has {} chunks", self.chunks.len());
+        let (mut at, mut end) = (0, begin);
+        for chunk in &self.chunks {
+            ensure!(chunk.at == at, "a chunk is not where the previous one ends");
+            at = at.checked_add(chunk.stored).ok_or_else(|| anyhow!("a chunk is too large"))?;
+            ensure!((chunk.stored == 0) == chunk.data.is_empty(), "a chunk has no extents");
+            let bytes = chunk.data.iter().try_fold(0u64, |sum, one| sum.checked_add(one.1));
+            ensure!(bytes == Some(chunk.bytes), "a chunk does not have the bytes of its extents");
+            ensure!(chunk.bytes <= CHUNK_BYTES, "a chunk has {} bytes", chunk.bytes);
+            let in_order = |extents: &[(u64, u64)]| extents.is_sorted_by(|a, b| a.0 < b.0);
+            ensure!(in_order(&chunk.data) && in_order(&chunk.zeros), "extents are out of order");
+            for piece in pieces(chunk) {
+                let next = piece.offset.checked_add(piece.length);
+                let Some(next) = next.filter(|next| piece.length > 0 && *next <= capacity) else {
+                    bail!("an extent is outside of the volume: {}", piece.offset);
+                };
+                ensure!(piece.offset >= end, "an extent is out of order: {}", piece.offset);
+                end = next;
+            }
+        }
+        ensure!(at == self.pack_bytes, "its chunks do not fill the pack");
+        ensure!(self.end >= end && self.end <= capacity, "it ends at {}", self.end);
+        Ok(())
+    }
+}
+
+/// The extents of a chunk, data and zeros, ascending.
+fn pieces(chunk: &Chunk) -> Vec<Extent> {
+    let all = chunk.data.iter().chain(&chunk.zeros);
+    let mut pieces: Vec<_> = all.map(|&(offset, length)| Extent { offset, length }).collect();
+    pieces.sort_by_key(|piece| piece.offset);
+    pieces
+}
+
+/// The order from base to target: whether `backups`, newest first, are the chain of the first of them.
+///
+/// # Errors
+/// One is of another volume, or does not count from the next one.
+pub fn check_chain(backups: &[Manifest]) -> Result<()> {
+    let mut seen = HashSet::new();
+    for pair in backups.windows(2) {
+        let [newer, older] = pair else { continue };
+        let wrong =
+            |what: &str| anyhow!("backup {} cannot count from {}: {what}", newer.id, older.id);
+        ensure!(seen.insert(&newer.id), wrong("the chain returns to itself"));
+        let Some(base) = &newer.subject.base else { return Err(wrong("it is full")) };
+        ensure!(
+            newer.subject.volume_id == older.subject.volume_id,
+            wrong("they are of different volumes")
+        );
+        ensure!(
+            base.snapshot_id == older.subject.snapshot_id,
+            wrong("that is of another snapshot")
+        );
+        ensure!(
+            newer.subject.capacity_bytes >= older.subject.capacity_bytes,
+            wrong("the volume was larger then")
+        );
+        if let (Some(now), Some(then)) =
+            (&newer.subject.snapshot_created, &older.subject.snapshot_created)
+        {
+            ensure!(then <= now, wrong("its snapshot is newer"));
+        }
+    }
+    match backups.last() {
+        Some(oldest) if oldest.subject.is_full() => Ok(()),
+        _ => bail!("the chain does not begin with a full backup"),
+    }
+}
+
+#[cfg(test)]
+pub mod samples {
+    use super::*;
+
+    pub fn id(number: usize) -> BackupId {
+        BackupId::try_from(format!("2026010{}T000000000Z-00000000", number + 1)).unwrap()
+    }
+
+    /// The backup of snapshot `number`, from the one before.
+    pub fn backup(number: usize) -> Manifest {
+        Manifest {
+            version: VERSION,
+            id: id(number),
+            created: String::new(),
+            subject: Subject {
+                volume_id: "v".to_owned(),
+                volume: "v".to_owned(),
+                snapshot_id: format!("s{number}"),
+                snapshot: format!("s{number}"),
+                snapshot_created: Some(format!("2026-01-0{number}")),
+                capacity_bytes: 1 << 20,
+                base: number.checked_sub(1).map(|older| Base {
+                    backup: id(older),
+                    snapshot_id: format!("s{older}"),
+                    expires: None,
+                }),
+                full_because: None,
+                group: None,
+            },
+            pages: 0,
+            pages_hash: Hash::of(b""),
+            totals: Totals::default(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::samples::{backup, id};
+    use super::*;
+
+    #[test]
+    fn only_ids_that_are_safe_in_a_path_are_accepted() {
+        let generated = BackupId::generate(SystemTime::now()).unwrap();
+        assert_eq!(BackupId::try_from(generated.to_string()).unwrap(), generated);
+        for wrong in ["", "..", "20260101T000000000Z-0000000/", "20260101T000000000Z-000000000"] {
+            assert!(BackupId::try_from(wrong.to_owned()).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_chain_is_of_one_volume_and_in_order() {
+        let chain = || vec![backup(2), backup(1), backup(0)];
+        check_chain(&chain()).unwrap();
+        let refused = |change: fn(&mut Vec<Manifest>), words: &str| {
+            let mut chain = chain();
+            change(&mut chain);
+            let error = check_chain(&chain).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        };
+        refused(|chain| chain[1].subject.volume_id = "w".to_owned(), "different volumes");
+        refused(|chain| chain[1].subject.snapshot_id = "x".to_owned(), "another snapshot");
+        refused(|chain| chain[1].subject.capacity_bytes *= 2, "larger");
+        refused(|chain| chain[0].subject.snapshot_created = Some("2026-01-00".to_owned()), "newer");
+        refused(|chain| chain[0].subject.base = None, "full");
+        refused(|chain| drop(chain.pop()), "full backup");
+        let mut later = backup(1);
+        later.subject.base = backup(2).subject.base.map(|base| Base { backup: id(2), ..base });
+        assert!(later.check(&id(1)).is_err());
+        assert!(backup(1).check(&id(2)).is_err());
+    }
+
+    fn page(chunks: Vec<Chunk>) -> Page {
+        Page {
+            version: VERSION,
+            backup: id(0),
+            number: 3,
+            end: 1 << 20,
+            pack_bytes: chunks.iter().map(|chunk| chunk.stored).sum(),
+            pack_hash: Hash::of(b""),
+            chunks,
+        }
+    }
+
+    fn chunk(at: u64, stored: u64, data: &[(u64, u64)], zeros: &[(u64, u64)]) -> Chunk {
+        Chunk {
+            at,
+            stored,
+            bytes: data.iter().map(|extent| extent.1).sum(),
+            hash: Hash::of(b""),
+            data: data.to_vec(),
+            zeros: zeros.to_vec(),
+        }
+    }
+
+    #[test]
+    fn a_page_that_cannot_be_true_is_refused() {
+        let check = |page: &Page| page.check(&id(0), 3, 4096, 1 << 20);
+        let good = page(vec![
+            chunk(0, 10, &[(4096, 4096), (16384, 4096)], &[(8192, 4096)]),
+            chunk(10, 0, &[], &[(20480, 4096)]),
+            chunk(10, 5, &[(24576, 4096)], &[]),
+        ]);
+        check(&good).unwrap();
+        assert!(good.check(&id(1), 3, 4096, 1 << 20).is_err());
+        assert!(good.check(&id(0), 2, 4096, 1 << 20).is_err());
+        assert!(good.check(&id(0), 3, 8192, 1 << 20).is_err());
+        assert!(good.check(&id(0), 3, 4096, 24576).is_err());
+        for wrong in [
+            chunk(1, 10, &[(4096, 4096)], &[]),
+            chunk(0, 0, &[(4096, 4096)], &[]),
+            chunk(0, 10, &[], &[(4096, 4096)]),
+            chunk(0, 10, &[(4096, 0)], &[]),
+            chunk(0, 10, &[(4096, 8192)], &[(8192, 4096)]),
+            chunk(0, 10, &[(8192, 4096), (4096, 4096)], &[]),
+            chunk(0, 10, &[(u64::MAX, 4096)], &[]),
+        ] {
+            assert!(check(&page(vec![wrong.clone()])).is_err(), "{wrong:?}");
+        }
+        let mut short = good;
+        short.pack_bytes = 16;
+        assert!(check(&short).is_err());
+    }
+}

@@ -1,0 +1,433 @@
+//! Backups of snapshots: `backup` and `restore`. A backup is the data of a snapshot (full), or what changed since the
+//! snapshot of an earlier backup (incremental), in a repository that needs neither driver nor cluster to be read.
+//!
+//! Promises: a backup is visible only when it is whole; a restore yields the bytes of the snapshot, each verified; memory
+//! does not grow with the volume; a process that is killed at any point leaves a repository that verifies.
+//!
+//! For other programs: [`listing`] lists the blocks of a snapshot and outlives interruptions, [`target`] takes extents.
+//! `examples/backup.rs` shows both.
+
+mod args;
+mod chunk;
+mod copy;
+mod create;
+mod document;
+mod group;
+pub mod listing;
+mod manifest;
+mod merge;
+mod progress;
+mod prune;
+mod repository;
+mod restore;
+mod show;
+pub mod target;
+#[cfg(test)]
+mod tests;
+mod verify;
+mod volume;
+mod writer;
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::{Context, Result};
+use clap::Subcommand;
+use serde_json::json;
+
+use args::{BackupArgs, BackupCommand, RepositoryArgs, RestoreArgs};
+use create::{BaseChoice, Created, Job};
+use manifest::Manifest;
+use repository::lock::{Kind, Lock, locked};
+use repository::{Inventory, Repository};
+use restore::{Restore, Restored};
+use show::Entry;
+use target::Target;
+
+use crate::client::connection::Connection;
+use crate::client::stop::Stop;
+use crate::client::{self, Options, Output, format};
+use crate::quantity;
+
+/// The commands, flattened into the binary's command line.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Back up snapshots to a directory or a bucket, and manage the backups
+    Backup(BackupArgs),
+    /// Restore a backup to a device, a file or a new volume
+    Restore(RestoreArgs),
+}
+
+/// A backup takes as long as its data.
+const UNLIMITED: Duration = Duration::from_secs(365 * 86_400);
+
+/// Runs one command. Exit codes: 0 done; 1 an error, or damage that `verify` or `list` found.
+///
+/// # Errors
+/// The reason, for a user.
+pub fn run(command: Command) -> Result<ExitCode> {
+    let outcome = match command {
+        Command::Backup(args) => client::on_runtime(backup(args)),
+        Command::Restore(args) => client::on_runtime(restore_command(args)),
+    };
+    match outcome {
+        Err(error) if client::reader_gone(&error) => Ok(ExitCode::from(client::READER_GONE)),
+        outcome => outcome,
+    }
+}
+
+async fn backup(args: BackupArgs) -> Result<ExitCode> {
+    let BackupArgs { options, command } = args;
+    let stop = Stop::listen(UNLIMITED)?;
+    match command {
+        BackupCommand::Create { snapshot, repository, base, group } => {
+            let base = base.unwrap_or(BaseChoice::None);
+            create_command(&options, &stop, &repository, &snapshot, &base, group).await
+        }
+        BackupCommand::List { repository, volume } => {
+            let inventory = open(&repository, false).await?.inventory().await?;
+            show::list(&inventory, volume.as_deref(), options.output)?;
+            Ok(warn_of_damage(&inventory))
+        }
+        BackupCommand::Show { backup, repository } => {
+            show_command(&options, &open(&repository, false).await?, &backup).await
+        }
+        BackupCommand::Verify { backups, repository } => {
+            verify_command(&options, &stop, &open(&repository, false).await?, &backups).await
+        }
+        BackupCommand::Prune { repository, keep_last, keep_within, dry_run } => {
+            let rules = prune::Rules { keep_last, keep_within };
+            prune_command(&options, &stop, &open(&repository, false).await?, rules, dry_run).await
+        }
+        BackupCommand::Copy { backups, repository, to, to_key_file } => {
+            let credentials = repository.s3_credentials.as_deref();
+            let from = open(&repository, false).await?;
+            let to = Repository::open(&to, true, to_key_file.as_deref(), credentials).await?;
+            copy_command(&options, &stop, &from, &to, &backups).await
+        }
+    }
+}
+
+async fn open(args: &RepositoryArgs, create: bool) -> Result<Repository> {
+    let RepositoryArgs { repository, key_file, s3_credentials } = args;
+    Repository::open(repository, create, key_file.as_deref(), s3_credentials.as_deref()).await
+}
+
+/// Connects to the driver; calls over the connection may take `--timeout` each.
+async fn connect(options: &Options, stop: &Stop) -> Result<Connection> {
+    let deadline = tokio::time::Instant::now() + options.timeout;
+    let connection = stop.wait(Connection::open(&options.endpoint()?, deadline)).await?;
+    Ok(connection.until(stop.deadline()))
+}
+
+fn warn_of_damage(inventory: &Inventory) -> ExitCode {
+    for (id, error) in &inventory.damaged {
+        eprintln!("csi-loopback: backup {id}: {error:#}");
+    }
+    if inventory.damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Prints one result.
+fn print<T: serde::Serialize>(
+    output: Output,
+    value: &T,
+    shown: impl FnOnce() -> String,
+) -> Result<()> {
+    match output {
+        Output::Table => Ok(format::print(&shown())?),
+        _ => Ok(format::print(&serde_json::to_string_pretty(value)?)?),
+    }
+}
+
+async fn create_command(
+    options: &Options,
+    stop: &Stop,
+    repository: &RepositoryArgs,
+    snapshot: &str,
+    base: &BaseChoice,
+    is_group: bool,
+) -> Result<ExitCode> {
+    let start = Instant::now();
+    let shown = progress::start("backing up");
+    let connection = connect(options, stop).await?;
+    let snapshots = match is_group {
+        true => stop.wait(group::snapshots(&connection, snapshot)).await?,
+        false => vec![stop.wait(create::snapshot(&connection, snapshot)).await?],
+    };
+    let set = if is_group { group::set(&snapshots)? } else { None };
+    let repository = open(repository, true).await?;
+    let created: Vec<Created> = locked(&repository, Kind::Shared, "backup create", async |lock| {
+        let mut created = Vec::with_capacity(snapshots.len());
+        for snapshot in &snapshots {
+            // Read again for each: a backup may be the base of the next.
+            let inventory = repository.inventory().await?;
+            let lock = &mut *lock;
+            let mut job = Job { repository: &repository, connection: &connection, stop, lock };
+            created.push(job.create(&inventory, snapshot, base, set.clone()).await?);
+        }
+        Ok(created)
+    })
+    .await?;
+    drop(shown);
+    let inventory = repository.inventory().await?;
+    let time = start.elapsed();
+    let entry = |one: &Created| Entry::new(&one.manifest, &inventory);
+    let entries: Vec<Entry> = created.iter().map(entry).collect();
+    let texts = created.iter().zip(&entries).map(|(one, entry)| created_text(one, entry, time));
+    print_all(options.output, &entries, is_group, texts.collect())?;
+    created.into_iter().try_for_each(|one| one.cleaned)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the results of a command: several where it is about a set, else the only one.
+fn print_all<T: serde::Serialize>(
+    output: Output,
+    values: &[T],
+    is_group: bool,
+    texts: Vec<String>,
+) -> Result<()> {
+    match values {
+        [only] if !is_group => print(output, only, || texts.concat()),
+        all => print(output, &all, || texts.join("\n\n")),
+    }
+}
+
+fn created_text(created: &Created, entry: &Entry, time: Duration) -> String {
+    let state = match created {
+        Created { existed: true, .. } => "exists already",
+        Created { resumed: true, .. } => "continued and complete",
+        _ => "complete",
+    };
+    format!(
+        "{}\n{}",
+        entry.facts(),
+        format::facts(&[("result", state.to_owned()), ("time", format::took(time))])
+    )
+}
+
+async fn show_command(
+    options: &Options,
+    repository: &Repository,
+    backup: &str,
+) -> Result<ExitCode> {
+    let inventory = repository.inventory().await?;
+    let found = repository.find(&inventory, backup)?;
+    let chain = repository.chain(&inventory, found);
+    let entry = Entry::new(found, &inventory);
+    let chain_ids =
+        chain.as_ref().map(|chain| chain.iter().map(|one| one.id.to_string()).collect::<Vec<_>>());
+    let mut value = serde_json::to_value(&entry)?;
+    if let (Some(fields), Ok(ids)) = (value.as_object_mut(), &chain_ids) {
+        fields.insert("chain".to_owned(), json!(ids));
+    }
+    print(options.output, &value, || match &chain_ids {
+        Ok(ids) => format!("{}\n{}", entry.facts(), format::facts(&[("chain", ids.join(", "))])),
+        Err(_) => entry.facts(),
+    })?;
+    chain.map(|_| ExitCode::SUCCESS)
+}
+
+/// The backups that `references` name; all without any.
+fn selected(
+    repository: &Repository,
+    inventory: &Inventory,
+    references: &[String],
+) -> Result<Vec<Manifest>> {
+    if references.is_empty() {
+        return Ok(inventory.backups.clone());
+    }
+    references.iter().map(|reference| repository.find(inventory, reference).cloned()).collect()
+}
+
+async fn verify_command(
+    options: &Options,
+    stop: &Stop,
+    repository: &Repository,
+    references: &[String],
+) -> Result<ExitCode> {
+    let start = Instant::now();
+    let shown = progress::start("verifying");
+    let mut report = locked(repository, Kind::Shared, "backup verify", async |lock| {
+        let inventory = repository.inventory().await?;
+        let backups = selected(repository, &inventory, references)?;
+        let mut report = verify::verify(repository, &inventory, &backups, stop, lock).await?;
+        for (id, error) in &inventory.damaged {
+            report.problems.push(format!("backup {id}: {error:#}"));
+        }
+        Ok(report)
+    })
+    .await?;
+    drop(shown);
+    report.problems.dedup();
+    let verify::Report { backups, chunks, stored_bytes, problems } = &report;
+    let value = json!({
+        "backups": backups, "chunks": chunks, "stored_bytes": stored_bytes, "problems": problems,
+    });
+    print(options.output, &value, || {
+        let result = match problems.len() {
+            0 => "no damage found".to_owned(),
+            count => format!("{count} problems:\n{}", problems.join("\n")),
+        };
+        format::facts(&[
+            ("backups", backups.to_string()),
+            ("read", format::bytes(*stored_bytes)),
+            ("time", format::took(start.elapsed())),
+            ("result", result),
+        ])
+    })?;
+    Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+async fn prune_command(
+    options: &Options,
+    stop: &Stop,
+    repository: &Repository,
+    rules: prune::Rules,
+    dry_run: bool,
+) -> Result<ExitCode> {
+    let plan = locked(repository, Kind::Exclusive, "backup prune", async |lock| {
+        let plan = prune::plan(&repository.inventory().await?, rules, SystemTime::now())?;
+        if !dry_run {
+            prune::remove(repository, &plan, stop, lock).await?;
+        }
+        Ok(plan)
+    })
+    .await?;
+    let ids = |ids: &[manifest::BackupId]| ids.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let (removed, needed, unfinished) =
+        (ids(&plan.remove), ids(&plan.needed), ids(&plan.unfinished));
+    let value = json!({
+        "removed": removed, "kept_for_others": needed, "unfinished_removed": unfinished, "dry_run": dry_run,
+    });
+    print(options.output, &value, || {
+        let verb = if dry_run { "would remove" } else { "removed" };
+        let mut lines: Vec<_> = removed.iter().map(|id| format!("{verb} {id}")).collect();
+        lines.extend(unfinished.iter().map(|id| format!("{verb} {id}, unfinished")));
+        lines.extend(needed.iter().map(|id| format!("kept {id}, which others need")));
+        if lines.is_empty() { "nothing to remove".to_owned() } else { lines.join("\n") }
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn copy_command(
+    options: &Options,
+    stop: &Stop,
+    from: &Repository,
+    to: &Repository,
+    references: &[String],
+) -> Result<ExitCode> {
+    let shown = progress::start("copying");
+    let copied = locked(from, Kind::Shared, "backup copy", async |source| {
+        locked(to, Kind::Shared, "backup copy", async |lock| {
+            let inventory = from.inventory().await?;
+            let mut wanted = Vec::new();
+            for backup in selected(from, &inventory, references)? {
+                wanted.extend(from.chain(&inventory, &backup)?);
+            }
+            // Bases come first.
+            wanted.sort_by(|a, b| a.id.cmp(&b.id));
+            wanted.dedup_by(|a, b| a.id == b.id);
+            let mut copied = Vec::new();
+            for backup in &wanted {
+                source.check()?;
+                if copy::copy(from, to, backup, stop, lock).await? {
+                    copied.push(backup.id.to_string());
+                }
+            }
+            Ok(copied)
+        })
+        .await
+    })
+    .await?;
+    drop(shown);
+    print(options.output, &json!({ "copied": copied }), || match copied.len() {
+        0 => format!("{} has them already", to.location()),
+        _ => copied.iter().map(|id| format!("copied {id}")).collect::<Vec<_>>().join("\n"),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn restore_command(args: RestoreArgs) -> Result<ExitCode> {
+    let RestoreArgs { options, backup, repository, to, to_volume, group, resume } = args;
+    let start = Instant::now();
+    let stop = Stop::listen(UNLIMITED)?;
+    let shown = progress::start("restoring");
+    let repository = open(&repository, false).await?;
+    let restored = locked(&repository, Kind::Shared, "restore", async |lock| {
+        let inventory = repository.inventory().await?;
+        let from = Restorer { repository: &repository, inventory: &inventory, stop: &stop, lock };
+        if let Some(name) = &to_volume {
+            let connection = connect(&options, &stop).await?;
+            return Ok(vec![volume::restore(&from, &connection, &backup, name).await?]);
+        }
+        let to = to.as_deref().context("--to is missing")?;
+        match group {
+            true => group::restore(&from, &backup, to, resume).await,
+            false => {
+                let found = repository.find(&inventory, &backup)?;
+                Ok(vec![from.restore(found, to, resume).await?])
+            }
+        }
+    })
+    .await?;
+    drop(shown);
+    let texts = restored.iter().map(|one| one.text(start.elapsed()));
+    print_all(options.output, &restored, group, texts.collect())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Where restores come from.
+struct Restorer<'r> {
+    repository: &'r Repository,
+    inventory: &'r Inventory,
+    stop: &'r Stop,
+    lock: &'r Lock,
+}
+
+/// A restore that is done.
+#[derive(serde::Serialize)]
+struct Done {
+    backup: String,
+    to: String,
+    capacity_bytes: u64,
+    #[serde(flatten)]
+    done: Restored,
+}
+
+impl Restorer<'_> {
+    async fn restore(&self, backup: &Manifest, to: &Path, resume: bool) -> Result<Done> {
+        let chain = self.repository.chain(self.inventory, backup)?;
+        let capacity = backup.subject.capacity_bytes;
+        let target = Target::open(to, capacity)?;
+        let restore = Restore::new(self.repository, &chain, target, resume)?;
+        let done = restore.run(self.stop, self.lock).await.with_context(|| {
+            format!(
+                "restore {} to {}, which is incomplete; --resume continues",
+                backup.id,
+                to.display()
+            )
+        })?;
+        Ok(Done {
+            backup: backup.id.to_string(),
+            to: to.display().to_string(),
+            capacity_bytes: capacity,
+            done,
+        })
+    }
+}
+
+impl Done {
+    fn text(&self, time: Duration) -> String {
+        let mut facts = vec![
+            ("restored", self.backup.clone()),
+            ("to", format!("{} ({})", self.to, quantity::format(self.capacity_bytes))),
+            ("written", format::bytes(self.done.written_bytes)),
+        ];
+        if self.done.kept_bytes > 0 {
+            facts.push(("kept", format::bytes(self.done.kept_bytes)));
+        }
+        facts.push(("time", format::took(time)));
+        format::facts(&facts)
+    }
+}

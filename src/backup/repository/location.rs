@@ -1,0 +1,195 @@
+//! Where a repository is: a directory, or a bucket of S3 with a prefix.
+
+use std::fmt;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::local::LocalFileSystem;
+use object_store::prefix::PrefixStore;
+use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
+
+/// One file of credentials is short; a larger one is not what was meant.
+const MAX_CREDENTIAL_BYTES: u64 = 64 << 10;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Location {
+    Directory(PathBuf),
+    S3 { bucket: String, prefix: String },
+}
+
+impl FromStr for Location {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let Some((scheme, rest)) = text.split_once("://") else {
+            if text.is_empty() {
+                return Err("is empty; write a directory or s3://BUCKET/PREFIX".to_owned());
+            }
+            return Ok(Self::Directory(PathBuf::from(text)));
+        };
+        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+        match scheme {
+            "s3" if !bucket.is_empty() => Ok(Self::S3 {
+                bucket: bucket.to_owned(),
+                prefix: prefix.trim_matches('/').to_owned(),
+            }),
+            "s3" => Err("names no bucket; write s3://BUCKET/PREFIX".to_owned()),
+            "file" => Ok(Self::Directory(PathBuf::from(rest))),
+            other => Err(format!("{other}:// is not supported; write a directory or s3://BUCKET")),
+        }
+    }
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Directory(path) => write!(out, "{}", path.display()),
+            Self::S3 { bucket, prefix } if prefix.is_empty() => write!(out, "s3://{bucket}"),
+            Self::S3 { bucket, prefix } => write!(out, "s3://{bucket}/{prefix}"),
+        }
+    }
+}
+
+impl Location {
+    /// Opens the store. A missing directory is made if `create` is set, readable by its owner alone.
+    ///
+    /// # Errors
+    /// There is no such directory, or the environment or the files of credentials cannot be used.
+    pub fn store(&self, create: bool, credentials: Option<&Path>) -> Result<Arc<dyn ObjectStore>> {
+        match self {
+            Self::Directory(_) if credentials.is_some() => {
+                bail!("--s3-credentials: the repository {self} is a directory")
+            }
+            Self::Directory(path) => {
+                if create {
+                    let mut builder = std::fs::DirBuilder::new();
+                    let made = builder.recursive(true).mode(0o700).create(path);
+                    made.with_context(|| format!("make the directory {self}"))?;
+                }
+                let store = LocalFileSystem::new_with_prefix(path)
+                    .with_context(|| format!("--repository {self}: open the directory"))?;
+                Ok(Arc::new(store.with_fsync(true).with_automatic_cleanup(true)))
+            }
+            Self::S3 { bucket, prefix } => {
+                let s3 = s3(bucket, credentials)
+                    .with_context(|| format!("--repository {self}: configure S3"))?;
+                Ok(Arc::new(PrefixStore::new(s3, prefix.as_str())))
+            }
+        }
+    }
+}
+
+/// The environment (`AWS_*`) is the configuration; files of the same names, as a mounted Secret has them, come first.
+fn s3(bucket: &str, credentials: Option<&Path>) -> Result<object_store::aws::AmazonS3> {
+    let mut builder = AmazonS3Builder::from_env().with_bucket_name(bucket).with_retry(retry());
+    // An object has up to 17 MiB, and a line may be slow: the default of 30 seconds is for small ones.
+    let timeout = AmazonS3ConfigKey::Client(ClientConfigKey::Timeout);
+    builder = builder.with_config(timeout, "300 seconds");
+    for (key, value) in credentials.map(read_credentials).transpose()?.unwrap_or_default() {
+        builder = builder.with_config(key, value);
+    }
+    Ok(builder.build()?)
+}
+
+/// A server that does not answer is reported after about ten seconds, and not after minutes.
+fn retry() -> RetryConfig {
+    RetryConfig {
+        max_retries: 6,
+        retry_timeout: Duration::from_secs(120),
+        ..RetryConfig::default()
+    }
+}
+
+/// The files of a directory, each a setting named as its environment variable. Files of other names are an error: a typing
+/// mistake must not select other credentials.
+fn read_credentials(directory: &Path) -> Result<Vec<(AmazonS3ConfigKey, String)>> {
+    let shown = directory.display();
+    let entries =
+        directory.read_dir().with_context(|| format!("--s3-credentials {shown}: read"))?;
+    let mut settings = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        // Kubernetes keeps the files of a Secret in a hidden directory.
+        if name.starts_with('.') {
+            continue;
+        }
+        let key: AmazonS3ConfigKey = name.to_ascii_lowercase().parse().map_err(|_| {
+            anyhow::anyhow!(
+                "--s3-credentials {shown}: {name} is not a setting; name files such as \
+                 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+        })?;
+        let path = entry.path();
+        let size = path.metadata().with_context(|| format!("read {}", path.display()))?.len();
+        if size > MAX_CREDENTIAL_BYTES {
+            bail!("--s3-credentials {shown}: {name} has {size} bytes");
+        }
+        let value = std::fs::read_to_string(&path);
+        let value = value.with_context(|| format!("read {}", path.display()))?;
+        settings.push((key, value.trim_end_matches(['\r', '\n']).to_owned()));
+    }
+    if settings.is_empty() {
+        bail!("--s3-credentials {shown}: no file in it");
+    }
+    Ok(settings)
+}
+
+/// Removes staged files from a directory and those below: object_store writes to `NAME#NUMBER` and renames.
+pub fn sweep(directory: &Path) -> Result<()> {
+    let shown = || format!("list {}", directory.display());
+    if !directory.exists() {
+        return Ok(());
+    }
+    for entry in directory.read_dir().with_context(shown)? {
+        let entry = entry.with_context(shown)?;
+        let (path, name) = (entry.path(), entry.file_name());
+        if entry.file_type().with_context(shown)?.is_dir() {
+            sweep(&path)?;
+            // An empty directory is all that is left of a backup; one that is not empty stays.
+            let _ = std::fs::remove_dir(&path);
+            continue;
+        }
+        let name = name.to_string_lossy();
+        let is_number =
+            |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        if name.rsplit_once('#').is_some_and(|(_, number)| is_number(number)) {
+            std::fs::remove_file(&path).with_context(|| format!("remove {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_location_is_a_directory_or_a_bucket() {
+        let parse = |text: &str| text.parse::<Location>();
+        assert_eq!(parse("/a/b").unwrap(), Location::Directory("/a/b".into()));
+        assert_eq!(parse("s3://b/p/q/").unwrap().to_string(), "s3://b/p/q");
+        assert_eq!(parse("s3://b").unwrap().to_string(), "s3://b");
+        for wrong in ["", "s3://", "s3:///p", "gs://b", "http://h/p"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_credential_file_is_refused_by_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let error = read_credentials(directory.path()).unwrap_err().to_string();
+        assert!(error.contains("no file in it"), "{error}");
+        std::fs::write(directory.path().join("AWS_ACCESS_KEY_ID"), "id\n").unwrap();
+        let found = read_credentials(directory.path()).unwrap();
+        assert_eq!(found, [(AmazonS3ConfigKey::AccessKeyId, "id".to_owned())]);
+        std::fs::write(directory.path().join("AWS_SECRET"), "hidden").unwrap();
+        let error = read_credentials(directory.path()).unwrap_err().to_string();
+        assert!(error.contains("AWS_SECRET is not") && !error.contains("hidden"), "{error}");
+    }
+}

@@ -1,0 +1,226 @@
+//! `restore`: a backup and its chain, written to a device or a file. Each byte is written once, from the newest backup
+//! that has it, after its chunk was verified.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use tokio::task::JoinSet;
+
+use super::chunk::Coder;
+use super::create::parallel;
+use super::document::Hash;
+use super::manifest::Manifest;
+use super::merge::{Content, Merge, Place, Run};
+use super::progress;
+use super::repository::Repository;
+use super::repository::lock::Lock;
+use super::target::Target;
+use crate::backend::Extent;
+use crate::client::stop::Stop;
+
+/// Runs that are written together, at most.
+const RUNS: usize = 4096;
+
+/// What a restore did, in bytes.
+#[derive(Debug, Clone, Copy, Default, serde::Serialize)]
+pub struct Restored {
+    pub written_bytes: u64,
+    /// What the target held already.
+    pub kept_bytes: u64,
+}
+
+/// A restore under way.
+pub struct Restore<'r> {
+    repository: &'r Repository,
+    coders: Vec<Coder>,
+    chain: &'r [Manifest],
+    target: Arc<Target>,
+    /// Whether to compare chunks with what the target holds.
+    resume: bool,
+    /// Of the last window: the next one often goes on with them.
+    chunks: HashMap<Key, Arc<Vec<u8>>>,
+    done: Restored,
+}
+
+/// A chunk, by layer, page, and where it is in the pack.
+type Key = (usize, u32, u64);
+
+fn key(place: &Place) -> Key {
+    (place.layer, place.page, place.chunk.at)
+}
+
+impl<'r> Restore<'r> {
+    /// `chain`: newest first. `resume`: what the target holds already is not written again.
+    pub fn new(
+        repository: &'r Repository,
+        chain: &'r [Manifest],
+        target: Target,
+        resume: bool,
+    ) -> Result<Self> {
+        let coders = chain.iter().map(|backup| repository.coder(&backup.id));
+        Ok(Self {
+            repository,
+            coders: coders.collect::<Result<_>>()?,
+            chain,
+            resume: resume && !target.is_fresh,
+            target: Arc::new(target),
+            chunks: HashMap::new(),
+            done: Restored::default(),
+        })
+    }
+
+    /// Writes all of the volume, and syncs the target.
+    pub async fn run(mut self, stop: &Stop, lock: &Lock) -> Result<Restored> {
+        let capacity = self.chain.first().map_or(0, |newest| newest.subject.capacity_bytes);
+        let mut merge = Merge::new(self.repository, self.chain);
+        loop {
+            stop.check()?;
+            lock.check()?;
+            let window = stop.wait(window(&mut merge)).await?;
+            let Some(last) = window.last() else { break };
+            let end = last.extent.end();
+            self.write(window, stop).await?;
+            progress::report(end, capacity);
+        }
+        let target = Arc::clone(&self.target);
+        let rest = Extent { offset: capacity, length: target.size - capacity };
+        // Of a fresh target there is no rest: it has the size of the volume.
+        blocking(move || {
+            target.zero(rest)?;
+            target.sync()
+        })
+        .await?;
+        Ok(self.done)
+    }
+
+    async fn write(&mut self, window: Vec<Run>, stop: &Stop) -> Result<()> {
+        let (window, kept) = self.without_kept(window).await?;
+        self.done.kept_bytes += kept;
+        stop.wait(self.fetch(&window)).await?;
+        let (target, chunks) = (Arc::clone(&self.target), self.chunks.clone());
+        self.done.written_bytes += blocking(move || write_runs(&target, &window, &chunks)).await?;
+        Ok(())
+    }
+
+    /// The runs without those whose bytes the target holds, and how many bytes that are.
+    async fn without_kept(&self, window: Vec<Run>) -> Result<(Vec<Run>, u64)> {
+        if !self.resume {
+            return Ok((window, 0));
+        }
+        let target = Arc::clone(&self.target);
+        blocking(move || {
+            let mut used: HashMap<Key, (Arc<Place>, Vec<Extent>)> = HashMap::new();
+            for run in &window {
+                if let Content::Data { chunk, .. } = &run.content {
+                    let entry =
+                        used.entry(key(chunk)).or_insert_with(|| (Arc::clone(chunk), Vec::new()));
+                    entry.1.push(run.extent);
+                }
+            }
+            let mut kept = HashMap::new();
+            for (key, (place, extents)) in used {
+                if holds(&target, &place, &extents)? {
+                    kept.insert(key, place.chunk.bytes);
+                }
+            }
+            let is_kept = |run: &Run| match &run.content {
+                Content::Data { chunk, .. } => kept.contains_key(&key(chunk)),
+                Content::Zeros => false,
+            };
+            let rest = window.into_iter().filter(|run| !is_kept(run)).collect();
+            Ok((rest, kept.values().sum()))
+        })
+        .await
+    }
+
+    /// Gets the chunks of a window, and forgets others.
+    async fn fetch(&mut self, window: &[Run]) -> Result<()> {
+        let mut wanted: HashMap<Key, Arc<Place>> = HashMap::new();
+        for run in window {
+            if let Content::Data { chunk, .. } = &run.content {
+                wanted.entry(key(chunk)).or_insert_with(|| Arc::clone(chunk));
+            }
+        }
+        self.chunks.retain(|key, _| wanted.contains_key(key));
+        let mut jobs = JoinSet::new();
+        for (key, place) in wanted {
+            if self.chunks.contains_key(&key) {
+                continue;
+            }
+            let (Some(coder), Some(backup)) =
+                (self.coders.get(place.layer), self.chain.get(place.layer))
+            else {
+                continue;
+            };
+            let (repository, coder, id) =
+                (self.repository.clone(), coder.clone(), backup.id.clone());
+            jobs.spawn(async move {
+                let stored = repository.stored_chunk(&id, place.page, &place.chunk).await?;
+                let shown = id.clone();
+                let bytes = blocking(move || coder.decode(&place.chunk, stored)).await;
+                Ok::<_, anyhow::Error>((key, bytes.with_context(|| format!("backup {shown}"))?))
+            });
+        }
+        while let Some(job) = jobs.join_next().await {
+            let (key, bytes) = job.context("the reading task panicked")??;
+            self.chunks.insert(key, Arc::new(bytes));
+        }
+        Ok(())
+    }
+}
+
+/// The next runs, of as many chunks as are read at the same time.
+async fn window(merge: &mut Merge) -> Result<Vec<Run>> {
+    let mut runs = Vec::new();
+    let mut chunks = std::collections::HashSet::new();
+    while runs.len() < RUNS && chunks.len() < parallel() {
+        let Some(run) = merge.next().await? else { break };
+        if let Content::Data { chunk, .. } = &run.content {
+            chunks.insert(key(chunk));
+        }
+        runs.push(run);
+    }
+    Ok(runs)
+}
+
+/// Whether the target holds a chunk. Only one that is needed whole has a hash to compare with.
+fn holds(target: &Target, place: &Place, extents: &[Extent]) -> Result<bool> {
+    if extents.iter().map(|extent| extent.length).sum::<u64>() != place.chunk.bytes {
+        return Ok(false);
+    }
+    let mut bytes = vec![0; usize::try_from(place.chunk.bytes)?];
+    let mut rest = bytes.as_mut_slice();
+    for extent in extents {
+        let (piece, after) = rest.split_at_mut(usize::try_from(extent.length)?);
+        target.read(piece, extent.offset)?;
+        rest = after;
+    }
+    Ok(Hash::of(&bytes) == place.chunk.hash)
+}
+
+/// Returns how many bytes of data were written.
+fn write_runs(target: &Target, runs: &[Run], chunks: &HashMap<Key, Arc<Vec<u8>>>) -> Result<u64> {
+    let mut written = 0;
+    for run in runs {
+        match &run.content {
+            Content::Zeros if target.is_fresh => {}
+            Content::Zeros => target.zero(run.extent)?,
+            Content::Data { chunk, from } => {
+                let from = usize::try_from(*from)?;
+                let until = from + usize::try_from(run.extent.length)?;
+                let bytes = chunks.get(&key(chunk)).and_then(|bytes| bytes.get(from..until));
+                let bytes = bytes.context("a chunk is damaged: an extent is outside of it")?;
+                target.write(bytes, run.extent.offset)?;
+                written += run.extent.length;
+            }
+        }
+    }
+    Ok(written)
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    tokio::task::spawn_blocking(work).await.context("the task panicked")?
+}

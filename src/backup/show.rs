@@ -1,0 +1,177 @@
+//! How backups are printed: as rows of `backup list`, as facts of `backup show`, and as JSON.
+
+use std::collections::HashMap;
+
+use anyhow::Result;
+use serde::Serialize;
+
+use super::manifest::{BackupId, Manifest};
+use super::repository::Inventory;
+use crate::client::{Output, format};
+use crate::quantity;
+
+/// A backup as JSON.
+#[derive(Debug, Serialize)]
+pub struct Entry {
+    pub id: String,
+    created: String,
+    /// `full` or `incremental`.
+    kind: &'static str,
+    volume: String,
+    volume_id: String,
+    snapshot: String,
+    snapshot_id: String,
+    snapshot_created: Option<String>,
+    capacity_bytes: u64,
+    data_bytes: u64,
+    zero_bytes: u64,
+    stored_bytes: u64,
+    extents: u64,
+    /// The backup that it counts from.
+    base: Option<String>,
+    base_snapshot_id: Option<String>,
+    base_expires: Option<String>,
+    full_because: Option<String>,
+    group_snapshot_id: Option<String>,
+    /// Whether all members of its set exist; a backup outside of a set has no value.
+    group_complete: Option<bool>,
+}
+
+impl Entry {
+    pub fn new(backup: &Manifest, inventory: &Inventory) -> Self {
+        let Manifest { id, created, subject, totals, .. } = backup;
+        let base = subject.base.as_ref();
+        let of_set = |group: &super::manifest::Group| {
+            let same = |other: &&Manifest| other.subject.group.as_ref() == Some(group);
+            inventory.backups.iter().filter(same).count() >= group.members as usize
+        };
+        Self {
+            id: id.to_string(),
+            created: created.clone(),
+            kind: kind(backup),
+            volume: subject.volume.clone(),
+            volume_id: subject.volume_id.clone(),
+            snapshot: subject.snapshot.clone(),
+            snapshot_id: subject.snapshot_id.clone(),
+            snapshot_created: subject.snapshot_created.clone(),
+            capacity_bytes: subject.capacity_bytes,
+            data_bytes: totals.data_bytes,
+            zero_bytes: totals.zero_bytes,
+            stored_bytes: totals.stored_bytes,
+            extents: totals.extents,
+            base: base.map(|base| base.backup.to_string()),
+            base_snapshot_id: base.map(|base| base.snapshot_id.clone()),
+            base_expires: base.and_then(|base| base.expires.clone()),
+            full_because: subject.full_because.clone(),
+            group_snapshot_id: subject.group.as_ref().map(|group| group.group_snapshot_id.clone()),
+            group_complete: subject.group.as_ref().map(of_set),
+        }
+    }
+
+    /// The facts of one backup.
+    pub fn facts(&self) -> String {
+        let mut facts = vec![
+            ("backup", self.id.clone()),
+            (
+                "kind",
+                match &self.base {
+                    Some(base) => format!("incremental, from {base}"),
+                    None => "full".to_owned(),
+                },
+            ),
+        ];
+        if let Some(because) = &self.full_because {
+            facts.push(("because", because.clone()));
+        }
+        facts.extend([
+            ("created", self.created.clone()),
+            ("volume", format!("{} ({})", self.volume, quantity::format(self.capacity_bytes))),
+            ("snapshot", self.snapshot_id.clone()),
+        ]);
+        if let Some(group) = &self.group_snapshot_id {
+            let state = if self.group_complete == Some(true) { "complete" } else { "incomplete" };
+            facts.push(("group", format!("{group}, {state}")));
+        }
+        if let Some(expires) = &self.base_expires {
+            facts.push(("base until", expires.clone()));
+        }
+        facts.push(("data", format::bytes(self.data_bytes)));
+        if self.zero_bytes > 0 {
+            facts.push(("zeros", format::bytes(self.zero_bytes)));
+        }
+        facts.push(("stored", format::bytes(self.stored_bytes)));
+        format::facts(&facts)
+    }
+}
+
+fn kind(backup: &Manifest) -> &'static str {
+    if backup.subject.is_full() { "full" } else { "incremental" }
+}
+
+/// Prints all backups, oldest first.
+pub fn list(inventory: &Inventory, volume: Option<&str>, output: Output) -> Result<()> {
+    let wanted = |backup: &&Manifest| {
+        let subject = &backup.subject;
+        volume.is_none_or(|volume| subject.volume == volume || subject.volume_id == volume)
+    };
+    let backups = inventory.backups.iter().filter(wanted);
+    let entries: Vec<_> = backups.map(|backup| Entry::new(backup, inventory)).collect();
+    format::print_rows(output, &entries, |entries| table(entries, &inventory.unfinished))
+}
+
+fn table<U>(entries: &[Entry], unfinished: &[(BackupId, U)]) -> String {
+    // Of a chain, the position says more than the id of the base.
+    let mut depth: HashMap<&str, usize> = HashMap::new();
+    let rows: Vec<_> = entries
+        .iter()
+        .map(|entry| {
+            let base = entry.base.as_deref();
+            let position =
+                base.map_or(0, |base| depth.get(base).map_or(1, |position| position + 1));
+            depth.insert(&entry.id, position);
+            let kind = match position {
+                0 => "full".to_owned(),
+                position => format!("incremental {position}"),
+            };
+            [
+                entry.id.clone(),
+                entry.volume.clone(),
+                entry.snapshot.clone(),
+                kind,
+                quantity::format(entry.data_bytes),
+                quantity::format(entry.stored_bytes),
+            ]
+        })
+        .collect();
+    let header = ["ID", "VOLUME", "SNAPSHOT", "KIND", "DATA", "STORED"];
+    let mut shown = format::table(header, &["DATA", "STORED"], &rows);
+    if !unfinished.is_empty() {
+        let count = unfinished.len();
+        shown.push_str(&format!(
+            "\n{count} unfinished; repeat `backup create` to continue, or `backup prune`"
+        ));
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backup::manifest::samples;
+
+    #[test]
+    fn a_list_shows_the_position_in_each_chain() {
+        let inventory = Inventory {
+            backups: vec![samples::backup(0), samples::backup(1), samples::backup(2)],
+            ..Inventory::default()
+        };
+        let entries: Vec<_> =
+            inventory.backups.iter().map(|backup| Entry::new(backup, &inventory)).collect();
+        let expected = "\
+ID                            VOLUME  SNAPSHOT  KIND           DATA  STORED
+20260101T000000000Z-00000000  v       s0        full              0       0
+20260102T000000000Z-00000000  v       s1        incremental 1     0       0
+20260103T000000000Z-00000000  v       s2        incremental 2     0       0";
+        assert_eq!(table(&entries, &[] as &[(BackupId, ())]), expected);
+    }
+}

@@ -1,0 +1,42 @@
+//! A restore to a new volume: created, published as a raw block device below a private directory, written, and taken down
+//! again. A restore that fails removes the volume.
+
+use anyhow::{Context, Result, anyhow, ensure};
+
+use super::{Done, Restorer};
+use crate::client::connection::Connection;
+use crate::client::names;
+use crate::client::scratch::Scratch;
+
+/// How long the clean-up may take.
+const CLEAN_UP: std::time::Duration = std::time::Duration::from_secs(60);
+
+pub async fn restore(
+    from: &Restorer<'_>,
+    connection: &Connection,
+    reference: &str,
+    name: &str,
+) -> Result<Done> {
+    let backup = from.repository.find(from.inventory, reference)?;
+    let existing = from.stop.wait(names::find_volume(connection, name)).await?;
+    ensure!(existing.is_none(), "--to-volume {name}: the volume exists already; name a new one");
+    let mut scratch = Scratch::new()?;
+    let capacity = backup.subject.capacity_bytes;
+    let restored = async {
+        let device = scratch.attach_empty(connection, from.stop, name, capacity).await?;
+        from.restore(backup, &device, false).await
+    }
+    .await;
+    let bounded = connection.until(tokio::time::Instant::now() + CLEAN_UP);
+    let restored = restored.map(|done| Done { to: format!("volume {name}"), ..done });
+    match restored {
+        Ok(done) => {
+            scratch.release(&bounded).await.context("take down the restored volume")?;
+            Ok(done)
+        }
+        Err(error) => match scratch.clean(&bounded).await {
+            Ok(()) => Err(error),
+            Err(left) => Err(anyhow!("{error:#}; {left:#}")),
+        },
+    }
+}

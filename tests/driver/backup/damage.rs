@@ -1,0 +1,147 @@
+//! What a repository and a driver may do wrong: changed bytes, missing objects, streams that end, a lost base.
+
+use std::fs;
+use std::path::Path;
+
+use csi_loopback::backend::PoolKind;
+use support::driver::*;
+use support::random::Random;
+use support::{MIB, have_root, path};
+
+use super::{Rig, files, two_backups};
+
+/// Every file, and bytes of it: all of the small ones.
+fn any_flipped_byte_is_found(rig: &Rig<'_>, random: &mut Random, of_each: usize) {
+    for file in files(&rig.directory()) {
+        let original = fs::read(&file).unwrap();
+        let mut places: Vec<usize> = (0..of_each)
+            .map(|_| random.below(original.len() as u64) as usize)
+            .chain([0, original.len() - 1])
+            .collect();
+        places.dedup();
+        for at in places {
+            let mut changed = original.clone();
+            changed[at] ^= 1 << random.below(8);
+            fs::write(&file, &changed).unwrap();
+            let output = rig.run(&["backup", "verify"]);
+            assert_eq!(output.status.code(), Some(1), "byte {at} of {}", file.display());
+        }
+        // Missing, and cut off.
+        fs::write(&file, &original[..original.len() / 2]).unwrap();
+        assert_eq!(rig.run(&["backup", "verify"]).status.code(), Some(1), "{}", file.display());
+        fs::write(&file, &original).unwrap();
+    }
+    rig.verify();
+}
+
+#[test]
+fn a_flipped_byte_is_found_and_not_restored() {
+    with_driver(|driver| {
+        let rig = two_backups(driver, "v");
+        any_flipped_byte_is_found(&rig, &mut Random::new(1), 1);
+        let is_pack =
+            |file: &&std::path::PathBuf| file.parent().is_some_and(|at| at.ends_with("packs"));
+        let all = files(&rig.directory());
+        let pack = all.iter().find(is_pack).unwrap();
+        let mut bytes = fs::read(pack).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(pack, &bytes).unwrap();
+        let target = driver.scratch().join("image");
+        rig.refused(&["restore", "b", "--to", path(&target)], "damaged");
+        // What cannot be trusted is no base, and stops a prune.
+        let manifest = pack.parent().unwrap().with_file_name("manifest");
+        fs::write(&manifest, b"{}").unwrap();
+        rig.refused(&["backup", "prune", "--keep-last", "1"], "nothing is removed");
+        rig.refused(&["backup", "list"], "damaged");
+    });
+}
+
+#[test]
+#[ignore = "full tier"]
+fn many_flipped_bytes_are_each_found_also_when_encrypted() {
+    with_driver(|driver| {
+        let rig = two_backups(driver, "v");
+        any_flipped_byte_is_found(&rig, &mut Random::new(Random::new_seed()), 12);
+        let key = driver.scratch().join("key");
+        fs::write(&key, [9; 40]).unwrap();
+        let mut sealed = Rig::new(driver, "w", 4 * MIB);
+        sealed.repository.extend(["--key-file".to_owned(), path(&key).to_owned()]);
+        sealed.snapshot("c", 30);
+        sealed.create("c", &[]);
+        any_flipped_byte_is_found(&sealed, &mut Random::new(Random::new_seed()), 12);
+        sealed.restores("c");
+    });
+}
+
+#[test]
+fn a_place_with_other_files_is_no_repository() {
+    with_driver(|driver| {
+        let mut rig = Rig::new(driver, "v", MIB);
+        rig.snapshot("a", 1);
+        rig.refused(&["backup", "list"], "open the directory");
+        fs::create_dir(rig.directory()).unwrap();
+        rig.refused(&["backup", "list"], "there is no repository");
+        fs::write(rig.directory().join("other"), b"x").unwrap();
+        rig.refused(&["backup", "create", "a"], "other files");
+        let short = driver.scratch().join("key");
+        fs::write(&short, b"short").unwrap();
+        rig.refused(&["backup", "create", "a", "--key-file", path(&short)], "32 at least");
+    });
+}
+
+#[test]
+fn a_backup_outlives_a_stream_that_ends_and_a_lost_base() {
+    if !have_root() {
+        return;
+    }
+    let faults = [
+        "--enable-faults",
+        "--fault",
+        "stream-abort,after=3,times=2,code=UNAVAILABLE,method=GetMetadataDelta",
+    ];
+    let mut driver = Driver::with(PoolKind::Image, &faults);
+    let mut rig = two_backups(&driver, "v");
+    rig.restores("b");
+    rig.snapshot("c", 10);
+    let Rig { volume, repository, images, content, .. } = rig;
+    driver.restart_with(&["--enable-faults", "--fault", "tracking-lost"]);
+    let mut rig = Rig { volume, repository, images, content, ..Rig::new(&driver, "other", MIB) };
+    rig.refused(&["backup", "create", "c", "--base", "b"], "--base auto takes a full backup");
+    let full = rig.create("c", &["--base", "auto"]);
+    assert_eq!(full["kind"], "full");
+    let because = full["full_because"].as_str().unwrap();
+    assert!(because.contains("tracking-lost"), "{because}");
+    rig.snapshot("d", 1);
+    for snapshot in ["b", "c"] {
+        rig.restores(snapshot);
+    }
+    assert!(!files(&rig.directory()).iter().any(|file| file.ends_with("intent")));
+}
+
+#[test]
+fn a_full_target_and_a_full_repository_are_errors() {
+    with_driver(|driver| {
+        let mut rig = two_backups(driver, "v");
+        let small = driver.scratch().join("small");
+        fs::create_dir(&small).unwrap();
+        support::run("mount", &["-t", "tmpfs", "-o", "size=2m", "tmpfs", path(&small)]);
+        let unmounted = Unmounted(&small);
+        rig.refused(&["restore", "b", "--to", path(&small.join("image"))], "No space left");
+        fs::remove_file(small.join("image")).unwrap();
+        let place = std::mem::replace(&mut rig.repository[1], path(&small).to_owned());
+        rig.refused(&["backup", "create", "b"], "No space left");
+        assert!(rig.list().is_empty(), "half a backup is none");
+        rig.repository[1] = place;
+        drop(unmounted);
+        rig.restores("b");
+    });
+}
+
+struct Unmounted<'p>(&'p Path);
+
+impl Drop for Unmounted<'_> {
+    fn drop(&mut self) {
+        support::kernel::unmount(self.0);
+    }
+}

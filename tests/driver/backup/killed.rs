@@ -1,0 +1,129 @@
+//! Processes that are killed at any time: what was whole stays whole, and the same command then completes.
+
+use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use csi_loopback::backend::PoolKind;
+use support::driver::*;
+use support::random::Random;
+use support::{MIB, have_root, path, report};
+
+use super::Rig;
+
+/// Runs a command and kills it after a part of the time that it took before. Returns whether it was killed.
+fn killed(rig: &Rig<'_>, arguments: &[&str], after: Duration) -> bool {
+    let mut child = rig.spawn(arguments);
+    thread::sleep(after);
+    let ended = child.try_wait().unwrap().is_some();
+    let _ = child.kill();
+    child.wait().unwrap();
+    !ended
+}
+
+/// Removes what killed backups have left in the driver: the temporary volumes.
+fn remove_temporary(driver: &Driver) {
+    for id in volume_ids(driver).iter().filter(|id| id.starts_with("vol-verify-")) {
+        let name = id.strip_prefix("vol-").unwrap().rsplit_once('-').unwrap().0.to_owned();
+        for root in fs::read_dir(driver.scratch()).unwrap() {
+            let at = root.unwrap().path().join(&name);
+            if at.is_dir() {
+                driver.unpublish(id, &at.join("device"));
+                driver.call_patiently(unstaging(id, path(&at.join("staging")))).unwrap();
+            }
+        }
+        driver.ok(delete_volume(id));
+    }
+}
+
+fn kills(rounds: u64, bytes: u64) {
+    if !have_root() {
+        return;
+    }
+    let driver = Driver::start(PoolKind::Image);
+    let mut random = Random::new(Random::new_seed());
+    let mut rig = Rig::new(&driver, "v", bytes);
+    let writes = bytes / MIB;
+    rig.snapshot("s0", writes);
+    let begun = Instant::now();
+    rig.create("s0", &[]);
+    let mut time = begun.elapsed();
+    let (mut hit, mut resumed) = (0, 0);
+    for round in 1..=rounds {
+        let name = format!("s{round}");
+        rig.snapshot(&name, writes / 2);
+        let flags =
+            ["backup", "create", &name, "--base", if round % 4 == 0 { "s0" } else { "auto" }];
+        let part = |random: &mut Random, time: Duration| {
+            time * u32::try_from(random.below(100)).unwrap() / 100
+        };
+        hit += u64::from(killed(&rig, &flags, part(&mut random, time)));
+        remove_temporary(&driver);
+        // The killed one is either whole or not there.
+        rig.verify();
+        let listed = rig.list();
+        let begun = Instant::now();
+        if !listed.iter().any(|one| one["snapshot"] == name.as_str()) {
+            let output = rig.run(&flags);
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            resumed += u64::from(String::from_utf8_lossy(&output.stdout).contains("continued"));
+            time = begun.elapsed();
+        }
+        let target = driver.scratch().join("image");
+        let restore = ["restore", &name, "--to", path(&target)];
+        hit += u64::from(killed(&rig, &restore, part(&mut random, time)));
+        rig.json(&[&restore[..], &["--resume"]].concat());
+        rig.holds(&target, &name);
+        if round % 3 == 0 {
+            hit += u64::from(killed(
+                &rig,
+                &["backup", "prune", "--keep-last", "2"],
+                part(&mut random, Duration::from_millis(60)),
+            ));
+            rig.verify();
+            rig.json(&["backup", "prune", "--keep-last", "2"]);
+            rig.verify();
+            rig.restores(&name);
+            // A chain of its own, so that prune has something to remove.
+            rig.snapshot(&format!("full{round}"), 1);
+            rig.create(&format!("full{round}"), &[]);
+        }
+    }
+    report(&format!("{rounds} rounds, {hit} processes killed, {resumed} backups continued"));
+    assert!(hit > 0);
+}
+
+#[test]
+fn a_killed_backup_restore_or_prune_is_completed_later() {
+    kills(3, 24 * MIB);
+}
+
+#[test]
+#[ignore = "full tier"]
+fn kills_at_many_random_points_leave_a_sound_repository() {
+    kills(20, 192 * MIB);
+}
+
+#[test]
+fn a_command_in_use_excludes_prune_until_it_ends() {
+    if !have_root() {
+        return;
+    }
+    let stall = "stream-stall,after=1,for=60s,method=GetMetadataAllocated";
+    let driver = Driver::with(PoolKind::Image, &["--enable-faults", "--fault", stall]);
+    let mut rig = Rig::new(&driver, "v", 4 * MIB);
+    rig.snapshot("a", 30);
+    let mut child = rig.spawn(&["backup", "create", "a"]);
+    let locks = rig.directory().join("locks");
+    support::kernel::wait_for("the backup has its lock and intent", || {
+        locks.is_dir() && super::files(&rig.directory()).iter().any(|file| file.ends_with("intent"))
+    });
+    rig.refused(&["backup", "prune", "--keep-last", "1"], "is in use by `backup create`");
+    rig.refused(&["backup", "create", "a"], "is in use by `backup create`");
+    assert!(rig.list().is_empty());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Its lock would last for minutes, but its process is known to be gone.
+    rig.json(&["backup", "prune", "--keep-last", "1"]);
+    remove_temporary(&driver);
+}

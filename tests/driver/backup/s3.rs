@@ -1,0 +1,119 @@
+//! A repository in a bucket, with a local server.
+
+use std::fs;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+
+use support::driver::*;
+use support::{MIB, REPOSITORY, kernel, path, skip};
+
+use super::Rig;
+
+const SECRET: &str = "a-secret-that-no-output-has";
+
+/// A server that holds its buckets in memory.
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    /// Starts one; reports if the machine cannot have it.
+    fn start() -> Option<Self> {
+        let script = format!("source {REPOSITORY}/hack/lib.sh; go_tool gofakes3");
+        let output = Command::new("bash").args(["-euc", &script]).output().unwrap();
+        if !output.status.success() {
+            let error = String::from_utf8_lossy(&output.stderr).into_owned();
+            skip(&format!("needs an S3 server: {}", error.lines().last().unwrap_or_default()));
+            return None;
+        }
+        let program = String::from_utf8(output.stdout).unwrap();
+        // Free now, and nothing else of this test takes a port.
+        let port =
+            TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+        let address = format!("127.0.0.1:{port}");
+        let child = Command::new(program.trim())
+            .args(["-quiet", "-backend", "memory", "-initialbucket", "bucket", "-host", &address])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let server = Self { child, address };
+        kernel::wait_for("the S3 server answers", || TcpStream::connect(&server.address).is_ok());
+        Some(server)
+    }
+
+    fn environment(&self) -> Vec<(String, String)> {
+        let endpoint = format!("http://{}", self.address);
+        [
+            ("AWS_ENDPOINT_URL", endpoint.as_str()),
+            ("AWS_ALLOW_HTTP", "true"),
+            ("AWS_REGION", "us-east-1"),
+        ]
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .to_vec()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_bucket_holds_the_same_backups_as_a_directory() {
+    with_driver(|driver| {
+        let Some(server) = Server::start() else { return };
+        let mut rig = Rig::new(driver, "v", 24 * MIB);
+        rig.repository[1] = "s3://bucket/some/place".to_owned();
+        rig.environment = server.environment();
+        rig.environment.push(("AWS_ACCESS_KEY_ID".to_owned(), "id".to_owned()));
+        rig.environment.push(("AWS_SECRET_ACCESS_KEY".to_owned(), SECRET.to_owned()));
+        rig.snapshot("a", 100);
+        rig.create("a", &[]);
+        rig.snapshot("b", 30);
+        let second = rig.create("b", &["--base", "auto"]);
+        assert_eq!(second["kind"], "incremental");
+        rig.verify();
+        rig.restores("b");
+        let to = driver.scratch().join("copy");
+        rig.json(&["backup", "copy", "--to", path(&to)]);
+        rig.snapshot("c", 3);
+        rig.create("c", &[]);
+        let pruned = rig.json(&["backup", "prune", "--keep-last", "1"]);
+        assert_eq!(pruned["removed"].as_array().unwrap().len(), 2);
+        rig.verify();
+        rig.restores("c");
+        rig.repository[1] = path(&to).to_owned();
+        rig.restores("a");
+    });
+}
+
+#[test]
+fn credentials_come_from_files_and_are_in_no_output() {
+    with_driver(|driver| {
+        let Some(server) = Server::start() else { return };
+        let secret = driver.scratch().join("secret");
+        fs::create_dir(&secret).unwrap();
+        fs::write(secret.join("AWS_ACCESS_KEY_ID"), "id\n").unwrap();
+        fs::write(secret.join("AWS_SECRET_ACCESS_KEY"), SECRET).unwrap();
+        let mut rig = Rig::new(driver, "v", MIB);
+        rig.repository[1] = "s3://bucket/files".to_owned();
+        rig.repository.extend(["--s3-credentials".to_owned(), path(&secret).to_owned()]);
+        rig.environment = server.environment();
+        rig.snapshot("a", 5);
+        rig.create("a", &[]);
+        rig.restores("a");
+        // A bucket that does not exist, and a server that is gone: errors that name neither.
+        rig.repository[1] = "s3://no-such-bucket".to_owned();
+        let missing = rig.run(&["backup", "create", "a"]);
+        drop(server);
+        for output in [missing, rig.run(&["backup", "list"])] {
+            let said =
+                [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+            assert!(!output.status.success() && !said.concat().contains(SECRET), "{said:?}");
+        }
+    });
+}

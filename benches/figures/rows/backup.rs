@@ -24,7 +24,7 @@ struct Spent {
 }
 
 impl Spent {
-    fn said(&self) -> String {
+    fn describe(&self) -> String {
         time(self.time.as_secs_f64())
     }
 
@@ -85,7 +85,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     };
     let full = spend(&mut command(&driver, &place, &["backup", "create", "base"]))?;
     let what = format!("full backup of {}, data everywhere", bytes(size));
-    let row = Row::said("backup", what, format!("{}, {}", full.said(), share(&full)));
+    let row = Row::value("backup", what, format!("{}, {}", full.describe(), share(&full)));
     report.row(row.spent(0.0, full.peak));
 
     let blocks = Random(5).distinct((size / 4096 / 1000) as usize, size / 4096);
@@ -101,7 +101,7 @@ pub fn measure(options: Options, report: &mut Report) -> Result<()> {
     let restore = ["restore", "target", "--to", text(&restored)];
     let spent = spend(&mut command(&driver, &place, &restore))?;
     let what = format!("restore of {} from a full and an incremental backup", bytes(size));
-    let row = Row::said("backup", what, format!("{}, {}", spent.said(), share(&spent)));
+    let row = Row::value("backup", what, format!("{}, {}", spent.describe(), share(&spent)));
     report.row(row.spent(0.0, spent.peak));
     Ok(())
 }
@@ -132,8 +132,8 @@ fn compare_and_restic(
     let compared = peers::compare(&files[0], &files[1], 1 << 20, u64::MAX)?;
     let row = || {
         let what = format!("incremental backup of {}, 0.1 % changed at random", bytes(size));
-        let measured = format!("{}, {} read", incremental.said(), bytes(read));
-        Row::said("backup", what, measured).spent(0.0, incremental.peak)
+        let measured = format!("{}, {} read", incremental.describe(), bytes(read));
+        Row::value("backup", what, measured).spent(0.0, incremental.peak)
     };
     let ratio = |peer: Duration| peer.as_secs_f64() / incremental.time.as_secs_f64();
     let peer = format!(
@@ -144,7 +144,7 @@ fn compare_and_restic(
     report.row(row().against(peer, ratio(compared.time)));
     match restic(options, driver, &files) {
         Ok(second) => {
-            let peer = format!("restic: {}, {} read", second.said(), bytes(size));
+            let peer = format!("restic: {}, {} read", second.describe(), bytes(size));
             report.row(row().against(peer, ratio(second.time)));
         }
         Err(error) => report.row(row().against(format!("restic: {error:#}"), None)),

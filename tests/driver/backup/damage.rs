@@ -26,7 +26,7 @@ fn any_flipped_byte_is_found(rig: &Rig<'_>, random: &mut Random, of_each: usize)
             let output = rig.run(&["backup", "verify"]);
             assert_eq!(output.status.code(), Some(1), "byte {at} of {}", file.display());
         }
-        // Missing, and cut off.
+        // Missing, and truncated.
         fs::write(&file, &original[..original.len() / 2]).unwrap();
         assert_eq!(rig.run(&["backup", "verify"]).status.code(), Some(1), "{}", file.display());
         fs::write(&file, &original).unwrap();

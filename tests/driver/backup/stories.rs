@@ -223,7 +223,7 @@ fn a_group_is_backed_up_and_restored_as_a_set() {
                 support::write_direct(device, MIB, &bytes);
             });
         }
-        driver.ok(cut_group("g", &[&volumes[0], &volumes[1]]));
+        driver.ok(create_group_snapshot("g", &[&volumes[0], &volumes[1]]));
         let rig = Rig::new(driver, "v", MIB);
         let output = rig.run(&["backup", "create", "g", "--group"]);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -315,7 +315,7 @@ pub mod samples {
         BackupId::try_from(format!("2026010{}T000000000Z-00000000", number + 1)).unwrap()
     }
 
-    /// The backup of snapshot `number`, from the one before.
+    /// The backup of snapshot `number`, from the previous one.
     pub fn backup(number: usize) -> Manifest {
         Manifest {
             version: VERSION,

@@ -38,7 +38,7 @@ pub struct Restore<'r> {
     target: Arc<Target>,
     /// Whether to compare chunks with what the target holds.
     resume: bool,
-    /// Of the last window: the next one often goes on with them.
+    /// Of the last window: the next one often continues with them.
     chunks: HashMap<Key, Arc<Vec<u8>>>,
     done: Restored,
 }

@@ -89,7 +89,7 @@ impl Writer {
         if is_full { self.close_page().await } else { Ok(()) }
     }
 
-    /// Adds a run of zeros to the one before it, so that a discarded volume takes one entry and not one for each MiB.
+    /// Adds a run of zeros to the previous one, so that a discarded volume takes one entry and not one for each MiB.
     fn extend_zeros(&mut self, chunk: &Chunk) -> bool {
         let (Some(last), [zeros]) = (self.chunks.last_mut(), chunk.zeros.as_slice()) else {
             return false;

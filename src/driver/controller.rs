@@ -315,8 +315,6 @@ fn list_volumes(
     Ok(csi::ListVolumesResponse { entries, next_token: page.next.unwrap_or_default() })
 }
 
-///
-
 fn get_capacity(
     plugin: &Plugin,
     req: csi::GetCapacityRequest,

@@ -60,8 +60,8 @@ impl<'a> Scene<'a> {
     fn deferrals_are_recorded(&self, target: &Path) {
         let published = self.rig.driver.seen::<csi::NodePublishVolumeRequest>();
         let mut left = published.iter().filter(|one| one.target_path == path(target));
-        let told = left.any(|one| one.defer_fs_ops);
-        assert!(!told || self.rig.vol_data(target).is_some(), "{}", target.display());
+        let was_deferred = left.any(|one| one.defer_fs_ops);
+        assert!(!was_deferred || self.rig.vol_data(target).is_some(), "{}", target.display());
     }
 
     /// Runs the steps of one pod, one of which is interrupted at the N-th fail point. Returns false

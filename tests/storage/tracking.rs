@@ -396,8 +396,8 @@ fn a_snapshot_under_load_has_a_consistent_filesystem() {
                 });
                 let take = |number| {
                     let before = written.load(Ordering::Relaxed);
-                    let goes_on = || written.load(Ordering::Relaxed) > before + 20;
-                    kernel::wait_for("the pod writes", goes_on);
+                    let continues = || written.load(Ordering::Relaxed) > before + 20;
+                    kernel::wait_for("the pod writes", continues);
                     pool.snapshot(&format!("{fs_type}-{number}"), &volume)
                 };
                 (0..3).map(take).collect()

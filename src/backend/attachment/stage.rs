@@ -42,8 +42,8 @@ pub fn stage(store: &Store, volume_id: &str, path: &Path, capability: &Capabilit
     store.catalog.write(|tx| tx.put(&attachment))?;
     let staged = bring_up(store, volume, &attachment);
     if staged.is_err() {
-        // A failed stage leaves nothing attached. If this fails too, the row tells the next stage
-        // or unstage what to undo.
+        // A failed stage leaves nothing attached. If this fails too, the row records what the next
+        // stage or unstage must undo.
         let _ = take_down(store, &attachment);
     }
     staged.map_err(|error| maintenance::or_exhausted(store, error))?;

@@ -98,7 +98,7 @@ impl<'d> Rig<'d> {
         self.command(arguments).output().unwrap()
     }
 
-    /// What a command prints as JSON, which has to succeed.
+    /// What a command prints as JSON, which must succeed.
     fn json(&self, arguments: &[&str]) -> Value {
         let output = self.run(&[arguments, &["--output", "json"]].concat());
         let error = String::from_utf8_lossy(&output.stderr);
@@ -106,7 +106,7 @@ impl<'d> Rig<'d> {
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
-    /// The error of a command, which has to fail.
+    /// The error of a command, which must fail.
     #[track_caller]
     fn refused(&self, arguments: &[&str], words: &str) {
         let output = self.run(arguments);

@@ -168,7 +168,7 @@ fn a_tree_deeper_than_the_descriptor_limit_is_removed() {
         let flags = nix::fcntl::OFlag::O_DIRECTORY;
         nix::sys::stat::mkdirat(&at, "d", nix::sys::stat::Mode::S_IRWXU).unwrap();
         at = nix::fcntl::openat(&at, "d", flags, nix::sys::stat::Mode::empty()).unwrap();
-        nix::sys::stat::mkdirat(&at, "beside", nix::sys::stat::Mode::S_IRWXU).unwrap();
+        nix::sys::stat::mkdirat(&at, "other", nix::sys::stat::Mode::S_IRWXU).unwrap();
     }
     refresh(volume.path(), &content(&[("a", "1")])).unwrap();
     assert_eq!(visible(volume.path()), ["a"]);

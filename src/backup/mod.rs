@@ -199,11 +199,7 @@ fn created_text(created: &Created, entry: &Entry, time: Duration) -> String {
         Created { resumed: true, .. } => "continued and complete",
         _ => "complete",
     };
-    format!(
-        "{}\n{}",
-        entry.facts(),
-        format::facts(&[("result", state.to_owned()), ("time", format::took(time))])
-    )
+    entry.facts([("result", state.to_owned()), ("time", format::took(time))])
 }
 
 async fn show_command(
@@ -222,8 +218,8 @@ async fn show_command(
         fields.insert("chain".to_owned(), json!(ids));
     }
     print(options.output, &value, || match &chain_ids {
-        Ok(ids) => format!("{}\n{}", entry.facts(), format::facts(&[("chain", ids.join(", "))])),
-        Err(_) => entry.facts(),
+        Ok(ids) => entry.facts([("chain", ids.join(", "))]),
+        Err(_) => entry.facts([]),
     })?;
     chain.map(|_| ExitCode::SUCCESS)
 }

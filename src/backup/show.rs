@@ -68,8 +68,8 @@ impl Entry {
         }
     }
 
-    /// The facts of one backup.
-    pub fn facts(&self) -> String {
+    /// The facts of one backup, and `more`.
+    pub fn facts(&self, more: impl IntoIterator<Item = (&'static str, String)>) -> String {
         let mut facts = vec![
             ("backup", self.id.clone()),
             (
@@ -100,6 +100,7 @@ impl Entry {
             facts.push(("zeros", format::bytes(self.zero_bytes)));
         }
         facts.push(("stored", format::bytes(self.stored_bytes)));
+        facts.extend(more);
         format::facts(&facts)
     }
 }

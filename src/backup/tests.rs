@@ -99,6 +99,8 @@ async fn restored(
     resume: bool,
 ) -> Result<Vec<u8>> {
     let inventory = repository.inventory().await?;
+    // Its manifest in this repository: pages of another have other hashes.
+    let backup = repository.find(&inventory, backup.id.as_str())?;
     let chain = repository.chain(&inventory, backup)?;
     locked(repository, Kind::Shared, "test", async |lock| {
         let target = Target::open(path, backup.subject.capacity_bytes)?;

@@ -98,12 +98,12 @@ fn a_restore_continues_with_what_is_missing() {
     with_driver(|driver| {
         let rig = two_backups(driver, "v");
         let target = driver.scratch().join("image");
-        let whole = rig.json(&["restore", "b", "--to", path(&target)]);
+        let whole = rig.json(&["restore", "a", "--to", path(&target)]);
         let file = File::options().write(true).open(&target).unwrap();
         use std::os::unix::fs::FileExt;
         file.write_all_at(&[1; 100], 3 * MIB + 5).unwrap();
-        let again = rig.json(&["restore", "b", "--to", path(&target), "--resume"]);
-        rig.holds(&target, "b");
+        let again = rig.json(&["restore", "a", "--to", path(&target), "--resume"]);
+        rig.holds(&target, "a");
         assert!(again["kept_bytes"].as_u64() > Some(0), "{again}");
         assert!(again["written_bytes"].as_u64() < whole["written_bytes"].as_u64(), "{again}");
     });
@@ -169,7 +169,7 @@ fn a_copy_restores_and_may_have_another_key() {
         let again = rig.json(&[&["backup", "copy", "b"][..], &flags].concat());
         assert_eq!(again["copied"], serde_json::json!([]));
         let listed = rig.list();
-        let mut copy = two_backups(driver, "w");
+        let mut copy = Rig::new(driver, "w", MIB);
         copy.images = rig.images.clone();
         copy.repository[1] = path(&to).to_owned();
         copy.refused(&["backup", "list"], "is encrypted");

@@ -223,7 +223,7 @@ makeIPTablesUtilChains: false
 evictionHard: {memory.available: 0%, nodefs.available: 0%, nodefs.inodesFree: 0%, imagefs.available: 0%}
 imageGCHighThresholdPercent: 100
 # Short, so that tests wait less: how often a pod's volumes are checked, and the sizes of volumes are read.
-syncFrequency: 10s
+syncFrequency: 1s
 volumeStatsAggPeriod: 5s
 END
     start kubelet env TMPDIR=/run "$tools/kubelet" --config=/run/kubelet.yaml --kubeconfig="$base/node.conf" \

@@ -17,7 +17,7 @@ namespace=backup-demo
 
 trap 'echo "failed: ${BASH_COMMAND@Q}, line $LINENO of ${0##*/}" >&2' ERR
 
-step() { printf '  - %s\n' "$*"; }
+step() { printf '%5d s  %s\n' "$SECONDS" "$*"; }
 
 # quietly COMMAND...: prints its output only if it fails.
 quietly() {

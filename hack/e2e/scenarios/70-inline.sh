@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Scenario: inline volumes of deploy/examples/inline; a changed Secret reaches a running pod
+# Scenario: inline volumes of deploy/examples/inline and deploy/inline; a changed Secret reaches a running pod
 # shellcheck source=hack/e2e/scenario.sh
 source "$(dirname "$0")/../scenario.sh"
 namespace=inline-demo
@@ -19,3 +19,27 @@ step "the volumes go with their pods"
 delete -k deploy/examples/inline
 inline_volumes() { on_node grep -c 'kubernetes.io~csi/\(scratch\|settings\|cache\)/' /proc/self/mountinfo; }
 equal "mounts of inline volumes" 0 "$(inline_volumes || true)"
+step "the driver for every node (deploy/inline)"
+quietly kubectl apply --server-side -k deploy/inline
+rollout csi-loopback-inline daemonset/csi-loopback-inline
+apply <<END
+apiVersion: v1
+kind: Pod
+metadata: {name: inline-everywhere, namespace: default}
+spec:
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: main
+      image: csi-loopback:0.1.0
+      command: [sleep, infinity]
+      volumeMounts: [{name: scratch, mountPath: /scratch}]
+  volumes:
+    - name: scratch
+      csi: {driver: inline.loopback.csi.local, volumeAttributes: {size: 64Mi}}
+END
+namespace=default
+await condition=Ready -n default pod/inline-everywhere
+in_pod inline-everywhere 'echo written >/scratch/file; grep -q " /scratch ext4 " /proc/mounts'
+delete -n default pod/inline-everywhere
+delete -k deploy/inline
+on_node rm -r /var/lib/csi-loopback-inline /var/lib/kubelet/plugins/inline.loopback.csi.local

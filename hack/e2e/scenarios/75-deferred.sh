@@ -37,6 +37,17 @@ delete -n "$namespace" pod/app
 quietly kubectl apply --server-side -k deploy/examples/node-proxy
 await condition=Ready -n "$namespace" pod/app
 equal "the file" written "$(in_pod app 'cat /data/file')"
+step "pods that the policy opts in (deploy/examples/runtime)"
+quietly kubectl apply --server-side -k deploy/examples/runtime
+namespace=runtime-demo
+await condition=Ready -n "$namespace" pod/claim pod/inline
+in_pod claim 'echo written >/data/file; echo written >/cache/file; test -e /data/cache/file'
+in_pod inline 'echo written >/scratch/file'
+for pod in claim inline; do
+    uid=$(kubectl -n "$namespace" get pod "$pod" -o jsonpath='{.metadata.uid}')
+    equal "mounts of the pod's volumes on the node" 0 "$(host_mounts "$uid")"
+done
+delete -k deploy/examples/runtime
 step "removal by docs/guide/install.md; deploy/base again"
 delete -k deploy/examples/node-proxy
 quietly kubectl apply --server-side -k "$overlay/base"

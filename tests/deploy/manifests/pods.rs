@@ -82,8 +82,8 @@ fn all_but_driver_and_crust_ops_run_confined() {
         assert_eq!(own["allowPrivilegeEscalation"] == json!(false), !is_guard, "{what}");
         assert_eq!(either("seccompProfile"), json!({ "type": "RuntimeDefault" }), "{what}");
         let is_root = either("runAsUser") == json!(0);
-        let may_be_root = ["node-driver-registrar", "node-proxy", "freeze-guard"].contains(&name);
-        assert_eq!(is_root, may_be_root, "{what}");
+        let needs_root = ["node-driver-registrar", "node-proxy", "freeze-guard"].contains(&name);
+        assert_eq!(is_root, needs_root, "{what}");
         if !is_root {
             assert_eq!(either("runAsNonRoot"), json!(true), "{what}");
             // With the group of the driver's socket.

@@ -32,7 +32,7 @@ struct Member {
     target: File,
 }
 
-/// Durations of the times, each for all members. The rest (catalog transactions, opening files)
+/// Durations of the steps, each for all members. The rest (catalog transactions, opening files)
 /// does not grow with the volume.
 #[derive(Debug, Default)]
 struct StepTimes {
@@ -41,7 +41,7 @@ struct StepTimes {
     seal: Duration,
     /// Comparing extent maps or contents.
     compare: Duration,
-    /// WriteTx and flushing the records.
+    /// Writing and flushing the records.
     record: Duration,
     commit: Duration,
 }

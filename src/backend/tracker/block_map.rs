@@ -1,5 +1,5 @@
 //! The results of `allocated` and `delta`: the union of bitmaps, read lazily. The cost follows the
-//! number of extents. Memory is limited to one segment and a small window per record. ReadTx from
+//! number of extents. Memory is limited to one segment and a small window per record. Reading from
 //! an offset skips everything before it.
 
 use std::ops::Range;

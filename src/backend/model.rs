@@ -572,4 +572,6 @@ pub struct Capacity {
     /// The largest volume that CreateVolume accepts now (thin: overcommit included).
     pub maximum_volume: u64,
     pub minimum_volume: u64,
+    /// The capacities of all volumes together, inline volumes in the pool included.
+    pub provisioned: u64,
 }

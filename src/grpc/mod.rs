@@ -3,6 +3,7 @@
 //! ([`socket`]) and what each call goes through ([`call`]) until the last ([`serve`]).
 
 pub mod call;
+pub mod reflection;
 pub mod serve;
 pub mod socket;
 

@@ -1,5 +1,5 @@
-//! The `csi-loopback` binary: parse, run, exit code. Everything else is in the library; a role
-//! starts its own telemetry, for only it knows its flags.
+//! The `csi-loopback` binary: parse, run, exit code. Everything else is in the library; a mode
+//! starts its own telemetry, because only it knows its flags.
 
 use std::process::ExitCode;
 
@@ -11,7 +11,7 @@ fn main() -> ExitCode {
     match Cli::parse_or_exit(std::env::args_os()).run() {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("csi-loopback: {error:#}");
+            eprintln!("csi-loopback: {}", csi_loopback::client::describe(&error));
             ExitCode::FAILURE
         }
     }

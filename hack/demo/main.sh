@@ -43,6 +43,8 @@ say "which blocks hold data in A?"
 show snapshot allocated A --limit-rows 5
 say "which blocks changed from A to B?"
 show snapshot delta A B --limit-rows 5
+say "and where are they?"
+show snapshot map A B
 say "is that true? Comparing every byte of both"
 show snapshot verify A B
 remove_volume

@@ -185,8 +185,8 @@ publish_volume() { # publish_volume MODE...: stages and publishes it at $tmp/tar
 remove_volume() { # through the driver, with its snapshots
     local snapshot
     say "taking everything down"
-    run "$driver" volume unpublish "$volume" --target "$tmp/target"
-    run "$driver" volume unstage "$volume" --staging "$tmp/staging"
+    run "$driver" volume unpublish "$volume" --target "$tmp/target" --if-published
+    run "$driver" volume unstage "$volume" --staging "$tmp/staging" --if-staged
     for snapshot in $("$driver" snapshot list --output json | jq -r '.[].id'); do
         run "$driver" snapshot delete "$snapshot"
     done

@@ -2,6 +2,7 @@
 //! Kubernetes.
 
 mod bases;
+mod commands;
 mod conditions;
 mod controller;
 mod defer_driver;

@@ -10,7 +10,7 @@ use crate::tree::{files, root};
 /// Columns of a line of prose.
 const COLUMNS: usize = 100;
 /// Words of all pages below docs/.
-const DOCS_WORDS: usize = 26_000;
+const DOCS_WORDS: usize = 26_800;
 const README_LINES: usize = 120;
 
 /// What the style guide replaces.

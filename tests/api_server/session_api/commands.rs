@@ -154,7 +154,7 @@ fn a_listing_goes_on_in_its_session_when_the_sidecar_is_killed() {
     let output = child.wait_with_output().unwrap();
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
     // Of the two extents before the stall the driver holds back one.
-    assert!(words.contains("going on from byte 4096"), "{words}");
+    assert!(words.contains("resuming from byte 4096"), "{words}");
     let all = listed(output);
     let again = listed(whole.command(&["allocated", "first"]).output().unwrap());
     assert_eq!(all, again);
